@@ -1,0 +1,350 @@
+"""The contract: what a protocol may touch, and what it must give back.
+
+A protocol reaches the world only through the `Host` that it is built with: streams to peers, hints from a directory,
+the list of live members, a place for heavy work, wall time, signatures, seeded randomness. The same protocol code runs
+over libp2p and in the simulated world. There is no clock for deadlines: a `Deadline` is a value of the running
+loop's `time()`, used through `asyncio.timeout_at`, so the loop is the clock.
+
+Errors:
+
+    ProtocolError
+      PeerError            something about one peer; carries `peer`
+        PeerGone           definite: not a byte reached it, or it refused; it has not counted us
+        PeerSilent         indefinite: a reset, an end or a deadline in mid stream; it may have counted us
+      BadPayload           what was received breaks the rules; whoever reads knows the sender and names it
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol, TypeAlias, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+PeerId: TypeAlias = str
+"""A libp2p peer id in its text form (base58btc)."""
+
+Vector: TypeAlias = torch.Tensor
+"""1-D, float32, CPU, contiguous."""
+
+Deadline: TypeAlias = float
+"""An instant of the running loop's `time()`. Never sent to a peer: peers exchange remaining seconds."""
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
+CHUNK_BYTES = 1 << 20
+"""Bulk data is encoded, sent, received and reduced in pieces of at most this many bytes of float32."""
+
+
+class ProtocolError(Exception):
+    """Root of all errors that cross the contract."""
+
+
+class PeerError(ProtocolError):
+    """An error about one peer.
+
+    Attributes:
+        peer: whom it is about.
+        why: one line for a person.
+    """
+
+    def __init__(self, peer: PeerId, why: str) -> None:
+        super().__init__(f"{peer}: {why}")
+        self.peer = peer
+        self.why = why
+
+
+class PeerGone(PeerError):
+    """Definite: not a byte reached the peer, or it refused explicitly."""
+
+
+class PeerSilent(PeerError):
+    """Indefinite: the peer may have received and counted what was sent before the stream ended."""
+
+
+class BadPayload(ProtocolError):
+    """Received bytes break the rules (schema, size, codec, finiteness, signature, binding to the round)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundKey:
+    """What every frame of a round is bound to.
+
+    Attributes:
+        run: hash of the manifest, 32 bytes.
+        scope: which replicas average; equal scope means replicas of the same parameters.
+        lineage: hash of the record that this round extends, 32 bytes.
+        round: the number of the round, from 0.
+        fragment: which fragment of the model this round commits.
+    """
+
+    run: bytes
+    scope: str
+    lineage: bytes
+    round: int
+    fragment: int = 0
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Member:
+    """A peer in one of its lives: a restart is a new incarnation."""
+
+    peer: PeerId
+    incarnation: int = 0
+
+
+class Header:
+    """The header of a message: one of the frozen dataclasses of `protocols.wire`."""
+
+    __slots__ = ()
+
+
+class Stream(Protocol):
+    """An ordered, authenticated, flow-controlled stream to one peer, its deadline fixed when it was opened.
+
+    After the deadline every call raises `PeerSilent`. Cancelling a call leaves the stream unusable: reset it.
+    `bytes_sent` and `bytes_received` count everything that crossed it, headers included.
+    """
+
+    peer: PeerId
+    bytes_sent: int
+    bytes_received: int
+
+    async def send(self, header: Header, payload: Buffer = b"") -> None:
+        """Send a header and its raw payload; returns when flow control has taken them.
+
+        Raises:
+            PeerSilent: the stream was reset, has ended or its deadline has passed.
+        """
+
+    async def receive(self, limit: int) -> Header:
+        """Receive one header of at most `limit` bytes; the bound is checked before the header is read.
+
+        Raises:
+            BadPayload: too long, not decodable, or not a known message.
+            PeerSilent: the stream was reset, has ended or its deadline has passed.
+        """
+
+    async def receive_into(self, buffer: memoryview) -> None:
+        """Receive exactly `len(buffer)` payload bytes.
+
+        Raises:
+            PeerSilent: as for `receive`; the buffer's content is then undefined.
+        """
+
+
+Handler: TypeAlias = Callable[[PeerId, Stream], Awaitable[None]]
+"""Serves one incoming stream. Returning closes the stream; raising resets it."""
+
+
+class Transport(Protocol):
+    """Streams to peers. Handlers survive a restart of the daemon underneath."""
+
+    me: PeerId
+
+    def serve(self, method: str, handler: Handler) -> None:
+        """Answer the streams that peers open for `method`. One handler a method."""
+
+    def open(self, peer: PeerId, method: str, deadline: Deadline) -> AbstractAsyncContextManager[Stream]:
+        """Open a stream; leaving the context normally closes it after what was sent, by an exception resets it.
+
+        Raises:
+            PeerGone: the peer could not be reached, or does not serve `method`.
+            PeerSilent: no answer before the deadline.
+        """
+
+
+class Directory(Protocol):
+    """What a protocol sees of the DHT: hints, never decisions."""
+
+    async def announce(self, scope: str, value: bytes, ttl_seconds: float, deadline: Deadline) -> None: ...
+
+    async def find(self, scope: str, limit: int, deadline: Deadline) -> Sequence[tuple[PeerId, bytes]]: ...
+
+
+class Members(Protocol):
+    """Peers that completed a handshake and are believed alive. Deaths are pushed, not polled."""
+
+    version: int
+
+    def live(self) -> tuple[Member, ...]:
+        """The live members, this peer included, in the order of their ids."""
+
+    async def changed(self, since: int, deadline: Deadline) -> int:
+        """Wait until `version` exceeds `since`; returns the version then, or at the deadline."""
+
+
+class Signer(Protocol):
+    """Signatures bound to peer ids: Ed25519 in a node, a seeded stand-in in the simulator."""
+
+    def sign(self, message: bytes) -> bytes: ...
+
+    def verify(self, peer: PeerId, message: bytes, signature: bytes) -> bool: ...
+
+
+class Clock(Protocol):
+    """Wall time, for record expiry and log stamps only."""
+
+    def wall(self) -> float: ...
+
+
+class Compute(Protocol):
+    """Runs work that would hold up the loop: on threads in a node, inline for virtual seconds in the simulator."""
+
+    async def run(self, work: Callable[[], T], cost_bytes: int) -> T: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """Everything that a protocol may touch."""
+
+    transport: Transport
+    directory: Directory
+    members: Members
+    compute: Compute
+    clock: Clock
+    signer: Signer
+    seed: int
+
+    @property
+    def me(self) -> PeerId:
+        return self.transport.me
+
+    def rng(self, purpose: str) -> random.Random:
+        """A generator of its own for each purpose, so that draws for one never shift those of another."""
+        return random.Random(f"{self.seed}/{self.me}/{purpose}")
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a peer has trained since its anchor.
+
+    Attributes:
+        tokens: tokens (or samples) that the inner steps consumed.
+        loss: mean training loss over them; nan before the first step.
+        seconds: time spent training.
+        norm: L2 norm of the pseudo-gradient, anchor - local.
+        complete: the inner steps of the round are done; more may follow until the round is cut.
+        state_root: root of the outer state after the last committed round, 32 bytes.
+    """
+
+    tokens: int
+    loss: float
+    seconds: float
+    norm: float
+    complete: bool = False
+    state_root: bytes = bytes(32)
+
+
+class Outcome(StrEnum):
+    COMMITTED = "committed"
+    SKIPPED = "skipped"
+    UNDECIDED = "undecided"
+    SUPERSEDED = "superseded"
+
+
+@dataclass(frozen=True, slots=True)
+class Blame:
+    """A peer that was left out or clamped, and why, in one line."""
+
+    peer: PeerId
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """How much of a peer's pseudo-gradient the mean holds."""
+
+    chunks_counted: int
+    chunks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """What became of a round's averaging.
+
+    Attributes:
+        outcome: `into` holds the mean only if committed.
+        record: encoded record of the round (`protocols.record`), empty unless decided.
+        contributions: peer -> chunks of it that the mean holds, in the order of the plan.
+        weights: peer -> its weight in the mean, after clamping.
+        uncounted: element ranges [low, high) of `mine` that the mean does not hold, ascending.
+        blamed: who was refused, lost or clamped, and why.
+        bytes_sent, bytes_received: of this round, headers and control messages included.
+    """
+
+    outcome: Outcome
+    record: bytes = b""
+    contributions: Mapping[PeerId, Contribution] = field(default_factory=dict)
+    weights: Mapping[PeerId, float] = field(default_factory=dict)
+    uncounted: tuple[tuple[int, int], ...] = ()
+    blamed: tuple[Blame, ...] = ()
+    bytes_sent: int = 0
+    bytes_received: int = 0
+
+    @property
+    def peers(self) -> tuple[PeerId, ...]:
+        """Peers of which the mean holds at least one chunk."""
+        return tuple(peer for peer, part in self.contributions.items() if part.chunks_counted)
+
+
+class Session(Protocol):
+    """One peer's side of one round of averaging."""
+
+    cut: asyncio.Event
+    """Set when the round is called: stop training and hand in."""
+
+    def ready(self, work: Work) -> None:
+        """Tell the others what there is to hand in; again as the work grows."""
+
+    async def mean(self, mine: Sequence[Vector], work: Work, into: Sequence[Vector]) -> Mean:
+        """Average `mine` with the others into `into` (same shapes). `mine` is lent, and unchanged until return.
+
+        Never raises for a peer's failure: the outcome says what became of the round.
+        """
+
+
+class Averager(Protocol):
+    """How replicas agree."""
+
+    def enter(
+        self, key: RoundKey, roster: Sequence[Member], deadline: Deadline
+    ) -> AbstractAsyncContextManager[Session]:
+        """Take part in a round, from its first moment: peers may call from then on. `roster` are those who count."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The parameters as flat vectors: tensor names and shapes, in order, for each fragment."""
+
+    fragments: tuple[tuple[tuple[str, tuple[int, ...]], ...], ...]
+
+    def sizes(self) -> tuple[int, ...]:
+        """Elements of each fragment's flat vector."""
+        return tuple(sum(torch.Size(shape).numel() for _, shape in fragment) for fragment in self.fragments)
+
+
+class Trainer(Protocol):
+    """Who computes: the inner steps between two rounds, behind a process boundary in a node."""
+
+    layout: Layout
+
+    async def train(self, key: RoundKey, cut: asyncio.Event, progress: Callable[[Work], None]) -> Work:
+        """Train from where the parameters stand until `cut` is set; the cut is seen at every inner step.
+
+        `progress` is called after the first inner step, when the round's inner steps are complete, and whenever the
+        work has grown by a tenth since the last call.
+        """
+
+    async def read(self, into: Vector, fragment: int = 0) -> None:
+        """Copy the local parameters out, at a step boundary."""
+
+    async def write(self, source: Vector, fragment: int = 0) -> None:
+        """Replace the local parameters; the inner optimiser's state stays."""

@@ -1,0 +1,104 @@
+"""Frames over any pipe of bytes: the one implementation of `Stream`, shared by every transport.
+
+A frame is a 4-byte big-endian header length, the header (`protocols.wire`), and the raw payload that the header
+announces. A transport supplies only a `Pipe`; deadlines, bounds, counting and mapped errors are done here, once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Protocol
+
+from protocols import wire
+from protocols.base import BadPayload, Buffer, Deadline, Header, PeerId, PeerSilent
+
+_LENGTH_BYTES = 4
+_OPENING_LIMIT = 64
+
+
+class Pipe(Protocol):
+    """Bytes to and from one peer. Any failure is an `OSError` or an `EOFError`."""
+
+    async def write(self, data: Buffer) -> None:
+        """Take `data`, waiting while the peer does not keep up."""
+
+    async def read_into(self, buffer: memoryview) -> None:
+        """Fill the whole buffer.
+
+        Raises:
+            EOFError: the peer closed first.
+        """
+
+
+class FramedStream:
+    """`protocols.base.Stream` over a `Pipe`."""
+
+    def __init__(self, peer: PeerId, pipe: Pipe, deadline: Deadline) -> None:
+        self.peer = peer
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        self._pipe = pipe
+        self._deadline = deadline
+
+    async def send(self, header: Header, payload: Buffer = b"") -> None:
+        packed = wire.encode(header)
+        async with self._bounded("sending"):
+            await self._pipe.write(len(packed).to_bytes(_LENGTH_BYTES, "big") + packed)
+            if len(payload):
+                await self._pipe.write(payload)
+        self.bytes_sent += _LENGTH_BYTES + len(packed) + len(payload)
+
+    async def receive(self, limit: int) -> Header:
+        async with self._bounded("receiving"):
+            prefix = bytearray(_LENGTH_BYTES)
+            await self._pipe.read_into(memoryview(prefix))
+            size = int.from_bytes(prefix, "big")
+            if size > min(limit, wire.MAX_HEADER_BYTES):
+                raise BadPayload(f"a header of {size} bytes where at most {limit} are allowed")
+            packed = bytearray(size)
+            await self._pipe.read_into(memoryview(packed))
+        self.bytes_received += _LENGTH_BYTES + size
+        return wire.decode(bytes(packed))
+
+    async def receive_into(self, buffer: memoryview) -> None:
+        async with self._bounded("receiving"):
+            await self._pipe.read_into(buffer)
+        self.bytes_received += len(buffer)
+
+    @asynccontextmanager
+    async def _bounded(self, doing: str) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                yield
+        except TimeoutError:
+            raise PeerSilent(self.peer, f"deadline passed while {doing}") from None
+        except (OSError, EOFError) as error:
+            raise PeerSilent(self.peer, f"stream ended while {doing} ({error or type(error).__name__})") from None
+
+
+async def opened(peer: PeerId, pipe: Pipe, deadline: Deadline) -> FramedStream:
+    """The opener's side: tells the peer how many seconds the stream may live."""
+    stream = FramedStream(peer, pipe, deadline)
+    remaining = max(0.0, deadline - asyncio.get_running_loop().time())
+    await stream.send(wire.Opening(min(remaining, wire.MAX_SECONDS)))
+    return stream
+
+
+async def accepted(
+    peer: PeerId, pipe: Pipe, opening_seconds: float, on_bad: Callable[[PeerId, BadPayload], None]
+) -> FramedStream | None:
+    """The server's side: a stream that lives as long as its opener said; None if the opening is refused.
+
+    The opening itself must arrive within `opening_seconds`. `on_bad` counts and names a peer that breaks the rules.
+    """
+    loop = asyncio.get_running_loop()
+    stream = FramedStream(peer, pipe, loop.time() + opening_seconds)
+    try:
+        opening = wire.expect(await stream.receive(_OPENING_LIMIT), wire.Opening)
+    except BadPayload as error:
+        on_bad(peer, error)
+        return None
+    stream._deadline = loop.time() + opening.seconds
+    return stream

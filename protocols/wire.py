@@ -1,0 +1,323 @@
+"""Headers: small, versioned msgpack messages, bounded and checked field by field. Pure.
+
+A header is the msgpack array `[VERSION, kind, field, …]` of a frozen dataclass below. Every field names its own bound;
+a decoder refuses what is out of bounds, of another type, not finite, or left over, with `BadPayload`. Nothing nests
+deeper than the dataclasses do, so no input can exhaust the interpreter's stack.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgpack
+
+from protocols.base import BadPayload, Header, Member, RoundKey
+
+VERSION = 1
+MAX_HEADER_BYTES = 1 << 16
+MAX_ROSTER = 32
+MAX_TOKENS = 1 << 53
+MAX_SECONDS = 86_400.0 * 7
+
+HeaderType = TypeVar("HeaderType", bound=Header)
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """How one field goes onto the wire and comes off it."""
+
+    pack: Callable[[Any], Any]
+    unpack: Callable[[Any], Any]
+
+
+def _refuse(what: str, value: object) -> BadPayload:
+    return BadPayload(f"expected {what}, got {str(value)[:40]!r}")
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _field(spec: Spec) -> Any:
+    return dataclasses.field(metadata={"spec": spec})
+
+
+def uint(maximum: int) -> Any:
+    """An integer in 0..maximum; a bool is not one."""
+
+    def unpack(value: Any) -> int:
+        if type(value) is not int or not 0 <= value <= maximum:
+            raise _refuse(f"an integer in 0..{maximum}", value)
+        return value
+
+    return _field(Spec(_same, unpack))
+
+
+def real(low: float, high: float) -> Any:
+    """A finite float in low..high."""
+
+    def unpack(value: Any) -> float:
+        if type(value) is not float or not math.isfinite(value) or not low <= value <= high:
+            raise _refuse(f"a number in {low:g}..{high:g}", value)
+        return value
+
+    return _field(Spec(float, unpack))
+
+
+def flag() -> Any:
+    def unpack(value: Any) -> bool:
+        if type(value) is not bool:
+            raise _refuse("true or false", value)
+        return value
+
+    return _field(Spec(_same, unpack))
+
+
+def _text(maximum: int) -> Spec:
+    def unpack(value: Any) -> str:
+        if type(value) is not str or len(value) > maximum:
+            raise _refuse(f"a text of at most {maximum} characters", value)
+        return value
+
+    return Spec(_same, unpack)
+
+
+def text(maximum: int) -> Any:
+    return _field(_text(maximum))
+
+
+def blob(maximum: int, minimum: int = 0) -> Any:
+    """Bytes of a length in minimum..maximum."""
+
+    def unpack(value: Any) -> bytes:
+        if type(value) is not bytes or not minimum <= len(value) <= maximum:
+            raise _refuse(f"{minimum}..{maximum} bytes", value)
+        return value
+
+    return _field(Spec(bytes, unpack))
+
+
+def digest() -> Any:
+    return blob(32, 32)
+
+
+def one(kind: type) -> Any:
+    """A dataclass of specs, nested."""
+    return _field(Spec(_pack_fields, lambda value: _unpack_fields(kind, value)))
+
+
+def many(of: Any, maximum: int) -> Any:
+    """A tuple of at most `maximum` fields of one spec."""
+    spec: Spec = of.metadata["spec"]
+
+    def unpack(value: Any) -> tuple[Any, ...]:
+        if type(value) is not list or len(value) > maximum:
+            raise _refuse(f"at most {maximum} items", value)
+        return tuple(spec.unpack(item) for item in value)
+
+    return _field(Spec(lambda items: [spec.pack(item) for item in items], unpack))
+
+
+def peer_id() -> Any:
+    return text(64)
+
+
+_FOREIGN: dict[type, dict[str, Any]] = {
+    RoundKey: {
+        "run": digest(),
+        "scope": text(64),
+        "lineage": digest(),
+        "round": uint(1 << 40),
+        "fragment": uint(1 << 16),
+    },
+    Member: {"peer": peer_id(), "incarnation": uint(1 << 40)},
+}
+"""Specs of the contract's own dataclasses, which know nothing of the wire."""
+
+_SPECS: dict[type, tuple[tuple[str, Spec], ...]] = {}
+
+
+def _specs(kind: type) -> tuple[tuple[str, Spec], ...]:
+    if kind not in _SPECS:
+        fields = _FOREIGN.get(kind) or {f.name: f for f in dataclasses.fields(kind)}
+        _SPECS[kind] = tuple((name, f.metadata["spec"]) for name, f in fields.items())
+    return _SPECS[kind]
+
+
+def _pack_fields(value: Any) -> list[Any]:
+    return [spec.pack(getattr(value, name)) for name, spec in _specs(type(value))]
+
+
+def _unpack_fields(kind: type, values: Any) -> Any:
+    specs = _specs(kind)
+    if type(values) is not list or len(values) != len(specs):
+        raise _refuse(f"{len(specs)} fields of {kind.__name__}", values)
+    unpacked = {}
+    for (name, spec), value in zip(specs, values, strict=True):
+        try:
+            unpacked[name] = spec.unpack(value)
+        except BadPayload as error:
+            raise BadPayload(f"{kind.__name__}.{name}: {error}") from None
+    return kind(**unpacked)
+
+
+@dataclass(frozen=True, slots=True)
+class Opening(Header):
+    """First on every stream: how long its opener will wait."""
+
+    seconds: float = real(0, MAX_SECONDS)
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What one member brings to a round, signed over (key, offer without signature) so that no plan can alter it."""
+
+    member: Member = one(Member)
+    tokens: int = uint(MAX_TOKENS)
+    norm: float = real(0, 1e30)
+    seconds: float = real(0, MAX_SECONDS)
+    complete: bool = flag()
+    bandwidth: float = real(1, 1e13)
+    state_root: bytes = digest()
+    signature: bytes = blob(128)
+
+
+@dataclass(frozen=True, slots=True)
+class Ready(Header):
+    """A member's offer for the round, sent to the whole roster and again as its work grows."""
+
+    key: RoundKey = one(RoundKey)
+    offer: Offer = one(Offer)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan(Header):
+    """The coordinator's call: whose offers count, who reduces which elements, how long it may take.
+
+    Weights and clip factors are not here: every receiver computes them from the offers (`protocols.plan`).
+
+    Attributes:
+        offers: the members that take part, in the order that bitmaps and sums use.
+        bounds: len(offers) + 1 ascending element offsets; part i is [bounds[i], bounds[i+1]).
+        reducers: part -> index of the member that reduces it.
+        budget_seconds: time for the data phase and the decision, from the receipt of the plan.
+    """
+
+    key: RoundKey = one(RoundKey)
+    ballot: int = uint(1 << 20)
+    version: int = uint(1 << 20)
+    offers: tuple[Offer, ...] = many(one(Offer), MAX_ROSTER)
+    bounds: tuple[int, ...] = many(uint(1 << 48), MAX_ROSTER + 1)
+    reducers: tuple[int, ...] = many(uint(MAX_ROSTER), MAX_ROSTER)
+    budget_seconds: float = real(0, MAX_SECONDS)
+
+
+@dataclass(frozen=True, slots=True)
+class Contribute(Header):
+    """Opens a data stream to the reducer of `part`; its chunks follow, and the reduced chunks come back."""
+
+    key: RoundKey = one(RoundKey)
+    plan: bytes = digest()
+    part: int = uint(MAX_ROSTER)
+    codec: str = text(16)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk(Header):
+    """One chunk of a contribution; `size` payload bytes follow."""
+
+    index: int = uint(1 << 32)
+    size: int = uint(1 << 32)
+
+
+@dataclass(frozen=True, slots=True)
+class Reduced(Header):
+    """One reduced chunk, the same bytes for every member; `mask` has a bit for each offer that it holds."""
+
+    index: int = uint(1 << 32)
+    mask: int = uint((1 << MAX_ROSTER) - 1)
+    size: int = uint(1 << 32)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """`count` chunks in a row that hold the same contributors."""
+
+    count: int = uint(1 << 32)
+    mask: int = uint((1 << MAX_ROSTER) - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A reduced part: digest over its chunks' digests and masks, and who is in each chunk."""
+
+    digest: bytes = digest()
+    runs: tuple[Run, ...] = many(one(Run), 2048)
+
+
+@dataclass(frozen=True, slots=True)
+class PartDone(Header):
+    """Ends a data stream: the reducer's signed word on its part. Two different ones convict it."""
+
+    part: int = uint(MAX_ROSTER)
+    result: Part = one(Part)
+    signature: bytes = blob(128)
+
+
+_KINDS: tuple[type[Header], ...] = (Opening, Ready, Plan, Contribute, Chunk, Reduced, PartDone)
+_NUMBER = {kind: number for number, kind in enumerate(_KINDS)}
+
+
+def body(value: object) -> bytes:
+    """The canonical bytes of a dataclass of specs: what is hashed and signed."""
+    return bytes(msgpack.packb(_pack_fields(value)))
+
+
+def encode(header: Header) -> bytes:
+    """The header's bytes, at most `MAX_HEADER_BYTES`."""
+    packed = bytes(msgpack.packb([VERSION, _NUMBER[type(header)], *_pack_fields(header)]))
+    if len(packed) > MAX_HEADER_BYTES:
+        raise ValueError(f"{type(header).__name__} takes {len(packed)} bytes, more than {MAX_HEADER_BYTES}")
+    return packed
+
+
+def _unpack(data: bytes) -> list[Any]:
+    try:
+        values = msgpack.unpackb(data, max_ext_len=0, max_map_len=0)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise BadPayload(f"not a header: {error or type(error).__name__}") from None
+    if type(values) is not list or len(values) < 2:
+        raise BadPayload("not a header: no version and kind")
+    return values
+
+
+def decode(data: bytes) -> Header:
+    """The header that `data` holds.
+
+    Raises:
+        BadPayload: not msgpack, another version, an unknown kind, or a field out of bounds.
+    """
+    if len(data) > MAX_HEADER_BYTES:
+        raise BadPayload(f"a header of {len(data)} bytes, more than {MAX_HEADER_BYTES}")
+    version, number, *values = _unpack(data)
+    if version != VERSION:
+        raise BadPayload(f"speaks version {str(version)[:20]}, this peer speaks {VERSION}")
+    if type(number) is not int or not 0 <= number < len(_KINDS):
+        raise BadPayload(f"unknown kind of header {str(number)[:20]}")
+    header: Header = _unpack_fields(_KINDS[number], values)
+    return header
+
+
+def expect(header: Header, kind: type[HeaderType]) -> HeaderType:
+    """The header, if it is of that kind.
+
+    Raises:
+        BadPayload: it is another.
+    """
+    if not isinstance(header, kind):
+        raise BadPayload(f"expected {kind.__name__}, got {type(header).__name__}")
+    return header
