@@ -1,0 +1,175 @@
+"""Flat float32 vectors: seen as one, cut into chunks, averaged, measured and hashed. Pure.
+
+What decides bits that peers must share (`weighted_mean`, `root`) uses separate multiplications and additions in a fixed
+order, so the result depends neither on the number of threads nor on what the processor can do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import torch
+
+from protocols.base import CHUNK_BYTES, Vector
+
+CHUNK_ELEMENTS = CHUNK_BYTES // 4
+
+_ROOT_TAG = b"starling root 1\n"
+_NORM_PIECE = 1 << 16  # elements; their float64 copies stay in the processor's second-level cache
+_LARGEST = torch.finfo(torch.float32).max
+
+
+def check_vector(vector: Vector) -> None:
+    """Refuse what is not a `Vector`.
+
+    Raises:
+        ValueError: not 1-D, float32, on the CPU, contiguous and detached from autograd.
+    """
+    if vector.dim() != 1 or vector.dtype != torch.float32 or vector.device.type != "cpu":
+        raise ValueError(
+            f"a vector is 1-D float32 on the CPU, not {vector.dim()}-D {vector.dtype} on {vector.device.type}"
+        )
+    if not vector.is_contiguous():
+        raise ValueError(f"a vector is contiguous, this one has stride {vector.stride(0)}")
+    if vector.requires_grad:
+        raise ValueError("a vector is detached from autograd, this one requires a gradient")
+
+
+class Flat:
+    """A sequence of vectors seen as one of `size` elements. Holds the vectors themselves, copies nothing.
+
+    Raises:
+        ValueError: one of them is no `Vector`.
+    """
+
+    def __init__(self, vectors: Sequence[Vector]) -> None:
+        for vector in vectors:
+            check_vector(vector)
+        self._vectors = tuple(vectors)
+        self._starts = tuple(accumulate((len(vector) for vector in vectors), initial=0))
+        self.size = self._starts[-1]
+
+    def read(self, low: int, high: int, scratch: Vector) -> Vector:
+        """Elements [low, high): a view where they lie inside one vector, else copied into `scratch[:high - low]`.
+
+        Raises:
+            ValueError: out of range, or `scratch` is too small for a copy.
+        """
+        pieces = self._pieces(low, high)
+        if len(pieces) == 1:
+            return pieces[0]
+        if len(scratch) < high - low:
+            raise ValueError(f"scratch of {len(scratch)} elements for a range of {high - low}")
+        at = 0
+        for piece in pieces:
+            scratch[at : at + len(piece)].copy_(piece)
+            at += len(piece)
+        return scratch[:at]
+
+    def write(self, low: int, source: Vector) -> None:
+        """Copy `source` over the elements from `low`.
+
+        Raises:
+            ValueError: out of range.
+        """
+        at = 0
+        for piece in self._pieces(low, low + len(source)):
+            piece.copy_(source[at : at + len(piece)])
+            at += len(piece)
+
+    def _pieces(self, low: int, high: int) -> list[Vector]:
+        """Views that make up [low, high), in order, none of them empty."""
+        if not 0 <= low <= high <= self.size:
+            raise ValueError(f"elements [{low}, {high}) of a vector of {self.size}")
+        pieces = []
+        index = bisect_right(self._starts, low) - 1
+        while low < high:
+            start, vector = self._starts[index], self._vectors[index]
+            piece = vector[low - start : high - start]
+            if len(piece):
+                pieces.append(piece)
+            low, index = low + len(piece), index + 1
+        return pieces
+
+
+def chunk_count(elements: int) -> int:
+    """How many chunks of `CHUNK_ELEMENTS` cover that many elements; the last may be shorter."""
+    return -(-elements // CHUNK_ELEMENTS)
+
+
+def chunk_range(low: int, high: int, index: int) -> tuple[int, int]:
+    """Elements [from, to) of chunk `index` of the range [low, high).
+
+    Raises:
+        ValueError: the range has no such chunk.
+    """
+    if not 0 <= index < chunk_count(high - low):
+        raise ValueError(f"chunk {index} of a range of {chunk_count(high - low)} chunks")
+    start = low + index * CHUNK_ELEMENTS
+    return start, min(high, start + CHUNK_ELEMENTS)
+
+
+def weighted_mean(contributions: Sequence[Vector], weights: Sequence[float], into: Vector) -> None:
+    """The part reducer: sum_i w_i x_i / sum_i w_i, added in the given order, into `into`.
+
+    The contributions are destroyed. `into` may be the first of them, and must not overlap the others. Each is scaled
+    by its share w_i / sum w (taken in float64, rounded to float32) before it is added, so that large weights cannot
+    overflow; a mean of finite vectors is finite, held at the largest float32 if rounding carries it beyond. One
+    contribution comes out as it went in.
+
+    Args:
+        contributions: at least one, all of the size of `into`, finite.
+        weights: one for each, positive and finite, in any unit.
+
+    Raises:
+        ValueError: counts or sizes differ, or a weight is not positive and finite.
+    """
+    if not contributions or len(contributions) != len(weights):
+        raise ValueError(f"{len(contributions)} contributions with {len(weights)} weights")
+    if not all(weight > 0 and math.isfinite(weight) for weight in weights):
+        raise ValueError(f"weights are positive and finite, not {list(weights)}")
+    if any(len(contribution) != len(into) for contribution in contributions):
+        raise ValueError(f"contributions of {[len(each) for each in contributions]} elements into {len(into)}")
+    largest = max(weights)  # divided out first: the sum of finite weights need not be finite
+    total = math.fsum(weight / largest for weight in weights)
+    torch.mul(contributions[0], weights[0] / largest / total, out=into)
+    for contribution, weight in zip(contributions[1:], weights[1:], strict=True):
+        into.add_(contribution.mul_(weight / largest / total))
+    into.clamp_(-_LARGEST, _LARGEST)
+
+
+def norm(vectors: Sequence[Vector]) -> float:
+    """L2 norm of all elements together, accumulated in float64, piece by piece. Not finite if an element is not.
+
+    Its last digits may differ between machines: it is a claim about one's own work, never a shared bit.
+    """
+    scratch = torch.empty(_NORM_PIECE, dtype=torch.float64)
+    squares = []
+    for vector in vectors:
+        for low in range(0, len(vector), _NORM_PIECE):
+            piece = vector[low : low + _NORM_PIECE]
+            wide = scratch[: len(piece)].copy_(piece)
+            squares.append(float(torch.dot(wide, wide)))
+    return math.sqrt(math.fsum(squares))
+
+
+def root(vectors: Sequence[Vector]) -> bytes:
+    """The state root: 32 bytes that bind every bit of the vectors, how many there are and how long each is.
+
+    SHA-256 over a tag, the count and, for each vector, its size followed by the SHA-256 of each of its 1 MiB chunks of
+    little-endian float32; numbers are 8 bytes, little-endian.
+    """
+    outer = hashlib.sha256(_ROOT_TAG + len(vectors).to_bytes(8, "little"))
+    held = bytearray(CHUNK_BYTES)
+    chunk = torch.frombuffer(held, dtype=torch.float32)
+    for vector in vectors:
+        check_vector(vector)
+        outer.update(len(vector).to_bytes(8, "little"))
+        for low, high in pairwise([*range(0, len(vector), CHUNK_ELEMENTS), len(vector)]):
+            chunk[: high - low].copy_(vector[low:high])
+            outer.update(hashlib.sha256(memoryview(held)[: (high - low) * 4]).digest())
+    return outer.digest()
