@@ -1,0 +1,151 @@
+"""The door for users' own tasks: what is trained, on which data, with which loss, by which values.
+
+A task is a torch module, a data stream and a loss. Everything else (flat vectors, the optimiser, the schedule, rounds)
+is put round it by `node.trainer`. The stream is a pure function of (seed, position): it is resumed by remembering one
+integer, and two peers differ by their seeds alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import nn
+
+from protocols.base import Layout, Vector
+
+Batch: TypeAlias = tuple[torch.Tensor, ...]
+"""The arguments of `Task.loss`. The last tensor holds the targets: its elements are what "tokens" counts."""
+
+
+class Task(Protocol):
+    """What is trained.
+
+    Attributes:
+        module: its parameters are float32; its buffers stay local and are never averaged.
+    """
+
+    module: nn.Module
+
+    def batch(self, seed: int, position: int) -> Batch:
+        """The `position`-th batch (from 0) of the stream of `seed`; the same arguments give the same batch."""
+
+    def loss(self, *batch: torch.Tensor) -> torch.Tensor:
+        """Mean loss over the batch's targets, in nats: a scalar to differentiate."""
+
+    def evaluate(self) -> float:
+        """Mean loss of the module as it stands, over held-out data that no stream ever draws."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How a task is trained: the inner steps (AdamW), the rounds, and the outer step (Nesterov SGD).
+
+    Raises:
+        ValueError: a value is out of its range; one line that names it.
+
+    Attributes:
+        inner_steps: H, inner steps of a round.
+        rounds: length of the run, and of the learning rate's cosine.
+        batches: batches accumulated into one inner step.
+        learning_rate, betas, weight_decay: of AdamW (Loshchilov & Hutter 2019); the decay holds for every parameter.
+        clip_norm: L2 norm at which the gradient of an inner step is clipped.
+        warmup_steps: global inner steps in which the rate rises linearly.
+        final_fraction: what the cosine leaves of the rate at the end.
+        outer_learning_rate, outer_momentum: of the outer step (Douillard et al. 2023, algorithm 1).
+    """
+
+    inner_steps: int
+    rounds: int
+    learning_rate: float
+    outer_learning_rate: float
+    outer_momentum: float
+    batches: int = 1
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
+    warmup_steps: int = 20
+    final_fraction: float = 0.1
+
+    def __post_init__(self) -> None:
+        for name in ("inner_steps", "rounds", "batches"):
+            require(self, name, lambda value: value >= 1, "at least 1")
+        for name in ("learning_rate", "outer_learning_rate", "clip_norm"):
+            require(self, name, lambda value: 0 < value < math.inf, "positive")
+        for name in ("warmup_steps", "weight_decay"):
+            require(self, name, lambda value: 0 <= value < math.inf, "0 or more")
+        require(self, "outer_momentum", lambda value: 0 <= value < 1, "in [0, 1)")
+        require(self, "final_fraction", lambda value: 0 <= value <= 1, "in [0, 1]")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas must be two numbers in [0, 1), not {self.betas}")
+
+    def rate(self, global_step: int) -> float:
+        """Learning rate of the inner step `global_step` (round * inner_steps + step, from 0): warm-up, then cosine.
+
+        It depends on nothing but the global step, so that a late joiner trains at everybody's rate.
+        """
+        steps = self.inner_steps * self.rounds
+        warmup = min(1.0, (global_step + 1) / (self.warmup_steps + 1))
+        span = max(1, steps - self.warmup_steps)
+        done = min(1.0, max(0.0, (global_step - self.warmup_steps) / span))
+        cosine = 0.5 * (1 + math.cos(math.pi * done))
+        return self.learning_rate * warmup * (self.final_fraction + (1 - self.final_fraction) * cosine)
+
+
+def require(values: object, name: str, valid: Callable[[float], bool], words: str) -> None:
+    """Raise a ValueError of one line unless the number `name` of a dataclass is valid, and whole where it must be."""
+    value = getattr(values, name)
+    # The annotation is a string here; a bool passes for an int in Python, but not as a value that somebody meant.
+    whole = next(field.type for field in fields(values) if field.name == name) == "int"  # type: ignore[arg-type]
+    right = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+    if not right or not valid(value):
+        raise ValueError(f"{name} must be {'a whole number, ' if whole else ''}{words}, not {value!r}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Flat:
+    """A module's parameters and gradients as flat vectors, one of each for a fragment of the layout.
+
+    The module's tensors are views of the vectors: writing a vector changes the module, and copies nothing else.
+    """
+
+    layout: Layout
+    vectors: tuple[Vector, ...]
+    gradients: tuple[Vector, ...]
+
+
+def flatten(module: nn.Module, allocate: Callable[[int], Vector] | None = None) -> Flat:
+    """Move a module's parameters into flat vectors, in the order of `named_parameters`; their values stay.
+
+    One fragment today. Gradients are views as well: never set them to None, fill their vectors with zeros.
+
+    Args:
+        allocate: gives the vector, of so many elements, that is to hold the parameters (shared memory, say).
+
+    Raises:
+        ValueError: no parameters, or one that is not float32 on the CPU.
+    """
+    parameters = list(module.named_parameters())
+    for name, parameter in parameters:
+        if parameter.dtype != torch.float32 or parameter.device.type != "cpu":
+            raise ValueError(
+                f"parameter {name} is {parameter.dtype} on {parameter.device}: float32 on the CPU is needed"
+            )
+    layout = Layout((tuple((name, tuple(parameter.shape)) for name, parameter in parameters),))
+    (size,) = layout.sizes()
+    if size == 0:
+        raise ValueError("the module has no parameters to train")
+    vector = torch.empty(size) if allocate is None else allocate(size)
+    gradient = torch.zeros(size)
+    low = 0
+    for _, parameter in parameters:
+        high = low + parameter.numel()
+        view = vector[low:high].view(parameter.shape)
+        view.copy_(parameter.detach())
+        parameter.data = view
+        parameter.grad = gradient[low:high].view(parameter.shape)
+        low = high
+    return Flat(layout, (vector,), (gradient,))

@@ -1,0 +1,259 @@
+"""A small Llama-style language model over bytes, its presets, and the task that trains it.
+
+RMSNorm, rotary positions, SwiGLU (Touvron et al. 2023). State-dict keys, the halves that a rotary pair is made of and
+the order of operations are those of `LlamaForCausalLM` in Hugging Face transformers, so that weights load there
+unchanged, with `tie_word_embeddings=False`, `rope_theta=10000` and `rms_norm_eps` of `RMS_EPS`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from node.tasks.base import Batch, Recipe, require
+from node.tasks.text import Text
+
+VOCABULARY = 256
+RMS_EPS = 1e-5
+ROPE_THETA = 10_000.0
+INIT_STD = 0.02
+EVALUATION_TOKENS = 8192
+_EVALUATION_ROWS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The model's size.
+
+    Raises:
+        ValueError: a value out of its range, or heads that do not divide the width into even parts; one line.
+    """
+
+    layers: int
+    width: int
+    heads: int
+    context: int
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "width", "heads", "context"):
+            require(self, name, lambda value: value >= 1, "at least 1")
+        if self.width % (2 * self.heads):
+            raise ValueError(f"{self.heads} heads do not divide width {self.width} into even parts")
+
+    @property
+    def hidden(self) -> int:
+        """Width of the SwiGLU layer: 8/3 of the width, rounded up to a multiple of 32."""
+        return 32 * math.ceil(8 * self.width / 3 / 32)
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """All the values of a run of this task: the model's shape, the rows of a batch, the inner and outer steps."""
+
+    shape: Shape
+    rows: int
+    recipe: Recipe
+
+    def __post_init__(self) -> None:
+        require(self, "rows", lambda value: value >= 1, "at least 1")
+
+
+def _preset(width: int, learning_rate: float, inner_steps: int = 50, rounds: int = 16) -> Preset:
+    recipe = Recipe(inner_steps, rounds, learning_rate, outer_learning_rate=0.9, outer_momentum=0.5)
+    return Preset(Shape(layers=4, width=width, heads=4, context=128), rows=8, recipe=recipe)
+
+
+PRESETS: Mapping[str, Preset] = MappingProxyType(
+    {
+        "w64": _preset(64, 3e-3, inner_steps=100, rounds=12),
+        "w96": _preset(96, 2e-3),
+        "w128": _preset(128, 2e-3),
+        "w192": _preset(192, 2e-3),
+        "w256": _preset(256, 2e-3),
+    }
+)
+"""By width. The values of w64 and w128 were tuned; the others have those of w128."""
+
+DEFAULT_PRESET = "w128"
+
+
+def preset(name: str) -> Preset:
+    """The preset of that name.
+
+    Raises:
+        ValueError: there is none; one line with the names that there are.
+    """
+    if name not in PRESETS:
+        raise ValueError(f"no preset {name!r}: one of {', '.join(PRESETS)}")
+    return PRESETS[name]
+
+
+class _Linear(nn.Linear):
+    """Without a bias, and left uninitialised: `Gpt` draws every weight from its own generator."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
+
+    def reset_parameters(self) -> None:
+        pass
+
+
+def rotary(context: int, head: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines of RoPE (Su et al. 2021), each float32 (context, head); a row's two halves are equal."""
+    inverse = ROPE_THETA ** -(torch.arange(0, head, 2, dtype=torch.float32) / head)
+    angles = torch.outer(torch.arange(context, dtype=torch.float32), inverse).repeat(1, 2)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Turn (…, positions, head) by its positions; element i pairs with i + head/2 (`rotate_half`)."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+class _Attention(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.heads = shape.heads
+        self.q_proj = _Linear(shape.width, shape.width)
+        self.k_proj = _Linear(shape.width, shape.width)
+        self.v_proj = _Linear(shape.width, shape.width)
+        self.o_proj = _Linear(shape.width, shape.width)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        rows, positions, width = x.shape
+        q, k, v = (
+            project(x).view(rows, positions, self.heads, -1).transpose(1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        mixed = functional.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
+        out: torch.Tensor = self.o_proj(mixed.transpose(1, 2).reshape(rows, positions, width))
+        return out
+
+
+class _Mlp(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.gate_proj = _Linear(shape.width, shape.hidden)
+        self.up_proj = _Linear(shape.width, shape.hidden)
+        self.down_proj = _Linear(shape.hidden, shape.width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class _Layer(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.self_attn = _Attention(shape)
+        self.mlp = _Mlp(shape)
+        self.input_layernorm = nn.RMSNorm(shape.width, RMS_EPS)
+        self.post_attention_layernorm = nn.RMSNorm(shape.width, RMS_EPS)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        out: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class _Body(nn.Module):
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(VOCABULARY, shape.width, _weight=torch.empty(VOCABULARY, shape.width))
+        self.layers = nn.ModuleList(_Layer(shape) for _ in range(shape.layers))
+        self.norm = nn.RMSNorm(shape.width, RMS_EPS)
+        cos, sin = rotary(shape.context, shape.width // shape.heads)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x: torch.Tensor = self.embed_tokens(tokens)
+        cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        out: torch.Tensor = self.norm(x)
+        return out
+
+
+class Gpt(nn.Module):
+    """The model: int64 bytes (rows, positions), positions <= context, to float32 logits (rows, positions, 256).
+
+    The weights are drawn from `seed` alone. They are not the same bits on every CPU: a run's founder draws them once,
+    and everybody else downloads them.
+    """
+
+    def __init__(self, shape: Shape, seed: int = 0) -> None:
+        super().__init__()
+        self.shape = shape
+        self.model = _Body(shape)
+        self.lm_head = _Linear(shape.width, VOCABULARY)
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in self.parameters():
+            if parameter.ndim == 2:
+                nn.init.normal_(parameter, std=INIT_STD, generator=generator)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.lm_head(self.model(tokens))
+        return logits
+
+    @torch.no_grad()
+    def generate(self, prompt: bytes, tokens: int, temperature: float = 0.0, seed: int = 0) -> bytes:
+        """Continue `prompt` (not empty) by `tokens` bytes: the likeliest ones, or drawn at a temperature above 0."""
+        if not prompt:
+            raise ValueError("the prompt is empty")
+        generator = torch.Generator().manual_seed(seed)
+        text = list(prompt)
+        for _ in range(tokens):
+            logits = self(torch.tensor([text[-self.shape.context :]]))[0, -1]
+            if temperature > 0:
+                odds = torch.softmax(logits / temperature, dim=-1)
+                text.append(int(torch.multinomial(odds, 1, generator=generator)))
+            else:
+                text.append(int(logits.argmax()))
+        return bytes(text[len(prompt) :])
+
+
+class GptTask:
+    """The model on text: a `Task`."""
+
+    module: Gpt
+
+    def __init__(self, preset: Preset, text: Text, seed: int = 0) -> None:
+        """
+        Args:
+            seed: of the initial weights, the same for all peers; streams have seeds of their own.
+
+        Raises:
+            ValueError: the text is too short for a window of context + 1 bytes.
+        """
+        self.module = Gpt(preset.shape, seed)
+        self._rows, self._width = preset.rows, preset.shape.context + 1
+        self._text = text
+        text.require(self._width)
+
+    def batch(self, seed: int, position: int) -> Batch:
+        """Inputs and targets, each int64 (rows, context)."""
+        windows = self._text.windows(seed, position, self._rows, self._width)
+        return windows[:, :-1], windows[:, 1:]
+
+    def loss(self, *batch: torch.Tensor) -> torch.Tensor:
+        """Mean cross-entropy in nats per byte."""
+        inputs, targets = batch
+        return functional.cross_entropy(self.module(inputs).flatten(0, 1), targets.flatten())
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Nats per byte over about `EVALUATION_TOKENS` bytes, in windows spread evenly over the held-out text."""
+        windows = self._text.held_out_windows(max(1, EVALUATION_TOKENS // (self._width - 1)), self._width)
+        total = sum(float(self.loss(rows[:, :-1], rows[:, 1:])) * len(rows) for rows in windows.split(_EVALUATION_ROWS))
+        return total / len(windows)

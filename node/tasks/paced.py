@@ -1,0 +1,64 @@
+"""The paced task: real vectors, and inner steps that take a set time instead of a processor.
+
+On a small machine real trainers share the cores: killing one speeds the others up, and nothing can be learnt about
+interference. A paced step costs microseconds whatever the size: it moves one slice, by integer arithmetic that gives
+the same bits on every CPU, and whoever runs it sleeps `step_seconds`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from node.trainer import Step
+from protocols.base import Layout, Vector
+
+SLICE = 1 << 14
+_PIECE = 1 << 20
+_MASK = (1 << 31) - 1
+_PRIME = 1_000_003
+
+
+class Paced:
+    """A `Learner` whose vector of `elements` float32 follows a bounded pseudo-random walk.
+
+    Two of the same seed move alike; the start is the same for all seeds. Elements stay in [-1, 1].
+
+    Attributes:
+        step_seconds: what an inner step takes; the runner sleeps it, and may change it at any time.
+    """
+
+    def __init__(self, elements: int, seed: int, step_seconds: float, tokens_per_step: int = 1024) -> None:
+        """
+        Raises:
+            ValueError: no elements, no tokens, or a negative time.
+        """
+        if elements < 1 or tokens_per_step < 1 or not 0 <= step_seconds < float("inf"):
+            raise ValueError(f"a paced task of {elements} elements, {tokens_per_step} tokens in {step_seconds} s")
+        self.layout = Layout(((("paced", (elements,)),),))
+        self.vectors: tuple[Vector, ...] = (torch.empty(elements),)
+        self.step_seconds = step_seconds
+        self._seed, self._tokens = seed, tokens_per_step
+        for low in range(0, elements, _PIECE):
+            piece = self.vectors[0][low : low + _PIECE]
+            piece.copy_(_noise(low, len(piece), 0))
+
+    def step(self, round_number: int, step: int) -> Step:
+        """Move the next slice halfway to noise that (seed, round, step) decides. Loss: the slice's mean square."""
+        (vector,) = self.vectors
+        key = (self._seed * _PRIME + round_number) * _PRIME + step
+        low = key % -(-len(vector) // SLICE) * SLICE  # the next slice, step by step
+        place = vector[low : low + SLICE]
+        place.mul_(0.5).add_(_noise(low, len(place), key) * 0.5)
+        return Step(float(place.square().mean()), self._tokens)
+
+    def evaluate(self) -> float:
+        """Mean square of the first slice."""
+        return float(self.vectors[0][:SLICE].square().mean())
+
+
+def _noise(low: int, count: int, key: int) -> Vector:
+    """float32 (count) in [-1, 1): a multiplicative hash of (index, key), exact in 24 bits."""
+    x = torch.arange(low, low + count, dtype=torch.int64)
+    x = ((x + (key & _MASK)) * 0x2545F491) & _MASK
+    x = ((x ^ (x >> 13)) * 0x5BD1E995) & _MASK
+    return ((x >> 7) - (1 << 23)).float() / (1 << 23)

@@ -1,0 +1,114 @@
+"""Text as bytes: what peers train on, and a sample held out from all of them.
+
+Files are told apart by a hash of their relative path, so a file that one peer holds out is held out by every peer that
+has it, whatever else their folders contain.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sysconfig
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+HELD_OUT_BYTES = 256 << 10
+_HELD_OUT_SHARE = 32  # one file, or one byte, of so many
+_SKIPPED = frozenset({"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages"})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Text:
+    """Training text and held-out text, uint8 vectors that share no file, or, of a single file, no byte."""
+
+    training: torch.Tensor
+    held_out: torch.Tensor
+
+    def require(self, width: int) -> None:
+        """
+        Raises:
+            ValueError: one of the two is shorter than a window of `width` bytes.
+        """
+        for words, part in (("training", self.training), ("held-out", self.held_out)):
+            if len(part) < width:
+                raise ValueError(f"the {words} text has {len(part)} bytes: a window takes {width}")
+
+    def windows(self, seed: int, position: int, rows: int, width: int) -> torch.Tensor:
+        """The `position`-th draw of a stream: int64 (rows, width), at places that (seed, position) alone decide."""
+        draw = random.Random(f"{seed}/{position}")
+        starts = [draw.randrange(len(self.training) - width + 1) for _ in range(rows)]
+        return torch.stack([self.training[start : start + width] for start in starts]).long()
+
+    def held_out_windows(self, rows: int, width: int) -> torch.Tensor:
+        """At most `rows` windows, int64 (rows, width), spread evenly over the held-out text without overlap."""
+        rows = min(rows, len(self.held_out) // width)
+        room = len(self.held_out) - width
+        starts = [room * row // max(1, rows - 1) for row in range(rows)]
+        return torch.stack([self.held_out[start : start + width] for start in starts]).long()
+
+
+def load(path: Path | None = None) -> Text:
+    """Read the text: the standard library's source unless a file or a folder is given.
+
+    The standard library's: all its *.py files without tests, idlelib, lib2to3 and site-packages, about 11 MB. It
+    differs between Python versions, so a run sends its held-out sample (at most `HELD_OUT_BYTES`) to all peers. A
+    folder: all its files, without hidden ones. A single file is mapped, not read; its end is held out.
+
+    Raises:
+        ValueError: nothing there, nothing in it, or not readable; one line that names the path.
+    """
+    try:
+        if path is None:
+            return _split(*_standard_library())
+        if path.is_file():
+            return _split_bytes(_map(path), str(path))
+        if not path.is_dir():
+            raise ValueError(f"no file or folder {path}")
+        return _split(path, (file for file in path.rglob("*") if _visible(file.relative_to(path))))
+    except OSError as error:
+        raise ValueError(f"cannot read {error.filename or path}: {error.strerror}") from error
+
+
+def _standard_library() -> tuple[Path, Iterable[Path]]:
+    root = Path(sysconfig.get_path("stdlib"))
+    return root, (file for file in root.rglob("*.py") if not _SKIPPED.intersection(file.relative_to(root).parts))
+
+
+def _visible(relative: Path) -> bool:
+    return not any(part.startswith(".") for part in relative.parts)
+
+
+def _map(path: Path) -> torch.Tensor:
+    size = path.stat().st_size
+    if size == 0:
+        raise ValueError(f"{path} is empty")
+    return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+
+
+def held_out(relative: str) -> bool:
+    """Whether the file of that relative path (with slashes) is held out; about one of 32 is."""
+    return hashlib.sha256(relative.encode(errors="surrogateescape")).digest()[0] % _HELD_OUT_SHARE == 0
+
+
+def _split(root: Path, files: Iterable[Path]) -> Text:
+    """Read files in the order of their relative paths, each on its side of the split."""
+    names = sorted(file.relative_to(root).as_posix() for file in files if file.is_file())
+    training, sample = bytearray(), bytearray()
+    for name in names:
+        (sample if held_out(name) else training).extend((root / name).read_bytes())
+    if not training and not sample:
+        raise ValueError(f"{root} holds no text")
+    if not training or not sample:  # too few files for the hash to tell them apart
+        return _split_bytes(torch.frombuffer(training or sample, dtype=torch.uint8), str(root))
+    parts = (torch.frombuffer(part, dtype=torch.uint8) for part in (training, sample))
+    return Text(next(parts), next(parts)[:HELD_OUT_BYTES])
+
+
+def _split_bytes(text: torch.Tensor, name: str) -> Text:
+    size = min(HELD_OUT_BYTES, len(text) // _HELD_OUT_SHARE)
+    if size == 0:
+        raise ValueError(f"{name} has only {len(text)} bytes of text")
+    return Text(text[:-size], text[-size:])

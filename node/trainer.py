@@ -1,0 +1,246 @@
+"""The inner loop: AdamW steps between two rounds, and the account of what they are worth.
+
+Three layers, the lower two synchronous, so that a worker process can run them behind its pipe:
+
+    Learner          takes inner steps: `AdamWLearner` on a task's module, `Paced` on nothing but time
+    Shift            one learner's work since its anchor: tokens, loss, seconds, norm of the pseudo-gradient
+    InlineTrainer    `protocols.base.Trainer` over a shift, in the event loop itself
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from node.tasks.base import Recipe, Task, flatten
+from protocols.base import Layout, RoundKey, Vector, Work
+
+_GROWTH = 1.1
+_PIECE = 1 << 18
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one inner step did: mean loss over its tokens. No tokens: it was left out, and changed nothing."""
+
+    loss: float
+    tokens: int
+
+
+class Learner(Protocol):
+    """Takes inner steps.
+
+    Attributes:
+        vectors: the local parameters, one flat vector for each fragment of the layout; every step changes them in place.
+    """
+
+    layout: Layout
+    vectors: tuple[Vector, ...]
+
+    def step(self, round_number: int, step: int) -> Step:
+        """Take inner step `step` (from 0) of a round; a round's surplus steps count on beyond its inner steps."""
+
+    def evaluate(self) -> float:
+        """Mean loss of the parameters as they stand, over held-out data."""
+
+
+class AdamWLearner:
+    """Trains a task's module by AdamW with warm-up, cosine and clipping, on flat vectors.
+
+    Attributes:
+        position: batches drawn so far; with the seed, all that is needed to resume the data.
+    """
+
+    def __init__(self, task: Task, recipe: Recipe, seed: int, allocate: Callable[[int], Vector] | None = None) -> None:
+        """
+        Args:
+            seed: of this peer's stream of data, different for each peer.
+            allocate: as in `flatten`.
+        """
+        flat = flatten(task.module, allocate)
+        self.layout, self.vectors, self._gradients = flat.layout, flat.vectors, flat.gradients
+        self.position = 0
+        self._task, self._recipe, self._seed = task, recipe, seed
+        # One parameter a fragment: an optimiser step is a few passes over a vector, however many tensors it holds.
+        parameters = [torch.nn.Parameter(vector) for vector in self.vectors]
+        for parameter, gradient in zip(parameters, self._gradients, strict=True):
+            parameter.grad = gradient
+        self._adamw = torch.optim.AdamW(
+            parameters, recipe.learning_rate, recipe.betas, weight_decay=recipe.weight_decay, fused=True
+        )
+
+    def step(self, round_number: int, step: int) -> Step:
+        """One optimiser step over `recipe.batches` batches; left out if its gradient is not finite."""
+        for gradient in self._gradients:
+            gradient.zero_()
+        total, tokens = 0.0, 0
+        for _ in range(self._recipe.batches):
+            batch = self._task.batch(self._seed, self.position)
+            self.position += 1
+            loss = self._task.loss(*batch)
+            (loss / self._recipe.batches).backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
+            tokens += batch[-1].numel()
+        norm = math.hypot(*(float(torch.linalg.vector_norm(gradient)) for gradient in self._gradients))
+        if not math.isfinite(norm):
+            return Step(math.nan, 0)
+        for gradient in self._gradients:
+            gradient.mul_(min(1.0, self._recipe.clip_norm / (norm + 1e-6)))
+        self._adamw.param_groups[0]["lr"] = self._rate(round_number, step)
+        self._adamw.step()
+        return Step(total / self._recipe.batches, tokens)
+
+    def evaluate(self) -> float:
+        """The task's own evaluation."""
+        return self._task.evaluate()
+
+    def _rate(self, round_number: int, step: int) -> float:
+        """The rate by the global step; surplus steps keep the round's last one, so as not to run ahead of the others."""
+        steps = self._recipe.inner_steps
+        return self._recipe.rate(round_number * steps + min(step, steps - 1))
+
+
+class Shift:
+    """One learner's work since its anchor was last written, and the anchor itself: twice the parameters in memory."""
+
+    def __init__(self, learner: Learner, inner_steps: int) -> None:
+        """
+        Args:
+            inner_steps: H, after which the work of a round is complete.
+        """
+        if inner_steps < 1:
+            raise ValueError(f"inner_steps must be at least 1, not {inner_steps}")
+        self.learner = learner
+        self._inner_steps = inner_steps
+        self._anchors = tuple(vector.clone() for vector in learner.vectors)
+        self._round, self._steps, self._reported = -1, 0, 0
+        self._carried = 0
+        self._reset(0)
+
+    def begin(self, round_number: int) -> None:
+        """Start a round, or go on with the one that was begun. Work that a skipped round left over stays."""
+        if round_number != self._round:
+            self._round, self._steps = round_number, 0
+        self._reported = 0
+
+    def step(self) -> None:
+        """Take one inner step of the round."""
+        step = self.learner.step(self._round, self._steps)
+        self._steps += 1
+        if step.tokens:
+            self._tokens += step.tokens
+            self._loss += step.loss * step.tokens
+
+    def spend(self, seconds: float) -> None:
+        """Count time as spent training."""
+        self._seconds += seconds
+
+    def due(self) -> bool:
+        """Whether the work is news: the first step, the inner steps complete, or a tenth more than was last said.
+
+        True makes it said.
+        """
+        tokens = self._carried + self._tokens
+        news = self._reported == 0 or self._steps == self._inner_steps or tokens >= self._reported * _GROWTH
+        if news:
+            self._reported = tokens
+        return news
+
+    def work(self) -> Work:
+        """The work since the anchor was written."""
+        return Work(
+            tokens=self._carried + self._tokens,
+            loss=self._loss / self._tokens if self._tokens else math.nan,
+            seconds=self._seconds,
+            norm=self._norm(),
+            complete=self._steps >= self._inner_steps,
+        )
+
+    def read(self, into: Vector, fragment: int = 0) -> None:
+        """Copy the local parameters out."""
+        into.copy_(self.learner.vectors[fragment])
+
+    def write(self, source: Vector, fragment: int = 0, anchor: Vector | None = None, tokens: int = 0) -> None:
+        """Replace the local parameters and their anchor; the account starts again.
+
+        Args:
+            anchor: what the pseudo-gradient is measured from, if not `source`: after a round that counted only a part
+                of the last contribution, `source` is the new anchor less the rest.
+            tokens: how many tokens that rest is worth.
+        """
+        self.learner.vectors[fragment].copy_(source)
+        self._anchors[fragment].copy_(source if anchor is None else anchor)
+        self._reset(tokens)
+
+    def evaluate(self) -> float:
+        """Held-out loss of the anchor, the outer parameters; the local ones are put back."""
+        kept = [vector.clone() for vector in self.learner.vectors]
+        for vector, anchor in zip(self.learner.vectors, self._anchors, strict=True):
+            vector.copy_(anchor)
+        try:
+            return self.learner.evaluate()
+        finally:
+            for vector, local in zip(self.learner.vectors, kept, strict=True):
+                vector.copy_(local)
+
+    def _reset(self, carried: int) -> None:
+        self._carried, self._tokens, self._loss, self._seconds = carried, 0, 0.0, 0.0
+
+    def _norm(self) -> float:
+        """In pieces that stay in the cache; a piece's squares are added in float64."""
+        squares = 0.0
+        for anchor, local in zip(self._anchors, self.learner.vectors, strict=True):
+            for low in range(0, len(anchor), _PIECE):
+                piece = anchor[low : low + _PIECE] - local[low : low + _PIECE]
+                squares += float(torch.linalg.vector_norm(piece, dtype=torch.float64)) ** 2
+        return math.sqrt(squares)
+
+
+class InlineTrainer:
+    """A `Trainer` in the event loop itself: for the simulator, paced tasks and tests. A node puts a process between.
+
+    A step first sleeps `step_seconds`, which in the simulator is what makes time pass, then happens at once. Seconds
+    are those of the running loop.
+
+    Attributes:
+        shift: the work underneath.
+        step_seconds: what a step takes; it may change at any time.
+    """
+
+    def __init__(self, learner: Learner, inner_steps: int, step_seconds: float = 0.0) -> None:
+        self.layout = learner.layout
+        self.shift = Shift(learner, inner_steps)
+        self.step_seconds = step_seconds
+
+    async def train(self, key: RoundKey, cut: asyncio.Event, progress: Callable[[Work], None]) -> Work:
+        """Train until `cut` is set; see `protocols.base.Trainer`. Set beforehand, it leaves the work as it is."""
+        loop = asyncio.get_running_loop()
+        shift = self.shift
+        shift.begin(key.round)
+        mark = loop.time()
+        while not cut.is_set():
+            await asyncio.sleep(self.step_seconds)
+            shift.step()
+            now = loop.time()
+            shift.spend(now - mark)
+            mark = now
+            if shift.due():
+                progress(shift.work())
+        return shift.work()
+
+    async def read(self, into: Vector, fragment: int = 0) -> None:
+        """Copy the local parameters out, between two steps."""
+        self.shift.read(into, fragment)
+
+    async def write(self, source: Vector, fragment: int = 0, anchor: Vector | None = None, tokens: int = 0) -> None:
+        """Replace the local parameters, between two steps; see `Shift.write`."""
+        self.shift.write(source, fragment, anchor, tokens)
+
+    async def evaluate(self) -> float:
+        """Held-out loss of the outer parameters, between two steps."""
+        return self.shift.evaluate()
