@@ -36,7 +36,7 @@ class Learner(Protocol):
     """Takes inner steps.
 
     Attributes:
-        vectors: the local parameters, one flat vector for each fragment of the layout; every step changes them in place.
+        vectors: the local parameters, one flat vector for each fragment of the layout; a step changes them in place.
     """
 
     layout: Layout
@@ -100,7 +100,7 @@ class AdamWLearner:
         return self._task.evaluate()
 
     def _rate(self, round_number: int, step: int) -> float:
-        """The rate by the global step; surplus steps keep the round's last one, so as not to run ahead of the others."""
+        """The rate by the global step; surplus steps keep the round's last one, not to run ahead of the others."""
         steps = self._recipe.inner_steps
         return self._recipe.rate(round_number * steps + min(step, steps - 1))
 

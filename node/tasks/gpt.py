@@ -255,5 +255,8 @@ class GptTask:
     def evaluate(self) -> float:
         """Nats per byte over about `EVALUATION_TOKENS` bytes, in windows spread evenly over the held-out text."""
         windows = self._text.held_out_windows(max(1, EVALUATION_TOKENS // (self._width - 1)), self._width)
-        total = sum(float(self.loss(rows[:, :-1], rows[:, 1:])) * len(rows) for rows in windows.split(_EVALUATION_ROWS))
+        total = 0.0
+        for low in range(0, len(windows), _EVALUATION_ROWS):
+            rows = windows[low : low + _EVALUATION_ROWS]
+            total += float(self.loss(rows[:, :-1], rows[:, 1:])) * len(rows)
         return total / len(windows)

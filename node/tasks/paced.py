@@ -2,7 +2,7 @@
 
 On a small machine real trainers share the cores: killing one speeds the others up, and nothing can be learnt about
 interference. A paced step costs microseconds whatever the size: it moves one slice, by integer arithmetic that gives
-the same bits on every CPU, and whoever runs it sleeps `step_seconds`.
+the same bits on every CPU, and whoever runs it sleeps between its steps (`InlineTrainer.step_seconds`).
 """
 
 from __future__ import annotations
@@ -22,21 +22,17 @@ class Paced:
     """A `Learner` whose vector of `elements` float32 follows a bounded pseudo-random walk.
 
     Two of the same seed move alike; the start is the same for all seeds. Elements stay in [-1, 1].
-
-    Attributes:
-        step_seconds: what an inner step takes; the runner sleeps it, and may change it at any time.
     """
 
-    def __init__(self, elements: int, seed: int, step_seconds: float, tokens_per_step: int = 1024) -> None:
+    def __init__(self, elements: int, seed: int, tokens_per_step: int = 1024) -> None:
         """
         Raises:
-            ValueError: no elements, no tokens, or a negative time.
+            ValueError: no elements, or no tokens.
         """
-        if elements < 1 or tokens_per_step < 1 or not 0 <= step_seconds < float("inf"):
-            raise ValueError(f"a paced task of {elements} elements, {tokens_per_step} tokens in {step_seconds} s")
+        if elements < 1 or tokens_per_step < 1:
+            raise ValueError(f"a paced task needs elements and tokens, not {elements} and {tokens_per_step}")
         self.layout = Layout(((("paced", (elements,)),),))
         self.vectors: tuple[Vector, ...] = (torch.empty(elements),)
-        self.step_seconds = step_seconds
         self._seed, self._tokens = seed, tokens_per_step
         for low in range(0, elements, _PIECE):
             piece = self.vectors[0][low : low + _PIECE]
