@@ -1,0 +1,242 @@
+"""Codecs: the bound holds for the nastiest floats, and no bytes whatever get a NaN past a decoder."""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocols.base import BadPayload, Vector
+from protocols.codec import CODECS, Codec, codec
+from tests.golden import codecs as golden
+
+LARGEST = torch.finfo(torch.float32).max
+EDGES = [0.0, -0.0, 2**-149, -(2**-149), 2**-126, 65504.0, 65519.9, 65520.0, 3.3895e38, 3.3961775e38, LARGEST, -LARGEST]
+every_codec = pytest.mark.parametrize("each", CODECS.values(), ids=CODECS)
+finite = st.floats(width=32, allow_nan=False, allow_infinity=False) | st.sampled_from(EDGES)
+
+
+@st.composite
+def vectors(draw: st.DrawFn) -> Vector:
+    """Up to three blocks of int8, most of it one value, with adversarial elements sown in."""
+    size = draw(st.sampled_from([0, 1, 2, 127, 128, 129, 256, 300]))
+    vector = torch.full((size,), draw(finite))
+    for value in draw(st.lists(finite, max_size=12)) if size else []:
+        vector[draw(st.integers(0, size - 1))] = value
+    return vector
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def encoded(each: Codec, vector: Vector) -> bytearray:
+    held = bytearray(each.encoded_bytes(len(vector)))
+    each.encode(vector, memoryview(held))
+    return held
+
+
+def decoded(each: Codec, data: bytes | bytearray | memoryview, size: int) -> Vector:
+    into = torch.full((size,), math.nan)
+    each.decode(data, into)
+    return into
+
+
+def bits(vector: Vector) -> list[int]:
+    return [int(each) for each in vector.view(torch.int32)]
+
+
+@every_codec
+@given(vector=vectors())
+def test_a_round_trip_stays_within_the_bound(each: Codec, vector: Vector) -> None:
+    before = vector.clone()
+    back = decoded(each, encoded(each, vector), len(vector))
+    bound = each.error_bound(vector)
+    assert back.isfinite().all() and bound.isfinite().all()
+    assert ((back.double() - vector.double()).abs() <= bound.double()).all()
+    assert bits(vector) == bits(before)
+
+
+@every_codec
+@given(vector=vectors())
+def test_what_was_decoded_encodes_to_the_same_numbers(each: Codec, vector: Vector) -> None:
+    once = decoded(each, encoded(each, vector), len(vector))
+    twice = decoded(each, encoded(each, once), len(vector))
+    assert ((twice.double() - once.double()).abs() <= each.error_bound(once).double()).all()
+    if each.name != "int8":  # its scale is taken anew
+        assert bits(twice) == bits(once)
+
+
+@every_codec
+@given(data=st.binary(max_size=700), size=st.integers(0, 300))
+def test_any_bytes_decode_to_finite_numbers_or_are_refused(each: Codec, data: bytes, size: int) -> None:
+    try:
+        assert decoded(each, data, size).isfinite().all()
+        assert len(data) == each.encoded_bytes(size)
+    except BadPayload:
+        pass
+
+
+@every_codec
+@given(size=st.integers(1, 300), random=st.randoms(use_true_random=False), tame=st.booleans())
+def test_any_bytes_of_the_right_size(each: Codec, size: int, random: Random, tame: bool) -> None:
+    data = bytearray(random.randbytes(each.encoded_bytes(size)))
+    if tame and each.name == "int8":  # random scales are nearly always refused: let the codes through too
+        scales = (len(data) - size) // 4
+        struct.pack_into(f"<{scales}f", data, 0, *[random.uniform(0, 2.6e36) for _ in range(scales)])
+    with suppress(BadPayload):
+        assert decoded(each, data, size).isfinite().all()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@every_codec
+def test_what_is_not_finite_is_refused_wherever_it_stands(each: Codec, bad: float) -> None:
+    for size in (1, 8, 129, 333):
+        for at in {0, 1, 5, size // 2, size - 2, size - 1} & set(range(size)):
+            vector = torch.ones(size)
+            vector[at] = bad
+            with pytest.raises(ValueError, match="NaN or infinity"):
+                encoded(each, vector)
+
+
+@pytest.mark.parametrize("name, word", [("fp32", "<f"), ("fp16", "<e"), ("bf16", None)])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_decoder_refuses_what_is_not_finite(name: str, word: str | None, bad: float) -> None:
+    each = codec(name)
+    data = encoded(each, torch.ones(201))
+    unit = struct.pack(word, bad) if word else struct.pack("<f", bad)[2:]
+    for at in (0, 7, 200):
+        bent = bytearray(data)
+        bent[at * len(unit) : (at + 1) * len(unit)] = unit
+        with pytest.raises(BadPayload, match="NaN or infinity"):
+            decoded(each, bent, 201)
+
+
+@pytest.mark.parametrize("scale", [math.nan, math.inf, -math.inf, -1.0, -(2**-149), LARGEST, LARGEST / 126])
+def test_int8_refuses_a_bad_scale_and_a_bad_code(scale: float) -> None:
+    each = codec("int8")
+    for block in (0, 1, 2):
+        data = encoded(each, torch.ones(300))
+        struct.pack_into("<f", data, 4 * block, scale)
+        with pytest.raises(BadPayload, match="scales"):
+            decoded(each, data, 300)
+    for at in (0, 200, 299):
+        data = encoded(each, torch.ones(300))
+        data[12 + at] = 0x80
+        with pytest.raises(BadPayload, match="code"):
+            decoded(each, data, 300)
+
+
+def test_int8_at_both_ends_of_the_range() -> None:
+    each = codec("int8")
+    huge = torch.tensor([LARGEST, -LARGEST, LARGEST / 127 * 50])
+    assert torch.allclose(decoded(each, encoded(each, huge), 3), huge, rtol=5e-3)
+    tiny = torch.tensor([1e-36, -1e-44, 2**-149, -0.0])
+    assert not decoded(each, encoded(each, tiny), 4).any()
+    small = torch.tensor([1.6e-36, -0.8e-36])  # the least that still has a scale
+    assert torch.allclose(decoded(each, encoded(each, small), 2), small, rtol=1e-2, atol=0)
+
+
+def test_narrow_floats_saturate_and_never_overflow() -> None:
+    for name, largest in (("fp16", 65504.0), ("bf16", 3.3895313892515355e38)):
+        each = codec(name)
+        over = torch.tensor([LARGEST, -LARGEST, largest, 1.0])
+        assert decoded(each, encoded(each, over), 4).tolist() == [largest, -largest, largest, 1.0]
+        assert float(each.error_bound(over)[3]) <= 2**-8
+
+
+@every_codec
+def test_sizes_are_known_and_enforced(each: Codec) -> None:
+    per_element = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}[each.name]
+    for size in (0, 1, 127, 128, 129, 262_144):
+        scales = -(-size // 128) * 4 if each.name == "int8" else 0
+        total = each.encoded_bytes(size)
+        assert total == size * per_element + scales
+        vector, held = torch.ones(size), bytearray(total + 1)
+        with pytest.raises(ValueError, match=f"takes {total} bytes"):
+            each.encode(vector, memoryview(held))
+        with pytest.raises(BadPayload, match=f"takes {total}"):
+            each.decode(held, vector)
+    assert codec("int8").encoded_bytes(262_144) <= 0.27 * 4 * 262_144
+
+
+@every_codec
+def test_buffers_of_every_kind_at_every_address(each: Codec) -> None:
+    vector = golden.ordinary()[:1000]
+    want = encoded(each, vector)
+    back = bits(decoded(each, want, 1000))
+    with mmap.mmap(-1, len(want) + 3) as mapped:
+        for held in (bytearray(len(want) + 3), mapped):
+            with memoryview(held) as view, view[3:] as into:
+                each.encode(vector, into)
+                assert into == want
+                assert bits(decoded(each, into, 1000)) == back
+    assert bits(decoded(each, bytes(want), 1000)) == back
+    with pytest.raises(ValueError, match="read-only"):
+        each.encode(vector, memoryview(bytes(want)))
+
+
+@every_codec
+def test_only_vectors_are_encoded(each: Codec) -> None:
+    good = torch.ones(8)
+    for bad in (good.double(), good.view(2, 4), good[::2], good.clone().requires_grad_()):
+        with pytest.raises(ValueError, match="a vector is"):
+            encoded(each, bad)
+        with pytest.raises(ValueError, match="a vector is"):
+            each.decode(bytes(each.encoded_bytes(len(bad))), bad)
+
+
+def test_the_bits_do_not_depend_on_the_number_of_threads() -> None:
+    runs = []
+    for count in (1, 2):
+        with threads(count):
+            runs.append(golden.digests())
+    assert runs[0] == runs[1] == json.loads(golden.FILE.read_text())
+
+
+def test_the_bits_do_not_depend_on_the_processor() -> None:
+    """torch is told to use no vector instructions at all."""
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.golden.codecs"],
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, "ATEN_CPU_CAPABILITY": "default"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(run.stdout) == json.loads(golden.FILE.read_text())
+
+
+def test_the_vectors_exercise_what_they_say() -> None:
+    vector = golden.every_exponent()
+    exponents = set((vector.view(torch.int32) >> 23 & 0xFF).tolist())
+    assert vector.isfinite().all() and exponents == set(range(255))
+
+
+def test_an_unknown_codec_is_named_with_those_there_are() -> None:
+    assert codec("int8") is CODECS["int8"]
+    with pytest.raises(ValueError) as raised:
+        codec("int-8")
+    assert str(raised.value) == "unknown codec 'int-8': there are fp32, fp16, bf16, int8; did you mean 'int8'?"
+    with pytest.raises(ValueError) as raised:
+        codec("zstandard")
+    assert str(raised.value) == "unknown codec 'zstandard': there are fp32, fp16, bf16, int8"
