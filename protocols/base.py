@@ -118,7 +118,7 @@ class Stream(Protocol):
     bytes_received: int
 
     async def send(self, header: Header, payload: Buffer = b"") -> None:
-        """Send a header and its raw payload; returns when flow control has taken them.
+        """Send a header and its raw payload; returns when flow control has taken them and `payload` may be reused.
 
         Raises:
             PeerSilent: the stream was reset, has ended or its deadline has passed.

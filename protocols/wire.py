@@ -1,8 +1,9 @@
 """Headers: small, versioned msgpack messages, bounded and checked field by field. Pure.
 
 A header is the msgpack array `[VERSION, kind, field, …]` of a frozen dataclass below. Every field names its own bound;
-a decoder refuses what is out of bounds, of another type, not finite, or left over, with `BadPayload`. Nothing nests
-deeper than the dataclasses do, so no input can exhaust the interpreter's stack.
+a decoder refuses what is out of bounds, of another type, not finite, or left over, with `BadPayload`. msgpack bounds
+how deep arrays nest, and what nests deeper than the dataclasses do is refused without being walked or printed, so no
+input can exhaust the interpreter's stack.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from protocols.base import BadPayload, Header, Member, RoundKey
 VERSION = 1
 MAX_HEADER_BYTES = 1 << 16
 MAX_ROSTER = 32
+MAX_ITEMS = 2048
+"""Items of any array: a decoder sets their space aside before it has read them."""
 MAX_TOKENS = 1 << 53
 MAX_SECONDS = 86_400.0 * 7
 
@@ -35,7 +38,14 @@ class Spec:
 
 
 def _refuse(what: str, value: object) -> BadPayload:
-    return BadPayload(f"expected {what}, got {str(value)[:40]!r}")
+    return BadPayload(f"expected {what}, got {_shown(value)}")
+
+
+def _shown(value: object) -> str:
+    """A foreign value in a few characters; never the text of a container, which may be nested too deep to print."""
+    if isinstance(value, str | bytes):
+        return repr(value[:40])
+    return f"{value!r}" if isinstance(value, int | float | None) else f"a {type(value).__name__}"
 
 
 def _same(value: Any) -> Any:
@@ -256,7 +266,7 @@ class Part:
     """A reduced part: digest over its chunks' digests and masks, and who is in each chunk."""
 
     digest: bytes = digest()
-    runs: tuple[Run, ...] = many(one(Run), 2048)
+    runs: tuple[Run, ...] = many(one(Run), MAX_ITEMS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +287,16 @@ def body(value: object) -> bytes:
     return bytes(msgpack.packb(_pack_fields(value)))
 
 
+def unpack_body(kind: type[HeaderType], data: bytes) -> HeaderType:
+    """The dataclass whose `body` these bytes are.
+
+    Raises:
+        BadPayload: they are not.
+    """
+    value: HeaderType = _unpack_fields(kind, _unpack(data))
+    return value
+
+
 def encode(header: Header) -> bytes:
     """The header's bytes, at most `MAX_HEADER_BYTES`."""
     packed = bytes(msgpack.packb([VERSION, _NUMBER[type(header)], *_pack_fields(header)]))
@@ -285,14 +305,11 @@ def encode(header: Header) -> bytes:
     return packed
 
 
-def _unpack(data: bytes) -> list[Any]:
+def _unpack(data: bytes) -> Any:
     try:
-        values = msgpack.unpackb(data, max_ext_len=0, max_map_len=0)
+        return msgpack.unpackb(data, max_ext_len=0, max_map_len=0, max_array_len=MAX_ITEMS)
     except (ValueError, msgpack.UnpackException) as error:
-        raise BadPayload(f"not a header: {error or type(error).__name__}") from None
-    if type(values) is not list or len(values) < 2:
-        raise BadPayload("not a header: no version and kind")
-    return values
+        raise BadPayload(f"not msgpack: {str(error) or type(error).__name__}") from None
 
 
 def decode(data: bytes) -> Header:
@@ -303,11 +320,14 @@ def decode(data: bytes) -> Header:
     """
     if len(data) > MAX_HEADER_BYTES:
         raise BadPayload(f"a header of {len(data)} bytes, more than {MAX_HEADER_BYTES}")
-    version, number, *values = _unpack(data)
-    if version != VERSION:
-        raise BadPayload(f"speaks version {str(version)[:20]}, this peer speaks {VERSION}")
+    unpacked = _unpack(data)
+    if type(unpacked) is not list or len(unpacked) < 2:
+        raise BadPayload("not a header: no version and kind")
+    version, number, *values = unpacked
+    if type(version) is not int or version != VERSION:
+        raise BadPayload(f"speaks version {_shown(version)}, this peer speaks {VERSION}")
     if type(number) is not int or not 0 <= number < len(_KINDS):
-        raise BadPayload(f"unknown kind of header {str(number)[:20]}")
+        raise BadPayload(f"unknown kind of header {_shown(number)}")
     header: Header = _unpack_fields(_KINDS[number], values)
     return header
 

@@ -1,0 +1,278 @@
+"""Butterfly all-reduce for a roster with one shared anchor: call, scatter, reduce, gather, one record.
+
+A session lives as long as the round. While the trainer works, offers travel and the coordinator calls the round
+(`protocols.calling`); the data phase runs (`protocols.reduce`); the parts, each signed by its reducer, make up the
+record that everybody who holds them computes alike, and whose hash is the next lineage.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+
+from protocols import plan as planning
+from protocols import record as records
+from protocols import wire
+from protocols.base import (
+    BadPayload,
+    Deadline,
+    Host,
+    Mean,
+    Member,
+    Outcome,
+    PeerError,
+    PeerId,
+    PeerSilent,
+    RoundKey,
+    Stream,
+    Vector,
+    Work,
+)
+from protocols.calling import Call, Terrain
+from protocols.codec import Codec
+from protocols.post import Ledger, Post
+from protocols.reduce import Held, Reducer, Task, contribute, seal
+from protocols.tasks import Bell
+from protocols.vectors import Flat
+
+CONTROL = "starling/butterfly/control/1"
+DATA = "starling/butterfly/data/1"
+
+PARK_SECONDS = 60.0
+"""How long a frame of a round that has not begun here may wait: its sender is ahead of us."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a butterfly is built with.
+
+    Attributes:
+        codec: how vectors travel; the same for all peers of a run.
+        elements: length of each fragment's flat vector.
+        bandwidth: this peer's upload, bytes/s; decides how much it reduces.
+        incarnation: this life of the peer.
+    """
+
+    codec: Codec
+    elements: tuple[int, ...]
+    bandwidth: float = 12.5e6
+    incarnation: int = 0
+
+
+class Butterfly:
+    """`protocols.base.Averager`."""
+
+    def __init__(self, host: Host, settings: Settings) -> None:
+        self.host, self.settings = host, settings
+        self.me = Member(host.me, settings.incarnation)
+        self.ledger = Ledger()
+        self._session: _Session | None = None
+        self._entered = Bell()
+        self._round = -1
+        host.transport.serve(CONTROL, self._on_control)
+        host.transport.serve(DATA, self._on_data)
+
+    @asynccontextmanager
+    async def enter(self, key: RoundKey, roster: Sequence[Member], deadline: Deadline) -> AsyncIterator[_Session]:
+        if self.me not in roster:
+            raise ValueError(f"{self.me} is not in the roster of round {key.round}")
+        settings = self.settings
+        terrain = Terrain(
+            key=key,
+            me=self.me,
+            roster=tuple(roster),
+            elements=settings.elements[key.fragment],
+            bytes_per_element=settings.codec.encoded_bytes(1 << 20) / (1 << 20),
+            bandwidth=settings.bandwidth,
+            deadline=deadline,
+        )
+        async with asyncio.TaskGroup() as group:
+            post = Post(self.host, CONTROL, self.ledger, group, deadline)
+            session = _Session(self, terrain, post)
+            calling = group.create_task(session.call.coordinate()) if session.call.coordinator == self.me.peer else None
+            self._session, self._round = session, key.round
+            self._entered.ring()
+            try:
+                yield session
+            finally:
+                self._session = None
+                post.close()
+                if calling:
+                    calling.cancel()
+
+    async def _on_control(self, peer: PeerId, stream: Stream) -> None:
+        async with self.ledger.counting(stream):
+            message = await stream.receive(wire.MAX_HEADER_BYTES)
+            if not isinstance(message, wire.Ready | wire.Plan):
+                raise BadPayload(f"{type(message).__name__} on a control stream")
+            session = await self._session_for(peer, message.key)
+            if session is None:
+                if message.key.round < self._round - 1:
+                    raise BadPayload(f"a stale {type(message).__name__} of round {message.key.round}")
+            elif isinstance(message, wire.Ready):
+                session.call.on_ready(peer, message.offer)
+            else:
+                session.call.on_plan(peer, message)
+
+    async def _on_data(self, peer: PeerId, stream: Stream) -> None:
+        async with self.ledger.counting(stream):
+            opening = wire.expect(await stream.receive(wire.MAX_HEADER_BYTES), wire.Contribute)
+            session = await self._session_for(peer, opening.key)
+            if session is None:
+                raise BadPayload(f"a stale contribution to round {opening.key.round}")
+            reducer = await session.reducer_for(peer, opening)
+            await reducer.serve(peer, stream)
+
+    async def _session_for(self, peer: PeerId, key: RoundKey) -> _Session | None:
+        """The session that a frame is bound to, waited for if its round has not begun here; None if it is over.
+
+        Raises:
+            BadPayload: the frame is of another run, scope, lineage or fragment.
+            PeerSilent: we did not enter that round in time.
+        """
+
+        def known() -> bool:
+            return key.round < self._round or (key.round == self._round and self._session is not None)
+
+        try:
+            await self._entered.until(known, asyncio.get_running_loop().time() + PARK_SECONDS)
+        except TimeoutError:
+            raise PeerSilent(peer, f"round {key.round} did not begin here") from None
+        if key.round < self._round:
+            return None
+        assert self._session is not None
+        if self._session.key != key:
+            raise BadPayload(f"a frame of another run or lineage, round {key.round}")
+        return self._session
+
+
+class _Session:
+    """One round: `protocols.base.Session`."""
+
+    def __init__(self, owner: Butterfly, terrain: Terrain, post: Post) -> None:
+        self.key = terrain.key
+        self.call = Call(owner.host, terrain, post, owner.ledger)
+        self.cut = self.call.cut
+        self._owner, self._host, self._ledger, self._terrain = owner, owner.host, owner.ledger, terrain
+        self._reducers: dict[int, Reducer] = {}
+        self._begun = Bell()
+
+    def ready(self, work: Work) -> None:
+        self.call.ready(work)
+
+    async def mean(self, mine: Sequence[Vector], work: Work, into: Sequence[Vector]) -> Mean:
+        source, target = Flat(mine), Flat(into)
+        if not source.size == target.size == self._terrain.elements:
+            raise ValueError(f"{source.size} and {target.size} elements; the run averages {self._terrain.elements}")
+        try:
+            async with asyncio.timeout_at(self._terrain.deadline):
+                await self.cut.wait()
+        except TimeoutError:
+            return self._finish(Mean(Outcome.UNDECIDED))
+        terms, me = self.call.terms, self._host.me
+        if terms is None or me not in terms.peers:
+            return self._finish(Mean(Outcome.UNDECIDED))
+        held = Held(self._owner.settings.codec, terms.plan.bounds)
+        task = Task(self.key, terms, me, source, held, self._host.compute, self._host.signer, self.call.budget_until)
+        parts = await self._exchange(task)
+        if parts is None or not await self._decode(held, target):
+            return self._finish(Mean(Outcome.UNDECIDED))
+        return self._finish(self._committed(terms, parts))
+
+    async def _decode(self, held: Held, target: Flat) -> bool:
+        try:
+            await self._host.compute.run(lambda: held.decode(target), 4 * target.size)
+        except BadPayload as error:
+            self._ledger.name(self.call.coordinator, f"the mean does not decode: {error}")
+            return False
+        return True
+
+    # -- the data phase -----------------------------------------------------------------------------------------------
+
+    async def reducer_for(self, peer: PeerId, opening: wire.Contribute) -> Reducer:
+        """The reducer that a data stream is meant for, once our own data phase has begun.
+
+        Raises:
+            BadPayload: another plan or codec, or a part that we do not reduce.
+            PeerSilent: our data phase did not begin before the round's deadline.
+        """
+        try:
+            await self._begun.until(lambda: bool(self._reducers), self._terrain.deadline)
+        except TimeoutError:
+            raise PeerSilent(peer, "the data phase did not begin here") from None
+        terms, codec = self.call.terms, self._owner.settings.codec
+        if terms is None or opening.plan != terms.digest or opening.part not in self._reducers:
+            raise BadPayload("a contribution to another plan or another part")
+        if opening.codec != codec.name:
+            raise BadPayload(f"codec {opening.codec!r} where the run uses {codec.name}")
+        return self._reducers[opening.part]
+
+    async def _exchange(self, task: Task) -> list[wire.Part] | None:
+        """Run the data phase; None if a part could not be had."""
+        now = asyncio.get_running_loop().time()
+        late = now + planning.SCATTER_SHARE * (task.deadline - now)
+        jobs: list[asyncio.Task[wire.Part | None]] = []
+        self._reducers = {
+            part: Reducer(task, part)
+            for part, index in enumerate(task.terms.plan.reducers)
+            if task.terms.peers[index] == task.me
+        }
+        self._begun.ring()
+        async with asyncio.TaskGroup() as group:
+            for part in range(task.held.parts):
+                if part in self._reducers:
+                    jobs.append(group.create_task(self._reduce(self._reducers[part], late)))
+                else:
+                    jobs.append(group.create_task(self._contribute(task, part)))
+        parts = [job.result() for job in jobs]
+        whole = [part for part in parts if part is not None]
+        return whole if len(whole) == len(parts) else None
+
+    async def _reduce(self, reducer: Reducer, late: Deadline) -> wire.Part:
+        done = await reducer.run(late)
+        for peer, why in reducer.lost.items():
+            self._ledger.name(peer, why)
+        return done.result
+
+    async def _contribute(self, task: Task, part: int) -> wire.Part | None:
+        if not task.held.chunks(part):
+            return seal([], [])
+        reducer = task.terms.peers[task.terms.plan.reducers[part]]
+        try:
+            async with (
+                self._host.transport.open(reducer, DATA, task.deadline) as stream,
+                self._ledger.counting(stream),
+            ):
+                return (await contribute(task, part, stream)).result
+        except BadPayload:
+            return None
+        except PeerError as error:
+            self._ledger.name(reducer, f"lost as a reducer: {error.why}")
+            return None
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def _finish(self, mean: Mean) -> Mean:
+        names, sent, received = self._ledger.take()
+        return replace(mean, blamed=(*names, *mean.blamed), bytes_sent=sent, bytes_received=received)
+
+    def _committed(self, terms: planning.Terms, parts: Sequence[wire.Part]) -> Mean:
+        record = records.Record(
+            parent=self.key.lineage,
+            state_root=terms.plan.offers[0].state_root,
+            round=self.key.round,
+            kind=records.Kind.MEAN,
+            plan=terms.digest,
+            parts=tuple(parts),
+            roster=self._terrain.roster,
+        )
+        return Mean(
+            Outcome.COMMITTED,
+            record=records.encode(record),
+            contributions=records.contributions(terms.peers, parts),
+            weights=dict(zip(terms.peers, terms.weights, strict=True)),
+            uncounted=records.uncounted(terms.peers.index(self._host.me), terms.plan.bounds, parts),
+            blamed=terms.clamped,
+        )

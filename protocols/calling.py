@@ -1,0 +1,172 @@
+"""How a round is called: offers travel to the coordinator, its plan cuts every trainer.
+
+Each member's offer goes to the round's first coordinators from the start and again as its work grows, so that a slow
+member's tokens are known when the call comes; once complete it goes to the whole roster, any of whom may have to
+coordinate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from protocols import plan as planning
+from protocols.base import BadPayload, Deadline, Host, Member, PeerId, RoundKey, Work
+from protocols.post import Ledger, Post
+from protocols.record import coordinators
+from protocols.tasks import Bell
+from protocols.wire import Offer, Plan, Ready
+
+GROWTH = 1.25
+"""An offer is sent again when its tokens have grown by this factor."""
+INFORMED = 2
+"""Coordinators that hear of incomplete work: the first, and the one that takes over from it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Terrain:
+    """What a call is about.
+
+    Attributes:
+        elements: length of the vector that the round averages.
+        bytes_per_element: of the codec.
+        bandwidth: this member's upload, bytes/s.
+        deadline: end of the round.
+    """
+
+    key: RoundKey
+    me: Member
+    roster: tuple[Member, ...]
+    elements: int
+    bytes_per_element: float
+    bandwidth: float
+    deadline: Deadline
+
+
+class Call:
+    """One member's side of the call.
+
+    Attributes:
+        cut: set when the round is called.
+        terms: what was called; None before.
+        budget_until: end of the data phase by the plan.
+    """
+
+    def __init__(self, host: Host, terrain: Terrain, post: Post, ledger: Ledger) -> None:
+        self.cut = asyncio.Event()
+        self.terms: planning.Terms | None = None
+        self.budget_until = terrain.deadline
+        self._host, self._terrain, self._post, self._ledger = host, terrain, post, ledger
+        self._order = coordinators(terrain.key.lineage, terrain.roster)
+        self._began = asyncio.get_running_loop().time()
+        self._offers: dict[PeerId, Offer] = {}
+        self._complete_seconds: dict[PeerId, float] = {}
+        self._announced: Offer | None = None
+        self._bell = Bell()
+
+    @property
+    def coordinator(self) -> PeerId:
+        return self._order[0]
+
+    def ready(self, work: Work) -> None:
+        """Offer this work to the round."""
+        terrain = self._terrain
+        offer = Offer(
+            member=terrain.me,
+            tokens=work.tokens,
+            norm=work.norm,
+            seconds=work.seconds,
+            complete=work.complete,
+            bandwidth=terrain.bandwidth,
+            state_root=work.state_root,
+            signature=b"",
+        )
+        signature = self._host.signer.sign(planning.offer_message(terrain.key, offer))
+        offer = replace(offer, signature=signature)
+        self._take(offer)
+        if self.terms is None:
+            self._announce(offer)
+
+    def _announce(self, offer: Offer) -> None:
+        sent = self._announced
+        completed = offer.complete and not (sent and sent.complete)
+        if sent and not completed and offer.tokens < GROWTH * max(1, sent.tokens):
+            return
+        self._announced = offer
+        told: Sequence[PeerId] = self._order if completed else self._order[:INFORMED]
+        for peer in told:
+            if peer != self._terrain.me.peer:
+                self._post.send(peer, Ready(self._terrain.key, offer))
+
+    def on_ready(self, peer: PeerId, offer: Offer) -> None:
+        """An offer from a peer.
+
+        Raises:
+            BadPayload: it is not that peer's, or forged.
+        """
+        if offer.member not in self._terrain.roster or offer.member.peer != peer:
+            raise BadPayload(f"an offer of {offer.member.peer}, who is not this member of the roster")
+        if not self._host.signer.verify(peer, planning.offer_message(self._terrain.key, offer), offer.signature):
+            raise BadPayload("an offer with a forged signature")
+        known = self._offers.get(peer)
+        if known is None or (offer.tokens, offer.complete) >= (known.tokens, known.complete):
+            self._take(offer)
+
+    def _take(self, offer: Offer) -> None:
+        peer = offer.member.peer
+        self._offers[peer] = offer
+        if offer.complete and peer not in self._complete_seconds:
+            self._complete_seconds[peer] = asyncio.get_running_loop().time() - self._began
+        self._bell.ring()
+
+    async def coordinate(self) -> None:
+        """The coordinator's part: wait until enough are ready, then send the plan to the roster."""
+        if not await self._due():
+            return
+        terrain = self._terrain
+        offers = [offer for offer in self._offers.values() if self._agrees(offer)]
+        plan = planning.draw(terrain.key, offers, terrain.elements, terrain.bytes_per_element)
+        for member in terrain.roster:
+            if member != terrain.me:
+                self._post.send(member.peer, plan)
+        self.on_plan(terrain.me.peer, plan)
+
+    async def _due(self) -> bool:
+        """Wait for the moment of the call; False if the round ends first."""
+        loop, done = asyncio.get_running_loop(), self._complete_seconds
+        while loop.time() < self._terrain.deadline:
+            after = planning.call_after(list(done.values()), len(self._terrain.roster))
+            due = self._terrain.deadline if after is None else self._began + after
+            if after is not None and loop.time() >= due:
+                return True
+            known = len(done)
+            try:
+                await self._bell.until(lambda known=known: len(done) > known, due)  # type: ignore[misc]
+            except TimeoutError:
+                continue
+        return False
+
+    def _agrees(self, offer: Offer) -> bool:
+        if offer.state_root == self._offers[self._terrain.me.peer].state_root:
+            return True
+        self._ledger.name(offer.member.peer, "its state root differs from the coordinator's")
+        return False
+
+    def on_plan(self, peer: PeerId, plan: Plan) -> None:
+        """The call.
+
+        Raises:
+            BadPayload: not from the coordinator, not valid, or a second one.
+        """
+        if peer != self.coordinator:
+            raise BadPayload(f"a plan of {peer}, who does not coordinate this round")
+        planning.check(plan, self._terrain.elements, self._terrain.roster, self._host.signer.verify)
+        if self.terms is not None:
+            if planning.plan_digest(plan) == self.terms.digest:
+                return
+            raise BadPayload("a second plan for one round")
+        now = asyncio.get_running_loop().time()
+        self.budget_until = min(self._terrain.deadline, now + plan.budget_seconds)
+        self.terms = planning.terms(plan)
+        self.cut.set()

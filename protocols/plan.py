@@ -1,0 +1,205 @@
+"""Who brings what: when a round is called, weights, clip factors, part shares, and what makes a plan valid. Pure.
+
+Everything here is a function of what members declared, so that each receiver of a plan computes the same and no
+coordinator can favour anybody.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from protocols.base import BadPayload, Blame, Member, PeerId, RoundKey
+from protocols.wire import Offer, Plan, body
+
+READY_SHARE = 2 / 3
+FIRST_SHARE = 1 / 3
+PATIENCE = 1.5
+"""A round is called when READY_SHARE are ready, or at PATIENCE times the moment at which FIRST_SHARE were."""
+
+WEIGHT_CAP = 10.0
+"""No weight exceeds this multiple of the median: honest speeds differ tenfold, and no claim may buy more."""
+CLIP_MULTIPLE = 4.0
+"""A pseudo-gradient's norm counts up to this multiple of the median norm."""
+NORM_SLACK = 1.5
+"""Training goes on between an offer and the cut: what is sent may exceed the declared norm by this factor."""
+
+BUDGET_MULTIPLE = 4.0
+BUDGET_FLOOR_SECONDS = 5.0
+SCATTER_SHARE = 0.6
+"""Share of the budget after which a contribution that is still missing is late."""
+
+
+def call_after(complete_seconds: Sequence[float], members: int) -> float | None:
+    """When to call the round, in seconds since it began.
+
+    Args:
+        complete_seconds: when members completed their inner steps, in any order; the others have not yet.
+        members: size of the roster.
+
+    Returns:
+        The moment, which may be past; None while too few are complete to say.
+    """
+    done = sorted(complete_seconds)
+    first, enough = math.ceil(members * FIRST_SHARE), math.ceil(members * READY_SHARE)
+    if len(done) >= enough:
+        return min(done[enough - 1], PATIENCE * done[first - 1])
+    if len(done) >= first:
+        return PATIENCE * done[first - 1]
+    return None
+
+
+def weights(tokens: Sequence[int]) -> tuple[float, ...]:
+    """Token weights, none above `WEIGHT_CAP` times the median of those that bring any."""
+    brought = [count for count in tokens if count > 0]
+    if not brought:
+        return tuple(0.0 for _ in tokens)
+    cap = WEIGHT_CAP * median(brought)
+    return tuple(float(min(count, cap)) for count in tokens)
+
+
+def clip_factors(norms: Sequence[float]) -> tuple[float, ...]:
+    """Factors in (0, 1] that bring norms down to `CLIP_MULTIPLE` times their median."""
+    positive = [norm for norm in norms if norm > 0]
+    if not positive:
+        return tuple(1.0 for _ in norms)
+    limit = CLIP_MULTIPLE * median(positive)
+    return tuple(min(1.0, limit / norm) if norm > 0 else 1.0 for norm in norms)
+
+
+def shares(bandwidths: Sequence[float]) -> tuple[float, ...]:
+    """Part shares f, summing to 1, that minimise the slowest peer's time.
+
+    Peer i sends S·[1 + (N-2)·f_i] bytes, so the least T with f_i = max(0, (T·b_i/S - 1)/(N-2)) and sum 1 is optimal
+    (water filling): peers too slow to do more than hand in their own vector reduce nothing.
+    """
+    count = len(bandwidths)
+    if count <= 2:
+        return (1.0 / count,) * count
+    order = sorted(range(count), key=lambda i: -bandwidths[i])
+    total, time = 0.0, math.inf
+    for taken, i in enumerate(order, start=1):
+        if time * bandwidths[i] <= 1.0:
+            break
+        total += bandwidths[i]
+        time = (count - 2 + taken) / total
+    raw = [max(0.0, (time * b - 1.0) / (count - 2)) for b in bandwidths]
+    return tuple(share / sum(raw) for share in raw)
+
+
+def part_bounds(fractions: Sequence[float], elements: int) -> tuple[int, ...]:
+    """Element offsets that cut `elements` by `fractions`: ascending, from 0 to `elements`."""
+    bounds, reached = [0], 0.0
+    for fraction in fractions[:-1]:
+        reached += fraction
+        bounds.append(min(elements, max(bounds[-1], round(reached * elements))))
+    return (*bounds, elements)
+
+
+def expected_seconds(fractions: Sequence[float], bandwidths: Sequence[float], total_bytes: int) -> float:
+    """Time of the data phase at the slowest uplink."""
+    count = len(fractions)
+    if count == 1:
+        return 0.0
+    return max(total_bytes * (1 + (count - 2) * f) / b for f, b in zip(fractions, bandwidths, strict=True))
+
+
+def draw(key: RoundKey, offers: Sequence[Offer], elements: int, bytes_per_element: float) -> Plan:
+    """The plan that calls a round with these offers.
+
+    Args:
+        elements: length of the vector to average.
+        bytes_per_element: of the codec in use.
+    """
+    members = tuple(sorted(offers, key=lambda offer: offer.member))
+    bandwidths = [offer.bandwidth for offer in members]
+    fractions = shares(bandwidths)
+    seconds = expected_seconds(fractions, bandwidths, int(elements * bytes_per_element))
+    return Plan(
+        key=key,
+        ballot=0,
+        version=0,
+        offers=members,
+        bounds=part_bounds(fractions, elements),
+        reducers=tuple(range(len(members))),
+        budget_seconds=BUDGET_MULTIPLE * seconds + BUDGET_FLOOR_SECONDS,
+    )
+
+
+def offer_message(key: RoundKey, offer: Offer) -> bytes:
+    """What a member signs: its offer, bound to the round."""
+    return b"starling offer" + body(key) + body(replace(offer, signature=b""))
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """A valid plan with all that follows from it.
+
+    Attributes:
+        digest: names the plan in every data stream.
+        peers: the members, in the order of bits and sums.
+        weights: after clamping; 0 means that a member brings nothing.
+        factors: what each contribution is multiplied by before it is weighted, in (0, 1].
+        clamped: members whose weight was cut, or whose norm will be.
+    """
+
+    plan: Plan
+    digest: bytes
+    peers: tuple[PeerId, ...]
+    weights: tuple[float, ...]
+    factors: tuple[float, ...]
+    clamped: tuple[Blame, ...]
+
+    def part(self, index: int) -> tuple[int, int]:
+        """Element range of a part."""
+        return self.plan.bounds[index], self.plan.bounds[index + 1]
+
+    def norm_limit(self, member: int) -> float:
+        """What a contribution's norm may reach at most."""
+        return self.plan.offers[member].norm * NORM_SLACK + 1e-6
+
+
+def plan_digest(plan: Plan) -> bytes:
+    return hashlib.sha256(b"starling plan" + body(plan)).digest()
+
+
+def terms(plan: Plan) -> Terms:
+    """All that follows from a plan: weights, clip factors, who was clamped."""
+    offers = plan.offers
+    weighted = weights([offer.tokens for offer in offers])
+    factors = clip_factors([offer.norm for offer in offers])
+    clamped = []
+    for offer, weight, factor in zip(offers, weighted, factors, strict=True):
+        if weight < offer.tokens:
+            clamped.append(Blame(offer.member.peer, f"weight clamped from {offer.tokens} to {weight:g} tokens"))
+        if factor < 1.0:
+            clamped.append(Blame(offer.member.peer, f"norm {offer.norm:.3g} clipped by {factor:.3g}"))
+    peers = tuple(offer.member.peer for offer in offers)
+    return Terms(plan, plan_digest(plan), peers, weighted, factors, tuple(clamped))
+
+
+def check(plan: Plan, elements: int, roster: Sequence[Member], verify: Callable[[PeerId, bytes, bytes], bool]) -> None:
+    """Refuse a plan that breaks a rule.
+
+    Args:
+        elements: length of the vector that this round averages.
+        roster: the members that may take part.
+        verify: (peer, message, signature) -> genuine.
+
+    Raises:
+        BadPayload: strangers or doubles among the members, a forged offer, parts that do not tile the vector.
+    """
+    members = [offer.member for offer in plan.offers]
+    if not members or members != sorted(set(members)) or not set(members) <= set(roster):
+        raise BadPayload("the plan's members are not distinct members of the roster, in order")
+    bounds = list(plan.bounds)
+    if len(bounds) != len(plan.reducers) + 1 or bounds != sorted(bounds) or bounds[0] != 0 or bounds[-1] != elements:
+        raise BadPayload("the plan's parts do not tile the vector")
+    if any(index >= len(members) for index in plan.reducers):
+        raise BadPayload("the plan gives a part to nobody")
+    for offer in plan.offers:
+        if not verify(offer.member.peer, offer_message(plan.key, offer), offer.signature):
+            raise BadPayload(f"the plan holds a forged offer of {offer.member.peer}")

@@ -1,0 +1,95 @@
+"""The chain of rounds: each record extends a parent, and its hash names the new lineage. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from protocols.base import BadPayload, Contribution, Header, Member, PeerId
+from protocols.vectors import chunk_count, chunk_range
+from protocols.wire import MAX_ROSTER, Part, digest, many, one, uint, unpack_body
+from protocols.wire import body as _body
+
+
+class Kind(IntEnum):
+    MEAN = 0
+    SKIP = 1
+    FORK = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Record(Header):
+    """What a round decided.
+
+    Attributes:
+        parent: lineage that this record extends.
+        state_root: root of the outer state that the parent led to, 32 bytes.
+        round: number of the round; with fragments, round mod P names the fragment.
+        kind: a `Kind`.
+        plan: digest of the plan that the parts belong to.
+        parts: one reduced part for each reducer, in the order of the plan.
+        roster: the members whose votes count in the next round.
+    """
+
+    parent: bytes = digest()
+    state_root: bytes = digest()
+    round: int = uint(1 << 40)
+    kind: int = uint(2)
+    plan: bytes = digest()
+    parts: tuple[Part, ...] = many(one(Part), MAX_ROSTER)
+    roster: tuple[Member, ...] = many(one(Member), MAX_ROSTER)
+
+
+def encode(record: Record) -> bytes:
+    return _body(record)
+
+
+def decode(data: bytes) -> Record:
+    """The record.
+
+    Raises:
+        BadPayload: not a record, or not in canonical form.
+    """
+    record: Record = unpack_body(Record, data)
+    if encode(record) != data:
+        raise BadPayload("a record that is not in canonical form")
+    return record
+
+
+def lineage(record: bytes) -> bytes:
+    """The lineage that an encoded record names."""
+    return hashlib.sha256(b"starling record" + record).digest()
+
+
+def genesis(run: bytes) -> bytes:
+    """The lineage that a run starts from."""
+    return hashlib.sha256(b"starling genesis" + run).digest()
+
+
+def coordinators(line: bytes, roster: Sequence[Member]) -> tuple[PeerId, ...]:
+    """Who coordinates ballot 0, 1, …: an order of the roster that nobody can choose."""
+    return tuple(sorted((m.peer for m in roster), key=lambda peer: hashlib.sha256(line + peer.encode()).digest()))
+
+
+def masks(part: Part) -> list[int]:
+    """Contributor bitmap of each chunk of a part."""
+    return [run.mask for run in part.runs for _ in range(run.count)]
+
+
+def contributions(peers: Sequence[PeerId], parts: Sequence[Part]) -> dict[PeerId, Contribution]:
+    """Chunks of each peer that the mean holds; peers in the order of the plan's bits."""
+    every = [mask for part in parts for mask in masks(part)]
+    return {peer: Contribution(sum(mask >> bit & 1 for mask in every), len(every)) for bit, peer in enumerate(peers)}
+
+
+def uncounted(bit: int, bounds: Sequence[int], parts: Sequence[Part]) -> tuple[tuple[int, int], ...]:
+    """Element ranges that the mean does not hold of the peer with this bit."""
+    ranges: list[tuple[int, int]] = []
+    for part, low, high in zip(parts, bounds, bounds[1:], strict=False):
+        chunks = masks(part)
+        if len(chunks) != chunk_count(high - low):
+            raise BadPayload("a part whose chunks do not cover it")
+        ranges.extend(chunk_range(low, high, index) for index, mask in enumerate(chunks) if not mask >> bit & 1)
+    return tuple(ranges)

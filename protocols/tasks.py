@@ -1,0 +1,48 @@
+"""Two small things that asyncio leaves to its users."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from protocols.base import Deadline
+
+T = TypeVar("T")
+
+
+class Bell:
+    """Wakes everyone who waits for a condition; state stays with its owner."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def ring(self) -> None:
+        self._event.set()
+        self._event.clear()
+
+    async def until(self, condition: Callable[[], bool], deadline: Deadline) -> None:
+        """Wait until `condition()` holds; it is asked again at each ring.
+
+        Raises:
+            TimeoutError: it did not before the deadline.
+        """
+        async with asyncio.timeout_at(deadline):
+            while not condition():
+                await self._event.wait()
+
+
+async def alongside(main: Coroutine[Any, Any, T], helper: Coroutine[Any, Any, None]) -> T:
+    """Run `helper` while `main` runs; the helper is cancelled when `main` returns.
+
+    Raises:
+        whatever either raises first; the other is cancelled and awaited.
+    """
+    try:
+        async with asyncio.TaskGroup() as group:
+            side = group.create_task(helper)
+            result = await group.create_task(main)
+            side.cancel()
+        return result
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None

@@ -1,0 +1,122 @@
+"""An event loop on virtual time: when nothing is ready it jumps to the next timer.
+
+`asyncio.sleep`, `timeout` and `TaskGroup` work unchanged. Everything is decided by the program and its seeds: no
+sockets, no threads, and tasks and futures hash by a counter, because asyncio keeps them in sets, whose order would
+otherwise follow their addresses and make cancellations differ between two runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Coroutine, Iterable
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class SimDeadlock(Exception):
+    """Nothing is ready and no timer is set: the program waits for ever."""
+
+
+class SimProcess:
+    """One simulated process: the tasks that die together."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.alive = True
+        self.tasks: dict[int, asyncio.Task[Any]] = {}
+
+    def kill(self) -> None:
+        """Cancel every task; its `finally` blocks run, but nothing they send leaves the process any more."""
+        self.alive = False
+        for task in list(self.tasks.values()):
+            task.cancel()
+
+
+PROCESS: ContextVar[SimProcess | None] = ContextVar("process", default=None)
+"""The process whose code is running: tasks inherit it from the task that creates them."""
+
+
+class _SimFuture(asyncio.Future[Any]):
+    def __init__(self, number: int, loop: asyncio.AbstractEventLoop) -> None:
+        self.number = number
+        super().__init__(loop=loop)
+
+    def __hash__(self) -> int:
+        return self.number
+
+
+class _SimTask(asyncio.Task[Any]):
+    def __init__(self, number: int, coroutine: Coroutine[Any, Any, Any], **options: Any) -> None:
+        self.number = number
+        super().__init__(coroutine, **options)
+
+    def __hash__(self) -> int:
+        return self.number
+
+
+class SimLoop(asyncio.BaseEventLoop):
+    """A loop whose `time()` is virtual and starts at 0."""
+
+    def __init__(self, limit_seconds: float = 1e7) -> None:
+        super().__init__()
+        self._now = 0.0
+        self._limit_seconds = limit_seconds
+        self._numbers = itertools.count()
+        self._selector = self
+        self.set_task_factory(_task)
+
+    def time(self) -> float:
+        return self._now
+
+    def select(self, timeout: float | None) -> Iterable[Any]:
+        """The selector's part: nothing ever arrives from outside, so waiting is jumping."""
+        if timeout is None:
+            raise SimDeadlock(f"nothing is ready and no timer is set at {self._now:.3f} s")
+        if timeout > 0:
+            self._now = max(self._now, self._scheduled[0].when())  # type: ignore[attr-defined]
+            if self._now > self._limit_seconds:
+                raise SimDeadlock(f"virtual time passed its limit of {self._limit_seconds:g} s")
+        return ()
+
+    def create_future(self) -> asyncio.Future[Any]:
+        return _SimFuture(next(self._numbers), loop=self)
+
+    def _process_events(self, event_list: Iterable[Any]) -> None:
+        pass
+
+    def _write_to_self(self) -> None:
+        pass
+
+    def run_in_executor(self, *_: Any) -> Any:
+        raise RuntimeError("no threads in the simulated world: heavy work goes through Compute")
+
+
+def _task(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any], **options: Any) -> asyncio.Task[Any]:
+    assert isinstance(loop, SimLoop)
+    number = next(loop._numbers)
+    task = _SimTask(number, coroutine, loop=loop, **options)
+    process = PROCESS.get()
+    if process is not None:
+        if not process.alive:
+            task.cancel()
+        process.tasks[number] = task
+        task.add_done_callback(lambda done: process.tasks.pop(number, None))
+    return task
+
+
+def run(main: Coroutine[Any, Any, T], limit_seconds: float = 1e7) -> T:
+    """Run `main` on a new loop until it ends; whatever it left running is cancelled."""
+    loop = SimLoop(limit_seconds)
+    try:
+        return loop.run_until_complete(main)
+    finally:
+        left = sorted(asyncio.all_tasks(loop), key=lambda task: task.number)  # type: ignore[attr-defined]
+        for task in left:
+            task.cancel()
+        if left:
+            loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()
