@@ -45,30 +45,37 @@ class FramedStream:
     async def send(self, header: Header, payload: Buffer = b"") -> None:
         packed = wire.encode(header)
         async with self._bounded("sending"):
-            await self._pipe.write(len(packed).to_bytes(_LENGTH_BYTES, "big") + packed)
+            await self._write(len(packed).to_bytes(_LENGTH_BYTES, "big") + packed)
             if len(payload):
-                await self._pipe.write(payload)
-        self.bytes_sent += _LENGTH_BYTES + len(packed) + len(payload)
+                await self._write(payload)
 
     async def receive(self, limit: int) -> Header:
         async with self._bounded("receiving"):
             prefix = bytearray(_LENGTH_BYTES)
-            await self._pipe.read_into(memoryview(prefix))
+            await self._read_into(memoryview(prefix))
             size = int.from_bytes(prefix, "big")
             if size > min(limit, wire.MAX_HEADER_BYTES):
                 raise BadPayload(f"a header of {size} bytes where at most {limit} are allowed")
             packed = bytearray(size)
-            await self._pipe.read_into(memoryview(packed))
-        self.bytes_received += _LENGTH_BYTES + size
+            await self._read_into(memoryview(packed))
         return wire.decode(bytes(packed))
 
     async def receive_into(self, buffer: memoryview) -> None:
         async with self._bounded("receiving"):
-            await self._pipe.read_into(buffer)
+            await self._read_into(buffer)
+
+    async def _write(self, data: Buffer) -> None:
+        await self._pipe.write(data)
+        self.bytes_sent += len(data)
+
+    async def _read_into(self, buffer: memoryview) -> None:
+        await self._pipe.read_into(buffer)
         self.bytes_received += len(buffer)
 
     @asynccontextmanager
     async def _bounded(self, doing: str) -> AsyncIterator[None]:
+        if asyncio.get_running_loop().time() >= self._deadline:  # timeout_at lets a body that never waits succeed
+            raise PeerSilent(self.peer, f"deadline passed before {doing}")
         try:
             async with asyncio.timeout_at(self._deadline):
                 yield

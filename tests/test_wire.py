@@ -1,0 +1,217 @@
+"""Headers: whatever bytes arrive, `decode` gives a valid header or `BadPayload`, in bounded space and depth.
+
+Headers are generated from the dataclasses themselves, so a new kind is tested from its first day.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import tracemalloc
+import typing
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocols import wire
+from protocols.base import BadPayload, Header, RoundKey
+
+KINDS = wire._KINDS
+LEAVES: dict[type, list[Any]] = {
+    bool: [False, True],
+    int: [0, 1, 5, 31, 32, 1 << 16, 1 << 20, (1 << 32) - 1, 1 << 32, 1 << 40, 1 << 48, 1 << 53],
+    float: [0.0, 0.1, 1.0, 1e-300, 600.0, wire.MAX_SECONDS, 1e13, 1e30],
+    str: ["", "p", "12D3KooW" * 2, "ß" * 16, "12D3KooW" * 8],
+    bytes: [b"", b"\xff", bytes(32), b"\x80" * 32, b"s" * 64, b"s" * 128],
+}
+HOSTILE: dict[type, list[Any]] = {
+    bool: [0, 1, 1.0, None, "true", b"\x01"],
+    int: [-1, 1 << 63, (1 << 64) - 1, True, False, 1.0, math.nan, None, "1", b"1"],
+    float: [math.nan, math.inf, -math.inf, -1.0, 1e300, 0, 1, True, None, "1.0"],
+    str: ["x" * 300, b"x", None, 1],
+    bytes: [b"x" * 300, "x" * 32, None, 1],
+    list: [None, 1, "x", b"x", 1.0, True, [[]] * 2000],
+}
+NESTED = [{}, [[[[[]]]]], msgpack.ExtType(5, b""), msgpack.ExtType(5, b"x" * 40), {"a": 1}]
+
+
+def accepted(spec: wire.Spec, value: Any) -> bool:
+    try:
+        spec.unpack(value)
+    except BadPayload:
+        return False
+    return True
+
+
+def valid(hint: Any, fits: Callable[[Any], bool]) -> st.SearchStrategy[Any]:
+    """Values of a field's type that its spec takes, the bounds among them."""
+    if dataclasses.is_dataclass(hint):
+        return headers(typing.cast("type", hint))
+    if typing.get_origin(hint) is tuple:
+        inner = valid(typing.get_args(hint)[0], lambda value: fits([value]))
+        return st.lists(inner, max_size=3).map(tuple)
+    return st.sampled_from([value for value in LEAVES[hint] if fits(value)])
+
+
+def headers(kind: type) -> st.SearchStrategy[Any]:
+    hints = typing.get_type_hints(kind)
+    fields = {
+        name: valid(hints[name], lambda value, spec=spec: accepted(spec, value)) for name, spec in wire._specs(kind)
+    }
+    return st.builds(kind, **fields)
+
+
+any_header: st.SearchStrategy[Header] = st.sampled_from(KINDS).flatmap(headers)
+
+
+def check(data: bytes) -> Header | None:
+    """What every input must satisfy."""
+    try:
+        header = wire.decode(data)
+    except BadPayload as error:
+        assert len(str(error)) < 300
+        return None
+    assert wire.decode(wire.encode(header)) == header
+    return header
+
+
+def places(packed: list[Any], path: tuple[int, ...] = ()) -> list[tuple[int, ...]]:
+    """Paths to every value inside nested lists, the lists included."""
+    found = [(*path, index) for index in range(len(packed))]
+    for index, value in enumerate(packed):
+        if isinstance(value, list):
+            found += places(value, (*path, index))
+    return found
+
+
+def replaced(packed: Any, path: tuple[int, ...], value: Any) -> list[Any]:
+    head, *rest = path
+    inner = replaced(packed[head], tuple(rest), value) if rest else value
+    return [*packed[:head], inner, *packed[head + 1 :]]
+
+
+def at(packed: Any, path: tuple[int, ...]) -> Any:
+    return at(packed[path[0]], path[1:]) if path else packed
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data())
+@settings(max_examples=40)
+def test_every_kind_round_trips(kind: type[Header], data: st.DataObject) -> None:
+    header = data.draw(headers(kind))
+    packed = wire.encode(header)
+    assert len(packed) <= wire.MAX_HEADER_BYTES
+    back = wire.decode(packed)
+    assert back == header and type(back) is kind and wire.encode(back) == packed
+    assert wire.expect(back, kind) is back
+
+
+@given(header=any_header, data=st.data())
+@settings(max_examples=600)
+def test_a_value_of_the_wrong_type_or_size_is_refused(header: Header, data: st.DataObject) -> None:
+    packed = msgpack.unpackb(wire.encode(header))
+    path = data.draw(st.sampled_from([path for path in places(packed) if path[0] >= 2]))
+    hostile = data.draw(st.sampled_from(HOSTILE[type(at(packed, path))] + NESTED))
+    with pytest.raises(BadPayload):
+        wire.decode(msgpack.packb(replaced(packed, path, hostile)))
+
+
+@given(header=any_header, data=st.data())
+def test_a_field_too_many_or_too_few_is_refused(header: Header, data: st.DataObject) -> None:
+    packed = msgpack.unpackb(wire.encode(header))
+    with pytest.raises(BadPayload):
+        wire.decode(msgpack.packb([*packed, data.draw(st.sampled_from([None, 0, [], "x"]))]))
+    with pytest.raises(BadPayload):
+        wire.decode(msgpack.packb(packed[:-1]))
+    with pytest.raises(BadPayload, match="extra"):
+        wire.decode(wire.encode(header) + b"\xc0")
+
+
+@given(header=any_header, version=st.sampled_from([0, 2, True, 1.0, -1, None, "1", [[]], 1 << 63]))
+def test_another_version_is_refused(header: Header, version: Any) -> None:
+    packed = msgpack.unpackb(wire.encode(header))
+    with pytest.raises(BadPayload, match="speaks version"):
+        wire.decode(msgpack.packb([version, *packed[1:]]))
+
+
+@pytest.mark.parametrize("number", [-1, len(KINDS), True, 0.0, None, "0", [], 1 << 63])
+def test_an_unknown_kind_is_refused(number: Any) -> None:
+    with pytest.raises(BadPayload, match="unknown kind"):
+        wire.decode(msgpack.packb([wire.VERSION, number, 1.0]))
+
+
+@given(data=st.binary(max_size=400), prefixed=st.booleans(), kind=st.integers(0, len(KINDS)))
+@settings(max_examples=500)
+def test_random_bytes(data: bytes, prefixed: bool, kind: int) -> None:
+    check(bytes([0x90 | 5, wire.VERSION, kind]) + data if prefixed else data)
+
+
+LEAF = st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.floats() | st.binary() | st.text()
+EXTENSION = st.builds(msgpack.ExtType, st.integers(0, 127), st.binary(max_size=8)) | st.just(msgpack.Timestamp(1, 2))
+TREE = st.recursive(
+    LEAF | EXTENSION, lambda inner: st.lists(inner, max_size=6) | st.dictionaries(LEAF, inner, max_size=3)
+)
+
+
+@given(values=st.lists(TREE, max_size=8), kind=st.integers(0, len(KINDS)), framed=st.booleans())
+@settings(max_examples=300)
+def test_random_msgpack(values: list[Any], kind: int, framed: bool) -> None:
+    check(msgpack.packb([wire.VERSION, kind, *values] if framed else values))
+
+
+@given(header=any_header, cut=st.tuples(st.integers(0, 2000), st.integers(0, 8)), insert=st.binary(max_size=8))
+@settings(max_examples=500)
+def test_mutated_headers(header: Header, cut: tuple[int, int], insert: bytes) -> None:
+    packed = wire.encode(header)
+    start = cut[0] % (len(packed) + 1)
+    check(packed[:start] + insert + packed[start + cut[1] :])
+
+
+@pytest.mark.parametrize("depth", [2, 100, 900, *range(985, 1030), 1100, 5000, 60_000])
+def test_deep_nesting_is_refused(depth: int) -> None:
+    for nest in (b"\x91", b"\xdc\x00\x01", b"\x81\xc0"):
+        deep = nest * (depth if depth * len(nest) < 60_000 else 60_000 // len(nest)) + b"\xc0"
+        for data in (b"\x93\x01\x00" + deep, b"\x93" + deep + b"\x00\x00", b"\x93\x01" + deep + b"\xc0", deep):
+            assert check(data) is None
+
+
+@pytest.mark.parametrize(
+    "start", [b"\xdd", b"\xdf", b"\xdb", b"\xc6", b"\xc9", b"\xdc", b"\xde", b"\xda", b"\xc5", b"\xc8"], ids=bytes.hex
+)
+def test_huge_declared_lengths_cost_nothing(start: bytes) -> None:
+    tracemalloc.start()
+    try:
+        for length in (b"\xff\xff\xff\xff", b"\x7f\xff\xff\xff", b"\x00\x00\xff\x00", b"\x08\x00\x00\x00"):
+            deep = (start + length[-4 if start in b"\xdd\xdf\xdb\xc6\xc9" else -2 :]) * 1000
+            for data in (deep, b"\x93\x01\x00" + deep, (b"\x93\x01\x00" + deep).ljust(wire.MAX_HEADER_BYTES, b"\0")):
+                assert check(data) is None
+        assert tracemalloc.get_traced_memory()[1] < 32 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_header_is_bounded_both_ways() -> None:
+    with pytest.raises(BadPayload, match="more than"):
+        wire.decode(bytes(wire.MAX_HEADER_BYTES + 1))
+    runs = tuple(wire.Run(1 << 32, (1 << 32) - 1) for _ in range(wire.MAX_ITEMS))
+    fullest = wire.PartDone(32, wire.Part(bytes(32), runs), b"s" * 128)
+    assert wire.decode(wire.encode(fullest)) == fullest
+    twice = wire.PartDone(32, wire.Part(bytes(32), runs * 4), b"s" * 128)
+    with pytest.raises(ValueError, match="more than"):
+        wire.encode(twice)
+
+
+def test_expect_names_what_came_instead() -> None:
+    with pytest.raises(BadPayload, match="expected Chunk, got Opening"):
+        wire.expect(wire.Opening(1.0), wire.Chunk)
+
+
+@given(key=headers(RoundKey), junk=st.binary(max_size=60) | TREE.map(msgpack.packb))
+def test_a_body_unpacks_to_what_was_packed_or_is_refused(key: RoundKey, junk: bytes) -> None:
+    assert wire.unpack_body(RoundKey, wire.body(key)) == key
+    with pytest.raises(BadPayload):
+        wire.unpack_body(RoundKey, junk)
