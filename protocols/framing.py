@@ -82,7 +82,7 @@ class FramedStream:
         except TimeoutError:
             raise PeerSilent(self.peer, f"deadline passed while {doing}") from None
         except (OSError, EOFError) as error:
-            raise PeerSilent(self.peer, f"stream ended while {doing} ({error or type(error).__name__})") from None
+            raise PeerSilent(self.peer, f"stream ended while {doing} ({str(error) or type(error).__name__})") from None
 
 
 async def opened(peer: PeerId, pipe: Pipe, deadline: Deadline) -> FramedStream:

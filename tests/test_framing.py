@@ -1,0 +1,210 @@
+"""Frames over a pipe in memory: bounds before reading, one meaning for every failure, honest counts."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocols import wire
+from protocols.base import BadPayload, Buffer, PeerSilent
+from protocols.framing import FramedStream, accepted, opened
+
+SECONDS = 30.0  # never waited for
+CHUNK = wire.Chunk(index=3, size=5)
+
+
+class MemoryPipe:
+    """One end; the other is `other`. Fails on demand."""
+
+    def __init__(self) -> None:
+        self.arrived = bytearray()
+        self.news = asyncio.Event()
+        self.ended = False
+        self.error: Exception | None = None
+        self.other: MemoryPipe
+
+    def feed(self, data: Buffer) -> None:
+        self.arrived += data
+        self.news.set()
+
+    def close(self) -> None:
+        self.other.ended = True
+        self.other.news.set()
+
+    async def write(self, data: Buffer) -> None:
+        if self.error:
+            raise self.error
+        self.other.feed(data)
+
+    async def read_into(self, buffer: memoryview) -> None:
+        while len(self.arrived) < len(buffer):
+            if self.error:
+                raise self.error
+            if self.ended:
+                raise EOFError
+            self.news.clear()
+            await self.news.wait()
+        buffer[:] = self.arrived[: len(buffer)]
+        del self.arrived[: len(buffer)]
+
+
+def pipes() -> tuple[MemoryPipe, MemoryPipe]:
+    here, there = MemoryPipe(), MemoryPipe()
+    here.other, there.other = there, here
+    return here, there
+
+
+def streams(seconds: float = SECONDS) -> tuple[FramedStream, FramedStream]:
+    here, there = pipes()
+    deadline = asyncio.get_running_loop().time() + seconds
+    return FramedStream("there", here, deadline), FramedStream("here", there, deadline)
+
+
+def frame(packed: bytes) -> bytes:
+    return len(packed).to_bytes(4, "big") + packed
+
+
+async def test_headers_and_payloads_cross_in_order_and_are_counted() -> None:
+    here, there = streams()
+    payload = bytearray(b"12345")
+    await here.send(CHUNK, memoryview(payload))
+    await here.send(wire.Opening(1.0))
+    received = bytearray(5)
+    assert await there.receive(100) == CHUNK
+    await there.receive_into(memoryview(received))
+    assert await there.receive(100) == wire.Opening(1.0)
+    assert received == payload
+    sent = len(frame(wire.encode(CHUNK))) + 5 + len(frame(wire.encode(wire.Opening(1.0))))
+    assert here.bytes_sent == there.bytes_received == sent
+    assert here.bytes_received == there.bytes_sent == 0
+
+
+@given(data=st.binary(max_size=200), limit=st.integers(0, 200))
+def test_any_bytes_give_a_header_or_a_named_error(data: bytes, limit: int) -> None:
+    async def run() -> None:
+        here, there = pipes()
+        there.feed(data)
+        here.close()
+        stream = FramedStream("here", there, asyncio.get_running_loop().time() + SECONDS)
+        with suppress(BadPayload, PeerSilent):
+            await stream.receive(limit)
+        assert stream.bytes_received + len(there.arrived) == len(data)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("declared, limit", [(101, 100), (wire.MAX_HEADER_BYTES + 1, 1 << 40), (0xFFFFFFFF, 1 << 40)])
+async def test_a_header_beyond_the_limit_is_refused_before_it_is_read(declared: int, limit: int) -> None:
+    _, there = pipes()
+    there.feed(declared.to_bytes(4, "big") + b"untouched")
+    stream = FramedStream("here", there, asyncio.get_running_loop().time() + SECONDS)
+    with pytest.raises(BadPayload, match=f"{declared} bytes"):
+        await stream.receive(limit)
+    assert there.arrived == b"untouched" and stream.bytes_received == 4
+
+
+async def test_a_header_at_the_limit_is_taken() -> None:
+    here, there = streams()
+    await here.send(CHUNK)
+    assert await there.receive(len(wire.encode(CHUNK))) == CHUNK
+
+
+@pytest.mark.parametrize("arrives", range(len(frame(wire.encode(CHUNK)))))
+async def test_an_end_in_mid_frame_is_silence(arrives: int) -> None:
+    here, there = pipes()
+    there.feed(frame(wire.encode(CHUNK))[:arrives])
+    here.close()
+    stream = FramedStream("here", there, asyncio.get_running_loop().time() + SECONDS)
+    with pytest.raises(PeerSilent, match="ended while receiving") as raised:
+        await stream.receive(100)
+    assert raised.value.peer == "here"
+
+
+async def test_an_end_in_mid_payload_is_silence() -> None:
+    here, there = pipes()
+    there.feed(b"1234")
+    here.close()
+    stream = FramedStream("here", there, asyncio.get_running_loop().time() + SECONDS)
+    with pytest.raises(PeerSilent, match="EOFError"):
+        await stream.receive_into(memoryview(bytearray(5)))
+
+
+async def test_a_reset_is_silence_whichever_way_it_hits() -> None:
+    here, there = streams()
+    for stream in (here, there):
+        stream._pipe.error = ConnectionResetError("gone")  # type: ignore[attr-defined]
+    with pytest.raises(PeerSilent, match="there: stream ended while sending"):
+        await here.send(CHUNK)
+    with pytest.raises(PeerSilent, match="here: stream ended while receiving"):
+        await there.receive(100)
+    assert here.bytes_sent == 0
+
+
+async def test_nothing_before_the_deadline_is_silence() -> None:
+    _, there = streams(seconds=0.01)
+    with pytest.raises(PeerSilent, match="deadline passed while receiving"):
+        await there.receive(100)
+    assert asyncio.current_task().cancelling() == 0  # type: ignore[union-attr]
+
+
+async def test_after_the_deadline_every_call_fails_though_nothing_would_wait() -> None:
+    here, there = streams(seconds=0.0)
+    there._pipe.feed(frame(wire.encode(CHUNK)) + b"12345")  # type: ignore[attr-defined]
+    for call in (here.send(CHUNK), there.receive(100), there.receive_into(memoryview(bytearray(5)))):
+        with pytest.raises(PeerSilent, match="deadline passed"):
+            await call
+    assert here.bytes_sent == there.bytes_received == 0
+
+
+async def test_cancelling_is_not_mistaken_for_silence() -> None:
+    _, there = streams()
+    receiving = asyncio.create_task(there.receive(100))
+    await asyncio.sleep(0)
+    receiving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await receiving
+
+
+async def test_an_opening_hands_the_remaining_time_to_the_server() -> None:
+    here, there = pipes()
+    now = asyncio.get_running_loop().time()
+    client = await opened("there", here, now + SECONDS)
+    refused: list[str] = []
+    server = await accepted("here", there, 1.0, lambda peer, error: refused.append(f"{peer}: {error}"))
+    assert server is not None and not refused
+    assert now + 1.0 < server._deadline <= asyncio.get_running_loop().time() + SECONDS
+    await server.send(CHUNK)
+    assert await client.receive(100) == CHUNK
+
+
+async def test_an_opening_asks_for_no_more_than_the_wire_allows() -> None:
+    here, there = pipes()
+    stream = await opened("there", here, asyncio.get_running_loop().time() + 1e12)
+    assert stream.bytes_sent == len(there.arrived)
+    assert wire.decode(bytes(there.arrived[4:])) == wire.Opening(wire.MAX_SECONDS)
+
+
+async def test_a_stream_is_not_opened_after_its_deadline() -> None:
+    here, there = pipes()
+    with pytest.raises(PeerSilent):
+        await opened("there", here, asyncio.get_running_loop().time() - 5.0)
+    assert not there.arrived
+
+
+@pytest.mark.parametrize("first", [wire.encode(CHUNK), b"", b"\xc1" * 10, b"x" * 65], ids=["chunk", "", "junk", "long"])
+async def test_a_bad_opening_is_refused_and_its_sender_named(first: bytes) -> None:
+    _, there = pipes()
+    there.feed(frame(first))
+    refused: list[str] = []
+    assert await accepted("here", there, SECONDS, lambda peer, error: refused.append(peer)) is None
+    assert refused == ["here"]
+
+
+async def test_an_opening_that_does_not_come_is_silence() -> None:
+    _, there = pipes()
+    with pytest.raises(PeerSilent):
+        await accepted("here", there, 0.01, lambda peer, error: None)
