@@ -19,7 +19,7 @@ LARGEST = torch.finfo(torch.float32).max
 
 
 def split(values: Vector, lengths: list[int]) -> list[Vector]:
-    return [part.clone() for part in values[: sum(lengths)].split(lengths)] if lengths else []
+    return [part.clone() for part in torch.split(values[: sum(lengths)], lengths)] if lengths else []
 
 
 @given(lengths=sizes, ends=st.tuples(st.integers(0, 54), st.integers(0, 54)))
