@@ -1,0 +1,109 @@
+"""`protocols.framing.Pipe` over an asyncio reader and writer, with an explicit end.
+
+On the wire: pieces, each a 4-byte big-endian length and that many bytes; a length of 0 is the end. The end is ours
+because the carrier's says too little: p2pd has no half close, and turns a close with anything unread into a reset that
+destroys what was sent before it. So whoever is done says so, then waits for the other to be done (`close`), or
+breaks off (`abort`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from protocols.base import Buffer
+
+PIECE_BYTES = 1 << 20
+_LENGTH_BYTES = 4
+_DISCARD_BYTES = 16 << 20
+
+
+class SocketPipe:
+    """Bytes to and from one peer; unread bytes are bounded by the reader's limit, unsent ones by one piece."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._left = 0
+        self._ended = False
+        # Drained means handed to the kernel: only then may the caller change its buffer, which is never copied.
+        writer.transport.set_write_buffer_limits(high=0)
+
+    async def write(self, data: Buffer) -> None:
+        """Hand `data` to the kernel. Failing or cancelled, breaks off: a lent buffer must not be sent later.
+
+        Raises:
+            OSError: the stream is gone.
+        """
+        view = memoryview(data).cast("B")
+        try:
+            for start in range(0, len(view), PIECE_BYTES):
+                piece = view[start : start + PIECE_BYTES]
+                await self._write_raw(len(piece).to_bytes(_LENGTH_BYTES, "big"), piece)
+        except BaseException:
+            self.abort()
+            raise
+
+    async def read_into(self, buffer: memoryview) -> None:
+        """Fill the whole buffer.
+
+        Raises:
+            OSError: the stream is gone.
+            EOFError: the peer said it was done, or the stream ended without a word.
+        """
+        view, filled = buffer.cast("B"), 0
+        while filled < len(view):
+            piece = await self._read_some(len(view) - filled)
+            view[filled : filled + len(piece)] = piece
+            filled += len(piece)
+
+    async def close(self, seconds: float) -> None:
+        """Say that this side is done, then wait at most `seconds` until the other is: what was sent has arrived then.
+
+        What the peer still sends is dropped; if it sends much, it has not noticed, and the stream is broken off.
+        """
+        try:
+            async with asyncio.timeout(seconds):
+                await self._write_raw(bytes(_LENGTH_BYTES))
+                for _ in range(0, _DISCARD_BYTES, PIECE_BYTES):
+                    await self._discard(PIECE_BYTES)
+        except EOFError:
+            self._writer.close()
+        except (OSError, TimeoutError):
+            pass
+        finally:
+            self.abort()
+
+    def abort(self) -> None:
+        """Break off at once; the other side sees the stream end in mid air. Harmless after `close`."""
+        if not self._writer.transport.is_closing():
+            self._writer.transport.abort()
+
+    async def _write_raw(self, *parts: Buffer) -> None:
+        if self._writer.transport.is_closing():
+            raise ConnectionResetError("closed")
+        self._writer.writelines(parts)
+        await self._writer.drain()
+
+    async def _read_some(self, at_most: int) -> bytes:
+        if not self._left:
+            self._left = await self._next_piece()
+        data = await self._reader.read(min(self._left, at_most, PIECE_BYTES))
+        if not data:
+            raise EOFError("broken off")
+        self._left -= len(data)
+        return data
+
+    async def _next_piece(self) -> int:
+        if not self._ended:
+            try:
+                size = int.from_bytes(await self._reader.readexactly(_LENGTH_BYTES), "big")
+            except asyncio.IncompleteReadError:
+                raise EOFError("broken off") from None
+            if size:
+                return size
+            self._ended = True
+        raise EOFError("the peer is done")
+
+    async def _discard(self, size: int) -> None:
+        while size > 0:
+            size -= len(await self._read_some(size))
