@@ -1,0 +1,140 @@
+"""Who may import whom, read from the source: the import rule of the house, and what only named files may touch."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+HOUSE = Path(__file__).parents[1]
+SOURCES = {
+    path.relative_to(HOUSE).as_posix(): path.read_text()
+    for room in ("protocols", "node")
+    for path in (HOUSE / room).rglob("*.py")
+}
+ROOMS = {"node", "protocols", "tests", "benchmarks"}
+PEER = {"node/peer.py"}
+ONLY_IN: dict[str, set[str]] = {
+    "time": {"node/clock.py"},
+    "socket": set(),
+    "threading": {"node/compute.py"},
+    "concurrent": {"node/compute.py"},
+    "subprocess": {"node/daemon.py", "node/libp2p.py"},
+    "asyncio.subprocess": {"node/daemon.py", "node/libp2p.py"},
+    "multiprocessing": set(),
+    "pickle": set(),
+    "hivemind": {"node/libp2p.py"},
+    "protocols.PROTOCOLS": PEER,
+    "protocols.butterfly": PEER | {"protocols/__init__.py"},
+    "node.libp2p": PEER,
+    "node.compute": PEER,
+    "node.clock": PEER,
+}
+BROAD_EXCEPT = {"node/serving.py", "node/libp2p.py", "node/peer.py"}  # the stream handler's boundary; the root
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of everything imported; `from a import b` is a.b, whether b is a module or not."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+
+
+def allowed(file: str, name: str) -> bool:
+    top, room = name.split(".")[0], file.split("/")[0]
+    if room == "protocols" and top not in sys.stdlib_module_names | {"torch", "msgpack", "protocols"}:
+        return False
+    if top in {"tests", "benchmarks", ""} or (top == "random" and name not in {"random", "random.Random"}):
+        return False
+    return all(file in files for only, files in ONLY_IN.items() if f"{name}.".startswith(f"{only}."))
+
+
+def is_broad(handler: ast.ExceptHandler) -> bool:
+    """Catches everything and does not end by raising it again."""
+    names = (
+        {each.id for each in ast.walk(handler.type) if isinstance(each, ast.Name)} if handler.type else {"Exception"}
+    )
+    last = handler.body[-1]
+    return bool(names & {"Exception", "BaseException"}) and not (isinstance(last, ast.Raise) and last.exc is None)
+
+
+def violations(file: str, source: str) -> Iterator[str]:
+    tree = ast.parse(source)
+    yield from (f"{file}:{line}: imports {name}" for line, name in imports(tree) if not allowed(file, name))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "random":
+            if node.attr != "Random":
+                yield f"{file}:{node.lineno}: random.{node.attr} has no seed of ours"
+        elif isinstance(node, ast.ExceptHandler) and is_broad(node) and file not in BROAD_EXCEPT:
+            yield f"{file}:{node.lineno}: a broad except"
+
+
+def cycle(sources: dict[str, str]) -> list[str]:
+    """The modules of an import cycle, or none."""
+    modules = {file.removesuffix(".py").removesuffix("/__init__").replace("/", "."): file for file in sources}
+    graph: dict[str, set[str]] = {}
+    for module, file in modules.items():
+        names = {name for _, name in imports(ast.parse(sources[file]))}
+        graph[module] = {name if name in modules else name.rpartition(".")[0] for name in names} & set(modules)
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_the_house_keeps_its_rules() -> None:
+    assert len(SOURCES) > 10
+    assert [each for file, source in SOURCES.items() for each in violations(file, source)] == []
+    assert cycle(SOURCES) == []
+
+
+@pytest.mark.parametrize(
+    "file, source",
+    [
+        ("protocols/gossip.py", "import node.trainer"),
+        ("protocols/gossip.py", "def late():\n    from numpy import array"),
+        ("protocols/gossip.py", "import time"),
+        ("protocols/gossip.py", "from tests.sim import loop"),
+        ("node/round.py", "from node import libp2p"),
+        ("node/round.py", "from protocols import PROTOCOLS"),
+        ("node/round.py", "from protocols.butterfly import Butterfly"),
+        ("node/round.py", "from time import monotonic as now"),
+        ("node/round.py", "import concurrent.futures"),
+        ("node/round.py", "from asyncio import subprocess"),
+        ("node/peer.py", "import hivemind.p2p"),
+        ("node/peer.py", "from . import libp2p"),
+        ("node/peer.py", "from random import shuffle"),
+        ("node/peer.py", "import random\nrandom.seed(1)"),
+        ("node/round.py", "try:\n    pass\nexcept (OSError, Exception):\n    pass"),
+        ("node/round.py", "try:\n    pass\nexcept:\n    raise ValueError from None"),
+    ],
+)
+def test_a_planted_violation_is_caught(file: str, source: str) -> None:
+    assert len(list(violations(file, source))) == 1
+
+
+@pytest.mark.parametrize(
+    "file, source",
+    [
+        ("node/clock.py", "import time"),
+        ("node/peer.py", "from node.libp2p import LibP2P\nfrom protocols import PROTOCOLS"),
+        ("node/round.py", "import random\ndef pick(rng: random.Random): ...\nfrom protocols import vectors"),
+        ("node/round.py", "try:\n    pass\nexcept BaseException:\n    undo()\n    raise"),
+    ],
+)
+def test_what_is_allowed_passes(file: str, source: str) -> None:
+    assert list(violations(file, source)) == []
+
+
+def test_a_planted_cycle_is_caught() -> None:
+    planted = {"node/a.py": "from node import b", "node/b.py": "from node.c import x", "node/c.py": "import node.a"}
+    assert set(cycle(planted)) == {"node.a", "node.b", "node.c"}
+    assert cycle({"node/__init__.py": "from node.a import x", "node/a.py": "from node import b", "node/b.py": ""}) == []
