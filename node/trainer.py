@@ -20,7 +20,6 @@ import torch
 from node.tasks.base import Recipe, Task, flatten
 from protocols.base import Layout, RoundKey, Vector, Work
 
-_GROWTH = 1.1
 _PIECE = 1 << 18
 
 
@@ -146,7 +145,7 @@ class Shift:
         True makes it said.
         """
         tokens = self._carried + self._tokens
-        news = self._reported == 0 or self._steps == self._inner_steps or tokens >= self._reported * _GROWTH
+        news = self._reported == 0 or self._steps == self._inner_steps or 10 * tokens >= 11 * self._reported
         if news:
             self._reported = tokens
         return news

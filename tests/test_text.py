@@ -1,0 +1,141 @@
+"""The text: what is in it, what is held out, and streams that resume."""
+
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+
+from node.tasks.text import HELD_OUT_BYTES, Text, held_out, load
+
+
+@pytest.fixture(scope="module")
+def library() -> Text:
+    return load()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """200 files whose text names them, in folders, and what must not be read."""
+    for number in range(200):
+        place = tmp_path / f"part{number % 7}"
+        place.mkdir(exist_ok=True)
+        (place / f"{number:03}.txt").write_text(f"<{number:03}>" * 40)
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "config").write_text("hidden")
+    return tmp_path
+
+
+def numbers(part: torch.Tensor) -> list[int]:
+    return [int(word) for word in bytes(part.tolist()).decode().replace("<", "").split(">")[:-1]]
+
+
+def test_a_folder_is_split_by_file(folder: Path) -> None:
+    text = load(folder)
+    training, sample = numbers(text.training), numbers(text.held_out)
+    assert set(training) | set(sample) == set(range(200)) and not set(training) & set(sample)
+    assert set(sample) == {n for n in range(200) if held_out(f"part{n % 7}/{n:03}.txt")} != set()
+    assert len(sample) == 40 * len(set(sample))
+    assert training == sorted(training, key=lambda n: f"part{n % 7}/{n:03}.txt")
+
+
+def test_a_file_is_held_out_by_its_name_alone(folder: Path) -> None:
+    before = set(numbers(load(folder).held_out))
+    kept = sorted(before)[0]
+    for number in range(200):
+        if number != kept and number % 3:
+            (folder / f"part{number % 7}" / f"{number:03}.txt").unlink()
+    after = set(numbers(load(folder).held_out))
+    assert kept in after <= before
+
+
+def test_the_split_is_the_same_for_ever() -> None:
+    names = ("abc.py", "asyncio/events.py", "json/decoder.py", *(f"f{n}" for n in range(100)))
+    assert [name for name in names if held_out(name)] == ["f4", "f18", "f41", "f46", "f61", "f90"]
+
+
+def test_the_standard_library_without_its_tests(library: Text) -> None:
+    root = Path(sysconfig.get_path("stdlib"))
+    skipped = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages"}
+    files = [file.relative_to(root) for file in root.rglob("*.py")]
+    kept = [file.as_posix() for file in files if not skipped & set(file.parts)]
+    training = [name for name in kept if not held_out(name)]
+    assert len(library.training) == sum((root / name).stat().st_size for name in training) > 1 << 20
+    sample = b"".join((root / name).read_bytes() for name in sorted(kept) if held_out(name))
+    assert HELD_OUT_BYTES == 64 * 4096
+    blocks = [(len(sample) - 4096) * block // 63 for block in range(64)]
+    expected = b"".join(sample[low : low + 4096] for low in blocks) if len(sample) > HELD_OUT_BYTES else sample
+    assert bytes(library.held_out.tolist()) == expected
+    first = (root / min(training)).read_bytes()
+    assert bytes(library.training[: len(first)].tolist()) == first
+
+
+def test_a_single_file_holds_out_its_end(tmp_path: Path) -> None:
+    data = bytes(n * n % 251 for n in range(1600))
+    (tmp_path / "book.txt").write_bytes(data)
+    for path in (tmp_path / "book.txt", tmp_path):
+        text = load(path)
+        assert bytes(text.training.tolist()) == data[:1500] and bytes(text.held_out.tolist()) == data[1500:]
+    text.training.zero_()
+    assert (tmp_path / "book.txt").read_bytes() == data
+
+
+def test_the_held_out_sample_is_bounded(tmp_path: Path) -> None:
+    (tmp_path / "big").write_bytes(bytes(20 * HELD_OUT_BYTES))
+    assert len(load(tmp_path / "big").held_out) == HELD_OUT_BYTES
+
+
+def test_a_stream_resumes_at_any_position(folder: Path) -> None:
+    text, again = load(folder), load(folder)
+    draws = [text.windows(7, position, 4, 33) for position in range(6)]
+    assert all(draw.shape == (4, 33) and draw.dtype == torch.int64 for draw in draws)
+    for position in (5, 0, 3):
+        assert torch.equal(again.windows(7, position, 4, 33), draws[position])
+    assert len({tuple(draw.flatten().tolist()) for draw in draws}) == 6
+    assert not torch.equal(text.windows(8, 0, 4, 33), draws[0])
+
+
+def test_windows_reach_both_ends() -> None:
+    text = Text(torch.arange(20, dtype=torch.uint8), torch.arange(100, 120, dtype=torch.uint8))
+    drawn = {int(row[0]) for position in range(100) for row in text.windows(0, position, 4, 16)}
+    assert drawn == {0, 1, 2, 3, 4}
+
+
+def test_held_out_windows_are_spread_and_do_not_overlap() -> None:
+    text = Text(torch.zeros(50, dtype=torch.uint8), torch.arange(100, dtype=torch.uint8))
+    windows = text.held_out_windows(4, 10)
+    assert windows[:, 0].tolist() == [0, 30, 60, 90] and windows[-1].tolist() == list(range(90, 100))
+    for rows in (7, 10, 64):
+        flat = text.held_out_windows(rows, 10).flatten().tolist()
+        assert len(flat) == len(set(flat)) == min(rows, 10) * 10
+
+
+def test_a_text_shorter_than_a_window_is_refused() -> None:
+    text = Text(torch.zeros(50, dtype=torch.uint8), torch.zeros(20, dtype=torch.uint8))
+    text.require(20)
+    with pytest.raises(ValueError, match="the held-out text has 20 bytes: a window takes 21"):
+        text.require(21)
+
+
+def test_bad_paths_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "empty").touch()
+    (tmp_path / "short").write_bytes(b"ten bytes.")
+    (tmp_path / "nothing").mkdir()
+    cases = {
+        "absent": f"no file or folder {tmp_path / 'absent'}",
+        "empty": f"{tmp_path / 'empty'} is empty",
+        "short": f"{tmp_path / 'short'} has only 10 bytes of text",
+        "nothing": f"{tmp_path / 'nothing'} holds no text",
+        "x" * 300: f"cannot read {tmp_path / ('x' * 300)}: File name too long",
+    }
+    for name, message in cases.items():
+        with pytest.raises(ValueError) as error:
+            load(tmp_path / name)
+        assert str(error.value) == message
+
+    def refuse(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(ValueError, match=r"^cannot read .*/(empty|short): Permission denied$"):
+        load(tmp_path)

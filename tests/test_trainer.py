@@ -1,0 +1,258 @@
+"""The inner loop: its schedule, its optimiser against torch's, its accounts, and when it speaks."""
+
+import asyncio
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from node.tasks.base import Batch, Recipe
+from node.tasks.paced import Paced
+from node.trainer import AdamWLearner, InlineTrainer, Shift, Step
+from protocols.base import Layout, RoundKey, Trainer, Vector, Work
+from tests.sim.loop import run
+
+RECIPE = Recipe(10, 5, learning_rate=1e-2, outer_learning_rate=0.9, outer_momentum=0.5, warmup_steps=4)
+
+
+class Line:
+    """A user's task in a few lines: two layers, four samples a batch, squared error."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        torch.manual_seed(0)
+        self.module: nn.Module = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2))
+        self.scale = scale
+
+    def batch(self, seed: int, position: int) -> Batch:
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1000 * seed + position))
+        return x, x[:, :2] * 3
+
+    def loss(self, *batch: torch.Tensor) -> torch.Tensor:
+        x, y = batch
+        return self.scale * ((self.module(x) - y) ** 2).mean()
+
+    def evaluate(self) -> float:
+        return float(self.loss(*self.batch(99, 0)).detach())
+
+
+class Count:
+    """Adds 1 to both elements a step; the loss is the step's number."""
+
+    def __init__(self) -> None:
+        self.layout = Layout(((("w", (2,)),),))
+        self.vectors: tuple[Vector, ...] = (torch.zeros(2),)
+        self.steps: list[tuple[int, int]] = []
+        self.left_out = 0
+
+    def step(self, round_number: int, step: int) -> Step:
+        self.steps.append((round_number, step))
+        if self.left_out:
+            self.left_out -= 1
+            return Step(math.nan, 0)
+        self.vectors[0].add_(1)
+        return Step(float(step), 10)
+
+    def evaluate(self) -> float:
+        return float(self.vectors[0].sum())
+
+
+def key(number: int) -> RoundKey:
+    return RoundKey(bytes(32), "run", bytes(32), number)
+
+
+def test_rate_at_known_steps() -> None:
+    recipe = Recipe(50, 16, 2e-3, 0.9, 0.5)
+    assert recipe.rate(0) == pytest.approx(2e-3 / 21)
+    assert recipe.rate(9) == pytest.approx(2e-3 * 10 / 21)
+    assert recipe.rate(20) == pytest.approx(2e-3)
+    assert recipe.rate(20 + 390) == pytest.approx(2e-3 * 0.55)
+    assert recipe.rate(800) == recipe.rate(10**9) == pytest.approx(2e-4)
+    rates = [recipe.rate(step) for step in range(801)]
+    assert rates[:21] == sorted(rates[:21]) and rates[20:] == sorted(rates[20:], reverse=True)
+
+
+def test_a_late_joiner_trains_at_everybodys_rate() -> None:
+    learner = AdamWLearner(Line(), RECIPE, seed=1)
+    rates = []
+    for number, step in [(0, 0), (3, 2), (3, 9), (3, 500), (4, 0)]:
+        learner.step(number, step)
+        rates.append(learner._adamw.param_groups[0]["lr"])
+    assert rates == [RECIPE.rate(global_step) for global_step in (0, 32, 39, 39, 40)]
+
+
+@pytest.mark.parametrize("clip_norm", [0.1, 1e9])
+def test_equals_torchs_own_adamw(clip_norm: float) -> None:
+    recipe = Recipe(10, 5, 1e-2, 0.9, 0.5, batches=2, clip_norm=clip_norm, warmup_steps=4, weight_decay=0.3)
+    learner, twin = AdamWLearner(Line(), recipe, seed=7), Line()
+    plain = torch.optim.AdamW(twin.module.parameters(), 1e-2, (0.9, 0.95), weight_decay=0.3, foreach=False)
+    for step in range(12):
+        result = learner.step(step // 10, step % 10)
+        plain.zero_grad()
+        parts = [twin.batch(7, 2 * step), twin.batch(7, 2 * step + 1)]
+        x, y = (torch.cat([part[index] for part in parts]) for index in (0, 1))
+        loss = twin.loss(x, y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(twin.module.parameters(), clip_norm)
+        plain.param_groups[0]["lr"] = recipe.rate(step)
+        plain.step()
+        assert result.loss == pytest.approx(float(loss.detach()), rel=1e-5) and result.tokens == 16
+    expected = torch.cat([parameter.detach().flatten() for parameter in twin.module.parameters()])
+    torch.testing.assert_close(learner.vectors[0], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_it_learns_and_resumes_its_data() -> None:
+    task = Line()
+    learner = AdamWLearner(task, RECIPE, seed=1)
+    before = task.evaluate()
+    losses = [learner.step(0, step % 10).loss for step in range(200)]
+    assert learner.position == 200 and task.evaluate() < 0.2 * before and losses[-1] < 0.2 * losses[0]
+    late = AdamWLearner(Line(), RECIPE, seed=1)
+    late.position = 199
+    late.vectors[0].copy_(torch.cat([p.detach().flatten() for p in Line().module.parameters()]))
+    first, again = late.step(0, 0).loss, Line().loss(*Line().batch(1, 199))
+    assert first == pytest.approx(float(again.detach()))
+
+
+def test_a_step_without_a_finite_gradient_changes_nothing() -> None:
+    task = Line()
+    learner = AdamWLearner(task, RECIPE, seed=1)
+    learner.step(0, 0)
+    before = learner.vectors[0].clone()
+    task.scale = math.inf
+    step = learner.step(0, 1)
+    assert step.tokens == 0 and torch.equal(learner.vectors[0], before)
+    task.scale = 1.0
+    assert learner.step(0, 2).tokens == 8 and not torch.equal(learner.vectors[0], before)
+    assert learner.vectors[0].isfinite().all()
+
+
+def test_accounts_run_since_the_anchor_was_written() -> None:
+    shift = Shift(Count(), inner_steps=4)
+    shift.begin(0)
+    assert shift.work().tokens == 0 and math.isnan(shift.work().loss) and not shift.work().complete
+    for _ in range(4):
+        shift.step()
+        shift.spend(0.5)
+    assert shift.work() == Work(tokens=40, loss=1.5, seconds=2.0, norm=math.sqrt(32), complete=True)
+    shift.begin(1)  # round 0 was skipped: the longer delta is offered
+    shift.step()
+    assert shift.work() == Work(tokens=50, loss=1.2, seconds=2.0, norm=math.sqrt(50), complete=False)
+    shift.write(torch.tensor([3.0, 4.0]))
+    assert shift.work().tokens == 0 and shift.work().norm == 0 and shift.work().seconds == 0
+    shift.write(torch.tensor([3.0, 4.0]), anchor=torch.zeros(2), tokens=20)
+    assert (shift.work().tokens, shift.work().norm) == (20, 5.0)
+    shift.begin(2)
+    shift.step()
+    assert (shift.work().tokens, shift.work().loss, shift.work().norm) == (30, 0.0, math.sqrt(41))
+
+
+def test_steps_are_numbered_within_their_round() -> None:
+    learner = Count()
+    shift = Shift(learner, inner_steps=4)
+    for number in (3, 3, 4):
+        shift.begin(number)
+        shift.step()
+        shift.step()
+    assert learner.steps == [(3, 0), (3, 1), (3, 2), (3, 3), (4, 0), (4, 1)]
+    with pytest.raises(ValueError, match="inner_steps must be at least 1, not 0"):
+        Shift(learner, 0)
+
+
+def test_what_was_left_out_does_not_count() -> None:
+    learner = Count()
+    learner.left_out = 2
+    shift = Shift(learner, inner_steps=3)
+    shift.begin(0)
+    for _ in range(3):
+        shift.step()
+    assert (shift.work().tokens, shift.work().loss, shift.work().complete) == (10, 2.0, True)
+
+
+def test_the_outer_parameters_are_evaluated() -> None:
+    learner = Count()
+    shift = Shift(learner, inner_steps=4)
+    shift.write(torch.tensor([5.0, 6.0]))
+    shift.begin(0)
+    shift.step()
+    assert shift.evaluate() == 11.0
+    into = torch.zeros(2)
+    shift.read(into)
+    assert into.tolist() == [6.0, 7.0]
+
+
+def test_the_norm_of_many_pieces() -> None:
+    task = Paced(600_001, seed=0)
+    shift = Shift(task, inner_steps=1)
+    anchor = task.vectors[0].clone()
+    task.vectors[0].add_(torch.linspace(-1, 1, 600_001))
+    expected = float((task.vectors[0].double() - anchor.double()).square().sum().sqrt())
+    assert shift.work().norm == pytest.approx(expected, rel=1e-6)
+
+
+async def _train(trainer: InlineTrainer, number: int, cut_after: float) -> tuple[Work, list[tuple[float, Work]]]:
+    cut, said = asyncio.Event(), list[tuple[float, Work]]()
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    loop.call_later(cut_after, cut.set)
+    work = await trainer.train(key(number), cut, lambda work: said.append((loop.time() - began, work)))
+    assert cut.is_set()
+    return work, said
+
+
+def test_progress_in_virtual_time() -> None:
+    async def main() -> None:
+        trainer: Trainer = InlineTrainer(Count(), inner_steps=30, step_seconds=2.0)
+        assert isinstance(trainer, InlineTrainer)
+        work, said = await _train(trainer, 0, cut_after=79.0)
+        assert (work.tokens, work.seconds, work.complete) == (400, 80.0, True)  # beyond the 30 steps, until the cut
+        assert [seconds / 2 for seconds, _ in said] == [*range(1, 12), 13, 15, 17, 19, 21, 24, 27, 30, 33, 37]
+        assert [offer.tokens for _, offer in said] == [seconds * 5 for seconds, _ in said]
+        assert [offer.complete for _, offer in said] == [False] * 18 + [True] * 3
+
+    run(main())
+
+
+def test_completion_is_said_at_once() -> None:
+    async def main() -> None:
+        trainer = InlineTrainer(Count(), inner_steps=29, step_seconds=1.0)
+        _, said = await _train(trainer, 0, cut_after=29.5)
+        assert [work.complete for _, work in said][-2:] == [False, True] and said[-1][0] == 29.0
+        _, said = await _train(trainer, 1, cut_after=1.5)  # nothing was written: the work goes on growing
+        assert said[0][1].tokens == 310 and not said[0][1].complete
+
+    run(main())
+
+
+def test_a_cut_beforehand_and_writes_between_rounds() -> None:
+    async def main() -> None:
+        learner = Count()
+        trainer = InlineTrainer(learner, inner_steps=2, step_seconds=1.0)
+        cut = asyncio.Event()
+        cut.set()
+        work = await trainer.train(key(0), cut, lambda work: pytest.fail("no step, nothing to say"))
+        assert work.tokens == 0 and learner.steps == []
+        trainer.step_seconds = 5.0
+        work, _ = await _train(trainer, 0, cut_after=7.0)
+        assert (work.tokens, work.seconds) == (20, 10.0)
+        into = torch.zeros(2)
+        await trainer.read(into)
+        assert into.tolist() == [2.0, 2.0]
+        await trainer.write(torch.tensor([7.0, 8.0]))
+        assert learner.vectors[0].tolist() == [7.0, 8.0] and await trainer.evaluate() == 15.0
+        work, _ = await _train(trainer, 1, cut_after=1.0)
+        assert (work.tokens, work.seconds) == (10, 5.0)
+
+    run(main())
+
+
+def test_peers_share_the_loop_while_they_train() -> None:
+    async def main() -> float:
+        loop = asyncio.get_running_loop()
+        trainers = [InlineTrainer(Paced(100, seed), 10, step_seconds=1.0 + seed) for seed in range(3)]
+        results = await asyncio.gather(*(_train(trainer, 0, cut_after=11.5) for trainer in trainers))
+        assert [work.tokens // 1024 for work, _ in results] == [12, 6, 4]
+        assert [work.complete for work, _ in results] == [True, False, False]
+        return loop.time()
+
+    assert run(main()) == 12.0
