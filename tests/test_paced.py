@@ -1,6 +1,7 @@
 """The paced task: the same bits everywhere, at no cost."""
 
 import hashlib
+import itertools
 
 import pytest
 import torch
@@ -45,7 +46,7 @@ def test_a_step_touches_one_slice_and_they_rotate() -> None:
         touched.append(int(moved[0]) // SLICE)
         place = task.vectors[0][touched[-1] * SLICE : (touched[-1] + 1) * SLICE]
         assert result.loss == pytest.approx(float((place * place).mean())) and result.tokens == 1024
-    assert [(after - before) % 4 for before, after in zip(touched, touched[1:], strict=False)] == [1] * 7
+    assert [(after - before) % 4 for before, after in itertools.pairwise(touched)] == [1] * 7
 
 
 def test_it_stays_bounded_and_spread() -> None:

@@ -188,8 +188,8 @@ class Gpt(nn.Module):
     """The model: int64 bytes (rows, positions), positions <= context, to float32 logits (rows, positions, 256).
 
     The weights are drawn from `seed` alone, as torch draws them by default: after 400 steps of w128 that gave 1.81 nats
-    per byte where a normal of 0.02 everywhere gave 2.06 (one seed each). They are not the same bits on every CPU: a run's founder draws them once,
-    and everybody else downloads them.
+    per byte where a normal of 0.02 everywhere gave 2.06 (one seed each). They are not the same bits on every CPU: a
+    run's founder draws them once, and everybody else downloads them.
     """
 
     def __init__(self, shape: Shape, seed: int = 0) -> None:
