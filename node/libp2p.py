@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 _PROTOCOL = "/starling/stream/1"
 _ATTACH_SECONDS = 10.0
-_REDIAL_SECONDS = 10.0
+_REDIAL_SECONDS = 2.0
 _BACKOFF_SECONDS = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 _KEPT_PORT_ATTEMPTS = 5
 _MAX_KNOWN = 64
@@ -156,6 +156,7 @@ class LibP2PTransport:
         self._directory = Path()
         self._link: _Link | None = None
         self._up = asyncio.Event()
+        self._supervision: asyncio.Task[None] | None = None
         self._known: dict[PeerId, str] = {}
         self._exit = AsyncExitStack()
 
@@ -176,7 +177,8 @@ class LibP2PTransport:
             except (P2PDaemonError, OSError, EOFError) as error:
                 raise DaemonError(f"p2pd started but does not answer: {error or type(error).__name__}") from error
             self._listen = with_ports(self._config.listen, link.addresses)
-            self._serving.spawn(self._supervise(link))
+            self._up.set()
+            self._supervision = self._serving.spawn(self._supervise(link))
             stack.push_async_callback(self._serving.close)
             self._exit = stack.pop_all()
         return self
@@ -199,9 +201,7 @@ class LibP2PTransport:
 
     @asynccontextmanager
     async def open(self, peer: PeerId, method: str, deadline: Deadline) -> AsyncIterator[Stream]:
-        async with self._reaching(peer, deadline) as (link, seconds):
-            pipe = await link.stream(peer, seconds)
-            await ask(pipe, method)
+        pipe = await self._dial(peer, method, deadline)
         try:
             yield await opened(peer, pipe, deadline)
         except BaseException:
@@ -223,10 +223,21 @@ class LibP2PTransport:
         async with self._reaching(peer, deadline) as (link, seconds):
             await link.connect(peer, where, seconds)
         self._known.pop(peer, None)
-        self._known[peer] = f"{where}/p2p/{peer}"
+        self._known[peer] = where
         if len(self._known) > _MAX_KNOWN:
             del self._known[next(iter(self._known))]
         return peer
+
+    async def _dial(self, peer: PeerId, method: str, deadline: Deadline) -> SocketPipe:
+        while True:
+            async with self._reaching(peer, deadline) as (link, seconds):
+                try:
+                    pipe = await link.stream(peer, seconds)
+                except (ConnectionError, FileNotFoundError, EOFError):
+                    await link.daemon.ended()  # our daemon's fault, not the peer's: ask the next one
+                    continue
+                await ask(pipe, method)
+                return pipe
 
     @asynccontextmanager
     async def _reaching(self, peer: PeerId, deadline: Deadline) -> AsyncIterator[tuple[_Link, int]]:
@@ -249,7 +260,6 @@ class LibP2PTransport:
 
     async def _launch(self, listen: Sequence[str]) -> _Link:
         self._link = await _Link.start(self._config, self._directory, listen, self._incoming)
-        self._up.set()
         return self._link
 
     async def _close_link(self) -> None:
@@ -264,9 +274,9 @@ class LibP2PTransport:
             log.warning("p2pd %d ended (%s): it is started again", link.daemon.pid, how)
             await self._close_link()
             link = await self._relaunch()
+            await self._redial(link)
             self.restarts += 1
-            for address in self._known.values():
-                self._serving.spawn(self._redial(address))
+            self._up.set()
 
     async def _relaunch(self) -> _Link:
         """Start p2pd again, for as long as it takes; on its old port, unless somebody else has taken that."""
@@ -279,9 +289,16 @@ class LibP2PTransport:
             except (DaemonError, P2PDaemonError, OSError, EOFError) as error:
                 log.warning("p2pd does not start (attempt %d): %s", attempt, error or type(error).__name__)
 
-    async def _redial(self, address: str) -> None:
-        with suppress(PeerGone, PeerSilent):
-            await self.connect(address, asyncio.get_running_loop().time() + _REDIAL_SECONDS)
+    async def _redial(self, link: _Link) -> None:
+        """Connect again to the known peers: a new daemon knows nobody, and nobody may be waiting for it."""
+
+        async def dial(peer: PeerId, address: str) -> None:
+            with suppress(P2PDaemonError, OSError, EOFError):
+                await link.connect(peer, address, math.ceil(_REDIAL_SECONDS))
+
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_REDIAL_SECONDS):
+                await asyncio.gather(*(dial(peer, address) for peer, address in self._known.items()))
 
 
 def _peer_bytes(peer: PeerId) -> bytes:

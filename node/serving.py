@@ -79,11 +79,12 @@ class Serving:
             self._tasks.discard(task)
             self._active -= Counter((peer,))  # forgets the peer at zero
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run `work` beside, until it is done or this is closed."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def finish(self, pipe: SocketPipe) -> None:
         """See a stream to its orderly end: all that was sent on it arrives, if the peer takes it within 30 seconds."""

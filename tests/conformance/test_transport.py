@@ -1,0 +1,536 @@
+"""What every `Transport` must do: one suite, run over each world of `tests.conformance.worlds`.
+
+Deadlines are the running loop's, and generous: a world may be slow. Where a deadline must strike, it is short, and only
+its being kept at all is asserted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+
+from protocols import wire
+from protocols.base import BadPayload, Deadline, PeerError, PeerGone, PeerId, PeerSilent, Stream, Transport
+from protocols.framing import FramedStream, Pipe
+from tests.conformance.worlds import WORLDS, Peers, World
+
+MIB = 1 << 20
+GENEROUS_SECONDS = 20.0
+SHORT_SECONDS = 0.5
+LATE_SECONDS = 5.0
+LIMIT = 256
+
+
+@pytest.fixture(params=list(WORLDS))
+def world(request: pytest.FixtureRequest) -> World:
+    made: World = WORLDS[request.param]()
+    return made
+
+
+def soon(seconds: float = GENEROUS_SECONDS) -> Deadline:
+    return asyncio.get_running_loop().time() + seconds
+
+
+def noise(size: int, seed: int = 1) -> bytes:
+    return random.Random(seed).randbytes(size)
+
+
+def pipe_of(stream: Stream) -> Pipe:
+    """Below the frames: what a peer that breaks the rules would write."""
+    assert isinstance(stream, FramedStream)
+    return stream._pipe
+
+
+async def send_bytes(stream: Stream, data: bytes, index: int = 0) -> None:
+    await stream.send(wire.Chunk(index, len(data)), data)
+
+
+async def receive_bytes(stream: Stream) -> tuple[int, bytes]:
+    chunk = wire.expect(await stream.receive(LIMIT), wire.Chunk)
+    buffer = bytearray(chunk.size)
+    await stream.receive_into(memoryview(buffer))
+    return chunk.index, bytes(buffer)
+
+
+async def echo(peer: PeerId, stream: Stream) -> None:
+    """Sends back what comes, until there is a chunk of index 0."""
+    while True:
+        index, data = await receive_bytes(stream)
+        await send_bytes(stream, data, index)
+        if index == 0:
+            return
+
+
+async def asks(transport: Transport, peer: PeerId, data: bytes = b"are you there?") -> None:
+    async with transport.open(peer, "echo", soon()) as stream:
+        await send_bytes(stream, data)
+        assert await receive_bytes(stream) == (0, data)
+
+
+@asynccontextmanager
+async def strikes(seconds: float) -> AsyncIterator[None]:
+    """The body ends with `PeerSilent`, about when a deadline of so many seconds passes."""
+    started = asyncio.get_running_loop().time()
+    with pytest.raises(PeerSilent):
+        yield
+    taken = asyncio.get_running_loop().time() - started
+    assert seconds - 0.1 <= taken <= seconds + LATE_SECONDS
+
+
+class Probe:
+    """A handler whose stream the test plays with, and whose end it can see."""
+
+    def __init__(self) -> None:
+        self.opened: asyncio.Future[tuple[PeerId, Stream]] = asyncio.get_running_loop().create_future()
+        self.may_end = asyncio.Event()
+
+    async def __call__(self, peer: PeerId, stream: Stream) -> None:
+        self.opened.set_result((peer, stream))
+        await self.may_end.wait()
+
+    async def stream(self) -> Stream:
+        async with asyncio.timeout(GENEROUS_SECONDS):
+            return (await self.opened)[1]
+
+
+class TestDelivery:
+    def test_order_is_kept_and_bytes_are_counted(self, world: World) -> None:
+        async def body(peers: Peers) -> None:
+            a, b = peers.transports
+            probe = Probe()
+            b.serve("probe", probe)
+            async with a.open(b.me, "probe", soon()) as stream:
+                other = await probe.stream()
+                assert (stream.peer, other.peer) == (b.me, a.me) and (await probe.opened)[0] == a.me
+                received = other.bytes_received
+                for index in range(1, 200):
+                    await send_bytes(stream, noise(index, index), index)
+                for index in range(1, 200):
+                    assert await receive_bytes(other) == (index, noise(index, index))
+                assert other.bytes_received == stream.bytes_sent > received
+                await send_bytes(other, b"back")
+                assert await receive_bytes(stream) == (0, b"back")
+                assert stream.bytes_received == other.bytes_sent
+                probe.may_end.set()
+
+        world.run(body)
+
+    def test_large_payload_is_exact(self, world: World) -> None:
+        async def body(peers: Peers) -> None:
+            a, b = peers.transports
+            b.serve("echo", echo)
+            data = noise(9 * MIB + 12_345)
+            async with a.open(b.me, "echo", soon()) as stream, asyncio.TaskGroup() as tasks:
+                tasks.create_task(send_bytes(stream, data))
+                assert await receive_bytes(stream) == (0, data)
+
+        world.run(body)
+
+    def test_a_buffer_may_be_changed_once_sent(self, world: World) -> None:
+        async def body(peers: Peers) -> None:
+            a, b = peers.transports
+            probe = Probe()
+            b.serve("probe", probe)
+            buffer = bytearray(MIB // 2)
+
+            async def sends(stream: Stream) -> None:
+                for index in range(20):
+                    buffer[:] = bytes([index]) * len(buffer)
+                    await stream.send(wire.Chunk(index, len(buffer)), memoryview(buffer))
+
+            async with a.open(b.me, "probe", soon()) as stream, asyncio.TaskGroup() as tasks:
+                other = await probe.stream()
+                tasks.create_task(sends(stream))
+                for index in range(20):
+                    assert await receive_bytes(other) == (index, bytes([index]) * len(buffer))
+                probe.may_end.set()
+
+        world.run(body)
+
+    def test_nothing_is_sent_ahead_of_a_receiver_without_bound(self, world: World) -> None:
+        async def body(peers: Peers) -> None:
+            a, b = peers.transports
+            probe = Probe()
+            b.serve("probe", probe)
+            piece, sent = noise(MIB), 0
+            async with strikes(2.0), a.open(b.me, "probe", soon(2.0)) as stream:
+                while sent < 200 * MIB:
+                    await send_bytes(stream, piece)
+                    sent += len(piece)
+            probe.may_end.set()
+            assert sent <= 64 * MIB
+
+        world.run(body)
+
+    def test_opener_leaving_normally_delivers_what_it_sent(self, world: World) -> None:
+        async def body(peers: Peers) -> None:
+            a, b = peers.transports
+            got: asyncio.Future[list[bytes]] = asyncio.get_running_loop().create_future()
+
+            async def slow(peer: PeerId, stream: Stream) -> None:
+                await send_bytes(stream, b"the opener never reads this")
+                parts = []
+                for _ in range(8):
+                    await asyncio.sleep(0.02)
+                    parts.append((await receive_bytes(stream))[1])
+                got.set_result(parts)
+
+            b.serve("slow", slow)
+            parts = [noise(MIB // 4, seed) for seed in range(8)]
+            async with a.open(b.me, "slow", soon()) as stream:
+                for part in parts:
+                    await send_bytes(stream, part)
+            async with asyncio.timeout(GENEROUS_SECONDS):
+                assert await got == parts
+
+        world.run(body)
+
+    def test_handler_returning_early_delivers_its_answer(self, world: World) -> None:
+        async def body(peers: Peers) -> None:
+            a, b = peers.transports
+
+            async def busy(peer: PeerId, stream: Stream) -> None:
+                await send_bytes(stream, b"busy")
+
+            b.serve("busy", busy)
+            for _ in range(20):
+                async with a.open(b.me, "busy", soon()) as stream:
+                    await send_bytes(stream, noise(MIB // 8))
+                    await asyncio.sleep(0.01)
+                    assert await receive_bytes(stream) == (0, b"busy")
+                    with pytest.raises(PeerSilent):
+                        await stream.receive(LIMIT)
+
+        world.run(body)
+
+    def test_many_streams_at_once_both_ways(self, world: World) -> None:
+        async def body(peers: Peers) -> None:
+            a, b, c = peers.transports
+            for transport in peers.transports:
+                transport.serve("echo", echo)
+            async with asyncio.TaskGroup() as tasks:
+                for seed in range(15):
+                    for x, y in ((a, b), (b, a), (b, c), (c, a)):
+                        tasks.create_task(asks(x, y.me, noise(40_000, seed)))
+
+        world.run(body, count=3)
+
+    def test_methods_are_told_apart(self, world: World) -> None:
+        async def body(peers: Peers) -> None:
+            a, b = peers.transports
+
+            async def one(peer: PeerId, stream: Stream) -> None:
+                await send_bytes(stream, b"one")
+
+            async def two(peer: PeerId, stream: Stream) -> None:
+                await send_bytes(stream, b"two")
+
+            b.serve("one", one)
+            b.serve("two", two)
+            for method in ("two", "one"):
+                async with a.open(b.me, method, soon()) as stream:
+                    assert await receive_bytes(stream) == (0, method.encode())
+
+        world.run(body)
+
+
+class TestBounds:
+    @pytest.mark.parametrize("size", [LIMIT + 1, 1 << 31, (1 << 32) - 1])
+    def test_a_long_header_is_refused_before_it_is_read(self, world: World, size: int) -> None:
+        async def body(peers: Peers) -> None:
+            a, b = peers.transports
+            probe = Probe()
+            b.serve("probe", probe)
+            async with a.open(b.me, "probe", soon()) as stream:
+                await pipe_of(stream).write(size.to_bytes(4, "big"))
+                with pytest.raises(BadPayload):
+                    await (await probe.stream()).receive(LIMIT)
+                probe.may_end.set()
+
+        world.run(body)
+
+    @pytest.mark.parametrize("packed", [b"\x93\x01\x7d\x00", b"\x93\x63\x00\x00", b"\xc1", b"", b"\x81\x01\x02"])
+    def test_what_is_no_known_message_is_refused(self, world: World, packed: bytes) -> None:
+        async def body(peers: Peers) -> None:
+            a, b = peers.transports
+
+            async def liar(peer: PeerId, stream: Stream) -> None:
+                await pipe_of(stream).write(len(packed).to_bytes(4, "big") + packed)
+
+            b.serve("liar", liar)
+            async with a.open(b.me, "liar", soon()) as stream:
+                with pytest.raises(BadPayload):
+                    await stream.receive(LIMIT)
+
+        world.run(body)
+
+    def test_a_header_that_never_ends_meets_the_deadline(self, world: World) -> None:
+        async def body(peers: Peers) -> None:
+            a, b = peers.transports
+
+            async def dawdler(peer: PeerId, stream: Stream) -> None:
+                await pipe_of(stream).write((100).to_bytes(4, "big") + b"x")
+                await asyncio.sleep(GENEROUS_SECONDS)
+
+            b.serve("dawdler", dawdler)
+            async with strikes(SHORT_SECONDS), a.open(b.me, "dawdler", soon(SHORT_SECONDS)) as stream:
+                await stream.receive(LIMIT)
+
+        world.run(body)
+
+
+class TestDeadlines:
+    def test_receiving_nothing(self, world: World) -> None:
+        async def body(peers: Peers) -> None:
+            a, b = peers.transports
+            probe = Probe()
+            b.serve("probe", probe)
+            async with strikes(SHORT_SECONDS), a.open(b.me, "probe", soon(SHORT_SECONDS)) as stream:
+                await stream.receive(LIMIT)
+            # The handler's stream has the same deadline, or has been reset.
+            with pytest.raises(PeerSilent):
+                await (await probe.stream()).receive(LIMIT)
+            probe.may_end.set()
+
+        world.run(body)
+
+    def test_the_handler_learns_the_openers_deadline(self, world: World) -> None:
+        async def body(peers: Peers) -> None:
+            a, b = peers.transports
+            probe = Probe()
+            b.serve("probe", probe)
+            async with a.open(b.me, "probe", soon(SHORT_SECONDS)):
+                other = await probe.stream()
+                async with strikes(0.1):
+                    await other.receive(LIMIT)
+            probe.may_end.set()
+
+        world.run(body)
+
+    def test_after_the_deadline_every_call_fails(self, world: World) -> None:
+        async def body(peers: Peers) -> None:
+            a, b = peers.transports
+            probe = Probe()
+            b.serve("probe", probe)
+            async with a.open(b.me, "probe", soon(SHORT_SECONDS)) as stream:
+                await asyncio.sleep(SHORT_SECONDS + 0.1)
+                for call in (stream.receive(LIMIT), stream.receive_into(memoryview(bytearray(5)))):
+                    with pytest.raises(PeerSilent):
+                        await call
+                with pytest.raises(PeerSilent):
+                    await send_bytes(stream, noise(64 * MIB))
+            probe.may_end.set()
+
+        world.run(body)
+
+    def test_opening_to_a_frozen_peer(self, world: World) -> None:
+        async def body(peers: Peers) -> None:
+            a, b = peers.transports
+            b.serve("echo", echo)
+            await asks(a, b.me)
+            await peers.freeze_peer(1)
+            async with strikes(SHORT_SECONDS), a.open(b.me, "echo", soon(SHORT_SECONDS)):
+                pass
+
+        world.run(body)
+
+    def test_a_peer_that_freezes_in_mid_stream(self, world: World) -> None:
+        async def body(peers: Peers) -> None:
+            a, b = peers.transports
+            b.serve("echo", echo)
+            async with strikes(SHORT_SECONDS), a.open(b.me, "echo", soon(SHORT_SECONDS)) as stream:
+                await send_bytes(stream, b"alive", 1)
+                assert await receive_bytes(stream) == (1, b"alive")
+                await peers.freeze_peer(1)
+                while True:
+                    await send_bytes(stream, noise(MIB), 1)
+
+        world.run(body)
+
+
+class Broken(Exception):
+    pass
+
+
+class TestResets:
+    @pytest.mark.parametrize("waits_in", ["receive", "receive_into", "send"])
+    def test_openers_exception_is_seen_by_the_handler(self, world: World, waits_in: str) -> None:
+        async def body(peers: Peers) -> None:
+            a, b = peers.transports
+            probe = Probe()
+            b.serve("probe", probe)
+
+            async def handler_side() -> None:
+                other = await probe.stream()
+                with pytest.raises(PeerSilent):
+                    if waits_in == "receive":
+                        await other.receive(LIMIT)
+                    elif waits_in == "receive_into":
+                        await other.receive(LIMIT)
+                        await other.receive_into(memoryview(bytearray(MIB)))
+                    else:
+                        while True:
+                            await send_bytes(other, noise(MIB))
+
+            waiting = asyncio.create_task(handler_side())
+            with pytest.raises(Broken):
+                async with a.open(b.me, "probe", soon(3 * GENEROUS_SECONDS)) as stream:
+                    await probe.stream()
+                    await stream.send(wire.Chunk(0, MIB), b"only a part of it")
+                    await asyncio.sleep(0.2)
+                    raise Broken
+            async with asyncio.timeout(GENEROUS_SECONDS):
+                await waiting
+            probe.may_end.set()
+
+        world.run(body)
+
+    @pytest.mark.parametrize("error", [Broken("a bug"), BadPayload("nonsense"), PeerSilent("somebody", "else")])
+    def test_handlers_exception_is_seen_by_the_opener(self, world: World, error: Exception) -> None:
+        async def body(peers: Peers) -> None:
+            a, b = peers.transports
+
+            async def fails(peer: PeerId, stream: Stream) -> None:
+                await stream.receive(LIMIT)
+                raise error
+
+            b.serve("fails", fails)
+            b.serve("echo", echo)
+            async with a.open(b.me, "fails", soon()) as stream:
+                await send_bytes(stream, b"")
+                async with strikes(0.0):
+                    await stream.receive(LIMIT)
+            await asks(a, b.me)
+
+        world.run(body)
+
+    def test_a_cancelled_opener_resets(self, world: World) -> None:
+        async def body(peers: Peers) -> None:
+            a, b = peers.transports
+            probe = Probe()
+            b.serve("probe", probe)
+
+            async def opens() -> None:
+                async with a.open(b.me, "probe", soon()) as stream:
+                    await stream.receive(LIMIT)
+
+            opener = asyncio.create_task(opens())
+            other = await probe.stream()
+            opener.cancel()
+            with suppress(asyncio.CancelledError):
+                await opener
+            async with strikes(0.0):
+                await other.receive(LIMIT)
+            probe.may_end.set()
+
+        world.run(body)
+
+    @pytest.mark.parametrize("doing", ["receiving", "sending"])
+    def test_a_peer_that_dies_in_mid_stream(self, world: World, doing: str) -> None:
+        async def body(peers: Peers) -> None:
+            a, b = peers.transports
+            probe = Probe()
+            b.serve("probe", probe)
+            async with a.open(b.me, "probe", soon(3 * GENEROUS_SECONDS)) as stream:
+                await probe.stream()
+                await peers.kill_peer(1)
+                async with asyncio.timeout(GENEROUS_SECONDS):
+                    with pytest.raises(PeerSilent):
+                        while doing == "sending":
+                            await send_bytes(stream, noise(MIB))
+                        await stream.receive(LIMIT)
+            probe.may_end.set()
+
+        world.run(body)
+
+
+class TestUnreachable:
+    def test_a_peer_that_nobody_knows(self, world: World) -> None:
+        async def body(peers: Peers) -> None:
+            a, _ = peers.transports
+            async with asyncio.timeout(GENEROUS_SECONDS - 1):
+                with pytest.raises(PeerError) as caught:
+                    async with a.open(peers.stranger, "echo", soon()):
+                        pass
+            assert caught.value.peer == peers.stranger
+
+        world.run(body)
+
+    def test_a_peer_that_has_died(self, world: World) -> None:
+        async def body(peers: Peers) -> None:
+            a, b = peers.transports
+            b.serve("echo", echo)
+            await asks(a, b.me)
+            await peers.kill_peer(1)
+            async with asyncio.timeout(GENEROUS_SECONDS - 1):
+                with pytest.raises(PeerError):
+                    async with a.open(b.me, "echo", soon()):
+                        pass
+
+        world.run(body)
+
+    def test_a_method_that_is_not_served(self, world: World) -> None:
+        async def body(peers: Peers) -> None:
+            a, b = peers.transports
+            b.serve("echo", echo)
+            with pytest.raises(PeerGone):
+                async with a.open(b.me, "other", soon()):
+                    pass
+            await asks(a, b.me)
+
+        world.run(body)
+
+
+class TestLife:
+    def test_streams_leave_nothing_behind(self, world: World) -> None:
+        async def body(peers: Peers) -> None:
+            a, b = peers.transports
+            b.serve("echo", echo)
+
+            async def some(count: int) -> None:
+                for _ in range(count):
+                    await asks(a, b.me)
+                    with suppress(PeerGone):
+                        async with a.open(b.me, "not served", soon()):
+                            pass
+                    with suppress(Broken):
+                        async with a.open(b.me, "echo", soon()) as stream:
+                            await send_bytes(stream, b"half", 1)
+                            raise Broken
+
+            await some(5)
+            await asyncio.sleep(1)
+            before = peers.resources()
+            await some(60)
+            deadline = soon()
+            while peers.resources() > before + 2 and asyncio.get_running_loop().time() < deadline:
+                await asyncio.sleep(0.1)
+            assert peers.resources() <= before + 2
+
+        world.run(body)
+
+    @pytest.mark.parametrize("whose", [0, 1], ids=["openers", "servers"])
+    def test_handlers_survive_the_daemon(self, world: World, whose: int) -> None:
+        async def body(peers: Peers) -> None:
+            a, b = peers.transports
+            probe = Probe()
+            for transport in (a, b):
+                transport.serve("echo", echo)
+            b.serve("probe", probe)
+            await asks(a, b.me)
+            async with a.open(b.me, "probe", soon(3 * GENEROUS_SECONDS)) as stream:
+                other = await probe.stream()
+                await peers.kill_daemon(whose)
+                async with asyncio.timeout(GENEROUS_SECONDS):
+                    for side in (stream, other):
+                        with pytest.raises(PeerSilent):
+                            await side.receive(LIMIT)
+            probe.may_end.set()
+            await asks(a, b.me)
+            await asks(b, a.me)
+
+        world.run(body)

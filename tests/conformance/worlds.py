@@ -1,0 +1,116 @@
+"""Implementations of `Transport` that the conformance suite runs over, each with its own event loop and disasters.
+
+To add one: write a class with `World`'s method and add it to `WORLDS`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import tempfile
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+from typing import Protocol
+
+import uvloop
+
+from node import identity
+from node.libp2p import LibP2PConfig, LibP2PTransport
+from protocols.base import PeerId, Transport
+
+
+class Peers(Protocol):
+    """Peers that know each other, in one process, and what can befall them."""
+
+    transports: Sequence[Transport]
+    stranger: PeerId
+    """A well-formed id of a peer that nobody can reach."""
+
+    async def kill_peer(self, index: int) -> None:
+        """It vanishes without a word, for good."""
+
+    async def kill_daemon(self, index: int) -> None:
+        """All its streams are reset; it keeps its id and its handlers. Returns when it can be reached again."""
+
+    async def freeze_peer(self, index: int) -> None:
+        """It stops answering, and nothing tells the others."""
+
+    def resources(self) -> int:
+        """How many tasks, file descriptors and the like this process holds."""
+
+
+Body = Callable[[Peers], Awaitable[None]]
+
+
+class World(Protocol):
+    def run(self, body: Body, count: int = 2) -> None:
+        """Run `body` in a new event loop, with `count` peers."""
+
+
+class LibP2PPeers:
+    """Real p2pds on the loopback."""
+
+    def __init__(self, transports: list[LibP2PTransport], stranger: PeerId) -> None:
+        self.transports = transports
+        self.stranger = stranger
+
+    def _signal(self, index: int, number: int) -> None:
+        pid = self.transports[index].daemon_pid
+        assert pid is not None
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+    async def kill_peer(self, index: int) -> None:
+        self.transports[index]._supervision.cancel()
+        self._signal(index, signal.SIGKILL)
+
+    async def kill_daemon(self, index: int) -> None:
+        before = self.transports[index].restarts
+        self._signal(index, signal.SIGKILL)
+        while self.transports[index].restarts == before:
+            await asyncio.sleep(0.02)
+
+    async def freeze_peer(self, index: int) -> None:
+        self._signal(index, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        for index, transport in enumerate(self.transports):
+            if transport.daemon_pid is not None:
+                self._signal(index, signal.SIGCONT)
+
+    def resources(self) -> int:
+        return len(asyncio.all_tasks()) + len(os.listdir("/proc/self/fd"))
+
+
+class LibP2PWorld:
+    def run(self, body: Body, count: int = 2) -> None:
+        with tempfile.TemporaryDirectory() as directory, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(self._run(body, count, Path(directory)))
+        assert not running_daemons(), "a p2pd was left behind"
+
+    async def _run(self, body: Body, count: int, directory: Path) -> None:
+        loop = asyncio.get_running_loop()
+        keys = [identity.create(directory / f"peer{index}") for index in range(count)]
+        async with AsyncExitStack() as stack:
+            transports = [LibP2PTransport(LibP2PConfig(key)) for key in keys]
+            await asyncio.gather(*(stack.enter_async_context(transport) for transport in transports))
+            for index, transport in enumerate(transports):
+                for other in transports[index + 1 :]:
+                    await transport.connect(other.addresses[0], loop.time() + 20)
+            peers = LibP2PPeers(transports, identity.create(directory / "stranger").peer_id)
+            try:
+                await body(peers)
+            finally:
+                peers.thaw()
+        assert asyncio.all_tasks() == {asyncio.current_task()}, "a task was left behind"
+
+
+def running_daemons() -> list[int]:
+    """The ids of p2pd processes that are children of this process."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    return [int(pid) for pid in children if Path(f"/proc/{pid}/comm").read_text().strip() == "p2pd"]
+
+
+WORLDS: dict[str, Callable[[], World]] = {"libp2p": LibP2PWorld}
