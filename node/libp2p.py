@@ -207,7 +207,7 @@ class LibP2PTransport:
         except BaseException:
             pipe.abort()
             raise
-        self._serving.spawn(self._serving.finish(pipe))
+        self._serving.finish(pipe)
 
     async def connect(self, address: str | Multiaddr, deadline: Deadline) -> PeerId:
         """Connect to the peer at a multiaddr that ends in /p2p/<its id>; again by itself if p2pd is restarted.
@@ -256,7 +256,8 @@ class LibP2PTransport:
             raise PeerGone(peer, f"cannot be reached: {error or type(error).__name__}") from None
 
     async def _incoming(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await self._serving.incoming(info.peer_id.to_base58(), SocketPipe(reader, writer))
+        # In a task of ours: asyncio reports an error when the one that it made for this call is cancelled.
+        self._serving.take(info.peer_id.to_base58(), SocketPipe(reader, writer))
 
     async def _launch(self, listen: Sequence[str]) -> _Link:
         self._link = await _Link.start(self._config, self._directory, listen, self._incoming)

@@ -55,6 +55,7 @@ class Serving:
         self._active: Counter[PeerId] = Counter()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._lingering: set[asyncio.Task[Any]] = set()
+        self._closed = False
 
     def serve(self, method: str, handler: Handler) -> None:
         """Answer streams for `method`, a name of at most 64 bytes that is not served yet."""
@@ -62,22 +63,30 @@ class Serving:
             raise ValueError(f"{method!r} is served already, or is not a name of 1 to {METHOD_BYTES} bytes")
         self._handlers[method] = handler
 
-    async def incoming(self, peer: PeerId, pipe: SocketPipe) -> None:
-        """Serve one stream to its end, if there is a slot for it. Raises nothing but its cancellation."""
+    def take(self, peer: PeerId, pipe: SocketPipe) -> None:
+        """Serve an incoming stream to its end, if there is a slot for it."""
         full = self._active.total() >= self._max_streams
-        if full or self._active[peer] >= self._max_streams_per_peer:
+        if self._closed or full or self._active[peer] >= self._max_streams_per_peer:
             self._refuse(peer, "too many streams")
             pipe.abort()
             return
-        task = _current_task()
         self._active[peer] += 1
-        self._tasks.add(task)
-        try:
-            await self._answer(peer, pipe)
-        finally:
+        task = self.spawn(self._answer(peer, pipe))
+
+        def release(_: object) -> None:
             pipe.abort()
-            self._tasks.discard(task)
             self._active -= Counter((peer,))  # forgets the peer at zero
+
+        # Not in the task itself: one that is cancelled before its first step runs no line of it.
+        task.add_done_callback(release)
+
+    def finish(self, pipe: SocketPipe) -> asyncio.Task[None]:
+        """See a stream to its orderly end: all that was sent on it arrives, if the peer takes it within 30 seconds."""
+        task = self.spawn(pipe.close(_LINGER_SECONDS))
+        self._lingering.add(task)
+        task.add_done_callback(self._lingering.discard)
+        task.add_done_callback(lambda _: pipe.abort())
+        return task
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run `work` beside, until it is done or this is closed."""
@@ -86,17 +95,9 @@ class Serving:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def finish(self, pipe: SocketPipe) -> None:
-        """See a stream to its orderly end: all that was sent on it arrives, if the peer takes it within 30 seconds."""
-        task = _current_task()
-        self._lingering.add(task)
-        try:
-            await pipe.close(_LINGER_SECONDS)
-        finally:
-            self._lingering.discard(task)
-
     async def close(self) -> None:
-        """Give streams at their end another second, then break off everything."""
+        """Take no more; give streams at their end another second, then break off everything."""
+        self._closed = True
         if self._lingering:
             await asyncio.wait(self._lingering, timeout=_FAREWELL_SECONDS)
         tasks = list(self._tasks)
@@ -118,7 +119,7 @@ class Serving:
         except Exception:
             log.exception("a handler failed; its stream from %s is reset", peer)
         else:
-            await self.finish(pipe)
+            await self.finish(pipe)  # meanwhile the slot stays taken
 
     async def _admit(self, peer: PeerId, pipe: SocketPipe) -> tuple[Handler, Stream] | None:
         try:
@@ -141,12 +142,6 @@ class Serving:
         if len(self.refused) >= _MAX_COUNTED and (peer, why) not in self.refused:
             del self.refused[next(iter(self.refused))]
         self.refused[peer, why] += 1
-
-
-def _current_task() -> asyncio.Task[Any]:
-    task = asyncio.current_task()
-    assert task is not None
-    return task
 
 
 async def _read_method(pipe: SocketPipe) -> str:

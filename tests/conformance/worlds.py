@@ -69,8 +69,9 @@ class LibP2PPeers:
     async def kill_daemon(self, index: int) -> None:
         before = self.transports[index].restarts
         self._signal(index, signal.SIGKILL)
-        while self.transports[index].restarts == before:
-            await asyncio.sleep(0.02)
+        async with asyncio.timeout(20):
+            while self.transports[index].restarts == before:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
 
     async def freeze_peer(self, index: int) -> None:
         self._signal(index, signal.SIGSTOP)
