@@ -22,13 +22,11 @@ Batch: TypeAlias = tuple[torch.Tensor, ...]
 
 
 class Task(Protocol):
-    """What is trained.
+    """What is trained."""
 
-    Attributes:
-        module: its parameters are float32; its buffers stay local and are never averaged.
-    """
-
-    module: nn.Module
+    @property
+    def module(self) -> nn.Module:
+        """Its parameters are float32, on the CPU; its buffers stay local and are never averaged."""
 
     def batch(self, seed: int, position: int) -> Batch:
         """The `position`-th batch (from 0) of the stream of `seed`; the same arguments give the same batch."""

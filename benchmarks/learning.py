@@ -1,0 +1,361 @@
+"""The laboratory for claims about learning: real training on real text, through the real protocol code.
+
+    python -m benchmarks.learning {pairs|sweep|drop|all|check} --json FILE [--resume] [--seeds 5] [--preset w128]
+
+pairs   4 peers against one worker at equal steps: plain AdamW by the same schedule, without an outer step
+sweep   rounds of H inner steps, at equal steps in all: nearly flat in H, then worse (Douillard et al. 2023, figure 4)
+drop    each round, half of the contributions, drawn at random, are lost: at most 3 % worse (the same, figure 8)
+check   a few rounds through the protocol and through a plain mean in memory: the same losses
+
+Peers are simulated: `tests.sim.world` runs their rounds in virtual time. Each has its own stream of data; all losses
+are of the outer parameters, over held-out text, in nats per byte. Every seed is printed, losers too. A run is known by
+its parameters, so experiments share runs, and a laboratory that was stopped goes on with `--resume`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from statistics import fmean, stdev
+
+import torch
+
+from node.outer import OuterSGD
+from node.tasks.gpt import DEFAULT_PRESET, GptTask, preset
+from node.tasks.text import Text, load
+from node.trainer import AdamWLearner, InlineTrainer, Learner, Shift, Step
+from tests.sim.world import Scenario, World, play
+
+PEERS = 4
+SWEEP_PRESET = "w64"
+SWEEP_STEPS = 800
+SWEEP_INNER_STEPS = (10, 25, 50, 100, 200, 400)
+DROP_BOUND = 0.03
+EVALUATION_STEPS = 50
+"""Losses are taken at the end of every round, or of the first round after so many steps."""
+
+History = list[tuple[int, float]]
+"""(inner steps so far, held-out loss)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One training run, decided by its fields alone.
+
+    Attributes:
+        peers: 0 stands for one worker without an outer step.
+        drop: share of the contributions that are lost each round.
+    """
+
+    peers: int
+    rounds: int
+    inner_steps: int
+    preset: str
+    seed: int
+    drop: float = 0.0
+
+    def name(self) -> str:
+        return (
+            f"{self.preset} peers={self.peers} rounds={self.rounds} H={self.inner_steps} drop={self.drop} {self.seed}"
+        )
+
+
+@cache
+def _text() -> Text:
+    return load()
+
+
+class _Member:
+    """A learner in the laboratory: exactly H steps a round, so that no peer gets more than the one worker.
+
+    In a round in which its contribution is lost it trains, but has no tokens to show: its weight is 0.
+    """
+
+    def __init__(self, run: Run, index: int) -> None:
+        settings = preset(run.preset)
+        recipe = replace(settings.recipe, inner_steps=run.inner_steps, rounds=run.rounds)
+        # The initial weights are the run's; the stream is the peer's.
+        self._learner = AdamWLearner(GptTask(settings, _text(), run.seed), recipe, seed=1000 * run.seed + index)
+        self._run, self._index = run, index
+        self.layout, self.vectors, self.evaluate = self._learner.layout, self._learner.vectors, self._learner.evaluate
+
+    def step(self, round_number: int, step: int) -> Step:
+        if step >= self._run.inner_steps:
+            return Step(math.nan, 0)
+        done = self._learner.step(round_number, step)
+        return replace(done, tokens=0) if self._index in lost(self._run, round_number) else done
+
+
+def lost(run: Run, round_number: int) -> list[int]:
+    """Whose contributions are lost in a round."""
+    draw = random.Random(f"{run.seed}/drop/{round_number}")
+    return draw.sample(range(run.peers), int(run.drop * run.peers))
+
+
+def _outer(run: Run) -> OuterSGD:
+    recipe = preset(run.preset).recipe
+    return OuterSGD(recipe.outer_learning_rate, recipe.outer_momentum)
+
+
+def _evaluated(run: Run, rounds_done: int) -> bool:
+    every = max(1, EVALUATION_STEPS // run.inner_steps)
+    return rounds_done % every == 0 or rounds_done == run.rounds
+
+
+def alone(run: Run) -> History:
+    """One worker: the inner steps one after the other, and nothing else."""
+    learner, history = _Member(replace(run, peers=1), 0), History()
+    for number in range(run.rounds):
+        for step in range(run.inner_steps):
+            learner.step(number, step)
+        if _evaluated(run, number + 1):
+            history.append(((number + 1) * run.inner_steps, learner.evaluate()))
+    return history
+
+
+def in_memory(run: Run, weights: Sequence[Sequence[float]] | None = None) -> History:
+    """The reference: a plain mean and outer step, without any protocol.
+
+    Args:
+        weights: of every peer in every round; equal ones for all that have tokens to show unless given.
+    """
+    shifts = [Shift(_Member(run, index), run.inner_steps) for index in range(run.peers)]
+    outer, history = _outer(run), History()
+    anchor = shifts[0].learner.vectors[0].clone()
+    velocity = torch.zeros_like(anchor)
+    for number in range(run.rounds):
+        for shift in shifts:
+            shift.begin(number)
+            for _ in range(run.inner_steps):
+                shift.step()
+        shares = torch.tensor(weights[number] if weights else [float(shift.work().tokens) for shift in shifts])
+        deltas = torch.stack([anchor - shift.learner.vectors[0] for shift in shifts])
+        outer.step(anchor, velocity, shares @ deltas / shares.sum())
+        for shift in shifts:
+            shift.write(anchor)
+        if _evaluated(run, number + 1):
+            history.append(((number + 1) * run.inner_steps, shifts[0].evaluate()))
+    return history
+
+
+class _LearningWorld(World):
+    """The simulated swarm with real learners."""
+
+    def __init__(self, run: Run, history: History, scenario: Scenario) -> None:
+        super().__init__(scenario)
+        self._run, self._history = run, history
+        self._rounds_done = 0
+
+    def learner(self, index: int) -> Learner:
+        return _Member(self._run, index)
+
+    def outer(self) -> OuterSGD:
+        return _outer(self._run)
+
+    async def after_round(self, index: int, trainer: InlineTrainer) -> None:
+        if index == 0:
+            self._rounds_done += 1
+            if _evaluated(self._run, self._rounds_done):
+                self._history.append((self._rounds_done * self._run.inner_steps, await trainer.evaluate()))
+
+
+def through_the_protocol(run: Run, codec: str = "fp32") -> tuple[History, list[list[float]]]:
+    """Peers of equal speed through averager, round and outer step: the history, and all weights in every round.
+
+    Raises:
+        RuntimeError: an invariant of the rounds was broken; the losses would mean nothing.
+    """
+    scenario = Scenario(
+        peers=run.peers,
+        rounds=run.rounds,
+        seed=run.seed,
+        codec=codec,
+        inner_steps=run.inner_steps,
+        chunk_elements=1 << 18,
+        uplinks=(12.5e6,) * run.peers,
+        step_seconds=(1.0,) * run.peers,
+    )
+    history = History()
+    outcome = play(scenario, partial(_LearningWorld, run, history))  # type: ignore[arg-type]
+    if outcome.violations:
+        raise RuntimeError(f"{run.name()}: {outcome.violations[0]}")
+    rounds = zip(*outcome.histories.values(), strict=True)
+    return history, [[report["weight"] for report in reports] for reports in rounds]
+
+
+def perform(run: Run) -> tuple[History, float]:
+    """A run's history and the seconds that it took."""
+    torch.set_num_threads(1)
+    began = time.perf_counter()
+    history = through_the_protocol(run)[0] if run.peers else alone(run)
+    return history, time.perf_counter() - began
+
+
+# -- experiments ------------------------------------------------------------------------------------------------------
+
+Losses = Callable[[Run], float]
+
+
+def _own(name: str, seed: int, peers: int, drop: float = 0.0) -> Run:
+    recipe = preset(name).recipe
+    return Run(peers, recipe.rounds, recipe.inner_steps, name, seed, drop)
+
+
+def _pair(name: str, seed: int) -> tuple[Run, Run]:
+    return _own(name, seed, 0), _own(name, seed, PEERS)
+
+
+def _dropped(name: str, seed: int) -> tuple[Run, Run]:
+    return _own(name, seed, PEERS), _own(name, seed, PEERS, drop=0.5)
+
+
+def _swept(seed: int) -> list[Run]:
+    return [Run(PEERS, SWEEP_STEPS // steps, steps, SWEEP_PRESET, seed) for steps in SWEEP_INNER_STEPS]
+
+
+def _print_paired(title: str, names: tuple[str, str], pairs: Sequence[tuple[Run, Run]], loss: Losses) -> list[float]:
+    """A line for each seed; returns the relative differences, second to first."""
+    print(f"\n{title}\n{'seed':>4} {names[0]:>12} {names[1]:>12} {'difference':>11}")
+    found = []
+    for first, second in pairs:
+        a, b = loss(first), loss(second)
+        found.append((b - a) / a)
+        print(f"{first.seed:>4} {a:>12.4f} {b:>12.4f} {b - a:>+11.4f} {found[-1]:>+8.2%}")
+    spread = f" ± {stdev(found):.2%}" if len(found) > 1 else ""
+    print(f"mean {fmean(found):+.2%}{spread}; lower in {sum(d < 0 for d in found)} of {len(found)}")
+    return found
+
+
+def print_pairs(name: str, seeds: range, loss: Losses) -> None:
+    title = f"pairs: {name}, {PEERS} peers against one worker at equal steps, nats per byte"
+    _print_paired(title, ("one worker", f"{PEERS} peers"), [_pair(name, seed) for seed in seeds], loss)
+
+
+def print_drop(name: str, seeds: range, loss: Losses) -> None:
+    title = f"drop: {name}, {PEERS} peers, half of the contributions lost"
+    found = _print_paired(title, ("all", "half lost"), [_dropped(name, seed) for seed in seeds], loss)
+    print(f"bound {DROP_BOUND:+.0%}: {'held' if fmean(found) <= DROP_BOUND else 'BROKEN'}")
+
+
+def print_sweep(seeds: range, loss: Losses) -> None:
+    print(f"\nsweep: {SWEEP_PRESET}, {PEERS} peers, {SWEEP_STEPS} steps each, nats per byte")
+    print(f"{'H':>4} {'rounds':>6} " + " ".join(f"seed {seed:>3}" for seed in seeds) + "     mean  to H=50")
+    losses = {run: loss(run) for seed in seeds for run in _swept(seed)}
+    table = {steps: [x for run, x in losses.items() if run.inner_steps == steps] for steps in SWEEP_INNER_STEPS}
+    for steps, row in table.items():
+        change = fmean((x - y) / y for x, y in zip(row, table[50], strict=True))
+        values = " ".join(f"{x:>8.4f}" for x in row)
+        print(f"{steps:>4} {SWEEP_STEPS // steps:>6} {values} {fmean(row):>8.4f} {change:>+8.2%}")
+
+
+def check() -> int:
+    """Compare the protocol with the reference by the same weights, with all contributions and with half of them."""
+    worst = 0.0
+    for drop in (0.0, 0.5):
+        run = Run(PEERS, rounds=3, inner_steps=4, preset=SWEEP_PRESET, seed=0, drop=drop)
+        history, weights = through_the_protocol(run)
+        worst = max(worst, abs(history[-1][1] - in_memory(run, weights)[-1][1]))
+        print(f"drop {drop}: {history[-1][1]:.6f} nats per byte; weights {weights}")
+    print(f"largest difference in loss between the protocol and a plain mean: {worst:.1e}")
+    return 0 if worst < 1e-4 else 1
+
+
+# -- the laboratory ---------------------------------------------------------------------------------------------------
+
+
+class Book:
+    """The runs that are done, in a JSON file that is written after each: name -> {history, seconds}."""
+
+    def __init__(self, path: Path, resume: bool) -> None:
+        """
+        Raises:
+            ValueError: the file is there, and is not to be resumed, or not a laboratory's.
+        """
+        self._path = path
+        self.runs: dict[str, dict[str, object]] = {}
+        if path.exists():
+            if not resume:
+                raise ValueError(f"{path} is there already: go on with --resume, or name another file")
+            try:
+                self.runs = json.loads(path.read_text())["runs"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"{path} is not a laboratory's file") from error
+
+    def enter(self, run: Run, history: History, seconds: float) -> None:
+        self.runs[run.name()] = {"history": history, "seconds": round(seconds, 1)}
+        fresh = self._path.with_suffix(".new")
+        fresh.write_text(json.dumps({"runs": self.runs}, indent=1))
+        fresh.replace(self._path)
+
+    def loss(self, run: Run) -> float:
+        """Final loss of a run that is done."""
+        history: History = self.runs[run.name()]["history"]  # type: ignore[assignment]
+        return float(history[-1][1])
+
+
+def perform_all(runs: Sequence[Run], book: Book) -> None:
+    """Do what is not done yet, one process a core, the longest first."""
+    todo = sorted({run for run in runs if run.name() not in book.runs}, key=lambda run: (-run.peers, run.seed))
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max(1, os.cpu_count() or 1), mp_context=spawn) as pool:
+        futures = {pool.submit(perform, run): run for run in todo}
+        for number, future in enumerate(as_completed(futures), start=1):
+            run, (history, seconds) = futures[future], future.result()
+            book.enter(run, history, seconds)
+            print(f"[{number}/{len(todo)}] {run.name()}: {history[-1][1]:.4f} in {seconds:.0f} s", flush=True)
+
+
+def _wanted(experiments: Sequence[str], name: str, seeds: range, few: range) -> Iterator[Run]:
+    for experiment in experiments:
+        if experiment == "pairs":
+            yield from (run for seed in seeds for run in _pair(name, seed))
+        elif experiment == "drop":
+            yield from (run for seed in few for run in _dropped(name, seed))
+        else:
+            yield from (run for seed in few for run in _swept(seed))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.learning", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("experiment", choices=("pairs", "sweep", "drop", "all", "check"))
+    parser.add_argument("--seeds", type=int, default=5, help="seeds of pairs; sweep and drop take at most 3 of them")
+    parser.add_argument("--preset", default=DEFAULT_PRESET, help=f"of pairs and drop; the sweep's is {SWEEP_PRESET}")
+    parser.add_argument("--json", type=Path, help="where the runs are kept")
+    parser.add_argument("--resume", action="store_true", help="go on with the runs in that file")
+    options = parser.parse_args(arguments)
+    if options.experiment == "check":
+        torch.set_num_threads(1)
+        return check()
+    if options.json is None or options.seeds < 1:
+        parser.error("--json FILE is needed, and at least one seed")
+    seeds, few = range(options.seeds), range(min(3, options.seeds))
+    experiments = ("pairs", "sweep", "drop") if options.experiment == "all" else (options.experiment,)
+    try:
+        runs = list(_wanted(experiments, options.preset, seeds, few))
+        book = Book(options.json, options.resume)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    perform_all(runs, book)
+    if "pairs" in experiments:
+        print_pairs(options.preset, seeds, book.loss)
+    if "sweep" in experiments:
+        print_sweep(few, book.loss)
+    if "drop" in experiments:
+        print_drop(options.preset, few, book.loss)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
