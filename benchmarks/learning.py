@@ -39,8 +39,8 @@ from tests.sim.world import Scenario, World, play
 
 PEERS = 4
 SWEEP_PRESET = "w64"
-SWEEP_STEPS = 800
-SWEEP_INNER_STEPS = (10, 25, 50, 100, 200, 400)
+SWEEP_STEPS = 600
+SWEEP_INNER_STEPS = (10, 25, 50, 100, 200, 300)
 DROP_BOUND = 0.03
 EVALUATION_STEPS = 50
 """Losses are taken at the end of every round, or of the first round after so many steps."""

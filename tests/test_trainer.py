@@ -2,13 +2,17 @@
 
 import asyncio
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from benchmarks import learning
 from node.tasks.base import Batch, Recipe
+from node.tasks.gpt import Preset, Shape
 from node.tasks.paced import Paced
+from node.tasks.text import Text
 from node.trainer import AdamWLearner, InlineTrainer, Shift, Step
 from protocols.base import Layout, RoundKey, Trainer, Vector, Work
 from tests.sim.loop import run
@@ -256,3 +260,27 @@ def test_peers_share_the_loop_while_they_train() -> None:
         return loop.time()
 
     assert run(main()) == 12.0
+
+
+def test_the_laboratory_trains_through_the_protocol(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tiny = Preset(Shape(layers=1, width=16, heads=2, context=16), rows=2, recipe=RECIPE)
+    data = torch.arange(5000).mul(7).remainder(97).to(torch.uint8)
+    monkeypatch.setattr(learning, "EVALUATION_STEPS", 10)
+    monkeypatch.setattr(learning, "preset", lambda name: tiny)
+    monkeypatch.setattr(learning, "_text", lambda: Text(data, data[:600]))
+    for drop in (0.0, 0.5):
+        run = learning.Run(peers=4, rounds=3, inner_steps=10, preset="tiny", seed=1, drop=drop)
+        history, weights = learning.through_the_protocol(run)
+        assert [steps for steps, _ in history] == [10, 20, 30]
+        assert [loss for _, loss in history] == pytest.approx(
+            [loss for _, loss in learning.in_memory(run, weights)], 1e-3
+        )
+        lost = [[index for index, weight in enumerate(row) if weight == 0] for row in weights]
+        assert lost == [sorted(learning.lost(run, number)) for number in range(3)]
+        assert [len(row) for row in lost] == [4 * drop] * 3
+        assert history[-1][1] < history[0][1] < 5
+    assert learning.alone(run)[-1][0] == 30
+    learning.Book(tmp_path / "runs.json", resume=False).enter(run, history, 1.0)
+    assert learning.Book(tmp_path / "runs.json", resume=True).loss(run) == history[-1][1]
+    with pytest.raises(ValueError, match="is there already"):
+        learning.Book(tmp_path / "runs.json", resume=False)
