@@ -119,6 +119,7 @@ class Shift:
         self._anchors = tuple(vector.clone() for vector in learner.vectors)
         self._round, self._steps, self._reported = -1, 0, 0
         self._carried = 0
+        self._step_seconds = 0.0
         self._reset(0)
 
     def begin(self, round_number: int) -> None:
@@ -136,8 +137,9 @@ class Shift:
             self._loss += step.loss * step.tokens
 
     def spend(self, seconds: float) -> None:
-        """Count time as spent training."""
+        """Count the time of a step as spent training."""
         self._seconds += seconds
+        self._step_seconds = seconds
 
     def due(self) -> bool:
         """Whether the work is news: the first step, the inner steps complete, or a tenth more than was last said.
@@ -156,6 +158,7 @@ class Shift:
             tokens=self._carried + self._tokens,
             loss=self._loss / self._tokens if self._tokens else math.nan,
             seconds=self._seconds,
+            step_seconds=self._step_seconds,
             norm=self._norm(),
             complete=self._steps >= self._inner_steps,
         )

@@ -1,1 +1,9 @@
 """How peers agree. Knows nothing of processes, sockets, threads or time: see `protocols.base`."""
+
+from collections.abc import Callable
+
+from protocols.base import Averager, Host, Settings
+from protocols.butterfly import Butterfly
+
+PROTOCOLS: dict[str, Callable[[Host, Settings], Averager]] = {"butterfly": Butterfly}
+"""Every protocol by its name."""

@@ -230,6 +230,7 @@ class Work:
         tokens: tokens (or samples) that the inner steps consumed.
         loss: mean training loss over them; nan before the first step.
         seconds: time spent training.
+        step_seconds: what one inner step takes: how long a cut may have to wait.
         norm: L2 norm of the pseudo-gradient, anchor - local.
         complete: the inner steps of the round are done; more may follow until the round is cut.
         state_root: root of the outer state after the last committed round, 32 bytes.
@@ -239,6 +240,7 @@ class Work:
     loss: float
     seconds: float
     norm: float
+    step_seconds: float = 0.0
     complete: bool = False
     state_root: bytes = bytes(32)
 
@@ -295,11 +297,30 @@ class Mean:
         return tuple(peer for peer, part in self.contributions.items() if part.chunks_counted)
 
 
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What an averager is built with, next to its host.
+
+    Attributes:
+        codec: name of the codec in which vectors travel; the same for all peers of a run, as are the next two.
+        elements: length of each fragment's flat vector.
+        chunk_elements: vectors travel and are reduced in chunks of so many.
+        bandwidth: this peer's upload, bytes/s; decides how much it reduces.
+        incarnation: this life of the peer.
+    """
+
+    codec: str
+    elements: tuple[int, ...]
+    chunk_elements: int = CHUNK_BYTES // 4
+    bandwidth: float = 12.5e6
+    incarnation: int = 0
+
+
 class Session(Protocol):
     """One peer's side of one round of averaging."""
 
     cut: asyncio.Event
-    """Set when the round is called: stop training and hand in."""
+    """Set when the round is called, or has reached its deadline: start no further step, hand in."""
 
     def ready(self, work: Work) -> None:
         """Tell the others what there is to hand in; again as the work grows."""
@@ -313,6 +334,8 @@ class Session(Protocol):
 
 class Averager(Protocol):
     """How replicas agree."""
+
+    me: Member
 
     def enter(
         self, key: RoundKey, roster: Sequence[Member], deadline: Deadline
@@ -346,5 +369,11 @@ class Trainer(Protocol):
     async def read(self, into: Vector, fragment: int = 0) -> None:
         """Copy the local parameters out, at a step boundary."""
 
-    async def write(self, source: Vector, fragment: int = 0) -> None:
-        """Replace the local parameters; the inner optimiser's state stays."""
+    async def write(self, source: Vector, fragment: int = 0, anchor: Vector | None = None, tokens: int = 0) -> None:
+        """Replace the local parameters; the inner optimiser's state stays, the account of work starts again.
+
+        Args:
+            anchor: what the pseudo-gradient is measured from, if not `source`: where only a part of the last
+                contribution was counted, `source` is the new anchor less the rest.
+            tokens: how many tokens that rest is worth.
+        """

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from protocols import plan as planning
 from protocols import record as records
@@ -26,12 +26,13 @@ from protocols.base import (
     PeerId,
     PeerSilent,
     RoundKey,
+    Settings,
     Stream,
     Vector,
     Work,
 )
 from protocols.calling import Call, Terrain
-from protocols.codec import Codec
+from protocols.codec import codec
 from protocols.post import Ledger, Post
 from protocols.reduce import Held, Reducer, Task, contribute, seal
 from protocols.tasks import Bell
@@ -44,28 +45,12 @@ PARK_SECONDS = 60.0
 """How long a frame of a round that has not begun here may wait: its sender is ahead of us."""
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What a butterfly is built with.
-
-    Attributes:
-        codec: how vectors travel; the same for all peers of a run.
-        elements: length of each fragment's flat vector.
-        bandwidth: this peer's upload, bytes/s; decides how much it reduces.
-        incarnation: this life of the peer.
-    """
-
-    codec: Codec
-    elements: tuple[int, ...]
-    bandwidth: float = 12.5e6
-    incarnation: int = 0
-
-
 class Butterfly:
     """`protocols.base.Averager`."""
 
     def __init__(self, host: Host, settings: Settings) -> None:
         self.host, self.settings = host, settings
+        self.codec = codec(settings.codec)
         self.me = Member(host.me, settings.incarnation)
         self.ledger = Ledger()
         self._session: _Session | None = None
@@ -84,7 +69,7 @@ class Butterfly:
             me=self.me,
             roster=tuple(roster),
             elements=settings.elements[key.fragment],
-            bytes_per_element=settings.codec.encoded_bytes(1 << 20) / (1 << 20),
+            bytes_per_element=self.codec.encoded_bytes(1 << 20) / (1 << 20),
             bandwidth=settings.bandwidth,
             deadline=deadline,
         )
@@ -98,6 +83,7 @@ class Butterfly:
                 yield session
             finally:
                 self._session = None
+                session.call.close()
                 post.close()
                 if calling:
                     calling.cancel()
@@ -166,15 +152,12 @@ class _Session:
         source, target = Flat(mine), Flat(into)
         if not source.size == target.size == self._terrain.elements:
             raise ValueError(f"{source.size} and {target.size} elements; the run averages {self._terrain.elements}")
-        try:
-            async with asyncio.timeout_at(self._terrain.deadline):
-                await self.cut.wait()
-        except TimeoutError:
-            return self._finish(Mean(Outcome.UNDECIDED))
+        await self.cut.wait()  # it is set at the round's deadline at the latest
         terms, me = self.call.terms, self._host.me
         if terms is None or me not in terms.peers:
             return self._finish(Mean(Outcome.UNDECIDED))
-        held = Held(self._owner.settings.codec, terms.plan.bounds)
+        settings = self._owner.settings
+        held = Held(self._owner.codec, terms.plan.bounds, settings.chunk_elements)
         task = Task(self.key, terms, me, source, held, self._host.compute, self._host.signer, self.call.budget_until)
         parts = await self._exchange(task)
         if parts is None or not await self._decode(held, target):
@@ -205,8 +188,8 @@ class _Session:
         terms, codec = self.call.terms, self._owner.settings.codec
         if terms is None or opening.plan != terms.digest or opening.part not in self._reducers:
             raise BadPayload("a contribution to another plan or another part")
-        if opening.codec != codec.name:
-            raise BadPayload(f"codec {opening.codec!r} where the run uses {codec.name}")
+        if opening.codec != codec:
+            raise BadPayload(f"codec {opening.codec!r} where the run uses {codec}")
         return self._reducers[opening.part]
 
     async def _exchange(self, task: Task) -> list[wire.Part] | None:
@@ -266,13 +249,23 @@ class _Session:
             kind=records.Kind.MEAN,
             plan=terms.digest,
             parts=tuple(parts),
-            roster=self._terrain.roster,
+            roster=self._next_roster(terms, parts),
         )
         return Mean(
             Outcome.COMMITTED,
             record=records.encode(record),
             contributions=records.contributions(terms.peers, parts),
             weights=dict(zip(terms.peers, terms.weights, strict=True)),
-            uncounted=records.uncounted(terms.peers.index(self._host.me), terms.plan.bounds, parts),
+            uncounted=records.uncounted(
+                terms.peers.index(self._host.me), terms.plan.bounds, parts, self._owner.settings.chunk_elements
+            ),
             blamed=terms.clamped,
+        )
+
+    def _next_roster(self, terms: planning.Terms, parts: Sequence[wire.Part]) -> tuple[Member, ...]:
+        """Who took part to the end: a member whose contribution was refused or broke off has lost the others' step."""
+        return tuple(
+            offer.member
+            for bit, offer in enumerate(terms.plan.offers)
+            if terms.weights[bit] == 0 or records.whole(bit, parts)
         )

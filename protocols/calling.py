@@ -48,7 +48,7 @@ class Call:
     """One member's side of the call.
 
     Attributes:
-        cut: set when the round is called.
+        cut: set when the round is called and no further step fits, or at the round's deadline.
         terms: what was called; None before.
         budget_until: end of the data phase by the plan.
     """
@@ -64,6 +64,10 @@ class Call:
         self._complete_seconds: dict[PeerId, float] = {}
         self._announced: Offer | None = None
         self._bell = Bell()
+        self._timer = asyncio.get_running_loop().call_at(terrain.deadline, self.cut.set)
+
+    def close(self) -> None:
+        self._timer.cancel()
 
     @property
     def coordinator(self) -> PeerId:
@@ -76,7 +80,7 @@ class Call:
             member=terrain.me,
             tokens=work.tokens,
             norm=work.norm,
-            seconds=work.seconds,
+            step_seconds=work.step_seconds,
             complete=work.complete,
             bandwidth=terrain.bandwidth,
             state_root=work.state_root,
@@ -117,8 +121,11 @@ class Call:
         peer = offer.member.peer
         self._offers[peer] = offer
         if offer.complete and peer not in self._complete_seconds:
-            self._complete_seconds[peer] = asyncio.get_running_loop().time() - self._began
+            self._complete_seconds[peer] = self._elapsed()
         self._bell.ring()
+
+    def _elapsed(self) -> float:
+        return asyncio.get_running_loop().time() - self._began
 
     async def coordinate(self) -> None:
         """The coordinator's part: wait until enough are ready, then send the plan to the roster."""
@@ -126,7 +133,7 @@ class Call:
             return
         terrain = self._terrain
         offers = [offer for offer in self._offers.values() if self._agrees(offer)]
-        plan = planning.draw(terrain.key, offers, terrain.elements, terrain.bytes_per_element)
+        plan = planning.draw(terrain.key, offers, terrain.elements, terrain.bytes_per_element, self._elapsed())
         for member in terrain.roster:
             if member != terrain.me:
                 self._post.send(member.peer, plan)
@@ -166,7 +173,10 @@ class Call:
             if planning.plan_digest(plan) == self.terms.digest:
                 return
             raise BadPayload("a second plan for one round")
-        now = asyncio.get_running_loop().time()
-        self.budget_until = min(self._terrain.deadline, now + plan.budget_seconds)
         self.terms = planning.terms(plan)
-        self.cut.set()
+        loop = asyncio.get_running_loop()
+        cut = min(self._terrain.deadline, loop.time() + plan.cut_seconds)
+        self.budget_until = min(self._terrain.deadline, cut + plan.budget_seconds)
+        step_seconds = self._offers[self._terrain.me.peer].step_seconds
+        self._timer.cancel()
+        self._timer = loop.call_at(max(loop.time(), cut - step_seconds), self.cut.set)

@@ -61,13 +61,16 @@ def weights(tokens: Sequence[int]) -> tuple[float, ...]:
     return tuple(float(min(count, cap)) for count in tokens)
 
 
-def clip_factors(norms: Sequence[float]) -> tuple[float, ...]:
-    """Factors in (0, 1] that bring norms down to `CLIP_MULTIPLE` times their median."""
+def norm_cap(norms: Sequence[float]) -> float:
+    """The norm up to which a pseudo-gradient counts in full: `CLIP_MULTIPLE` times the median of those that moved."""
     positive = [norm for norm in norms if norm > 0]
-    if not positive:
-        return tuple(1.0 for _ in norms)
-    limit = CLIP_MULTIPLE * median(positive)
-    return tuple(min(1.0, limit / norm) if norm > 0 else 1.0 for norm in norms)
+    return CLIP_MULTIPLE * median(positive) if positive else 0.0
+
+
+def clip_factors(norms: Sequence[float]) -> tuple[float, ...]:
+    """Factors in (0, 1] that bring norms down to `norm_cap`."""
+    cap = norm_cap(norms)
+    return tuple(min(1.0, cap / norm) if norm > 0 else 1.0 for norm in norms)
 
 
 def shares(bandwidths: Sequence[float]) -> tuple[float, ...]:
@@ -107,12 +110,18 @@ def expected_seconds(fractions: Sequence[float], bandwidths: Sequence[float], to
     return max(total_bytes * (1 + (count - 2) * f) / b for f, b in zip(fractions, bandwidths, strict=True))
 
 
-def draw(key: RoundKey, offers: Sequence[Offer], elements: int, bytes_per_element: float) -> Plan:
+def draw(
+    key: RoundKey, offers: Sequence[Offer], elements: int, bytes_per_element: float, elapsed_seconds: float
+) -> Plan:
     """The plan that calls a round with these offers.
+
+    Nobody is cut in mid step, and nobody waits idle for the slowest member's step to end: all train on for as long as
+    it takes. A member cannot claim more than the round has lasted; one whose step is longer has nothing to hand in.
 
     Args:
         elements: length of the vector to average.
         bytes_per_element: of the codec in use.
+        elapsed_seconds: since the round began.
     """
     members = tuple(sorted(offers, key=lambda offer: offer.member))
     bandwidths = [offer.bandwidth for offer in members]
@@ -125,6 +134,7 @@ def draw(key: RoundKey, offers: Sequence[Offer], elements: int, bytes_per_elemen
         offers=members,
         bounds=part_bounds(fractions, elements),
         reducers=tuple(range(len(members))),
+        cut_seconds=min(elapsed_seconds, max(offer.step_seconds for offer in members)),
         budget_seconds=BUDGET_MULTIPLE * seconds + BUDGET_FLOOR_SECONDS,
     )
 
@@ -144,6 +154,7 @@ class Terms:
         weights: after clamping; 0 means that a member brings nothing.
         factors: what each contribution is multiplied by before it is weighted, in (0, 1].
         clamped: members whose weight was cut, or whose norm will be.
+        norm_cap: norm above which a pseudo-gradient is clipped.
     """
 
     plan: Plan
@@ -152,14 +163,19 @@ class Terms:
     weights: tuple[float, ...]
     factors: tuple[float, ...]
     clamped: tuple[Blame, ...]
+    norm_cap: float
 
     def part(self, index: int) -> tuple[int, int]:
         """Element range of a part."""
         return self.plan.bounds[index], self.plan.bounds[index + 1]
 
     def norm_limit(self, member: int) -> float:
-        """What a contribution's norm may reach at most."""
-        return self.plan.offers[member].norm * NORM_SLACK + 1e-6
+        """What a contribution's norm may reach: work goes on growing after an offer, by a step or more.
+
+        The limit of what anyone may count for holds for all, so that honest growth is never refused, and a member that
+        declares little and sends much gains nothing over one that declares much and is clipped.
+        """
+        return max(self.plan.offers[member].norm, self.norm_cap) * NORM_SLACK
 
 
 def plan_digest(plan: Plan) -> bytes:
@@ -170,7 +186,8 @@ def terms(plan: Plan) -> Terms:
     """All that follows from a plan: weights, clip factors, who was clamped."""
     offers = plan.offers
     weighted = weights([offer.tokens for offer in offers])
-    factors = clip_factors([offer.norm for offer in offers])
+    norms = [offer.norm for offer in offers]
+    factors = clip_factors(norms)
     clamped = []
     for offer, weight, factor in zip(offers, weighted, factors, strict=True):
         if weight < offer.tokens:
@@ -178,7 +195,7 @@ def terms(plan: Plan) -> Terms:
         if factor < 1.0:
             clamped.append(Blame(offer.member.peer, f"norm {offer.norm:.3g} clipped by {factor:.3g}"))
     peers = tuple(offer.member.peer for offer in offers)
-    return Terms(plan, plan_digest(plan), peers, weighted, factors, tuple(clamped))
+    return Terms(plan, plan_digest(plan), peers, weighted, factors, tuple(clamped), norm_cap(norms))
 
 
 def check(plan: Plan, elements: int, roster: Sequence[Member], verify: Callable[[PeerId, bytes, bytes], bool]) -> None:

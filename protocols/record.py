@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from protocols.base import BadPayload, Contribution, Header, Member, PeerId
-from protocols.vectors import chunk_count, chunk_range
+from protocols.vectors import CHUNK_ELEMENTS, chunk_count, chunk_range
 from protocols.wire import MAX_ROSTER, Part, digest, many, one, uint, unpack_body
 from protocols.wire import body as _body
 
@@ -84,12 +84,19 @@ def contributions(peers: Sequence[PeerId], parts: Sequence[Part]) -> dict[PeerId
     return {peer: Contribution(sum(mask >> bit & 1 for mask in every), len(every)) for bit, peer in enumerate(peers)}
 
 
-def uncounted(bit: int, bounds: Sequence[int], parts: Sequence[Part]) -> tuple[tuple[int, int], ...]:
+def uncounted(
+    bit: int, bounds: Sequence[int], parts: Sequence[Part], chunk: int = CHUNK_ELEMENTS
+) -> tuple[tuple[int, int], ...]:
     """Element ranges that the mean does not hold of the peer with this bit."""
     ranges: list[tuple[int, int]] = []
     for part, low, high in zip(parts, bounds, bounds[1:], strict=False):
         chunks = masks(part)
-        if len(chunks) != chunk_count(high - low):
+        if len(chunks) != chunk_count(high - low, chunk):
             raise BadPayload("a part whose chunks do not cover it")
-        ranges.extend(chunk_range(low, high, index) for index, mask in enumerate(chunks) if not mask >> bit & 1)
+        ranges.extend(chunk_range(low, high, index, chunk) for index, mask in enumerate(chunks) if not mask >> bit & 1)
     return tuple(ranges)
+
+
+def whole(bit: int, parts: Sequence[Part]) -> bool:
+    """Whether the mean holds every chunk of the peer with this bit."""
+    return all(run.mask >> bit & 1 for part in parts for run in part.runs)

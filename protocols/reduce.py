@@ -35,13 +35,13 @@ _DONE_LIMIT = wire.MAX_HEADER_BYTES
 class Held:
     """The encoded mean of one round: one buffer, filled chunk by chunk."""
 
-    def __init__(self, codec: Codec, bounds: Sequence[int]) -> None:
+    def __init__(self, codec: Codec, bounds: Sequence[int], chunk_elements: int = CHUNK_ELEMENTS) -> None:
         self.codec = codec
         self.bounds = tuple(bounds)
-        whole = codec.encoded_bytes(CHUNK_ELEMENTS)
+        self.chunk_elements = chunk_elements
         sizes = [sum(codec.encoded_bytes(high - low) for low, high in self._ranges(part)) for part in range(self.parts)]
         self._offsets = list(itertools.accumulate(sizes, initial=0))
-        self._whole = whole
+        self._whole = codec.encoded_bytes(chunk_elements)
         # Anonymous memory costs nothing until it is written; a bytearray would be cleared on the loop.
         self._memory = memoryview(mmap.mmap(-1, max(1, self._offsets[-1])))
 
@@ -50,11 +50,11 @@ class Held:
         return len(self.bounds) - 1
 
     def chunks(self, part: int) -> int:
-        return chunk_count(self.bounds[part + 1] - self.bounds[part])
+        return chunk_count(self.bounds[part + 1] - self.bounds[part], self.chunk_elements)
 
     def elements(self, part: int, index: int) -> tuple[int, int]:
         """Element range of a chunk."""
-        return chunk_range(self.bounds[part], self.bounds[part + 1], index)
+        return chunk_range(self.bounds[part], self.bounds[part + 1], index, self.chunk_elements)
 
     def chunk(self, part: int, index: int) -> memoryview:
         """The encoded bytes of a chunk."""
@@ -68,7 +68,7 @@ class Held:
         Raises:
             BadPayload: a chunk does not decode to finite numbers.
         """
-        scratch = torch.empty(min(CHUNK_ELEMENTS, self.bounds[-1]))
+        scratch = torch.empty(min(self.chunk_elements, self.bounds[-1]))
         for part in range(self.parts):
             for index, (low, high) in enumerate(self._ranges(part)):
                 self.codec.decode(self.chunk(part, index), scratch[: high - low])
@@ -123,7 +123,7 @@ class Task:
     def chunk_elements(self, part: int) -> int:
         """Elements of the largest chunk of a part."""
         low, high = self.terms.part(part)
-        return min(CHUNK_ELEMENTS, high - low)
+        return min(self.held.chunk_elements, high - low)
 
 
 class Reducer:

@@ -96,21 +96,21 @@ class Flat:
         return pieces
 
 
-def chunk_count(elements: int) -> int:
-    """How many chunks of `CHUNK_ELEMENTS` cover that many elements; the last may be shorter."""
-    return -(-elements // CHUNK_ELEMENTS)
+def chunk_count(elements: int, chunk: int = CHUNK_ELEMENTS) -> int:
+    """How many chunks of `chunk` elements cover that many elements; the last may be shorter."""
+    return -(-elements // chunk)
 
 
-def chunk_range(low: int, high: int, index: int) -> tuple[int, int]:
+def chunk_range(low: int, high: int, index: int, chunk: int = CHUNK_ELEMENTS) -> tuple[int, int]:
     """Elements [from, to) of chunk `index` of the range [low, high).
 
     Raises:
         ValueError: the range has no such chunk.
     """
-    if not 0 <= index < chunk_count(high - low):
-        raise ValueError(f"chunk {index} of a range of {chunk_count(high - low)} chunks")
-    start = low + index * CHUNK_ELEMENTS
-    return start, min(high, start + CHUNK_ELEMENTS)
+    if not 0 <= index < chunk_count(high - low, chunk):
+        raise ValueError(f"chunk {index} of a range of {chunk_count(high - low, chunk)} chunks")
+    start = low + index * chunk
+    return start, min(high, start + chunk)
 
 
 def weighted_mean(contributions: Sequence[Vector], weights: Sequence[float], into: Vector) -> None:

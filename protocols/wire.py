@@ -189,7 +189,7 @@ class Offer:
     member: Member = one(Member)
     tokens: int = uint(MAX_TOKENS)
     norm: float = real(0, 1e30)
-    seconds: float = real(0, MAX_SECONDS)
+    step_seconds: float = real(0, MAX_SECONDS)
     complete: bool = flag()
     bandwidth: float = real(1, 1e13)
     state_root: bytes = digest()
@@ -214,7 +214,8 @@ class Plan(Header):
         offers: the members that take part, in the order that bitmaps and sums use.
         bounds: len(offers) + 1 ascending element offsets; part i is [bounds[i], bounds[i+1]).
         reducers: part -> index of the member that reduces it.
-        budget_seconds: time for the data phase and the decision, from the receipt of the plan.
+        cut_seconds: training may go on for so long from the receipt of the plan: the slowest member's step.
+        budget_seconds: time for the data phase and the decision, from the cut.
     """
 
     key: RoundKey = one(RoundKey)
@@ -223,6 +224,7 @@ class Plan(Header):
     offers: tuple[Offer, ...] = many(one(Offer), MAX_ROSTER)
     bounds: tuple[int, ...] = many(uint(1 << 48), MAX_ROSTER + 1)
     reducers: tuple[int, ...] = many(uint(MAX_ROSTER), MAX_ROSTER)
+    cut_seconds: float = real(0, MAX_SECONDS)
     budget_seconds: float = real(0, MAX_SECONDS)
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from protocols.base import BadPayload, Buffer, Deadline, Handler, PeerGone, PeerId, PeerSilent, ProtocolError, Stream
 from protocols.framing import FramedStream, accepted, opened
+from protocols.tasks import Bell
 from tests.sim.loop import PROCESS, SimProcess
 
 WINDOW_BYTES = 1 << 20
@@ -218,6 +219,8 @@ class SimNetwork:
         self.transports: dict[PeerId, SimTransport] = {}
         self.links: dict[tuple[PeerId, PeerId], Link] = {}
         self.bugs: list[Exception] = []
+        self.deaths = 0
+        self.died = Bell()
         self._streams = 0
 
     def join(self, peer: PeerId, bytes_per_second: float | None = None) -> SimTransport:
@@ -249,6 +252,8 @@ class SimNetwork:
         self.trace(_now(), f"{peer} killed")
         self.reset_streams(peer)
         node.process.kill()
+        self.deaths += 1
+        self.died.ring()
 
     def reset_streams(self, peer: PeerId) -> None:
         """Reset every stream of a peer, as the death of its daemon does."""

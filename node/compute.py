@@ -1,0 +1,39 @@
+"""Work that would hold up the event loop, on one thread: the other cores are the trainer's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class ThreadCompute:
+    """`protocols.base.Compute`. Use as an async context manager."""
+
+    async def __aenter__(self) -> ThreadCompute:
+        self._pool = ThreadPoolExecutor(1, "compute", initializer=_set_up_thread)
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    async def run(self, work: Callable[[], T], cost_bytes: int) -> T:
+        """Run `work` off the loop. If the caller is cancelled, it waits for the work: buffers are in its hands."""
+        future = asyncio.get_running_loop().run_in_executor(self._pool, work)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            await asyncio.wait([future])
+            raise
+
+
+def _set_up_thread() -> None:
+    # Both are per thread; subnormal numbers belong to the bits that all members agree on.
+    torch.set_flush_denormal(False)
+    torch.set_num_threads(1)

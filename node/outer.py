@@ -1,0 +1,108 @@
+"""The outer step of DiLoCo: Nesterov SGD over flat vectors, with the same bits on every machine.
+
+Separate multiplications and additions only, in float32 on the CPU: `add(alpha=)`, `lerp` and `addcmul` may or may not
+be fused, depending on the processor. `self_test` runs the arithmetic that all members must agree on over a fixed
+vector and compares a hash, so that a machine that computes differently says so before it joins a run.
+
+Source: Douillard et al. 2023, algorithm 1; the update rule is PyTorch's SGD(nesterov=True).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+
+from protocols.base import Vector
+from protocols.codec import CODECS
+from protocols.vectors import root
+
+_PIECE_ELEMENTS = 1 << 18
+
+
+class OuterSGD:
+    """m ← μm + Δ; θ ← θ − η(Δ + μm), with Δ the mean pseudo-gradient."""
+
+    def __init__(self, learning_rate: float, momentum: float) -> None:
+        """
+        Raises:
+            ValueError: a rate that is not positive and finite, or a momentum outside [0, 1).
+        """
+        if not (math.isfinite(learning_rate) and learning_rate > 0):
+            raise ValueError(f"outer learning rate must be positive and finite, not {learning_rate}")
+        if not 0 <= momentum < 1:
+            raise ValueError(f"outer momentum must be in [0, 1), not {momentum}")
+        self.learning_rate = learning_rate
+        self.momentum = momentum
+
+    def step(self, anchor: Vector, velocity: Vector, delta: Vector) -> bool:
+        """Apply one mean pseudo-gradient in place, piece by piece.
+
+        Args:
+            anchor: θ, float32 (n); changed.
+            velocity: m, float32 (n); changed.
+            delta: Δ, float32 (n); unchanged.
+
+        Returns:
+            Whether every new parameter is finite.
+        """
+        scratch = torch.empty(min(_PIECE_ELEMENTS, len(anchor)))
+        finite = True
+        for low in range(0, len(anchor), _PIECE_ELEMENTS):
+            piece = slice(low, low + _PIECE_ELEMENTS)
+            theta, m, d = anchor[piece], velocity[piece], delta[piece]
+            update = scratch[: len(theta)]
+            m.mul_(self.momentum)
+            m.add_(d)
+            torch.mul(m, self.momentum, out=update)
+            update.add_(d)
+            update.mul_(self.learning_rate)
+            theta.sub_(update)
+            low_value, high_value = theta.aminmax()
+            finite = finite and math.isfinite(low_value) and math.isfinite(high_value)
+        return finite
+
+
+def pseudo_gradient(anchor: Vector, local: Vector, into: Vector) -> None:
+    """Δ_i = θ − θ_i; `into` may be `local`."""
+    torch.sub(anchor, local, out=into)
+
+
+SELF_TEST_DIGEST = "daa7fb1beeaa3aa13c1d194e8f583ede5b8a681de0588ffbdf07ece41a9d3e88"
+
+
+def _pattern(count: int, step: int) -> Vector:
+    """Numbers of both signs over many magnitudes, subnormal ones included, from integers alone."""
+    index = torch.arange(count, dtype=torch.int64)
+    mantissa = (index * (2 * step + 2654435761) % 65521 - 32760).to(torch.float32)
+    exponent = (index * 7 + step) % 151 - 140
+    return torch.ldexp(mantissa, exponent)
+
+
+def self_test_digest() -> str:
+    """Hash of the arithmetic that all members of a run must agree on: decoding and outer steps."""
+    anchor, velocity = _pattern(4096, 1), torch.zeros(4096)
+    outer = OuterSGD(0.7, 0.9)
+    digest = hashlib.sha256()
+    for step, codec in enumerate(CODECS.values()):
+        delta = _pattern(4096, step + 2)
+        encoded = bytearray(codec.encoded_bytes(len(delta)))
+        codec.encode(delta, memoryview(encoded))
+        codec.decode(encoded, delta)
+        outer.step(anchor, velocity, delta)
+        digest.update(memoryview(encoded))
+        digest.update(root([anchor, velocity]))
+    return digest.hexdigest()
+
+
+def self_test() -> None:
+    """Check that this machine computes the bits that all others do.
+
+    Raises:
+        RuntimeError: it does not, or flushes subnormal numbers to zero.
+    """
+    if float(torch.tensor([1e-40]) * torch.tensor([0.5])) == 0.0:
+        raise RuntimeError("this process flushes subnormal numbers to zero; call torch.set_flush_denormal(False)")
+    if self_test_digest() != SELF_TEST_DIGEST:
+        raise RuntimeError("this machine's float32 arithmetic differs from the reference: it cannot join a run")

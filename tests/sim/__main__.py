@@ -1,0 +1,137 @@
+"""`python -m tests.sim`: play a protocol over many seeds and judge every run.
+
+The last thing printed is one JSON object (with `--json`, the only thing on stdout). Exit 1 on a violation, with the
+command that replays its seed; a run of one seed prints its trace.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+import torch
+
+from protocols import PROTOCOLS
+from protocols.codec import CODECS
+from tests.sim.world import FAULTS, Outcome, Scenario, play
+
+MAX_VIOLATIONS = 50
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        print(f"{self.prog}: {message} (see --help)", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def _seeds(text: str) -> range:
+    """`7` or `0:300`."""
+    low, colon, high = text.partition(":")
+    try:
+        seeds = range(int(low), int(high)) if colon else range(int(low), int(low) + 1)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a seed nor a range like 0:300") from None
+    if not seeds:
+        raise argparse.ArgumentTypeError(f"{text!r} holds no seeds")
+    return seeds
+
+
+def _at_least_one(text: str) -> int:
+    if not text.lstrip("-").isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = _Parser(prog="python -m tests.sim", description="Simulated swarms under faults, from seeds.")
+    parser.add_argument("--protocol", choices=sorted(PROTOCOLS), default="butterfly")
+    parser.add_argument("--peers", type=_at_least_one, default=5)
+    parser.add_argument("--rounds", type=_at_least_one, default=6)
+    parser.add_argument("--seeds", type=_seeds, default=range(1), help="one seed, or a range like 0:300")
+    parser.add_argument("--faults", choices=(*FAULTS, "all"), default="none")
+    parser.add_argument("--codec", choices=sorted(CODECS), help="default: the seed decides")
+    parser.add_argument("--inner-steps", type=_at_least_one, default=10)
+    parser.add_argument("--json", action="store_true", help="print nothing but the JSON object on stdout")
+    return parser.parse_args(arguments)
+
+
+def _scenarios(options: argparse.Namespace) -> Iterable[Scenario]:
+    for fault in FAULTS if options.faults == "all" else (options.faults,):
+        for seed in options.seeds:
+            yield Scenario(
+                protocol=options.protocol,
+                peers=options.peers,
+                rounds=options.rounds,
+                seed=seed,
+                fault=fault,
+                codec=options.codec,
+                inner_steps=options.inner_steps,
+            )
+
+
+def replay(scenario: Scenario) -> str:
+    """The command that plays this scenario again."""
+    codec = f" --codec {scenario.codec}" if scenario.codec else ""
+    return (
+        f"python -m tests.sim --protocol {scenario.protocol} --peers {scenario.peers} --rounds {scenario.rounds}"
+        f" --seeds {scenario.seed} --faults {scenario.fault} --inner-steps {scenario.inner_steps}{codec}"
+    )
+
+
+def _committed(outcome: Outcome) -> tuple[int, int]:
+    """Rounds that some honest peer committed, and rounds that one skipped."""
+    rounds = {name: {r["round"] for r in outcome.reports(name)} for name in ("committed", "alone", "skipped")}
+    return len(rounds["committed"] | rounds["alone"]), len(rounds["skipped"])
+
+
+def _tell(outcome: Outcome, asked: Scenario, single: bool) -> None:
+    """A failed run, or the only one, in words."""
+    if outcome.violations or single:
+        lines = list(outcome.trace.lines)[-60:] if outcome.violations else list(outcome.trace.lines)[-20:]
+        print("\n".join(lines), file=sys.stderr)
+    for violation in outcome.violations[:5]:
+        print(f"seed {asked.seed}: {violation}", file=sys.stderr)
+    if outcome.violations:
+        print(f"replay: {replay(asked)}", file=sys.stderr)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _parse(arguments)
+    torch.set_num_threads(1)
+    began = time.monotonic()
+    total: dict[str, Any] = {
+        "protocol": options.protocol,
+        "peers": options.peers,
+        "seeds": f"{options.seeds.start}:{options.seeds.stop}",
+        "faults": options.faults,
+        "rounds_committed": 0,
+        "rounds_skipped": 0,
+        "violations": [],
+        "virtual_seconds": 0.0,
+    }
+    failed = 0
+    for asked in _scenarios(options):
+        outcome = play(asked)
+        committed, skipped = _committed(outcome)
+        total["rounds_committed"] += committed
+        total["rounds_skipped"] += skipped
+        total["virtual_seconds"] += outcome.virtual_seconds
+        failed += bool(outcome.violations)
+        if failed <= 3 and not options.json:
+            _tell(outcome, asked, len(options.seeds) == 1 and options.faults != "all")
+        elif outcome.violations and failed <= 3:
+            print(f"replay: {replay(asked)}", file=sys.stderr)
+        room = MAX_VIOLATIONS - len(total["violations"])
+        total["violations"] += [{"seed": asked.seed, **v.as_dict()} for v in outcome.violations[:room]]
+    total["real_seconds"] = round(time.monotonic() - began, 3)
+    total["virtual_seconds"] = round(total["virtual_seconds"], 3)
+    print(json.dumps(total))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
