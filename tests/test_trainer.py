@@ -85,7 +85,7 @@ def test_a_late_joiner_trains_at_everybodys_rate() -> None:
     assert rates == [RECIPE.rate(global_step) for global_step in (0, 32, 39, 39, 40)]
 
 
-@pytest.mark.parametrize("clip_norm", [0.1, 1e9])
+@pytest.mark.parametrize("clip_norm", [0.1, 5.5, 1e9])  # always, at some steps, never
 def test_equals_torchs_own_adamw(clip_norm: float) -> None:
     recipe = Recipe(10, 5, 1e-2, 0.9, 0.5, batches=2, clip_norm=clip_norm, warmup_steps=4, weight_decay=0.3)
     learner, twin = AdamWLearner(Line(), recipe, seed=7), Line()
