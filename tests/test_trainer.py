@@ -138,10 +138,11 @@ def test_accounts_run_since_the_anchor_was_written() -> None:
     for _ in range(4):
         shift.step()
         shift.spend(0.5)
-    assert shift.work() == Work(tokens=40, loss=1.5, seconds=2.0, norm=math.sqrt(32), complete=True)
+    assert shift.work() == Work(tokens=40, loss=1.5, seconds=2.0, step_seconds=0.5, norm=math.sqrt(32), complete=True)
     shift.begin(1)  # round 0 was skipped: the longer delta is offered
     shift.step()
-    assert shift.work() == Work(tokens=50, loss=1.2, seconds=2.0, norm=math.sqrt(50), complete=False)
+    shift.spend(0.25)
+    assert shift.work() == Work(tokens=50, loss=1.2, seconds=2.25, step_seconds=0.25, norm=math.sqrt(50))
     shift.write(torch.tensor([3.0, 4.0]))
     assert shift.work().tokens == 0 and shift.work().norm == 0 and shift.work().seconds == 0
     shift.write(torch.tensor([3.0, 4.0]), anchor=torch.zeros(2), tokens=20)
