@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 _START_SECONDS = 20.0
 _STOP_SECONDS = 3.0
 _KEPT_LINES = 5
-_MAX_SOCKET_DIRECTORY = 70  # Linux allows a socket's path 107 bytes; hivemind's file names take up to 32
+_MAX_SOCKET_DIRECTORY = 76  # Linux allows a socket's path 107 bytes, macOS 103; hivemind's file names take 26
 
 # Becomes p2pd after asking the kernel to kill it with its parent. A program of its own, because code between fork and
 # exec (preexec_fn) is unsafe once threads exist. The parent may have died before the request: hence the second look.

@@ -37,7 +37,7 @@ _PROTOCOL = "/starling/stream/1"
 _ATTACH_SECONDS = 10.0
 _REDIAL_SECONDS = 2.0
 _BACKOFF_SECONDS = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
-_KEPT_PORT_ATTEMPTS = 5
+_KEPT_PORT_ATTEMPTS = 4
 _MAX_KNOWN = 64
 
 _Incoming = Callable[[StreamInfo, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -69,10 +69,10 @@ class LibP2PConfig:
 class _Link:
     """One life of p2pd, and hivemind's client attached to it."""
 
-    def __init__(self, daemon: Daemon, control: Path, p2p: Any) -> None:
+    def __init__(self, daemon: Daemon, control: Path) -> None:
         self.daemon = daemon
         self._control = control
-        self._p2p = p2p
+        self._p2p: Any = None
 
     @classmethod
     async def start(cls, config: LibP2PConfig, directory: Path, listen: Sequence[str], incoming: _Incoming) -> Self:
@@ -83,19 +83,23 @@ class _Link:
         """
         control = directory / "control"
         control.unlink(missing_ok=True)  # a killed daemon leaves its socket behind
-        daemon = await Daemon.start(arguments(control, config.identity.path, listen, config.announce, config.nat))
+        command = arguments(control, config.identity.path, listen, config.announce, config.nat)
+        link = cls(await Daemon.start(command), control)
         try:
             async with asyncio.timeout(_ATTACH_SECONDS):
-                # hivemind would put the client's socket into /tmp, open to everybody on this machine.
-                client: Any = type("AttachedP2P", (P2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{directory}/"})
-                p2p = await client.replicate(HivemindMultiaddr(f"/unix{control}"))
-                if p2p.peer_id.to_base58() != config.identity.peer_id:
-                    raise DaemonError(f"p2pd runs as {p2p.peer_id}, not as {config.identity.peer_id}")
-                await p2p.add_binary_stream_handler(_PROTOCOL, incoming)
+                await link._attach(directory, config.identity.peer_id, incoming)
         except BaseException:
-            await daemon.kill()
+            await link.close()
             raise
-        return cls(daemon, control, p2p)
+        return link
+
+    async def _attach(self, directory: Path, me: PeerId, incoming: _Incoming) -> None:
+        # hivemind would put the client's socket into /tmp, open to everybody on this machine.
+        client: Any = type("AttachedP2P", (P2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{directory}/"})
+        self._p2p = await client.replicate(HivemindMultiaddr(f"/unix{self._control}"))
+        if self._p2p.peer_id.to_base58() != me:
+            raise DaemonError(f"p2pd runs as {self._p2p.peer_id}, not as {me}")
+        await self._p2p.add_binary_stream_handler(_PROTOCOL, incoming)
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -130,10 +134,11 @@ class _Link:
 
     async def close(self) -> None:
         """End the client's tasks, which hivemind cancels but does not wait for, and the daemon."""
-        control = self._p2p._client.control
-        tasks = [task for task in (self._p2p._listen_task, control._read_task, control._write_task) if task]
-        await self._p2p.shutdown()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._p2p is not None:
+            control = self._p2p._client.control
+            tasks = [task for task in (self._p2p._listen_task, control._read_task, control._write_task) if task]
+            await self._p2p.shutdown()
+            await asyncio.gather(*tasks, return_exceptions=True)
         await self.daemon.stop()
 
 
@@ -158,6 +163,7 @@ class LibP2PTransport:
         self._up = asyncio.Event()
         self._supervision: asyncio.Task[None] | None = None
         self._known: dict[PeerId, str] = {}
+        self._seen: dict[PeerId, str] = {}
         self._exit = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -205,7 +211,7 @@ class LibP2PTransport:
         try:
             yield await opened(peer, pipe, deadline)
         except BaseException:
-            pipe.abort()
+            self._serving.reset(pipe)
             raise
         self._serving.finish(pipe)
 
@@ -222,10 +228,7 @@ class LibP2PTransport:
             raise ValueError(f"{address} does not say who is there: it must end in /p2p/<peer id>")
         async with self._reaching(peer, deadline) as (link, seconds):
             await link.connect(peer, where, seconds)
-        self._known.pop(peer, None)
-        self._known[peer] = where
-        if len(self._known) > _MAX_KNOWN:
-            del self._known[next(iter(self._known))]
+        _remember(self._known, peer, where)
         return peer
 
     async def _dial(self, peer: PeerId, method: str, deadline: Deadline) -> SocketPipe:
@@ -257,6 +260,8 @@ class LibP2PTransport:
 
     async def _incoming(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         # In a task of ours: asyncio reports an error when the one that it made for this call is cancelled.
+        # p2pd dials from the port that it listens on, so that whence a peer came is where it can be found.
+        _remember(self._seen, info.peer_id.to_base58(), str(info.addr))
         self._serving.take(info.peer_id.to_base58(), SocketPipe(reader, writer))
 
     async def _launch(self, listen: Sequence[str]) -> _Link:
@@ -291,7 +296,8 @@ class LibP2PTransport:
                 log.warning("p2pd does not start (attempt %d): %s", attempt, error or type(error).__name__)
 
     async def _redial(self, link: _Link) -> None:
-        """Connect again to the known peers: a new daemon knows nobody, and nobody may be waiting for it."""
+        """Connect again to the peers we knew. The new daemon knows none of them; and those of them that found us gone
+        do not dial again for five seconds and more (libp2p's backoff), while a call from us ends that."""
 
         async def dial(peer: PeerId, address: str) -> None:
             with suppress(P2PDaemonError, OSError, EOFError):
@@ -299,7 +305,15 @@ class LibP2PTransport:
 
         with suppress(TimeoutError):
             async with asyncio.timeout(_REDIAL_SECONDS):
-                await asyncio.gather(*(dial(peer, address) for peer, address in self._known.items()))
+                await asyncio.gather(*(dial(peer, address) for peer, address in (self._seen | self._known).items()))
+
+
+def _remember(addresses: dict[PeerId, str], peer: PeerId, address: str) -> None:
+    """Note the address as the latest, and forget the oldest beyond the bound."""
+    addresses.pop(peer, None)
+    addresses[peer] = address
+    if len(addresses) > _MAX_KNOWN:
+        del addresses[next(iter(addresses))]
 
 
 def _peer_bytes(peer: PeerId) -> bytes:

@@ -3,18 +3,22 @@
 On the wire: pieces, each a 4-byte big-endian length and that many bytes; a length of 0 is the end. The end is ours
 because the carrier's says too little: p2pd has no half close, and turns a close with anything unread into a reset that
 destroys what was sent before it. So whoever is done says so, then waits for the other to be done (`close`), or
-breaks off (`abort`).
+breaks off (`reset`).
 """
 
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
+from typing import cast
 
 from protocols.base import Buffer
 
 PIECE_BYTES = 1 << 20
 _LENGTH_BYTES = 4
 _DISCARD_BYTES = 16 << 20
+_POURING_BYTES = 64 << 10
+_RESET_SECONDS = 0.1
 
 
 class SocketPipe:
@@ -23,10 +27,12 @@ class SocketPipe:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
+        self._transport = cast(asyncio.Transport, writer.transport)
         self._left = 0
+        self._received = 0
         self._ended = False
         # Drained means handed to the kernel: only then may the caller change its buffer, which is never copied.
-        writer.transport.set_write_buffer_limits(high=0)
+        self._transport.set_write_buffer_limits(high=0)
 
     async def write(self, data: Buffer) -> None:
         """Hand `data` to the kernel. Failing or cancelled, breaks off: a lent buffer must not be sent later.
@@ -67,19 +73,35 @@ class SocketPipe:
                 for _ in range(0, _DISCARD_BYTES, PIECE_BYTES):
                     await self._discard(PIECE_BYTES)
         except EOFError:
-            self._writer.close()
-        except (OSError, TimeoutError):
-            pass
-        finally:
-            self.abort()
+            await self._gone()
+        except OSError:  # TimeoutError is one
+            await self.reset()
+        else:
+            await self.reset()
+
+    async def reset(self) -> None:
+        """Break off so that the other side's p2pd notices, too; harmless after `close`.
+
+        If nothing is unread when we break off, our p2pd closes the stream instead of resetting it; the other one, in
+        the middle of sending, then waits for ever with what it holds. So let something come in first.
+        """
+        if self._received >= _POURING_BYTES and not self._transport.get_write_buffer_size():
+            self._transport.pause_reading()
+            await asyncio.sleep(_RESET_SECONDS)
+        await self._gone()
 
     def abort(self) -> None:
-        """Break off at once; the other side sees the stream end in mid air. Harmless after `close`."""
-        if not self._writer.transport.is_closing():
-            self._writer.transport.abort()
+        """Break off at once; the other side sees the stream end in mid air. Harmless after `close` and `reset`."""
+        if not self._transport.is_closing():
+            self._transport.abort()
+
+    async def _gone(self) -> None:
+        self.abort()
+        with suppress(OSError):  # asyncio keeps the connection's last error until somebody looks at it
+            await self._writer.wait_closed()
 
     async def _write_raw(self, *parts: Buffer) -> None:
-        if self._writer.transport.is_closing():
+        if self._transport.is_closing():
             raise ConnectionResetError("closed")
         self._writer.writelines(parts)
         await self._writer.drain()
@@ -91,6 +113,7 @@ class SocketPipe:
         if not data:
             raise EOFError("broken off")
         self._left -= len(data)
+        self._received += len(data)
         return data
 
     async def _next_piece(self) -> int:

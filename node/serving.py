@@ -82,11 +82,11 @@ class Serving:
 
     def finish(self, pipe: SocketPipe) -> asyncio.Task[None]:
         """See a stream to its orderly end: all that was sent on it arrives, if the peer takes it within 30 seconds."""
-        task = self.spawn(pipe.close(_LINGER_SECONDS))
-        self._lingering.add(task)
-        task.add_done_callback(self._lingering.discard)
-        task.add_done_callback(lambda _: pipe.abort())
-        return task
+        return self._see_out(pipe, pipe.close(_LINGER_SECONDS))
+
+    def reset(self, pipe: SocketPipe) -> asyncio.Task[None]:
+        """Break a stream off."""
+        return self._see_out(pipe, pipe.reset())
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run `work` beside, until it is done or this is closed."""
@@ -105,11 +105,25 @@ class Serving:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    def _see_out(self, pipe: SocketPipe, end: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self.spawn(end)
+        self._lingering.add(task)
+        task.add_done_callback(self._lingering.discard)
+        task.add_done_callback(lambda _: pipe.abort())
+        return task
+
     async def _answer(self, peer: PeerId, pipe: SocketPipe) -> None:
+        # Either way the slot stays taken until the stream has ended.
+        if await self._handled(peer, pipe):
+            await self.finish(pipe)
+        else:
+            await self.reset(pipe)
+
+    async def _handled(self, peer: PeerId, pipe: SocketPipe) -> bool:
         try:
             admitted = await self._admit(peer, pipe)
             if admitted is None:
-                return
+                return False
             handler, stream = admitted
             await handler(peer, stream)
         except BadPayload as error:
@@ -119,7 +133,8 @@ class Serving:
         except Exception:
             log.exception("a handler failed; its stream from %s is reset", peer)
         else:
-            await self.finish(pipe)  # meanwhile the slot stays taken
+            return True
+        return False
 
     async def _admit(self, peer: PeerId, pipe: SocketPipe) -> tuple[Handler, Stream] | None:
         try:

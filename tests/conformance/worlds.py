@@ -75,6 +75,10 @@ class LibP2PPeers:
 
     async def freeze_peer(self, index: int) -> None:
         self._signal(index, signal.SIGSTOP)
+        pid = self.transports[index].daemon_pid
+        async with asyncio.timeout(20):
+            while not is_stopped(pid):  # a signal takes its time to reach every thread
+                await asyncio.sleep(0.01)
 
     def thaw(self) -> None:
         for index, transport in enumerate(self.transports):
@@ -97,15 +101,22 @@ class LibP2PWorld:
         async with AsyncExitStack() as stack:
             transports = [LibP2PTransport(LibP2PConfig(key)) for key in keys]
             await asyncio.gather(*(stack.enter_async_context(transport) for transport in transports))
-            for index, transport in enumerate(transports):
-                for other in transports[index + 1 :]:
-                    await transport.connect(other.addresses[0], loop.time() + 20)
+            for transport in transports:
+                for other in transports:
+                    if other is not transport:
+                        await transport.connect(other.addresses[0], loop.time() + 20)
             peers = LibP2PPeers(transports, identity.create(directory / "stranger").peer_id)
             try:
                 await body(peers)
             finally:
                 peers.thaw()
         assert asyncio.all_tasks() == {asyncio.current_task()}, "a task was left behind"
+
+
+def is_stopped(pid: int | None) -> bool:
+    """Whether all threads of a process are stopped."""
+    stats = [thread.joinpath("stat").read_text() for thread in Path(f"/proc/{pid}/task").iterdir()]
+    return all(stat.rpartition(") ")[2].startswith("T") for stat in stats)
 
 
 def running_daemons() -> list[int]:

@@ -1,0 +1,383 @@
+"""What is true of the libp2p transport alone: its daemon's life, its limits, its addresses."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import os
+import re
+import signal
+import socket
+import stat
+import sys
+import tempfile
+import time
+from asyncio.subprocess import PIPE
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+
+import pytest
+import uvloop
+
+from node import identity
+from node.daemon import DaemonError, with_ports
+from node.identity import IdentityError
+from node.libp2p import LibP2PConfig, LibP2PTransport
+from node.serving import ask
+from protocols import wire
+from protocols.base import PeerGone, PeerId, PeerSilent, Stream, Transport
+from tests.conformance.other_process import echo
+from tests.conformance.worlds import LibP2PPeers, LibP2PWorld, is_stopped, running_daemons
+
+MIB = 1 << 20
+LIMIT = 64
+
+Make = Callable[..., Awaitable[LibP2PTransport]]
+
+
+def run(directory: Path, body: Callable[[Make], Awaitable[None]]) -> None:
+    """Run `body` with a maker of transports, all of which are closed after it; nothing may be left then."""
+
+    async def main() -> None:
+        count = 0
+        async with AsyncExitStack() as stack:
+
+            async def make(**changes: object) -> LibP2PTransport:
+                nonlocal count
+                count += 1
+                key = identity.create(directory / f"peer{count}")
+                config = dataclasses.replace(LibP2PConfig(key, runtime_directory=directory), **changes)
+                return await stack.enter_async_context(LibP2PTransport(config))
+
+            await body(make)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())
+    assert running_daemons() == []
+    assert list(directory.glob("starling-*")) == []
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    """A directory for identities, and for the transports' sockets too: pytest's own have too long a path."""
+    with tempfile.TemporaryDirectory(prefix="st") as made:
+        yield Path(made)
+
+
+def soon(seconds: float = 20.0) -> float:
+    return asyncio.get_running_loop().time() + seconds
+
+
+def pid_of(transport: LibP2PTransport) -> int:
+    assert transport.daemon_pid is not None
+    return transport.daemon_pid
+
+
+async def ping(transport: Transport, peer: PeerId) -> None:
+    async with transport.open(peer, "echo", soon()) as stream:
+        await stream.send(wire.Chunk(1, 4), b"ping")
+        assert await stream.receive(LIMIT) == wire.Chunk(1, 4)
+
+
+async def until(condition: Callable[[], bool], seconds: float) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+def steal(thief: socket.socket, port: int) -> None:
+    """Take the port of a daemon that dies just now. Holds up the loop on purpose: the supervisor must come second."""
+    for _ in range(500):
+        with suppress(OSError):
+            thief.bind(("127.0.0.1", port))
+            return thief.listen()
+        time.sleep(0.01)
+    raise AssertionError("the daemon does not die")
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+class TestLife:
+    def test_constructing_does_nothing(self, directory: Path) -> None:
+        key = identity.create(directory / "key")
+        transport = LibP2PTransport(LibP2PConfig(key))
+        assert transport.me == key.peer_id and transport.addresses == () and transport.daemon_pid is None
+        assert os.listdir(directory) == ["key"] and running_daemons() == []
+
+    def test_while_open_all_is_private_and_ctrl_c_cannot_reach_the_daemon(self, directory: Path) -> None:
+        async def body(make: Make) -> None:
+            transport = await make()
+            pid = pid_of(transport)
+            assert os.getsid(pid) == pid
+            (sockets,) = [path for path in os.scandir(directory) if path.is_dir()]
+            assert sockets.stat().st_mode & 0o777 == 0o700
+            assert all(stat.S_ISSOCK(path.stat().st_mode) for path in os.scandir(sockets))
+            assert re.fullmatch(rf"/ip4/127\.0\.0\.1/tcp/[1-9]\d*/p2p/{transport.me}", transport.addresses[0])
+
+        run(directory, body)
+
+    def test_one_identity_is_one_peer(self, directory: Path) -> None:
+        async def body(make: Make) -> None:
+            first = await make()
+            with pytest.raises(IdentityError, match="in use by another running peer"):
+                await make(identity=first._config.identity)
+
+        run(directory, body)
+
+    def test_the_daemon_must_be_who_we_are(self, directory: Path) -> None:
+        async def body(make: Make) -> None:
+            mine, other = identity.create(directory / "mine"), identity.create(directory / "other")
+            with pytest.raises(DaemonError, match=f"runs as {mine.peer_id}, not as {other.peer_id}"):
+                await make(identity=dataclasses.replace(mine, peer_id=other.peer_id))
+
+        run(directory, body)
+
+    def test_a_daemon_that_cannot_start_says_why(self, directory: Path) -> None:
+        async def body(make: Make) -> None:
+            with pytest.raises(DaemonError, match="cannot assign requested address"):
+                await make(listen=("/ip4/192.0.2.1/tcp/0",))
+
+        run(directory, body)
+
+    def test_a_long_path_is_refused_clearly(self, directory: Path) -> None:
+        async def body(make: Make) -> None:
+            deep = directory / ("d" * 80)
+            deep.mkdir()
+            with pytest.raises(DaemonError, match="too long a path for sockets"):
+                await make(runtime_directory=deep)
+
+        run(directory, body)
+
+    def test_closing_breaks_off_what_is_open(self, directory: Path) -> None:
+        async def body(make: Make) -> None:
+            a, b = await make(), await make()
+            await a.connect(b.addresses[0], soon())
+            b.serve("echo", echo)
+            streams = [a.open(b.me, "echo", soon()) for _ in range(5)]
+            opened = [await stream.__aenter__() for stream in streams]
+            await a.__aexit__()
+            await b.__aexit__()
+            for stream in opened:
+                with pytest.raises(PeerSilent):
+                    await stream.receive(LIMIT)
+            for stream in streams:
+                await stream.__aexit__(None, None, None)
+            with pytest.raises(PeerGone, match="closed"):
+                await ping(a, b.me)
+            await asyncio.sleep(0.1)
+
+        run(directory, body)
+
+
+class TestSupervision:
+    def test_death_is_noticed_and_the_daemon_returns_as_it_was(self, directory: Path) -> None:
+        async def body(make: Make) -> None:
+            a, b = await make(), await make()
+            await a.connect(b.addresses[0], soon())
+            b.serve("echo", echo)
+            addresses = b.addresses
+            await ping(a, b.me)
+            for count in (1, 2, 3):
+                killed = pid_of(b)
+                os.kill(killed, signal.SIGKILL)
+                await until(lambda killed=killed: b.daemon_pid != killed, 2)
+                await until(lambda count=count: b.restarts == count, 10)
+                assert b.addresses == addresses
+                await ping(a, b.me)
+
+        run(directory, body)
+
+    def test_opening_while_the_daemon_is_down_waits_for_it(self, directory: Path) -> None:
+        async def body(make: Make) -> None:
+            a, b = await make(), await make()
+            await a.connect(b.addresses[0], soon())
+            b.serve("echo", echo)
+            os.kill(pid_of(a), signal.SIGKILL)
+            await ping(a, b.me)
+            assert a.restarts == 1
+
+        run(directory, body)
+
+    def test_a_port_taken_meanwhile_is_given_up(self, directory: Path) -> None:
+        async def body(make: Make) -> None:
+            a, b = await make(), await make()
+            b.serve("echo", echo)
+            port = int(b.addresses[0].split("/")[4])
+            with socket.socket() as thief:
+                os.kill(pid_of(b), signal.SIGKILL)
+                thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                steal(thief, port)
+                await until(lambda: b.restarts == 1, 20)
+            assert f"/tcp/{port}/" not in b.addresses[0]
+            await a.connect(b.addresses[0], soon())
+            await ping(a, b.me)
+
+        run(directory, body)
+
+    def test_a_frozen_daemon_is_closed_too(self, directory: Path) -> None:
+        async def body(make: Make) -> None:
+            os.kill(pid_of(await make()), signal.SIGSTOP)
+
+        run(directory, body)
+
+
+class TestLimits:
+    def test_streams_per_peer_and_in_all(self, directory: Path) -> None:
+        async def body(make: Make) -> None:
+            a, b = await make(), await make()
+            c = await make(max_streams=3, max_streams_per_peer=2)
+            c.serve("echo", echo)
+            for transport in (a, b):
+                await transport.connect(c.addresses[0], soon())
+            async with a.open(c.me, "echo", soon()), a.open(c.me, "echo", soon()):
+                with pytest.raises(PeerGone):
+                    await ping(a, c.me)
+                async with b.open(c.me, "echo", soon()):
+                    with pytest.raises(PeerGone):
+                        await ping(b, c.me)
+            assert c.refused == {(a.me, "too many streams"): 1, (b.me, "too many streams"): 1}
+            await until(lambda: not c._serving._active, 5)
+            await ping(a, c.me)
+
+        run(directory, body)
+
+    def test_peers_that_break_rules_are_named(self, directory: Path) -> None:
+        async def body(make: Make) -> None:
+            a, b = await make(), await make()
+            await a.connect(b.addresses[0], soon())
+
+            async def strict(peer: PeerId, stream: Stream) -> None:
+                wire.expect(await stream.receive(LIMIT), wire.PartDone)
+
+            b.serve("strict", strict)
+            async with a.open(b.me, "strict", soon()) as stream:
+                await stream.send(wire.Chunk(1, 0))
+                with pytest.raises(PeerSilent):
+                    await stream.receive(LIMIT)
+            with pytest.raises(PeerGone):
+                await ping(a, b.me)
+            assert a._link is not None
+            pipe = await a._link.stream(b.me, 5)
+            await ask(pipe, "strict")
+            await pipe.write(b"\xff\xff\xff\xff")
+            with pytest.raises((EOFError, OSError)):
+                await pipe.read_into(memoryview(bytearray(1)))
+            pipe.abort()
+            assert b.refused == {(a.me, "bad payload"): 2, (a.me, "method not served"): 1}
+
+        run(directory, body)
+
+    def test_serving_a_method_twice_is_an_error(self, directory: Path) -> None:
+        transport = LibP2PTransport(LibP2PConfig(identity.create(directory / "key")))
+        transport.serve("echo", echo)
+        for method in ("echo", "", "m" * 65):
+            with pytest.raises(ValueError, match="is served already, or is not a name"):
+                transport.serve(method, echo)
+
+
+class TestAddresses:
+    def test_connect_refuses_what_cannot_be(self, directory: Path) -> None:
+        async def body(make: Make) -> None:
+            a, b, c = await make(), await make(), await make()
+            where = b.addresses[0].rpartition("/p2p/")[0]
+            for nonsense in ("", "hello", "/ip4/1.2.3.4/tcp/1", f"/p2p/{b.me}", "/ip4/1.2.3.4/tcp/1/p2p/me"):
+                with pytest.raises(ValueError):
+                    await a.connect(nonsense, soon())
+            with pytest.raises(PeerGone):
+                await a.connect(f"{where}/p2p/{c.me}", soon())
+            await c.__aexit__()
+            with pytest.raises(PeerGone):
+                await a.connect(f"/ip4/127.0.0.1/tcp/1/p2p/{c.me}", soon())
+            with pytest.raises(PeerGone):
+                await ping(a, a.me)
+            os.kill(pid_of(b), signal.SIGSTOP)
+            await until(lambda: is_stopped(b.daemon_pid), 5)
+            with pytest.raises(PeerSilent):
+                await a.connect(b.addresses[0], soon(0.5))
+            os.kill(pid_of(b), signal.SIGCONT)
+
+        run(directory, body)
+
+    def test_peers_find_each_other_through_a_third(self, directory: Path) -> None:
+        async def body(make: Make) -> None:
+            a, b, c = await make(), await make(), await make()
+            c.serve("echo", echo)
+            for transport in (a, c):
+                assert await transport.connect(b.addresses[0], soon()) == b.me
+            await ping(a, c.me)
+
+        run(directory, body)
+
+    def test_ports_are_filled_in_where_they_were_left_open(self) -> None:
+        found = ("/ip4/203.0.113.5/tcp/1", "/ip4/127.0.0.1/tcp/4001", "/ip4/10.0.0.7/tcp/4001", "/ip6/::1/tcp/4002")
+        cases = {
+            "/ip4/0.0.0.0/tcp/0": "/ip4/0.0.0.0/tcp/4001",
+            "/ip4/10.0.0.7/tcp/0": "/ip4/10.0.0.7/tcp/4001",
+            "/ip4/0.0.0.0/tcp/7": "/ip4/0.0.0.0/tcp/7",
+            "/ip6/::/tcp/0": "/ip6/::/tcp/4002",
+            "/ip4/10.9.9.9/tcp/0": "/ip4/10.9.9.9/tcp/0",
+            "/ip4/0.0.0.0/udp/0/quic-v1": "/ip4/0.0.0.0/udp/0/quic-v1",
+            "/dns4/example.org/tcp/0": "/dns4/example.org/tcp/0",
+        }
+        assert with_ports(tuple(cases), found) == tuple(cases.values())
+
+
+class TestProcesses:
+    def test_a_killed_process_takes_its_daemon_along(self, directory: Path) -> None:
+        async def body(make: Make) -> None:
+            a = await make()
+            other = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-W", "ignore", "-m", "tests.conformance.other_process", str(directory / "other")),
+                stdin=PIPE,
+                stdout=PIPE,
+            )
+            try:
+                assert other.stdout is not None
+                async with asyncio.timeout(30):
+                    address = (await other.stdout.readline()).decode().strip()
+                peer = await a.connect(address, soon())
+                children = children_of(other.pid)
+                async with a.open(peer, "echo", soon()) as stream:
+                    await stream.send(wire.Chunk(1, 4), b"ping")
+                    assert await stream.receive(LIMIT) == wire.Chunk(1, 4)
+                    other.kill()
+                    with pytest.raises(PeerSilent):
+                        await stream.receive_into(memoryview(bytearray(5)))
+                assert children
+                await until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in children), 5)
+            finally:
+                with suppress(ProcessLookupError):
+                    other.kill()
+                await other.wait()
+
+        run(directory, body)
+
+    def test_daemons_keep_no_streams_of_openers_that_left_in_mid_flood(self, caplog: pytest.LogCaptureFixture) -> None:
+        async def body(peers: LibP2PPeers) -> None:
+            a, b = peers.transports
+
+            async def pour(peer: PeerId, stream: Stream) -> None:
+                while True:
+                    await stream.send(wire.Chunk(1, MIB), bytes(MIB))
+
+            b.serve("pour", pour)
+            for _ in range(20):
+                async with a.open(b.me, "pour", soon()):
+                    await asyncio.sleep(0.03)
+            await until(lambda: not a._serving._lingering and not b._serving._active, 20)
+            counts = []
+            for transport in (a, b):
+                caplog.clear()
+                os.kill(pid_of(transport), signal.SIGUSR1)  # p2pd prints its connections
+                await until(lambda: "streams (" in caplog.text, 5)
+                counts += [int(count) for count in re.findall(r"\tstreams \((\d+)\)", caplog.text)]
+            # Two belong to libp2p itself.
+            assert max(counts) <= 4, counts
+
+        caplog.set_level(logging.DEBUG, "node.daemon")
+        LibP2PWorld().run(body)
