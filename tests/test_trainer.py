@@ -191,6 +191,9 @@ def test_the_norm_of_many_pieces() -> None:
     shift = Shift(task, inner_steps=1)
     anchor = task.vectors[0].clone()
     task.vectors[0].add_(torch.linspace(-1, 1, 600_001))
+    assert shift.work().norm == 0  # nothing was trained
+    shift.begin(0)
+    shift.step()
     expected = float((task.vectors[0].double() - anchor.double()).square().sum().sqrt())
     assert shift.work().norm == pytest.approx(expected, rel=1e-6)
 
@@ -211,9 +214,9 @@ def test_progress_in_virtual_time() -> None:
         assert isinstance(trainer, InlineTrainer)
         work, said = await _train(trainer, 0, cut_after=79.0)
         assert (work.tokens, work.seconds, work.complete) == (400, 80.0, True)  # beyond the 30 steps, until the cut
-        assert [seconds / 2 for seconds, _ in said] == [*range(1, 12), 13, 15, 17, 19, 21, 24, 27, 30, 33, 37]
+        assert [seconds / 2 for seconds, _ in said] == [*range(12), 13, 15, 17, 19, 21, 24, 27, 30, 33, 37]
         assert [offer.tokens for _, offer in said] == [seconds * 5 for seconds, _ in said]
-        assert [offer.complete for _, offer in said] == [False] * 18 + [True] * 3
+        assert [offer.complete for _, offer in said] == [False] * 19 + [True] * 3
 
     run(main())
 
@@ -224,7 +227,8 @@ def test_completion_is_said_at_once() -> None:
         _, said = await _train(trainer, 0, cut_after=29.5)
         assert [work.complete for _, work in said][-2:] == [False, True] and said[-1][0] == 29.0
         _, said = await _train(trainer, 1, cut_after=1.5)  # nothing was written: the work goes on growing
-        assert said[0][1].tokens == 310 and not said[0][1].complete
+        assert [work.tokens for _, work in said] == [300, 310]  # at once, then after the first step
+        assert not said[0][1].complete and said[0][1].norm == math.sqrt(2 * 30**2)
 
     run(main())
 
@@ -235,8 +239,9 @@ def test_a_cut_beforehand_and_writes_between_rounds() -> None:
         trainer = InlineTrainer(learner, inner_steps=2, step_seconds=1.0)
         cut = asyncio.Event()
         cut.set()
-        work = await trainer.train(key(0), cut, lambda work: pytest.fail("no step, nothing to say"))
-        assert work.tokens == 0 and learner.steps == []
+        said: list[Work] = []
+        work = await trainer.train(key(0), cut, said.append)
+        assert work.tokens == said[0].tokens == work.norm == 0 and len(said) == 1 and learner.steps == []
         trainer.step_seconds = 5.0
         work, _ = await _train(trainer, 0, cut_after=7.0)
         assert (work.tokens, work.seconds) == (20, 10.0)
