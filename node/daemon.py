@@ -128,7 +128,7 @@ class Daemon:
     def __init__(self, process: Process) -> None:
         self._process = process
         self._last_lines: deque[str] = deque(maxlen=_KEPT_LINES)
-        self._ready = asyncio.Event()
+        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._reading = asyncio.create_task(self._read_output(), name="p2pd output")
 
     @property
@@ -155,7 +155,7 @@ class Daemon:
         daemon = cls(process)
         try:
             async with asyncio.timeout(_START_SECONDS):
-                await daemon._started()
+                await daemon._ready
         except TimeoutError:
             await daemon.kill()
             raise DaemonError(f"p2pd said nothing for {_START_SECONDS:g} s: {daemon.last_words}") from None
@@ -193,15 +193,6 @@ class Daemon:
         await self._process.wait()
         await self._reading
 
-    async def _started(self) -> None:
-        ready = asyncio.create_task(self._ready.wait())
-        try:
-            await asyncio.wait((ready, self._reading), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            ready.cancel()
-        if not self._ready.is_set():
-            raise DaemonError(f"p2pd did not start: {self.last_words}")
-
     async def _read_output(self) -> None:
         output = self._process.stdout
         assert output is not None
@@ -211,9 +202,11 @@ class Daemon:
             except ValueError:  # longer than the reader's buffer, which has dropped it
                 continue
             if not line:
-                return
+                break
             text = line.decode(errors="replace").rstrip()
             self._last_lines.append(text[:300])
             log.debug("p2pd %d: %s", self.pid, text)
-            if text.startswith("Peer ID:"):
-                self._ready.set()
+            if text.startswith("Peer ID:") and not self._ready.done():
+                self._ready.set_result(None)
+        if not self._ready.done():
+            self._ready.set_exception(DaemonError(f"p2pd did not start: {self.last_words}"))

@@ -77,7 +77,8 @@ class LibP2PPeers:
         self._signal(index, signal.SIGSTOP)
         pid = self.transports[index].daemon_pid
         async with asyncio.timeout(20):
-            while not is_stopped(pid):  # a signal takes its time to reach every thread
+            # A signal takes its time to reach every thread.
+            while not is_stopped(pid):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
     def thaw(self) -> None:
