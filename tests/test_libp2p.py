@@ -10,6 +10,7 @@ import re
 import signal
 import socket
 import stat
+import subprocess
 import sys
 import tempfile
 import time
@@ -98,6 +99,14 @@ def steal(thief: socket.socket, port: int) -> None:
     raise AssertionError("the daemon does not die")
 
 
+def is_running(pid: int) -> bool:
+    """Whether the process exists, and not only as a zombie that nobody has buried."""
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def children_of(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
@@ -140,7 +149,7 @@ class TestLife:
     def test_a_daemon_that_cannot_start_says_why(self, directory: Path) -> None:
         async def body(make: Make) -> None:
             with pytest.raises(DaemonError, match="cannot assign requested address"):
-                await make(listen=("/ip4/192.0.2.1/tcp/0",))
+                await make(listen=("/ip4/203.0.113.1/tcp/0",))
 
         run(directory, body)
 
@@ -331,7 +340,31 @@ class TestAddresses:
         assert with_ports(tuple(cases), found) == tuple(cases.values())
 
 
+ORPHAN = """
+import asyncio, os, signal, sys
+from pathlib import Path
+from node.daemon import Daemon, arguments
+
+async def main(directory: Path) -> None:
+    daemon = await Daemon.start(arguments(directory / "control", directory / "peer", ["/ip4/127.0.0.1/tcp/0"]))
+    assert "hivemind" not in sys.modules and "torch" not in sys.modules
+    print(daemon.pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main(Path(sys.argv[1])))
+"""
+
+
 class TestProcesses:
+    def test_the_daemon_dies_with_its_parent_even_when_nobody_is_attached(self, directory: Path) -> None:
+        identity.create(directory / "peer")
+        parent = subprocess.run((sys.executable, "-c", ORPHAN, str(directory)), capture_output=True, text=True)
+        assert parent.returncode == -signal.SIGKILL, parent.stderr
+        deadline = time.monotonic() + 5
+        while is_running(int(parent.stdout)):
+            assert time.monotonic() < deadline, "p2pd outlives its parent"
+            time.sleep(0.01)
+
     def test_a_killed_process_takes_its_daemon_along(self, directory: Path) -> None:
         async def body(make: Make) -> None:
             a = await make()
@@ -353,7 +386,7 @@ class TestProcesses:
                     with pytest.raises(PeerSilent):
                         await stream.receive_into(memoryview(bytearray(5)))
                 assert children
-                await until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in children), 5)
+                await until(lambda: not any(is_running(pid) for pid in children), 5)
             finally:
                 with suppress(ProcessLookupError):
                     other.kill()
