@@ -37,6 +37,7 @@ _PROTOCOL = "/starling/stream/1"
 _ATTACH_SECONDS = 10.0
 _REDIAL_SECONDS = 2.0
 _BACKOFF_SECONDS = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+_STEADY_SECONDS = 30.0
 _KEPT_PORT_ATTEMPTS = 4
 _MAX_KNOWN = 64
 
@@ -162,6 +163,7 @@ class LibP2PTransport:
         self._link: _Link | None = None
         self._up = asyncio.Event()
         self._supervision: asyncio.Task[None] | None = None
+        self._starts_in_a_row = 0
         self._known: dict[PeerId, str] = {}
         self._seen: dict[PeerId, str] = {}
         self._exit = AsyncExitStack()
@@ -177,6 +179,7 @@ class LibP2PTransport:
             stack.enter_context(self._config.identity.held())
             self._directory = socket_directory(self._config.runtime_directory)
             stack.callback(shutil.rmtree, self._directory, ignore_errors=True)
+            stack.callback(self._up.set)  # whoever waits for the daemon learns that there will be none
             stack.push_async_callback(self._close_link)
             try:
                 link = await self._launch(self._config.listen)
@@ -259,10 +262,11 @@ class LibP2PTransport:
             raise PeerGone(peer, f"cannot be reached: {error or type(error).__name__}") from None
 
     async def _incoming(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # In a task of ours: asyncio reports an error when the one that it made for this call is cancelled.
+        peer: PeerId = info.peer_id.to_base58()
         # p2pd dials from the port that it listens on, so that whence a peer came is where it can be found.
-        _remember(self._seen, info.peer_id.to_base58(), str(info.addr))
-        self._serving.take(info.peer_id.to_base58(), SocketPipe(reader, writer))
+        _remember(self._seen, peer, str(info.addr))
+        # In a task of ours: asyncio reports an error when the one that it made for this call is cancelled.
+        self._serving.take(peer, SocketPipe(reader, writer))
 
     async def _launch(self, listen: Sequence[str]) -> _Link:
         self._link = await _Link.start(self._config, self._directory, listen, self._incoming)
@@ -274,9 +278,13 @@ class LibP2PTransport:
             await link.close()
 
     async def _supervise(self, link: _Link) -> None:
+        loop = asyncio.get_running_loop()
         while True:
+            since = loop.time()
             how = await link.daemon.ended()
             self._up.clear()
+            if loop.time() - since >= _STEADY_SECONDS:
+                self._starts_in_a_row = 0
             log.warning("p2pd %d ended (%s): it is started again", link.daemon.pid, how)
             await self._close_link()
             link = await self._relaunch()
@@ -288,7 +296,8 @@ class LibP2PTransport:
         """Start p2pd again, for as long as it takes; on its old port, unless somebody else has taken that."""
         attempt = 0
         while True:
-            await asyncio.sleep(_BACKOFF_SECONDS[min(attempt, len(_BACKOFF_SECONDS) - 1)])
+            await asyncio.sleep(_BACKOFF_SECONDS[min(self._starts_in_a_row, len(_BACKOFF_SECONDS) - 1)])
+            self._starts_in_a_row += 1
             attempt += 1
             try:
                 return await self._launch(self._listen if attempt <= _KEPT_PORT_ATTEMPTS else self._config.listen)

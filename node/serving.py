@@ -92,8 +92,13 @@ class Serving:
         """Run `work` beside, until it is done or this is closed."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
         return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            log.error("%s failed", task.get_coro(), exc_info=error)
 
     async def close(self) -> None:
         """Take no more; give streams at their end another second, then break off everything."""

@@ -228,6 +228,19 @@ class TestSupervision:
 
         run(directory, body)
 
+    def test_closing_while_the_daemon_is_down(self, directory: Path) -> None:
+        async def body(make: Make) -> None:
+            a, b = await make(), await make()
+            await a.connect(b.addresses[0], soon())
+            os.kill(pid_of(a), signal.SIGKILL)
+            opening = asyncio.create_task(ping(a, b.me))
+            await until(lambda: a.daemon_pid is None, 5)
+            await a.__aexit__()
+            with pytest.raises(PeerGone, match="closed"):
+                await opening
+
+        run(directory, body)
+
     def test_a_frozen_daemon_is_closed_too(self, directory: Path) -> None:
         async def body(make: Make) -> None:
             os.kill(pid_of(await make()), signal.SIGSTOP)

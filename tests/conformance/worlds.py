@@ -1,6 +1,7 @@
 """Implementations of `Transport` that the conformance suite runs over, each with its own event loop and disasters.
 
-To add one: write a class with `World`'s method and add it to `WORLDS`.
+To add one: write a class with `World`'s method, whose `run` makes a loop and gives `body` an object like `Peers`, and
+add it to `WORLDS`. `Peers.transports` must know each other's addresses.
 """
 
 from __future__ import annotations
