@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -81,7 +80,6 @@ class Replica:
             def offer(work: Work) -> None:
                 session.ready(replace(work, state_root=head.state_root))
 
-            offer(Work(tokens=0, loss=math.nan, seconds=0.0, norm=0.0))
             work = await self.trainer.train(head.key, session.cut, offer)
             watch.lap("train")
             await self._outgoing()

@@ -154,12 +154,13 @@ class Shift:
 
     def work(self) -> Work:
         """The work since the anchor was written."""
+        tokens = self._carried + self._tokens
         return Work(
-            tokens=self._carried + self._tokens,
+            tokens=tokens,
             loss=self._loss / self._tokens if self._tokens else math.nan,
             seconds=self._seconds,
             step_seconds=self._step_seconds,
-            norm=self._norm(),
+            norm=self._norm() if tokens else 0.0,
             complete=self._steps >= self._inner_steps,
         )
 
@@ -224,6 +225,7 @@ class InlineTrainer:
         loop = asyncio.get_running_loop()
         shift = self.shift
         shift.begin(key.round)
+        progress(shift.work())
         mark = loop.time()
         while not cut.is_set():
             await asyncio.sleep(self.step_seconds)

@@ -53,7 +53,8 @@ class Butterfly:
         self.codec = codec(settings.codec)
         self.me = Member(host.me, settings.incarnation)
         self.ledger = Ledger()
-        self._session: _Session | None = None
+        # The last round's session stays: who was slow to hand in fetches the reduced parts from it.
+        self._sessions: dict[int, _Session] = {}
         self._entered = Bell()
         self._round = -1
         host.transport.serve(CONTROL, self._on_control)
@@ -77,12 +78,13 @@ class Butterfly:
             post = Post(self.host, CONTROL, self.ledger, group, deadline)
             session = _Session(self, terrain, post)
             calling = group.create_task(session.call.coordinate()) if session.call.coordinator == self.me.peer else None
-            self._session, self._round = session, key.round
+            self._round = key.round
+            self._sessions = {number: old for number, old in self._sessions.items() if number == key.round - 1}
+            self._sessions[key.round] = session
             self._entered.ring()
             try:
                 yield session
             finally:
-                self._session = None
                 session.call.close()
                 post.close()
                 if calling:
@@ -95,9 +97,8 @@ class Butterfly:
                 raise BadPayload(f"{type(message).__name__} on a control stream")
             session = await self._session_for(peer, message.key)
             if session is None:
-                if message.key.round < self._round - 1:
-                    raise BadPayload(f"a stale {type(message).__name__} of round {message.key.round}")
-            elif isinstance(message, wire.Ready):
+                raise BadPayload(f"a stale {type(message).__name__} of round {message.key.round}")
+            if isinstance(message, wire.Ready):
                 session.call.on_ready(peer, message.offer)
             else:
                 session.call.on_plan(peer, message)
@@ -112,26 +113,21 @@ class Butterfly:
             await reducer.serve(peer, stream)
 
     async def _session_for(self, peer: PeerId, key: RoundKey) -> _Session | None:
-        """The session that a frame is bound to, waited for if its round has not begun here; None if it is over.
+        """The session that a frame is bound to, waited for if its round has not begun here; None if it is long over.
 
         Raises:
             BadPayload: the frame is of another run, scope, lineage or fragment.
             PeerSilent: we did not enter that round in time.
         """
-
-        def known() -> bool:
-            return key.round < self._round or (key.round == self._round and self._session is not None)
-
+        deadline = asyncio.get_running_loop().time() + PARK_SECONDS
         try:
-            await self._entered.until(known, asyncio.get_running_loop().time() + PARK_SECONDS)
+            await self._entered.until(lambda: key.round <= self._round, deadline)
         except TimeoutError:
             raise PeerSilent(peer, f"round {key.round} did not begin here") from None
-        if key.round < self._round:
-            return None
-        assert self._session is not None
-        if self._session.key != key:
+        session = self._sessions.get(key.round)
+        if session is not None and session.key != key:
             raise BadPayload(f"a frame of another run or lineage, round {key.round}")
-        return self._session
+        return session
 
 
 class _Session:

@@ -64,6 +64,7 @@ class Call:
         self._complete_seconds: dict[PeerId, float] = {}
         self._announced: Offer | None = None
         self._bell = Bell()
+        self._cut_at = terrain.deadline
         self._timer = asyncio.get_running_loop().call_at(terrain.deadline, self.cut.set)
 
     def close(self) -> None:
@@ -91,6 +92,8 @@ class Call:
         self._take(offer)
         if self.terms is None:
             self._announce(offer)
+        else:
+            self._arm()
 
     def _announce(self, offer: Offer) -> None:
         sent = self._announced
@@ -175,8 +178,16 @@ class Call:
             raise BadPayload("a second plan for one round")
         self.terms = planning.terms(plan)
         loop = asyncio.get_running_loop()
-        cut = min(self._terrain.deadline, loop.time() + plan.cut_seconds)
-        self.budget_until = min(self._terrain.deadline, cut + plan.budget_seconds)
-        step_seconds = self._offers[self._terrain.me.peer].step_seconds
+        self._cut_at = min(self._terrain.deadline, loop.time() + plan.cut_seconds)
+        self.budget_until = min(self._terrain.deadline, self._cut_at + plan.budget_seconds)
+        self._arm()
+
+    def _arm(self) -> None:
+        """Cut when no further step of ours would end in time; a step's length may be news even after the call."""
+        loop = asyncio.get_running_loop()
+        cut_at = self._cut_at - self._offers[self._terrain.me.peer].step_seconds
         self._timer.cancel()
-        self._timer = loop.call_at(max(loop.time(), cut - step_seconds), self.cut.set)
+        if cut_at <= loop.time():
+            self.cut.set()
+        else:
+            self._timer = loop.call_at(cut_at, self.cut.set)

@@ -18,7 +18,10 @@ from protocols.wire import Offer, Plan, body
 READY_SHARE = 2 / 3
 FIRST_SHARE = 1 / 3
 PATIENCE = 1.5
-"""A round is called when READY_SHARE are ready, or at PATIENCE times the moment at which FIRST_SHARE were."""
+GRACE = 1.1
+"""A round is called when all are ready, at GRACE times the moment at which READY_SHARE were, or at PATIENCE times the
+moment at which FIRST_SHARE were. The grace costs nothing, since those who are ready train on, and spares a swarm of
+equals from calling its last member with an old offer."""
 
 WEIGHT_CAP = 10.0
 """No weight exceeds this multiple of the median: honest speeds differ tenfold, and no claim may buy more."""
@@ -41,15 +44,16 @@ def call_after(complete_seconds: Sequence[float], members: int) -> float | None:
         members: size of the roster.
 
     Returns:
-        The moment, which may be past; None while too few are complete to say.
+        The moment, which may be past (0 when all are complete); None while too few are complete to say.
     """
     done = sorted(complete_seconds)
+    if len(done) == members:
+        return 0.0
     first, enough = math.ceil(members * FIRST_SHARE), math.ceil(members * READY_SHARE)
-    if len(done) >= enough:
-        return min(done[enough - 1], PATIENCE * done[first - 1])
-    if len(done) >= first:
-        return PATIENCE * done[first - 1]
-    return None
+    if len(done) < first:
+        return None
+    last = PATIENCE * done[first - 1]
+    return min(GRACE * done[enough - 1], last) if len(done) >= enough else last
 
 
 def weights(tokens: Sequence[int]) -> tuple[float, ...]:
@@ -73,23 +77,23 @@ def clip_factors(norms: Sequence[float]) -> tuple[float, ...]:
     return tuple(min(1.0, cap / norm) if norm > 0 else 1.0 for norm in norms)
 
 
-def shares(bandwidths: Sequence[float]) -> tuple[float, ...]:
-    """Part shares f, summing to 1, that minimise the slowest peer's time.
+def shares(bandwidths: Sequence[float], able: Sequence[bool]) -> tuple[float, ...]:
+    """Part shares f, summing to 1, that minimise the slowest peer's time; 0 for those not able to reduce.
 
     Peer i sends S·[1 + (N-2)·f_i] bytes, so the least T with f_i = max(0, (T·b_i/S - 1)/(N-2)) and sum 1 is optimal
     (water filling): peers too slow to do more than hand in their own vector reduce nothing.
     """
     count = len(bandwidths)
     if count <= 2:
-        return (1.0 / count,) * count
-    order = sorted(range(count), key=lambda i: -bandwidths[i])
+        return tuple(float(one) / sum(able) for one in able)
+    order = sorted((i for i in range(count) if able[i]), key=lambda i: -bandwidths[i])
     total, time = 0.0, math.inf
     for taken, i in enumerate(order, start=1):
         if time * bandwidths[i] <= 1.0:
             break
         total += bandwidths[i]
         time = (count - 2 + taken) / total
-    raw = [max(0.0, (time * b - 1.0) / (count - 2)) for b in bandwidths]
+    raw = [max(0.0, time * b - 1.0) if one else 0.0 for b, one in zip(bandwidths, able, strict=True)]
     return tuple(share / sum(raw) for share in raw)
 
 
@@ -124,8 +128,10 @@ def draw(
         elapsed_seconds: since the round began.
     """
     members = tuple(sorted(offers, key=lambda offer: offer.member))
+    # One that has nothing to hand in may be in the middle of its first step: nobody waits for it to reduce anything.
+    able = [offer.tokens > 0 for offer in members]
     bandwidths = [offer.bandwidth for offer in members]
-    fractions = shares(bandwidths)
+    fractions = shares(bandwidths, able if any(able) else [True] * len(members))
     seconds = expected_seconds(fractions, bandwidths, int(elements * bytes_per_element))
     return Plan(
         key=key,

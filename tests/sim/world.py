@@ -89,8 +89,10 @@ def resolve(scenario: Scenario) -> Scenario:
     rng = random.Random(f"world/{scenario.seed}")
     pace = rng.uniform(0.05, 0.5)
     steps = [pace * rng.uniform(0.9, 1.1) for _ in range(scenario.peers)]
-    links = [rng.choice((1.25e6, 12.5e6)) * rng.uniform(0.8, 1.2) for _ in range(scenario.peers)]
-    elements = rng.choice((3, 64, 1000, 5000, 20_000))
+    # A liar needs somebody to lie to: where one peer has all the bandwidth, it reduces everything.
+    rates = (12.5e6,) if scenario.fault == "lies" else (1.25e6, 12.5e6)
+    links = [rng.choice(rates) * rng.uniform(0.8, 1.2) for _ in range(scenario.peers)]
+    elements = rng.choice((5000, 20_000) if scenario.fault == "lies" else (3, 64, 1000, 5000, 20_000))
     chosen = rng.choice(sorted(CODECS))
     lie = rng.choice(LIES)
     if scenario.fault == "slow":
