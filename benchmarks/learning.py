@@ -321,7 +321,7 @@ def _wanted(experiments: Sequence[str], name: str, seeds: range, few: range) -> 
         if experiment == "pairs":
             yield from (run for seed in seeds for run in _pair(name, seed))
         elif experiment == "drop":
-            yield from (run for seed in few for run in _dropped(name, seed))
+            yield from (run for seed in seeds for run in _dropped(name, seed))
         else:
             yield from (run for seed in few for run in _swept(seed))
 
@@ -329,7 +329,7 @@ def _wanted(experiments: Sequence[str], name: str, seeds: range, few: range) -> 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.learning", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("experiment", choices=("pairs", "sweep", "drop", "all", "check"))
-    parser.add_argument("--seeds", type=int, default=5, help="seeds of pairs; sweep and drop take at most 3 of them")
+    parser.add_argument("--seeds", type=int, default=5, help="seeds of pairs and drop; the sweep takes at most 3 of them")
     parser.add_argument("--preset", default=DEFAULT_PRESET, help=f"of pairs and drop; the sweep's is {SWEEP_PRESET}")
     parser.add_argument("--json", type=Path, help="where the runs are kept")
     parser.add_argument("--resume", action="store_true", help="go on with the runs in that file")
@@ -353,7 +353,7 @@ def main(arguments: list[str] | None = None) -> int:
     if "sweep" in experiments:
         print_sweep(few, book.loss)
     if "drop" in experiments:
-        print_drop(options.preset, few, book.loss)
+        print_drop(options.preset, seeds, book.loss)
     return 0
 
 
