@@ -385,6 +385,8 @@ class TestProcesses:
                 *(sys.executable, "-W", "ignore", "-m", "tests.conformance.other_process", str(directory / "other")),
                 stdin=PIPE,
                 stdout=PIPE,
+                env=os.environ
+                | {"TMPDIR": tempfile.mkdtemp(dir=directory)},  # where a killed process leaves its sockets
             )
             try:
                 assert other.stdout is not None
