@@ -20,6 +20,7 @@ import uvloop
 from node import identity
 from node.libp2p import LibP2PConfig, LibP2PTransport
 from protocols.base import PeerId, Transport
+from tests.conformance.simulated import SimWorld
 
 
 class Peers(Protocol):
@@ -127,4 +128,4 @@ def running_daemons() -> list[int]:
     return [int(pid) for pid in children if Path(f"/proc/{pid}/comm").read_text().strip() == "p2pd"]
 
 
-WORLDS: dict[str, Callable[[], World]] = {"libp2p": LibP2PWorld}
+WORLDS: dict[str, Callable[[], World]] = {"sim": SimWorld, "libp2p": LibP2PWorld}

@@ -1,8 +1,8 @@
 """A simulated network: `Transport` with latency, bandwidth, back-pressure, refusals, resets and silence.
 
 Streams behave as TCP's and libp2p's do: what was sent before a process was killed still arrives, and then the reset;
-a blocked link loses nothing but delays everything until it heals; a stream opens without a round trip, as a known
-protocol on a live libp2p connection does.
+a blocked link loses nothing but delays everything until it heals; opening a stream takes a round trip, so that a
+refusal is definite.
 """
 
 from __future__ import annotations
@@ -265,31 +265,39 @@ class SimNetwork:
 
     async def connect(self, node: Node, peer: PeerId, method: str, deadline: Deadline) -> SimPipe:
         """The opener's end of a new stream; the peer's handler starts when the opening arrives."""
-        target = self.nodes.get(peer)
         if not node.process.alive:
             raise PeerGone(peer, "this process is dead")
+        answer: asyncio.Future[SimPipe | None] = asyncio.get_running_loop().create_future()
+        self._travel(node.peer, peer, 0.0, lambda: self._knock(node, peer, method, answer))
+        try:
+            async with asyncio.timeout_at(deadline):
+                end = await answer
+        except TimeoutError:
+            raise PeerSilent(peer, "no answer before the deadline") from None
+        if end is None:
+            raise PeerGone(peer, f"cannot be reached, or does not serve {method}")
+        return end
+
+    def _knock(self, node: Node, peer: PeerId, method: str, answer: asyncio.Future[SimPipe | None]) -> None:
+        """An opening arrives; the answer goes back."""
+        target = self.nodes.get(peer)
         if target is None or not target.process.alive or method not in target.handlers:
-            await self._refused(peer, self.link(node.peer, peer), deadline)
-            raise PeerGone(peer, "cannot be reached" if target is None else f"does not serve {method}")
+            self._travel(peer, node.peer, 0.0, lambda: answer.done() or answer.set_result(None))
+            return
         self._streams += 1
         mine, theirs = SimPipe(self, node, self._streams), SimPipe(self, target, self._streams)
         mine.other, theirs.other = theirs, mine
-        node.ends[mine.number] = mine
-        self._travel(node.peer, peer, 0.0, lambda: self._accept(target, node.peer, method, theirs))
-        return mine
+        self._accept(target, node.peer, method, theirs)
+        self._travel(peer, node.peer, 0.0, lambda: self._answered(mine, answer))
 
-    async def _refused(self, peer: PeerId, link: Link, deadline: Deadline) -> None:
-        """A refusal takes a round trip; over a blocked link it never comes."""
-        wait = float("inf") if link.blocked else 2 * link.latency_seconds
-        remaining = deadline - _now()
-        await asyncio.sleep(max(0.0, min(wait, remaining)))
-        if wait > remaining:
-            raise PeerSilent(peer, "no answer before the deadline")
+    def _answered(self, end: SimPipe, answer: asyncio.Future[SimPipe | None]) -> None:
+        if answer.done() or not end.node.process.alive:  # the caller gave up, or died
+            end.reset()
+            return
+        end.node.ends[end.number] = end
+        answer.set_result(end)
 
     def _accept(self, node: Node, source: PeerId, method: str, end: SimPipe) -> None:
-        if not node.process.alive:
-            self.departing(end, _RESET)
-            return
         node.ends[end.number] = end
         token = PROCESS.set(node.process)
         try:
