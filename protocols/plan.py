@@ -19,9 +19,11 @@ READY_SHARE = 2 / 3
 FIRST_SHARE = 1 / 3
 PATIENCE = 1.5
 GRACE = 1.1
+MARGIN_SECONDS = 0.25
 """A round is called when all are ready, at GRACE times the moment at which READY_SHARE were, or at PATIENCE times the
 moment at which FIRST_SHARE were. The grace costs nothing, since those who are ready train on, and spares a swarm of
-equals from calling its last member with an old offer."""
+equals from calling its last member with an old offer. Both leave MARGIN_SECONDS for offers to travel, which matters
+to rounds as short as that."""
 
 WEIGHT_CAP = 10.0
 """No weight exceeds this multiple of the median: honest speeds differ tenfold, and no claim may buy more."""
@@ -52,8 +54,12 @@ def call_after(complete_seconds: Sequence[float], members: int) -> float | None:
     first, enough = math.ceil(members * FIRST_SHARE), math.ceil(members * READY_SHARE)
     if len(done) < first:
         return None
-    last = PATIENCE * done[first - 1]
-    return min(GRACE * done[enough - 1], last) if len(done) >= enough else last
+    last = _later(done[first - 1], PATIENCE)
+    return min(_later(done[enough - 1], GRACE), last) if len(done) >= enough else last
+
+
+def _later(seconds: float, factor: float) -> float:
+    return max(factor * seconds, seconds + MARGIN_SECONDS)
 
 
 def weights(tokens: Sequence[int]) -> tuple[float, ...]:

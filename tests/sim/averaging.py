@@ -1,0 +1,98 @@
+"""One round of averaging over given vectors, without trainers: what the protocol does with exactly these inputs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from protocols import PROTOCOLS
+from protocols.base import Deadline, Host, Mean, Member, PeerId, RoundKey, Settings, Vector, Work
+from protocols.record import genesis
+from protocols.vectors import norm
+from tests.sim import loop as simloop
+from tests.sim.host import sim_host
+from tests.sim.lies import LyingStream
+from tests.sim.network import SimNetwork, Trace
+
+RUN = bytes(32)
+
+
+@dataclass(slots=True)
+class Averaged:
+    """What came of it, in the order of the vectors."""
+
+    means: list[Mean]
+    results: list[Vector]
+    sent_bytes: list[int]
+    seconds: float
+    peers: tuple[PeerId, ...]
+
+
+@dataclass(slots=True)
+class Group:
+    """A group of peers, each with a vector and what it claims for it.
+
+    Attributes:
+        tokens, bandwidths, step_seconds: of each peer.
+        lies: peer index -> lie (`tests.sim.lies`).
+        before: called with the network when everybody has joined.
+    """
+
+    vectors: Sequence[Vector]
+    tokens: Sequence[int]
+    bandwidths: Sequence[float]
+    codec: str = "fp32"
+    chunk_elements: int = 1 << 18
+    protocol: str = "butterfly"
+    lies: dict[int, str] = field(default_factory=dict)
+    before: Callable[[SimNetwork], None] = lambda network: None
+
+    def average(self) -> Averaged:
+        """Run one round to its end."""
+        return simloop.run(self._run())
+
+    async def _run(self) -> Averaged:
+        loop = asyncio.get_running_loop()
+        network = SimNetwork(Trace())
+        peers = tuple(f"p{index:02}" for index in range(len(self.vectors)))
+        hosts = []
+        for index, peer in enumerate(peers):
+            transport = network.join(peer, self.bandwidths[index])
+            host = sim_host(network, transport, 1, {})
+            if index in self.lies:
+                lie, signer = self.lies[index], host.signer
+                transport.disguise = lambda method, stream, pipe, lie=lie, signer=signer: LyingStream(  # type: ignore[misc]
+                    stream, pipe, lie, signer
+                )
+            hosts.append(host)
+        self.before(network)
+        key = RoundKey(RUN, "run", genesis(RUN), 0)
+        roster = tuple(Member(peer) for peer in peers)
+        results = [torch.full_like(vector, torch.nan) for vector in self.vectors]
+        jobs = [
+            self._member(index, host, key, roster, results[index], loop.time() + 600.0)
+            for index, host in enumerate(hosts)
+        ]
+        means = await asyncio.gather(*jobs)
+        seconds = loop.time()
+        await asyncio.sleep(60.0)  # what still serves others ends
+        if network.bugs:
+            raise network.bugs[0]
+        sent = [network.nodes[peer].sent_bytes for peer in peers]
+        return Averaged(list(means), results, sent, seconds, peers)
+
+    async def _member(
+        self, index: int, host: Host, key: RoundKey, roster: tuple[Member, ...], into: Vector, deadline: Deadline
+    ) -> Mean:
+        vector = self.vectors[index]
+        settings = Settings(self.codec, (len(vector),), self.chunk_elements, self.bandwidths[index])
+        averager = PROTOCOLS[self.protocol](host, settings)
+        tokens = self.tokens[index]
+        work = Work(tokens, 0.0, 1.0, norm([vector]) if tokens else 0.0, complete=True)
+        async with averager.enter(key, roster, deadline) as session:
+            session.ready(work)
+            await session.cut.wait()
+            return await session.mean([vector], work, [into])
