@@ -1,0 +1,194 @@
+"""The simulated swarm: deterministic, fair to unequal peers, honest at its command line, and able to fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from node.round import Replica
+from protocols.reduce import Reducer
+from tests.sim.__main__ import main
+from tests.sim.lies import LIES
+from tests.sim.world import FAULTS, Outcome, Scenario, play
+
+
+def test_the_same_seed_gives_the_same_trace_fifty_times() -> None:
+    scenario = Scenario(peers=4, rounds=2, seed=7, fault="slow")
+    assert len({play(scenario).trace.digest() for _ in range(50)}) == 1
+
+
+def test_other_seeds_give_other_traces() -> None:
+    assert len({play(Scenario(peers=3, rounds=1, seed=seed)).trace.digest() for seed in range(5)}) == 5
+
+
+def test_the_trace_does_not_depend_on_the_hash_seed_of_the_process() -> None:
+    code = (
+        "from tests.sim.world import *; print(play(Scenario(peers=4, rounds=2, seed=3, fault='lies')).trace.digest())"
+    )
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=50,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(digests) == 1
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("batch", range(4))
+def test_a_hundred_seeds_without_a_violation(fault: str, batch: int) -> None:
+    """Every honest peer commits every round, with the same bits; liars are named; nothing is left over."""
+    for seed in range(25 * batch, 25 * batch + 25):
+        outcome = play(Scenario(peers=5, rounds=4, seed=seed, fault=fault))
+        assert outcome.violations == [], f"seed {seed}"
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_every_lie_is_survived_round_after_round(lie: str) -> None:
+    outcome = play(Scenario(peers=4, rounds=5, seed=11, fault="lies", lie=lie, inner_steps=4))
+    assert outcome.violations == []
+    assert len(outcome.reports("committed")) == 3 * 5
+
+
+def test_a_peer_alone_never_waits() -> None:
+    outcome = play(Scenario(peers=1, rounds=5, seed=1, inner_steps=10))
+    (history,) = outcome.histories.values()
+    assert [report["outcome"] for report in history] == ["alone"] * 5
+    assert all(report["seconds_wait"] + report["seconds_average"] < 0.01 for report in history)
+
+
+def unequal(*step_seconds: float) -> Outcome:
+    """A run of peers that differ in nothing but their speed; rounds of 50 inner steps."""
+    count = len(step_seconds)
+    scenario = Scenario(
+        peers=count,
+        rounds=4,
+        seed=5,
+        inner_steps=50,
+        elements=20_000,
+        codec="fp32",
+        chunk_elements=4096,
+        uplinks=(12.5e6,) * count,
+        step_seconds=step_seconds,
+    )
+    outcome = play(scenario)
+    assert outcome.violations == []
+    return outcome
+
+
+def training_share(outcome: Outcome, peer: str) -> float:
+    """Of the time that its rounds took, how much a peer spent training."""
+    history = outcome.histories[peer]
+    trained = sum(report["seconds_train"] for report in history)
+    return trained / (history[-1]["time"] - 1_800_000_000.0)
+
+
+def test_one_slow_of_four_is_cut_where_it_stands_and_counts() -> None:
+    """Three ready of four is enough: the slow one's tokens count, and the fast lose less than 5 % of their time."""
+    outcome = unequal(0.1, 0.1, 0.1, 1.0)
+    for report in outcome.reports("committed"):
+        assert set(report["peers"]) == {"p0", "p1", "p2", "p3"}
+    slow, fast = outcome.histories["p3"], outcome.histories["p0"]
+    assert all(0 < report["weight"] <= report["tokens"] for report in slow)
+    assert sum(report["weight"] for report in slow) >= 0.8 * sum(report["tokens"] for report in slow)
+    assert sum(report["tokens"] for report in slow) >= 0.09 * sum(report["tokens"] for report in fast)
+    assert min(training_share(outcome, peer) for peer in ("p0", "p1", "p2")) > 0.95
+
+
+def test_three_fast_with_three_ten_times_slower() -> None:
+    """Half ready is not two thirds: the call comes at 1.5 times the first third; the fast train on until then."""
+    outcome = unequal(0.1, 0.1, 0.1, 1.0, 1.0, 1.0)
+    history = outcome.histories["p0"]
+    for report in history:
+        assert set(report["peers"]) == {f"p{index}" for index in range(6)}
+        assert 7.5 <= report["seconds_train"] <= 9.0
+    assert min(training_share(outcome, peer) for peer in ("p0", "p1", "p2")) > 0.95
+    tokens = {peer: sum(report["tokens"] for report in outcome.histories[peer]) for peer in outcome.histories}
+    assert all(0.08 * tokens["p0"] <= tokens[slow] <= 0.12 * tokens["p0"] for slow in ("p3", "p4", "p5"))
+
+
+def test_a_step_longer_than_a_whole_round_holds_nobody_up() -> None:
+    """Its first step is still under way when the round is called: it brings nothing now, and its step later."""
+    outcome = unequal(0.1, 0.1, 0.1, 7.0)
+    assert min(training_share(outcome, peer) for peer in ("p0", "p1", "p2")) > 0.9
+    assert max(report["weight"] for report in outcome.histories["p3"]) > 0
+
+
+# -- the command line ------------------------------------------------------------------------------------------------
+
+
+def test_the_last_thing_printed_is_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--peers", "3", "--rounds", "2", "--seeds", "0:2", "--faults", "all", "--json"]) == 0
+    out, err = capsys.readouterr()
+    result = json.loads(out)
+    assert err == ""
+    assert result["protocol"] == "butterfly" and result["peers"] == 3
+    assert result["rounds_committed"] == 2 * 2 * len(FAULTS) and result["rounds_skipped"] == 0
+    assert result["violations"] == []
+    assert result["virtual_seconds"] > 0 and result["real_seconds"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--protocol", "ring-of-fire"], "ring-of-fire"),
+        (["--codec", "fp7"], "fp7"),
+        (["--peers", "0"], "at least 1"),
+        (["--peers", "-3"], "at least 1"),
+        (["--rounds", "many"], "at least 1"),
+        (["--inner-steps", "-5"], "at least 1"),
+        (["--seeds", "9:3"], "holds no seeds"),
+        (["--seeds", "x"], "neither a seed nor a range"),
+        (["--faults", "locusts"], "locusts"),
+        (["--sedes", "1"], "--sedes"),
+    ],
+)
+def test_bad_input_gets_one_clear_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments)
+    out, err = capsys.readouterr()
+    assert exit_.value.code == 2
+    assert out == "" and err.count("\n") == 1 and words in err
+
+
+def test_a_violation_names_its_seed_and_how_to_replay_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A planted bug: one peer steps twice as far as the others."""
+    step = Replica._apply
+
+    async def wrong(self: Replica, *arguments: object) -> bool:
+        finite = await step(self, *arguments)  # type: ignore[arg-type]
+        if self.averager.me.peer == "p1":
+            self.anchor.mul_(2.0)
+            await self.settle()
+        return finite
+
+    monkeypatch.setattr(Replica, "_apply", wrong)
+    assert main(["--peers", "3", "--rounds", "1", "--seeds", "4"]) == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out.splitlines()[-1])["violations"][0]["invariant"] == "same-bits"
+    assert "python -m tests.sim --protocol butterfly --peers 3 --rounds 1 --seeds 4 --faults none" in err
+
+
+def test_a_reducer_that_sends_different_bytes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted bug in the protocol: the mean is encoded anew, with other bits, for the reducer itself."""
+    close = Reducer._close
+
+    def wrong(self: Reducer, index: int) -> tuple[int, dict[str, str]]:
+        result = close(self, index)
+        data = self.task.held.chunk(self.part, index)
+        data[0] ^= 1
+        return result
+
+    monkeypatch.setattr(Reducer, "_close", wrong)
+    assert play(Scenario(peers=3, rounds=1, seed=4)).violations
