@@ -43,12 +43,11 @@ def test_the_trace_does_not_depend_on_the_hash_seed_of_the_process() -> None:
     assert len(digests) == 1
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("batch", range(4))
-def test_a_hundred_seeds_without_a_violation(fault: str, batch: int) -> None:
+@pytest.mark.parametrize("batch", range(5))
+def test_a_hundred_seeds_without_a_violation(batch: int) -> None:
     """Every honest peer commits every round, with the same bits; liars are named; nothing is left over."""
-    for seed in range(25 * batch, 25 * batch + 25):
-        outcome = play(Scenario(peers=5, rounds=4, seed=seed, fault=fault))
+    for seed in range(20 * batch, 20 * batch + 20):
+        outcome = play(Scenario(peers=5, rounds=4, seed=seed, fault=FAULTS[seed % len(FAULTS)]))
         assert outcome.violations == [], f"seed {seed}"
 
 
