@@ -1,0 +1,295 @@
+"""Averaging between processes: the butterfly over real libp2p, beside the time that moving its bytes alone takes.
+
+    python -m benchmarks.averaging --peers 4 --megabytes 100 --codec fp32 --rounds 3 [--json]
+
+Each peer is a process with its own p2pd on the loopback and its own vector. In each round all of them
+
+move      2 (N - 1) / N encoded vectors, what a round sends, to the next peer over one plain stream, nothing reduced
+average   through `protocols.butterfly`, from the cut to the return of `mean`
+
+The time of a step is that of the swarm: from the first peer's start to the last one's end. Results must be the same
+bits everywhere, and the float64 mean computed here from the same seeds, within the codec's bound; else the exit code
+is 1. Processor seconds are of the peers' processes and of their p2pds, between the first start and the last end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import tempfile
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import median
+from typing import Any, NoReturn, Self
+
+import psutil
+import torch
+
+from benchmarks.averaging_peer import Setup
+from protocols.codec import CODECS
+from protocols.wire import MAX_ROSTER
+
+BOUNDS = {"fp32": 1e-6, "fp16": 1e-3, "bf16": 1e-2, "int8": 3e-2}
+"""Relative L2 error of a mean of normal vectors: each travels once, and the mean once more."""
+START_SECONDS = 60.0
+STOP_SECONDS = 10.0
+SPARE_SECONDS = 60.0
+"""What an answer may take beyond the round's own deadline."""
+
+Answer = dict[str, Any]
+
+
+class SwarmError(Exception):
+    """A peer's process ended or says nothing."""
+
+
+class Swarm:
+    """Peers in processes of their own. Nothing of it outlives `async with`.
+
+    Attributes:
+        ups: what each peer said when it was up: its id and address, its process id and its p2pd's.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="starling-bench-")
+        self.setup = replace(setup, directory=self._directory.name)
+        self.ups: list[Answer] = []
+        self._processes: list[Process] = []
+
+    async def __aenter__(self) -> Self:
+        try:
+            for rank in range(self.setup.peers):
+                self._processes.append(await self._start(rank))
+            self.ups = await self._all("up", START_SECONDS)
+            await self.all("connect", peers=[(up["peer"], up["address"]) for up in self.ups])
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        try:
+            for process in self._processes:
+                assert process.stdin is not None
+                process.stdin.close()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(STOP_SECONDS):
+                    await asyncio.gather(*(process.wait() for process in self._processes))
+        finally:
+            for process in self._processes:
+                if process.returncode is None:
+                    process.kill()  # its p2pd dies with it
+                await process.wait()
+            self._directory.cleanup()
+
+    async def _start(self, rank: int) -> Process:
+        setup = asdict(replace(self.setup, rank=rank))
+        return await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "benchmarks.averaging_peer", json.dumps(setup),
+            stdin=PIPE, stdout=PIPE, cwd=Path(__file__).parents[1],
+            start_new_session=True,  # Ctrl-C is for us; they end when their input does
+        )  # fmt: skip
+
+    async def all(self, command: str, **arguments: Any) -> list[Answer]:
+        """Give all peers a command; their answers, by rank.
+
+        Raises:
+            SwarmError: a peer ended, or did not answer in time.
+        """
+        for rank in range(self.setup.peers):
+            self.tell(rank, command, **arguments)
+        return await self._all(command, self.setup.deadline_seconds + SPARE_SECONDS)
+
+    def tell(self, rank: int, command: str, **arguments: Any) -> None:
+        pipe = self._processes[rank].stdin
+        assert pipe is not None
+        pipe.write(json.dumps({"do": command, **arguments}).encode() + b"\n")
+
+    async def hear(self, rank: int, event: str, seconds: float) -> Answer:
+        """The next `event` of a peer; what else it says before is dropped."""
+        output = self._processes[rank].stdout
+        assert output is not None
+        try:
+            async with asyncio.timeout(seconds):
+                while line := await output.readline():
+                    answer: Answer = json.loads(line)
+                    if answer.pop("event") == event:
+                        return answer
+        except TimeoutError:
+            raise SwarmError(f"peer {rank} did not say {event!r} within {seconds:g} s") from None
+        raise SwarmError(f"the process of peer {rank} ended before it said {event!r}")
+
+    async def _all(self, event: str, seconds: float) -> list[Answer]:
+        return list(await asyncio.gather(*(self.hear(rank, event, seconds) for rank in range(self.setup.peers))))
+
+    async def metered(self, command: str, **arguments: Any) -> list[Answer]:
+        """As `all`; the answers hold the processor seconds that went by, too."""
+        before = [_cpu_seconds(up) for up in self.ups]
+        answers = await self.all(command, **arguments)
+        for up, answer, (process, daemon) in zip(self.ups, answers, before, strict=True):
+            now = _cpu_seconds(up)
+            answer |= {"cpu": now[0] - process, "daemon_cpu": now[1] - daemon}
+        return answers
+
+    def left_over(self) -> list[int]:
+        """The ids of processes of this swarm that are still there."""
+        return [up[kind] for up in self.ups for kind in ("pid", "daemon") if psutil.pid_exists(up[kind])]
+
+
+def _cpu_seconds(up: Answer) -> tuple[float, float]:
+    process, daemon = (psutil.Process(up[kind]).cpu_times() for kind in ("pid", "daemon"))
+    return process.user + process.system, daemon.user + daemon.system
+
+
+def relative_error(setup: Setup, number: int) -> float:
+    """Relative L2 distance of rank 0's result from the weighted mean in float64, piece by piece."""
+    result = torch.from_file(str(setup.result), shared=False, size=setup.elements, dtype=torch.float32)
+    total = sum(setup.tokens(rank) for rank in range(setup.peers))
+    off, whole = 0.0, 0.0
+    for pieces in zip(*(setup.pieces(rank, number) for rank in range(setup.peers)), strict=True):
+        low = pieces[0][0]
+        mean = torch.zeros(len(pieces[0][1]), dtype=torch.float64)
+        for rank, (_, piece) in enumerate(pieces):
+            mean += piece.double() * (setup.tokens(rank) / total)
+        off += float((result[low : low + len(mean)].double() - mean).square().sum())
+        whole += float(mean.square().sum())
+    return float((off / whole) ** 0.5)
+
+
+async def play_round(swarm: Swarm, number: int, floor: bool = True) -> Answer:
+    """One round: the floor, the averaging, and what they came to."""
+    await swarm.all("make", round=number)
+    moved = await swarm.metered("move") if floor else []
+    averaged = await swarm.metered("average", round=number)
+    results = await swarm.all("digest")
+    error = await asyncio.to_thread(relative_error, swarm.setup, number)
+    report: Answer = {
+        "round": number,
+        "seconds": _span(averaged),
+        "outcomes": [answer["outcome"] for answer in averaged],
+        "identical": len({result["digest"] for result in results}) == 1,
+        "relative_error": error,
+        "peers": [a | r for a, r in zip(averaged, results, strict=True)],
+    }
+    if moved:
+        report |= {"floor_seconds": _span(moved), "floor": moved, "ratio": _span(averaged) / _span(moved)}
+    report["ok"] = report["identical"] and error <= BOUNDS[swarm.setup.codec]
+    return report
+
+
+def _span(answers: Sequence[Answer]) -> float:
+    """From the first start to the last end."""
+    return max(answer["ended"] for answer in answers) - min(answer["began"] for answer in answers)
+
+
+def show(report: Answer) -> None:
+    """Print one round."""
+    same = "the same bits" if report["identical"] else "RESULTS DIFFER"
+    print(
+        f"round {report['round']}: averaged in {report['seconds']:.3f} s; the bytes alone"
+        f" {report['floor_seconds']:.3f} s; ratio {report['ratio']:.2f}; {same}; relative error"
+        f" {report['relative_error']:.1e}{'' if report['ok'] else ': NOT OK'}"
+    )
+    print("  peer  outcome     mean s   cpu s  p2pd s  sent MB  recv MB  lag p99/max ms  busy max ms  RSS MB (peak)")
+    for rank, peer in enumerate(report["peers"]):
+        print(
+            f"  {rank:4}  {peer['outcome']:10}{peer['ended'] - peer['began']:8.3f}{peer['cpu']:8.2f}"
+            f"{peer['daemon_cpu']:8.2f}{peer['sent'] / 1e6:9.1f}{peer['received'] / 1e6:9.1f}"
+            f"{1e3 * peer['lag_p99']:9.0f} /{1e3 * peer['lag_max']:4.0f}{1e3 * peer['busy_max']:13.0f}"
+            f"{peer['rss'] / 1e6:8.0f} ({peer['rss_peak'] / 1e6:.0f})",
+            flush=True,
+        )
+
+
+def summary(reports: Sequence[Answer]) -> Answer:
+    """Least and median over the rounds; processor seconds are the whole swarm's, for one round."""
+
+    def both(values: Sequence[float]) -> tuple[float, float]:
+        return round(min(values), 4), round(median(values), 4)
+
+    def cpu(step: str, kind: str) -> tuple[float, float]:
+        return both([sum(peer[kind] for peer in report[step]) for report in reports])
+
+    return {
+        "seconds": both([report["seconds"] for report in reports]),
+        "floor_seconds": both([report["floor_seconds"] for report in reports]),
+        "ratio": both([report["ratio"] for report in reports]),
+        "cpu": cpu("peers", "cpu"),
+        "daemon_cpu": cpu("peers", "daemon_cpu"),
+        "floor_cpu": cpu("floor", "cpu"),
+        "floor_daemon_cpu": cpu("floor", "daemon_cpu"),
+        "lag_max": max(peer["lag_max"] for report in reports for peer in report["peers"]),
+        "busy_max": max(peer["busy_max"] for report in reports for peer in report["peers"]),
+        "rss_peak": max(peer["rss_peak"] for report in reports for peer in report["peers"]),
+        "ok": all(report["ok"] for report in reports),
+    }
+
+
+async def measure(setup: Setup, rounds: int) -> list[Answer]:
+    """Play the rounds and show each; stops at the first that is not right."""
+    reports: list[Answer] = []
+    async with Swarm(setup) as swarm:
+        for number in range(rounds):
+            reports.append(await play_round(swarm, number))
+            show(reports[-1])
+            if not reports[-1]["ok"]:
+                break
+    return reports
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = _Parser("python -m benchmarks.averaging", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--peers", type=int, default=4, help=f"2 to {MAX_ROSTER} processes (default %(default)s)")
+    parser.add_argument(
+        "--megabytes", type=float, default=100.0, help="of float32 in each vector (default %(default)s)"
+    )
+    parser.add_argument("--codec", choices=sorted(CODECS), default="fp32", help="default %(default)s")
+    parser.add_argument("--rounds", type=int, default=3, help="default %(default)s")
+    parser.add_argument("--json", action="store_true", help="one JSON object with everything, as the last line")
+    options = parser.parse_args(arguments)
+    if not 2 <= options.peers <= MAX_ROSTER:
+        parser.error(f"argument --peers: 2 to {MAX_ROSTER}, not {options.peers}")
+    if not 0.01 <= options.megabytes <= 10_000:
+        parser.error(f"argument --megabytes: 0.01 to 10000, not {options.megabytes:g}")
+    if options.rounds < 1:
+        parser.error(f"argument --rounds: at least 1, not {options.rounds}")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    torch.set_num_threads(1)
+    elements = int(options.megabytes * 250_000)
+    setup = Setup(options.peers, elements, options.codec, deadline_seconds=120 + 2 * options.megabytes)
+    load = os.getloadavg()[0]
+    try:
+        reports = asyncio.run(measure(setup, options.rounds))
+    except SwarmError as error:
+        print(f"benchmarks.averaging: {error}", file=sys.stderr)
+        return 1
+    short = summary(reports)
+    print(
+        f"{options.peers} x {options.megabytes:g} MB, {options.codec}, min / median: averaged in"
+        f" {short['seconds'][0]:.3f} / {short['seconds'][1]:.3f} s; the bytes alone"
+        f" {short['floor_seconds'][0]:.3f} / {short['floor_seconds'][1]:.3f} s;"
+        f" ratio {short['ratio'][0]:.2f} / {short['ratio'][1]:.2f};"
+        f" load before: {load:.1f} on {os.cpu_count()} cores"
+    )
+    if options.json:
+        print(json.dumps({**vars(options), "load": load, "cores": os.cpu_count(), **short, "reports": reports}))
+    return 0 if short["ok"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

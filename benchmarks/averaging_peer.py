@@ -1,0 +1,291 @@
+"""One peer of `benchmarks.averaging`, a process of its own: obeys lines of JSON, ends with its input.
+
+    connect {peers}     (id, address) of all peers, by rank: connects to the others
+    make {round}        draws this rank's vector for the round
+    move {}             the floor: as many bytes as a round sends, over one plain stream to the next peer
+    average {round}     one round of the butterfly; says "cut" before the data phase begins
+    digest              SHA-256 of the result, and what this process holds by now; rank 0 writes the result to a file
+
+Times are seconds of CLOCK_MONOTONIC, which all processes of a machine share.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import math
+import os
+import resource
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import uvloop
+
+from node import identity
+from node.clock import WallClock
+from node.compute import ThreadCompute
+from node.libp2p import LibP2PConfig, LibP2PTransport
+from protocols import PROTOCOLS, wire
+from protocols import record as records
+from protocols.base import (
+    CHUNK_BYTES,
+    Deadline,
+    Host,
+    Member,
+    Outcome,
+    PeerId,
+    RoundKey,
+    Settings,
+    Stream,
+    Vector,
+    Work,
+)
+from protocols.codec import codec
+from protocols.tasks import alongside
+from protocols.vectors import norm
+
+RUN = hashlib.sha256(b"benchmarks.averaging").digest()
+PIECE_ELEMENTS = 1 << 20
+LAG_STEP_SECONDS = 0.005
+MOVE = "starling/benchmark/move/1"
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What all peers of a run share; `rank` and `directory` are one peer's own.
+
+    Attributes:
+        elements: length of the vectors.
+        deadline_seconds: of each round.
+        bandwidth: what every peer declares, bytes/s: decides the budget of the data phase.
+    """
+
+    peers: int
+    elements: int
+    codec: str
+    deadline_seconds: float = 120.0
+    bandwidth: float = 100e6
+    seed: int = 0
+    rank: int = 0
+    directory: str = ""
+
+    def tokens(self, rank: int) -> int:
+        """What a rank's vector weighs: no two the same."""
+        return 1000 + 100 * rank
+
+    def pieces(self, rank: int, number: int) -> Iterator[tuple[int, Vector]]:
+        """A rank's vector for a round, in pieces: (offset, elements). Normal numbers, the same in every process."""
+        for index, low in enumerate(range(0, self.elements, PIECE_ELEMENTS)):
+            name = hashlib.sha256(f"{self.seed}/{rank}/{number}/{index}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(name[:8], "big") >> 1)
+            yield low, torch.randn(min(PIECE_ELEMENTS, self.elements - low), generator=generator)
+
+    @property
+    def result(self) -> Path:
+        """Where rank 0 puts what it got: raw float32."""
+        return Path(self.directory) / "result"
+
+    @property
+    def moved_bytes(self) -> int:
+        """What each peer sends in one round, and receives: 2 (N - 1) / N encoded vectors."""
+        return 2 * codec(self.codec).encoded_bytes(self.elements) * (self.peers - 1) // self.peers
+
+
+class FixedMembers:
+    """`protocols.base.Members` that never change."""
+
+    version = 0
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        self._members = tuple(sorted(members))
+
+    def live(self) -> tuple[Member, ...]:
+        return self._members
+
+    async def changed(self, since: int, deadline: Deadline) -> int:
+        await asyncio.sleep(max(0.0, deadline - asyncio.get_running_loop().time()))
+        return self.version
+
+
+class NoDirectory:
+    """`protocols.base.Directory` without entries: everybody knows everybody."""
+
+    async def announce(self, scope: str, value: bytes, ttl_seconds: float, deadline: Deadline) -> None: ...
+
+    async def find(self, scope: str, limit: int, deadline: Deadline) -> Sequence[tuple[PeerId, bytes]]:
+        return ()
+
+
+class Lag:
+    """How late the event loop runs what is due, and how much processor time its thread takes in between."""
+
+    def __init__(self) -> None:
+        self.late: list[float] = []
+        self.busy: list[float] = []
+
+    @asynccontextmanager
+    async def watched(self) -> AsyncIterator[None]:
+        task = asyncio.create_task(self._watch())
+        try:
+            yield
+        finally:
+            task.cancel()
+
+    async def _watch(self) -> None:
+        while True:
+            began, cpu = time.monotonic(), time.thread_time()
+            await asyncio.sleep(LAG_STEP_SECONDS)
+            self.late.append(max(0.0, time.monotonic() - began - LAG_STEP_SECONDS))
+            self.busy.append(time.thread_time() - cpu)
+
+    def report(self) -> dict[str, float]:
+        late = sorted(self.late) or [0.0]
+        return {
+            "lag_max": late[-1],
+            "lag_p99": late[math.ceil(0.99 * len(late)) - 1],
+            "busy_max": max(self.busy, default=0.0),
+        }
+
+
+class Peer:
+    """This process."""
+
+    def __init__(
+        self, setup: Setup, transport: LibP2PTransport, compute: ThreadCompute, key: identity.Identity
+    ) -> None:
+        self.setup, self.transport, self._compute, self._key = setup, transport, compute, key
+        self._roster: tuple[Member, ...] = ()
+        self._next: PeerId = ""
+        self._lineage = records.genesis(RUN)
+        self._mine, self._into = torch.zeros(setup.elements), torch.zeros(setup.elements)
+        self._norm = 0.0
+        transport.serve(MOVE, self._on_move)
+
+    async def obey(self, commands: asyncio.Queue[dict[str, Any]]) -> None:
+        while True:
+            command = await commands.get()
+            name = command.pop("do")
+            say(event=name, **await getattr(self, name)(**command))
+
+    async def connect(self, peers: list[tuple[PeerId, str]]) -> dict[str, Any]:
+        deadline = asyncio.get_running_loop().time() + self.setup.deadline_seconds
+        for peer, address in peers:
+            if peer != self.transport.me:
+                await self.transport.connect(address, deadline)
+        self._roster = tuple(sorted(Member(peer) for peer, _ in peers))
+        self._next = peers[(self.setup.rank + 1) % len(peers)][0]
+        host = Host(
+            transport=self.transport,
+            directory=NoDirectory(),
+            members=FixedMembers(self._roster),
+            compute=self._compute,
+            clock=WallClock(),
+            signer=self._key,
+            seed=self.setup.seed,
+        )
+        settings = Settings(self.setup.codec, (self.setup.elements,), bandwidth=self.setup.bandwidth)
+        self._averager = PROTOCOLS["butterfly"](host, settings)
+        return {}
+
+    async def make(self, round: int) -> dict[str, Any]:
+        def draw() -> None:
+            for low, piece in self.setup.pieces(self.setup.rank, round):
+                self._mine[low : low + len(piece)] = piece
+            self._norm = norm([self._mine])
+            self._into.fill_(math.nan)
+
+        await self._compute.run(draw, 4 * self.setup.elements)
+        return {}
+
+    async def move(self) -> dict[str, Any]:
+        began = time.monotonic()
+        data = memoryview(bytearray(CHUNK_BYTES))
+        deadline = asyncio.get_running_loop().time() + self.setup.deadline_seconds
+        async with self.transport.open(self._next, MOVE, deadline) as stream:
+            for index, low in enumerate(range(0, self.setup.moved_bytes, CHUNK_BYTES)):
+                piece = data[: min(CHUNK_BYTES, self.setup.moved_bytes - low)]
+                await stream.send(wire.Chunk(index, len(piece)), piece)
+            await stream.receive(64)  # it has arrived
+            return {"began": began, "ended": time.monotonic(), "sent": stream.bytes_sent}
+
+    async def _on_move(self, peer: PeerId, stream: Stream) -> None:
+        buffer, left = memoryview(bytearray(CHUNK_BYTES)), self.setup.moved_bytes
+        while left > 0:
+            size = wire.expect(await stream.receive(64), wire.Chunk).size
+            await stream.receive_into(buffer[:size])
+            left -= size
+        await stream.send(wire.Chunk(0, 0))
+
+    async def average(self, round: int) -> dict[str, Any]:
+        work = Work(tokens=self.setup.tokens(self.setup.rank), loss=0.0, seconds=1.0, norm=self._norm, complete=True)
+        key = RoundKey(RUN, "benchmark", self._lineage, round)
+        deadline = asyncio.get_running_loop().time() + self.setup.deadline_seconds
+        lag = Lag()
+        async with self._averager.enter(key, self._roster, deadline) as session:
+            session.ready(work)
+            await session.cut.wait()
+            say(event="cut")
+            async with lag.watched():
+                began = time.monotonic()
+                mean = await session.mean([self._mine], work, [self._into])
+                ended = time.monotonic()
+        if mean.outcome is Outcome.COMMITTED:
+            self._lineage = records.lineage(mean.record)
+        return {
+            "outcome": str(mean.outcome),
+            "began": began,
+            "ended": ended,
+            "sent": mean.bytes_sent,
+            "received": mean.bytes_received,
+            "blamed": {blame.peer: blame.why for blame in mean.blamed},
+            **lag.report(),
+        }
+
+    async def digest(self) -> dict[str, Any]:
+        content = memoryview(self._into.numpy()).cast("B")
+        digest = await self._compute.run(lambda: hashlib.sha256(content).hexdigest(), len(content))
+        if self.setup.rank == 0:
+            await self._compute.run(lambda: self.setup.result.write_bytes(content), len(content))
+        process = psutil.Process()
+        return {
+            "digest": digest,
+            "rss": process.memory_info().rss,
+            "rss_peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024),
+            "tasks": len(asyncio.all_tasks()),
+            "descriptors": process.num_fds(),
+        }
+
+
+def say(**fields: Any) -> None:
+    print(json.dumps(fields), flush=True)
+
+
+async def listen(commands: asyncio.Queue[dict[str, Any]]) -> None:
+    """Read commands until whoever started this process closes its input, or is gone."""
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    while line := await reader.readline():
+        commands.put_nowait(json.loads(line))
+
+
+async def main(setup: Setup) -> None:
+    torch.set_num_threads(1)
+    key = identity.create(Path(setup.directory) / f"identity{setup.rank}")
+    config = LibP2PConfig(key, runtime_directory=Path(setup.directory))
+    async with ThreadCompute() as compute, LibP2PTransport(config) as transport:
+        peer = Peer(setup, transport, compute, key)
+        say(event="up", peer=transport.me, address=transport.addresses[0], pid=os.getpid(), daemon=transport.daemon_pid)
+        commands: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        await alongside(listen(commands), peer.obey(commands))
+
+
+if __name__ == "__main__":
+    uvloop.run(main(Setup(**json.loads(sys.argv[1]))))
