@@ -1,10 +1,14 @@
 """The laboratory for claims about learning: real training on real text, through the real protocol code.
 
-    python -m benchmarks.learning {pairs|sweep|drop|all|check} --json FILE [--resume] [--seeds 5] [--preset w128]
+    python -m benchmarks.learning EXPERIMENT --json FILE [--resume] [--seeds 5] [--preset w128]
+
+with EXPERIMENT one of the below, or all (of the first three):
 
 pairs   4 peers against one worker at equal steps: plain AdamW by the same schedule, without an outer step
 sweep   rounds of H inner steps, at equal steps in all: nearly flat in H, then worse (Douillard et al. 2023, figure 4)
-drop    each round, half of the contributions, drawn at random, are lost: at most 3 % worse (the same, figure 8)
+drop    each round, half of the contributions, drawn at random, are lost: at most 3 % worse (the same, figure 8).
+        What a round did not count stays with its peer, which trains on from it, as in the paper; `drop-discarded` is
+        the harsher case in which it is thrown away
 check   a few rounds through the protocol and through a plain mean in memory: the same losses
 
 Peers are simulated: `tests.sim.world` runs their rounds in virtual time. Each has its own stream of data; all losses
@@ -15,6 +19,7 @@ its parameters, so experiments share runs, and a laboratory that was stopped goe
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import math
 import multiprocessing
@@ -34,7 +39,8 @@ import torch
 from node.outer import OuterSGD
 from node.tasks.gpt import DEFAULT_PRESET, GptTask, preset
 from node.tasks.text import Text, load
-from node.trainer import AdamWLearner, InlineTrainer, Learner, Shift, Step
+from node.trainer import AdamWLearner, InlineTrainer, Shift, Step
+from protocols.base import RoundKey, Work
 from tests.sim.world import Scenario, World, play
 
 PEERS = 4
@@ -42,6 +48,7 @@ SWEEP_PRESET = "w64"
 SWEEP_STEPS = 600
 SWEEP_INNER_STEPS = (10, 25, 50, 100, 200, 300)
 DROP_BOUND = 0.03
+EXPERIMENTS = ("pairs", "sweep", "drop", "drop-discarded")
 EVALUATION_STEPS = 50
 """Losses are taken at the end of every round, or of the first round after so many steps."""
 
@@ -56,6 +63,7 @@ class Run:
     Attributes:
         peers: 0 stands for one worker without an outer step.
         drop: share of the contributions that are lost each round.
+        keep: what was lost stays with its peer for the next round, instead of being thrown away.
     """
 
     peers: int
@@ -64,11 +72,11 @@ class Run:
     preset: str
     seed: int
     drop: float = 0.0
+    keep: bool = False
 
     def name(self) -> str:
-        return (
-            f"{self.preset} peers={self.peers} rounds={self.rounds} H={self.inner_steps} drop={self.drop} {self.seed}"
-        )
+        lost_ = f"{self.drop} kept" if self.keep else f"{self.drop}"
+        return f"{self.preset} peers={self.peers} rounds={self.rounds} H={self.inner_steps} drop={lost_} {self.seed}"
 
 
 @cache
@@ -79,7 +87,7 @@ def _text() -> Text:
 class _Member:
     """A learner in the laboratory: exactly H steps a round, so that no peer gets more than the one worker.
 
-    In a round in which its contribution is lost it trains, but has no tokens to show: its weight is 0.
+    In a round in which its contribution is lost and not kept, it trains, but has no tokens to show: its weight is 0.
     """
 
     def __init__(self, run: Run, index: int) -> None:
@@ -94,7 +102,22 @@ class _Member:
         if step >= self._run.inner_steps:
             return Step(math.nan, 0)
         done = self._learner.step(round_number, step)
-        return replace(done, tokens=0) if self._index in lost(self._run, round_number) else done
+        discarded = not self._run.keep and self._index in lost(self._run, round_number)
+        return replace(done, tokens=0) if discarded else done
+
+
+class _KeepingTrainer(InlineTrainer):
+    """Offers nothing in a round in which its contribution is lost, and so keeps all of it for the next."""
+
+    def __init__(self, run: Run, index: int) -> None:
+        super().__init__(_Member(run, index), run.inner_steps, step_seconds=1.0)
+        self._run, self._index = run, index
+
+    async def train(self, key: RoundKey, cut: asyncio.Event, progress: Callable[[Work], None]) -> Work:
+        def hidden(work: Work) -> None:
+            progress(replace(work, tokens=0, norm=0.0))
+
+        return await super().train(key, cut, hidden if self._index in lost(self._run, key.round) else progress)
 
 
 def lost(run: Run, round_number: int) -> list[int]:
@@ -157,8 +180,10 @@ class _LearningWorld(World):
         self._run, self._history = run, history
         self._rounds_done = 0
 
-    def learner(self, index: int) -> Learner:
-        return _Member(self._run, index)
+    def trainer(self, index: int) -> InlineTrainer:
+        if self._run.keep:
+            return _KeepingTrainer(self._run, index)
+        return InlineTrainer(_Member(self._run, index), self._run.inner_steps, step_seconds=1.0)
 
     def outer(self) -> OuterSGD:
         return _outer(self._run)
@@ -207,17 +232,17 @@ def perform(run: Run) -> tuple[History, float]:
 Losses = Callable[[Run], float]
 
 
-def _own(name: str, seed: int, peers: int, drop: float = 0.0) -> Run:
+def _own(name: str, seed: int, peers: int, drop: float = 0.0, keep: bool = False) -> Run:
     recipe = preset(name).recipe
-    return Run(peers, recipe.rounds, recipe.inner_steps, name, seed, drop)
+    return Run(peers, recipe.rounds, recipe.inner_steps, name, seed, drop, keep)
 
 
 def _pair(name: str, seed: int) -> tuple[Run, Run]:
     return _own(name, seed, 0), _own(name, seed, PEERS)
 
 
-def _dropped(name: str, seed: int) -> tuple[Run, Run]:
-    return _own(name, seed, PEERS), _own(name, seed, PEERS, drop=0.5)
+def _dropped(name: str, seed: int, keep: bool) -> tuple[Run, Run]:
+    return _own(name, seed, PEERS), _own(name, seed, PEERS, drop=0.5, keep=keep)
 
 
 def _swept(seed: int) -> list[Run]:
@@ -242,9 +267,9 @@ def print_pairs(name: str, seeds: range, loss: Losses) -> None:
     _print_paired(title, ("one worker", f"{PEERS} peers"), [_pair(name, seed) for seed in seeds], loss)
 
 
-def print_drop(name: str, seeds: range, loss: Losses) -> None:
-    title = f"drop: {name}, {PEERS} peers, half of the contributions lost"
-    found = _print_paired(title, ("all", "half lost"), [_dropped(name, seed) for seed in seeds], loss)
+def print_drop(name: str, seeds: range, keep: bool, loss: Losses) -> None:
+    title = f"drop: {name}, {PEERS} peers, half of the contributions lost and {'kept' if keep else 'thrown away'}"
+    found = _print_paired(title, ("all", "half lost"), [_dropped(name, seed, keep) for seed in seeds], loss)
     print(f"bound {DROP_BOUND:+.0%}: {'held' if fmean(found) <= DROP_BOUND else 'BROKEN'}")
 
 
@@ -320,16 +345,18 @@ def _wanted(experiments: Sequence[str], name: str, seeds: range, few: range) -> 
     for experiment in experiments:
         if experiment == "pairs":
             yield from (run for seed in seeds for run in _pair(name, seed))
-        elif experiment == "drop":
-            yield from (run for seed in seeds for run in _dropped(name, seed))
+        elif experiment in ("drop", "drop-discarded"):
+            yield from (run for seed in seeds for run in _dropped(name, seed, experiment == "drop"))
         else:
             yield from (run for seed in few for run in _swept(seed))
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.learning", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("experiment", choices=("pairs", "sweep", "drop", "all", "check"))
-    parser.add_argument("--seeds", type=int, default=5, help="seeds of pairs and drop; the sweep takes at most 3 of them")
+    parser.add_argument("experiment", choices=(*EXPERIMENTS, "all", "check"))
+    parser.add_argument(
+        "--seeds", type=int, default=5, help="seeds of pairs and drop; the sweep takes at most 3 of them"
+    )
     parser.add_argument("--preset", default=DEFAULT_PRESET, help=f"of pairs and drop; the sweep's is {SWEEP_PRESET}")
     parser.add_argument("--json", type=Path, help="where the runs are kept")
     parser.add_argument("--resume", action="store_true", help="go on with the runs in that file")
@@ -340,7 +367,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.json is None or options.seeds < 1:
         parser.error("--json FILE is needed, and at least one seed")
     seeds, few = range(options.seeds), range(min(3, options.seeds))
-    experiments = ("pairs", "sweep", "drop") if options.experiment == "all" else (options.experiment,)
+    experiments = EXPERIMENTS[:3] if options.experiment == "all" else (options.experiment,)
     try:
         runs = list(_wanted(experiments, options.preset, seeds, few))
         book = Book(options.json, options.resume)
@@ -352,8 +379,9 @@ def main(arguments: list[str] | None = None) -> int:
         print_pairs(options.preset, seeds, book.loss)
     if "sweep" in experiments:
         print_sweep(few, book.loss)
-    if "drop" in experiments:
-        print_drop(options.preset, seeds, book.loss)
+    for experiment in ("drop", "drop-discarded"):
+        if experiment in experiments:
+            print_drop(options.preset, seeds, experiment == "drop", book.loss)
     return 0
 
 

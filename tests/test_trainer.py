@@ -285,6 +285,11 @@ def test_the_laboratory_trains_through_the_protocol(monkeypatch: pytest.MonkeyPa
         assert lost == [sorted(learning.lost(run, number)) for number in range(3)]
         assert [len(row) for row in lost] == [4 * drop] * 3
         assert history[-1][1] < history[0][1] < 5
+    kept = learning.Run(peers=4, rounds=3, inner_steps=10, preset="tiny", seed=1, drop=0.5, keep=True)
+    history, weights = learning.through_the_protocol(kept)
+    assert history[-1][1] < history[0][1] < 5
+    assert [[index for index, weight in enumerate(row) if weight == 0] for row in weights] == lost
+    assert max(map(max, weights)) >= 2 * max(weights[0]), "what was kept counts in a later round"
     assert learning.alone(run)[-1][0] == 30
     learning.Book(tmp_path / "runs.json", resume=False).enter(run, history, 1.0)
     assert learning.Book(tmp_path / "runs.json", resume=True).loss(run) == history[-1][1]

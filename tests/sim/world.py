@@ -130,6 +130,11 @@ class World:
         assert self.scenario.elements
         return Paced(self.scenario.elements, seed=self.scenario.seed * 1000 + index, tokens_per_step=256)
 
+    def trainer(self, index: int) -> InlineTrainer:
+        """How peer `index` trains it."""
+        assert self.scenario.step_seconds
+        return InlineTrainer(self.learner(index), self.scenario.inner_steps, self.scenario.step_seconds[index])
+
     def outer(self) -> OuterSGD:
         return OuterSGD(0.9, 0.5)
 
@@ -159,7 +164,7 @@ class World:
         if transport.me in self.liars:
             lie, signer = str(scenario.lie), host.signer
             transport.disguise = lambda method, stream, pipe: LyingStream(stream, pipe, lie, signer)
-        trainer = InlineTrainer(self.learner(index), scenario.inner_steps, scenario.step_seconds[index])
+        trainer = self.trainer(index)
         settings = Settings(
             codec=scenario.codec,
             elements=trainer.layout.sizes(),
