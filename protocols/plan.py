@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from protocols.base import BadPayload, Blame, Member, PeerId, RoundKey
-from protocols.wire import Offer, Plan, body
+from protocols.wire import MAX_SECONDS, Offer, Plan, body
 
 READY_SHARE = 2 / 3
 FIRST_SHARE = 1 / 3
@@ -147,7 +147,7 @@ def draw(
         bounds=part_bounds(fractions, elements),
         reducers=tuple(range(len(members))),
         cut_seconds=min(elapsed_seconds, max(offer.step_seconds for offer in members)),
-        budget_seconds=BUDGET_MULTIPLE * seconds + BUDGET_FLOOR_SECONDS,
+        budget_seconds=min(MAX_SECONDS, BUDGET_MULTIPLE * seconds + BUDGET_FLOOR_SECONDS),
     )
 
 

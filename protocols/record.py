@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import pairwise
 
 from protocols.base import BadPayload, Contribution, Header, Member, PeerId
 from protocols.vectors import CHUNK_ELEMENTS, chunk_count, chunk_range
@@ -74,26 +75,34 @@ def coordinators(line: bytes, roster: Sequence[Member]) -> tuple[PeerId, ...]:
 
 
 def masks(part: Part) -> list[int]:
-    """Contributor bitmap of each chunk of a part."""
+    """Contributor bitmap of each chunk of a part, whose number of chunks is known to be right."""
     return [run.mask for run in part.runs for _ in range(run.count)]
 
 
 def contributions(peers: Sequence[PeerId], parts: Sequence[Part]) -> dict[PeerId, Contribution]:
     """Chunks of each peer that the mean holds; peers in the order of the plan's bits."""
-    every = [mask for part in parts for mask in masks(part)]
-    return {peer: Contribution(sum(mask >> bit & 1 for mask in every), len(every)) for bit, peer in enumerate(peers)}
+    runs = [run for part in parts for run in part.runs]
+    chunks = sum(run.count for run in runs)
+    counted = [sum(run.count for run in runs if run.mask >> bit & 1) for bit in range(len(peers))]
+    return {peer: Contribution(count, chunks) for peer, count in zip(peers, counted, strict=True)}
 
 
 def uncounted(
     bit: int, bounds: Sequence[int], parts: Sequence[Part], chunk: int = CHUNK_ELEMENTS
 ) -> tuple[tuple[int, int], ...]:
-    """Element ranges that the mean does not hold of the peer with this bit."""
+    """Element ranges that the mean does not hold of the peer with this bit.
+
+    Raises:
+        BadPayload: the parts do not cover the vector.
+    """
+    if len(bounds) != len(parts) + 1:
+        raise BadPayload(f"{len(parts)} parts do not cover a vector cut into {len(bounds) - 1}")
     ranges: list[tuple[int, int]] = []
-    for part, low, high in zip(parts, bounds, bounds[1:], strict=False):
-        chunks = masks(part)
-        if len(chunks) != chunk_count(high - low, chunk):
+    for part, (low, high) in zip(parts, pairwise(bounds), strict=True):
+        if sum(run.count for run in part.runs) != chunk_count(high - low, chunk):  # before a run takes any memory
             raise BadPayload("a part whose chunks do not cover it")
-        ranges.extend(chunk_range(low, high, index, chunk) for index, mask in enumerate(chunks) if not mask >> bit & 1)
+        missing = [index for index, mask in enumerate(masks(part)) if not mask >> bit & 1]
+        ranges.extend(chunk_range(low, high, index, chunk) for index in missing)
     return tuple(ranges)
 
 
