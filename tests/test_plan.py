@@ -1,0 +1,439 @@
+"""Who brings what: the moment of a call, weights, clips, the best shares there are; and no plan that breaks a rule."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from protocols import plan as planning
+from protocols import wire
+from protocols.base import BadPayload, Member, PeerId, RoundKey
+from protocols.wire import Offer, Plan
+
+KEY = RoundKey(bytes(range(32)), "run", bytes(32), 3)
+ROSTER = tuple(Member(peer) for peer in ("anna", "bert", "cleo", "dora"))
+ELEMENTS = 1000
+
+
+def sign(peer: PeerId, message: bytes) -> bytes:
+    return hashlib.sha256(peer.encode() + message).digest()
+
+
+def verify(peer: PeerId, message: bytes, signature: bytes) -> bool:
+    return signature == sign(peer, message)
+
+
+def offer(peer: PeerId, key: RoundKey = KEY, incarnation: int = 0, **claims: Any) -> Offer:
+    """A signed offer; what is not claimed is ordinary."""
+    ordinary: dict[str, Any] = {"tokens": 1000, "norm": 1.0, "step_seconds": 0.5, "complete": True, "bandwidth": 1e6}
+    unsigned = Offer(
+        **{"member": Member(peer, incarnation), "state_root": bytes(32), "signature": b"", **ordinary, **claims}
+    )
+    return replace(unsigned, signature=sign(peer, planning.offer_message(key, unsigned)))
+
+
+def drawn(*offers: Offer, elements: int = ELEMENTS, elapsed_seconds: float = 100.0) -> Plan:
+    return planning.draw(KEY, offers or [offer(m.peer) for m in ROSTER], elements, 4.0, elapsed_seconds)
+
+
+def checked(plan: Plan, elements: int = ELEMENTS) -> None:
+    planning.check(plan, elements, ROSTER, verify)
+
+
+def variants(value: Any) -> Iterator[Any]:
+    """Values that differ from this one in a single leaf."""
+    if is_dataclass(value):
+        for field in fields(value):
+            for other in variants(getattr(value, field.name)):
+                yield replace(value, **{field.name: other})  # type: ignore[type-var]
+    elif isinstance(value, tuple):
+        if value:
+            yield value[:-1]
+        for index, item in enumerate(value):
+            yield from ((*value[:index], other, *value[index + 1 :]) for other in variants(item))
+    elif isinstance(value, bytes):
+        yield bytes([value[0] ^ 1, *value[1:]]) if value else b"x"
+    elif isinstance(value, str):
+        yield value + "x"
+    else:
+        yield (not value) if isinstance(value, bool) else value + 1
+
+
+# -- the call ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "complete, members, expected",
+    [
+        ([], 1, None),
+        ([7.0], 1, 0.0),
+        ([], 2, None),
+        ([10.0], 2, 15.0),
+        ([10.0, 400.0], 2, 0.0),
+        ([10.0], 3, 15.0),
+        ([10.0, 12.0], 3, 13.2),
+        ([10.0, 14.0], 3, 15.0),  # the grace would end at 15.4
+        ([10.0], 4, None),
+        ([10.0, 12.0], 4, 18.0),
+        ([10.0, 12.0, 14.0], 4, 15.4),
+        ([10.0, 12.0, 17.0], 4, 18.0),
+        ([10.0, 12.0, 14.0, 14.0], 4, 0.0),
+        ([10.0, 12.0], 5, 18.0),
+        ([10.0, 12.0, 13.0], 5, 18.0),
+        ([10.0, 12.0, 13.0, 14.0], 5, 15.4),
+        ([10.0], 6, None),
+        ([10.0, 20.0], 6, 30.0),
+        ([10.0, 20.0, 21.0], 6, 30.0),
+        ([10.0, 20.0, 21.0, 22.0], 6, 24.2),
+        ([22.0, 10.0, 21.0, 20.0], 6, 24.2),
+        ([10.0, 20.0, 21.0, 22.0, 23.0], 6, 24.2),
+        ([float(n) for n in range(10, 0, -1)], 32, None),
+        ([float(n) for n in range(11, 0, -1)], 32, 16.5),
+        ([0.0], 2, 0.25),  # short rounds leave offers a quarter of a second to travel
+        ([0.1], 2, 0.35),
+        ([2.0, 2.1], 3, 2.35),
+        ([1.0, 2.0], 3, 1.5),
+    ],
+)
+def test_when_a_round_is_called(complete: list[float], members: int, expected: float | None) -> None:
+    after = planning.call_after(complete, members)
+    assert (after is None) == (expected is None)
+    assert after == (None if expected is None else pytest.approx(expected))
+
+
+@given(seconds=st.lists(st.floats(0, 1e4), min_size=1, max_size=32), data=st.data())
+def test_news_never_postpones_the_call_and_order_is_no_matter(seconds: list[float], data: st.DataObject) -> None:
+    in_time = sorted(seconds)
+    before = float("inf")
+    for known in range(len(seconds) + 1):
+        after = planning.call_after(data.draw(st.permutations(in_time[:known])), len(seconds))
+        assert after == planning.call_after(in_time[:known], len(seconds))
+        assert after is not None or 3 * known < len(seconds)
+        before, latest = before if after is None else after, before
+        assert before <= latest
+    assert before == 0.0
+
+
+# -- weights and clips ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "tokens, expected",
+    [
+        ([], ()),
+        ([0, 0], (0.0, 0.0)),
+        ([5], (5.0,)),
+        ([0, 7], (0.0, 7.0)),
+        ([100, 200, 300], (100.0, 200.0, 300.0)),
+        ([100, 100, 1001], (100.0, 100.0, 1000.0)),
+        ([100, 100, 1000], (100.0, 100.0, 1000.0)),
+        ([0, 0, 0, 100, 100, 5000], (0.0, 0.0, 0.0, 100.0, 100.0, 1000.0)),  # those that bring nothing move no median
+        ([1, 3, 100, 1000], (1.0, 3.0, 100.0, 515.0)),
+        ([wire.MAX_TOKENS, 1, 1], (10.0, 1.0, 1.0)),
+        ([wire.MAX_TOKENS], (float(wire.MAX_TOKENS),)),
+    ],
+)
+def test_weights_are_tokens_up_to_ten_times_the_median(tokens: list[int], expected: tuple[float, ...]) -> None:
+    assert planning.weights(tokens) == expected
+
+
+@pytest.mark.parametrize(
+    "norms, cap, factors",
+    [
+        ([], 0.0, ()),
+        ([0.0, 0.0], 0.0, (1.0, 1.0)),
+        ([2.0], 8.0, (1.0,)),
+        ([1.0, 2.0, 3.0], 8.0, (1.0, 1.0, 1.0)),
+        ([1.0, 1.0, 4.0], 4.0, (1.0, 1.0, 1.0)),
+        ([1.0, 1.0, 16.0], 4.0, (1.0, 1.0, 0.25)),
+        ([0.0, 0.0, 1.0, 1.0, 16.0], 4.0, (1.0, 1.0, 1.0, 1.0, 0.25)),
+        ([1e-320, 1.0, 1.0], 4.0, (1.0, 1.0, 1.0)),
+    ],
+)
+def test_norms_count_up_to_four_times_the_median(norms: list[float], cap: float, factors: tuple[float, ...]) -> None:
+    assert planning.norm_cap(norms) == cap
+    assert planning.clip_factors(norms) == factors
+
+
+# -- shares -----------------------------------------------------------------------------------------------------------
+
+
+def seconds_of(fractions: tuple[float, ...], bandwidths: list[float], able: list[bool]) -> float:
+    """Time, per byte of the vector, of the slowest member that reduces anything."""
+    count = len(fractions)
+    return max(
+        (1 + (count - 2) * f) / b for f, b, one in zip(fractions, bandwidths, able, strict=True) if one and f > 0
+    )
+
+
+def least_seconds(bandwidths: list[float], able: list[bool]) -> float:
+    """The least T at which the able members can reduce everything, by bisection."""
+    usable = [b for b, one in zip(bandwidths, able, strict=True) if one]
+    room = len(bandwidths) - 2
+    low, high = 0.0, (1 + room) / max(usable)
+    for _ in range(200):
+        middle = (low + high) / 2
+        enough = sum(max(0.0, middle * b - 1) for b in usable) >= room
+        low, high = (low, middle) if enough else (middle, high)
+    return high
+
+
+@st.composite
+def uplinks(draw: st.DrawFn, fewest: int = 1) -> tuple[list[float], list[bool]]:
+    count = draw(st.integers(fewest, 32))
+    speed = st.sampled_from([1.0, 1e5, 1e6, 1e7, 1e13]) | st.floats(1.0, 1e13)
+    able = draw(st.lists(st.booleans(), min_size=count, max_size=count))
+    able[draw(st.integers(0, count - 1))] = True
+    return draw(st.lists(speed, min_size=count, max_size=count)), able
+
+
+@given(links=uplinks())
+def test_shares_are_shares(links: tuple[list[float], list[bool]]) -> None:
+    bandwidths, able = links
+    fractions = planning.shares(bandwidths, able)
+    assert len(fractions) == len(bandwidths)
+    assert sum(fractions) == pytest.approx(1, abs=1e-12)
+    assert all(0 <= f <= 1 for f in fractions)
+    assert all(f == 0 for f, one in zip(fractions, able, strict=True) if not one)
+
+
+@given(links=uplinks(fewest=3))
+def test_shares_take_the_least_time(links: tuple[list[float], list[bool]]) -> None:
+    bandwidths, able = links
+    fractions = planning.shares(bandwidths, able)
+    least = least_seconds(bandwidths, able)
+    assert seconds_of(fractions, bandwidths, able) == pytest.approx(least, rel=1e-9)
+    for f, b, one in zip(fractions, bandwidths, able, strict=True):
+        assert not one or f > 0 or 1 / b >= least * (1 - 1e-9)  # idle only if handing in alone takes it as long
+
+
+@given(scale=st.sampled_from([1e3, 1e7, 1e12]), ratios=st.lists(st.floats(1, 2), min_size=3, max_size=32))
+def test_links_alike_enough_share_by_the_formula(scale: float, ratios: list[float]) -> None:
+    """2(N-1)·S/Σb, for every member."""
+    bandwidths, count = [scale * ratio for ratio in ratios], len(ratios)
+    assume(min(bandwidths) >= sum(bandwidths) / (2 * (count - 1)))
+    fractions = planning.shares(bandwidths, [True] * count)
+    expected = 2 * (count - 1) * 4_000_000 / sum(bandwidths)
+    assert planning.expected_seconds(fractions, bandwidths, 4_000_000) == pytest.approx(expected, rel=1e-9)
+    times = [4_000_000 * (1 + (count - 2) * f) / b for f, b in zip(fractions, bandwidths, strict=True)]
+    assert times == pytest.approx([expected] * count, rel=1e-9)
+
+
+@pytest.mark.parametrize("bandwidths", [(1.0, 1.0, 1.0), (4.0, 3.0, 2.0), (10.0, 1.0, 1.0), (9.0, 8.0, 1.0)])
+@pytest.mark.parametrize("able", [(True, True, True), (True, True, False), (False, True, True)])
+def test_no_other_division_is_faster(bandwidths: tuple[float, ...], able: tuple[bool, ...]) -> None:
+    fractions = planning.shares(bandwidths, able)
+    best = planning.expected_seconds(fractions, bandwidths, 1000)
+    steps = 48
+    for first, second in itertools.product(range(steps + 1), repeat=2):
+        other = (first / steps, second / steps, 1 - (first + second) / steps)
+        if other[2] >= 0 and all(one or not f for f, one in zip(other, able, strict=True)):
+            assert planning.expected_seconds(other, bandwidths, 1000) >= best * (1 - 1e-12)
+
+
+@pytest.mark.parametrize(
+    "bandwidths, able, expected",
+    [
+        ([5.0], [True], (1.0,)),
+        ([1.0, 1e9], [True, True], (0.5, 0.5)),  # with two, everybody sends S whatever the shares
+        ([1.0, 1e9], [True, False], (1.0, 0.0)),
+        ([1e9, 1.0, 1.0, 1.0], [True] * 4, (1.0, 0.0, 0.0, 0.0)),
+        ([1e9, 1.0, 1.0, 1.0], [False, True, True, True], (0.0, 1 / 3, 1 / 3, 1 / 3)),
+        ([1e6, 1e6, 1e5, 1e6], [True] * 4, (1 / 3, 1 / 3, 0.0, 1 / 3)),
+    ],
+)
+def test_shares_by_hand(bandwidths: list[float], able: list[bool], expected: tuple[float, ...]) -> None:
+    assert planning.shares(bandwidths, able) == pytest.approx(expected)
+
+
+@given(links=uplinks(), elements=st.integers(0, 40) | st.integers(0, 10**9))
+def test_parts_tile_the_vector(links: tuple[list[float], list[bool]], elements: int) -> None:
+    """Odd sizes, fewer elements than members; whoever has no share has no element."""
+    fractions = planning.shares(*links)
+    bounds = planning.part_bounds(fractions, elements)
+    assert len(bounds) == len(fractions) + 1 and (bounds[0], bounds[-1]) == (0, elements)
+    for f, (low, high) in zip(fractions, itertools.pairwise(bounds), strict=True):
+        assert abs(high - low - f * elements) <= 1.001
+        assert low <= high and (f > 0 or low == high)
+
+
+@pytest.mark.parametrize(
+    "fractions, elements, expected",
+    [
+        ((1.0,), 7, (0, 7)),
+        ((0.25, 0.25, 0.5), 7, (0, 2, 4, 7)),
+        ((0.25,) * 4, 2, (0, 0, 1, 2, 2)),
+        ((0.5, 0.0, 0.5), 9, (0, 4, 4, 9)),
+        ((0.1,) * 10, 10, tuple(range(11))),
+    ],
+)
+def test_parts_by_hand(fractions: tuple[float, ...], elements: int, expected: tuple[int, ...]) -> None:
+    assert planning.part_bounds(fractions, elements) == expected
+
+
+def test_the_slowest_uplink_decides_how_long_it_takes() -> None:
+    assert planning.expected_seconds((1.0,), (5.0,), 1000) == 0.0
+    assert planning.expected_seconds((0.5, 0.5), (10.0, 20.0), 1000) == 100.0
+    assert planning.expected_seconds((0.5, 0.5, 0.0), (10.0, 30.0, 40.0), 1000) == 150.0
+
+
+# -- drawing ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_is_valid_and_does_not_depend_on_the_order_of_offers() -> None:
+    offers = [offer(member.peer, bandwidth=1e6 * (1 + i), tokens=i) for i, member in enumerate(ROSTER)]
+    plans = {drawn(*order) for order in itertools.permutations(offers)}
+    assert len(plans) == 1
+    (plan,) = plans
+    checked(plan)
+    assert [each.member for each in plan.offers] == list(ROSTER)
+    assert plan.reducers == (0, 1, 2, 3) and (plan.key, plan.ballot, plan.version) == (KEY, 0, 0)
+    assert plan.bounds[:2] == (0, 0), "the member without tokens reduces nothing"
+
+
+def test_who_has_nothing_to_bring_reduces_only_if_nobody_else_can() -> None:
+    assert drawn(offer("anna"), offer("bert", tokens=0)).bounds == (0, 1000, 1000)
+    assert drawn(offer("anna", tokens=0), offer("bert", tokens=0)).bounds == (0, 500, 1000)
+
+
+def test_times_follow_from_the_offers() -> None:
+    offers = [offer("anna", step_seconds=2.0), offer("bert", step_seconds=9.0), offer("cleo", step_seconds=0.0)]
+    assert drawn(*offers, elapsed_seconds=100.0).cut_seconds == 9.0
+    assert drawn(*offers, elapsed_seconds=5.0).cut_seconds == 5.0, "nobody's step is longer than the round so far"
+    size = 4 * 3_000_000
+    plan = drawn(*offers, elements=3_000_000)
+    assert plan.budget_seconds == pytest.approx(4 * 2 * 2 * size / 3e6 + 5, rel=1e-5)
+    assert drawn(offer("anna")).budget_seconds == 5.0, "alone there is nothing to send"
+
+
+@pytest.mark.parametrize("bandwidth", [1.0, 1e13])
+@pytest.mark.parametrize("tokens", [0, wire.MAX_TOKENS])
+@pytest.mark.parametrize("norm", [0.0, 1e-320, 1e30])
+def test_every_plan_fits_the_wire_whatever_one_member_claims(bandwidth: float, tokens: int, norm: float) -> None:
+    strange = offer("anna", bandwidth=bandwidth, tokens=tokens, norm=norm, step_seconds=wire.MAX_SECONDS)
+    plan = drawn(strange, offer("bert"), offer("cleo"), elements=1 << 30, elapsed_seconds=1e9)
+    planning.check(plan, 1 << 30, ROSTER, verify)
+    assert wire.decode(wire.encode(plan)) == plan
+
+
+# -- terms ------------------------------------------------------------------------------------------------------------
+
+
+def test_all_that_follows_from_a_plan() -> None:
+    offers = [
+        offer("anna", tokens=100, norm=1.0),
+        offer("bert", tokens=100, norm=16.0),
+        offer("cleo", tokens=5000, norm=1.0),
+    ]
+    plan = drawn(*offers, elements=999)
+    terms = planning.terms(plan)
+    assert terms.plan is plan and terms.digest == planning.plan_digest(plan)
+    assert terms.peers == ("anna", "bert", "cleo")
+    assert terms.weights == (100.0, 100.0, 1000.0)
+    assert terms.factors == (1.0, 0.25, 1.0) and terms.norm_cap == 4.0
+    assert {blame.peer: blame.why for blame in terms.clamped} == {
+        "bert": "norm 16 clipped by 0.25",
+        "cleo": "weight clamped from 5000 to 1000 tokens",
+    }
+    assert [terms.part(index) for index in range(3)] == [(0, 333), (333, 666), (666, 999)]
+    assert [terms.norm_limit(index) for index in range(3)] == [6.0, 24.0, 6.0]
+    assert planning.terms(drawn()).clamped == ()
+
+
+# -- checking ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+@pytest.mark.parametrize("elements", [1, 3, 1000])
+def test_what_is_drawn_is_valid(count: int, elements: int) -> None:
+    checked(drawn(*(offer(member.peer) for member in ROSTER[:count]), elements=elements), elements)
+
+
+Break = Callable[[Plan], Plan]
+
+NOT_MEMBERS: dict[str, Break] = {
+    "nobody": lambda plan: replace(plan, offers=()),
+    "a stranger": lambda plan: replace(plan, offers=(*plan.offers, offer("zora"))),
+    "another life of a member": lambda plan: replace(plan, offers=(*plan.offers[:3], offer("dora", incarnation=1))),
+    "a double": lambda plan: replace(plan, offers=(plan.offers[0], *plan.offers)),
+    "two offers of one": lambda plan: replace(plan, offers=(*plan.offers, offer("dora", tokens=2))),
+    "out of order": lambda plan: replace(plan, offers=plan.offers[::-1]),
+}
+NO_TILING: dict[str, Break] = {
+    "no bounds": lambda plan: replace(plan, bounds=()),
+    "no parts": lambda plan: replace(plan, bounds=(0,), reducers=()),
+    "a part too few": lambda plan: replace(plan, reducers=plan.reducers[:-1]),
+    "a part too many": lambda plan: replace(plan, reducers=(*plan.reducers, 0)),
+    "not from the start": lambda plan: replace(plan, bounds=(1, *plan.bounds[1:])),
+    "not to the end": lambda plan: replace(plan, bounds=(*plan.bounds[:-1], ELEMENTS - 1)),
+    "beyond the end": lambda plan: replace(plan, bounds=(*plan.bounds[:-1], ELEMENTS + 1)),
+    "overlapping": lambda plan: replace(plan, bounds=(0, 600, 500, 700, ELEMENTS)),
+    "over the end and back": lambda plan: replace(plan, bounds=(0, ELEMENTS + 1, ELEMENTS + 1, 9999, ELEMENTS)),
+}
+NO_REDUCER: dict[str, Break] = {
+    "one too high": lambda plan: replace(plan, reducers=(0, 1, 2, 4)),
+    "the highest on the wire": lambda plan: replace(plan, reducers=(wire.MAX_ROSTER, 1, 2, 3)),
+}
+
+
+@pytest.mark.parametrize(
+    "broken, why",
+    [
+        pytest.param(broken, why, id=name)
+        for cases, why in (
+            (NOT_MEMBERS, "not distinct members of the roster, in order"),
+            (NO_TILING, "do not tile the vector"),
+            (NO_REDUCER, "a part to nobody"),
+        )
+        for name, broken in cases.items()
+    ],
+)
+def test_a_plan_that_breaks_a_rule_is_refused(broken: Break, why: str) -> None:
+    plan = drawn()
+    checked(plan)
+    with pytest.raises(BadPayload, match=why):
+        checked(broken(plan))
+
+
+def test_parts_may_go_to_the_same_member() -> None:
+    checked(replace(drawn(), reducers=(0, 1, 2, 2)))
+
+
+@pytest.mark.parametrize("index", range(len(ROSTER)))
+@pytest.mark.parametrize("name", [field.name for field in fields(Offer) if field.name != "member"])
+def test_no_field_of_an_offer_can_be_altered(index: int, name: str) -> None:
+    plan = drawn()
+    genuine = plan.offers[index]
+    forged = replace(genuine, **{name: next(variants(getattr(genuine, name)))})
+    with pytest.raises(BadPayload, match=f"a forged offer of {genuine.member.peer}"):
+        checked(replace(plan, offers=(*plan.offers[:index], forged, *plan.offers[index + 1 :])))
+
+
+@pytest.mark.parametrize("other", list(variants(KEY)), ids=[field.name for field in fields(KEY)])
+def test_an_offer_to_another_round_is_forged(other: RoundKey) -> None:
+    with pytest.raises(BadPayload, match="a forged offer of anna"):
+        checked(replace(drawn(), key=other))
+    with pytest.raises(BadPayload, match="a forged offer of bert"):
+        checked(drawn(offer("anna"), offer("bert", key=other)))
+
+
+def test_the_signature_of_one_is_not_that_of_another() -> None:
+    genuine = offer("anna")
+    with pytest.raises(BadPayload, match="a forged offer of bert"):
+        checked(drawn(replace(genuine, member=Member("bert"))))
+
+
+def test_the_digest_changes_with_every_field() -> None:
+    plan = drawn()
+    others = list(variants(plan))
+    assert len(others) > 50
+    digests = {planning.plan_digest(each) for each in (plan, *others)}
+    assert len(digests) == len(others) + 1
+    assert planning.plan_digest(drawn()) == planning.plan_digest(plan)

@@ -1,0 +1,208 @@
+"""The chain's records: one form for each, a name of its own, and what is said of who is in them."""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocols import record as records
+from protocols.base import BadPayload, Contribution, Member
+from protocols.record import Kind, Record
+from protocols.vectors import chunk_count, chunk_range
+from protocols.wire import Part, Run
+from tests.test_plan import variants
+from tests.test_wire import headers, places
+
+RECORD = Record(
+    parent=b"p" * 32,
+    state_root=b"s" * 32,
+    round=7,
+    kind=Kind.MEAN,
+    plan=b"d" * 32,
+    parts=(Part(b"1" * 32, (Run(2, 3), Run(1, 1))), Part(b"2" * 32, ())),
+    roster=(Member("anna"), Member("bert", 2)),
+)
+
+BOUNDS = (0, 10, 10, 25)
+CHUNK = 4
+PARTS = (
+    Part(b"1" * 32, (Run(2, 0b011), Run(1, 0b001))),  # [0, 4) [4, 8) [8, 10)
+    Part(b"2" * 32, ()),
+    Part(b"3" * 32, (Run(1, 0b010), Run(3, 0b011))),  # [10, 14) [14, 18) [18, 22) [22, 25)
+)
+
+
+def wide(value: Any, path: tuple[int, ...]) -> bytes:
+    """msgpack of `value`, but what lies at `path` takes a longer form than it needs."""
+    if not path:
+        if isinstance(value, int):
+            return b"\xd3" + struct.pack(">q", value)
+        if isinstance(value, bytes):
+            return b"\xc6" + struct.pack(">I", len(value)) + value
+        if isinstance(value, str):
+            return b"\xdb" + struct.pack(">I", len(value.encode())) + value.encode()
+        return b"\xdd" + struct.pack(">I", len(value)) + b"".join(msgpack.packb(item) for item in value)
+    head, *rest = path
+    items = [wide(item, tuple(rest)) if index == head else msgpack.packb(item) for index, item in enumerate(value)]
+    return bytes(msgpack.Packer().pack_array_header(len(value))) + b"".join(items)
+
+
+# -- form -------------------------------------------------------------------------------------------------------------
+
+
+@given(record=headers(Record))
+def test_a_record_comes_back_as_it_went(record: Record) -> None:
+    encoded = records.encode(record)
+    assert records.decode(encoded) == record
+    assert records.encode(records.decode(encoded)) == encoded
+
+
+@given(record=headers(Record), data=st.data())
+def test_any_other_form_of_the_same_record_is_refused(record: Record, data: st.DataObject) -> None:
+    unpacked = msgpack.unpackb(records.encode(record))
+    path = data.draw(st.sampled_from([(), *places(unpacked)]))
+    other = wide(unpacked, path)
+    assert msgpack.unpackb(other) == unpacked
+    with pytest.raises(BadPayload, match="canonical"):
+        records.decode(other)
+
+
+@given(record=headers(Record), cut=st.integers(1, 10_000), more=st.binary(min_size=1, max_size=4))
+def test_neither_more_nor_less_than_a_record_is_one(record: Record, cut: int, more: bytes) -> None:
+    encoded = records.encode(record)
+    for bad in (encoded[: -min(cut, len(encoded))], encoded + more, more + encoded):
+        with pytest.raises(BadPayload):
+            records.decode(bad)
+
+
+@given(place=st.integers(0, 10_000), bit=st.integers(0, 7))
+def test_a_flipped_bit_is_refused_or_names_another_lineage(place: int, bit: int) -> None:
+    encoded = bytearray(records.encode(RECORD))
+    encoded[place % len(encoded)] ^= 1 << bit
+    try:
+        other = records.decode(bytes(encoded))
+    except BadPayload:
+        return
+    assert other != RECORD and records.lineage(bytes(encoded)) != records.lineage(records.encode(RECORD))
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+
+def test_every_field_makes_a_lineage_of_its_own() -> None:
+    others = list(variants(RECORD))
+    names = {records.lineage(records.encode(each)) for each in (RECORD, *others)}
+    assert len(names) == len(others) + 1 > 15
+    assert {len(name) for name in names} == {32}
+
+
+def test_a_run_has_its_genesis_apart_from_all_records() -> None:
+    assert records.genesis(b"a" * 32) != records.genesis(b"b" * 32)
+    assert records.genesis(b"a" * 32) != records.lineage(b"a" * 32)
+
+
+def test_the_coordinators_order_is_the_same_for_everybody() -> None:
+    roster = [Member(peer, incarnation) for incarnation, peer in enumerate(("anna", "bert", "cleo", "dora"))]
+    orders = {records.coordinators(b"7" * 32, each) for each in itertools.permutations(roster)}
+    assert orders == {("dora", "anna", "cleo", "bert")}
+
+
+def test_nobody_always_coordinates() -> None:
+    roster = [Member(peer) for peer in ("anna", "bert", "cleo", "dora")]
+    orders = [records.coordinators(bytes([line]) * 32, roster) for line in range(64)]
+    assert all(sorted(order) == ["anna", "bert", "cleo", "dora"] for order in orders)
+    for place in range(4):
+        assert {order[place] for order in orders} == {"anna", "bert", "cleo", "dora"}
+
+
+def test_one_who_stays_keeps_the_order_when_another_leaves() -> None:
+    roster = [Member(f"p{index}") for index in range(9)]
+    order = records.coordinators(bytes(32), roster)
+    assert records.coordinators(bytes(32), roster[1:]) == tuple(peer for peer in order if peer != "p0")
+
+
+# -- who is in it -----------------------------------------------------------------------------------------------------
+
+
+def test_contributions_count_chunks() -> None:
+    assert [records.masks(part) for part in PARTS] == [[3, 3, 1], [], [2, 3, 3, 3]]
+    assert records.contributions(("anna", "bert", "cleo"), PARTS) == {
+        "anna": Contribution(6, 7),
+        "bert": Contribution(6, 7),
+        "cleo": Contribution(0, 7),
+    }
+    assert list(records.contributions(("bert", "anna"), PARTS)) == ["bert", "anna"]
+
+
+def test_what_is_not_counted_is_told_by_element() -> None:
+    assert records.uncounted(0, BOUNDS, PARTS, CHUNK) == ((10, 14),)
+    assert records.uncounted(1, BOUNDS, PARTS, CHUNK) == ((8, 10),)
+    assert records.uncounted(2, BOUNDS, PARTS, CHUNK) == (
+        (0, 4), (4, 8), (8, 10), (10, 14), (14, 18), (18, 22), (22, 25),
+    )  # fmt: skip
+
+
+def test_the_size_of_chunks_matters() -> None:
+    parts = (Part(b"1" * 32, (Run(1, 0), Run(1, 1))),)
+    assert records.uncounted(0, (0, 10), parts, 5) == ((0, 5),)
+    assert records.uncounted(0, (0, 10), parts, 9) == ((0, 9),)
+    assert records.uncounted(1, (0, 10), parts, 9) == ((0, 9), (9, 10))
+    size = 1 << 18  # a chunk of 1 MiB is what goes without saying
+    assert records.uncounted(0, (0, size + 1), parts) == ((0, size),)
+
+
+@pytest.mark.parametrize("bit, expected", [(0, True), (1, False), (2, False)])
+def test_whole_is_in_every_chunk(bit: int, expected: bool) -> None:
+    parts = (Part(b"1" * 32, (Run(3, 0b101),)), Part(b"2" * 32, ()), Part(b"3" * 32, (Run(1, 0b011), Run(9, 0b101))))
+    assert records.whole(bit, parts) is expected
+
+
+@pytest.mark.parametrize(
+    "bounds, parts, chunk",
+    [
+        (BOUNDS, PARTS, 5),  # the last part has three chunks of five
+        (BOUNDS, PARTS, 3),
+        ((0, 10, 11, 25), PARTS, 4),
+        ((0, 10, 10, 29), PARTS, 4),
+        (BOUNDS, PARTS[:2], 4),
+        (BOUNDS[:3], PARTS, 4),
+        ((0, 8), (Part(b"1" * 32, (Run(1 << 32, 1),)),), 4),  # and is refused before it takes any memory
+    ],
+)
+def test_parts_that_do_not_cover_the_vector_are_refused(
+    bounds: tuple[int, ...], parts: tuple[Part, ...], chunk: int
+) -> None:
+    for bit in (0, 1, 2):
+        with pytest.raises(BadPayload, match="cover"):
+            records.uncounted(bit, bounds, parts, chunk)
+
+
+@given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=6), chunk=st.integers(1, 12), data=st.data())
+def test_the_accounts_agree(sizes: list[int], chunk: int, data: st.DataObject) -> None:
+    """Chunk by chunk, from masks of our own: contributions, uncounted and whole tell the same story."""
+    bounds = tuple(itertools.accumulate(sizes, initial=0))
+    mask = st.integers(0, 7)
+    every = [
+        data.draw(st.lists(mask, min_size=count, max_size=count)) for count in (chunk_count(s, chunk) for s in sizes)
+    ]
+    parts = [
+        Part(bytes(32), tuple(Run(len(list(group)), each) for each, group in itertools.groupby(masks)))
+        for masks in every
+    ]
+    for bit, peer in enumerate("abc"):
+        missing = [
+            chunk_range(low, high, index, chunk)
+            for masks, (low, high) in zip(every, itertools.pairwise(bounds), strict=True)
+            for index, each in enumerate(masks)
+            if not each & (1 << bit)
+        ]
+        counted = records.contributions("abc", parts)[peer]
+        assert records.uncounted(bit, bounds, parts, chunk) == tuple(missing)
+        assert counted.chunks - counted.chunks_counted == len(missing)
+        assert records.whole(bit, parts) == (not missing)
