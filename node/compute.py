@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from types import TracebackType
 from typing import TypeVar
 
@@ -24,12 +25,14 @@ class ThreadCompute:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     async def run(self, work: Callable[[], T], cost_bytes: int) -> T:
-        """Run `work` off the loop. If the caller is cancelled, it waits for the work: buffers are in its hands."""
+        """Run `work` off the loop. A cancelled caller waits for the work, which has its buffers in hand."""
         future = asyncio.get_running_loop().run_in_executor(self._pool, work)
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
-            await asyncio.wait([future])
+            while not future.done():  # it may be cancelled again: by a timeout, then by its group
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait([future])
             raise
 
 
