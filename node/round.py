@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -78,19 +79,22 @@ class Replica:
         async with self.averager.enter(head.key, head.roster, deadline) as session:
 
             def offer(work: Work) -> None:
-                session.ready(replace(work, state_root=head.state_root))
+                session.ready(_offered(work, head))
 
             work = await self.trainer.train(head.key, session.cut, offer)
             watch.lap("train")
-            await self._outgoing()
-            mean = await session.mean([self._delta], replace(work, state_root=head.state_root), [self._mean])
+            await self._outgoing(work)
+            work = _offered(work, head)
+            mean = await session.mean([self._delta], work, [self._mean])
             watch.lap("average")
         finite = await self._apply(mean, work)
         if mean.outcome is Outcome.COMMITTED:  # a round that ran into its limit must not raise it
             self._limit_seconds = max(ROUND_LIMIT_FLOOR_SECONDS, ROUND_LIMIT_MULTIPLE * watch.total())
         return self._report(me, head, mean, work, finite, watch.seconds, wall())
 
-    async def _outgoing(self) -> None:
+    async def _outgoing(self, work: Work) -> None:
+        if not math.isfinite(work.norm):  # diverged: start again from the anchor, bring nothing
+            await self.trainer.write(self.anchor)
         await self.trainer.read(self._delta)
         cost_bytes = 4 * len(self.anchor)
         await self._compute.run(lambda: pseudo_gradient(self.anchor, self._delta, self._delta), cost_bytes)
@@ -146,6 +150,13 @@ class Replica:
             bytes_received=mean.bytes_received,
             time=time,
         )
+
+
+def _offered(work: Work, head: Head) -> Work:
+    """Work as the others hear of it: bound to our state, and nothing if it diverged."""
+    if not math.isfinite(work.norm):
+        work = replace(work, tokens=0, norm=0.0)
+    return replace(work, state_root=head.state_root)
 
 
 class _Watch:

@@ -114,6 +114,7 @@ class Stream(Protocol):
     """
 
     peer: PeerId
+    deadline: Deadline
     bytes_sent: int
     bytes_received: int
 

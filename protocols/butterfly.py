@@ -41,9 +41,6 @@ from protocols.vectors import Flat
 CONTROL = "starling/butterfly/control/1"
 DATA = "starling/butterfly/data/1"
 
-PARK_SECONDS = 60.0
-"""How long a frame of a round that has not begun here may wait: its sender is ahead of us."""
-
 
 class Butterfly:
     """`protocols.base.Averager`."""
@@ -95,7 +92,7 @@ class Butterfly:
             message = await stream.receive(wire.MAX_HEADER_BYTES)
             if not isinstance(message, wire.Ready | wire.Plan):
                 raise BadPayload(f"{type(message).__name__} on a control stream")
-            session = await self._session_for(peer, message.key)
+            session = await self._session_for(stream, message.key)
             if session is None:
                 raise BadPayload(f"a stale {type(message).__name__} of round {message.key.round}")
             if isinstance(message, wire.Ready):
@@ -106,24 +103,23 @@ class Butterfly:
     async def _on_data(self, peer: PeerId, stream: Stream) -> None:
         async with self.ledger.counting(stream):
             opening = wire.expect(await stream.receive(wire.MAX_HEADER_BYTES), wire.Contribute)
-            session = await self._session_for(peer, opening.key)
+            session = await self._session_for(stream, opening.key)
             if session is None:
                 raise BadPayload(f"a stale contribution to round {opening.key.round}")
             reducer = await session.reducer_for(peer, opening)
             await reducer.serve(peer, stream)
 
-    async def _session_for(self, peer: PeerId, key: RoundKey) -> _Session | None:
-        """The session that a frame is bound to, waited for if its round has not begun here; None if it is long over.
+    async def _session_for(self, stream: Stream, key: RoundKey) -> _Session | None:
+        """The session that a frame is bound to, waited for if its sender is ahead of us; None if it is long over.
 
         Raises:
             BadPayload: the frame is of another run, scope, lineage or fragment.
             PeerSilent: we did not enter that round in time.
         """
-        deadline = asyncio.get_running_loop().time() + PARK_SECONDS
         try:
-            await self._entered.until(lambda: key.round <= self._round, deadline)
+            await self._entered.until(lambda: key.round <= self._round, stream.deadline)
         except TimeoutError:
-            raise PeerSilent(peer, f"round {key.round} did not begin here") from None
+            raise PeerSilent(stream.peer, f"round {key.round} did not begin here") from None
         session = self._sessions.get(key.round)
         if session is not None and session.key != key:
             raise BadPayload(f"a frame of another run or lineage, round {key.round}")
@@ -190,8 +186,6 @@ class _Session:
 
     async def _exchange(self, task: Task) -> list[wire.Part] | None:
         """Run the data phase; None if a part could not be had."""
-        now = asyncio.get_running_loop().time()
-        late = now + planning.SCATTER_SHARE * (task.deadline - now)
         jobs: list[asyncio.Task[wire.Part | None]] = []
         self._reducers = {
             part: Reducer(task, part)
@@ -202,15 +196,15 @@ class _Session:
         async with asyncio.TaskGroup() as group:
             for part in range(task.held.parts):
                 if part in self._reducers:
-                    jobs.append(group.create_task(self._reduce(self._reducers[part], late)))
+                    jobs.append(group.create_task(self._reduce(self._reducers[part])))
                 else:
                     jobs.append(group.create_task(self._contribute(task, part)))
         parts = [job.result() for job in jobs]
         whole = [part for part in parts if part is not None]
         return whole if len(whole) == len(parts) else None
 
-    async def _reduce(self, reducer: Reducer, late: Deadline) -> wire.Part:
-        done = await reducer.run(late)
+    async def _reduce(self, reducer: Reducer) -> wire.Part:
+        done = await reducer.run()
         for peer, why in reducer.lost.items():
             self._ledger.name(peer, why)
         return done.result

@@ -146,13 +146,17 @@ class Call:
         """Wait for the moment of the call; False if the round ends first."""
         loop, done = asyncio.get_running_loop(), self._complete_seconds
         while loop.time() < self._terrain.deadline:
-            after = planning.call_after(list(done.values()), len(self._terrain.roster))
+            here = self._terrain.me.peer in self._offers  # a coordinator has an offer of its own before it calls
+            after = planning.call_after(list(done.values()), len(self._terrain.roster)) if here else None
             due = self._terrain.deadline if after is None else self._began + after
             if after is not None and loop.time() >= due:
                 return True
-            known = len(done)
+            known = (here, len(done))
             try:
-                await self._bell.until(lambda known=known: len(done) > known, due)  # type: ignore[misc]
+                await self._bell.until(
+                    lambda known=known: (self._terrain.me.peer in self._offers, len(done)) != known,  # type: ignore[misc]
+                    due,
+                )
             except TimeoutError:
                 continue
         return False
@@ -171,21 +175,23 @@ class Call:
         """
         if peer != self.coordinator:
             raise BadPayload(f"a plan of {peer}, who does not coordinate this round")
-        planning.check(plan, self._terrain.elements, self._terrain.roster, self._host.signer.verify)
+        terrain = self._terrain
+        planning.check(plan, terrain.elements, terrain.bytes_per_element, terrain.roster, self._host.signer.verify)
         if self.terms is not None:
             if planning.plan_digest(plan) == self.terms.digest:
                 return
             raise BadPayload("a second plan for one round")
         self.terms = planning.terms(plan)
         loop = asyncio.get_running_loop()
-        self._cut_at = min(self._terrain.deadline, loop.time() + plan.cut_seconds)
-        self.budget_until = min(self._terrain.deadline, self._cut_at + plan.budget_seconds)
+        self._cut_at = min(terrain.deadline, loop.time() + plan.cut_seconds)
+        self.budget_until = min(terrain.deadline, self._cut_at + plan.budget_seconds)
         self._arm()
 
     def _arm(self) -> None:
         """Cut when no further step of ours would end in time; a step's length may be news even after the call."""
         loop = asyncio.get_running_loop()
-        cut_at = self._cut_at - self._offers[self._terrain.me.peer].step_seconds
+        mine = self._offers.get(self._terrain.me.peer)  # none yet if the call came before the trainer's first word
+        cut_at = self._cut_at - (mine.step_seconds if mine else 0.0)
         self._timer.cancel()
         if cut_at <= loop.time():
             self.cut.set()

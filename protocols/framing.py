@@ -40,7 +40,7 @@ class FramedStream:
         self.bytes_sent = 0
         self.bytes_received = 0
         self._pipe = pipe
-        self._deadline = deadline
+        self.deadline = deadline
 
     async def send(self, header: Header, payload: Buffer = b"") -> None:
         packed = wire.encode(header)
@@ -74,10 +74,10 @@ class FramedStream:
 
     @asynccontextmanager
     async def _bounded(self, doing: str) -> AsyncIterator[None]:
-        if asyncio.get_running_loop().time() >= self._deadline:  # timeout_at lets a body that never waits succeed
+        if asyncio.get_running_loop().time() >= self.deadline:  # timeout_at lets a body that never waits succeed
             raise PeerSilent(self.peer, f"deadline passed before {doing}")
         try:
-            async with asyncio.timeout_at(self._deadline):
+            async with asyncio.timeout_at(self.deadline):
                 yield
         except TimeoutError:
             raise PeerSilent(self.peer, f"deadline passed while {doing}") from None
@@ -107,5 +107,5 @@ async def accepted(
     except BadPayload as error:
         on_bad(peer, error)
         return None
-    stream._deadline = loop.time() + opening.seconds
+    stream.deadline = loop.time() + opening.seconds
     return stream

@@ -29,6 +29,8 @@ WEIGHT_CAP = 10.0
 """No weight exceeds this multiple of the median: honest speeds differ tenfold, and no claim may buy more."""
 CLIP_MULTIPLE = 4.0
 """A pseudo-gradient's norm counts up to this multiple of the median norm."""
+BANDWIDTH_SPREAD = 16.0
+"""A claimed bandwidth counts within this factor of the median: it decides who reduces, and how long all wait."""
 NORM_SLACK = 1.5
 """Training goes on between an offer and the cut: what is sent may exceed the declared norm by this factor."""
 
@@ -100,7 +102,14 @@ def shares(bandwidths: Sequence[float], able: Sequence[bool]) -> tuple[float, ..
         total += bandwidths[i]
         time = (count - 2 + taken) / total
     raw = [max(0.0, time * b - 1.0) if one else 0.0 for b, one in zip(bandwidths, able, strict=True)]
-    return tuple(share / sum(raw) for share in raw)
+    whole = math.fsum(raw)  # exact, where sum() differs between versions of Python
+    return tuple(share / whole for share in raw)
+
+
+def bandwidths(claimed: Sequence[float]) -> tuple[float, ...]:
+    """Claimed bandwidths, within `BANDWIDTH_SPREAD` of their median."""
+    middle = median(claimed)
+    return tuple(min(max(claim, middle / BANDWIDTH_SPREAD), middle * BANDWIDTH_SPREAD) for claim in claimed)
 
 
 def part_bounds(fractions: Sequence[float], elements: int) -> tuple[int, ...]:
@@ -136,9 +145,9 @@ def draw(
     members = tuple(sorted(offers, key=lambda offer: offer.member))
     # One that has nothing to hand in may be in the middle of its first step: nobody waits for it to reduce anything.
     able = [offer.tokens > 0 for offer in members]
-    bandwidths = [offer.bandwidth for offer in members]
-    fractions = shares(bandwidths, able if any(able) else [True] * len(members))
-    seconds = expected_seconds(fractions, bandwidths, int(elements * bytes_per_element))
+    uplinks = bandwidths([offer.bandwidth for offer in members])
+    fractions = shares(uplinks, able if any(able) else [True] * len(members))
+    seconds = expected_seconds(fractions, uplinks, int(elements * bytes_per_element))
     return Plan(
         key=key,
         ballot=0,
@@ -210,25 +219,33 @@ def terms(plan: Plan) -> Terms:
     return Terms(plan, plan_digest(plan), peers, weighted, factors, tuple(clamped), norm_cap(norms))
 
 
-def check(plan: Plan, elements: int, roster: Sequence[Member], verify: Callable[[PeerId, bytes, bytes], bool]) -> None:
-    """Refuse a plan that breaks a rule.
+def check(
+    plan: Plan,
+    elements: int,
+    bytes_per_element: float,
+    roster: Sequence[Member],
+    verify: Callable[[PeerId, bytes, bytes], bool],
+) -> None:
+    """Refuse a plan that breaks a rule, or is not what its offers lead to.
 
     Args:
         elements: length of the vector that this round averages.
+        bytes_per_element: of the codec in use.
         roster: the members that may take part.
         verify: (peer, message, signature) -> genuine.
 
     Raises:
-        BadPayload: strangers or doubles among the members, a forged offer, parts that do not tile the vector.
+        BadPayload: strangers or doubles among the members, a forged offer; parts, reducers or times that do not follow
+            from the offers.
     """
     members = [offer.member for offer in plan.offers]
     if not members or members != sorted(set(members)) or not set(members) <= set(roster):
         raise BadPayload("the plan's members are not distinct members of the roster, in order")
-    bounds = list(plan.bounds)
-    if len(bounds) != len(plan.reducers) + 1 or bounds != sorted(bounds) or bounds[0] != 0 or bounds[-1] != elements:
-        raise BadPayload("the plan's parts do not tile the vector")
-    if any(index >= len(members) for index in plan.reducers):
-        raise BadPayload("the plan gives a part to nobody")
     for offer in plan.offers:
         if not verify(offer.member.peer, offer_message(plan.key, offer), offer.signature):
             raise BadPayload(f"the plan holds a forged offer of {offer.member.peer}")
+    due = draw(plan.key, plan.offers, elements, bytes_per_element, plan.cut_seconds)
+    if (plan.bounds, plan.reducers) != (due.bounds, due.reducers):
+        raise BadPayload("the plan's parts are not those that its offers lead to")
+    if (plan.cut_seconds, plan.budget_seconds) != (due.cut_seconds, due.budget_seconds):
+        raise BadPayload("the plan's times are not those that its offers lead to")

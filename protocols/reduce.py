@@ -11,6 +11,7 @@ All or nothing holds for each chunk: a contribution that breaks off counts up to
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import itertools
 import mmap
@@ -23,7 +24,7 @@ import torch
 from protocols import wire
 from protocols.base import BadPayload, Compute, Deadline, PeerError, PeerId, PeerSilent, RoundKey, Signer, Stream
 from protocols.codec import Codec
-from protocols.plan import Terms
+from protocols.plan import SCATTER_SHARE, Terms
 from protocols.tasks import Bell, alongside
 from protocols.vectors import CHUNK_ELEMENTS, Flat, chunk_count, chunk_range, weighted_mean
 
@@ -152,10 +153,13 @@ class Reducer:
         rows = sum(weight > 0 for weight in terms.weights) + 1
         self._scratch = torch.empty(rows, task.chunk_elements(part))
 
-    async def run(self, late: Deadline) -> wire.PartDone:
-        """Close every chunk, without those that are not in by `late`, and sign the part."""
+    async def run(self) -> wire.PartDone:
+        """Close every chunk, without those that are late, and sign the part."""
+        late = self._late()
         for index in range(self._chunks):
-            await self._gather_in(index, late)
+            if not await self._gather_in(index, late):
+                # The window held the others up behind those that were late: they have a share of what is left.
+                late = self._late()
             cost_bytes = 4 * self._scratch.numel()
             mask, refused = await self.task.compute.run(partial(self._close, index), cost_bytes)
             self._masks.append(mask)
@@ -222,7 +226,12 @@ class Reducer:
         self._inbox[index][peer] = whole
         self._bell.ring()
 
-    async def _gather_in(self, index: int, late: Deadline) -> None:
+    def _late(self) -> Deadline:
+        now = asyncio.get_running_loop().time()
+        return now + SCATTER_SHARE * (self.task.deadline - now)
+
+    async def _gather_in(self, index: int, late: Deadline) -> bool:
+        """Wait for a chunk of everyone; False if somebody was late, and is out."""
         inbox = self._inbox[index]
 
         def missing() -> list[PeerId]:
@@ -233,6 +242,8 @@ class Reducer:
         except TimeoutError:
             for peer in missing():
                 self.lose(peer, f"late: chunk {index} of {self._chunks} was not in")
+            return False
+        return True
 
     def _close(self, index: int) -> tuple[int, dict[PeerId, str]]:
         """Decode, check, average and encode one chunk; off the loop. Returns the mask and who was refused."""
@@ -314,7 +325,10 @@ async def _send_part(task: Task, part: int, stream: Stream) -> None:
 
     for index in range(task.held.chunks(part)):
         data = await task.compute.run(partial(encode, index), len(encoded))
-        await stream.send(wire.Chunk(index, len(data)), data)
+        try:
+            await stream.send(wire.Chunk(index, len(data)), data)
+        except PeerSilent:
+            return  # a reducer that gave us up as late closes when it has sent its part: receiving tells which it was
 
 
 async def _receive_part(task: Task, part: int, stream: Stream) -> wire.PartDone:

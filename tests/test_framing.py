@@ -176,7 +176,7 @@ async def test_an_opening_hands_the_remaining_time_to_the_server() -> None:
     refused: list[str] = []
     server = await accepted("here", there, 1.0, lambda peer, error: refused.append(f"{peer}: {error}"))
     assert server is not None and not refused
-    assert now + 1.0 < server._deadline <= asyncio.get_running_loop().time() + SECONDS
+    assert now + 1.0 < server.deadline <= asyncio.get_running_loop().time() + SECONDS
     await server.send(CHUNK)
     assert await client.receive(100) == CHUNK
 
