@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 
 import pytest
@@ -13,6 +14,7 @@ from protocols.plan import weights as plan_weights
 from protocols.record import coordinators, genesis
 from tests.sim.averaging import RUN, Averaged, Group
 from tests.sim.lies import LIES
+from tests.sim.network import SimNetwork
 
 MIB = 1 << 20
 
@@ -196,3 +198,20 @@ def test_a_claim_of_a_huge_weight_is_clamped_and_named() -> None:
     assert all(any(b.peer == names[liar] and "clamped" in b.why for b in mean.blamed) for mean in honest)
     expected = reference(given, [10.0 if index == liar else 1.0 for index in range(4)])
     assert all(relative_error(averaged.results[index], expected) <= 1e-6 for index in range(4) if index != liar)
+
+
+def test_one_that_stalls_costs_nobody_else_a_chunk() -> None:
+    """Whom the window held up behind it gets time afresh, and who was late still receives the mean."""
+    given = vectors(4, 1_500_000, seed=0)
+
+    def stall(network: SimNetwork) -> None:
+        for peer in ("p00", "p01", "p02"):
+            asyncio.get_running_loop().call_later(3.0, network.block, "p03", peer)
+
+    averaged = Group(given, [1000] * 4, [24e6, 12e6, 12e6, 75e4], chunk_elements=1 << 14, before=stall).average()
+    assert [mean.outcome for mean in averaged.means] == [Outcome.COMMITTED] * 4
+    assert same_bits(averaged)
+    parts = averaged.means[0].contributions
+    assert all(parts[peer].chunks_counted == parts[peer].chunks for peer in ("p00", "p01", "p02"))
+    assert 0 < parts["p03"].chunks_counted < parts["p03"].chunks
+    assert {blame.peer for mean in averaged.means for blame in mean.blamed} == {"p03"}
