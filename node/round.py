@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -13,6 +12,7 @@ from node.chain import Chain, Head, state_root
 from node.outer import OuterSGD, pseudo_gradient
 from protocols.base import Averager, Compute, Mean, Member, Outcome, Trainer, Vector, Work
 from protocols.vectors import root
+from protocols.wire import MAX_NORM
 
 FIRST_ROUND_LIMIT_SECONDS = 3600.0
 ROUND_LIMIT_MULTIPLE = 10.0
@@ -93,7 +93,7 @@ class Replica:
         return self._report(me, head, mean, work, finite, watch.seconds, wall())
 
     async def _outgoing(self, work: Work) -> None:
-        if not math.isfinite(work.norm):  # diverged: start again from the anchor, bring nothing
+        if _diverged(work):  # start again from the anchor, bring nothing
             await self.trainer.write(self.anchor)
         await self.trainer.read(self._delta)
         cost_bytes = 4 * len(self.anchor)
@@ -152,9 +152,14 @@ class Replica:
         )
 
 
+def _diverged(work: Work) -> bool:
+    """Not finite, or more than an offer can say: a plan that held such an offer would be refused by everybody."""
+    return not work.norm <= MAX_NORM
+
+
 def _offered(work: Work, head: Head) -> Work:
     """Work as the others hear of it: bound to our state, and nothing if it diverged."""
-    if not math.isfinite(work.norm):
+    if _diverged(work):
         work = replace(work, tokens=0, norm=0.0)
     return replace(work, state_root=head.state_root)
 

@@ -24,6 +24,7 @@ MAX_ROSTER = 32
 MAX_ITEMS = 2048
 """Items of any array: a decoder sets their space aside before it has read them."""
 MAX_TOKENS = 1 << 53
+MAX_NORM = 1e30
 MAX_SECONDS = 86_400.0 * 7
 
 HeaderType = TypeVar("HeaderType", bound=Header)
@@ -188,7 +189,7 @@ class Offer:
 
     member: Member = one(Member)
     tokens: int = uint(MAX_TOKENS)
-    norm: float = real(0, 1e30)
+    norm: float = real(0, MAX_NORM)
     step_seconds: float = real(0, MAX_SECONDS)
     complete: bool = flag()
     bandwidth: float = real(1, 1e13)
