@@ -1,0 +1,205 @@
+"""The outer step: Nesterov by hand, by PyTorch, and the same bits for ever."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+
+from node import outer as outers
+from node.outer import OuterSGD, pseudo_gradient
+from protocols.base import Vector
+from tests.golden import outer as golden
+
+
+@pytest.fixture
+def restored() -> Iterator[None]:
+    """What a test does to torch's threads and subnormal numbers ends with it."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    torch.set_flush_denormal(False)
+
+
+@pytest.mark.parametrize(
+    "learning_rate, momentum, deltas, weights, moments",
+    [
+        # by hand: m = 1, θ = 1 - .7·(1 + .9·1); m = 1.9, θ -= .7·(1 + .9·1.9); m = 2.71, θ -= .7·(1 + .9·2.71)
+        (0.7, 0.9, (1, 1, 1), (-0.33, -2.227, -4.6343), (1, 1.9, 2.71)),
+        # m = 1, .5, -.75, -.375; updates .9·(1.5, .25, -1.375, -.1875)
+        (0.9, 0.5, (1, 0, -1, 0), (-0.35, -0.575, 0.6625, 0.83125), (1, 0.5, -0.75, -0.375)),
+        # no momentum: plain steps of .9·Δ
+        (0.9, 0.0, (1, -2, 0.5), (0.1, 1.9, 1.45), (1, -2, 0.5)),
+        # the mean itself: lr 1, no momentum moves the anchor onto the mean of the locals
+        (1.0, 0.0, (0.25, 0.25), (0.75, 0.5), (0.25, 0.25)),
+    ],
+)
+def test_one_weight_by_hand(
+    learning_rate: float,
+    momentum: float,
+    deltas: tuple[float, ...],
+    weights: tuple[float, ...],
+    moments: tuple[float, ...],
+) -> None:
+    outer, anchor, velocity = OuterSGD(learning_rate, momentum), torch.ones(1), torch.zeros(1)
+    for delta, weight, moment in zip(deltas, weights, moments, strict=True):
+        assert outer.step(anchor, velocity, torch.tensor([float(delta)]))
+        assert (float(anchor), float(velocity)) == (pytest.approx(weight, rel=1e-6), pytest.approx(moment, rel=1e-6))
+
+
+@pytest.mark.parametrize("learning_rate, momentum", golden.SETTINGS)
+def test_it_is_the_sgd_of_pytorch(learning_rate: float, momentum: float) -> None:
+    generator = torch.Generator().manual_seed(7)
+    anchor = torch.randn(1001, generator=generator)
+    theirs = torch.nn.Parameter(anchor.clone())
+    sgd = torch.optim.SGD([theirs], learning_rate, momentum, nesterov=momentum > 0)
+    outer, velocity = OuterSGD(learning_rate, momentum), torch.zeros(1001)
+    for _ in range(12):
+        delta = torch.randn(1001, generator=generator)
+        before = delta.clone()
+        outer.step(anchor, velocity, delta)
+        theirs.grad = delta
+        sgd.step()
+        assert torch.equal(delta, before)
+        assert torch.allclose(anchor, theirs.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("learning_rate, momentum", golden.SETTINGS)
+def test_every_operation_rounds_to_float32_by_itself(learning_rate: float, momentum: float) -> None:
+    """The same in numpy's scalars, which nothing fuses: the bits are those of the formula, not only of this torch."""
+    one = numpy.float32
+    weight, moment = one(1), one(0)
+    for delta, (our_weight, our_moment) in zip(golden.DELTAS, golden.walk(learning_rate, momentum), strict=True):
+        moment = moment * one(momentum) + one(delta)
+        weight = weight - (moment * one(momentum) + one(delta)) * one(learning_rate)
+        assert (our_weight.hex(), our_moment.hex()) == (float(weight).hex(), float(moment).hex())
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_golden_bits(threads: int, restored: None) -> None:
+    torch.set_num_threads(threads)
+    assert golden.trajectories() == json.loads(golden.FILE.read_text())
+
+
+def test_the_golden_bits_do_not_depend_on_the_processor() -> None:
+    """torch is told to use no vector instructions at all; the self-test agrees."""
+    program = "from tests.golden import outer; from node.outer import self_test; import json; self_test(); "
+    run = subprocess.run(
+        [sys.executable, "-c", program + "print(json.dumps(outer.trajectories()))"],
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, "ATEN_CPU_CAPABILITY": "default"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(run.stdout) == json.loads(golden.FILE.read_text())
+
+
+def test_pieces_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(3)
+    start, delta = torch.randn(1000, generator=generator), torch.randn(1000, generator=generator)
+    ends = []
+    for piece in (1 << 18, 1000, 333, 1):
+        monkeypatch.setattr(outers, "_PIECE_ELEMENTS", piece)
+        anchor, velocity = start.clone(), torch.zeros(1000)
+        for _ in range(3):
+            assert OuterSGD(0.7, 0.9).step(anchor, velocity, delta)
+        ends.append((anchor, velocity))
+    assert all(torch.equal(anchor, ends[0][0]) and torch.equal(velocity, ends[0][1]) for anchor, velocity in ends)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 3e38])
+@pytest.mark.parametrize("place", [0, 4, 5, 11])
+def test_what_is_not_finite_is_seen(bad: float, place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every piece; 3e38 is finite itself, but the step from it is not."""
+    monkeypatch.setattr(outers, "_PIECE_ELEMENTS", 5)
+    delta = torch.full((12,), 0.5)
+    assert OuterSGD(0.9, 0.9).step(torch.ones(12), torch.zeros(12), delta) is True
+    delta[place] = bad
+    assert OuterSGD(0.9, 0.9).step(torch.ones(12), torch.zeros(12), delta) is False
+
+
+def test_a_step_over_nothing() -> None:
+    assert OuterSGD(0.9, 0.9).step(torch.empty(0), torch.empty(0), torch.empty(0))
+
+
+@pytest.mark.parametrize("rate", [0.0, -0.1, math.nan, math.inf, -math.inf])
+def test_a_bad_rate_is_one_line(rate: float) -> None:
+    with pytest.raises(ValueError) as raised:
+        OuterSGD(rate, 0.9)
+    assert str(raised.value) == f"outer learning rate must be positive and finite, not {rate}"
+
+
+@pytest.mark.parametrize("momentum", [-0.1, 1.0, 1.5, math.nan, math.inf])
+def test_a_bad_momentum_is_one_line(momentum: float) -> None:
+    with pytest.raises(ValueError) as raised:
+        OuterSGD(0.7, momentum)
+    assert str(raised.value) == f"outer momentum must be in [0, 1), not {momentum}"
+
+
+def test_the_pseudo_gradient_points_back_to_the_anchor() -> None:
+    anchor, local = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.5, 2.5, 3.0])
+    into = torch.empty(3)
+    pseudo_gradient(anchor, local, into)
+    assert into.tolist() == [0.5, -0.5, 0.0] and local.tolist() == [0.5, 2.5, 3.0]
+    pseudo_gradient(anchor, local, local)
+    assert local.tolist() == [0.5, -0.5, 0.0] and anchor.tolist() == [1.0, 2.0, 3.0]
+
+
+# -- the self-test ----------------------------------------------------------------------------------------------------
+
+
+def test_this_machine_passes_the_self_test(restored: None) -> None:
+    outers.self_test()
+    torch.set_num_threads(2)
+    outers.self_test()
+
+
+def fused(self: OuterSGD, anchor: Vector, velocity: Vector, delta: Vector) -> bool:
+    """The step as one would write it first: multiplications that are fused with additions where there is an FMA."""
+    velocity.mul_(self.momentum).add_(delta)
+    wide = delta.double() + velocity.double() * self.momentum
+    anchor.copy_(anchor.double() - wide * self.learning_rate)
+    return True
+
+
+def test_a_machine_that_rounds_once_less_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OuterSGD, "step", fused)
+    with pytest.raises(RuntimeError, match="differs from the reference") as raised:
+        outers.self_test()
+    assert "\n" not in str(raised.value)
+
+
+def test_a_machine_that_multiplies_differently_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    multiply = torch.mul
+    last_bit = 1 + 2.0**-23
+
+    def differently(left: Vector, right: float, *, out: Vector) -> Vector:
+        multiply(left, right, out=out)
+        return out[-1:].mul_(last_bit)
+
+    monkeypatch.setattr(torch, "mul", differently)
+    with pytest.raises(RuntimeError, match="differs from the reference"):
+        outers.self_test()
+
+
+def test_a_machine_that_flushes_subnormal_numbers_is_found(restored: None) -> None:
+    assert torch.set_flush_denormal(True)
+    with pytest.raises(RuntimeError, match="flushes subnormal numbers"):
+        outers.self_test()
+
+
+def test_the_pattern_holds_both_signs_and_subnormal_numbers() -> None:
+    for step in range(1, 7):
+        pattern = outers._pattern(4096, step)
+        subnormal = (pattern != 0) & (pattern.abs() < 2.0**-126)
+        assert pattern.isfinite().all() and subnormal.any()
+        assert (pattern < 0).any() and (pattern > 1e3).any()

@@ -1,0 +1,479 @@
+"""One outer round, with an averager that follows a script: what moves, what stays, what is reported."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import pytest
+import torch
+
+from node.chain import Chain, state_root
+from node.outer import OuterSGD
+from node.round import FIRST_ROUND_LIMIT_SECONDS, Replica, RoundReport
+from node.trainer import InlineTrainer, Step
+from protocols import record as records
+from protocols.base import Blame, Contribution, Layout, Mean, Member, Outcome, RoundKey, Vector, Work
+from protocols.record import Kind, Record
+from protocols.vectors import root
+from protocols.wire import Offer, Part, Ready, Run, decode, encode
+from tests.sim import loop as simloop
+from tests.sim.host import EPOCH, SimClock, SimCompute
+
+T = TypeVar("T")
+
+ME, OTHER = Member("anna"), Member("bert", 4)
+RUN = b"r" * 32
+ELEMENTS = 10
+STEP = 0.125
+STEP_SECONDS = 0.5
+TOKENS = 100
+
+
+class Slope:
+    """A `Learner` that moves every element down by an eighth at each step: sums of it are exact."""
+
+    def __init__(self) -> None:
+        self.layout = Layout(((("slope", (ELEMENTS,)),),))
+        self.vectors: tuple[Vector, ...] = (torch.ones(ELEMENTS),)
+        self.step_size = STEP
+
+    def step(self, round_number: int, step: int) -> Step:
+        self.vectors[0].sub_(self.step_size)
+        return Step(2.5, TOKENS)
+
+    def evaluate(self) -> float:
+        return 0.0
+
+
+@dataclass
+class Script:
+    """What becomes of one round.
+
+    Attributes:
+        cut_seconds: when the round is called.
+        mean_seconds: what averaging takes.
+        average: what the others make of ours, into the mean; the mean of a vote that we are alone in otherwise.
+        end: the mean but for its record.
+    """
+
+    outcome: Outcome = Outcome.COMMITTED
+    cut_seconds: float = 2.0
+    mean_seconds: float = 1.0
+    average: Callable[[Vector, Vector], object] = lambda mine, into: into.copy_(mine)
+    end: Mean = field(default_factory=lambda: Mean(Outcome.COMMITTED))
+    roster: tuple[Member, ...] = (ME, OTHER)
+
+
+@dataclass
+class Seen:
+    """What the averager saw of one round."""
+
+    key: RoundKey
+    roster: tuple[Member, ...]
+    limit_seconds: float
+    offers: list[Work] = field(default_factory=list)
+    mine: Vector = field(default_factory=lambda: torch.empty(0))
+    work: Work | None = None
+    closed: bool = False
+
+
+class Scripted:
+    """An `Averager` that does what it is told."""
+
+    me = ME
+
+    def __init__(self, *scripts: Script) -> None:
+        self.scripts = list(scripts)
+        self.seen: list[Seen] = []
+
+    @asynccontextmanager
+    async def enter(self, key: RoundKey, roster: Sequence[Member], deadline: float) -> AsyncIterator[ScriptedSession]:
+        loop = asyncio.get_running_loop()
+        seen = Seen(key, tuple(roster), deadline - loop.time())
+        self.seen.append(seen)
+        session = ScriptedSession(self.scripts.pop(0), seen)
+        timer = loop.call_later(session.script.cut_seconds, session.cut.set)
+        try:
+            yield session
+        finally:
+            timer.cancel()
+            seen.closed = True
+
+
+class ScriptedSession:
+    def __init__(self, script: Script, seen: Seen) -> None:
+        self.cut = asyncio.Event()
+        self.script, self.seen = script, seen
+
+    def ready(self, work: Work) -> None:
+        self.seen.offers.append(work)
+
+    async def mean(self, mine: Sequence[Vector], work: Work, into: Sequence[Vector]) -> Mean:
+        script, seen = self.script, self.seen
+        seen.mine, seen.work = mine[0].clone(), work
+        await asyncio.sleep(script.mean_seconds)
+        into[0].fill_(math.nan)
+        if script.outcome is not Outcome.COMMITTED:
+            return replace(script.end, outcome=script.outcome)
+        script.average(mine[0], into[0])
+        part = Part(bytes(32), (Run(1, 1),))
+        key = seen.key
+        record = Record(key.lineage, work.state_root, key.round, Kind.MEAN, bytes(32), (part,), script.roster)
+        return replace(script.end, outcome=script.outcome, record=records.encode(record))
+
+
+class WatchedTrainer(InlineTrainer):
+    """Counts what is written to it."""
+
+    def __init__(self) -> None:
+        super().__init__(Slope(), inner_steps=2, step_seconds=STEP_SECONDS)
+        self.written: list[Vector] = []
+
+    @property
+    def local(self) -> Vector:
+        return self.shift.learner.vectors[0]
+
+    async def write(self, source: Vector, fragment: int = 0, anchor: Vector | None = None, tokens: int = 0) -> None:
+        self.written.append(source.clone())
+        await super().write(source, fragment, anchor, tokens)
+
+
+class Peer:
+    """A replica over a scripted averager; `rounds` runs all that the script holds."""
+
+    def __init__(
+        self, *scripts: Script, roster: tuple[Member, ...] = (ME, OTHER), outer: OuterSGD | None = None
+    ) -> None:
+        self.averager, self.trainer = Scripted(*scripts), WatchedTrainer()
+        self.chain = Chain(RUN, "run", roster, bytes(32))
+        self.outer = outer or OuterSGD(0.5, 0.5)
+        self.replica = Replica(self.chain, self.trainer, self.averager, self.outer, SimCompute(), torch.ones(ELEMENTS))
+
+    async def rounds(self) -> list[RoundReport]:
+        await self.replica.settle()
+        return [await self.replica.run_round(ME, SimClock().wall) for _ in list(self.averager.scripts)]
+
+    @property
+    def seen(self) -> list[Seen]:
+        return self.averager.seen
+
+
+def play(main: Coroutine[Any, Any, T]) -> T:
+    return simloop.run(main)
+
+
+def committed(**changes: Any) -> Script:
+    return Script(**changes)
+
+
+def lost(outcome: Outcome = Outcome.UNDECIDED, **changes: Any) -> Script:
+    return Script(outcome=outcome, **changes)
+
+
+def partly(*uncounted: tuple[int, int], **changes: Any) -> Script:
+    return Script(end=Mean(Outcome.COMMITTED, uncounted=uncounted), **changes)
+
+
+LOST = (Outcome.SKIPPED, Outcome.UNDECIDED, Outcome.SUPERSEDED)
+
+
+# -- committed --------------------------------------------------------------------------------------------------------
+
+
+def test_a_committed_round_moves_the_anchor_as_the_outer_step_says() -> None:
+    """lr and momentum 1/2: m = Δ, θ -= ½(Δ + ½m); then m = ½m + Δ'."""
+    first, second = torch.arange(ELEMENTS) / 4, torch.ones(ELEMENTS)
+    peer = Peer(
+        committed(average=lambda mine, into: into.copy_(first)),
+        committed(average=lambda mine, into: into.copy_(second)),
+    )
+    play(peer.rounds())
+    moment = first / 2 + second
+    anchor = 1 - 0.75 * first - 0.5 * (second + moment / 2)
+    assert torch.equal(peer.replica.anchor, anchor)
+    assert torch.equal(peer.replica.velocity, moment)
+    assert torch.equal(peer.trainer.written[0], 1 - 0.75 * first)
+    assert torch.equal(peer.trainer.local, anchor), "and the trainer goes on from there"
+    assert len(peer.trainer.written) == 2
+
+
+def test_the_pseudo_gradient_is_what_training_moved_since_the_anchor() -> None:
+    peer = Peer(committed(cut_seconds=2.0), committed(cut_seconds=1.4))
+    play(peer.rounds())
+    first, second = peer.seen
+    assert first.mine.tolist() == [4 * STEP] * ELEMENTS
+    assert second.mine.tolist() == [3 * STEP] * ELEMENTS, "the step in progress at the cut is finished"
+    assert first.work is not None and second.work is not None
+    assert (first.work.tokens, second.work.tokens) == (400, 300)
+    assert first.work.norm == pytest.approx(4 * STEP * math.sqrt(ELEMENTS))
+
+
+def test_a_round_is_entered_at_the_head_and_left_before_the_next() -> None:
+    peer = Peer(committed(roster=(ME,)), committed(roster=(ME, OTHER)))
+    reports = play(peer.rounds())
+    first, second = peer.seen
+    assert (first.key, first.roster) == (RoundKey(RUN, "run", records.genesis(RUN), 0), (ME, OTHER))
+    assert (second.key.round, second.key.lineage.hex(), second.roster) == (1, reports[0].lineage, (ME,))
+    assert first.closed and second.closed
+    assert peer.chain.head.key.round == 2 and peer.chain.head.roster == (ME, OTHER)
+
+
+def test_every_offer_carries_the_root_of_the_state_it_starts_from() -> None:
+    peer = Peer(committed(), lost(), committed())
+    play(peer.rounds())
+    first, second, third = ({work.state_root for work in (*seen.offers, seen.work) if work} for seen in peer.seen)
+    fresh = state_root(root([torch.ones(ELEMENTS)]), root([torch.zeros(ELEMENTS)]), 0)
+    assert first == {fresh} and len(second) == 1 and second == third != first
+    held = state_root(root([peer.replica.anchor]), root([peer.replica.velocity]), 2)
+    assert peer.chain.head.state_root == held
+
+
+def test_offers_grow_with_the_work() -> None:
+    peer = Peer(committed(cut_seconds=2.0))
+    play(peer.rounds())
+    offers = [(work.tokens, work.complete) for work in peer.seen[0].offers]
+    assert offers == [(0, False), (100, False), (200, True), (300, True), (400, True)]
+
+
+# -- not decided ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("outcome", LOST)
+def test_nothing_is_applied_without_a_decision(outcome: Outcome) -> None:
+    peer = Peer(lost(outcome), lost(outcome))
+    reports = play(peer.rounds())
+    assert torch.equal(peer.replica.anchor, torch.ones(ELEMENTS))
+    assert not peer.replica.velocity.any() and peer.trainer.written == []
+    assert peer.chain.head.key == RoundKey(RUN, "run", records.genesis(RUN), 0) and not peer.chain.records
+    assert peer.trainer.local.tolist() == [1 - 8 * STEP] * ELEMENTS, "training goes on from where it stood"
+    assert {report.params_hash for report in reports} == {root([torch.ones(ELEMENTS)]).hex()}
+
+
+@pytest.mark.parametrize("outcome", LOST)
+def test_work_accumulates_until_a_round_is_decided(outcome: Outcome) -> None:
+    peer = Peer(lost(outcome), lost(outcome), committed(), committed())
+    reports = play(peer.rounds())
+    assert [report.tokens for report in reports] == [400, 800, 1200, 400]
+    assert [float(seen.mine[0]) / STEP for seen in peer.seen] == [4, 8, 12, 4]
+    assert [report.round for report in reports] == [0, 0, 0, 1]
+    assert peer.seen[1].offers[0].tokens == 400, "what is left over is offered at once"
+
+
+# -- partly counted ---------------------------------------------------------------------------------------------------
+
+
+def test_what_was_not_counted_stays_in_the_local_parameters() -> None:
+    peer = Peer(partly((2, 5), (9, 10)))
+    play(peer.rounds())
+    rest = torch.zeros(ELEMENTS)
+    rest[2:5] = rest[9] = 4 * STEP
+    assert torch.equal(peer.replica.anchor, torch.ones(ELEMENTS) - 0.75 * 4 * STEP)
+    assert torch.equal(peer.trainer.local, peer.replica.anchor - rest)
+    assert torch.equal(peer.trainer.written[0], peer.replica.anchor - rest)
+
+
+def test_the_rest_is_handed_in_with_the_next_round_once() -> None:
+    peer = Peer(partly((2, 5), (9, 10)), committed(), committed())
+    reports = play(peer.rounds())
+    expected = torch.full((ELEMENTS,), 4 * STEP)
+    assert torch.equal(peer.seen[2].mine, expected)
+    expected[2:5] += 4 * STEP
+    expected[9] += 4 * STEP
+    assert torch.equal(peer.seen[1].mine, expected)
+    assert [report.tokens for report in reports] == [400, 160 + 400, 400], "four of ten elements are worth 160"
+
+
+@pytest.mark.parametrize(
+    "uncounted, carried",
+    [((), 0), (((0, 1),), 40), (((0, 5),), 200), (((0, 3), (4, 10)), 360), (((0, ELEMENTS),), 400)],
+)
+def test_tokens_are_carried_in_proportion(uncounted: tuple[tuple[int, int], ...], carried: int) -> None:
+    peer = Peer(partly(*uncounted), committed())
+    play(peer.rounds())
+    assert peer.seen[1].offers[0].tokens == carried
+    assert peer.seen[1].offers[0].norm == pytest.approx(4 * STEP * math.sqrt(ELEMENTS * carried / 400))
+
+
+def test_a_rest_that_is_left_out_again_stays_whole() -> None:
+    peer = Peer(partly((0, ELEMENTS)), partly((0, ELEMENTS)), committed())
+    play(peer.rounds())
+    assert peer.seen[2].mine.tolist() == [12 * STEP] * ELEMENTS
+    assert peer.seen[2].work is not None and peer.seen[2].work.tokens == 1200
+
+
+def test_a_rest_survives_a_round_that_is_not_decided() -> None:
+    peer = Peer(partly((0, 5)), lost(), committed())
+    play(peer.rounds())
+    assert peer.seen[2].mine.tolist() == [12 * STEP] * 5 + [8 * STEP] * 5
+    assert peer.seen[2].work is not None and peer.seen[2].work.tokens == 200 + 800
+
+
+def test_one_that_brought_nothing_starts_from_the_new_anchor() -> None:
+    peer = Peer(partly((0, ELEMENTS), average=lambda mine, into: into.fill_(1.0)))
+    peer.trainer.shift.step = lambda: None  # type: ignore[method-assign]
+    play(peer.rounds())
+    assert peer.seen[0].work is not None and peer.seen[0].work.tokens == 0
+    assert torch.equal(peer.replica.anchor, torch.full((ELEMENTS,), 0.25))
+    assert torch.equal(peer.trainer.local, peer.replica.anchor)
+
+
+# -- diverged ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step_size", [math.nan, math.inf, 1e30, 3e38])
+def test_one_that_diverged_brings_nothing_and_starts_again(step_size: float) -> None:
+    """Whatever it offers fits the wire: a coordinator whose own offer does not would spoil everybody's round."""
+    peer = Peer(lost(cut_seconds=0.4), committed())
+    peer.trainer.shift.learner.step_size = step_size  # type: ignore[attr-defined]
+    asked = peer.trainer.train
+
+    async def recovered(*args: Any) -> Work:
+        if len(peer.seen) == 2:
+            peer.trainer.shift.learner.step_size = STEP  # type: ignore[attr-defined]
+        return await asked(*args)
+
+    peer.trainer.train = recovered  # type: ignore[method-assign]
+    reports = play(peer.rounds())
+    first, second = peer.seen
+    for work in (*first.offers, first.work):
+        assert work is not None and (work.tokens, work.norm) == (0, 0.0)
+        ready = Ready(first.key, Offer(ME, work.tokens, work.norm, 1.0, False, 1e6, work.state_root, b""))
+        assert decode(encode(ready)) == ready
+    assert first.mine.tolist() == [0.0] * ELEMENTS
+    assert second.mine.tolist() == [4 * STEP] * ELEMENTS and reports[1].tokens == 400
+
+
+# -- limits -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_limit_follows_committed_rounds_and_no_others() -> None:
+    peer = Peer(
+        committed(cut_seconds=10.0, mean_seconds=2.0),
+        lost(cut_seconds=100.0, mean_seconds=20.0),
+        lost(Outcome.SKIPPED, cut_seconds=100.0),
+        lost(Outcome.SUPERSEDED, cut_seconds=100.0),
+        committed(cut_seconds=2.0, mean_seconds=1.0),
+        committed(cut_seconds=20.0, mean_seconds=1.0),
+        committed(),
+    )
+    play(peer.rounds())
+    limits = [seen.limit_seconds for seen in peer.seen]
+    assert limits == pytest.approx([FIRST_ROUND_LIMIT_SECONDS, 120, 120, 120, 120, 60, 210], rel=1e-3)
+
+
+# -- reports ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_report_of_a_committed_round() -> None:
+    end = Mean(
+        Outcome.COMMITTED,
+        contributions={"anna": Contribution(3, 4), "bert": Contribution(4, 4), "cleo": Contribution(0, 4)},
+        weights={"anna": 350.0, "bert": 100.0},
+        uncounted=((0, 5),),
+        blamed=(Blame("cleo", "late"),),
+        bytes_sent=11,
+        bytes_received=22,
+    )
+    peer = Peer(Script(end=end, cut_seconds=2.2, mean_seconds=3.0))
+
+    async def main() -> RoundReport:
+        await asyncio.sleep(100)
+        (report,) = await peer.rounds()
+        return report
+
+    report = play(main())
+    genesis = records.genesis(RUN).hex()
+    assert replace(report, seconds_average=0.0, time=0.0) == RoundReport(
+        run=RUN.hex(),
+        peer="anna",
+        incarnation=0,
+        round=0,
+        parent=genesis,
+        lineage=records.lineage(peer.chain.records[-1]).hex(),
+        anchor_lineage=genesis,
+        outcome="committed",
+        peers=("anna", "bert"),
+        contributions={"anna": (genesis, 3, 4), "bert": (genesis, 4, 4), "cleo": (genesis, 0, 4)},
+        blamed={"cleo": "late"},
+        finite=True,
+        weight=350.0,
+        tokens=500,
+        loss=2.5,
+        params_hash=root([peer.replica.anchor]).hex(),
+        seconds_train=2.5,
+        seconds_wait=0.0,
+        seconds_average=0.0,
+        bytes_sent=11,
+        bytes_received=22,
+        time=0.0,
+    )
+    assert report.seconds_average == pytest.approx(3.0, rel=1e-6)
+    assert report.time == pytest.approx(EPOCH + 105.5, abs=1e-3)
+
+
+def test_the_report_of_an_undecided_round() -> None:
+    peer = Peer(committed(), lost(end=Mean(Outcome.UNDECIDED, blamed=(Blame("bert", "lost"),), bytes_sent=5)))
+    before, report = play(peer.rounds())
+    assert (report.outcome, report.round, report.weight, report.peers) == ("undecided", 1, 0.0, ())
+    assert report.parent == report.lineage == report.anchor_lineage == before.lineage
+    assert report.params_hash == before.params_hash
+    assert (report.blamed, report.bytes_sent, report.finite) == ({"bert": "lost"}, 5, True)
+
+
+@pytest.mark.parametrize("outcome", LOST)
+def test_an_outcome_is_reported_in_its_word(outcome: Outcome) -> None:
+    (report,) = play(Peer(lost(outcome)).rounds())
+    assert report.outcome == outcome.value
+
+
+@pytest.mark.parametrize(
+    "roster, outcome, expected",
+    [
+        ((ME,), Outcome.COMMITTED, "alone"),
+        ((ME, OTHER), Outcome.COMMITTED, "committed"),
+        ((Member("anna", 1),), Outcome.COMMITTED, "committed"),
+        ((ME,), Outcome.UNDECIDED, "undecided"),
+    ],
+)
+def test_alone_is_committed_by_a_roster_of_one(roster: tuple[Member, ...], outcome: Outcome, expected: str) -> None:
+    (report,) = play(Peer(Script(outcome=outcome), roster=roster).rounds())
+    assert report.outcome == expected
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 3e38])
+def test_parameters_that_are_not_finite_are_reported(bad: float) -> None:
+    def spoil(mine: Vector, into: Vector) -> None:
+        into.copy_(mine)[7] = bad
+
+    reports = play(Peer(committed(), committed(average=spoil), outer=OuterSGD(1.5, 0.9)).rounds())
+    assert [report.finite for report in reports] == [True, False]
+
+
+def test_waiting_is_what_was_not_spent_training() -> None:
+    peer = Peer(committed(cut_seconds=2.0))
+    train = peer.trainer.train
+
+    async def slow_to_start(*args: Any) -> Work:
+        await asyncio.sleep(1.25)
+        return await train(*args)
+
+    peer.trainer.train = slow_to_start  # type: ignore[method-assign]
+    (report,) = play(peer.rounds())
+    assert (report.seconds_train, report.seconds_wait) == (pytest.approx(1.0), pytest.approx(1.25))
+
+
+def test_a_trainer_that_fails_is_not_hidden_and_leaves_the_round() -> None:
+    peer = Peer(committed())
+
+    async def failing(*_: Any) -> Work:
+        raise LookupError("the trainer's own")
+
+    peer.trainer.train = failing  # type: ignore[method-assign]
+    with pytest.raises(LookupError, match="the trainer's own"):
+        play(peer.rounds())
+    assert peer.seen[0].closed and peer.chain.head.key.round == 0

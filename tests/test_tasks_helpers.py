@@ -1,0 +1,238 @@
+"""What asyncio leaves to its users: a bell for a condition, a helper alongside a task."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import pytest
+
+from protocols.tasks import Bell, alongside
+from tests.sim import loop as simloop
+
+T = TypeVar("T")
+
+
+def play(main: Coroutine[Any, Any, T]) -> T:
+    return simloop.run(main, limit_seconds=1000.0)
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+# -- Bell -------------------------------------------------------------------------------------------------------------
+
+
+def test_everyone_who_waits_is_woken_when_its_condition_holds() -> None:
+    async def main() -> list[tuple[int, float]]:
+        bell, count, woken = Bell(), 0, list[tuple[int, float]]()
+
+        async def wait(least: int) -> None:
+            await bell.until(lambda: count >= least, 100.0)
+            woken.append((least, now()))
+
+        async with asyncio.TaskGroup() as group:
+            for least in (3, 1, 2, 2):
+                group.create_task(wait(least))
+            for _ in range(3):
+                await asyncio.sleep(10)
+                count += 1
+                bell.ring()
+        return woken
+
+    assert play(main()) == [(1, 10.0), (2, 20.0), (2, 20.0), (3, 30.0)]
+
+
+def test_a_ring_alone_wakes_nobody_for_good() -> None:
+    async def main() -> float:
+        bell = Bell()
+        for second in range(1, 20):
+            asyncio.get_running_loop().call_at(second, bell.ring)
+        with pytest.raises(TimeoutError):
+            await bell.until(lambda: False, 12.5)
+        return now()
+
+    assert play(main()) == 12.5
+
+
+def test_a_condition_is_asked_at_rings_only() -> None:
+    """State stays with its owner, who says when it has changed."""
+
+    async def main() -> list[float]:
+        bell, asked = Bell(), list[float]()
+        loop = asyncio.get_running_loop()
+        for second in (3, 8):
+            loop.call_at(second, bell.ring)
+
+        def condition() -> bool:
+            asked.append(now())
+            return now() >= 5
+
+        await bell.until(condition, 100.0)
+        return asked
+
+    assert play(main()) == [0.0, 3.0, 8.0]
+
+
+def test_what_holds_already_is_not_waited_for_even_past_the_deadline() -> None:
+    async def main() -> float:
+        await asyncio.sleep(10)
+        await Bell().until(lambda: True, 5.0)
+        with pytest.raises(TimeoutError):
+            await Bell().until(lambda: False, 5.0)
+        return now()
+
+    assert play(main()) == 10.0
+
+
+def test_a_ring_before_anybody_waits_is_not_kept() -> None:
+    async def main() -> float:
+        bell, turns = Bell(), iter([False, True])
+        bell.ring()
+        with pytest.raises(TimeoutError):
+            await bell.until(lambda: next(turns), 5.0)
+        return now()
+
+    assert play(main()) == 5.0
+
+
+def test_a_condition_that_raises_says_so() -> None:
+    async def main() -> None:
+        await Bell().until(lambda: bool(1 // 0), 5.0)
+
+    with pytest.raises(ZeroDivisionError):
+        play(main())
+
+
+# -- alongside --------------------------------------------------------------------------------------------------------
+
+
+class Both:
+    """A main and a helper that say how they ended."""
+
+    def __init__(self) -> None:
+        self.ends: list[str] = []
+
+    async def run(self, name: str, seconds: float, end: Exception | str | None, cleanup_seconds: float = 0.0) -> Any:
+        try:
+            await asyncio.sleep(seconds)
+        except asyncio.CancelledError:
+            await asyncio.sleep(cleanup_seconds)
+            self.ends.append(f"{name} cancelled at {now():g}")
+            raise
+        self.ends.append(f"{name} ended at {now():g}")
+        if isinstance(end, Exception):
+            raise end
+        return end
+
+
+def test_the_result_is_that_of_main_and_the_helper_ends_with_it() -> None:
+    both = Both()
+
+    async def main() -> tuple[str, float]:
+        result = await alongside(both.run("main", 5, "result"), both.run("helper", 100, None, cleanup_seconds=2))
+        return result, now()
+
+    assert play(main()) == ("result", 7.0)
+    assert both.ends == ["main ended at 5", "helper cancelled at 7"], "and was waited for"
+
+
+def test_a_helper_may_end_before() -> None:
+    both = Both()
+    assert play(alongside(both.run("main", 5, "result"), both.run("helper", 1, None))) == "result"
+    assert both.ends == ["helper ended at 1", "main ended at 5"]
+
+
+def test_the_error_of_the_helper_ends_main_and_comes_out_itself() -> None:
+    both = Both()
+    error = LookupError("helper")
+    with pytest.raises(LookupError) as raised:
+        play(alongside(both.run("main", 5, "result", cleanup_seconds=1), both.run("helper", 2, error)))
+    assert raised.value is error
+    assert both.ends == ["helper ended at 2", "main cancelled at 3"]
+
+
+def test_the_error_of_main_ends_the_helper_and_comes_out_itself() -> None:
+    both = Both()
+    error = LookupError("main")
+    with pytest.raises(LookupError) as raised:
+        play(alongside(both.run("main", 2, error), both.run("helper", 5, None, cleanup_seconds=1)))
+    assert raised.value is error
+    assert both.ends == ["main ended at 2", "helper cancelled at 3"]
+
+
+def test_the_first_of_two_errors_comes_out() -> None:
+    async def spoilt() -> None:
+        try:
+            await asyncio.sleep(100)
+        finally:
+            raise OSError("spoilt while it was cancelled")
+
+    async def failing() -> None:
+        await asyncio.sleep(1)
+        raise LookupError("first")
+
+    for main, helper in ((failing(), spoilt()), (spoilt(), failing())):
+        with pytest.raises(LookupError, match="first"):
+            play(alongside(main, helper))
+
+
+def test_cancelling_it_cancels_both_and_waits_for_them() -> None:
+    both = Both()
+
+    async def main() -> None:
+        running = asyncio.create_task(
+            alongside(both.run("main", 100, "result", cleanup_seconds=1), both.run("helper", 100, None, 3))
+        )
+        await asyncio.sleep(2)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert running.cancelled()
+        assert [end.split(" at ")[0] for end in both.ends] == ["main cancelled", "helper cancelled"]
+
+    play(main())
+
+
+def test_a_timeout_round_it_is_a_timeout() -> None:
+    both = Both()
+
+    async def main() -> float:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout_at(4.0):
+                await alongside(both.run("main", 100, "result"), both.run("helper", 100, None))
+        await asyncio.sleep(1)  # nothing of the cancellation is left in this task
+        return now()
+
+    assert play(main()) == 5.0
+    assert sorted(both.ends) == ["helper cancelled at 4", "main cancelled at 4"]
+
+
+def test_after_an_error_was_caught_the_caller_goes_on() -> None:
+    both = Both()
+
+    async def main() -> float:
+        for end in ("helper", "main"):
+            with pytest.raises(LookupError):
+                seconds = {"helper": 5.0, "main": 5.0, end: 1.0}
+                await alongside(
+                    both.run("main", seconds["main"], LookupError()),
+                    both.run("helper", seconds["helper"], LookupError()),
+                )
+            await asyncio.sleep(1)
+        return now()
+
+    assert play(main()) == 4.0
+
+
+def test_a_group_of_errors_of_main_stays_a_group() -> None:
+    async def main() -> None:
+        raise ExceptionGroup("several", [LookupError(), OSError()])
+
+    async def helper() -> None:
+        await asyncio.sleep(5)
+
+    with pytest.raises(ExceptionGroup, match="several"):
+        play(alongside(main(), helper()))
