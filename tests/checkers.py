@@ -39,6 +39,7 @@ def check(histories: dict[str, Sequence[Report]]) -> list[Violation]:
     found += counted_once(decided)
     for history in histories.values():
         found += never_back(history)
+        found += unmoved(history)
     return found
 
 
@@ -96,3 +97,14 @@ def never_back(history: Sequence[Report]) -> Iterator[Violation]:
         expected = before["round"] + (before["outcome"] in DECIDED)
         if after["round"] != expected:
             yield _violation("never-back", after, f"round {after['round']} where {expected} is due")
+
+
+def unmoved(history: Sequence[Report]) -> Iterator[Violation]:
+    """Nothing is applied without a decision: neither lineage nor parameters change in a round that had none."""
+    for before, after in itertools.pairwise([None, *history]):
+        if after is None or after["outcome"] in (*DECIDED, "superseded"):
+            continue
+        if after["lineage"] != after["parent"]:
+            yield _violation("unmoved", after, "its lineage moved without a decision")
+        if before and before["outcome"] != "superseded" and before["params_hash"] != after["params_hash"]:
+            yield _violation("unmoved", after, "its parameters changed without a decision")
