@@ -39,8 +39,7 @@ BOUNDS = {"fp32": 1e-6, "fp16": 1e-3, "bf16": 1e-2, "int8": 3e-2}
 """Relative L2 error of a mean of normal vectors: each travels once, and the mean once more."""
 START_SECONDS = 60.0
 STOP_SECONDS = 10.0
-SPARE_SECONDS = 60.0
-"""What an answer may take beyond the round's own deadline."""
+SPARE_SECONDS = 60.0  # what an answer may take beyond the round's own deadline
 
 Answer = dict[str, Any]
 
@@ -69,31 +68,38 @@ class Swarm:
             self.ups = await self._all("up", START_SECONDS)
             await self.all("connect", peers=[(up["peer"], up["address"]) for up in self.ups])
         except BaseException:
-            await self.__aexit__()
+            await self._end()
             raise
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            for process in self._processes:
-                assert process.stdin is not None
-                process.stdin.close()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(STOP_SECONDS):
-                    await asyncio.gather(*(process.wait() for process in self._processes))
+            if kind is None:
+                await self._ask_to_end()
         finally:
-            for process in self._processes:
-                if process.returncode is None:
-                    process.kill()  # its p2pd dies with it
-                await process.wait()
-            self._directory.cleanup()
+            await self._end()
+
+    async def _ask_to_end(self) -> None:
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.close()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(STOP_SECONDS):
+                await asyncio.gather(*(process.wait() for process in self._processes))
+
+    async def _end(self) -> None:
+        for process in self._processes:
+            if process.returncode is None:
+                process.kill()  # its p2pd dies with it
+            await process.wait()
+        self._directory.cleanup()
 
     async def _start(self, rank: int) -> Process:
         setup = asdict(replace(self.setup, rank=rank))
         return await asyncio.create_subprocess_exec(
             sys.executable, "-m", "benchmarks.averaging_peer", json.dumps(setup),
             stdin=PIPE, stdout=PIPE, cwd=Path(__file__).parents[1],
-            start_new_session=True,  # Ctrl-C is for us; they end when their input does
+            start_new_session=True,  # Ctrl-C is for us
         )  # fmt: skip
 
     async def all(self, command: str, **arguments: Any) -> list[Answer]:
@@ -220,13 +226,9 @@ def summary(reports: Sequence[Answer]) -> Answer:
         "seconds": both([report["seconds"] for report in reports]),
         "floor_seconds": both([report["floor_seconds"] for report in reports]),
         "ratio": both([report["ratio"] for report in reports]),
-        "cpu": cpu("peers", "cpu"),
-        "daemon_cpu": cpu("peers", "daemon_cpu"),
-        "floor_cpu": cpu("floor", "cpu"),
-        "floor_daemon_cpu": cpu("floor", "daemon_cpu"),
-        "lag_max": max(peer["lag_max"] for report in reports for peer in report["peers"]),
-        "busy_max": max(peer["busy_max"] for report in reports for peer in report["peers"]),
-        "rss_peak": max(peer["rss_peak"] for report in reports for peer in report["peers"]),
+        **{kind: cpu("peers", kind) for kind in ("cpu", "daemon_cpu")},
+        **{f"floor_{kind}": cpu("floor", kind) for kind in ("cpu", "daemon_cpu")},
+        **{kind: max(p[kind] for r in reports for p in r["peers"]) for kind in ("lag_max", "busy_max", "rss_peak")},
         "ok": all(report["ok"] for report in reports),
     }
 
@@ -278,6 +280,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SwarmError as error:
         print(f"benchmarks.averaging: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
     short = summary(reports)
     print(
         f"{options.peers} x {options.megabytes:g} MB, {options.codec}, min / median: averaged in"

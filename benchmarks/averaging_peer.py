@@ -20,7 +20,7 @@ import resource
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -288,4 +288,5 @@ async def main(setup: Setup) -> None:
 
 
 if __name__ == "__main__":
-    uvloop.run(main(Setup(**json.loads(sys.argv[1]))))
+    with suppress(BrokenPipeError):  # whoever started this process is gone
+        uvloop.run(main(Setup(**json.loads(sys.argv[1]))))
