@@ -7,8 +7,8 @@ with EXPERIMENT one of the below, or all (of the first three):
 pairs   4 peers against one worker at equal steps: plain AdamW by the same schedule, without an outer step
 sweep   rounds of H inner steps, at equal steps in all: nearly flat in H, then worse (Douillard et al. 2023, figure 4)
 drop    each round, half of the contributions, drawn at random, are lost: at most 3 % worse (the same, figure 8).
-        What a round did not count stays with its peer, which trains on from it, as in the paper; `drop-discarded` is
-        the harsher case in which it is thrown away
+        What a round did not count is thrown away: its peer starts again from the new anchor. In `drop-kept` it stays
+        with its peer, which hands it in with the next round
 check   a few rounds through the protocol and through a plain mean in memory: the same losses
 
 Peers are simulated: `tests.sim.world` runs their rounds in virtual time. Each has its own stream of data; all losses
@@ -48,7 +48,7 @@ SWEEP_PRESET = "w64"
 SWEEP_STEPS = 600
 SWEEP_INNER_STEPS = (10, 25, 50, 100, 200, 300)
 DROP_BOUND = 0.03
-EXPERIMENTS = ("pairs", "sweep", "drop", "drop-discarded")
+EXPERIMENTS = ("pairs", "sweep", "drop", "drop-kept")
 EVALUATION_STEPS = 50
 """Losses are taken at the end of every round, or of the first round after so many steps."""
 
@@ -345,8 +345,8 @@ def _wanted(experiments: Sequence[str], name: str, seeds: range, few: range) -> 
     for experiment in experiments:
         if experiment == "pairs":
             yield from (run for seed in seeds for run in _pair(name, seed))
-        elif experiment in ("drop", "drop-discarded"):
-            yield from (run for seed in seeds for run in _dropped(name, seed, experiment == "drop"))
+        elif experiment in ("drop", "drop-kept"):
+            yield from (run for seed in seeds for run in _dropped(name, seed, experiment == "drop-kept"))
         else:
             yield from (run for seed in few for run in _swept(seed))
 
@@ -379,9 +379,9 @@ def main(arguments: list[str] | None = None) -> int:
         print_pairs(options.preset, seeds, book.loss)
     if "sweep" in experiments:
         print_sweep(few, book.loss)
-    for experiment in ("drop", "drop-discarded"):
+    for experiment in ("drop", "drop-kept"):
         if experiment in experiments:
-            print_drop(options.preset, seeds, experiment == "drop", book.loss)
+            print_drop(options.preset, seeds, experiment == "drop-kept", book.loss)
     return 0
 
 
