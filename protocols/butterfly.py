@@ -33,8 +33,9 @@ from protocols.base import (
 )
 from protocols.calling import Call, Terrain
 from protocols.codec import codec
+from protocols.parts import Held, Task, seal
 from protocols.post import Ledger, Post
-from protocols.reduce import Held, Reducer, Task, contribute, seal
+from protocols.reduce import Reducer, contribute
 from protocols.tasks import Bell
 from protocols.vectors import Flat
 
