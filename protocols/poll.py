@@ -1,0 +1,126 @@
+"""Who votes on a lineage's child, which records may be put to the vote, which votes are in, and what they decide. Pure.
+
+Signatures are checked here and nowhere else: votes come by three ways (accepts, certificates, answers), and all are
+counted in one place. `Signer.verify` is a function of its arguments, so the poll stays pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from protocols import record as records
+from protocols.base import BadPayload, Member, PeerId, RoundKey, Signer
+from protocols.record import Kind, Record
+from protocols.votes import Certificate, Signed
+from protocols.wire import body
+
+MAX_TALLIES = 1 << 10
+"""(ballot, record) pairs whose votes are kept; above it those of the lowest ballot are forgotten."""
+
+
+def majority(members: int, liars: bool = False) -> int:
+    """Votes that decide, of a roster of so many; more of them where voters may lie."""
+    return 2 * members // 3 + 1 if liars else members // 2 + 1
+
+
+def accept_message(key: RoundKey, ballot: int, digest: bytes, voter: Member) -> bytes:
+    """What a voter signs."""
+    return b"starling accept" + body(key) + body(voter) + ballot.to_bytes(4, "big") + digest
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A record in a ballot: encoded, the lineage that it names, decoded."""
+
+    ballot: int
+    data: bytes
+    digest: bytes
+    record: Record
+
+    @property
+    def is_fork(self) -> bool:
+        return self.record.kind == Kind.FORK
+
+
+class Poll:
+    """The votes of one roster on the child of one lineage.
+
+    Args:
+        key: of the round; `key.lineage` is what the record extends.
+        roster: the members whose votes count, each in its life.
+        signer: signs our votes, checks those of others.
+        quorum: votes that decide; None: `majority`.
+        fork_peers: so many members at least may fork; 0: none may.
+    """
+
+    def __init__(
+        self, key: RoundKey, roster: Sequence[Member], signer: Signer, quorum: int | None = None, fork_peers: int = 1
+    ) -> None:
+        self.key, self.roster, self.signer, self.fork_peers = key, tuple(roster), signer, fork_peers
+        self.quorum = majority(len(self.roster)) if quorum is None else quorum
+        self._order = records.coordinators(key.lineage, self.roster)
+        self._votes: dict[tuple[int, bytes], dict[Member, bytes]] = {}
+
+    def counts(self, member: Member) -> bool:
+        """Whether this member, in this life, votes."""
+        return member in self.roster
+
+    def coordinator(self, ballot: int) -> PeerId:
+        """Who owns a ballot."""
+        return self._order[ballot % len(self._order)]
+
+    def first(self, members: Sequence[Member]) -> PeerId:
+        """Who coordinates the fork of these members."""
+        peers = {member.peer for member in members}
+        return next(peer for peer in self._order if peer in peers)
+
+    def value(self, ballot: int, data: bytes) -> Value | None:
+        """The record in these bytes; None if it may not be put to the vote."""
+        try:
+            record = records.decode(data)
+        except BadPayload:
+            return None
+        return Value(ballot, data, records.lineage(data), record) if self._allows(record) else None
+
+    def _allows(self, record: Record) -> bool:
+        """It extends this lineage; its roster keeps the rules for admissions or, in a fork, for those who are left."""
+        members = len(record.roster)
+        if (record.parent, record.round) != (self.key.lineage, self.key.round):
+            return False
+        if members == 0 or members != len({member.peer for member in record.roster}):
+            return False
+        admitted = sum(not self.counts(member) for member in record.roster)
+        if record.kind == Kind.FORK:
+            return admitted == 0 and 0 < self.fork_peers <= members < self.quorum
+        return admitted <= max(1, len(self.roster) // 2)
+
+    def sign(self, value: Value, voter: Member) -> bytes:
+        """The signature of this member's vote: ours."""
+        return self.signer.sign(accept_message(self.key, value.ballot, value.digest, voter))
+
+    def add(self, ballot: int, digest: bytes, voter: Member, signature: bytes) -> bool:
+        """Count a vote, once; False if it is a stranger's or forged."""
+        message = accept_message(self.key, ballot, digest, voter)
+        if not self.counts(voter) or not self.signer.verify(voter.peer, message, signature):
+            return False
+        self._votes.setdefault((ballot, digest), {})[voter] = signature
+        if len(self._votes) > MAX_TALLIES:
+            del self._votes[min(self._votes)]
+        return True
+
+    def voters(self, ballot: int, digest: bytes) -> tuple[Member, ...]:
+        """Whose votes for this record in this ballot are in; each of them holds all of its parts."""
+        return tuple(self._votes.get((ballot, digest), ()))
+
+    def decides(self, value: Value) -> bool:
+        """Whether the votes that are in decide for it: a majority's or, for a fork, those of its whole roster."""
+        voters = self.voters(value.ballot, value.digest)
+        if value.is_fork:
+            return set(value.record.roster) <= set(voters)
+        return len(voters) >= self.quorum
+
+    def certificate(self, value: Value, sender: Member) -> Certificate:
+        """The record with the votes that are in."""
+        votes = sorted(self._votes.get((value.ballot, value.digest), {}).items())
+        return Certificate(self.key, sender, value.ballot, value.data, tuple(Signed(*vote) for vote in votes))
