@@ -100,26 +100,25 @@ class Replica:
         await self._compute.run(lambda: pseudo_gradient(self.anchor, self._delta, self._delta), cost_bytes)
 
     async def _apply(self, mean: Mean, work: Work) -> bool:
-        """Move to a decided round's state. What the mean does not hold of our work stays ours for the next round."""
+        """Move to a decided round's state.
+
+        Work that the mean does not hold is dropped: it is a step in the direction that the others' mean took already,
+        and kept, it is taken twice. Only who had nothing to offer when the round was called, being in the middle of its
+        first step, keeps that step.
+        """
         if mean.outcome is not Outcome.COMMITTED:
             return True
         self.chain.extend(mean.record)
         cost_bytes = 12 * len(self.anchor)
         finite = await self._compute.run(lambda: self.outer.step(self.anchor, self.velocity, self._mean), cost_bytes)
         await self.settle()
-        left = sum(high - low for low, high in mean.uncounted)
-        if left == 0 or work.tokens == 0:
+        if mean.weights.get(self.averager.me.peer) == 0 and work.tokens > 0:
+            local = self._mean  # free now: the local parameters to go on from
+            await self._compute.run(lambda: torch.sub(self.anchor, self._delta, out=local), cost_bytes)
+            await self.trainer.write(local, anchor=self.anchor, tokens=work.tokens)
+        else:
             await self.trainer.write(self.anchor)
-            return finite
-        local = self._mean  # free now: the local parameters to go on from
-        await self._compute.run(lambda: self._keep(local, mean.uncounted), cost_bytes)
-        await self.trainer.write(local, anchor=self.anchor, tokens=work.tokens * left // len(self.anchor))
         return finite
-
-    def _keep(self, local: Vector, uncounted: tuple[tuple[int, int], ...]) -> None:
-        local.copy_(self.anchor)
-        for low, high in uncounted:
-            local[low:high].sub_(self._delta[low:high])
 
     def _report(
         self, me: Member, head: Head, mean: Mean, work: Work, finite: bool, seconds: dict[str, float], time: float

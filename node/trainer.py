@@ -172,9 +172,9 @@ class Shift:
         """Replace the local parameters and their anchor; the account starts again.
 
         Args:
-            anchor: what the pseudo-gradient is measured from, if not `source`: after a round that counted only a part
-                of the last contribution, `source` is the new anchor less the rest.
-            tokens: how many tokens that rest is worth.
+            anchor: what the pseudo-gradient is measured from, if not `source`: where work is kept that no round has
+                counted, `source` is the new anchor less that work.
+            tokens: how many tokens that work is worth.
         """
         self.learner.vectors[fragment].copy_(source)
         self._anchors[fragment].copy_(source if anchor is None else anchor)

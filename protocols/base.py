@@ -278,7 +278,6 @@ class Mean:
         record: encoded record of the round (`protocols.record`), empty unless decided.
         contributions: peer -> chunks of it that the mean holds, in the order of the plan.
         weights: peer -> its weight in the mean, after clamping.
-        uncounted: element ranges [low, high) of `mine` that the mean does not hold, ascending.
         blamed: who was refused, lost or clamped, and why.
         bytes_sent, bytes_received: of this round, headers and control messages included.
     """
@@ -287,7 +286,6 @@ class Mean:
     record: bytes = b""
     contributions: Mapping[PeerId, Contribution] = field(default_factory=dict)
     weights: Mapping[PeerId, float] = field(default_factory=dict)
-    uncounted: tuple[tuple[int, int], ...] = ()
     blamed: tuple[Blame, ...] = ()
     bytes_sent: int = 0
     bytes_received: int = 0
@@ -374,7 +372,7 @@ class Trainer(Protocol):
         """Replace the local parameters; the inner optimiser's state stays, the account of work starts again.
 
         Args:
-            anchor: what the pseudo-gradient is measured from, if not `source`: where only a part of the last
-                contribution was counted, `source` is the new anchor less the rest.
-            tokens: how many tokens that rest is worth.
+            anchor: what the pseudo-gradient is measured from, if not `source`: where work is kept that no round has
+                counted, `source` is the new anchor less that work.
+            tokens: how many tokens that work is worth.
         """

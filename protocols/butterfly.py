@@ -247,9 +247,6 @@ class _Session:
             record=records.encode(record),
             contributions=records.contributions(terms.peers, parts),
             weights=dict(zip(terms.peers, terms.weights, strict=True)),
-            uncounted=records.uncounted(
-                terms.peers.index(self._host.me), terms.plan.bounds, parts, self._owner.settings.chunk_elements
-            ),
             blamed=terms.clamped,
         )
 

@@ -6,10 +6,8 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import pairwise
 
 from protocols.base import BadPayload, Contribution, Header, Member, PeerId
-from protocols.vectors import CHUNK_ELEMENTS, chunk_count, chunk_range
 from protocols.wire import MAX_ROSTER, Part, digest, many, one, uint, unpack_body
 from protocols.wire import body as _body
 
@@ -74,36 +72,12 @@ def coordinators(line: bytes, roster: Sequence[Member]) -> tuple[PeerId, ...]:
     return tuple(sorted((m.peer for m in roster), key=lambda peer: hashlib.sha256(line + peer.encode()).digest()))
 
 
-def masks(part: Part) -> list[int]:
-    """Contributor bitmap of each chunk of a part, whose number of chunks is known to be right."""
-    return [run.mask for run in part.runs for _ in range(run.count)]
-
-
 def contributions(peers: Sequence[PeerId], parts: Sequence[Part]) -> dict[PeerId, Contribution]:
     """Chunks of each peer that the mean holds; peers in the order of the plan's bits."""
     runs = [run for part in parts for run in part.runs]
     chunks = sum(run.count for run in runs)
     counted = [sum(run.count for run in runs if run.mask >> bit & 1) for bit in range(len(peers))]
     return {peer: Contribution(count, chunks) for peer, count in zip(peers, counted, strict=True)}
-
-
-def uncounted(
-    bit: int, bounds: Sequence[int], parts: Sequence[Part], chunk: int = CHUNK_ELEMENTS
-) -> tuple[tuple[int, int], ...]:
-    """Element ranges that the mean does not hold of the peer with this bit.
-
-    Raises:
-        BadPayload: the parts do not cover the vector.
-    """
-    if len(bounds) != len(parts) + 1:
-        raise BadPayload(f"{len(parts)} parts do not cover a vector cut into {len(bounds) - 1}")
-    ranges: list[tuple[int, int]] = []
-    for part, (low, high) in zip(parts, pairwise(bounds), strict=True):
-        if sum(run.count for run in part.runs) != chunk_count(high - low, chunk):  # before a run takes any memory
-            raise BadPayload("a part whose chunks do not cover it")
-        missing = [index for index, mask in enumerate(masks(part)) if not mask >> bit & 1]
-        ranges.extend(chunk_range(low, high, index, chunk) for index in missing)
-    return tuple(ranges)
 
 
 def whole(bit: int, parts: Sequence[Part]) -> bool:

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from protocols import record as records
 from protocols.base import BadPayload, Contribution, Member
 from protocols.record import Kind, Record
-from protocols.vectors import chunk_count, chunk_range
 from protocols.wire import Part, Run
 from tests.test_plan import variants
 from tests.test_wire import headers, places
@@ -131,7 +130,6 @@ def test_one_who_stays_keeps_the_order_when_another_leaves() -> None:
 
 
 def test_contributions_count_chunks() -> None:
-    assert [records.masks(part) for part in PARTS] == [[3, 3, 1], [], [2, 3, 3, 3]]
     assert records.contributions(("anna", "bert", "cleo"), PARTS) == {
         "anna": Contribution(6, 7),
         "bert": Contribution(6, 7),
@@ -140,69 +138,21 @@ def test_contributions_count_chunks() -> None:
     assert list(records.contributions(("bert", "anna"), PARTS)) == ["bert", "anna"]
 
 
-def test_what_is_not_counted_is_told_by_element() -> None:
-    assert records.uncounted(0, BOUNDS, PARTS, CHUNK) == ((10, 14),)
-    assert records.uncounted(1, BOUNDS, PARTS, CHUNK) == ((8, 10),)
-    assert records.uncounted(2, BOUNDS, PARTS, CHUNK) == (
-        (0, 4), (4, 8), (8, 10), (10, 14), (14, 18), (18, 22), (22, 25),
-    )  # fmt: skip
-
-
-def test_the_size_of_chunks_matters() -> None:
-    parts = (Part(b"1" * 32, (Run(1, 0), Run(1, 1))),)
-    assert records.uncounted(0, (0, 10), parts, 5) == ((0, 5),)
-    assert records.uncounted(0, (0, 10), parts, 9) == ((0, 9),)
-    assert records.uncounted(1, (0, 10), parts, 9) == ((0, 9), (9, 10))
-    size = 1 << 18  # a chunk of 1 MiB is what goes without saying
-    assert records.uncounted(0, (0, size + 1), parts) == ((0, size),)
-
-
 @pytest.mark.parametrize("bit, expected", [(0, True), (1, False), (2, False)])
 def test_whole_is_in_every_chunk(bit: int, expected: bool) -> None:
     parts = (Part(b"1" * 32, (Run(3, 0b101),)), Part(b"2" * 32, ()), Part(b"3" * 32, (Run(1, 0b011), Run(9, 0b101))))
     assert records.whole(bit, parts) is expected
 
 
-@pytest.mark.parametrize(
-    "bounds, parts, chunk",
-    [
-        (BOUNDS, PARTS, 5),  # the last part has three chunks of five
-        (BOUNDS, PARTS, 3),
-        ((0, 10, 11, 25), PARTS, 4),
-        ((0, 10, 10, 29), PARTS, 4),
-        (BOUNDS, PARTS[:2], 4),
-        (BOUNDS[:3], PARTS, 4),
-        ((0, 8), (Part(b"1" * 32, (Run(1 << 32, 1),)),), 4),  # and is refused before it takes any memory
-    ],
-)
-def test_parts_that_do_not_cover_the_vector_are_refused(
-    bounds: tuple[int, ...], parts: tuple[Part, ...], chunk: int
-) -> None:
-    for bit in (0, 1, 2):
-        with pytest.raises(BadPayload, match="cover"):
-            records.uncounted(bit, bounds, parts, chunk)
-
-
-@given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=6), chunk=st.integers(1, 12), data=st.data())
-def test_the_accounts_agree(sizes: list[int], chunk: int, data: st.DataObject) -> None:
-    """Chunk by chunk, from masks of our own: contributions, uncounted and whole tell the same story."""
-    bounds = tuple(itertools.accumulate(sizes, initial=0))
-    mask = st.integers(0, 7)
-    every = [
-        data.draw(st.lists(mask, min_size=count, max_size=count)) for count in (chunk_count(s, chunk) for s in sizes)
-    ]
+@given(every=st.lists(st.lists(st.integers(0, 7), max_size=40), min_size=1, max_size=6))
+def test_the_accounts_agree(every: list[list[int]]) -> None:
+    """Chunk by chunk, from masks of our own: contributions and whole tell the same story."""
     parts = [
         Part(bytes(32), tuple(Run(len(list(group)), each) for each, group in itertools.groupby(masks)))
         for masks in every
     ]
+    chunks = [mask for masks in every for mask in masks]
     for bit, peer in enumerate("abc"):
-        missing = [
-            chunk_range(low, high, index, chunk)
-            for masks, (low, high) in zip(every, itertools.pairwise(bounds), strict=True)
-            for index, each in enumerate(masks)
-            if not each & (1 << bit)
-        ]
-        counted = records.contributions("abc", parts)[peer]
-        assert records.uncounted(bit, bounds, parts, chunk) == tuple(missing)
-        assert counted.chunks - counted.chunks_counted == len(missing)
-        assert records.whole(bit, parts) == (not missing)
+        missing = sum(not mask & (1 << bit) for mask in chunks)
+        assert records.contributions("abc", parts)[peer] == Contribution(len(chunks) - missing, len(chunks))
+        assert records.whole(bit, parts) == (missing == 0)

@@ -175,8 +175,9 @@ def lost(outcome: Outcome = Outcome.UNDECIDED, **changes: Any) -> Script:
     return Script(outcome=outcome, **changes)
 
 
-def partly(*uncounted: tuple[int, int], **changes: Any) -> Script:
-    return Script(end=Mean(Outcome.COMMITTED, uncounted=uncounted), **changes)
+def weighed(weight: float, **changes: Any) -> Script:
+    """A committed round whose plan gave us this weight."""
+    return Script(end=Mean(Outcome.COMMITTED, weights={ME.peer: weight}), **changes)
 
 
 LOST = (Outcome.SKIPPED, Outcome.UNDECIDED, Outcome.SUPERSEDED)
@@ -264,57 +265,39 @@ def test_work_accumulates_until_a_round_is_decided(outcome: Outcome) -> None:
     assert peer.seen[1].offers[0].tokens == 400, "what is left over is offered at once"
 
 
-# -- partly counted ---------------------------------------------------------------------------------------------------
+# -- not counted ------------------------------------------------------------------------------------------------------
 
 
-def test_what_was_not_counted_stays_in_the_local_parameters() -> None:
-    peer = Peer(partly((2, 5), (9, 10)))
-    play(peer.rounds())
-    rest = torch.zeros(ELEMENTS)
-    rest[2:5] = rest[9] = 4 * STEP
-    assert torch.equal(peer.replica.anchor, torch.ones(ELEMENTS) - 0.75 * 4 * STEP)
-    assert torch.equal(peer.trainer.local, peer.replica.anchor - rest)
-    assert torch.equal(peer.trainer.written[0], peer.replica.anchor - rest)
-
-
-def test_the_rest_is_handed_in_with_the_next_round_once() -> None:
-    peer = Peer(partly((2, 5), (9, 10)), committed(), committed())
+def test_work_that_was_called_for_and_not_counted_is_dropped() -> None:
+    """The others' mean went the same way: kept, the step would be taken twice."""
+    end = Mean(Outcome.COMMITTED, weights={ME.peer: 400.0}, contributions={ME.peer: Contribution(1, 4)})
+    peer = Peer(Script(end=end), committed())
     reports = play(peer.rounds())
-    expected = torch.full((ELEMENTS,), 4 * STEP)
-    assert torch.equal(peer.seen[2].mine, expected)
-    expected[2:5] += 4 * STEP
-    expected[9] += 4 * STEP
-    assert torch.equal(peer.seen[1].mine, expected)
-    assert [report.tokens for report in reports] == [400, 160 + 400, 400], "four of ten elements are worth 160"
+    assert torch.equal(peer.trainer.written[0], torch.ones(ELEMENTS) - 0.75 * 4 * STEP)
+    assert [report.tokens for report in reports] == [400, 400]
 
 
-@pytest.mark.parametrize(
-    "uncounted, carried",
-    [((), 0), (((0, 1),), 40), (((0, 5),), 200), (((0, 3), (4, 10)), 360), (((0, ELEMENTS),), 400)],
-)
-def test_tokens_are_carried_in_proportion(uncounted: tuple[tuple[int, int], ...], carried: int) -> None:
-    peer = Peer(partly(*uncounted), committed())
-    play(peer.rounds())
-    assert peer.seen[1].offers[0].tokens == carried
-    assert peer.seen[1].offers[0].norm == pytest.approx(4 * STEP * math.sqrt(ELEMENTS * carried / 400))
+def test_work_that_came_after_the_call_is_kept_for_the_next_round() -> None:
+    """In the middle of its first step when the round was called: a weight of 0, and then a step."""
+    peer = Peer(weighed(0.0), weighed(800.0), committed())
+    reports = play(peer.rounds())
+    assert torch.equal(peer.trainer.written[0], torch.ones(ELEMENTS) - 0.75 * 4 * STEP - 4 * STEP)
+    assert peer.seen[1].offers[0].tokens == 400
+    assert peer.seen[1].offers[0].norm == pytest.approx(4 * STEP * math.sqrt(ELEMENTS))
+    assert torch.equal(peer.seen[1].mine, torch.full((ELEMENTS,), 8 * STEP))
+    assert torch.equal(peer.seen[2].mine, torch.full((ELEMENTS,), 4 * STEP))
+    assert [report.tokens for report in reports] == [400, 800, 400]
 
 
-def test_a_rest_that_is_left_out_again_stays_whole() -> None:
-    peer = Peer(partly((0, ELEMENTS)), partly((0, ELEMENTS)), committed())
+def test_kept_work_survives_a_round_that_is_not_decided() -> None:
+    peer = Peer(weighed(0.0), lost(), committed())
     play(peer.rounds())
     assert peer.seen[2].mine.tolist() == [12 * STEP] * ELEMENTS
     assert peer.seen[2].work is not None and peer.seen[2].work.tokens == 1200
 
 
-def test_a_rest_survives_a_round_that_is_not_decided() -> None:
-    peer = Peer(partly((0, 5)), lost(), committed())
-    play(peer.rounds())
-    assert peer.seen[2].mine.tolist() == [12 * STEP] * 5 + [8 * STEP] * 5
-    assert peer.seen[2].work is not None and peer.seen[2].work.tokens == 200 + 800
-
-
 def test_one_that_brought_nothing_starts_from_the_new_anchor() -> None:
-    peer = Peer(partly((0, ELEMENTS), average=lambda mine, into: into.fill_(1.0)))
+    peer = Peer(weighed(0.0, average=lambda mine, into: into.fill_(1.0)))
     peer.trainer.shift.step = lambda: None  # type: ignore[method-assign]
     play(peer.rounds())
     assert peer.seen[0].work is not None and peer.seen[0].work.tokens == 0
@@ -374,7 +357,6 @@ def test_the_report_of_a_committed_round() -> None:
         Outcome.COMMITTED,
         contributions={"anna": Contribution(3, 4), "bert": Contribution(4, 4), "cleo": Contribution(0, 4)},
         weights={"anna": 350.0, "bert": 100.0},
-        uncounted=((0, 5),),
         blamed=(Blame("cleo", "late"),),
         bytes_sent=11,
         bytes_received=22,
