@@ -19,24 +19,34 @@ class Ledger:
         self._names: dict[PeerId, str] = {}
         self._bytes_sent = 0
         self._bytes_received = 0
+        self._open: dict[Stream, tuple[int, int]] = {}  # what is counted already of each
 
     def name(self, peer: PeerId, why: str) -> None:
         self._names.setdefault(peer, why)
 
     @asynccontextmanager
     async def counting(self, stream: Stream) -> AsyncIterator[Stream]:
-        """Count a stream's bytes when its user is done, and name its peer if it broke a rule."""
+        """Count a stream's bytes while it is used, and name its peer if it broke a rule."""
+        self._open[stream] = (0, 0)
         try:
             yield stream
         except BadPayload as error:
             self.name(stream.peer, f"refused: {error}")
             raise
         finally:
-            self._bytes_sent += stream.bytes_sent
-            self._bytes_received += stream.bytes_received
+            self._count(stream)
+            del self._open[stream]
+
+    def _count(self, stream: Stream) -> None:
+        sent, received = self._open[stream]
+        self._bytes_sent += stream.bytes_sent - sent
+        self._bytes_received += stream.bytes_received - received
+        self._open[stream] = (stream.bytes_sent, stream.bytes_received)
 
     def take(self) -> tuple[tuple[Blame, ...], int, int]:
         """Who was named, bytes sent, bytes received; since the last call."""
+        for stream in self._open:
+            self._count(stream)
         taken = tuple(Blame(peer, why) for peer, why in self._names.items()), self._bytes_sent, self._bytes_received
         self._names, self._bytes_sent, self._bytes_received = {}, 0, 0
         return taken

@@ -58,6 +58,15 @@ def test_every_lie_is_survived_round_after_round(lie: str) -> None:
     assert len(outcome.reports("committed")) == 3 * 5
 
 
+def test_the_bytes_that_reports_state_are_those_that_were_sent() -> None:
+    """All but what still serves others after the last round."""
+    outcome = play(Scenario(peers=4, rounds=8, seed=3, elements=20_000, codec="fp32", chunk_elements=1024))
+    for peer, history in outcome.histories.items():
+        reported = [report["bytes_sent"] for report in history]
+        assert 0.9 * outcome.sent_bytes[peer] < sum(reported) <= outcome.sent_bytes[peer]
+        assert max(reported[1:]) < 1.3 * min(reported[1:])
+
+
 def test_a_peer_alone_never_waits() -> None:
     outcome = play(Scenario(peers=1, rounds=5, seed=1, inner_steps=10))
     (history,) = outcome.histories.values()
