@@ -24,11 +24,6 @@ def majority(members: int, liars: bool = False) -> int:
     return 2 * members // 3 + 1 if liars else members // 2 + 1
 
 
-def accept_message(key: RoundKey, ballot: int, digest: bytes, voter: Member) -> bytes:
-    """What a voter signs."""
-    return b"starling accept" + body(key) + body(voter) + ballot.to_bytes(4, "big") + digest
-
-
 @dataclass(frozen=True, slots=True)
 class Value:
     """A record in a ballot: encoded, the lineage that it names, decoded."""
@@ -59,6 +54,7 @@ class Poll:
     ) -> None:
         self.key, self.roster, self.signer, self.fork_peers = key, tuple(roster), signer, fork_peers
         self.quorum = majority(len(self.roster)) if quorum is None else quorum
+        self._signed = b"starling accept" + body(key)
         self._order = records.coordinators(key.lineage, self.roster)
         self._votes: dict[tuple[int, bytes], dict[Member, bytes]] = {}
 
@@ -95,13 +91,19 @@ class Poll:
             return admitted == 0 and 0 < self.fork_peers <= members < self.quorum
         return admitted <= max(1, len(self.roster) // 2)
 
+    def message(self, ballot: int, digest: bytes, voter: Member) -> bytes:
+        """What a voter signs."""
+        return self._signed + body(voter) + ballot.to_bytes(4, "big") + digest
+
     def sign(self, value: Value, voter: Member) -> bytes:
         """The signature of this member's vote: ours."""
-        return self.signer.sign(accept_message(self.key, value.ballot, value.digest, voter))
+        return self.signer.sign(self.message(value.ballot, value.digest, voter))
 
     def add(self, ballot: int, digest: bytes, voter: Member, signature: bytes) -> bool:
         """Count a vote, once; False if it is a stranger's or forged."""
-        message = accept_message(self.key, ballot, digest, voter)
+        if voter in self._votes.get((ballot, digest), ()):
+            return True
+        message = self.message(ballot, digest, voter)
         if not self.counts(voter) or not self.signer.verify(voter.peer, message, signature):
             return False
         self._votes.setdefault((ballot, digest), {})[voter] = signature
