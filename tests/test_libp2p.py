@@ -32,6 +32,8 @@ from protocols.base import PeerGone, PeerId, PeerSilent, Stream, Transport
 from tests.conformance.other_process import echo
 from tests.conformance.worlds import LibP2PPeers, LibP2PWorld, is_stopped, running_daemons
 
+pytestmark = pytest.mark.real
+
 MIB = 1 << 20
 LIMIT = 64
 

@@ -25,7 +25,7 @@ LATE_SECONDS = 5.0
 LIMIT = 256
 
 
-@pytest.fixture(params=list(WORLDS))
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.real) if name == "libp2p" else name for name in WORLDS])
 def world(request: pytest.FixtureRequest) -> World:
     made: World = WORLDS[request.param]()
     return made
