@@ -11,7 +11,7 @@ NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for each in python3 python3.11 python3.12 python3.13 python3.14 python; do \
 	$$each -c '$(NEW_ENOUGH)' 2>/dev/null && { echo $$each; break; }; done)
 
-.PHONY: install lint check test clean
+.PHONY: install lint check test sim bench clean
 
 install: $(STAMP)
 
@@ -34,6 +34,19 @@ check: lint
 # The same and the tests on real processes and sockets, in one run.
 test: lint
 	$(BIN)/python -m pytest
+
+# Many seeds of every fault, and a large swarm: ten minutes.
+sim: install
+	$(BIN)/python -m tests.sim --peers 5 --rounds 6 --seeds 0:300 --faults all
+	$(BIN)/python -m tests.sim --peers 32 --rounds 50 --seeds 0
+	$(BIN)/python -m tests.sim --peers 16 --rounds 4 --seeds 0:10 --faults all
+
+# The figures in benchmarks/RESULTS.md. An hour on two cores; what was done before is not done again.
+bench: install
+	mkdir -p build
+	$(BIN)/python -m benchmarks.averaging --peers 4 --megabytes 100 --codec fp32 --rounds 3
+	$(BIN)/python -m benchmarks.averaging --peers 4 --megabytes 100 --codec int8 --rounds 3
+	$(BIN)/python -m benchmarks.learning all --json build/learning.json --resume
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
