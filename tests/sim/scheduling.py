@@ -220,28 +220,29 @@ class World:
         if not side.ghost:
             self.judge_votes(node, side)
         for each in instructions:
-            if self.trace is not None:
-                self.trace.append(
-                    f"{self.now:7.1f} {node.me.peer}/{node.me.incarnation}{'?' * side.ghost}: {_short(each)}"
-                )
+            self._note(node, f"{'as a ghost ' * side.ghost}{_short(each)}" if self.trace is not None else "")
             if isinstance(each, votes.Send):
                 if isinstance(each.message, votes.Propose) and not side.ghost:
                     self.judge_proposal(self.lines[each.message.key.lineage], each.message)
                 for to in each.to:
                     self._fly(node.me.peer, to, each.message)
-            elif isinstance(each, votes.SetTimer):
-                side.timer = (each.ballot, each.factor)
-                self._later(TIMEOUT * each.factor, lambda timer=side.timer: self.expire(node, side, timer))
-            elif isinstance(each, votes.Choose):
-                side.choice = (each.ballot, each.promises)
-                self._later(DELAY, lambda: self.answer(node, side))
-            elif isinstance(each, votes.Fetch):
-                side.wants = each.parts
-                self._later(2 * DELAY, lambda: self.supply(node, side))
-            elif isinstance(each, votes.Decided):
-                self.decided(node, side, each.certificate)
-            elif isinstance(each, votes.Rival) and not side.ghost:
-                self.switch(node, each.certificate)
+            else:
+                self.serve(node, side, each)
+
+    def serve(self, node: Node, side: Side, each: votes.Instruction) -> None:
+        if isinstance(each, votes.SetTimer):
+            side.timer = timer = (each.ballot, each.factor)
+            self._later(TIMEOUT * each.factor, lambda: self.expire(node, side, timer))
+        elif isinstance(each, votes.Choose):
+            side.choice = (each.ballot, each.promises)
+            self._later(DELAY, lambda: self.answer(node, side))
+        elif isinstance(each, votes.Fetch):
+            side.wants = each.parts
+            self._later(2 * DELAY, lambda: self.supply(node, side))
+        elif isinstance(each, votes.Decided):
+            self.decided(node, side, each.certificate)
+        elif isinstance(each, votes.Rival) and not side.ghost:
+            self.switch(node, each.certificate)
 
     def switch(self, node: Node, certificate: votes.Certificate) -> None:
         """Healing: a majority's child wins over a fork."""

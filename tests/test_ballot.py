@@ -1,0 +1,593 @@
+"""The vote: transcripts of single rounds, random scheduling over many seeds, and planted bugs that it must catch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import pytest
+
+from protocols import record as records
+from protocols import votes, wire
+from protocols.ballot import Vote
+from protocols.base import Member, PeerId, RoundKey
+from protocols.poll import Poll, majority
+from protocols.record import Kind, Record
+from protocols.wire import Part, PartDone, Run
+from tests.sim.scheduling import Remembering, Seal, play
+
+SEEDS = range(2000)
+"""Of 50,000 by `python -m tests.sim.scheduling --seeds 0:50000`."""
+KEY = RoundKey(b"r" * 32, "all", b"l" * 32, 7)
+PLAN = b"p" * 32
+PART = PartDone(0, Part(b"1" * 32, (Run(1, 3),)), b"")
+Some = TypeVar("Some")
+
+
+@dataclass
+class Flight:
+    sender: PeerId
+    to: PeerId
+    message: votes.Message
+
+
+class Table:
+    """Members of one vote, in the order in which they coordinate; messages wait until they are delivered by name."""
+
+    def __init__(self, members: int = 3, fork_peers: int = 1) -> None:
+        roster = [Member(f"m{index}") for index in range(members)]
+        order = records.coordinators(KEY.lineage, roster)
+        self.roster = tuple(roster)
+        self.members = tuple(Member(peer) for peer in order)
+        self.votes = {
+            m.peer: Vote(m, Poll(KEY, self.roster, Seal(m.peer), fork_peers=fork_peers)) for m in self.members
+        }
+        self.flying: list[Flight] = []
+        self.said: list[tuple[PeerId, votes.Instruction]] = []
+
+    def name(self, index: int) -> PeerId:
+        return self.members[index].peer
+
+    def vote(self, index: int) -> Vote:
+        return self.votes[self.name(index)]
+
+    def do(self, index: int, event: str, *arguments: Any) -> list[votes.Instruction]:
+        """An event at a member; what it sends begins to fly."""
+        out: list[votes.Instruction] = getattr(self.vote(index), event)(*arguments)
+        for each in out:
+            self.said.append((self.name(index), each))
+            if isinstance(each, votes.Send):
+                self.flying += [Flight(self.name(index), to, each.message) for to in each.to]
+        return out
+
+    def deliver(self, kind: type[votes.Message] | None = None, to: int | None = None, keep: bool = False) -> int:
+        """Deliver all that flies, or one kind of it, or to one member, and what follows from it; how many."""
+        count = 0
+        while matching := [
+            flight
+            for flight in self.flying
+            if (kind is None or isinstance(flight.message, kind)) and (to is None or flight.to == self.name(to))
+        ]:
+            self.flying = [flight for flight in self.flying if keep or flight not in matching]
+            for flight in matching:
+                if flight.to in self.votes:
+                    self.do(self._index(flight.to), "receive", flight.sender, flight.message)
+                    count += 1
+            if keep or kind is not None:
+                break
+        return count
+
+    def lose(self, *indices: int) -> None:
+        """What flies to or from these members is lost; without any, everything is."""
+        names = {self.name(index) for index in indices} or set(self.votes)
+        self.flying = [flight for flight in self.flying if not {flight.sender, flight.to} & names]
+
+    def die(self, *indices: int) -> None:
+        self.lose(*indices)
+        for index in indices:
+            del self.votes[self.name(index)]
+
+    def heard(self, index: int, kind: type[Some]) -> list[Some]:
+        """Instructions of a kind that a member gave, so far."""
+        return [each for peer, each in self.said if peer == self.name(index) and isinstance(each, kind)]
+
+    def sent(self, kind: type[Some]) -> list[Some]:
+        return [
+            each.message for _, each in self.said if isinstance(each, votes.Send) and isinstance(each.message, kind)
+        ]
+
+    def decided(self) -> list[tuple[int, bytes] | None]:
+        """Ballot and record that each living member decided."""
+        certificates = [self.votes[member.peer].decided for member in self.members if member.peer in self.votes]
+        return [each and (each.ballot, each.record) for each in certificates]
+
+    def record(self, kind: Kind = Kind.SKIP, *parts: PartDone, without: int = -1, **other: Any) -> bytes:
+        roster = tuple(member for member in self.roster if without < 0 or member != self.members[without])
+        made = Record(KEY.lineage, bytes(32), KEY.round, kind, PLAN, tuple(part.result for part in parts), roster)
+        return records.encode(replace(made, **other))
+
+    def fork(self, *indices: int) -> bytes:
+        return self.record(Kind.FORK, plan=bytes(32), roster=tuple(sorted(self.members[index] for index in indices)))
+
+    def hold(self, *indices: int) -> None:
+        for index in indices:
+            self.do(index, "holds", PLAN, (PART,))
+
+    def _index(self, peer: PeerId) -> int:
+        return next(index for index, member in enumerate(self.members) if member.peer == peer)
+
+
+# -- the normal case --------------------------------------------------------------------------------------------------
+
+
+def test_three_messages_decide_and_everybody_has_a_certificate() -> None:
+    table = Table()
+    mean = table.record(Kind.MEAN, PART)
+    table.hold(0, 1, 2)
+    table.do(0, "chosen", 0, mean)
+    assert table.deliver(votes.Propose) == 2
+    assert table.decided() == [None, None, None]
+    table.deliver(votes.Accept)
+    assert table.decided() == [(0, mean)] * 3
+    assert len(table.heard(0, votes.Decided)) == 1
+    (certificate,) = [each.certificate for each in table.heard(2, votes.Decided)]
+    assert [vote.voter for vote in certificate.votes] == sorted(vote.voter for vote in certificate.votes)
+    assert len(certificate.votes) >= majority(3)
+    table.deliver()
+    assert not table.sent(votes.Prepare) and not table.heard(0, votes.Rival)
+
+
+def test_alone_a_member_decides_at_once() -> None:
+    table = Table(1)
+    table.do(0, "chosen", 0, table.record())
+    assert table.decided() == [(0, table.record())] and table.flying == []
+
+
+def test_a_skip_evicts_the_silent_and_needs_no_parts() -> None:
+    table = Table()
+    table.die(2)
+    skip = table.record(without=2)
+    table.do(0, "chosen", 0, skip)
+    table.deliver()
+    assert table.decided() == [(0, skip)] * 2
+
+
+def test_a_record_admits_only_so_many_and_extends_this_lineage_only() -> None:
+    table = Table()
+    new = tuple(Member(f"n{index}") for index in range(2))
+    for bad in (
+        table.record(roster=(*table.roster, *new)),
+        table.record(roster=()),
+        table.record(roster=(*table.roster, replace(table.roster[0], incarnation=1))),
+        table.record(parent=b"x" * 32),
+        table.record(round=8),
+        table.fork(0),
+        b"no record",
+    ):
+        with pytest.raises(ValueError, match="may not be proposed"):
+            table.do(0, "chosen", 0, bad)
+        table.do(1, "receive", table.name(0), votes.Propose(KEY, table.members[0], 0, bad))
+        assert table.vote(1).accepted is None
+    table.do(0, "chosen", 0, table.record(roster=(*table.roster, new[0])))
+    table.deliver()
+    assert None not in table.decided()
+    assert (new[0].peer) in [to for each in table.heard(0, votes.Send) for to in each.to]
+
+
+def test_what_is_not_held_is_fetched_before_it_is_accepted() -> None:
+    table = Table()
+    mean = table.record(Kind.MEAN, PART)
+    table.hold(0)
+    table.do(0, "chosen", 0, mean)
+    table.deliver()
+    assert table.decided() == [None] * 3 and len(table.sent(votes.Accept)) == 1
+    (wanted,) = table.heard(1, votes.Fetch)
+    assert wanted == votes.Fetch(mean, (PART.result.digest,))
+    assert table.vote(1).poll.voters(0, records.lineage(mean)) == (table.members[0],)  # whom to fetch it from
+    table.hold(1)
+    table.deliver()
+    assert table.decided() == [(0, mean)] * 3
+
+
+# -- when something is lost -------------------------------------------------------------------------------------------
+
+
+def test_a_coordinator_dies_before_it_proposes() -> None:
+    table = Table()
+    table.hold(2)
+    table.die(0)
+    assert table.do(2, "progress") == [votes.SetTimer(0, 1)]
+    table.do(2, "timeout", 0)
+    assert table.heard(2, votes.SetTimer)[-1] == votes.SetTimer(1, 2)
+    table.deliver()
+    (choose,) = table.heard(1, votes.Choose)
+    assert choose.ballot == 1
+    assert {promise.sender: promise.held for promise in choose.promises} == {
+        table.members[1]: (),
+        table.members[2]: (PART,),
+    }
+    repaired = table.record(Kind.MEAN, PART, without=0)
+    table.do(1, "chosen", 1, repaired)
+    table.deliver()
+    assert table.heard(1, votes.Fetch)
+    table.hold(1)
+    table.deliver()
+    assert table.decided() == [(1, repaired)] * 2
+
+
+def test_a_visibly_gone_coordinator_is_not_waited_for() -> None:
+    table = Table()
+    table.do(1, "gone", table.name(2))
+    assert table.flying == []
+    table.do(1, "gone", table.name(0))
+    assert len(table.sent(votes.Prepare)) == 1
+
+
+def test_an_accepted_record_is_carried_over_when_its_coordinator_dies() -> None:
+    table = Table(5)
+    mean = table.record(Kind.MEAN, PART)
+    table.hold(0, 3)
+    table.do(0, "chosen", 0, mean)
+    table.deliver(votes.Propose, to=3)
+    table.die(0)
+    table.lose()
+    table.do(1, "timeout", 0)
+    table.deliver(votes.Prepare, to=3)
+    table.deliver(votes.Prepare, to=4)
+    table.deliver()
+    assert not table.heard(1, votes.Choose)
+    assert table.heard(1, votes.Fetch)[0].record == mean
+    table.hold(1, 2, 4)
+    table.deliver()
+    assert table.decided() == [(1, mean)] * 4
+
+
+def test_of_two_accepted_records_that_of_the_highest_ballot_is_proposed() -> None:
+    table = Table(5)
+    first, second = table.record(without=4), table.record(without=3)
+    table.do(0, "chosen", 0, first)
+    table.lose()  # only 0 has accepted it
+    table.do(1, "timeout", 0)
+    table.lose(0)
+    table.deliver(votes.Prepare)
+    table.deliver(votes.Promise)
+    table.do(1, "chosen", 1, second)
+    table.lose()  # only 1 has accepted it
+    table.do(2, "timeout", 0)
+    table.do(2, "timeout", 1)
+    table.deliver(votes.Prepare, to=0)
+    table.deliver(votes.Prepare, to=1)
+    table.deliver()
+    assert table.decided() == [(2, second)] * 5
+
+
+def test_a_late_coordinator_meets_promises_and_gives_up() -> None:
+    table = Table()
+    table.do(1, "timeout", 0)
+    table.deliver(votes.Prepare, to=2)
+    table.deliver(votes.Promise)
+    table.lose(0)
+    table.do(0, "chosen", 0, table.record())
+    table.deliver(votes.Propose)
+    assert [each.ballot for each in table.sent(votes.Stale)] == [1, 1]
+    table.deliver(votes.Stale)
+    assert table.vote(0).ballot == 1 and table.vote(0).promised == 0 and table.vote(2).accepted is None
+    skip = table.record(without=0)
+    table.do(1, "chosen", 1, skip)
+    table.deliver()
+    assert table.decided() == [(1, skip)] * 3
+
+
+def test_a_choice_that_comes_too_late_is_dropped() -> None:
+    table = Table()
+    table.do(1, "timeout", 0)
+    table.deliver()
+    table.do(2, "timeout", 1)
+    table.deliver()
+    assert table.do(1, "chosen", 1, table.record()) == []
+    table.do(2, "chosen", 2, table.record(without=0))
+    table.deliver()
+    assert table.decided() == [(2, table.record(without=0))] * 3
+
+
+def test_a_promise_outlasts_a_fetch() -> None:
+    table = Table()
+    table.hold(0)
+    table.do(0, "chosen", 0, table.record(Kind.MEAN, PART))
+    table.deliver(votes.Propose, to=2)
+    table.lose(0)
+    table.do(1, "timeout", 0)
+    table.deliver(votes.Prepare, to=2)
+    table.hold(2)
+    assert table.vote(2).promised == 1 and table.vote(2).accepted is None
+
+
+def test_who_missed_everything_asks_and_is_given_the_certificate() -> None:
+    table = Table()
+    table.do(0, "chosen", 0, table.record())
+    for kind in (votes.Propose, votes.Accept):
+        table.lose(2)
+        table.deliver(kind)
+    table.lose()
+    assert table.decided() == [(0, table.record()), (0, table.record()), None]
+    table.do(2, "timeout", 0)
+    table.deliver()
+    assert table.decided() == [(0, table.record())] * 3
+
+
+def test_who_saw_the_votes_but_not_the_record_asks_the_voters() -> None:
+    table = Table()
+    table.do(0, "chosen", 0, table.record())
+    table.deliver(votes.Propose, to=1)
+    table.lose(0)  # 2 never sees the proposal
+    for index in (0, 1):
+        accept = table.vote(index).poll.sign(table.vote(index).accepted, table.members[index])  # type: ignore[arg-type]
+        message = votes.Accept(KEY, table.members[index], 0, records.lineage(table.record()), accept)
+        table.do(2, "receive", table.name(index), message)
+    table.deliver(votes.Accept)
+    assert table.sent(votes.Want)
+    table.deliver()
+    assert table.vote(2).decided is not None
+
+
+def test_an_onlooker_decides_by_a_certificate_only() -> None:
+    table = Table()
+    table.do(0, "chosen", 0, table.record())
+    table.deliver()
+    certificate = table.vote(0).decided
+    assert certificate
+    onlooker = Vote(Member("new"), Poll(KEY, table.roster, Seal("new")))
+    assert onlooker.receive(table.name(0), table.sent(votes.Propose)[0]) == []
+    few = replace(certificate, votes=certificate.votes[:1])
+    assert onlooker.receive(table.name(0), few) == []
+    forged = [replace(vote, signature=b"no") for vote in certificate.votes]
+    assert onlooker.receive(table.name(0), replace(certificate, votes=tuple(forged))) == []
+    assert isinstance(onlooker.receive(table.name(0), certificate)[0], votes.Decided)
+
+
+# -- duplicates, strangers --------------------------------------------------------------------------------------------
+
+
+def test_everything_said_twice_changes_nothing() -> None:
+    table = Table()
+    table.do(0, "chosen", 0, table.record())
+    for kind in (votes.Propose, votes.Accept, votes.Certificate):
+        table.deliver(kind, keep=True)
+        table.deliver(kind, keep=True)
+    assert table.decided() == [(0, table.record())] * 3
+    assert all(len(table.heard(index, votes.Decided)) == 1 for index in range(3))
+    assert not any(table.heard(index, votes.Rival) for index in range(3))
+
+
+def test_votes_of_strangers_and_of_other_lives_do_not_count() -> None:
+    table = Table()
+    table.do(0, "chosen", 0, table.record())
+    stranger, reborn = Member("x"), replace(table.members[1], incarnation=1)
+    for member in (stranger, reborn):
+        value = table.vote(0).accepted
+        assert value
+        signature = Poll(KEY, table.roster, Seal(member.peer)).sign(value, member)
+        table.do(0, "receive", member.peer, votes.Accept(KEY, member, 0, value.digest, signature))
+    assert table.vote(0).decided is None
+    table.do(0, "receive", "x", votes.Accept(KEY, table.members[2], 0, value.digest, b""))
+    assert table.vote(0).decided is None
+    for message in (votes.Prepare(KEY, reborn, 1, ()), votes.Ask(KEY, stranger, 3, ()), votes.Stale(KEY, reborn, 9)):
+        assert table.do(0, "receive", message.sender.peer, message) == []
+    assert table.vote(0).ballot == 0
+
+
+def test_only_its_coordinator_speaks_for_a_ballot() -> None:
+    table = Table()
+    wrong = votes.Propose(KEY, table.members[2], 0, table.record())
+    assert table.do(1, "receive", table.name(2), wrong) == []
+    assert table.do(1, "receive", table.name(2), votes.Prepare(KEY, table.members[2], 1, ())) == []
+    other = replace(KEY, lineage=b"o" * 32)
+    assert table.do(1, "receive", table.name(0), votes.Propose(other, table.members[0], 0, table.record())) == []
+
+
+def test_a_second_record_in_one_ballot_is_ignored() -> None:
+    table = Table()
+    for record in (table.record(), table.record(without=2)):
+        table.do(1, "receive", table.name(0), votes.Propose(KEY, table.members[0], 0, record))
+    assert table.vote(1).accepted and table.vote(1).accepted.data == table.record()
+
+
+def test_timers_double_up_to_a_limit_and_only_the_present_one_counts() -> None:
+    table = Table()
+    table.die(0, 1)
+    factors = []
+    for ballot in range(9):
+        table.do(2, "timeout", ballot)
+        assert table.do(2, "timeout", ballot) == []
+        factors.append(table.heard(2, votes.SetTimer)[-1].factor)
+    assert factors == [2, 4, 8, 16, 32, 64, 64, 64, 64]
+
+
+# -- forks ------------------------------------------------------------------------------------------------------------
+
+
+def test_survivors_fork_unanimously() -> None:
+    table = Table(5)
+    table.die(0, 2, 4)
+    fork = table.fork(1, 3)
+    table.do(3, "fork", fork)
+    table.deliver()
+    assert table.decided() == [None, None]  # 1 does not agree yet
+    table.do(1, "fork", fork)
+    table.deliver()
+    assert [each and each[1] for each in table.decided()] == [fork] * 2
+    assert len(table.vote(1).decided.votes) == 2  # type: ignore[union-attr]
+
+
+def test_a_fork_takes_over_what_a_survivor_had_accepted() -> None:
+    table = Table(5)
+    table.hold(0, 3)
+    table.do(0, "chosen", 0, table.record(Kind.MEAN, PART))
+    table.deliver(votes.Propose, to=3)
+    table.lose()
+    table.die(0, 2, 4)
+    for index in (1, 3):
+        table.do(index, "fork", table.fork(1, 3))
+    table.deliver()
+    assert table.decided() == [None, None]
+    table.hold(1)
+    table.deliver()
+    (_, data), _ = [each for each in table.decided() if each]
+    forked = records.decode(data)
+    assert (forked.kind, forked.plan, forked.parts) == (Kind.FORK, PLAN, (PART.result,))
+
+
+def test_alone_a_survivor_forks_alone_if_the_manifest_allows_it() -> None:
+    table = Table(2)
+    table.die(0)
+    table.do(1, "fork", table.fork(1))
+    assert [each and each[1] for each in table.decided()] == [table.fork(1)]
+    for fewest in (0, 2):
+        table = Table(3, fork_peers=fewest)
+        with pytest.raises(ValueError, match="may not take part"):
+            table.do(1, "fork", table.fork(1))
+    with pytest.raises(ValueError, match="may not take part"):
+        Table().do(0, "fork", Table().fork(0, 1))  # the majority is not gone
+    with pytest.raises(ValueError, match="may not take part"):
+        Table().do(0, "fork", Table().fork(1))
+
+
+def test_a_majority_that_returns_is_not_bound_by_half_a_fork() -> None:
+    table = Table(5)
+    for index in (1, 3):
+        table.do(index, "fork", table.fork(1, 3))
+    table.deliver(votes.Ask)
+    table.deliver(votes.Prepare)
+    table.deliver(votes.Promise)
+    assert table.vote(1).forked
+    table.lose()
+    for index in (1, 3):
+        table.do(index, "fork", b"")
+    ballot = table.vote(1).ballot
+    for index in range(5):
+        while table.vote(index).ballot < ballot:
+            table.do(index, "timeout", table.vote(index).ballot)
+    table.lose()
+    table.do(2, "timeout", ballot)
+    table.deliver()
+    (choose,) = table.heard(2, votes.Choose)
+    table.do(2, "chosen", choose.ballot, table.record())
+    table.deliver()
+    assert table.decided() == [(choose.ballot, table.record())] * 5
+
+
+def test_a_fork_does_not_decide_for_others_they_are_told() -> None:
+    table = Table()
+    table.do(1, "fork", table.fork(1))
+    table.deliver()
+    assert table.vote(0).decided is None and table.heard(0, votes.Rival) and table.heard(2, votes.Rival)
+    table.do(0, "chosen", 0, table.record())
+    table.deliver()
+    assert table.vote(0).decided and table.vote(2).decided and table.heard(1, votes.Rival)
+
+
+# -- on the wire ------------------------------------------------------------------------------------------------------
+
+
+def test_every_message_comes_back_from_the_wire_as_it_went() -> None:
+    me, record = Member("anna", 3), Table().record(Kind.MEAN, PART)
+    signed = (votes.Signed(me, b"s" * 64),)
+    messages: list[votes.Message] = [
+        votes.Ask(KEY, me, 1, (me,)),
+        votes.Prepare(KEY, me, 1, ()),
+        votes.Promise(KEY, me, 2, 1, record, PLAN, (PART,)),
+        votes.Stale(KEY, me, 4),
+        votes.Propose(KEY, me, 5, record),
+        votes.Accept(KEY, me, 6, records.lineage(record), b"s" * 64),
+        votes.Want(KEY, me, 7, records.lineage(record)),
+        votes.Certificate(KEY, me, 8, record, signed),
+    ]
+    assert {type(message) for message in messages} == set(votes.MESSAGES)
+    for message in messages:
+        assert wire.unpack_body(type(message), wire.body(message)) == message
+
+
+# -- random scheduling ------------------------------------------------------------------------------------------------
+
+
+def test_random_scheduling_breaks_no_rule() -> None:
+    assert [f"seed {seed}: {error}" for seed, error in play(SEEDS)] == []
+
+
+class HalfAQuorum(Remembering):
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.quorum = max(1, len(self.roster) // 2)
+
+
+class CountsStrangers(Remembering):
+    def counts(self, member: Member) -> bool:
+        return member.peer in {each.peer for each in self.roster}
+
+
+class CountsAcrossBallots(Remembering):
+    def voters(self, ballot: int, digest: bytes) -> tuple[Member, ...]:
+        return tuple({voter: None for (_, named), cast in self._votes.items() if named == digest for voter in cast})
+
+
+class ForksWithoutAll(Remembering):
+    def decides(self, value: Any) -> bool:
+        return super().decides(value) or (value.is_fork and bool(self.voters(value.ballot, value.digest)))
+
+
+class AcceptsBelowItsPromise(Vote):
+    def _on_propose(self, message: votes.Propose) -> None:
+        promised, self._standing.promised = self._standing.promised, 0
+        super()._on_propose(message)
+        self._standing.promised = max(promised, self._standing.promised)
+
+
+class PromiseForgetsAccepted(Vote):
+    def _promise(self, fork: bool) -> votes.Promise:
+        return replace(super()._promise(fork), accepted=0, record=b"")
+
+
+class ForkForgetsAccepted(Vote):
+    def _promise(self, fork: bool) -> votes.Promise:
+        promise = super()._promise(fork)
+        return replace(promise, accepted=0, record=b"") if fork else promise
+
+
+class CoordinatorIgnoresAccepted(Vote):
+    def _handle(self, message: votes.Message) -> None:
+        forgotten = isinstance(message, votes.Promise)
+        super()._handle(replace(message, accepted=0, record=b"") if forgotten else message)  # type: ignore[call-arg]
+
+
+class CoordinatorTakesTheLowest(Vote):
+    def _handle(self, message: votes.Message) -> None:
+        if isinstance(message, votes.Promise) and message.record:
+            message = replace(message, accepted=votes.MAX_BALLOT - message.accepted)
+        super()._handle(message)
+
+
+class AcceptsUnheld(Vote):
+    def _missing(self, record: Record) -> tuple[bytes, ...]:
+        return ()
+
+
+@pytest.mark.parametrize(
+    "planted, rules",
+    [
+        ({"poll": HalfAQuorum}, {"proof", "one child"}),
+        ({"poll": CountsStrangers}, {"proof", "one child", "proposal"}),
+        ({"poll": CountsAcrossBallots}, {"proof", "one child"}),
+        ({"poll": ForksWithoutAll}, {"fork"}),
+        ({"vote": AcceptsBelowItsPromise}, {"one child", "proposal"}),
+        ({"vote": PromiseForgetsAccepted}, {"one child", "proposal"}),
+        ({"vote": ForkForgetsAccepted}, {"fork"}),
+        ({"vote": CoordinatorIgnoresAccepted}, {"one child", "proposal"}),
+        ({"vote": CoordinatorTakesTheLowest}, {"one child", "proposal"}),
+        ({"vote": AcceptsUnheld}, {"held"}),
+        ({"same_incarnation": True}, {"one child", "proposal"}),
+    ],
+    ids=lambda value: getattr(next(iter(value.values())), "__name__", "same life") if isinstance(value, dict) else "",
+)
+def test_a_planted_bug_is_caught(planted: dict[str, Any], rules: set[str]) -> None:
+    caught = (error.rule for seed in SEEDS for _, error in play([seed], **planted))
+    assert any(rule in rules for rule in caught)
