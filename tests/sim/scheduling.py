@@ -18,7 +18,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from protocols import record as records
@@ -80,6 +80,7 @@ class Side:
     vote: Vote
     ghost: bool = False
     forked: bool = False
+    certificate: votes.Certificate | None = None
     timer: tuple[int, int] | None = None
     choice: tuple[int, tuple[votes.Promise, ...]] | None = None
     wants: tuple[bytes, ...] = ()
@@ -103,6 +104,8 @@ class Line:
 
     key: RoundKey
     roster: tuple[Member, ...]
+    parent: bytes = NOTHING
+    is_fork: bool = False
     accepted: dict[tuple[Member, int], Value] = field(default_factory=dict)
     proposed: dict[int, bytes] = field(default_factory=dict)
     chosen: dict[bytes, int] = field(default_factory=dict)
@@ -207,12 +210,26 @@ class World:
                 self.enter(node, lineage)
             elif node.me in line.roster and len(node.parked) < MAX_PARKED:
                 node.parked.append((sender, message))
+                self._later(2 * DELAY, lambda: self.catch_up(node, lineage))
                 for (behind, ghost), side in list(node.sides.items()):
                     if not side.vote.decided and not ghost:
                         self._fly(node.me.peer, sender, votes.Ask(self.lines[behind].key, node.me, 0, ()))
         for ghost in (False, True):
             if side := node.sides.get((lineage, ghost)):
                 self.obey(node, side, side.vote.receive(sender, message))
+
+    def catch_up(self, node: Node, lineage: bytes) -> None:
+        """Fetch the certificates that lead to a lineage, from whom we heard of it."""
+        if node.alive and not self.left(node, lineage):
+            self.enter(node, lineage)
+
+    def left(self, node: Node, lineage: bytes) -> bool:
+        """Whether a node went another way than this fork's: that is for healing to mend, not for the vote."""
+        line = self.lines[lineage]
+        parent = node.sides.get((line.parent, False))
+        if not line.is_fork or (lineage, False) in node.sides or not parent or not parent.vote.decided:
+            return False
+        return records.lineage(parent.vote.decided.record) != lineage
 
     def obey(self, node: Node, side: Side, instructions: Iterable[votes.Instruction]) -> None:
         """Do what a vote says, and judge it."""
@@ -242,13 +259,18 @@ class World:
         elif isinstance(each, votes.Decided):
             self.decided(node, side, each.certificate)
         elif isinstance(each, votes.Rival) and not side.ghost:
-            self.switch(node, each.certificate)
+            self.switch(node, side, each.certificate)
 
-    def switch(self, node: Node, certificate: votes.Certificate) -> None:
-        """Healing: a majority's child wins over a fork."""
-        digest, record = records.lineage(certificate.record), records.decode(certificate.record)
-        if record.kind != Kind.FORK and node.me in record.roster and record.round + 1 < self.depth:
-            self.enter(node, digest)
+    def switch(self, node: Node, side: Side, certificate: votes.Certificate) -> None:
+        """Healing: a majority's child wins over a fork, and who has learnt it passes it on."""
+        record = records.decode(certificate.record)
+        if record.kind == Kind.FORK or (side.certificate and side.certificate.record == certificate.record):
+            return
+        side.certificate = certificate
+        for peer in self.nodes:
+            self._fly(node.me.peer, peer, replace(certificate, sender=node.me))
+        if node.me in record.roster and record.round + 1 < self.depth:
+            self.enter(node, records.lineage(certificate.record))
 
     def decided(self, node: Node, side: Side, certificate: votes.Certificate) -> None:
         """A member has decided: it goes on to the next lineage, if it is in its roster."""
@@ -257,10 +279,10 @@ class World:
             return
         lineage = certificate.key.lineage
         value = self.judge_child(lineage, certificate)
-        side.forked = value.is_fork
+        side.forked, side.certificate = value.is_fork, certificate
         if value.digest not in self.lines:
             key = self._key(value.digest, certificate.key.round + 1)
-            self.lines[value.digest] = Line(key, value.record.roster)
+            self.lines[value.digest] = Line(key, value.record.roster, lineage, value.is_fork)
         if node.me in value.record.roster and certificate.key.round + 1 < self.depth:
             self.enter(node, value.digest)
 
@@ -463,11 +485,15 @@ class World:
             self._note(node, "is there when the faults stop")
             for (lineage, ghost), side in list(node.sides.items()):
                 self.met[lineage] = max(self.met.get(lineage, 0), 0 if ghost else side.vote.ballot)
-                if side.vote.decided and not ghost:
+                if side.certificate:
                     for peer in self.nodes:
-                        self._fly(node.me.peer, peer, side.vote.decided)
+                        self._fly(node.me.peer, peer, replace(side.certificate, sender=node.me))
                 else:
                     self._wake(node, side)
+        for node in self.nodes.values():
+            for _, message in node.parked:
+                self._later(2 * DELAY, lambda at=(node, message.key.lineage): self.catch_up(*at))
+                self.met[message.key.lineage] = max(self.met.get(message.key.lineage, 0), message.ballot)
         for flight in flying:
             lineage = flight[2].key.lineage
             self.met[lineage] = max(self.met.get(lineage, 0), flight[2].ballot)
@@ -550,9 +576,11 @@ class World:
             raise Broken("fork", f"it forgets what was accepted in ballot {newest.ballot}")
 
     def able(self, lineage: bytes) -> list[Member]:
-        """Members that live and can still vote in a lineage: all but those who left it by a fork."""
+        """Members that live and can still vote in a lineage: all but those whom a fork led elsewhere."""
         able = []
         for member in self.lines[lineage].roster:
+            if self.left(self.nodes[member.peer], lineage):
+                continue
             side = self.nodes[member.peer].sides.get((lineage, False)) if self._lives(member) else None
             if self._lives(member) and not (side and side.forked):
                 able.append(member)
