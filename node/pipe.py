@@ -103,7 +103,8 @@ class SocketPipe:
     async def _write_raw(self, *parts: Buffer) -> None:
         if self._transport.is_closing():
             raise ConnectionResetError("closed")
-        self._writer.writelines(parts)
+        for part in parts:  # not writelines: in some versions of Python it does not make drain wait
+            self._writer.write(part)
         await self._writer.drain()
 
     async def _read_some(self, at_most: int) -> bytes:

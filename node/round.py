@@ -73,7 +73,11 @@ class Replica:
         self.chain.settle(state_root(self._params_hash, velocity, self.chain.head.key.round))
 
     async def run_round(self, me: Member, wall: Callable[[], float]) -> RoundReport:
-        """Train, average and step once. What the others do, or fail to do, never raises."""
+        """Train, average and step once.
+
+        Raises:
+            ValueError: this peer is not in the roster of the head: it has been left out, and must join again.
+        """
         head, watch = self.chain.head, _Watch()
         deadline = watch.began + self._limit_seconds
         async with self.averager.enter(head.key, head.roster, deadline) as session:

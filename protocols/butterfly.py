@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 
 from protocols import plan as planning
 from protocols import record as records
@@ -18,6 +19,7 @@ from protocols import wire
 from protocols.base import (
     BadPayload,
     Deadline,
+    Header,
     Host,
     Mean,
     Member,
@@ -36,11 +38,13 @@ from protocols.codec import codec
 from protocols.parts import Held, Task, seal
 from protocols.post import Ledger, Post
 from protocols.reduce import Reducer, contribute
-from protocols.tasks import Bell
+from protocols.tasks import Bell, together
 from protocols.vectors import Flat
 
 CONTROL = "starling/butterfly/control/1"
 DATA = "starling/butterfly/data/1"
+MIN_BANDWIDTH = 1e3
+FIRST_FRAME_SECONDS = 10.0
 
 
 class Butterfly:
@@ -51,6 +55,7 @@ class Butterfly:
         self.codec = codec(settings.codec)
         self.me = Member(host.me, settings.incarnation)
         self.ledger = Ledger()
+        self.bandwidth = settings.bandwidth
         # The last round's session stays: who was slow to hand in fetches the reduced parts from it.
         self._sessions: dict[int, _Session] = {}
         self._entered = Bell()
@@ -69,13 +74,12 @@ class Butterfly:
             roster=tuple(roster),
             elements=settings.elements[key.fragment],
             bytes_per_element=self.codec.encoded_bytes(1 << 20) / (1 << 20),
-            bandwidth=settings.bandwidth,
+            bandwidth=self.bandwidth,
             deadline=deadline,
         )
-        async with asyncio.TaskGroup() as group:
-            post = Post(self.host, CONTROL, self.ledger, group, deadline)
-            session = _Session(self, terrain, post)
-            calling = group.create_task(session.call.coordinate()) if session.call.coordinator == self.me.peer else None
+        async with together() as group:
+            session = _Session(self, terrain, Post(self.host, CONTROL, self.ledger, group, deadline))
+            calling = group.create_task(session.call.run())
             self._round = key.round
             self._sessions = {number: old for number, old in self._sessions.items() if number == key.round - 1}
             self._sessions[key.round] = session
@@ -84,13 +88,16 @@ class Butterfly:
                 yield session
             finally:
                 session.call.close()
-                post.close()
-                if calling:
-                    calling.cancel()
+                calling.cancel()
+
+    def learn_bandwidth(self, in_time: bool) -> None:
+        """Claim less after a data phase that did not end in time, and slowly more again: budgets follow the claims."""
+        factor = 1.25 if in_time else 0.5
+        self.bandwidth = max(MIN_BANDWIDTH, min(self.settings.bandwidth, factor * self.bandwidth))
 
     async def _on_control(self, peer: PeerId, stream: Stream) -> None:
         async with self.ledger.counting(stream):
-            message = await stream.receive(wire.MAX_HEADER_BYTES)
+            message = await _first(stream)
             if not isinstance(message, wire.Ready | wire.Plan):
                 raise BadPayload(f"{type(message).__name__} on a control stream")
             session = await self._session_for(stream, message.key)
@@ -103,20 +110,30 @@ class Butterfly:
 
     async def _on_data(self, peer: PeerId, stream: Stream) -> None:
         async with self.ledger.counting(stream):
-            opening = wire.expect(await stream.receive(wire.MAX_HEADER_BYTES), wire.Contribute)
+            opening = wire.expect(await _first(stream), wire.Contribute)
             session = await self._session_for(stream, opening.key)
             if session is None:
                 raise BadPayload(f"a stale contribution to round {opening.key.round}")
-            reducer = await session.reducer_for(peer, opening)
-            await reducer.serve(peer, stream)
+            try:
+                reducer = await session.reducer_for(peer, opening)
+                await reducer.serve(peer, stream)
+            except BadPayload as error:
+                session.lose(peer, f"refused: {error}")  # it will not hand in anything else: nobody waits for it
+                raise
 
     async def _session_for(self, stream: Stream, key: RoundKey) -> _Session | None:
         """The session that a frame is bound to, waited for if its sender is ahead of us; None if it is long over.
 
+        Only live members may wait here, and only a round ahead: a stranger would hold a stream for nothing.
+
         Raises:
-            BadPayload: the frame is of another run, scope, lineage or fragment.
-            PeerSilent: we did not enter that round in time.
+            BadPayload: the frame is of another run, scope, lineage or fragment, or of a round that nobody can be in.
+            PeerSilent: we did not enter that round in time, or its sender is no live member.
         """
+        if key.round > self._round + 1 >= 1:
+            raise BadPayload(f"a frame of round {key.round}, where round {self._round} is under way")
+        if all(member.peer != stream.peer for member in self.host.members.live()):
+            raise PeerSilent(stream.peer, "not a live member")
         try:
             await self._entered.until(lambda: key.round <= self._round, stream.deadline)
         except TimeoutError:
@@ -151,21 +168,31 @@ class _Session:
             return self._finish(Mean(Outcome.UNDECIDED))
         settings = self._owner.settings
         held = Held(self._owner.codec, terms.plan.bounds, settings.chunk_elements)
-        task = Task(self.key, terms, me, source, held, self._host.compute, self._host.signer, self.call.budget_until)
+        deadline = self.call.hand_in_until()
+        task = Task(self.key, terms, me, source, held, self._host.compute, self._host.signer, deadline)
         parts = await self._exchange(task)
-        if parts is None or not await self._decode(held, target):
+        self._owner.learn_bandwidth(parts is not None)
+        if parts is None or not await self._decode(task, target):
             return self._finish(Mean(Outcome.UNDECIDED))
         return self._finish(self._committed(terms, parts))
 
-    async def _decode(self, held: Held, target: Flat) -> bool:
-        try:
-            await self._host.compute.run(lambda: held.decode(target), 4 * target.size)
-        except BadPayload as error:
-            self._ledger.name(self.call.coordinator, f"the mean does not decode: {error}")
-            return False
+    async def _decode(self, task: Task, target: Flat) -> bool:
+        """Decode the mean part by part; False if a reducer sent what does not decode."""
+        for part in range(task.held.parts):
+            low, high = task.terms.part(part)
+            try:
+                await self._host.compute.run(partial(task.held.decode, part, target), 4 * (high - low))
+            except BadPayload as error:
+                self._ledger.name(task.terms.reducer(part), f"refused as a reducer: {error}")
+                return False
         return True
 
     # -- the data phase -----------------------------------------------------------------------------------------------
+
+    def lose(self, peer: PeerId, why: str) -> None:
+        """Expect nothing of a peer that broke a rule."""
+        for reducer in self._reducers.values():
+            reducer.lose(peer, why)
 
     async def reducer_for(self, peer: PeerId, opening: wire.Contribute) -> Reducer:
         """The reducer that a data stream is meant for, once our own data phase has begun.
@@ -194,7 +221,7 @@ class _Session:
             if task.terms.peers[index] == task.me
         }
         self._begun.ring()
-        async with asyncio.TaskGroup() as group:
+        async with together() as group:
             for part in range(task.held.parts):
                 if part in self._reducers:
                     jobs.append(group.create_task(self._reduce(self._reducers[part])))
@@ -213,7 +240,7 @@ class _Session:
     async def _contribute(self, task: Task, part: int) -> wire.Part | None:
         if not task.held.chunks(part):
             return seal([], [])
-        reducer = task.terms.peers[task.terms.plan.reducers[part]]
+        reducer = task.terms.reducer(part)
         try:
             async with (
                 self._host.transport.open(reducer, DATA, task.deadline) as stream,
@@ -257,3 +284,12 @@ class _Session:
             for bit, offer in enumerate(terms.plan.offers)
             if terms.weights[bit] == 0 or records.whole(bit, parts)
         )
+
+
+async def _first(stream: Stream) -> Header:
+    """The first frame of a stream, which its opener has at hand when it opens it."""
+    try:
+        async with asyncio.timeout(FIRST_FRAME_SECONDS):
+            return await stream.receive(wire.MAX_HEADER_BYTES)
+    except TimeoutError:
+        raise PeerSilent(stream.peer, "opened a stream and said nothing") from None

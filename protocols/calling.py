@@ -50,13 +50,11 @@ class Call:
     Attributes:
         cut: set when the round is called and no further step fits, or at the round's deadline.
         terms: what was called; None before.
-        budget_until: end of the data phase by the plan.
     """
 
     def __init__(self, host: Host, terrain: Terrain, post: Post, ledger: Ledger) -> None:
         self.cut = asyncio.Event()
         self.terms: planning.Terms | None = None
-        self.budget_until = terrain.deadline
         self._host, self._terrain, self._post, self._ledger = host, terrain, post, ledger
         self._order = coordinators(terrain.key.lineage, terrain.roster)
         self._began = asyncio.get_running_loop().time()
@@ -69,6 +67,13 @@ class Call:
 
     def close(self) -> None:
         self._timer.cancel()
+        self._post.close()
+
+    def hand_in_until(self) -> Deadline:
+        """End of this member's data phase: one that was late to hand in has as long to fetch what the others made."""
+        budget_seconds = self.terms.plan.budget_seconds if self.terms else 0.0
+        handed_in = max(self._cut_at, asyncio.get_running_loop().time())
+        return min(self._terrain.deadline, handed_in + budget_seconds)
 
     @property
     def coordinator(self) -> PeerId:
@@ -130,9 +135,9 @@ class Call:
     def _elapsed(self) -> float:
         return asyncio.get_running_loop().time() - self._began
 
-    async def coordinate(self) -> None:
+    async def run(self) -> None:
         """The coordinator's part: wait until enough are ready, then send the plan to the roster."""
-        if not await self._due():
+        if self.coordinator != self._terrain.me.peer or not await self._due():
             return
         terrain = self._terrain
         offers = [offer for offer in self._offers.values() if self._agrees(offer)]
@@ -177,6 +182,8 @@ class Call:
             raise BadPayload(f"a plan of {peer}, who does not coordinate this round")
         terrain = self._terrain
         planning.check(plan, terrain.elements, terrain.bytes_per_element, terrain.roster, self._host.signer.verify)
+        if len({offer.state_root for offer in plan.offers}) > 1:
+            raise BadPayload("the plan mixes offers from different states")
         if self.terms is not None:
             if planning.plan_digest(plan) == self.terms.digest:
                 return
@@ -184,7 +191,6 @@ class Call:
         self.terms = planning.terms(plan)
         loop = asyncio.get_running_loop()
         self._cut_at = min(terrain.deadline, loop.time() + plan.cut_seconds)
-        self.budget_until = min(terrain.deadline, self._cut_at + plan.budget_seconds)
         self._arm()
 
     def _arm(self) -> None:

@@ -47,17 +47,16 @@ class Held:
         start = self._offsets[part] + index * self._whole
         return self._memory[start : start + self.codec.encoded_bytes(high - low)]
 
-    def decode(self, into: Flat) -> None:
-        """Decode everything.
+    def decode(self, part: int, into: Flat) -> None:
+        """Decode one part.
 
         Raises:
             BadPayload: a chunk does not decode to finite numbers.
         """
-        scratch = torch.empty(min(self.chunk_elements, self.bounds[-1]))
-        for part in range(self.parts):
-            for index, (low, high) in enumerate(self._ranges(part)):
-                self.codec.decode(self.chunk(part, index), scratch[: high - low])
-                into.write(low, scratch[: high - low])
+        scratch = torch.empty(min(self.chunk_elements, self.bounds[part + 1] - self.bounds[part]))
+        for index, (low, high) in enumerate(self._ranges(part)):
+            self.codec.decode(self.chunk(part, index), scratch[: high - low])
+            into.write(low, scratch[: high - low])
 
     def _ranges(self, part: int) -> list[tuple[int, int]]:
         return [self.elements(part, index) for index in range(self.chunks(part))]

@@ -10,7 +10,7 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
+from statistics import median_low
 
 from protocols.base import BadPayload, Blame, Member, PeerId, RoundKey
 from protocols.wire import MAX_SECONDS, Offer, Plan, body
@@ -25,12 +25,9 @@ moment at which FIRST_SHARE were. The grace costs nothing, since those who are r
 equals from calling its last member with an old offer. Both leave MARGIN_SECONDS for offers to travel, which matters
 to rounds as short as that."""
 
-WEIGHT_CAP = 10.0
-"""No weight exceeds this multiple of the median: honest speeds differ tenfold, and no claim may buy more."""
-CLIP_MULTIPLE = 4.0
-"""A pseudo-gradient's norm counts up to this multiple of the median norm."""
-BANDWIDTH_SPREAD = 16.0
-"""A claimed bandwidth counts within this factor of the median: it decides who reduces, and how long all wait."""
+CLAIM_SPREAD = 16.0
+"""Tokens and norms count up to this multiple of the lower median, bandwidths within this factor of it: honest peers
+differ tenfold, and no claim may buy more. The lower median, so that of two claims the smaller is the measure."""
 NORM_SLACK = 1.5
 """Training goes on between an offer and the cut: what is sent may exceed the declared norm by this factor."""
 
@@ -65,18 +62,18 @@ def _later(seconds: float, factor: float) -> float:
 
 
 def weights(tokens: Sequence[int]) -> tuple[float, ...]:
-    """Token weights, none above `WEIGHT_CAP` times the median of those that bring any."""
+    """Token weights, none above `CLAIM_SPREAD` times the median of those that bring any."""
     brought = [count for count in tokens if count > 0]
     if not brought:
         return tuple(0.0 for _ in tokens)
-    cap = WEIGHT_CAP * median(brought)
+    cap = CLAIM_SPREAD * median_low(brought)
     return tuple(float(min(count, cap)) for count in tokens)
 
 
 def norm_cap(norms: Sequence[float]) -> float:
-    """The norm up to which a pseudo-gradient counts in full: `CLIP_MULTIPLE` times the median of those that moved."""
+    """The norm up to which a pseudo-gradient counts in full: `CLAIM_SPREAD` times the median of those that moved."""
     positive = [norm for norm in norms if norm > 0]
-    return CLIP_MULTIPLE * median(positive) if positive else 0.0
+    return CLAIM_SPREAD * median_low(positive) if positive else 0.0
 
 
 def clip_factors(norms: Sequence[float]) -> tuple[float, ...]:
@@ -107,9 +104,9 @@ def shares(bandwidths: Sequence[float], able: Sequence[bool]) -> tuple[float, ..
 
 
 def bandwidths(claimed: Sequence[float]) -> tuple[float, ...]:
-    """Claimed bandwidths, within `BANDWIDTH_SPREAD` of their median."""
-    middle = median(claimed)
-    return tuple(min(max(claim, middle / BANDWIDTH_SPREAD), middle * BANDWIDTH_SPREAD) for claim in claimed)
+    """Claimed bandwidths, within `CLAIM_SPREAD` of their median."""
+    middle = median_low(claimed)
+    return tuple(min(max(claim, middle / CLAIM_SPREAD), middle * CLAIM_SPREAD) for claim in claimed)
 
 
 def part_bounds(fractions: Sequence[float], elements: int) -> tuple[int, ...]:
@@ -190,6 +187,10 @@ class Terms:
         """Element range of a part."""
         return self.plan.bounds[index], self.plan.bounds[index + 1]
 
+    def reducer(self, part: int) -> PeerId:
+        """Who reduces a part."""
+        return self.peers[self.plan.reducers[part]]
+
     def norm_limit(self, member: int) -> float:
         """What a contribution's norm may reach: work goes on growing after an offer, by a step or more.
 
@@ -244,6 +245,8 @@ def check(
     for offer in plan.offers:
         if not verify(offer.member.peer, offer_message(plan.key, offer), offer.signature):
             raise BadPayload(f"the plan holds a forged offer of {offer.member.peer}")
+    if plan.ballot or plan.version:
+        raise BadPayload(f"a plan of ballot {plan.ballot}, version {plan.version}, where only the first is known")
     due = draw(plan.key, plan.offers, elements, bytes_per_element, plan.cut_seconds)
     if (plan.bounds, plan.reducers) != (due.bounds, due.reducers):
         raise BadPayload("the plan's parts are not those that its offers lead to")

@@ -21,7 +21,7 @@ from protocols.base import BadPayload, Deadline, PeerError, PeerId, PeerSilent, 
 from protocols.parts import Task, chunk_digest, part_message, seal
 from protocols.plan import SCATTER_SHARE
 from protocols.tasks import Bell, alongside
-from protocols.vectors import weighted_mean
+from protocols.vectors import norm, weighted_mean
 
 WINDOW_CHUNKS = 2
 _CHUNK_LIMIT = 64
@@ -63,10 +63,10 @@ class Reducer:
                 late = self._late()
             cost_bytes = 4 * self._scratch.numel()
             mask, refused = await self.task.compute.run(partial(self._close, index), cost_bytes)
+            for peer, why in refused.items():
+                self.lose(peer, why)  # before the chunk is closed: after the last one there is nothing more to lose
             self._masks.append(mask)
             self._free.extend(self._inbox.pop(index).values())
-            for peer, why in refused.items():
-                self.lose(peer, why)
             self._bell.ring()
         task, result = self.task, seal(self._masks, self._digests)
         message = part_message(task.key, task.terms.digest, self.part, result)
@@ -185,7 +185,7 @@ class Reducer:
             row.copy_(task.mine.read(low, high, row))
             return
         task.held.codec.decode(self._inbox[index][peer][: task.size(self.part, index)], row)
-        self._squares[peer] += float(torch.dot(row, row))
+        self._squares[peer] += norm([row]) ** 2
         limit = task.terms.norm_limit(self._order[peer])
         if not self._squares[peer] <= limit * limit:
             raise BadPayload(f"norm above {limit:.3g}, the most that its offer allows")
@@ -246,7 +246,7 @@ async def _receive_part(task: Task, part: int, stream: Stream) -> wire.PartDone:
     done = wire.expect(await stream.receive(_DONE_LIMIT), wire.PartDone)
     if (done.part, done.result) != (part, seal(masks, digests)):
         raise BadPayload("a part whose digest is not that of its chunks")
-    reducer = task.terms.peers[task.terms.plan.reducers[part]]
+    reducer = task.terms.reducer(part)
     if not task.signer.verify(reducer, part_message(task.key, task.terms.digest, part, done.result), done.signature):
         raise BadPayload("a part with a forged signature")
     return done

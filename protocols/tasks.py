@@ -1,9 +1,10 @@
-"""Two small things that asyncio leaves to its users."""
+"""Small things that asyncio leaves to its users."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from protocols.base import Deadline
@@ -38,11 +39,18 @@ async def alongside(main: Coroutine[Any, Any, T], helper: Coroutine[Any, Any, No
     Raises:
         whatever either raises first; the other is cancelled and awaited.
     """
+    async with together() as group:
+        side = group.create_task(helper)
+        result = await group.create_task(main)
+        side.cancel()
+    return result
+
+
+@asynccontextmanager
+async def together() -> AsyncIterator[asyncio.TaskGroup]:
+    """A task group whose first error reaches the caller as itself, not in a group of errors."""
     try:
         async with asyncio.TaskGroup() as group:
-            side = group.create_task(helper)
-            result = await group.create_task(main)
-            side.cancel()
-        return result
+            yield group
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None

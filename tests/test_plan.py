@@ -132,15 +132,16 @@ def test_news_never_postpones_the_call_and_order_is_no_matter(seconds: list[floa
         ([5], (5.0,)),
         ([0, 7], (0.0, 7.0)),
         ([100, 200, 300], (100.0, 200.0, 300.0)),
-        ([100, 100, 1001], (100.0, 100.0, 1000.0)),
-        ([100, 100, 1000], (100.0, 100.0, 1000.0)),
-        ([0, 0, 0, 100, 100, 5000], (0.0, 0.0, 0.0, 100.0, 100.0, 1000.0)),  # those that bring nothing move no median
-        ([1, 3, 100, 1000], (1.0, 3.0, 100.0, 515.0)),
-        ([wire.MAX_TOKENS, 1, 1], (10.0, 1.0, 1.0)),
+        ([100, 100, 1601], (100.0, 100.0, 1600.0)),
+        ([100, 100, 1600], (100.0, 100.0, 1600.0)),
+        ([1000, 10**9], (1000.0, 16_000.0)),  # of two, the smaller is the measure
+        ([0, 0, 0, 100, 100, 5000], (0.0, 0.0, 0.0, 100.0, 100.0, 1600.0)),  # those that bring nothing move no median
+        ([1, 3, 100, 1000], (1.0, 3.0, 48.0, 48.0)),
+        ([wire.MAX_TOKENS, 1, 1], (16.0, 1.0, 1.0)),
         ([wire.MAX_TOKENS], (float(wire.MAX_TOKENS),)),
     ],
 )
-def test_weights_are_tokens_up_to_ten_times_the_median(tokens: list[int], expected: tuple[float, ...]) -> None:
+def test_weights_are_tokens_up_to_a_multiple_of_the_median(tokens: list[int], expected: tuple[float, ...]) -> None:
     assert planning.weights(tokens) == expected
 
 
@@ -149,15 +150,16 @@ def test_weights_are_tokens_up_to_ten_times_the_median(tokens: list[int], expect
     [
         ([], 0.0, ()),
         ([0.0, 0.0], 0.0, (1.0, 1.0)),
-        ([2.0], 8.0, (1.0,)),
-        ([1.0, 2.0, 3.0], 8.0, (1.0, 1.0, 1.0)),
-        ([1.0, 1.0, 4.0], 4.0, (1.0, 1.0, 1.0)),
-        ([1.0, 1.0, 16.0], 4.0, (1.0, 1.0, 0.25)),
-        ([0.0, 0.0, 1.0, 1.0, 16.0], 4.0, (1.0, 1.0, 1.0, 1.0, 0.25)),
-        ([1e-320, 1.0, 1.0], 4.0, (1.0, 1.0, 1.0)),
+        ([2.0], 32.0, (1.0,)),
+        ([1.0, 2.0, 3.0], 32.0, (1.0, 1.0, 1.0)),
+        ([1.0, 1.0, 16.0], 16.0, (1.0, 1.0, 1.0)),
+        ([1.0, 1.0, 64.0], 16.0, (1.0, 1.0, 0.25)),
+        ([1.0, 2.0**90], 16.0, (1.0, 2.0**-86)),
+        ([0.0, 0.0, 1.0, 1.0, 64.0], 16.0, (1.0, 1.0, 1.0, 1.0, 0.25)),
+        ([1e-320, 1.0, 1.0], 16.0, (1.0, 1.0, 1.0)),
     ],
 )
-def test_norms_count_up_to_four_times_the_median(norms: list[float], cap: float, factors: tuple[float, ...]) -> None:
+def test_norms_count_up_to_a_multiple_of_the_median(norms: list[float], cap: float, factors: tuple[float, ...]) -> None:
     assert planning.norm_cap(norms) == cap
     assert planning.clip_factors(norms) == factors
 
@@ -340,21 +342,21 @@ def test_every_plan_fits_the_wire_whatever_one_member_claims(bandwidth: float, t
 def test_all_that_follows_from_a_plan() -> None:
     offers = [
         offer("anna", tokens=100, norm=1.0),
-        offer("bert", tokens=100, norm=16.0),
+        offer("bert", tokens=100, norm=64.0),
         offer("cleo", tokens=5000, norm=1.0),
     ]
     plan = drawn(*offers, elements=999)
     terms = planning.terms(plan)
     assert terms.plan is plan and terms.digest == planning.plan_digest(plan)
     assert terms.peers == ("anna", "bert", "cleo")
-    assert terms.weights == (100.0, 100.0, 1000.0)
-    assert terms.factors == (1.0, 0.25, 1.0) and terms.norm_cap == 4.0
+    assert terms.weights == (100.0, 100.0, 1600.0)
+    assert terms.factors == (1.0, 0.25, 1.0) and terms.norm_cap == 16.0
     assert {blame.peer: blame.why for blame in terms.clamped} == {
-        "bert": "norm 16 clipped by 0.25",
-        "cleo": "weight clamped from 5000 to 1000 tokens",
+        "bert": "norm 64 clipped by 0.25",
+        "cleo": "weight clamped from 5000 to 1600 tokens",
     }
     assert [terms.part(index) for index in range(3)] == [(0, 333), (333, 666), (666, 999)]
-    assert [terms.norm_limit(index) for index in range(3)] == [6.0, 24.0, 6.0]
+    assert [terms.norm_limit(index) for index in range(3)] == [24.0, 96.0, 24.0]
     assert planning.terms(drawn()).clamped == ()
 
 

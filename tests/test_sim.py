@@ -124,8 +124,11 @@ def test_three_fast_with_three_ten_times_slower() -> None:
     assert all(0.08 * tokens["p0"] <= tokens[slow] <= 0.12 * tokens["p0"] for slow in ("p3", "p4", "p5"))
 
 
-def test_a_step_longer_than_a_whole_round_holds_nobody_up() -> None:
-    """Its first step is still under way when the round is called: it brings nothing now, and its step later."""
+def test_a_step_somewhat_longer_than_a_round_holds_nobody_up() -> None:
+    """Its first step is still under way when the round is called: it brings nothing now, and its step later.
+
+    One whose step lasts several rounds cannot keep up yet: it has missed records that it needs.
+    """
     outcome = unequal(0.1, 0.1, 0.1, 7.0)
     assert min(training_share(outcome, peer) for peer in ("p0", "p1", "p2")) > 0.9
     assert max(report["weight"] for report in outcome.histories["p3"]) > 0
@@ -151,6 +154,7 @@ def test_the_last_thing_printed_is_one_json_object(capsys: pytest.CaptureFixture
         (["--protocol", "ring-of-fire"], "ring-of-fire"),
         (["--codec", "fp7"], "fp7"),
         (["--peers", "0"], "at least 1"),
+        (["--peers", "33"], "at most 32"),
         (["--peers", "-3"], "at least 1"),
         (["--rounds", "many"], "at least 1"),
         (["--inner-steps", "-5"], "at least 1"),
@@ -186,6 +190,22 @@ def test_a_violation_names_its_seed_and_how_to_replay_it(
     out, err = capsys.readouterr()
     assert json.loads(out.splitlines()[-1])["violations"][0]["invariant"] == "same-bits"
     assert "python -m tests.sim --protocol butterfly --peers 3 --rounds 1 --seeds 4 --faults none" in err
+
+
+def test_an_error_in_the_code_names_its_seed_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(self: Reducer, index: int) -> None:
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setattr(Reducer, "_close", broken)
+    assert main(["--peers", "3", "--rounds", "1", "--seeds", "4:6"]) == 1
+    out, err = capsys.readouterr()
+    found = json.loads(out.splitlines()[-1])["violations"]
+    assert [(v["seed"], v["invariant"], v["detail"]) for v in found] == [
+        (seed, "crash", "ZeroDivisionError: planted") for seed in (4, 5)
+    ]
+    assert "--seeds 4 --faults none" in err and "--seeds 5 --faults none" in err
 
 
 def test_a_reducer_that_sends_different_bytes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

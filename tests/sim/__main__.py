@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 import time
+import traceback
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
@@ -17,6 +18,9 @@ import torch
 
 from protocols import PROTOCOLS
 from protocols.codec import CODECS
+from protocols.wire import MAX_ROSTER
+from tests.checkers import Violation
+from tests.sim.network import Trace
 from tests.sim.world import FAULTS, Outcome, Scenario, play
 
 MAX_VIOLATIONS = 50
@@ -46,10 +50,16 @@ def _at_least_one(text: str) -> int:
     return int(text)
 
 
+def _peers(text: str) -> int:
+    if _at_least_one(text) > MAX_ROSTER:
+        raise argparse.ArgumentTypeError(f"a roster holds at most {MAX_ROSTER} peers, not {text}")
+    return int(text)
+
+
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = _Parser(prog="python -m tests.sim", description="Simulated swarms under faults, from seeds.")
     parser.add_argument("--protocol", choices=sorted(PROTOCOLS), default="butterfly")
-    parser.add_argument("--peers", type=_at_least_one, default=5)
+    parser.add_argument("--peers", type=_peers, default=5)
     parser.add_argument("--rounds", type=_at_least_one, default=6)
     parser.add_argument("--seeds", type=_seeds, default=range(1), help="one seed, or a range like 0:300")
     parser.add_argument("--faults", choices=(*FAULTS, "all"), default="none")
@@ -88,6 +98,16 @@ def _committed(outcome: Outcome) -> tuple[int, int]:
     return len(rounds["committed"] | rounds["alone"]), len(rounds["skipped"])
 
 
+def _played(scenario: Scenario) -> Outcome:
+    """The scenario's outcome; an error in protocol or round code is a violation like others, with its traceback."""
+    try:
+        return play(scenario)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the seed must not be lost
+        traceback.print_exc()
+        crash = Violation("crash", "", 0, f"{type(error).__name__}: {error}")
+        return Outcome(scenario, {}, [crash], 0.0, Trace(), {})
+
+
 def _tell(outcome: Outcome, asked: Scenario, single: bool) -> None:
     """A failed run, or the only one, in words."""
     if outcome.violations or single:
@@ -115,7 +135,7 @@ def main(arguments: list[str] | None = None) -> int:
     }
     failed = 0
     for asked in _scenarios(options):
-        outcome = play(asked)
+        outcome = _played(asked)
         committed, skipped = _committed(outcome)
         total["rounds_committed"] += committed
         total["rounds_skipped"] += skipped
@@ -126,7 +146,8 @@ def main(arguments: list[str] | None = None) -> int:
         elif outcome.violations and failed <= 3:
             print(f"replay: {replay(asked)}", file=sys.stderr)
         room = MAX_VIOLATIONS - len(total["violations"])
-        total["violations"] += [{"seed": asked.seed, **v.as_dict()} for v in outcome.violations[:room]]
+        found = outcome.violations[:room]
+        total["violations"] += [{"seed": asked.seed, "faults": asked.fault, **v.as_dict()} for v in found]
     total["real_seconds"] = round(time.monotonic() - began, 3)
     total["virtual_seconds"] = round(total["virtual_seconds"], 3)
     print(json.dumps(total))
