@@ -1,0 +1,102 @@
+"""What a butterfly does about reducers, strangers and claims that are not what they should be."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+
+from protocols.base import Host, Member, Outcome, PeerError, RoundKey, Settings
+from protocols.butterfly import CONTROL, DATA, Butterfly
+from protocols.parts import chunk_digest
+from protocols.record import genesis
+from protocols.reduce import Reducer
+from protocols.wire import Offer, Ready
+from tests.sim import loop as simloop
+from tests.sim.averaging import RUN, Group
+from tests.sim.host import sim_host
+from tests.sim.network import SimNetwork, Trace
+from tests.test_butterfly import vectors
+
+
+def test_a_reducer_whose_part_does_not_decode_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the coordinator, nor anybody else."""
+    close = Reducer._close
+
+    def poisoned(self: Reducer, index: int) -> object:
+        result = close(self, index)
+        if self.task.me == "p02":
+            data = self.task.held.chunk(self.part, index)
+            data[0:4] = struct.pack("<f", float("nan"))
+            self._digests[-1] = chunk_digest(result[0], data)
+        return result
+
+    monkeypatch.setattr(Reducer, "_close", poisoned)
+    averaged = Group(vectors(4, 40_000, seed=5), [1000] * 4, [1e7] * 4).average()
+    assert {mean.outcome for mean in averaged.means} == {Outcome.UNDECIDED}
+    assert {blame.peer for mean in averaged.means for blame in mean.blamed} == {"p02"}
+
+
+class Known:
+    """Members that never change."""
+
+    version = 0
+
+    def __init__(self, *members: Member) -> None:
+        self._members = members
+
+    def live(self) -> tuple[Member, ...]:
+        return self._members
+
+    async def changed(self, since: int, deadline: float) -> int:
+        return 0
+
+
+async def says_nothing(host: Host, method: str) -> None:
+    with suppress(PeerError):
+        async with host.transport.open("p0", method, asyncio.get_running_loop().time() + 1e5) as stream:
+            await stream.receive(64)
+
+
+async def offers(host: Host, key: RoundKey) -> None:
+    offer = Offer(Member(host.me), 1, 1.0, 1.0, True, 1e6, bytes(32), b"")
+    with suppress(PeerError):
+        async with host.transport.open("p0", CONTROL, asyncio.get_running_loop().time() + 1e5) as stream:
+            await stream.send(Ready(key, offer))
+            await stream.receive(64)
+
+
+@pytest.mark.parametrize("ahead", (0, 1, 10**6))
+def test_a_stranger_holds_no_stream(ahead: int) -> None:
+    """Whatever round it speaks of, and when it says nothing: it is sent away in seconds, though it asks for a day."""
+    network = SimNetwork(Trace())
+    key = RoundKey(RUN, "run", genesis(RUN), 0)
+    roster = (Member("p0"), Member("p1"))
+
+    async def main() -> int:
+        host = replace(sim_host(network, network.join("p0"), 1, {}), members=Known(*roster))
+        stranger = sim_host(network, network.join("zoe"), 1, {})
+        loop = asyncio.get_running_loop()
+        async with Butterfly(host, Settings("fp32", (10,))).enter(key, roster, loop.time() + 3600):
+            tasks = [loop.create_task(says_nothing(stranger, DATA)) for _ in range(20)]
+            tasks += [loop.create_task(offers(stranger, replace(key, round=ahead))) for _ in range(20)]
+            await asyncio.sleep(0.5)
+            held = len(network.nodes["p0"].ends)
+            await asyncio.wait(tasks, timeout=30)
+            assert not network.nodes["p0"].ends
+        return held
+
+    assert simloop.run(main()) >= 20
+    assert not network.bugs
+
+
+def test_a_claim_of_bandwidth_follows_what_came_of_it() -> None:
+    """Budgets follow claims: halved after a data phase that did not end in time, and slowly more again."""
+    network = SimNetwork(Trace())
+    butterfly = Butterfly(sim_host(network, network.join("p0"), 1, {}), Settings("fp32", (10,), bandwidth=8e6))
+    for in_time, claim in ((False, 4e6), (False, 2e6), (True, 2.5e6), *((True, None),) * 9, (True, 8e6)):
+        butterfly.learn_bandwidth(in_time)
+        assert claim is None or butterfly.bandwidth == claim
