@@ -263,27 +263,35 @@ class World:
 
     def switch(self, node: Node, side: Side, certificate: votes.Certificate) -> None:
         """Healing: a majority's child wins over a fork, and who has learnt it passes it on."""
-        record = records.decode(certificate.record)
-        if record.kind == Kind.FORK or (side.certificate and side.certificate.record == certificate.record):
+        value = self.learn(certificate)
+        if value.is_fork or (side.certificate and side.certificate.record == certificate.record):
             return
         side.certificate = certificate
         for peer in self.nodes:
             self._fly(node.me.peer, peer, replace(certificate, sender=node.me))
-        if node.me in record.roster and record.round + 1 < self.depth:
-            self.enter(node, records.lineage(certificate.record))
+        self.go_on(node, value)
 
     def decided(self, node: Node, side: Side, certificate: votes.Certificate) -> None:
-        """A member has decided: it goes on to the next lineage, if it is in its roster."""
+        """A member has decided."""
         side.timer = side.choice = None
         if side.ghost:
             return
-        lineage = certificate.key.lineage
-        value = self.judge_child(lineage, certificate)
+        value = self.learn(certificate)
         side.forked, side.certificate = value.is_fork, certificate
+        self.go_on(node, value)
+
+    def learn(self, certificate: votes.Certificate) -> Value:
+        """What a certificate says becomes known to the judges."""
+        key = certificate.key
+        value = self.judge_child(key.lineage, certificate)
         if value.digest not in self.lines:
-            key = self._key(value.digest, certificate.key.round + 1)
-            self.lines[value.digest] = Line(key, value.record.roster, lineage, value.is_fork)
-        if node.me in value.record.roster and certificate.key.round + 1 < self.depth:
+            child = self._key(value.digest, key.round + 1)
+            self.lines[value.digest] = Line(child, value.record.roster, key.lineage, value.is_fork)
+        return value
+
+    def go_on(self, node: Node, value: Value) -> None:
+        """To the next lineage, if its roster says so."""
+        if node.me in value.record.roster and value.record.round + 1 < self.depth:
             self.enter(node, value.digest)
 
     def expire(self, node: Node, side: Side, timer: tuple[int, int]) -> None:
