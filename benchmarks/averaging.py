@@ -26,7 +26,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import psutil
 import torch
@@ -34,6 +34,7 @@ import torch
 from benchmarks.averaging_peer import Setup
 from protocols.codec import CODECS
 from protocols.wire import MAX_ROSTER
+from tests.sim.arguments import Parser
 
 BOUNDS = {"fp32": 1e-6, "fp16": 1e-3, "bf16": 1e-2, "int8": 3e-2}
 """Relative L2 error of a mean of normal vectors: each travels once, and the mean once more."""
@@ -246,13 +247,8 @@ async def measure(setup: Setup, rounds: int) -> list[Answer]:
     return reports
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
-
-
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = _Parser("python -m benchmarks.averaging", description=(__doc__ or "").partition("\n")[0])
+    parser = Parser("python -m benchmarks.averaging", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--peers", type=int, default=4, help=f"2 to {MAX_ROSTER} processes (default %(default)s)")
     parser.add_argument(
         "--megabytes", type=float, default=100.0, help="of float32 in each vector (default %(default)s)"

@@ -18,7 +18,6 @@ its parameters, so experiments share runs, and a laboratory that was stopped goe
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import math
@@ -41,6 +40,7 @@ from node.tasks.gpt import DEFAULT_PRESET, GptTask, preset
 from node.tasks.text import Text, load
 from node.trainer import AdamWLearner, InlineTrainer, Shift, Step
 from protocols.base import RoundKey, Work
+from tests.sim.arguments import Parser
 from tests.sim.world import Scenario, World, play
 
 PEERS = 4
@@ -262,15 +262,20 @@ def _print_paired(title: str, names: tuple[str, str], pairs: Sequence[tuple[Run,
     return found
 
 
-def print_pairs(name: str, seeds: range, loss: Losses) -> None:
+def print_pairs(name: str, seeds: range, loss: Losses) -> bool:
+    """Whether the peers beat the one worker with every seed."""
     title = f"pairs: {name}, {PEERS} peers against one worker at equal steps, nats per byte"
-    _print_paired(title, ("one worker", f"{PEERS} peers"), [_pair(name, seed) for seed in seeds], loss)
+    found = _print_paired(title, ("one worker", f"{PEERS} peers"), [_pair(name, seed) for seed in seeds], loss)
+    return max(found) < 0
 
 
-def print_drop(name: str, seeds: range, keep: bool, loss: Losses) -> None:
+def print_drop(name: str, seeds: range, keep: bool, loss: Losses) -> bool:
+    """Whether the bound holds, in the mean over the seeds."""
     title = f"drop: {name}, {PEERS} peers, half of the contributions lost and {'kept' if keep else 'thrown away'}"
     found = _print_paired(title, ("all", "half lost"), [_dropped(name, seed, keep) for seed in seeds], loss)
-    print(f"bound {DROP_BOUND:+.0%}: {'held' if fmean(found) <= DROP_BOUND else 'BROKEN'}")
+    held = fmean(found) <= DROP_BOUND
+    print(f"bound {DROP_BOUND:+.0%}: {'held' if held else 'BROKEN'}")
+    return held
 
 
 def print_sweep(seeds: range, loss: Losses) -> None:
@@ -309,11 +314,13 @@ class Book:
         """
         self._path = path
         self.runs: dict[str, dict[str, object]] = {}
+        if not path.parent.is_dir() or path.is_dir():
+            raise ValueError(f"{path} cannot be written: name a file in a directory that exists")
         if path.exists():
             if not resume:
                 raise ValueError(f"{path} is there already: go on with --resume, or name another file")
             try:
-                self.runs = json.loads(path.read_text())["runs"]
+                self.runs = dict(json.loads(path.read_text())["runs"])
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"{path} is not a laboratory's file") from error
 
@@ -352,7 +359,7 @@ def _wanted(experiments: Sequence[str], name: str, seeds: range, few: range) -> 
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.learning", description=(__doc__ or "").splitlines()[0])
+    parser = Parser(prog="python -m benchmarks.learning", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("experiment", choices=(*EXPERIMENTS, "all", "check"))
     parser.add_argument(
         "--seeds", type=int, default=5, help="seeds of pairs and drop; the sweep takes at most 3 of them"
@@ -375,14 +382,16 @@ def main(arguments: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     perform_all(runs, book)
+    failed = False
     if "pairs" in experiments:
-        print_pairs(options.preset, seeds, book.loss)
+        failed = not print_pairs(options.preset, seeds, book.loss)
     if "sweep" in experiments:
         print_sweep(few, book.loss)
     for experiment in ("drop", "drop-kept"):
         if experiment in experiments:
-            print_drop(options.preset, seeds, experiment == "drop-kept", book.loss)
-    return 0
+            held = print_drop(options.preset, seeds, experiment == "drop-kept", book.loss)
+            failed = failed or (experiment == "drop" and not held)
+    return int(failed)
 
 
 if __name__ == "__main__":

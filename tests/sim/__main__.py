@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -20,16 +20,11 @@ from protocols import PROTOCOLS
 from protocols.codec import CODECS
 from protocols.wire import MAX_ROSTER
 from tests.checkers import Violation
+from tests.sim.arguments import Parser
 from tests.sim.network import Trace
 from tests.sim.world import FAULTS, Outcome, Scenario, play
 
 MAX_VIOLATIONS = 50
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        print(f"{self.prog}: {message} (see --help)", file=sys.stderr)
-        raise SystemExit(2)
 
 
 def _seeds(text: str) -> range:
@@ -57,7 +52,7 @@ def _peers(text: str) -> int:
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = _Parser(prog="python -m tests.sim", description="Simulated swarms under faults, from seeds.")
+    parser = Parser(prog="python -m tests.sim", description="Simulated swarms under faults, from seeds.")
     parser.add_argument("--protocol", choices=sorted(PROTOCOLS), default="butterfly")
     parser.add_argument("--peers", type=_peers, default=5)
     parser.add_argument("--rounds", type=_at_least_one, default=6)
