@@ -47,7 +47,7 @@ def test_the_trace_does_not_depend_on_the_hash_seed_of_the_process() -> None:
 def test_a_hundred_seeds_without_a_violation(batch: int) -> None:
     """Every honest peer commits every round, with the same bits; liars are named; nothing is left over."""
     for seed in range(20 * batch, 20 * batch + 20):
-        outcome = play(Scenario(peers=5, rounds=4, seed=seed, fault=FAULTS[seed % len(FAULTS)]))
+        outcome = play(Scenario(peers=5, rounds=3, seed=seed, fault=FAULTS[seed % len(FAULTS)]))
         assert outcome.violations == [], f"seed {seed}"
 
 
