@@ -74,7 +74,7 @@ class LyingStream:
             case "nan" | "infinity":
                 await self._stream.send(header, _poisoned(payload, math.nan if self._lie == "nan" else math.inf))
             case "norm":
-                await self._stream.send(header, _poisoned(payload, 1e15))
+                await self._stream.send(header, _poisoned(payload, 1e30))  # large in every codec
             case "size":
                 await self._stream.send(replace(header, size=header.size + 1), bytes(payload) + b"!")
             case "huge-length":
