@@ -47,7 +47,10 @@ def test_int8_through_real_processes() -> None:
 
 
 def test_fp32_through_real_processes_and_one_killed_in_mid_round() -> None:
-    """A second round extends the first; a third loses a peer: the others end, undecided, without waiting for it."""
+    """A second round extends the first; a third loses a peer: the others end by the deadline, whatever came of it.
+
+    Until there is a vote some may have all parts, and commit, where others have not: no more can be asked here.
+    """
     deadline_seconds = 20.0
 
     async def body(swarm: Swarm) -> None:
