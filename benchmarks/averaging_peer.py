@@ -38,6 +38,7 @@ from protocols import record as records
 from protocols.base import (
     CHUNK_BYTES,
     Deadline,
+    Head,
     Host,
     Member,
     Outcome,
@@ -226,10 +227,10 @@ class Peer:
 
     async def average(self, round: int) -> dict[str, Any]:
         work = Work(tokens=self.setup.tokens(self.setup.rank), loss=0.0, seconds=1.0, norm=self._norm, complete=True)
-        key = RoundKey(RUN, "benchmark", self._lineage, round)
+        head = Head(RoundKey(RUN, "benchmark", self._lineage, round), self._roster, bytes(32), self._lineage)
         deadline = asyncio.get_running_loop().time() + self.setup.deadline_seconds
         lag = Lag()
-        async with self._averager.enter(key, self._roster, deadline) as session:
+        async with self._averager.enter(head, deadline) as session:
             session.ready(work)
             await session.cut.wait()
             say(event="cut")

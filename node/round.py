@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from node.chain import Chain, Head, state_root
 from node.outer import OuterSGD, pseudo_gradient
-from protocols.base import Averager, Compute, Mean, Member, Outcome, Trainer, Vector, Work
+from protocols.base import Averager, Compute, Head, Mean, Member, Outcome, Trainer, Vector, Work
+from protocols.chain import Chain, state_root
 from protocols.vectors import root
 from protocols.wire import MAX_NORM
 
@@ -80,7 +80,7 @@ class Replica:
         """
         head, watch = self.chain.head, _Watch()
         deadline = watch.began + self._limit_seconds
-        async with self.averager.enter(head.key, head.roster, deadline) as session:
+        async with self.averager.enter(head, deadline) as session:
 
             def offer(work: Work) -> None:
                 session.ready(_offered(work, head))

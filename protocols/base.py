@@ -100,6 +100,34 @@ class Member:
     incarnation: int = 0
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class Complaint:
+    """Between these two no contribution travelled, though both took part: neither reduces until that round."""
+
+    first: PeerId
+    second: PeerId
+    until: int
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Where a peer stands on the chain of records: what the next round extends.
+
+    Attributes:
+        key: of the next round.
+        roster: the members whose votes count in it.
+        state_root: root of the outer state after the last decided round, 32 bytes.
+        anchor: lineage of the last record that changed the outer state: what pseudo-gradients are measured from.
+        complaints: links that are known not to carry contributions.
+    """
+
+    key: RoundKey
+    roster: tuple[Member, ...]
+    state_root: bytes
+    anchor: bytes
+    complaints: tuple[Complaint, ...] = ()
+
+
 class Header:
     """The header of a message: one of the frozen dataclasses of `protocols.wire`."""
 
@@ -276,6 +304,7 @@ class Mean:
     Attributes:
         outcome: `into` holds the mean only if committed.
         record: encoded record of the round (`protocols.record`), empty unless decided.
+        certificate: the record with the votes that decided it, as a frame's header; empty unless decided.
         contributions: peer -> chunks of it that the mean holds, in the order of the plan.
         weights: peer -> its weight in the mean, after clamping.
         blamed: who was refused, lost or clamped, and why.
@@ -284,6 +313,7 @@ class Mean:
 
     outcome: Outcome
     record: bytes = b""
+    certificate: bytes = b""
     contributions: Mapping[PeerId, Contribution] = field(default_factory=dict)
     weights: Mapping[PeerId, float] = field(default_factory=dict)
     blamed: tuple[Blame, ...] = ()
@@ -306,6 +336,9 @@ class Settings:
         chunk_elements: vectors travel and are reduced in chunks of so many.
         bandwidth: this peer's upload, bytes/s; decides how much it reduces.
         incarnation: this life of the peer.
+        keep_rounds: decided bytes are kept for so many rounds, for members that missed one.
+        quorum: votes that decide, by the size of the roster; None: a majority.
+        fork_peers: members that may go on alone, at least, where the majority is gone; 0: none may.
     """
 
     codec: str
@@ -313,6 +346,9 @@ class Settings:
     chunk_elements: int = CHUNK_BYTES // 4
     bandwidth: float = 12.5e6
     incarnation: int = 0
+    keep_rounds: int = 4
+    quorum: Callable[[int], int] | None = None
+    fork_peers: int = 1
 
 
 class Session(Protocol):
@@ -336,10 +372,11 @@ class Averager(Protocol):
 
     me: Member
 
-    def enter(
-        self, key: RoundKey, roster: Sequence[Member], deadline: Deadline
-    ) -> AbstractAsyncContextManager[Session]:
-        """Take part in a round, from its first moment: peers may call from then on. `roster` are those who count."""
+    def enter(self, head: Head, deadline: Deadline) -> AbstractAsyncContextManager[Session]:
+        """Take part in the round that extends `head`, from its first moment: peers may call from then on.
+
+        Who is not in the roster looks on, asks to be admitted, and learns what was decided.
+        """
 
 
 @dataclass(frozen=True, slots=True)

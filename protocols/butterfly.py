@@ -19,6 +19,7 @@ from protocols import wire
 from protocols.base import (
     BadPayload,
     Deadline,
+    Head,
     Header,
     Host,
     Mean,
@@ -64,14 +65,15 @@ class Butterfly:
         host.transport.serve(DATA, self._on_data)
 
     @asynccontextmanager
-    async def enter(self, key: RoundKey, roster: Sequence[Member], deadline: Deadline) -> AsyncIterator[_Session]:
+    async def enter(self, head: Head, deadline: Deadline) -> AsyncIterator[_Session]:
+        key, roster = head.key, head.roster
         if self.me not in roster:
             raise ValueError(f"{self.me} is not in the roster of round {key.round}")
         settings = self.settings
         terrain = Terrain(
             key=key,
             me=self.me,
-            roster=tuple(roster),
+            roster=roster,
             elements=settings.elements[key.fragment],
             bytes_per_element=self.codec.encoded_bytes(1 << 20) / (1 << 20),
             bandwidth=self.bandwidth,
@@ -268,6 +270,8 @@ class _Session:
             plan=terms.digest,
             parts=tuple(parts),
             roster=self._next_roster(terms, parts),
+            peers=terms.peers,
+            bounds=terms.plan.bounds,
         )
         return Mean(
             Outcome.COMMITTED,

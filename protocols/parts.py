@@ -75,9 +75,10 @@ def seal(masks: Sequence[int], digests: Sequence[bytes]) -> wire.Part:
     return wire.Part(hashlib.sha256(b"".join(digests)).digest(), runs)
 
 
-def part_message(key: RoundKey, plan: bytes, part: int, result: wire.Part) -> bytes:
+def part_message(key: RoundKey, plan: bytes, part: int, reducer: int, result: wire.Part) -> bytes:
     """What a reducer signs."""
-    return b"starling part" + wire.body(key) + plan + part.to_bytes(2, "little") + wire.body(result)
+    numbers = part.to_bytes(2, "little") + reducer.to_bytes(2, "little")
+    return b"starling part" + wire.body(key) + plan + numbers + wire.body(result)
 
 
 @dataclass(frozen=True, slots=True)

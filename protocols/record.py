@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from protocols.base import BadPayload, Contribution, Header, Member, PeerId
-from protocols.wire import MAX_ROSTER, Part, digest, many, one, uint, unpack_body
+from protocols.base import BadPayload, Complaint, Contribution, Header, Member, PeerId
+from protocols.wire import MAX_ROSTER, Part, digest, many, one, peer_id, some, uint, unpack_body
 from protocols.wire import body as _body
 
 
@@ -28,8 +28,11 @@ class Record(Header):
         round: number of the round; with fragments, round mod P names the fragment.
         kind: a `Kind`.
         plan: digest of the plan that the parts belong to.
-        parts: one reduced part for each reducer, in the order of the plan.
+        parts: the reduced parts, in the order of the plan; none if nothing was averaged.
         roster: the members whose votes count in the next round.
+        peers: who took part, in the order of the parts' bits.
+        bounds: len(parts) + 1 element offsets; part i is [bounds[i], bounds[i+1]).
+        complaints: links that did not carry contributions, for the plans to come.
     """
 
     parent: bytes = digest()
@@ -39,6 +42,14 @@ class Record(Header):
     plan: bytes = digest()
     parts: tuple[Part, ...] = many(one(Part), MAX_ROSTER)
     roster: tuple[Member, ...] = many(one(Member), MAX_ROSTER)
+    peers: tuple[PeerId, ...] = some(peer_id(), MAX_ROSTER)
+    bounds: tuple[int, ...] = some(uint(1 << 48), MAX_ROSTER + 1)
+    complaints: tuple[Complaint, ...] = some(one(Complaint), MAX_ROSTER)
+
+    @property
+    def averaged(self) -> bool:
+        """Whether the outer state moves with it: a MEAN, or a FORK that took one over."""
+        return bool(self.parts)
 
 
 def encode(record: Record) -> bytes:

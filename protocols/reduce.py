@@ -69,8 +69,9 @@ class Reducer:
             self._free.extend(self._inbox.pop(index).values())
             self._bell.ring()
         task, result = self.task, seal(self._masks, self._digests)
-        message = part_message(task.key, task.terms.digest, self.part, result)
-        self.done = wire.PartDone(self.part, result, task.signer.sign(message))
+        index = task.terms.plan.reducers[self.part]
+        message = part_message(task.key, task.terms.digest, self.part, index, result)
+        self.done = wire.PartDone(self.part, index, result, task.signer.sign(message))
         self._bell.ring()
         return self.done
 
@@ -246,7 +247,8 @@ async def _receive_part(task: Task, part: int, stream: Stream) -> wire.PartDone:
     done = wire.expect(await stream.receive(_DONE_LIMIT), wire.PartDone)
     if (done.part, done.result) != (part, seal(masks, digests)):
         raise BadPayload("a part whose digest is not that of its chunks")
-    reducer = task.terms.reducer(part)
-    if not task.signer.verify(reducer, part_message(task.key, task.terms.digest, part, done.result), done.signature):
+    index = task.terms.plan.reducers[part]
+    message = part_message(task.key, task.terms.digest, part, index, done.result)
+    if done.reducer != index or not task.signer.verify(task.terms.peers[index], message, done.signature):
         raise BadPayload("a part with a forged signature")
     return done

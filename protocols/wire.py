@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import msgpack
 
-from protocols.base import BadPayload, Header, Member, RoundKey
+from protocols.base import BadPayload, Complaint, Header, Member, RoundKey
 
 VERSION = 1
 MAX_HEADER_BYTES = 1 << 16
@@ -53,8 +53,8 @@ def _same(value: Any) -> Any:
     return value
 
 
-def _field(spec: Spec) -> Any:
-    return dataclasses.field(metadata={"spec": spec})
+def _field(spec: Spec, **options: Any) -> Any:
+    return dataclasses.field(metadata={"spec": spec}, **options)
 
 
 def uint(maximum: int) -> Any:
@@ -133,6 +133,11 @@ def many(of: Any, maximum: int) -> Any:
     return _field(Spec(lambda items: [spec.pack(item) for item in items], unpack))
 
 
+def some(of: Any, maximum: int) -> Any:
+    """As `many`; none by default."""
+    return _field(many(of, maximum).metadata["spec"], default=())
+
+
 def peer_id() -> Any:
     return text(64)
 
@@ -146,6 +151,7 @@ _FOREIGN: dict[type, dict[str, Any]] = {
         "fragment": uint(1 << 16),
     },
     Member: {"peer": peer_id(), "incarnation": uint(1 << 40)},
+    Complaint: {"first": peer_id(), "second": peer_id(), "until": uint(1 << 40)},
 }
 """Specs of the contract's own dataclasses, which know nothing of the wire."""
 
@@ -274,9 +280,14 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class PartDone(Header):
-    """Ends a data stream: the reducer's signed word on its part. Two different ones convict it."""
+    """Ends a data stream: the reducer's signed word on its part. Two different ones convict it.
+
+    Attributes:
+        reducer: index of the member that made and signed it; another may be serving it.
+    """
 
     part: int = uint(MAX_ROSTER)
+    reducer: int = uint(MAX_ROSTER)
     result: Part = one(Part)
     signature: bytes = blob(128)
 

@@ -20,7 +20,7 @@ SEEDS = range(2000)
 """Of 50,000 by `python -m tests.sim.scheduling --seeds 0:50000`."""
 KEY = RoundKey(b"r" * 32, "all", b"l" * 32, 7)
 PLAN = b"p" * 32
-PART = PartDone(0, Part(b"1" * 32, (Run(1, 3),)), b"")
+PART = PartDone(0, 0, Part(b"1" * 32, (Run(1, 3),)), b"")
 Some = TypeVar("Some")
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from protocols.base import Host, Member, Outcome, PeerError, RoundKey, Settings
 from protocols.butterfly import CONTROL, DATA, Butterfly
+from protocols.chain import genesis
 from protocols.parts import chunk_digest
-from protocols.record import genesis
 from protocols.reduce import Reducer
 from protocols.wire import Offer, Ready
 from tests.sim import loop as simloop
@@ -73,16 +73,16 @@ async def offers(host: Host, key: RoundKey) -> None:
 def test_a_stranger_holds_no_stream(ahead: int) -> None:
     """Whatever round it speaks of, and when it says nothing: it is sent away in seconds, though it asks for a day."""
     network = SimNetwork(Trace())
-    key = RoundKey(RUN, "run", genesis(RUN), 0)
     roster = (Member("p0"), Member("p1"))
+    head = genesis(RUN, "run", roster, bytes(32))
 
     async def main() -> int:
         host = replace(sim_host(network, network.join("p0"), 1, {}), members=Known(*roster))
         stranger = sim_host(network, network.join("zoe"), 1, {})
         loop = asyncio.get_running_loop()
-        async with Butterfly(host, Settings("fp32", (10,))).enter(key, roster, loop.time() + 3600):
+        async with Butterfly(host, Settings("fp32", (10,))).enter(head, loop.time() + 3600):
             tasks = [loop.create_task(says_nothing(stranger, DATA)) for _ in range(20)]
-            tasks += [loop.create_task(offers(stranger, replace(key, round=ahead))) for _ in range(20)]
+            tasks += [loop.create_task(offers(stranger, replace(head.key, round=ahead))) for _ in range(20)]
             await asyncio.sleep(0.5)
             held = len(network.nodes["p0"].ends)
             await asyncio.wait(tasks, timeout=30)

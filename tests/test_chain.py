@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 
-from node.chain import KEEP_RECORDS, Chain, Head, state_root
 from protocols import record as records
-from protocols.base import BadPayload, Member, RoundKey
+from protocols.base import BadPayload, Head, Member, RoundKey
+from protocols.chain import KEEP_RECORDS, Chain, state_root
 from protocols.record import Kind, Record
 
 RUN = b"r" * 32
@@ -28,7 +28,7 @@ def following(chain: Chain, plan: bytes = b"d" * 32, roster: tuple[Member, ...] 
 
 def test_a_chain_begins_at_its_runs_genesis() -> None:
     chain = fresh()
-    assert chain.head == Head(RoundKey(RUN, "run", records.genesis(RUN), 0), ROSTER, ROOT)
+    assert chain.head == Head(RoundKey(RUN, "run", records.genesis(RUN), 0), ROSTER, ROOT, records.genesis(RUN))
     assert list(chain.records) == []
     assert Chain(b"s" * 32, "run", ROSTER, ROOT).head.key.lineage != chain.head.key.lineage
 
@@ -39,7 +39,7 @@ def test_a_record_moves_the_head() -> None:
     encoded = records.encode(record)
     assert chain.extend(encoded) == record
     key = RoundKey(RUN, "run", records.lineage(encoded), 1)
-    assert chain.head == Head(key, (Member("bert"), Member("cleo", 3)), ROOT)
+    assert chain.head == Head(key, (Member("bert"), Member("cleo", 3)), ROOT, records.genesis(RUN))
     assert list(chain.records) == [encoded]
 
 
@@ -98,7 +98,7 @@ def test_settling_sets_the_root_and_nothing_else() -> None:
     before = chain.head
     assert before.state_root == ROOT, "it is not known before it is computed"
     chain.settle(b"1" * 32)
-    assert chain.head == Head(before.key, before.roster, b"1" * 32)
+    assert chain.head == Head(before.key, before.roster, b"1" * 32, before.anchor)
     chain.extend(records.encode(following(chain)))
     assert chain.head.state_root == b"1" * 32 and len(chain.records) == 2
 

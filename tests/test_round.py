@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from node.chain import Chain, state_root
 from node.outer import OuterSGD
 from node.round import FIRST_ROUND_LIMIT_SECONDS, Replica, RoundReport
 from node.trainer import InlineTrainer, Step
 from protocols import record as records
-from protocols.base import Blame, Contribution, Layout, Mean, Member, Outcome, RoundKey, Vector, Work
+from protocols.base import Blame, Contribution, Head, Layout, Mean, Member, Outcome, RoundKey, Vector, Work
+from protocols.chain import Chain, state_root
 from protocols.record import Kind, Record
 from protocols.vectors import root
 from protocols.wire import Offer, Part, Ready, Run, decode, encode
@@ -92,9 +92,9 @@ class Scripted:
         self.seen: list[Seen] = []
 
     @asynccontextmanager
-    async def enter(self, key: RoundKey, roster: Sequence[Member], deadline: float) -> AsyncIterator[ScriptedSession]:
+    async def enter(self, head: Head, deadline: float) -> AsyncIterator[ScriptedSession]:
         loop = asyncio.get_running_loop()
-        seen = Seen(key, tuple(roster), deadline - loop.time())
+        seen = Seen(head.key, head.roster, deadline - loop.time())
         self.seen.append(seen)
         session = ScriptedSession(self.scripts.pop(0), seen)
         timer = loop.call_later(session.script.cut_seconds, session.cut.set)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 
 from protocols import PROTOCOLS
-from protocols.base import Deadline, Host, Mean, Member, PeerId, RoundKey, Settings, Vector, Work
-from protocols.record import genesis
+from protocols.base import Deadline, Head, Host, Mean, Member, PeerId, Settings, Vector, Work
+from protocols.chain import genesis
 from protocols.vectors import norm
 from tests.sim import loop as simloop
 from tests.sim.host import sim_host
@@ -69,12 +69,10 @@ class Group:
                 )
             hosts.append(host)
         self.before(network)
-        key = RoundKey(RUN, "run", genesis(RUN), 0)
-        roster = tuple(Member(peer) for peer in peers)
+        head = genesis(RUN, "run", tuple(Member(peer) for peer in peers), bytes(32))
         results = [torch.full_like(vector, torch.nan) for vector in self.vectors]
         jobs = [
-            self._member(index, host, key, roster, results[index], loop.time() + 600.0)
-            for index, host in enumerate(hosts)
+            self._member(index, host, head, results[index], loop.time() + 600.0) for index, host in enumerate(hosts)
         ]
         means = await asyncio.gather(*jobs)
         seconds = loop.time()
@@ -84,15 +82,13 @@ class Group:
         sent = [network.nodes[peer].sent_bytes for peer in peers]
         return Averaged(list(means), results, sent, seconds, peers)
 
-    async def _member(
-        self, index: int, host: Host, key: RoundKey, roster: tuple[Member, ...], into: Vector, deadline: Deadline
-    ) -> Mean:
+    async def _member(self, index: int, host: Host, head: Head, into: Vector, deadline: Deadline) -> Mean:
         vector = self.vectors[index]
         settings = Settings(self.codec, (len(vector),), self.chunk_elements, self.bandwidths[index])
         averager = PROTOCOLS[self.protocol](host, settings)
         tokens = self.tokens[index]
         work = Work(tokens, 0.0, 1.0, norm([vector]) if tokens else 0.0, complete=True)
-        async with averager.enter(key, roster, deadline) as session:
+        async with averager.enter(head, deadline) as session:
             session.ready(work)
             await session.cut.wait()
             return await session.mean([vector], work, [into])

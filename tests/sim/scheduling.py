@@ -327,7 +327,7 @@ class World:
     def reduce(self, node: Node, side: Side) -> PartDone:
         """A new part. Whoever proposes it holds it, or knows a live source; others may hold it, too."""
         self.records += 1
-        part = PartDone(0, Part(self.records.to_bytes(32, "little"), (Run(1, 1),)), b"")
+        part = PartDone(0, 0, Part(self.records.to_bytes(32, "little"), (Run(1, 1),)), b"")
         others = [each for each in self.nodes.values() if each.alive and each is not node]
         holders = [each for each in others if self.rng.random() < 0.4]
         if self.calm or side.ghost or not holders or self.rng.random() < 0.7:

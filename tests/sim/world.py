@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from node.chain import Chain
 from node.outer import OuterSGD
 from node.round import Replica
 from node.tasks.paced import Paced
 from node.trainer import InlineTrainer, Learner
 from protocols import PROTOCOLS
 from protocols.base import Member, PeerId, Settings
+from protocols.chain import Chain
 from protocols.codec import CODECS
 from tests import checkers
 from tests.sim import loop as simloop

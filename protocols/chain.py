@@ -4,27 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from protocols import record as records
-from protocols.base import Member, RoundKey
+from protocols.base import Head, Member, RoundKey
 
 KEEP_RECORDS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Head:
-    """Where a peer stands.
-
-    Attributes:
-        key: of the next round.
-        roster: the members whose votes count in it.
-        state_root: root of the outer state after the last decided round, 32 bytes.
-    """
-
-    key: RoundKey
-    roster: tuple[Member, ...]
-    state_root: bytes
 
 
 def state_root(parameters_root: bytes, velocity_root: bytes, round_number: int) -> bytes:
@@ -33,17 +18,23 @@ def state_root(parameters_root: bytes, velocity_root: bytes, round_number: int) 
     return hashlib.sha256(b"starling state" + parameters_root + velocity_root + number).digest()
 
 
+def genesis(run: bytes, scope: str, roster: tuple[Member, ...], root: bytes) -> Head:
+    """The head of a chain without records.
+
+    Args:
+        run: hash of the manifest, 32 bytes.
+        root: state root that the run starts from, 32 bytes.
+    """
+    lineage = records.genesis(run)
+    return Head(RoundKey(run, scope, lineage, 0), roster, root, anchor=lineage)
+
+
 class Chain:
     """The head, and the last records that led to it, oldest first."""
 
     def __init__(self, run: bytes, scope: str, roster: tuple[Member, ...], root: bytes) -> None:
-        """A chain at its genesis.
-
-        Args:
-            run: hash of the manifest, 32 bytes.
-            root: state root that the run starts from, 32 bytes.
-        """
-        self.head = Head(RoundKey(run, scope, records.genesis(run), 0), roster, root)
+        """A chain at its genesis; arguments as for `genesis`."""
+        self.head = genesis(run, scope, roster, root)
         self.records: deque[bytes] = deque(maxlen=KEEP_RECORDS)
 
     def extend(self, encoded: bytes) -> records.Record:
@@ -53,11 +44,17 @@ class Chain:
             ValueError: the record does not extend the head: applying it would break the chain.
         """
         record = records.decode(encoded)
-        key = self.head.key
+        head, key = self.head, self.head.key
         if (record.parent, record.round) != (key.lineage, key.round):
             raise ValueError(f"record of round {record.round} does not extend the head at round {key.round}")
-        following = replace(key, lineage=records.lineage(encoded), round=key.round + 1)
-        self.head = Head(following, record.roster, self.head.state_root)
+        lineage = records.lineage(encoded)
+        self.head = Head(
+            key=replace(key, lineage=lineage, round=key.round + 1),
+            roster=record.roster,
+            state_root=head.state_root,
+            anchor=lineage if record.averaged else head.anchor,
+            complaints=record.complaints,
+        )
         self.records.append(encoded)
         return record
 
