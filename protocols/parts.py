@@ -17,6 +17,54 @@ from protocols.plan import Terms
 from protocols.vectors import CHUNK_ELEMENTS, Flat, chunk_count, chunk_range
 
 
+class HeldPart:
+    """One reduced part, encoded: filled chunk by chunk, then sealed.
+
+    Attributes:
+        low, high: its range of elements.
+        masks: of each chunk that is in: a bit for each contributor.
+        result: what it turned out to be, once all chunks are in.
+        done: the same as its reducer signed it; None if it came from somebody who did not keep that.
+    """
+
+    def __init__(self, codec: Codec, low: int, high: int, chunk_elements: int = CHUNK_ELEMENTS) -> None:
+        self.codec, self.low, self.high, self.chunk_elements = codec, low, high, chunk_elements
+        self.chunks = chunk_count(high - low, chunk_elements)
+        self.masks: list[int] = []
+        self.result: wire.Part | None = None
+        self.done: wire.PartDone | None = None
+        self._whole = codec.encoded_bytes(chunk_elements)
+        size = sum(self.size(index) for index in range(self.chunks))
+        # Anonymous memory costs nothing until it is written; a bytearray would be cleared on the loop.
+        self._memory = memoryview(mmap.mmap(-1, max(1, size)))
+
+    def elements(self, index: int) -> tuple[int, int]:
+        """Element range of a chunk."""
+        return chunk_range(self.low, self.high, index, self.chunk_elements)
+
+    def size(self, index: int) -> int:
+        """Encoded bytes of a chunk."""
+        low, high = self.elements(index)
+        return self.codec.encoded_bytes(high - low)
+
+    def chunk(self, index: int) -> memoryview:
+        """The encoded bytes of a chunk."""
+        start = index * self._whole
+        return self._memory[start : start + self.size(index)]
+
+    def decode(self, into: Flat) -> None:
+        """Decode it to where it belongs.
+
+        Raises:
+            BadPayload: a chunk does not decode to finite numbers.
+        """
+        scratch = torch.empty(min(self.chunk_elements, self.high - self.low))
+        for index in range(self.chunks):
+            low, high = self.elements(index)
+            self.codec.decode(self.chunk(index), scratch[: high - low])
+            into.write(low, scratch[: high - low])
+
+
 class Held:
     """The encoded mean of one round: one buffer, filled chunk by chunk."""
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from protocols.base import Header, Member, PeerId, RoundKey
-from protocols.wire import MAX_ROSTER, PartDone, blob, digest, many, one, uint
+from protocols.wire import MAX_ROSTER, PartDone, blob, digest, many, one, register, uint
 
 MAX_BALLOT = 1 << 20
 MAX_RECORD_BYTES = 3 << 14
@@ -101,6 +101,7 @@ class Certificate(Message):
 
 
 MESSAGES: tuple[type[Message], ...] = (Ask, Prepare, Promise, Stale, Propose, Accept, Want, Certificate)
+register(16, MESSAGES)
 
 
 @dataclass(frozen=True, slots=True)

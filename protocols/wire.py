@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -292,8 +292,36 @@ class PartDone(Header):
     signature: bytes = blob(128)
 
 
-_KINDS: tuple[type[Header], ...] = (Opening, Ready, Plan, Contribute, Chunk, Reduced, PartDone)
-_NUMBER = {kind: number for number, kind in enumerate(_KINDS)}
+@dataclass(frozen=True, slots=True)
+class WantPart(Header):
+    """Asks for the reduced part with this digest."""
+
+    digest: bytes = digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Having(Header):
+    """Answers whether what was asked for is here; if so, it follows."""
+
+    here: bool = flag()
+
+
+_KINDS: dict[int, type[Header]] = dict(
+    enumerate((Opening, Ready, Plan, Contribute, Chunk, Reduced, PartDone, WantPart, Having))
+)
+_NUMBER = {kind: number for number, kind in _KINDS.items()}
+
+
+def register(first: int, kinds: Sequence[type[Header]]) -> None:
+    """Give the headers of another module numbers of their own, from `first`; numbers never change.
+
+    Raises:
+        ValueError: a number or a header is taken.
+    """
+    for number, kind in enumerate(kinds, first):
+        if number in _KINDS or kind in _NUMBER:
+            raise ValueError(f"{kind.__name__} or its number {number} is registered already")
+        _KINDS[number], _NUMBER[kind] = kind, number
 
 
 def body(value: object) -> bytes:
@@ -340,7 +368,7 @@ def decode(data: bytes) -> Header:
     version, number, *values = unpacked
     if type(version) is not int or version != VERSION:
         raise BadPayload(f"speaks version {_shown(version)}, this peer speaks {VERSION}")
-    if type(number) is not int or not 0 <= number < len(_KINDS):
+    if type(number) is not int or number not in _KINDS:
         raise BadPayload(f"unknown kind of header {_shown(number)}")
     header: Header = _unpack_fields(_KINDS[number], values)
     return header

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from protocols import wire
 from protocols.base import BadPayload, Header, RoundKey
 
-KINDS = wire._KINDS
+KINDS = tuple(wire._KINDS.values())
 LEAVES: dict[type, list[Any]] = {
     bool: [False, True],
     int: [0, 1, 5, 31, 32, 1 << 16, 1 << 20, (1 << 32) - 1, 1 << 32, 1 << 40, 1 << 48, 1 << 53],

@@ -1,0 +1,80 @@
+"""Reduced parts by digest: of the round under way and of the last rounds decided, served to whoever missed one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import partial
+
+from protocols import wire
+from protocols.base import BadPayload, Deadline, Host, PeerGone, PeerId, Stream
+from protocols.codec import Codec
+from protocols.parts import HeldPart, chunk_digest, seal
+
+PARTS = "starling/parts/1"
+_LIMIT = 256
+
+
+class Shelf:
+    """Parts, named by their digests. What is served is complete and never changes."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._parts: dict[bytes, HeldPart] = {}
+        host.transport.serve(PARTS, self._serve)
+
+    def get(self, digest: bytes) -> HeldPart | None:
+        """The part with this digest, if we have it."""
+        return self._parts.get(digest)
+
+    def put(self, part: HeldPart) -> None:
+        """Take a sealed part."""
+        assert part.result is not None
+        self._parts[part.result.digest] = part
+
+    def keep(self, digests: Collection[bytes]) -> None:
+        """Drop all others."""
+        self._parts = {digest: part for digest, part in self._parts.items() if digest in digests}
+
+    async def _serve(self, peer: PeerId, stream: Stream) -> None:
+        wanted = wire.expect(await stream.receive(_LIMIT), wire.WantPart)
+        part = self._parts.get(wanted.digest)
+        await stream.send(wire.Having(part is not None))
+        if part is None:
+            return
+        for index in range(part.chunks):
+            data = part.chunk(index)
+            await stream.send(wire.Reduced(index, part.masks[index], len(data)), data)
+
+
+async def fetch_part(
+    host: Host, peer: PeerId, wanted: wire.Part, codec: Codec, span: tuple[int, int, int], deadline: Deadline
+) -> HeldPart:
+    """Get a part from a peer that may have it.
+
+    Args:
+        wanted: what it must turn out to be.
+        span: element range [low, high) of the part, and elements of a chunk.
+
+    Raises:
+        PeerGone: the peer cannot be reached or does not have it.
+        PeerSilent: the stream broke off.
+        BadPayload: what came is not what was wanted.
+    """
+    part = HeldPart(codec, *span)
+    async with host.transport.open(peer, PARTS, deadline) as stream:
+        await stream.send(wire.WantPart(wanted.digest))
+        if not wire.expect(await stream.receive(_LIMIT), wire.Having).here:
+            raise PeerGone(peer, "does not have the part")
+        masks, digests = [], []
+        for index in range(part.chunks):
+            header = wire.expect(await stream.receive(_LIMIT), wire.Reduced)
+            data = part.chunk(index)
+            if (header.index, header.size) != (index, len(data)):
+                raise BadPayload(f"chunk {header.index} of {header.size} bytes where {index} of {len(data)} is due")
+            await stream.receive_into(data)
+            masks.append(header.mask)
+            digests.append(await host.compute.run(partial(chunk_digest, header.mask, data), len(data)))
+    if seal(masks, digests) != wanted:
+        raise BadPayload("a part whose digest is not the one that was asked for")
+    part.masks, part.result = masks, wanted
+    return part
