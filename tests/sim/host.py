@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from protocols.base import Deadline, Host, Member, PeerId
-from tests.sim.network import SimNetwork, SimTransport
+from tests.sim.network import SimNetwork
+from tests.sim.transport import SimTransport
 
 T = TypeVar("T")
 
@@ -57,50 +60,102 @@ class SimSigner:
         return hashlib.sha256(f"{self._seed}/{peer}/".encode() + message).digest()
 
 
-class SimDirectory:
-    """A directory that all peers of the world share; entries expire by virtual time."""
+@dataclass
+class Hearsay:
+    """What is wrong with the directory: shares of entries and of searches, and how old its news is."""
 
-    def __init__(self, entries: dict[str, dict[PeerId, tuple[bytes, float]]], me: PeerId) -> None:
-        self._entries, self._me = entries, me
+    rng: random.Random = field(default_factory=lambda: random.Random("hearsay"))
+    forget_share: float = 0.0
+    lag_seconds: float = 0.0
+    lie_share: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A value in the directory: when it was announced, and by whose wall clock it expires when."""
+
+    announced: float
+    value: bytes
+    expires: float
+
+
+Entries = dict[str, dict[PeerId, list[Entry]]]
+"""scope -> peer -> its values, oldest first."""
+
+
+class SimDirectory:
+    """A directory that all peers of the world share; whoever reads judges by its own wall clock what has expired."""
+
+    def __init__(self, entries: Entries, me: PeerId, clock: SimClock, hearsay: Hearsay) -> None:
+        self._entries, self._me, self._clock, self._hearsay = entries, me, clock, hearsay
 
     async def announce(self, scope: str, value: bytes, ttl_seconds: float, deadline: Deadline) -> None:
-        now = asyncio.get_running_loop().time()
-        self._entries.setdefault(scope, {})[self._me] = (value, now + ttl_seconds)
+        entry = Entry(asyncio.get_running_loop().time(), value, self._clock.wall() + ttl_seconds)
+        self._entries.setdefault(scope, {}).setdefault(self._me, []).append(entry)
 
     async def find(self, scope: str, limit: int, deadline: Deadline) -> Sequence[tuple[PeerId, bytes]]:
-        now = asyncio.get_running_loop().time()
-        living = [(peer, value) for peer, (value, until) in self._entries.get(scope, {}).items() if until > now]
-        return living[:limit]
+        hearsay = self._hearsay
+        told = self._known(scope)
+        if hearsay.forget_share:
+            told = [each for each in told if hearsay.rng.random() >= hearsay.forget_share]
+        if hearsay.lie_share and hearsay.rng.random() < hearsay.lie_share:
+            told.insert(hearsay.rng.randint(0, len(told)), self._invented())
+        return told[:limit]
+
+    def _known(self, scope: str) -> list[tuple[PeerId, bytes]]:
+        until, wall = asyncio.get_running_loop().time() - self._hearsay.lag_seconds, self._clock.wall()
+        known = []
+        for peer, entries in self._entries.get(scope, {}).items():
+            old = [entry for entry in entries if entry.announced <= until]
+            if old and old[-1].expires > wall:
+                known.append((peer, old[-1].value))
+        return known
+
+    def _invented(self) -> tuple[PeerId, bytes]:
+        """A peer that does not exist, or a value that belongs to another peer or another scope."""
+        rng = self._hearsay.rng
+        scopes = self._entries.values()
+        others = [(peer, entries[-1].value) for scope in scopes for peer, entries in scope.items()]
+        if not others or rng.random() < 0.3:
+            return f"ghost{rng.randrange(1000)}", rng.randbytes(rng.randrange(64))
+        return rng.choice(others)[0], rng.choice(others)[1]
 
 
 class SimMembers:
-    """The live peers, as the network knows them."""
+    """The peers that this one, in its present life, can believe alive."""
 
-    def __init__(self, network: SimNetwork) -> None:
-        self._network = network
+    def __init__(self, network: SimNetwork, me: PeerId) -> None:
+        self._view = network.contacts.views[me]
 
     @property
     def version(self) -> int:
-        return self._network.deaths
+        return self._view.version
 
     def live(self) -> tuple[Member, ...]:
-        nodes = self._network.nodes
-        return tuple(Member(peer) for peer in sorted(nodes) if nodes[peer].process.alive)
+        return self._view.live()
 
     async def changed(self, since: int, deadline: Deadline) -> int:
         with contextlib.suppress(TimeoutError):
-            await self._network.died.until(lambda: self.version > since, deadline)
+            await self._view.changed.until(lambda: self.version > since, deadline)
         return self.version
 
 
-def sim_host(network: SimNetwork, transport: SimTransport, seed: int, entries: dict) -> Host:  # type: ignore[type-arg]
-    """A host in the simulated world."""
+def sim_host(
+    network: SimNetwork,
+    transport: SimTransport,
+    seed: int,
+    entries: Entries,
+    skew_seconds: float = 0.0,
+    hearsay: Hearsay | None = None,
+) -> Host:
+    """A host in the simulated world, for a peer's present life."""
+    clock = SimClock(skew_seconds)
     return Host(
         transport=transport,
-        directory=SimDirectory(entries, transport.me),
-        members=SimMembers(network),
+        directory=SimDirectory(entries, transport.me, clock, hearsay or Hearsay()),
+        members=SimMembers(network, transport.me),
         compute=SimCompute(),
-        clock=SimClock(),
+        clock=clock,
         signer=SimSigner(transport.me, seed),
         seed=seed,
     )

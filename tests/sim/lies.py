@@ -14,7 +14,7 @@ from protocols import wire
 from protocols.base import Buffer, Header, Signer
 from protocols.framing import FramedStream
 from protocols.plan import offer_message
-from tests.sim.network import SimPipe
+from tests.sim.pipe import SimPipe
 
 LIES = (
     "nan",

@@ -2,45 +2,25 @@
 
 Streams behave as TCP's and libp2p's do: what was sent before a process was killed still arrives, and then the reset;
 a blocked link loses nothing but delays everything until it heals; opening a stream takes a round trip, so that a
-refusal is definite.
+refusal is definite. Messages of different streams may overtake each other, those of one stream never.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-from collections import deque
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from protocols.base import BadPayload, Buffer, Deadline, Handler, PeerGone, PeerId, PeerSilent, ProtocolError, Stream
-from protocols.framing import FramedStream, accepted, opened
-from protocols.tasks import Bell
+from protocols.base import Deadline, Handler, Member, PeerGone, PeerId, PeerSilent
+from tests.sim.contact import Contacts
 from tests.sim.loop import PROCESS, SimProcess
+from tests.sim.pipe import EOF, RESET, SimPipe
+from tests.sim.trace import Trace
+from tests.sim.transport import SimTransport
 
-WINDOW_BYTES = 1 << 20
-"""A sender waits while this much of a stream is unread."""
-OPENING_SECONDS = 10.0
-
-_EOF = b"<eof>"
-_RESET = b"<reset>"
-
-
-class Trace:
-    """What happened, as a hash of everything and as the last lines in words."""
-
-    def __init__(self, keep: int = 400) -> None:
-        self._hash = hashlib.sha256()
-        self.lines: deque[str] = deque(maxlen=keep)
-
-    def __call__(self, time: float, what: str) -> None:
-        line = f"{time:.6f} {what}"
-        self._hash.update(line.encode())
-        self.lines.append(line)
-
-    def digest(self) -> str:
-        return self._hash.hexdigest()
+Watch = Callable[[PeerId, int, str, PeerId], None]
+"""Told of each message of a peer before it takes effect: peer, its number, "sent" or "received", the other peer."""
 
 
 @dataclass
@@ -49,17 +29,24 @@ class Link:
 
     latency_seconds: float
     blocked: bool = False
+    healed_at: float = 0.0
     parked: list[Callable[[], None]] = field(default_factory=list)
 
 
 @dataclass
 class Node:
-    """One peer's place in the network."""
+    """One peer's place in the network, in one of its lives.
+
+    Attributes:
+        messages: sent and received by its process: openings of streams, data, ends. Counted over all its lives.
+        slowness: divides its bandwidth.
+    """
 
     peer: PeerId
     process: SimProcess
-    up_bytes_per_second: float
-    down_bytes_per_second: float
+    bytes_per_second: float
+    incarnation: int = 0
+    slowness: float = 1.0
     up_free_at: float = 0.0
     down_free_at: float = 0.0
     sent_bytes: int = 0
@@ -68,166 +55,69 @@ class Node:
     handlers: dict[str, Handler] = field(default_factory=dict)
     ends: dict[int, SimPipe] = field(default_factory=dict)
 
+    @property
+    def member(self) -> Member:
+        return Member(self.peer, self.incarnation)
 
-class SimPipe:
-    """One end of a stream: writes travel to `other`, reads take what has arrived."""
-
-    def __init__(self, network: SimNetwork, node: Node, number: int) -> None:
-        self.network, self.node, self.number = network, node, number
-        self.other: SimPipe
-        self._flight: deque[bytes] = deque()
-        self._last_arrival = 0.0
-        self._arrived: deque[memoryview] = deque()
-        self._unread_bytes = 0
-        self._ended = False
-        self._broken = False
-        self._closed = False
-        self._readable: asyncio.Future[None] | None = None
-        self._writable: asyncio.Future[None] | None = None
-
-    async def write(self, data: Buffer) -> None:
-        self._check()
-        while self.other._unread_bytes >= WINDOW_BYTES:
-            self._writable = asyncio.get_running_loop().create_future()
-            await self._writable
-            self._check()
-        self.other._unread_bytes += len(data)
-        self.network.departing(self, bytes(data))
-
-    async def read_into(self, buffer: memoryview) -> None:
-        filled = 0
-        while filled < len(buffer):
-            while not self._arrived:
-                self._check_readable()
-                self._readable = asyncio.get_running_loop().create_future()
-                await self._readable
-            filled += self._take(buffer[filled:])
-
-    def _take(self, into: memoryview) -> int:
-        if self._broken:
-            raise ConnectionResetError("reset")
-        piece = self._arrived[0]
-        size = min(len(piece), len(into))
-        into[:size] = piece[:size]
-        if size == len(piece):
-            self._arrived.popleft()
-        else:
-            self._arrived[0] = piece[size:]
-        self._unread_bytes -= size
-        _wake(self.other._writable)
-        return size
-
-    def _check(self) -> None:
-        if self._closed or not self.node.process.alive:
-            raise ConnectionResetError("closed here")
-        if self._broken or (self.other._closed and self._ended):
-            raise ConnectionResetError("closed by the peer")
-
-    def _check_readable(self) -> None:
-        if self._broken or self._closed:
-            raise ConnectionResetError("reset")
-        if self._ended:
-            raise EOFError("closed by the peer")
-
-    def close(self) -> None:
-        """Close after what was written."""
-        self._end(_EOF)
-
-    def reset(self) -> None:
-        self._end(_RESET)
-
-    def _end(self, marker: bytes) -> None:
-        if not self._closed:
-            self._closed = True
-            self.node.ends.pop(self.number, None)
-            self.network.departing(self, marker)
-
-    def deliver(self) -> None:
-        """The next thing on its way from the other end is here."""
-        data = self.other._flight.popleft()
-        if data is _EOF or data is _RESET:
-            self._ended = True
-            self._broken = data is _RESET
-        elif not self._closed:
-            self._arrived.append(memoryview(data))
-            self.node.received_bytes += len(data)
-        _wake(self._readable)
-        _wake(self._writable)
-
-
-def _wake(waiter: asyncio.Future[None] | None) -> None:
-    if waiter is not None and not waiter.done():
-        waiter.set_result(None)
-
-
-class SimTransport:
-    """`protocols.base.Transport` for one simulated peer."""
-
-    def __init__(self, network: SimNetwork, node: Node) -> None:
-        self.network, self.node = network, node
-        self.me = node.peer
-        self.refused: list[tuple[PeerId, str]] = []
-        self.disguise: Callable[[str, FramedStream, SimPipe], Stream] = lambda method, stream, pipe: stream
-        """What a lying peer puts between its honest code and its streams."""
-
-    def serve(self, method: str, handler: Handler) -> None:
-        if method in self.node.handlers:
-            raise ValueError(f"{method} is served already")
-        self.node.handlers[method] = handler
-
-    @asynccontextmanager
-    async def open(self, peer: PeerId, method: str, deadline: Deadline) -> AsyncIterator[Stream]:
-        end = await self.network.connect(self.node, peer, method, deadline)
-        try:
-            yield self.disguise(method, await opened(peer, end, deadline), end)
-        except BaseException:
-            end.reset()
-            raise
-        end.close()
-
-    async def answer(self, peer: PeerId, method: str, end: SimPipe) -> None:
-        """Serve one incoming stream: the handler boundary."""
-        try:
-            stream = await accepted(peer, end, OPENING_SECONDS, self._refuse)
-            if stream is None:
-                return end.reset()
-            await self.node.handlers[method](peer, self.disguise(method, stream, end))
-            end.close()
-        except ProtocolError as error:
-            if isinstance(error, BadPayload):
-                self._refuse(peer, error)
-            end.reset()
-        except asyncio.CancelledError:
-            end.reset()
-            raise
-        except Exception as error:  # noqa: BLE001 - the handler boundary; a bug is kept and fails the run
-            self.network.bugs.append(error)
-            end.reset()
-
-    def _refuse(self, peer: PeerId, error: BadPayload) -> None:
-        self.refused.append((peer, str(error)))
+    def carry(self, size: int) -> float:
+        """Seconds that so many bytes take."""
+        return size * self.slowness / self.bytes_per_second
 
 
 class SimNetwork:
-    """All links and nodes. Every number is deterministic: no randomness of its own."""
+    """All links and nodes. The only randomness is `jitter`: up to as much again on each message's latency.
 
-    def __init__(self, trace: Trace, latency_seconds: float = 0.02, bytes_per_second: float = 12.5e6) -> None:
+    Attributes:
+        nodes, transports: of each peer's present life; `past` holds the nodes of those that ended.
+        watch: told of every message before it takes effect; what it does to the network holds for that message.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        latency_seconds: float = 0.02,
+        bytes_per_second: float = 12.5e6,
+        jitter: random.Random | None = None,
+    ) -> None:
         self.trace = trace
         self.latency_seconds = latency_seconds
         self.bytes_per_second = bytes_per_second
         self.nodes: dict[PeerId, Node] = {}
+        self.past: list[Node] = []
         self.transports: dict[PeerId, SimTransport] = {}
         self.links: dict[tuple[PeerId, PeerId], Link] = {}
+        self.contacts = Contacts(self)
         self.bugs: list[Exception] = []
-        self.deaths = 0
-        self.died = Bell()
+        self.watch: Watch | None = None
+        self._jitter = jitter
         self._streams = 0
 
+    # -- peers and links ----------------------------------------------------------------------------------------------
+
     def join(self, peer: PeerId, bytes_per_second: float | None = None) -> SimTransport:
-        rate = bytes_per_second or self.bytes_per_second
-        self.nodes[peer] = Node(peer, SimProcess(peer), rate, rate)
-        self.transports[peer] = SimTransport(self, self.nodes[peer])
-        return self.transports[peer]
+        """A peer that everybody knows already."""
+        node = Node(peer, SimProcess(peer), bytes_per_second or self.bytes_per_second)
+        transport = self._place(node)
+        self.contacts.joined(node, acquainted=True)
+        return transport
+
+    def restart(self, peer: PeerId) -> SimTransport:
+        """The next life of a killed peer: a new process without handlers, streams or acquaintances."""
+        old = self.nodes[peer]
+        if old.process.alive:
+            raise ValueError(f"{peer} is alive")
+        self.past.append(old)
+        life = old.incarnation + 1
+        node = Node(peer, SimProcess(peer), old.bytes_per_second, life, old.slowness, messages=old.messages)
+        self.trace(_now(), f"{peer} restarted as {life}")
+        transport = self._place(node)
+        self.contacts.revived(node)
+        return transport
+
+    def _place(self, node: Node) -> SimTransport:
+        self.nodes[node.peer] = node
+        self.transports[node.peer] = SimTransport(self, node)
+        return self.transports[node.peer]
 
     def link(self, source: PeerId, target: PeerId) -> Link:
         key = (source, target)
@@ -236,39 +126,49 @@ class SimNetwork:
         return self.links[key]
 
     def block(self, source: PeerId, target: PeerId) -> None:
-        """Silence from `source` to `target`: what is sent arrives only after `heal`."""
-        self.link(source, target).blocked = True
+        """Silence from `source` to `target`: nothing arrives, nor what is on its way, until `heal`."""
+        link = self.link(source, target)
+        if not link.blocked:
+            link.blocked = True
+            self.contacts.cut(source, target)
 
     def heal(self, source: PeerId, target: PeerId) -> None:
+        """What was held up sets out again."""
         link = self.link(source, target)
-        link.blocked = False
-        parked, link.parked = link.parked, []
-        for departure in parked:
-            departure()
+        if link.blocked:
+            link.blocked, link.healed_at = False, _now()
+            parked, link.parked = link.parked, []
+            for arrive in parked:
+                self.travel(source, target, arrive)
+            self.contacts.mended(source, target)
 
     def kill(self, peer: PeerId) -> None:
         """SIGKILL: the tasks stop at once; what had been sent still arrives, then a reset."""
         node = self.nodes[peer]
         self.trace(_now(), f"{peer} killed")
-        self.reset_streams(peer)
         node.process.kill()
-        self.deaths += 1
-        self.died.ring()
+        self.reset_streams(peer)
+        self.contacts.died(node)
 
     def reset_streams(self, peer: PeerId) -> None:
         """Reset every stream of a peer, as the death of its daemon does."""
         for end in list(self.nodes[peer].ends.values()):
-            end.reset()
-            end._broken = True
-            _wake(end._readable)
-            _wake(end._writable)
+            end.sever()
+
+    def totals(self, peer: PeerId) -> tuple[int, int]:
+        """Bytes sent and received over all lives of a peer."""
+        lives = [node for node in (*self.past, self.nodes[peer]) if node.peer == peer]
+        return sum(node.sent_bytes for node in lives), sum(node.received_bytes for node in lives)
+
+    # -- streams ------------------------------------------------------------------------------------------------------
 
     async def connect(self, node: Node, peer: PeerId, method: str, deadline: Deadline) -> SimPipe:
         """The opener's end of a new stream; the peer's handler starts when the opening arrives."""
+        self._count(node, "sent", peer)
         if not node.process.alive:
             raise PeerGone(peer, "this process is dead")
         answer: asyncio.Future[SimPipe | None] = asyncio.get_running_loop().create_future()
-        self._travel(node.peer, peer, 0.0, lambda: self._knock(node, peer, method, answer))
+        self.travel(node.peer, peer, lambda: self._knock(node, peer, method, answer))
         try:
             async with asyncio.timeout_at(deadline):
                 end = await answer
@@ -281,20 +181,24 @@ class SimNetwork:
     def _knock(self, node: Node, peer: PeerId, method: str, answer: asyncio.Future[SimPipe | None]) -> None:
         """An opening arrives; the answer goes back."""
         target = self.nodes.get(peer)
+        if target and self._held_up(node.peer, target, lambda: self._knock(node, peer, method, answer)):
+            return
         if target is None or not target.process.alive or method not in target.handlers:
-            self._travel(peer, node.peer, 0.0, lambda: answer.done() or answer.set_result(None))
+            self.travel(peer, node.peer, lambda: self._answered(node, peer, None, answer))
             return
         self._streams += 1
         mine, theirs = SimPipe(self, node, self._streams), SimPipe(self, target, self._streams)
         mine.other, theirs.other = theirs, mine
         self._accept(target, node.peer, method, theirs)
-        self._travel(peer, node.peer, 0.0, lambda: self._answered(mine, answer))
+        self.travel(peer, node.peer, lambda: self._answered(node, peer, mine, answer))
 
-    def _answered(self, end: SimPipe, answer: asyncio.Future[SimPipe | None]) -> None:
-        if answer.done() or not end.node.process.alive:  # the caller gave up, or died
-            end.reset()
+    def _answered(self, node: Node, peer: PeerId, end: SimPipe | None, answer: asyncio.Future[SimPipe | None]) -> None:
+        if self._held_up(peer, node, lambda: self._answered(node, peer, end, answer)):
             return
-        end.node.ends[end.number] = end
+        if answer.done() or not node.process.alive:  # the caller gave up, or died
+            return end.sever() if end else None
+        if end:
+            node.ends[end.number] = end
         answer.set_result(end)
 
     def _accept(self, node: Node, source: PeerId, method: str, end: SimPipe) -> None:
@@ -305,32 +209,65 @@ class SimNetwork:
         finally:
             PROCESS.reset(token)
 
-    def departing(self, end: SimPipe, data: bytes) -> None:
+    # -- messages -----------------------------------------------------------------------------------------------------
+
+    def departing(self, end: SimPipe, data: bytes, by_process: bool = True) -> None:
         """Queue data behind what its sender's uplink and its receiver's downlink already carry."""
         node, target = end.node, end.other.node
-        node.messages += 1
-        size = 0 if data is _EOF or data is _RESET else len(data)
+        if by_process:
+            self._count(node, "sent", target.peer)
+            if end.closed:  # something struck at this very message
+                return
+        size = 0 if data is EOF or data is RESET else len(data)
         node.sent_bytes += size
         now = _now()
         self.trace(now, f"{node.peer}>{target.peer} #{end.number} {size if size else data!r}")
-        end._flight.append(data)
-        node.up_free_at = max(now, node.up_free_at) + size / node.up_bytes_per_second
-        delay = node.up_free_at - now
-        self._travel(node.peer, target.peer, delay, lambda: self._arrive(end, size))
+        end.launch(data)
+        node.up_free_at = max(now, node.up_free_at) + node.carry(size)
+        self.travel(node.peer, target.peer, lambda: self._arrive(end, size), node.up_free_at - now)
 
-    def _travel(self, source: PeerId, target: PeerId, delay_seconds: float, arrive: Callable[[], None]) -> None:
-        link = self.link(source, target)
+    def travel(self, source: PeerId, target: PeerId, arrive: Callable[[], None], delay_seconds: float = 0.0) -> None:
+        """Cross a link: call `arrive` after its latency or, if it was blocked on the way, as long after it healed."""
+        link, departs = self.link(source, target), _now() + delay_seconds
+        seconds = link.latency_seconds
+        if self._jitter:
+            seconds += self._jitter.uniform(0.0, link.latency_seconds)
+        asyncio.get_running_loop().call_at(departs + seconds, self._land, link, departs, seconds, arrive)
+
+    def _land(self, link: Link, departed: float, seconds: float, arrive: Callable[[], None]) -> None:
         if link.blocked:
-            link.parked.append(lambda: self._travel(source, target, 0.0, arrive))
-            return
-        asyncio.get_running_loop().call_later(delay_seconds + link.latency_seconds, arrive)
+            link.parked.append(arrive)
+        elif departed < link.healed_at:
+            again = link.healed_at
+            asyncio.get_running_loop().call_at(again + seconds, self._land, link, again, seconds, arrive)
+        else:
+            arrive()
 
     def _arrive(self, end: SimPipe, size: int) -> None:
         target = end.other.node
-        now = _now()
-        finish = max(now, target.down_free_at + size / target.down_bytes_per_second)
+        finish = max(_now(), target.down_free_at + target.carry(size))
         target.down_free_at = finish
-        asyncio.get_running_loop().call_at(finish, end.other.deliver)
+        asyncio.get_running_loop().call_at(finish, self._deliver, end)
+
+    def _deliver(self, end: SimPipe) -> None:
+        here = end.other
+        if here.closed or not self._held_up(end.node.peer, here.node, lambda: self._deliver(end)):
+            here.deliver()
+
+    def _held_up(self, source: PeerId, node: Node, arrive: Callable[[], None]) -> bool:
+        """Count a message that has come to a process, unless its link has just been blocked."""
+        link = self.link(source, node.peer)
+        if not link.blocked:
+            self._count(node, "received", source)
+        if link.blocked:  # before the message, or by what struck at it
+            link.parked.append(arrive)
+        return link.blocked
+
+    def _count(self, node: Node, way: str, other: PeerId) -> None:
+        if node.process.alive:
+            node.messages += 1
+            if self.watch:
+                self.watch(node.peer, node.messages, way, other)
 
 
 def _now() -> float:

@@ -1,0 +1,22 @@
+"""What a simulated run did, for comparing two runs and for reading one."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+
+
+class Trace:
+    """What happened, as a hash of everything and as the last lines in words."""
+
+    def __init__(self, keep: int = 400) -> None:
+        self._hash = hashlib.sha256()
+        self.lines: deque[str] = deque(maxlen=keep)
+
+    def __call__(self, time: float, what: str) -> None:
+        line = f"{time:.6f} {what}"
+        self._hash.update(line.encode())
+        self.lines.append(line)
+
+    def digest(self) -> str:
+        return self._hash.hexdigest()

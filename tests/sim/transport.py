@@ -1,0 +1,65 @@
+"""`protocols.base.Transport` on the simulated network."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from protocols.base import BadPayload, Deadline, Handler, PeerId, ProtocolError, Stream
+from protocols.framing import FramedStream, accepted, opened
+from tests.sim.pipe import SimPipe
+
+if TYPE_CHECKING:
+    from tests.sim.network import Node, SimNetwork
+
+OPENING_SECONDS = 10.0
+
+
+class SimTransport:
+    """`protocols.base.Transport` for one simulated peer."""
+
+    def __init__(self, network: SimNetwork, node: Node) -> None:
+        self.network, self.node = network, node
+        self.me = node.peer
+        self.refused: list[tuple[PeerId, str]] = []
+        self.disguise: Callable[[str, FramedStream, SimPipe], Stream] = lambda method, stream, pipe: stream
+        """What a lying peer puts between its honest code and its streams."""
+
+    def serve(self, method: str, handler: Handler) -> None:
+        if method in self.node.handlers:
+            raise ValueError(f"{method} is served already")
+        self.node.handlers[method] = handler
+
+    @asynccontextmanager
+    async def open(self, peer: PeerId, method: str, deadline: Deadline) -> AsyncIterator[Stream]:
+        end = await self.network.connect(self.node, peer, method, deadline)
+        try:
+            yield self.disguise(method, await opened(peer, end, deadline), end)
+        except BaseException:
+            end.reset()
+            raise
+        end.close()
+
+    async def answer(self, peer: PeerId, method: str, end: SimPipe) -> None:
+        """Serve one incoming stream: the handler boundary."""
+        try:
+            stream = await accepted(peer, end, OPENING_SECONDS, self._refuse)
+            if stream is None:
+                return end.reset()
+            await self.node.handlers[method](peer, self.disguise(method, stream, end))
+            end.close()
+        except ProtocolError as error:
+            if isinstance(error, BadPayload):
+                self._refuse(peer, error)
+            end.reset()
+        except asyncio.CancelledError:
+            end.reset()
+            raise
+        except Exception as error:  # noqa: BLE001 - the handler boundary; a bug is kept and fails the run
+            self.network.bugs.append(error)
+            end.reset()
+
+    def _refuse(self, peer: PeerId, error: BadPayload) -> None:
+        self.refused.append((peer, str(error)))

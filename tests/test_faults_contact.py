@@ -1,0 +1,242 @@
+"""What a simulated peer can know of others: deaths travel, silence is noticed by its length, lives are told apart."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+
+import pytest
+
+from protocols.base import Host, Member
+from tests.sim import loop as simloop
+from tests.sim.contact import HEARTBEAT_SECONDS, LIVENESS_SECONDS, Outages
+from tests.sim.host import EPOCH, Entries, Hearsay, sim_host
+from tests.sim.network import SimNetwork
+from tests.sim.trace import Trace
+
+LATENCY = 0.1
+Live = list[tuple[float, tuple[Member, ...]]]
+
+
+class Swarm:
+    """Hosts, and what each of them sees from when on."""
+
+    def __init__(self, count: int = 3) -> None:
+        self.network = SimNetwork(Trace(), LATENCY)
+        self.peers = tuple(f"p{index}" for index in range(count))
+        for peer in self.peers:
+            self.network.join(peer)
+        self.seen: dict[tuple[str, int], Live] = {}
+
+    async def observe(self, peer: str) -> None:
+        network, loop = self.network, asyncio.get_running_loop()
+        members = sim_host(network, network.transports[peer], 1, {}).members
+        seen = self.seen.setdefault((peer, network.nodes[peer].incarnation), [])
+        version = members.version
+        while True:
+            seen.append((round(loop.time(), 3), members.live()))
+            version = await members.changed(version, loop.time() + 1e5)
+
+    def start(self, peer: str) -> None:
+        token = simloop.PROCESS.set(self.network.nodes[peer].process)
+        self.network.nodes[peer].process.tasks[-1] = asyncio.get_running_loop().create_task(self.observe(peer))
+        simloop.PROCESS.reset(token)
+
+    def run(self, *events: tuple[float, Callable[[], object]], seconds: float = 100.0) -> None:
+        async def main() -> None:
+            for peer in self.peers:
+                self.start(peer)
+            for at, event in events:
+                asyncio.get_running_loop().call_at(at, event)
+            await asyncio.sleep(seconds)
+
+        simloop.run(main())
+
+    def silence(self, *pairs: tuple[str, str]) -> None:
+        for pair in pairs:
+            self.network.block(*pair)
+
+    def heal(self, *pairs: tuple[str, str]) -> None:
+        for pair in pairs:
+            self.network.heal(*pair)
+
+    def restart(self, peer: str) -> None:
+        self.network.restart(peer)
+        self.start(peer)
+
+    def names(self, peer: str, life: int = 0) -> list[tuple[float, str]]:
+        return [(time, " ".join(each.peer for each in live)) for time, live in self.seen[peer, life]]
+
+
+def test_a_swarm_that_stands_knows_itself_and_costs_no_timers() -> None:
+    swarm = Swarm()
+    swarm.run()
+    assert all(swarm.names(peer) == [(0.0, "p0 p1 p2")] for peer in swarm.peers)
+
+
+def test_a_death_is_seen_once_it_has_travelled_the_link() -> None:
+    swarm = Swarm()
+    swarm.network.link("p2", "p1").latency_seconds = 0.4
+    swarm.run((10.0, lambda: swarm.network.kill("p2")))
+    assert swarm.names("p0") == [(0.0, "p0 p1 p2"), (10.1, "p0 p1")]
+    assert swarm.names("p1") == [(0.0, "p0 p1 p2"), (10.4, "p0 p1")]
+    assert len(swarm.names("p2")) == 1
+
+
+def test_a_death_behind_a_silent_link_is_seen_by_its_silence() -> None:
+    """p1 loses p2 by timeout, hears of the death when the link has healed, and does not meet it again."""
+    swarm = Swarm()
+    swarm.run(
+        (9.0, lambda: swarm.silence(("p2", "p1"))),
+        (10.0, lambda: swarm.network.kill("p2")),
+        (40.0, lambda: swarm.heal(("p2", "p1"))),
+    )
+    assert swarm.names("p0")[1:] == [(10.1, "p0 p1")]
+    ((time, names),) = swarm.names("p1")[1:]
+    assert names == "p0 p1" and 9.0 + LIVENESS_SECONDS - HEARTBEAT_SECONDS <= time <= 9.0 + LIVENESS_SECONDS
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_silence_one_way_or_both_parts_both_after_the_timeout_and_a_handshake_joins_them(both: bool) -> None:
+    swarm = Swarm()
+    pairs = (("p0", "p1"), ("p1", "p0")) if both else (("p0", "p1"),)
+    swarm.run((20.0, lambda: swarm.silence(*pairs)), (60.0, lambda: swarm.heal(*pairs)))
+    for peer, other in (("p0", "p1"), ("p1", "p0")):
+        _, (gone, without), (back, again) = swarm.names(peer)
+        assert 20.0 + LIVENESS_SECONDS - HEARTBEAT_SECONDS <= gone <= 20.0 + LIVENESS_SECONDS
+        assert other not in without and back == pytest.approx(60.0 + 2 * LATENCY) and other in again
+    assert len(swarm.names("p2")) == 1
+
+
+def test_silence_that_is_shorter_goes_unnoticed() -> None:
+    swarm = Swarm()
+    swarm.run((20.0, lambda: swarm.silence(("p0", "p1"))), (23.7, lambda: swarm.heal(("p0", "p1"))))
+    assert all(len(swarm.names(peer)) == 1 for peer in swarm.peers)
+
+
+def test_silences_with_pauses_too_short_for_a_handshake_are_one() -> None:
+    swarm = Swarm()
+    pair = ("p0", "p1")
+    events: list[tuple[float, Callable[[], object]]] = []
+    for number in range(5):
+        events.append((20.0 + 2 * number, lambda: swarm.silence(pair)))
+        events.append((20.0 + 2 * number + 1.9, lambda: swarm.heal(pair)))
+    swarm.run(*events)
+    _, (gone, _), (back, _) = swarm.names("p0")
+    assert 24.0 <= gone <= 25.0 and back == pytest.approx(29.9 + 2 * LATENCY)
+
+
+def test_both_directions_must_heal() -> None:
+    swarm = Swarm()
+    swarm.run(
+        (20.0, lambda: swarm.silence(("p0", "p1"), ("p1", "p0"))),
+        (40.0, lambda: swarm.heal(("p0", "p1"))),
+        (50.0, lambda: swarm.heal(("p1", "p0"))),
+    )
+    assert swarm.names("p0")[-1] == (50.2, "p0 p1 p2") and len(swarm.names("p0")) == 3
+
+
+def test_a_restart_is_another_member_and_meets_everybody_by_a_handshake() -> None:
+    swarm = Swarm()
+    swarm.run((10.0, lambda: swarm.network.kill("p2")), (30.0, lambda: swarm.restart("p2")))
+    assert swarm.seen["p0", 0][-1] == (30.2, (Member("p0"), Member("p1"), Member("p2", 1)))
+    assert swarm.names("p2", 1) == [(30.0, "p2"), (30.2, "p0 p1 p2")]
+    assert swarm.seen["p2", 1][-1][1][-1] == Member("p2", 1)
+
+
+def test_a_restart_behind_silence_replaces_the_life_that_was_known() -> None:
+    """Neither the death nor the timeout of the old life takes the new one away."""
+    swarm = Swarm()
+    pairs = (("p0", "p2"), ("p2", "p0"))
+    swarm.run(
+        (10.0, lambda: swarm.silence(*pairs)),
+        (11.0, lambda: swarm.network.kill("p2")),
+        (12.0, lambda: swarm.restart("p2")),
+        (13.0, lambda: swarm.heal(*pairs)),
+    )
+    seen = [(time, [member for member in live if member.peer == "p2"]) for time, live in swarm.seen["p0", 0]]
+    assert seen[-1] == (13.2, [Member("p2", 1)]) and swarm.names("p2", 1)[-1][1] == "p0 p1 p2"
+
+
+def test_a_restart_during_silence_is_not_seen() -> None:
+    swarm = Swarm()
+    swarm.run(
+        (10.0, lambda: swarm.silence(("p0", "p2"))),
+        (11.0, lambda: swarm.network.kill("p2")),
+        (30.0, lambda: swarm.restart("p2")),
+    )
+    assert swarm.names("p0")[-1] == (11.1, "p0 p1")
+    assert swarm.names("p2", 1)[-1][1] == "p1 p2"
+
+
+def test_waiting_for_a_change_ends_at_its_deadline() -> None:
+    swarm = Swarm()
+
+    async def main() -> tuple[int, float]:
+        members = sim_host(swarm.network, swarm.network.transports["p0"], 1, {}).members
+        return await members.changed(members.version, 7.0), asyncio.get_running_loop().time()
+
+    version, time = simloop.run(main())
+    assert time == 7.0 and version == sim_host(swarm.network, swarm.network.transports["p0"], 1, {}).members.version
+
+
+def test_a_mutually_connected_majority() -> None:
+    outages = Outages()
+    outages.spans = {("a", "b"): [[10.0, 20.0]], ("c",): [[15.0, float("inf")]]}
+    peers = ("a", "b", "c", "d")
+    assert outages.connected(peers, 4, 0.0, 9.0) and outages.connected(peers, 4, 20.0, 20.0) is False
+    assert not outages.connected(peers, 4, 5.0, 12.0) and outages.connected(peers, 3, 5.0, 12.0)
+    assert not outages.connected(peers, 3, 12.0, 16.0) and outages.connected(peers, 2, 12.0, 16.0)
+    assert outages.connected(peers, 3, 21.0, 99.0) and not outages.connected(peers, 4, 21.0, 99.0)
+
+
+# -- the directory ----------------------------------------------------------------------------------------------------
+
+
+def found(hearsay: Hearsay, skews: tuple[float, ...] = (0.0, 0.0, 0.0), at: float = 20.0) -> list[tuple[str, bytes]]:
+    """What p2 finds of what p0 and p1 announced at 0 s and at 10 s, for 60 s each."""
+    network = SimNetwork(Trace())
+    entries: Entries = {}
+    hosts: list[Host] = [
+        sim_host(network, network.join(f"p{index}"), 1, entries, skew, hearsay) for index, skew in enumerate(skews)
+    ]
+
+    async def main() -> list[tuple[str, bytes]]:
+        for value in (b"old", b"new"):
+            for host in hosts[:2]:
+                await host.directory.announce("scope", value + host.me.encode(), 60.0, 1e3)
+            await asyncio.sleep(10.0)
+        await asyncio.sleep(at - 20.0)
+        assert hosts[1].clock.wall() == pytest.approx(EPOCH + at + skews[1])
+        return list(await hosts[2].directory.find("scope", 10, 1e3))
+
+    return simloop.run(main())
+
+
+def test_the_directory_tells_the_last_value_until_it_expires() -> None:
+    assert found(Hearsay()) == [("p0", b"newp0"), ("p1", b"newp1")]
+    assert found(Hearsay(), at=71.0) == []
+
+
+def test_a_skewed_clock_makes_entries_expire_early_or_late() -> None:
+    assert found(Hearsay(), skews=(-120.0, 120.0, 0.0), at=75.0) == [("p1", b"newp1")]
+    assert found(Hearsay(), skews=(0.0, 0.0, 120.0)) == []
+
+
+def test_a_directory_that_lags_tells_old_values_and_none_that_are_new() -> None:
+    assert found(Hearsay(lag_seconds=15.0)) == [("p0", b"oldp0"), ("p1", b"oldp1")]
+    assert found(Hearsay(lag_seconds=25.0)) == []
+
+
+def test_a_directory_that_forgets_leaves_entries_out() -> None:
+    told = [found(Hearsay(random.Random(seed), forget_share=0.5)) for seed in range(40)]
+    assert {len(each) for each in told} == {0, 1, 2}
+    assert told == [found(Hearsay(random.Random(seed), forget_share=0.5)) for seed in range(40)]
+
+
+def test_a_directory_that_lies_invents_peers_and_gives_peers_the_values_of_others() -> None:
+    told = [found(Hearsay(random.Random(seed), lie_share=1.0)) for seed in range(40)]
+    extra = [entry for each in told for entry in each if entry not in found(Hearsay())]
+    assert any(peer.startswith("ghost") for peer, _ in extra)
+    assert any(peer in ("p0", "p1") for peer, _ in extra) and all(len(each) == 3 for each in told)
