@@ -1,18 +1,26 @@
 """The invariants, judged on the peers' histories alone: simulated and real runs are judged by the same code.
 
-A history is the list of a peer's round reports, as dictionaries with the fields of `node.round.RoundReport`.
+A history is the list of a peer's round reports, as dictionaries with the fields of `node.round.RoundReport`. A report
+says what its round came to:
+
+    committed, alone    a MEAN record extends `parent`: lineage and parameters move
+    skipped             a SKIP record extends it: the lineage moves, the parameters do not
+    fork                a FORK record extends it: the lineage moves; the parameters, if it took over a mean
+    undecided           nothing moves
+    superseded          this peer has moved to `lineage`, which others decided: further along its branch, or on another,
+                        at the cost of `lost_rounds` rounds and `lost_tokens` tokens of its own
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 Report = dict[str, Any]
 
-DECIDED = ("committed", "alone", "fork")
+DECIDED = ("committed", "alone", "skipped", "fork")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,19 +36,56 @@ class Violation:
         return asdict(self)
 
 
-def check(histories: dict[str, Sequence[Report]]) -> list[Violation]:
+class Tree:
+    """The lineages that were decided: each one's parent, and the round that follows it."""
+
+    def __init__(self, reports: Iterable[Report]) -> None:
+        self.parents: dict[str, str] = {}
+        self.rounds: dict[str, int] = {}
+        for report in reports:
+            if report["outcome"] in DECIDED and report["lineage"] != report["parent"]:
+                self.parents.setdefault(report["lineage"], report["parent"])
+                self.rounds.setdefault(report["lineage"], report["round"] + 1)
+
+    def line(self, lineage: str) -> list[str]:
+        """The lineage and its ancestors, as far as they are known."""
+        line = {lineage: None}  # a dictionary: histories that are wrong may hold circles
+        while (lineage := self.parents.get(lineage, "")) and lineage not in line:
+            line[lineage] = None
+        return list(line)
+
+    def lost(self, old: str, new: str) -> int | None:
+        """Rounds of `old` that are not on the branch of `new`; None if it is not known where they part."""
+        kept = set(self.line(new))
+        return next((count for count, each in enumerate(self.line(old)) if each in kept), None)
+
+    def apart(self, one: str, other: str) -> bool:
+        """Whether two lineages are known to stand on different branches."""
+        return bool(self.lost(one, other)) and bool(self.lost(other, one))
+
+
+def check(histories: Mapping[str, Sequence[Report]]) -> list[Violation]:
     """Every violation in these histories: peer -> its reports, oldest first."""
     reports = [report for history in histories.values() for report in history]
     decided = [report for report in reports if report["outcome"] in DECIDED]
+    tree = Tree(reports)
     found: list[Violation] = []
     found += one_child(decided)
-    found += same_bits(decided)
+    found += same_bits(reports)
     found += finite(reports)
-    found += counted_once(decided)
+    found += counted_once(decided, tree)
     for history in histories.values():
-        found += never_back(history)
-        found += unmoved(history)
+        for life in lives(history):
+            found += never_back(life, tree)
+            found += unmoved(life)
+        found += stated(history, tree)
     return found
+
+
+def lives(history: Sequence[Report]) -> Iterator[list[Report]]:
+    """A peer's reports, parted where it restarted: a new life begins wherever the others are."""
+    for _, life in itertools.groupby(history, key=lambda report: report["incarnation"]):
+        yield list(life)
 
 
 def _violation(invariant: str, report: Report, detail: str) -> Violation:
@@ -58,15 +103,18 @@ def one_child(decided: Iterable[Report]) -> Iterator[Violation]:
             yield _violation("one-child", report, f"{report['lineage'][:12]} beside {first['lineage'][:12]}")
 
 
-def same_bits(decided: Iterable[Report]) -> Iterator[Violation]:
-    """All who committed a lineage hold the same parameters, and say that the same contributions are in it."""
-    seen: dict[str, Report] = {}
-    for report in decided:
-        first = seen.setdefault(report["lineage"], report)
+def same_bits(reports: Iterable[Report]) -> Iterator[Violation]:
+    """All who stand at a lineage hold the same parameters; who decided it say that the same contributions are in it."""
+    standing: dict[str, Report] = {}
+    deciding: dict[str, Report] = {}
+    for report in reports:
+        first = standing.setdefault(report["lineage"], report)
         if first["params_hash"] != report["params_hash"]:
             yield _violation("same-bits", report, f"parameters differ from those of {first['peer']}")
-        if first["contributions"] != report["contributions"]:
-            yield _violation("same-bits", report, f"contributions differ from those of {first['peer']}")
+        if report["outcome"] in DECIDED:
+            first = deciding.setdefault(report["lineage"], report)
+            if first["contributions"] != report["contributions"]:
+                yield _violation("same-bits", report, f"contributions differ from those of {first['peer']}")
 
 
 def finite(reports: Iterable[Report]) -> Iterator[Violation]:
@@ -76,35 +124,77 @@ def finite(reports: Iterable[Report]) -> Iterator[Violation]:
             yield _violation("finite", report, "parameters are not finite")
 
 
-def counted_once(decided: Iterable[Report]) -> Iterator[Violation]:
-    """A contribution, named by its peer and its anchor, counts in one decided record at most; in whole chunks."""
-    counted: dict[tuple[str, str], str] = {}
-    for report in decided:
+def counted_once(decided: Iterable[Report], tree: Tree) -> Iterator[Violation]:
+    """A contribution, named by its peer and its anchor, counts at most once along a branch; in whole chunks.
+
+    Two branches of a fork may each count it; whatever is not known to be on another branch is on the same.
+    """
+    counted: dict[tuple[str, str], dict[str, None]] = {}
+    for report in sorted(decided, key=lambda report: report["round"]):
         for peer, (anchor, chunks_counted, chunks) in report["contributions"].items():
             if not 0 <= chunks_counted <= chunks:
                 yield _violation("counted-once", report, f"{chunks_counted} of {chunks} chunks of {peer}")
-            if chunks_counted and counted.setdefault((peer, anchor), report["lineage"]) != report["lineage"]:
+            if not chunks_counted:
+                continue
+            records = counted.setdefault((peer, anchor), {})
+            if any(each != report["lineage"] and not tree.apart(each, report["lineage"]) for each in records):
                 yield _violation("counted-once", report, f"the contribution of {peer} is in two records")
+            records[report["lineage"]] = None
 
 
-def never_back(history: Sequence[Report]) -> Iterator[Violation]:
-    """One peer's chain is unbroken and its round never goes back, unless it states a switch of branch."""
-    for before, after in itertools.pairwise(history):
-        if after["outcome"] == "superseded" or before["outcome"] == "superseded":
-            continue
+def never_back(life: Sequence[Report], tree: Tree) -> Iterator[Violation]:
+    """A peer's chain is unbroken, and its round never goes back along it."""
+    for report in life:
+        if report["outcome"] in DECIDED and report["lineage"] == report["parent"]:
+            yield _violation("never-back", report, "a decision that does not move its lineage")
+    for before, after in itertools.pairwise(life):
         if after["parent"] != before["lineage"]:
             yield _violation("never-back", after, "its chain is broken")
-        expected = before["round"] + (before["outcome"] in DECIDED)
-        if after["round"] != expected:
+        expected: int | None = before["round"] + (before["outcome"] in DECIDED)
+        if before["outcome"] == "superseded":  # it may have moved to another branch, which tells its own round
+            expected = tree.rounds.get(before["lineage"])
+        if expected is not None and after["round"] != expected:
             yield _violation("never-back", after, f"round {after['round']} where {expected} is due")
 
 
-def unmoved(history: Sequence[Report]) -> Iterator[Violation]:
-    """Nothing is applied without a decision: neither lineage nor parameters change in a round that had none."""
-    for before, after in itertools.pairwise([None, *history]):
-        if after is None or after["outcome"] in (*DECIDED, "superseded"):
+def unmoved(life: Sequence[Report]) -> Iterator[Violation]:
+    """Nothing is applied without a decision, and no parameters by one to skip."""
+    for before, after in itertools.pairwise([None, *life]):
+        if after is None or after["outcome"] in ("committed", "alone", "fork"):
             continue
-        if after["lineage"] != after["parent"]:
+        moves = after["lineage"] != after["parent"]
+        if after["outcome"] == "undecided" and moves:
             yield _violation("unmoved", after, "its lineage moved without a decision")
-        if before and before["outcome"] != "superseded" and before["params_hash"] != after["params_hash"]:
+        stays = after["outcome"] == "skipped" or not moves
+        if before and stays and before["params_hash"] != after["params_hash"]:
             yield _violation("unmoved", after, "its parameters changed without a decision")
+
+
+def stated(history: Sequence[Report], tree: Tree) -> Iterator[Violation]:
+    """A switch of branch is an explicit event, `superseded`, that states what it cost."""
+    for index, report in enumerate(history):
+        rounds, tokens = report.get("lost_rounds", 0), report.get("lost_tokens", 0)
+        if report["outcome"] != "superseded":
+            if rounds or tokens:
+                yield _violation("stated", report, f"{report['outcome']}, and yet {rounds} rounds lost")
+            continue
+        lost = tree.lost(report["parent"], report["lineage"])
+        if lost is not None and rounds != lost:
+            yield _violation("stated", report, f"lost {lost} rounds and states {rounds}")
+        gone = tree.line(report["parent"])[: lost or 0]
+        mine = sum(each["weight"] for each in history[:index] if each["lineage"] in gone and each["outcome"] in DECIDED)
+        if mine > 0 and tokens <= 0:
+            yield _violation("stated", report, "does not state the tokens that it lost")
+
+
+def one_branch(histories: Mapping[str, Sequence[Report]]) -> Iterator[Violation]:
+    """After healing: all peers stand on one branch, none further back than others have decided for all."""
+    tree = Tree(report for history in histories.values() for report in history)
+    ends = [history[-1] for history in histories.values() if history]
+    if not ends:
+        return
+    foremost = max(ends, key=lambda report: tree.rounds.get(report["lineage"], 0))
+    branch = tree.line(foremost["lineage"])
+    for report in ends:
+        if report["lineage"] not in branch:
+            yield _violation("one-branch", report, f"not on the branch of {foremost['peer']}")

@@ -182,13 +182,15 @@ def test_waiting_for_a_change_ends_at_its_deadline() -> None:
 
 
 def test_a_mutually_connected_majority() -> None:
-    outages = Outages()
-    outages.spans = {("a", "b"): [[10.0, 20.0]], ("c",): [[15.0, float("inf")]]}
-    peers = ("a", "b", "c", "d")
-    assert outages.connected(peers, 4, 0.0, 9.0) and outages.connected(peers, 4, 20.0, 20.0) is False
-    assert not outages.connected(peers, 4, 5.0, 12.0) and outages.connected(peers, 3, 5.0, 12.0)
-    assert not outages.connected(peers, 3, 12.0, 16.0) and outages.connected(peers, 2, 12.0, 16.0)
-    assert outages.connected(peers, 3, 21.0, 99.0) and not outages.connected(peers, 4, 21.0, 99.0)
+    outages = Outages({Member("c"): 15.0}, {("a", "b"): [[10.0, 20.0]]})
+    members = [Member(peer) for peer in "abcd"]
+
+    def most(since: float, until: float) -> int:
+        return max(count for count in range(5) if outages.connected(members, count, since, until))
+
+    assert [most(*span) for span in ((0.0, 9.0), (5.0, 12.0), (12.0, 16.0), (20.0, 99.0))] == [4, 3, 2, 3]
+    members[2] = Member("c", 1)
+    assert most(20.0, 99.0) == 4
 
 
 # -- the directory ----------------------------------------------------------------------------------------------------

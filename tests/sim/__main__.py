@@ -21,10 +21,13 @@ from protocols.codec import CODECS
 from protocols.wire import MAX_ROSTER
 from tests.checkers import Violation
 from tests.sim.arguments import Parser
-from tests.sim.network import Trace
-from tests.sim.world import FAULTS, Outcome, Scenario, play
+from tests.sim.families import BREAKING, CALM, FAULTS
+from tests.sim.scenario import Scenario
+from tests.sim.trace import Trace
+from tests.sim.world import Outcome, play
 
 MAX_VIOLATIONS = 50
+GROUPS = {"calm": CALM, "breaking": tuple(BREAKING), "all": FAULTS}
 
 
 def _seeds(text: str) -> range:
@@ -57,7 +60,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--peers", type=_peers, default=5)
     parser.add_argument("--rounds", type=_at_least_one, default=6)
     parser.add_argument("--seeds", type=_seeds, default=range(1), help="one seed, or a range like 0:300")
-    parser.add_argument("--faults", choices=(*FAULTS, "all"), default="none")
+    parser.add_argument("--faults", choices=(*FAULTS, *GROUPS), default="none", help="a family, or a group of them")
     parser.add_argument("--codec", choices=sorted(CODECS), help="default: the seed decides")
     parser.add_argument("--inner-steps", type=_at_least_one, default=10)
     parser.add_argument("--json", action="store_true", help="print nothing but the JSON object on stdout")
@@ -65,7 +68,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def _scenarios(options: argparse.Namespace) -> Iterable[Scenario]:
-    for fault in FAULTS if options.faults == "all" else (options.faults,):
+    for fault in GROUPS.get(options.faults, (options.faults,)):
         for seed in options.seeds:
             yield Scenario(
                 protocol=options.protocol,
@@ -114,36 +117,51 @@ def _tell(outcome: Outcome, asked: Scenario, single: bool) -> None:
         print(f"replay: {replay(asked)}", file=sys.stderr)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    options = _parse(arguments)
-    torch.set_num_threads(1)
-    began = time.monotonic()
-    total: dict[str, Any] = {
+def _nothing(options: argparse.Namespace) -> dict[str, Any]:
+    """The JSON object before anything is played."""
+    return {
         "protocol": options.protocol,
         "peers": options.peers,
         "seeds": f"{options.seeds.start}:{options.seeds.stop}",
         "faults": options.faults,
         "rounds_committed": 0,
         "rounds_skipped": 0,
+        "rounds_could_commit": 0,
+        "rounds_did_commit": 0,
         "violations": [],
         "virtual_seconds": 0.0,
     }
-    failed = 0
+
+
+def _add(total: dict[str, Any], asked: Scenario, outcome: Outcome) -> None:
+    committed, skipped = _committed(outcome)
+    total["rounds_committed"] += committed
+    total["rounds_skipped"] += skipped
+    total["rounds_could_commit"] += outcome.rounds_could
+    total["rounds_did_commit"] += outcome.rounds_did
+    total["virtual_seconds"] += outcome.virtual_seconds
+    found = outcome.violations[: MAX_VIOLATIONS - len(total["violations"])]
+    total["violations"] += [{"seed": asked.seed, "faults": asked.fault, **v.as_dict()} for v in found]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _parse(arguments)
+    torch.set_num_threads(1)
+    began = time.monotonic()
+    total, played, failed = _nothing(options), 0, 0
     for asked in _scenarios(options):
         outcome = _played(asked)
-        committed, skipped = _committed(outcome)
-        total["rounds_committed"] += committed
-        total["rounds_skipped"] += skipped
-        total["virtual_seconds"] += outcome.virtual_seconds
+        _add(total, asked, outcome)
+        played += 1
         failed += bool(outcome.violations)
         if failed <= 3 and not options.json:
-            _tell(outcome, asked, len(options.seeds) == 1 and options.faults != "all")
+            _tell(outcome, asked, len(options.seeds) == 1 and options.faults not in GROUPS)
         elif outcome.violations and failed <= 3:
             print(f"replay: {replay(asked)}", file=sys.stderr)
-        room = MAX_VIOLATIONS - len(total["violations"])
-        found = outcome.violations[:room]
-        total["violations"] += [{"seed": asked.seed, "faults": asked.fault, **v.as_dict()} for v in found]
-    total["real_seconds"] = round(time.monotonic() - began, 3)
+    seconds = time.monotonic() - began
+    total["commit_share"] = round(total["rounds_did_commit"] / max(1, total["rounds_could_commit"]), 4)
+    total["seeds_per_minute"] = round(60.0 * played / seconds, 1)
+    total["real_seconds"] = round(seconds, 3)
     total["virtual_seconds"] = round(total["virtual_seconds"], 3)
     print(json.dumps(total))
     return 1 if failed else 0

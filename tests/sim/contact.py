@@ -8,6 +8,7 @@ directions are open. Timers run only for these transitions, none while all is we
 from __future__ import annotations
 
 import asyncio
+import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -62,37 +63,37 @@ class View:
 
 @dataclass
 class Outages:
-    """When peers were down and pairs cut off, as [since, until) in virtual seconds; inf while it lasts."""
+    """When members died, and when pairs of peers were cut off: spans of virtual seconds, open while they last."""
 
-    spans: dict[tuple[PeerId, ...], list[list[float]]] = field(default_factory=dict)
+    deaths: dict[Member, float] = field(default_factory=dict)
+    cuts: dict[Pair, list[list[float]]] = field(default_factory=dict)
 
-    def begin(self, *who: PeerId) -> None:
-        spans = self.spans.setdefault(tuple(sorted(who)), [])
-        if not spans or spans[-1][1] != float("inf"):
-            spans.append([_now(), float("inf")])
+    def begin(self, one: PeerId, other: PeerId, at: float) -> None:
+        spans = self.cuts.setdefault(_pair(one, other), [])
+        if not spans or spans[-1][1] < math.inf:
+            spans.append([at, math.inf])
 
-    def end(self, *who: PeerId) -> None:
-        spans = self.spans.get(tuple(sorted(who)))
-        if spans and spans[-1][1] == float("inf"):
-            spans[-1][1] = _now()
+    def end(self, one: PeerId, other: PeerId, at: float) -> None:
+        spans = self.cuts.get(_pair(one, other))
+        if spans and spans[-1][1] == math.inf:
+            spans[-1][1] = at
 
-    def free(self, who: tuple[PeerId, ...], since: float, until: float) -> bool:
-        return all(end <= since or until < begin for begin, end in self.spans.get(tuple(sorted(who)), ()))
+    def in_touch(self, one: PeerId, other: PeerId, since: float, until: float) -> bool:
+        return all(end <= since or until < begin for begin, end in self.cuts.get(_pair(one, other), ()))
 
-    def connected(self, peers: Sequence[PeerId], count: int, since: float, until: float) -> bool:
-        """Whether `count` of the peers were up, and each in touch with each, from `since` to `until`."""
-        up = [peer for peer in peers if self.free((peer,), since, until)]
+    def connected(self, members: Sequence[Member], count: int, since: float, until: float) -> bool:
+        """Whether `count` of the members were alive, and each in touch with each, from `since` to `until`."""
+        alive = [member.peer for member in members if self.deaths.get(member, math.inf) > until]
 
-        def grows(clique: tuple[PeerId, ...], left: Sequence[PeerId]) -> bool:
-            if len(clique) >= count:
+        def grows(size: int, left: Sequence[PeerId]) -> bool:
+            if size >= count:
                 return True
-            if len(clique) + len(left) < count:
+            if size + len(left) < count:
                 return False
-            peer, rest = left[0], left[1:]
-            near = [other for other in rest if self.free((peer, other), since, until)]
-            return grows((*clique, peer), near) or (len(near) < len(rest) and grows(clique, rest))
+            near = [other for other in left[1:] if self.in_touch(left[0], other, since, until)]
+            return grows(size + 1, near) or (len(near) < len(left) - 1 and grows(size, left[1:]))
 
-        return grows((), up)
+        return grows(0, alive)
 
 
 class Contacts:
@@ -127,13 +128,9 @@ class Contacts:
             else:
                 self._meet(node.peer, peer)
 
-    def revived(self, node: Node) -> None:
-        self.outages.end(node.peer)
-        self.joined(node, acquainted=False)
-
     def died(self, node: Node) -> None:
         """The end of its streams tells the others, as far as the links let it."""
-        self.outages.begin(node.peer)
+        self.outages.deaths[node.member] = _now()
         for peer in self._network.nodes:
             if peer != node.peer:
                 _cancel(self._expiries, (node.peer, peer))
@@ -142,7 +139,7 @@ class Contacts:
 
     def cut(self, source: PeerId, target: PeerId) -> None:
         """One direction is blocked: no heartbeat is answered any more."""
-        self.outages.begin(source, target)
+        self.outages.begin(source, target, _now())
         _cancel(self._meetings, _pair(source, target))
         for observer, subject in ((source, target), (target, source)):
             view = self.views.get(observer)
@@ -157,7 +154,7 @@ class Contacts:
         """One direction is open again."""
         network = self._network
         if not network.link(source, target).blocked and not network.link(target, source).blocked:
-            self.outages.end(source, target)
+            self.outages.end(source, target, _now())
         if source in network.nodes and target in network.nodes:
             self._meet(source, target)
 

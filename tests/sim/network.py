@@ -111,7 +111,7 @@ class SimNetwork:
         node = Node(peer, SimProcess(peer), old.bytes_per_second, life, old.slowness, messages=old.messages)
         self.trace(_now(), f"{peer} restarted as {life}")
         transport = self._place(node)
-        self.contacts.revived(node)
+        self.contacts.joined(node, acquainted=False)
         return transport
 
     def _place(self, node: Node) -> SimTransport:

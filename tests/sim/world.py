@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field
 
 import torch
 
@@ -15,52 +14,25 @@ from node.round import Replica
 from node.tasks.paced import Paced
 from node.trainer import InlineTrainer, Learner
 from protocols import PROTOCOLS
-from protocols.base import Member, PeerId, Settings
+from protocols.base import Head, Host, Member, PeerId, Settings
 from protocols.chain import Chain
-from protocols.codec import CODECS
 from tests import checkers
 from tests.sim import loop as simloop
-from tests.sim.host import sim_host
-from tests.sim.lies import LIES, LyingStream
-from tests.sim.network import SimNetwork, SimTransport, Trace
+from tests.sim.account import Account
+from tests.sim.host import Entries, Hearsay, sim_host
+from tests.sim.injection import Injector
+from tests.sim.lies import LyingStream
+from tests.sim.network import SimNetwork
+from tests.sim.scenario import Scenario, resolve
+from tests.sim.trace import Trace
+from tests.sim.transport import SimTransport
 
 RUN = bytes(range(32))
-FAULTS = ("none", "lies", "slow")
 GRACE_SECONDS = 120.0
 """After the last round: what is still on its way arrives, what waits for a deadline gives up."""
-
-
-@dataclass(frozen=True, slots=True)
-class Scenario:
-    """One simulated run, decided by its fields alone.
-
-    Attributes:
-        elements: length of the vector; None draws it from the seed, as with the next two.
-        uplinks: bytes/s of each peer.
-        step_seconds: of each peer's inner step.
-    """
-
-    protocol: str = "butterfly"
-    peers: int = 5
-    rounds: int = 6
-    seed: int = 0
-    fault: str = "none"
-    codec: str | None = None
-    elements: int | None = None
-    chunk_elements: int = 256
-    inner_steps: int = 10
-    uplinks: tuple[float, ...] | None = None
-    step_seconds: tuple[float, ...] | None = None
-    lie: str | None = None
-
-    def __post_init__(self) -> None:
-        for name, known in (("protocol", PROTOCOLS), ("fault", FAULTS)):
-            if getattr(self, name) not in known:
-                raise ValueError(f"unknown {name} {getattr(self, name)!r}; known: {', '.join(known)}")
-        if self.peers < 1 or self.rounds < 1:
-            raise ValueError(f"peers and rounds must be at least 1, not {self.peers} and {self.rounds}")
-        if self.inner_steps < 1:
-            raise ValueError(f"inner steps must be at least 1, not {self.inner_steps}")
+HEALED_SECONDS = 600.0
+"""So long after all is healed, everybody is in the roster again and has committed `HEALED_ROUNDS` further rounds."""
+HEALED_ROUNDS = 2
 
 
 @dataclass(slots=True)
@@ -75,6 +47,8 @@ class Outcome:
     sent_bytes: dict[PeerId, int]
     liars: tuple[PeerId, ...] = ()
     anchors: dict[PeerId, torch.Tensor] = field(default_factory=dict)
+    rounds_could: int = 0
+    rounds_did: int = 0
 
     def reports(self, outcome: str) -> list[checkers.Report]:
         """The honest peers' reports with this outcome."""
@@ -84,46 +58,27 @@ class Outcome:
         ]  # fmt: skip
 
 
-def resolve(scenario: Scenario) -> Scenario:
-    """The scenario with everything that its seed decides written out."""
-    rng = random.Random(f"world/{scenario.seed}")
-    pace = rng.uniform(0.05, 0.5)
-    steps = [pace * rng.uniform(0.9, 1.1) for _ in range(scenario.peers)]
-    # A liar needs somebody to lie to: where one peer has all the bandwidth, it reduces everything.
-    rates = (12.5e6,) if scenario.fault == "lies" else (1.25e6, 12.5e6)
-    links = [rng.choice(rates) * rng.uniform(0.8, 1.2) for _ in range(scenario.peers)]
-    elements = rng.choice((5000, 20_000) if scenario.fault == "lies" else (3, 64, 1000, 5000, 20_000))
-    chosen = rng.choice(sorted(CODECS))
-    lie = rng.choice(LIES)
-    if scenario.fault == "slow":
-        for index in rng.sample(range(scenario.peers), max(1, scenario.peers // 3)):
-            steps[index] *= 10
-            links[index] /= rng.choice((1, 10))
-    return replace(
-        scenario,
-        codec=scenario.codec or chosen,
-        elements=scenario.elements or elements,
-        uplinks=scenario.uplinks or tuple(links),
-        step_seconds=scenario.step_seconds or tuple(steps),
-        lie=scenario.lie or (lie if scenario.fault == "lies" else None),
-    )
-
-
 class World:
     """One run in progress."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario = resolve(scenario)
-        assert scenario.uplinks and scenario.step_seconds
+        assert scenario.uplinks and scenario.step_seconds and scenario.faults
         self.rng = random.Random(f"faults/{scenario.seed}")
         self.trace = Trace()
-        self.network = SimNetwork(self.trace, latency_seconds=self.rng.uniform(0.005, 0.08))
-        self.peers = tuple(f"p{index}" for index in range(scenario.peers))
+        jitter = random.Random(f"jitter/{scenario.seed}") if scenario.jitter else None
+        self.network = SimNetwork(self.trace, latency_seconds=self.rng.uniform(0.005, 0.08), jitter=jitter)
+        self.hearsay = Hearsay(random.Random(f"hearsay/{scenario.seed}"))
+        self.injector = Injector(scenario.faults, self.network, self.hearsay, self._revive)
+        self.peers = scenario.names()
+        self.liars = tuple(scenario.faults.lies())
         self.histories: dict[PeerId, list[checkers.Report]] = {peer: [] for peer in self.peers}
+        self.account = Account(self.network.contacts.outages)
         self.replicas: dict[PeerId, Replica] = {}
         self.roster = tuple(Member(peer) for peer in self.peers)
-        self.liars: tuple[PeerId, ...] = ()
-        self._entries: dict[str, Any] = {}
+        self.healed_at: float | None = None
+        self._done = asyncio.Event()
+        self._entries: Entries = {}
 
     def learner(self, index: int) -> Learner:
         """What peer `index` trains."""
@@ -139,51 +94,120 @@ class World:
         return OuterSGD(0.9, 0.5)
 
     async def run(self) -> None:
-        """Join everybody, run the rounds, let what is on its way end."""
-        transports = [
-            self.network.join(peer, rate) for peer, rate in zip(self.peers, self.scenario.uplinks or (), strict=True)
-        ]
-        if self.scenario.lie:
-            self.liars = (self.peers[self.rng.randrange(len(self.peers))],)
-        mains = []
-        for index, transport in enumerate(transports):
-            process = self.network.nodes[transport.me].process
-            token = simloop.PROCESS.set(process)
-            mains.append(asyncio.get_running_loop().create_task(self._peer(index, transport)))
-            simloop.PROCESS.reset(token)
-        honest = [main for peer, main in zip(self.peers, mains, strict=True) if peer not in self.liars]
-        await asyncio.gather(*honest)
-        for peer in self.liars:
-            self.network.kill(peer)
+        """Join everybody and play: rounds until the last one, or until what broke is healed and the swarm whole."""
+        for peer, rate in zip(self.peers, self.scenario.uplinks or (), strict=True):
+            self.network.join(peer, rate)
+        mains = [self._start(peer) for peer in self.peers]
+        self.injector.start()
+        if self.scenario.breaks:
+            await self._break_and_heal()
+        else:
+            await asyncio.gather(
+                *(main for peer, main in zip(self.peers, mains, strict=True) if peer not in self.liars)
+            )
+        await self._end()
+
+    async def _break_and_heal(self) -> None:
+        loop = asyncio.get_running_loop()
+        await self._wait(self.scenario.breaking_seconds or 0.0)
+        self.healed_at = loop.time()
+        self.injector.heal()
+        await self._wait(HEALED_SECONDS)
+
+    async def _wait(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._done.wait()
+
+    async def _end(self) -> None:
+        """Kill whoever still runs, and let what is on its way arrive."""
+        for peer, node in self.network.nodes.items():
+            if node.process.alive and (self.scenario.breaks or peer in self.liars):
+                self.network.kill(peer)
         await asyncio.sleep(GRACE_SECONDS)
 
+    def _start(self, peer: PeerId) -> asyncio.Task[None]:
+        """Begin a peer's present life."""
+        transport = self.network.transports[peer]
+        token = simloop.PROCESS.set(transport.node.process)
+        main = asyncio.get_running_loop().create_task(self._peer(self.peers.index(peer), transport))
+        simloop.PROCESS.reset(token)
+        main.add_done_callback(self._ended)
+        return main
+
+    def _revive(self, peer: PeerId) -> None:
+        self.network.restart(peer)
+        self._start(peer)
+
+    def _ended(self, main: asyncio.Task[None]) -> None:
+        error = None if main.cancelled() else main.exception()
+        if isinstance(error, Exception):
+            self.network.bugs.append(error)
+            self._done.set()
+
     async def _peer(self, index: int, transport: SimTransport) -> None:
-        scenario = self.scenario
-        assert scenario.codec and scenario.step_seconds and scenario.uplinks
-        host = sim_host(self.network, transport, scenario.seed, self._entries)
-        if transport.me in self.liars:
-            lie, signer = str(scenario.lie), host.signer
-            transport.disguise = lambda method, stream, pipe: LyingStream(stream, pipe, lie, signer)
+        """One life of a peer: what it is built of, and its rounds."""
+        scenario, me = self.scenario, transport.me
+        host = self._host(transport)
         trainer = self.trainer(index)
-        settings = Settings(
+        averager = PROTOCOLS[scenario.protocol](host, self._settings(index, trainer, transport))
+        anchor = torch.empty(trainer.layout.sizes()[0])
+        await trainer.read(anchor)
+        chain = Chain(RUN, "run", self.roster, bytes(32))
+        replica = self.replicas[me] = Replica(chain, trainer, averager, self.outer(), host.compute, anchor)
+        await replica.settle()
+        while self.goes_on(me) and averager.me in chain.head.roster:
+            self.entering(chain.head)
+            report = await replica.run_round(averager.me, host.clock.wall)
+            await self.after_round(index, trainer)
+            self.reported(asdict(report))
+
+    def _host(self, transport: SimTransport) -> Host:
+        me, scenario = transport.me, self.scenario
+        assert scenario.faults
+        skew_seconds = scenario.faults.skew_seconds(me)
+        host = sim_host(self.network, transport, scenario.seed, self._entries, skew_seconds, self.hearsay)
+        if me in self.liars:
+            lie, signer = scenario.faults.lies()[me], host.signer
+            transport.disguise = lambda method, stream, pipe: LyingStream(stream, pipe, lie, signer)
+        return host
+
+    def _settings(self, index: int, trainer: InlineTrainer, transport: SimTransport) -> Settings:
+        scenario = self.scenario
+        assert scenario.codec and scenario.uplinks
+        return Settings(
             codec=scenario.codec,
             elements=trainer.layout.sizes(),
             chunk_elements=scenario.chunk_elements,
             bandwidth=scenario.uplinks[index],
+            incarnation=transport.node.incarnation,
         )
-        averager = PROTOCOLS[scenario.protocol](host, settings)
-        anchor = torch.empty(trainer.layout.sizes()[0])
-        await trainer.read(anchor)
-        chain = Chain(RUN, "run", self.roster, bytes(32))
-        replica = Replica(chain, trainer, averager, self.outer(), host.compute, anchor)
-        self.replicas[transport.me] = replica
-        await replica.settle()
-        for _ in range(scenario.rounds):
-            if averager.me not in chain.head.roster:
-                break
-            report = await replica.run_round(averager.me, host.clock.wall)
-            await self.after_round(index, trainer)
-            self.histories[transport.me].append(asdict(report))
+
+    # -- what the peers tell of their rounds --------------------------------------------------------------------------
+
+    def goes_on(self, peer: PeerId) -> bool:
+        """Whether a peer begins another round."""
+        return self.scenario.breaks or len(self.histories[peer]) < self.scenario.rounds
+
+    def entering(self, head: Head) -> None:
+        """A peer begins a round at this head."""
+        self.account.entered(head, asyncio.get_running_loop().time())
+
+    def reported(self, report: checkers.Report) -> None:
+        """A peer's round is over; the dead report nothing."""
+        process = simloop.PROCESS.get()
+        if process is None or not process.alive:
+            return
+        self.histories[report["peer"]].append(report)
+        if report["peer"] in self.liars:
+            return
+        self.account.reported(report, asyncio.get_running_loop().time())
+        if self.satisfied():
+            self._done.set()
+
+    def satisfied(self) -> bool:
+        """Whether nothing more is to be seen."""
+        return self.healed_at is not None and self.account.whole(self.peers, self.healed_at) >= HEALED_ROUNDS
 
     async def after_round(self, index: int, trainer: InlineTrainer) -> None:
         """For worlds that measure something between rounds."""
@@ -191,10 +215,35 @@ class World:
     def leaks(self) -> list[checkers.Violation]:
         """Tasks and streams that outlive the run."""
         found = []
-        for peer, node in self.network.nodes.items():
+        for node in (*self.network.past, *self.network.nodes.values()):
             if node.process.tasks or node.ends:
                 what = f"{len(node.process.tasks)} tasks and {len(node.ends)} streams are left over"
-                found.append(checkers.Violation("no-leak", peer, self.scenario.rounds, what))
+                found.append(checkers.Violation("no-leak", node.peer, self.scenario.rounds, what))
+        return found
+
+    def progress(self, honest: dict[PeerId, list[checkers.Report]]) -> list[checkers.Violation]:
+        """What the rounds came to, in a world that breaks and in one that does not."""
+        return self._healed(honest) if self.scenario.breaks else self._undisturbed(honest)
+
+    def _healed(self, honest: dict[PeerId, list[checkers.Report]]) -> list[checkers.Violation]:
+        if not self.satisfied():
+            rounds = self.account.whole(self.peers, self.healed_at or 0.0)
+            what = f"{rounds} rounds of all peers in {HEALED_SECONDS:g} s after all was healed, not {HEALED_ROUNDS}"
+            return [checkers.Violation("progress", "", 0, what)]
+        return list(checkers.one_branch(honest))
+
+    def _undisturbed(self, honest: dict[PeerId, list[checkers.Report]]) -> list[checkers.Violation]:
+        """Every honest peer commits every round, and a liar is named."""
+        found = []
+        for peer, history in honest.items():
+            if len(history) < self.scenario.rounds:
+                found.append(checkers.Violation("progress", peer, len(history), "left out of the roster"))
+            for report in history:
+                if report["outcome"] not in ("committed", "alone"):
+                    found.append(checkers.Violation("progress", peer, report["round"], f"outcome {report['outcome']}"))
+        for liar in self.liars:
+            if len(self.peers) > 1 and not any(liar in r["blamed"] for history in honest.values() for r in history):
+                found.append(checkers.Violation("named", liar, 0, f"nobody named the lie {self.scenario.lie!r}"))
         return found
 
 
@@ -214,22 +263,9 @@ def play(scenario: Scenario, world_type: type[World] = World) -> Outcome:
     if world.network.bugs:
         raise world.network.bugs[0]
     honest = {peer: history for peer, history in world.histories.items() if peer not in world.liars}
-    violations = checkers.check(honest) + world.leaks() + _progress(world, honest)
-    sent = {peer: node.sent_bytes for peer, node in world.network.nodes.items()}
+    violations = checkers.check(honest) + world.leaks() + world.progress(honest)
+    sent = {peer: world.network.totals(peer)[0] for peer in world.peers}
     anchors = {peer: replica.anchor for peer, replica in world.replicas.items()}
-    return Outcome(world.scenario, world.histories, violations, seconds, world.trace, sent, world.liars, anchors)
-
-
-def _progress(world: World, honest: dict[PeerId, Sequence[checkers.Report]]) -> list[checkers.Violation]:  # type: ignore[type-arg]
-    """Under the faults of today every honest peer commits every round, and a liar is named."""
-    found = []
-    for peer, history in honest.items():
-        if len(history) < world.scenario.rounds:
-            found.append(checkers.Violation("progress", peer, len(history), "left out of the roster"))
-        for report in history:
-            if report["outcome"] not in checkers.DECIDED:
-                found.append(checkers.Violation("progress", peer, report["round"], f"outcome {report['outcome']}"))
-    for liar in world.liars:
-        if len(world.peers) > 1 and not any(liar in r["blamed"] for history in honest.values() for r in history):
-            found.append(checkers.Violation("named", liar, 0, f"nobody named the lie {world.scenario.lie!r}"))
-    return found
+    outcome = Outcome(world.scenario, world.histories, violations, seconds, world.trace, sent, world.liars, anchors)
+    outcome.rounds_could, outcome.rounds_did = world.account.shares()
+    return outcome

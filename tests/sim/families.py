@@ -1,0 +1,136 @@
+"""Named families of faults, each drawn by a seed: what `--faults` plays."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+from protocols.base import PeerId
+from tests.sim.faults import Cut, Faults, Message
+
+Draw = Callable[[random.Random, Sequence[PeerId], float], Faults]
+"""(seeded generator, peers, seconds in which things break) -> faults."""
+
+MAX_MESSAGE = 600
+"""Crashes at messages happen up to here, early ones more often."""
+
+
+def crash(rng: random.Random, peers: Sequence[PeerId], seconds: float) -> Faults:
+    """A minority crashes, each at a random time or message, and restarts later or when all is healed."""
+    faults = Faults()
+    for peer in rng.sample(peers, rng.randint(1, max(1, (len(peers) - 1) // 2))):
+        lasts = rng.choice((None, rng.uniform(0.5, 5.0), rng.uniform(5.0, 40.0)))
+        if rng.random() < 0.5:
+            faults = faults.crash(peer, at=rng.uniform(0.0, seconds), lasts=lasts)
+        else:
+            faults = faults.crash(peer, at_message=round(MAX_MESSAGE ** rng.random()), lasts=lasts)
+    return faults
+
+
+def silence(rng: random.Random, peers: Sequence[PeerId], seconds: float) -> Faults:
+    """A minority, all at once or one by one, neither hears nor is heard for a while."""
+    faults = Faults()
+    for _ in range(rng.randint(1, 3)):
+        mute = rng.sample(peers, rng.randint(1, max(1, (len(peers) - 1) // 2)))
+        at = Message(rng.choice(mute), round(MAX_MESSAGE ** rng.random())) if rng.random() < 0.3 else None
+        rest = tuple(peer for peer in peers if peer not in mute)
+        moment = rng.uniform(0.0, seconds) if at is None else at
+        faults = faults.also(Cut(tuple(sorted(mute)), rest, True, moment, rng.uniform(1.0, 0.5 * seconds)))
+    return faults
+
+
+def partition(rng: random.Random, peers: Sequence[PeerId], seconds: float) -> Faults:
+    """Everybody on one of two sides, of any sizes; it heals, and another may follow."""
+    faults, at = Faults(), rng.uniform(0.0, 0.5 * seconds)
+    while at < seconds:
+        mixed = rng.sample(peers, len(peers))
+        side = rng.randint(1, max(1, len(peers) - 1))
+        heal = at + rng.uniform(1.0, 0.6 * seconds)
+        faults = faults.silence(mixed[:side], mixed[side:], at, heal)
+        at = heal + rng.uniform(0.0, 0.5 * seconds)
+    return faults
+
+
+def one_way(rng: random.Random, peers: Sequence[PeerId], seconds: float) -> Faults:
+    """Single links that carry nothing in one direction, some of them until all is healed."""
+    faults = Faults()
+    for _ in range(rng.randint(1, len(peers))):
+        source, target = _two(rng, peers)
+        at = rng.uniform(0.0, seconds)
+        faults = faults.silence_one_way(source, target, at, rng.choice((None, at + rng.uniform(1.0, seconds))))
+    return faults
+
+
+def stall(rng: random.Random, peers: Sequence[PeerId], seconds: float) -> Faults:
+    """Links that delay everything for moments, mostly shorter than anybody notices."""
+    faults = Faults()
+    for _ in range(rng.randint(2, 4 * len(peers))):
+        source, target = _two(rng, peers)
+        faults = faults.stall(source, target, rng.uniform(0.0, seconds), 10.0 ** rng.uniform(-1.0, 1.2))
+    return faults
+
+
+def reset(rng: random.Random, peers: Sequence[PeerId], seconds: float) -> Faults:
+    """Daemons that die: all streams of a peer at once, at random times and messages."""
+    faults = Faults()
+    for _ in range(rng.randint(1, 3 * len(peers))):
+        if rng.random() < 0.5:
+            faults = faults.reset(rng.choice(peers), at=rng.uniform(0.0, seconds))
+        else:
+            faults = faults.reset(rng.choice(peers), at_message=round(MAX_MESSAGE ** rng.random()))
+    return faults
+
+
+def skew(rng: random.Random, peers: Sequence[PeerId], seconds: float) -> Faults:
+    """Wall clocks that are off by seconds or by hours."""
+    faults = Faults()
+    for peer in peers:
+        faults = faults.skew(peer, rng.choice((0.0, rng.uniform(-3.0, 3.0), rng.uniform(-1e4, 1e4))))
+    return faults
+
+
+def directory(rng: random.Random, peers: Sequence[PeerId], seconds: float) -> Faults:
+    """A directory that forgets, lags and lies while somebody restarts and has to find the others."""
+    shares = {"forget_share": rng.random(), "lag_seconds": rng.uniform(0.0, seconds), "lie_share": rng.random()}
+    wrong = {name: value for name, value in shares.items() if rng.random() < 0.6}
+    return crash(rng, peers, seconds).mislead(rng.uniform(0.0, 0.5 * seconds), seconds, **wrong)
+
+
+def slower(rng: random.Random, peers: Sequence[PeerId], seconds: float) -> Faults:
+    """Bandwidths that break down for a while."""
+    at = rng.uniform(0.0, seconds)
+    return Faults().slow(rng.choice(peers), rng.choice((3.0, 10.0, 100.0)), at, at + rng.uniform(1.0, seconds))
+
+
+def mixed(rng: random.Random, peers: Sequence[PeerId], seconds: float) -> Faults:
+    """Two to four families at once."""
+    faults = Faults()
+    for draw in rng.sample((crash, silence, partition, one_way, stall, reset, skew, directory, slower), 4):
+        if len(faults.events) < 2 or rng.random() < 0.5:
+            faults += draw(rng, peers, seconds)
+    return faults
+
+
+def _two(rng: random.Random, peers: Sequence[PeerId]) -> tuple[PeerId, PeerId]:
+    if len(peers) < 2:
+        return peers[0], peers[0]
+    source, target = rng.sample(peers, 2)
+    return source, target
+
+
+BREAKING: dict[str, Draw] = {
+    "crash": crash,
+    "silence": silence,
+    "partition": partition,
+    "one-way": one_way,
+    "stall": stall,
+    "reset": reset,
+    "directory": directory,
+    "mixed": mixed,
+}
+"""Families after which there is something to heal; during them a round may fail."""
+
+CALM = ("none", "lies", "slow", "skew")
+"""Families under which every round of every honest peer commits."""
+
+FAULTS = (*CALM, *BREAKING)

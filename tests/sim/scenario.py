@@ -1,0 +1,126 @@
+"""What a simulated run is decided by: a scenario, and what its seed makes of the fields that are left open."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+from protocols import PROTOCOLS
+from protocols.base import PeerId
+from protocols.codec import CODECS
+from tests.sim import families
+from tests.sim.families import BREAKING, FAULTS
+from tests.sim.faults import Faults, Message, Skew
+from tests.sim.lies import LIES
+
+BREAKING_SECONDS = 40.0
+"""Things break for so long at least, and for 1.5 times what the scenario's rounds take undisturbed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One simulated run, decided by its fields alone.
+
+    Attributes:
+        fault: the family of which the seed draws the faults.
+        faults: to play these instead.
+        elements: length of the vector; None draws it from the seed, as with all that may be None.
+        uplinks: bytes/s of each peer.
+        step_seconds: of each peer's inner step.
+        jitter: whether messages of different streams may overtake each other.
+        breaking_seconds: for how long things break, if they do, before all is healed.
+    """
+
+    protocol: str = "butterfly"
+    peers: int = 5
+    rounds: int = 6
+    seed: int = 0
+    fault: str = "none"
+    faults: Faults | None = None
+    codec: str | None = None
+    elements: int | None = None
+    chunk_elements: int = 256
+    inner_steps: int = 10
+    uplinks: tuple[float, ...] | None = None
+    step_seconds: tuple[float, ...] | None = None
+    lie: str | None = None
+    jitter: bool | None = None
+    breaking_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, known in (("protocol", PROTOCOLS), ("fault", FAULTS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"unknown {name} {getattr(self, name)!r}; known: {', '.join(known)}")
+        if self.peers < 1 or self.rounds < 1:
+            raise ValueError(f"peers and rounds must be at least 1, not {self.peers} and {self.rounds}")
+        if self.inner_steps < 1:
+            raise ValueError(f"inner steps must be at least 1, not {self.inner_steps}")
+        strangers = (self.faults or Faults()).peers() - set(self.names())
+        if strangers:
+            raise ValueError(f"faults of {', '.join(sorted(strangers))}, who is none of {', '.join(self.names())}")
+
+    def names(self) -> tuple[PeerId, ...]:
+        return tuple(f"p{index}" for index in range(self.peers))
+
+    @property
+    def breaks(self) -> bool:
+        """Whether rounds may fail until all is healed; else every round must commit."""
+        return self.fault in BREAKING or bool(self.faults and self.faults.dated())
+
+
+def resolve(scenario: Scenario) -> Scenario:
+    """The scenario with everything that its seed decides written out."""
+    rng = random.Random(f"world/{scenario.seed}")
+    pace = rng.uniform(0.05, 0.5)
+    if scenario.breaks:  # rounds of some seconds: faults are to meet them, and peers are lost after five
+        pace = rng.uniform(2.0, 6.0) / scenario.inner_steps
+    steps = [pace * rng.uniform(0.9, 1.1) for _ in range(scenario.peers)]
+    # A liar needs somebody to lie to: where one peer has all the bandwidth, it reduces everything.
+    rates = (12.5e6,) if scenario.fault == "lies" else (1.25e6, 12.5e6)
+    links = [rng.choice(rates) * rng.uniform(0.8, 1.2) for _ in range(scenario.peers)]
+    elements = rng.choice((5000, 20_000) if scenario.fault == "lies" else (3, 64, 1000, 5000, 20_000))
+    chosen = rng.choice(sorted(CODECS))
+    lie = rng.choice(LIES)
+    if scenario.fault == "slow":
+        for index in rng.sample(range(scenario.peers), max(1, scenario.peers // 3)):
+            steps[index] *= 10
+            links[index] /= rng.choice((1, 10))
+    jitter = scenario.fault != "none" and rng.random() < 0.5
+    scenario = replace(
+        scenario,
+        codec=scenario.codec or chosen,
+        elements=scenario.elements or elements,
+        uplinks=scenario.uplinks or tuple(links),
+        step_seconds=scenario.step_seconds or tuple(steps),
+        lie=scenario.lie or (lie if scenario.fault == "lies" else None),
+        jitter=jitter if scenario.jitter is None else scenario.jitter,
+    )
+    return _with_faults(scenario)
+
+
+def _with_faults(scenario: Scenario) -> Scenario:
+    assert scenario.step_seconds
+    rng = random.Random(f"breaking/{scenario.seed}")
+    undisturbed = scenario.rounds * scenario.inner_steps * max(scenario.step_seconds)
+    seconds = scenario.breaking_seconds or max(BREAKING_SECONDS, 1.5 * undisturbed)
+    faults, names = scenario.faults, scenario.names()
+    if faults is None:
+        faults = Faults()
+        if scenario.lie:
+            faults = faults.lie(rng.choice(names), scenario.lie)
+        if scenario.fault == "skew":
+            faults = families.skew(rng, names, seconds)
+        elif scenario.fault in BREAKING:
+            faults = BREAKING[scenario.fault](rng, names, seconds)
+    elif not scenario.breaking_seconds:
+        seconds = max(seconds, _end(faults))
+    return replace(scenario, faults=faults, breaking_seconds=seconds)
+
+
+def _end(faults: Faults) -> float:
+    """When the last of those that have a time is over."""
+    ends = [0.0]
+    for fault in faults.events:
+        if not isinstance(fault, Skew) and not isinstance(getattr(fault, "at", None), Message | None):
+            ends.append(fault.at + (getattr(fault, "lasts", None) or 0.0))  # type: ignore[union-attr, operator]
+    return max(ends) + 1.0
