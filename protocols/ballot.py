@@ -21,6 +21,7 @@ from protocols.poll import Poll, Value
 from protocols.record import Record
 from protocols.votes import (
     Accept,
+    Accuse,
     Ask,
     Certificate,
     Decided,
@@ -116,10 +117,13 @@ class Vote:
             self._chair.choose(ballot, data)
         return self._flush()
 
-    def holds(self, plan: bytes, parts: Sequence[PartDone]) -> list[Instruction]:
-        """The host holds these parts of this plan, and keeps them; all that it holds, not only what is new."""
+    def holds(self, plan: bytes, parts: Sequence[PartDone], others: Iterable[bytes] = ()) -> list[Instruction]:
+        """What the host holds and keeps: these parts of this plan, and others by their digests. Replaces what it held.
+
+        It keeps the parts of a record that this member accepted, whatever happens, until the lineage is decided.
+        """
         self._held = (plan, tuple(parts))
-        self._parts.update(part.result.digest for part in parts)
+        self._parts = {*(part.result.digest for part in parts), *others}
         if not self.decided:
             self._consider()
         return self._flush()
@@ -209,7 +213,9 @@ class Vote:
     # -- deciding -----------------------------------------------------------------------------------------------------
 
     def _on_accept(self, message: Accept) -> None:
-        if self.poll.add(message.ballot, message.digest, message.sender, message.signature):
+        if not self.poll.add(message.ballot, message.digest, message.sender, message.signature):
+            self._standing.out.append(Accuse(message.sender.peer, "a forged vote"))
+        else:
             self._standing.reach(message.ballot)
             self._conclude(message.ballot, message.digest, self._known(message.digest))
 
@@ -217,8 +223,9 @@ class Vote:
         value = self.poll.value(message.ballot, message.record)
         if value is None or (self.decided and self.decided.record == value.data):
             return
-        for vote in message.votes:
-            self.poll.add(value.ballot, value.digest, vote.voter, vote.signature)
+        counted = [self.poll.add(value.ballot, value.digest, vote.voter, vote.signature) for vote in message.votes]
+        if not all(counted):
+            self._standing.out.append(Accuse(message.sender.peer, "a certificate with votes that nobody cast"))
         self._conclude(value.ballot, value.digest, value)
 
     def _on_want(self, message: Want) -> None:

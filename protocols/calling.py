@@ -1,4 +1,4 @@
-"""How a round is called: offers travel to the coordinator, its plan cuts every trainer.
+"""How a round is called: offers travel to the coordinators, the plan of one cuts every trainer.
 
 Each member's offer goes to the round's first coordinators from the start and again as its work grows, so that a slow
 member's tokens are known when the call comes; once complete it goes to the whole roster, any of whom may have to
@@ -8,11 +8,11 @@ coordinate.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from protocols import plan as planning
-from protocols.base import BadPayload, Deadline, Host, Member, PeerId, RoundKey, Work
+from protocols.base import BadPayload, Deadline, Head, Host, Member, PeerId, Work
 from protocols.post import Ledger, Post
 from protocols.record import coordinators
 from protocols.tasks import Bell
@@ -29,17 +29,14 @@ class Terrain:
     """What a call is about.
 
     Attributes:
-        elements: length of the vector that the round averages.
-        bytes_per_element: of the codec.
+        ground: what plans are drawn on.
         bandwidth: this member's upload, bytes/s.
         deadline: end of the round.
     """
 
-    key: RoundKey
+    ground: planning.Ground
+    head: Head
     me: Member
-    roster: tuple[Member, ...]
-    elements: int
-    bytes_per_element: float
     bandwidth: float
     deadline: Deadline
 
@@ -48,36 +45,34 @@ class Call:
     """One member's side of the call.
 
     Attributes:
-        cut: set when the round is called and no further step fits, or at the round's deadline.
+        cut: set when the round is called and no further step of ours fits, or at the round's deadline.
         terms: what was called; None before.
+        cut_at: when the last member is to hand in.
+        changed: rings for every offer and plan.
     """
 
     def __init__(self, host: Host, terrain: Terrain, post: Post, ledger: Ledger) -> None:
         self.cut = asyncio.Event()
         self.terms: planning.Terms | None = None
+        self.cut_at = terrain.deadline
+        self.changed = Bell()
         self._host, self._terrain, self._post, self._ledger = host, terrain, post, ledger
-        self._order = coordinators(terrain.key.lineage, terrain.roster)
+        self._key = terrain.ground.key
+        self._order = coordinators(self._key.lineage, terrain.head.roster)
         self._began = asyncio.get_running_loop().time()
         self._offers: dict[PeerId, Offer] = {}
         self._complete_seconds: dict[PeerId, float] = {}
         self._announced: Offer | None = None
-        self._bell = Bell()
-        self._cut_at = terrain.deadline
         self._timer = asyncio.get_running_loop().call_at(terrain.deadline, self.cut.set)
 
     def close(self) -> None:
         self._timer.cancel()
-        self._post.close()
 
     def hand_in_until(self) -> Deadline:
         """End of this member's data phase: one that was late to hand in has as long to fetch what the others made."""
         budget_seconds = self.terms.plan.budget_seconds if self.terms else 0.0
-        handed_in = max(self._cut_at, asyncio.get_running_loop().time())
+        handed_in = max(self.cut_at, asyncio.get_running_loop().time())
         return min(self._terrain.deadline, handed_in + budget_seconds)
-
-    @property
-    def coordinator(self) -> PeerId:
-        return self._order[0]
 
     def ready(self, work: Work) -> None:
         """Offer this work to the round."""
@@ -92,12 +87,12 @@ class Call:
             state_root=work.state_root,
             signature=b"",
         )
-        signature = self._host.signer.sign(planning.offer_message(terrain.key, offer))
+        signature = self._host.signer.sign(planning.offer_message(self._key, offer))
         offer = replace(offer, signature=signature)
         self._take(offer)
         if self.terms is None:
             self._announce(offer)
-        else:
+        elif terrain.me.peer in self.terms.peers:
             self._arm()
 
     def _announce(self, offer: Offer) -> None:
@@ -109,7 +104,7 @@ class Call:
         told: Sequence[PeerId] = self._order if completed else self._order[:INFORMED]
         for peer in told:
             if peer != self._terrain.me.peer:
-                self._post.send(peer, Ready(self._terrain.key, offer))
+                self._post.send(peer, Ready(self._key, offer))
 
     def on_ready(self, peer: PeerId, offer: Offer) -> None:
         """An offer from a peer.
@@ -117,9 +112,9 @@ class Call:
         Raises:
             BadPayload: it is not that peer's, or forged.
         """
-        if offer.member not in self._terrain.roster or offer.member.peer != peer:
+        if offer.member not in self._terrain.head.roster or offer.member.peer != peer:
             raise BadPayload(f"an offer of {offer.member.peer}, who is not this member of the roster")
-        if not self._host.signer.verify(peer, planning.offer_message(self._terrain.key, offer), offer.signature):
+        if not self._host.signer.verify(peer, planning.offer_message(self._key, offer), offer.signature):
             raise BadPayload("an offer with a forged signature")
         known = self._offers.get(peer)
         if known is None or (offer.tokens, offer.complete) >= (known.tokens, known.complete):
@@ -130,36 +125,35 @@ class Call:
         self._offers[peer] = offer
         if offer.complete and peer not in self._complete_seconds:
             self._complete_seconds[peer] = self._elapsed()
-        self._bell.ring()
+        self.changed.ring()
 
     def _elapsed(self) -> float:
         return asyncio.get_running_loop().time() - self._began
 
-    async def run(self) -> None:
-        """The coordinator's part: wait until enough are ready, then send the plan to the roster."""
-        if self.coordinator != self._terrain.me.peer or not await self._due():
-            return
-        terrain = self._terrain
-        offers = [offer for offer in self._offers.values() if self._agrees(offer)]
-        plan = planning.draw(terrain.key, offers, terrain.elements, terrain.bytes_per_element, self._elapsed())
-        for member in terrain.roster:
-            if member != terrain.me:
-                self._post.send(member.peer, plan)
-        self.on_plan(terrain.me.peer, plan)
+    def draw(self, ballot: int, without: Collection[PeerId]) -> Plan:
+        """The plan that calls the round with the offers that are in, for the coordinator of a ballot.
 
-    async def _due(self) -> bool:
+        Args:
+            without: members that have been silent; nobody shall wait for them.
+        """
+        offers = [each for peer, each in self._offers.items() if peer not in without and self._agrees(each)]
+        return planning.draw(self._terrain.ground, offers, self._elapsed(), ballot)
+
+    async def due(self) -> bool:
         """Wait for the moment of the call; False if the round ends first."""
         loop, done = asyncio.get_running_loop(), self._complete_seconds
         while loop.time() < self._terrain.deadline:
             here = self._terrain.me.peer in self._offers  # a coordinator has an offer of its own before it calls
-            after = planning.call_after(list(done.values()), len(self._terrain.roster)) if here else None
+            after = planning.call_after(list(done.values()), len(self._terrain.head.roster)) if here else None
             due = self._terrain.deadline if after is None else self._began + after
-            if after is not None and loop.time() >= due:
+            if self.terms is not None or (after is not None and loop.time() >= due):
                 return True
             known = (here, len(done))
             try:
-                await self._bell.until(
-                    lambda known=known: (self._terrain.me.peer in self._offers, len(done)) != known,  # type: ignore[misc]
+                await self.changed.until(
+                    lambda known=known: (  # type: ignore[misc]
+                        self.terms is not None or (self._terrain.me.peer in self._offers, len(done)) != known
+                    ),
                     due,
                 )
             except TimeoutError:
@@ -172,32 +166,30 @@ class Call:
         self._ledger.name(offer.member.peer, "its state root differs from the coordinator's")
         return False
 
-    def on_plan(self, peer: PeerId, plan: Plan) -> None:
-        """The call.
+    def on_plan(self, plan: Plan) -> None:
+        """A call, or a part given to another; from the coordinator of the ballot that it names.
 
         Raises:
-            BadPayload: not from the coordinator, not valid, or a second one.
+            BadPayload: not valid, or a second one of the same version.
         """
-        if peer != self.coordinator:
-            raise BadPayload(f"a plan of {peer}, who does not coordinate this round")
-        terrain = self._terrain
-        planning.check(plan, terrain.elements, terrain.bytes_per_element, terrain.roster, self._host.signer.verify)
-        if len({offer.state_root for offer in plan.offers}) > 1:
-            raise BadPayload("the plan mixes offers from different states")
-        if self.terms is not None:
-            if planning.plan_digest(plan) == self.terms.digest:
-                return
-            raise BadPayload("a second plan for one round")
-        self.terms = planning.terms(plan)
-        loop = asyncio.get_running_loop()
-        self._cut_at = min(terrain.deadline, loop.time() + plan.cut_seconds)
-        self._arm()
+        known = self.terms.plan if self.terms else None
+        if known and (plan.ballot, plan.version) <= (known.ballot, known.version):
+            if plan != known and (plan.ballot, plan.version) == (known.ballot, known.version):
+                raise BadPayload("a second plan for one round")
+            return
+        planning.check(plan, self._terrain.ground, self._terrain.head.roster, self._host.signer.verify)
+        before, self.terms = self.terms, planning.terms(plan)
+        self.changed.ring()
+        if before is None or before.digest != self.terms.digest:
+            self.cut_at = min(self._terrain.deadline, asyncio.get_running_loop().time() + plan.cut_seconds)
+            if self._terrain.me.peer in self.terms.peers:
+                self._arm()
 
     def _arm(self) -> None:
         """Cut when no further step of ours would end in time; a step's length may be news even after the call."""
         loop = asyncio.get_running_loop()
         mine = self._offers.get(self._terrain.me.peer)  # none yet if the call came before the trainer's first word
-        cut_at = self._cut_at - (mine.step_seconds if mine else 0.0)
+        cut_at = self.cut_at - (mine.step_seconds if mine else 0.0)
         self._timer.cancel()
         if cut_at <= loop.time():
             self.cut.set()

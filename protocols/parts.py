@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import mmap
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -65,51 +65,6 @@ class HeldPart:
             into.write(low, scratch[: high - low])
 
 
-class Held:
-    """The encoded mean of one round: one buffer, filled chunk by chunk."""
-
-    def __init__(self, codec: Codec, bounds: Sequence[int], chunk_elements: int = CHUNK_ELEMENTS) -> None:
-        self.codec = codec
-        self.bounds = tuple(bounds)
-        self.chunk_elements = chunk_elements
-        sizes = [sum(codec.encoded_bytes(high - low) for low, high in self._ranges(part)) for part in range(self.parts)]
-        self._offsets = list(itertools.accumulate(sizes, initial=0))
-        self._whole = codec.encoded_bytes(chunk_elements)
-        # Anonymous memory costs nothing until it is written; a bytearray would be cleared on the loop.
-        self._memory = memoryview(mmap.mmap(-1, max(1, self._offsets[-1])))
-
-    @property
-    def parts(self) -> int:
-        return len(self.bounds) - 1
-
-    def chunks(self, part: int) -> int:
-        return chunk_count(self.bounds[part + 1] - self.bounds[part], self.chunk_elements)
-
-    def elements(self, part: int, index: int) -> tuple[int, int]:
-        """Element range of a chunk."""
-        return chunk_range(self.bounds[part], self.bounds[part + 1], index, self.chunk_elements)
-
-    def chunk(self, part: int, index: int) -> memoryview:
-        """The encoded bytes of a chunk."""
-        low, high = self.elements(part, index)
-        start = self._offsets[part] + index * self._whole
-        return self._memory[start : start + self.codec.encoded_bytes(high - low)]
-
-    def decode(self, part: int, into: Flat) -> None:
-        """Decode one part.
-
-        Raises:
-            BadPayload: a chunk does not decode to finite numbers.
-        """
-        scratch = torch.empty(min(self.chunk_elements, self.bounds[part + 1] - self.bounds[part]))
-        for index, (low, high) in enumerate(self._ranges(part)):
-            self.codec.decode(self.chunk(part, index), scratch[: high - low])
-            into.write(low, scratch[: high - low])
-
-    def _ranges(self, part: int) -> list[tuple[int, int]]:
-        return [self.elements(part, index) for index in range(self.chunks(part))]
-
-
 def chunk_digest(mask: int, data: memoryview) -> bytes:
     """What stands for one reduced chunk in its part's digest."""
     digest = hashlib.sha256(mask.to_bytes(4, "little"))
@@ -123,37 +78,41 @@ def seal(masks: Sequence[int], digests: Sequence[bytes]) -> wire.Part:
     return wire.Part(hashlib.sha256(b"".join(digests)).digest(), runs)
 
 
-def part_message(key: RoundKey, plan: bytes, part: int, reducer: int, result: wire.Part) -> bytes:
-    """What a reducer signs."""
-    numbers = part.to_bytes(2, "little") + reducer.to_bytes(2, "little")
-    return b"starling part" + wire.body(key) + plan + numbers + wire.body(result)
-
-
 @dataclass(frozen=True, slots=True)
 class Task:
     """What both sides of the data phase work on.
 
     Attributes:
         mine: this member's vectors, unchanged until the data phase ends.
-        held: takes the encoded mean.
+        silent: who has not opened its stream by then has no part in it.
+        patience_seconds: what a reducer has to answer a stream.
         deadline: end of the data phase.
+        progress: called for every chunk.
     """
 
     key: RoundKey
     terms: Terms
     me: PeerId
     mine: Flat
-    held: Held
+    codec: Codec
+    chunk_elements: int
     compute: Compute
     signer: Signer
+    silent: Deadline
+    patience_seconds: float
     deadline: Deadline
+    progress: Callable[[], None]
 
-    def size(self, part: int, index: int) -> int:
-        """Encoded bytes of a chunk."""
-        low, high = self.held.elements(part, index)
-        return self.held.codec.encoded_bytes(high - low)
+    def part(self, index: int) -> HeldPart:
+        """Room for a part."""
+        low, high = self.terms.part(index)
+        return HeldPart(self.codec, low, high, self.chunk_elements)
 
-    def chunk_elements(self, part: int) -> int:
-        """Elements of the largest chunk of a part."""
-        low, high = self.terms.part(part)
-        return min(self.held.chunk_elements, high - low)
+    def message(self, done: wire.PartDone) -> bytes:
+        """What the reducer of a part signed."""
+        return part_message(self.key, self.terms.digest, done)
+
+
+def part_message(key: RoundKey, plan: bytes, done: wire.PartDone) -> bytes:
+    """What a reducer signs."""
+    return b"starling part" + wire.body(key) + plan + wire.body(replace(done, signature=b""))

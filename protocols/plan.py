@@ -6,14 +6,16 @@ coordinator can favour anybody.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median_low
 
-from protocols.base import BadPayload, Blame, Member, PeerId, RoundKey
-from protocols.wire import MAX_SECONDS, Offer, Plan, body
+from protocols.base import BadPayload, Blame, Complaint, Member, PeerId, RoundKey
+from protocols.wire import MAX_ROSTER, MAX_SECONDS, Offer, PartDone, Plan, body
 
 READY_SHARE = 2 / 3
 FIRST_SHARE = 1 / 3
@@ -126,31 +128,45 @@ def expected_seconds(fractions: Sequence[float], bandwidths: Sequence[float], to
     return max(total_bytes * (1 + (count - 2) * f) / b for f, b in zip(fractions, bandwidths, strict=True))
 
 
-def draw(
-    key: RoundKey, offers: Sequence[Offer], elements: int, bytes_per_element: float, elapsed_seconds: float
-) -> Plan:
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """What a plan is drawn on: the same at every member of a round.
+
+    Attributes:
+        elements: length of the vector to average.
+        bytes_per_element: of the codec in use.
+        complaints: links that carry no contributions: at neither end is anything reduced.
+    """
+
+    key: RoundKey
+    elements: int
+    bytes_per_element: float
+    complaints: tuple[Complaint, ...] = ()
+
+
+def draw(ground: Ground, offers: Sequence[Offer], elapsed_seconds: float, ballot: int = 0) -> Plan:
     """The plan that calls a round with these offers.
 
     Nobody is cut in mid step, and nobody waits idle for the slowest member's step to end: all train on for as long as
     it takes. A member cannot claim more than the round has lasted; one whose step is longer has nothing to hand in.
 
     Args:
-        elements: length of the vector to average.
-        bytes_per_element: of the codec in use.
         elapsed_seconds: since the round began.
+        ballot: whose coordinator calls.
     """
+    barred = {end for each in ground.complaints if each.until > ground.key.round for end in (each.first, each.second)}
     members = tuple(sorted(offers, key=lambda offer: offer.member))
     # One that has nothing to hand in may be in the middle of its first step: nobody waits for it to reduce anything.
-    able = [offer.tokens > 0 for offer in members]
+    able = [offer.tokens > 0 and offer.member.peer not in barred for offer in members]
     uplinks = bandwidths([offer.bandwidth for offer in members])
     fractions = shares(uplinks, able if any(able) else [True] * len(members))
-    seconds = expected_seconds(fractions, uplinks, int(elements * bytes_per_element))
+    seconds = expected_seconds(fractions, uplinks, int(ground.elements * ground.bytes_per_element))
     return Plan(
-        key=key,
-        ballot=0,
+        key=ground.key,
+        ballot=ballot,
         version=0,
         offers=members,
-        bounds=part_bounds(fractions, elements),
+        bounds=part_bounds(fractions, ground.elements),
         reducers=tuple(range(len(members))),
         cut_seconds=min(elapsed_seconds, max(offer.step_seconds for offer in members)),
         budget_seconds=min(MAX_SECONDS, BUDGET_MULTIPLE * seconds + BUDGET_FLOOR_SECONDS),
@@ -201,7 +217,19 @@ class Terms:
 
 
 def plan_digest(plan: Plan) -> bytes:
-    return hashlib.sha256(b"starling plan" + body(plan)).digest()
+    """Names what is averaged, and in what parts; not who reduces which, since a part may go to another."""
+    return hashlib.sha256(b"starling plan" + body(replace(plan, ballot=0, version=0, reducers=()))).digest()
+
+
+def reassigned(plan: Plan, reducers: Mapping[int, int], ballot: int) -> Plan:
+    """The next version of a plan: some parts go to other members, the rest goes on.
+
+    Args:
+        reducers: part -> index of the member that reduces it from now on.
+    """
+    version = plan.version + 1 if ballot == plan.ballot else 0
+    given = tuple(reducers.get(part, index) for part, index in enumerate(plan.reducers))
+    return replace(plan, ballot=ballot, version=version, reducers=given)
 
 
 def terms(plan: Plan) -> Terms:
@@ -220,24 +248,18 @@ def terms(plan: Plan) -> Terms:
     return Terms(plan, plan_digest(plan), peers, weighted, factors, tuple(clamped), norm_cap(norms))
 
 
-def check(
-    plan: Plan,
-    elements: int,
-    bytes_per_element: float,
-    roster: Sequence[Member],
-    verify: Callable[[PeerId, bytes, bytes], bool],
-) -> None:
+def check(plan: Plan, ground: Ground, roster: Sequence[Member], verify: Callable[[PeerId, bytes, bytes], bool]) -> None:
     """Refuse a plan that breaks a rule, or is not what its offers lead to.
 
+    Only who reduces which part is the coordinator's choice, and that after its ballot's first plan: reducers are lost.
+
     Args:
-        elements: length of the vector that this round averages.
-        bytes_per_element: of the codec in use.
         roster: the members that may take part.
         verify: (peer, message, signature) -> genuine.
 
     Raises:
-        BadPayload: strangers or doubles among the members, a forged offer; parts, reducers or times that do not follow
-            from the offers.
+        BadPayload: strangers or doubles among the members, a forged offer, offers from different states; parts,
+            reducers or times that do not follow from the offers.
     """
     members = [offer.member for offer in plan.offers]
     if not members or members != sorted(set(members)) or not set(members) <= set(roster):
@@ -245,10 +267,32 @@ def check(
     for offer in plan.offers:
         if not verify(offer.member.peer, offer_message(plan.key, offer), offer.signature):
             raise BadPayload(f"the plan holds a forged offer of {offer.member.peer}")
-    if plan.ballot or plan.version:
-        raise BadPayload(f"a plan of ballot {plan.ballot}, version {plan.version}, where only the first is known")
-    due = draw(plan.key, plan.offers, elements, bytes_per_element, plan.cut_seconds)
-    if (plan.bounds, plan.reducers) != (due.bounds, due.reducers):
+    if len({offer.state_root for offer in plan.offers}) > 1:
+        raise BadPayload("the plan mixes offers from different states")
+    due = draw(ground, plan.offers, plan.cut_seconds)
+    first = plan.ballot == plan.version == 0
+    known = plan.reducers == due.reducers if first else all(index < len(members) for index in plan.reducers)
+    if plan.bounds != due.bounds or len(plan.reducers) != len(due.reducers) or not known:
         raise BadPayload("the plan's parts are not those that its offers lead to")
     if (plan.cut_seconds, plan.budget_seconds) != (due.cut_seconds, due.budget_seconds):
         raise BadPayload("the plan's times are not those that its offers lead to")
+
+
+COMPLAINT_ROUNDS = 32
+"""For how long a link that failed is spared; then it is tried again, at the cost of one repair."""
+
+
+def complaints(terms: Terms, parts: Sequence[PartDone], before: Sequence[Complaint]) -> tuple[Complaint, ...]:
+    """The links to spare from now on: those spared already, and those between a part's reducer and a member of whom it
+    has nothing, while another part has some. Each reducer's word counts against one other member, so that a liar
+    cannot keep everybody from reducing."""
+    now = terms.plan.key.round
+    standing = {(each.first, each.second): each for each in before if each.until > now + 1}
+    present = [functools.reduce(operator.or_, (run.mask for run in part.result.runs), 0) for part in parts]
+    somewhere = functools.reduce(operator.or_, present, 0)
+    for part, masks in zip(parts, present, strict=True):
+        absent = [bit for bit in range(len(terms.peers)) if somewhere >> bit & 1 and not masks >> bit & 1]
+        if part.result.runs and absent:
+            first, second = sorted((terms.peers[part.reducer], terms.peers[absent[0]]))
+            standing.setdefault((first, second), Complaint(first, second, now + 1 + COMPLAINT_ROUNDS))
+    return tuple(sorted(standing.values()))[:MAX_ROSTER]

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 
-from protocols.base import BadPayload, Blame, Deadline, Header, Host, PeerError, PeerId, Stream
+from protocols.base import BadPayload, Blame, Deadline, Header, Host, PeerError, PeerGone, PeerId, PeerSilent, Stream
+from protocols.tasks import alongside
 
 RETRY_SECONDS = 0.1
 RETRY_LIMIT_SECONDS = 5.0
+KEEP_MESSAGES = 64
+"""Messages that wait for one peer, or that a stream carried and may have lost; the oldest give way."""
 
 
 class Ledger:
@@ -52,33 +56,113 @@ class Ledger:
         return taken
 
 
-class Post:
-    """Sends control messages in the background, each on a stream of its own, until `close`."""
+class _Line:
+    """What one peer is still to be told, and what it may not have heard."""
 
-    def __init__(self, host: Host, method: str, ledger: Ledger, group: asyncio.TaskGroup, deadline: Deadline) -> None:
-        self._host, self._method, self._ledger, self._group, self._deadline = host, method, ledger, group, deadline
-        self._tasks: dict[asyncio.Task[None], None] = {}
+    def __init__(self) -> None:
+        self.waiting: deque[Header] = deque(maxlen=KEEP_MESSAGES)
+        self.sent: deque[Header] = deque(maxlen=KEEP_MESSAGES)
+        self.more = asyncio.Event()
+        self.task: asyncio.Task[None] | None = None
+        self.idle = False
+
+    def again(self) -> None:
+        """What may not have arrived waits again, before what came later."""
+        self.waiting = deque((*self.sent, *self.waiting), maxlen=KEEP_MESSAGES)
+        self.sent.clear()
+
+
+class Post:
+    """Sends control messages in order, on one stream to each peer, which stays open.
+
+    Opening a stream takes a round trip, a message on an open one half of it. What a broken stream carried is sent
+    again, since some of it may be lost: messages are idempotent. The end of the stream is watched, so a peer's death
+    shows at once. Messages wait from one `run` to the next.
+
+    Attributes:
+        on_gone: called when a peer turns out to be gone.
+        round_trip_seconds: peer -> what opening a stream took last.
+    """
+
+    def __init__(self, host: Host, method: str, ledger: Ledger) -> None:
+        self.on_gone: Callable[[PeerId], None] = lambda peer: None
+        self.round_trip_seconds: dict[PeerId, float] = {}
+        self._host, self._method, self._ledger = host, method, ledger
+        self._lines: dict[PeerId, _Line] = {}
+        self._group: asyncio.TaskGroup | None = None
+        self._deadline = 0.0
+        self._stopping = False
 
     def send(self, peer: PeerId, message: Header) -> None:
-        """Send once, again after a failure until the deadline: messages are idempotent."""
-        task = self._group.create_task(self._send(peer, message))
-        self._tasks[task] = None
-        task.add_done_callback(lambda done: self._tasks.pop(done, None))
+        """Send, again after a failure: messages may arrive twice, but are forgotten only when too many wait."""
+        line = self._lines.setdefault(peer, _Line())
+        line.waiting.append(message)
+        line.more.set()
+        self._start(peer, line)
 
-    def close(self) -> None:
-        for task in list(self._tasks):
-            task.cancel()
+    @asynccontextmanager
+    async def run(self, group: asyncio.TaskGroup, deadline: Deadline, keep: Collection[PeerId]) -> AsyncIterator[None]:
+        """Carry messages inside this context, whose tasks live in `group`; forget those for peers not in `keep`."""
+        self._group, self._deadline, self._stopping = group, deadline, False
+        self._lines = {peer: line for peer, line in self._lines.items() if peer in keep}
+        for peer, line in self._lines.items():
+            if line.waiting:
+                self._start(peer, line)
+        try:
+            yield
+        finally:
+            self._group, self._stopping = None, True
+            for line in self._lines.values():
+                line.more.set()
+                if line.task and not line.idle:
+                    line.task.cancel()
 
-    async def _send(self, peer: PeerId, message: Header) -> None:
-        loop = asyncio.get_running_loop()
-        pause_seconds = RETRY_SECONDS
-        while loop.time() < self._deadline:
-            try:
-                async with (
-                    self._host.transport.open(peer, self._method, self._deadline) as stream,
-                    self._ledger.counting(stream),
-                ):
-                    return await stream.send(message)
-            except PeerError:
+    def _start(self, peer: PeerId, line: _Line) -> None:
+        if self._group and line.task is None:
+            line.task = self._group.create_task(self._carry(peer, line))
+
+    async def _carry(self, peer: PeerId, line: _Line) -> None:
+        loop, pause_seconds = asyncio.get_running_loop(), RETRY_SECONDS
+        try:
+            while not self._stopping and loop.time() < self._deadline:
+                try:
+                    return await self._stream(peer, line)
+                except PeerGone:
+                    self.on_gone(peer)
+                except PeerError:
+                    if line.sent:  # it was there a moment ago: ask again at once whether it still is
+                        pause_seconds = 0.0
+                line.again()
                 await asyncio.sleep(min(pause_seconds, max(0.0, self._deadline - loop.time())))
-                pause_seconds = min(2 * pause_seconds, RETRY_LIMIT_SECONDS)
+                pause_seconds = min(max(RETRY_SECONDS, 2 * pause_seconds), RETRY_LIMIT_SECONDS)
+        finally:
+            line.again()
+            line.task, line.idle = None, False
+
+    async def _stream(self, peer: PeerId, line: _Line) -> None:
+        """Open a stream and carry on it what there is, until told to stop."""
+        began = asyncio.get_running_loop().time()
+        async with (
+            self._host.transport.open(peer, self._method, self._deadline) as stream,
+            self._ledger.counting(stream),
+        ):
+            self.round_trip_seconds[peer] = asyncio.get_running_loop().time() - began
+            await alongside(self._feed(line, stream), _watch(stream))
+
+    async def _feed(self, line: _Line, stream: Stream) -> None:
+        while not self._stopping:
+            if line.waiting:
+                line.sent.append(message := line.waiting.popleft())
+                await stream.send(message)
+                continue
+            line.more.clear()
+            line.idle = True
+            await line.more.wait()
+            line.idle = False
+        line.sent.clear()
+
+
+async def _watch(stream: Stream) -> None:
+    """Nothing comes back on a control stream but its end."""
+    await stream.receive(0)
+    raise PeerSilent(stream.peer, "answered on a control stream")

@@ -12,13 +12,14 @@ All or nothing holds for each chunk: a contribution that breaks off counts up to
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from protocols import wire
 from protocols.base import BadPayload, Deadline, PeerError, PeerId, PeerSilent, Stream
-from protocols.parts import Task, chunk_digest, part_message, seal
+from protocols.parts import HeldPart, Task, chunk_digest, seal
 from protocols.plan import SCATTER_SHARE
 from protocols.tasks import Bell, alongside
 from protocols.vectors import norm, weighted_mean
@@ -32,30 +33,34 @@ class Reducer:
     """Averages one part. `run` closes its chunks; `serve` answers one member's stream.
 
     Attributes:
+        held: the part; complete, and only served, if it was handed over complete.
         lost: members whose contribution is not complete, and why; the reason names what they did.
     """
 
-    def __init__(self, task: Task, part: int) -> None:
+    def __init__(self, task: Task, part: int, held: HeldPart | None = None) -> None:
         self.task, self.part = task, part
+        self.held = held or task.part(part)
         self.lost: dict[PeerId, str] = {}
-        self.done: wire.PartDone | None = None
         terms = task.terms
         self._order = {peer: index for index, peer in enumerate(terms.peers)}
-        self._chunks = task.held.chunks(part)
+        self._chunks = self.held.chunks
         self._expected = [peer for peer in terms.peers if peer != task.me and terms.weights[self._order[peer]] > 0]
         self._served: set[PeerId] = set()
         self._inbox: dict[int, dict[PeerId, memoryview]] = {index: {} for index in range(self._chunks)}
         self._free: list[memoryview] = []
         self._squares = dict.fromkeys(terms.peers, 0.0)
-        self._masks: list[int] = []
+        self._masks = self.held.masks
         self._digests: list[bytes] = []
         self._bell = Bell()
-        # one row for each contributor and one for the mean
-        rows = sum(weight > 0 for weight in terms.weights) + 1
-        self._scratch = torch.empty(rows, task.chunk_elements(part))
+        self._scratch = torch.empty(0)
 
-    async def run(self) -> wire.PartDone:
-        """Close every chunk, without those that are late, and sign the part."""
+    async def run(self) -> HeldPart:
+        """Close every chunk, without those that are silent or late, and sign the part."""
+        if self.held.done:
+            return self.held
+        # one row for each contributor and one for the mean
+        rows = sum(weight > 0 for weight in self.task.terms.weights) + 1
+        self._scratch = torch.empty(rows, min(self.held.chunk_elements, self.held.high - self.held.low))
         late = self._late()
         for index in range(self._chunks):
             if not await self._gather_in(index, late):
@@ -67,13 +72,14 @@ class Reducer:
                 self.lose(peer, why)  # before the chunk is closed: after the last one there is nothing more to lose
             self._masks.append(mask)
             self._free.extend(self._inbox.pop(index).values())
+            self.task.progress()
             self._bell.ring()
-        task, result = self.task, seal(self._masks, self._digests)
-        index = task.terms.plan.reducers[self.part]
-        message = part_message(task.key, task.terms.digest, self.part, index, result)
-        self.done = wire.PartDone(self.part, index, result, task.signer.sign(message))
+        task, self.held.result = self.task, seal(self._masks, self._digests)
+        done = wire.PartDone(self.part, task.terms.plan.reducers[self.part], self.held.result, b"")
+        self.held.done = replace(done, signature=task.signer.sign(task.message(done)))
+        self._scratch, self._free = torch.empty(0), []
         self._bell.ring()
-        return self.done
+        return self.held
 
     def lose(self, peer: PeerId, why: str) -> None:
         """Expect nothing more of a member; what it delivered in whole chunks stays."""
@@ -82,23 +88,25 @@ class Reducer:
             self._bell.ring()
 
     async def serve(self, peer: PeerId, stream: Stream) -> None:
-        """Take a member's contribution and give it the reduced part.
+        """Take a member's contribution and give it the reduced part; on a second stream, give it the part alone.
 
         Raises:
             BadPayload: it broke a rule; it is out, and named.
             PeerSilent: its stream broke off.
         """
-        if peer not in self._order or peer in self._served:
-            raise BadPayload("a second contribution to a part" if peer in self._served else "not in the plan")
+        if peer not in self._order:
+            raise BadPayload("not in the plan")
+        first = peer not in self._served
         self._served.add(peer)
         try:
-            await alongside(self._give(stream), self._take(peer, stream))
+            if first and peer in self._expected and not self.held.done:
+                await alongside(self._give(stream), self._take(peer, stream))
+            else:
+                await self._give(stream)
         except TimeoutError:
             raise PeerSilent(peer, "the data phase ended first") from None
 
     async def _take(self, peer: PeerId, stream: Stream) -> None:
-        if peer not in self._expected:
-            return
         try:
             for index in range(self._chunks):
                 await self._bell.until(
@@ -117,10 +125,10 @@ class Reducer:
 
     async def _take_chunk(self, peer: PeerId, stream: Stream, index: int) -> None:
         header = wire.expect(await stream.receive(_CHUNK_LIMIT), wire.Chunk)
-        size = self.task.size(self.part, index)
+        size = self.held.size(index)
         if (header.index, header.size) != (index, size):
             raise BadPayload(f"chunk {header.index} of {header.size} bytes where {index} of {size} is due")
-        whole = self._free.pop() if self._free else memoryview(bytearray(self.task.size(self.part, 0)))
+        whole = self._free.pop() if self._free else memoryview(bytearray(self.held.size(0)))
         await stream.receive_into(whole[:size])
         if peer in self.lost:
             self._free.append(whole)
@@ -133,24 +141,29 @@ class Reducer:
         return now + SCATTER_SHARE * (self.task.deadline - now)
 
     async def _gather_in(self, index: int, late: Deadline) -> bool:
-        """Wait for a chunk of everyone; False if somebody was late, and is out."""
+        """Wait for a chunk of everyone; False if somebody was silent or late, and is out."""
         inbox = self._inbox[index]
 
         def missing() -> list[PeerId]:
             return [peer for peer in self._expected if peer not in inbox and peer not in self.lost]
 
-        try:
-            await self._bell.until(lambda: not missing(), late)
-        except TimeoutError:
-            for peer in missing():
-                self.lose(peer, f"late: chunk {index} of {self._chunks} was not in")
-            return False
-        return True
+        def silent() -> list[PeerId]:
+            return [peer for peer in missing() if peer not in self._served]
+
+        in_time = True
+        for absent, until, why in ((silent, self.task.silent, "silent"), (missing, late, "late")):
+            try:
+                await self._bell.until(lambda absent=absent: not absent(), until)  # type: ignore[misc]
+            except TimeoutError:
+                in_time = False
+                for peer in absent():
+                    self.lose(peer, f"{why}: chunk {index} of {self._chunks} was not in")
+        return in_time
 
     def _close(self, index: int) -> tuple[int, dict[PeerId, str]]:
         """Decode, check, average and encode one chunk; off the loop. Returns the mask and who was refused."""
         task, terms = self.task, self.task.terms
-        low, high = task.held.elements(self.part, index)
+        low, high = self.held.elements(index)
         inbox = self._inbox[index]
         taken: list[torch.Tensor] = []
         weights: list[float] = []
@@ -174,18 +187,18 @@ class Reducer:
             weighted_mean(taken, weights, mean)
         else:
             mean.zero_()
-        data = task.held.chunk(self.part, index)
-        task.held.codec.encode(mean, data)
+        data = self.held.chunk(index)
+        task.codec.encode(mean, data)
         self._digests.append(chunk_digest(mask, data))
         return mask, refused
 
     def _decode(self, peer: PeerId, index: int, row: torch.Tensor) -> None:
         task = self.task
         if peer == task.me:
-            low, high = task.held.elements(self.part, index)
+            low, high = self.held.elements(index)
             row.copy_(task.mine.read(low, high, row))
             return
-        task.held.codec.decode(self._inbox[index][peer][: task.size(self.part, index)], row)
+        task.codec.decode(self._inbox[index][peer][: self.held.size(index)], row)
         self._squares[peer] += norm([row]) ** 2
         limit = task.terms.norm_limit(self._order[peer])
         if not self._squares[peer] <= limit * limit:
@@ -194,38 +207,41 @@ class Reducer:
     async def _give(self, stream: Stream) -> None:
         for index in range(self._chunks):
             await self._bell.until(lambda index=index: index < len(self._masks), self.task.deadline)  # type: ignore[misc]
-            data = self.task.held.chunk(self.part, index)
+            data = self.held.chunk(index)
             await stream.send(wire.Reduced(index, self._masks[index], len(data)), data)
-        await self._bell.until(lambda: self.done is not None, self.task.deadline)
-        assert self.done is not None
-        await stream.send(self.done)
+        await self._bell.until(lambda: self.held.done is not None, self.task.deadline)
+        assert self.held.done is not None
+        await stream.send(self.held.done)
 
 
-async def contribute(task: Task, part: int, stream: Stream) -> wire.PartDone:
-    """Hand in one part to its reducer and take the reduced part into `task.held`.
+async def contribute(task: Task, part: int, stream: Stream, again: bool = False) -> HeldPart:
+    """Hand in one part to its reducer and take the reduced part; where the first stream broke off, take it only.
 
     Raises:
         BadPayload: the reducer broke a rule.
         PeerSilent: the stream broke off.
     """
-    await stream.send(wire.Contribute(task.key, task.terms.digest, part, task.held.codec.name))
-    return await alongside(_receive_part(task, part, stream), _send_part(task, part, stream))
+    held = task.part(part)
+    await stream.send(wire.Contribute(task.key, task.terms.digest, part, task.codec.name))
+    if again:
+        return await _receive_part(task, part, held, stream)
+    return await alongside(_receive_part(task, part, held, stream), _send_part(task, held, stream))
 
 
-async def _send_part(task: Task, part: int, stream: Stream) -> None:
+async def _send_part(task: Task, held: HeldPart, stream: Stream) -> None:
     weight = task.terms.weights[task.terms.peers.index(task.me)]
     if weight == 0:
         return
-    scratch = torch.empty(task.chunk_elements(part))
-    encoded = memoryview(bytearray(task.size(part, 0)))
+    scratch = torch.empty(min(held.chunk_elements, held.high - held.low))
+    encoded = memoryview(bytearray(held.size(0)))
 
     def encode(index: int) -> memoryview:
-        low, high = task.held.elements(part, index)
-        data = encoded[: task.size(part, index)]
-        task.held.codec.encode(task.mine.read(low, high, scratch), data)
+        low, high = held.elements(index)
+        data = encoded[: held.size(index)]
+        task.codec.encode(task.mine.read(low, high, scratch), data)
         return data
 
-    for index in range(task.held.chunks(part)):
+    for index in range(held.chunks):
         data = await task.compute.run(partial(encode, index), len(encoded))
         try:
             await stream.send(wire.Chunk(index, len(data)), data)
@@ -233,22 +249,25 @@ async def _send_part(task: Task, part: int, stream: Stream) -> None:
             return  # a reducer that gave us up as late closes when it has sent its part: receiving tells which it was
 
 
-async def _receive_part(task: Task, part: int, stream: Stream) -> wire.PartDone:
-    masks: list[int] = []
+async def _receive_part(task: Task, part: int, held: HeldPart, stream: Stream) -> HeldPart:
     digests: list[bytes] = []
-    for index in range(task.held.chunks(part)):
+    mask = (1 << len(task.terms.peers)) - 1
+    for index in range(held.chunks):
         header = wire.expect(await stream.receive(_CHUNK_LIMIT), wire.Reduced)
-        data = task.held.chunk(part, index)
-        if (header.index, header.size) != (index, len(data)) or header.mask >> len(task.terms.peers):
+        data = held.chunk(index)
+        if (header.index, header.size) != (index, len(data)):
             raise BadPayload(f"reduced chunk {header.index} of {header.size} bytes where {index} is due")
+        if header.mask & ~mask:
+            raise BadPayload(f"reduced chunk {index} holds who is out already, or nobody's work")
+        mask = header.mask
         await stream.receive_into(data)
-        masks.append(header.mask)
-        digests.append(await task.compute.run(partial(chunk_digest, header.mask, data), len(data)))
+        held.masks.append(mask)
+        digests.append(await task.compute.run(partial(chunk_digest, mask, data), len(data)))
+        task.progress()
     done = wire.expect(await stream.receive(_DONE_LIMIT), wire.PartDone)
-    if (done.part, done.result) != (part, seal(masks, digests)):
+    if (done.part, done.result) != (part, seal(held.masks, digests)) or done.reducer >= len(task.terms.peers):
         raise BadPayload("a part whose digest is not that of its chunks")
-    index = task.terms.plan.reducers[part]
-    message = part_message(task.key, task.terms.digest, part, index, done.result)
-    if done.reducer != index or not task.signer.verify(task.terms.peers[index], message, done.signature):
+    if not task.signer.verify(task.terms.peers[done.reducer], task.message(done), done.signature):
         raise BadPayload("a part with a forged signature")
-    return done
+    held.result, held.done = done.result, done
+    return held

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from functools import partial
 
 from protocols import wire
@@ -15,41 +16,50 @@ _LIMIT = 256
 
 
 class Shelf:
-    """Parts, named by their digests. What is served is complete and never changes."""
+    """Parts by the lineage that their round extends and by their digest. What is served is complete, and stays so."""
 
     def __init__(self, host: Host) -> None:
-        self._host = host
-        self._parts: dict[bytes, HeldPart] = {}
+        self._parts: dict[bytes, dict[bytes, HeldPart]] = {}
         host.transport.serve(PARTS, self._serve)
 
     def get(self, digest: bytes) -> HeldPart | None:
         """The part with this digest, if we have it."""
-        return self._parts.get(digest)
+        return next((parts[digest] for parts in self._parts.values() if digest in parts), None)
 
-    def put(self, part: HeldPart) -> None:
-        """Take a sealed part."""
+    def put(self, lineage: bytes, part: HeldPart) -> None:
+        """Take a sealed part of the round that extends a lineage."""
         assert part.result is not None
-        self._parts[part.result.digest] = part
+        self._parts.setdefault(lineage, {})[part.result.digest] = part
 
-    def keep(self, digests: Collection[bytes]) -> None:
-        """Drop all others."""
-        self._parts = {digest: part for digest, part in self._parts.items() if digest in digests}
+    def of(self, lineage: bytes) -> tuple[bytes, ...]:
+        """Digests of the parts of one round."""
+        return tuple(self._parts.get(lineage, ()))
+
+    def keep(self, lineages: Collection[bytes]) -> None:
+        """Drop the parts of all other rounds."""
+        self._parts = {lineage: parts for lineage, parts in self._parts.items() if lineage in lineages}
+
+    def retain(self, lineage: bytes, digests: Collection[bytes]) -> None:
+        """Drop all other parts of one round."""
+        parts = self._parts.get(lineage, {})
+        self._parts[lineage] = {digest: part for digest, part in parts.items() if digest in digests}
 
     async def _serve(self, peer: PeerId, stream: Stream) -> None:
         wanted = wire.expect(await stream.receive(_LIMIT), wire.WantPart)
-        part = self._parts.get(wanted.digest)
+        part = self.get(wanted.digest)
         await stream.send(wire.Having(part is not None))
-        if part is None:
+        if part is None or part.result is None:
             return
         for index in range(part.chunks):
             data = part.chunk(index)
             await stream.send(wire.Reduced(index, part.masks[index], len(data)), data)
+        await stream.send(part.done or wire.PartDone(0, 0, part.result, b""))
 
 
 async def fetch_part(
     host: Host, peer: PeerId, wanted: wire.Part, codec: Codec, span: tuple[int, int, int], deadline: Deadline
 ) -> HeldPart:
-    """Get a part from a peer that may have it.
+    """Get a part from a peer that may have it. `done` of what is returned is the peer's word, and not verified.
 
     Args:
         wanted: what it must turn out to be.
@@ -74,7 +84,9 @@ async def fetch_part(
             await stream.receive_into(data)
             masks.append(header.mask)
             digests.append(await host.compute.run(partial(chunk_digest, header.mask, data), len(data)))
+        done = wire.expect(await stream.receive(wire.MAX_HEADER_BYTES), wire.PartDone)
     if seal(masks, digests) != wanted:
         raise BadPayload("a part whose digest is not the one that was asked for")
     part.masks, part.result = masks, wanted
+    part.done = replace(done, result=wanted) if done.signature else None
     return part

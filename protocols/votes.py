@@ -150,4 +150,12 @@ class Rival:
     certificate: Certificate
 
 
-Instruction: TypeAlias = Send | SetTimer | Choose | Fetch | Decided | Rival
+@dataclass(frozen=True, slots=True)
+class Accuse:
+    """A peer sent votes that nobody cast."""
+
+    peer: PeerId
+    why: str
+
+
+Instruction: TypeAlias = Send | SetTimer | Choose | Fetch | Decided | Rival | Accuse

@@ -306,8 +306,17 @@ class Having(Header):
     here: bool = flag()
 
 
+@dataclass(frozen=True, slots=True)
+class Knock(Header):
+    """Who is not in the roster asks to be admitted: it stands where the round begins, and holds that state."""
+
+    key: RoundKey = one(RoundKey)
+    member: Member = one(Member)
+    state_root: bytes = digest()
+
+
 _KINDS: dict[int, type[Header]] = dict(
-    enumerate((Opening, Ready, Plan, Contribute, Chunk, Reduced, PartDone, WantPart, Having))
+    enumerate((Opening, Ready, Plan, Contribute, Chunk, Reduced, PartDone, WantPart, Having, Knock))
 )
 _NUMBER = {kind: number for number, kind in _KINDS.items()}
 

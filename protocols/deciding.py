@@ -1,0 +1,193 @@
+"""One lineage's vote at one member, driven: messages out, timers, what is held, who was heard.
+
+`protocols.ballot` decides; this gives it time and a voice. It lives for as long as its lineage may still be asked
+about, while sessions come and go; without one, timers rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Iterable, Sequence
+
+from protocols.ballot import Vote
+from protocols.base import BadPayload, Head, Host, Member, PeerId, Settings
+from protocols.poll import Poll
+from protocols.post import Ledger, Post
+from protocols.tasks import Bell
+from protocols.votes import (
+    Accept,
+    Accuse,
+    Certificate,
+    Choose,
+    Decided,
+    Fetch,
+    Instruction,
+    Message,
+    Prepare,
+    Promise,
+    Propose,
+    Rival,
+    Send,
+    SetTimer,
+    Stale,
+)
+from protocols.wire import PartDone
+
+BALLOT_FLOOR_SECONDS = 2.0
+"""What a ballot is given beyond two round trips and the time of its data phase: honest members pause, too."""
+
+_MEMBERS_ONLY = (Prepare, Promise, Propose, Accept, Stale)
+
+
+class Decision:
+    """One member's part in the decision on one lineage's child.
+
+    Attributes:
+        leading: the ballot in which we coordinate and are free to choose; None if there is none.
+        promises: what the members promised us for it.
+        wanted: digests without which our vote cannot be cast; of the record in `proposed`.
+        certificate: the decision.
+        rival: another one's, which is not ours to take: time to heal.
+        heard: peer -> when we heard of it last.
+        phase_seconds: what the data phase is expected to take.
+        onlookers: who waits for the decision without being of the roster.
+    """
+
+    def __init__(self, host: Host, me: Member, head: Head, settings: Settings, post: Post, ledger: Ledger) -> None:
+        quorum = settings.quorum(len(head.roster)) if settings.quorum else None
+        self.head, self.poll = head, Poll(head.key, head.roster, host.signer, quorum, settings.fork_peers)
+        self.vote = Vote(me, self.poll)
+        self.leading = 0 if self.poll.counts(me) and self.poll.coordinator(0) == me.peer else None
+        self.promises: tuple[Promise, ...] = ()
+        self.proposed = b""
+        self.wanted: tuple[bytes, ...] = ()
+        self.rival: Certificate | None = None
+        self.heard: dict[PeerId, float] = {}
+        self.phase_seconds = 0.0
+        self.onlookers: dict[PeerId, Member] = {}
+        self.changed = Bell()
+        self._me, self._post, self._ledger = me, post, ledger
+        self._timer: asyncio.TimerHandle | None = None
+        self._moved = 0.0
+        self._awake = False
+
+    @property
+    def certificate(self) -> Certificate | None:
+        return self.vote.decided
+
+    @property
+    def patience_seconds(self) -> float:
+        """T_b: two round trips, the data phase, and a floor."""
+        trips = self._post.round_trip_seconds
+        slowest = max((trips.get(member.peer, 0.0) for member in self.poll.roster), default=0.0)
+        return BALLOT_FLOOR_SECONDS + 2 * slowest + self.phase_seconds
+
+    # -- events -------------------------------------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """A session is here: messages and timers go on."""
+        self._awake = True
+
+    def rest(self) -> None:
+        """It is over: timers rest."""
+        self._awake = False
+        if self._timer:
+            self._timer.cancel()
+
+    def receive(self, peer: PeerId, message: Message) -> None:
+        """A message of the vote.
+
+        Raises:
+            BadPayload: a vote of who has none, or on another state.
+        """
+        if message.sender.peer != peer:
+            raise BadPayload(f"a vote in the name of {message.sender.peer}")
+        if isinstance(message, _MEMBERS_ONLY) and not self.poll.counts(message.sender):
+            raise BadPayload("a vote of no member of the roster, or in another life")
+        if isinstance(message, Propose):
+            value = self.poll.value(message.ballot, message.record)
+            if value is None or value.record.state_root != self.head.state_root:
+                raise BadPayload("a proposal that may not be put to the vote, or of another state")
+        self.hear(peer)
+        self._act(self.vote.receive(peer, message))
+
+    def hear(self, peer: PeerId) -> None:
+        """There is life in a peer."""
+        self.heard[peer] = asyncio.get_running_loop().time()
+
+    def moved(self) -> None:
+        """Data flows: the present ballot has its whole time again."""
+        self._moved = asyncio.get_running_loop().time()
+
+    def progress(self) -> None:
+        """The round is called, or should be: the present ballot's time begins."""
+        self._act(self.vote.progress())
+
+    def gone(self, peer: PeerId) -> None:
+        """A peer is visibly gone."""
+        self._act(self.vote.gone(peer))
+
+    def suspect(self, peer: PeerId) -> None:
+        """A peer has been silent for as long as a ballot may take: if it coordinates this one, on to the next."""
+        if peer == self.poll.coordinator(self.vote.ballot):
+            self._act(self.vote.timeout(self.vote.ballot))
+
+    def chosen(self, ballot: int, record: bytes) -> None:
+        """What we propose, as the coordinator of a ballot."""
+        self.leading = None
+        self._act(self.vote.chosen(ballot, record))
+
+    def holds(self, plan: bytes, parts: Sequence[PartDone], others: Collection[bytes]) -> None:
+        """All that we hold: parts of the present plan as their reducers signed them, and whatever else."""
+        self._act(self.vote.holds(plan, parts, others))
+
+    def fork(self, record: bytes) -> None:
+        """Go on with those whom we reach; empty: the majority is back."""
+        self._act(self.vote.fork(record))
+
+    # -- instructions -------------------------------------------------------------------------------------------------
+
+    def _act(self, instructions: Sequence[Instruction]) -> None:
+        for each in instructions:
+            self._follow(each)
+        if self.leading is not None and self.leading != self.vote.promised:
+            self.leading = None
+        self.changed.ring()
+
+    def _follow(self, instruction: Instruction) -> None:
+        match instruction:
+            case Send(to, message):
+                self._tell(to, message)
+            case SetTimer(ballot, factor):
+                self._arm(ballot, factor)
+            case Choose(ballot, promises):
+                self.leading, self.promises = ballot, promises
+            case Fetch(record, parts):
+                self.proposed, self.wanted = record, parts
+            case Decided(certificate):
+                self.rest()
+                self._tell(self.onlookers, certificate)
+            case Rival(certificate):
+                self.rival = certificate
+            case Accuse(peer, why):
+                self._ledger.name(peer, f"refused: {why}")
+
+    def _tell(self, peers: Iterable[PeerId], message: Message) -> None:
+        for peer in peers:
+            self._post.send(peer, message)
+
+    def _arm(self, ballot: int, factor: int) -> None:
+        if self._timer:
+            self._timer.cancel()
+        self.moved()
+        if self._awake and self.certificate is None:
+            self._schedule(ballot, factor)
+
+    def _schedule(self, ballot: int, factor: int) -> None:
+        due = self._moved + factor * self.patience_seconds
+        self._timer = asyncio.get_running_loop().call_at(due, self._on_timer, ballot, factor)
+
+    def _on_timer(self, ballot: int, factor: int) -> None:
+        if asyncio.get_running_loop().time() < self._moved + factor * self.patience_seconds:
+            return self._schedule(ballot, factor)
+        self._act(self.vote.timeout(ballot))

@@ -1,0 +1,461 @@
+"""One attempt at a round, from the first offer to the outcome: `protocols.base.Session` for a roster that votes.
+
+While the trainer works, offers travel and the round is called; the data phase runs; the roster decides, and what was
+decided is fetched, if need be, and decoded. An attempt that ends undecided leaves its decision and what is held to the
+next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from protocols import plan as planning
+from protocols import record as records
+from protocols import wire
+from protocols.base import (
+    BadPayload,
+    Deadline,
+    Head,
+    Header,
+    Host,
+    Mean,
+    Member,
+    Outcome,
+    PeerError,
+    PeerId,
+    PeerSilent,
+    Settings,
+    Stream,
+    Vector,
+    Work,
+)
+from protocols.calling import Call, Terrain
+from protocols.codec import Codec
+from protocols.deciding import Decision
+from protocols.exchange import Exchange
+from protocols.leading import Leader, fork
+from protocols.parts import HeldPart, Task, part_message
+from protocols.plan import BUDGET_FLOOR_SECONDS, BUDGET_MULTIPLE
+from protocols.post import Ledger, Post
+from protocols.record import Record
+from protocols.shelf import Shelf, fetch_part
+from protocols.tasks import together
+from protocols.vectors import Flat
+from protocols.votes import Certificate, Message
+
+FORK_BUDGETS = 3
+RETRY_SECONDS = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Desk:
+    """What all sessions of one averager work with."""
+
+    host: Host
+    settings: Settings
+    codec: Codec
+    me: Member
+    ledger: Ledger
+    post: Post
+    shelf: Shelf
+
+
+class Session:
+    """Attributes:
+    cut: as in the contract.
+    exchange: the data phase, of the plan that was called last.
+    """
+
+    def __init__(self, desk: Desk, head: Head, decision: Decision, bandwidth: float, deadline: Deadline) -> None:
+        self.head, self.decision, self.deadline = head, decision, deadline
+        self.exchange: Exchange | None = None
+        self._desk, self._host = desk, desk.host
+        elements = desk.settings.elements[head.key.fragment]
+        per_element = desk.codec.encoded_bytes(1 << 20) / (1 << 20)
+        self._ground = planning.Ground(head.key, elements, per_element, head.complaints)
+        self.call = Call(desk.host, Terrain(self._ground, head, desk.me, bandwidth, deadline), desk.post, desk.ledger)
+        self.cut, self.bell = self.call.cut, self.call.changed
+        self._leader = Leader(desk.host, desk.me, desk.post, self)
+        self._superseded = False
+        self._votes = desk.me in head.roster
+        decision.changed = self.bell
+
+    # -- the contract -------------------------------------------------------------------------------------------------
+
+    def ready(self, work: Work) -> None:
+        if self._votes:
+            self.call.ready(work)
+
+    async def mean(self, mine: Sequence[Vector], work: Work, into: Sequence[Vector]) -> Mean:
+        source, target = Flat(mine), Flat(into)
+        if not source.size == target.size == self._ground.elements:
+            raise ValueError(f"{source.size} and {target.size} elements; the run averages {self._ground.elements}")
+        await self.cut.wait()  # it is set at the round's deadline at the latest
+        mean = await self._average(source, target)
+        names, sent, received = self._desk.ledger.take()
+        return replace(mean, blamed=(*names, *mean.blamed), bytes_sent=sent, bytes_received=received)
+
+    @property
+    def in_time(self) -> bool | None:
+        """Whether the data phase ended within its budget; None if it was not time that was short."""
+        if self.exchange is None:
+            return None
+        if self.exchange.complete:
+            return True
+        return None if asyncio.get_running_loop().time() < self.exchange.task.deadline else False
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    async def live(self) -> None:
+        """What goes on beside training and averaging, until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._cut_when_over())
+            group.create_task(self._watch_members())
+            if not self._votes:
+                return self._knock()
+            self.decision.wake()
+            group.create_task(self._await_call())
+            group.create_task(self._lead_when_free())
+            group.create_task(self._fetch_when_asked())
+            group.create_task(self._watch_majority())
+
+    def close(self) -> None:
+        self.call.close()
+        self.decision.rest()
+
+    def supersede(self) -> None:
+        """There is a better branch: end."""
+        self._superseded = True
+        self.bell.ring()
+
+    def _over(self) -> bool:
+        return self._superseded or self.decision.certificate is not None or self.decision.rival is not None
+
+    async def _until(self, condition: object, deadline: Deadline | None = None) -> bool:
+        """Wait for a condition; False if the deadline, or the session's, comes first."""
+        try:
+            await self.bell.until(condition, self.deadline if deadline is None else deadline)  # type: ignore[arg-type]
+        except TimeoutError:
+            return False
+        return True
+
+    async def _cut_when_over(self) -> None:
+        if await self._until(self._over):
+            self.cut.set()
+
+    async def _await_call(self) -> None:
+        """Once the round should be called, its coordinator has as long as a ballot may take."""
+        if await self.call.due() and not self._over():
+            self.decision.progress()
+
+    async def _lead_when_free(self) -> None:
+        led = -1
+        while await self._until(lambda: self.decision.leading not in (None, led) or self._over()):  # noqa: B023
+            if self._over() or self.decision.leading is None:
+                return
+            led = self.decision.leading
+            await self._leader.lead(led)
+
+    async def _watch_members(self) -> None:
+        members = self._host.members
+        version, peers = members.version, {member.peer for member in self.head.roster}
+        while asyncio.get_running_loop().time() < self.deadline:
+            live = {member.peer for member in members.live()}
+            for peer in sorted(peers - live):
+                self.gone(peer)
+            peers &= live
+            version = await members.changed(version, self.deadline)
+            peers |= {member.peer for member in self.head.roster} & {member.peer for member in members.live()}
+
+    async def _watch_majority(self) -> None:
+        """Where the majority is gone for long, go on with those who are left."""
+        loop, poll, since = asyncio.get_running_loop(), self.decision.poll, None
+        wanted: tuple[Member, ...] = ()
+        while not self._over() and loop.time() < self.deadline:
+            live = {*self._host.members.live(), self._desk.me}
+            here = tuple(member for member in poll.roster if member in live)
+            if len(here) >= poll.quorum or len(here) < max(1, poll.fork_peers):
+                since, now_wanted = None, tuple[Member, ...]()
+            else:
+                since = loop.time() if since is None else since
+                waited = loop.time() - since >= self._fork_seconds()
+                now_wanted = here if poll.fork_peers and waited else ()
+            if now_wanted != wanted:
+                wanted = now_wanted
+                self.decision.fork(fork(self.head, wanted) if wanted else b"")
+            await self._until(self._over, min(self.deadline, loop.time() + RETRY_SECONDS))
+
+    def _fork_seconds(self) -> float:
+        budget = self.call.terms.plan.budget_seconds if self.call.terms else BUDGET_FLOOR_SECONDS
+        return budget * (1 if len(self.head.roster) == 2 else FORK_BUDGETS)
+
+    def _knock(self) -> None:
+        for member in self.head.roster:
+            if member.peer != self._desk.me.peer:
+                self._desk.post.send(member.peer, wire.Knock(self.head.key, self._desk.me, self.head.state_root))
+
+    # -- events -------------------------------------------------------------------------------------------------------
+
+    def gone(self, peer: PeerId) -> None:
+        """A peer is visibly gone."""
+        if self.exchange:
+            self.exchange.lose(peer, "gone")
+        self.decision.gone(peer)
+
+    def take(self, peer: PeerId, message: Header) -> None:
+        """A control message for this round.
+
+        Raises:
+            BadPayload: it breaks a rule.
+        """
+        self.decision.hear(peer)
+        match message:
+            case wire.Ready(_, offer):
+                self.call.on_ready(peer, offer)
+            case wire.Plan():
+                self._on_plan(peer, message)
+            case wire.Knock(_, member, root):
+                self._on_knock(peer, member, root)
+            case Message():
+                self.decision.receive(peer, message)
+
+    def _on_plan(self, peer: PeerId, plan: wire.Plan) -> None:
+        if peer != self.decision.poll.coordinator(plan.ballot):
+            raise BadPayload(f"a plan of {peer}, who does not coordinate ballot {plan.ballot}")
+        if plan.ballot == self.decision.vote.promised:
+            self.call.on_plan(plan)
+            self.decision.progress()
+
+    def _on_knock(self, peer: PeerId, member: Member, root: bytes) -> None:
+        if member.peer != peer:
+            raise BadPayload(f"asks for the admission of {member.peer}")
+        if root != self.head.state_root:
+            raise BadPayload("asks for admission with another state")
+        self._leader.candidates[peer] = member
+        self.decision.onlookers[peer] = member
+        if self.decision.certificate:
+            self._desk.post.send(peer, self.decision.certificate)
+
+    async def serve(self, peer: PeerId, stream: Stream, opening: wire.Contribute) -> None:
+        """A data stream for this round.
+
+        Raises:
+            BadPayload: of another plan, or it broke a rule.
+            PeerSilent: our data phase did not begin in time, or the stream broke off.
+        """
+        self.decision.hear(peer)
+        loop = asyncio.get_running_loop()
+        deadline = min(self.deadline, stream.deadline)
+        while self.exchange is None or self.exchange.task.terms.digest != opening.plan:
+            if not await self._until(lambda was=self.exchange: self.exchange is not was, deadline):
+                raise PeerSilent(peer, "the data phase of its plan did not begin here")
+        exchange = self.exchange
+        try:
+            await exchange.serve(peer, stream, opening)
+        except BadPayload as error:
+            exchange.lose(peer, f"refused: {error}")  # it will not hand in anything else: nobody waits for it
+            raise
+        self.decision.heard[peer] = loop.time()
+
+    # -- averaging ----------------------------------------------------------------------------------------------------
+
+    async def _average(self, mine: Flat, target: Flat) -> Mean:
+        """Run the data phase of whatever is called, until the round is over and we have what was decided."""
+        async with together() as group:
+            running: asyncio.Task[None] | None = None
+            while not self._over():
+                terms = self.call.terms
+                if terms and self._desk.me.peer in terms.peers:
+                    if self.exchange is None or self.exchange.task.terms.digest != terms.digest:
+                        if running:
+                            running.cancel()
+                        self._start(terms, mine)
+                        assert self.exchange is not None
+                        running = group.create_task(self.exchange.run())
+                    self.exchange.assign(terms)
+                if not await self._until(lambda terms=terms: self._over() or self.call.terms is not terms):
+                    break
+            mean = await self._conclude(target)
+            if running:
+                running.cancel()
+        return mean
+
+    def _start(self, terms: planning.Terms, mine: Flat) -> None:
+        desk, decision, now = self._desk, self.decision, asyncio.get_running_loop().time()
+        decision.phase_seconds = (terms.plan.budget_seconds - BUDGET_FLOOR_SECONDS) / BUDGET_MULTIPLE
+        task = Task(
+            key=self.head.key,
+            terms=terms,
+            me=desk.me.peer,
+            mine=mine,
+            codec=desk.codec,
+            chunk_elements=desk.settings.chunk_elements,
+            compute=desk.host.compute,
+            signer=desk.host.signer,
+            silent=max(now, self.call.cut_at) + decision.patience_seconds,
+            patience_seconds=decision.patience_seconds,
+            deadline=self.call.hand_in_until(),
+            progress=decision.moved,
+        )
+        vote, lineage = decision.vote, self.head.key.lineage
+        bound = [value.record for value in (vote.accepted, vote.forked) if value]
+        desk.shelf.retain(lineage, {part.digest for record in bound for part in record.parts})
+        self.exchange = Exchange(desk.host, desk.ledger, task, self._on_exchange)
+        live = {member.peer for member in desk.host.members.live()}
+        for peer in terms.peers:
+            if peer not in live and peer != desk.me.peer:
+                self.exchange.lose(peer, "gone")
+        self._hold()
+        self.bell.ring()
+
+    def _on_exchange(self) -> None:
+        """A part came in, or cannot be had from its reducer."""
+        assert self.exchange is not None
+        for held in self.exchange.parts.values():
+            self._desk.shelf.put(self.head.key.lineage, held)
+        self._hold()
+        self.decision.progress()
+        for peer in list(self.exchange.silent):
+            if self.exchange.silent.pop(peer, None) is None:
+                self.decision.suspect(peer)
+        self.bell.ring()
+
+    def _hold(self) -> None:
+        exchange = self.exchange
+        signed = [held.done for held in exchange.parts.values() if held.done and held.chunks] if exchange else []
+        plan = exchange.task.terms.digest if exchange else bytes(32)
+        self.decision.holds(plan, signed, self._desk.shelf.of(self.head.key.lineage))
+
+    # -- getting what others have -------------------------------------------------------------------------------------
+
+    async def _fetch_when_asked(self) -> None:
+        """Our vote waits for parts that we do not have: get them from those who vote already."""
+        while await self._until(lambda: bool(self.decision.wanted) or self._over()):
+            if self._over():
+                return
+            record, decision = records.decode(self.decision.proposed), self.decision
+            digest, ballot = records.lineage(decision.proposed), decision.vote.ballot
+            wanted, decision.wanted = decision.wanted, ()
+            voters = [member.peer for member in decision.poll.voters(ballot, digest)]
+            for index, part in enumerate(record.parts):
+                if part.digest in wanted:
+                    await self._obtain(record, index, [decision.poll.coordinator(ballot), *voters])
+            self._hold()
+            missing = tuple(each for each in wanted if each not in self._desk.shelf.of(self.head.key.lineage))
+            if missing and not decision.wanted and decision.proposed == records.encode(record):
+                await self._until(self._over, min(self.deadline, asyncio.get_running_loop().time() + RETRY_SECONDS))
+                decision.wanted = missing
+
+    async def obtain(self, plan: bytes, done: wire.PartDone, holders: Sequence[PeerId]) -> HeldPart | None:
+        """Get a part of the present plan, whose reducer is lost, from those who hold it."""
+        exchange = self.exchange
+        if exchange is None or done.reducer >= len(exchange.task.terms.peers):
+            return None
+        signer = exchange.task.terms.peers[done.reducer]
+        if not self._host.signer.verify(signer, part_message(self.head.key, plan, done), done.signature):
+            return None
+        low, high = exchange.task.terms.part(done.part)
+        held = await self._ask(holders, done.result, (low, high, self._desk.settings.chunk_elements))
+        if held:
+            held.done = done
+        return held
+
+    async def _obtain(self, record: Record, index: int, holders: Sequence[PeerId]) -> HeldPart | None:
+        """Get a part of a record, and keep it."""
+        part = record.parts[index]
+        await self._underway(record, index)
+        if held := self._desk.shelf.get(part.digest):
+            self._desk.shelf.put(self.head.key.lineage, held)
+            return held
+        if len(record.bounds) != len(record.parts) + 1 or record.bounds[-1] != self._ground.elements:
+            return None
+        span = (record.bounds[index], record.bounds[index + 1], self._desk.settings.chunk_elements)
+        held = await self._ask(holders, part, span)
+        if held:
+            self._convict(index, held)
+            self._desk.shelf.put(self.head.key.lineage, held)
+        return held
+
+    async def _underway(self, record: Record, index: int) -> None:
+        """Wait for a part that our own data phase is about to have, for as long as it moves."""
+        exchange = self.exchange
+        if exchange is None or exchange.task.terms.digest != record.plan:
+            return
+
+        def settled() -> bool:
+            return index in exchange.parts or index in exchange.failed or self.exchange is not exchange
+
+        loop = asyncio.get_running_loop()
+        while not settled():
+            until = min(exchange.task.deadline, exchange.moved + self.decision.patience_seconds)
+            if loop.time() >= until:
+                return
+            await self._until(settled, until)
+
+    async def _ask(self, holders: Sequence[PeerId], part: wire.Part, span: tuple[int, int, int]) -> HeldPart | None:
+        """Ask one after the other, none for longer than a ballot may take."""
+        live = {member.peer for member in self._host.members.live()}
+        for peer in dict.fromkeys(holders):
+            if peer == self._desk.me.peer or peer not in live:
+                continue
+            deadline = min(self.deadline, asyncio.get_running_loop().time() + self.decision.patience_seconds)
+            try:
+                return await fetch_part(self._host, peer, part, self._desk.codec, span, deadline)
+            except BadPayload as error:
+                self._desk.ledger.name(peer, f"refused as a source: {error}")
+            except PeerError:
+                continue
+        return None
+
+    def _convict(self, index: int, held: HeldPart) -> None:
+        """Two different parts under one reducer's signature are proof against it."""
+        exchange = self.exchange
+        mine = exchange.parts.get(index) if exchange else None
+        if not exchange or not mine or not mine.done or not held.done or mine.result == held.result:
+            return
+        terms, theirs = exchange.task.terms, held.done
+        if theirs.reducer != mine.done.reducer or theirs.part != index:
+            return
+        peer = terms.peers[theirs.reducer]
+        if self._host.signer.verify(peer, exchange.task.message(theirs), theirs.signature):
+            self._desk.ledger.name(peer, f"signed two different results for part {index}")
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    async def _conclude(self, target: Flat) -> Mean:
+        certificate = self.decision.certificate
+        if certificate is None:
+            superseded = self._superseded or self.decision.rival is not None
+            return Mean(Outcome.SUPERSEDED if superseded else Outcome.UNDECIDED)
+        record = records.decode(certificate.record)
+        if record.state_root != self.head.state_root:
+            self._desk.ledger.name(self._desk.me.peer, "our state is not the one that was decided on")
+            return Mean(Outcome.SUPERSEDED)
+        if record.averaged and not await self._decode(record, certificate, target):
+            return Mean(Outcome.SUPERSEDED)
+        terms = self.call.terms if self.call.terms and self.call.terms.digest == record.plan else None
+        return Mean(
+            Outcome.COMMITTED if record.averaged else Outcome.SKIPPED,
+            record=certificate.record,
+            certificate=wire.encode(certificate),
+            contributions=records.contributions(record.peers, record.parts),
+            weights=dict(zip(terms.peers, terms.weights, strict=True)) if terms and record.averaged else {},
+            blamed=terms.clamped if terms else (),
+        )
+
+    async def _decode(self, record: Record, certificate: Certificate, target: Flat) -> bool:
+        """Get what is missing of a decided record and decode it; False if it cannot be had here, or does not decode."""
+        voters = [vote.voter.peer for vote in certificate.votes]
+        for index in range(len(record.parts)):
+            held = await self._obtain(record, index, voters)
+            if held is None:
+                return False
+            try:
+                await self._host.compute.run(partial(held.decode, target), 4 * (held.high - held.low))
+            except BadPayload as error:
+                self._desk.ledger.name(voters[0], f"voted for what does not decode: {error}")
+                return False
+        return True
