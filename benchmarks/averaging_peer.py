@@ -50,6 +50,7 @@ from protocols.base import (
     Work,
 )
 from protocols.codec import codec
+from protocols.fixed import FixedMembers
 from protocols.tasks import alongside
 from protocols.vectors import norm
 
@@ -98,22 +99,6 @@ class Setup:
     def moved_bytes(self) -> int:
         """What each peer sends in one round, and receives: 2 (N - 1) / N encoded vectors."""
         return 2 * codec(self.codec).encoded_bytes(self.elements) * (self.peers - 1) // self.peers
-
-
-class FixedMembers:
-    """`protocols.base.Members` that never change."""
-
-    version = 0
-
-    def __init__(self, members: Sequence[Member]) -> None:
-        self._members = tuple(sorted(members))
-
-    def live(self) -> tuple[Member, ...]:
-        return self._members
-
-    async def changed(self, since: int, deadline: Deadline) -> int:
-        await asyncio.sleep(max(0.0, deadline - asyncio.get_running_loop().time()))
-        return self.version
 
 
 class NoDirectory:

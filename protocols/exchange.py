@@ -16,7 +16,7 @@ from protocols.parts import HeldPart, Task, seal
 from protocols.plan import Terms
 from protocols.post import Ledger
 from protocols.reduce import Reducer, contribute
-from protocols.tasks import Bell
+from protocols.tasks import Bell, together
 
 DATA = "starling/butterfly/data/1"
 
@@ -24,7 +24,8 @@ DATA = "starling/butterfly/data/1"
 class Exchange:
     """Attributes:
     task: what is averaged, under the latest version of the plan.
-    parts: part -> what it came to.
+    parts: part -> what it came to; decoded, but for the `torn`.
+    torn: parts that were begun twice, so that pieces of both may have been decoded.
     failed: part -> the reducer of which we could not have it.
     silent: who did not answer in time.
     finished: when the last part came in.
@@ -35,6 +36,7 @@ class Exchange:
         self.task = replace(task, progress=self._on_chunk)
         self.parts: dict[int, HeldPart] = {}
         self.failed: dict[int, PeerId] = {}
+        self.torn: set[int] = set()
         self.silent: dict[PeerId, None] = {}
         self.finished = 0.0
         self.moved = asyncio.get_running_loop().time()
@@ -65,7 +67,7 @@ class Exchange:
 
     async def run(self) -> None:
         """Reduce and hand in until the deadline, also what is given to others or to us in the meantime."""
-        async with asyncio.TaskGroup() as group:
+        async with together() as group:
             while asyncio.get_running_loop().time() < self.task.deadline:
                 terms = self.task.terms
                 for part in range(len(terms.plan.reducers)):
@@ -84,6 +86,7 @@ class Exchange:
             return
         if job:
             job.cancel()
+            self.torn.add(part)
         self.failed.pop(part, None)
         self._reducers.pop(part, None)
         low, high = self.task.terms.part(part)
@@ -119,6 +122,7 @@ class Exchange:
                 self._ledger.name(reducer, f"lost as a reducer: {error.why}")
                 if reducer in self.silent:
                     break
+                self.torn.add(part)
         self.failed[part] = reducer
         self._on_change()
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from protocols import wire
-from protocols.base import Compute, Deadline, PeerId, RoundKey, Signer
+from protocols.base import Compute, Deadline, PeerId, RoundKey, Signer, Vector
 from protocols.codec import Codec
 from protocols.plan import Terms
 from protocols.vectors import CHUNK_ELEMENTS, Flat, chunk_count, chunk_range
@@ -52,17 +52,26 @@ class HeldPart:
         start = index * self._whole
         return self._memory[start : start + self.size(index)]
 
-    def decode(self, into: Flat) -> None:
-        """Decode it to where it belongs.
+    def decode(self, into: Flat | None) -> None:
+        """Decode it to where it belongs; without that, see only whether it decodes.
 
         Raises:
             BadPayload: a chunk does not decode to finite numbers.
         """
-        scratch = torch.empty(min(self.chunk_elements, self.high - self.low))
+        scratch = self.room()
         for index in range(self.chunks):
-            low, high = self.elements(index)
-            self.codec.decode(self.chunk(index), scratch[: high - low])
+            self.decode_chunk(index, into, scratch)
+
+    def decode_chunk(self, index: int, into: Flat | None, scratch: Vector) -> None:
+        """As `decode`, one chunk; `scratch` has room for it."""
+        low, high = self.elements(index)
+        self.codec.decode(self.chunk(index), scratch[: high - low])
+        if into:
             into.write(low, scratch[: high - low])
+
+    def room(self) -> Vector:
+        """Scratch for one chunk."""
+        return torch.empty(min(self.chunk_elements, self.high - self.low))
 
 
 def chunk_digest(mask: int, data: memoryview) -> bytes:
@@ -84,6 +93,7 @@ class Task:
 
     Attributes:
         mine: this member's vectors, unchanged until the data phase ends.
+        into: takes the mean, chunk by chunk as it comes in.
         silent: who has not opened its stream by then has no part in it.
         patience_seconds: what a reducer has to answer a stream.
         deadline: end of the data phase.
@@ -94,6 +104,7 @@ class Task:
     terms: Terms
     me: PeerId
     mine: Flat
+    into: Flat
     codec: Codec
     chunk_elements: int
     compute: Compute

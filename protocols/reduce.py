@@ -189,6 +189,7 @@ class Reducer:
             mean.zero_()
         data = self.held.chunk(index)
         task.codec.encode(mean, data)
+        self.held.decode_chunk(index, task.into, mean)  # what the others will hold, to the bit
         self._digests.append(chunk_digest(mask, data))
         return mask, refused
 
@@ -232,7 +233,7 @@ async def _send_part(task: Task, held: HeldPart, stream: Stream) -> None:
     weight = task.terms.weights[task.terms.peers.index(task.me)]
     if weight == 0:
         return
-    scratch = torch.empty(min(held.chunk_elements, held.high - held.low))
+    scratch = held.room()
     encoded = memoryview(bytearray(held.size(0)))
 
     def encode(index: int) -> memoryview:
@@ -251,6 +252,12 @@ async def _send_part(task: Task, held: HeldPart, stream: Stream) -> None:
 
 async def _receive_part(task: Task, part: int, held: HeldPart, stream: Stream) -> HeldPart:
     digests: list[bytes] = []
+    scratch = held.room()
+
+    def accept(index: int) -> bytes:
+        held.decode_chunk(index, task.into, scratch)
+        return chunk_digest(held.masks[index], held.chunk(index))
+
     mask = (1 << len(task.terms.peers)) - 1
     for index in range(held.chunks):
         header = wire.expect(await stream.receive(_CHUNK_LIMIT), wire.Reduced)
@@ -262,7 +269,7 @@ async def _receive_part(task: Task, part: int, held: HeldPart, stream: Stream) -
         mask = header.mask
         await stream.receive_into(data)
         held.masks.append(mask)
-        digests.append(await task.compute.run(partial(chunk_digest, mask, data), len(data)))
+        digests.append(await task.compute.run(partial(accept, index), 2 * len(data)))
         task.progress()
     done = wire.expect(await stream.receive(_DONE_LIMIT), wire.PartDone)
     if (done.part, done.result) != (part, seal(held.masks, digests)) or done.reducer >= len(task.terms.peers):

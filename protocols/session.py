@@ -111,7 +111,7 @@ class Session:
 
     async def live(self) -> None:
         """What goes on beside training and averaging, until cancelled."""
-        async with asyncio.TaskGroup() as group:
+        async with together() as group:
             group.create_task(self._cut_when_over())
             group.create_task(self._watch_members())
             if not self._votes:
@@ -262,7 +262,7 @@ class Session:
 
     # -- averaging ----------------------------------------------------------------------------------------------------
 
-    async def _average(self, mine: Flat, target: Flat) -> Mean:
+    async def _average(self, mine: Flat, into: Flat) -> Mean:
         """Run the data phase of whatever is called, until the round is over and we have what was decided."""
         async with together() as group:
             running: asyncio.Task[None] | None = None
@@ -272,18 +272,18 @@ class Session:
                     if self.exchange is None or self.exchange.task.terms.digest != terms.digest:
                         if running:
                             running.cancel()
-                        self._start(terms, mine)
+                        self._start(terms, mine, into)
                         assert self.exchange is not None
                         running = group.create_task(self.exchange.run())
                     self.exchange.assign(terms)
                 if not await self._until(lambda terms=terms: self._over() or self.call.terms is not terms):
                     break
-            mean = await self._conclude(target)
+            mean = await self._conclude(into)
             if running:
                 running.cancel()
         return mean
 
-    def _start(self, terms: planning.Terms, mine: Flat) -> None:
+    def _start(self, terms: planning.Terms, mine: Flat, into: Flat) -> None:
         desk, decision, now = self._desk, self.decision, asyncio.get_running_loop().time()
         decision.phase_seconds = (terms.plan.budget_seconds - BUDGET_FLOOR_SECONDS) / BUDGET_MULTIPLE
         task = Task(
@@ -291,6 +291,7 @@ class Session:
             terms=terms,
             me=desk.me.peer,
             mine=mine,
+            into=into,
             codec=desk.codec,
             chunk_elements=desk.settings.chunk_elements,
             compute=desk.host.compute,
@@ -403,7 +404,9 @@ class Session:
                 continue
             deadline = min(self.deadline, asyncio.get_running_loop().time() + self.decision.patience_seconds)
             try:
-                return await fetch_part(self._host, peer, part, self._desk.codec, span, deadline)
+                held = await fetch_part(self._host, peer, part, self._desk.codec, span, deadline)
+                await self._host.compute.run(partial(held.decode, None), 4 * (held.high - held.low))
+                return held
             except BadPayload as error:
                 self._desk.ledger.name(peer, f"refused as a source: {error}")
             except PeerError:
@@ -453,6 +456,9 @@ class Session:
             held = await self._obtain(record, index, voters)
             if held is None:
                 return False
+            exchange = self.exchange
+            if exchange and exchange.parts.get(index) is held and index not in exchange.torn:
+                continue  # decoded as it came in
             try:
                 await self._host.compute.run(partial(held.decode, target), 4 * (held.high - held.low))
             except BadPayload as error:

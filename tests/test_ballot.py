@@ -341,7 +341,8 @@ def test_an_onlooker_decides_by_a_certificate_only() -> None:
     few = replace(certificate, votes=certificate.votes[:1])
     assert onlooker.receive(table.name(0), few) == []
     forged = [replace(vote, signature=b"no") for vote in certificate.votes]
-    assert onlooker.receive(table.name(0), replace(certificate, votes=tuple(forged))) == []
+    accused = onlooker.receive(table.name(0), replace(certificate, votes=tuple(forged)))
+    assert accused == [votes.Accuse(table.name(0), "a certificate with votes that nobody cast")]
     assert isinstance(onlooker.receive(table.name(0), certificate)[0], votes.Decided)
 
 
