@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from node.round import Replica
 from protocols.reduce import Reducer
@@ -213,13 +214,12 @@ def test_an_error_in_the_code_names_its_seed_too(
 
 
 def test_a_reducer_that_sends_different_bytes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A planted bug in the protocol: the mean is encoded anew, with other bits, for the reducer itself."""
+    """A planted bug in the protocol: the reducer itself takes other bits than those that it sends."""
     close = Reducer._close
 
     def wrong(self: Reducer, index: int) -> tuple[int, dict[str, str]]:
         result = close(self, index)
-        data = self.task.held.chunk(self.part, index)
-        data[0] ^= 1
+        self.task.into.write(self.held.elements(index)[0], torch.ones(1))
         return result
 
     monkeypatch.setattr(Reducer, "_close", wrong)
