@@ -1,18 +1,39 @@
-"""One outer round of one peer: train, average, step, report."""
+"""One outer round of one peer: train, average, step, report; and catching up with what was decided without it."""
 
 from __future__ import annotations
 
-import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 
+from node.catchup import CatchUp, Reached
 from node.outer import OuterSGD, pseudo_gradient
-from protocols.base import Averager, Compute, Head, Mean, Member, Outcome, Trainer, Vector, Work
-from protocols.chain import Chain, state_root
-from protocols.vectors import root
+from node.report import RoundReport, Watch
+from node.state import OuterState
+from protocols import record as records
+from protocols.base import (
+    Averager,
+    Blame,
+    Compute,
+    Deadline,
+    Head,
+    Mean,
+    Member,
+    Outcome,
+    Trainer,
+    Vector,
+    Work,
+)
+from protocols.branches import Branch
+from protocols.chain import KEEP_CERTIFICATES, UNSETTLED, Chain, certificate_in
+from protocols.record import Kind
+from protocols.snapshot import Snapshots
+from protocols.sync import Sync
 from protocols.wire import MAX_NORM
+
+__all__ = ["Replica", "RoundReport"]
 
 FIRST_ROUND_LIMIT_SECONDS = 3600.0
 ROUND_LIMIT_MULTIPLE = 10.0
@@ -20,70 +41,82 @@ ROUND_LIMIT_FLOOR_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class RoundReport:
-    """What became of one round at one peer. Ids and hashes are hex but for peer ids; times are seconds."""
+class _Round:
+    """What a round came to here: the mean, if it was applied or nothing had to be, and this peer's work."""
 
-    run: str
-    peer: str
-    incarnation: int
-    round: int
-    parent: str
-    lineage: str
-    anchor_lineage: str
-    outcome: str
-    peers: tuple[str, ...]
-    contributions: dict[str, tuple[str, int, int]]
-    blamed: dict[str, str]
-    finite: bool
-    weight: float
-    tokens: int
-    loss: float
-    params_hash: str
-    seconds_train: float
-    seconds_wait: float
-    seconds_average: float
-    bytes_sent: int
-    bytes_received: int
-    time: float
+    head: Head
+    mean: Mean
+    work: Work
+    kind: int | None = None
+    finite: bool = True
 
 
 class Replica:
-    """The outer state of one peer, and its rounds.
-
-    Attributes:
-        anchor: outer parameters θ, float32 (n).
-        velocity: outer momentum m, float32 (n).
-    """
+    """The outer state of one peer, and its rounds."""
 
     def __init__(
-        self, chain: Chain, trainer: Trainer, averager: Averager, outer: OuterSGD, compute: Compute, anchor: Vector
+        self,
+        chain: Chain,
+        trainer: Trainer,
+        averager: Averager,
+        outer: OuterSGD,
+        compute: Compute,
+        anchor: Vector,
+        snapshots: Snapshots | None = None,
     ) -> None:
-        self.chain, self.trainer, self.averager, self.outer = chain, trainer, averager, outer
-        self.anchor, self.velocity = anchor, torch.zeros_like(anchor)
+        """
+        Args:
+            anchor: outer parameters that the run starts from, float32 (n); from now on they are ours. A newcomer, who
+                has to fetch them, may bring any.
+            snapshots: where to keep some, for this peer and for others; None keeps none.
+        """
+        self.chain, self.trainer, self.averager = chain, trainer, averager
+        self.state = OuterState(anchor, torch.zeros_like(anchor), outer, compute)
+        self._snapshots = snapshots
         self._compute = compute
         self._delta, self._mean = torch.empty_like(anchor), torch.empty_like(anchor)
         self._limit_seconds = FIRST_ROUND_LIMIT_SECONDS
-        self._params_hash = b""
+        self._counted: dict[bytes, int] = {}  # lineage -> tokens of ours in the round that led to it
+
+    @property
+    def anchor(self) -> Vector:
+        """Outer parameters θ, float32 (n)."""
+        return self.state.anchor
+
+    @property
+    def velocity(self) -> Vector:
+        """Outer momentum m, float32 (n)."""
+        return self.state.velocity
 
     async def settle(self) -> None:
         """Compute the state root of the outer state as it stands."""
-        cost_bytes = 4 * len(self.anchor)
-        self._params_hash = await self._compute.run(lambda: root([self.anchor]), cost_bytes)
-        velocity = await self._compute.run(lambda: root([self.velocity]), cost_bytes)
-        self.chain.settle(state_root(self._params_hash, velocity, self.chain.head.key.round))
+        await self.state.hash()
+        await self._settled()
+
+    async def _settled(self) -> None:
+        """The state is hashed: vouch for it at the head, and keep a snapshot where one is due."""
+        key = self.chain.head.key
+        self.chain.settle(self.state.root(key.round))
+        if self._snapshots and key.round % self._snapshots.every_rounds == 0 and not self._lacks_state():
+            self._snapshots.put(await self.state.snapshot(key.lineage, key.round))
+
+    def _lacks_state(self) -> bool:
+        """Whether the head's state is known not to be the one that we hold: a newcomer's, before it has caught up."""
+        head = self.chain.at(self.chain.head.key.lineage)
+        return head is not None and head.state_root not in (UNSETTLED, self.chain.head.state_root)
+
+    # -- a round ------------------------------------------------------------------------------------------------------
 
     async def run_round(self, me: Member, wall: Callable[[], float]) -> RoundReport:
-        """Train, average and step once.
-
-        Raises:
-            ValueError: this peer is not in the roster of the head: it has been left out, and must join again.
-        """
-        head, watch = self.chain.head, _Watch()
+        """Train, average and step once. One that is not in the head's roster looks on and asks to be admitted."""
+        head, watch = self.chain.head, Watch()
         deadline = watch.began + self._limit_seconds
+        offers: list[int] = []  # tokens
         async with self.averager.enter(head, deadline) as session:
 
             def offer(work: Work) -> None:
-                session.ready(_offered(work, head))
+                session.ready(offered := _offered(work, head))
+                offers.append(offered.tokens)
 
             work = await self.trainer.train(head.key, session.cut, offer)
             watch.lap("train")
@@ -91,10 +124,10 @@ class Replica:
             work = _offered(work, head)
             mean = await session.mean([self._delta], work, [self._mean])
             watch.lap("average")
-        finite = await self._apply(mean, work)
+        done = await self._apply(head, mean, work, offers[:2] == [0, work.tokens])
         if mean.outcome is Outcome.COMMITTED:  # a round that ran into its limit must not raise it
             self._limit_seconds = max(ROUND_LIMIT_FLOOR_SECONDS, ROUND_LIMIT_MULTIPLE * watch.total())
-        return self._report(me, head, mean, work, finite, watch.seconds, wall())
+        return self._report(me, done, watch.seconds, wall())
 
     async def _outgoing(self, work: Work) -> None:
         if _diverged(work):  # start again from the anchor, bring nothing
@@ -103,49 +136,75 @@ class Replica:
         cost_bytes = 4 * len(self.anchor)
         await self._compute.run(lambda: pseudo_gradient(self.anchor, self._delta, self._delta), cost_bytes)
 
-    async def _apply(self, mean: Mean, work: Work) -> bool:
-        """Move to a decided round's state.
+    async def _apply(self, head: Head, mean: Mean, work: Work, one_step: bool) -> _Round:
+        """Move to what was decided: the chain, and the state if the round has a mean; else training just goes on."""
+        data = mean.certificate or mean.record
+        if mean.outcome not in (Outcome.COMMITTED, Outcome.SKIPPED) or not data:
+            return _Round(head, mean, work)
+        record = records.decode(certificate_in(head, data).record)
+        if record.state_root != head.state_root:  # what was decided starts from a state that is not ours
+            blame = Blame(self.averager.me.peer, "its state is not the one that the others hold")
+            mean = Mean(
+                Outcome.SUPERSEDED,
+                blamed=(*mean.blamed, blame),
+                bytes_sent=mean.bytes_sent,
+                bytes_received=mean.bytes_received,
+            )
+            return _Round(head, mean, work)
+        self.chain.extend(data)
+        finite = True
+        if mean.outcome is Outcome.COMMITTED:
+            finite = await self.state.step(self._mean)
+            await self._start_again(mean, work, one_step)
+        await self._settled()
+        return _Round(head, mean, work, record.kind, finite)
+
+    async def _start_again(self, mean: Mean, work: Work, one_step: bool) -> None:
+        """Put the trainer at the new anchor.
 
         Work that the mean does not hold is dropped: it is a step in the direction that the others' mean took already,
         and kept, it is taken twice. Only who had nothing to offer when the round was called, being in the middle of its
-        first step, keeps that step.
+        first step, keeps that step: it stands in the plan with no weight, or not at all.
         """
-        if mean.outcome is not Outcome.COMMITTED:
-            return True
-        self.chain.extend(mean.record)
-        cost_bytes = 12 * len(self.anchor)
-        finite = await self._compute.run(lambda: self.outer.step(self.anchor, self.velocity, self._mean), cost_bytes)
-        await self.settle()
-        if mean.weights.get(self.averager.me.peer) == 0 and work.tokens > 0:
+        me = self.averager.me.peer
+        weight = mean.weights.get(me)
+        late = weight == 0 or (weight is None and one_step and me not in mean.peers)
+        if late and work.tokens > 0:
             local = self._mean  # free now: the local parameters to go on from
-            await self._compute.run(lambda: torch.sub(self.anchor, self._delta, out=local), cost_bytes)
+            await self._compute.run(lambda: torch.sub(self.anchor, self._delta, out=local), 12 * len(self.anchor))
             await self.trainer.write(local, anchor=self.anchor, tokens=work.tokens)
         else:
             await self.trainer.write(self.anchor)
-        return finite
+        if me in mean.peers:
+            self._counted[self.chain.head.key.lineage] = work.tokens
+            if len(self._counted) > KEEP_CERTIFICATES:
+                del self._counted[next(iter(self._counted))]
 
-    def _report(
-        self, me: Member, head: Head, mean: Mean, work: Work, finite: bool, seconds: dict[str, float], time: float
-    ) -> RoundReport:
-        decided = mean.outcome is Outcome.COMMITTED
-        anchor = head.key.lineage.hex()
+    def _report(self, me: Member, done: _Round, seconds: dict[str, float], time: float) -> RoundReport:
+        head, mean, work = done.head, done.mean, done.work
+        anchor = head.anchor.hex()
+        outcome = str(mean.outcome)
+        if done.kind == Kind.FORK:
+            outcome = "fork"
+        elif mean.outcome is Outcome.COMMITTED and head.roster == (me,):
+            outcome = "alone"
         return RoundReport(
             run=head.key.run.hex(),
             peer=me.peer,
             incarnation=me.incarnation,
             round=head.key.round,
-            parent=anchor,
-            lineage=self.chain.head.key.lineage.hex() if decided else anchor,
+            parent=head.key.lineage.hex(),
+            lineage=self.chain.head.key.lineage.hex(),
             anchor_lineage=anchor,
-            outcome="alone" if decided and head.roster == (me,) else str(mean.outcome),
+            outcome=outcome,
             peers=mean.peers,
             contributions={p: (anchor, c.chunks_counted, c.chunks) for p, c in mean.contributions.items()},
             blamed={blame.peer: blame.why for blame in mean.blamed},
-            finite=finite,
+            finite=done.finite,
             weight=mean.weights.get(me.peer, 0.0),
             tokens=work.tokens,
             loss=work.loss,
-            params_hash=self._params_hash.hex(),
+            params_hash=self.state.index.parameters_root.hex(),
             seconds_train=work.seconds,
             seconds_wait=max(0.0, seconds["train"] - work.seconds),
             seconds_average=seconds["average"],
@@ -153,6 +212,50 @@ class Replica:
             bytes_received=mean.bytes_received,
             time=time,
         )
+
+    # -- catching up --------------------------------------------------------------------------------------------------
+
+    async def catch_up(self, sync: Sync, wall: Callable[[], float], deadline: Deadline) -> RoundReport:
+        """Go over to the best branch that others can prove, and fetch its state; a newcomer fetches that of its head.
+
+        What was trained since the anchor is dropped. Never raises for what other peers do: `undecided`, nothing has
+        changed, and it is worth another try. The branch may have grown meanwhile: the next round tells.
+        """
+        head, watch = self.chain.head, Watch()
+        branch = await sync.better(deadline)
+        chain = self.chain.copy()
+        if branch:
+            chain.switch(branch.ancestor.key.lineage, branch.links)
+        reached = None
+        if branch or self._lacks_state():
+            held = self._snapshots.held() if self._snapshots else ()
+            reached = await CatchUp(sync, chain, self.state, head.key.lineage, held, self._mean, deadline).run()
+        lost_rounds, lost_tokens = await self._adopt(branch, reached) if reached else (0, 0)
+        blamed, sent, received = sync.ledger.take()
+        downloaded, parts = sync.take_bytes()
+        outcome = Outcome.SUPERSEDED if reached else Outcome.UNDECIDED
+        mean = Mean(outcome, blamed=blamed, bytes_sent=sent, bytes_received=received + parts)
+        done = _Round(head, mean, Work(0, math.nan, 0.0, 0.0), finite=reached.finite if reached else True)
+        report = self._report(self.averager.me, done, {"train": 0.0, "average": watch.total()}, wall())
+        return replace(
+            report,
+            lost_rounds=lost_rounds,
+            lost_tokens=lost_tokens,
+            replayed_rounds=reached.replayed_rounds if reached else 0,
+            bytes_downloaded=downloaded,
+        )
+
+    async def _adopt(self, branch: Branch | None, reached: Reached) -> tuple[int, int]:
+        """Make it ours; returns rounds and tokens that this costs."""
+        await self.state.take(reached.state)
+        lost = self.chain.switch(branch.ancestor.key.lineage, branch.links) if branch else ()
+        if self._snapshots:
+            self._snapshots.prune(self.chain)
+            if reached.snapshot:
+                self._snapshots.put(reached.snapshot)
+        await self._settled()
+        await self.trainer.write(self.anchor)
+        return len(lost), sum(self._counted.pop(link.lineage, 0) for link in lost)
 
 
 def _diverged(work: Work) -> bool:
@@ -165,19 +268,3 @@ def _offered(work: Work, head: Head) -> Work:
     if _diverged(work):
         work = replace(work, tokens=0, norm=0.0)
     return replace(work, state_root=head.state_root)
-
-
-class _Watch:
-    """Laps of a round by the running loop's time."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self.began = self._mark = self._loop.time()
-        self.seconds: dict[str, float] = {}
-
-    def lap(self, name: str) -> None:
-        now = self._loop.time()
-        self.seconds[name], self._mark = now - self._mark, now
-
-    def total(self) -> float:
-        return self._loop.time() - self.began

@@ -1,18 +1,19 @@
-"""The chain as one peer sees it: what extends the head, what does not, and what it remembers."""
+"""The chain as one peer sees it: what extends the head, what it remembers, where two chains part, how one is left."""
 
 from __future__ import annotations
 
-import itertools
+from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from protocols import record as records
 from protocols.base import BadPayload, Head, Member, RoundKey
-from protocols.chain import KEEP_RECORDS, Chain, state_root
+from protocols.chain import UNSETTLED, Chain, Link, genesis, state_root
 from protocols.record import Kind, Record
+from tests.rounds import ROOT, RUN, certified, decided, encoded, line
 
-RUN = b"r" * 32
-ROOT = b"0" * 32
 ROSTER = (Member("anna"), Member("bert"))
 
 
@@ -20,39 +21,48 @@ def fresh() -> Chain:
     return Chain(RUN, "run", ROSTER, ROOT)
 
 
-def following(chain: Chain, plan: bytes = b"d" * 32, roster: tuple[Member, ...] = ROSTER) -> Record:
-    """A record that extends the head."""
-    head = chain.head
-    return Record(head.key.lineage, head.state_root, head.key.round, Kind.MEAN, plan, (), roster)
+def grown(rounds: int, **changes: object) -> Chain:
+    chain = fresh()
+    for link in line(chain.head, rounds, **changes):
+        chain.extend(encoded(link))
+    return chain
+
+
+def lineages(chain: Chain) -> list[bytes]:
+    return [records.genesis(RUN), *(records.lineage(each) for each in chain.records)]
+
+
+def state(chain: Chain) -> tuple[Head, tuple[bytes, ...], tuple[bytes, ...]]:
+    return chain.head, chain.records, chain.locator()
+
+
+# -- extending --------------------------------------------------------------------------------------------------------
 
 
 def test_a_chain_begins_at_its_runs_genesis() -> None:
     chain = fresh()
     assert chain.head == Head(RoundKey(RUN, "run", records.genesis(RUN), 0), ROSTER, ROOT, records.genesis(RUN))
-    assert list(chain.records) == []
+    assert chain.records == () and Chain(RUN, "run", ROSTER).head.state_root == UNSETTLED
     assert Chain(b"s" * 32, "run", ROSTER, ROOT).head.key.lineage != chain.head.key.lineage
 
 
-def test_a_record_moves_the_head() -> None:
+def test_a_certificate_moves_the_head() -> None:
     chain = fresh()
-    record = following(chain, roster=(Member("bert"), Member("cleo", 3)))
-    encoded = records.encode(record)
-    assert chain.extend(encoded) == record
-    key = RoundKey(RUN, "run", records.lineage(encoded), 1)
-    assert chain.head == Head(key, (Member("bert"), Member("cleo", 3)), ROOT, records.genesis(RUN))
-    assert list(chain.records) == [encoded]
+    link = decided(chain.head, roster=(Member("bert"), Member("cleo", 3)))
+    assert chain.extend(encoded(link)) == link.record
+    key = RoundKey(RUN, "run", link.lineage, 1)
+    assert chain.head == Head(key, (Member("bert"), Member("cleo", 3)), UNSETTLED, anchor=link.lineage)
+    assert chain.child(records.genesis(RUN)) == link and chain.records == (link.certificate.record,)
 
 
-def test_each_record_extends_the_one_before() -> None:
-    chain = fresh()
-    lineages = [chain.head.key.lineage]
-    for number in range(5):
-        record = following(chain)
-        assert (record.parent, record.round) == (lineages[-1], number)
-        chain.extend(records.encode(record))
-        lineages.append(chain.head.key.lineage)
-    assert len(set(lineages)) == 6
-    assert [records.decode(each).parent for each in chain.records] == lineages[:-1]
+@pytest.mark.parametrize("kind", [Kind.SKIP, Kind.FORK])
+def test_a_record_without_parts_leaves_the_anchor(kind: Kind) -> None:
+    chain = grown(2)
+    anchor = chain.head.anchor
+    link = decided(chain.head, kind, roster=(ROSTER[0],))
+    chain.extend(encoded(link))
+    assert chain.head.key.round == 3 and chain.head.key.lineage == link.lineage
+    assert chain.head.anchor == anchor == lineages(chain)[2]
 
 
 @pytest.mark.parametrize(
@@ -66,60 +76,185 @@ def test_each_record_extends_the_one_before() -> None:
     ],
 )
 def test_what_does_not_extend_the_head_is_refused_and_changes_nothing(parent: bytes | None, number: int) -> None:
-    chain = fresh()
-    chain.extend(records.encode(following(chain)))
-    before = (chain.head, list(chain.records))
+    chain = grown(1)
+    before = state(chain)
     bad = Record(parent or chain.head.key.lineage, ROOT, number, Kind.MEAN, b"e" * 32, (), ROSTER)
     with pytest.raises(ValueError, match=f"^record of round {number} does not extend the head at round 1$"):
         chain.extend(records.encode(bad))
-    assert (chain.head, list(chain.records)) == before
+    assert state(chain) == before
 
 
-def test_the_same_record_twice_is_refused() -> None:
+def test_the_same_round_twice_is_refused() -> None:
     chain = fresh()
-    encoded = records.encode(following(chain))
-    chain.extend(encoded)
+    link = decided(chain.head)
+    chain.extend(encoded(link))
     with pytest.raises(ValueError, match="does not extend"):
-        chain.extend(encoded)
+        chain.extend(encoded(link))
 
 
-def test_bytes_that_are_no_record_change_nothing() -> None:
+def test_bytes_that_are_no_certificate_change_nothing() -> None:
     chain = fresh()
-    encoded = records.encode(following(chain))
-    for bad in (b"", b"\xc0", encoded[:-1], encoded + b"\x00"):
+    data = encoded(decided(chain.head))
+    bare = decided(chain.head).certificate.record
+    for bad in (b"", b"\xc0", data[:-1], data + b"\x00", bare[:-1], bare + b"\x00"):
         with pytest.raises(BadPayload):
             chain.extend(bad)
-    assert chain.head == fresh().head and not chain.records
+    assert state(chain) == state(fresh())
+
+
+def test_a_bare_record_is_taken_from_an_averager_without_a_vote() -> None:
+    chain, other = fresh(), fresh()
+    link = decided(chain.head)
+    chain.extend(encoded(link))
+    other.extend(link.certificate.record)
+    assert chain.head == other.head
+    child = other.child(records.genesis(RUN))
+    assert child is not None and child.certificate.votes == (), "nobody else will take it for decided"
 
 
 def test_settling_sets_the_root_and_nothing_else() -> None:
-    chain = fresh()
-    chain.extend(records.encode(following(chain)))
+    chain = grown(1)
     before = chain.head
-    assert before.state_root == ROOT, "it is not known before it is computed"
+    assert before.state_root == UNSETTLED
     chain.settle(b"1" * 32)
-    assert chain.head == Head(before.key, before.roster, b"1" * 32, before.anchor)
-    chain.extend(records.encode(following(chain)))
-    assert chain.head.state_root == b"1" * 32 and len(chain.records) == 2
+    assert chain.head == replace(before, state_root=b"1" * 32)
+    chain.extend(encoded(decided(chain.head)))
+    assert chain.head.state_root == UNSETTLED, "even a SKIP's root has to be settled again: it binds the round"
 
 
 def test_a_head_is_a_value() -> None:
     chain = fresh()
     before = chain.head
-    chain.extend(records.encode(following(chain)))
+    chain.extend(encoded(decided(before)))
     chain.settle(b"1" * 32)
     assert before == fresh().head, "a round keeps the head that it began with"
 
 
-def test_history_is_bounded_and_keeps_the_last() -> None:
+# -- looking ----------------------------------------------------------------------------------------------------------
+
+
+def test_heads_along_the_chain_are_those_that_were() -> None:
     chain = fresh()
-    every = []
-    for number in range(KEEP_RECORDS + 10):
-        every.append(records.encode(following(chain, plan=number.to_bytes(32, "big"))))
-        chain.extend(every[-1])
-    assert list(chain.records) == every[-KEEP_RECORDS:]
-    for before, after in itertools.pairwise(chain.records):
-        assert records.decode(after).parent == records.lineage(before)
+    heads = [chain.head]
+    for number in range(5):
+        kind, roster = (Kind.SKIP, ROSTER[:1]) if number == 2 else (Kind.MEAN, ROSTER)
+        chain.extend(encoded(decided(chain.head, kind, roster)))
+        chain.settle(bytes([number]) * 32)
+        heads.append(chain.head)
+    assert [chain.at(head.key.lineage) for head in heads[:-1]] == heads[:-1]
+    assert chain.at(heads[-1].key.lineage) == replace(heads[-1], state_root=UNSETTLED), "nobody has vouched for it"
+    assert chain.at(b"x" * 32) is None
+
+
+def test_the_head_of_a_diverged_peer_is_its_own_the_chain_says_another() -> None:
+    chain = grown(1)
+    chain.settle(b"1" * 32)
+    chain.extend(encoded(decided(chain.head, root=b"2" * 32)))
+    head = chain.at(lineages(chain)[1])
+    assert head is not None and head.state_root == b"2" * 32
+
+
+def test_a_known_genesis_vouches_for_itself() -> None:
+    chain = fresh()
+    chain.settle(b"9" * 32)
+    head = chain.at(records.genesis(RUN))
+    assert head is not None and head.state_root == ROOT
+
+
+def test_since_and_child() -> None:
+    chain = grown(6)
+    every = lineages(chain)
+    assert [link.lineage for link in chain.since(every[2])] == every[3:]
+    assert [link.lineage for link in chain.since(every[0], 2)] == every[1:3]
+    assert chain.since(every[6]) == chain.since(b"x" * 32) == ()
+    assert chain.child(every[6]) is None and chain.child(b"x" * 32) is None
+    assert every[3] in chain and b"x" * 32 not in chain
+
+
+@given(rounds=st.integers(0, 300), shared=st.integers(0, 300))
+def test_a_locator_finds_where_two_chains_part_or_close_below(rounds: int, shared: int) -> None:
+    base, mine, theirs = line(fresh().head, min(shared, rounds)), fresh(), fresh()
+    start = mine.head.key.lineage
+    head = base[-1].head if base else mine.head
+    mine.switch(start, [*base, *line(head, rounds - len(base))])
+    theirs.switch(start, [*base, *line(head, 3, plan=b"e" * 32)])
+    locator = mine.locator()
+    assert locator[0] == mine.head.key.lineage and locator[-1] == start and len(locator) < 20
+    common = theirs.common(locator)
+    assert common is not None and common in mine and common in theirs
+    found, parted = theirs.at(common), len(base)
+    assert found is not None and 2 * (rounds - parted + 8) >= rounds - found.key.round >= rounds - parted
+    assert theirs.common([b"x" * 32]) is None
+
+
+def test_members_are_those_of_all_rosters_the_latest_first() -> None:
+    chain = fresh()
+    for roster in ((Member("anna"), Member("cleo", 1)), (Member("cleo", 2), Member("dora"))):
+        chain.extend(encoded(decided(chain.head, roster=roster)))
+    assert chain.members(9) == (Member("cleo", 2), Member("dora"), Member("anna"), Member("bert"))
+    assert chain.members(2) == (Member("cleo", 2), Member("dora"))
+
+
+# -- switching --------------------------------------------------------------------------------------------------------
+
+
+def test_another_branch_takes_the_place_of_ours_from_where_they_part() -> None:
+    chain = grown(5)
+    every = lineages(chain)
+    head = chain.at(every[2])
+    assert head is not None
+    other = line(head, 2, plan=b"e" * 32, roster=ROSTER[:1])
+    lost = chain.switch(every[2], other)
+    assert [link.lineage for link in lost] == every[3:]
+    assert lineages(chain) == [*every[:3], *(link.lineage for link in other)]
+    assert chain.head == other[-1].head and every[4] not in chain
+    chain.extend(encoded(decided(chain.head)))
+    assert chain.head.key.round == 5
+
+
+def test_a_switch_may_only_go_back_or_only_on() -> None:
+    chain = grown(3)
+    every = lineages(chain)
+    more = line(chain.head, 2)
+    assert chain.switch(every[3], more) == () and chain.head.key.round == 5
+    assert len(chain.switch(every[0], [])) == 5 and chain.head == replace(fresh().head, state_root=ROOT)
+
+
+def test_a_switch_that_does_not_fit_changes_nothing() -> None:
+    chain = grown(3)
+    every, links = lineages(chain), line(fresh().head, 3, plan=b"e" * 32)
+    before = state(chain)
+    bad: list[tuple[bytes, list[Link]]] = [(b"x" * 32, links), (every[1], links), (every[0], [links[0], links[2]])]
+    for lineage, branch in bad:
+        with pytest.raises(ValueError, match="does not leave this chain"):
+            chain.switch(lineage, branch)
+    assert state(chain) == before
+
+
+def test_a_copy_goes_its_own_way() -> None:
+    chain = grown(3)
+    before, other = state(chain), chain.copy()
+    other.switch(lineages(chain)[1], line(fresh().head, 0))
+    other.extend(encoded(decided(other.head, plan=b"e" * 32)))
+    assert state(chain) == before and other.head.key.round == 2
+
+
+def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("protocols.chain.KEEP_CERTIFICATES", 8)
+    chain, whole = grown(20), lineages(grown(8))
+    every = lineages(chain)[1:]
+    assert len(chain.records) == 8 and chain.head.key.round == 20
+    for before, after in zip(every, chain.records[1:], strict=False):
+        assert records.decode(after).parent == before
+    assert whole[5] not in chain and chain.at(whole[5]) is None and chain.common(whole) is None
+    oldest = chain.locator()[-1]
+    assert oldest in chain and len(chain.since(oldest)) == 8
+    head = chain.at(oldest)
+    assert head is not None and head.key.round == 12
+    assert len(chain.switch(oldest, [])) == 8 and chain.head == replace(head, state_root=UNSETTLED)
+
+
+# -- state roots ------------------------------------------------------------------------------------------------------
 
 
 def test_the_state_root_binds_everything() -> None:
@@ -135,3 +270,14 @@ def test_the_state_root_stays_what_it_is() -> None:
     assert (
         state_root(b"1" * 32, b"2" * 32, 7).hex() == "f543cee602b7233b9b45f14c2d72e8c4f19617500880af3faaa4fed495069822"
     )
+
+
+def test_certificates_of_one_record_lead_to_one_head() -> None:
+    head = genesis(RUN, "run", ROSTER, ROOT)
+    record = decided(head).record
+    ends = set()
+    for voters in (ROSTER, ROSTER[:1]):
+        chain = fresh()
+        chain.switch(head.key.lineage, [Link(certified(head, record, voters), decided(head).head)])
+        ends.add(chain.head.key.lineage)
+    assert len(ends) == 1

@@ -1,0 +1,71 @@
+"""Handing out snapshots: to a few joiners at a time, in chunks that they ask for, while training goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from protocols import wire
+from protocols.base import BadPayload, PeerId, PeerSilent, Stream
+from protocols.requests import Busy, Index, WantChunk, WantSnapshot
+from protocols.snapshot import Snapshot, Snapshots
+
+JOINERS = 3
+BUSY_SECONDS = 5.0
+"""Whom we cannot serve is told to come again after so long."""
+IDLE_SECONDS = 30.0
+"""A joiner that asks for nothing, or takes nothing of what it asked for, for so long gives up its place."""
+_LIMIT = 256
+
+
+@asynccontextmanager
+async def within(seconds: float, peer: PeerId, doing: str) -> AsyncIterator[None]:
+    """A shorter deadline than the stream's own; the stream is not to be used after it.
+
+    Raises:
+        PeerSilent: it has passed.
+    """
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError:
+        raise PeerSilent(peer, f"nothing moved for {seconds:g} s while {doing}") from None
+
+
+class Donor:
+    """Serves the snapshots that a peer keeps. One that is being handed out stays until its joiners have done."""
+
+    def __init__(self, snapshots: Snapshots) -> None:
+        self._snapshots = snapshots
+        self._joiners: list[PeerId] = []
+
+    async def serve(self, stream: Stream, wanted: WantSnapshot) -> None:
+        """Answer a stream on which a snapshot was asked for, until it ends.
+
+        Raises:
+            BadPayload: it asks for what there is not, or for everything many times over.
+            PeerSilent: the joiner has what it wanted, or is gone.
+        """
+        snapshot = self._snapshots.get(wanted.lineage)
+        if snapshot is None:
+            return await stream.send(wire.Having(False))
+        if stream.peer in self._joiners or len(self._joiners) >= JOINERS:
+            return await stream.send(Busy(BUSY_SECONDS))
+        self._joiners.append(stream.peer)
+        try:
+            await self._hand_out(stream, snapshot)
+        finally:
+            self._joiners.remove(stream.peer)
+
+    async def _hand_out(self, stream: Stream, snapshot: Snapshot) -> None:
+        index = snapshot.index
+        async with within(IDLE_SECONDS, stream.peer, "it takes an index"):
+            await stream.send(Index(index.elements), index.pack())
+        for _ in range(2 * len(index.digests)):
+            async with within(IDLE_SECONDS, stream.peer, "it asks for a chunk"):
+                asked = wire.expect(await stream.receive(_LIMIT), WantChunk)
+            data = snapshot.chunk(asked.index)
+            async with within(IDLE_SECONDS, stream.peer, "it takes a chunk"):
+                await stream.send(wire.Chunk(asked.index, len(data)), data)
+        raise BadPayload(f"asks for {2 * len(index.digests)} chunks, twice all there are")

@@ -1,0 +1,203 @@
+"""Fetching a snapshot from several donors at once, none of which is trusted.
+
+Every donor first shows the index, which must make the state root that the chain's certificates carry. Then all take
+chunks from one queue. What a donor was asked for and did not bring goes back to the queue; when the queue is empty,
+whoever is free asks for what others are slow to bring.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+
+from protocols import wire
+from protocols.base import (
+    CHUNK_BYTES,
+    BadPayload,
+    Deadline,
+    Head,
+    Host,
+    PeerError,
+    PeerGone,
+    PeerId,
+    ProtocolError,
+    Stream,
+)
+from protocols.donor import within
+from protocols.post import Ledger
+from protocols.requests import SYNC, Busy, WantChunk, WantSnapshot
+from protocols.requests import Index as Shown
+from protocols.snapshot import Index, Snapshot
+from protocols.tasks import Bell, together
+
+MAX_DONORS = 16
+WINDOW = 4
+"""Chunks that one donor is asked for ahead of what it has brought: a round trip must not stop the flow."""
+CHUNK_SECONDS = 30.0
+"""A donor that brings no chunk for so long has stalled."""
+FAILURES = 3
+"""So often may a donor break off."""
+PAUSE_SECONDS = 1.0
+BUSY_ANSWERS = 20
+"""So often is one that is busy asked again."""
+_LIMIT = 256
+
+
+class Unavailable(ProtocolError):
+    """Nobody whom we could ask has what is needed, or is able to show that it is right."""
+
+
+class Download:
+    """One snapshot on its way.
+
+    Attributes:
+        bytes_received: of chunks, the bad and the doubled among them.
+    """
+
+    def __init__(self, host: Host, ledger: Ledger, at: Head, elements: int) -> None:
+        """
+        Args:
+            at: the head whose state is wanted; its state root as certificates have it.
+            elements: of the parameters, n.
+        """
+        self.bytes_received = 0
+        self._host, self._ledger, self._at, self._elements = host, ledger, at, elements
+        self._snapshot: Snapshot | None = None
+        self._queue: deque[int] = deque()
+        self._asked: dict[int, int] = {}  # chunk -> donors that are bringing it
+        self._missing: set[int] = set()
+        self._bell = Bell()
+
+    @property
+    def complete(self) -> bool:
+        return self._snapshot is not None and not self._missing
+
+    async def run(self, donors: Sequence[PeerId], deadline: Deadline) -> Snapshot:
+        """Fetch it; a donor that lies, stalls or dies is named and left.
+
+        Raises:
+            Unavailable: these donors did not bring all of it before the deadline.
+        """
+        async with together() as group:
+            jobs = [group.create_task(self._ask(donor, deadline)) for donor in donors[:MAX_DONORS]]
+            for job in jobs:
+                job.add_done_callback(lambda _: self._bell.ring())
+            try:
+                await self._bell.until(lambda: self.complete or all(job.done() for job in jobs), deadline)
+            except TimeoutError:
+                pass
+            finally:
+                for job in jobs:
+                    job.cancel()
+        if self._snapshot is None or not self.complete:
+            raise Unavailable(f"no snapshot before round {self._at.key.round} from {len(donors)} donors")
+        return self._snapshot
+
+    async def _ask(self, donor: PeerId, deadline: Deadline) -> None:
+        """Take chunks from one donor, until there is nothing left to take or it has failed too often."""
+        failures = busy = 0
+        while not self.complete and failures < FAILURES and busy < BUSY_ANSWERS:
+            try:
+                async with (
+                    self._host.transport.open(donor, SYNC, deadline) as stream,
+                    self._ledger.counting(stream),
+                ):
+                    busy_seconds = await self._take(stream)
+            except BadPayload:
+                return
+            except PeerError as error:
+                self._ledger.name(donor, f"lost as a donor: {error.why}")
+                failures, busy_seconds = failures + 1, PAUSE_SECONDS
+            else:
+                busy += busy_seconds > 0
+            await asyncio.sleep(busy_seconds)
+            with suppress(TimeoutError):
+                await self._bell.until(lambda: self._snapshot is None or bool(self._queue) or self.complete, deadline)
+
+    async def _take(self, stream: Stream) -> float:
+        """Serve ourselves on one stream, until there is nothing left to ask for.
+
+        Returns:
+            Seconds to wait, if it is busy.
+        """
+        async with within(CHUNK_SECONDS, stream.peer, "it shows an index"):
+            await stream.send(WantSnapshot(self._at.key.lineage))
+            answer = await stream.receive(_LIMIT)
+            if isinstance(answer, Busy):
+                return answer.seconds
+            if isinstance(answer, wire.Having) and not answer.here:
+                raise PeerGone(stream.peer, "does not have the snapshot any more")
+            shown = wire.expect(answer, Shown)
+            if shown.elements != self._elements:
+                raise BadPayload(f"a snapshot of {shown.elements} elements where the run has {self._elements}")
+            data = bytearray(Index.packed_bytes(shown.elements))
+            await stream.receive_into(memoryview(data))
+        await self._check(Index.unpack(shown.elements, bytes(data)))
+        await self._chunks(stream)
+        return 0.0
+
+    async def _check(self, index: Index) -> None:
+        at = self._at
+        root = await self._host.compute.run(lambda: index.state_root(at.key.round), 32 * len(index.digests))
+        if root != at.state_root:
+            raise BadPayload("an index that does not make the state root")
+        if self._snapshot is None:
+            self._snapshot = Snapshot(at.key.lineage, at.key.round, index)
+            self._queue.extend(range(len(index.digests)))
+            self._missing.update(self._queue)
+
+    async def _chunks(self, stream: Stream) -> None:
+        mine: deque[int] = deque()
+        scratch = memoryview(bytearray(CHUNK_BYTES))
+        try:
+            while not self.complete:
+                while len(mine) < WINDOW and (index := self._claim(mine)) is not None:
+                    mine.append(index)
+                    await stream.send(WantChunk(index))
+                if not mine:
+                    return
+                await self._receive(stream, mine[0], scratch)
+                self._release(mine.popleft())
+        finally:
+            for index in mine:
+                self._release(index)
+
+    def _claim(self, mine: deque[int]) -> int | None:
+        """The next chunk for one donor to bring: one that nobody was asked for or, at the end, only one other."""
+        if self._queue:
+            index = self._queue.popleft()
+        else:
+            slow = (index for index, count in self._asked.items() if count == 1 and index not in mine)
+            index = next((index for index in slow if index in self._missing), -1)
+        if index < 0:
+            return None
+        self._asked[index] = self._asked.get(index, 0) + 1
+        return index
+
+    def _release(self, index: int) -> None:
+        self._asked[index] -= 1
+        if not self._asked[index]:
+            del self._asked[index]
+            if index in self._missing:
+                self._queue.append(index)
+        self._bell.ring()
+
+    async def _receive(self, stream: Stream, index: int, scratch: memoryview) -> None:
+        assert self._snapshot is not None
+        size, digest = self._snapshot.index.size(index), self._snapshot.index.digests[index]
+        data = scratch[:size]
+        async with within(CHUNK_SECONDS, stream.peer, "it brings a chunk"):
+            header = wire.expect(await stream.receive(_LIMIT), wire.Chunk)
+            if (header.index, header.size) != (index, size):
+                raise BadPayload(f"chunk {header.index} of {header.size} bytes where {index} of {size} is due")
+            await stream.receive_into(data)
+        self.bytes_received += size
+        found = await self._host.compute.run(lambda: hashlib.sha256(data).digest(), size)
+        if found != digest:
+            raise BadPayload(f"chunk {index} of a snapshot with another digest than its index has")
+        if index in self._missing:
+            self._snapshot.chunk(index)[:] = data
+            self._missing.discard(index)

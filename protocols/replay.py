@@ -1,0 +1,99 @@
+"""The mean of a round that was decided without us: its parts by digest, from whoever holds them, decoded again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
+
+from protocols import wire
+from protocols.base import BadPayload, Deadline, Host, PeerError, PeerGone, PeerId, Vector
+from protocols.codec import Codec
+from protocols.download import Unavailable
+from protocols.parts import HeldPart
+from protocols.post import Ledger
+from protocols.record import Record
+from protocols.shelf import Shelf, fetch_part
+from protocols.tasks import together
+from protocols.vectors import Flat, chunk_count
+
+AT_ONCE = 4
+"""Parts of a round that are fetched at a time."""
+PART_SECONDS = 20.0
+SLOWEST_BYTES_PER_SECOND = 65_536.0
+"""A source gets `PART_SECONDS`, and what the part takes at this rate, to bring it."""
+MAX_SOURCES = 16
+
+
+class Replay:
+    """Fetches means of past rounds.
+
+    Attributes:
+        bytes_received: encoded, of the parts that were used.
+    """
+
+    def __init__(self, host: Host, ledger: Ledger, codec: Codec, chunk_elements: int, shelf: Shelf | None) -> None:
+        self.bytes_received = 0
+        self._host, self._ledger, self._shelf = host, ledger, shelf
+        self._codec, self._chunk_elements = codec, chunk_elements
+
+    def encoded_bytes(self, elements: int) -> int:
+        """About what the mean of one round takes to fetch."""
+        return self._codec.encoded_bytes(elements)
+
+    async def mean(self, record: Record, sources: Sequence[PeerId], into: Vector, deadline: Deadline) -> None:
+        """Put the mean of a decided round, one that has parts, into `into`.
+
+        Raises:
+            Unavailable: a part is not to be had from these peers, or does not fit or decode; `into` is then undefined.
+        """
+        bounds, sources = record.bounds, sources[:MAX_SOURCES]
+        fits = len(bounds) == len(record.parts) + 1 and (bounds[0], bounds[-1]) == (0, len(into))
+        if not fits or any(low > high for low, high in pairwise(bounds)):
+            raise Unavailable(f"the record of round {record.round} has parts that do not make up its mean")
+        target, turn = Flat([into]), asyncio.Semaphore(AT_ONCE)
+
+        async def job(place: int, part: wire.Part) -> None:
+            shifted = (*sources[place % max(1, len(sources)) :], *sources[: place % max(1, len(sources))])
+            async with turn:
+                await self._part(part, (bounds[place], bounds[place + 1]), shifted, target, deadline)
+
+        async with together() as group:
+            for place, part in enumerate(record.parts):
+                if bounds[place] < bounds[place + 1]:
+                    group.create_task(job(place, part))
+
+    async def _part(
+        self, part: wire.Part, span: tuple[int, int], sources: Sequence[PeerId], target: Flat, deadline: Deadline
+    ) -> None:
+        chunks = chunk_count(span[1] - span[0], self._chunk_elements)
+        if sum(run.count for run in part.runs) != chunks:
+            raise Unavailable("a part of another number of chunks than it has elements for")
+        held = self._shelf.get(part.digest) if self._shelf else None
+        held = held or await self._fetch(part, span, sources, deadline)
+        try:
+            await self._host.compute.run(partial(held.decode, target), 4 * (span[1] - span[0]))
+        except BadPayload as error:  # what a quorum signed: nobody who hands it on is to blame
+            raise Unavailable(f"a decided part does not decode: {error}") from None
+
+    async def _fetch(
+        self, part: wire.Part, span: tuple[int, int], sources: Sequence[PeerId], deadline: Deadline
+    ) -> HeldPart:
+        size = self._codec.encoded_bytes(span[1] - span[0])
+        for source in sources:
+            until = asyncio.get_running_loop().time() + PART_SECONDS + size / SLOWEST_BYTES_PER_SECOND
+            try:
+                held = await fetch_part(
+                    self._host, source, part, self._codec, (*span, self._chunk_elements), min(deadline, until)
+                )
+            except BadPayload as error:
+                self._ledger.name(source, f"refused: {error}")
+            except PeerGone:
+                continue
+            except PeerError as error:
+                self._ledger.name(source, f"lost as a source: {error.why}")
+            else:
+                self.bytes_received += size
+                return held
+        raise Unavailable(f"nobody has a part that is needed, of {len(sources)} asked")

@@ -1,0 +1,297 @@
+"""Catching up: who stands where, what was decided without us, and the state that goes with it (ROUND, 10 and 12).
+
+One method serves all. Peers greet each other with their heads; who sees a head that it does not know asks for the
+certificates that lead there, and judges them itself (`protocols.branches`). No contact is trusted: one that shows what
+it cannot prove is named and left, the others are asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager, suppress
+from functools import partial, reduce
+
+from protocols import wire
+from protocols.base import (
+    BadPayload,
+    Deadline,
+    Host,
+    Member,
+    PeerError,
+    PeerGone,
+    PeerId,
+    RoundKey,
+    Settings,
+    Stream,
+    Vector,
+)
+from protocols.branches import Branch, Rules
+from protocols.chain import KEEP_CERTIFICATES, UNSETTLED, Chain, Link
+from protocols.codec import codec
+from protocols.contacts import Contacts
+from protocols.donor import IDLE_SECONDS, Donor, within
+from protocols.download import Download, Unavailable
+from protocols.post import Ledger
+from protocols.replay import Replay
+from protocols.requests import MAX_TRAIL, SYNC, Greet, Trail, WantSnapshot, WantTrail
+from protocols.shelf import Shelf
+from protocols.snapshot import Snapshot, Snapshots
+from protocols.tasks import together
+from protocols.votes import Certificate
+
+DIAL_SECONDS = 10.0
+GREET_SECONDS = 5.0
+TRAIL_SECONDS = 20.0
+"""A contact has so long to answer with certificates, each time it is asked."""
+SERVE_SECONDS = 30.0
+HASTE_SECONDS = 1.0
+"""Between two looks at news, however many greetings bring them."""
+MAX_REQUESTS = 64
+"""On one stream; a whole chain's trail is a quarter of it."""
+PROOFS_AT_ONCE = 8
+VERIFY_BYTES = 1 << 16
+"""What judging one certificate costs, as bytes of `Compute`: some signatures."""
+_LIMIT = 256
+
+
+class Sync:
+    """What one peer asks others, and answers them, about the chain.
+
+    Attributes:
+        rules: what decides in this run.
+        ledger: who was named, and the bytes that crossed, since it was last taken.
+        snapshots: what we hand out.
+        on_better: called when a branch has been found, and judged, that beats ours.
+        stranded: whether this peer has been undecided for so long that it might fork itself: see `branches`.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        chain: Chain,
+        settings: Settings,
+        snapshots: Snapshots,
+        contacts: Callable[[], Iterable[PeerId]],
+        shelf: Shelf | None = None,
+    ) -> None:
+        """
+        Args:
+            chain: this peer's, shared with who moves it.
+            contacts: peers that may know more: bootstrap addresses, hints of a directory. Any of them may lie.
+            shelf: parts that we hold ourselves.
+        """
+        self.rules = Rules(Member(host.me, settings.incarnation), host.signer, settings.quorum, settings.fork_peers)
+        self.ledger, self.snapshots, self.stranded = Ledger(), snapshots, False
+        self.on_better: Callable[[Branch], None] = lambda branch: None
+        self._host, self._chain = host, chain
+        self._contacts = Contacts(host.me, host.members, chain, contacts, _now)
+        self._replay = Replay(host, self.ledger, codec(settings.codec), settings.chunk_elements, shelf)
+        self._donor = Donor(snapshots)
+        self._news = asyncio.Event()
+        self._downloaded_bytes = 0
+        host.transport.serve(SYNC, self._serve)
+
+    # -- answering ----------------------------------------------------------------------------------------------------
+
+    async def _serve(self, peer: PeerId, stream: Stream) -> None:
+        async with self.ledger.counting(stream):
+            for _ in range(MAX_REQUESTS):
+                async with within(IDLE_SECONDS, peer, "it asks"):
+                    request = await stream.receive(wire.MAX_HEADER_BYTES)
+                if isinstance(request, WantSnapshot):
+                    return await self._donor.serve(stream, request)
+                async with within(SERVE_SECONDS, peer, "it takes an answer"):
+                    await self._answer(stream, request)
+            raise BadPayload(f"{MAX_REQUESTS} requests on one stream")
+
+    async def _answer(self, stream: Stream, request: object) -> None:
+        if isinstance(request, Greet):
+            self._meet(stream.peer, request)
+            await stream.send(self._greeting())
+            if self._unknown(request.key) and self._contacts.called(stream.peer):
+                self._news.set()
+        elif isinstance(request, WantTrail):
+            ancestor = self._chain.common(request.locator) or bytes(32)
+            links = self._chain.since(ancestor, MAX_TRAIL + 1)
+            await stream.send(Trail(ancestor, min(len(links), MAX_TRAIL), len(links) > MAX_TRAIL))
+            for link in links[:MAX_TRAIL]:
+                await stream.send(link.certificate)
+        else:
+            raise BadPayload(f"{type(request).__name__} as a request")
+
+    def _greeting(self) -> Greet:
+        return Greet(self._chain.head.key, self.rules.me, self.snapshots.kept())
+
+    def _meet(self, peer: PeerId, greet: Greet) -> None:
+        """Note what a peer says of itself.
+
+        Raises:
+            BadPayload: it is in another run, or speaks for another peer.
+        """
+        ours, theirs = self._chain.head.key, greet.key
+        if (theirs.run, theirs.scope, theirs.fragment) != (ours.run, ours.scope, ours.fragment):
+            raise BadPayload("a greeting of another run")
+        if greet.sender.peer != peer:
+            raise BadPayload(f"a greeting in the name of {greet.sender.peer}")
+        self._contacts.has(peer, greet.kept)
+
+    def _unknown(self, key: RoundKey) -> bool:
+        return key.lineage not in self._chain
+
+    # -- asking -------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Heal, for ever: dial those who are not in the roster, look into every head that we do not know."""
+        while True:
+            began, news = _now(), self._news.is_set()
+            self._news.clear()
+            if not news:
+                heads = await self._greet(self._contacts.outsiders(), began + DIAL_SECONDS)
+                news = any(self._unknown(key) for key in heads.values())
+            if news and (branch := await self.better(_now() + GREET_SECONDS + TRAIL_SECONDS)):
+                self.on_better(branch)
+            await asyncio.sleep(HASTE_SECONDS)
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(began + DIAL_SECONDS):
+                    await self._news.wait()
+
+    async def better(self, deadline: Deadline) -> Branch | None:
+        """Ask all contacts; the best branch that could be proved, and beats ours, if there is one."""
+        heads = await self._greet(self._contacts.everybody(), deadline)
+        claims: dict[bytes, list[PeerId]] = {}
+        for peer, key in sorted(heads.items(), key=lambda item: -item[1].round):
+            if self._unknown(key):
+                claims.setdefault(key.lineage, []).append(peer)
+        turn = asyncio.Semaphore(PROOFS_AT_ONCE)
+        async with together() as group:
+            jobs = [
+                group.create_task(self._prove([(peer, heads[peer]) for peer in peers], turn, deadline))
+                for peers in sorted(claims.values(), key=lambda peers: -len(peers))
+            ]
+        branches = [branch for job in jobs if (branch := job.result())]
+        return reduce(self.rules.better, branches) if branches else None
+
+    async def _greet(self, peers: Sequence[PeerId], deadline: Deadline) -> dict[PeerId, RoundKey]:
+        """Exchange heads with those of these peers that answer."""
+        deadline = min(deadline, _now() + GREET_SECONDS)
+        found: dict[PeerId, RoundKey] = {}
+
+        async def one(peer: PeerId) -> None:
+            try:
+                async with self._open(peer, deadline) as stream:
+                    await stream.send(self._greeting())
+                    greet = wire.expect(await stream.receive(wire.MAX_HEADER_BYTES), Greet)
+                    self._meet(peer, greet)
+                    found[peer] = greet.key
+            except BadPayload:
+                self._contacts.distrust(peer)
+            except PeerError:
+                pass
+
+        async with together() as group:
+            for peer in peers:
+                group.create_task(one(peer))
+        return {peer: found[peer] for peer in peers if peer in found}
+
+    async def _prove(
+        self, claims: Sequence[tuple[PeerId, RoundKey]], turn: asyncio.Semaphore, deadline: Deadline
+    ) -> Branch | None:
+        """Have one of those who show the same head prove it; None if it does not beat ours, or none of them can."""
+        async with turn:
+            for peer, key in claims:
+                until = min(deadline, _now() + TRAIL_SECONDS)
+                try:
+                    async with self._open(peer, until) as stream:
+                        return await self._trail(stream, key)
+                except BadPayload:
+                    self._contacts.distrust(peer)
+                except PeerError as error:
+                    self.ledger.name(peer, f"lost as a contact: {error.why}")
+        return None
+
+    async def _trail(self, stream: Stream, key: RoundKey) -> Branch | None:
+        """Follow a peer's certificates from where we part to the head that it has shown.
+
+        Raises:
+            BadPayload: one of them is not right, or they do not lead there.
+        """
+        chain, locator = self._chain.copy(), self._chain.locator()
+        ancestor, branch = b"", None
+        links: list[Link] = []
+        while len(links) < KEEP_CERTIFICATES:
+            trail, batch = await self._batch(stream, locator)
+            if not links:
+                ancestor = trail.ancestor
+            head = links[-1].head if links else chain.at(ancestor)
+            assert head
+            links += await self._host.compute.run(partial(self.rules.verify, head, batch), VERIFY_BYTES * len(batch))
+            branch = self.rules.beating(chain, ancestor, links, self.stranded)
+            if not branch and any(link.lineage not in chain for link in links):
+                return None  # it has lost, or may not be followed, however it goes on
+            if not trail.more or not batch:
+                break
+            locator = (links[-1].lineage,)
+        if not links or links[-1].head.key.round < key.round:
+            raise BadPayload(f"does not prove the head at round {key.round} that it shows")
+        return branch
+
+    async def _batch(self, stream: Stream, locator: tuple[bytes, ...]) -> tuple[Trail, list[Certificate]]:
+        await stream.send(WantTrail(locator))
+        trail = wire.expect(await stream.receive(_LIMIT), Trail)
+        if trail.ancestor not in locator:
+            if trail.ancestor == bytes(32) and not trail.count:
+                raise PeerGone(stream.peer, "keeps nothing back to where we stand")
+            raise BadPayload("certificates that follow none of the lineages they were asked from")
+        found = [await stream.receive(wire.MAX_HEADER_BYTES) for _ in range(trail.count)]
+        return trail, [wire.expect(each, Certificate) for each in found]
+
+    # -- fetching -----------------------------------------------------------------------------------------------------
+
+    async def mean(self, link: Link, into: Vector, deadline: Deadline) -> None:
+        """Put the mean of a judged round, one that has parts, into `into`.
+
+        Raises:
+            Unavailable: it is not to be had; `into` is then undefined.
+        """
+        voters = [vote.voter.peer for vote in link.certificate.votes]  # each of them held all parts when it voted
+        await self._replay.mean(link.record, self._contacts.others(voters, self._contacts.everybody()), into, deadline)
+
+    def mean_bytes(self, elements: int) -> int:
+        """About what fetching the mean of one round costs."""
+        return self._replay.encoded_bytes(elements)
+
+    async def download(self, chain: Chain, elements: int, deadline: Deadline) -> Snapshot:
+        """Fetch the newest snapshot on a judged chain whose state root is vouched for.
+
+        Raises:
+            Unavailable: nobody has one, or can bring it.
+        """
+        stock = self._contacts.stock()
+        heads = [head for lineage in stock if (head := chain.at(lineage)) and head.state_root != UNSETTLED]
+        for head in sorted(heads, key=lambda head: -head.key.round):
+            download = Download(self._host, self.ledger, head, elements)
+            try:
+                return await download.run(stock[head.key.lineage], deadline)
+            except Unavailable:
+                continue
+            finally:
+                self._downloaded_bytes += download.bytes_received
+        raise Unavailable("nobody brought a snapshot of this chain")
+
+    def take_bytes(self) -> tuple[int, int]:
+        """Bytes of snapshots, and of parts, fetched since the last call."""
+        taken = self._downloaded_bytes, self._replay.bytes_received
+        self._downloaded_bytes = self._replay.bytes_received = 0
+        return taken
+
+    # -- contacts -----------------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def _open(self, peer: PeerId, deadline: Deadline) -> AsyncIterator[Stream]:
+        async with self._host.transport.open(peer, SYNC, deadline) as stream, self.ledger.counting(stream):
+            yield stream
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

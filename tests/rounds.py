@@ -1,0 +1,64 @@
+"""Made-up rounds that would be decided: records with the votes of whom one likes, for tests of chains and branches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from protocols import record as records
+from protocols import wire
+from protocols.base import Head, Member
+from protocols.chain import Link, follow
+from protocols.poll import Poll
+from protocols.record import Kind, Record
+from protocols.votes import Certificate, Signed
+from protocols.wire import Part, Run
+from tests.sim.host import SimSigner
+
+RUN = bytes(range(32))
+SEED = 1
+ROOT = b"0" * 32
+
+
+def vote(head: Head, ballot: int, record: bytes, voter: Member) -> Signed:
+    """An honest vote of this member."""
+    poll = Poll(head.key, head.roster, SimSigner(voter.peer, SEED))
+    message = poll.message(ballot, records.lineage(record), voter)
+    return Signed(voter, SimSigner(voter.peer, SEED).sign(message))
+
+
+def certified(head: Head, record: Record, voters: Sequence[Member] | None = None, ballot: int = 0) -> Certificate:
+    """The record with the votes of these members; of the whole roster, or of a fork's, by default."""
+    by_default = record.roster if record.kind == Kind.FORK else head.roster
+    data = records.encode(record)
+    votes = tuple(vote(head, ballot, data, voter) for voter in (by_default if voters is None else voters))
+    return Certificate(head.key, votes[0].voter if votes else Member("x"), ballot, data, votes)
+
+
+def decided(
+    head: Head,
+    kind: Kind = Kind.MEAN,
+    roster: tuple[Member, ...] | None = None,
+    voters: Sequence[Member] | None = None,
+    plan: bytes = b"d" * 32,
+    root: bytes | None = None,
+) -> Link:
+    """A round after `head`, and what it led to; a MEAN has one part."""
+    parts = (Part(b"p" * 32, (Run(1, 1),)),) if kind == Kind.MEAN else ()
+    record = Record(
+        head.key.lineage, root or head.state_root, head.key.round, kind, plan, parts, roster or head.roster,
+        bounds=(0, 10) if parts else (),
+    )  # fmt: skip
+    return follow(head, certified(head, record, voters))
+
+
+def line(head: Head, rounds: int, **changes: object) -> list[Link]:
+    """So many rounds, one after the other."""
+    links: list[Link] = []
+    for _ in range(rounds):
+        links.append(decided(links[-1].head if links else head, **changes))  # type: ignore[arg-type]
+    return links
+
+
+def encoded(link: Link) -> bytes:
+    """As an averager hands it over."""
+    return wire.encode(link.certificate)
