@@ -53,7 +53,9 @@ class CatchUp:
 
     async def run(self) -> Reached | None:
         """Try the cheaper way first, then the other; None if neither leads there."""
-        ways: list[tuple[int, Callable[[], Awaitable[Reached]]]] = [(8 * len(self.scratch), self._from_others)]
+        ways: list[tuple[int, Callable[[], Awaitable[Reached]]]] = []
+        if offered := self.sync.offered(self.chain):
+            ways.append((8 * len(self.scratch) + self._cost_bytes(offered[0].key.lineage), self._from_others))
         if start := self._nearest():
             ways.append((self._cost_bytes(start[1]), lambda: self._from_own(*start)))
         for _, way in sorted(ways, key=lambda each: each[0]):

@@ -2,7 +2,7 @@
 
 Every donor first shows the index, which must make the state root that the chain's certificates carry. Then all take
 chunks from one queue. What a donor was asked for and did not bring goes back to the queue; when the queue is empty,
-whoever is free asks for what others are slow to bring.
+whoever is free asks for what another has been slow to bring.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 
 from protocols import wire
@@ -38,6 +38,8 @@ WINDOW = 4
 """Chunks that one donor is asked for ahead of what it has brought: a round trip must not stop the flow."""
 CHUNK_SECONDS = 30.0
 """A donor that brings no chunk for so long has stalled."""
+SLOW_SECONDS = 5.0
+"""What a donor has been asked for so long ago, another may be asked for as well."""
 FAILURES = 3
 """So often may a donor break off."""
 PAUSE_SECONDS = 1.0
@@ -67,7 +69,7 @@ class Download:
         self._host, self._ledger, self._at, self._elements = host, ledger, at, elements
         self._snapshot: Snapshot | None = None
         self._queue: deque[int] = deque()
-        self._asked: dict[int, int] = {}  # chunk -> donors that are bringing it
+        self._asked: dict[int, list[float]] = {}  # chunk -> when donors were asked who are bringing it
         self._missing: set[int] = set()
         self._bell = Bell()
 
@@ -114,8 +116,10 @@ class Download:
             else:
                 busy += busy_seconds > 0
             await asyncio.sleep(busy_seconds)
-            with suppress(TimeoutError):
-                await self._bell.until(lambda: self._snapshot is None or bool(self._queue) or self.complete, deadline)
+            while self._snapshot and not self.complete and self._next(()) is None:
+                with suppress(TimeoutError):
+                    until = min(deadline, asyncio.get_running_loop().time() + SLOW_SECONDS)
+                    await self._bell.until(lambda: bool(self._queue) or self.complete, until)
 
     async def _take(self, stream: Stream) -> float:
         """Serve ourselves on one stream, until there is nothing left to ask for.
@@ -165,20 +169,25 @@ class Download:
             for index in mine:
                 self._release(index)
 
-    def _claim(self, mine: deque[int]) -> int | None:
-        """The next chunk for one donor to bring: one that nobody was asked for or, at the end, only one other."""
+    def _next(self, mine: Collection[int]) -> int | None:
+        """The next chunk for one donor to bring: one that nobody was asked for, or only one other, long ago."""
         if self._queue:
-            index = self._queue.popleft()
-        else:
-            slow = (index for index, count in self._asked.items() if count == 1 and index not in mine)
-            index = next((index for index in slow if index in self._missing), -1)
-        if index < 0:
+            return self._queue[0]
+        late = asyncio.get_running_loop().time() - SLOW_SECONDS
+        slow = (index for index, asked in self._asked.items() if len(asked) == 1 and asked[0] <= late)
+        return next((index for index in slow if index in self._missing and index not in mine), None)
+
+    def _claim(self, mine: Collection[int]) -> int | None:
+        index = self._next(mine)
+        if index is None:
             return None
-        self._asked[index] = self._asked.get(index, 0) + 1
+        if self._queue:
+            self._queue.popleft()
+        self._asked.setdefault(index, []).append(asyncio.get_running_loop().time())
         return index
 
     def _release(self, index: int) -> None:
-        self._asked[index] -= 1
+        self._asked[index].pop()
         if not self._asked[index]:
             del self._asked[index]
             if index in self._missing:

@@ -24,6 +24,8 @@ PART_SECONDS = 20.0
 SLOWEST_BYTES_PER_SECOND = 65_536.0
 """A source gets `PART_SECONDS`, and what the part takes at this rate, to bring it."""
 MAX_SOURCES = 16
+MAX_FAILURES = 64
+"""Sources that are remembered to have failed."""
 
 
 class Replay:
@@ -37,6 +39,7 @@ class Replay:
         self.bytes_received = 0
         self._host, self._ledger, self._shelf = host, ledger, shelf
         self._codec, self._chunk_elements = codec, chunk_elements
+        self._failures: dict[PeerId, int] = {}
 
     def encoded_bytes(self, elements: int) -> int:
         """About what the mean of one round takes to fetch."""
@@ -55,9 +58,10 @@ class Replay:
         target, turn = Flat([into]), asyncio.Semaphore(AT_ONCE)
 
         async def job(place: int, part: wire.Part) -> None:
-            shifted = (*sources[place % max(1, len(sources)) :], *sources[: place % max(1, len(sources))])
+            first = place % max(1, len(sources))
             async with turn:
-                await self._part(part, (bounds[place], bounds[place + 1]), shifted, target, deadline)
+                order = sorted((*sources[first:], *sources[:first]), key=lambda peer: self._failures.get(peer, 0))
+                await self._part(part, (bounds[place], bounds[place + 1]), order, target, deadline)
 
         async with together() as group:
             for place, part in enumerate(record.parts):
@@ -88,12 +92,19 @@ class Replay:
                     self._host, source, part, self._codec, (*span, self._chunk_elements), min(deadline, until)
                 )
             except BadPayload as error:
-                self._ledger.name(source, f"refused: {error}")
+                self._fail(source, f"refused: {error}")
             except PeerGone:
                 continue
             except PeerError as error:
-                self._ledger.name(source, f"lost as a source: {error.why}")
+                self._fail(source, f"lost as a source: {error.why}")
             else:
                 self.bytes_received += size
                 return held
         raise Unavailable(f"nobody has a part that is needed, of {len(sources)} asked")
+
+    def _fail(self, source: PeerId, why: str) -> None:
+        """Name a source, and ask it last from now on."""
+        self._ledger.name(source, why)
+        self._failures[source] = self._failures.get(source, 0) + 1
+        if len(self._failures) > MAX_FAILURES:
+            del self._failures[next(iter(self._failures))]

@@ -150,10 +150,6 @@ class Snapshots:
     def get(self, lineage: bytes) -> Snapshot | None:
         return next((each for each in self._held if each.lineage == lineage), None)
 
-    def drop(self, snapshot: Snapshot) -> None:
-        """It is not what the chain says it is."""
-        self._held = [each for each in self._held if each is not snapshot]
-
     def prune(self, chain: Chain) -> None:
         """Drop what the chain, having switched to another branch, does not hold any more."""
         self._held = [each for each in self._held if each.lineage in chain]

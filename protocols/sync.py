@@ -16,6 +16,7 @@ from protocols import wire
 from protocols.base import (
     BadPayload,
     Deadline,
+    Head,
     Host,
     Member,
     PeerError,
@@ -49,6 +50,8 @@ HASTE_SECONDS = 1.0
 """Between two looks at news, however many greetings bring them."""
 MAX_REQUESTS = 64
 """On one stream; a whole chain's trail is a quarter of it."""
+MAX_STREAMS = 64
+"""Served at a time; whoever comes then finds the stream closed."""
 PROOFS_AT_ONCE = 8
 VERIFY_BYTES = 1 << 16
 """What judging one certificate costs, as bytes of `Compute`: some signatures."""
@@ -89,21 +92,30 @@ class Sync:
         self._replay = Replay(host, self.ledger, codec(settings.codec), settings.chunk_elements, shelf)
         self._donor = Donor(snapshots)
         self._news = asyncio.Event()
-        self._downloaded_bytes = 0
+        self._serving = self._downloaded_bytes = 0
         host.transport.serve(SYNC, self._serve)
 
     # -- answering ----------------------------------------------------------------------------------------------------
 
     async def _serve(self, peer: PeerId, stream: Stream) -> None:
-        async with self.ledger.counting(stream):
-            for _ in range(MAX_REQUESTS):
-                async with within(IDLE_SECONDS, peer, "it asks"):
-                    request = await stream.receive(wire.MAX_HEADER_BYTES)
-                if isinstance(request, WantSnapshot):
-                    return await self._donor.serve(stream, request)
-                async with within(SERVE_SECONDS, peer, "it takes an answer"):
-                    await self._answer(stream, request)
-            raise BadPayload(f"{MAX_REQUESTS} requests on one stream")
+        if self._serving >= MAX_STREAMS:
+            return
+        self._serving += 1
+        try:
+            async with self.ledger.counting(stream):
+                await self._requests(peer, stream)
+        finally:
+            self._serving -= 1
+
+    async def _requests(self, peer: PeerId, stream: Stream) -> None:
+        for _ in range(MAX_REQUESTS):
+            async with within(IDLE_SECONDS, peer, "it asks"):
+                request = await stream.receive(wire.MAX_HEADER_BYTES)
+            if isinstance(request, WantSnapshot):
+                return await self._donor.serve(stream, request)
+            async with within(SERVE_SECONDS, peer, "it takes an answer"):
+                await self._answer(stream, request)
+        raise BadPayload(f"{MAX_REQUESTS} requests on one stream")
 
     async def _answer(self, stream: Stream, request: object) -> None:
         if isinstance(request, Greet):
@@ -261,18 +273,21 @@ class Sync:
         """About what fetching the mean of one round costs."""
         return self._replay.encoded_bytes(elements)
 
+    def offered(self, chain: Chain) -> list[Head]:
+        """Heads of a judged chain whose state others say they hand out and whose root is vouched for, newest first."""
+        heads = [head for lineage in self._contacts.stock() if (head := chain.at(lineage))]
+        return sorted((head for head in heads if head.state_root != UNSETTLED), key=lambda head: -head.key.round)
+
     async def download(self, chain: Chain, elements: int, deadline: Deadline) -> Snapshot:
-        """Fetch the newest snapshot on a judged chain whose state root is vouched for.
+        """Fetch the newest snapshot that is `offered`, or else the next.
 
         Raises:
             Unavailable: nobody has one, or can bring it.
         """
-        stock = self._contacts.stock()
-        heads = [head for lineage in stock if (head := chain.at(lineage)) and head.state_root != UNSETTLED]
-        for head in sorted(heads, key=lambda head: -head.key.round):
+        for head in self.offered(chain):
             download = Download(self._host, self.ledger, head, elements)
             try:
-                return await download.run(stock[head.key.lineage], deadline)
+                return await download.run(self._contacts.stock().get(head.key.lineage, []), deadline)
             except Unavailable:
                 continue
             finally:

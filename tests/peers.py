@@ -1,0 +1,216 @@
+"""Peers with a chain, a state and a way to catch up, on a simulated network, and rounds that are made up for them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from node.outer import OuterSGD
+from node.report import RoundReport
+from node.round import Replica
+from node.tasks.paced import Paced
+from node.trainer import InlineTrainer
+from protocols import record as records
+from protocols import wire
+from protocols.base import Buffer, Contribution, Header, Mean, Member, Outcome, PeerId, Settings, Vector, Work
+from protocols.chain import UNSETTLED, Chain, Link, follow
+from protocols.codec import codec
+from protocols.framing import FramedStream
+from protocols.parts import HeldPart, chunk_digest, seal
+from protocols.record import Kind, Record
+from protocols.shelf import Shelf
+from protocols.snapshot import Snapshots
+from protocols.sync import Sync
+from protocols.vectors import Flat
+from tests.rounds import RUN, SEED, certified
+from tests.sim import loop as simloop
+from tests.sim.host import sim_host
+from tests.sim.network import SimNetwork, Trace
+
+T = TypeVar("T")
+
+CODEC = "int8"
+TOKENS = 100
+
+
+class Onlooker:
+    """An averager that only has a name."""
+
+    def __init__(self, me: Member) -> None:
+        self.me = me
+
+
+class Peer:
+    """One peer. It starts from `anchor`; a newcomer has none."""
+
+    def __init__(self, swarm: Swarm, name: PeerId, anchor: Vector | None, incarnation: int = 0) -> None:
+        self.swarm, self.me = swarm, Member(name, incarnation)
+        self.transport = swarm.network.join(name)
+        self.host = sim_host(swarm.network, self.transport, SEED, {})
+        self.settings = Settings(CODEC, (swarm.elements,), swarm.chunk_elements, incarnation=incarnation)
+        self.chain = Chain(RUN, "run", swarm.founders, swarm.root)
+        self.shelf, self.snapshots = Shelf(self.host), Snapshots(swarm.every_rounds)
+        self.held: list[bytes] = []
+        self.trainer = InlineTrainer(Paced(swarm.elements, SEED), 10, 0.1)
+        self.sync = Sync(self.host, self.chain, self.settings, self.snapshots, lambda: swarm.hints, self.shelf)
+        self.replica = Replica(
+            self.chain,
+            self.trainer,
+            Onlooker(self.me),  # type: ignore[arg-type]
+            OuterSGD(0.7, 0.9),
+            self.host.compute,
+            torch.zeros(swarm.elements) if anchor is None else anchor.clone(),
+            self.snapshots,
+        )
+
+    @property
+    def round(self) -> int:
+        return self.chain.head.key.round
+
+    def keep(self, parts: Sequence[HeldPart], record: Record) -> None:
+        """Put a round's parts on the shelf, and let those of rounds long past go."""
+        for part in parts:
+            self.shelf.put(record.parent, part)
+        self.held = [*self.held, record.parent][-self.swarm.keep_rounds :]
+        self.shelf.keep(self.held)
+
+    async def catch_up(self, seconds: float = 600.0) -> RoundReport:
+        return await self.replica.catch_up(self.sync, self.host.clock.wall, asyncio.get_running_loop().time() + seconds)
+
+
+class Swarm:
+    """A network, and the rounds that its peers decide. All hold what `founders` started from."""
+
+    def __init__(
+        self, founders: Iterable[str], elements: int = 1000, every_rounds: int = 4, keep_rounds: int = 8, **options: Any
+    ) -> None:
+        self.network = SimNetwork(Trace(), **options)
+        self.elements, self.every_rounds, self.keep_rounds = elements, every_rounds, keep_rounds
+        self.founders = tuple(Member(name) for name in founders)
+        self.chunk_elements = max(256, elements // 8)
+        self.root = UNSETTLED
+        self.hints: list[PeerId] = [member.peer for member in self.founders]
+        self.peers: dict[PeerId, Peer] = {}
+        self._made = 0
+        self._anchor = torch.linspace(-1, 1, elements)
+
+    def play(self, main: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Run `main` with the founders there; a bug in a handler fails it."""
+
+        async def whole() -> T:
+            for member in self.founders:
+                await self.add(member.peer, founder=True)
+            result = await main()
+            if self.network.bugs:
+                raise self.network.bugs[0]
+            return result
+
+        return simloop.run(whole())
+
+    async def add(self, name: PeerId, founder: bool = False, incarnation: int = 0) -> Peer:
+        """A peer with the state that the run starts from, or a newcomer without any."""
+        peer = self.peers[name] = Peer(self, name, self._anchor if founder else None, incarnation)
+        await peer.replica.settle()
+        return peer
+
+    def of(self, names: str) -> list[Peer]:
+        return [self.peers[name] for name in names.split()]
+
+    async def decide(
+        self,
+        names: str,
+        kind: Kind = Kind.MEAN,
+        roster: Sequence[Member] | None = None,
+        voters: Sequence[Member] | None = None,
+        root: bytes | None = None,
+        parts: bool | None = None,
+    ) -> Link:
+        """A round that these peers decide and apply; they stand at one head.
+
+        Args:
+            voters: whose votes its certificate holds; of the peers that are in the roster by default.
+            parts: whether there is a mean; only a MEAN has one by default.
+        """
+        members = self.of(names)
+        head, old = members[0].chain.head, members[0].chain.head.roster
+        voters = [peer.me for peer in members if peer.me in old] if voters is None else voters
+        mean = kind == Kind.MEAN if parts is None else parts
+        held = self._parts() if mean else []
+        record = Record(
+            parent=head.key.lineage,
+            state_root=root or head.state_root,
+            round=head.key.round,
+            kind=kind,
+            plan=b"d" * 32,
+            parts=tuple(part.result for part in held if part.result),
+            roster=tuple(roster or (old if kind != Kind.FORK else voters)),
+            peers=tuple(voter.peer for voter in voters),
+            bounds=(0, self.elements // 3, self.elements) if held else (),
+        )
+        link = follow(head, certified(head, record, voters))
+        for peer in members:
+            await self._apply(peer, link, held)
+        return link
+
+    async def rounds(self, names: str, count: int, **changes: Any) -> list[Link]:
+        return [await self.decide(names, **changes) for _ in range(count)]
+
+    def _parts(self) -> list[HeldPart]:
+        """The encoded mean of a round, in two parts, as reducers would have made it."""
+        self._made += 1
+        delta = torch.randn(self.elements, generator=torch.Generator().manual_seed(self._made)) / 100
+        third, held = self.elements // 3, []
+        for low, high in ((0, third), (third, self.elements)):
+            part = HeldPart(codec(CODEC), low, high, self.chunk_elements)
+            for index in range(part.chunks):
+                first, last = part.elements(index)
+                part.codec.encode(delta[first:last], part.chunk(index))
+            part.masks = [1] * part.chunks
+            part.result = seal(part.masks, [chunk_digest(1, part.chunk(index)) for index in range(part.chunks)])
+            held.append(part)
+        return held
+
+    async def _apply(self, peer: Peer, link: Link, held: Sequence[HeldPart]) -> None:
+        replica, record = peer.replica, link.record
+        peer.keep(held, record)
+        for part in held:
+            part.decode(Flat([replica._mean]))
+        mean = Mean(
+            Outcome.COMMITTED if held else Outcome.SKIPPED,
+            record=records.encode(record),
+            certificate=wire.encode(link.certificate),
+            contributions={name: Contribution(1, 1) for name in record.peers},
+        )
+        done = await replica._apply(replica.chain.head, mean, Work(TOKENS, 1.0, 1.0, 1.0), False)
+        assert done.mean.outcome == mean.outcome, done.mean.blamed
+
+    def same(self, names: str) -> bool:
+        """Whether these peers stand at one head with one state, and say what it is."""
+        first, *others = self.of(names)
+        return all(
+            peer.chain.head == first.chain.head
+            and torch.equal(peer.replica.anchor, first.replica.anchor)
+            and torch.equal(peer.replica.velocity, first.replica.velocity)
+            and peer.chain.head.state_root == peer.replica.state.root(peer.round)
+            for peer in others
+        )
+
+
+class Disguise:
+    """A stream of a lying peer: `lie` sees what its honest code sends, and sends what it likes.
+
+    Args:
+        lie: gets the honest stream, the header and the payload.
+    """
+
+    def __init__(self, stream: FramedStream, lie: Callable[[FramedStream, Header, Buffer], Coroutine[Any, Any, None]]):
+        self._stream, self._lie = stream, lie
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    async def send(self, header: Header, payload: Buffer = b"") -> None:
+        await self._lie(self._stream, header, payload)

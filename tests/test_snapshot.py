@@ -1,0 +1,120 @@
+"""Snapshots: an index that makes the state root, chunks that can be checked one by one, and what is kept of them."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import weakref
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocols.base import CHUNK_BYTES, BadPayload, Vector
+from protocols.chain import Chain, state_root
+from protocols.requests import Kept
+from protocols.snapshot import Index, Snapshot, Snapshots, chunk_digests, root_of
+from protocols.vectors import CHUNK_ELEMENTS, root
+from tests.rounds import RUN, line
+from tests.test_branches import ROSTER
+
+SIZES = (1, 7, CHUNK_ELEMENTS - 1, CHUNK_ELEMENTS, CHUNK_ELEMENTS + 1, 3 * CHUNK_ELEMENTS)
+
+
+def vectors(elements: int, seed: int = 1) -> tuple[Vector, Vector]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(elements, generator=generator), torch.randn(elements, generator=generator)
+
+
+def made(elements: int = 10, round_number: int = 0, lineage: bytes = b"l" * 32) -> Snapshot:
+    parameters, velocity = vectors(elements)
+    return Snapshot.of(lineage, round_number, Index.of(parameters, velocity), parameters, velocity)
+
+
+@pytest.mark.parametrize("elements", SIZES)
+def test_the_root_follows_from_the_digests(elements: int) -> None:
+    parameters, velocity = vectors(elements)
+    assert root_of(elements, chunk_digests(parameters)) == root([parameters])
+    index = Index.of(parameters, velocity)
+    assert index.parameters_root == root([parameters])
+    assert index.state_root(7) == state_root(root([parameters]), root([velocity]), 7) != index.state_root(8)
+
+
+@given(elements=st.integers(1, 3000), spoil=st.integers(0, 2999))
+@settings(max_examples=30)
+def test_every_bit_makes_another_root(elements: int, spoil: int) -> None:
+    parameters, velocity = vectors(elements)
+    before = Index.of(parameters, velocity)
+    velocity[spoil % elements] += 1.0
+    after = Index.of(parameters, velocity)
+    assert before.parameters_root == after.parameters_root and before.state_root(3) != after.state_root(3)
+
+
+@pytest.mark.parametrize("elements", SIZES)
+def test_chunks_carry_the_digests_of_the_index(elements: int) -> None:
+    snapshot = made(elements)
+    digests = snapshot.index.digests
+    assert [hashlib.sha256(snapshot.chunk(index)).digest() for index in range(len(digests))] == list(digests)
+    assert [snapshot.index.size(index) for index in range(len(digests))] == [
+        len(snapshot.chunk(index)) for index in range(len(digests))
+    ]
+    assert max(map(snapshot.index.size, range(len(digests)))) <= CHUNK_BYTES
+    for bad in (-1, len(digests), 1 << 32):
+        with pytest.raises(BadPayload, match="of a snapshot of"):
+            snapshot.chunk(bad)
+
+
+@pytest.mark.parametrize("elements", SIZES)
+def test_a_snapshot_is_made_again_from_index_and_chunks(elements: int) -> None:
+    snapshot = made(elements)
+    packed = snapshot.index.pack()
+    assert len(packed) == Index.packed_bytes(elements)
+    index = Index.unpack(elements, packed)
+    assert index == snapshot.index
+    again = Snapshot(snapshot.lineage, snapshot.round, index)
+    for number in range(len(index.digests)):
+        again.chunk(number)[:] = snapshot.chunk(number)
+    assert torch.equal(again.parameters, snapshot.parameters) and torch.equal(again.velocity, snapshot.velocity)
+
+
+def test_an_index_of_another_size_is_refused() -> None:
+    packed = made().index.pack()
+    for bad in (b"", packed[:-1], packed + b"\x00", packed * 2):
+        with pytest.raises(BadPayload, match="an index of"):
+            Index.unpack(10, bad)
+
+
+def test_a_snapshot_does_not_change_with_what_it_was_taken_of() -> None:
+    parameters, velocity = vectors(10)
+    snapshot = Snapshot.of(b"l" * 32, 0, Index.of(parameters, velocity), parameters, velocity)
+    before = bytes(snapshot.chunk(0)), bytes(snapshot.chunk(1))
+    parameters.zero_(), velocity.zero_()
+    assert (bytes(snapshot.chunk(0)), bytes(snapshot.chunk(1))) == before
+
+
+def test_the_last_two_are_kept_and_the_others_freed() -> None:
+    snapshots, gone = Snapshots(), []
+    for number in (0, 4, 12, 8):
+        snapshot = made(round_number=number, lineage=bytes([number]) * 32)
+        gone.append(weakref.ref(snapshot))
+        snapshots.put(snapshot)
+    del snapshot
+    gc.collect()
+    assert [each.round for each in snapshots.held()] == [12, 8]
+    assert snapshots.kept() == (Kept(bytes([12]) * 32, 12), Kept(bytes([8]) * 32, 8))
+    assert [ref() is None for ref in gone] == [True, True, False, False]
+    assert snapshots.get(bytes([4]) * 32) is None and snapshots.get(bytes([8]) * 32) is not None
+    snapshots.put(made(round_number=8, lineage=bytes([8]) * 32))
+    assert len(snapshots.held()) == 2
+
+
+def test_those_of_a_branch_that_was_left_go() -> None:
+    chain, snapshots = Chain(RUN, "run", ROSTER[:3]), Snapshots(keep=4)
+    start = chain.head
+    chain.switch(start.key.lineage, line(start, 3))
+    for lineage in (start.key.lineage, chain.head.key.lineage):
+        snapshots.put(made(lineage=lineage))
+    chain.switch(start.key.lineage, line(start, 2, plan=b"e" * 32))
+    snapshots.prune(chain)
+    assert [each.lineage for each in snapshots.held()] == [start.key.lineage]

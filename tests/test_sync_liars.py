@@ -1,0 +1,353 @@
+"""Contacts and donors that lie, stall or die: each is named and left, and the right state comes from the others."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from node.report import RoundReport
+from node.state import OuterState
+from protocols import wire
+from protocols.base import Buffer, Header, Member
+from protocols.framing import FramedStream
+from protocols.parts import HeldPart
+from protocols.record import Kind
+from protocols.requests import Busy, Greet, Index, Kept, Trail
+from protocols.snapshot import Snapshot
+from protocols.votes import Certificate, Signed
+from tests.peers import Disguise, Peer, Swarm
+from tests.rounds import certified
+
+Lie = Callable[[FramedStream, Header, Buffer], Coroutine[Any, Any, None]]
+ANNA, BERT, CLEO = (Member(name) for name in ("anna", "bert", "cleo"))
+LARGE = 1_200_000
+"""Ten chunks of snapshot."""
+
+
+def instead(kind: type[Header], change: Callable[[Any], Header]) -> Lie:
+    """Another header in the place of each of this kind."""
+
+    async def lie(stream: FramedStream, header: Header, payload: Buffer) -> None:
+        await stream.send(change(header) if isinstance(header, kind) else header, payload)
+
+    return lie
+
+
+def spoiled(kind: type[Header]) -> Lie:
+    """A flipped bit in each payload of this kind."""
+
+    async def lie(stream: FramedStream, header: Header, payload: Buffer) -> None:
+        data = bytearray(payload)
+        if isinstance(header, kind) and data:
+            data[len(data) // 2] ^= 1
+        await stream.send(header, data)
+
+    return lie
+
+
+def late(kind: type[Header], seconds: float) -> Lie:
+    async def lie(stream: FramedStream, header: Header, payload: Buffer) -> None:
+        if isinstance(header, kind):
+            await asyncio.sleep(seconds)
+        await stream.send(header, payload)
+
+    return lie
+
+
+def raw(kind: type[Header], data: bytes) -> Lie:
+    """Bytes that no encoder writes."""
+
+    async def lie(stream: FramedStream, header: Header, payload: Buffer) -> None:
+        if isinstance(header, kind):
+            await stream._pipe.write(data)
+        else:
+            await stream.send(header, payload)
+
+    return lie
+
+
+def truncated() -> Lie:
+    """Only the first certificate, as if it were all there are."""
+    sent = [0]
+
+    async def lie(stream: FramedStream, header: Header, payload: Buffer) -> None:
+        if isinstance(header, Trail):
+            sent[0] = 0
+            return await stream.send(replace(header, count=min(1, header.count), more=False))
+        if isinstance(header, Certificate):
+            sent[0] += 1
+            if sent[0] > 1:
+                return
+        await stream.send(header, payload)
+
+    return lie
+
+
+def forged(certificate: Certificate) -> Certificate:
+    votes = (Signed(certificate.votes[0].voter, b"x" * 32), *certificate.votes[1:])
+    return replace(certificate, votes=votes)
+
+
+async def never(stream: FramedStream, header: Header, payload: Buffer) -> None:
+    await asyncio.sleep(1e5)
+
+
+def play(liar: Lie | None, main: Callable[[Swarm, Peer], Coroutine[Any, Any, None]], **options: Any) -> None:
+    """Anna and bert are eleven rounds ahead of cleo; anna lies, and is asked first."""
+    world = Swarm(("anna", "bert", "cleo"), **{"keep_rounds": 4, **options})
+
+    async def whole() -> None:
+        await world.rounds("anna bert", 11)
+        if liar:
+            world.peers["anna"].transport.disguise = lambda method, stream, pipe: Disguise(stream, liar)  # type: ignore[assignment,return-value]
+        await main(world, world.peers["cleo"])
+
+    world.play(whole)
+
+
+def right(world: Swarm, report: RoundReport, liar: str | None) -> None:
+    assert world.same("bert cleo") and report.outcome == "superseded", report.blamed
+    assert liar is None or (list(report.blamed) == ["anna"] and liar in report.blamed["anna"]), report.blamed
+
+
+# -- contacts ---------------------------------------------------------------------------------------------------------
+
+
+CONTACTS: dict[str, tuple[Lie, str | None]] = {
+    "forged": (instead(Certificate, forged), "a forged vote"),
+    "few": (instead(Certificate, lambda each: replace(each, votes=each.votes[:1])), "too few"),
+    "foreign": (
+        instead(Certificate, lambda each: replace(each, votes=(*each.votes, Signed(Member("zeno"), b"")))),
+        "who has none",
+    ),
+    "record": (instead(Certificate, lambda each: replace(each, record=each.record + b"\0")), "may not extend"),
+    "truncated": (truncated(), "does not prove the head"),
+    "elsewhere": (instead(Trail, lambda each: replace(each, ancestor=b"x" * 32)), "follow none of the lineages"),
+    "ahead": (
+        instead(Greet, lambda each: replace(each, key=replace(each.key, lineage=b"x" * 32, round=1 << 39))),
+        "does not prove the head",
+    ),
+    "endless": (instead(Trail, lambda each: replace(each, more=True)), None),
+    "header": (raw(Certificate, b"\xff\xff\xff\xff"), "a header of"),
+    "garbage": (raw(Trail, b"\0\0\0\4junk"), "not"),
+    "run": (instead(Greet, lambda each: replace(each, key=replace(each.key, run=b"x" * 32))), "another run"),
+    "name": (instead(Greet, lambda each: replace(each, sender=BERT)), "in the name of"),
+    "type": (instead(Trail, lambda each: Busy(1.0)), "expected Trail"),
+    "dumb": (late(Trail, 1e5), "lost as a contact"),
+    "mute": (never, "lost as a source"),
+}
+
+
+@pytest.mark.parametrize("lie, said", CONTACTS.values(), ids=CONTACTS)
+def test_a_contact_that_lies_is_named_and_the_others_are_believed(lie: Lie, said: str | None) -> None:
+    async def main(world: Swarm, cleo: Peer) -> None:
+        report = await cleo.catch_up()
+        right(world, report, said)
+        assert asyncio.get_running_loop().time() < 60.0
+
+    play(lie, main)
+
+
+def test_a_directory_that_lies_only_costs_time() -> None:
+    async def main(world: Swarm, cleo: Peer) -> None:
+        world.hints[:0] = ["nobody", "zeno", "cleo", "anna", "anna", *(f"invented-{each}" for each in range(500))]
+        zeno = await world.add("zeno")
+        zeno.transport.disguise = lambda method, stream, pipe: Disguise(stream, CONTACTS["ahead"][0])  # type: ignore[assignment,return-value]
+        world.network.block("cleo", "nobody")
+        report = await cleo.catch_up()
+        assert world.same("anna bert cleo") and list(report.blamed) == ["zeno"]
+        assert asyncio.get_running_loop().time() < 10.0
+
+    play(None, main)
+
+
+def test_one_who_lied_is_not_asked_again_for_a_while() -> None:
+    async def main(world: Swarm, cleo: Peer) -> None:
+        assert (await cleo.catch_up()).blamed
+        await world.decide("anna bert")
+        report = await cleo.catch_up()
+        assert world.same("bert cleo") and report.blamed == {}
+        await asyncio.sleep(61.0)
+        await world.decide("anna bert")
+        assert list((await cleo.catch_up()).blamed) == ["anna"]
+
+    play(CONTACTS["forged"][0], main)
+
+
+def test_a_fork_of_one_captures_nobody_who_may_still_decide() -> None:
+    async def main(world: Swarm, cleo: Peer) -> None:
+        await cleo.catch_up()
+        capture = await world.decide("anna", Kind.FORK)
+        await world.rounds("anna", 5)
+        assert (await cleo.catch_up()).outcome == "undecided", "bert and cleo are enough"
+        cleo.sync.stranded = True
+        report = await cleo.catch_up()
+        assert (report.outcome, report.lost_rounds) == ("superseded", 0) and capture.lineage in cleo.chain
+        await world.decide("bert", voters=(BERT, CLEO))
+        report = await cleo.catch_up()
+        assert world.same("bert cleo") and report.lost_rounds == 6
+
+    play(None, main)
+
+
+def test_greetings_of_a_liar_do_not_keep_a_peer_busy() -> None:
+    async def main(world: Swarm, cleo: Peer) -> None:
+        await cleo.catch_up()
+        asked, better = [], cleo.sync.better
+
+        async def counted(deadline: float) -> Any:
+            asked.append(asyncio.get_running_loop().time())
+            return await better(deadline)
+
+        cleo.sync.better = counted  # type: ignore[method-assign]
+        healing = asyncio.create_task(cleo.sync.run())
+        anna = world.peers["anna"]
+        for _ in range(500):
+            await anna.sync._greet(["cleo"], asyncio.get_running_loop().time() + 1.0)
+            await asyncio.sleep(0.1)
+        assert len(asked) <= 2, "it is not listened to for a minute"
+        healing.cancel()
+
+    play(CONTACTS["ahead"][0], main)
+
+
+# -- donors -----------------------------------------------------------------------------------------------------------
+
+
+DONORS: dict[str, tuple[Lie, str | None]] = {
+    "chunk": (spoiled(wire.Chunk), "another digest"),
+    "index": (spoiled(Index), "does not make the state root"),
+    "elements": (instead(Index, lambda each: replace(each, elements=1 << 40)), "elements where the run has"),
+    "size": (instead(wire.Chunk, lambda each: replace(each, size=1 << 32)), "is due"),
+    "order": (instead(wire.Chunk, lambda each: replace(each, index=each.index + 1)), "is due"),
+    "header": (raw(wire.Chunk, b"\xff\xff\xff\xff"), "a header of"),
+    "type": (instead(Index, lambda each: Trail(bytes(32), 0, False)), "expected Index"),
+    "gone": (instead(Index, lambda each: wire.Having(False)), "does not have the snapshot any more"),
+    "kept": (instead(Greet, lambda each: replace(each, kept=(Kept(b"x" * 32, 1 << 30),))), None),
+    "stalls": (late(wire.Chunk, 1e5), "nothing moved for 30 s"),
+    "slow": (late(wire.Chunk, 20.0), None),
+    "busy": (instead(Index, lambda each: Busy(600.0)), None),
+    "silent": (late(Index, 1e5), "nothing moved for 30 s"),
+}
+
+
+@pytest.mark.parametrize("lie, said", DONORS.values(), ids=DONORS)
+def test_a_donor_that_lies_is_named_and_the_state_is_right(lie: Lie, said: str | None) -> None:
+    async def main(world: Swarm, cleo: Peer) -> None:
+        if said and "nothing moved" in said:  # bert alone is quick enough to be done before that
+            world.network.nodes["bert"].bytes_per_second = 1e5
+        report = await cleo.catch_up()
+        right(world, report, said)
+        assert report.bytes_downloaded < 2 * 8 * LARGE
+        assert said or report.blamed == {}
+
+    play(lie, main, elements=LARGE)
+
+
+def test_a_lying_donor_alone_changes_nothing_and_holds_nothing() -> None:
+    """After a catch-up that failed: the state is what it was, buffers are gone, and a later try works."""
+
+    async def main(world: Swarm, cleo: Peer) -> None:
+        def held() -> list[int]:
+            gc.collect()
+            return [sum(type(each) is kind for each in gc.get_objects()) for kind in (Snapshot, OuterState, HeldPart)]
+
+        world.network.block("bert", "cleo")
+        before, count = (cleo.chain.head, cleo.replica.anchor.clone()), held()
+        for _ in range(3):
+            report = await cleo.catch_up(120.0)
+            assert report.outcome == "undecided" and "another digest" in report.blamed["anna"]
+            assert cleo.chain.head == before[0] and torch.equal(cleo.replica.anchor, before[1])
+            await asyncio.sleep(61.0)
+        assert held() == count
+        world.network.heal("bert", "cleo")
+        right(world, await cleo.catch_up(), "another digest")
+
+    play(spoiled(wire.Chunk), main, elements=LARGE)
+
+
+@pytest.mark.parametrize("chunks", [0, 1, 3])
+def test_a_donor_killed_in_mid_chunk_is_replaced(chunks: int) -> None:
+    brought = [0]
+
+    async def main(world: Swarm, cleo: Peer) -> None:
+        async def count(stream: FramedStream, header: Header, payload: Buffer) -> None:
+            brought[0] += isinstance(header, wire.Chunk)
+            if brought[0] == chunks + 1:
+                asyncio.get_running_loop().call_later(0.03, world.network.kill, "anna")
+                brought[0] += 1000
+            await stream.send(header, payload)
+
+        world.peers["anna"].transport.disguise = lambda method, stream, pipe: Disguise(stream, count)  # type: ignore[assignment,return-value]
+        report = await cleo.catch_up()
+        right(world, report, "lost as a donor")
+        assert report.bytes_downloaded < 8 * LARGE + 5 * (1 << 20)
+
+    play(None, main, elements=LARGE)
+
+
+def test_all_donors_dead_is_undecided_in_bounded_time() -> None:
+    async def main(world: Swarm, cleo: Peer) -> None:
+        loop = asyncio.get_running_loop()
+        loop.call_later(0.7, world.network.kill, "anna")
+        loop.call_later(0.8, world.network.kill, "bert")
+        report = await cleo.catch_up(3600.0)
+        assert report.outcome == "undecided" and sorted(report.blamed) == ["anna", "bert"]
+        assert 0 < report.bytes_downloaded < 8 * LARGE and loop.time() < 60.0
+
+    play(None, main, elements=LARGE)
+
+
+def test_few_are_served_at_a_time_and_all_in_the_end() -> None:
+    async def main(world: Swarm, cleo: Peer) -> None:
+        world.network.kill("bert")
+        joiners = [await world.add(f"j{each}") for each in range(7)]
+        donor, most = world.peers["anna"].sync._donor, [0]
+
+        async def watch() -> None:
+            while True:
+                most[0] = max(most[0], len(donor._joiners))
+                await asyncio.sleep(0.05)
+
+        watcher = asyncio.create_task(watch())
+        reports = await asyncio.gather(*(joiner.catch_up() for joiner in joiners))
+        watcher.cancel()
+        assert [report.outcome for report in reports] == ["superseded"] * 7 and most == [3]
+        assert world.same("anna j0 j1 j2 j3 j4 j5 j6") and donor._joiners == []
+
+    play(None, main, elements=LARGE)
+
+
+# -- kept means -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "lie", [spoiled(wire.Reduced), late(wire.Reduced, 1e5), instead(wire.Having, lambda each: wire.Having(False))]
+)
+def test_a_source_that_lies_about_a_mean_is_passed_over(lie: Lie) -> None:
+    async def main(world: Swarm, cleo: Peer) -> None:
+        report = await cleo.catch_up()
+        right(world, report, None)
+        assert (report.replayed_rounds, report.bytes_downloaded) == (11, 0)
+        assert list(report.blamed) in (["anna"], []) and asyncio.get_running_loop().time() < 60.0
+
+    play(lie, main, keep_rounds=20, every_rounds=50)
+
+
+def test_a_record_whose_parts_make_no_mean_is_passed_by_a_snapshot() -> None:
+    async def main(world: Swarm, cleo: Peer) -> None:
+        assert (await cleo.catch_up()).outcome == "superseded"
+        head = cleo.chain.head
+        link = await world.decide("anna bert")
+        for bounds in ((), (0, 5), (0, 700, 300), (1, 500, 1000), (0, 333, 1 << 40)):
+            bad = replace(link.record, bounds=bounds)
+            with pytest.raises(Exception, match="do not make up its mean"):
+                await cleo.sync.mean(replace(link, certificate=certified(head, bad)), cleo.replica._mean, 1e6)
+
+    play(None, main)
