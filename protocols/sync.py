@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
-from functools import partial, reduce
+from functools import reduce
 
 from protocols import wire
 from protocols.base import (
@@ -20,7 +20,6 @@ from protocols.base import (
     Host,
     Member,
     PeerError,
-    PeerGone,
     PeerId,
     RoundKey,
     Settings,
@@ -28,34 +27,31 @@ from protocols.base import (
     Vector,
 )
 from protocols.branches import Branch, Rules
-from protocols.chain import KEEP_CERTIFICATES, UNSETTLED, Chain, Link
+from protocols.chain import UNSETTLED, Chain, Link
 from protocols.codec import codec
 from protocols.contacts import Contacts
 from protocols.donor import IDLE_SECONDS, Donor, within
 from protocols.download import Download, Unavailable
 from protocols.post import Ledger
+from protocols.proofs import TRAIL_SECONDS, Proofs
 from protocols.replay import Replay
 from protocols.requests import MAX_TRAIL, SYNC, Greet, Trail, WantSnapshot, WantTrail
 from protocols.shelf import Shelf
 from protocols.snapshot import Snapshot, Snapshots
 from protocols.tasks import together
-from protocols.votes import Certificate
 
 DIAL_SECONDS = 10.0
 GREET_SECONDS = 5.0
-TRAIL_SECONDS = 20.0
-"""A contact has so long to answer with certificates, each time it is asked."""
 SERVE_SECONDS = 30.0
 HASTE_SECONDS = 1.0
 """Between two looks at news, however many greetings bring them."""
+GRACE_SECONDS = 1.0
+"""A certificate that is on its way to us arrives: who is a moment behind need not leave its round."""
 MAX_REQUESTS = 64
 """On one stream; a whole chain's trail is a quarter of it."""
 MAX_STREAMS = 64
 """Served at a time; whoever comes then finds the stream closed."""
 PROOFS_AT_ONCE = 8
-VERIFY_BYTES = 1 << 16
-"""What judging one certificate costs, as bytes of `Compute`: some signatures."""
-_LIMIT = 256
 
 
 class Sync:
@@ -91,6 +87,7 @@ class Sync:
         self._contacts = Contacts(host.me, host.members, chain, contacts, _now)
         self._replay = Replay(host, self.ledger, codec(settings.codec), settings.chunk_elements, shelf)
         self._donor = Donor(snapshots)
+        self._proofs = Proofs(host, chain, self.rules, self.ledger, self._contacts)
         self._news = asyncio.Event()
         self._serving = self._downloaded_bytes = 0
         host.transport.serve(SYNC, self._serve)
@@ -162,7 +159,10 @@ class Sync:
                 heads = await self._greet(self._contacts.outsiders(), began + DIAL_SECONDS)
                 news = any(self._unknown(key) for key in heads.values())
             if news and (branch := await self.better(_now() + GREET_SECONDS + TRAIL_SECONDS)):
-                self.on_better(branch)
+                if branch.ancestor.key == self._chain.head.key:
+                    await asyncio.sleep(GRACE_SECONDS)
+                if self._unknown(branch.head.key) and branch.ancestor.key.lineage in self._chain:
+                    self.on_better(branch)
             await asyncio.sleep(HASTE_SECONDS)
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(began + DIAL_SECONDS):
@@ -176,11 +176,14 @@ class Sync:
             if self._unknown(key):
                 claims.setdefault(key.lineage, []).append(peer)
         turn = asyncio.Semaphore(PROOFS_AT_ONCE)
+
+        async def one(peers: Sequence[PeerId]) -> Branch | None:
+            async with turn:
+                return await self._proofs.of([(peer, heads[peer]) for peer in peers], self.stranded, deadline)
+
         async with together() as group:
-            jobs = [
-                group.create_task(self._prove([(peer, heads[peer]) for peer in peers], turn, deadline))
-                for peers in sorted(claims.values(), key=lambda peers: -len(peers))
-            ]
+            claimants = sorted(claims.values(), key=lambda peers: -len(peers))
+            jobs = [group.create_task(one(peers)) for peers in claimants]
         branches = [branch for job in jobs if (branch := job.result())]
         return reduce(self.rules.better, branches) if branches else None
 
@@ -205,58 +208,6 @@ class Sync:
             for peer in peers:
                 group.create_task(one(peer))
         return {peer: found[peer] for peer in peers if peer in found}
-
-    async def _prove(
-        self, claims: Sequence[tuple[PeerId, RoundKey]], turn: asyncio.Semaphore, deadline: Deadline
-    ) -> Branch | None:
-        """Have one of those who show the same head prove it; None if it does not beat ours, or none of them can."""
-        async with turn:
-            for peer, key in claims:
-                until = min(deadline, _now() + TRAIL_SECONDS)
-                try:
-                    async with self._open(peer, until) as stream:
-                        return await self._trail(stream, key)
-                except BadPayload:
-                    self._contacts.distrust(peer)
-                except PeerError as error:
-                    self.ledger.name(peer, f"lost as a contact: {error.why}")
-        return None
-
-    async def _trail(self, stream: Stream, key: RoundKey) -> Branch | None:
-        """Follow a peer's certificates from where we part to the head that it has shown.
-
-        Raises:
-            BadPayload: one of them is not right, or they do not lead there.
-        """
-        chain, locator = self._chain.copy(), self._chain.locator()
-        ancestor, branch = b"", None
-        links: list[Link] = []
-        while len(links) < KEEP_CERTIFICATES:
-            trail, batch = await self._batch(stream, locator)
-            if not links:
-                ancestor = trail.ancestor
-            head = links[-1].head if links else chain.at(ancestor)
-            assert head
-            links += await self._host.compute.run(partial(self.rules.verify, head, batch), VERIFY_BYTES * len(batch))
-            branch = self.rules.beating(chain, ancestor, links, self.stranded)
-            if not branch and any(link.lineage not in chain for link in links):
-                return None  # it has lost, or may not be followed, however it goes on
-            if not trail.more or not batch:
-                break
-            locator = (links[-1].lineage,)
-        if not links or links[-1].head.key.round < key.round:
-            raise BadPayload(f"does not prove the head at round {key.round} that it shows")
-        return branch
-
-    async def _batch(self, stream: Stream, locator: tuple[bytes, ...]) -> tuple[Trail, list[Certificate]]:
-        await stream.send(WantTrail(locator))
-        trail = wire.expect(await stream.receive(_LIMIT), Trail)
-        if trail.ancestor not in locator:
-            if trail.ancestor == bytes(32) and not trail.count:
-                raise PeerGone(stream.peer, "keeps nothing back to where we stand")
-            raise BadPayload("certificates that follow none of the lineages they were asked from")
-        found = [await stream.receive(wire.MAX_HEADER_BYTES) for _ in range(trail.count)]
-        return trail, [wire.expect(each, Certificate) for each in found]
 
     # -- fetching -----------------------------------------------------------------------------------------------------
 

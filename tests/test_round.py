@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
@@ -20,6 +21,7 @@ from protocols.base import Blame, Contribution, Head, Layout, Mean, Member, Outc
 from protocols.chain import Chain, state_root
 from protocols.record import Kind, Record
 from protocols.vectors import root
+from protocols.votes import Certificate, Signed
 from protocols.wire import Offer, Part, Ready, Run, decode, encode
 from tests.sim import loop as simloop
 from tests.sim.host import EPOCH, SimClock, SimCompute
@@ -59,6 +61,8 @@ class Script:
         mean_seconds: what averaging takes.
         average: what the others make of ours, into the mean; the mean of a vote that we are alone in otherwise.
         end: the mean but for its record.
+        certified: whether it comes with a certificate, or only with a record.
+        state_root: of the record, where it is not ours.
     """
 
     outcome: Outcome = Outcome.COMMITTED
@@ -67,6 +71,9 @@ class Script:
     average: Callable[[Vector, Vector], object] = lambda mine, into: into.copy_(mine)
     end: Mean = field(default_factory=lambda: Mean(Outcome.COMMITTED))
     roster: tuple[Member, ...] = (ME, OTHER)
+    kind: Kind = Kind.MEAN
+    certified: bool = False
+    state_root: bytes | None = None
 
 
 @dataclass
@@ -118,13 +125,16 @@ class ScriptedSession:
         seen.mine, seen.work = mine[0].clone(), work
         await asyncio.sleep(script.mean_seconds)
         into[0].fill_(math.nan)
-        if script.outcome is not Outcome.COMMITTED:
+        if script.outcome not in (Outcome.COMMITTED, Outcome.SKIPPED):
             return replace(script.end, outcome=script.outcome)
-        script.average(mine[0], into[0])
-        part = Part(bytes(32), (Run(1, 1),))
-        key = seen.key
-        record = Record(key.lineage, work.state_root, key.round, Kind.MEAN, bytes(32), (part,), script.roster)
-        return replace(script.end, outcome=script.outcome, record=records.encode(record))
+        averaged = script.outcome is Outcome.COMMITTED
+        if averaged:
+            script.average(mine[0], into[0])
+        parts = (Part(bytes(32), (Run(1, 1),)),) if averaged else ()
+        key, root = seen.key, script.state_root or work.state_root
+        record = records.encode(Record(key.lineage, root, key.round, script.kind, bytes(32), parts, script.roster))
+        certificate = encode(Certificate(key, ME, 0, record, (Signed(ME, b"s"),))) if script.certified else b""
+        return replace(script.end, outcome=script.outcome, record=record, certificate=certificate)
 
 
 class WatchedTrainer(InlineTrainer):
@@ -180,7 +190,11 @@ def weighed(weight: float, **changes: Any) -> Script:
     return Script(end=Mean(Outcome.COMMITTED, weights={ME.peer: weight}), **changes)
 
 
-LOST = (Outcome.SKIPPED, Outcome.UNDECIDED, Outcome.SUPERSEDED)
+def skipped(**changes: Any) -> Script:
+    return Script(outcome=Outcome.SKIPPED, kind=Kind.SKIP, **changes)
+
+
+LOST = (Outcome.UNDECIDED, Outcome.SUPERSEDED)
 
 
 # -- committed --------------------------------------------------------------------------------------------------------
@@ -265,6 +279,66 @@ def test_work_accumulates_until_a_round_is_decided(outcome: Outcome) -> None:
     assert peer.seen[1].offers[0].tokens == 400, "what is left over is offered at once"
 
 
+# -- skipped, forked --------------------------------------------------------------------------------------------------
+
+
+def test_a_skip_moves_the_chain_and_nothing_else() -> None:
+    peer = Peer(skipped(roster=(ME,)), skipped(), committed(), committed())
+    reports = play(peer.rounds())
+    assert [report.outcome for report in reports[:2]] == ["skipped", "skipped"]
+    assert [report.round for report in reports] == [0, 1, 2, 3]
+    assert [after.parent == before.lineage for before, after in itertools.pairwise(reports)] == [True] * 3
+    genesis = records.genesis(RUN).hex()
+    anchors = [report.anchor_lineage for report in reports]
+    assert anchors == [genesis, genesis, genesis, reports[2].lineage], "work is measured from where it was before"
+    assert [report.tokens for report in reports] == [400, 800, 1200, 400]
+    assert peer.seen[1].roster == (ME,) and peer.seen[1].offers[0].tokens == 400
+    assert len(peer.trainer.written) == 2, "the trainer was not disturbed"
+    assert reports[0].params_hash == reports[1].params_hash == root([torch.ones(ELEMENTS)]).hex()
+    offered = [{work.state_root for work in (*seen.offers, seen.work) if work} for seen in peer.seen[:3]]
+    assert offered == [{state_root(root([torch.ones(10)]), root([torch.zeros(10)]), each)} for each in range(3)]
+
+
+def test_contributions_are_named_by_the_anchor_that_they_are_measured_from() -> None:
+    end = Mean(Outcome.COMMITTED, contributions={"anna": Contribution(4, 4)})
+    peer = Peer(committed(), skipped(), Script(end=end))
+    first, second, third = play(peer.rounds())
+    assert third.contributions == {"anna": (first.lineage, 4, 4)} and second.lineage != first.lineage
+
+
+def test_a_skip_of_an_averager_without_a_vote_moves_nothing() -> None:
+    peer = Peer(Script(outcome=Outcome.UNDECIDED, end=Mean(Outcome.SKIPPED)))
+    (report,) = play(peer.rounds())
+    assert report.lineage == report.parent
+
+
+@pytest.mark.parametrize("outcome, moved", [(Outcome.COMMITTED, True), (Outcome.SKIPPED, False)])
+def test_a_fork_is_reported_as_one_and_may_take_a_mean_with_it(outcome: Outcome, moved: bool) -> None:
+    peer = Peer(Script(outcome=outcome, kind=Kind.FORK, roster=(ME,)), committed())
+    fork, alone = play(peer.rounds())
+    assert (fork.outcome, alone.outcome) == ("fork", "alone") and fork.lineage != fork.parent == fork.anchor_lineage
+    assert (alone.anchor_lineage == fork.lineage) is moved and alone.tokens == (400 if moved else 800)
+
+
+@pytest.mark.parametrize("outcome", [Outcome.COMMITTED, Outcome.SKIPPED])
+def test_what_was_decided_is_kept_with_its_votes(outcome: Outcome) -> None:
+    peer = Peer(Script(outcome=outcome, certified=True), committed())
+    play(peer.rounds())
+    first, second = peer.chain.since(records.genesis(RUN))
+    assert first.certificate.votes == (Signed(ME, b"s"),) and second.certificate.votes == ()
+
+
+@pytest.mark.parametrize("outcome", [Outcome.COMMITTED, Outcome.SKIPPED])
+def test_a_decision_from_a_state_that_is_not_ours_is_not_applied(outcome: Outcome) -> None:
+    end = Mean(Outcome.COMMITTED, contributions={"anna": Contribution(4, 4)}, weights={"anna": 1.0}, bytes_sent=7)
+    peer = Peer(Script(outcome=outcome, end=end, state_root=b"x" * 32), committed())
+    report, after = play(peer.rounds())
+    assert (report.outcome, report.peers, report.contributions, report.weight) == ("superseded", (), {}, 0.0)
+    assert "not the one that the others hold" in report.blamed["anna"] and report.bytes_sent == 7
+    assert report.lineage == report.parent == after.parent and peer.chain.head.key.round == 1
+    assert after.tokens == 800, "nothing has moved, until it catches up"
+
+
 # -- not counted ------------------------------------------------------------------------------------------------------
 
 
@@ -287,6 +361,38 @@ def test_work_that_came_after_the_call_is_kept_for_the_next_round() -> None:
     assert torch.equal(peer.seen[1].mine, torch.full((ELEMENTS,), 8 * STEP))
     assert torch.equal(peer.seen[2].mine, torch.full((ELEMENTS,), 4 * STEP))
     assert [report.tokens for report in reports] == [400, 800, 400]
+
+
+def test_a_first_step_that_no_plan_knew_of_is_kept() -> None:
+    """It had nothing to offer when the round was called, so the plan was made without it."""
+    others = {"bert": 400.0}
+    peer = Peer(Script(end=Mean(Outcome.COMMITTED, weights=others), cut_seconds=0.2), committed())
+    reports = play(peer.rounds())
+    assert [work.tokens for work in peer.seen[0].offers] == [0, 100], "the step in progress at the cut is finished"
+    assert torch.equal(peer.trainer.written[0], peer.replica.anchor.new_full((ELEMENTS,), 1 - 0.75 * STEP - STEP))
+    assert peer.seen[1].offers[0].tokens == 100 and reports[1].tokens == 500
+
+
+@pytest.mark.parametrize("cut_seconds", [0.7, 2.0])
+def test_more_work_than_that_is_dropped_with_a_plan_that_left_it_out(cut_seconds: float) -> None:
+    """Cut off, or late by more than a step: the others' mean has gone the same way."""
+    peer = Peer(Script(end=Mean(Outcome.COMMITTED, weights={"bert": 400.0}), cut_seconds=cut_seconds), committed())
+    reports = play(peer.rounds())
+    assert peer.seen[1].offers[0].tokens == 0 and reports[1].tokens == 400
+
+
+def test_what_an_undecided_round_left_over_is_no_first_step() -> None:
+    others = Mean(Outcome.COMMITTED, weights={"bert": 400.0})
+    peer = Peer(lost(cut_seconds=0.2), Script(end=others, cut_seconds=0.0), committed())
+    play(peer.rounds())
+    assert peer.seen[1].offers[0].tokens == 100 and peer.seen[2].offers[0].tokens == 0
+
+
+def test_a_first_step_of_which_something_was_counted_is_spent() -> None:
+    end = Mean(Outcome.COMMITTED, contributions={ME.peer: Contribution(1, 4)})
+    peer = Peer(Script(end=end, cut_seconds=0.2), committed())
+    play(peer.rounds())
+    assert peer.seen[1].offers[0].tokens == 0
 
 
 def test_kept_work_survives_a_round_that_is_not_decided() -> None:
@@ -338,7 +444,7 @@ def test_the_limit_follows_committed_rounds_and_no_others() -> None:
     peer = Peer(
         committed(cut_seconds=10.0, mean_seconds=2.0),
         lost(cut_seconds=100.0, mean_seconds=20.0),
-        lost(Outcome.SKIPPED, cut_seconds=100.0),
+        skipped(cut_seconds=100.0),
         lost(Outcome.SUPERSEDED, cut_seconds=100.0),
         committed(cut_seconds=2.0, mean_seconds=1.0),
         committed(cut_seconds=20.0, mean_seconds=1.0),

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import asyncio
 
+import msgpack
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from protocols.base import Member
+from protocols import wire
+from protocols.base import BadPayload, Header, Member, RoundKey
 from protocols.record import Kind
+from protocols.requests import MAX_KEPT, MAX_LOCATOR, MESSAGES, Greet, Kept, WantTrail
 from tests.peers import TOKENS, Swarm
+from tests.test_wire import headers, places, replaced
 
 ANNA, BERT, CLEO, DORA, EMIL = (Member(name) for name in ("anna", "bert", "cleo", "dora", "emil"))
 ALL = "anna bert cleo dora emil"
@@ -304,8 +310,53 @@ def test_a_peer_that_went_to_sleep_is_woken_by_a_greeting() -> None:
         await asyncio.sleep(3.0)
         assert not told, "all that it knows are in its roster"
         caller = asyncio.create_task(world.peers["anna"].sync.run())
-        await asyncio.sleep(1.0)
-        assert len(told) == 1 and told[0] < 4.0
+        await asyncio.sleep(2.0)
+        assert len(told) == 1 and told[0] < 5.0
         sleeper.cancel(), caller.cancel()
 
     world.play(main)
+
+
+def test_who_hears_of_a_round_a_moment_before_it_decides_it_stays_in_it() -> None:
+    world = swarm("anna bert cleo")
+
+    async def main() -> None:
+        await world.decide("anna bert cleo", roster=(ANNA, BERT))
+        link = await world.decide("bert cleo", voters=(ANNA, BERT))
+        anna, told = world.peers["anna"], []
+        anna.sync.on_better = lambda branch: told.append(branch)
+        healing = asyncio.create_task(anna.sync.run())
+        await asyncio.sleep(0.5)
+        anna.chain.switch(link.record.parent, [link])
+        await asyncio.sleep(8.0)
+        assert not told
+        await world.rounds("bert cleo", 1, voters=(ANNA, BERT))
+        await asyncio.sleep(12.0)
+        assert len(told) == 1
+        healing.cancel()
+
+    world.play(main)
+
+
+# -- messages ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", MESSAGES)
+@given(data=st.data())
+@settings(max_examples=30)
+def test_messages_come_as_they_went_or_are_refused(kind: type[Header], data: st.DataObject) -> None:
+    header = data.draw(headers(kind))
+    packed = wire.encode(header)
+    assert wire.decode(packed) == header
+    values = msgpack.unpackb(packed)
+    path = data.draw(st.sampled_from([path for path in places(values) if path[0] >= 2] or [(1,)]))
+    hostile = data.draw(st.sampled_from([None, -1, [[]], b"x" * 300, "x" * 300, {}, [None] * 300]))
+    with pytest.raises(BadPayload):
+        wire.decode(msgpack.packb(replaced(values, path, hostile)))
+
+
+def test_the_fullest_messages_fit() -> None:
+    key = RoundKey(b"r" * 32, "s" * 64, b"l" * 32, 1 << 40, 1 << 16)
+    kept = (Kept(b"l" * 32, 1 << 40),) * MAX_KEPT
+    for header in (Greet(key, Member("p" * 64, 1 << 40), kept), WantTrail((b"l" * 32,) * MAX_LOCATOR)):
+        assert wire.decode(wire.encode(header)) == header
