@@ -21,7 +21,6 @@ from protocols.base import (
     Head,
     Host,
     PeerError,
-    PeerGone,
     PeerId,
     ProtocolError,
     Stream,
@@ -108,7 +107,7 @@ class Download:
                     self._ledger.counting(stream),
                 ):
                     busy_seconds = await self._take(stream)
-            except BadPayload:
+            except (BadPayload, Unavailable):
                 return
             except PeerError as error:
                 self._ledger.name(donor, f"lost as a donor: {error.why}")
@@ -131,9 +130,9 @@ class Download:
             await stream.send(WantSnapshot(self._at.key.lineage))
             answer = await stream.receive(_LIMIT)
             if isinstance(answer, Busy):
-                return answer.seconds
+                return max(PAUSE_SECONDS, answer.seconds)
             if isinstance(answer, wire.Having) and not answer.here:
-                raise PeerGone(stream.peer, "does not have the snapshot any more")
+                raise Unavailable("the snapshot has made room for a later one")
             shown = wire.expect(answer, Shown)
             if shown.elements != self._elements:
                 raise BadPayload(f"a snapshot of {shown.elements} elements where the run has {self._elements}")

@@ -228,11 +228,12 @@ DONORS: dict[str, tuple[Lie, str | None]] = {
     "order": (instead(wire.Chunk, lambda each: replace(each, index=each.index + 1)), "is due"),
     "header": (raw(wire.Chunk, b"\xff\xff\xff\xff"), "a header of"),
     "type": (instead(Index, lambda each: Trail(bytes(32), 0, False)), "expected Index"),
-    "gone": (instead(Index, lambda each: wire.Having(False)), "does not have the snapshot any more"),
+    "gone": (instead(Index, lambda each: wire.Having(False)), None),
     "kept": (instead(Greet, lambda each: replace(each, kept=(Kept(b"x" * 32, 1 << 30),))), None),
     "stalls": (late(wire.Chunk, 1e5), "nothing moved for 30 s"),
     "slow": (late(wire.Chunk, 20.0), None),
     "busy": (instead(Index, lambda each: Busy(600.0)), None),
+    "restless": (instead(Index, lambda each: Busy(0.0)), None),
     "silent": (late(Index, 1e5), "nothing moved for 30 s"),
 }
 
@@ -290,6 +291,16 @@ def test_a_donor_killed_in_mid_chunk_is_replaced(chunks: int) -> None:
         assert report.bytes_downloaded < 8 * LARGE + 5 * (1 << 20)
 
     play(None, main, elements=LARGE)
+
+
+def test_donors_that_are_busy_for_ever_are_asked_so_often_and_no_more() -> None:
+    async def main(world: Swarm, cleo: Peer) -> None:
+        world.network.kill("bert")
+        report = await cleo.catch_up(1e6)
+        assert report.outcome == "undecided" and asyncio.get_running_loop().time() < 60.0
+        assert 2000 < report.bytes_sent < 10_000
+
+    play(DONORS["restless"][0], main)
 
 
 def test_all_donors_dead_is_undecided_in_bounded_time() -> None:
