@@ -1,0 +1,189 @@
+"""Catching up in real rounds: peers that vote, miss some, join, part and meet again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+
+from node.outer import OuterSGD
+from node.report import RoundReport
+from node.round import Replica
+from node.tasks.paced import Paced
+from node.trainer import InlineTrainer
+from protocols.base import Member, PeerId, Settings
+from protocols.butterfly import Butterfly
+from protocols.chain import Chain
+from protocols.snapshot import Snapshots
+from protocols.sync import Sync
+from protocols.tasks import alongside
+from tests.checkers import check
+from tests.rounds import RUN
+from tests.sim import loop as simloop
+from tests.sim.host import sim_host
+from tests.sim.network import SimNetwork, Trace
+
+ELEMENTS = 3000
+ROUND_SECONDS = 2.0
+"""More than a round takes."""
+SETTINGS = Settings("int8", (ELEMENTS,), 256, keep_rounds=8)
+
+
+class Life:
+    """A peer's main loop, as a node's is."""
+
+    def __init__(self, world: Lives, name: PeerId) -> None:
+        host = sim_host(world.network, world.network.join(name), 1, {})
+        self.chain, snapshots = Chain(RUN, "run", world.founders), Snapshots()
+        self.averager = Butterfly(host, world.settings)
+        self.me, self.history = self.averager.me, list[RoundReport]()
+        self.newcomer = self.me not in world.founders
+        trainer = InlineTrainer(Paced(ELEMENTS, ord(name[0])), 4, 0.25)
+        anchor = torch.zeros(ELEMENTS) if self.newcomer else trainer.shift.learner.vectors[0].clone()
+        self.replica = Replica(self.chain, trainer, self.averager, OuterSGD(0.7, 0.9), host.compute, anchor, snapshots)
+        hints = [member.peer for member in world.founders]
+        self.sync = Sync(host, self.chain, world.settings, snapshots, lambda: hints, self.averager.shelf)
+        self.sync.on_better = lambda branch: self.averager.supersede()
+        self._wall = host.clock.wall
+
+    async def run(self) -> None:
+        await alongside(self._train(), self.sync.run())
+
+    async def _train(self) -> None:
+        await self.replica.settle()
+        if self.newcomer:
+            await self._catch_up()
+        while True:
+            self.history.append(await self.replica.run_round(self.me, self._wall))
+            if self.history[-1].outcome == "superseded":
+                await self._catch_up()
+
+    async def _catch_up(self) -> None:
+        deadline = asyncio.get_running_loop().time() + 60.0
+        self.history.append(await self.replica.catch_up(self.sync, self._wall, deadline))
+
+    def caught_up(self) -> list[RoundReport]:
+        """The reports that say what catching up came to."""
+        return [each for each in self.history if each.outcome == "superseded" and each.lineage != each.parent]
+
+
+class Lives:
+    """Peers that live until the test is over."""
+
+    def __init__(self, names: str, **settings: Any) -> None:
+        self.network, self.settings = SimNetwork(Trace()), replace(SETTINGS, **settings)
+        self.founders = tuple(Member(name) for name in names.split())
+        self.lives: dict[PeerId, Life] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def begin(self, name: PeerId) -> Life:
+        life = self.lives[name] = Life(self, name)
+        token = simloop.PROCESS.set(self.network.nodes[name].process)
+        self._tasks.append(asyncio.get_running_loop().create_task(life.run()))
+        simloop.PROCESS.reset(token)
+        return life
+
+    def cut(self, ones: str, others: str, heal: bool = False) -> None:
+        """Silence both ways between these and those; or the end of it."""
+        change = self.network.heal if heal else self.network.block
+        for one in ones.split():
+            for other in others.split():
+                change(one, other), change(other, one)
+
+    def play(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        async def whole() -> None:
+            for member in self.founders:
+                self.begin(member.peer)
+            await main()
+            for task in self._tasks:
+                assert not task.done() or task.result()
+            if self.network.bugs:
+                raise self.network.bugs[0]
+            assert check({name: [asdict(each) for each in life.history] for name, life in self.lives.items()}) == []
+
+        simloop.run(whole())
+
+    def together(self) -> bool:
+        """Whether all vote on one branch, a round apart at most."""
+        chains = [life.chain for life in self.lives.values()]
+        last = min(chains, key=lambda chain: chain.head.key.round).head
+        return all(
+            len(chain.head.roster) == len(chains)
+            and last.key.lineage in chain
+            and chain.head.key.round <= last.key.round + 1
+            for chain in chains
+        )
+
+
+def test_a_peer_that_missed_a_few_rounds_replays_them() -> None:
+    world = Lives("anna bert cleo dora", fork_peers=0)
+
+    async def main() -> None:
+        await asyncio.sleep(5 * ROUND_SECONDS)
+        world.cut("dora", "anna bert cleo")
+        await asyncio.sleep(5 * ROUND_SECONDS)
+        world.cut("dora", "anna bert cleo", heal=True)
+        await asyncio.sleep(15 * ROUND_SECONDS)
+        assert world.together()
+        reports = world.lives["dora"].caught_up()
+        assert sum(each.bytes_downloaded for each in reports) == 0
+        assert sum(each.lost_rounds for each in reports) == 0
+        assert not any(world.lives[name].caught_up() for name in ("anna", "bert", "cleo"))
+
+    world.play(main)
+
+
+def test_a_peer_that_went_on_alone_comes_back() -> None:
+    world = Lives("anna bert cleo dora")
+
+    async def main() -> None:
+        await asyncio.sleep(5 * ROUND_SECONDS)
+        world.cut("dora", "anna bert cleo")
+        await asyncio.sleep(30 * ROUND_SECONDS)
+        dora = world.lives["dora"]
+        assert [each.outcome for each in dora.history[-2:]] == ["alone", "alone"]
+        alone = sum(each.outcome in ("alone", "fork") for each in dora.history)
+        world.cut("dora", "anna bert cleo", heal=True)
+        await asyncio.sleep(15 * ROUND_SECONDS)
+        assert world.together()
+        (report,) = dora.caught_up()
+        assert alone <= report.lost_rounds <= alone + 10 and report.lost_tokens > 0 and report.blamed == {}
+
+    world.play(main)
+
+
+def test_two_halves_of_a_swarm_heal() -> None:
+    world = Lives("anna bert cleo dora emil")
+
+    async def main() -> None:
+        await asyncio.sleep(5 * ROUND_SECONDS)
+        world.cut("dora emil", "anna bert cleo")
+        await asyncio.sleep(30 * ROUND_SECONDS)
+        assert [len(life.chain.head.roster) for life in world.lives.values()] == [3, 3, 3, 2, 2]
+        world.cut("dora emil", "anna bert cleo", heal=True)
+        await asyncio.sleep(20 * ROUND_SECONDS)
+        assert world.together()
+        assert [len(life.caught_up()) > 0 for life in world.lives.values()] == [False] * 3 + [True] * 2
+
+    world.play(main)
+
+
+def test_newcomers_join_a_swarm_that_goes_on() -> None:
+    world = Lives("anna")
+
+    async def main() -> None:
+        await asyncio.sleep(10 * ROUND_SECONDS)
+        world.begin("bert")
+        await asyncio.sleep(5 * ROUND_SECONDS)
+        world.begin("cleo"), world.begin("dora")
+        await asyncio.sleep(10 * ROUND_SECONDS)
+        assert world.together()
+        for name in ("bert", "cleo", "dora"):
+            first = world.lives[name].history[0]
+            assert (first.outcome, first.bytes_downloaded, first.lost_rounds) == ("superseded", 8 * ELEMENTS, 0)
+        assert all(each.outcome in ("alone", "committed", "skipped") for each in world.lives["anna"].history)
+
+    world.play(main)
