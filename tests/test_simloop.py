@@ -89,6 +89,24 @@ def test_a_program_that_never_ends_is_stopped() -> None:
         run(main(), limit_seconds=1000.0)
 
 
+@pytest.mark.parametrize("pause_seconds", [0.0, -1.0])
+def test_a_program_that_spins_is_stopped(pause_seconds: float) -> None:
+    """Time does not move while it asks again and again; a program with as many turns in moving time goes on."""
+    cleaned: list[float] = []
+
+    async def main() -> None:
+        await asyncio.sleep(3)
+        try:
+            while True:  # noqa: ASYNC110 -- that is the bug
+                await asyncio.sleep(pause_seconds)
+        finally:
+            cleaned.append(now())
+
+    with pytest.raises(SimDeadlock, match=r"spins: time stands still at 3\.000 s"):
+        run(main())
+    assert cleaned == [3.0]
+
+
 def test_a_deadlock_runs_what_should_be_cleaned_up() -> None:
     cleaned: list[str] = []
 

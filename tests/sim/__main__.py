@@ -20,7 +20,7 @@ from protocols import PROTOCOLS
 from protocols.codec import CODECS
 from protocols.wire import MAX_ROSTER
 from tests.checkers import Violation
-from tests.sim.arguments import Parser
+from tests.sim.arguments import Parser, at_least_one
 from tests.sim.families import BREAKING, CALM, FAULTS
 from tests.sim.scenario import Scenario
 from tests.sim.trace import Trace
@@ -42,14 +42,8 @@ def _seeds(text: str) -> range:
     return seeds
 
 
-def _at_least_one(text: str) -> int:
-    if not text.lstrip("-").isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
-
-
 def _peers(text: str) -> int:
-    if _at_least_one(text) > MAX_ROSTER:
+    if at_least_one(text) > MAX_ROSTER:
         raise argparse.ArgumentTypeError(f"a roster holds at most {MAX_ROSTER} peers, not {text}")
     return int(text)
 
@@ -58,11 +52,11 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = Parser(prog="python -m tests.sim", description="Simulated swarms under faults, from seeds.")
     parser.add_argument("--protocol", choices=sorted(PROTOCOLS), default="butterfly")
     parser.add_argument("--peers", type=_peers, default=5)
-    parser.add_argument("--rounds", type=_at_least_one, default=6)
+    parser.add_argument("--rounds", type=at_least_one, default=6)
     parser.add_argument("--seeds", type=_seeds, default=range(1), help="one seed, or a range like 0:300")
     parser.add_argument("--faults", choices=(*FAULTS, *GROUPS), default="none", help="a family, or a group of them")
     parser.add_argument("--codec", choices=sorted(CODECS), help="default: the seed decides")
-    parser.add_argument("--inner-steps", type=_at_least_one, default=10)
+    parser.add_argument("--inner-steps", type=at_least_one, default=10)
     parser.add_argument("--json", action="store_true", help="print nothing but the JSON object on stdout")
     return parser.parse_args(arguments)
 

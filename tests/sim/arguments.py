@@ -11,3 +11,14 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (see --help)\n")
+
+
+def at_least_one(text: str) -> int:
+    return at_least(1, text)
+
+
+def at_least(least: int, text: str) -> int:
+    """A whole number from `least` on."""
+    if not text.lstrip("-").isdigit() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+    return int(text)

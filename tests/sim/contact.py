@@ -81,9 +81,15 @@ class Outages:
     def in_touch(self, one: PeerId, other: PeerId, since: float, until: float) -> bool:
         return all(end <= since or until < begin for begin, end in self.cuts.get(_pair(one, other), ()))
 
-    def connected(self, members: Sequence[Member], count: int, since: float, until: float) -> bool:
-        """Whether `count` of the members were alive, and each in touch with each, from `since` to `until`."""
+    def connected(
+        self, members: Sequence[Member], count: int, since: float, until: float, among: PeerId | None = None
+    ) -> bool:
+        """Whether `count` members, one of them `among`, were alive and each in touch with each in all that time."""
         alive = [member.peer for member in members if self.deaths.get(member, math.inf) > until]
+        if among is not None:
+            alive = [peer for peer in alive if peer == among or self.in_touch(peer, among, since, until)]
+            if among not in alive:
+                return False
 
         def grows(size: int, left: Sequence[PeerId]) -> bool:
             if size >= count:

@@ -16,8 +16,13 @@ MAX_MESSAGE = 600
 
 
 def crash(rng: random.Random, peers: Sequence[PeerId], seconds: float) -> Faults:
-    """A minority crashes, each at a random time or message, and restarts later or when all is healed."""
+    """A minority crashes, each at a random time or message, and restarts later or when all is healed.
+
+    Of two, one; but not who is alone: there would be nothing left.
+    """
     faults = Faults()
+    if len(peers) == 1:
+        return faults
     for peer in rng.sample(peers, rng.randint(1, max(1, (len(peers) - 1) // 2))):
         lasts = rng.choice((None, rng.uniform(0.5, 5.0), rng.uniform(5.0, 40.0)))
         if rng.random() < 0.5:

@@ -16,8 +16,12 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
+SPINS = 100_000
+"""Turns of the loop without a step of time: more of them are a program that waits by asking again and again."""
+
+
 class SimDeadlock(Exception):
-    """Nothing is ready and no timer is set: the program waits for ever."""
+    """The program waits for ever: nothing is ready and no timer is set, or it spins, or its time is over."""
 
 
 class SimProcess:
@@ -64,6 +68,7 @@ class SimLoop(asyncio.BaseEventLoop):
         super().__init__()
         self._now = 0.0
         self._limit_seconds = limit_seconds
+        self._spins = 0
         self._numbers = itertools.count()
         self._selector = self
         self.set_task_factory(_task)
@@ -75,7 +80,12 @@ class SimLoop(asyncio.BaseEventLoop):
         """The selector's part: nothing ever arrives from outside, so waiting is jumping."""
         if timeout is None:
             raise SimDeadlock(f"nothing is ready and no timer is set at {self._now:.3f} s")
+        self._spins += 1
+        if self._spins > SPINS:
+            self._spins = 0  # what is to be cleaned up may still run
+            raise SimDeadlock(f"something spins: time stands still at {self._now:.3f} s")
         if timeout > 0:
+            self._spins = 0
             self._now = max(self._now, self._scheduled[0].when())  # type: ignore[attr-defined]
             if self._now > self._limit_seconds:
                 raise SimDeadlock(f"virtual time passed its limit of {self._limit_seconds:g} s")

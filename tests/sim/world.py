@@ -14,11 +14,11 @@ from node.round import Replica
 from node.tasks.paced import Paced
 from node.trainer import InlineTrainer, Learner
 from protocols import PROTOCOLS
-from protocols.base import Head, Host, Member, PeerId, Settings
+from protocols.base import Host, Member, PeerId, Settings
 from protocols.chain import Chain
 from tests import checkers
 from tests.sim import loop as simloop
-from tests.sim.account import Account
+from tests.sim.account import Account, Head
 from tests.sim.host import Entries, Hearsay, sim_host
 from tests.sim.injection import Injector
 from tests.sim.lies import LyingStream
@@ -157,7 +157,7 @@ class World:
         replica = self.replicas[me] = Replica(chain, trainer, averager, self.outer(), host.compute, anchor)
         await replica.settle()
         while self.goes_on(me) and averager.me in chain.head.roster:
-            self.entering(chain.head)
+            self.entering(me, chain.head)
             report = await replica.run_round(averager.me, host.clock.wall)
             await self.after_round(index, trainer)
             self.reported(asdict(report))
@@ -189,9 +189,9 @@ class World:
         """Whether a peer begins another round."""
         return self.scenario.breaks or len(self.histories[peer]) < self.scenario.rounds
 
-    def entering(self, head: Head) -> None:
+    def entering(self, peer: PeerId, head: Head) -> None:
         """A peer begins a round at this head."""
-        self.account.entered(head, asyncio.get_running_loop().time())
+        self.account.entered(peer, head, asyncio.get_running_loop().time())
 
     def reported(self, report: checkers.Report) -> None:
         """A peer's round is over; the dead report nothing."""

@@ -1,0 +1,129 @@
+"""`python -m tests.sim.crashes`: something happens at every single message of a round, once for each, and is judged.
+
+A run without faults tells which messages each peer sends and receives in the second round. Then the round is played
+again for each of them, with a fault just before it takes effect:
+
+    crash      the peer is killed
+    silence    the peer neither hears nor is heard any more
+    one-way    the link that the message crosses carries nothing any more, in that direction
+    stall      that link delays everything for some seconds
+
+Judged are the invariants of `tests.checkers` on all histories, those of the dead included, and that every peer in touch
+with a majority decides that round and the next, and leaves the dead out. The last thing printed is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from typing import Any
+
+import torch
+
+from protocols import PROTOCOLS
+from tests.sim.arguments import Parser, at_least, at_least_one
+from tests.sim.scenario import Scenario
+from tests.sim.striking import KINDS, PAIRS, Point, Verdict, combinations, enumerate_points, named, small, strike
+from tests.sim.world import World
+
+MAX_VIOLATIONS = 20
+
+
+def survey(verdicts: Iterable[Verdict]) -> dict[str, Any]:
+    """The counts of all verdicts, and the first violations."""
+    outcomes: Counter[str] = Counter()
+    ways: Counter[str] = Counter()
+    result: dict[str, Any] = {"points": 0, "failed": 0, "violations": []}
+    for verdict in verdicts:
+        result["points"] += 1
+        result["failed"] += bool(verdict.violations)
+        outcomes[verdict.outcome] += 1
+        ways.update(point.way for point in verdict.points)
+        where = ",".join(str(point) for point in verdict.points)
+        room = MAX_VIOLATIONS - len(result["violations"])
+        result["violations"] += [{"at": where, **each.as_dict()} for each in verdict.violations[:room]]
+    result.update(sent=ways["sent"], received=ways["received"])
+    result.update(decided=result["points"] - outcomes["undecided"], undecided=outcomes["undecided"])
+    result["outcomes"] = dict(sorted(outcomes.items()))
+    return result
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = Parser(prog="python -m tests.sim.crashes", description="A fault at every message of a round.")
+    parser.add_argument("--protocol", choices=sorted(PROTOCOLS), default="butterfly")
+    parser.add_argument("--peers", type=partial(at_least, 2), default=3)
+    parser.add_argument("--kind", choices=KINDS, default="crash")
+    parser.add_argument("--seed", type=int, default=0, help="of latencies and of the order of messages")
+    parser.add_argument("--pairs", action="store_true", help="two at once, at two peers")
+    parser.add_argument("--sample", type=at_least_one, help=f"play so many, drawn; of pairs, {PAIRS} unless given")
+    parser.add_argument("--jobs", type=at_least_one, default=1, help="processes that play")
+    parser.add_argument("--only", help="one point, or a pair: p1:17 or p1:17,p2:30; prints its trace")
+    return parser.parse_args(arguments)
+
+
+def replay(options: argparse.Namespace, verdict: Verdict) -> str:
+    where = ",".join(str(point) for point in verdict.points)
+    return (
+        f"python -m tests.sim.crashes --protocol {options.protocol} --peers {options.peers} --kind {options.kind}"
+        f" --seed {options.seed} --only {where}"
+    )
+
+
+def _told(options: argparse.Namespace, verdicts: Iterable[Verdict]) -> Iterator[Verdict]:
+    """Pass the verdicts on; the first that fail, and one that was asked for, in words."""
+    failed = 0
+    for verdict in verdicts:
+        failed += bool(verdict.violations)
+        if options.only:
+            print("\n".join(verdict.trace), file=sys.stderr)
+        if verdict.violations and failed <= 3:
+            print("\n".join(str(violation) for violation in verdict.violations[:5]), file=sys.stderr)
+            print(f"replay: {replay(options, verdict)}", file=sys.stderr)
+        yield verdict
+
+
+def _verdicts(
+    scenario: Scenario, kind: str, chosen: list[tuple[Point, ...]], world_type: type[World], jobs: int
+) -> Iterator[Verdict]:
+    """One after the other, or in so many processes; in the order of the points either way."""
+    judge = partial(strike, scenario, kind, world_type=world_type)
+    if jobs == 1:
+        yield from map(judge, chosen)
+        return
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, spawn, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        yield from pool.map(judge, chosen, chunksize=16)
+
+
+def main(arguments: list[str] | None = None, world_type: type[World] = World) -> int:
+    options = _parse(arguments)
+    torch.set_num_threads(1)
+    began = time.monotonic()
+    scenario = small(options.peers, options.protocol, options.seed)
+    points = enumerate_points(scenario, world_type)
+    try:
+        chosen = (
+            named(points, options.only)
+            if options.only
+            else combinations(points, options.pairs, options.sample, options.seed)
+        )
+    except ValueError as error:
+        print(f"python -m tests.sim.crashes: {error}", file=sys.stderr)
+        return 2
+    result = survey(_told(options, _verdicts(scenario, options.kind, chosen, world_type, options.jobs)))
+    seconds = time.monotonic() - began
+    about = {"protocol": options.protocol, "peers": options.peers, "kind": options.kind, "pairs": options.pairs}
+    rates = {"real_seconds": round(seconds, 3), "points_per_minute": round(60.0 * result["points"] / seconds, 1)}
+    print(json.dumps({**about, "messages": len(points), **result, **rates}))
+    return 1 if result["failed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

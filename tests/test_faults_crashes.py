@@ -1,0 +1,217 @@
+"""A fault at every message of a round: all are found, each strikes where it says, and what goes wrong is seen."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from protocols.base import Member
+from tests.sim.crashes import main
+from tests.sim.faults import Crash, Cut, Message
+from tests.sim.standin import Child, Head, StandIn
+from tests.sim.striking import KINDS, ROUND, Point, combinations, enumerate_points, named, small, strike
+from tests.sim.world import World
+
+
+@pytest.fixture(scope="module")
+def points() -> list[Point]:
+    return enumerate_points(small(3), StandIn)
+
+
+def result(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    summary: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    return summary
+
+
+# -- the points -------------------------------------------------------------------------------------------------------
+
+
+def test_the_messages_of_a_round_are_the_same_every_time_and_without_a_gap(points: list[Point]) -> None:
+    assert points == enumerate_points(small(3), StandIn)
+    assert len(set(points)) == len(points) > 40
+    for peer in ("p0", "p1", "p2"):
+        numbers = [point.number for point in points if point.peer == peer]
+        assert numbers == list(range(numbers[0], numbers[0] + len(numbers))) and numbers[0] > 5
+    ways = Counter(point.way for point in points)
+    assert ways["sent"] > 10 and ways["received"] > 10
+
+
+def test_a_real_round_has_its_messages_too() -> None:
+    points = enumerate_points(small(3))
+    assert len(points) > 100 and {point.peer for point in points} == {"p0", "p1", "p2"}
+
+
+def test_a_round_that_fails_without_faults_is_an_error() -> None:
+    class Never(StandIn):
+        def enough(self, head: Head, present: list[Member]) -> bool:
+            raise ZeroDivisionError
+
+    with pytest.raises((RuntimeError, ZeroDivisionError)):
+        enumerate_points(small(3), Never)
+
+
+def test_what_a_kind_does_at_a_message() -> None:
+    sent, received = Point("p1", 17, "sent", "p2"), Point("p1", 18, "received", "p2")
+    peers = ("p0", "p1", "p2")
+    (crash,) = sent.fault("crash", peers).events
+    (silence,) = sent.fault("silence", peers).events
+    assert crash == Crash("p1", Message("p1", 17))
+    assert silence == Cut(("p1",), ("p0", "p2"), True, Message("p1", 17))
+    links = [point.fault(kind, peers).events[0] for kind in ("one-way", "stall") for point in (sent, received)]
+    assert [link.links() for link in links if isinstance(link, Cut)] == [[("p1", "p2")], [("p2", "p1")]] * 2
+    with pytest.raises(ValueError, match="unknown kind 'flood'"):
+        sent.fault("flood", peers)
+
+
+@pytest.mark.parametrize("kind", ["crash", "stall"])
+def test_a_fault_strikes_at_its_message_and_nowhere_else(kind: str, points: list[Point]) -> None:
+    for point in points[::5]:
+        verdict = strike(small(3), kind, (point,), StandIn)
+        (index,) = [index for index, line in enumerate(verdict.trace) if f"number={point.number})" in line]
+        assert verdict.violations == [] and f"Message(peer='{point.peer}'" in verdict.trace[index]
+        assert (f"{point.peer} killed" in verdict.trace[index + 1]) == (kind == "crash")
+
+
+def test_pairs_are_of_different_peers_and_as_many_as_asked_for(points: list[Point]) -> None:
+    drawn = combinations(points, pairs=True, sample=100, seed=1)
+    assert drawn == combinations(points, pairs=True, sample=100, seed=1) != combinations(points, True, 100, 2)
+    assert len(set(drawn)) == 100 and all(one.peer != other.peer for one, other in drawn)
+    assert combinations(points, pairs=False, sample=None, seed=1) == [(point,) for point in points]
+    assert len(combinations(points, pairs=False, sample=7, seed=1)) == 7
+
+
+def test_points_have_names(points: list[Point]) -> None:
+    assert named(points, str(points[3])) == [(points[3],)]
+    assert named(points, f"{points[0]},{points[-1]}") == [(points[0], points[-1])]
+    with pytest.raises(ValueError, match="no message 'p1:0' in this round"):
+        named(points, "p1:0")
+
+
+# -- judging ----------------------------------------------------------------------------------------------------------
+
+
+class Partial(StandIn):
+    """Goes on only with everybody who was there."""
+
+    def enough(self, head: Head, present: list[Member]) -> bool:
+        return set(head.roster) <= set(present)
+
+
+class Faithful(StandIn):
+    """Never leaves the dead out of the roster."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        ledger_child = self.ledger.child
+        self.ledger.child = lambda parent, present: ledger_child(parent, sorted({*parent.roster, *present}))  # type: ignore[method-assign]
+
+
+class Selfish(StandIn):
+    """Whoever loses somebody decides by itself."""
+
+    def enough(self, head: Head, present: list[Member]) -> bool:
+        if len(present) < 3:
+            self.ledger.children.pop(head.key.lineage, None)
+        return True
+
+
+class Twice(StandIn):
+    """Counts what the dead brought a second time."""
+
+    def committed(self, me: Member, child: Child) -> dict[str, Any]:
+        report = super().committed(me, child)
+        gone = [member.peer for member in child.parent.roster if member not in child.head.roster]
+        again = {peer: (self.ledger_first(), 2, 2) for peer in gone}
+        return {**report, "contributions": {**report["contributions"], **again}}
+
+    def ledger_first(self) -> str:
+        return next(iter(self.ledger.children)).hex()
+
+
+BUGS: list[tuple[type[World], str, str]] = [
+    (Partial, "crash", "goes-on"),
+    (Faithful, "crash", "left-out"),
+    (Faithful, "silence", "left-out"),
+    (Selfish, "silence", "one-child"),
+    (Twice, "crash", "counted-once"),
+]
+
+
+@pytest.mark.parametrize("world, kind, invariant", BUGS, ids=[f"{world.__name__}-{kind}" for world, kind, _ in BUGS])
+def test_a_planted_bug_is_found(
+    world: type[World], kind: str, invariant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--kind", kind, "--sample", "12"], StandIn) == 0
+    assert main(["--kind", kind, "--sample", "12"], world) == 1
+    out, err = capsys.readouterr()
+    summary = json.loads(out.splitlines()[-1])
+    assert invariant in {violation["invariant"] for violation in summary["violations"]}
+    at = summary["violations"][0]["at"]
+    assert (
+        f"replay: python -m tests.sim.crashes --protocol butterfly --peers 3 --kind {kind} --seed 0 --only {at}" in err
+    )
+    assert main(["--kind", kind, "--only", at], world) == 1
+
+
+def test_a_run_that_takes_another_course_is_noticed(points: list[Point]) -> None:
+    beyond = Point("p0", 10**6, "sent", "p1")
+    assert "missed" in {violation.invariant for violation in strike(small(3), "crash", (beyond,), StandIn).violations}
+
+
+def test_an_error_in_the_code_keeps_its_point(points: list[Point]) -> None:
+    class Broken(StandIn):
+        def report(self, me: Member, before: Head, after: Head, outcome: str) -> dict[str, Any]:
+            if before.key.round > ROUND:
+                raise ZeroDivisionError("planted")
+            return super().report(me, before, after, outcome)
+
+    verdict = strike(small(3), "crash", (points[0],), Broken)
+    assert "ZeroDivisionError: planted" in {violation.detail for violation in verdict.violations}
+
+
+# -- the command line -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_message_is_played(kind: str, points: list[Point], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--kind", kind], StandIn) == 0
+    summary = result(capsys)
+    assert summary["points"] == summary["messages"] == len(points) == summary["sent"] + summary["received"]
+    assert summary["decided"] == len(points) and summary["undecided"] == summary["failed"] == 0
+    assert summary["violations"] == [] and summary["points_per_minute"] > 0
+
+
+def test_pairs_at_four_peers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--peers", "4", "--pairs", "--sample", "40", "--kind", "stall"], StandIn) == 0
+    assert result(capsys)["points"] == 40
+
+
+def test_two_processes_find_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    found = []
+    for jobs in ("1", "2"):
+        assert main(["--sample", "4", "--jobs", jobs], Partial) == 1
+        summary = result(capsys)
+        found.append((summary["points"], summary["outcomes"], summary["violations"]))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--kind", "flood"], "flood"),
+        (["--protocol", "ring-of-fire"], "ring-of-fire"),
+        (["--peers", "1"], "at least 2"),
+        (["--sample", "0"], "at least 1"),
+        (["--only", "p9:1"], "no message 'p9:1'"),
+    ],
+)
+def test_bad_input_gets_one_clear_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code: Any = main(arguments, StandIn)
+    except SystemExit as exit_:
+        code = exit_.code
+    out, err = capsys.readouterr()
+    assert code == 2 and out == "" and err.count("\n") == 1 and words in err

@@ -1,0 +1,193 @@
+"""A world that breaks and heals: a stand-in for the protocol gets through, and every bug planted in it is found."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from protocols.base import Member
+from tests.sim.families import BREAKING
+from tests.sim.faults import Faults
+from tests.sim.scenario import Scenario, resolve
+from tests.sim.standin import Child, Head, StandIn
+from tests.sim.world import HEALED_SECONDS, Outcome, World, play
+
+
+def broken(fault: str, seed: int = 0, peers: int = 5) -> Scenario:
+    return Scenario(peers=peers, rounds=3, seed=seed, fault=fault)
+
+
+def violated(outcome: Outcome) -> set[str]:
+    return {violation.invariant for violation in outcome.violations}
+
+
+# -- what gets through ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", BREAKING)
+def test_a_swarm_that_makes_no_mistake_is_whole_again_after_every_family(fault: str) -> None:
+    for seed in range(10):
+        outcome = play(broken(fault, seed, 3 + seed % 4), StandIn)
+        assert outcome.violations == [], f"seed {seed}"
+        assert 0 < outcome.rounds_did <= outcome.rounds_could
+
+
+@pytest.mark.parametrize("fault", ["crash", "mixed"])
+def test_the_same_seed_gives_the_same_trace_twenty_times(fault: str) -> None:
+    assert len({play(broken(fault, 3), StandIn).trace.digest() for _ in range(20)}) == 1
+    assert len({play(broken(fault, seed), StandIn).trace.digest() for seed in range(20)}) == 20
+
+
+def test_faults_that_are_written_down_play_as_those_that_were_drawn() -> None:
+    drawn = resolve(broken("mixed", 5))
+    again = replace(drawn, fault="mixed", faults=drawn.faults)
+    assert play(drawn, StandIn).trace.digest() == play(again, StandIn).trace.digest()
+
+
+def test_the_real_protocol_is_put_through_every_family_and_nothing_crashes_but_peers() -> None:
+    """Progress is not judged here: only that the world holds together, and that all is deterministic."""
+    for fault in BREAKING:
+        outcome = play(broken(fault, 1, 3))
+        assert outcome.virtual_seconds > 0 and all(outcome.histories.values())
+        assert violated(outcome) <= {"progress", "one-child", "same-bits", "one-branch", "stated"}, fault
+
+
+def test_a_restart_is_a_life_of_its_own_in_the_history() -> None:
+    faults = Faults().crash("p1", at=20.0, lasts=30.0)
+    outcome = play(Scenario(peers=3, rounds=5, faults=faults), StandIn)
+    lives = [report["incarnation"] for report in outcome.histories["p1"]]
+    assert outcome.violations == [] and sorted(lives) == lives and set(lives) == {0, 1}
+    assert {report["incarnation"] for report in outcome.histories["p0"]} == {0}
+
+
+def test_who_is_dead_reports_nothing() -> None:
+    faults = Faults().crash("p1", at=20.0)
+    outcome = play(Scenario(peers=3, rounds=5, faults=faults, breaking_seconds=200.0), StandIn)
+    lives = [report["incarnation"] for report in outcome.histories["p1"]]
+    assert outcome.violations == [] and 0 < lives.count(0) < 20 < len(outcome.histories["p0"])
+
+
+# -- rounds that could commit -----------------------------------------------------------------------------------------
+
+
+def test_rounds_in_which_no_majority_was_in_touch_do_not_count_against_the_protocol() -> None:
+    """Five in three groups: neither of them a majority; before and after every round could, and did."""
+    faults = Faults().silence({"p0", "p1"}, {"p2", "p3", "p4"}, at=20, heal=90).silence({"p2", "p3"}, {"p4"}, 20, 90)
+    outcome = play(Scenario(peers=5, rounds=4, faults=faults), StandIn)
+    undecided = outcome.reports("undecided")
+    assert outcome.violations == [] and len(undecided) > 20
+    assert outcome.rounds_could == outcome.rounds_did >= 4
+
+
+def test_rounds_that_could_commit_and_did_not_count_against_it() -> None:
+    class Lazy(StandIn):
+        """Decides no round while anybody is missing."""
+
+        def enough(self, head: Head, present: list[Member]) -> bool:
+            return len(present) == len(self.peers)
+
+    outcome = play(Scenario(peers=5, rounds=4, faults=Faults().crash("p4", at=1, lasts=100)), Lazy)
+    assert outcome.rounds_could > outcome.rounds_did
+
+
+# -- planted bugs -----------------------------------------------------------------------------------------------------
+
+
+class Stuck(StandIn):
+    """Goes on only with everybody, and never meets the next life of one who died."""
+
+    def enough(self, head: Head, present: list[Member]) -> bool:
+        return set(head.roster) <= set(present)
+
+
+class Minority(StandIn):
+    """Whoever is left decides, each for itself."""
+
+    def enough(self, head: Head, present: list[Member]) -> bool:
+        self.ledger.children.clear()
+        return True
+
+
+class Hasty(StandIn):
+    """Applies what nobody has decided."""
+
+    def report(self, me: Member, before: Head, after: Head, outcome: str) -> dict[str, Any]:
+        changes = {"params_hash": "mine alone"} if outcome == "undecided" else {}
+        return {**super().report(me, before, after, outcome), **changes}
+
+
+class Greedy(StandIn):
+    """Counts the first contribution of each again in every round."""
+
+    def committed(self, me: Member, child: Child) -> dict[str, Any]:
+        again = {peer: (bytes(32).hex(), 2, 2) for peer in child.contributions}
+        return {**super().committed(me, child), "contributions": again}
+
+
+class Torn(StandIn):
+    """Says that it holds more chunks than there are."""
+
+    def committed(self, me: Member, child: Child) -> dict[str, Any]:
+        return {**super().committed(me, child), "contributions": {me.peer: (child.parent.key.lineage.hex(), 3, 2)}}
+
+
+class Divergent(StandIn):
+    """One peer's parameters differ in some bit."""
+
+    def report(self, me: Member, before: Head, after: Head, outcome: str) -> dict[str, Any]:
+        changes = {"params_hash": "other bits"} if me.peer == "p1" else {}
+        return {**super().report(me, before, after, outcome), **changes}
+
+
+class Silent(StandIn):
+    """Moves to the others' branch and calls it a round like any other."""
+
+    def report(self, me: Member, before: Head, after: Head, outcome: str) -> dict[str, Any]:
+        return super().report(me, before, after, "undecided" if outcome == "superseded" else outcome)
+
+
+CRASH = Faults().crash("p2", at=15.0, lasts=20.0)
+APART = Faults().silence({"p0"}, {"p1", "p2"}, at=15, heal=60)
+BUGS: list[tuple[type[World], Faults, str]] = [
+    (Stuck, CRASH, "progress"),
+    (Minority, APART, "one-child"),
+    (Hasty, APART, "unmoved"),
+    (Greedy, CRASH, "counted-once"),
+    (Torn, CRASH, "counted-once"),
+    (Divergent, CRASH, "same-bits"),
+    (Silent, APART, "unmoved"),
+]
+
+
+@pytest.mark.parametrize("world, faults, invariant", BUGS, ids=[world.__name__ for world, _, _ in BUGS])
+def test_a_planted_bug_is_found(world: type[World], faults: Faults, invariant: str) -> None:
+    scenario = Scenario(peers=3, rounds=4, faults=faults)
+    assert play(scenario, StandIn).violations == []
+    assert invariant in violated(play(scenario, world))
+
+
+def test_a_swarm_that_is_never_whole_again_is_given_so_long_and_no_longer() -> None:
+    outcome = play(Scenario(peers=3, rounds=4, faults=CRASH), Stuck)
+    (violation,) = [each for each in outcome.violations if each.invariant == "progress"]
+    assert f"in {HEALED_SECONDS:g} s" in violation.detail
+    assert outcome.virtual_seconds < HEALED_SECONDS + 200
+
+
+# -- scenarios --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "wrong, words",
+    [({"fault": "locusts"}, "unknown fault"), ({"faults": Faults().crash("p7", at=1.0)}, "p7, who is none of p0, p1")],
+)
+def test_what_no_world_can_play_is_refused(wrong: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Scenario(peers=2, **wrong)
+
+
+def test_faults_are_over_before_all_is_healed() -> None:
+    assert (resolve(Scenario(faults=Faults().crash("p0", at=500.0, lasts=50.0))).breaking_seconds or 0) > 550
+    assert resolve(Scenario(faults=Faults().crash("p0", at_message=5))).breaks
+    assert not resolve(Scenario(faults=Faults().skew("p0", 5.0))).breaks
