@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Collection, Iterable, Sequence
 
 from protocols.ballot import Vote
-from protocols.base import BadPayload, Head, Host, Member, PeerId, Settings
+from protocols.base import BadPayload, Deadline, Head, Host, Member, PeerId, Settings
 from protocols.poll import Poll
 from protocols.post import Ledger, Post
 from protocols.tasks import Bell
@@ -35,6 +35,8 @@ from protocols.wire import PartDone
 
 BALLOT_FLOOR_SECONDS = 2.0
 """What a ballot is given beyond two round trips and the time of its data phase: honest members pause, too."""
+LENIENCE = 1.25
+"""A silent member is given up before the coordinator who waits for it is."""
 
 _MEMBERS_ONLY = (Prepare, Promise, Propose, Accept, Stale)
 
@@ -115,9 +117,9 @@ class Decision:
         """There is life in a peer."""
         self.heard[peer] = asyncio.get_running_loop().time()
 
-    def moved(self) -> None:
-        """Data flows: the present ballot has its whole time again."""
-        self._moved = asyncio.get_running_loop().time()
+    def moved(self, at: Deadline | None = None) -> None:
+        """Data flows, or will from then on: the present ballot has its whole time again."""
+        self._moved = asyncio.get_running_loop().time() if at is None else at
 
     def progress(self) -> None:
         """The round is called, or should be: the present ballot's time begins."""
@@ -184,10 +186,12 @@ class Decision:
             self._schedule(ballot, factor)
 
     def _schedule(self, ballot: int, factor: int) -> None:
-        due = self._moved + factor * self.patience_seconds
-        self._timer = asyncio.get_running_loop().call_at(due, self._on_timer, ballot, factor)
+        self._timer = asyncio.get_running_loop().call_at(self._due(factor), self._on_timer, ballot, factor)
+
+    def _due(self, factor: int) -> Deadline:
+        return self._moved + factor * LENIENCE * self.patience_seconds
 
     def _on_timer(self, ballot: int, factor: int) -> None:
-        if asyncio.get_running_loop().time() < self._moved + factor * self.patience_seconds:
+        if asyncio.get_running_loop().time() < self._due(factor):
             return self._schedule(ballot, factor)
         self._act(self.vote.timeout(ballot))

@@ -43,6 +43,7 @@ class Exchange:
         self._progress = task.progress
         self._host, self._ledger, self._on_change = host, ledger, on_change
         self._reducers: dict[int, Reducer] = {}
+        self._lost: dict[PeerId, str] = {}
         self._jobs: dict[int, tuple[PeerId, asyncio.Task[None]]] = {}
         self._bell = Bell()
 
@@ -62,6 +63,7 @@ class Exchange:
 
     def lose(self, peer: PeerId, why: str) -> None:
         """Expect nothing more of a peer."""
+        self._lost.setdefault(peer, why)
         for reducer in self._reducers.values():
             reducer.lose(peer, why)
 
@@ -94,6 +96,8 @@ class Exchange:
             self.take(part, _empty(self.task, part))
         elif reducer == self.task.me:
             self._reducers[part] = Reducer(self.task, part, self.parts.get(part))
+            for peer, why in self._lost.items():
+                self._reducers[part].lose(peer, why)
             self._jobs[part] = (reducer, group.create_task(self._reduce(self._reducers[part])))
         else:
             self._jobs[part] = (reducer, group.create_task(self._contribute(part, reducer)))

@@ -55,6 +55,8 @@ class Leader:
                 return
             if call.terms is None and decision.leading == ballot:
                 self._publish(call.draw(ballot, self._suspects(ballot)))
+        elif ballot > call.terms.plan.ballot:  # some may not have heard of it
+            self._publish(planning.reassigned(call.terms.plan, {}, ballot))
         await self._fetch_what_others_hold()
         while decision.leading == ballot and (terms := call.terms):
             now, until = asyncio.get_running_loop().time(), self._until(terms)
@@ -118,11 +120,11 @@ class Leader:
         ]
 
     def _overdue(self, terms: planning.Terms, exchange: Exchange | None) -> Deadline:
-        """When a part is overdue: others came in long ago, for the size of all."""
+        """When a part is overdue: others, which should take as long, came in long ago."""
         if exchange is None or not exchange.parts or exchange.complete:
             return self._until(terms)
-        began, patience_seconds = self._seat.call.cut_at, self._seat.decision.patience_seconds
-        return exchange.finished + max(0.0, exchange.finished - began) + 2 * patience_seconds
+        decision = self._seat.decision
+        return exchange.finished + 2 * decision.phase_seconds + decision.patience_seconds
 
     def _taker(self, terms: planning.Terms) -> int:
         """Who reduces what was lost: we, who propose it; if we are not in the plan, the best of those who are."""

@@ -34,7 +34,7 @@ NORM_SLACK = 1.5
 """Training goes on between an offer and the cut: what is sent may exceed the declared norm by this factor."""
 
 BUDGET_MULTIPLE = 4.0
-BUDGET_FLOOR_SECONDS = 5.0
+BUDGET_FLOOR_SECONDS = 10.0
 SCATTER_SHARE = 0.6
 """Share of the budget after which a contribution that is still missing is late."""
 

@@ -228,6 +228,7 @@ class Session:
         if plan.ballot == self.decision.vote.promised:
             self.call.on_plan(plan)
             self.decision.progress()
+            self.decision.moved(max(self.call.cut_at, asyncio.get_running_loop().time()))
 
     def _on_knock(self, peer: PeerId, member: Member, root: bytes) -> None:
         if member.peer != peer:
