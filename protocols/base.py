@@ -346,7 +346,7 @@ class Settings:
     chunk_elements: int = CHUNK_BYTES // 4
     bandwidth: float = 12.5e6
     incarnation: int = 0
-    keep_rounds: int = 4
+    keep_rounds: int = 8
     quorum: Callable[[int], int] | None = None
     fork_peers: int = 1
 

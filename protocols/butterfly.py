@@ -8,7 +8,7 @@ where a peer's streams find the round that they are about.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from protocols import wire
@@ -42,7 +42,12 @@ PARKED_LIMIT = 16
 
 
 class Butterfly:
-    """`protocols.base.Averager`."""
+    """`protocols.base.Averager`.
+
+    Attributes:
+        shelf: the reduced parts of the last rounds.
+        on_ahead: called with a peer that stands where we do not: rounds ahead, or on another branch.
+    """
 
     def __init__(self, host: Host, settings: Settings) -> None:
         self.host, self.settings = host, settings
@@ -50,6 +55,7 @@ class Butterfly:
         self.ledger = Ledger()
         self.bandwidth = settings.bandwidth
         self.shelf = Shelf(host)
+        self.on_ahead: Callable[[PeerId], None] = lambda peer: None
         self._post = Post(host, CONTROL, self.ledger)
         self._desk = Desk(host, settings, codec(settings.codec), self.me, self.ledger, self._post, self.shelf)
         self._decisions: dict[bytes, Decision] = {}
@@ -70,6 +76,7 @@ class Butterfly:
         self._forget(head.key)
         self._session = self._sessions[lineage] = session
         self._post.on_gone = session.decision.gone
+        session.decision.on_rival = self.on_ahead
         everybody = {member.peer for member in (*head.roster, *self.host.members.live())}
         try:
             async with together() as group, self._post.run(group, deadline, everybody):
@@ -135,9 +142,11 @@ class Butterfly:
                 session.take(peer, message)
             elif key.lineage in self._decisions:
                 self._on_past(peer, message, self._decisions[key.lineage])
-            elif key.round > here.round:
+            elif key.round == here.round + 1:
                 self._park(peer, message)
                 self._post.send(peer, Ask(here, self.me, session.decision.vote.ballot, ()))
+            else:
+                self.on_ahead(peer)
         except BadPayload as error:
             self.ledger.name(peer, f"refused: {error}")
 

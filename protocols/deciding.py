@@ -7,7 +7,7 @@ about, while sessions come and go; without one, timers rest.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from protocols.ballot import Vote
 from protocols.base import BadPayload, Deadline, Head, Host, Member, PeerId, Settings
@@ -49,7 +49,7 @@ class Decision:
         promises: what the members promised us for it.
         wanted: digests without which our vote cannot be cast; of the record in `proposed`.
         certificate: the decision.
-        rival: another one's, which is not ours to take: time to heal.
+        on_rival: called with who sent another decision, which is not ours to take.
         heard: peer -> when we heard of it last.
         phase_seconds: what the data phase is expected to take.
         onlookers: who waits for the decision without being of the roster.
@@ -63,7 +63,7 @@ class Decision:
         self.promises: tuple[Promise, ...] = ()
         self.proposed = b""
         self.wanted: tuple[bytes, ...] = ()
-        self.rival: Certificate | None = None
+        self.on_rival: Callable[[PeerId], None] = lambda peer: None
         self.heard: dict[PeerId, float] = {}
         self.phase_seconds = 0.0
         self.onlookers: dict[PeerId, Member] = {}
@@ -170,7 +170,7 @@ class Decision:
                 self.rest()
                 self._tell(self.onlookers, certificate)
             case Rival(certificate):
-                self.rival = certificate
+                self.on_rival(certificate.sender.peer)
             case Accuse(peer, why):
                 self._ledger.name(peer, f"refused: {why}")
 

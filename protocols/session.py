@@ -132,7 +132,7 @@ class Session:
         self.bell.ring()
 
     def _over(self) -> bool:
-        return self._superseded or self.decision.certificate is not None or self.decision.rival is not None
+        return self._superseded or self.decision.certificate is not None
 
     async def _until(self, condition: object, deadline: Deadline | None = None) -> bool:
         """Wait for a condition; False if the deadline, or the session's, comes first."""
@@ -432,8 +432,7 @@ class Session:
     async def _conclude(self, target: Flat) -> Mean:
         certificate = self.decision.certificate
         if certificate is None:
-            superseded = self._superseded or self.decision.rival is not None
-            return Mean(Outcome.SUPERSEDED if superseded else Outcome.UNDECIDED)
+            return Mean(Outcome.SUPERSEDED if self._superseded else Outcome.UNDECIDED)
         record = records.decode(certificate.record)
         if record.state_root != self.head.state_root:
             self._desk.ledger.name(self._desk.me.peer, "our state is not the one that was decided on")

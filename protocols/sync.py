@@ -92,6 +92,11 @@ class Sync:
         self._serving = self._downloaded_bytes = 0
         host.transport.serve(SYNC, self._serve)
 
+    def hear(self, peer: PeerId) -> None:
+        """A peer seems to stand where we do not: look into it."""
+        if self._contacts.called(peer):
+            self._news.set()
+
     # -- answering ----------------------------------------------------------------------------------------------------
 
     async def _serve(self, peer: PeerId, stream: Stream) -> None:
@@ -156,7 +161,9 @@ class Sync:
             began, news = _now(), self._news.is_set()
             self._news.clear()
             if not news:
-                heads = await self._greet(self._contacts.outsiders(), began + DIAL_SECONDS)
+                here = self.rules.me in self._chain.head.roster
+                peers = self._contacts.outsiders() if here else self._contacts.everybody()
+                heads = await self._greet(peers, began + DIAL_SECONDS)
                 news = any(self._unknown(key) for key in heads.values())
             if news and (branch := await self.better(_now() + GREET_SECONDS + TRAIL_SECONDS)):
                 if branch.ancestor.key == self._chain.head.key:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 
+from node.life import rounds
 from node.outer import OuterSGD
 from node.round import Replica
 from node.tasks.paced import Paced
@@ -16,6 +17,9 @@ from node.trainer import InlineTrainer, Learner
 from protocols import PROTOCOLS
 from protocols.base import Host, Member, PeerId, Settings
 from protocols.chain import Chain
+from protocols.snapshot import Snapshots
+from protocols.sync import Sync
+from protocols.tasks import together
 from tests import checkers
 from tests.sim import loop as simloop
 from tests.sim.account import Account, Head
@@ -150,17 +154,24 @@ class World:
         scenario, me = self.scenario, transport.me
         host = self._host(transport)
         trainer = self.trainer(index)
-        averager = PROTOCOLS[scenario.protocol](host, self._settings(index, trainer, transport))
+        settings, snapshots = self._settings(index, trainer, transport), Snapshots()
+        averager = PROTOCOLS[scenario.protocol](host, settings)
         anchor = torch.empty(trainer.layout.sizes()[0])
         await trainer.read(anchor)
         chain = Chain(RUN, "run", self.roster, bytes(32))
-        replica = self.replicas[me] = Replica(chain, trainer, averager, self.outer(), host.compute, anchor)
+        replica = self.replicas[me] = Replica(chain, trainer, averager, self.outer(), host.compute, anchor, snapshots)
+        sync = Sync(host, chain, settings, snapshots, lambda: self.peers, averager.shelf)
+        sync.on_better = lambda branch: averager.supersede()
+        averager.on_ahead = sync.hear
         await replica.settle()
-        while self.goes_on(me) and averager.me in chain.head.roster:
+        async with together() as group:
+            background = group.create_task(sync.run())
             self.entering(me, chain.head)
-            report = await replica.run_round(averager.me, host.clock.wall)
-            await self.after_round(index, trainer)
-            self.reported(asdict(report))
+            async for report in rounds(replica, sync, host.clock.wall, lambda: self.goes_on(me)):
+                await self.after_round(index, trainer)
+                self.reported(asdict(report))
+                self.entering(me, chain.head)
+            background.cancel()
 
     def _host(self, transport: SimTransport) -> Host:
         me, scenario = transport.me, self.scenario

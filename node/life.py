@@ -1,0 +1,33 @@
+"""The rounds of one peer, one after the other, and catching up wherever one was decided without it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+from node.round import Replica, RoundReport
+from protocols.base import Outcome
+from protocols.sync import Sync
+
+CATCH_UP_SECONDS = 120.0
+PAUSE_SECONDS = 1.0
+"""Before a round that ended without a decision is tried again: whoever is ahead needs a moment, too."""
+
+
+async def rounds(
+    replica: Replica, sync: Sync, wall: Callable[[], float], goes_on: Callable[[], bool]
+) -> AsyncIterator[RoundReport]:
+    """Run rounds for as long as `goes_on` says; yields a report for each, and for each time that it caught up."""
+    me = replica.averager.me
+    behind = me not in replica.chain.head.roster
+    while goes_on():
+        if behind:
+            report = await replica.catch_up(sync, wall, asyncio.get_running_loop().time() + CATCH_UP_SECONDS)
+            if report.outcome == Outcome.SUPERSEDED:
+                yield report
+            else:
+                await asyncio.sleep(PAUSE_SECONDS)
+        report = await replica.run_round(me, wall)
+        yield report
+        behind = report.outcome in (Outcome.UNDECIDED, Outcome.SUPERSEDED)
+        sync.stranded = report.outcome == Outcome.UNDECIDED
