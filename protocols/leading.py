@@ -67,7 +67,8 @@ class Leader:
                 return decision.chosen(ballot, records.encode(self._skip(terms)))
             if lost := self._lost(terms, exchange, now):
                 self._publish(planning.reassigned(terms.plan, dict.fromkeys(lost, self._taker(terms)), ballot))
-            await self._wait(terms, min(until, self._overdue(terms, exchange)))
+            overdue = self._overdue(terms, exchange)
+            await self._wait(terms, min(until, overdue) if overdue > now else until)
 
     async def _wait(self, terms: planning.Terms, until: Deadline) -> None:
         seat, exchange = self._seat, self._seat.exchange
