@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from protocols.base import Member
+from tests.sim import world as worlds
 from tests.sim.families import BREAKING
 from tests.sim.faults import Faults
 from tests.sim.scenario import Scenario, resolve
@@ -46,12 +47,12 @@ def test_faults_that_are_written_down_play_as_those_that_were_drawn() -> None:
     assert play(drawn, StandIn).trace.digest() == play(again, StandIn).trace.digest()
 
 
-def test_the_real_protocol_is_put_through_every_family_and_nothing_crashes_but_peers() -> None:
-    """Progress is not judged here: only that the world holds together, and that all is deterministic."""
-    for fault in BREAKING:
-        outcome = play(broken(fault, 1, 3))
-        assert outcome.virtual_seconds > 0 and all(outcome.histories.values())
-        assert violated(outcome) <= {"progress", "one-child", "same-bits", "one-branch", "stated"}, fault
+@pytest.mark.parametrize("fault", BREAKING)
+def test_the_real_protocol_is_put_through_every_family(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only that the world holds together: what comes of it is not judged here."""
+    monkeypatch.setattr(worlds, "HEALED_SECONDS", 30.0)
+    outcome = play(replace(broken(fault, 1, 3), breaking_seconds=30.0))
+    assert 30.0 < outcome.virtual_seconds < 200.0 and all(outcome.histories.values())
 
 
 def test_a_restart_is_a_life_of_its_own_in_the_history() -> None:

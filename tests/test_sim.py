@@ -30,7 +30,9 @@ def test_other_seeds_give_other_traces() -> None:
 
 def test_the_trace_does_not_depend_on_the_hash_seed_of_the_process() -> None:
     code = (
-        "from tests.sim.world import *; print(play(Scenario(peers=4, rounds=2, seed=3, fault='lies')).trace.digest())"
+        "from tests.sim.standin import *; from tests.sim.world import *;"
+        "print(play(Scenario(peers=4, rounds=2, seed=3, fault='lies')).trace.digest());"
+        "print(play(Scenario(peers=4, rounds=2, seed=3, fault='mixed'), StandIn).trace.digest())"
     )
     digests = {
         subprocess.run(
