@@ -58,7 +58,8 @@ class Exchange:
     def assign(self, terms: Terms) -> None:
         """Another version of the same plan."""
         if terms is not self.task.terms:
-            self.task = replace(self.task, terms=terms)
+            answer_by = asyncio.get_running_loop().time() + self.task.patience_seconds
+            self.task = replace(self.task, terms=terms, silent=max(self.task.silent, answer_by))
             self._bell.ring()
 
     def lose(self, peer: PeerId, why: str) -> None:
@@ -148,8 +149,13 @@ class Exchange:
             raise
         await opening.__aexit__(None, None, None)
 
+    def adopt(self, part: int, held: HeldPart) -> None:
+        """A part is here by another way."""
+        self.torn.add(part)
+        self.take(part, held)
+
     def take(self, part: int, held: HeldPart) -> None:
-        """A part is here."""
+        """A part is here, and decoded."""
         self.parts[part] = held
         self.failed.pop(part, None)
         self.finished = asyncio.get_running_loop().time()

@@ -149,7 +149,7 @@ class Leader:
                 if terms.reducer(done.part) in live and done.part not in exchange.failed:
                     continue
                 if held := await seat.obtain(terms.digest, done, [promise.sender.peer]):
-                    exchange.take(done.part, held)
+                    exchange.adopt(done.part, held)
 
     def _suspects(self, ballot: int) -> list[PeerId]:
         """Coordinators of earlier ballots who have not been heard of since one should have ended."""
