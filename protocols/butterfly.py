@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+from protocols import record as records
 from protocols import wire
 from protocols.base import (
     BadPayload,
@@ -27,9 +28,10 @@ from protocols.base import (
 )
 from protocols.codec import codec
 from protocols.deciding import Decision
+from protocols.desk import Desk
 from protocols.exchange import DATA
 from protocols.post import Ledger, Post
-from protocols.session import Desk, Session
+from protocols.session import Session
 from protocols.shelf import Shelf
 from protocols.tasks import Bell, together
 from protocols.votes import Ask, Message
@@ -91,6 +93,9 @@ class Butterfly:
                         self._learn_bandwidth(session.in_time)
         finally:
             session.close()
+            if certificate := session.decision.certificate:
+                record = records.decode(certificate.record)
+                self.shelf.retain(lineage, {part.digest for part in record.parts})
 
     def supersede(self) -> None:
         """A better branch than ours is known: the round under way ends, superseded."""

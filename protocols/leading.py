@@ -7,34 +7,16 @@ when the time for it is spent.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable
 
 from protocols import plan as planning
 from protocols import record as records
-from protocols.base import Deadline, Head, Host, Member, PeerId
-from protocols.calling import Call
-from protocols.deciding import Decision
+from protocols.base import Deadline, Member, PeerId
+from protocols.desk import Desk, Seat
 from protocols.exchange import Exchange
-from protocols.parts import HeldPart
-from protocols.post import Post
 from protocols.record import Kind, Record
-from protocols.tasks import Bell
-from protocols.wire import MAX_ROSTER, PartDone, Plan
-
-
-class Seat(Protocol):
-    """What a coordinator sees of its session."""
-
-    head: Head
-    call: Call
-    decision: Decision
-    bell: Bell
-    deadline: Deadline
-    exchange: Exchange | None
-
-    async def obtain(self, plan: bytes, done: PartDone, holders: Sequence[PeerId]) -> HeldPart | None:
-        """Get a part that others hold."""
+from protocols.sources import Sources
+from protocols.wire import MAX_ROSTER, Plan
 
 
 class Leader:
@@ -42,8 +24,9 @@ class Leader:
     candidates: who asks to be admitted, and holds the state.
     """
 
-    def __init__(self, host: Host, me: Member, post: Post, seat: Seat) -> None:
-        self._host, self._me, self._post, self._seat = host, me, post, seat
+    def __init__(self, desk: Desk, seat: Seat, sources: Sources) -> None:
+        self._host, self._me, self._post = desk.host, desk.me, desk.post
+        self._seat, self._sources = seat, sources
         self.candidates: dict[PeerId, Member] = {}
 
     async def lead(self, ballot: int) -> None:
@@ -148,7 +131,7 @@ class Leader:
                     continue
                 if terms.reducer(done.part) in live and done.part not in exchange.failed:
                     continue
-                if held := await seat.obtain(terms.digest, done, [promise.sender.peer]):
+                if held := await self._sources.lost_part(terms.digest, done, [promise.sender.peer]):
                     exchange.adopt(done.part, held)
 
     def _suspects(self, ballot: int) -> list[PeerId]:
@@ -206,19 +189,3 @@ class Leader:
         asking = [member for member in self.candidates.values() if member in live and member.peer not in taken]
         room = min(max(1, len(head.roster) // 2), MAX_ROSTER - len(stay))
         return tuple(sorted((*stay, *sorted(asking)[:room])))
-
-
-def fork(head: Head, members: Iterable[Member]) -> bytes:
-    """The record by which these members go on without the others."""
-    return records.encode(
-        Record(
-            parent=head.key.lineage,
-            state_root=head.state_root,
-            round=head.key.round,
-            kind=Kind.FORK,
-            plan=bytes(32),
-            parts=(),
-            roster=tuple(sorted(members)),
-            complaints=head.complaints,
-        )
-    )

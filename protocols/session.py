@@ -8,8 +8,8 @@ next one.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from protocols import plan as planning
@@ -20,47 +20,28 @@ from protocols.base import (
     Deadline,
     Head,
     Header,
-    Host,
     Mean,
     Member,
     Outcome,
-    PeerError,
     PeerId,
     PeerSilent,
-    Settings,
     Stream,
     Vector,
     Work,
 )
 from protocols.calling import Call, Terrain
-from protocols.codec import Codec
 from protocols.deciding import Decision
+from protocols.desk import Desk
 from protocols.exchange import Exchange
-from protocols.leading import Leader, fork
-from protocols.parts import HeldPart, Task, part_message
+from protocols.forking import watch_majority
+from protocols.leading import Leader
+from protocols.parts import Task
 from protocols.plan import BUDGET_FLOOR_SECONDS, BUDGET_MULTIPLE
-from protocols.post import Ledger, Post
 from protocols.record import Record
-from protocols.shelf import Shelf, fetch_part
+from protocols.sources import Sources
 from protocols.tasks import together
 from protocols.vectors import Flat
 from protocols.votes import Certificate, Message
-
-FORK_BUDGETS = 3
-RETRY_SECONDS = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class Desk:
-    """What all sessions of one averager work with."""
-
-    host: Host
-    settings: Settings
-    codec: Codec
-    me: Member
-    ledger: Ledger
-    post: Post
-    shelf: Shelf
 
 
 class Session:
@@ -78,7 +59,8 @@ class Session:
         self._ground = planning.Ground(head.key, elements, per_element, head.complaints)
         self.call = Call(desk.host, Terrain(self._ground, head, desk.me, bandwidth, deadline), desk.post, desk.ledger)
         self.cut, self.bell = self.call.cut, self.call.changed
-        self._leader = Leader(desk.host, desk.me, desk.post, self)
+        self._sources = Sources(desk, self, elements)
+        self._leader = Leader(desk, self, self._sources)
         self._superseded = False
         self._votes = desk.me in head.roster
         decision.changed = self.bell
@@ -119,8 +101,8 @@ class Session:
             self.decision.wake()
             group.create_task(self._await_call())
             group.create_task(self._lead_when_free())
-            group.create_task(self._fetch_when_asked())
-            group.create_task(self._watch_majority())
+            group.create_task(self._sources.fetch_when_asked())
+            group.create_task(watch_majority(self._desk, self))
 
     def close(self) -> None:
         self.call.close()
@@ -131,30 +113,30 @@ class Session:
         self._superseded = True
         self.bell.ring()
 
-    def _over(self) -> bool:
+    def over(self) -> bool:
         return self._superseded or self.decision.certificate is not None
 
-    async def _until(self, condition: object, deadline: Deadline | None = None) -> bool:
+    async def until(self, condition: Callable[[], bool], deadline: Deadline | None = None) -> bool:
         """Wait for a condition; False if the deadline, or the session's, comes first."""
         try:
-            await self.bell.until(condition, self.deadline if deadline is None else deadline)  # type: ignore[arg-type]
+            await self.bell.until(condition, self.deadline if deadline is None else deadline)
         except TimeoutError:
             return False
         return True
 
     async def _cut_when_over(self) -> None:
-        if await self._until(self._over):
+        if await self.until(self.over):
             self.cut.set()
 
     async def _await_call(self) -> None:
         """Once the round should be called, its coordinator has as long as a ballot may take."""
-        if await self.call.due() and not self._over():
+        if await self.call.due() and not self.over():
             self.decision.progress()
 
     async def _lead_when_free(self) -> None:
         led = -1
-        while await self._until(lambda: self.decision.leading not in (None, led) or self._over()):  # noqa: B023
-            if self._over() or self.decision.leading is None:
+        while await self.until(lambda: self.decision.leading not in (None, led) or self.over()):  # noqa: B023
+            if self.over() or self.decision.leading is None:
                 return
             led = self.decision.leading
             await self._leader.lead(led)
@@ -169,28 +151,6 @@ class Session:
             peers &= live
             version = await members.changed(version, self.deadline)
             peers |= {member.peer for member in self.head.roster} & {member.peer for member in members.live()}
-
-    async def _watch_majority(self) -> None:
-        """Where the majority is gone for long, go on with those who are left."""
-        loop, poll, since = asyncio.get_running_loop(), self.decision.poll, None
-        wanted: tuple[Member, ...] = ()
-        while not self._over() and loop.time() < self.deadline:
-            live = {*self._host.members.live(), self._desk.me}
-            here = tuple(member for member in poll.roster if member in live)
-            if len(here) >= poll.quorum or len(here) < max(1, poll.fork_peers):
-                since, now_wanted = None, tuple[Member, ...]()
-            else:
-                since = loop.time() if since is None else since
-                waited = loop.time() - since >= self._fork_seconds()
-                now_wanted = here if poll.fork_peers and waited else ()
-            if now_wanted != wanted:
-                wanted = now_wanted
-                self.decision.fork(fork(self.head, wanted) if wanted else b"")
-            await self._until(self._over, min(self.deadline, loop.time() + RETRY_SECONDS))
-
-    def _fork_seconds(self) -> float:
-        budget = self.call.terms.plan.budget_seconds if self.call.terms else BUDGET_FLOOR_SECONDS
-        return budget * (1 if len(self.head.roster) == 2 else FORK_BUDGETS)
 
     def _knock(self) -> None:
         for member in self.head.roster:
@@ -251,7 +211,8 @@ class Session:
         loop = asyncio.get_running_loop()
         deadline = min(self.deadline, stream.deadline)
         while self.exchange is None or self.exchange.task.terms.digest != opening.plan:
-            if not await self._until(lambda was=self.exchange: self.exchange is not was, deadline):
+            was = self.exchange
+            if not await self.until(lambda: self.exchange is not was, deadline):  # noqa: B023 - awaited here
                 raise PeerSilent(peer, "the data phase of its plan did not begin here")
         exchange = self.exchange
         try:
@@ -267,7 +228,7 @@ class Session:
         """Run the data phase of whatever is called, until the round is over and we have what was decided."""
         async with together() as group:
             running: asyncio.Task[None] | None = None
-            while not self._over():
+            while not self.over():
                 terms = self.call.terms
                 if terms and self._desk.me.peer in terms.peers:
                     if self.exchange is None or self.exchange.task.terms.digest != terms.digest:
@@ -277,7 +238,7 @@ class Session:
                         assert self.exchange is not None
                         running = group.create_task(self.exchange.run())
                     self.exchange.assign(terms)
-                if not await self._until(lambda terms=terms: self._over() or self.call.terms is not terms):
+                if not await self.until(lambda: self.over() or self.call.terms is not terms):  # noqa: B023 - awaited
                     break
             mean = await self._conclude(into)
             if running:
@@ -310,7 +271,7 @@ class Session:
         for peer in terms.peers:
             if peer not in live and peer != desk.me.peer:
                 self.exchange.lose(peer, "gone")
-        self._hold()
+        self._sources.hold()
         self.bell.ring()
 
     def _on_exchange(self) -> None:
@@ -318,114 +279,12 @@ class Session:
         assert self.exchange is not None
         for held in self.exchange.parts.values():
             self._desk.shelf.put(self.head.key.lineage, held)
-        self._hold()
+        self._sources.hold()
         self.decision.progress()
         for peer in list(self.exchange.silent):
             if self.exchange.silent.pop(peer, None) is None:
                 self.decision.suspect(peer)
         self.bell.ring()
-
-    def _hold(self) -> None:
-        exchange = self.exchange
-        signed = [held.done for held in exchange.parts.values() if held.done and held.chunks] if exchange else []
-        plan = exchange.task.terms.digest if exchange else bytes(32)
-        self.decision.holds(plan, signed, self._desk.shelf.of(self.head.key.lineage))
-
-    # -- getting what others have -------------------------------------------------------------------------------------
-
-    async def _fetch_when_asked(self) -> None:
-        """Our vote waits for parts that we do not have: get them from those who vote already."""
-        while await self._until(lambda: bool(self.decision.wanted) or self._over()):
-            if self._over():
-                return
-            record, decision = records.decode(self.decision.proposed), self.decision
-            digest, ballot = records.lineage(decision.proposed), decision.vote.ballot
-            wanted, decision.wanted = decision.wanted, ()
-            voters = [member.peer for member in decision.poll.voters(ballot, digest)]
-            for index, part in enumerate(record.parts):
-                if part.digest in wanted:
-                    await self._obtain(record, index, [decision.poll.coordinator(ballot), *voters])
-            self._hold()
-            missing = tuple(each for each in wanted if each not in self._desk.shelf.of(self.head.key.lineage))
-            if missing and not decision.wanted and decision.proposed == records.encode(record):
-                await self._until(self._over, min(self.deadline, asyncio.get_running_loop().time() + RETRY_SECONDS))
-                decision.wanted = missing
-
-    async def obtain(self, plan: bytes, done: wire.PartDone, holders: Sequence[PeerId]) -> HeldPart | None:
-        """Get a part of the present plan, whose reducer is lost, from those who hold it."""
-        exchange = self.exchange
-        if exchange is None or done.reducer >= len(exchange.task.terms.peers):
-            return None
-        signer = exchange.task.terms.peers[done.reducer]
-        if not self._host.signer.verify(signer, part_message(self.head.key, plan, done), done.signature):
-            return None
-        low, high = exchange.task.terms.part(done.part)
-        held = await self._ask(holders, done.result, (low, high, self._desk.settings.chunk_elements))
-        if held:
-            held.done = done
-        return held
-
-    async def _obtain(self, record: Record, index: int, holders: Sequence[PeerId]) -> HeldPart | None:
-        """Get a part of a record, and keep it."""
-        part = record.parts[index]
-        await self._underway(record, index)
-        if held := self._desk.shelf.get(part.digest):
-            self._desk.shelf.put(self.head.key.lineage, held)
-            return held
-        if len(record.bounds) != len(record.parts) + 1 or record.bounds[-1] != self._ground.elements:
-            return None
-        span = (record.bounds[index], record.bounds[index + 1], self._desk.settings.chunk_elements)
-        held = await self._ask(holders, part, span)
-        if held:
-            self._convict(index, held)
-            self._desk.shelf.put(self.head.key.lineage, held)
-        return held
-
-    async def _underway(self, record: Record, index: int) -> None:
-        """Wait for a part that our own data phase is about to have, for as long as it moves."""
-        exchange = self.exchange
-        if exchange is None or exchange.task.terms.digest != record.plan:
-            return
-
-        def settled() -> bool:
-            return index in exchange.parts or index in exchange.failed or self.exchange is not exchange
-
-        loop = asyncio.get_running_loop()
-        while not settled():
-            until = min(exchange.task.deadline, exchange.moved + self.decision.patience_seconds)
-            if loop.time() >= until:
-                return
-            await self._until(settled, until)
-
-    async def _ask(self, holders: Sequence[PeerId], part: wire.Part, span: tuple[int, int, int]) -> HeldPart | None:
-        """Ask one after the other, none for longer than a ballot may take."""
-        live = {member.peer for member in self._host.members.live()}
-        for peer in dict.fromkeys(holders):
-            if peer == self._desk.me.peer or peer not in live:
-                continue
-            deadline = min(self.deadline, asyncio.get_running_loop().time() + self.decision.patience_seconds)
-            try:
-                held = await fetch_part(self._host, peer, part, self._desk.codec, span, deadline)
-                await self._host.compute.run(partial(held.decode, None), 4 * (held.high - held.low))
-                return held
-            except BadPayload as error:
-                self._desk.ledger.name(peer, f"refused as a source: {error}")
-            except PeerError:
-                continue
-        return None
-
-    def _convict(self, index: int, held: HeldPart) -> None:
-        """Two different parts under one reducer's signature are proof against it."""
-        exchange = self.exchange
-        mine = exchange.parts.get(index) if exchange else None
-        if not exchange or not mine or not mine.done or not held.done or mine.result == held.result:
-            return
-        terms, theirs = exchange.task.terms, held.done
-        if theirs.reducer != mine.done.reducer or theirs.part != index:
-            return
-        peer = terms.peers[theirs.reducer]
-        if self._host.signer.verify(peer, exchange.task.message(theirs), theirs.signature):
-            self._desk.ledger.name(peer, f"signed two different results for part {index}")
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -453,7 +312,7 @@ class Session:
         """Get what is missing of a decided record and decode it; False if it cannot be had here, or does not decode."""
         voters = [vote.voter.peer for vote in certificate.votes]
         for index in range(len(record.parts)):
-            held = await self._obtain(record, index, voters)
+            held = await self._sources.obtain(record, index, voters)
             if held is None:
                 return False
             exchange = self.exchange
