@@ -1,0 +1,198 @@
+"""A swarm that falls in two: who goes on, who waits, and what comes of it when the two meet again."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import pytest
+
+from protocols.base import PeerId
+from protocols.poll import majority
+from protocols.record import Kind
+from tests.checkers import Report
+from tests.sim.staged import Cast, Stage
+
+HEAL_SECONDS = 30.0
+"""From the moment when all links are open to the moment when all vote on one branch again."""
+APART_SECONDS = (57.0, 63.1)
+"""Longer than it takes to go on by a fork; where the rounds stand when the links open again differs."""
+PACE_SECONDS = 2.0
+ROUND_SECONDS = 5.0
+"""At most, where nobody waits for the silent."""
+SPLITS = ((1, 1), (3, 2), (2, 2), (1, 3))
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """What one side of a split did in it, after the round in which it began."""
+
+    peers: tuple[PeerId, ...]
+    lineages: dict[PeerId, bytes]
+    reports: dict[PeerId, list[Report]]
+
+    @property
+    def outcomes(self) -> set[str]:
+        return {str(each["outcome"]) for reports in self.reports.values() for each in reports}
+
+    @property
+    def forked(self) -> bool:
+        return "fork" in self.outcomes
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A split and its healing."""
+
+    stage: Stage
+    sides: tuple[Side, Side]
+    ancestor: bytes
+    one_branch_seconds: float
+    whole_seconds: float
+    healed_at: float
+
+
+def split(left: int, right: int, fork_peers: int, apart_seconds: float) -> Split:
+    """Some rounds together, a time apart, and all that follows until everybody votes on one branch."""
+    stage = Stage(Cast(left + right, fork_peers=fork_peers, pace_seconds=PACE_SECONDS))
+    some, others = stage.peers[:left], stage.peers[left:]
+
+    async def story() -> Split:
+        await stage.rounds(2)
+        ancestor, began = stage.head(stage.peers[0]).key.lineage, stage.now
+        stage.cut(some, others)
+        await asyncio.sleep(apart_seconds)
+        sides = [
+            Side(
+                peers,
+                {peer: stage.head(peer).key.lineage for peer in peers},
+                {peer: stage.told(peer, began + ROUND_SECONDS) for peer in peers},
+            )
+            for peers in (some, others)
+        ]
+        healed_at = stage.now
+        stage.heal(some, others)
+        one_branch_seconds = await stage.until(stage.one_branch, HEAL_SECONDS, "one branch")
+        whole_seconds = one_branch_seconds + await stage.until(stage.whole, HEAL_SECONDS, "a whole roster")
+        await stage.rounds(2)
+        return Split(stage, (sides[0], sides[1]), ancestor, one_branch_seconds, whole_seconds, healed_at)
+
+    return stage.play(story)
+
+
+def lost(done: Split, peer: PeerId) -> tuple[int, int]:
+    """Rounds and tokens that a peer said it lost by going over."""
+    reports = done.stage.caught_up(peer, done.healed_at)
+    return sum(each["lost_rounds"] for each in reports), sum(each["lost_tokens"] for each in reports)
+
+
+def wasted(done: Split, peer: PeerId) -> tuple[int, int]:
+    """Rounds that a peer decided on a branch that is not the one of today, and what it had counted in them: by its
+    history, whatever it says of losses."""
+    chain, history = done.stage.chain(peer), done.stage.histories[peer]
+    off = [
+        each
+        for each in history
+        if each["outcome"] in ("committed", "alone", "fork", "skipped") and bytes.fromhex(each["lineage"]) not in chain
+    ]
+    return len(off), sum(each["tokens"] for each in off if peer in each["peers"])
+
+
+def expected_winner(done: Split) -> int:
+    """Which side the rule (docs/decisions/0007) chooses: its first child has more signatures of the common roster;
+    of two with as many, the lower lineage."""
+    roster = sum(len(side.peers) for side in done.sides)
+    ranks = []
+    for side in done.sides:
+        child = min(side.reports[side.peers[0]], key=lambda each: each["round"])
+        votes = len(side.peers) if len(side.peers) < majority(roster) else majority(roster)
+        ranks.append((-votes, child["lineage"]))
+    return ranks.index(min(ranks))
+
+
+@pytest.mark.parametrize("apart_seconds", APART_SECONDS)
+@pytest.mark.parametrize(("left", "right"), SPLITS)
+def test_where_forks_are_allowed_both_sides_go_on_and_one_branch_is_left(
+    left: int, right: int, apart_seconds: float
+) -> None:
+    """The majority commits, a minority goes on by a FORK; healed, the rule's branch holds and the loss is told."""
+    done = split(left, right, fork_peers=1, apart_seconds=apart_seconds)
+    quorum = majority(left + right)
+    for side in done.sides:
+        assert side.forked == (len(side.peers) < quorum), f"{side.peers}: {side.outcomes}"
+        going_on = "alone" if len(side.peers) == 1 else "committed"
+        assert going_on in side.outcomes
+    assert done.whole_seconds <= HEAL_SECONDS, f"whole after {done.whole_seconds:.1f} s"
+    winner, loser = done.sides[expected_winner(done)], done.sides[1 - expected_winner(done)]
+    chain = done.stage.chain(done.stage.peers[0])
+    for peer in winner.peers:
+        assert winner.lineages[peer] in chain
+        assert lost(done, peer) == wasted(done, peer) == (0, 0)
+    for peer in loser.peers:
+        assert loser.lineages[peer] not in chain
+        rounds, tokens = lost(done, peer)
+        assert (rounds, tokens) == wasted(done, peer), f"{peer} says that it lost {rounds} rounds, {tokens} tokens"
+        assert rounds >= 3 and tokens > 0
+
+
+@pytest.mark.parametrize(("left", "right"), SPLITS)
+def test_where_forks_are_forbidden_a_minority_waits_and_nothing_is_lost(left: int, right: int) -> None:
+    """Only a majority goes on; without one, nobody. Healed, there was never more than one branch."""
+    done = split(left, right, fork_peers=0, apart_seconds=APART_SECONDS[0])
+    quorum = majority(left + right)
+    for side in done.sides:
+        if len(side.peers) >= quorum:
+            assert side.outcomes == {"committed"}
+        else:
+            assert side.outcomes <= {"undecided"}
+            assert set(side.lineages.values()) == {done.ancestor}
+    assert done.whole_seconds <= HEAL_SECONDS, f"whole after {done.whole_seconds:.1f} s"
+    chain = done.stage.chain(done.stage.peers[0])
+    assert all(link.record.kind != Kind.FORK for link in chain.since(done.ancestor))
+    for peer in done.stage.peers:
+        assert lost(done, peer) == wasted(done, peer) == (0, 0)
+
+
+@pytest.mark.parametrize("fork_peers", (0, 1))
+def test_who_missed_a_few_rounds_takes_part_in_them_afterwards(fork_peers: int) -> None:
+    """It asks about the round that it stands in, and is told what was decided, round by round; nothing is lost."""
+    stage = Stage(Cast(4, fork_peers=fork_peers))
+    rest = stage.peers[:3]
+
+    async def story() -> tuple[list[Report], int]:
+        await stage.rounds(4)
+        began = stage.now
+        stage.cut(["p3"], rest)
+        await stage.rounds(5, rest)
+        stage.heal(["p3"], rest)
+        await stage.until(stage.whole, HEAL_SECONDS, "a whole roster")
+        await stage.rounds(2)
+        return stage.told("p3", began), sum(len(stage.caught_up(peer)) for peer in rest)
+
+    reports, moved = stage.play(story)
+    assert {each["outcome"] for each in reports} == {"committed"} and moved == 0
+    assert sum(each["bytes_downloaded"] + each["lost_rounds"] for each in reports) == 0
+
+
+def test_who_gave_a_round_up_replays_the_means_since() -> None:
+    """Nothing is downloaded but what was averaged, and nothing is lost."""
+    stage = Stage(Cast(4, fork_peers=0, keep_rounds=16, pace_seconds=4.0))
+    rest = stage.peers[:3]
+
+    async def story() -> tuple[list[Report], int]:
+        await stage.rounds(2)
+        began, stood = stage.now, stage.head("p3").key.round
+        stage.cut(["p3"], rest)
+        await stage.until(lambda: "undecided" in stage.outcomes("p3"), 600.0, "an undecided round")
+        missed = stage.head("p0").key.round - stood
+        stage.heal(["p3"], rest)
+        await stage.until(stage.whole, HEAL_SECONDS, "a whole roster")
+        await stage.rounds(2)
+        assert all(not stage.caught_up(peer) for peer in rest)
+        return stage.caught_up("p3", began), missed
+
+    reports, missed = stage.play(story)
+    replayed = sum(each["replayed_rounds"] for each in reports)
+    assert replayed >= missed - 1 > 5, f"replayed {replayed} of {missed} rounds"
+    assert sum(each["bytes_downloaded"] for each in reports) == 0
+    assert all(each["lost_rounds"] == each["lost_tokens"] == 0 for each in reports)
