@@ -83,9 +83,12 @@ class Exchange:
                     )
 
     def _begin(self, group: asyncio.TaskGroup, part: int, reducer: PeerId) -> None:
-        """Start on a part, unless its reducer is the one of before or it is here."""
+        """Start on a part, unless its reducer is the one of before.
+
+        Where the part is here, and only others could not have it, they wait for what we hand in to its next reducer.
+        """
         by, job = self._jobs.get(part, (None, None))
-        if by == reducer or (part in self.parts and reducer != self.task.me):
+        if by == reducer:
             return
         if job:
             job.cancel()
