@@ -39,6 +39,7 @@ from protocols.votes import Ask, Message
 CONTROL = "starling/butterfly/control/1"
 MIN_BANDWIDTH = 1e3
 FIRST_FRAME_SECONDS = 10.0
+FORGOTTEN_LIMIT = 1 << 16
 PARKED_LIMIT = 16
 """Messages of one peer that is a round ahead of us which are kept until we get there."""
 
@@ -61,6 +62,8 @@ class Butterfly:
         self._post = Post(host, CONTROL, self.ledger)
         self._desk = Desk(host, settings, codec(settings.codec), self.me, self.ledger, self._post, self.shelf)
         self._decisions: dict[bytes, Decision] = {}
+        # Who comes back to such a lineage, on another branch, has forgotten its promises there: it looks on.
+        self._forgotten: dict[bytes, None] = {}
         # The last round's session stays: who was slow to hand in fetches the reduced parts from it.
         self._sessions: dict[bytes, Session] = {}
         self._session: Session | None = None
@@ -73,7 +76,8 @@ class Butterfly:
     async def enter(self, head: Head, deadline: Deadline) -> AsyncIterator[Session]:
         lineage = head.key.lineage
         if lineage not in self._decisions:
-            self._decisions[lineage] = Decision(self.host, self.me, head, self.settings, self._post, self.ledger)
+            me = None if lineage in self._forgotten else self.me
+            self._decisions[lineage] = Decision(self.host, me, head, self.settings, self._post, self.ledger)
         session = Session(self._desk, head, self._decisions[lineage], self.bandwidth, deadline)
         self._forget(head.key)
         self._session = self._sessions[lineage] = session
@@ -105,7 +109,12 @@ class Butterfly:
     def _forget(self, key: RoundKey) -> None:
         """Keep the last rounds' decisions and parts, and the last round's session."""
         oldest = key.round - self.settings.keep_rounds
-        self._decisions = {lineage: each for lineage, each in self._decisions.items() if each.head.key.round >= oldest}
+        for lineage, each in list(self._decisions.items()):
+            if each.head.key.round < oldest:
+                del self._decisions[lineage]
+                self._forgotten[lineage] = None
+        while len(self._forgotten) > FORGOTTEN_LIMIT:
+            del self._forgotten[next(iter(self._forgotten))]
         self.shelf.keep(self._decisions.keys())
         self._sessions = {
             lineage: each for lineage, each in self._sessions.items() if each.head.key.round == key.round - 1

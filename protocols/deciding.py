@@ -35,6 +35,8 @@ from protocols.wire import PartDone
 
 BALLOT_FLOOR_SECONDS = 2.0
 """What a ballot is given beyond two round trips and the time of its data phase: honest members pause, too."""
+ROUND_TRIP_LIMIT_SECONDS = 2.0
+"""What opening a stream took longer than that was no round trip: the link was cut in between."""
 LENIENCE = 1.25
 """A silent member is given up before the coordinator who waits for it is."""
 
@@ -45,6 +47,7 @@ class Decision:
     """One member's part in the decision on one lineage's child.
 
     Attributes:
+        votes: whether we have one.
         leading: the ballot in which we coordinate and are free to choose; None if there is none.
         promises: what the members promised us for it.
         wanted: digests without which our vote cannot be cast; of the record in `proposed`.
@@ -55,11 +58,18 @@ class Decision:
         onlookers: who waits for the decision without being of the roster.
     """
 
-    def __init__(self, host: Host, me: Member, head: Head, settings: Settings, post: Post, ledger: Ledger) -> None:
+    def __init__(
+        self, host: Host, me: Member | None, head: Head, settings: Settings, post: Post, ledger: Ledger
+    ) -> None:
+        """
+        Args:
+            me: whose votes we cast; None: we may cast none here, and look on.
+        """
+        me = me or Member("")
         quorum = settings.quorum(len(head.roster)) if settings.quorum else None
         self.head, self.poll = head, Poll(head.key, head.roster, host.signer, quorum, settings.fork_peers)
-        self.vote = Vote(me, self.poll)
-        self.leading = 0 if self.poll.counts(me) and self.poll.coordinator(0) == me.peer else None
+        self.vote, self.votes = Vote(me, self.poll), self.poll.counts(me)
+        self.leading = 0 if self.votes and self.poll.coordinator(0) == me.peer else None
         self.promises: tuple[Promise, ...] = ()
         self.proposed = b""
         self.wanted: tuple[bytes, ...] = ()
@@ -82,7 +92,7 @@ class Decision:
         """T_b: two round trips, the data phase, and a floor."""
         trips = self._post.round_trip_seconds
         slowest = max((trips.get(member.peer, 0.0) for member in self.poll.roster), default=0.0)
-        return BALLOT_FLOOR_SECONDS + 2 * slowest + self.phase_seconds
+        return BALLOT_FLOOR_SECONDS + 2 * min(slowest, ROUND_TRIP_LIMIT_SECONDS) + self.phase_seconds
 
     # -- events -------------------------------------------------------------------------------------------------------
 

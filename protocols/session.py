@@ -35,13 +35,12 @@ from protocols.desk import Desk
 from protocols.exchange import Exchange
 from protocols.forking import watch_majority
 from protocols.leading import Leader
-from protocols.parts import Task
+from protocols.parts import HeldPart, Task
 from protocols.plan import BUDGET_FLOOR_SECONDS, BUDGET_MULTIPLE
-from protocols.record import Record
 from protocols.sources import Sources
 from protocols.tasks import together
 from protocols.vectors import Flat
-from protocols.votes import Certificate, Message
+from protocols.votes import Message
 
 
 class Session:
@@ -62,7 +61,7 @@ class Session:
         self._sources = Sources(desk, self, elements)
         self._leader = Leader(desk, self, self._sources)
         self._superseded = False
-        self._votes = desk.me in head.roster
+        self._votes = decision.votes
         decision.changed = self.bell
 
     # -- the contract -------------------------------------------------------------------------------------------------
@@ -240,10 +239,11 @@ class Session:
                     self.exchange.assign(terms)
                 if not await self.until(lambda: self.over() or self.call.terms is not terms):  # noqa: B023 - awaited
                     break
-            mean = await self._conclude(into)
-            if running:
+            parts = await self._collect()
+            if running:  # nothing may write to `into` any more while it is decoded, or after we return
                 running.cancel()
-        return mean
+                await asyncio.wait([running])
+        return await self._conclude(parts, into)
 
     def _start(self, terms: planning.Terms, mine: Flat, into: Flat) -> None:
         desk, decision, now = self._desk, self.decision, asyncio.get_running_loop().time()
@@ -288,15 +288,29 @@ class Session:
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    async def _conclude(self, target: Flat) -> Mean:
+    async def _collect(self) -> list[HeldPart] | None:
+        """The parts of what was decided, got from others where we lack them; None if they cannot be had here."""
+        certificate = self.decision.certificate
+        record = records.decode(certificate.record) if certificate else None
+        if certificate is None or record is None or record.state_root != self.head.state_root:
+            return None
+        voters = [vote.voter.peer for vote in certificate.votes]
+        parts = []
+        for index in range(len(record.parts)):
+            held = await self._sources.obtain(record, index, voters)
+            if held is None:
+                return None
+            parts.append(held)
+        return parts
+
+    async def _conclude(self, parts: list[HeldPart] | None, into: Flat) -> Mean:
         certificate = self.decision.certificate
         if certificate is None:
             return Mean(Outcome.SUPERSEDED if self._superseded else Outcome.UNDECIDED)
         record = records.decode(certificate.record)
         if record.state_root != self.head.state_root:
             self._desk.ledger.name(self._desk.me.peer, "our state is not the one that was decided on")
-            return Mean(Outcome.SUPERSEDED)
-        if record.averaged and not await self._decode(record, certificate, target):
+        if parts is None or not await self._decode(parts, into):
             return Mean(Outcome.SUPERSEDED)
         terms = self.call.terms if self.call.terms and self.call.terms.digest == record.plan else None
         return Mean(
@@ -308,19 +322,14 @@ class Session:
             blamed=terms.clamped if terms else (),
         )
 
-    async def _decode(self, record: Record, certificate: Certificate, target: Flat) -> bool:
-        """Get what is missing of a decided record and decode it; False if it cannot be had here, or does not decode."""
-        voters = [vote.voter.peer for vote in certificate.votes]
-        for index in range(len(record.parts)):
-            held = await self._sources.obtain(record, index, voters)
-            if held is None:
-                return False
-            exchange = self.exchange
+    async def _decode(self, parts: Sequence[HeldPart], into: Flat) -> bool:
+        """Decode what did not come in by the data phase that ran last; False if it does not decode."""
+        exchange = self.exchange
+        for index, held in enumerate(parts):
             if exchange and exchange.parts.get(index) is held and index not in exchange.torn:
-                continue  # decoded as it came in
+                continue
             try:
-                await self._host.compute.run(partial(held.decode, target), 4 * (held.high - held.low))
-            except BadPayload as error:
-                self._desk.ledger.name(voters[0], f"voted for what does not decode: {error}")
+                await self._host.compute.run(partial(held.decode, into), 4 * (held.high - held.low))
+            except BadPayload:
                 return False
         return True
