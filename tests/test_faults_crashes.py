@@ -215,3 +215,12 @@ def test_bad_input_gets_one_clear_line(arguments: list[str], words: str, capsys:
         code = exit_.code
     out, err = capsys.readouterr()
     assert code == 2 and out == "" and err.count("\n") == 1 and words in err
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", ["crash", "silence"])
+def test_every_point_of_a_round_of_three(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The real protocol: whoever is lost at whatever message, the others decide the round, alike, and go on."""
+    assert main(["--peers", "3", "--kind", kind]) == 0
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert told["points"] == told["decided"] == told["messages"] > 200
