@@ -144,6 +144,7 @@ class Exchange:
                 stream = await opening.__aenter__()
         except TimeoutError:
             self.silent[peer] = None
+            self._lost.setdefault(peer, "silent: it did not answer in time")  # nor is it to be waited for again
             raise PeerSilent(peer, "did not answer in time") from None
         try:
             yield stream
