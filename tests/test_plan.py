@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from protocols import plan as planning
 from protocols import wire
-from protocols.base import BadPayload, Member, PeerId, RoundKey
-from protocols.wire import Offer, Plan
+from protocols.base import BadPayload, Complaint, Member, PeerId, RoundKey
+from protocols.wire import Offer, PartDone, Plan
 
 KEY = RoundKey(bytes(range(32)), "run", bytes(32), 3)
 ROSTER = tuple(Member(peer) for peer in ("anna", "bert", "cleo", "dora"))
@@ -326,8 +326,8 @@ def test_times_follow_from_the_offers() -> None:
     assert drawn(*offers, elapsed_seconds=5.0).cut_seconds == 5.0, "nobody's step is longer than the round so far"
     size = 4 * 3_000_000
     plan = drawn(*offers, elements=3_000_000)
-    assert plan.budget_seconds == pytest.approx(4 * 2 * 2 * size / 3e6 + 5, rel=1e-5)
-    assert drawn(offer("anna")).budget_seconds == 5.0, "alone there is nothing to send"
+    assert plan.budget_seconds == pytest.approx(4 * 2 * 2 * size / 3e6 + planning.BUDGET_FLOOR_SECONDS, rel=1e-5)
+    assert drawn(offer("anna")).budget_seconds == planning.BUDGET_FLOOR_SECONDS, "alone there is nothing to send"
 
 
 @pytest.mark.parametrize("bandwidth", [1.0, 1e13])
@@ -459,3 +459,60 @@ def test_the_digest_changes_with_every_field() -> None:
     digests = {planning.plan_digest(each) for each in (plan, *different)}
     assert len(digests) == len(different) + 1
     assert planning.plan_digest(drawn()) == planning.plan_digest(plan)
+
+
+# -- parts given to others, links that failed -------------------------------------------------------------------------
+
+
+def test_a_lost_part_goes_to_another_and_the_rest_stays() -> None:
+    plan = drawn()
+    second = planning.reassigned(plan, {2: 0}, ballot=0)
+    assert (second.ballot, second.version, second.reducers) == (0, 1, (0, 1, 0, 3))
+    taken_over = planning.reassigned(second, {}, ballot=5)
+    assert (taken_over.ballot, taken_over.version, taken_over.reducers) == (5, 0, (0, 1, 0, 3))
+    for each in (second, taken_over):
+        checked(each)
+        assert planning.terms(each).digest == planning.terms(plan).digest
+    with pytest.raises(BadPayload, match="parts"):
+        checked(replace(second, reducers=(0, 1, 4, 3)))
+    with pytest.raises(BadPayload, match="parts"):
+        checked(replace(plan, reducers=(1, 0, 2, 3)))
+
+
+def done(part: int, reducer: int, *masks: int) -> PartDone:
+    runs = tuple(wire.Run(1, mask) for mask in masks)
+    return PartDone(part, reducer, wire.Part(bytes([part]) * 32, runs), b"")
+
+
+def test_a_link_that_carried_nothing_is_complained_of_and_spared() -> None:
+    """bert's work is in all parts but cleo's: neither reduces for a while, and both still bring what they have."""
+    terms = planning.terms(drawn())
+    parts = [done(0, 0, 0b1111), done(1, 1, 0b1111), done(2, 2, 0b1101, 0b1101), done(3, 3, 0b1111)]
+    (complaint,) = planning.complaints(terms, parts, ())
+    until = KEY.round + 1 + planning.COMPLAINT_ROUNDS
+    assert complaint == Complaint("bert", "cleo", until)
+    assert planning.complaints(terms, parts, [complaint]) == (complaint,), "an old complaint is not made younger"
+    spared = planning.Ground(replace(KEY, round=until - 1), ELEMENTS, 4.0, (complaint,))
+    offers = [offer(member.peer) for member in ROSTER]
+    assert planning.draw(spared, offers, 100.0).bounds == (0, 500, 500, 500, 1000)
+    over = planning.Ground(replace(KEY, round=until), ELEMENTS, 4.0, (complaint,))
+    assert planning.draw(over, offers, 100.0).bounds == drawn().bounds
+
+
+def test_who_is_nowhere_or_came_late_is_not_complained_of() -> None:
+    terms = planning.terms(drawn())
+    nowhere = [done(part, part, 0b1011) for part in range(4)]
+    torn = [done(0, 0, 0b1111, 0b1101), *(done(part, part, 0b1111) for part in (1, 2, 3))]
+    assert planning.complaints(terms, nowhere, ()) == planning.complaints(terms, torn, ()) == ()
+
+
+def test_no_reducer_can_complain_of_everybody() -> None:
+    terms = planning.terms(drawn())
+    liar = [done(0, 0, 0b0001), *(done(part, part, 0b1111) for part in (1, 2, 3))]
+    assert len(planning.complaints(terms, liar, ())) == 1
+
+
+def test_where_all_are_complained_of_all_reduce() -> None:
+    complaints = (Complaint("anna", "bert", 99), Complaint("cleo", "dora", 99))
+    ground = planning.Ground(KEY, ELEMENTS, 4.0, complaints)
+    assert planning.draw(ground, [offer(member.peer) for member in ROSTER], 100.0).bounds == drawn().bounds
