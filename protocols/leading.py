@@ -179,10 +179,19 @@ class Leader:
             complaints=head.complaints,
         )
 
+    def _beyond_a_broken_link(self) -> list[PeerId]:
+        """Whom we need not hear: its only broken link is the one to us. Others tell whether it lives."""
+        ends = [(each.first, each.second) for each in self._seat.head.complaints]
+        ours = [
+            first if second == self._me.peer else second for first, second in ends if self._me.peer in (first, second)
+        ]
+        return [peer for peer in ours if sum(peer in pair for pair in ends) == 1]
+
     def _roster(self, doubtful: Iterable[PeerId]) -> tuple[Member, ...]:
         """Who votes next: who is alive, less the doubtful who have said nothing since the call; and newcomers."""
         decision, head = self._seat.decision, self._seat.head
         live = set(self._host.members.live())
+        live |= {member for member in head.roster if member.peer in self._beyond_a_broken_link()}
         mute = {peer for peer in doubtful if decision.heard.get(peer, -1.0) < self._seat.call.cut_at}
         stay = [member for member in head.roster if member == self._me or (member in live and member.peer not in mute)]
         taken = {member.peer for member in stay}

@@ -12,6 +12,7 @@ from protocols.base import PeerId
 from protocols.deciding import Decision
 from protocols.session import Session
 from protocols.votes import Decided, Instruction
+from tests.sim import contact
 from tests.sim.staged import Cast, Stage
 
 LATENCY_SECONDS = 0.05
@@ -117,3 +118,95 @@ def test_a_reducer_that_dies_in_the_data_phase_costs_four_round_trips(at: int, d
     assert seconds, "it was decided before the reducer died"
     bound = LATENCY_SECONDS + 4 * ROUND_TRIP_SECONDS + COMPUTE_SECONDS
     assert seconds[0] <= bound, f"decided {seconds[0]:.3f} s after the death at message {at}, not {bound:.3f} s"
+
+
+# -- who falls silent -------------------------------------------------------------------------------------------------
+
+
+def silenced(peers: int, coordinating: bool | None, after_seconds: float, decisions: Decisions) -> tuple[float, float]:
+    """Who coordinates, or who does not, falls silent so long after its offer was complete; None: nobody does. When the
+    last of the others decided the round, and the T_b by which they waited."""
+    swarm = stage(peers)
+
+    async def story() -> tuple[float, float]:
+        await swarm.rounds(ROUND)
+        first = swarm.coordinator("p0")
+        who = first if coordinating else [peer for peer in swarm.peers if peer != first][-1]
+
+        def offered() -> bool:
+            session = swarm.session(who)
+            sent = session.call._announced if session and session.head.key.round == ROUND else None
+            return sent is not None and sent.complete
+
+        await swarm.until(offered, 60.0, "a complete offer")
+        await asyncio.sleep(after_seconds)
+        if coordinating is not None:
+            swarm.silence(who)
+        others = [peer for peer in swarm.peers if peer != who]
+        patience_seconds = 0.0
+        while not all((peer, ROUND) in decisions.at for peer in others):
+            for peer in others:
+                decision = swarm.decision(peer)
+                if decision and decision.head.key.round == ROUND:
+                    patience_seconds = max(patience_seconds, decision.patience_seconds)
+            await asyncio.sleep(LATENCY_SECONDS)
+        return decisions.last(others, ROUND), patience_seconds
+
+    decided = swarm.play(story)
+    decisions.at.clear()
+    return decided
+
+
+@pytest.fixture
+def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing but the vote's own timers tells that a peer is silent."""
+    monkeypatch.setattr(contact, "LIVENESS_SECONDS", 1e4)
+
+
+@pytest.mark.usefixtures("unseen")
+@pytest.mark.parametrize("peers", (3, 5))
+@pytest.mark.parametrize("coordinating", (False, True))
+def test_one_silent_member_costs_one_ballot_s_time(peers: int, coordinating: bool, decisions: Decisions) -> None:
+    """From just after its complete offer: T_b until it is given up, as a contributor and as a reducer at once, or until
+    the next one coordinates; then a few round trips."""
+    undisturbed, _ = silenced(peers, None, 0.0, decisions)
+    decided, patience_seconds = silenced(peers, coordinating, 1.2 * LATENCY_SECONDS, decisions)
+    delay, bound = decided - undisturbed, patience_seconds + 4 * ROUND_TRIP_SECONDS
+    told = f"{peers} peers, coordinating: {coordinating}: {delay:.2f} s more, T_b {patience_seconds:.2f} s"
+    assert 0.9 * patience_seconds <= delay <= bound, told
+
+
+# -- a link that carries nothing one way ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("source", "target"), (("p0", "p1"), ("p1", "p0"), ("p3", "p1")))
+def test_a_link_that_fails_one_way_costs_one_repair(source: str, target: str) -> None:
+    """For good: everybody commits every round, with the same bits. One round waits for what does not come; its record
+    complains of the link, and from then on both bring their work past it, nobody waits, and neither is evicted."""
+    swarm, pair = stage(), (min(source, target), max(source, target))
+    bystander = next(peer for peer in swarm.peers if peer not in pair)
+
+    async def story() -> tuple[float, int]:
+        await swarm.rounds(2)
+        began, parent = swarm.now, swarm.head(bystander).key.lineage
+        swarm.network.block(source, target)
+        await swarm.until(lambda: bool(swarm.head(bystander).complaints), 60.0, "a complaint")
+        await swarm.rounds(8)
+        links = [link for link in swarm.chain(bystander).since(parent) if link.record.complaints]
+        for link in links:
+            assert [(each.first, each.second) for each in link.record.complaints] == [pair]
+            assert {member.peer for member in link.record.roster} == set(swarm.peers)
+        return began, links[0].record.round
+
+    began, complained = swarm.play(story)
+    for peer in swarm.peers:
+        reports = swarm.told(peer, began)
+        assert {each["outcome"] for each in reports} == {"committed"}
+        slow = {each["round"]: round(each["seconds_average"], 2) for each in reports if each["seconds_average"] > 1.0}
+        waited = slow if peer not in pair else [each for each in slow if each >= complained]
+        assert set(waited) <= {complained}, f"{peer} waited in rounds {slow}; complained in {complained}"
+    later = [each for each in swarm.told(bystander, began) if each["round"] > complained]
+    assert len(later) >= 6
+    for peer in pair:  # in the rounds that the other end calls, it may stay out
+        counted = sum(peer in each["peers"] for each in later)
+        assert counted >= len(later) / 2, f"{peer} counts in {counted} of {len(later)} rounds"
