@@ -81,7 +81,7 @@ class Butterfly:
         session = Session(self._desk, head, self._decisions[lineage], self.bandwidth, deadline)
         self._forget(head.key)
         self._session = self._sessions[lineage] = session
-        self._post.on_gone = session.decision.gone
+        self._post.on_gone = session.gone
         session.decision.on_rival = self.on_ahead
         everybody = {member.peer for member in (*head.roster, *self.host.members.live())}
         try:
