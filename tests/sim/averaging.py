@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from protocols import PROTOCOLS
 from protocols.base import Deadline, Head, Host, Mean, Member, PeerId, Settings, Vector, Work
 from protocols.chain import genesis
+from protocols.framing import FramedStream
 from protocols.vectors import norm
 from tests.sim import loop as simloop
 from tests.sim.host import sim_host
-from tests.sim.lies import LyingStream
+from tests.sim.lies import VOTERS_LIES, LyingStream
 from tests.sim.network import SimNetwork, Trace
+from tests.sim.perjury import PerjuredStream
+from tests.sim.pipe import SimPipe
 
 RUN = bytes(32)
 
@@ -37,7 +41,7 @@ class Group:
 
     Attributes:
         tokens, bandwidths, step_seconds: of each peer.
-        lies: peer index -> lie (`tests.sim.lies`).
+        lies: peer index -> lie (`tests.sim.lies`). Of two stories, the last of the others is told the second.
         before: called with the network when everybody has joined.
     """
 
@@ -63,10 +67,7 @@ class Group:
             transport = network.join(peer, self.bandwidths[index])
             host = sim_host(network, transport, 1, {})
             if index in self.lies:
-                lie, signer = self.lies[index], host.signer
-                transport.disguise = lambda method, stream, pipe, lie=lie, signer=signer: LyingStream(  # type: ignore[misc]
-                    stream, pipe, lie, signer
-                )
+                transport.disguise = self._disguise(index, peers, host)
             hosts.append(host)
         self.before(network)
         head = genesis(RUN, "run", tuple(Member(peer) for peer in peers), bytes(32))
@@ -81,6 +82,16 @@ class Group:
             raise network.bugs[0]
         sent = [network.nodes[peer].sent_bytes for peer in peers]
         return Averaged(list(means), results, sent, seconds, peers)
+
+    def _disguise(self, index: int, peers: Sequence[PeerId], host: Host) -> Callable[..., Any]:
+        lie, dupes = self.lies[index], [peer for peer in peers if peer != host.me][-1:]
+
+        def disguise(method: str, stream: FramedStream, pipe: SimPipe) -> LyingStream | PerjuredStream:
+            if lie in VOTERS_LIES:
+                return PerjuredStream(stream, lie, host.signer, dupes)
+            return LyingStream(stream, pipe, lie, host.signer)
+
+        return disguise
 
     async def _member(self, index: int, host: Host, head: Head, into: Vector, deadline: Deadline) -> Mean:
         vector = self.vectors[index]

@@ -1,4 +1,4 @@
-"""Lying contributors: what a peer's honest code sends is altered on its way out."""
+"""Lying peers: what their honest code sends is altered on its way out."""
 
 from __future__ import annotations
 
@@ -32,6 +32,16 @@ LIES = (
     "weight-huge",
 )
 """Every lie of a contributor. All but the last are refused; the last is clamped."""
+
+VOTERS_LIES = (
+    "two-parts",
+    "another-life",
+    "forged-vote",
+    "forged-certificate",
+    "another-state",
+    "usurped-plan",
+)
+"""Every lie of a reducer or a voter (`tests.sim.perjury`): each is refused, and named."""
 
 
 def raw(header: Header, change: Callable[[list[Any]], None]) -> bytes:
