@@ -119,7 +119,9 @@ class Stage(World):
         self._start(peer)
 
     def kill(self, peer: PeerId) -> None:
+        """The end of a peer's present life; nothing of it is kept."""
         self.network.kill(peer)
+        self.network.nodes[peer].handlers.clear()
 
     def revive(self, peer: PeerId) -> None:
         """The next life of a peer that was killed."""
