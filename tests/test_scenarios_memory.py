@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -111,6 +112,7 @@ async def superseded(stage: Stage) -> None:
     await stage.until(lambda: bool(stage.caught_up("p0")), 60.0, "going over")
 
 
+@functools.cache
 def level(trouble: Trouble, fork_peers: int) -> tuple[Counter[str], set[str]]:
     """What is alive when the trouble is over and as many rounds are decided as anything is kept for; and what came of
     the rounds until then."""
