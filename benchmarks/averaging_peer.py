@@ -3,7 +3,8 @@
     connect {peers}     (id, address) of all peers, by rank: connects to the others
     make {round}        draws this rank's vector for the round
     move {}             the floor: as many bytes as a round sends, over one plain stream to the next peer
-    average {round}     one round of the butterfly; says "cut" before the data phase begins
+    average {round}     one round of the butterfly, at the head of this peer's chain; says "cut" before the data phase
+                        begins and, with {mark}, "mark" when that share of the mean is in
     digest              SHA-256 of the result, and what this process holds by now; rank 0 writes the result to a file
 
 Times are seconds of CLOCK_MONOTONIC, which all processes of a machine share.
@@ -34,28 +35,28 @@ from node.clock import WallClock
 from node.compute import ThreadCompute
 from node.libp2p import LibP2PConfig, LibP2PTransport
 from protocols import PROTOCOLS, wire
-from protocols import record as records
 from protocols.base import (
     CHUNK_BYTES,
     Deadline,
-    Head,
     Host,
     Member,
     Outcome,
     PeerId,
-    RoundKey,
     Settings,
     Stream,
     Vector,
     Work,
 )
+from protocols.chain import Chain
 from protocols.codec import codec
 from protocols.fixed import FixedMembers
 from protocols.tasks import alongside
 from protocols.vectors import norm
 
 RUN = hashlib.sha256(b"benchmarks.averaging").digest()
+ROOT = bytes(32)  # nobody keeps an outer state
 PIECE_ELEMENTS = 1 << 20
+PROBE_ELEMENTS = 1 << 12
 LAG_STEP_SECONDS = 0.005
 MOVE = "starling/benchmark/move/1"
 
@@ -148,9 +149,7 @@ class Peer:
         self, setup: Setup, transport: LibP2PTransport, compute: ThreadCompute, key: identity.Identity
     ) -> None:
         self.setup, self.transport, self._compute, self._key = setup, transport, compute, key
-        self._roster: tuple[Member, ...] = ()
         self._next: PeerId = ""
-        self._lineage = records.genesis(RUN)
         self._mine, self._into = torch.zeros(setup.elements), torch.zeros(setup.elements)
         self._norm = 0.0
         transport.serve(MOVE, self._on_move)
@@ -166,12 +165,13 @@ class Peer:
         for peer, address in peers:
             if peer != self.transport.me:
                 await self.transport.connect(address, deadline)
-        self._roster = tuple(sorted(Member(peer) for peer, _ in peers))
+        roster = tuple(sorted(Member(peer) for peer, _ in peers))
+        self._chain = Chain(RUN, "benchmark", roster, ROOT)
         self._next = peers[(self.setup.rank + 1) % len(peers)][0]
         host = Host(
             transport=self.transport,
             directory=NoDirectory(),
-            members=FixedMembers(self._roster),
+            members=FixedMembers(roster),
             compute=self._compute,
             clock=WallClock(),
             signer=self._key,
@@ -210,30 +210,49 @@ class Peer:
             left -= size
         await stream.send(wire.Chunk(0, 0))
 
-    async def average(self, round: int) -> dict[str, Any]:
+    async def average(self, round: int, mark: float | None = None) -> dict[str, Any]:
         work = Work(tokens=self.setup.tokens(self.setup.rank), loss=0.0, seconds=1.0, norm=self._norm, complete=True)
-        head = Head(RoundKey(RUN, "benchmark", self._lineage, round), self._roster, bytes(32), self._lineage)
         deadline = asyncio.get_running_loop().time() + self.setup.deadline_seconds
         lag = Lag()
-        async with self._averager.enter(head, deadline) as session:
+        async with self._averager.enter(self._chain.head, deadline) as session:
             session.ready(work)
             await session.cut.wait()
             say(event="cut")
-            async with lag.watched():
+            async with lag.watched(), self._marking(mark):
                 began = time.monotonic()
                 mean = await session.mean([self._mine], work, [self._into])
                 ended = time.monotonic()
-        if mean.outcome is Outcome.COMMITTED:
-            self._lineage = records.lineage(mean.record)
+        if mean.outcome in (Outcome.COMMITTED, Outcome.SKIPPED):
+            self._chain.extend(mean.certificate)
+            self._chain.settle(ROOT)
         return {
             "outcome": str(mean.outcome),
+            "lineage": self._chain.head.key.lineage.hex(),
+            "roster": [member.peer for member in self._chain.head.roster],
             "began": began,
             "ended": ended,
             "sent": mean.bytes_sent,
             "received": mean.bytes_received,
             "blamed": {blame.peer: blame.why for blame in mean.blamed},
+            "contributions": {peer: (each.chunks_counted, each.chunks) for peer, each in mean.contributions.items()},
             **lag.report(),
         }
+
+    @asynccontextmanager
+    async def _marking(self, share: float | None) -> AsyncIterator[None]:
+        """Say when so much of the mean is in: `make` has filled the place for it with NaN."""
+
+        async def watch() -> None:
+            while float(torch.isnan(self._into[::PROBE_ELEMENTS]).float().mean()) > 1 - (share or 1.0):  # noqa: ASYNC110
+                await asyncio.sleep(LAG_STEP_SECONDS)
+            say(event="mark")
+
+        task = asyncio.create_task(watch()) if share is not None else None
+        try:
+            yield
+        finally:
+            if task:
+                task.cancel()
 
     async def digest(self) -> dict[str, Any]:
         content = memoryview(self._into.numpy()).cast("B")
