@@ -38,6 +38,8 @@ __all__ = ["Replica", "RoundReport"]
 FIRST_ROUND_LIMIT_SECONDS = 3600.0
 ROUND_LIMIT_MULTIPLE = 10.0
 ROUND_LIMIT_FLOOR_SECONDS = 60.0
+PROOF_SHARE = 1 / 3
+"""Of the time to catch up: contacts that show heads and prove nothing may not take what fetching the state needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +224,7 @@ class Replica:
         changed, and it is worth another try. The branch may have grown meanwhile: the next round tells.
         """
         head, watch = self.chain.head, Watch()
-        branch = await sync.better(deadline)
+        branch = await sync.better(watch.began + PROOF_SHARE * (deadline - watch.began))
         chain = self.chain.copy()
         if branch:
             chain.switch(branch.ancestor.key.lineage, branch.links)

@@ -78,6 +78,7 @@ class Butterfly:
         if lineage not in self._decisions:
             me = None if lineage in self._forgotten else self.me
             self._decisions[lineage] = Decision(self.host, me, head, self.settings, self._post, self.ledger)
+        self._decisions[lineage].head = head  # its state may be another than when we were here before
         session = Session(self._desk, head, self._decisions[lineage], self.bandwidth, deadline)
         self._forget(head.key)
         self._session = self._sessions[lineage] = session

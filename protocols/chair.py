@@ -191,7 +191,14 @@ class Chair:
             return
         if newest:
             taken = records.decode(newest.record)
-            record = replace(record, state_root=taken.state_root, plan=taken.plan, parts=taken.parts)
+            record = replace(
+                record,
+                state_root=taken.state_root,
+                plan=taken.plan,
+                parts=taken.parts,
+                peers=taken.peers,
+                bounds=taken.bounds,
+            )
         self._propose(attempt, records.encode(record))
 
     # -- saying it ----------------------------------------------------------------------------------------------------

@@ -40,6 +40,9 @@ ROUND_TRIP_LIMIT_SECONDS = 2.0
 LENIENCE = 1.25
 """A silent member is given up before the coordinator who waits for it is."""
 
+ONLOOKER = 1 << 40
+"""The life in whose name a peer looks on where it may not vote; no incarnation comes so far."""
+
 _MEMBERS_ONLY = (Prepare, Promise, Propose, Accept, Stale)
 
 
@@ -48,6 +51,7 @@ class Decision:
 
     Attributes:
         votes: whether we have one.
+        called: the last ballot in which we sent a plan.
         leading: the ballot in which we coordinate and are free to choose; None if there is none.
         promises: what the members promised us for it.
         wanted: digests without which our vote cannot be cast; of the record in `proposed`.
@@ -65,11 +69,13 @@ class Decision:
         Args:
             me: whose votes we cast; None: we may cast none here, and look on.
         """
-        me = me or Member("")
+        self.votes = me is not None and me in head.roster
+        me = me or Member(host.me, ONLOOKER)
         quorum = settings.quorum(len(head.roster)) if settings.quorum else None
         self.head, self.poll = head, Poll(head.key, head.roster, host.signer, quorum, settings.fork_peers)
-        self.vote, self.votes = Vote(me, self.poll), self.poll.counts(me)
+        self.vote = Vote(me, self.poll)
         self.leading = 0 if self.votes and self.poll.coordinator(0) == me.peer else None
+        self.called = -1
         self.promises: tuple[Promise, ...] = ()
         self.proposed = b""
         self.wanted: tuple[bytes, ...] = ()
@@ -82,6 +88,7 @@ class Decision:
         self._timer: asyncio.TimerHandle | None = None
         self._moved = 0.0
         self._awake = False
+        self._speaker = me.peer
 
     @property
     def certificate(self) -> Certificate | None:
@@ -97,8 +104,16 @@ class Decision:
     # -- events -------------------------------------------------------------------------------------------------------
 
     def wake(self) -> None:
-        """A session is here: messages and timers go on."""
+        """A session is here: messages and timers go on.
+
+        A plan of ours from an attempt that is over binds nobody any more: it is the next coordinator's turn.
+        """
         self._awake = True
+        if self.leading is not None and self.leading == self.called:
+            self.leading = None
+            self._act(self.vote.timeout(self.vote.ballot))
+        elif self.vote.ballot:
+            self.progress()
 
     def rest(self) -> None:
         """It is over: timers rest."""
@@ -121,6 +136,7 @@ class Decision:
             if value is None or value.record.state_root != self.head.state_root:
                 raise BadPayload("a proposal that may not be put to the vote, or of another state")
         self.hear(peer)
+        self._speaker = peer
         self._act(self.vote.receive(peer, message))
 
     def hear(self, peer: PeerId) -> None:
@@ -179,8 +195,8 @@ class Decision:
             case Decided(certificate):
                 self.rest()
                 self._tell(self.onlookers, certificate)
-            case Rival(certificate):
-                self.on_rival(certificate.sender.peer)
+            case Rival():
+                self.on_rival(self._speaker)
             case Accuse(peer, why):
                 self._ledger.name(peer, f"refused: {why}")
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-
 from protocols import wire
-from protocols.base import BadPayload, PeerId, PeerSilent, Stream
+from protocols.base import BadPayload, PeerId, Stream
 from protocols.requests import Busy, Index, WantChunk, WantSnapshot
 from protocols.snapshot import Snapshot, Snapshots
+from protocols.tasks import within
 
 JOINERS = 3
 BUSY_SECONDS = 5.0
@@ -17,20 +14,6 @@ BUSY_SECONDS = 5.0
 IDLE_SECONDS = 30.0
 """A joiner that asks for nothing, or takes nothing of what it asked for, for so long gives up its place."""
 _LIMIT = 256
-
-
-@asynccontextmanager
-async def within(seconds: float, peer: PeerId, doing: str) -> AsyncIterator[None]:
-    """A shorter deadline than the stream's own; the stream is not to be used after it.
-
-    Raises:
-        PeerSilent: it has passed.
-    """
-    try:
-        async with asyncio.timeout(seconds):
-            yield
-    except TimeoutError:
-        raise PeerSilent(peer, f"nothing moved for {seconds:g} s while {doing}") from None
 
 
 class Donor:

@@ -25,12 +25,11 @@ from protocols.base import (
     ProtocolError,
     Stream,
 )
-from protocols.donor import within
 from protocols.post import Ledger
 from protocols.requests import SYNC, Busy, WantChunk, WantSnapshot
 from protocols.requests import Index as Shown
 from protocols.snapshot import Index, Snapshot
-from protocols.tasks import Bell, together
+from protocols.tasks import Bell, together, within
 
 MAX_DONORS = 16
 WINDOW = 4
@@ -41,6 +40,8 @@ SLOW_SECONDS = 5.0
 """What a donor has been asked for so long ago, another may be asked for as well."""
 FAILURES = 3
 """So often may a donor break off."""
+BUSY_LIMIT_SECONDS = 10.0
+"""A donor may send us away for so long at most."""
 PAUSE_SECONDS = 1.0
 BUSY_ANSWERS = 20
 """So often is one that is busy asked again."""
@@ -130,7 +131,7 @@ class Download:
             await stream.send(WantSnapshot(self._at.key.lineage))
             answer = await stream.receive(_LIMIT)
             if isinstance(answer, Busy):
-                return max(PAUSE_SECONDS, answer.seconds)
+                return min(max(PAUSE_SECONDS, answer.seconds), BUSY_LIMIT_SECONDS)
             if isinstance(answer, wire.Having) and not answer.here:
                 raise Unavailable("the snapshot has made room for a later one")
             shown = wire.expect(answer, Shown)

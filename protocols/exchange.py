@@ -187,6 +187,6 @@ class Exchange:
 def _empty(task: Task, part: int) -> HeldPart:
     """A part without elements: nobody has to be asked for it."""
     held = task.part(part)
-    held.result = seal([], [])
+    held.result = seal(held.low, held.high, [], [])
     held.done = wire.PartDone(part, task.terms.plan.reducers[part], held.result, b"")
     return held

@@ -74,6 +74,7 @@ class Leader:
         return (len(exchange.parts), len(exchange.failed)) if exchange else (0, 0)
 
     def _publish(self, plan: Plan) -> None:
+        self._seat.decision.called = plan.ballot
         for member in self._seat.head.roster:
             if member != self._me:
                 self._post.send(member.peer, plan)

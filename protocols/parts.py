@@ -81,10 +81,11 @@ def chunk_digest(mask: int, data: memoryview) -> bytes:
     return digest.digest()
 
 
-def seal(masks: Sequence[int], digests: Sequence[bytes]) -> wire.Part:
-    """The part that these chunks make up."""
+def seal(low: int, high: int, masks: Sequence[int], digests: Sequence[bytes]) -> wire.Part:
+    """What these chunks of the elements [low, high) make up; equal bytes of another place are another part."""
     runs = tuple(wire.Run(len(list(group)), mask) for mask, group in itertools.groupby(masks))
-    return wire.Part(hashlib.sha256(b"".join(digests)).digest(), runs)
+    place = low.to_bytes(8, "little") + high.to_bytes(8, "little")
+    return wire.Part(hashlib.sha256(place + b"".join(digests)).digest(), runs)
 
 
 @dataclass(frozen=True, slots=True)

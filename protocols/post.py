@@ -125,12 +125,15 @@ class Post:
         loop, pause_seconds = asyncio.get_running_loop(), RETRY_SECONDS
         try:
             while not self._stopping and loop.time() < self._deadline:
+                began = loop.time()
                 try:
                     return await self._stream(peer, line)
                 except PeerGone:
                     self.on_gone(peer)
+                except BadPayload:
+                    pause_seconds = RETRY_LIMIT_SECONDS  # it is named
                 except PeerError:
-                    if line.sent:  # it was there a moment ago: ask again at once whether it still is
+                    if loop.time() - began > RETRY_SECONDS and line.sent:  # it was there: is it still?
                         pause_seconds = 0.0
                 line.again()
                 await asyncio.sleep(min(pause_seconds, max(0.0, self._deadline - loop.time())))

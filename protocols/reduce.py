@@ -74,7 +74,7 @@ class Reducer:
             self._free.extend(self._inbox.pop(index).values())
             self.task.progress()
             self._bell.ring()
-        task, self.held.result = self.task, seal(self._masks, self._digests)
+        task, self.held.result = self.task, seal(self.held.low, self.held.high, self._masks, self._digests)
         done = wire.PartDone(self.part, task.terms.plan.reducers[self.part], self.held.result, b"")
         self.held.done = replace(done, signature=task.signer.sign(task.message(done)))
         self._scratch, self._free = torch.empty(0), []
@@ -272,7 +272,8 @@ async def _receive_part(task: Task, part: int, held: HeldPart, stream: Stream) -
         digests.append(await task.compute.run(partial(accept, index), 2 * len(data)))
         task.progress()
     done = wire.expect(await stream.receive(_DONE_LIMIT), wire.PartDone)
-    if (done.part, done.result) != (part, seal(held.masks, digests)) or done.reducer >= len(task.terms.peers):
+    result = seal(held.low, held.high, held.masks, digests)
+    if (done.part, done.result) != (part, result) or done.reducer >= len(task.terms.peers):
         raise BadPayload("a part whose digest is not that of its chunks")
     if not task.signer.verify(task.terms.peers[done.reducer], task.message(done), done.signature):
         raise BadPayload("a part with a forged signature")

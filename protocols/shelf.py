@@ -10,8 +10,13 @@ from protocols import wire
 from protocols.base import BadPayload, Deadline, Host, PeerGone, PeerId, Stream
 from protocols.codec import Codec
 from protocols.parts import HeldPart, chunk_digest, seal
+from protocols.tasks import within
 
 PARTS = "starling/parts/1"
+IDLE_SECONDS = 30.0
+"""Who asks for nothing, or takes nothing of what it asked for, for so long is sent away."""
+MAX_STREAMS = 64
+"""Served at a time; whoever comes then finds the stream closed."""
 _LIMIT = 256
 
 
@@ -20,6 +25,7 @@ class Shelf:
 
     def __init__(self, host: Host) -> None:
         self._parts: dict[bytes, dict[bytes, HeldPart]] = {}
+        self._serving = 0
         host.transport.serve(PARTS, self._serve)
 
     def get(self, digest: bytes) -> HeldPart | None:
@@ -45,14 +51,26 @@ class Shelf:
         self._parts[lineage] = {digest: part for digest, part in parts.items() if digest in digests}
 
     async def _serve(self, peer: PeerId, stream: Stream) -> None:
-        wanted = wire.expect(await stream.receive(_LIMIT), wire.WantPart)
-        part = self.get(wanted.digest)
-        await stream.send(wire.Having(part is not None))
-        if part is None or part.result is None:
+        if self._serving >= MAX_STREAMS:
             return
+        self._serving += 1
+        try:
+            async with within(IDLE_SECONDS, peer, "it asks for a part"):
+                wanted = wire.expect(await stream.receive(_LIMIT), wire.WantPart)
+            part = self.get(wanted.digest)
+            async with within(IDLE_SECONDS, peer, "it takes a part"):
+                await stream.send(wire.Having(part is not None))
+            if part:
+                await self._give(stream, part)
+        finally:
+            self._serving -= 1
+
+    async def _give(self, stream: Stream, part: HeldPart) -> None:
+        assert part.result is not None
         for index in range(part.chunks):
             data = part.chunk(index)
-            await stream.send(wire.Reduced(index, part.masks[index], len(data)), data)
+            async with within(IDLE_SECONDS, stream.peer, "it takes a part"):
+                await stream.send(wire.Reduced(index, part.masks[index], len(data)), data)
         await stream.send(part.done or wire.PartDone(0, 0, part.result, b""))
 
 
@@ -85,7 +103,7 @@ async def fetch_part(
             masks.append(header.mask)
             digests.append(await host.compute.run(partial(chunk_digest, header.mask, data), len(data)))
         done = wire.expect(await stream.receive(wire.MAX_HEADER_BYTES), wire.PartDone)
-    if seal(masks, digests) != wanted:
+    if seal(part.low, part.high, masks, digests) != wanted:
         raise BadPayload("a part whose digest is not the one that was asked for")
     part.masks, part.result = masks, wanted
     part.done = replace(done, result=wanted) if done.signature else None

@@ -30,7 +30,7 @@ from protocols.branches import Branch, Rules
 from protocols.chain import UNSETTLED, Chain, Link
 from protocols.codec import codec
 from protocols.contacts import Contacts
-from protocols.donor import IDLE_SECONDS, Donor, within
+from protocols.donor import IDLE_SECONDS, Donor
 from protocols.download import Download, Unavailable
 from protocols.post import Ledger
 from protocols.proofs import TRAIL_SECONDS, Proofs
@@ -38,7 +38,7 @@ from protocols.replay import Replay
 from protocols.requests import MAX_TRAIL, SYNC, Greet, Trail, WantSnapshot, WantTrail
 from protocols.shelf import Shelf
 from protocols.snapshot import Snapshot, Snapshots
-from protocols.tasks import together
+from protocols.tasks import together, within
 
 DIAL_SECONDS = 10.0
 GREET_SECONDS = 5.0
@@ -242,10 +242,12 @@ class Sync:
         Raises:
             Unavailable: nobody has one, or can bring it.
         """
-        for head in self.offered(chain):
+        offered = self.offered(chain)
+        for tried, head in enumerate(offered):
             download = Download(self._host, self.ledger, head, elements)
+            share = (deadline - _now()) / (len(offered) - tried)  # a head that nobody brings leaves time for the next
             try:
-                return await download.run(self._contacts.stock().get(head.key.lineage, []), deadline)
+                return await download.run(self._contacts.stock().get(head.key.lineage, []), _now() + share)
             except Unavailable:
                 continue
             finally:

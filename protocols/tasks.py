@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
-from protocols.base import Deadline
+from protocols.base import Deadline, PeerId, PeerSilent
 
 T = TypeVar("T")
 
@@ -54,3 +54,17 @@ async def together() -> AsyncIterator[asyncio.TaskGroup]:
             yield group
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
+
+
+@asynccontextmanager
+async def within(seconds: float, peer: PeerId, doing: str) -> AsyncIterator[None]:
+    """A shorter deadline than the stream's own; the stream is not to be used after it.
+
+    Raises:
+        PeerSilent: it has passed.
+    """
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError:
+        raise PeerSilent(peer, f"nothing moved for {seconds:g} s while {doing}") from None

@@ -169,7 +169,9 @@ class Swarm:
                 first, last = part.elements(index)
                 part.codec.encode(delta[first:last], part.chunk(index))
             part.masks = [1] * part.chunks
-            part.result = seal(part.masks, [chunk_digest(1, part.chunk(index)) for index in range(part.chunks)])
+            part.result = seal(
+                part.low, part.high, part.masks, [chunk_digest(1, part.chunk(index)) for index in range(part.chunks)]
+            )
             held.append(part)
         return held
 

@@ -14,6 +14,7 @@ from protocols.base import Deadline, Head, Host, Mean, Member, PeerId, Settings,
 from protocols.chain import genesis
 from protocols.framing import FramedStream
 from protocols.vectors import norm
+from protocols.wire import Plan
 from tests.sim import loop as simloop
 from tests.sim.host import sim_host
 from tests.sim.lies import VOTERS_LIES, LyingStream
@@ -86,9 +87,11 @@ class Group:
     def _disguise(self, index: int, peers: Sequence[PeerId], host: Host) -> Callable[..., Any]:
         lie, dupes = self.lies[index], [peer for peer in peers if peer != host.me][-1:]
 
+        plans: dict[bytes, Plan] = {}
+
         def disguise(method: str, stream: FramedStream, pipe: SimPipe) -> LyingStream | PerjuredStream:
             if lie in VOTERS_LIES:
-                return PerjuredStream(stream, lie, host.signer, dupes)
+                return PerjuredStream(stream, lie, host.signer, dupes, plans)
             return LyingStream(stream, pipe, lie, host.signer)
 
         return disguise

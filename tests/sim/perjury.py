@@ -11,6 +11,7 @@ from protocols import wire
 from protocols.base import Buffer, Header, Member, PeerId, RoundKey, Signer
 from protocols.framing import FramedStream
 from protocols.parts import chunk_digest, part_message, seal
+from protocols.plan import plan_digest
 from protocols.votes import Accept, Certificate, Message, Propose, Signed
 
 
@@ -19,9 +20,13 @@ class PerjuredStream:
 
     Args:
         dupes: who is told the other of two stories.
+        plans: those that this liar has sent or received, by their digests; shared by all its streams.
     """
 
-    def __init__(self, stream: FramedStream, lie: str, signer: Signer, dupes: Collection[PeerId]) -> None:
+    def __init__(
+        self, stream: FramedStream, lie: str, signer: Signer, dupes: Collection[PeerId], plans: dict[bytes, wire.Plan]
+    ) -> None:
+        self._plans = plans
         self._stream, self._lie, self._signer, self._dupes = stream, lie, signer, dupes
         self._opening: wire.Contribute | None = None
         self._masks: list[int] = []
@@ -34,9 +39,15 @@ class PerjuredStream:
         header = await self._stream.receive(limit)
         if isinstance(header, wire.Contribute):
             self._opening = header
+        self._note(header)
         return header
 
+    def _note(self, header: Header) -> None:
+        if isinstance(header, wire.Plan):
+            self._plans[plan_digest(header)] = header
+
     async def send(self, header: Header, payload: Buffer = b"") -> None:
+        self._note(header)
         match self._lie:
             case "two-parts" if self._opening and self._stream.peer in self._dupes:
                 header, payload = self._other_part(self._opening, header, payload)
@@ -62,7 +73,8 @@ class PerjuredStream:
             self._masks.append(header.mask)
             self._digests.append(chunk_digest(header.mask, memoryview(data)))
         elif isinstance(header, wire.PartDone):
-            done = replace(header, result=seal(self._masks, self._digests), signature=b"")
+            low, high = self._plans[opening.plan].bounds[opening.part : opening.part + 2]
+            done = replace(header, result=seal(low, high, self._masks, self._digests), signature=b"")
             signature = self._signer.sign(part_message(opening.key, opening.plan, done))
             header = replace(done, signature=signature)
         return header, payload
