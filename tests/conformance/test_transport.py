@@ -14,25 +14,14 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 
 from protocols import wire
-from protocols.base import BadPayload, Deadline, PeerError, PeerGone, PeerId, PeerSilent, Stream, Transport
+from protocols.base import BadPayload, PeerError, PeerGone, PeerId, PeerSilent, Stream, Transport
 from protocols.framing import FramedStream, Pipe
-from tests.conformance.worlds import WORLDS, Peers, World
+from tests.conformance.worlds import GENEROUS_SECONDS, Peers, World, soon
 
 MIB = 1 << 20
-GENEROUS_SECONDS = 20.0
 SHORT_SECONDS = 0.5
 LATE_SECONDS = 5.0
 LIMIT = 256
-
-
-@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.real) if name == "libp2p" else name for name in WORLDS])
-def world(request: pytest.FixtureRequest) -> World:
-    made: World = WORLDS[request.param]()
-    return made
-
-
-def soon(seconds: float = GENEROUS_SECONDS) -> Deadline:
-    return asyncio.get_running_loop().time() + seconds
 
 
 def noise(size: int, seed: int = 1) -> bytes:

@@ -19,8 +19,14 @@ import uvloop
 
 from node import identity
 from node.libp2p import LibP2PConfig, LibP2PTransport
-from protocols.base import PeerId, Transport
+from protocols.base import Deadline, PeerId, Transport
 from tests.conformance.simulated import SimWorld
+
+GENEROUS_SECONDS = 20.0
+
+
+def soon(seconds: float = GENEROUS_SECONDS) -> Deadline:
+    return asyncio.get_running_loop().time() + seconds
 
 
 class Peers(Protocol):

@@ -1,0 +1,168 @@
+"""Control messages over each world: one stream for a pair, that stays, is watched, and loses nothing when it breaks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+
+import pytest
+
+from protocols import wire
+from protocols.base import PeerId, PeerSilent, Stream
+from protocols.post import Ledger, Post
+from tests.conformance.hosts import host
+from tests.conformance.worlds import GENEROUS_SECONDS, Peers, World, soon
+
+NOTICED_SECONDS = 3.0
+METHOD = "post"
+
+
+class Listener:
+    """The other end of control streams. A `deaf` one takes streams and reads nothing.
+
+    Attributes:
+        heard: the number of each message that came, in order, of each stream.
+        ended: how many streams are over.
+    """
+
+    def __init__(self, deaf: bool = False) -> None:
+        self.heard: list[list[int]] = []
+        self.ended = 0
+        self.deaf = deaf
+
+    async def __call__(self, peer: PeerId, stream: Stream) -> None:
+        mine: list[int] = []
+        self.heard.append(mine)
+        while self.deaf:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        try:
+            while True:
+                mine.append(wire.expect(await stream.receive(wire.MAX_HEADER_BYTES), wire.Chunk).index)
+        except PeerSilent:
+            self.ended += 1
+
+
+def send(post: Post, peer: PeerId, numbers: Sequence[int]) -> None:
+    for number in numbers:
+        post.send(peer, wire.Chunk(number, 0))
+
+
+async def until(condition: Callable[[], bool], seconds: float = GENEROUS_SECONDS) -> float:
+    """Wait for it; the seconds that it took."""
+    began = asyncio.get_running_loop().time()
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    return asyncio.get_running_loop().time() - began
+
+
+@asynccontextmanager
+async def running(post: Post, peers: Peers) -> AsyncIterator[None]:
+    """Inside, messages are carried; afterwards no task of it may be left, at once."""
+    others = [transport.me for transport in peers.transports[1:]]
+    async with asyncio.timeout(3 * GENEROUS_SECONDS), asyncio.TaskGroup() as group:
+        async with post.run(group, soon(3 * GENEROUS_SECONDS), others):
+            yield
+        left = asyncio.get_running_loop().time()
+    assert asyncio.get_running_loop().time() - left < NOTICED_SECONDS
+
+
+def play(
+    world: World, listener: Callable[[], Listener], body: Callable[[Peers, Post, Listener], Awaitable[None]]
+) -> None:
+    """Run `body` with a post at the first of two peers and a listener at the second."""
+
+    async def whole(peers: Peers) -> None:
+        hears = listener()
+        peers.transports[1].serve(METHOD, hears)
+        await body(peers, Post(host(peers, 0), METHOD, Ledger()), hears)
+
+    world.run(whole)
+
+
+def test_messages_come_in_order_on_one_stream(world: World) -> None:
+    async def body(peers: Peers, post: Post, listener: Listener) -> None:
+        b = peers.transports[1].me
+        async with running(post, peers):
+            for first in range(0, 200, 50):
+                send(post, b, range(first, first + 50))
+                await until(lambda first=first: listener.heard and len(listener.heard[0]) == first + 50)
+        assert listener.heard == [list(range(200))]
+        assert post.round_trip_seconds.keys() == {b}
+
+    play(world, Listener, body)
+
+
+def test_an_idle_stream_stays(world: World) -> None:
+    async def body(peers: Peers, post: Post, listener: Listener) -> None:
+        gone: list[PeerId] = []
+        post.on_gone = gone.append
+        async with running(post, peers):
+            for number in range(3):
+                send(post, peers.transports[1].me, [number])
+                await until(lambda number=number: listener.heard == [list(range(number + 1))])
+                await asyncio.sleep(2)
+        assert (listener.heard, gone) == ([[0, 1, 2]], [])
+
+    play(world, Listener, body)
+
+
+def test_what_was_sent_arrives_before_the_close(world: World) -> None:
+    async def body(peers: Peers, post: Post, listener: Listener) -> None:
+        async with running(post, peers):
+            send(post, peers.transports[1].me, range(60))
+            await until(lambda: bool(listener.heard))
+            await asyncio.sleep(0.5)
+        await until(lambda: listener.ended == 1)
+        assert listener.heard == [list(range(60))]
+
+    play(world, Listener, body)
+
+
+def test_what_waits_at_the_end_goes_out_at_the_next_beginning(world: World) -> None:
+    async def body(peers: Peers, post: Post, listener: Listener) -> None:
+        b = peers.transports[1].me
+        async with running(post, peers):
+            send(post, b, [0])
+            await until(lambda: listener.heard == [[0]])
+        send(post, b, [1, 2])
+        await until(lambda: listener.ended == 1)
+        assert listener.heard == [[0]]
+        async with running(post, peers):
+            await until(lambda: listener.heard[1:] == [[1, 2]])
+
+    play(world, Listener, body)
+
+
+def test_a_killed_peer_is_noticed_where_nothing_is_to_be_said(world: World) -> None:
+    async def body(peers: Peers, post: Post, listener: Listener) -> None:
+        gone: list[PeerId] = []
+        post.on_gone = gone.append
+        b = peers.transports[1].me
+        async with running(post, peers):
+            send(post, b, [0])
+            await until(lambda: listener.heard == [[0]])
+            await peers.kill_peer(1)
+            assert await until(lambda: bool(gone)) < NOTICED_SECONDS
+        assert set(gone) == {b}
+
+    play(world, Listener, body)
+
+
+@pytest.mark.parametrize("whose", [0, 1], ids=["senders", "receivers"])
+def test_what_a_broken_stream_carried_is_sent_again(world: World, whose: int) -> None:
+    async def body(peers: Peers, post: Post, listener: Listener) -> None:
+        b = peers.transports[1].me
+        async with running(post, peers):
+            send(post, b, range(5))
+            await until(lambda: bool(listener.heard))
+            await asyncio.sleep(0.5)  # all five are on the stream, or in it
+            listener.deaf = False
+            deafened, listener.heard = listener.heard, []
+            await peers.kill_daemon(whose)
+            send(post, b, [5])
+            await until(lambda: bool(listener.heard) and 5 in listener.heard[-1])
+        assert listener.heard[-1] == [0, 1, 2, 3, 4, 5], deafened
+
+    play(world, lambda: Listener(deaf=True), body)

@@ -1,0 +1,155 @@
+"""Catching up over each world: parts by digest, heads and certificates, and a state from donors of whom one lies."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import pytest
+import torch
+
+from protocols.base import BadPayload, PeerGone, PeerSilent
+from protocols.codec import codec
+from protocols.parts import HeldPart, chunk_digest, seal
+from protocols.shelf import Shelf, fetch_part
+from protocols.vectors import CHUNK_ELEMENTS, Flat
+from tests.conformance.hosts import Network, host
+from tests.conformance.worlds import Peers, World, soon
+from tests.peers import Swarm
+
+ELEMENTS = 4 * CHUNK_ELEMENTS + 12_345
+LARGE_ELEMENTS = 10 * CHUNK_ELEMENTS
+SPAN = (0, ELEMENTS, CHUNK_ELEMENTS)
+LINEAGE = b"l" * 32
+
+
+def made_part() -> tuple[HeldPart, torch.Tensor]:
+    """A part of more than 4 MB, and what it decodes to."""
+    vector = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(1))
+    part = HeldPart(codec("fp32"), *SPAN)
+    for index in range(part.chunks):
+        low, high = part.elements(index)
+        part.codec.encode(vector[low:high], part.chunk(index))
+    part.masks = [3, 3, 3, 1, 1]
+    digests = [chunk_digest(mask, part.chunk(index)) for index, mask in enumerate(part.masks)]
+    part.result = seal(part.low, part.high, part.masks, digests)
+    return part, vector
+
+
+async def fetched(peers: Peers, part: HeldPart) -> HeldPart:
+    assert part.result
+    return await fetch_part(host(peers, 0), peers.transports[1].me, part.result, part.codec, SPAN, soon())
+
+
+class TestParts:
+    def test_a_part_of_several_megabytes_comes_as_it_was(self, world: World) -> None:
+        async def body(peers: Peers) -> None:
+            part, vector = made_part()
+            Shelf(host(peers, 1)).put(LINEAGE, part)
+            got, into = await fetched(peers, part), torch.zeros(ELEMENTS)
+            got.decode(Flat([into]))
+            assert torch.equal(into, vector)
+            assert (got.result, got.masks) == (part.result, part.masks)
+
+        world.run(body)
+
+    def test_one_that_is_not_there_is_refused_for_certain(self, world: World) -> None:
+        async def body(peers: Peers) -> None:
+            shelf, (part, _) = Shelf(host(peers, 1)), made_part()
+            with pytest.raises(PeerGone):
+                await fetched(peers, part)
+            shelf.put(LINEAGE, part)
+            await fetched(peers, part)
+            shelf.keep([])
+            with pytest.raises(PeerGone):
+                await fetched(peers, part)
+
+        world.run(body)
+
+    def test_one_that_was_changed_is_not_taken(self, world: World) -> None:
+        async def body(peers: Peers) -> None:
+            part, _ = made_part()
+            Shelf(host(peers, 1)).put(LINEAGE, part)
+            part.chunk(2)[7] ^= 1
+            with pytest.raises(BadPayload):
+                await fetched(peers, part)
+
+        world.run(body)
+
+    def test_a_holder_that_stops_in_the_middle(self, world: World) -> None:
+        async def body(peers: Peers) -> None:
+            part, _ = made_part()
+            Shelf(host(peers, 1)).put(LINEAGE, part)
+            await fetched(peers, part)
+            await peers.freeze_peer(1)
+            assert part.result
+            with pytest.raises(PeerSilent):
+                await fetch_part(host(peers, 0), peers.transports[1].me, part.result, part.codec, SPAN, soon(0.5))
+
+        world.run(body)
+
+
+def play(world: World, elements: int, body: Callable[[Swarm, Peers, list[str]], Awaitable[None]]) -> None:
+    """Run `body` with three peers of a world, the first two of whom start the run."""
+
+    async def whole(peers: Peers) -> None:
+        names = [transport.me for transport in peers.transports]
+        swarm = Swarm(names[:2], elements)
+        swarm.network = Network(peers)  # type: ignore[assignment]
+        for name in names[:2]:
+            await swarm.add(name, founder=True)
+        await body(swarm, peers, names)
+
+    world.run(whole, count=3)
+
+
+class TestChains:
+    def test_heads_are_shown_and_proved(self, world: World) -> None:
+        async def body(swarm: Swarm, peers: Peers, names: list[str]) -> None:
+            anna, bert = names[:2]
+            links = await swarm.rounds(anna, 5, voters=swarm.founders)
+            branch = await swarm.peers[bert].sync.better(soon())
+            assert branch and [link.lineage for link in branch.links] == [link.lineage for link in links]
+            assert await swarm.peers[anna].sync.better(soon()) is None
+
+        play(world, 1000, body)
+
+    def test_missed_rounds_are_taken_again_from_their_parts(self, world: World) -> None:
+        async def body(swarm: Swarm, peers: Peers, names: list[str]) -> None:
+            anna, bert = names[:2]
+            await swarm.rounds(f"{anna} {bert}", 5)
+            await swarm.rounds(anna, 2, voters=swarm.founders)
+            report = await swarm.peers[bert].catch_up(20)
+            assert (report.outcome, report.replayed_rounds, report.bytes_downloaded) == ("superseded", 2, 0)
+            assert swarm.same(f"{anna} {bert}")
+
+        play(world, ELEMENTS, body)
+
+
+class TestSnapshots:
+    @pytest.mark.parametrize("liar", [0, 1])
+    def test_two_donors_of_whom_one_lies(self, world: World, liar: int) -> None:
+        async def body(swarm: Swarm, peers: Peers, names: list[str]) -> None:
+            await swarm.rounds(" ".join(names[:2]), 6)
+            for snapshot in swarm.peers[names[liar]].snapshots.held():
+                snapshot.parameters.add_(1)  # its index stays, and makes the state root
+                snapshot.velocity.add_(1)
+            newcomer = await swarm.add(names[2])
+            report = await newcomer.catch_up(20)
+            assert report.outcome == "superseded" and swarm.same(f"{names[1 - liar]} {names[2]}")
+            # The other may have brought everything before the liar was asked for anything.
+            assert all(peer == names[liar] and "digest" in why for peer, why in report.blamed.items())
+            extra_bytes = report.bytes_downloaded - 8 * LARGE_ELEMENTS
+            assert (extra_bytes > 0) == bool(report.blamed) and extra_bytes <= 4 * CHUNK_ELEMENTS
+
+        play(world, LARGE_ELEMENTS, body)
+
+    def test_a_donor_that_dies_leaves_it_to_the_other(self, world: World) -> None:
+        async def body(swarm: Swarm, peers: Peers, names: list[str]) -> None:
+            await swarm.rounds(" ".join(names[:2]), 6)
+            newcomer = await swarm.add(names[2])
+            await newcomer.sync.better(soon())  # it has heard what both of them hand out
+            await peers.kill_peer(0)
+            report = await newcomer.catch_up(20)
+            assert report.outcome == "superseded" and swarm.same(f"{names[1]} {names[2]}")
+
+        play(world, ELEMENTS, body)
