@@ -1,0 +1,300 @@
+"""What a butterfly withstands: strangers and liars on its streams, attempts that are given up, rounds entered again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from protocols import record as records
+from protocols import wire
+from protocols.base import Deadline, Head, Mean, Member, Outcome, PeerError, PeerId, Settings, Stream, Vector, Work
+from protocols.butterfly import CONTROL, Butterfly
+from protocols.chain import genesis
+from protocols.codec import codec
+from protocols.fixed import FixedMembers
+from protocols.parts import HeldPart, chunk_digest, seal
+from protocols.record import Kind, Record, coordinators
+from protocols.session import Session
+from protocols.shelf import IDLE_SECONDS, MAX_STREAMS, PARTS, fetch_part
+from protocols.vectors import norm
+from protocols.votes import Propose
+from tests.sim import loop as simloop
+from tests.sim.averaging import RUN
+from tests.sim.host import sim_host
+from tests.sim.network import Node, SimNetwork
+from tests.sim.pipe import SimPipe
+from tests.sim.trace import Trace
+
+STALE = 7.0
+"""What is in the place of the mean before it comes."""
+
+
+@dataclass
+class Attempt:
+    """What came of one attempt of one peer at the round."""
+
+    peer: PeerId
+    mean: Mean
+    into: Vector
+
+
+@dataclass
+class Company:
+    """Peers in one network before their first round, and all attempts at it that have ended."""
+
+    count: int
+    settings: Settings
+    network: SimNetwork = field(default_factory=lambda: SimNetwork(Trace()))
+    attempts: list[Attempt] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.peers = tuple(f"p{index:02}" for index in range(self.count))
+        self.head: Head = genesis(RUN, "run", tuple(Member(peer) for peer in self.peers), bytes(32))
+        self.order = coordinators(self.head.key.lineage, self.head.roster)
+        self.averagers = {
+            peer: Butterfly(sim_host(self.network, self.network.join(peer), 1, {}), self.settings)
+            for peer in self.peers
+        }
+
+    async def attempt(
+        self,
+        peer: PeerId,
+        vector: Vector,
+        tokens: int = 10,
+        seconds: float = 100.0,
+        complete: bool = True,
+        meanwhile: Callable[[Session], Coroutine[Any, Any, None]] | None = None,
+    ) -> Outcome:
+        """Enter the round and average; `meanwhile` is called when it is entered."""
+        into = torch.full_like(vector, STALE)
+        work = Work(tokens, 0.0, 1.0, norm([vector]) if tokens else 0.0, complete=complete)
+        deadline = asyncio.get_running_loop().time() + seconds
+        async with self.averagers[peer].enter(self.head, deadline) as session, asyncio.TaskGroup() as group:
+            if meanwhile:
+                group.create_task(meanwhile(session))
+            session.ready(work)
+            await session.cut.wait()
+            mean = await session.mean([vector], work, [into])
+        self.attempts.append(Attempt(peer, mean, into))
+        return mean.outcome
+
+    async def until_decided(self, peer: PeerId, elements: int) -> None:
+        """Again and again, as a node does."""
+        for number in range(4):
+            outcome = await self.attempt(peer, torch.full((elements,), 1.0 + number / 10))
+            if outcome not in (Outcome.UNDECIDED, Outcome.SUPERSEDED):
+                return
+
+    def named(self) -> dict[PeerId, set[str]]:
+        """Who was named in any attempt, and why."""
+        blames = [blame for attempt in self.attempts for blame in attempt.mean.blamed]
+        return {blame.peer: {other.why for other in blames if other.peer == blame.peer} for blame in blames}
+
+    def committed(self, *peers: PeerId) -> bool:
+        """Whether just these ended with the same record and the same finite bits, none of them stale."""
+        ended = {attempt.peer: attempt for attempt in self.attempts}
+        last = list(ended.values())
+        return (
+            not self.network.bugs
+            and sorted(ended) == sorted(peers)
+            and {attempt.mean.outcome for attempt in last} == {Outcome.COMMITTED}
+            and len({attempt.mean.record for attempt in last}) == 1
+            and len({attempt.into.numpy().tobytes() for attempt in last}) == 1
+            and not (last[0].into == STALE).any()
+        )
+
+
+# -- strangers and liars on streams -----------------------------------------------------------------------------------
+
+
+def test_a_frame_sent_back_on_a_control_stream_crashes_nobody() -> None:
+    """Nothing is due there: its sender is named, by all others, and they commit the round without it."""
+    company = Company(3, Settings("fp32", (64,), 16))
+    liar, honest = company.peers[-1], company.peers[:-1]
+
+    async def answers(peer: PeerId, stream: Stream) -> None:
+        await stream.send(wire.Having(True))
+        await asyncio.sleep(1.0)
+
+    async def main() -> None:
+        company.network.nodes[liar].handlers[CONTROL] = answers
+        await asyncio.gather(*(company.attempt(peer, torch.ones(64)) for peer in honest))
+
+    simloop.run(main())
+    assert company.committed(*honest)
+    for attempt in company.attempts:
+        assert liar in {blame.peer for blame in attempt.mean.blamed}, f"{attempt.peer} named {attempt.mean.blamed}"
+    assert set(company.named()) == {liar}
+
+
+def test_strangers_do_not_hold_streams_for_parts() -> None:
+    """Who asks for nothing, or takes nothing, is sent away; so many are served at a time, and then others again."""
+    company = Company(1, Settings("fp32", (1 << 22,)))
+    network, (me,), lineage = company.network, company.peers, company.head.key.lineage
+    stranger, held = sim_host(network, network.join("zoe"), 1, {}), _part(0, 1 << 22)
+    wanted = held.result
+    assert wanted is not None
+
+    async def stays(asks: bool) -> None:
+        with suppress(PeerError):
+            async with stranger.transport.open(me, PARTS, asyncio.get_running_loop().time() + 1e5) as stream:
+                if asks:
+                    await stream.send(wire.WantPart(wanted.digest))
+                await asyncio.sleep(1e5)
+
+    async def streams(asks: bool, count: int) -> list[int]:
+        """Held by us at first, and after that time."""
+        tasks = [asyncio.get_running_loop().create_task(stays(asks)) for _ in range(count)]
+        counts = []
+        for seconds in (5.0, 2 * IDLE_SECONDS):
+            await asyncio.sleep(seconds)
+            counts.append(len(network.nodes[me].ends))
+        for task in tasks:
+            task.cancel()
+        return counts
+
+    async def main() -> HeldPart:
+        company.averagers[me].shelf.put(lineage, held)
+        assert await streams(False, 4 * MAX_STREAMS) == [MAX_STREAMS, 0]
+        assert await streams(True, 1) == [1, 0]
+        deadline = asyncio.get_running_loop().time() + 100.0
+        return await fetch_part(stranger, me, wanted, held.codec, (0, held.high, held.chunk_elements), deadline)
+
+    assert simloop.run(main()).result == wanted
+    assert not network.bugs
+
+
+def test_streams_that_are_accepted_and_reset_are_not_reopened_without_pause() -> None:
+    """The one believes the other alive, who does not believe it, and sends it away: some tens of times in a minute."""
+    opened: list[str] = []
+
+    class Counting(SimNetwork):
+        async def connect(self, node: Node, peer: PeerId, method: str, deadline: Deadline) -> SimPipe:
+            opened.append(method)
+            return await super().connect(node, peer, method, deadline)
+
+    company = Company(2, Settings("fp32", (64,), 16), Counting(Trace(), latency_seconds=0.001))
+    ours, theirs = company.peers
+    averager = company.averagers[theirs]
+    averager.host = replace(averager.host, members=FixedMembers([Member(theirs)]))
+
+    async def main() -> None:
+        await company.attempt(ours, torch.ones(64), seconds=60.0)
+
+    simloop.run(main())
+    assert 2 <= opened.count(CONTROL) <= 40, f"{opened.count(CONTROL)} control streams in a minute"
+    assert not company.network.bugs
+
+
+# -- parts ------------------------------------------------------------------------------------------------------------
+
+
+def _part(low: int, high: int) -> HeldPart:
+    """Ones, reduced by one member."""
+    held = HeldPart(codec("fp32"), low, high)
+    for index in range(held.chunks):
+        first, end = held.elements(index)
+        held.codec.encode(torch.ones(end - first), held.chunk(index))
+    held.masks = [1] * held.chunks
+    held.result = seal(low, high, held.masks, [chunk_digest(1, held.chunk(index)) for index in range(held.chunks)])
+    return held
+
+
+def test_parts_of_equal_bytes_at_different_places_are_different_parts() -> None:
+    """The mean is zero throughout; a member that came late fetches its parts, and every element is written."""
+    elements = 4096
+    company = Company(4, Settings("int8", (elements,), 256))
+
+    async def member(peer: PeerId, late: bool) -> None:
+        await asyncio.sleep(0.6 if late else 0.0)
+        await company.attempt(peer, torch.zeros(elements), tokens=0, complete=not late)
+
+    async def main() -> None:
+        await asyncio.gather(*(member(peer, peer == company.peers[-1]) for peer in company.peers))
+
+    simloop.run(main())
+    for attempt in company.attempts:
+        stale = int((attempt.into == STALE).sum())
+        assert not stale, f"{attempt.peer} kept {stale} of {elements} elements of what was there before"
+    assert company.committed(*company.peers)
+    assert seal(0, 10, [1], [bytes(32)]) != seal(10, 20, [1], [bytes(32)])
+
+
+# -- attempts that are given up, rounds entered again -----------------------------------------------------------------
+
+
+def test_a_fork_takes_over_where_the_parts_of_an_accepted_mean_lie() -> None:
+    """Two are left: one has accepted a mean and has its part, the other fetches it from there; the fork commits."""
+    elements = 100
+    company = Company(5, Settings("fp32", (elements,), elements))
+    network, head, (chair, ours, theirs) = company.network, company.head, company.order[:3]
+    held = _part(0, elements)
+    assert held.result is not None
+    parts, peers, bounds = (held.result,), (chair,), (0, elements)
+    mean = Record(
+        head.key.lineage, head.state_root, 0, Kind.MEAN, b"p" * 32, parts, head.roster, peers=peers, bounds=bounds
+    )
+
+    async def accepts(session: Session) -> None:
+        session.decision.holds(bytes(32), [], company.averagers[ours].shelf.of(head.key.lineage))
+        session.decision.receive(chair, Propose(head.key, Member(chair), 0, records.encode(mean)))
+        assert session.decision.vote.accepted
+
+    async def main() -> None:
+        company.averagers[ours].shelf.put(head.key.lineage, held)
+        for peer in company.peers:
+            if peer not in (ours, theirs):
+                network.kill(peer)
+        vector = torch.ones(elements)
+        await asyncio.gather(company.attempt(ours, vector, meanwhile=accepts), company.attempt(theirs, vector))
+
+    simloop.run(main())
+    assert company.committed(ours, theirs), [attempt.mean.outcome for attempt in company.attempts]
+    decided = records.decode(company.attempts[0].mean.record)
+    assert (decided.kind, decided.parts, decided.peers, decided.bounds) == (Kind.FORK, parts, peers, bounds)
+    assert all(torch.equal(attempt.into, torch.ones(elements)) for attempt in company.attempts)
+
+
+def test_a_lineage_entered_again_with_another_state_is_judged_by_that() -> None:
+    """Who once entered it with a wrong state root, and then has the right one, commits with the others."""
+    company = Company(2, Settings("fp32", (64,), 16))
+    mistaken = company.averagers[company.order[1]]
+
+    async def main() -> None:
+        async with mistaken.enter(replace(company.head, state_root=b"w" * 32), 5.0):
+            await asyncio.sleep(1.0)
+        await asyncio.gather(*(company.attempt(peer, torch.ones(64)) for peer in company.peers))
+
+    simloop.run(main())
+    assert company.committed(*company.peers), [attempt.mean for attempt in company.attempts]
+    assert not company.named()
+
+
+def test_a_coordinator_that_comes_back_draws_no_second_plan_of_the_same_ballot() -> None:
+    """It was superseded after it sent its plan; it waits for the next coordinator, and nobody calls it a liar."""
+    elements = 2_000_000
+    company = Company(3, Settings("fp32", (elements,), 1 << 16))
+    chair = company.order[0]
+
+    async def superseded(session: Session) -> None:
+        await session.cut.wait()
+        await asyncio.sleep(0.2)
+        company.averagers[chair].supersede()
+
+    async def member(peer: PeerId) -> None:
+        if peer == chair:
+            await company.attempt(peer, torch.ones(elements), meanwhile=superseded)
+        await company.until_decided(peer, elements)
+
+    async def main() -> None:
+        await asyncio.gather(*(member(peer) for peer in company.peers))
+
+    simloop.run(main())
+    assert (company.attempts[0].peer, company.attempts[0].mean.outcome) == (chair, Outcome.SUPERSEDED)
+    assert company.committed(*company.peers), [attempt.mean.outcome for attempt in company.attempts]
+    assert not [why for whys in company.named().values() for why in whys if "second plan" in why]
