@@ -37,10 +37,11 @@ from protocols.forking import watch_majority
 from protocols.leading import Leader
 from protocols.parts import HeldPart, Task
 from protocols.plan import BUDGET_FLOOR_SECONDS, BUDGET_MULTIPLE
+from protocols.record import Record
 from protocols.sources import Sources
 from protocols.tasks import together
 from protocols.vectors import Flat
-from protocols.votes import Message
+from protocols.votes import Message, Propose
 
 
 class Session:
@@ -179,7 +180,27 @@ class Session:
             case wire.Knock(_, member, root):
                 self._on_knock(peer, member, root)
             case Message():
+                if isinstance(message, Propose):
+                    self._whole(records.decode(message.record))
                 self.decision.receive(peer, message)
+
+    def _whole(self, record: Record) -> None:
+        """Refuse a proposal that is not of a whole vector, or lays parts where they do not belong.
+
+        Raises:
+            BadPayload: it is such a one.
+        """
+        if record.kind != records.Kind.MEAN and not record.parts:
+            return
+        bounds = record.bounds
+        cut = len(bounds) == len(record.parts) + 1 and list(bounds) == sorted(bounds)
+        whole = cut and (bounds[0], bounds[-1]) == (0, self._ground.elements)
+        if not record.parts or not record.peers or not whole:
+            raise BadPayload("a proposal that is not of the whole vector")
+        for index, part in enumerate(record.parts):
+            held = self._desk.shelf.get(part.digest)
+            if held and (held.low, held.high) != bounds[index : index + 2]:
+                raise BadPayload(f"a proposal with part {index} at another place")
 
     def _on_plan(self, peer: PeerId, plan: wire.Plan) -> None:
         if peer != self.decision.poll.coordinator(plan.ballot):
