@@ -195,6 +195,8 @@ class Leader:
         live |= {member for member in head.roster if member.peer in self._beyond_a_broken_link()}
         mute = {peer for peer in doubtful if decision.heard.get(peer, -1.0) < self._seat.call.cut_at}
         stay = [member for member in head.roster if member == self._me or (member in live and member.peer not in mute)]
+        if len(stay) < decision.poll.quorum:  # no record may evict as many as could decide without it
+            stay = list(head.roster)
         taken = {member.peer for member in stay}
         asking = [member for member in self.candidates.values() if member in live and member.peer not in taken]
         room = min(max(1, len(head.roster) // 2), MAX_ROSTER - len(stay))

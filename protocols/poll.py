@@ -89,7 +89,7 @@ class Poll:
         admitted = sum(not self.counts(member) for member in record.roster)
         if record.kind == Kind.FORK:
             return admitted == 0 and 0 < self.fork_peers <= members < self.quorum
-        return admitted <= max(1, len(self.roster) // 2)
+        return admitted <= max(1, len(self.roster) // 2) and members - admitted >= self.quorum
 
     def message(self, ballot: int, digest: bytes, voter: Member) -> bytes:
         """What a voter signs."""

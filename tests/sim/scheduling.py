@@ -363,6 +363,8 @@ class World:
         rng = self.rng
         chances = {member: 0.95 if self._lives(member) else 0.5 for member in roster}
         stay = [member for member, chance in chances.items() if rng.random() < chance] or [rng.choice(roster)]
+        others = rng.sample(roster, len(roster))  # as many as decide stay, at least
+        stay += [member for member in others if member not in stay][: max(0, len(roster) // 2 + 1 - len(stay))]
         peers = {member.peer for member in stay}
         new = [node.me for node in self.nodes.values() if node.alive and node.me.peer not in peers]
         new = [member for member in new if member not in roster and rng.random() < 0.6]
