@@ -221,7 +221,9 @@ class Vote:
 
     def _on_certificate(self, message: Certificate) -> None:
         value = self.poll.value(message.ballot, message.record)
-        if value is None or (self.decided and self.decided.record == value.data):
+        if value is None:
+            return self._standing.out.append(Accuse(message.sender.peer, "a certificate with votes that nobody cast"))
+        if self.decided and self.decided.record == value.data:
             return
         counted = [self.poll.add(value.ballot, value.digest, vote.voter, vote.signature) for vote in message.votes]
         if not all(counted):
