@@ -12,6 +12,7 @@ import torch
 
 from node.round import Replica
 from protocols.reduce import Reducer
+from tests.sim import scheduling
 from tests.sim.__main__ import main
 from tests.sim.families import CALM
 from tests.sim.lies import LIES
@@ -177,6 +178,25 @@ def test_bad_input_gets_one_clear_line(arguments: list[str], words: str, capsys:
     out, err = capsys.readouterr()
     assert exit_.value.code == 2
     assert out == "" and err.count("\n") == 1 and words in err
+
+
+@pytest.mark.parametrize(
+    ("given", "words"), [("x", "neither a seed nor a range"), ("5:5", "holds no seeds"), ("5:", "neither a seed")]
+)
+def test_bad_seeds_of_the_vote_get_one_clear_line(given: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        scheduling.main(["--seeds", given])
+    out, err = capsys.readouterr()
+    assert exit_.value.code == 2
+    assert out == "" and err.count("\n") == 1 and words in err
+
+
+def test_one_seed_of_the_vote_prints_what_happened(capsys: pytest.CaptureFixture[str]) -> None:
+    assert scheduling.main(["--seeds", "3"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n") > 20 and "1 seeds, 0 broken {}" in out
+    assert scheduling.main(["--seeds", "3:6"]) == 0
+    assert capsys.readouterr().out.startswith("3 seeds, 0 broken {}")
 
 
 def test_a_violation_names_its_seed_and_how_to_replay_it(

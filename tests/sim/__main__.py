@@ -20,7 +20,7 @@ from protocols import PROTOCOLS
 from protocols.codec import CODECS
 from protocols.wire import MAX_ROSTER
 from tests.checkers import Violation
-from tests.sim.arguments import Parser, at_least_one
+from tests.sim.arguments import Parser, at_least_one, seeds
 from tests.sim.families import BREAKING, CALM, FAULTS
 from tests.sim.scenario import Scenario
 from tests.sim.trace import Trace
@@ -28,18 +28,6 @@ from tests.sim.world import Outcome, play
 
 MAX_VIOLATIONS = 50
 GROUPS = {"calm": CALM, "breaking": tuple(BREAKING), "all": FAULTS}
-
-
-def _seeds(text: str) -> range:
-    """`7` or `0:300`."""
-    low, colon, high = text.partition(":")
-    try:
-        seeds = range(int(low), int(high)) if colon else range(int(low), int(low) + 1)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a seed nor a range like 0:300") from None
-    if not seeds:
-        raise argparse.ArgumentTypeError(f"{text!r} holds no seeds")
-    return seeds
 
 
 def _peers(text: str) -> int:
@@ -53,7 +41,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--protocol", choices=sorted(PROTOCOLS), default="butterfly")
     parser.add_argument("--peers", type=_peers, default=5)
     parser.add_argument("--rounds", type=at_least_one, default=6)
-    parser.add_argument("--seeds", type=_seeds, default=range(1), help="one seed, or a range like 0:300")
+    parser.add_argument("--seeds", type=seeds, default=range(1), help="one seed, or a range like 0:300")
     parser.add_argument("--faults", choices=(*FAULTS, *GROUPS), default="none", help="a family, or a group of them")
     parser.add_argument("--codec", choices=sorted(CODECS), help="default: the seed decides")
     parser.add_argument("--inner-steps", type=at_least_one, default=10)

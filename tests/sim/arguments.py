@@ -22,3 +22,15 @@ def at_least(least: int, text: str) -> int:
     if not text.lstrip("-").isdigit() or int(text) < least:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
     return int(text)
+
+
+def seeds(text: str) -> range:
+    """`7` or `0:300`."""
+    low, colon, high = text.partition(":")
+    try:
+        found = range(int(low), int(high)) if colon else range(int(low), int(low) + 1)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a seed nor a range like 0:300") from None
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} holds no seeds")
+    return found

@@ -9,7 +9,6 @@ faults stop, virtual time runs, and everybody who is left must decide in few bal
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import itertools
 import random
@@ -18,6 +17,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from protocols.base import Member, PeerId, RoundKey
 from protocols.poll import Poll, Value, majority
 from protocols.record import Kind, Record
 from protocols.wire import Part, PartDone, Run
+from tests.sim.arguments import Parser, seeds
 
 DEPTH = 3
 """Lineages of a chain that are voted on."""
@@ -623,10 +624,10 @@ def _short(value: object) -> str:
     return f"{type(value).__name__} {getattr(value, 'ballot', '')}"
 
 
-def play(seeds: Iterable[int], **planted: Any) -> list[tuple[int, Broken]]:
+def play(chosen: Iterable[int], **planted: Any) -> list[tuple[int, Broken]]:
     """Play seeds; those in which a rule broke, and which."""
     broken = []
-    for seed in seeds:
+    for seed in chosen:
         try:
             World(seed, **planted).run()
         except Broken as error:
@@ -636,26 +637,31 @@ def play(seeds: Iterable[int], **planted: Any) -> list[tuple[int, Broken]]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Exit 1 if a rule broke."""
-    parser = argparse.ArgumentParser(prog="python -m tests.sim.scheduling", description="The vote under random faults.")
-    parser.add_argument("--seeds", default="0:2000", help="one seed, or a range like 0:50000")
-    low, _, high = parser.parse_args(arguments).seeds.partition(":")
-    if not high:
-        world = World(int(low))
-        world.trace = []
-        try:
-            world.run()
-        finally:
-            print("\n".join(world.trace))
-        return 0
+    parser = Parser(prog="python -m tests.sim.scheduling", description="The vote under random faults.")
+    parser.add_argument("--seeds", type=seeds, default=range(2000), help="one seed, or a range like 0:50000")
+    chosen = parser.parse_args(arguments).seeds
+    if len(chosen) == 1:
+        _show(chosen[0])
     began = time.monotonic()
-    broken = play(range(int(low), int(high)))
+    broken = play(chosen)
     seconds = time.monotonic() - began
     for seed, error in broken[:20]:
         print(f"seed {seed}: {error}    (python -m tests.sim.scheduling --seeds {seed})")
-    count = int(high) - int(low)
-    print(f"{count} seeds, {len(broken)} broken {dict(Counter(error.rule for _, error in broken))}", end="; ")
-    print(f"{seconds:.1f} s, {60 * count / seconds:.0f} seeds a minute")
+    rules = dict(Counter(error.rule for _, error in broken))
+    print(f"{len(chosen)} seeds, {len(broken)} broken {rules}; {seconds:.1f} s, ", end="")
+    print(f"{60 * len(chosen) / seconds:.0f} seeds a minute")
     return bool(broken)
+
+
+def _show(seed: int) -> None:
+    """Print what happens in one run, up to where a rule breaks."""
+    world = World(seed)
+    world.trace = []
+    try:
+        with suppress(Broken):
+            world.run()
+    finally:
+        print("\n".join(world.trace))
 
 
 if __name__ == "__main__":
