@@ -51,6 +51,13 @@ class Record(Header):
         """Whether the outer state moves with it: a MEAN, or a FORK that took one over."""
         return bool(self.parts)
 
+    def tiles(self, elements: int) -> bool:
+        """Whether its parts lie one after the other over a vector of so many elements, all of it."""
+        bounds = self.bounds
+        if len(bounds) != len(self.parts) + 1 or list(bounds) != sorted(bounds):
+            return False
+        return (bounds[0], bounds[-1]) == (0, elements)
+
 
 def encode(record: Record) -> bytes:
     return _body(record)

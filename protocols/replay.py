@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from functools import partial
-from itertools import pairwise
 
 from protocols import wire
 from protocols.base import BadPayload, Deadline, Host, PeerError, PeerGone, PeerId, Vector
@@ -52,8 +51,7 @@ class Replay:
             Unavailable: a part is not to be had from these peers, or does not fit or decode; `into` is then undefined.
         """
         bounds, sources = record.bounds, sources[:MAX_SOURCES]
-        fits = len(bounds) == len(record.parts) + 1 and (bounds[0], bounds[-1]) == (0, len(into))
-        if not fits or any(low > high for low, high in pairwise(bounds)):
+        if not record.tiles(len(into)):
             raise Unavailable(f"the record of round {record.round} has parts that do not make up its mean")
         target, turn = Flat([into]), asyncio.Semaphore(AT_ONCE)
 

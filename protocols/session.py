@@ -192,14 +192,11 @@ class Session:
         """
         if record.kind != records.Kind.MEAN and not record.parts:
             return
-        bounds = record.bounds
-        cut = len(bounds) == len(record.parts) + 1 and list(bounds) == sorted(bounds)
-        whole = cut and (bounds[0], bounds[-1]) == (0, self._ground.elements)
-        if not record.parts or not record.peers or not whole:
+        if not record.parts or not record.peers or not record.tiles(self._ground.elements):
             raise BadPayload("a proposal that is not of the whole vector")
         for index, part in enumerate(record.parts):
             held = self._desk.shelf.get(part.digest)
-            if held and (held.low, held.high) != bounds[index : index + 2]:
+            if held and (held.low, held.high) != record.bounds[index : index + 2]:
                 raise BadPayload(f"a proposal with part {index} at another place")
 
     def _on_plan(self, peer: PeerId, plan: wire.Plan) -> None:

@@ -77,11 +77,9 @@ class Sources:
         if held := self._desk.shelf.get(part.digest):
             self._desk.shelf.put(self._seat.head.key.lineage, held)
             return held
-        bounds = record.bounds
-        cut = len(bounds) == len(record.parts) + 1 and list(bounds) == sorted(bounds)
-        if not cut or (bounds[0], bounds[-1]) != (0, self._elements):
+        if not record.tiles(self._elements):
             return None
-        span = (bounds[index], bounds[index + 1], self._desk.settings.chunk_elements)
+        span = (record.bounds[index], record.bounds[index + 1], self._desk.settings.chunk_elements)
         held = await self._ask(holders, part, span)
         if held:
             self._convict(index, held)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import struct
+from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -50,6 +51,25 @@ def wide(value: Any, path: tuple[int, ...]) -> bytes:
     head, *rest = path
     items = [wide(item, tuple(rest)) if index == head else msgpack.packb(item) for index, item in enumerate(value)]
     return bytes(msgpack.Packer().pack_array_header(len(value))) + b"".join(items)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "tiled"),
+    [
+        (BOUNDS, True),
+        ((0, 0, 25, 25), True),
+        ((), False),
+        ((0, 25), False),
+        ((0, 10, 10, 10, 25), False),
+        ((1, 10, 10, 25), False),
+        ((0, 10, 10, 24), False),
+        ((0, 10, 10, 26), False),
+        ((0, 30, 10, 25), False),
+        ((0, 10, 9, 25), False),
+    ],
+)
+def test_parts_tile_a_vector_without_a_gap_and_in_order(bounds: tuple[int, ...], tiled: bool) -> None:
+    assert replace(RECORD, parts=PARTS, bounds=bounds).tiles(25) is tiled
 
 
 # -- form -------------------------------------------------------------------------------------------------------------
