@@ -222,7 +222,8 @@ class Vote:
     def _on_certificate(self, message: Certificate) -> None:
         value = self.poll.value(message.ballot, message.record)
         if value is None:
-            return self._standing.out.append(Accuse(message.sender.peer, "a certificate with votes that nobody cast"))
+            why = "a certificate of a record that may not be decided"
+            return self._standing.out.append(Accuse(message.sender.peer, why))
         if self.decided and self.decided.record == value.data:
             return
         counted = [self.poll.add(value.ballot, value.digest, vote.voter, vote.signature) for vote in message.votes]

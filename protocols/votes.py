@@ -152,7 +152,7 @@ class Rival:
 
 @dataclass(frozen=True, slots=True)
 class Accuse:
-    """A peer sent votes that nobody cast."""
+    """A peer sent votes that nobody cast, or on what may not be decided."""
 
     peer: PeerId
     why: str

@@ -343,6 +343,8 @@ def test_an_onlooker_decides_by_a_certificate_only() -> None:
     forged = [replace(vote, signature=b"no") for vote in certificate.votes]
     accused = onlooker.receive(table.name(0), replace(certificate, votes=tuple(forged)))
     assert accused == [votes.Accuse(table.name(0), "a certificate with votes that nobody cast")]
+    accused = onlooker.receive(table.name(0), replace(certificate, record=table.record(roster=(onlooker.me,))))
+    assert accused == [votes.Accuse(table.name(0), "a certificate of a record that may not be decided")]
     assert isinstance(onlooker.receive(table.name(0), certificate)[0], votes.Decided)
 
 

@@ -169,7 +169,16 @@ def test_a_vote_of_who_has_none_is_refused_and_its_sender_named(
 @pytest.mark.parametrize("voters", ((), ROSTER, ROSTER[:3]))
 def test_a_stranger_s_certificate_is_refused_and_named(voters: tuple[Member, ...]) -> None:
     """Whoever it says has voted."""
-    averaged = average(before=speaking("zoe", forged(HEAD.key, Member("zoe"), voters)))
+    averaged = average(before=speaking("zoe", forged(HEAD.key, Member("zoe"), ROSTER, voters)))
     assert agreed(averaged, list(range(COUNT)))
     assert set(named(averaged, "zoe", "a certificate with votes that nobody cast")) == set(PEERS)
+    assert blamed(averaged, list(range(COUNT))) == {"zoe"}
+
+
+def test_a_certificate_of_what_nobody_may_decide_is_refused_and_named() -> None:
+    """It would leave a stranger alone with the lineage."""
+    zoe = Member("zoe")
+    averaged = average(before=speaking("zoe", forged(HEAD.key, zoe, [zoe], ROSTER)))
+    assert agreed(averaged, list(range(COUNT)))
+    assert set(named(averaged, "zoe", "a certificate of a record that may not be decided")) == set(PEERS)
     assert blamed(averaged, list(range(COUNT))) == {"zoe"}

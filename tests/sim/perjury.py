@@ -59,10 +59,14 @@ class PerjuredStream:
                 record = records.decode(header.record)
                 header = replace(header, record=records.encode(replace(record, state_root=b"?" * 32)))
             case "forged-certificate" if isinstance(header, Accept):
-                await self._stream.send(forged(header.key, header.sender))
+                await self._stream.send(forged(header.key, header.sender, self._members()))
             case "usurped-plan" if isinstance(header, wire.Ready) and header.offer.complete:
                 await self._stream.send(usurped(header))
         await self._stream.send(header, payload)
+
+    def _members(self) -> set[Member]:
+        """Who is in a plan that this liar knows: its roster, where all have something to bring."""
+        return {offer.member for plan in self._plans.values() for offer in plan.offers}
 
     def _other_part(self, opening: wire.Contribute, header: Header, payload: Buffer) -> tuple[Header, Buffer]:
         """Another mean than the others get, sealed and signed as it should be."""
@@ -81,16 +85,16 @@ class PerjuredStream:
 
 
 def made_up(key: RoundKey, roster: Collection[Member], state_root: bytes = bytes(32)) -> bytes:
-    """A record that would hand the round's lineage to a roster of one's own."""
+    """A record that hands the round's lineage to this roster, and averages nothing."""
     return records.encode(
         records.Record(key.lineage, state_root, key.round, records.Kind.SKIP, bytes(32), (), tuple(sorted(roster)))
     )
 
 
-def forged(key: RoundKey, sender: Member, voters: Collection[Member] = ()) -> Certificate:
-    """A certificate with votes that nobody cast; of its sender alone, by default."""
+def forged(key: RoundKey, sender: Member, roster: Collection[Member], voters: Collection[Member] = ()) -> Certificate:
+    """A certificate with votes that nobody cast, on what this roster might decide; of its sender alone, by default."""
     votes = tuple(Signed(voter, bytes(32)) for voter in voters or (sender,))
-    return Certificate(key, sender, 0, made_up(key, [sender]), votes)
+    return Certificate(key, sender, 0, made_up(key, roster), votes)
 
 
 def usurped(ready: wire.Ready) -> wire.Plan:
