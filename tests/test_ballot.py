@@ -174,6 +174,18 @@ def test_a_record_admits_only_so_many_and_extends_this_lineage_only() -> None:
     assert (new[0].peer) in [to for each in table.heard(0, votes.Send) for to in each.to]
 
 
+@pytest.mark.parametrize("kind", (Kind.MEAN, Kind.SKIP))
+@pytest.mark.parametrize(("members", "stay"), ((2, 2), (3, 2), (4, 3), (5, 3)))
+def test_a_record_keeps_as_many_members_as_could_decide(members: int, stay: int, kind: Kind) -> None:
+    """However many newcomers it brings: they do not make up for them."""
+    roster = tuple(Member(f"m{index}") for index in range(members))
+    poll, new = Poll(KEY, roster, Seal("m0")), Member("n0")
+    for kept, allowed in ((stay, True), (stay - 1, False)):
+        for next_roster in (roster[:kept], (*roster[:kept], new)):
+            record = Record(KEY.lineage, bytes(32), KEY.round, kind, PLAN, (), next_roster)
+            assert (poll.value(0, records.encode(record)) is not None) is allowed
+
+
 def test_what_is_not_held_is_fetched_before_it_is_accepted() -> None:
     table = Table()
     mean = table.record(Kind.MEAN, PART)

@@ -4,15 +4,29 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
 import torch
 
 from protocols import record as records
 from protocols import wire
-from protocols.base import Deadline, Head, Mean, Member, Outcome, PeerError, PeerId, Settings, Stream, Vector, Work
+from protocols.base import (
+    BadPayload,
+    Deadline,
+    Head,
+    Mean,
+    Member,
+    Outcome,
+    PeerError,
+    PeerId,
+    Settings,
+    Stream,
+    Vector,
+    Work,
+)
 from protocols.butterfly import CONTROL, Butterfly
 from protocols.chain import genesis
 from protocols.codec import codec
@@ -223,6 +237,42 @@ def test_parts_of_equal_bytes_at_different_places_are_different_parts() -> None:
         assert not stale, f"{attempt.peer} kept {stale} of {elements} elements of what was there before"
     assert company.committed(*company.peers)
     assert seal(0, 10, [1], [bytes(32)]) != seal(10, 20, [1], [bytes(32)])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    (
+        ({"parts": (), "bounds": (), "peers": ()}, "not of the whole vector"),
+        ({"peers": ()}, "not of the whole vector"),
+        ({"bounds": (0, 60, 99)}, "not of the whole vector"),
+        ({"bounds": (0, 60, 60, 100)}, "not of the whole vector"),
+        ({"kind": Kind.SKIP, "bounds": ()}, "not of the whole vector"),
+        ({"bounds": (0, 50, 100)}, "part 0 at another place"),
+        ({"state_root": b"?" * 32}, "of another state"),
+        ({}, ""),
+    ),
+)
+def test_a_proposal_is_of_the_whole_vector_and_its_parts_lie_where_they_belong(wrong: dict[str, Any], why: str) -> None:
+    """Or it is refused by who holds all of it; without anything wrong, it is accepted."""
+    company = Company(3, Settings("fp32", (100,), 100))
+    head, (chair, ours) = company.head, company.order[:2]
+    shelf, held = company.averagers[ours].shelf, [_part(0, 60), _part(60, 100)]
+    results = tuple(part.result for part in held if part.result)
+    record = Record(
+        head.key.lineage, head.state_root, 0, Kind.MEAN, b"p" * 32, results, head.roster, (chair,), (0, 60, 100)
+    )
+    proposal = Propose(head.key, Member(chair), 0, records.encode(replace(record, **wrong)))
+
+    async def main() -> None:
+        for part in held:
+            shelf.put(head.key.lineage, part)
+        async with company.averagers[ours].enter(head, 10.0) as session:
+            session.decision.holds(bytes(32), [], shelf.of(head.key.lineage))
+            with pytest.raises(BadPayload, match=why) if why else nullcontext():
+                session.take(chair, proposal)
+            assert bool(session.decision.vote.accepted) is not bool(why)
+
+    simloop.run(main())
 
 
 # -- attempts that are given up, rounds entered again -----------------------------------------------------------------

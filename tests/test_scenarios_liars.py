@@ -105,6 +105,9 @@ def test_a_lying_voter_is_refused_and_named(lie: str, why: str, liar: int) -> No
     (
         ("another-life", "a vote of no member of the roster, or in another life"),
         ("another-state", "of another state"),
+        ("another-vector", "not of the whole vector"),
+        ("another-place", "at another place"),
+        ("eviction", "may not be put to the vote"),
     ),
 )
 def test_a_lying_coordinator_is_refused_named_and_succeeded(lie: str, why: str) -> None:

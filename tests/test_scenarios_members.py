@@ -11,6 +11,10 @@ import pytest
 from protocols.base import Member, PeerError, PeerId
 from protocols.butterfly import CONTROL
 from protocols.chain import Link
+from protocols.exchange import Exchange
+from protocols.leading import Leader
+from protocols.plan import Terms
+from protocols.record import Kind, Record
 from protocols.votes import Accept
 from tests.sim.host import sim_host
 from tests.sim.staged import Cast, Stage
@@ -108,6 +112,34 @@ def test_newcomers_are_admitted_a_few_at_a_time(founders: int, newcomers: int) -
     assert len(steps) >= 2, f"rosters of {sizes}"
     assert sizes[-1] == founders + newcomers, f"rosters of {sizes} in {seconds:.1f} s"
     assert set(links[-1].record.peers) == set(stage.peers)
+
+
+def test_who_loses_the_others_on_the_verge_of_proposing_evicts_no_majority(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds a whole mean, and nobody is left to vote on it: in time it forks, with that mean."""
+    stage = Stage(Cast(3))
+    draft, left, drafted = Leader._mean, list[PeerId](), list[Record]()
+
+    def bereft(self: Leader, terms: Terms, exchange: Exchange) -> Record:
+        if not left and terms.plan.key.round == 2:
+            left.append(self._me.peer)
+            for peer in stage.peers:
+                if peer not in left:
+                    stage.kill(peer)
+            drafted.append(draft(self, terms, exchange))
+            return drafted[0]
+        return draft(self, terms, exchange)
+
+    async def story() -> list[str]:
+        monkeypatch.setattr(Leader, "_mean", bereft)
+        await stage.until(lambda: bool(left), 60.0)
+        began = stage.now
+        await stage.rounds(2)
+        return stage.outcomes(left[0], began)
+
+    assert stage.play(story)[:2] == ["fork", "alone"]
+    assert drafted[0].roster == stage.roster
+    fork = stage.chain(left[0]).since(drafted[0].parent)[0].record
+    assert (fork.kind, fork.parts) == (Kind.FORK, drafted[0].parts)
 
 
 @pytest.mark.parametrize("peers", (3, 5))

@@ -39,6 +39,9 @@ VOTERS_LIES = (
     "forged-vote",
     "forged-certificate",
     "another-state",
+    "another-vector",
+    "another-place",
+    "eviction",
     "usurped-plan",
 )
 """Every lie of a reducer or a voter (`tests.sim.perjury`): each is refused, and named."""

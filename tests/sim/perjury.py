@@ -55,14 +55,28 @@ class PerjuredStream:
                 header = replace(header, sender=replace(header.sender, incarnation=header.sender.incarnation + 1))
             case "forged-vote" if isinstance(header, Accept):
                 header = replace(header, signature=bytes(32))
-            case "another-state" if isinstance(header, Propose):
-                record = records.decode(header.record)
-                header = replace(header, record=records.encode(replace(record, state_root=b"?" * 32)))
+            case "another-state" | "another-vector" | "another-place" | "eviction" if isinstance(header, Propose):
+                header = replace(header, record=self._altered(header))
             case "forged-certificate" if isinstance(header, Accept):
                 await self._stream.send(forged(header.key, header.sender, self._members()))
             case "usurped-plan" if isinstance(header, wire.Ready) and header.offer.complete:
                 await self._stream.send(usurped(header))
         await self._stream.send(header, payload)
+
+    def _altered(self, proposal: Propose) -> bytes:
+        """The record that is proposed, but for one thing."""
+        record = records.decode(proposal.record)
+        first, *inner, last = record.bounds
+        match self._lie:
+            case "another-vector":
+                record = replace(record, bounds=(first, *inner, last + 1))
+            case "another-place":
+                record = replace(record, bounds=(first, *(bound + 1 for bound in inner), last))
+            case "eviction":
+                record = replace(record, roster=(proposal.sender,))
+            case _:
+                record = replace(record, state_root=b"?" * 32)
+        return records.encode(record)
 
     def _members(self) -> set[Member]:
         """Who is in a plan that this liar knows: its roster, where all have something to bring."""
