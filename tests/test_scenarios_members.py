@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 
@@ -12,6 +13,7 @@ from protocols.base import Member, PeerError, PeerId
 from protocols.butterfly import CONTROL
 from protocols.chain import Link
 from protocols.exchange import Exchange
+from protocols.fixed import FixedMembers
 from protocols.leading import Leader
 from protocols.plan import Terms
 from protocols.record import Kind, Record
@@ -125,6 +127,7 @@ def test_who_loses_the_others_on_the_verge_of_proposing_evicts_no_majority(monke
             for peer in stage.peers:
                 if peer not in left:
                     stage.kill(peer)
+            self._host = replace(self._host, members=FixedMembers([self._me]))  # and it knows at once
             drafted.append(draft(self, terms, exchange))
             return drafted[0]
         return draft(self, terms, exchange)
