@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from protocols import record as records
 from protocols import wire
-from protocols.base import BadPayload, Head, Member, RoundKey
+from protocols.base import Head, Member, RoundKey
 from protocols.record import Record
 from protocols.votes import Certificate
 
@@ -21,7 +21,6 @@ KEEP_CERTIFICATES = 4096
 way by us any more, nor we by them: it needs a peer that keeps more."""
 UNSETTLED = bytes(32)
 """State root of a head whose state nobody has vouched for yet."""
-NOBODY = Member("")
 
 LOCATOR_RECENT = 8
 """So many lineages stand in a locator one by one; below them the steps double."""
@@ -88,16 +87,16 @@ def follow(head: Head, certificate: Certificate) -> Link:
 
 
 def certificate_in(head: Head, data: bytes) -> Certificate:
-    """The certificate that an averager hands over; from one without a vote, a bare record.
+    """The certificate that an averager hands over, of the round after `head`.
 
     Raises:
-        BadPayload: neither of them.
+        BadPayload: no certificate.
+        ValueError: of another round.
     """
-    try:
-        return wire.expect(wire.decode(data), Certificate)
-    except BadPayload:  # a bare record, until every averager gives certificates; nobody else takes it for decided
-        records.decode(data)
-        return Certificate(head.key, NOBODY, 0, data, ())
+    certificate, key = wire.expect(wire.decode(data), Certificate), head.key
+    if certificate.key != key:
+        raise ValueError(f"certificate of round {certificate.key.round} does not extend the head at round {key.round}")
+    return certificate
 
 
 class Chain:
@@ -185,7 +184,7 @@ class Chain:
 
         Raises:
             BadPayload: no certificate.
-            ValueError: its record does not extend the head: applying it would break the chain.
+            ValueError: it does not extend the head: applying it would break the chain.
         """
         link = follow(self.head, certificate_in(self.head, certificate))
         self._append(link)

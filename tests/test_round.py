@@ -21,8 +21,8 @@ from protocols.base import Blame, Contribution, Head, Layout, Mean, Member, Outc
 from protocols.chain import Chain, state_root
 from protocols.record import Kind, Record
 from protocols.vectors import root
-from protocols.votes import Certificate, Signed
 from protocols.wire import Offer, Part, Ready, Run, decode, encode
+from tests.rounds import certified
 from tests.sim import loop as simloop
 from tests.sim.host import EPOCH, SimClock, SimCompute
 
@@ -61,7 +61,6 @@ class Script:
         mean_seconds: what averaging takes.
         average: what the others make of ours, into the mean; the mean of a vote that we are alone in otherwise.
         end: the mean but for its record.
-        certified: whether it comes with a certificate, or only with a record.
         state_root: of the record, where it is not ours.
     """
 
@@ -72,7 +71,6 @@ class Script:
     end: Mean = field(default_factory=lambda: Mean(Outcome.COMMITTED))
     roster: tuple[Member, ...] = (ME, OTHER)
     kind: Kind = Kind.MEAN
-    certified: bool = False
     state_root: bytes | None = None
 
 
@@ -80,13 +78,16 @@ class Script:
 class Seen:
     """What the averager saw of one round."""
 
-    key: RoundKey
-    roster: tuple[Member, ...]
+    head: Head
     limit_seconds: float
     offers: list[Work] = field(default_factory=list)
     mine: Vector = field(default_factory=lambda: torch.empty(0))
     work: Work | None = None
     closed: bool = False
+
+    @property
+    def key(self) -> RoundKey:
+        return self.head.key
 
 
 class Scripted:
@@ -101,7 +102,7 @@ class Scripted:
     @asynccontextmanager
     async def enter(self, head: Head, deadline: float) -> AsyncIterator[ScriptedSession]:
         loop = asyncio.get_running_loop()
-        seen = Seen(head.key, head.roster, deadline - loop.time())
+        seen = Seen(head, deadline - loop.time())
         self.seen.append(seen)
         session = ScriptedSession(self.scripts.pop(0), seen)
         timer = loop.call_later(session.script.cut_seconds, session.cut.set)
@@ -132,9 +133,9 @@ class ScriptedSession:
             script.average(mine[0], into[0])
         parts = (Part(bytes(32), (Run(1, 1),)),) if averaged else ()
         key, root = seen.key, script.state_root or work.state_root
-        record = records.encode(Record(key.lineage, root, key.round, script.kind, bytes(32), parts, script.roster))
-        certificate = encode(Certificate(key, ME, 0, record, (Signed(ME, b"s"),))) if script.certified else b""
-        return replace(script.end, outcome=script.outcome, record=record, certificate=certificate)
+        record = Record(key.lineage, root, key.round, script.kind, bytes(32), parts, script.roster)
+        certificate = certified(seen.head, record)
+        return replace(script.end, outcome=script.outcome, record=certificate.record, certificate=encode(certificate))
 
 
 class WatchedTrainer(InlineTrainer):
@@ -232,8 +233,8 @@ def test_a_round_is_entered_at_the_head_and_left_before_the_next() -> None:
     peer = Peer(committed(roster=(ME,)), committed(roster=(ME, OTHER)))
     reports = play(peer.rounds())
     first, second = peer.seen
-    assert (first.key, first.roster) == (RoundKey(RUN, "run", records.genesis(RUN), 0), (ME, OTHER))
-    assert (second.key.round, second.key.lineage.hex(), second.roster) == (1, reports[0].lineage, (ME,))
+    assert (first.key, first.head.roster) == (RoundKey(RUN, "run", records.genesis(RUN), 0), (ME, OTHER))
+    assert (second.key.round, second.key.lineage.hex(), second.head.roster) == (1, reports[0].lineage, (ME,))
     assert first.closed and second.closed
     assert peer.chain.head.key.round == 2 and peer.chain.head.roster == (ME, OTHER)
 
@@ -292,7 +293,7 @@ def test_a_skip_moves_the_chain_and_nothing_else() -> None:
     anchors = [report.anchor_lineage for report in reports]
     assert anchors == [genesis, genesis, genesis, reports[2].lineage], "work is measured from where it was before"
     assert [report.tokens for report in reports] == [400, 800, 1200, 400]
-    assert peer.seen[1].roster == (ME,) and peer.seen[1].offers[0].tokens == 400
+    assert peer.seen[1].head.roster == (ME,) and peer.seen[1].offers[0].tokens == 400
     assert len(peer.trainer.written) == 2, "the trainer was not disturbed"
     assert reports[0].params_hash == reports[1].params_hash == root([torch.ones(ELEMENTS)]).hex()
     offered = [{work.state_root for work in (*seen.offers, seen.work) if work} for seen in peer.seen[:3]]
@@ -322,10 +323,10 @@ def test_a_fork_is_reported_as_one_and_may_take_a_mean_with_it(outcome: Outcome,
 
 @pytest.mark.parametrize("outcome", [Outcome.COMMITTED, Outcome.SKIPPED])
 def test_what_was_decided_is_kept_with_its_votes(outcome: Outcome) -> None:
-    peer = Peer(Script(outcome=outcome, certified=True), committed())
+    peer = Peer(Script(outcome=outcome), committed())
     play(peer.rounds())
-    first, second = peer.chain.since(records.genesis(RUN))
-    assert first.certificate.votes == (Signed(ME, b"s"),) and second.certificate.votes == ()
+    links = peer.chain.since(records.genesis(RUN))
+    assert [tuple(vote.voter for vote in link.certificate.votes) for link in links] == [(ME, OTHER)] * 2
 
 
 @pytest.mark.parametrize("outcome", [Outcome.COMMITTED, Outcome.SKIPPED])
