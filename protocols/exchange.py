@@ -27,7 +27,6 @@ class Exchange:
     parts: part -> what it came to; decoded, but for the `torn`.
     torn: parts that were begun twice, so that pieces of both may have been decoded.
     failed: part -> the reducer of which we could not have it.
-    silent: who did not answer in time.
     finished: when the last part came in.
     moved: when the last chunk did.
     """
@@ -37,13 +36,13 @@ class Exchange:
         self.parts: dict[int, HeldPart] = {}
         self.failed: dict[int, PeerId] = {}
         self.torn: set[int] = set()
-        self.silent: dict[PeerId, None] = {}
         self.finished = 0.0
         self.moved = asyncio.get_running_loop().time()
         self._progress = task.progress
         self._host, self._ledger, self._on_change = host, ledger, on_change
         self._reducers: dict[int, Reducer] = {}
         self._lost: dict[PeerId, str] = {}
+        self._silent: list[PeerId] = []
         self._jobs: dict[int, tuple[PeerId, asyncio.Task[None]]] = {}
         self._bell = Bell()
 
@@ -67,6 +66,11 @@ class Exchange:
         self._lost.setdefault(peer, why)
         for reducer in self._reducers.values():
             reducer.lose(peer, why)
+
+    def take_silent(self) -> list[PeerId]:
+        """Who did not answer in time, and has not been told of yet."""
+        silent, self._silent = self._silent, []
+        return silent
 
     async def run(self) -> None:
         """Reduce and hand in until the deadline, also what is given to others or to us in the meantime."""
@@ -111,7 +115,7 @@ class Exchange:
         for peer, why in reducer.lost.items():
             self._ledger.name(peer, why)
             if why.startswith("silent"):
-                self.silent[peer] = None
+                self._silent.append(peer)
         self.take(reducer.part, held)
 
     async def _contribute(self, part: int, reducer: PeerId) -> None:
@@ -128,7 +132,7 @@ class Exchange:
                 break
             except PeerError as error:
                 self._ledger.name(reducer, f"lost as a reducer: {error.why}")
-                if reducer in self.silent:
+                if reducer in self._silent:
                     break
                 self.torn.add(part)
         self.failed[part] = reducer
@@ -143,7 +147,7 @@ class Exchange:
             async with asyncio.timeout_at(answer_by):
                 stream = await opening.__aenter__()
         except TimeoutError:
-            self.silent[peer] = None
+            self._silent.append(peer)
             self._lost.setdefault(peer, "silent: it did not answer in time")  # nor is it to be waited for again
             raise PeerSilent(peer, "did not answer in time") from None
         try:

@@ -299,9 +299,8 @@ class Session:
             self._desk.shelf.put(self.head.key.lineage, held)
         self._sources.hold()
         self.decision.progress()
-        for peer in list(self.exchange.silent):
-            if self.exchange.silent.pop(peer, None) is None:
-                self.decision.suspect(peer)
+        for peer in self.exchange.take_silent():
+            self.decision.suspect(peer)
         self.bell.ring()
 
     # -- the end ------------------------------------------------------------------------------------------------------

@@ -51,9 +51,7 @@ class Sources:
             self.hold()
             missing = tuple(each for each in wanted if each not in self._desk.shelf.of(self._seat.head.key.lineage))
             if missing and not decision.wanted and decision.proposed == records.encode(record):
-                await self._seat.until(
-                    self._seat.over, min(self._seat.deadline, asyncio.get_running_loop().time() + RETRY_SECONDS)
-                )
+                await self._seat.until(self._seat.over, self._within(RETRY_SECONDS))
                 decision.wanted = missing
 
     async def lost_part(self, plan: bytes, done: wire.PartDone, holders: Sequence[PeerId]) -> HeldPart | None:
