@@ -1,0 +1,122 @@
+"""How a peer's processes are doing: the event loop's lag, memory, open files, tasks. Measured, never estimated."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import psutil  # type: ignore[import-untyped]
+
+_TICK_SECONDS = 0.01
+_BIN_SECONDS = 0.001  # as fine as uvloop's clock
+_BINS = 2000
+_PROC = Path("/proc")
+
+
+@dataclass(frozen=True, slots=True)
+class Vitals:
+    """What a peer says of its own health in a round's report: lag since the last one, the rest as it is now."""
+
+    loop_lag_p99_seconds: float
+    loop_lag_max_seconds: float
+    rss_bytes: int
+    open_files: int
+    tasks: int
+
+
+def vitals(lag: LoopLag, pids: Iterable[int]) -> Vitals:
+    """Take the lag since the last time, and count everything else.
+
+    Args:
+        pids: of the peer's processes: its own, the worker's, p2pd's.
+    """
+    p99_seconds, max_seconds = lag.take()
+    return Vitals(p99_seconds, max_seconds, rss_bytes(pids), open_files(), tasks())
+
+
+class LoopLag:
+    """How long whoever wants to run on the event loop has to wait. Use as an async context manager.
+
+    A timer every 10 ms looks how late it is. One that is 100 ms late stands for the ten that were due meanwhile, each
+    later than the next, so the 99th percentile is of time, not of timers that happened to fire. Memory is a histogram
+    of fixed size: milliseconds up to 2 s; the maximum is kept apart.
+    """
+
+    def __init__(self) -> None:
+        self._counts = [0] * _BINS
+        self._max_seconds = 0.0
+
+    async def __aenter__(self) -> LoopLag:
+        self._loop = asyncio.get_running_loop()
+        self._schedule()
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        self._timer.cancel()
+
+    def take(self) -> tuple[float, float]:
+        """(99th percentile, maximum) in seconds since the last take; zeros if nothing was measured since."""
+        p99_seconds, max_seconds = self.peek(), self._max_seconds
+        self._counts, self._max_seconds = [0] * _BINS, 0.0
+        return p99_seconds, max_seconds
+
+    def peek(self) -> float:
+        """The 99th percentile so far, seconds; takes nothing away."""
+        wanted, seen = math.ceil(0.99 * sum(self._counts)), 0
+        for bin_number, count in enumerate(self._counts):
+            seen += count
+            if wanted and seen >= wanted:
+                return min((bin_number + 1) * _BIN_SECONDS, self._max_seconds)
+        return 0.0
+
+    def _schedule(self) -> None:
+        self._due = self._loop.time() + _TICK_SECONDS
+        self._timer = self._loop.call_at(self._due, self._tick)
+
+    def _tick(self) -> None:
+        late = max(0.0, self._loop.time() - self._due)
+        self._max_seconds = max(self._max_seconds, late)
+        for step in range(min(int(late / _TICK_SECONDS) + 1, _BINS)):
+            bin_number = int((late - step * _TICK_SECONDS) / _BIN_SECONDS)
+            self._counts[min(bin_number, _BINS - 1)] += 1
+        self._schedule()
+
+
+def rss_bytes(pids: Iterable[int]) -> int:
+    """Resident memory of these processes together; one that is gone counts 0.
+
+    On Linux, memory that they share on purpose (the vectors: memfd, /dev/shm) counts once: the largest share that one
+    of them has touched. Libraries count in each process, as they do in any tool's RSS. Elsewhere: the sum of RSS.
+    """
+    private_bytes, shared_bytes = 0, 0
+    for pid in set(pids):
+        rss, shared = _memory_bytes(pid)
+        private_bytes += rss - shared
+        shared_bytes = max(shared_bytes, shared)
+    return private_bytes + shared_bytes
+
+
+def _memory_bytes(pid: int) -> tuple[int, int]:
+    """(resident, of it shared memory), bytes."""
+    try:
+        if not _PROC.is_dir():
+            return int(psutil.Process(pid).memory_info().rss), 0
+        lines = (_PROC / str(pid) / "status").read_text().splitlines()
+    except (psutil.Error, OSError):
+        return 0, 0
+    kilobytes = {name: value.split()[0] for name, _, value in (line.partition(":") for line in lines) if value.strip()}
+    return 1024 * int(kilobytes.get("VmRSS", 0)), 1024 * int(kilobytes.get("RssShmem", 0))
+
+
+def open_files() -> int:
+    """File descriptors that this process has open."""
+    return int(psutil.Process().num_fds())
+
+
+def tasks() -> int:
+    """Tasks of the running event loop."""
+    return len(asyncio.all_tasks())

@@ -1,0 +1,193 @@
+"""Plain values between a peer and those who look at it: what it shows of itself, and to whom."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+if TYPE_CHECKING:
+    from node.report import RoundReport
+
+MAX_WORD = 512
+"""Characters of a text that is shown; the rest of a longer one is cut off."""
+MAX_LISTED = 4096
+"""Peers or addresses in one status."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLine:
+    """Another peer, as this one sees it.
+
+    Attributes:
+        member: it is in the roster: its vote is asked for.
+        live: it answers; else it is suspected of being gone.
+        address: a multiaddr, or empty if none is known.
+    """
+
+    peer: str
+    nickname: str
+    member: bool
+    live: bool
+    round: int
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What a peer is doing: exactly what `status --json` prints. A figure not known yet is nan, and null in JSON.
+
+    Attributes:
+        state: starting, joining, syncing, training, averaging, waiting, leaving or finished.
+        reason: why, in words.
+        waiting_for: nicknames or short peer ids, or what else.
+        rounds: of the whole run.
+        run: its name; run_id is the hash of its manifest, hex.
+        peers: the others; this peer is not among them.
+        addresses: multiaddrs that others can dial.
+        tokens: that this peer has trained on so far.
+        loss: of training, nats per token, as held_out_loss is of data that no peer trains on.
+        rss_bytes: of the peer's processes together.
+        eta_seconds: until the run's last round is done; None where nobody can tell.
+    """
+
+    state: str
+    reason: str
+    waiting_for: tuple[str, ...]
+    round: int
+    rounds: int
+    lineage: str
+    run: str
+    run_id: str
+    peer: str
+    nickname: str
+    peers: tuple[PeerLine, ...]
+    addresses: tuple[str, ...]
+    tokens: int
+    tokens_per_second: float
+    loss: float
+    held_out_loss: float
+    bytes_sent: int
+    bytes_received: int
+    rss_bytes: int
+    loop_lag_p99_seconds: float
+    eta_seconds: float | None
+    pid: int
+    incarnation: int
+
+
+class View(Protocol):
+    """Where a peer tells people what happens. Never raises, never blocks."""
+
+    def say(self, line: str) -> None:
+        """One line for a person, in plain words."""
+
+    def report(self, report: RoundReport) -> None:
+        """A round has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class SwarmOptions:
+    """What `swarm` was asked for; None leaves it to the run's file, or to the defaults.
+
+    Attributes:
+        directory: holds the state directories of all peers; None: a new one.
+        as_json: one object on stdout at the end.
+    """
+
+    peers: int
+    rounds: int | None
+    protocol: str | None
+    task: str | None
+    run: Path | None
+    directory: Path | None
+    as_json: bool
+
+
+class _Dataclass(Protocol):
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+
+def to_json(value: _Dataclass | Mapping[str, object]) -> str:
+    """One line of strict JSON; what is not a finite number becomes null."""
+    plain = value if isinstance(value, Mapping) else dataclasses.asdict(value)
+    return json.dumps(_finite(plain), allow_nan=False, separators=(",", ":"))
+
+
+def _finite(value: object) -> object:
+    match value:
+        case float():
+            return value if math.isfinite(value) else None
+        case Mapping():
+            return {str(key): _finite(each) for key, each in value.items()}
+        case list() | tuple():
+            return [_finite(each) for each in value]
+    return value
+
+
+def parse(data: object) -> Status:
+    """A status from parsed JSON, from whomever it comes: bounded, and safe to print.
+
+    Raises:
+        ValueError: names the first field that is missing or of the wrong kind.
+    """
+    status: Status = _parsed(Status, data, "status")
+    return status
+
+
+_KINDS: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "bool": (bool,), "float": (int, float)}
+
+
+def _parsed(kind: Any, data: object, where: str) -> Any:
+    if not isinstance(data, Mapping):
+        raise ValueError(f"{where} is not an object")
+    fields = dataclasses.fields(kind)
+    return kind(**{each.name: _value(str(each.type), data.get(each.name), f"{where}.{each.name}") for each in fields})
+
+
+def _value(kind: str, value: object, where: str) -> object:
+    if kind.startswith("tuple["):
+        if not isinstance(value, list) or len(value) > MAX_LISTED:
+            raise ValueError(f"{where} is not a list of at most {MAX_LISTED}")
+        item = kind.removeprefix("tuple[").removesuffix(", ...]")
+        if item == "PeerLine":
+            return tuple(_parsed(PeerLine, each, where) for each in value)
+        return tuple(_value(item, each, where) for each in value)
+    if value is None and kind.startswith("float"):
+        return None if kind.endswith("None") else math.nan
+    kinds = _KINDS[kind.removesuffix(" | None")]
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        raise ValueError(f"{where} is missing, or not a {kind}")
+    return printable(value) if isinstance(value, str) else value
+
+
+_CONTROL = re.compile(r"[^\S ]+|[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
+
+
+def printable(text: str) -> str:
+    """One bounded line without anything that a terminal obeys: other people's words reach ours."""
+    return _CONTROL.sub(" ", text[:MAX_WORD]).strip()
+
+
+def short(peer: str) -> str:
+    """A peer id as people tell them apart: its end, because all begin alike."""
+    return peer if len(peer) <= 8 else f"…{peer[-6:]}"
+
+
+_LOOPBACK = re.compile(r"/(ip4/127\.|ip6/::1/|ip6/0:0:0:0:0:0:0:1/|dns[46]?/localhost/)")
+
+
+def join_command(status: Status) -> tuple[str, bool] | None:
+    """What others type to join, and whether it works from other machines; None while no address is known."""
+    if not status.addresses:
+        return None
+    ours = sorted(status.addresses, key=lambda each: bool(_LOOPBACK.match(each)))
+    command = f"python -m node join --bootstrap {ours[0]}"
+    if status.run_id:
+        command += f" --run-id {status.run_id}"
+    return command, not _LOOPBACK.match(ours[0])

@@ -1,0 +1,119 @@
+"""The event loop's lag, on both loops, and what processes hold."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+import uvloop
+
+from node.metrics import LoopLag, open_files, rss_bytes, tasks, vitals
+
+LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
+
+
+def run(loop: Callable[[], asyncio.AbstractEventLoop], block_seconds: float, blocks: int) -> tuple[float, float]:
+    async def measure() -> tuple[float, float]:
+        async with LoopLag() as lag:
+            for _ in range(blocks):
+                await asyncio.sleep(0.03)
+                time.sleep(block_seconds)  # noqa: ASYNC251  # it is what is measured
+            await asyncio.sleep(0.03)
+            return lag.take()
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        return runner.run(measure())
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_blocked_loop_is_seen(loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
+    p99_seconds, max_seconds = run(loop, 0.2, 2)
+    assert 0.18 <= max_seconds < 0.4
+    assert 0.1 <= p99_seconds <= max_seconds
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_an_idle_loop_has_little_lag(loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
+    assert min(run(loop, 0.0, 8)[0] for _ in range(3)) <= 0.01
+
+
+async def test_a_long_block_weighs_by_its_time_and_a_take_starts_again() -> None:
+    async with LoopLag() as lag:
+        lag._due = asyncio.get_running_loop().time() - 1.0  # a second late: a hundred timers were due
+        lag._timer.cancel()
+        lag._tick()
+        assert 0.98 <= lag.peek() <= 1.0
+        assert sum(lag._counts) >= 100
+        lag.take()
+        assert lag.take() == (0.0, 0.0)
+
+
+async def test_hours_of_lag_take_bounded_time_and_memory() -> None:
+    async with LoopLag() as lag:
+        lag._due = asyncio.get_running_loop().time() - 36000.0
+        lag._timer.cancel()
+        lag._tick()
+        assert len(lag._counts) == 2000
+        assert lag.take()[1] >= 36000.0
+
+
+async def test_it_ends_with_its_context() -> None:
+    async with LoopLag() as lag:
+        pass
+    lag.take()
+    await asyncio.sleep(0.05)
+    assert lag.take() == (0.0, 0.0)
+
+
+def test_memory_of_the_living_counts_and_of_the_gone_does_not() -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    mine = rss_bytes([os.getpid()])
+    assert mine > 10 << 20
+    assert rss_bytes([ended.pid]) == 0
+    assert abs(rss_bytes([os.getpid(), os.getpid(), ended.pid]) - mine) < 8 << 20
+
+
+_HOLD = "import mmap, sys; m = mmap.mmap({fd}, {size}); m[:] = b'x' * {size}; print(flush=True); sys.stdin.read()"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memfd")
+def test_shared_memory_counts_once() -> None:
+    size = 32 << 20
+    fd = os.memfd_create("shared")
+    os.ftruncate(fd, size)
+    code = _HOLD.format(fd=fd, size=size)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "pass_fds": (fd,)}
+    holders = [subprocess.Popen([sys.executable, "-c", code], **pipes) for _ in range(2)]  # type: ignore[call-overload]
+    try:
+        for holder in holders:
+            holder.stdout.readline()
+        alone = rss_bytes([holders[0].pid])
+        both = rss_bytes([holder.pid for holder in holders])
+        assert alone > size
+        assert both - alone < size
+    finally:
+        for holder in holders:
+            holder.communicate()
+        os.close(fd)
+
+
+async def test_vitals_are_of_now() -> None:
+    async with LoopLag() as lag:
+        files, running = open_files(), tasks()
+        fd = os.open(os.devnull, os.O_RDONLY)
+        try:
+            task = asyncio.create_task(asyncio.sleep(10))
+            await asyncio.sleep(0.02)
+            taken = vitals(lag, [os.getpid()])
+            task.cancel()
+        finally:
+            os.close(fd)
+    assert (taken.open_files, taken.tasks) == (files + 1, running + 1)
+    assert taken.rss_bytes > 10 << 20
+    assert 0.0 <= taken.loop_lag_p99_seconds <= taken.loop_lag_max_seconds
