@@ -13,32 +13,17 @@ import asyncio
 import logging
 import os
 import re
-import sys
 import tempfile
-from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
-from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+
+from node.child import Child
 
 log = logging.getLogger(__name__)
 
 _START_SECONDS = 20.0
-_STOP_SECONDS = 3.0
-_KEPT_LINES = 5
 _MAX_SOCKET_DIRECTORY = 76  # Linux allows a socket's path 107 bytes, macOS 103; hivemind's file names take 26
-
-# Becomes p2pd after asking the kernel to kill it with its parent. A program of its own, because code between fork and
-# exec (preexec_fn) is unsafe once threads exist. The parent may have died before the request: hence the second look.
-_SHIM = """
-import ctypes, os, sys
-if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)
-if os.getppid() != int(sys.argv[1]):
-    sys.exit("the parent is gone")
-os.execv(sys.argv[2], sys.argv[2:])
-"""
 
 
 class DaemonError(Exception):
@@ -120,20 +105,14 @@ def with_ports(listen: Sequence[str], found: Sequence[str]) -> tuple[str, ...]:
 
 
 class Daemon:
-    """One running p2pd. `Daemon.start` makes it; it dies with this process, however that ends.
+    """One running p2pd. `Daemon.start` makes it; it dies with this process, however that ends. From the main thread."""
 
-    Start it from the main thread: the kernel's die-with-parent follows the thread that started it.
-    """
-
-    def __init__(self, process: Process) -> None:
-        self._process = process
-        self._last_lines: deque[str] = deque(maxlen=_KEPT_LINES)
-        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._reading = asyncio.create_task(self._read_output(), name="p2pd output")
+    def __init__(self, child: Child) -> None:
+        self._child = child
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        return self._child.pid
 
     @classmethod
     async def start(cls, command_arguments: Sequence[str]) -> Daemon:
@@ -142,71 +121,39 @@ class Daemon:
         Raises:
             DaemonError: it ended or said nothing.
         """
-        shim = (sys.executable, "-I", "-S", "-c", _SHIM, str(os.getpid()), str(binary()))
-        process = await asyncio.create_subprocess_exec(
-            *shim,
-            *command_arguments,
-            stdin=DEVNULL,
-            stdout=PIPE,
-            stderr=STDOUT,
-            start_new_session=True,
-            env=os.environ | {"GOLOG_LOG_LEVEL": "error"},
-        )
-        daemon = cls(process)
+        ready: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+        def hear(line: str | None) -> None:
+            if line is not None:
+                log.debug("p2pd: %s", line)
+            if not ready.done() and (line is None or line.startswith("Peer ID:")):
+                ready.set_result(line is not None)
+
+        child = await Child.start("p2pd", (str(binary()), *command_arguments), hear, {"GOLOG_LOG_LEVEL": "error"})
         try:
             async with asyncio.timeout(_START_SECONDS):
-                await daemon._ready
+                if not await ready:
+                    raise DaemonError(f"p2pd did not start: {child.last_words}")
         except TimeoutError:
-            await daemon.kill()
-            raise DaemonError(f"p2pd said nothing for {_START_SECONDS:g} s: {daemon.last_words}") from None
+            await child.kill()
+            raise DaemonError(f"p2pd said nothing for {_START_SECONDS:g} s: {child.last_words}") from None
         except BaseException:
-            await daemon.kill()
+            await child.kill()
             raise
-        return daemon
+        return cls(child)
 
     @property
     def last_words(self) -> str:
-        return " | ".join(self._last_lines) or "(no output)"
+        return self._child.last_words
 
     async def ended(self) -> str:
         """Wait until the process has ended, however long; returns how, in one line."""
-        code = await self._process.wait()
-        how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-        return f"{how}; last output: {self.last_words}"
+        return await self._child.ended()
 
     async def stop(self) -> None:
         """End it in good order, within 3 seconds, by force after that."""
-        with suppress(ProcessLookupError):
-            self._process.terminate()
-        try:
-            async with asyncio.timeout(_STOP_SECONDS):
-                await self._process.wait()
-        except TimeoutError:
-            log.warning("p2pd %d did not stop within %g s and is killed", self.pid, _STOP_SECONDS)
-        finally:
-            await self.kill()
+        await self._child.stop()
 
     async def kill(self) -> None:
         """End it at once."""
-        with suppress(ProcessLookupError):
-            self._process.kill()
-        await self._process.wait()
-        await self._reading
-
-    async def _read_output(self) -> None:
-        output = self._process.stdout
-        assert output is not None
-        while True:
-            try:
-                line = await output.readline()
-            except ValueError:  # longer than the reader's buffer, which has dropped it
-                continue
-            if not line:
-                break
-            text = line.decode(errors="replace").rstrip()
-            self._last_lines.append(text[:300])
-            log.debug("p2pd %d: %s", self.pid, text)
-            if text.startswith("Peer ID:") and not self._ready.done():
-                self._ready.set_result(None)
-        if not self._ready.done():
-            self._ready.set_exception(DaemonError(f"p2pd did not start: {self.last_words}"))
+        await self._child.kill()

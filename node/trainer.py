@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -55,16 +56,28 @@ class AdamWLearner:
         position: batches drawn so far; with the seed, all that is needed to resume the data.
     """
 
-    def __init__(self, task: Task, recipe: Recipe, seed: int, allocate: Callable[[int], Vector] | None = None) -> None:
+    def __init__(
+        self,
+        task: Task,
+        recipe: Recipe,
+        seed: int,
+        allocate: Callable[[int], Vector] | None = None,
+        resume: bool = False,
+        autocast: torch.dtype | None = None,
+    ) -> None:
         """
         Args:
             seed: of this peer's stream of data, different for each peer.
-            allocate: as in `flatten`.
+            allocate, resume: as in `flatten`.
+            autocast: what the forward pass of a step computes in where torch thinks it safe; None: in float32. The
+                parameters, the optimiser and evaluations are float32 in any case.
         """
-        flat = flatten(task.module, allocate)
+        flat = flatten(task.module, allocate, resume)
         self.layout, self.vectors, self._gradients = flat.layout, flat.vectors, flat.gradients
         self.position = 0
         self._task, self._recipe, self._seed = task, recipe, seed
+        device = self.vectors[0].device.type
+        self._precision = torch.autocast(device, autocast, enabled=autocast is not None)
         # One parameter a fragment: an optimiser step is a few passes over a vector, however many tensors it holds.
         parameters = [torch.nn.Parameter(vector) for vector in self.vectors]
         for parameter, gradient in zip(parameters, self._gradients, strict=True):
@@ -81,7 +94,8 @@ class AdamWLearner:
         for _ in range(self._recipe.batches):
             batch = self._task.batch(self._seed, self.position)
             self.position += 1
-            loss = self._task.loss(*batch)
+            with self._precision:
+                loss = self._task.loss(*batch)
             (loss / self._recipe.batches).backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
             tokens += batch[-1].numel()
@@ -107,20 +121,21 @@ class AdamWLearner:
 class Shift:
     """One learner's work since its anchor was last written, and the anchor itself: twice the parameters in memory."""
 
-    def __init__(self, learner: Learner, inner_steps: int) -> None:
+    def __init__(self, learner: Learner, inner_steps: int, anchors: tuple[Vector, ...] | None = None) -> None:
         """
         Args:
             inner_steps: H, after which the work of a round is complete.
+            anchors: vectors that hold the anchor; None: copies of the parameters as they stand.
         """
         if inner_steps < 1:
             raise ValueError(f"inner_steps must be at least 1, not {inner_steps}")
         self.learner = learner
         self._inner_steps = inner_steps
-        self._anchors = tuple(vector.clone() for vector in learner.vectors)
+        self._anchors = tuple(vector.clone() for vector in learner.vectors) if anchors is None else anchors
         self._round, self._steps, self._reported = -1, 0, 0
         self._carried = 0
         self._step_seconds = 0.0
-        self._reset(0)
+        self.reset(0)
 
     def begin(self, round_number: int) -> None:
         """Start a round, or go on with the one that was begun. Work that a skipped round left over stays."""
@@ -178,21 +193,28 @@ class Shift:
         """
         self.learner.vectors[fragment].copy_(source)
         self._anchors[fragment].copy_(source if anchor is None else anchor)
-        self._reset(tokens)
+        self.reset(tokens)
+
+    def reset(self, carried: int) -> None:
+        """Start the account again: whoever holds the vectors has written them, and this many tokens are in them."""
+        self._carried, self._tokens, self._loss, self._seconds = carried, 0, 0.0, 0.0
 
     def evaluate(self) -> float:
-        """Held-out loss of the anchor, the outer parameters; the local ones are put back."""
+        """Held-out loss of the anchor, the outer parameters."""
+        with self.outer():
+            return self.learner.evaluate()
+
+    @contextmanager
+    def outer(self) -> Iterator[None]:
+        """The learner holds the outer parameters, the anchor; its own are put back."""
         kept = [vector.clone() for vector in self.learner.vectors]
         for vector, anchor in zip(self.learner.vectors, self._anchors, strict=True):
             vector.copy_(anchor)
         try:
-            return self.learner.evaluate()
+            yield
         finally:
             for vector, local in zip(self.learner.vectors, kept, strict=True):
                 vector.copy_(local)
-
-    def _reset(self, carried: int) -> None:
-        self._carried, self._tokens, self._loss, self._seconds = carried, 0, 0.0, 0.0
 
     def _norm(self) -> float:
         """In pieces that stay in the cache; a piece's squares are added in float64."""

@@ -19,12 +19,12 @@ SOURCES = {
 ROOMS = {"node", "protocols", "tests", "benchmarks"}
 PEER = {"node/peer.py"}
 ONLY_IN: dict[str, set[str]] = {
-    "time": {"node/clock.py"},
-    "socket": set(),
+    "time": {"node/clock.py", "node/worker.py"},
+    "socket": {"node/remote.py", "node/worker.py"},
     "threading": {"node/compute.py"},
     "concurrent": {"node/compute.py"},
-    "subprocess": {"node/daemon.py", "node/libp2p.py"},
-    "asyncio.subprocess": {"node/daemon.py", "node/libp2p.py"},
+    "subprocess": {"node/child.py", "node/libp2p.py"},
+    "asyncio.subprocess": {"node/child.py", "node/libp2p.py"},
     "multiprocessing": set(),
     "pickle": set(),
     "hivemind": {"node/libp2p.py"},

@@ -26,7 +26,7 @@ class Task(Protocol):
 
     @property
     def module(self) -> nn.Module:
-        """Its parameters are float32, on the CPU; its buffers stay local and are never averaged."""
+        """Its parameters are float32; its buffers stay local and are never averaged."""
 
     def batch(self, seed: int, position: int) -> Batch:
         """The `position`-th batch (from 0) of the stream of `seed`; the same arguments give the same batch."""
@@ -115,34 +115,37 @@ class Flat:
     gradients: tuple[Vector, ...]
 
 
-def flatten(module: nn.Module, allocate: Callable[[int], Vector] | None = None) -> Flat:
+def flatten(module: nn.Module, allocate: Callable[[int], Vector] | None = None, resume: bool = False) -> Flat:
     """Move a module's parameters into flat vectors, in the order of `named_parameters`; their values stay.
 
     One fragment today. Gradients are views as well: never set them to None, fill their vectors with zeros.
 
     Args:
         allocate: gives the vector, of so many elements, that is to hold the parameters (shared memory, say).
+        resume: what that vector holds becomes the parameters' values, instead of the other way round.
 
     Raises:
-        ValueError: no parameters, or one that is not float32 on the CPU.
+        ValueError: no parameters, or one that is not float32, or not on the device of the others.
     """
     parameters = list(module.named_parameters())
+    device = parameters[0][1].device if parameters else torch.device("cpu")
     for name, parameter in parameters:
-        if parameter.dtype != torch.float32 or parameter.device.type != "cpu":
+        if parameter.dtype != torch.float32 or parameter.device != device:
             raise ValueError(
-                f"parameter {name} is {parameter.dtype} on {parameter.device}: float32 on the CPU is needed"
+                f"parameter {name} is {parameter.dtype} on {parameter.device}: float32 on {device} is needed"
             )
     layout = Layout((tuple((name, tuple(parameter.shape)) for name, parameter in parameters),))
     (size,) = layout.sizes()
     if size == 0:
         raise ValueError("the module has no parameters to train")
-    vector = torch.empty(size) if allocate is None else allocate(size)
-    gradient = torch.zeros(size)
+    vector = torch.empty(size, device=device) if allocate is None else allocate(size)
+    gradient = torch.zeros(size, device=device)
     low = 0
     for _, parameter in parameters:
         high = low + parameter.numel()
         view = vector[low:high].view(parameter.shape)
-        view.copy_(parameter.detach())
+        if not resume:
+            view.copy_(parameter.detach())
         parameter.data = view
         parameter.grad = gradient[low:high].view(parameter.shape)
         low = high

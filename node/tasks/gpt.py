@@ -216,8 +216,9 @@ class Gpt(nn.Module):
             raise ValueError("the prompt is empty")
         generator = torch.Generator().manual_seed(seed)
         text = list(prompt)
+        device = self.lm_head.weight.device
         for _ in range(tokens):
-            logits = self(torch.tensor([text[-self.shape.context :]]))[0, -1]
+            logits = self(torch.tensor([text[-self.shape.context :]], device=device))[0, -1].cpu()
             if temperature > 0:
                 odds = torch.softmax(logits / temperature, dim=-1)
                 text.append(int(torch.multinomial(odds, 1, generator=generator)))
@@ -231,15 +232,17 @@ class GptTask:
 
     module: Gpt
 
-    def __init__(self, preset: Preset, text: Text, seed: int = 0) -> None:
+    def __init__(self, preset: Preset, text: Text, seed: int = 0, device: str = "cpu") -> None:
         """
         Args:
             seed: of the initial weights, the same for all peers; streams have seeds of their own.
+            device: where the model computes. Weights and batches are drawn on the CPU, whatever it is.
 
         Raises:
             ValueError: the text is too short for a window of context + 1 bytes.
         """
-        self.module = Gpt(preset.shape, seed)
+        self.module = Gpt(preset.shape, seed).to(device)
+        self._device = device
         self._rows, self._width = preset.rows, preset.shape.context + 1
         self._text = text
         text.require(self._width)
@@ -251,7 +254,7 @@ class GptTask:
 
     def loss(self, *batch: torch.Tensor) -> torch.Tensor:
         """Mean cross-entropy in nats per byte."""
-        inputs, targets = batch
+        inputs, targets = (each.to(self._device) for each in batch)
         return functional.cross_entropy(self.module(inputs).flatten(0, 1), targets.flatten())
 
     @torch.no_grad()

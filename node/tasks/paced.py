@@ -7,6 +7,8 @@ the same bits on every CPU, and whoever runs it sleeps between its steps (`Inlin
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from node.trainer import Step
@@ -22,25 +24,40 @@ class Paced:
     """A `Learner` whose vector of `elements` float32 follows a bounded pseudo-random walk.
 
     Two of the same seed move alike; the start is the same for all seeds. Elements stay in [-1, 1].
+
+    Attributes:
+        position: steps taken so far. Nothing follows from it: a step is decided by its round and number.
     """
 
-    def __init__(self, elements: int, seed: int, tokens_per_step: int = 1024) -> None:
+    def __init__(
+        self,
+        elements: int,
+        seed: int,
+        tokens_per_step: int = 1024,
+        allocate: Callable[[int], Vector] = torch.empty,
+        resume: bool = False,
+    ) -> None:
         """
+        Args:
+            allocate, resume: as in `flatten`.
+
         Raises:
             ValueError: no elements, or no tokens.
         """
         if elements < 1 or tokens_per_step < 1:
             raise ValueError(f"a paced task needs elements and tokens, not {elements} and {tokens_per_step}")
         self.layout = Layout(((("paced", (elements,)),),))
-        self.vectors: tuple[Vector, ...] = (torch.empty(elements),)
+        self.vectors: tuple[Vector, ...] = (allocate(elements),)
+        self.position = 0
         self._seed, self._tokens = seed, tokens_per_step
-        for low in range(0, elements, _PIECE):
+        for low in range(0, 0 if resume else elements, _PIECE):
             piece = self.vectors[0][low : low + _PIECE]
             piece.copy_(_noise(low, len(piece), 0))
 
     def step(self, round_number: int, step: int) -> Step:
         """Move the next slice halfway to noise that (seed, round, step) decides. Loss: the slice's mean square."""
         (vector,) = self.vectors
+        self.position += 1
         key = (self._seed * _PRIME + round_number) * _PRIME + step
         low = key % -(-len(vector) // SLICE) * SLICE  # the next slice, step by step
         place = vector[low : low + SLICE]

@@ -1,0 +1,128 @@
+"""A program of ours in a process of its own: it dies with this one, Ctrl-C does not reach it, its output is logged."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+
+log = logging.getLogger(__name__)
+
+_STOP_SECONDS = 3.0
+_KEPT_LINES = 5
+_LINE_CHARACTERS = 300
+
+# Becomes the program after asking the kernel to kill it with its parent. A program of its own, because code between
+# fork and exec (preexec_fn) is unsafe once threads exist. The parent may have died before the request: hence the
+# second look.
+_SHIM = """
+import ctypes, os, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the parent is gone")
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+class Child:
+    """One running program. `Child.start` makes it.
+
+    Start it from the main thread: the kernel's die-with-parent follows the thread that started it, and exists on Linux
+    alone; elsewhere the program itself has to notice that its parent is gone.
+    """
+
+    def __init__(self, name: str, process: Process, on_line: Callable[[str | None], None]) -> None:
+        self.name = name
+        self._process = process
+        self._on_line = on_line
+        self._last_lines: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._reading = asyncio.create_task(self._read_output(), name=f"{name} output")
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @classmethod
+    async def start(
+        cls,
+        name: str,
+        command: Sequence[str],
+        on_line: Callable[[str | None], None],
+        environment: Mapping[str, str] | None = None,
+        pass_fds: Sequence[int] = (),
+    ) -> Child:
+        """
+        Args:
+            command: the program's full path, and its arguments.
+            on_line: called with each line of its output, cut at 300 characters, and with None when that has ended.
+            environment: what differs from ours.
+            pass_fds: file descriptors that it inherits, under the same numbers.
+
+        Raises:
+            OSError: no process can be had.
+        """
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-I", "-S", "-c", _SHIM, str(os.getpid())),
+            *command,
+            stdin=DEVNULL,
+            stdout=PIPE,
+            stderr=STDOUT,
+            start_new_session=True,
+            pass_fds=pass_fds,
+            env=os.environ | (environment or {}),
+        )
+        return cls(name, process, on_line)
+
+    @property
+    def last_words(self) -> str:
+        return " | ".join(self._last_lines) or "(no output)"
+
+    async def ended(self) -> str:
+        """Wait until the process has ended, however long; returns how, in one line."""
+        code = await self._process.wait()
+        how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+        return f"{how}; last output: {self.last_words}"
+
+    async def stop(self) -> None:
+        """End it in good order, within 3 seconds, by force after that."""
+        with suppress(ProcessLookupError):
+            self._process.terminate()
+        try:
+            async with asyncio.timeout(_STOP_SECONDS):
+                await self._process.wait()
+        except TimeoutError:
+            log.warning("%s %d did not stop within %g s and is killed", self.name, self.pid, _STOP_SECONDS)
+        finally:
+            await self.kill()
+
+    def strike(self) -> None:
+        """Have it killed, and do not wait for its end."""
+        with suppress(ProcessLookupError):
+            self._process.kill()
+
+    async def kill(self) -> None:
+        """End it at once."""
+        self.strike()
+        await self._process.wait()
+        await self._reading
+
+    async def _read_output(self) -> None:
+        output = self._process.stdout
+        assert output is not None
+        while True:
+            try:
+                line = await output.readline()
+            except ValueError:  # longer than the reader's buffer, which has dropped it
+                continue
+            if not line:
+                break
+            text = line.decode(errors="replace").rstrip()[:_LINE_CHARACTERS]
+            self._last_lines.append(text)
+            self._on_line(text)
+        self._on_line(None)
