@@ -169,9 +169,9 @@ def _value(kind: str, value: object, where: str) -> object:
 _CONTROL = re.compile(r"[^\S ]+|[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
 
 
-def printable(text: str) -> str:
-    """One bounded line without anything that a terminal obeys: other people's words reach ours."""
-    return _CONTROL.sub(" ", text[:MAX_WORD]).strip()
+def printable(text: str, limit: int = MAX_WORD) -> str:
+    """One line of at most `limit` characters, without anything that a terminal obeys: others' words reach ours."""
+    return _CONTROL.sub(" ", text[:limit]).strip()
 
 
 def short(peer: str) -> str:

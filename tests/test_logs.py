@@ -1,0 +1,136 @@
+"""Logs in two dresses, and the outlet: bounded, never blocking, never raising."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+import structlog
+
+from node import logs
+from node.logs import OUTLET_BYTES, Outlet
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level, names = root.handlers[:], root.level, ("node", "protocols")
+    yield
+    root.handlers[:], root.level = handlers, level
+    for name in names:
+        logging.getLogger(name).setLevel(logging.NOTSET)
+    logging.captureWarnings(False)
+    structlog.reset_defaults()
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    ends = os.pipe()
+    yield ends
+    for fd in ends:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+
+
+def test_json_lines_off_a_terminal() -> None:
+    lines: list[str] = []
+    logs.set_up("info", lines.append, human=False)
+    logging.getLogger("node.x").info("round %d", 3)
+    structlog.get_logger("node.y").warning("odd", peer="bob")
+    first, second = (json.loads(line) for line in lines)
+    assert (first["event"], first["level"], first["logger"]) == ("round 3", "info", "node.x")
+    assert (second["event"], second["peer"]) == ("odd", "bob")
+    assert first["timestamp"].endswith("Z")
+
+
+def test_readable_lines_on_one() -> None:
+    lines: list[str] = []
+    logs.set_up("info", lines.append, human=True)
+    logging.getLogger("node.x").info("round %d", 3)
+    assert "round 3" in lines[0] and not lines[0].startswith("{")
+
+
+def test_levels_are_of_ours_and_others_only_warn() -> None:
+    lines: list[str] = []
+    logs.set_up("debug", lines.append, human=False)
+    logging.getLogger("node.x").debug("a")
+    logging.getLogger("asyncio").debug("b")
+    logging.getLogger("elsewhere").info("c")
+    logging.getLogger("elsewhere").warning("d")
+    assert [json.loads(line)["event"] for line in lines] == ["a", "d"]
+    logs.set_up("error", lines.append, human=False)
+    logging.getLogger("elsewhere").warning("e")
+    logging.getLogger("node.x").warning("f")
+    assert len(lines) == 2
+
+
+@pytest.mark.parametrize("human", [True, False])
+def test_others_words_cannot_drive_the_terminal_nor_grow(human: bool) -> None:
+    lines: list[str] = []
+    logs.set_up("info", lines.append, human)
+    logging.getLogger("node.x").info("%s", "evil\x1b[2J\x9b1m\nfaked line " + "x" * 10**6)
+    try:
+        raise ValueError("y" * 10**6)
+    except ValueError:
+        logging.getLogger("node.x").exception("it failed")
+    assert "\x1b[2J" not in lines[0] and "\x9b" not in lines[0] and "\n" not in lines[0]
+    assert "yyy" in lines[1]
+    assert all(len(line) < 10_000 for line in lines)
+
+
+def test_an_outlet_passes_everything_on(pipe: tuple[int, int]) -> None:
+    outlet = Outlet(pipe[1])
+    print("hello", "wörld", file=outlet)
+    assert os.read(pipe[0], 100).decode() == "hello wörld\n"
+    assert outlet.ready
+
+
+def test_a_reader_that_stopped_costs_no_time_and_bounded_memory(pipe: tuple[int, int]) -> None:
+    outlet, line = Outlet(pipe[1]), "x" * 999 + "\n"
+    began = time.monotonic()
+    for _ in range(5000):
+        outlet.write(line)
+    assert time.monotonic() - began < 2.0
+    assert not outlet.ready and outlet.dropped > 0
+    assert sum(map(len, outlet._waiting)) <= OUTLET_BYTES
+    got = io.BytesIO()
+    while not outlet.ready:
+        got.write(os.read(pipe[0], 1 << 16))
+    got.write(os.read(pipe[0], 1 << 20))
+    lines = got.getvalue().splitlines(keepends=True)
+    assert {len(each) for each in lines} == {1000}  # whole lines, or none
+    assert len(lines) + outlet.dropped == 5000
+
+
+def test_a_reader_that_left_is_no_error(pipe: tuple[int, int]) -> None:
+    outlet = Outlet(pipe[1])
+    os.close(pipe[0])
+    for _ in range(3):
+        outlet.write("unheard\n")
+    assert outlet.gone and not outlet.ready
+
+
+def test_draining_at_the_end_gives_up(pipe: tuple[int, int]) -> None:
+    outlet = Outlet(pipe[1])
+    outlet.write("x" * (OUTLET_BYTES - 1))
+    began = time.monotonic()
+    outlet.drain(0.2)
+    assert 0.1 < time.monotonic() - began < 2.0
+
+
+def test_a_file_is_an_outlet_too(tmp_path: os.PathLike[str]) -> None:
+    path = os.path.join(tmp_path, "out")
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT)
+    try:
+        outlet = Outlet(fd)
+        outlet.write("x" * 5000)
+        assert outlet.ready and not outlet.isatty()
+    finally:
+        os.close(fd)
+    assert os.path.getsize(path) == 5000
