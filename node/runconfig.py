@@ -1,0 +1,265 @@
+"""What all peers of a run share: it is hashed and signed in the run's manifest, and comes to joiners from there.
+
+    name = "my run"
+    task = "gpt"            # or "paced"
+
+    [gpt]
+    preset = "w128"         # gives defaults to [gpt] and [recipe]; what is named beside it wins
+    [recipe]
+    rounds = 32
+
+A loaded configuration holds every value, never the name of a preset, whose meaning may change with the code. Every
+value is bounded: a configuration may come from a stranger, and decides how much memory peers set aside.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from node.config import MAX_BYTES, ConfigError, canonical, check_keys, one_line, read_toml, suggestion
+from node.tasks.base import Recipe
+from node.tasks.gpt import DEFAULT_PRESET, VOCABULARY, Preset, Shape, preset
+from protocols.codec import codec
+from protocols.vectors import CHUNK_ELEMENTS
+from protocols.wire import MAX_ROSTER
+
+MAX_ELEMENTS = 1 << 31
+MAX_BATCH_TOKENS = 1 << 20
+_MIN_CHUNK_ELEMENTS = 1 << 10
+
+STRICT = ConfigDict(
+    extra="forbid", strict=True, allow_inf_nan=False, revalidate_instances="always", val_json_bytes="hex"
+)
+"""Nothing is guessed: "5" is no number, true is no number, 1.0 is no whole number."""
+
+_RECIPE_LIMITS: Mapping[str, float] = {
+    "inner_steps": 10**6,
+    "rounds": 10**7,
+    "batches": 1 << 12,
+    "warmup_steps": 10**9,
+    "learning_rate": 1000,
+    "outer_learning_rate": 1000,
+    "weight_decay": 1000,
+    "clip_norm": 1e9,
+}
+"""The largest that a value may be, where `Recipe` itself knows none."""
+
+_PACED_RECIPE = Recipe(
+    inner_steps=20, rounds=10_000, learning_rate=1e-3, outer_learning_rate=0.9, outer_momentum=0.5, warmup_steps=0
+)
+
+
+def _printable(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError(f"{text!r} holds characters that cannot be printed")
+    return text
+
+
+def _bounded(recipe: Recipe) -> Recipe:
+    for name, limit in _RECIPE_LIMITS.items():
+        if getattr(recipe, name) > limit:
+            raise ValueError(f"{name} must be at most {limit}, not {getattr(recipe, name)!r}")
+    return recipe
+
+
+def _known_codec(name: str) -> str:
+    return codec(name).name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class GptTable:
+    """`[gpt]`: the model's shape and the rows of a batch; see `node.tasks.gpt`."""
+
+    layers: int = Field(ge=1, le=1 << 10)
+    width: int = Field(ge=1, le=1 << 16)
+    heads: int = Field(ge=1, le=1 << 10)
+    context: int = Field(ge=1, le=1 << 14)
+    rows: int = Field(ge=1, le=1 << 12)
+
+    def __post_init__(self) -> None:
+        _ = self.shape  # refuses heads that do not fit
+        if self.elements > MAX_ELEMENTS:
+            raise ValueError(f"the model has {self.elements} parameters, more than {MAX_ELEMENTS}: make it smaller")
+        if self.rows * self.context > MAX_BATCH_TOKENS:
+            raise ValueError(f"rows times context are {self.rows * self.context}, more than {MAX_BATCH_TOKENS}")
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(self.layers, self.width, self.heads, self.context)
+
+    @property
+    def elements(self) -> int:
+        """Parameters of `node.tasks.gpt.Gpt` in that shape, without making one."""
+        layer = 4 * self.width**2 + 3 * self.width * self.shape.hidden + 2 * self.width
+        return 2 * VOCABULARY * self.width + self.layers * layer + self.width
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class PacedTable:
+    """`[paced]`: length of the vector, and what an inner step takes and is worth; see `node.tasks.paced`."""
+
+    elements: int = Field(default=1_000_000, ge=1, le=MAX_ELEMENTS)
+    step_seconds: float = Field(default=0.1, gt=0, le=3600)
+    tokens_per_step: int = Field(default=1024, ge=1, le=1 << 30)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class RunConfig:
+    """Everything that the peers of a run must share. Made by `load_run`, or from canonical bytes.
+
+    Attributes:
+        name: for people.
+        task: what is trained; decides which one of `gpt` and `paced` there is.
+        protocol: by name, how replicas agree.
+        codec: by name, in what form vectors travel.
+        fork: whether a minority may go on alone once the majority of the roster is gone.
+        min_peers: how many may then, at least.
+        spread_limit: relative distance between replicas that is borne; of protocols whose replicas share no anchor.
+        seed: of the initial parameters, and of whatever else all peers draw alike.
+        chunk_elements: vectors travel and are reduced in chunks of so many.
+        recipe: inner steps, rounds and outer steps.
+    """
+
+    name: Annotated[str, AfterValidator(_printable)] = Field(default="starling", min_length=1, max_length=64)
+    task: Literal["gpt", "paced"] = "gpt"
+    protocol: str = Field(default="butterfly", min_length=1, max_length=32)
+    codec: Annotated[str, AfterValidator(_known_codec)] = "int8"
+    fork: Literal["allowed", "never"] = "allowed"
+    min_peers: int = Field(default=1, ge=1, le=MAX_ROSTER)
+    spread_limit: float = Field(default=0.02, gt=0, le=1)
+    seed: int = Field(default=0, ge=0, lt=1 << 63)
+    chunk_elements: int = Field(default=CHUNK_ELEMENTS, ge=_MIN_CHUNK_ELEMENTS, le=CHUNK_ELEMENTS)
+    recipe: Annotated[Recipe, AfterValidator(_bounded)]
+    gpt: GptTable | None = None
+    paced: PacedTable | None = None
+
+    def __post_init__(self) -> None:
+        if (self.gpt is not None, self.paced is not None) != (self.task == "gpt", self.task == "paced"):
+            raise ValueError(f"task {self.task} takes the table [{self.task}] and no other task's")
+
+    @property
+    def fork_peers(self) -> int:
+        """`protocols.base.Settings.fork_peers`: members that may go on alone, at least; 0: none may."""
+        return 0 if self.fork == "never" else self.min_peers
+
+    @property
+    def elements(self) -> int:
+        """Length of the flat vector that is trained."""
+        return next(table.elements for table in (self.gpt, self.paced) if table)
+
+    def preset(self) -> Preset:
+        """All that `node.tasks.gpt.GptTask` is built from.
+
+        Raises:
+            ValueError: the task is another.
+        """
+        if self.gpt is None:
+            raise ValueError(f"a run of task {self.task} has no model")
+        return Preset(self.gpt.shape, self.gpt.rows, self.recipe)
+
+    def require_protocol(self, protocols: Collection[str]) -> None:
+        """
+        Raises:
+            ConfigError: the run's protocol is none of these.
+        """
+        if self.protocol not in protocols:
+            name = ascii(self.protocol)[1:-1]
+            raise ConfigError(f'unknown protocol "{name}": {suggestion(self.protocol, protocols)}', "protocol")
+
+    def to_canonical(self) -> bytes:
+        """The one spelling of this configuration, at most `MAX_BYTES`."""
+        return canonical(self)
+
+    @classmethod
+    def from_canonical(cls, data: bytes) -> RunConfig:
+        """
+        Raises:
+            ConfigError: too long, a value missing, unknown or out of its range, or not the canonical spelling.
+        """
+        if len(data) > MAX_BYTES:
+            raise ConfigError(f"a configuration of {len(data)} bytes, more than {MAX_BYTES}")
+        config = _parse(data)
+        if config.to_canonical() != data:
+            raise ConfigError("the configuration is not in its canonical spelling")
+        return config
+
+
+_RUN = TypeAdapter(RunConfig)
+_TABLES: Mapping[str, tuple[str, ...]] = {
+    "recipe": tuple(field.name for field in fields(Recipe)),
+    "gpt": ("preset", *(field.name for field in fields(GptTable))),
+    "paced": tuple(field.name for field in fields(PacedTable)),
+}
+_KEYS = (*(field.name for field in fields(RunConfig)), "peer")
+
+
+def load_run(path: Path | None, overrides: Mapping[str, object], protocols: Collection[str]) -> RunConfig:
+    """The configuration of a new run: overrides > the file > the task's preset > defaults.
+
+    Args:
+        overrides: values by dotted names ("task", "recipe.rounds"), as flags give them; None: not given.
+        protocols: names of those that there are.
+
+    Raises:
+        ConfigError: a file that cannot be read, an unknown key, a bad value; names its source and the key.
+    """
+    file = read_toml(path) if path else {}
+    flags = {key: value for key, value in overrides.items() if value is not None}
+    try:
+        config = _parse(json.dumps(_expanded(_merged(file, _nested(flags))), default=str))
+        config.require_protocol(protocols)
+    except ConfigError as error:
+        source = path if path and error.key not in flags else "command line"
+        raise ConfigError(f"{source}: {error}", error.key) from None
+    return config
+
+
+def _parse(data: str | bytes) -> RunConfig:
+    """By way of JSON, in which strictness is about values only: lists there are tuples here, tables are dataclasses."""
+    try:
+        return _RUN.validate_json(data)
+    except ValidationError as error:
+        raise one_line(error) from None
+
+
+def _nested(flags: Mapping[str, object]) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for key, value in flags.items():
+        table, _, name = key.rpartition(".")
+        (nested.setdefault(table, {}) if table else nested)[name] = value
+    return nested
+
+
+def _merged(file: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
+    for values in (file, flags):
+        check_keys(values, _KEYS)
+        for name, known in _TABLES.items():
+            table = values.get(name, {})
+            if not isinstance(table, dict):
+                raise ConfigError(f'"{name}" must be a table, [{name}]', name)
+            check_keys(table, known, name)
+    tables = {name: {**file.get(name, {}), **flags.get(name, {})} for name in _TABLES}
+    merged = {**file, **flags, **tables}
+    merged.pop("peer", None)
+    return merged
+
+
+def _expanded(values: dict[str, Any]) -> dict[str, Any]:
+    """With the values of its preset, and without the tables of other tasks."""
+    task = values.setdefault("task", "gpt")
+    gpt, paced = values.pop("gpt"), values.pop("paced")
+    if task == "paced":
+        return {**values, "paced": paced, "recipe": {**asdict(_PACED_RECIPE), **values["recipe"]}}
+    try:
+        base = preset(str(gpt.pop("preset", DEFAULT_PRESET)))
+    except ValueError as error:
+        raise ConfigError(str(error), "gpt.preset") from None
+    gpt = {**asdict(base.shape), "rows": base.rows, **gpt}
+    return {**values, "gpt": gpt, "recipe": {**asdict(base.recipe), **values["recipe"]}}
