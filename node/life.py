@@ -15,13 +15,22 @@ PAUSE_SECONDS = 1.0
 
 
 async def rounds(
-    replica: Replica, sync: Sync, wall: Callable[[], float], goes_on: Callable[[], bool]
+    replica: Replica,
+    sync: Sync,
+    wall: Callable[[], float],
+    goes_on: Callable[[], bool],
+    tell: Callable[[str, str], None] = lambda state, reason: None,
 ) -> AsyncIterator[RoundReport]:
-    """Run rounds for as long as `goes_on` says; yields a report for each, and for each time that it caught up."""
+    """Run rounds for as long as `goes_on` says; yields a report for each, and for each time that it caught up.
+
+    Args:
+        tell: told, in words, what this peer does and why, where it is not a round.
+    """
     me = replica.averager.me
     behind = me not in replica.chain.head.roster
     while goes_on():
         if behind:
+            tell("syncing", "others may be ahead: asking them what was decided, and for the state")
             report = await replica.catch_up(sync, wall, asyncio.get_running_loop().time() + CATCH_UP_SECONDS)
             if report.outcome == Outcome.SUPERSEDED:
                 yield report

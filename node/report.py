@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import dataclass
 
 
@@ -20,6 +21,10 @@ class RoundReport:
         lost_tokens: of this peer's work that was counted in them.
         replayed_rounds: outer steps taken again from their kept means.
         bytes_downloaded: of snapshots' chunks.
+        held_out_loss: of the outer parameters after the round, nats per token of data that no peer trains on.
+        loop_lag_p99_seconds, loop_lag_max_seconds: of the event loop, since the last report.
+        rss_bytes: of the peer's processes: its own, the worker's, p2pd's.
+        open_files, tasks: of the peer's own process, when the round was over.
     """
 
     run: str
@@ -48,6 +53,12 @@ class RoundReport:
     lost_tokens: int = 0
     replayed_rounds: int = 0
     bytes_downloaded: int = 0
+    held_out_loss: float = math.nan
+    loop_lag_p99_seconds: float = 0.0
+    loop_lag_max_seconds: float = 0.0
+    rss_bytes: int = 0
+    open_files: int = 0
+    tasks: int = 0
 
 
 class Watch:

@@ -1,0 +1,81 @@
+"""What one peer knows of another: who it is, whether it is there, and for how long to wait before trying it again."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from node.hello import Hello
+from node.suspicion import Suspicion
+from protocols.base import Member, PeerId
+
+AGAIN_SECONDS = 2.0
+"""A peer whose stream broke has so long to take another, before it counts as gone."""
+DIAL_SECONDS = 5.0
+WANTED_PAUSE_SECONDS = 10.0
+HINTED_PAUSE_SECONDS = 60.0
+MAX_FAILURES = 10
+"""In a row, after which one that nobody wants is forgotten."""
+
+
+@dataclass(slots=True, eq=False)
+class Contact:
+    """One peer.
+
+    Attributes:
+        addresses: multiaddrs that it, or somebody else, says it can be found at.
+        hello: what it said of itself last; None before that.
+        live: it answers us.
+        why: in words, why it does not.
+        offset_seconds: its wall clock less ours.
+        round_trip_seconds: of its last echo.
+        round: the one that it says it is in.
+        failures: tries in a row that did not make it live.
+        greeted: the present try got as far as a handshake.
+        nudge: set to try it at once.
+        hurry: set to send it a pulse at once.
+        watching: of the stream on which it is watched: moved to now, it ends.
+        task: what tends it.
+    """
+
+    peer: PeerId
+    addresses: tuple[str, ...] = ()
+    hello: Hello | None = None
+    live: bool = False
+    why: str = "not tried yet"
+    leaving: bool = False
+    offset_seconds: float = 0.0
+    round_trip_seconds: float = 0.0
+    round: int = 0
+    failures: int = 0
+    greeted: bool = False
+    suspicion: Suspicion = field(default_factory=lambda: Suspicion(0.0))
+    nudge: asyncio.Event = field(default_factory=asyncio.Event)
+    hurry: asyncio.Event = field(default_factory=asyncio.Event)
+    watching: asyncio.Timeout | None = None
+    task: asyncio.Task[None] | None = None
+
+    @property
+    def member(self) -> Member | None:
+        """It in its present life."""
+        return self.hello.member if self.hello else None
+
+    @property
+    def patience_seconds(self) -> float:
+        """How long the next try may take."""
+        return AGAIN_SECONDS if self.live else DIAL_SECONDS
+
+    def pause_seconds(self, wanted: bool) -> float:
+        """Until the next try; doubles from one failure to the next."""
+        limit = WANTED_PAUSE_SECONDS if wanted else HINTED_PAUSE_SECONDS
+        return float(min(limit, 0.5 * 2 ** min(self.failures, 10)))
+
+    def is_older(self, hello: Hello) -> bool:
+        """Whether this is another life of the peer than the latest, and not a later one."""
+        known = self.hello
+        return known is not None and hello.life != known.life and hello.member.incarnation <= known.member.incarnation
+
+    def end_watch(self) -> None:
+        """The stream on which it is watched is of no use any more."""
+        if self.watching is not None and not self.watching.expired():
+            self.watching.reschedule(asyncio.get_running_loop().time())

@@ -1,0 +1,124 @@
+"""What passes on the stream on which one peer watches another: greetings that are checked, pulses and their echoes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from node.contact import Contact
+from node.hello import MAX_ADDRESSES, VERSION, Hello, Pulse, Refusal
+from node.suspicion import PULSE_SECONDS
+from protocols import wire
+from protocols.base import BadPayload, Clock, Member, PeerId, Stream
+from protocols.tasks import together, within
+
+IDLE_SECONDS = 60.0
+"""A peer that watches us and sends no pulse for so long is not served any more."""
+TWIN = "another process runs with this identity: two peers cannot share one; stop one, or give it its own --state-dir"
+
+
+@dataclass(frozen=True, slots=True)
+class Self:
+    """What this peer says of itself.
+
+    Attributes:
+        me: in this life.
+        run: hash of the manifest, 32 bytes.
+        life: drawn at random when the process started.
+        addresses: where it can be dialled, as of now.
+        round: the one it is in.
+    """
+
+    me: Member
+    run: bytes
+    life: int
+    nickname: str
+    addresses: Callable[[], Sequence[str]]
+    round: Callable[[], int]
+
+
+class Greeter:
+    """One peer's side of all such streams.
+
+    Attributes:
+        leaving: what pulses say: this peer is about to go.
+    """
+
+    def __init__(self, who: Self, clock: Clock) -> None:
+        self.leaving = False
+        self._who, self._clock = who, clock
+        self._number = 0
+
+    def hello(self) -> Hello:
+        """What this peer says of itself now."""
+        who = self._who
+        addresses = tuple(who.addresses())[:MAX_ADDRESSES]
+        return Hello(VERSION, who.run, who.me, who.life, who.nickname, addresses)
+
+    def _pulse(self, number: int) -> Pulse:
+        return Pulse(number, self._clock.wall(), self._who.round(), self.leaving)
+
+    def check(self, peer: PeerId, hello: Hello) -> None:
+        """Refuse who is not one of us.
+
+        Raises:
+            BadPayload: in words that its user understands.
+        """
+        if hello.version != VERSION:
+            raise BadPayload(
+                f"speaks version {hello.version} of Starling, this peer speaks {VERSION}: update the older"
+            )
+        if hello.run != self._who.run:
+            raise BadPayload(f"is in another run ({hello.run.hex()[:12]}), not in {self._who.run.hex()[:12]}")
+        if hello.member.peer != peer:
+            raise BadPayload(f"greets in the name of {hello.member.peer}")
+
+    async def exchange(self, contact: Contact, stream: Stream, on_refusal: Callable[[PeerId, Refusal], None]) -> None:
+        """Send pulses and take their echoes until the stream ends.
+
+        Args:
+            on_refusal: raises.
+        """
+        sent: dict[int, float] = {}
+
+        async def send() -> None:
+            while True:
+                self._number += 1
+                sent[self._number] = asyncio.get_running_loop().time()
+                await stream.send(self._pulse(self._number))
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(PULSE_SECONDS):
+                        await contact.hurry.wait()
+                contact.hurry.clear()
+
+        async with together() as group:
+            group.create_task(send())
+            while True:
+                echo = await stream.receive(wire.MAX_HEADER_BYTES)
+                if isinstance(echo, Refusal):
+                    on_refusal(contact.peer, echo)
+                began = sent.pop(wire.expect(echo, Pulse).number, None)
+                if began is None:
+                    raise BadPayload("an echo of a pulse that was not sent")
+                self._hear(contact, wire.expect(echo, Pulse), began)
+
+    def _hear(self, contact: Contact, echo: Pulse, began: float) -> None:
+        now = asyncio.get_running_loop().time()
+        contact.suspicion.hear(now)
+        contact.round, contact.leaving = echo.round, echo.leaving
+        contact.round_trip_seconds = now - began
+        contact.offset_seconds = echo.wall - (self._clock.wall() - contact.round_trip_seconds / 2)
+
+    async def echo(self, contact: Contact, hello: Hello, stream: Stream) -> None:
+        """Answer pulses until the watcher goes, or turns out to be a life that another has followed."""
+        while True:
+            async with within(IDLE_SECONDS, contact.peer, "it sends pulses"):
+                pulse = wire.expect(await stream.receive(wire.MAX_HEADER_BYTES), Pulse)
+            if contact.hello is None or contact.hello.life != hello.life:
+                return await stream.send(Refusal(TWIN, True))
+            contact.round, contact.leaving = pulse.round, pulse.leaving
+            if not contact.live:
+                contact.nudge.set()
+            await stream.send(self._pulse(pulse.number))

@@ -1,0 +1,319 @@
+"""Who is here: peers that completed a handshake with us and answer our pulses.
+
+Every peer watches every other on a stream of its own: it greets, then sends a pulse each second, which is echoed. So
+liveness is two-way contact, as this peer sees it. libp2p's own "connected" says nothing: the connection of a stopped
+process stays. Silence makes a peer suspect (`node.suspicion`), a broken stream that cannot be opened again makes it
+gone at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import AsyncExitStack, suppress
+from statistics import median
+
+from node.contact import MAX_FAILURES, Contact
+from node.greeter import TWIN, Greeter, Self
+from node.hello import (
+    HELLO,
+    MAX_ADDRESSES,
+    MAX_INTRODUCED,
+    Acquaintance,
+    Hello,
+    Refusal,
+    Welcome,
+)
+from node.suspicion import Suspicion
+from protocols import wire
+from protocols.base import (
+    BadPayload,
+    Clock,
+    Deadline,
+    Member,
+    PeerError,
+    PeerGone,
+    PeerId,
+    Stream,
+    Transport,
+)
+from protocols.tasks import Bell, together, within
+
+log = logging.getLogger(__name__)
+
+WATCH_SECONDS = 86_400.0
+"""A stream lives so long at most; another follows it."""
+ANSWER_SECONDS = 5.0
+TICK_SECONDS = 0.25
+SLEPT_SECONDS = 2.0
+"""A tick that is so late shows that we were stopped, or the machine slept."""
+MAX_CONTACTS = 256
+DIALS_AT_ONCE = 16
+RETRY_SECONDS = 0.05
+
+Reach = Callable[[PeerId, Sequence[str], Deadline], Awaitable[None]]
+
+
+async def _no_way(peer: PeerId, addresses: Sequence[str], deadline: Deadline) -> None:
+    """Where the transport finds peers by itself."""
+
+
+class Membership:
+    """`protocols.base.Members`. Does nothing before `run`.
+
+    Attributes:
+        version: grows with every change of who is live.
+        refused: why -> peers turned away, and what peers told that broke a rule.
+        on_met: called with a peer that has just become live.
+        on_twin: called with one line when the others say that another process has our identity.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        clock: Clock,
+        who: Self,
+        wanted: Callable[[], Iterable[PeerId]] = tuple,
+        reach: Reach = _no_way,
+    ) -> None:
+        """
+        Args:
+            wanted: peers that are dialled again and again, such as those of the roster.
+            reach: brings the transport to a peer at one of its addresses, or fails by a `PeerError`.
+        """
+        self.version = 0
+        self.refused: Counter[str] = Counter()
+        self.on_met: Callable[[PeerId], None] = lambda peer: None
+        self.on_twin: Callable[[str], None] = lambda why: None
+        self._transport, self._who, self._wanted, self._reach = transport, who, wanted, reach
+        self._greeter = Greeter(who, clock)
+        self._contacts: dict[PeerId, Contact] = {}
+        self._twins: set[PeerId] = set()
+        self._changed = Bell()
+        self._group: asyncio.TaskGroup | None = None
+        self._dials = asyncio.Semaphore(DIALS_AT_ONCE)
+        transport.serve(HELLO, self._serve)
+
+    # -- what others see ----------------------------------------------------------------------------------------------
+
+    def live(self) -> tuple[Member, ...]:
+        """Who answers us, and we, in the order of their ids."""
+        members = [contact.member for contact in self._contacts.values() if contact.live and contact.member]
+        return tuple(sorted((self._who.me, *members)))
+
+    async def changed(self, since: int, deadline: Deadline) -> int:
+        """Wait until `version` exceeds `since`; returns the version then, or at the deadline."""
+        with suppress(TimeoutError):
+            await self._changed.until(lambda: self.version > since, deadline)
+        return self.version
+
+    def contacts(self) -> tuple[Contact, ...]:
+        """Everybody we know of, for a view; not to be changed."""
+        return tuple(self._contacts.values())
+
+    def peers(self) -> list[PeerId]:
+        """Everybody we know of, the live ones first."""
+        return [contact.peer for contact in sorted(self._contacts.values(), key=lambda each: not each.live)]
+
+    def offset_seconds(self) -> float:
+        """How far the others' wall clocks are ahead of ours: the median, 0 if there are none."""
+        offsets = [contact.offset_seconds for contact in self._contacts.values() if contact.live]
+        return median(offsets) if offsets else 0.0
+
+    def hint(self, peer: PeerId, addresses: Sequence[str] = ()) -> None:
+        """A peer may be found there."""
+        if peer == self._who.me.peer:
+            return
+        contact = self._contacts.get(peer)
+        if contact is None:
+            if len(self._contacts) >= MAX_CONTACTS and not self._make_room():
+                return
+            contact = self._contacts[peer] = Contact(peer)
+        if addresses:
+            contact.addresses = tuple(dict.fromkeys((*addresses, *contact.addresses)))[:MAX_ADDRESSES]
+        if self._group and contact.task is None:
+            contact.task = self._group.create_task(self._tend(contact))
+
+    def _make_room(self) -> bool:
+        """Forget the most hopeless contact; False if all are live or wanted."""
+        wanted = set(self._wanted())
+        spare = [each for each in self._contacts.values() if not each.live and each.peer not in wanted]
+        if spare:
+            self._forget(max(spare, key=lambda each: each.failures))
+        return bool(spare)
+
+    def _forget(self, contact: Contact) -> None:
+        del self._contacts[contact.peer]
+        if contact.task:
+            contact.task.cancel()
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Watch the others, for ever."""
+        async with together() as group:
+            self._group = group
+            try:
+                for peer in list(self._contacts):
+                    self.hint(peer)
+                await self._tick()
+            finally:
+                self._group = None
+
+    async def _tick(self) -> None:
+        loop = asyncio.get_running_loop()
+        due = loop.time()
+        while True:
+            now = loop.time()
+            slept = now - due > SLEPT_SECONDS
+            for contact in list(self._contacts.values()):
+                if contact.watching is None:
+                    continue
+                if slept:
+                    contact.suspicion.slept(now)
+                elif now >= contact.suspicion.due():
+                    self._set_live(contact, False, f"silent for {contact.suspicion.patience_seconds:.1f} s")
+                    contact.end_watch()
+            for peer in self._wanted():
+                self.hint(peer)
+            due = loop.time() + TICK_SECONDS
+            await asyncio.sleep(TICK_SECONDS)
+
+    def _set_live(self, contact: Contact, live: bool, why: str = "") -> None:
+        contact.why = why
+        if live != contact.live:
+            contact.live = live
+            self._bump()
+            log.info("%s is %s", contact.peer, "here" if live else f"gone: {why}")
+            if live:
+                self.on_met(contact.peer)
+
+    def _bump(self) -> None:
+        self.version += 1
+        self._changed.ring()
+
+    # -- watching -----------------------------------------------------------------------------------------------------
+
+    async def _tend(self, contact: Contact) -> None:
+        """Watch one peer; when that ends, try it again, ever more rarely."""
+        while True:
+            contact.greeted = False
+            why = await self._watched(contact)
+            if contact.greeted and contact.live:  # its stream broke: one more try before it counts as gone
+                await asyncio.sleep(RETRY_SECONDS)
+                continue
+            self._set_live(contact, False, why)
+            contact.failures += 1
+            wanted = contact.peer in set(self._wanted())
+            if contact.failures > MAX_FAILURES and not wanted:
+                self._contacts.pop(contact.peer, None)
+                return
+            contact.nudge.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(contact.pause_seconds(wanted)):
+                    await contact.nudge.wait()
+
+    async def _watched(self, contact: Contact) -> str:
+        """Watch a peer for as long as it goes; returns why it ended."""
+        try:
+            async with asyncio.timeout(None) as contact.watching:
+                await self._watch(contact, contact.watching)
+        except TimeoutError:
+            return contact.why or "no answer in time"
+        except BadPayload as error:
+            contact.failures = MAX_FAILURES
+            self._refuse(contact.peer, str(error))
+            return str(error)
+        except PeerError as error:
+            return error.why
+        finally:
+            contact.watching = None
+        return "it said goodbye"
+
+    async def _watch(self, contact: Contact, limit: asyncio.Timeout) -> None:
+        """Dial, greet, and exchange pulses until the stream ends or `limit` is moved to now."""
+        loop, peer = asyncio.get_running_loop(), contact.peer
+        limit.reschedule(loop.time() + contact.patience_seconds)
+        async with AsyncExitStack() as dialling:
+            await dialling.enter_async_context(self._dials)
+            if not contact.live and contact.addresses:
+                await self._reach(peer, contact.addresses, loop.time() + contact.patience_seconds)
+            async with self._transport.open(peer, HELLO, loop.time() + WATCH_SECONDS) as stream:
+                await self._greet(contact, stream)
+                await dialling.aclose()
+                limit.reschedule(None)
+                await self._greeter.exchange(contact, stream, self._on_refusal)
+
+    async def _greet(self, contact: Contact, stream: Stream) -> None:
+        await stream.send(self._greeter.hello())
+        answer = await stream.receive(wire.MAX_HEADER_BYTES)
+        if isinstance(answer, Refusal):
+            self._on_refusal(contact.peer, answer)
+        welcome = wire.expect(answer, Welcome)
+        self._greeter.check(contact.peer, welcome.hello)
+        if contact.is_older(welcome.hello):
+            raise BadPayload("it greets us from an older life")
+        self._meet(contact, welcome.hello)
+        for each in welcome.known:
+            if each.peer not in self._contacts:
+                self.hint(each.peer, each.addresses)
+        contact.suspicion = Suspicion(asyncio.get_running_loop().time())
+        contact.failures, contact.greeted = 0, True
+        self._twins.discard(contact.peer)
+        self._set_live(contact, True)
+
+    def _on_refusal(self, peer: PeerId, refusal: Refusal) -> None:
+        """Another process has our identity, some say; believed if most of those whom we reach do."""
+        if refusal.final:
+            self._twins.add(peer)
+            if 2 * len(self._twins) > len(self.live()) - 1 + len(self._twins):
+                self.on_twin(refusal.why)
+        raise PeerGone(peer, f"it refuses us: {refusal.why}")
+
+    # -- being watched ------------------------------------------------------------------------------------------------
+
+    async def _serve(self, peer: PeerId, stream: Stream) -> None:
+        async with within(ANSWER_SECONDS, peer, "it greets"):
+            hello = wire.expect(await stream.receive(wire.MAX_HEADER_BYTES), Hello)
+        try:
+            self._greeter.check(peer, hello)
+        except BadPayload as error:
+            self._refuse(peer, str(error))
+            return await stream.send(Refusal(str(error)[:200], False))
+        self.hint(peer, hello.addresses)
+        contact = self._contacts.get(peer)
+        if contact is None:
+            return await stream.send(Refusal("too many peers are known here", False))
+        if contact.is_older(hello):
+            return await stream.send(Refusal(TWIN, True))
+        self._meet(contact, hello)
+        await stream.send(Welcome(self._greeter.hello(), self._known(peer)))
+        if not contact.live:
+            contact.nudge.set()
+        await self._greeter.echo(contact, hello, stream)
+
+    # -- greetings ----------------------------------------------------------------------------------------------------
+
+    def _meet(self, contact: Contact, hello: Hello) -> None:
+        before, contact.hello = contact.hello, hello
+        contact.addresses = tuple(dict.fromkeys((*hello.addresses, *contact.addresses)))[:MAX_ADDRESSES]
+        if before is not None and before.life != hello.life:
+            contact.end_watch()  # what we watch is its former life
+            self._set_live(contact, False, "it was started again")
+
+    def _known(self, to: PeerId) -> tuple[Acquaintance, ...]:
+        others = [each for each in self._contacts.values() if each.live and each.peer != to]
+        return tuple(Acquaintance(each.peer, each.addresses) for each in others[:MAX_INTRODUCED])
+
+    def _refuse(self, peer: PeerId, why: str) -> None:
+        log.warning("%s: %s", peer, why)
+        if len(self.refused) < MAX_CONTACTS or why in self.refused:
+            self.refused[why] += 1
+
+    def goodbye(self) -> None:
+        """Tell everybody at once that we are leaving."""
+        self._greeter.leaving = True
+        for contact in self._contacts.values():
+            contact.hurry.set()

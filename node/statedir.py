@@ -1,0 +1,185 @@
+"""A peer's directory: who it is, which run it is in, whom it met, what it reported. One process at a time.
+
+identity.key    the Ed25519 key                     peers.json     whom it met, and where
+incarnation     how often it was started            rounds.jsonl   one report a line
+manifest.bin    the sealed manifest of its run      held-out.bin   the sample that everybody evaluates on
+past/<run>/     the files of runs that it was in before
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
+
+from node.hello import MAX_ADDRESS_CHARACTERS, MAX_ADDRESSES, MAX_RUN_BYTES, MAX_SAMPLE_BYTES
+from node.identity import Identity, load_or_create
+from protocols.base import PeerId
+
+MAX_CACHED_PEERS = 64
+_OF_A_RUN = ("manifest.bin", "held-out.bin", "peers.json", "rounds.jsonl")
+_MAX_CACHE_BYTES = 1 << 20
+
+
+class StateError(Exception):
+    """The directory cannot be used; the message says what, why and what to do."""
+
+
+class StateDir:
+    """An open directory: `with StateDir.open(path) as state`."""
+
+    def __init__(self, path: Path, lock: int, identity: Identity, incarnation: int) -> None:
+        self.path, self.identity, self.incarnation = path, identity, incarnation
+        self._lock = lock
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Take hold of the directory, made first if there is none, for a life of its own number.
+
+        Raises:
+            StateError: it cannot be written, or another process has it.
+            IdentityError: the identity in it cannot be used.
+        """
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise StateError(
+                f"cannot use the state directory {path} ({error.strerror}): give one that can be written by --state-dir"
+            ) from None
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return cls(path, lock, load_or_create(path / "identity.key"), _next_incarnation(path / "incarnation"))
+        except BlockingIOError:
+            os.close(lock)
+            raise StateError(
+                f"{path} is in use by another running peer: stop it, or give this one its own --state-dir"
+            ) from None
+        except OSError as error:
+            os.close(lock)
+            raise StateError(
+                f"cannot write {error.filename or path} ({error.strerror}): free space, or another --state-dir"
+            ) from None
+        except BaseException:
+            os.close(lock)
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._lock)
+
+    @property
+    def rounds(self) -> Path:
+        return self.path / "rounds.jsonl"
+
+    @property
+    def sample(self) -> Path:
+        """Where the run's evaluation sample is; it may be missing."""
+        return self.path / "held-out.bin"
+
+    # -- the run ------------------------------------------------------------------------------------------------------
+
+    def manifest(self) -> bytes:
+        """The sealed manifest of the run that this directory is of; empty if it is of none."""
+        return _read(self.path / "manifest.bin", MAX_RUN_BYTES)
+
+    def begin(self, run_id: str, before: str, sealed: bytes, sample: bytes) -> None:
+        """Make it the directory of a run. The files of another, `before`, are moved aside, never deleted.
+
+        Raises:
+            StateError: it cannot be written.
+        """
+        try:
+            if before != run_id:
+                self._put_aside(before)
+            if self.manifest() != sealed:
+                write_atomically(self.path / "manifest.bin", sealed)
+            if sample and _read(self.sample, MAX_SAMPLE_BYTES) != sample:
+                write_atomically(self.sample, sample)
+        except OSError as error:
+            raise StateError(
+                f"cannot write {error.filename or self.path} ({error.strerror}): free space there"
+            ) from None
+
+    def _put_aside(self, run_id: str) -> None:
+        there = [self.path / name for name in _OF_A_RUN if (self.path / name).exists()]
+        if not there:
+            return
+        past = self.path / "past" / (run_id[:16] or "unknown")
+        number = 1
+        while past.exists():
+            number += 1
+            past = past.with_name(f"{run_id[:16] or 'unknown'}-{number}")
+        past.mkdir(parents=True)
+        for file in there:
+            file.rename(past / file.name)
+
+    # -- whom it met --------------------------------------------------------------------------------------------------
+
+    def peers(self) -> dict[PeerId, tuple[str, ...]]:
+        """Peers that were live when this was last in the run, and their addresses; what cannot be read is left out."""
+        try:
+            entries = json.loads(_read(self.path / "peers.json", _MAX_CACHE_BYTES) or b"{}")
+        except ValueError:
+            return {}
+        if not isinstance(entries, dict):
+            return {}
+        found = {
+            peer: tuple(each for each in addresses if isinstance(each, str) and len(each) <= MAX_ADDRESS_CHARACTERS)
+            for peer, addresses in entries.items()
+            if isinstance(addresses, list)
+        }
+        return dict(list(found.items())[:MAX_CACHED_PEERS])
+
+    def remember(self, peers: Mapping[PeerId, Sequence[str]]) -> None:
+        """Note whom we see now; those noted before come after them, as many as there is room for."""
+        merged = {peer: tuple(addresses)[:MAX_ADDRESSES] for peer, addresses in peers.items()}
+        for peer, addresses in self.peers().items():
+            merged.setdefault(peer, addresses)
+        kept = {peer: merged[peer] for peer in list(merged)[:MAX_CACHED_PEERS]}
+        if kept != self.peers():
+            with suppress(OSError):  # a full disk must not end a round
+                write_atomically(self.path / "peers.json", json.dumps(kept, indent=1).encode())
+
+    def addresses(self) -> Iterable[str]:
+        """Multiaddrs with peer ids of those who were live."""
+        for peer, addresses in self.peers().items():
+            yield from (f"{address}/p2p/{peer}" for address in addresses[:4])
+
+
+def _read(path: Path, limit: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(limit)
+    except OSError:
+        return b""
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replace a file's content, so that after a crash there is the old one or the new one.
+
+    Raises:
+        OSError: it cannot be written; the old content stays.
+    """
+    temporary = path.with_name(f".{path.name}.new")
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def _next_incarnation(path: Path) -> int:
+    """One more than in any life before: a member that came back under its old number could vote twice."""
+    text = _read(path, 32).decode(errors="replace").strip()
+    if text and not text.isdecimal():
+        raise StateError(f"{path} is damaged: write a number into it that is higher than any that others have seen")
+    incarnation = int(text or 0) + 1
+    write_atomically(path, f"{incarnation}\n".encode())
+    return incarnation

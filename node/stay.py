@@ -1,0 +1,165 @@
+"""A peer inside a run: rounds, what is told of them, and leaving in good order."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+
+from node.journal import Journal
+from node.life import rounds
+from node.membership import Membership
+from node.metrics import LoopLag, vitals
+from node.portrait import Portrait
+from node.remote import RemoteTrainer
+from node.report import RoundReport
+from node.round import Replica
+from node.statedir import StateDir
+from node.status import View
+from protocols.base import Directory, Outcome
+from protocols.sync import Sync
+from protocols.tasks import together
+
+FINISH_SECONDS = 7.0
+"""A peer that is asked to leave ends its round within so long, or leaves without."""
+LINGER_SECONDS = 20.0
+"""After the last round, others who missed it may still ask for it; this long at most, and until all have it."""
+ANNOUNCED_SECONDS = 180.0
+FIND_SECONDS = 20.0
+WAIT_SECONDS = 1.0
+SCOPE = "run"
+MAX_FOUND = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What a stay is made of; `addresses` are those that others can dial."""
+
+    replica: Replica
+    trainer: RemoteTrainer
+    sync: Sync
+    membership: Membership
+    directory: Directory
+    state: StateDir
+    journal: Journal
+    lag: LoopLag
+    addresses: Callable[[], Sequence[str]]
+    wall: Callable[[], float]
+
+
+class Stay:
+    """Runs rounds until the run is over, `most` rounds are done, or the user wants to leave.
+
+    Args:
+        last_round: of the run; most: rounds that this peer takes part in; wait_for: peers that must be here first.
+    """
+
+    def __init__(self, means: Means, portrait: Portrait, view: View, last_round: int, most: int | None, wait_for: int):
+        self._means, self._portrait, self._view = means, portrait, view
+        self._last_round, self._most, self._wait_for = last_round, most, wait_for
+        self._done = 0
+        self._leave = asyncio.Event()
+
+    def leave(self) -> None:
+        """End the round under way, and go."""
+        self._leave.set()
+        self._portrait.becomes("leaving", "the round ends, its work is handed in")
+        self._means.membership.goodbye()
+        self._means.replica.leave()
+
+    async def run(self) -> None:
+        """The whole stay; returns when it is over."""
+        means = self._means
+        async with together() as group:
+            helpers = [
+                group.create_task(means.membership.run()),
+                group.create_task(means.sync.run()),
+                group.create_task(self._discover()),
+            ]
+            main = group.create_task(self._rounds())
+            watch = group.create_task(self._hurry(main))
+            await asyncio.wait([main])
+            if not self._leave.is_set():
+                await self._linger()
+            for each in (*helpers, watch):
+                each.cancel()
+
+    async def _hurry(self, main: asyncio.Task[None]) -> None:
+        """Who is asked to leave does not wait for others for long."""
+        await self._leave.wait()
+        await asyncio.sleep(FINISH_SECONDS)
+        if not main.done():
+            self._view.say("the round did not end in time: leaving without it")
+            main.cancel()
+
+    def _goes_on(self) -> bool:
+        enough = self._most is not None and self._done >= self._most
+        return not (enough or self._over() or self._leave.is_set())
+
+    def _over(self) -> bool:
+        return self._means.replica.chain.head.key.round >= self._last_round
+
+    async def _rounds(self) -> None:
+        means = self._means
+        await means.replica.settle()
+        await self._wait_for_others()
+        async for report in rounds(means.replica, means.sync, means.wall, self._goes_on, self._portrait.becomes):
+            await self._report(report)
+            means.replica.last = self._most is not None and self._done >= self._most - 1
+        self._portrait.becomes("finished", "the run is over" if self._over() else "")
+
+    async def _wait_for_others(self) -> None:
+        members = self._means.membership
+        while not self._leave.is_set() and (here := len(members.live())) < self._wait_for:
+            self._portrait.becomes("waiting", f"for {self._wait_for} peers to be here: {here} are")
+            await members.changed(members.version, asyncio.get_running_loop().time() + WAIT_SECONDS)
+
+    async def _report(self, report: RoundReport) -> None:
+        means = self._means
+        if report.outcome in ("committed", "alone", "fork", "superseded"):
+            self._done += report.outcome != Outcome.SUPERSEDED
+            report = replace(report, held_out_loss=await means.trainer.evaluate())
+        pids = self._portrait.pids()
+        report = replace(report, **asdict(vitals(means.lag, pids)))
+        means.journal.write(report)
+        self._portrait.reported(report)
+        self._view.report(report)
+        live = [each for each in means.membership.contacts() if each.live]
+        means.state.remember({each.peer: each.addresses for each in live})
+
+    async def _linger(self) -> None:
+        """Stay until all members of the roster have got as far as we are: who missed the last round can ask us."""
+        members, key = self._means.membership, self._means.replica.chain.head
+        loop = asyncio.get_running_loop()
+        until = loop.time() + LINGER_SECONDS
+        roster = {member.peer for member in key.roster}
+        while loop.time() < until and not self._leave.is_set():
+            behind = [
+                each
+                for each in members.contacts()
+                if each.live and each.peer in roster and not each.leaving and each.round < key.key.round
+            ]
+            if not behind:
+                return
+            await asyncio.sleep(0.1)
+
+    async def _discover(self) -> None:
+        """Tell the directory where we are, and ask it for others, again and again."""
+        loop, means = asyncio.get_running_loop(), self._means
+        while True:
+            until = loop.time() + FIND_SECONDS
+            value = json.dumps(list(means.addresses())[:8]).encode()
+            await means.directory.announce(SCOPE, value, ANNOUNCED_SECONDS, until)
+            for peer, found in await means.directory.find(SCOPE, MAX_FOUND, until):
+                means.membership.hint(peer, _addresses(found))
+            await asyncio.sleep(max(0.0, until - loop.time()))
+
+
+def _addresses(value: bytes) -> list[str]:
+    """What a directory says: a hint, perhaps nonsense."""
+    try:
+        found = json.loads(value)
+    except ValueError:
+        return []
+    return [each for each in found if isinstance(each, str)][:8] if isinstance(found, list) else []
