@@ -88,11 +88,9 @@ class Terminal:
 
     async def _watch(self) -> None:
         live = Live(console=self._console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
-        told = False
         with live if self.is_live else nullcontext():
             try:
                 while True:
-                    told = told or self._tell_join_line()
                     if self.is_live and self._err.ready:
                         live.update(self._picture(), refresh=True)
                     self._out.flush()
@@ -102,16 +100,6 @@ class Terminal:
 
     def _picture(self) -> RenderableType:
         return render(self._status(), tuple(self._reports), self._console.width) if self._status else ""
-
-    def _tell_join_line(self) -> bool:
-        """Once, as one long line, so that it can be copied whole, and stays where the view has moved on."""
-        command = join_command(self._status()) if self._status else None
-        if command is None:
-            return False
-        line, everywhere = command
-        self.say(f"Others join {'with' if everywhere else 'from this machine with'}:")
-        self.say(f"  {line}")
-        return True
 
     def close(self) -> None:
         """Hand over what still waits, giving up after half a second of silence; the cursor is back."""

@@ -1,0 +1,207 @@
+"""The control door: bounded, for this user only, and honest about peers that are gone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import stat
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from node import control
+from node.control import Control, NoAnswer, ask, claimed, running
+from node.status import Status, parse
+
+STATUS = Status(
+    "training", "", (), 3, 16, "ab", "default", "cd", "12D3KooWx", "ada", (), (), 5, 1.5, math.nan, 2.0, 7, 8, 9, 0.01,
+    None, 42, 1,
+)  # fmt: skip
+
+
+def soon(seconds: float = 2.0) -> float:
+    return asyncio.get_running_loop().time() + seconds
+
+
+def door(state_dir: Path, finish: object = None) -> Control:
+    return Control(state_dir, lambda: STATUS, finish or (lambda: None))  # type: ignore[arg-type]
+
+
+async def raw(state_dir: Path, request: bytes) -> bytes:
+    path = json.loads((state_dir / "control.json").read_text())["socket"]
+    reader, writer = await asyncio.open_unix_connection(path)
+    writer.write(request)
+    try:
+        return await asyncio.wait_for(reader.read(1 << 20), 10)
+    except OSError:
+        return b""
+    finally:
+        writer.transport.abort()
+
+
+async def test_a_peer_is_asked_for_its_status(tmp_path: Path) -> None:
+    async with door(tmp_path):
+        answer = await ask(tmp_path, "status", soon())
+    assert answer["loss"] is None and answer["eta_seconds"] is None
+    parsed = parse(answer)
+    assert math.isnan(parsed.loss) and replace(parsed, loss=0.0) == replace(STATUS, loss=0.0)
+
+
+async def test_a_peer_is_asked_to_finish(tmp_path: Path) -> None:
+    asked: list[int] = []
+    async with door(tmp_path, lambda: asked.append(1)):
+        assert await ask(tmp_path, "finish", soon()) == {"ok": True}
+    assert asked == [1]
+
+
+async def test_only_this_user_can_enter_and_nothing_stays_behind(tmp_path: Path) -> None:
+    async with door(tmp_path):
+        place = json.loads((tmp_path / "control.json").read_text())
+        directory = Path(place["socket"]).parent
+        assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+        assert place["pid"] == os.getpid()
+        assert len(place["socket"]) < 104
+    assert not directory.exists()
+    assert os.listdir(tmp_path) == []
+
+
+async def test_a_state_directory_may_be_deep(tmp_path: Path) -> None:
+    deep = tmp_path / ("d" * 100) / ("e" * 100)
+    deep.mkdir(parents=True)
+    async with door(deep):
+        assert (await ask(deep, "status", soon()))["round"] == 3
+
+
+@pytest.mark.parametrize("request_line", [b"\n", b"[]\n", b'{"do": "dance"}\n', b"\xff\xfe\n", b"[" * 900 + b"\n"])
+async def test_nonsense_gets_an_answer(tmp_path: Path, request_line: bytes) -> None:
+    async with door(tmp_path):
+        assert "error" in json.loads(await raw(tmp_path, request_line))
+        assert (await ask(tmp_path, "status", soon()))["round"] == 3
+
+
+async def test_a_long_request_is_cut_off(tmp_path: Path) -> None:
+    async with door(tmp_path):
+        assert await raw(tmp_path, b"x" * 100_000) == b""
+        assert (await ask(tmp_path, "status", soon()))["round"] == 3
+
+
+async def test_silent_clients_are_few_and_do_not_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "SERVE_SECONDS", 0.3)
+    async with door(tmp_path) as open_door:
+        silent = [asyncio.create_task(raw(tmp_path, b"")) for _ in range(8)]
+        await asyncio.sleep(0.1)
+        assert len(open_door._clients) == control.MAX_CLIENTS
+        await asyncio.gather(*silent)
+        assert not open_door._clients
+        assert (await ask(tmp_path, "status", soon()))["round"] == 3
+
+
+async def test_leaving_does_not_wait_for_clients(tmp_path: Path) -> None:
+    async with door(tmp_path):
+        silent = asyncio.create_task(raw(tmp_path, b""))
+        await asyncio.sleep(0.1)
+        began = asyncio.get_running_loop().time()
+    assert asyncio.get_running_loop().time() - began < 0.5
+    await silent
+
+
+async def test_no_peer_is_one_clear_line(tmp_path: Path) -> None:
+    with pytest.raises(NoAnswer, match=r"no peer runs in .*: start one"):
+        await ask(tmp_path, "status", soon())
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]", "nonsense", '{"socket": 3}', '{"socket": "/nowhere"}', "[" * 4000])
+async def test_a_damaged_file_is_no_peer(tmp_path: Path, content: str) -> None:
+    (tmp_path / "control.json").write_text(content)
+    with pytest.raises(NoAnswer, match="no peer runs"):
+        await ask(tmp_path, "status", soon())
+    async with door(tmp_path):
+        assert (await ask(tmp_path, "status", soon()))["round"] == 3
+
+
+_KILLED = """
+import asyncio, os, signal, sys
+from pathlib import Path
+from node.control import Control
+async def main():
+    async with Control(Path(sys.argv[1]), None, None):
+        os.kill(os.getpid(), signal.SIGKILL)
+asyncio.run(main())
+"""
+
+
+def killed(state_dir: Path) -> Path:
+    """The socket of a peer that was killed with its door open."""
+    subprocess.run([sys.executable, "-c", _KILLED, str(state_dir)], cwd=Path(__file__).parents[1], timeout=30)
+    return Path(json.loads((state_dir / "control.json").read_text())["socket"])
+
+
+async def test_what_a_killed_peer_left_is_recognised_and_cleared(tmp_path: Path) -> None:
+    left = killed(tmp_path)
+    assert os.path.exists(left)
+    with pytest.raises(NoAnswer, match="no peer runs"):
+        await ask(tmp_path, "status", soon())
+    async with door(tmp_path):
+        assert not left.parent.exists()
+        assert (await ask(tmp_path, "status", soon()))["round"] == 3
+
+
+async def test_clearing_never_follows_a_file_elsewhere(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    (tmp_path / "control.json").write_text(json.dumps({"pid": 1, "socket": str(precious)}))
+    async with door(tmp_path):
+        pass
+    assert precious.read_text() == "mine"
+
+
+async def test_a_stopped_peer_is_told_from_none(tmp_path: Path) -> None:
+    async def mute(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.transport.abort()
+
+    path = tmp_path / "s"
+    server = await asyncio.start_unix_server(mute, path)
+    (tmp_path / "control.json").write_text(json.dumps({"pid": 77, "socket": str(path)}))
+    with pytest.raises(NoAnswer, match=r"process 77\) does not answer"):
+        await ask(tmp_path, "status", soon(0.2))
+    server.close()
+    await asyncio.sleep(0.05)
+
+
+async def test_a_door_that_cannot_open_stops_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with door(tmp_path / "missing"):
+        pass
+    assert "cannot reach this peer" in caplog.text
+
+
+async def test_running_peers_are_found(tmp_path: Path) -> None:
+    first, second, third = (tmp_path / f"peer-{n}" for n in (1, 2, 3))
+    for each in (first, second, third):
+        each.mkdir()
+    (third / "control.json").write_text('{"pid": 1, "socket": "/nowhere/control"}')
+    assert await running(tmp_path / "none", soon()) == ()
+    async with door(first):
+        assert await running(tmp_path, soon()) == (first,)
+        async with door(second):
+            assert await running(tmp_path, soon()) == (first, second)
+
+
+def test_the_first_free_directory_is_claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    with claimed(None) as first, claimed(None) as second:
+        assert (first, second) == (tmp_path / "starling" / "peer-1", tmp_path / "starling" / "peer-2")
+        with pytest.raises(BlockingIOError, match="another running peer"), claimed(first):
+            pass
+    with claimed(None) as again, claimed(tmp_path / "mine" / "own") as own:
+        assert (again, own) == (first, tmp_path / "mine" / "own")
+
+
+def test_an_error_inside_a_claim_passes_through(tmp_path: Path) -> None:
+    with pytest.raises(BlockingIOError, match="other"), claimed(tmp_path / "a"):
+        raise BlockingIOError("other")
