@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 MAX_BYTES = 1 << 16
 """No run file, configuration or manifest is longer."""
 _SHOWN = 60
+_LINE = 500
 
 
 class ConfigError(ValueError):
@@ -84,7 +85,7 @@ def one_line(error: ValidationError) -> ConfigError:
     if len(place) > 1:
         where += f" in [{_cut('.'.join(place[:-1]))}]"
     if found["type"] == "value_error":
-        text = str(found["ctx"]["error"])
+        text = str(found["ctx"]["error"])[:_LINE]
         if place and isinstance(found["input"], dict):  # of a whole table: it starts with the name of the value
             return ConfigError(f"[{_cut(key)}]: {text}", _dotted(key, text.split()[0]))
         return ConfigError(f"{where}: {text}" if where else text, key)

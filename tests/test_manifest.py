@@ -1,0 +1,264 @@
+"""The manifest: one spelling, an id that must not change by accident, and nothing hostile taken or thrown."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from node import identity
+from node.config import MAX_BYTES
+from node.manifest import FORMAT, Manifest, ManifestError, seal, unseal
+from node.runconfig import GptTable, PacedTable, RunConfig, load_run
+from node.tasks.base import Recipe
+from protocols.base import Member
+from tests.sim.host import SimSigner
+
+FOUNDER = SimSigner("founder", seed=0)
+JOINER = SimSigner("joiner", seed=0)
+LARGEST = 2**31
+"""Elements: what no manifest may exceed, whatever else it says."""
+
+# Every value written out, so that a change of a default or of a preset leaves it as it is.
+CONFIG = RunConfig(
+    name="golden",
+    task="gpt",
+    protocol="butterfly",
+    codec="int8",
+    fork="allowed",
+    min_peers=2,
+    spread_limit=0.02,
+    seed=7,
+    chunk_elements=262_144,
+    recipe=Recipe(
+        inner_steps=50,
+        rounds=16,
+        learning_rate=2e-3,
+        outer_learning_rate=0.9,
+        outer_momentum=0.5,
+        batches=1,
+        betas=(0.9, 0.95),
+        weight_decay=0.1,
+        clip_norm=1.0,
+        warmup_steps=20,
+        final_fraction=0.1,
+    ),
+    gpt=GptTable(layers=1, width=8, heads=2, context=16, rows=4),
+)
+MANIFEST = Manifest(
+    config=CONFIG,
+    founder=Member("founder", 3),
+    elements=(CONFIG.elements,),
+    state_root=bytes(range(32)),
+    held_out=bytes(range(32, 64)),
+    created=1_500_000_000.25,
+)
+GOLDEN_RUN_ID = "afebdc373b7547d977ed096ad856951418267cd8bebe76d3e85465c524c0841b"
+GOLDEN = (
+    b'{"config":{"chunk_elements":262144,"codec":"int8","fork":"allowed","gpt":{"context":16,"heads":2,"la',
+    b'yers":1,"rows":4,"width":8},"min_peers":2,"name":"golden","protocol":"butterfly","recipe":{"batches"',
+    b':1,"betas":[0.9,0.95],"clip_norm":1.0,"final_fraction":0.1,"inner_steps":50,"learning_rate":0.002,"o',
+    b'uter_learning_rate":0.9,"outer_momentum":0.5,"rounds":16,"warmup_steps":20,"weight_decay":0.1},"seed',
+    b'":7,"spread_limit":0.02,"task":"gpt"},"created":1500000000.25,"elements":[5144],"founder":{"incarnat',
+    b'ion":3,"peer":"founder"},"held_out":"202122232425262728292a2b2c2d2e2f303132333435363738393a3b3c3d3e3',
+    b'f","state_root":"000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f"}',
+)
+
+
+def opened(envelope: bytes, expected: str | None = None) -> Manifest:
+    return unseal(envelope, JOINER.verify, expected)
+
+
+def refusal(envelope: bytes, expected: str | None = None) -> str:
+    with pytest.raises(ManifestError) as caught:
+        opened(envelope, expected)
+    line = str(caught.value)
+    assert len(line.splitlines()) == 1 and line.isprintable() and len(line) < 700
+    return line
+
+
+def signed(encoded: bytes) -> bytes:
+    """An envelope as a founder makes it who signs whatever he likes."""
+    envelope: bytes = msgpack.packb([FORMAT, encoded, FOUNDER.sign(b"starling manifest 1\n" + encoded)])
+    return envelope
+
+
+def spelt(tree: object) -> bytes:
+    return json.dumps(tree, sort_keys=True, separators=(",", ":")).encode()
+
+
+def changed(change: Callable[[Any], None]) -> bytes:
+    """A signed envelope in which the manifest's tree was changed."""
+    tree = json.loads(MANIFEST.encode())
+    change(tree)
+    return signed(spelt(tree))
+
+
+def put(value: object, *path: str) -> bytes:
+    def change(tree: Any) -> None:
+        for name in path[:-1]:
+            tree = tree[name]
+        tree[path[-1]] = value
+
+    return changed(change)
+
+
+def test_the_format_is_what_it_was() -> None:
+    """A difference means that peers of two versions cannot be in one run: raise `FORMAT`, and say so."""
+    assert MANIFEST.encode() == b"".join(GOLDEN)
+    assert MANIFEST.run_id == GOLDEN_RUN_ID
+
+
+@pytest.mark.parametrize("overrides", [{}, {"task": "paced"}, {"name": "Zürich", "gpt.preset": "w64"}])
+def test_what_is_sealed_comes_back(overrides: dict[str, object]) -> None:
+    config = load_run(None, overrides, ["butterfly"])
+    made = replace(MANIFEST, config=config, elements=(config.elements - 1, 1), held_out=bytes(32))
+    envelope = seal(made, FOUNDER)
+    assert len(envelope) < 2000
+    for expected in (None, made.run_id, made.run_id[:12], made.run_id.upper()):
+        assert opened(envelope, expected) == made
+
+
+def test_a_real_signature_holds(tmp_path: Path) -> None:
+    founder, other = identity.create(tmp_path / "founder"), identity.create(tmp_path / "other")
+    made = replace(MANIFEST, founder=Member(founder.peer_id, 1))
+    assert unseal(seal(made, founder), other.verify, made.run_id) == made
+    with pytest.raises(ManifestError, match="not signed by its founder"):
+        unseal(seal(made, other), other.verify)
+
+
+def test_an_envelope_is_what_it_was() -> None:
+    assert seal(MANIFEST, FOUNDER) == signed(MANIFEST.encode())
+
+
+def test_every_value_changes_the_run_id() -> None:
+    others = (
+        replace(MANIFEST, founder=Member("founder", 4)),
+        replace(MANIFEST, founder=Member("other", 3)),
+        replace(MANIFEST, state_root=bytes(32)),
+        replace(MANIFEST, held_out=bytes(32)),
+        replace(MANIFEST, created=1.0),
+        replace(MANIFEST, elements=(1, CONFIG.elements - 1)),
+        replace(MANIFEST, config=replace(CONFIG, seed=8)),
+        replace(MANIFEST, config=replace(CONFIG, recipe=replace(CONFIG.recipe, rounds=17))),
+    )
+    assert len({MANIFEST.run_id, *(other.run_id for other in others)}) == len(others) + 1
+
+
+def test_another_run_is_refused_by_both_names() -> None:
+    line = refusal(seal(MANIFEST, FOUNDER), "ab" * 32)
+    assert MANIFEST.run_id in line and "ab" * 32 in line
+    assert "this is run" in refusal(seal(MANIFEST, FOUNDER), MANIFEST.run_id[:11])
+    assert "this is run" in refusal(seal(MANIFEST, FOUNDER), "")
+    assert "\\x1b" in refusal(seal(MANIFEST, FOUNDER), "\x1b\n")
+
+
+@pytest.mark.parametrize(
+    "envelope, words",
+    [
+        (bytes(MAX_BYTES + 1), "65537 bytes, more than 65536"),
+        (b"", "damaged"),
+        (seal(MANIFEST, FOUNDER)[:-1], "damaged"),
+        (seal(MANIFEST, FOUNDER) + b"\0", "damaged"),
+        (b"\x91" * 60_000, "damaged"),
+        (b"\xdd\xff\xff\xff\xff", "damaged"),
+        (msgpack.packb([FORMAT + 1, b"", b""]), "of format 2, this version knows 1: update"),
+        (msgpack.packb([True, b"", b""]), "no manifest"),
+        (msgpack.packb([FORMAT, b""]), "no manifest"),
+        (msgpack.packb([FORMAT, "", ""]), "not in its canonical spelling"),
+        (b"\x93\xcc\x01" + seal(MANIFEST, FOUNDER)[2:], "not in its canonical spelling"),
+        (seal(MANIFEST, JOINER), "not signed by its founder"),
+        (seal(replace(MANIFEST, founder=Member("joiner")), FOUNDER), "not signed by its founder"),
+        (msgpack.packb([FORMAT, MANIFEST.encode(), b""]), "not signed by its founder"),
+        (signed(b""), "Invalid JSON"),
+        (signed(b"[" * 60_000), "recursion limit"),
+        (signed(MANIFEST.encode() + b" "), "not in its canonical spelling"),
+        (signed(MANIFEST.encode().replace(b'"created":', b'"created":1.0,"created":')), "not in its canonical"),
+        (signed(json.dumps(json.loads(MANIFEST.encode())).encode()), "not in its canonical spelling"),
+        (signed(b"[]"), "must be an object"),
+        (put(1, "created"), "not in its canonical spelling"),
+        (put("AB" * 32, "held_out"), "not in its canonical spelling"),
+        (changed(lambda tree: tree.pop("held_out")), "not in its canonical spelling"),
+        (changed(lambda tree: tree.pop("state_root")), '"state_root" is missing'),
+        (put(3, "extra"), 'unknown key "extra"'),
+        (put(3, "config", "ex\x1b\n"), "unknown key"),
+        (put(3, "config"), '"config" must be an object, not 3'),
+        (put("00" * 31, "state_root"), "at least 32 bytes"),
+        (put("zz" * 32, "state_root"), "must be valid hex"),
+        (put(float("nan"), "created"), "finite"),
+        (put(-1.0, "created"), "greater than or equal to 0"),
+        (put("", "founder", "peer"), "peer id"),
+        (put("x" * 129, "founder", "peer"), "peer id"),
+        (put("\x1b[2J", "founder", "peer"), "peer id"),
+        (put(-1, "founder", "incarnation"), "incarnation"),
+        (put(1 << 60, "founder", "incarnation"), "incarnation"),
+        (put([], "elements"), "at least 1 item"),
+        (put([1] * 65, "elements"), "at most 64 items"),
+        (put([0, CONFIG.elements], "elements"), "greater than or equal to 1"),
+        (put([CONFIG.elements + 1], "elements"), "the task takes"),
+        (put([LARGEST + 1], "elements"), "less than or equal to"),
+        (put(1 << 40, "config", "gpt", "layers"), "less than or equal to 1024"),
+        (put(1 << 15, "config", "gpt", "width"), "parameters, more than"),
+        (put("x" * 65, "config", "name"), "at most 64 characters"),
+        (put("int9", "config", "codec"), "unknown codec 'int9'"),
+        (put(0, "config", "recipe", "rounds"), "rounds must be"),
+        (put(int("9" * 4000), "config", "recipe", "rounds"), "rounds"),
+        (put({"elements": 5}, "config", "paced"), "no other task's"),
+    ],
+)
+def test_what_is_hostile_is_refused_in_one_line(envelope: bytes, words: str) -> None:
+    assert words in refusal(envelope)
+
+
+def test_the_largest_run_is_bounded() -> None:
+    config = replace(CONFIG, task="paced", gpt=None, paced=PacedTable(elements=LARGEST))
+    assert replace(MANIFEST, config=config, elements=(LARGEST,)).config.elements == LARGEST
+    with pytest.raises(ValueError, match="less than or equal to 2147483648"):
+        PacedTable(elements=LARGEST + 1)
+
+
+@given(st.binary(max_size=500))
+def test_random_bytes_are_refused(envelope: bytes) -> None:
+    refusal(envelope)
+
+
+@given(st.data())
+def test_a_mutated_envelope_is_refused(data: st.DataObject) -> None:
+    envelope = bytearray(seal(MANIFEST, FOUNDER))
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, len(envelope) - 1))
+        envelope[at] ^= data.draw(st.integers(1, 255))
+    if bytes(envelope) != seal(MANIFEST, FOUNDER):
+        refusal(bytes(envelope))
+
+
+FOREIGN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=5,
+)
+
+
+def paths(tree: Any, *start: str) -> list[tuple[str, ...]]:
+    if not isinstance(tree, dict):
+        return [start]
+    return [path for name, value in tree.items() for path in paths(value, *start, name)] + [start] * bool(start)
+
+
+@given(st.sampled_from(paths(json.loads(MANIFEST.encode()))), FOREIGN)
+def test_any_value_anywhere_is_taken_or_refused(path: tuple[str, ...], value: object) -> None:
+    """Signed by its founder, who lies: all that is taken is in range, and reads back the same."""
+    try:
+        manifest = opened(put(value, *path))
+    except ManifestError as error:
+        assert len(str(error).splitlines()) == 1
+    else:
+        assert opened(seal(manifest, FOUNDER)) == manifest
+        assert manifest.config.elements == sum(manifest.elements) <= LARGEST
