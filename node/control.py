@@ -62,34 +62,33 @@ class Control:
     async def __aexit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
         if self._server:
             self._server.close()
-        for client in tuple(self._clients):
+        clients = tuple(self._clients)
+        for client in clients:
             client.cancel()
-        if self._clients:
-            await asyncio.wait(self._clients, timeout=1)
+        if clients:
+            await asyncio.wait(clients, timeout=1)
         with suppress(OSError):
             _clear(self._file)
         if self._directory:
             with suppress(OSError):
                 self._directory.rmdir()
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if len(self._clients) >= MAX_CLIENTS:
             writer.transport.abort()
             return
-        self._clients.add(task)
-        try:
+        client = asyncio.create_task(self._serve(reader, writer), name="control")
+        self._clients.add(client)
+        client.add_done_callback(self._clients.discard)
+        client.add_done_callback(lambda _: writer.transport.abort())
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError, ValueError):  # gone, too slow, or a request that is too long
             async with asyncio.timeout(SERVE_SECONDS):
                 writer.write(self._answer(await reader.readline()).encode() + b"\n")
                 await writer.drain()
                 writer.close()
                 await writer.wait_closed()
-        except (OSError, ValueError):  # gone, too slow, or a request that is too long
-            pass
-        finally:
-            writer.transport.abort()
-            self._clients.discard(task)
 
     def _answer(self, line: bytes) -> str:
         try:

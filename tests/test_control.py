@@ -138,12 +138,13 @@ asyncio.run(main())
 def killed(state_dir: Path) -> Path:
     """The socket of a peer that was killed with its door open."""
     subprocess.run([sys.executable, "-c", _KILLED, str(state_dir)], cwd=Path(__file__).parents[1], timeout=30)
-    return Path(json.loads((state_dir / "control.json").read_text())["socket"])
+    left = Path(json.loads((state_dir / "control.json").read_text())["socket"])
+    assert left.exists()
+    return left
 
 
 async def test_what_a_killed_peer_left_is_recognised_and_cleared(tmp_path: Path) -> None:
     left = killed(tmp_path)
-    assert os.path.exists(left)
     with pytest.raises(NoAnswer, match="no peer runs"):
         await ask(tmp_path, "status", soon())
     async with door(tmp_path):
