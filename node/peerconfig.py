@@ -94,6 +94,13 @@ def _run_id(text: str) -> str:
     return text.lower()
 
 
+def _home(path: Path) -> Path:
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        raise ValueError(f"{str(path)!r}: there is no such home directory, give the whole path") from None
+
+
 def _nickname(text: str) -> str:
     if len(text) > 32 or not text.isprintable():
         raise ValueError(f"{text[:40]!r} must be at most 32 printable characters")
@@ -124,7 +131,7 @@ class PeerConfig:
 
     bootstrap: Annotated[tuple[Annotated[str, AfterValidator(_bootstrap)], ...], BeforeValidator(_split)] = ()
     run_id: Annotated[str, AfterValidator(_run_id)] | None = None
-    state_dir: Annotated[Path, AfterValidator(Path.expanduser)] | None = None
+    state_dir: Annotated[Path, AfterValidator(_home)] | None = None
     rounds: int | None = Field(default=None, ge=1)
     listen: Annotated[
         tuple[Annotated[str, AfterValidator(_listen)], ...], BeforeValidator(_split), Field(min_length=1)
@@ -133,7 +140,7 @@ class PeerConfig:
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     threads: Annotated[Literal["auto"] | int, BeforeValidator(_threads)] = "auto"
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    data: Annotated[Path, AfterValidator(Path.expanduser)] | None = None
+    data: Annotated[Path, AfterValidator(_home)] | None = None
     nickname: Annotated[str, AfterValidator(_nickname)] = ""
     bandwidth_bytes_per_second: float = Field(default=12.5e6, gt=0, le=1e12)
     wait_for_peers: int = Field(default=1, ge=1, le=MAX_ROSTER)

@@ -233,12 +233,21 @@ def _nested(flags: Mapping[str, object]) -> dict[str, Any]:
     nested: dict[str, Any] = {}
     for key, value in flags.items():
         table, _, name = key.rpartition(".")
-        (nested.setdefault(table, {}) if table else nested)[name] = value
+        place = nested.setdefault(table, {}) if table else nested
+        if not isinstance(place, dict):
+            raise ConfigError(f'"{table}" cannot be both a value and a table', key)
+        place[name] = value
     return nested
 
 
 def _merged(file: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
     for values in (file, flags):
+        for name, known in _TABLES.items():
+            lost = next((key for key in values if key in known), None)
+            if lost:
+                raise ConfigError(
+                    f'unknown key "{lost}": write it as "{name}.{lost}", or into the table [{name}]', lost
+                )
         check_keys(values, _KEYS)
         for name, known in _TABLES.items():
             table = values.get(name, {})

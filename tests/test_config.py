@@ -113,6 +113,7 @@ def test_who_may_go_on_alone() -> None:
         ("[recipe]\ninner_step = 3", 'unknown key "inner_step" in [recipe]: did you mean "inner_steps"?'),
         ("protocl = 'butterfly'", 'unknown key "protocl": did you mean "protocol"?'),
         ("task = 'paced'\n[gpt]\nlayer = 3", 'unknown key "layer" in [gpt]: did you mean "layers"?'),
+        ("rounds = 3", 'unknown key "rounds": write it as "recipe.rounds", or into the table [recipe]'),
         ("protocol = 'buterfly'", 'unknown protocol "buterfly": did you mean "butterfly"?'),
         ("task = 'gtp'", "\"task\" must be 'gpt' or 'paced', not 'gtp'"),
         ("codec = 'int9'", "did you mean 'int8'?"),
@@ -167,6 +168,7 @@ def test_a_bad_flag_is_not_blamed_on_the_file(file: Path) -> None:
     assert refusal(file, {"protocol": "x"}).startswith('command line: unknown protocol "x": there are butterfly')
     assert refusal(file, {"gpt.preset": "x"}).startswith("command line: no preset")
     assert refusal(None, {"recipe": 3}).startswith("command line: ")
+    assert refusal(None, {"recipe": 3, "recipe.rounds": 3}).startswith('command line: "recipe" cannot be both')
     assert refusal(None, {"a.b.c": 3}).startswith('command line: unknown key "a.b"')
 
 
@@ -348,6 +350,7 @@ def test_any_address_is_taken_or_refused_in_one_line(address: str) -> None:
         ("wait_for_peers", 33, "must be less than or equal to 32"),
         ("bandwidth_bytes_per_second", float("inf"), "must be"),
         ("log_level", "loud", "must be 'debug', 'info'"),
+        ("data", Path("~nobody-of-that-name/text"), "no such home directory"),
         ("nat", "maybe", "must be a valid boolean, not 'maybe'"),
     ],
 )
