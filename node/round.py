@@ -54,7 +54,13 @@ class _Round:
 
 
 class Replica:
-    """The outer state of one peer, and its rounds."""
+    """The outer state of one peer, and its rounds.
+
+    Attributes:
+        leaving: the round under way is this peer's last, and shall end at once.
+        last: it is the last, and ends as any other.
+        on_phase: called with `training` or `averaging` and the work so far, as a round goes on.
+    """
 
     def __init__(
         self,
@@ -77,6 +83,9 @@ class Replica:
         self._snapshots = snapshots
         self._compute = compute
         self._delta, self._mean = torch.empty_like(anchor), torch.empty_like(anchor)
+        self.leaving = self.last = False
+        self.on_phase: Callable[[str, Work], None] = lambda phase, work: None
+        self._offer_again: Callable[[], None] = lambda: None
         self._limit_seconds = FIRST_ROUND_LIMIT_SECONDS
         self._counted: dict[bytes, int] = {}  # lineage -> tokens of ours in the round that led to it
 
@@ -117,19 +126,36 @@ class Replica:
         async with self.averager.enter(head, deadline) as session:
 
             def offer(work: Work) -> None:
-                session.ready(offered := _offered(work, head))
+                self._offer_again = lambda: session.ready(self._offered(work, head))
+                session.ready(offered := self._offered(work, head))
                 offers.append(offered.tokens)
+                self.on_phase("training", offered)
 
             work = await self.trainer.train(head.key, session.cut, offer)
             watch.lap("train")
+            self.on_phase("averaging", work)
             await self._outgoing(work)
-            work = _offered(work, head)
+            work = self._offered(work, head)
             mean = await session.mean([self._delta], work, [self._mean])
+            self._offer_again = lambda: None
             watch.lap("average")
         done = await self._apply(head, mean, work, offers[:2] == [0, work.tokens])
         if mean.outcome is Outcome.COMMITTED:  # a round that ran into its limit must not raise it
             self._limit_seconds = max(ROUND_LIMIT_FLOOR_SECONDS, ROUND_LIMIT_MULTIPLE * watch.total())
         return self._report(me, done, watch.seconds, wall())
+
+    def leave(self) -> None:
+        """Hand in what there is, as soon as the others can: this peer goes when the round is over."""
+        self.leaving = True
+        self._offer_again()
+
+    def _offered(self, work: Work, head: Head) -> Work:
+        """Work as the others hear of it: bound to our state, and nothing if it diverged."""
+        if _diverged(work):
+            work = replace(work, tokens=0, norm=0.0)
+        if self.leaving or (self.last and work.complete):
+            work = replace(work, complete=True, leaving=True)
+        return replace(work, state_root=head.state_root)
 
     async def _outgoing(self, work: Work) -> None:
         if _diverged(work):  # start again from the anchor, bring nothing
@@ -264,9 +290,3 @@ def _diverged(work: Work) -> bool:
     """Not finite, or more than an offer can say: a plan that held such an offer would be refused by everybody."""
     return not work.norm <= MAX_NORM
 
-
-def _offered(work: Work, head: Head) -> Work:
-    """Work as the others hear of it: bound to our state, and nothing if it diverged."""
-    if _diverged(work):
-        work = replace(work, tokens=0, norm=0.0)
-    return replace(work, state_root=head.state_root)

@@ -6,13 +6,13 @@ import asyncio
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Protocol
 
 from node.journal import Journal
 from node.life import rounds
 from node.membership import Membership
 from node.metrics import LoopLag, vitals
 from node.portrait import Portrait
-from node.remote import RemoteTrainer
 from node.report import RoundReport
 from node.round import Replica
 from node.statedir import StateDir
@@ -32,12 +32,18 @@ SCOPE = "run"
 MAX_FOUND = 64
 
 
+class Evaluator(Protocol):
+    """What can tell how good the outer parameters are."""
+
+    async def evaluate(self) -> float: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Means:
     """What a stay is made of; `addresses` are those that others can dial."""
 
     replica: Replica
-    trainer: RemoteTrainer
+    trainer: Evaluator
     sync: Sync
     membership: Membership
     directory: Directory

@@ -263,6 +263,7 @@ class Work:
         norm: L2 norm of the pseudo-gradient, anchor - local.
         complete: the inner steps of the round are done; more may follow until the round is cut.
         state_root: root of the outer state after the last committed round, 32 bytes.
+        leaving: the last that it brings: it will be gone when the round is over, which is called at once.
     """
 
     tokens: int
@@ -272,6 +273,7 @@ class Work:
     step_seconds: float = 0.0
     complete: bool = False
     state_root: bytes = bytes(32)
+    leaving: bool = False
 
 
 class Outcome(StrEnum):
