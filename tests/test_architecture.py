@@ -20,17 +20,18 @@ ROOMS = {"node", "protocols", "tests", "benchmarks"}
 PEER = {"node/peer.py"}
 ONLY_IN: dict[str, set[str]] = {
     "time": {"node/clock.py", "node/worker.py"},
-    "socket": {"node/remote.py", "node/worker.py"},
+    "socket": {"node/process.py", "node/worker.py"},
     "threading": {"node/compute.py"},
     "concurrent": {"node/compute.py"},
     "subprocess": {"node/child.py", "node/libp2p.py"},
     "asyncio.subprocess": {"node/child.py", "node/libp2p.py"},
     "multiprocessing": set(),
     "pickle": set(),
-    "hivemind": {"node/libp2p.py"},
+    "hivemind": {"node/link.py", "node/kademlia.py"},
     "protocols.PROTOCOLS": PEER,
     "protocols.butterfly": PEER | {"protocols/__init__.py"},
     "node.libp2p": PEER,
+    "node.dht": PEER,
     "node.compute": PEER,
     "node.clock": PEER,
 }

@@ -7,9 +7,13 @@ has it, whatever else their folders contain.
 from __future__ import annotations
 
 import hashlib
+import json
+import os
 import random
+import shutil
 import sysconfig
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +22,7 @@ import torch
 HELD_OUT_BYTES = 256 << 10
 _HELD_OUT_SHARE = 16  # one file, or one byte, of so many
 _BLOCK = 4 << 10
+_IN_MEMORY_BYTES = 64 << 20
 _SKIPPED = frozenset({"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages"})
 
 
@@ -51,26 +56,35 @@ class Text:
         return torch.stack([self.held_out[start : start + width] for start in starts]).long()
 
 
-def load(path: Path | None = None) -> Text:
+def load(path: Path | None = None, sample: Path | None = None) -> Text:
     """Read the text: the standard library's source unless a file or a folder is given.
 
     The standard library's: all its *.py files without tests, idlelib, lib2to3 and site-packages, about 11 MB. It
     differs between Python versions, so a run sends its held-out sample (at most `HELD_OUT_BYTES`) to all peers. A
-    folder: all its files, without hidden ones. A single file is mapped, not read; its end is held out.
+    folder: all its files, without hidden ones; of a large one (over 64 MiB) a copy is kept in the user's cache, one
+    file that all processes map, and that may be deleted. A single file is mapped, not read; its end is held out.
+
+    Args:
+        sample: a file to evaluate on instead of what this text holds out, which is not trained on either.
 
     Raises:
         ValueError: nothing there, nothing in it, or not readable; one line that names the path.
     """
     try:
-        if path is None:
-            return _split(*_standard_library())
-        if path.is_file():
-            return _split_bytes(_map(path), str(path))
-        if not path.is_dir():
-            raise ValueError(f"no file or folder {path}")
-        return _split(path, (file for file in path.rglob("*") if _visible(file.relative_to(path))))
+        text = _load(path)
+        return text if sample is None else Text(text.training, _map(sample)[:HELD_OUT_BYTES])
     except OSError as error:
         raise ValueError(f"cannot read {error.filename or path}: {error.strerror}") from error
+
+
+def _load(path: Path | None) -> Text:
+    if path is None:
+        return _split(*_standard_library())
+    if path.is_file():
+        return _split_bytes(_map(path), str(path))
+    if not path.is_dir():
+        raise ValueError(f"no file or folder {path}")
+    return _split(path, (file for file in path.rglob("*") if _visible(file.relative_to(path))))
 
 
 def _standard_library() -> tuple[Path, Iterable[Path]]:
@@ -97,23 +111,54 @@ def held_out(relative: str) -> bool:
 def _split(root: Path, files: Iterable[Path]) -> Text:
     """Read files in the order of their relative paths, each on its side of the split."""
     names = sorted(file.relative_to(root).as_posix() for file in files if file.is_file())
-    training, sample = bytearray(), bytearray()
-    for name in names:
-        (sample if held_out(name) else training).extend((root / name).read_bytes())
-    if not training and not sample:
+    training = _read(root, [name for name in names if not held_out(name)])
+    sample = _read(root, [name for name in names if held_out(name)])
+    if not len(training) and not len(sample):
         raise ValueError(f"{root} holds no text")
-    if not training or not sample:  # too few files for the hash to tell them apart
-        return _split_bytes(torch.frombuffer(training or sample, dtype=torch.uint8), str(root))
-    return Text(torch.frombuffer(training, dtype=torch.uint8), torch.frombuffer(_sample(sample), dtype=torch.uint8))
+    if not len(training) or not len(sample):  # too few files for the hash to tell them apart
+        return _split_bytes(training if len(training) else sample, str(root))
+    return Text(training, _sample(sample))
 
 
-def _sample(text: bytearray) -> bytearray:
+def _read(root: Path, names: Sequence[str]) -> torch.Tensor:
+    """The files one after the other, uint8."""
+    states = [(root / name).stat() for name in names]
+    if sum(state.st_size for state in states) > _IN_MEMORY_BYTES:
+        described = [str(root.resolve()), *((n, s.st_size, s.st_mtime_ns) for n, s in zip(names, states, strict=True))]
+        return _map(_copied(root, names, hashlib.sha256(json.dumps(described).encode()).hexdigest()))
+    text = bytearray()
+    for name in names:
+        text.extend((root / name).read_bytes())
+    return torch.frombuffer(text, dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
+
+
+def _copied(root: Path, names: Sequence[str], digest: str) -> Path:
+    """A file of the user's cache that holds them all; made unless it is there."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "starling"
+    path = cache / f"{digest}.text"
+    if path.exists():
+        return path
+    cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor, fresh = tempfile.mkstemp(dir=cache)
+    try:
+        with open(descriptor, "wb") as copy:
+            for name in names:
+                with open(root / name, "rb") as file:
+                    shutil.copyfileobj(file, copy)
+        os.replace(fresh, path)  # whole or not at all: other peers of this machine may be making the same
+    except BaseException:
+        os.unlink(fresh)
+        raise
+    return path
+
+
+def _sample(text: torch.Tensor) -> torch.Tensor:
     """At most `HELD_OUT_BYTES` of it, in blocks spread evenly, so that no file that sorts early stands for all."""
     blocks = HELD_OUT_BYTES // _BLOCK
     if len(text) <= HELD_OUT_BYTES:
         return text
     starts = ((len(text) - _BLOCK) * block // (blocks - 1) for block in range(blocks))
-    return bytearray().join(text[start : start + _BLOCK] for start in starts)
+    return torch.cat([text[start : start + _BLOCK] for start in starts])
 
 
 def _split_bytes(text: torch.Tensor, name: str) -> Text:
