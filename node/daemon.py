@@ -58,6 +58,7 @@ def arguments(
         "natPortMap": traversal,
         "autonat": traversal,
         "relay": traversal,
+        "autoRelay": traversal,
         "relayService": traversal,
         "idleTimeout": "30s",
     }
