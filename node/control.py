@@ -61,6 +61,7 @@ class Control:
 
     async def __aexit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
         if self._server:
+            await asyncio.sleep(0)  # asyncio loses a connection that is half accepted when its server closes
             self._server.close()
         clients = tuple(self._clients)
         for client in clients:
