@@ -76,8 +76,7 @@ class Butterfly:
     async def enter(self, head: Head, deadline: Deadline) -> AsyncIterator[Session]:
         lineage = head.key.lineage
         if lineage not in self._decisions:
-            me = None if lineage in self._forgotten else self.me
-            self._decisions[lineage] = Decision(self.host, me, head, self.settings, self._post, self.ledger)
+            self._decisions[lineage] = Decision(self._desk, head, may_vote=lineage not in self._forgotten)
         self._decisions[lineage].head = head  # its state may be another than when we were here before
         session = Session(self._desk, head, self._decisions[lineage], self.bandwidth, deadline)
         self._forget(head.key)

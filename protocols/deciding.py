@@ -10,9 +10,10 @@ import asyncio
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from protocols.ballot import Vote
-from protocols.base import BadPayload, Deadline, Head, Host, Member, PeerId, Settings
+from protocols.base import BadPayload, Deadline, Head, Member, PeerId
+from protocols.desk import Desk
 from protocols.poll import Poll
-from protocols.post import Ledger, Post
+from protocols.record import Kind
 from protocols.tasks import Bell
 from protocols.votes import (
     Accept,
@@ -62,17 +63,15 @@ class Decision:
         onlookers: who waits for the decision without being of the roster.
     """
 
-    def __init__(
-        self, host: Host, me: Member | None, head: Head, settings: Settings, post: Post, ledger: Ledger
-    ) -> None:
+    def __init__(self, desk: Desk, head: Head, may_vote: bool) -> None:
         """
         Args:
-            me: whose votes we cast; None: we may cast none here, and look on.
+            may_vote: whether we vote if we are in the roster; else we look on.
         """
-        self.votes = me is not None and me in head.roster
-        me = me or Member(host.me, ONLOOKER)
+        me, settings = desk.me if may_vote else Member(desk.me.peer, ONLOOKER), desk.settings
+        self.votes = me in head.roster
         quorum = settings.quorum(len(head.roster)) if settings.quorum else None
-        self.head, self.poll = head, Poll(head.key, head.roster, host.signer, quorum, settings.fork_peers)
+        self.head, self.poll = head, Poll(head.key, head.roster, desk.host.signer, quorum, settings.fork_peers)
         self.vote = Vote(me, self.poll)
         self.leading = 0 if self.votes and self.poll.coordinator(0) == me.peer else None
         self.called = -1
@@ -84,7 +83,7 @@ class Decision:
         self.phase_seconds = 0.0
         self.onlookers: dict[PeerId, Member] = {}
         self.changed = Bell()
-        self._me, self._post, self._ledger = me, post, ledger
+        self._desk = desk
         self._timer: asyncio.TimerHandle | None = None
         self._moved = 0.0
         self._awake = False
@@ -97,7 +96,7 @@ class Decision:
     @property
     def patience_seconds(self) -> float:
         """T_b: two round trips, the data phase, and a floor."""
-        trips = self._post.round_trip_seconds
+        trips = self._desk.post.round_trip_seconds
         slowest = max((trips.get(member.peer, 0.0) for member in self.poll.roster), default=0.0)
         return BALLOT_FLOOR_SECONDS + 2 * min(slowest, ROUND_TRIP_LIMIT_SECONDS) + self.phase_seconds
 
@@ -125,19 +124,36 @@ class Decision:
         """A message of the vote.
 
         Raises:
-            BadPayload: a vote of who has none, or on another state.
+            BadPayload: a vote of who has none, or a proposal that no honest member makes.
         """
         if message.sender.peer != peer:
             raise BadPayload(f"a vote in the name of {message.sender.peer}")
         if isinstance(message, _MEMBERS_ONLY) and not self.poll.counts(message.sender):
             raise BadPayload("a vote of no member of the roster, or in another life")
         if isinstance(message, Propose):
-            value = self.poll.value(message.ballot, message.record)
-            if value is None or value.record.state_root != self.head.state_root:
-                raise BadPayload("a proposal that may not be put to the vote, or of another state")
+            self._examine(message)
         self.hear(peer)
         self._speaker = peer
         self._act(self.vote.receive(peer, message))
+
+    def _examine(self, proposal: Propose) -> None:
+        """Refuse a record that may not be voted on, starts from another state, or does not fit the vector.
+
+        Raises:
+            BadPayload: it is such a one.
+        """
+        value = self.poll.value(proposal.ballot, proposal.record)
+        if value is None or value.record.state_root != self.head.state_root:
+            raise BadPayload("a proposal that may not be put to the vote, or of another state")
+        record, settings = value.record, self._desk.settings
+        if record.kind != Kind.MEAN and not record.parts:
+            return
+        if not record.parts or not record.peers or not record.tiles(settings.elements[self.head.key.fragment]):
+            raise BadPayload("a proposal that is not of the whole vector")
+        for index, part in enumerate(record.parts):
+            held = self._desk.shelf.get(part.digest)
+            if held and (held.low, held.high) != record.bounds[index : index + 2]:
+                raise BadPayload(f"a proposal with part {index} at another place")
 
     def hear(self, peer: PeerId) -> None:
         """There is life in a peer."""
@@ -198,11 +214,11 @@ class Decision:
             case Rival():
                 self.on_rival(self._speaker)
             case Accuse(peer, why):
-                self._ledger.name(peer, f"refused: {why}")
+                self._desk.ledger.name(peer, f"refused: {why}")
 
     def _tell(self, peers: Iterable[PeerId], message: Message) -> None:
         for peer in peers:
-            self._post.send(peer, message)
+            self._desk.post.send(peer, message)
 
     def _arm(self, ballot: int, factor: int) -> None:
         if self._timer:

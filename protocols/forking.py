@@ -7,9 +7,10 @@ from collections.abc import Iterable
 
 from protocols import record as records
 from protocols.base import Head, Member
-from protocols.desk import Desk, Seat
+from protocols.desk import Desk
 from protocols.plan import BUDGET_FLOOR_SECONDS
 from protocols.record import Kind, Record
+from protocols.seat import Seat
 
 FORK_BUDGETS = 3
 """The majority has been gone for so many budgets of a round; for one, if the roster is of two."""

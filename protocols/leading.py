@@ -12,9 +12,10 @@ from collections.abc import Iterable
 from protocols import plan as planning
 from protocols import record as records
 from protocols.base import Deadline, Member, PeerId
-from protocols.desk import Desk, Seat
+from protocols.desk import Desk
 from protocols.exchange import Exchange
 from protocols.record import Kind, Record
+from protocols.seat import Seat
 from protocols.sources import Sources
 from protocols.wire import MAX_ROSTER, Plan
 

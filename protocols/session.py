@@ -10,11 +10,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
 from protocols import plan as planning
-from protocols import record as records
 from protocols import wire
+from protocols.averaging import Averaging
 from protocols.base import (
     BadPayload,
     Deadline,
@@ -22,7 +21,6 @@ from protocols.base import (
     Header,
     Mean,
     Member,
-    Outcome,
     PeerId,
     PeerSilent,
     Stream,
@@ -35,13 +33,10 @@ from protocols.desk import Desk
 from protocols.exchange import Exchange
 from protocols.forking import watch_majority
 from protocols.leading import Leader
-from protocols.parts import HeldPart, Task
-from protocols.plan import BUDGET_FLOOR_SECONDS, BUDGET_MULTIPLE
-from protocols.record import Record
 from protocols.sources import Sources
 from protocols.tasks import together
 from protocols.vectors import Flat
-from protocols.votes import Message, Propose
+from protocols.votes import Message
 
 
 class Session:
@@ -76,7 +71,7 @@ class Session:
         if not source.size == target.size == self._ground.elements:
             raise ValueError(f"{source.size} and {target.size} elements; the run averages {self._ground.elements}")
         await self.cut.wait()  # it is set at the round's deadline at the latest
-        mean = await self._average(source, target)
+        mean = await Averaging(self._desk, self, self._sources, source, target).run()
         names, sent, received = self._desk.ledger.take()
         return replace(mean, blamed=(*names, *mean.blamed), bytes_sent=sent, bytes_received=received)
 
@@ -180,24 +175,7 @@ class Session:
             case wire.Knock(_, member, root):
                 self._on_knock(peer, member, root)
             case Message():
-                if isinstance(message, Propose):
-                    self._whole(records.decode(message.record))
                 self.decision.receive(peer, message)
-
-    def _whole(self, record: Record) -> None:
-        """Refuse a proposal that is not of a whole vector, or lays parts where they do not belong.
-
-        Raises:
-            BadPayload: it is such a one.
-        """
-        if record.kind != records.Kind.MEAN and not record.parts:
-            return
-        if not record.parts or not record.peers or not record.tiles(self._ground.elements):
-            raise BadPayload("a proposal that is not of the whole vector")
-        for index, part in enumerate(record.parts):
-            held = self._desk.shelf.get(part.digest)
-            if held and (held.low, held.high) != record.bounds[index : index + 2]:
-                raise BadPayload(f"a proposal with part {index} at another place")
 
     def _on_plan(self, peer: PeerId, plan: wire.Plan) -> None:
         if peer != self.decision.poll.coordinator(plan.ballot):
@@ -238,115 +216,3 @@ class Session:
             exchange.lose(peer, f"refused: {error}")  # it will not hand in anything else: nobody waits for it
             raise
         self.decision.heard[peer] = loop.time()
-
-    # -- averaging ----------------------------------------------------------------------------------------------------
-
-    async def _average(self, mine: Flat, into: Flat) -> Mean:
-        """Run the data phase of whatever is called, until the round is over and we have what was decided."""
-        async with together() as group:
-            running: asyncio.Task[None] | None = None
-            while not self.over():
-                terms = self.call.terms
-                if terms and self._desk.me.peer in terms.peers:
-                    if self.exchange is None or self.exchange.task.terms.digest != terms.digest:
-                        if running:
-                            running.cancel()
-                        self._start(terms, mine, into)
-                        assert self.exchange is not None
-                        running = group.create_task(self.exchange.run())
-                    self.exchange.assign(terms)
-                if not await self.until(lambda: self.over() or self.call.terms is not terms):  # noqa: B023 - awaited
-                    break
-            parts = await self._collect()
-            if running:  # nothing may write to `into` any more while it is decoded, or after we return
-                running.cancel()
-                await asyncio.wait([running])
-        return await self._conclude(parts, into)
-
-    def _start(self, terms: planning.Terms, mine: Flat, into: Flat) -> None:
-        desk, decision, now = self._desk, self.decision, asyncio.get_running_loop().time()
-        decision.phase_seconds = (terms.plan.budget_seconds - BUDGET_FLOOR_SECONDS) / BUDGET_MULTIPLE
-        task = Task(
-            key=self.head.key,
-            terms=terms,
-            me=desk.me.peer,
-            mine=mine,
-            into=into,
-            codec=desk.codec,
-            chunk_elements=desk.settings.chunk_elements,
-            compute=desk.host.compute,
-            signer=desk.host.signer,
-            silent=max(now, self.call.cut_at) + decision.patience_seconds,
-            patience_seconds=decision.patience_seconds,
-            deadline=self.call.hand_in_until(),
-            progress=decision.moved,
-        )
-        vote, lineage = decision.vote, self.head.key.lineage
-        bound = [value.record for value in (vote.accepted, vote.forked) if value]
-        desk.shelf.retain(lineage, {part.digest for record in bound for part in record.parts})
-        self.exchange = Exchange(desk.host, desk.ledger, task, self._on_exchange)
-        live = {member.peer for member in desk.host.members.live()}
-        for peer in terms.peers:
-            if peer not in live and peer != desk.me.peer:
-                self.exchange.lose(peer, "gone")
-        self._sources.hold()
-        self.bell.ring()
-
-    def _on_exchange(self) -> None:
-        """A part came in, or cannot be had from its reducer."""
-        assert self.exchange is not None
-        for held in self.exchange.parts.values():
-            self._desk.shelf.put(self.head.key.lineage, held)
-        self._sources.hold()
-        self.decision.progress()
-        for peer in self.exchange.take_silent():
-            self.decision.suspect(peer)
-        self.bell.ring()
-
-    # -- the end ------------------------------------------------------------------------------------------------------
-
-    async def _collect(self) -> list[HeldPart] | None:
-        """The parts of what was decided, got from others where we lack them; None if they cannot be had here."""
-        certificate = self.decision.certificate
-        record = records.decode(certificate.record) if certificate else None
-        if certificate is None or record is None or record.state_root != self.head.state_root:
-            return None
-        voters = [vote.voter.peer for vote in certificate.votes]
-        parts = []
-        for index in range(len(record.parts)):
-            held = await self._sources.obtain(record, index, voters)
-            if held is None:
-                return None
-            parts.append(held)
-        return parts
-
-    async def _conclude(self, parts: list[HeldPart] | None, into: Flat) -> Mean:
-        certificate = self.decision.certificate
-        if certificate is None:
-            return Mean(Outcome.SUPERSEDED if self._superseded else Outcome.UNDECIDED)
-        record = records.decode(certificate.record)
-        if record.state_root != self.head.state_root:
-            self._desk.ledger.name(self._desk.me.peer, "our state is not the one that was decided on")
-        if parts is None or not await self._decode(parts, into):
-            return Mean(Outcome.SUPERSEDED)
-        terms = self.call.terms if self.call.terms and self.call.terms.digest == record.plan else None
-        return Mean(
-            Outcome.COMMITTED if record.averaged else Outcome.SKIPPED,
-            record=certificate.record,
-            certificate=wire.encode(certificate),
-            contributions=records.contributions(record.peers, record.parts),
-            weights=dict(zip(terms.peers, terms.weights, strict=True)) if terms and record.averaged else {},
-            blamed=terms.clamped if terms else (),
-        )
-
-    async def _decode(self, parts: Sequence[HeldPart], into: Flat) -> bool:
-        """Decode what did not come in by the data phase that ran last; False if it does not decode."""
-        exchange = self.exchange
-        for index, held in enumerate(parts):
-            if exchange and exchange.parts.get(index) is held and index not in exchange.torn:
-                continue
-            try:
-                await self._host.compute.run(partial(held.decode, into), 4 * (held.high - held.low))
-            except BadPayload:
-                return False
-        return True

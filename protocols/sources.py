@@ -9,9 +9,10 @@ from functools import partial
 from protocols import record as records
 from protocols import wire
 from protocols.base import BadPayload, Deadline, PeerError, PeerId
-from protocols.desk import Desk, Seat
+from protocols.desk import Desk
 from protocols.parts import HeldPart, part_message
 from protocols.record import Record
+from protocols.seat import Seat
 from protocols.shelf import fetch_part
 
 RETRY_SECONDS = 0.5

@@ -39,7 +39,7 @@ def decisions(monkeypatch: pytest.MonkeyPatch) -> Decisions:
 
     def watching(self: Decision, instruction: Instruction) -> None:
         if isinstance(instruction, Decided):
-            seen.at.setdefault((self._me.peer, self.head.key.round), asyncio.get_running_loop().time())
+            seen.at.setdefault((self.vote.me.peer, self.head.key.round), asyncio.get_running_loop().time())
         follow(self, instruction)
 
     monkeypatch.setattr(Decision, "_follow", watching)
