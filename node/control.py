@@ -151,8 +151,17 @@ def _places(home: Path) -> list[tuple[Path, dict[str, Any]]]:
 
 
 def home() -> Path:
-    """Where the state directories are that nobody named: `$XDG_STATE_HOME/starling`."""
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "starling"
+    """Where the state directories are that nobody named: `$XDG_STATE_HOME/starling`.
+
+    Raises:
+        OSError: this user has no home directory.
+    """
+    if given := os.environ.get("XDG_STATE_HOME"):
+        return Path(given) / "starling"
+    try:
+        return Path.home() / ".local" / "state" / "starling"
+    except RuntimeError:
+        raise FileNotFoundError("this user has no home directory") from None
 
 
 @contextmanager

@@ -47,8 +47,9 @@ class Terminal:
         """
         self._as_json = as_json
         self._out, self._err = Outlet(1), Outlet(2)
+        self.is_terminal = self._err.isatty()
         # Two views that share a terminal would write into each other.
-        self.is_live = self._err.isatty() and not (as_json and self._out.isatty())
+        self.is_live = self.is_terminal and not (as_json and self._out.isatty())
         self._console = Console(file=self._err, force_terminal=self.is_live, highlight=False)  # type: ignore[arg-type]
         self._reports: deque[RoundReport] = deque(maxlen=MAX_REPORTS)
         self._status: Callable[[], Status] | None = None

@@ -1,0 +1,320 @@
+"""The command line: what people type, and the one line that they get where it cannot be done.
+
+Commands import what they run when they run, so that `--help` and `status` do not wait for PyTorch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json as jsons
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from node.status import SwarmOptions, parse, printable
+
+if TYPE_CHECKING:
+    from node.peerconfig import PeerConfig
+    from node.runconfig import RunConfig
+
+ASK_SECONDS = 5.0
+_RUN, _MACHINE, _SHOWN = "The run", "This machine", "What is shown"
+_OPTIONS = {"--bandwidth-bytes-per-second": "--bandwidth", "--wait-for-peers": "--wait-for"}
+"""Names of values, as a configuration's errors have them, and of the options that give them."""
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+class Mistake(typer.TyperException):
+    """What was asked for cannot be done: one line for whoever asked."""
+
+    exit_code = 2
+
+
+class Unavailable(Mistake):
+    """Nobody is there to do it."""
+
+    exit_code = 1
+
+
+def _option(panel: str, text: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=panel, show_default=False, **more)
+
+
+RunFile = Annotated[
+    Path | None, _option(_RUN, "Settings of a new run; its table \\[peer] is about this machine.", metavar="FILE.toml")
+]
+Task = Annotated[str | None, _option(_RUN, "What a new run trains: gpt or paced.", metavar="NAME")]
+Protocol = Annotated[str | None, _option(_RUN, "How the peers of a new run average: butterfly.", metavar="NAME")]
+Running = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", envvar="NODE_STATE_DIR", help="Which peer. Default: the one that runs here."),
+]
+
+
+@app.callback(invoke_without_command=True)
+def starling(ctx: typer.Context) -> None:
+    """Train a share of a model together with everybody else's, over ordinary internet links."""
+    if ctx.invoked_subcommand is None:
+        typer.echo(ctx.get_help())
+
+
+@app.command()
+def join(
+    ctx: typer.Context,
+    bootstrap: Annotated[
+        list[str] | None,
+        _option(_RUN, "Address of any peer of a run; repeatable. Without one, a new run starts.", metavar="ADDR"),
+    ] = None,
+    run_id: Annotated[
+        str | None, _option(_RUN, "Join this run only: its id, or the first 12 digits.", metavar="HEX")
+    ] = None,
+    run: RunFile = None,
+    task: Task = None,
+    protocol: Protocol = None,
+    rounds: Annotated[
+        int | None, _option(_RUN, "Rounds of a new run; with --bootstrap, leave after so many.", min=1, metavar="N")
+    ] = None,
+    wait_for_peers: Annotated[
+        int | None,
+        _option(_RUN, "Start a new run's first round when so many peers are there.", "--wait-for", min=1, metavar="N"),
+    ] = None,
+    new: Annotated[
+        bool | None, _option(_RUN, "Start a new run even if the state directory holds one.", "--new")
+    ] = None,
+    state_dir: Annotated[
+        Path | None,
+        _option(
+            _MACHINE,
+            "Keeps this peer's identity and run. Default: the first peer-N in ~/.local/state/starling that is free.",
+            metavar="DIR",
+        ),
+    ] = None,
+    listen: Annotated[
+        list[str] | None, _option(_MACHINE, "Multiaddr to listen on; repeatable. Default: any port.", metavar="MADDR")
+    ] = None,
+    announce: Annotated[
+        list[str] | None,
+        _option(_MACHINE, "Multiaddr to tell others instead of those found; repeatable.", metavar="MADDR"),
+    ] = None,
+    nat: Annotated[bool | None, _option(_MACHINE, "Map ports at the router and use relays.", "--nat/--no-nat")] = None,
+    bandwidth: Annotated[
+        float | None,
+        _option(_MACHINE, "Upload of this machine, megabytes per second. Default: 12.5.", min=0.001, metavar="MB/S"),
+    ] = None,
+    device: Annotated[str | None, _option(_MACHINE, "Where to train: auto, cpu, cuda or mps.", metavar="NAME")] = None,
+    threads: Annotated[str | None, _option(_MACHINE, "Threads that train: a number, or auto.", metavar="N")] = None,
+    precision: Annotated[
+        str | None, _option(_MACHINE, "Of training: auto, float32 or bfloat16.", metavar="NAME")
+    ] = None,
+    data: Annotated[
+        Path | None,
+        _option(_MACHINE, "Text file or folder to train on. Default: Python's standard library.", metavar="PATH"),
+    ] = None,
+    nickname: Annotated[str | None, _option(_SHOWN, "A name for people.", metavar="NAME")] = None,
+    json: Annotated[
+        bool | None, _option(_SHOWN, "Print each round's report on stdout, a line of JSON.", "--json")
+    ] = None,
+    log_level: Annotated[
+        str | None, _option(_SHOWN, "debug, info, warning or error. Default: info.", metavar="LEVEL")
+    ] = None,
+) -> int:
+    """Start a run, or join one by the address of any of its peers; Ctrl-C hands in the round and leaves."""
+    return _join({name: value for name, value in ctx.params.items() if value not in (None, (), [])})
+
+
+@app.command()
+def swarm(
+    peers: Annotated[
+        int, typer.Option(min=1, max=64, metavar="N", help="Peers to run, each in processes of its own.")
+    ] = 4,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Rounds of the run.", show_default=False)
+    ] = None,
+    protocol: Protocol = None,
+    task: Task = None,
+    run: RunFile = None,
+    dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Keeps the peers' state directories. Default: a new one.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
+) -> int:
+    """Run a whole swarm of real peers on this machine, and tell whether they agree."""
+    from node.swarm import run_swarm  # type: ignore[import-not-found, unused-ignore]
+
+    code: int = asyncio.run(run_swarm(SwarmOptions(peers, rounds, protocol, task, run, dir, json)))
+    return code
+
+
+@app.command()
+def status(
+    state_dir: Running = None,
+    bootstrap: Annotated[
+        str | None, typer.Option(metavar="ADDR", help="Ask the peer at this address instead, anywhere.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print everything, as one JSON object.")] = False,
+) -> int:
+    """Tell how a peer is doing."""
+    answer = _ask_remote(bootstrap) if bootstrap else asyncio.run(_ask(state_dir, "status"))
+    if json:
+        print(jsons.dumps(answer, allow_nan=False))
+    else:
+        _show(answer)
+    return 0
+
+
+@app.command()
+def finish(state_dir: Running = None) -> int:
+    """Let a peer end its round, hand in its work and leave, as its first Ctrl-C does."""
+    asyncio.run(_ask(state_dir, "finish"))
+    print("it hands in its round, then leaves", file=sys.stderr)
+    return 0
+
+
+# -- join -------------------------------------------------------------------------------------------------------------
+
+
+def _join(given: dict[str, Any]) -> int:
+    of_run: dict[str, Any] = {name: given.pop(name) for name in ("run", "task", "protocol") if name in given}
+    if "bandwidth" in given:
+        given["bandwidth_bytes_per_second"] = 1e6 * given.pop("bandwidth")
+    from node.config import ConfigError
+    from node.peerconfig import load_peer
+
+    try:
+        config = load_peer(given, os.environ, of_run.get("run"))
+        with _held(config.state_dir) as state_dir:
+            return _run(*_settled(replace(config, state_dir=state_dir), of_run, state_dir))
+    except ConfigError as error:
+        text = str(error)
+        for value, option in _OPTIONS.items():
+            text = text.replace(value, option)
+        raise Mistake(text) from None
+
+
+@contextmanager
+def _held(state_dir: Path | None) -> Iterator[Path]:
+    from node.control import claimed
+
+    with ExitStack() as stack:
+        try:
+            directory = stack.enter_context(claimed(state_dir))
+        except OSError as error:
+            why = f"{error.filename}: {error.strerror}" if error.filename else error
+            raise Mistake(f"no state directory ({why}): give one that can be written by --state-dir") from None
+        yield directory
+
+
+def _settled(config: PeerConfig, of_run: Mapping[str, Any], state_dir: Path) -> tuple[PeerConfig, RunConfig | None]:
+    """The run to start, if one is: a swarm's, or one that the directory holds, is not for its joiners to set."""
+    given = " and ".join(f"--{name}" for name in of_run)
+    if config.bootstrap:
+        if of_run:
+            raise Mistake(f"{given} cannot be given with --bootstrap: everything about the run comes from the swarm")
+        return config, None
+    if not config.new and (state_dir / "manifest.bin").exists():
+        if of_run:
+            raise Mistake(f"{given}: {state_dir} holds a run, which is settled: add --new to start another")
+        return config, None
+    from node.runconfig import load_run
+    from protocols import PROTOCOLS
+
+    overrides = {"task": of_run.get("task"), "protocol": of_run.get("protocol"), "recipe.rounds": config.rounds}
+    return replace(config, rounds=None), load_run(of_run.get("run"), overrides, PROTOCOLS)
+
+
+def _run(config: PeerConfig, run: RunConfig | None) -> int:
+    import uvloop
+
+    from node import logs
+    from node.departure import Departure
+    from node.peer import Peer, Refused
+    from node.terminal import Terminal
+
+    terminal = Terminal(config.json)
+    logs.set_up(config.log_level, terminal.log, terminal.is_terminal)
+    peer = Peer(config, run, terminal)
+
+    async def life() -> int:
+        async with terminal.showing(peer.status):
+            return await Departure(peer.finish, terminal.say, terminal.close).run(peer.run())
+
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(life())
+    except Refused as error:
+        raise Mistake(str(error)) from None
+    finally:
+        terminal.close()
+
+
+# -- asking running peers ---------------------------------------------------------------------------------------------
+
+
+async def _ask(state_dir: Path | None, what: str) -> dict[str, Any]:
+    from node.control import NoAnswer, ask
+
+    deadline = asyncio.get_running_loop().time() + ASK_SECONDS
+    try:
+        return await ask(state_dir or await _the_one_here(deadline), what, deadline)
+    except (NoAnswer, OSError) as error:
+        raise Unavailable(str(error)) from None
+
+
+async def _the_one_here(deadline: float) -> Path:
+    from node.control import home, running
+
+    found = await running(home(), deadline)
+    if not found:
+        raise Unavailable(f"no peer runs in {home()}: start one with `python -m node join`, or give --state-dir")
+    if len(found) > 1:
+        raise Mistake(f"{len(found)} peers run here: choose one by --state-dir {' or '.join(map(str, found))}")
+    return found[0]
+
+
+def _ask_remote(address: str) -> dict[str, Any]:
+    from node.peer import Refused, remote_status
+
+    try:
+        return asyncio.run(remote_status(address))
+    except Refused as error:
+        raise Unavailable(str(error)) from None
+
+
+def _show(answer: Mapping[str, Any]) -> None:
+    from rich.console import Console
+
+    from node.terminal import render
+
+    console = Console(highlight=False)
+    try:
+        console.print(render(parse(answer), (), console.width))
+    except ValueError as error:
+        raise Unavailable(f"the peer's answer cannot be read ({error}): is it of another version?") from None
+
+
+# -- the way out ------------------------------------------------------------------------------------------------------
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command; returns the exit code."""
+    name = "starling" if Path(sys.argv[0]).stem == "starling" else "python -m node"
+    try:
+        code = app(arguments, prog_name=name, standalone_mode=False)
+        sys.stdout.flush()
+    except typer.TyperException as error:
+        with suppress(OSError):
+            print(f"starling: {printable(error.format_message(), 2000)}", file=sys.stderr)
+        return 2 if not isinstance(error, Mistake) else error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `| head`; nothing may be left that is flushed at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 0
+    return int(code or 0)

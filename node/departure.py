@@ -1,0 +1,96 @@
+"""Running a peer until it is done, or until somebody wants to leave: Ctrl-C, SIGTERM, and what is not to hang."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+HAND_IN_SECONDS = 8.5
+CLEAN_UP_SECONDS = 1.5
+EXIT_SECONDS = 5.0
+NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
+
+
+class Departure:
+    """Two ways out. The first signal asks the peer to finish, within 10 s; the second cancels it, within 2 s.
+
+    Whoever overstays is ended by the process's own alarm, which works even if the event loop is stuck or a thread
+    hangs; p2pd and the worker die with this process.
+    """
+
+    def __init__(self, finish: Callable[[], None], say: Callable[[str], None], last_words: Callable[[], None]) -> None:
+        """
+        Args:
+            say: tells a person one line, at once.
+            last_words: called before the process is ended by force; puts the terminal in order.
+        """
+        self._finish, self._say, self._last_words = finish, say, last_words
+        self._signals = 0
+        self._code = 1
+
+    async def run(self, peer: Coroutine[Any, Any, int]) -> int:
+        """Run the peer to its end, however long it lives; returns the exit code. What it raises is raised.
+
+        The code is the peer's own; 1 if it had to be ended; 130 after a second Ctrl-C, 143 after a second SIGTERM.
+        """
+        task = asyncio.create_task(peer, name="peer")
+        with self._listening(task):
+            await asyncio.wait([task])
+        if not self._signals:
+            signal.setitimer(signal.ITIMER_REAL, EXIT_SECONDS)  # threads that hang hold up the interpreter's end
+        if self._signals < 2 and not task.cancelled():
+            self._code = task.result()
+        return self._code
+
+    @contextmanager
+    def _listening(self, task: asyncio.Task[int]) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+
+        def heard(number: int, frame: FrameType | None) -> None:
+            self._signals += 1
+            if self._signals <= 2:
+                self._set_alarm(number)
+                loop.call_soon_threadsafe(self._leave, number, self._signals, task)
+
+        signal.signal(signal.SIGALRM, self._end_by_force)
+        for number in NAMES:
+            signal.signal(number, heard)  # not the loop's: this one hears while the loop is stuck, too
+        try:
+            yield
+        finally:
+            for number in NAMES:  # one that comes now must not cut short what is written
+                signal.signal(number, signal.SIG_IGN)
+
+    def _set_alarm(self, number: int) -> None:
+        if self._signals > 1:
+            self._code = 128 + number
+            signal.setitimer(signal.ITIMER_REAL, CLEAN_UP_SECONDS)
+        else:
+            signal.setitimer(signal.ITIMER_REAL, HAND_IN_SECONDS + CLEAN_UP_SECONDS)
+
+    def _leave(self, number: int, signals: int, task: asyncio.Task[int]) -> None:
+        name = NAMES[signal.Signals(number)]
+        if signals > 1:
+            self._say(f"{name} again: leaving at once")
+            task.cancel()
+        else:
+            self._say(f"{name}: handing in this round, then leaving; again to leave at once")
+            asyncio.get_running_loop().call_later(HAND_IN_SECONDS, self._give_up, task)
+            self._finish()
+
+    def _give_up(self, task: asyncio.Task[int]) -> None:
+        if self._signals == 1 and not task.done():
+            self._say(f"this round could not be handed in within {HAND_IN_SECONDS:g} s: leaving without")
+            task.cancel()
+
+    def _end_by_force(self, number: int, frame: FrameType | None) -> None:
+        self._last_words()
+        os._exit(self._code)

@@ -1,0 +1,120 @@
+"""`python -m tests.fake_peer …`: the command line over a peer of straw, which needs no PyTorch, no p2pd, no network.
+
+FAKE says how it behaves; what it does it writes to stderr, so that tests need no clock of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+import os
+import sys
+import time
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from node import cli
+from node.config import ConfigError
+from node.control import Control
+from node.report import RoundReport
+from node.status import Status, View
+
+HOW = os.environ.get("FAKE", "")
+
+
+class Refused(Exception):
+    pass
+
+
+@dataclasses.dataclass(frozen=True)
+class PeerConfig:
+    bootstrap: tuple[str, ...] = ()
+    run_id: str | None = None
+    state_dir: Path | None = None
+    rounds: int | None = None
+    nickname: str = ""
+    bandwidth_bytes_per_second: float = 1.0
+    wait_for_peers: int = 1
+    nat: bool = True
+    new: bool = False
+    log_level: str = "info"
+    json: bool = False
+
+
+def load_peer(flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | None) -> PeerConfig:
+    if flags.get("nickname") == "bad":
+        raise ConfigError("flag --wait-for-peers: too many", "wait_for_peers")
+    return PeerConfig(**flags)
+
+
+def load_run(path: Path | None, overrides: Mapping[str, object], protocols: Collection[str]) -> object:
+    return {"path": path, **overrides}
+
+
+class Peer:
+    def __init__(self, config: PeerConfig, run: object, view: View) -> None:
+        self.config, self.view = config, view
+        self.finished = asyncio.Event()
+        print("given", config, run, file=sys.stderr, flush=True)
+
+    def finish(self) -> None:
+        print("asked to finish", file=sys.stderr, flush=True)
+        self.finished.set()
+
+    def status(self) -> Status:
+        return Status(
+            "training", "", (), 1, 3, "", "straw", "", "12D3KooWx", self.config.nickname, (), (), 0, math.nan, math.nan,
+            math.nan, 0, 0, 0, 0.0, None, os.getpid(), 1,
+        )  # fmt: skip
+
+    async def run(self) -> int:
+        assert self.config.state_dir is not None
+        if HOW == "refuse":
+            raise Refused("the port is taken:\nfree it")
+        try:
+            async with Control(self.config.state_dir, self.status, self.finish):
+                for number in range(3):
+                    self.view.report(report(number))
+                print("running", file=sys.stderr, flush=True)
+                return await self.live()
+        finally:
+            print("cleaned up", file=sys.stderr, flush=True)
+
+    async def live(self) -> int:
+        if HOW == "short":
+            return 0
+        if HOW == "stuck":
+            time.sleep(100)  # noqa: ASYNC251  # a loop that hangs
+        await self.finished.wait()
+        if HOW == "deaf":
+            await asyncio.sleep(100)
+        if HOW == "stubborn":
+            while True:
+                try:
+                    await asyncio.sleep(100)
+                except asyncio.CancelledError:
+                    print("cancelled, and goes on", file=sys.stderr, flush=True)
+        return 0
+
+
+def report(number: int) -> RoundReport:
+    return RoundReport(
+        "r", "p", 1, number, "a", "b", "c", "committed", ("p", "q"), {}, {}, True, 0.5, 10, math.nan, "h",
+        1.0, 0.1, 0.2, 5, 6, 0.0,
+    )  # fmt: skip
+
+
+def module(name: str, **content: object) -> None:
+    made = sys.modules[name] = ModuleType(name)
+    vars(made).update(content)
+
+
+if __name__ == "__main__":
+    module("node.peer", Peer=Peer, Refused=Refused)
+    module("node.peerconfig", load_peer=load_peer)
+    module("node.runconfig", load_run=load_run)
+    module("protocols", PROTOCOLS={"butterfly": None})
+    sys.exit(cli.main())

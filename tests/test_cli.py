@@ -1,0 +1,335 @@
+"""The command line as people use it: real processes, over the real modules or over a peer of straw."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.real
+HOUSE = Path(__file__).parents[1]
+SENTENCE = "handing in this round, then leaving; again to leave at once"
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    for name in [name for name in os.environ if name.startswith("NODE_")]:
+        monkeypatch.delenv(name)
+    return tmp_path / "state" / "starling"
+
+
+def starling(*arguments: str, module: str = "node", timeout: float = 40) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", module, *arguments]
+    return subprocess.run(command, cwd=HOUSE, capture_output=True, text=True, timeout=timeout)
+
+
+class Straw:
+    """A running `join` over a peer of straw."""
+
+    def __init__(self, how: str = "", *arguments: str) -> None:
+        command = [sys.executable, "-m", "tests.fake_peer", "join", *arguments]
+        self.process = subprocess.Popen(
+            command,
+            cwd=HOUSE,
+            env=os.environ | {"FAKE": how},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.lines: list[str] = []
+
+    def until(self, text: str) -> None:
+        assert self.process.stderr
+        while not self.lines or text not in self.lines[-1]:
+            line = self.process.stderr.readline()
+            assert line, f"{text!r} never came: {self.lines}"
+            self.lines.append(line)
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def end(self, within_seconds: float) -> tuple[int, str, str]:
+        """Exit code, stdout, stderr."""
+        assert self.process.stdout and self.process.stderr
+        began = time.monotonic()
+        out, err = self.process.stdout.read(), self.process.stderr.read()
+        self.process.wait(within_seconds)
+        assert time.monotonic() - began < within_seconds
+        return self.process.returncode, out, "".join(self.lines) + err
+
+
+@pytest.fixture
+def straws() -> Iterator[list[Straw]]:
+    started: list[Straw] = []
+    yield started
+    for each in started:
+        each.process.kill()
+        each.process.wait()
+        for stream in (each.process.stdout, each.process.stderr):
+            assert stream
+            stream.close()
+
+
+@pytest.fixture
+def running(straws: list[Straw]) -> Straw:
+    straws.append(Straw())
+    straws[0].until("running")
+    return straws[0]
+
+
+def one_line(done: subprocess.CompletedProcess[str], code: int = 2) -> str:
+    assert done.returncode == code, done.stderr
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1 and done.stderr.startswith("starling: "), done.stderr
+    return done.stderr
+
+
+# -- words ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["join", "--help"], ["swarm", "--help"], ["status", "--help"]])
+def test_help_is_quick_and_goes_to_stdout(arguments: list[str]) -> None:
+    seconds = []
+    for _ in range(3):
+        began = time.monotonic()
+        done = starling(*arguments)
+        seconds.append(time.monotonic() - began)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "Usage: python -m node" in done.stdout
+    assert min(seconds) < 1.0
+
+
+def test_help_and_status_do_not_load_torch() -> None:
+    code = "import sys; from node.cli import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
+    for arguments in (["join", "--help"], ["status"]):
+        done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=HOUSE, capture_output=True, timeout=30)
+        assert done.returncode == 0
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["jion"], "Did you mean 'join'"),
+        (["join", "--bootstap", "x"], "--bootstrap"),
+        (["join", "--rounds", "many"], "--rounds"),
+        (["join", "--rounds", "0"], "--rounds"),
+        (["join", "--bandwidth", "-1"], "--bandwidth"),
+        (["swarm", "--peers", "0"], "--peers"),
+        (["status", "extra"], "extra"),
+    ],
+)
+def test_a_typo_gets_one_line(arguments: list[str], words: str) -> None:
+    assert words in one_line(starling(*arguments))
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--bootstrap", "192.0.2.1:4000"], "/ip4/192.0.2.1/tcp/4000"),
+        (["--bootstrap", "\x1b[2Jnonsense\nand more"], "not a multiaddr"),
+        (["--run", "/nowhere/run.toml"], "/nowhere/run.toml"),
+        (["--task", "gtp"], "gtp"),
+        (["--device", "cdua"], "cuda"),
+        (["--wait-for", "1000000"], "--wait-for"),
+        (["--state-dir", "/proc/nothing"], "--state-dir"),
+    ],
+)
+def test_bad_values_get_one_line(arguments: list[str], words: str) -> None:
+    line = one_line(starling("join", *arguments))
+    assert words in line and "\x1b" not in line
+
+
+# -- joining ----------------------------------------------------------------------------------------------------------
+
+
+def test_reports_go_to_stdout_as_strict_json(straws: list[Straw]) -> None:
+    straws.append(Straw("short", "--json"))
+    code, out, err = straws[0].end(20)
+    reports = [json.loads(line, parse_constant=pytest.fail) for line in out.splitlines()]
+    assert code == 0 and [each["round"] for each in reports] == [0, 1, 2]
+    assert reports[0]["loss"] is None and reports[0]["peers"] == ["p", "q"]
+    assert "round 2" in err
+
+
+def test_without_json_stdout_is_empty(straws: list[Straw]) -> None:
+    straws.append(Straw("short"))
+    assert straws[0].end(20)[:2] == (0, "")
+
+
+def test_what_is_given_reaches_the_peer(straws: list[Straw], own_home: Path) -> None:
+    straws.append(Straw("short", "--rounds", "7", "--task", "gpt", "--no-nat", "--bandwidth", "1.5", "--wait-for", "3"))
+    _, _, err = straws[0].end(20)
+    assert "'recipe.rounds': 7" in err and "'task': 'gpt'" in err and " rounds=None" in err
+    assert "nat=False" in err and "bandwidth_bytes_per_second=1500000.0" in err and "wait_for_peers=3" in err
+    assert f"{own_home}/peer-1'" in err
+
+
+def test_of_a_swarm_s_run_nothing_can_be_set(straws: list[Straw]) -> None:
+    straws.append(Straw("short", "--bootstrap", "x", "--task", "gpt"))
+    code, _, err = straws[0].end(20)
+    assert code == 2 and err.count("\n") == 1
+    assert "--task cannot be given with --bootstrap: everything about the run comes from the swarm" in err
+
+
+def test_with_an_address_rounds_are_this_peer_s(straws: list[Straw]) -> None:
+    straws.append(Straw("short", "--bootstrap", "x", "--bootstrap", "y", "--rounds", "7"))
+    code, _, err = straws[0].end(20)
+    assert code == 0 and "rounds=7" in err and ") None\n" in err and "['x', 'y']" in err
+
+
+def test_a_directory_s_run_is_gone_on_with_unless_a_new_one_is_wanted(straws: list[Straw], tmp_path: Path) -> None:
+    (tmp_path / "manifest.bin").touch()
+    here = ("--state-dir", str(tmp_path))
+    straws.append(Straw("short", *here, "--rounds", "7"))
+    assert "rounds=7" in straws[-1].end(20)[2]
+    straws.append(Straw("short", *here, "--task", "gpt"))
+    code, _, err = straws[-1].end(20)
+    assert code == 2 and "add --new to start another" in err and err.count("\n") == 1
+    straws.append(Straw("short", *here, "--task", "gpt", "--new"))
+    assert straws[-1].end(20)[0] == 0
+
+
+def test_what_the_peer_refuses_is_one_line(straws: list[Straw]) -> None:
+    straws.append(Straw("refuse"))
+    code, _, err = straws[0].end(20)
+    assert code == 2 and err.endswith("starling: the port is taken: free it\n") and "Traceback" not in err
+
+
+def test_values_are_named_as_their_options(straws: list[Straw]) -> None:
+    straws.append(Straw("short", "--nickname", "bad"))
+    assert straws[0].end(20)[2] == "starling: flag --wait-for: too many\n"
+
+
+def test_two_peers_take_two_directories_and_one_is_not_shared(straws: list[Straw], own_home: Path) -> None:
+    straws += [Straw(), Straw()]
+    for each in straws:
+        each.until("running")
+    assert {each.name for each in own_home.iterdir()} == {"peer-1", "peer-2"}
+    straws.append(Straw("short", "--state-dir", str(own_home / "peer-1")))
+    code, _, err = straws[2].end(20)
+    assert code == 2 and "another running peer holds" in err
+    straws[0].process.kill()
+    straws[0].process.wait()
+    straws.append(Straw("short", "--state-dir", str(own_home / "peer-1")))
+    assert straws[3].end(20)[0] == 0
+
+
+def test_a_reader_that_leaves_does_not_end_the_peer(straws: list[Straw]) -> None:
+    straws.append(Straw("", "--json"))
+    assert straws[0].process.stdout
+    straws[0].process.stdout.close()
+    straws[0].until("running")
+    straws[0].signal(signal.SIGINT)
+    straws[0].until("cleaned up")
+    assert straws[0].process.wait(5) == 0
+
+
+# -- leaving ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number, name", [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")])
+def test_the_first_signal_hands_in(running: Straw, number: int, name: str) -> None:
+    running.signal(number)
+    running.until(f"{name}: {SENTENCE}")
+    code, _, err = running.end(3)
+    assert code == 0
+    assert "asked to finish" in err and "cleaned up" in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize("number, expected", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_the_second_leaves_at_once_and_cleans_up(straws: list[Straw], number: int, expected: int) -> None:
+    straws.append(peer := Straw("deaf"))
+    peer.until("running")
+    peer.signal(number)
+    peer.until("asked to finish")
+    peer.signal(number)
+    code, _, err = peer.end(1.5)
+    assert code == expected
+    assert "again: leaving at once" in err and "cleaned up" in err and "Traceback" not in err
+
+
+def test_a_cleanup_that_never_ends_is_ended(straws: list[Straw]) -> None:
+    straws.append(peer := Straw("stubborn"))
+    peer.until("running")
+    peer.signal(signal.SIGINT)
+    peer.until("asked to finish")
+    peer.signal(signal.SIGINT)
+    assert peer.end(2.5)[0] == 130
+
+
+def test_a_stuck_loop_is_ended(straws: list[Straw]) -> None:
+    straws.append(peer := Straw("stuck"))
+    peer.until("running")
+    peer.signal(signal.SIGINT)
+    time.sleep(0.2)
+    peer.signal(signal.SIGINT)
+    assert peer.end(2.5)[0] == 130
+
+
+@pytest.mark.parametrize("how", ["deaf", "stuck"])
+def test_a_peer_that_does_not_finish_is_ended_within_ten_seconds(straws: list[Straw], how: str) -> None:
+    straws.append(peer := Straw(how))
+    peer.until("running")
+    peer.signal(signal.SIGINT)
+    code, _, err = peer.end(11)
+    assert code == 1
+    assert how == "stuck" or ("could not be handed in" in err and "cleaned up" in err)
+
+
+# -- asking -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["status", "finish"])
+def test_no_peer_is_one_line(command: str, tmp_path: Path) -> None:
+    assert "no peer runs in" in one_line(starling(command), 1)
+    assert "no peer runs in" in one_line(starling(command, "--state-dir", str(tmp_path)), 1)
+
+
+def test_the_one_peer_here_is_found_and_asked(running: Straw) -> None:
+    done = starling("status", "--json")
+    answer = json.loads(done.stdout, parse_constant=pytest.fail)
+    assert (answer["run"], answer["pid"], answer["loss"]) == ("straw", running.process.pid, None)
+    shown = starling("status")
+    assert shown.returncode == 0 and "run straw" in shown.stdout and "1 of 3" in shown.stdout
+    assert starling("finish").returncode == 0
+    assert running.end(3)[0] == 0
+    assert "no peer runs" in one_line(starling("status"), 1)
+
+
+def test_of_several_peers_one_must_be_chosen(straws: list[Straw], own_home: Path) -> None:
+    straws += [Straw(), Straw()]
+    for each in straws:
+        each.until("running")
+    line = one_line(starling("status"))
+    assert "2 peers run here" in line and str(own_home / "peer-1") in line and str(own_home / "peer-2") in line
+    assert json.loads(starling("status", "--json", "--state-dir", str(own_home / "peer-2")).stdout)["round"] == 1
+
+
+def test_a_killed_peer_is_no_peer(running: Straw) -> None:
+    running.process.kill()
+    running.process.wait()
+    assert "no peer runs" in one_line(starling("status"), 1)
+
+
+def test_a_stopped_peer_is_told_of_in_time(running: Straw) -> None:
+    running.signal(signal.SIGSTOP)
+    assert "no peer runs" not in one_line(starling("status", "--state-dir", str(state_of(running))), 1)
+
+
+def state_of(peer: Straw) -> str:
+    line = next(line for line in peer.lines if line.startswith("given"))
+    return line.split("PosixPath('")[1].split("'")[0]
+
+
+def test_status_into_a_closed_pipe_is_no_error(running: Straw) -> None:
+    command = f"{sys.executable} -m node status --json | true"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], cwd=HOUSE, capture_output=True, text=True)
+    assert done.stderr == ""
