@@ -72,6 +72,15 @@ def public_key_of(peer: PeerId) -> bytes:
     return data[len(_PEER_ID_PREFIX) :]
 
 
+def verify(peer: PeerId, message: bytes, signature: bytes) -> bool:
+    """Whether `peer` signed `message`; False also for an id or a signature that is none."""
+    try:
+        Ed25519PublicKey.from_public_bytes(public_key_of(peer)).verify(signature, message)
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
 @dataclass(frozen=True, slots=True)
 class Identity:
     """A peer's key, its id and the file that p2pd reads it from. Implements `protocols.base.Signer`."""
@@ -85,12 +94,8 @@ class Identity:
         return self._key.sign(message)
 
     def verify(self, peer: PeerId, message: bytes, signature: bytes) -> bool:
-        """Whether `peer` signed `message`; False also for an id or a signature that is none."""
-        try:
-            Ed25519PublicKey.from_public_bytes(public_key_of(peer)).verify(signature, message)
-        except (InvalidSignature, ValueError):
-            return False
-        return True
+        """As the function of this name."""
+        return verify(peer, message, signature)
 
     @contextmanager
     def held(self) -> Iterator[None]:

@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 
@@ -120,3 +121,12 @@ def open_files() -> int:
 def tasks() -> int:
     """Tasks of the running event loop."""
     return len(asyncio.all_tasks())
+
+
+def workers_here() -> int:
+    """Workers of other peers on this machine, as far as this user can see: they share its cores."""
+    count = 0
+    for process in psutil.process_iter(["cmdline"]):
+        line = process.info["cmdline"] or ()
+        count += any(first == "-m" and second == "node.worker" for first, second in pairwise(line))
+    return count

@@ -1,4 +1,4 @@
-"""A peer's directory: who it is, which run it is in, whom it met, what it reported. One process at a time.
+"""A peer's directory: who it is, which run it is in, whom it met, what it reported.
 
 identity.key    the Ed25519 key                     peers.json     whom it met, and where
 incarnation     how often it was started            rounds.jsonl   one report a line
@@ -8,7 +8,6 @@ past/<run>/     the files of runs that it was in before
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,49 +29,27 @@ class StateError(Exception):
 
 
 class StateDir:
-    """An open directory: `with StateDir.open(path) as state`."""
+    """The directory in one life of the peer; whoever starts the peer sees to it that there is one at a time."""
 
-    def __init__(self, path: Path, lock: int, identity: Identity, incarnation: int) -> None:
+    def __init__(self, path: Path, identity: Identity, incarnation: int) -> None:
         self.path, self.identity, self.incarnation = path, identity, incarnation
-        self._lock = lock
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Take hold of the directory, made first if there is none, for a life of its own number.
+        """Make the directory if there is none, and begin a life of its own number.
 
         Raises:
-            StateError: it cannot be written, or another process has it.
+            StateError: it cannot be written.
             IdentityError: the identity in it cannot be used.
         """
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            return cls(path, load_or_create(path / "identity.key"), _next_incarnation(path / "incarnation"))
         except OSError as error:
             raise StateError(
-                f"cannot use the state directory {path} ({error.strerror}): give one that can be written by --state-dir"
+                f"cannot write {error.filename or path} ({error.strerror}): "
+                "give a directory that can be written, with space left, by --state-dir"
             ) from None
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return cls(path, lock, load_or_create(path / "identity.key"), _next_incarnation(path / "incarnation"))
-        except BlockingIOError:
-            os.close(lock)
-            raise StateError(
-                f"{path} is in use by another running peer: stop it, or give this one its own --state-dir"
-            ) from None
-        except OSError as error:
-            os.close(lock)
-            raise StateError(
-                f"cannot write {error.filename or path} ({error.strerror}): free space, or another --state-dir"
-            ) from None
-        except BaseException:
-            os.close(lock)
-            raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._lock)
 
     @property
     def rounds(self) -> Path:

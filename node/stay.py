@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Protocol
 
@@ -17,7 +16,7 @@ from node.report import RoundReport
 from node.round import Replica
 from node.statedir import StateDir
 from node.status import View
-from protocols.base import Directory, Outcome
+from protocols.base import Clock, Directory, Outcome
 from protocols.sync import Sync
 from protocols.tasks import together
 
@@ -40,7 +39,7 @@ class Evaluator(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """What a stay is made of; `addresses` are those that others can dial."""
+    """What a stay is made of."""
 
     replica: Replica
     trainer: Evaluator
@@ -50,20 +49,29 @@ class Means:
     state: StateDir
     journal: Journal
     lag: LoopLag
-    addresses: Callable[[], Sequence[str]]
-    wall: Callable[[], float]
+    clock: Clock
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How long a stay lasts.
+
+    Attributes:
+        run_rounds: rounds of the whole run.
+        rounds: that this peer takes part in; None: all.
+        wait_for_peers: so many must be here before the first, this one included.
+    """
+
+    run_rounds: int
+    rounds: int | None
+    wait_for_peers: int
 
 
 class Stay:
-    """Runs rounds until the run is over, `most` rounds are done, or the user wants to leave.
+    """Runs rounds until the run is over, this peer has done its share of them, or its user wants to leave."""
 
-    Args:
-        last_round: of the run; most: rounds that this peer takes part in; wait_for: peers that must be here first.
-    """
-
-    def __init__(self, means: Means, portrait: Portrait, view: View, last_round: int, most: int | None, wait_for: int):
-        self._means, self._portrait, self._view = means, portrait, view
-        self._last_round, self._most, self._wait_for = last_round, most, wait_for
+    def __init__(self, means: Means, limits: Limits, portrait: Portrait, view: View) -> None:
+        self._means, self._limits, self._portrait, self._view = means, limits, portrait, view
         self._done = 0
         self._leave = asyncio.Event()
 
@@ -100,25 +108,25 @@ class Stay:
             main.cancel()
 
     def _goes_on(self) -> bool:
-        enough = self._most is not None and self._done >= self._most
+        enough = self._limits.rounds is not None and self._done >= self._limits.rounds
         return not (enough or self._over() or self._leave.is_set())
 
     def _over(self) -> bool:
-        return self._means.replica.chain.head.key.round >= self._last_round
+        return self._means.replica.chain.head.key.round >= self._limits.run_rounds
 
     async def _rounds(self) -> None:
         means = self._means
         await means.replica.settle()
         await self._wait_for_others()
-        async for report in rounds(means.replica, means.sync, means.wall, self._goes_on, self._portrait.becomes):
+        async for report in rounds(means.replica, means.sync, means.clock.wall, self._goes_on, self._portrait.becomes):
             await self._report(report)
-            means.replica.last = self._most is not None and self._done >= self._most - 1
+            means.replica.last = self._limits.rounds is not None and self._done >= self._limits.rounds - 1
         self._portrait.becomes("finished", "the run is over" if self._over() else "")
 
     async def _wait_for_others(self) -> None:
-        members = self._means.membership
-        while not self._leave.is_set() and (here := len(members.live())) < self._wait_for:
-            self._portrait.becomes("waiting", f"for {self._wait_for} peers to be here: {here} are")
+        members, wanted = self._means.membership, self._limits.wait_for_peers
+        while not self._leave.is_set() and (here := len(members.live())) < wanted:
+            self._portrait.becomes("waiting", f"for {wanted} peers to be here: {here} are")
             await members.changed(members.version, asyncio.get_running_loop().time() + WAIT_SECONDS)
 
     async def _report(self, report: RoundReport) -> None:
@@ -155,7 +163,7 @@ class Stay:
         loop, means = asyncio.get_running_loop(), self._means
         while True:
             until = loop.time() + FIND_SECONDS
-            value = json.dumps(list(means.addresses())[:8]).encode()
+            value = json.dumps(list(self._portrait.addresses())[:8]).encode()
             await means.directory.announce(SCOPE, value, ANNOUNCED_SECONDS, until)
             for peer, found in await means.directory.find(SCOPE, MAX_FOUND, until):
                 means.membership.hint(peer, _addresses(found))

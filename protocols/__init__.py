@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from protocols.base import Averager, Host, Settings
+from protocols.base import Host, Settings
 from protocols.butterfly import Butterfly
 
-PROTOCOLS: dict[str, Callable[[Host, Settings], Averager]] = {"butterfly": Butterfly}
+PROTOCOLS: dict[str, Callable[[Host, Settings], Butterfly]] = {"butterfly": Butterfly}
 """Every protocol by its name."""

@@ -83,6 +83,7 @@ class Call:
             norm=work.norm,
             step_seconds=work.step_seconds,
             complete=work.complete,
+            leaving=work.leaving,
             bandwidth=terrain.bandwidth,
             state_root=work.state_root,
             signature=b"",
@@ -97,7 +98,7 @@ class Call:
 
     def _announce(self, offer: Offer) -> None:
         sent = self._announced
-        completed = offer.complete and not (sent and sent.complete)
+        completed = (offer.complete, offer.leaving) > ((sent.complete, sent.leaving) if sent else (False, False))
         if sent and not completed and offer.tokens < GROWTH * max(1, sent.tokens):
             return
         self._announced = offer
@@ -117,7 +118,7 @@ class Call:
         if not self._host.signer.verify(peer, planning.offer_message(self._key, offer), offer.signature):
             raise BadPayload("an offer with a forged signature")
         known = self._offers.get(peer)
-        if known is None or (offer.tokens, offer.complete) >= (known.tokens, known.complete):
+        if known is None or _extent(offer) >= _extent(known):
             self._take(offer)
 
     def _take(self, offer: Offer) -> None:
@@ -143,22 +144,30 @@ class Call:
         """Wait for the moment of the call; False if the round ends first."""
         loop, done = asyncio.get_running_loop(), self._complete_seconds
         while loop.time() < self._terrain.deadline:
-            here = self._terrain.me.peer in self._offers  # a coordinator has an offer of its own before it calls
+            here, leaving, _ = known = self._stands()
             after = planning.call_after(list(done.values()), len(self._terrain.head.roster)) if here else None
+            if here and leaving:  # nobody keeps waiting who wants to go
+                after = 0.0
             due = self._terrain.deadline if after is None else self._began + after
             if self.terms is not None or (after is not None and loop.time() >= due):
                 return True
-            known = (here, len(done))
             try:
                 await self.changed.until(
-                    lambda known=known: (  # type: ignore[misc]
-                        self.terms is not None or (self._terrain.me.peer in self._offers, len(done)) != known
-                    ),
+                    lambda known=known: self.terms is not None or self._stands() != known,  # type: ignore[misc]
                     due,
                 )
             except TimeoutError:
                 continue
         return False
+
+    def _stands(self) -> tuple[bool, bool, int]:
+        """Whether we have an offer, as a coordinator has before it calls; if anybody leaves; how many are ready."""
+        leaving = any(offer.leaving for offer in self._offers.values())
+        return self._terrain.me.peer in self._offers, leaving, len(self._complete_seconds)
+
+    def leaving(self) -> frozenset[PeerId]:
+        """Members that will be gone when the round is over."""
+        return frozenset(peer for peer, offer in self._offers.items() if offer.leaving)
 
     def _agrees(self, offer: Offer) -> bool:
         if offer.state_root == self._offers[self._terrain.me.peer].state_root:
@@ -195,3 +204,8 @@ class Call:
             self.cut.set()
         else:
             self._timer = loop.call_at(cut_at, self.cut.set)
+
+
+def _extent(offer: Offer) -> tuple[bool, int, bool]:
+    """By which of two offers of one member the later one is told."""
+    return offer.leaving, offer.tokens, offer.complete

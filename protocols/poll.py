@@ -15,6 +15,8 @@ from protocols.record import Kind, Record
 from protocols.votes import Certificate, Signed
 from protocols.wire import body
 
+SMALL_ROSTER = 4
+"""Up to so many, any number may be admitted at once: a founder and those who came first are a roster after one round."""
 MAX_TALLIES = 1 << 10
 """(ballot, record) pairs whose votes are kept; above it those of the lowest ballot are forgotten."""
 
@@ -22,6 +24,20 @@ MAX_TALLIES = 1 << 10
 def majority(members: int, liars: bool = False) -> int:
     """Votes that decide, of a roster of so many; more of them where voters may lie."""
     return 2 * members // 3 + 1 if liars else members // 2 + 1
+
+
+def admissions(members: int) -> int:
+    """How many one record may admit to a roster of so many."""
+    return max(1, members // 2, SMALL_ROSTER - members)
+
+
+def kept(members: int, quorum: int) -> int:
+    """How many of a roster a record keeps at least: as many as could decide without the others.
+
+    Of two, one: nothing is decided there without the vote of the other, who votes for its own eviction only when it
+    is leaving.
+    """
+    return 1 if members == 2 else quorum
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +105,7 @@ class Poll:
         admitted = sum(not self.counts(member) for member in record.roster)
         if record.kind == Kind.FORK:
             return admitted == 0 and 0 < self.fork_peers <= members < self.quorum
-        return admitted <= max(1, len(self.roster) // 2) and members - admitted >= self.quorum
+        return admitted <= admissions(len(self.roster)) and members - admitted >= kept(len(self.roster), self.quorum)
 
     def message(self, ballot: int, digest: bytes, voter: Member) -> bytes:
         """What a voter signs."""

@@ -191,13 +191,18 @@ class Opening(Header):
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What one member brings to a round, signed over (key, offer without signature) so that no plan can alter it."""
+    """What one member brings to a round, signed over (key, offer without signature) so that no plan can alter it.
+
+    Attributes:
+        leaving: the last that it brings: the next roster is without it.
+    """
 
     member: Member = one(Member)
     tokens: int = uint(MAX_TOKENS)
     norm: float = real(0, MAX_NORM)
     step_seconds: float = real(0, MAX_SECONDS)
     complete: bool = flag()
+    leaving: bool = flag()
     bandwidth: float = real(1, 1e13)
     state_root: bytes = digest()
     signature: bytes = blob(128)

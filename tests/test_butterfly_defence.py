@@ -50,7 +50,7 @@ async def says_nothing(host: Host, method: str) -> None:
 
 
 async def offers(host: Host, key: RoundKey) -> None:
-    offer = Offer(Member(host.me), 1, 1.0, 1.0, True, 1e6, bytes(32), b"")
+    offer = Offer(Member(host.me), 1, 1.0, 1.0, True, False, 1e6, bytes(32), b"")
     with suppress(PeerError):
         async with host.transport.open("p0", CONTROL, asyncio.get_running_loop().time() + 1e5) as stream:
             await stream.send(Ready(key, offer))

@@ -32,7 +32,8 @@ def verify(peer: PeerId, message: bytes, signature: bytes) -> bool:
 
 def offer(peer: PeerId, key: RoundKey = KEY, incarnation: int = 0, **claims: Any) -> Offer:
     """A signed offer; what is not claimed is ordinary."""
-    ordinary: dict[str, Any] = {"tokens": 1000, "norm": 1.0, "step_seconds": 0.5, "complete": True, "bandwidth": 1e6}
+    ordinary: dict[str, Any] = {"tokens": 1000, "norm": 1.0, "step_seconds": 0.5, "complete": True, "leaving": False}
+    ordinary["bandwidth"] = 1e6
     unsigned = Offer(
         **{"member": Member(peer, incarnation), "state_root": bytes(32), "signature": b"", **ordinary, **claims}
     )

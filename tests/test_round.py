@@ -432,7 +432,7 @@ def test_one_that_diverged_brings_nothing_and_starts_again(step_size: float) -> 
     first, second = peer.seen
     for work in (*first.offers, first.work):
         assert work is not None and (work.tokens, work.norm) == (0, 0.0)
-        ready = Ready(first.key, Offer(ME, work.tokens, work.norm, 1.0, False, 1e6, work.state_root, b""))
+        ready = Ready(first.key, Offer(ME, work.tokens, work.norm, 1.0, False, False, 1e6, work.state_root, b""))
         assert decode(encode(ready)) == ready
     assert first.mine.tolist() == [0.0] * ELEMENTS
     assert second.mine.tolist() == [4 * STEP] * ELEMENTS and reports[1].tokens == 400

@@ -1,0 +1,333 @@
+"""One peer, from its first process to its last: the composition root, the only place that knows every adapter."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+import secrets
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from node.addresses import shareable
+from node.clock import WallClock
+from node.compute import ThreadCompute
+from node.config import ConfigError
+from node.control import Control
+from node.daemon import DaemonError
+from node.dht import DhtDirectory
+from node.entry import Door, Entry, Run, ask_run, ask_status
+from node.greeter import Self
+from node.identity import IdentityError, create, verify
+from node.journal import Journal
+from node.libp2p import LibP2PConfig, LibP2PTransport
+from node.manifest import Manifest, ManifestError, seal, unseal
+from node.membership import Membership
+from node.metrics import LoopLag, workers_here
+from node.outer import OuterSGD
+from node.peerconfig import PeerConfig
+from node.portrait import Portrait
+from node.remote import RemoteTrainer, WorkerError
+from node.round import Replica
+from node.runconfig import RunConfig
+from node.statedir import StateDir, StateError
+from node.status import Status, View, join_command
+from node.stay import Limits, Means, Stay
+from node.tasks.spec import GptValues, PacedValues, WorkerSpec
+from protocols import PROTOCOLS
+from protocols.base import BadPayload, Deadline, Host, Member, PeerError, PeerId, Settings
+from protocols.chain import Chain
+from protocols.snapshot import Index, Snapshots
+from protocols.sync import Sync
+from protocols.wire import MAX_ROSTER
+
+log = logging.getLogger(__name__)
+
+STATUS_SECONDS = 10.0
+
+
+class Refused(Exception):
+    """This peer cannot go on, for what its user or its machine gave it; one line says what, why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Tools:
+    state: StateDir
+    transport: LibP2PTransport
+    compute: ThreadCompute
+    entry: Entry
+    lag: LoopLag
+
+
+class Peer:
+    """A volunteer's peer. `run` is its whole life."""
+
+    def __init__(self, config: PeerConfig, run: RunConfig | None, view: View) -> None:
+        """
+        Args:
+            config: of this machine; its state directory is given.
+            run: what to start, if neither addresses nor its state directory lead it into another.
+        """
+        self._config, self._wanted, self._view = config, run, view
+        self._portrait = Portrait(config.nickname)
+        self._clock = WallClock()
+        self._stay: Stay | None = None
+        self._living: asyncio.Task[None] | None = None
+        self._finishing, self._failure = False, ""
+
+    def finish(self) -> None:
+        """End the round, hand in, leave; at once where there is no round yet."""
+        self._finishing = True
+        if self._stay:
+            self._stay.leave()
+        elif self._living:
+            self._living.cancel()
+
+    def status(self) -> Status:
+        """What this peer does, as of now."""
+        return self._portrait.status()
+
+    async def run(self) -> int:
+        """Join or start a run, train, leave; returns the process's exit code.
+
+        Raises:
+            Refused: it cannot go on.
+        """
+        assert self._config.state_dir is not None
+        me = asyncio.current_task()
+        try:
+            self._living = asyncio.create_task(self._live(StateDir.open(self._config.state_dir)))
+            await self._living
+        except asyncio.CancelledError:
+            if me is None or me.cancelling() or not (self._finishing or self._failure):
+                raise
+        except (StateError, IdentityError, DaemonError, WorkerError, ManifestError, ConfigError) as error:
+            raise Refused(str(error)) from None
+        if self._failure:
+            raise Refused(self._failure)
+        self._portrait.becomes("finished", self._portrait.reason)
+        return 0
+
+    def _fail(self, why: str) -> None:
+        self._failure = why
+        if self._living:
+            self._living.cancel()
+
+    async def _live(self, state: StateDir) -> None:
+        config, portrait = self._config, self._portrait
+        portrait.peer, portrait.incarnation = state.identity.peer_id, state.incarnation
+        link = LibP2PConfig(state.identity, config.listen, config.announce, nat=config.nat)
+        async with (
+            Control(state.path, self.status, self.finish),
+            LoopLag() as lag,
+            ThreadCompute() as compute,
+            LibP2PTransport(link) as transport,
+            Entry(transport.connect, partial(ask_run, transport), self._judge, self._view.say) as entry,
+        ):
+            portrait.addresses = lambda: shareable(transport.addresses) or transport.addresses
+            portrait.lag = lag
+            tools = _Tools(state, transport, compute, entry, lag)
+            if addresses := self._addresses(state):
+                await self._join(tools, addresses)
+            else:
+                await self._found(tools)
+
+    # -- which run ----------------------------------------------------------------------------------------------------
+
+    def _addresses(self, state: StateDir) -> tuple[str, ...]:
+        """Where to look for the run: what the user gave, and whom this peer met when it was last here."""
+        held = b"" if self._config.new else state.manifest()
+        cached = tuple(state.addresses()) if held else ()
+        return (*self._config.bootstrap, *cached)
+
+    def _judge(self, run: Run) -> None:
+        """Whether to join this run.
+
+        Raises:
+            ManifestError: no.
+        """
+        manifest = unseal(run.sealed, verify, self._config.run_id)
+        manifest.config.require_protocol(PROTOCOLS)
+        if hashlib.sha256(run.sample).digest() != manifest.held_out and any(manifest.held_out):
+            raise ManifestError("the evaluation sample is not the one that the manifest names: ask another peer")
+
+    async def _join(self, tools: _Tools, addresses: Sequence[str]) -> None:
+        """Everything about the run comes from whoever is found at one of these addresses."""
+        self._portrait.becomes("joining", f"asking at {len(addresses)} addresses which run this is")
+        run = await tools.entry.find(addresses)
+        manifest = unseal(run.sealed, verify)
+        self._begin(tools.state, manifest, run)
+        sample = tools.state.sample if run.sample else None
+        async with RemoteTrainer(self._spec(manifest.config, tools.state, sample), tools.compute) as trainer:
+            if trainer.layout.sizes() != manifest.elements:
+                raise ManifestError(
+                    f"here the model has {trainer.layout.sizes()} parameters, in this run {manifest.elements}: "
+                    "use the version of Starling that the others use"
+                )
+            await self._settle(tools, trainer, manifest, run)
+
+    async def _found(self, tools: _Tools) -> None:
+        """Start a run: the initial state is drawn here, once, and downloaded by everybody else."""
+        config = self._wanted
+        if config is None:
+            raise Refused("no address leads to a run: give one by --bootstrap")
+        self._portrait.becomes("starting", "the model is built")
+        async with RemoteTrainer(self._spec(config, tools.state, None), tools.compute) as trainer:
+            anchor = torch.empty(trainer.layout.sizes()[0])
+            await trainer.read(anchor)
+            index = await tools.compute.run(lambda: Index.of(anchor, torch.zeros_like(anchor)), 8 * len(anchor))
+            sample = await trainer.held_out()
+            manifest = Manifest(
+                config=config,
+                founder=Member(tools.transport.me, tools.state.incarnation),
+                elements=trainer.layout.sizes(),
+                state_root=index.state_root(0),
+                held_out=hashlib.sha256(sample).digest() if sample else bytes(32),
+                created=self._clock.wall(),
+            )
+            run = Run(seal(manifest, tools.state.identity), sample)
+            self._begin(tools.state, manifest, run)
+            self._view.say(f"started the run {manifest.config.name} ({manifest.run_id[:12]})")
+            if found := join_command(self.status()):
+                command, shareable_address = found
+                self._view.say(f"others join by: {command}")
+                if not shareable_address:
+                    self._view.say("this address works on this machine only: --listen on another for others to join")
+            await self._settle(tools, trainer, manifest, run)
+
+    def _begin(self, state: StateDir, manifest: Manifest, run: Run) -> None:
+        """This peer's directory, and what it shows, are of this run now."""
+        before = unseal(held, verify).run_id if (held := state.manifest()) else ""
+        state.begin(manifest.run_id, before, run.sealed, run.sample)
+        portrait = self._portrait
+        portrait.run, portrait.run_id, portrait.rounds = (
+            manifest.config.name,
+            manifest.run_id,
+            manifest.config.recipe.rounds,
+        )
+
+    def _spec(self, config: RunConfig, state: StateDir, sample: Path | None) -> WorkerSpec:
+        mine = self._config
+        return WorkerSpec(
+            values=_values(config),
+            recipe=config.recipe,
+            stream_seed=int.from_bytes(hashlib.sha256(state.identity.peer_id.encode()).digest()[:7], "big"),
+            weights_seed=config.seed,
+            data=mine.data,
+            held_out=sample,
+            device=mine.device,
+            threads=0 if mine.threads == "auto" else mine.threads,
+            peers_here=1 + workers_here(),
+            precision=mine.precision,
+        )
+
+    # -- in the run ---------------------------------------------------------------------------------------------------
+
+    async def _settle(self, tools: _Tools, trainer: RemoteTrainer, manifest: Manifest, run: Run) -> None:
+        """Put together what a peer in a run is made of, and stay until it is over."""
+        config, portrait, state, transport = manifest.config, self._portrait, tools.state, tools.transport
+        run_id = bytes.fromhex(manifest.run_id)
+        chain = portrait.chain = Chain(run_id, "run", (manifest.founder,), manifest.state_root)
+        membership = portrait.membership = self._membership(tools, chain)
+        async with DhtDirectory(transport, state.identity, self._clock, run_id, membership.offset_seconds) as directory:
+            host = Host(transport, directory, membership, tools.compute, self._clock, state.identity, config.seed)
+            settings = self._settings(manifest, state.incarnation)
+            averager, snapshots = PROTOCOLS[config.protocol](host, settings), Snapshots()
+            anchor = torch.empty(manifest.elements[0])
+            await trainer.read(anchor)
+            outer = OuterSGD(config.recipe.outer_learning_rate, config.recipe.outer_momentum)
+            replica = Replica(chain, trainer, averager, outer, tools.compute, anchor, snapshots)
+            replica.on_phase = portrait.works
+            sync = Sync(host, chain, settings, snapshots, membership.peers, averager.shelf)
+            sync.on_better = lambda branch: averager.supersede()
+            averager.on_ahead = sync.hear
+            portrait.pids = lambda: [pid for pid in (os.getpid(), trainer.pid, transport.daemon_pid) if pid]
+            portrait.journal = Journal(state.rounds)
+            Door(transport, run, lambda: asdict(self.status()))
+            means = Means(
+                replica, trainer, sync, membership, directory, state, portrait.journal, tools.lag, self._clock
+            )
+            limits = Limits(config.recipe.rounds, self._config.rounds, self._config.wait_for_peers)
+            self._stay = Stay(means, limits, portrait, self._view)
+            await self._stay.run()
+
+    def _settings(self, manifest: Manifest, incarnation: int) -> Settings:
+        config = manifest.config
+        return Settings(
+            codec=config.codec,
+            elements=manifest.elements,
+            chunk_elements=config.chunk_elements,
+            bandwidth=self._config.bandwidth_bytes_per_second,
+            incarnation=incarnation,
+            fork_peers=config.fork_peers,
+        )
+
+    def _membership(self, tools: _Tools, chain: Chain) -> Membership:
+        """Whom we know at the start: who let us in, and whom we met when we were last here."""
+        me = Member(tools.transport.me, tools.state.incarnation)
+        who = Self(
+            me=me,
+            run=chain.head.key.run,
+            life=secrets.randbits(63),
+            nickname=self._config.nickname,
+            addresses=lambda: [address.rpartition("/p2p/")[0] for address in self._portrait.addresses()],
+            round=lambda: chain.head.key.round,
+        )
+
+        def roster() -> list[PeerId]:
+            return [member.peer for member in chain.members(MAX_ROSTER) if member != me]
+
+        membership = Membership(tools.transport, self._clock, who, roster, partial(_reach, tools.transport))
+        membership.on_twin = self._fail
+        for peer, address in tools.entry.met.items():
+            membership.hint(peer, (address.rpartition("/p2p/")[0],))
+        for peer, addresses in tools.state.peers().items():
+            membership.hint(peer, addresses)
+        return membership
+
+
+def _values(config: RunConfig) -> GptValues | PacedValues:
+    """The task's values as its worker takes them."""
+    if config.gpt is not None:
+        return GptValues(config.gpt.shape, config.gpt.rows)
+    assert config.paced is not None
+    return PacedValues(config.paced.elements, config.paced.tokens_per_step, config.paced.step_seconds)
+
+
+async def _reach(transport: LibP2PTransport, peer: PeerId, addresses: Sequence[str], deadline: Deadline) -> None:
+    """Connect to a peer at the first of its addresses that works; if none does, libp2p may know better ones."""
+    tries = [asyncio.create_task(transport.connect(f"{address}/p2p/{peer}", deadline)) for address in addresses]
+    try:
+        for each in asyncio.as_completed(tries):
+            with suppress(PeerError, ValueError):
+                await each
+                return
+    finally:
+        for each in tries:
+            each.cancel()
+
+
+async def remote_status(address: str, seconds: float = STATUS_SECONDS) -> dict[str, Any]:
+    """How the peer at a multiaddr says that it is doing, asked under an identity of a moment's life.
+
+    Raises:
+        Refused: it cannot be asked.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        identity = create(Path(directory) / "identity.key")
+        async with LibP2PTransport(LibP2PConfig(identity)) as transport:
+            deadline = asyncio.get_running_loop().time() + seconds
+            try:
+                return await ask_status(transport, await transport.connect(address, deadline), deadline)
+            except PeerError as error:
+                raise Refused(f"{address}: {error.why}") from None
+            except (BadPayload, ValueError) as error:
+                raise Refused(f"{address}: {error}") from None
