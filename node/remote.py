@@ -85,6 +85,7 @@ class RemoteTrainer:
     async def __aexit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
         self._minding.cancel()
         await asyncio.gather(self._minding, return_exceptions=True)
+        del self._shared  # unmapped, whatever still refers to us
         os.close(self._descriptor)
 
     @property

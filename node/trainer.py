@@ -132,8 +132,7 @@ class Shift:
         self.learner = learner
         self._inner_steps = inner_steps
         self._anchors = tuple(vector.clone() for vector in learner.vectors) if anchors is None else anchors
-        self._round, self._steps, self._reported = -1, 0, 0
-        self._carried = 0
+        self._round, self._steps = -1, 0
         self._step_seconds = 0.0
         self.reset(0)
 
@@ -198,6 +197,7 @@ class Shift:
     def reset(self, carried: int) -> None:
         """Start the account again: whoever holds the vectors has written them, and this many tokens are in them."""
         self._carried, self._tokens, self._loss, self._seconds = carried, 0, 0.0, 0.0
+        self._reported = 0
 
     def evaluate(self) -> float:
         """Held-out loss of the anchor, the outer parameters."""

@@ -97,7 +97,8 @@ def _visible(relative: Path) -> bool:
 
 
 def _map(path: Path) -> torch.Tensor:
-    size = path.stat().st_size
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
     if size == 0:
         raise ValueError(f"{path} is empty")
     return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)

@@ -1,0 +1,209 @@
+"""The worker without its process: the shared vectors, the spec, the commands."""
+
+import base64
+import io
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from node import shared, worker
+from node.shared import Shared
+from node.tasks.base import Recipe
+from node.tasks.gpt import Shape
+from node.tasks.spec import GptValues, PacedValues, WorkerSpec, build
+from node.trainer import Shift
+
+RECIPE = Recipe(4, 5, learning_rate=1e-2, outer_learning_rate=0.9, outer_momentum=0.5, warmup_steps=4)
+GPT = GptValues(Shape(layers=1, width=16, heads=2, context=16), rows=2)
+
+
+@pytest.fixture
+def memory() -> Iterator[int]:
+    descriptor = shared.create()
+    yield descriptor
+    os.close(descriptor)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "book.txt"
+    path.write_bytes(bytes(n * n % 97 + 20 for n in range(4000)))
+    return path
+
+
+def serve(
+    memory: int, spec: WorkerSpec, *commands: dict[str, Any], hear: Callable[[str, Any], None] = lambda *told: None
+) -> list[dict[str, Any]]:
+    """What a worker of this process tells, without its layout."""
+    told: list[dict[str, Any]] = []
+    lines = [spec.to_json(), *map(json.dumps, commands)]
+
+    def tell(kind: str, value: Any) -> None:
+        told.append(json.loads(json.dumps({kind: value})))
+        hear(kind, value)
+
+    code = worker.serve(io.BytesIO("".join(f"{line}\n" for line in lines).encode()), tell, memory)
+    assert code == ("refused" in told[0])
+    return told if code else told[1:]
+
+
+def test_both_sides_see_the_same_vectors(memory: int) -> None:
+    ours, theirs = Shared(memory, (5, 3)), Shared(memory, (5, 3))
+    assert ours.fresh and not theirs.fresh
+    ours.local[1].fill_(2)
+    theirs.anchor[0].copy_(torch.arange(5))
+    assert theirs.local[1].tolist() == [2, 2, 2] and ours.anchor[0].tolist() == [0, 1, 2, 3, 4]
+    assert not ours.local[0].any() and not ours.anchor[1].any()
+    ours.attention = True
+    theirs.claim(7)
+    theirs.stepped(0.25)
+    theirs.stepped(0.125)
+    assert (theirs.attention, ours.position, ours.steps, ours.longest_step_seconds) == (True, 7, 2, 0.25)
+    ours.attention = False
+    assert not theirs.attention
+
+
+def test_a_file_where_there_is_no_memory_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.platform", "darwin")
+    descriptor = shared.create()
+    assert os.fstat(descriptor).st_nlink == 0
+    Shared(descriptor, (4,)).local[0].fill_(1)
+    assert Shared(descriptor, (4,)).local[0].tolist() == [1, 1, 1, 1]
+    os.close(descriptor)
+
+
+def test_a_spec_survives_the_pipe() -> None:
+    for values in (GPT, PacedValues(10, 20, 0.5)):
+        spec = WorkerSpec(values, RECIPE, 1, 2, Path("a"), None, "cpu", 3, 4, "float32")
+        assert WorkerSpec.from_json(spec.to_json()) == spec
+
+
+def test_threads_are_shared_between_the_peers_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    spec = WorkerSpec(GPT, RECIPE, 1)
+    counts = [replace(spec, peers_here=peers).thread_count() for peers in (1, 3, 9)]
+    assert counts == [8, 2, 1] and replace(spec, threads=5, peers_here=9).thread_count() == 5
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"device": "tpu"}, "device must be one of auto, cpu, cuda, mps, not 'tpu'"),
+        ({"precision": "int8"}, "precision must be one of auto, float32, bfloat16, not 'int8'"),
+        ({"threads": -1}, "threads must be a whole number, 0 or more, not -1"),
+        ({"peers_here": 0}, "peers_here must be a whole number, at least 1, not 0"),
+    ],
+)
+def test_bad_values_are_one_line(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        replace(WorkerSpec(GPT, RECIPE, 1), **change)
+    assert str(error.value) == message
+    with pytest.raises(ValueError, match="step_seconds must be seconds, below an hour, not -1"):
+        PacedValues(10, step_seconds=-1)
+
+
+def test_training_is_that_of_a_shift_of_ones_own(memory: int, text: Path) -> None:
+    spec = WorkerSpec(GPT, RECIPE, 3, 9, text, device="cpu", threads=1)
+    learner = build(spec, torch.empty, False).learner
+    mine, shift = Shared(memory, learner.layout.sizes()), Shift(learner, RECIPE.inner_steps)
+    os.ftruncate(memory, 0)  # the worker is to find it new
+
+    def hear(kind: str, value: Any) -> None:
+        mine.attention = kind == "progress" and value["tokens"] >= 4 * 32
+
+    told = serve(memory, spec, {"do": "train", "round": 0, "begin": True}, {"do": "evaluate"}, hear=hear)
+    before = shift.evaluate()
+    shift.begin(0)
+    offers = [shift.work()]
+    while not offers[-1].complete:
+        shift.step()
+        offers.append(shift.work())
+    assert torch.equal(mine.local[0], learner.vectors[0]) and mine.position == mine.steps == 4
+    same = ("tokens", "norm", "complete")
+    assert [[each["progress"][name] for name in same] for each in told[:-2]] == [
+        [getattr(offer, name) for name in same] for offer in offers
+    ]
+    assert told[-2]["done"] == told[-3]["progress"] and told[-2]["done"]["loss"] == offers[-1].loss
+    assert told[-1] == {"done": before}
+
+
+def test_another_worker_goes_on_where_the_last_one_stood(memory: int, text: Path) -> None:
+    spec = WorkerSpec(GPT, RECIPE, 3, 9, text, device="cpu", threads=1)
+    serve(memory, spec)
+    mine = Shared(memory, build(spec, torch.empty, False).learner.layout.sizes())
+    mine.local[0].fill_(0.5)
+    mine.claim(40)
+    mine.attention = True
+    work = serve(memory, spec, {"do": "train", "round": 2, "begin": True, "carried": 64})[-1]["done"]
+    assert work["tokens"] == 64 and mine.local[0].eq(0.5).all() and not mine.anchor[0].eq(0.5).any()
+    assert mine.position == 40
+
+
+def test_what_it_generates_comes_from_the_outer_parameters(memory: int, text: Path) -> None:
+    spec = WorkerSpec(GPT, RECIPE, 3, 9, text, device="cpu", threads=1)
+    ask = {"do": "generate", "prompt": base64.b64encode(b"abc").decode(), "tokens": 5, "temperature": 1.0, "seed": 4}
+    (first,) = serve(memory, spec, ask)
+    Shared(memory, build(spec, torch.empty, False).learner.layout.sizes()).local[0].fill_(0.5)
+    assert serve(memory, spec, ask) == [first] and len(base64.b64decode(first["done"])) == 5
+    assert serve(memory, spec, ask | {"prompt": ""}) == [{"refused": "the prompt is empty"}]
+    assert serve(memory, spec, {"do": "dance"}) == [{"refused": "no command 'dance'"}]
+
+
+def test_the_paced_task_has_no_text(memory: int) -> None:
+    spec = WorkerSpec(PacedValues(100, step_seconds=0.0), RECIPE, 3, threads=1)
+    told = serve(memory, spec, {"do": "held_out"}, {"do": "generate", "prompt": ""})
+    assert told == [{"done": ""}, {"refused": "this task generates no text"}]
+
+
+def test_the_sample_of_the_run_takes_the_place_of_ones_own(memory: int, text: Path, tmp_path: Path) -> None:
+    founder = WorkerSpec(GPT, RECIPE, 3, 9, text, device="cpu", threads=1)
+    held, loss = serve(memory, founder, {"do": "held_out"}, {"do": "evaluate"})
+    (tmp_path / "sample").write_bytes(base64.b64decode(held["done"]))
+    other = tmp_path / "other.txt"
+    other.write_bytes(b"something else, for long enough. " * 40)
+    joiner = replace(founder, data=other, held_out=tmp_path / "sample", stream_seed=4)
+    descriptor = shared.create()
+    assert serve(descriptor, joiner, {"do": "held_out"}, {"do": "evaluate"}) == [held, loss]
+    os.close(descriptor)
+    (tmp_path / "sample").write_bytes(b"short")
+    assert serve(memory, joiner) == [{"refused": "the held-out text has 5 bytes: a window takes 17"}]
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"data": Path("/absent")}, "no file or folder /absent"),
+        ({"held_out": Path("/absent")}, "cannot read /absent: No such file or directory"),
+        ({"device": "mps"}, "no device mps on this machine, or none that this torch can use: try --device auto"),
+        ({"values": PacedValues(10**14)}, "not enough memory for this task: "),
+    ],
+)
+def test_what_cannot_be_had_is_one_line(memory: int, text: Path, change: dict[str, Any], message: str) -> None:
+    spec = WorkerSpec(GPT, RECIPE, 3, 9, text, threads=1)
+    if torch.backends.mps.is_available() and "device" in change:
+        return
+    (told,) = serve(memory, replace(spec, **change))
+    assert told["refused"].startswith(message) and "\n" not in told["refused"]
+
+
+def test_bfloat16_where_it_pays(text: Path) -> None:
+    wide = GptValues(Shape(layers=1, width=192, heads=2, context=16), rows=2)
+    supported = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    for values, precision, low in [
+        (GPT, "auto", False),
+        (wide, "auto", supported),
+        (wide, "float32", False),
+        (GPT, "bfloat16", True),
+    ]:
+        spec = WorkerSpec(values, RECIPE, 3, 9, text, device="cpu", precision=precision)
+        exact = build(replace(spec, precision="float32"), torch.empty, False).learner
+        learner = build(spec, torch.empty, False).learner
+        losses = [each.step(0, 0).loss for each in (exact, learner)]
+        assert (losses[0] != losses[1]) == low and losses[0] == pytest.approx(losses[1], rel=0.02)
+        assert learner.vectors[0].dtype == torch.float32

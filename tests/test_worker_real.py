@@ -1,0 +1,410 @@
+"""The worker in a process of its own, and what befalls it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import pytest_asyncio
+import torch
+
+from node import process, remote
+from node.compute import ThreadCompute
+from node.remote import RemoteTrainer, WorkerError
+from node.tasks.base import Recipe
+from node.tasks.gpt import Shape
+from node.tasks.spec import GptValues, PacedValues, WorkerSpec, build
+from node.trainer import Shift
+from protocols.base import RoundKey, Trainer, Work
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
+
+RECIPE = Recipe(10, 5, learning_rate=1e-2, outer_learning_rate=0.9, outer_momentum=0.5, warmup_steps=4)
+GPT = GptValues(Shape(layers=1, width=16, heads=2, context=16), rows=2)
+SIZE = 100_000
+STEP_TOKENS = 1024
+
+
+def key(number: int) -> RoundKey:
+    return RoundKey(bytes(32), "run", bytes(32), number)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "book.txt"
+    path.write_bytes(bytes(n * n % 97 + 20 for n in range(4000)))
+    return path
+
+
+@pytest.fixture
+def words(text: Path) -> WorkerSpec:
+    return WorkerSpec(GPT, RECIPE, 3, 9, text, device="cpu", threads=1)
+
+
+def paced(step_seconds: float = 0.02) -> WorkerSpec:
+    return WorkerSpec(PacedValues(SIZE, STEP_TOKENS, step_seconds), RECIPE, 3, threads=1)
+
+
+@pytest_asyncio.fixture
+async def compute() -> AsyncIterator[ThreadCompute]:
+    async with ThreadCompute() as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def orphans() -> Iterator[None]:
+    yield
+    assert workers() == []
+
+
+def workers() -> list[int]:
+    """Worker processes of ours, or of nobody any more."""
+    return [
+        each.pid
+        for each in psutil.process_iter(["cmdline", "ppid"])
+        if "node.worker" in (each.info["cmdline"] or []) and each.info["ppid"] in (1, os.getpid())
+    ]
+
+
+async def until(condition: Callable[[], Any], seconds: float = 30.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+
+
+class Training:
+    """A call of `train` that goes on."""
+
+    def __init__(self, trainer: Trainer, number: int = 0) -> None:
+        self.cut, self.said = asyncio.Event(), list[Work]()
+        self.task = asyncio.create_task(trainer.train(key(number), self.cut, self.said.append))
+
+    async def until_tokens(self, tokens: int) -> None:
+        await until(lambda: self.task.done() or (self.said and self.said[-1].tokens >= tokens))
+
+    async def end(self) -> Work:
+        self.cut.set()
+        async with asyncio.timeout(20):
+            return await self.task
+
+
+async def vector(trainer: RemoteTrainer) -> torch.Tensor:
+    into = torch.full(trainer.layout.sizes(), math.nan)
+    await trainer.read(into)
+    return into
+
+
+async def test_the_same_bits_as_in_this_process(words: WorkerSpec, compute: ThreadCompute) -> None:
+    learner = build(words, torch.empty, False).learner
+    shift = Shift(learner, RECIPE.inner_steps)
+    async with RemoteTrainer(words, compute) as trainer:
+        assert trainer.layout == learner.layout
+        assert torch.equal(await vector(trainer), learner.vectors[0])
+        for number in range(3):
+            training = Training(trainer, number)
+            await training.until_tokens(32 * 13)
+            shift.begin(number)
+            if number == 0:
+                assert [work.tokens // 32 for work in training.said[:13]] == [*range(12), 13]
+                assert training.said[10].complete and not training.said[9].complete
+            assert training.said[0].tokens == shift.work().tokens
+            work = await training.end()
+            while shift.work().tokens < work.tokens:
+                shift.step()
+            mine = shift.work()
+            assert (work.tokens, work.loss, work.norm, work.complete) == (
+                mine.tokens,
+                mine.loss,
+                mine.norm,
+                mine.complete,
+            )
+            assert 0 < work.step_seconds <= work.seconds
+            assert torch.equal(await vector(trainer), learner.vectors[0])
+            if number == 1:
+                continue  # a skipped round: the work goes on growing
+            anchor = learner.vectors[0] * 0.5
+            tokens = 64 * number
+            await trainer.write(learner.vectors[0] * 0.75, anchor=anchor, tokens=tokens)
+            shift.write(learner.vectors[0] * 0.75, anchor=anchor, tokens=tokens)
+            assert await trainer.evaluate() == shift.evaluate()
+        assert trainer.restarts == 0
+
+
+async def test_calls_in_the_middle_of_training(words: WorkerSpec, compute: ThreadCompute) -> None:
+    async with RemoteTrainer(words, compute) as trainer:
+        training = Training(trainer)
+        await training.until_tokens(320)
+        loss = await trainer.evaluate()
+        seen = []
+        for _ in range(5):
+            seen.append(await vector(trainer))
+            await asyncio.sleep(0.1)
+        assert len({float(each.norm()) for each in seen}) == 5, "training goes on"
+        await trainer.write(torch.zeros(trainer.layout.sizes()))
+        await until(lambda: training.said[-1].tokens < 320)
+        assert await trainer.evaluate() == pytest.approx(math.log(256)) and loss != math.log(256)
+        work = await training.end()
+        assert work.norm == pytest.approx(float((await vector(trainer)).norm()), rel=1e-5)
+        tokens = [each.tokens for each in training.said]
+        assert sum(later < earlier for earlier, later in itertools.pairwise(tokens)) == 1, "what was written, once"
+
+
+async def test_a_cut_is_seen_within_a_step(compute: ThreadCompute) -> None:
+    async with RemoteTrainer(paced(0.2), compute) as trainer:
+        training = Training(trainer)
+        await training.until_tokens(2 * STEP_TOKENS)
+        began = time.perf_counter()
+        work = await training.end()
+        assert time.perf_counter() - began < 0.3 and work.tokens == 3 * STEP_TOKENS
+        assert work.step_seconds == pytest.approx(0.2, abs=0.1) and work.seconds >= 0.6
+        cut, said = asyncio.Event(), list[Work]()
+        cut.set()
+        again = await trainer.train(key(1), cut, said.append)
+        assert again.tokens == work.tokens and [each.tokens for each in said] == [work.tokens]
+
+
+async def test_killed_in_the_middle_of_training(words: WorkerSpec, compute: ThreadCompute) -> None:
+    async with RemoteTrainer(words, compute) as trainer:
+        anchor = torch.linspace(-0.1, 0.1, trainer.layout.sizes()[0])
+        await trainer.write(anchor)
+        before = await trainer.evaluate()
+        training = Training(trainer)
+        await training.until_tokens(640)
+        pid, heard = trainer.pid, len(training.said)
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        began = time.perf_counter()
+        await until(lambda: trainer.pid is None)
+        assert time.perf_counter() - began < 0.05 or os.getloadavg()[0] > 2
+        assert torch.equal(await vector(trainer), anchor)
+        await until(lambda: training.said[heard:] and training.said[-1].tokens >= 64)
+        assert training.said[heard:][0].tokens == 0 and trainer.restarts == 1 and trainer.pid != pid
+        work = await training.end()
+        assert work.norm == pytest.approx(float((await vector(trainer) - anchor).norm()), rel=1e-5)
+        assert work.tokens // 32 < trainer._shared.steps <= trainer._shared.position, "no data twice"
+        assert await trainer.evaluate() == before
+
+
+async def test_killed_while_idle_it_goes_on_where_it_stood(compute: ThreadCompute) -> None:
+    async with RemoteTrainer(paced(), compute) as trainer:
+        training = Training(trainer)
+        await training.until_tokens(4 * STEP_TOKENS)
+        work = await training.end()
+        local = await vector(trainer)
+        os.kill(trainer.pid or 0, signal.SIGKILL)
+        await until(lambda: trainer.restarts == 1)
+        assert torch.equal(await vector(trainer), local)
+        training = Training(trainer)
+        await training.until_tokens(work.tokens + STEP_TOKENS)
+        again = await training.end()
+        assert training.said[0].tokens == work.tokens and again.norm > 0
+        os.kill(trainer.pid or 0, signal.SIGKILL)
+        await until(lambda: trainer.pid is None)
+        await trainer.write(torch.zeros(SIZE), anchor=torch.ones(SIZE), tokens=77)
+        training = Training(trainer, 1)
+        await until(lambda: training.said[-1:] and training.said[-1].tokens > 77)
+        assert 77 in [each.tokens for each in training.said]
+        assert training.said[-1].norm == pytest.approx(math.sqrt(SIZE), rel=0.1)
+        await training.end()
+
+
+async def test_killed_while_it_evaluates(words: WorkerSpec, compute: ThreadCompute) -> None:
+    async with RemoteTrainer(words, compute) as trainer:
+        anchor = await vector(trainer)
+        before = await trainer.evaluate()
+        os.kill(trainer.pid or 0, signal.SIGSTOP)
+        asked = asyncio.create_task(trainer.evaluate())
+        await asyncio.sleep(0.1)
+        os.kill(trainer.pid or 0, signal.SIGKILL)
+        assert await asked == before and trainer.restarts == 1
+        assert torch.equal(await vector(trainer), anchor)
+
+
+async def test_cut_while_there_is_none_it_does_not_wait(compute: ThreadCompute) -> None:
+    async with RemoteTrainer(paced(), compute) as trainer:
+        training = Training(trainer)
+        await training.until_tokens(STEP_TOKENS)
+        os.kill(trainer.pid or 0, signal.SIGKILL)
+        await until(lambda: trainer.pid is None)
+        began = time.perf_counter()
+        work = await training.end()
+        assert time.perf_counter() - began < 0.5 and work.tokens == 0 and trainer.restarts == 0
+        assert training.said[-1].tokens == 0
+
+
+@pytest.mark.parametrize("busy", [True, False])
+async def test_one_that_does_not_move_is_replaced(
+    busy: bool, compute: ThreadCompute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "PATIENCE_SECONDS", 1.0)
+    async with RemoteTrainer(paced(), compute) as trainer:
+        anchor = await vector(trainer)
+        training = Training(trainer)
+        await training.until_tokens(2 * STEP_TOKENS)
+        if not busy:
+            await training.end()
+            await trainer.write(anchor)
+        os.kill(trainer.pid or 0, signal.SIGSTOP)
+        began = time.perf_counter()
+        if busy:
+            assert torch.equal(await vector(trainer), anchor)
+            assert 0.9 < time.perf_counter() - began < 3
+            await trainer.write(anchor)
+        assert await trainer.evaluate() == pytest.approx(float(anchor[: 1 << 14].square().mean()))
+        assert trainer.restarts == 1
+        if busy:
+            await training.until_tokens(STEP_TOKENS)
+            await training.end()
+
+
+async def test_who_dies_at_once_again_and_again_is_given_up(
+    compute: ThreadCompute, monkeypatch: pytest.MonkeyPatch, text: Path, words: WorkerSpec
+) -> None:
+    monkeypatch.setattr(remote, "BACKOFF_SECONDS", (0.0,) * 5)
+    async with RemoteTrainer(words, compute) as trainer:
+        before = await vector(trainer)
+        os.unlink(text)
+        os.kill(trainer.pid or 0, signal.SIGKILL)
+        with pytest.raises(WorkerError) as error:
+            await Training(trainer).task
+        assert str(error.value) == f"the worker died 5 times in a row: no file or folder {text}"
+        with pytest.raises(WorkerError):
+            await trainer.evaluate()
+        assert torch.equal(await vector(trainer), before) and trainer.pid is None
+
+
+async def test_last_words_are_told(
+    compute: ThreadCompute, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys\nsys.stderr.write('x' * 999 + '\\nfarewell\\n')\nos._exit(3)"
+    )
+    launch = process.Child.start
+
+    async def start(name: str, command: Any, on_line: Any, environment: Any, fds: Any) -> process.Child:
+        return await launch(name, command, on_line, {"PYTHONPATH": str(tmp_path)}, fds)
+
+    monkeypatch.setattr(process.Child, "start", start)
+    with pytest.raises(WorkerError) as error:
+        await RemoteTrainer(paced(), compute).__aenter__()
+    assert str(error.value).startswith("the worker did not start: exit code 3; last output: xxx")
+    assert str(error.value).endswith("x | farewell") and len(str(error.value)) < 400
+    assert "worker: farewell" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"data": Path("/absent")}, "no file or folder /absent"),
+        ({"values": PacedValues(10**14)}, "not enough memory for this task: "),
+        ({"held_out": Path("/")}, "cannot read /: Is a directory"),
+    ],
+)
+async def test_a_persons_mistake_is_one_line(
+    change: dict[str, Any], message: str, words: WorkerSpec, compute: ThreadCompute, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(WorkerError) as error:
+        async with RemoteTrainer(replace(words, **change), compute):
+            pass
+    assert str(error.value).startswith(message) and "\n" not in str(error.value) and "Traceback" not in caplog.text
+
+
+async def test_a_joiner_evaluates_on_the_founders_sample(
+    words: WorkerSpec, compute: ThreadCompute, tmp_path: Path
+) -> None:
+    async with RemoteTrainer(words, compute) as founder:
+        sample, anchor, loss = await founder.held_out(), await vector(founder), await founder.evaluate()
+        said = await founder.generate(b"ab", 6), await founder.generate(b"ab", 6, 1.0, seed=5)
+        with pytest.raises(WorkerError, match=r"^the prompt is empty$"):
+            await founder.generate(b"", 6)
+        assert founder.restarts == 0
+    (tmp_path / "held-out.bin").write_bytes(sample)
+    (tmp_path / "other.txt").write_bytes(b"something else, for long enough. " * 40)
+    spec = replace(
+        words, data=tmp_path / "other.txt", held_out=tmp_path / "held-out.bin", stream_seed=4, weights_seed=1
+    )
+    async with RemoteTrainer(spec, compute) as joiner:
+        assert await joiner.held_out() == sample and await joiner.evaluate() != loss
+        await joiner.write(anchor)
+        assert await joiner.evaluate() == loss
+        assert said == (await joiner.generate(b"ab", 6), await joiner.generate(b"ab", 6, 1.0, seed=5))
+
+
+async def test_cancelled_it_leaves_nothing_half_done(compute: ThreadCompute) -> None:
+    async with RemoteTrainer(paced(), compute) as trainer:
+        anchor = await vector(trainer)
+        training = Training(trainer)
+        await training.until_tokens(STEP_TOKENS)
+        training.task.cancel()
+        await asyncio.wait([training.task])
+        assert torch.equal(await vector(trainer), anchor)
+        training = Training(trainer)
+        await training.until_tokens(STEP_TOKENS)
+        assert (await training.end()).tokens >= STEP_TOKENS and trainer.restarts == 1
+
+
+async def test_memory_and_descriptors_stay_flat(compute: ThreadCompute) -> None:
+    def held() -> tuple[int, int, int]:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd")), len(asyncio.all_tasks()), psutil.Process().memory_info().rss
+
+    outside = held()
+    async with RemoteTrainer(paced(0.001), compute) as trainer:
+        training = Training(trainer)
+        levels = []
+        for number in range(20):
+            await until(lambda: trainer.pid)
+            heard = len(training.said)
+            await until(lambda: any(work.tokens > 0 for work in training.said[heard:]))  # noqa: B023
+            levels.append(held())
+            os.kill(trainer.pid or 0, signal.SIGKILL)
+            await until(lambda: trainer.restarts == number + 1)  # noqa: B023
+        await training.end()
+    assert len({(descriptors, tasks) for descriptors, tasks, _ in levels[2:]}) == 1, levels
+    assert levels[-1][2] - levels[2][2] < 4 << 20 and held()[:2] == outside[:2]
+
+
+_PARENT = """
+import asyncio
+import sys
+from node.compute import ThreadCompute
+from node.remote import RemoteTrainer, WorkerSpec
+from protocols.base import RoundKey
+
+async def main():
+    async with ThreadCompute() as compute, RemoteTrainer(WorkerSpec.from_json(sys.argv[1]), compute) as trainer:
+        print(trainer.pid, flush=True)
+        await trainer.train(RoundKey(bytes(32), "run", bytes(32), 0), asyncio.Event(), lambda work: None)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("state", ["training", "stopped"])
+def test_it_dies_with_its_parent(state: str) -> None:
+    root = str(Path(__file__).parents[1])
+    command = [sys.executable, "-c", _PARENT, paced().to_json()]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": root}) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        assert os.getsid(child.pid) == child.pid, "Ctrl-C cannot reach it"
+        if state == "stopped":
+            child.send_signal(signal.SIGSTOP)
+        parent.kill()
+        began = time.monotonic()
+        while child.is_running() and child.status() != psutil.STATUS_ZOMBIE and time.monotonic() - began < 5:
+            time.sleep(0.01)
+        assert time.monotonic() - began < 1
