@@ -28,7 +28,9 @@ ONLY_IN: dict[str, set[str]] = {
     "multiprocessing": set(),
     "pickle": set(),
     "hivemind": {"node/link.py", "node/kademlia.py"},
-    "protocols.PROTOCOLS": PEER,
+    "protocols.PROTOCOLS": PEER | {"node/cli.py"},  # it knows their names
+    "psutil": {"node/metrics.py"},
+    "signal": {"node/departure.py"},
     "protocols.butterfly": PEER | {"protocols/__init__.py"},
     "node.libp2p": PEER,
     "node.dht": PEER,
