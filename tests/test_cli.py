@@ -213,12 +213,12 @@ def test_two_peers_take_two_directories_and_one_is_not_shared(straws: list[Straw
     for each in straws:
         each.until("running")
     assert {each.name for each in own_home.iterdir()} == {"peer-1", "peer-2"}
-    straws.append(Straw("short", "--state-dir", str(own_home / "peer-1")))
+    straws.append(Straw("short", "--state-dir", state_of(straws[0])))
     code, _, err = straws[2].end(20)
     assert code == 2 and "another running peer holds" in err
     straws[0].process.kill()
     straws[0].process.wait()
-    straws.append(Straw("short", "--state-dir", str(own_home / "peer-1")))
+    straws.append(Straw("short", "--state-dir", state_of(straws[0])))
     assert straws[3].end(20)[0] == 0
 
 
