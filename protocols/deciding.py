@@ -52,6 +52,7 @@ class Decision:
 
     Attributes:
         votes: whether we have one.
+        leaving: we go when the round is over.
         called: the last ballot in which we sent a plan.
         leading: the ballot in which we coordinate and are free to choose; None if there is none.
         promises: what the members promised us for it.
@@ -75,6 +76,7 @@ class Decision:
         self.vote = Vote(me, self.poll)
         self.leading = 0 if self.votes and self.poll.coordinator(0) == me.peer else None
         self.called = -1
+        self.leaving = False
         self.promises: tuple[Promise, ...] = ()
         self.proposed = b""
         self.wanted: tuple[bytes, ...] = ()
@@ -145,6 +147,8 @@ class Decision:
         value = self.poll.value(proposal.ballot, proposal.record)
         if value is None or value.record.state_root != self.head.state_root:
             raise BadPayload("a proposal that may not be put to the vote, or of another state")
+        if len(self.poll.roster) == 2 and not (self.leaving or value.is_fork or self._desk.me in value.record.roster):
+            raise BadPayload("a proposal that leaves us out, who stay: of two, nobody is evicted against its will")
         record, settings = value.record, self._desk.settings
         if record.kind != Kind.MEAN and not record.parts:
             return

@@ -14,6 +14,7 @@ from protocols import record as records
 from protocols.base import Deadline, Member, PeerId
 from protocols.desk import Desk
 from protocols.exchange import Exchange
+from protocols.poll import admissions, kept
 from protocols.record import Kind, Record
 from protocols.seat import Seat
 from protocols.sources import Sources
@@ -190,15 +191,19 @@ class Leader:
         return [peer for peer in ours if sum(peer in pair for pair in ends) == 1]
 
     def _roster(self, doubtful: Iterable[PeerId]) -> tuple[Member, ...]:
-        """Who votes next: who is alive, less the doubtful who have said nothing since the call; and newcomers."""
+        """Who votes next: who is alive and stays, less the doubtful who said nothing since the call; and newcomers."""
         decision, head = self._seat.decision, self._seat.head
         live = set(self._host.members.live())
         live |= {member for member in head.roster if member.peer in self._beyond_a_broken_link()}
         mute = {peer for peer in doubtful if decision.heard.get(peer, -1.0) < self._seat.call.cut_at}
-        stay = [member for member in head.roster if member == self._me or (member in live and member.peer not in mute)]
-        if len(stay) < decision.poll.quorum:  # no record may evict as many as could decide without it
-            stay = list(head.roster)
+        leaving = self._seat.call.leaving()
+        here = [member for member in head.roster if member == self._me or (member in live and member.peer not in mute)]
+        stay = [member for member in here if member.peer not in leaving]
+        willing = len(leaving & {member.peer for member in here})
+        least = kept(len(head.roster), decision.poll.quorum) if willing else decision.poll.quorum
+        rest = sorted(set(head.roster) - set(stay), key=lambda member: (member.peer in leaving, member))
+        stay += rest[: max(0, least - len(stay))]  # no record may evict as many as could decide without it
         taken = {member.peer for member in stay}
         asking = [member for member in self.candidates.values() if member in live and member.peer not in taken]
-        room = min(max(1, len(head.roster) // 2), MAX_ROSTER - len(stay))
+        room = min(admissions(len(head.roster)), MAX_ROSTER - len(stay))
         return tuple(sorted((*stay, *sorted(asking)[:room])))

@@ -16,7 +16,7 @@ from protocols.votes import Certificate, Signed
 from protocols.wire import body
 
 SMALL_ROSTER = 4
-"""Up to so many, any number may be admitted at once: a founder and those who came first are a roster after one round."""
+"""Up to so many, any number is admitted at once: a founder and those who came first are a roster after one round."""
 MAX_TALLIES = 1 << 10
 """(ballot, record) pairs whose votes are kept; above it those of the lowest ballot are forgotten."""
 

@@ -64,6 +64,7 @@ class Session:
 
     def ready(self, work: Work) -> None:
         if self._votes:
+            self.decision.leaving = work.leaving
             self.call.ready(work)
 
     async def mean(self, mine: Sequence[Vector], work: Work, into: Sequence[Vector]) -> Mean:
