@@ -146,6 +146,17 @@ def test_flatten_refuses_what_it_cannot_hold() -> None:
         flatten(nn.ReLU())
     with pytest.raises(ValueError, match=r"weight is torch\.float64"):
         flatten(nn.Linear(2, 2).double())
+    with pytest.raises(ValueError, match=r"1\.weight is torch\.float32 on meta: float32 on cpu is needed"):
+        flatten(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")))
+
+
+def test_a_module_resumes_from_a_vector() -> None:
+    model, other = Gpt(SMALL, seed=5), Gpt(SMALL, seed=6)
+    held = flatten(model).vectors[0]
+    flat = flatten(other, lambda elements: held, resume=True)
+    assert torch.equal(flat.vectors[0], flatten(Gpt(SMALL, seed=5)).vectors[0])
+    with torch.no_grad():
+        assert torch.equal(model(tokens(1, 8)), other(tokens(1, 8)))
 
 
 def test_tied_parameters_stay_tied() -> None:

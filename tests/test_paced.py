@@ -61,3 +61,12 @@ def test_bad_values_are_one_line() -> None:
         Paced(0, 0)
     with pytest.raises(ValueError, match="not 5 and 0"):
         Paced(5, 0, tokens_per_step=0)
+
+
+def test_it_resumes_in_a_vector_of_others() -> None:
+    task = Paced(1000, seed=1, allocate=lambda elements: torch.full((elements,), 0.5), resume=True)
+    assert task.vectors[0].eq(0.5).all() and task.position == 0
+    task.step(0, 0)
+    assert task.position == 1
+    filled = Paced(1000, seed=1, allocate=lambda elements: torch.full((elements,), 0.5))
+    assert digest(filled) == digest(Paced(1000, seed=1))

@@ -139,3 +139,40 @@ def test_bad_paths_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Path, "read_bytes", refuse)
     with pytest.raises(ValueError, match=r"^cannot read .*/(empty|short): Permission denied$"):
         load(tmp_path)
+
+
+def test_a_large_folder_is_copied_once_and_mapped(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    small = load(folder)
+    cache = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    monkeypatch.setattr("node.tasks.text._IN_MEMORY_BYTES", 100)
+    for _ in range(2):
+        large = load(folder)
+        assert torch.equal(large.training, small.training) and torch.equal(large.held_out, small.held_out)
+        kept = {file.name: file.stat().st_mtime_ns for file in (cache / "starling").iterdir()}
+        assert len(kept) == 2 and all(name.endswith(".text") for name in kept)
+    large.training.zero_()
+    assert torch.equal(load(folder).training, small.training), "the copy is nobody's to change"
+    training = next(n for n in range(200) if not held_out(f"part{n % 7}/{n:03}.txt"))
+    (folder / f"part{training % 7}" / f"{training:03}.txt").write_text("changed")
+    assert len(load(folder).training) < len(small.training)
+    monkeypatch.setattr("shutil.copyfileobj", lambda source, target: (_ for _ in ()).throw(OSError(28, "No space")))
+    (folder / "another.txt").write_text("changed")
+    with pytest.raises(ValueError, match=r"^cannot read .*: No space$"):
+        load(folder)
+    assert all(file.name.endswith(".text") for file in (cache / "starling").iterdir()), "nothing half made is left"
+
+
+def test_a_sample_is_evaluated_on_instead(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    sample = tmp_path_factory.mktemp("run") / "sample"
+    sample.write_bytes(b"the run's own" * 10)
+    text, own = load(folder, sample), load(folder)
+    assert bytes(text.held_out.tolist()) == sample.read_bytes() and torch.equal(text.training, own.training)
+    sample.write_bytes(bytes(HELD_OUT_BYTES + 1))
+    assert len(load(folder, sample).held_out) == HELD_OUT_BYTES
+    for path, why in ((folder, "Is a directory"), (folder / "absent", "No such file or directory")):
+        with pytest.raises(ValueError) as error:
+            load(folder, path)
+        assert str(error.value) == f"cannot read {path}: {why}"

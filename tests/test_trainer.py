@@ -186,6 +186,30 @@ def test_the_outer_parameters_are_evaluated() -> None:
     assert into.tolist() == [6.0, 7.0]
 
 
+def test_an_anchor_in_vectors_of_others() -> None:
+    learner = Count()
+    anchors: tuple[Vector, ...] = (torch.tensor([3.0, 4.0]),)
+    shift = Shift(learner, 4, anchors)
+    shift.reset(70)
+    assert (shift.work().tokens, shift.work().norm) == (70, 5.0) and shift.evaluate() == 7.0
+    with pytest.raises(ZeroDivisionError), shift.outer():
+        raise ZeroDivisionError
+    assert learner.vectors[0].tolist() == [0.0, 0.0]
+    shift.write(torch.ones(2))
+    assert anchors[0].tolist() == [1.0, 1.0]
+
+
+def test_what_was_written_is_news() -> None:
+    shift = Shift(Count(), inner_steps=100)
+    shift.begin(0)
+    for _ in range(20):
+        shift.step()
+        shift.due()
+    shift.write(torch.zeros(2))
+    shift.step()
+    assert shift.due() and shift.work().tokens == 10
+
+
 def test_the_norm_of_many_pieces() -> None:
     task = Paced(600_001, seed=0)
     shift = Shift(task, inner_steps=1)
