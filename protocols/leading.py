@@ -199,10 +199,11 @@ class Leader:
         leaving = self._seat.call.leaving()
         here = [member for member in head.roster if member == self._me or (member in live and member.peer not in mute)]
         stay = [member for member in here if member.peer not in leaving]
-        willing = len(leaving & {member.peer for member in here})
-        least = kept(len(head.roster), decision.poll.quorum) if willing else decision.poll.quorum
-        rest = sorted(set(head.roster) - set(stay), key=lambda member: (member.peer in leaving, member))
-        stay += rest[: max(0, least - len(stay))]  # no record may evict as many as could decide without it
+        going = [member for member in here if member.peer in leaving]
+        if len(stay) + len(going) < decision.poll.quorum:  # no record may evict as many as could decide without it
+            stay = [member for member in head.roster if member not in going]
+        least = kept(len(head.roster), decision.poll.quorum) if going else decision.poll.quorum
+        stay += going[: max(0, least - len(stay))]
         taken = {member.peer for member in stay}
         asking = [member for member in self.candidates.values() if member in live and member.peer not in taken]
         room = min(admissions(len(head.roster)), MAX_ROSTER - len(stay))
