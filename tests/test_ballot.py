@@ -14,7 +14,8 @@ from protocols.base import Member, PeerId, RoundKey
 from protocols.poll import Poll, majority
 from protocols.record import Kind, Record
 from protocols.wire import Part, PartDone, Run
-from tests.sim.scheduling import Remembering, Seal, play
+from tests.sim.judging import Remembering, Seal
+from tests.sim.scheduling import play
 
 SEEDS = range(2000)
 """Of 50,000 by `python -m tests.sim.scheduling --seeds 0:50000`."""

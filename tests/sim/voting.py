@@ -1,0 +1,297 @@
+"""Hosts of a vote: a few nodes that vote on a chain of lineages, do what their votes say, and talk to each other."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+from protocols import record as records
+from protocols import votes
+from protocols.ballot import Vote
+from protocols.base import Member, PeerId, RoundKey
+from protocols.poll import Value
+from protocols.record import Kind, Record
+from protocols.wire import Part, PartDone, Run
+from tests.sim import judging
+from tests.sim.judging import NOTHING, Line, Node, Remembering, Seal, Side, short
+
+DELAY = 1.0
+TIMEOUT = 12.0
+"""What a ballot needs: ask, prepare, promise, choose, propose, fetch, accept."""
+MAX_FLYING = 120
+MAX_PARKED = 40
+
+
+class World:
+    """The nodes, and what flies between them; `vote` and `poll` are where a test plants its bugs.
+
+    Args:
+        members: so many of the names are in the first roster.
+        depth: lineages of a chain that are voted on.
+
+    Attributes:
+        calm: nothing goes wrong any more, and time runs; before, whoever schedules decides what happens next.
+        flying: what may be delivered.
+        cuts: ways on which nothing arrives.
+        events: calls of votes, so far.
+        trace: what happened, if it is a list.
+    """
+
+    def __init__(
+        self,
+        rng: random.Random,
+        names: Sequence[PeerId],
+        members: int,
+        depth: int,
+        vote: type[Vote],
+        poll: type[Remembering],
+    ) -> None:
+        self.rng, self.depth, self.vote, self.poll = rng, depth, vote, poll
+        self.trace: list[str] | None = None
+        self.calm, self.now, self.events = False, 0.0, 0
+        self.flying: list[tuple[PeerId, PeerId, votes.Message]] = []
+        self.cuts: dict[tuple[PeerId, PeerId], None] = {}
+        self._agenda: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers, self._records = itertools.count(), 0
+        self.nodes = {name: Node(Member(name)) for name in names}
+        genesis = rng.randbytes(32)
+        self.lines = {genesis: Line(self._key(genesis, 0), tuple(Member(name) for name in names[:members]))}
+        for member in self.lines[genesis].roster:
+            self.enter(self.nodes[member.peer], genesis)
+
+    def _key(self, lineage: bytes, depth: int) -> RoundKey:
+        return RoundKey(NOTHING, "vote", lineage, depth)
+
+    def go_calmly(self, limit_events: int) -> None:
+        """Let time run until nothing is due any more, or so many events have been."""
+        while self._agenda and self.events < limit_events:
+            self.now, _, action = heapq.heappop(self._agenda)
+            action()
+
+    # -- hosts --------------------------------------------------------------------------------------------------------
+
+    def enter(self, node: Node, lineage: bytes, ghost: Member | None = None) -> Side:
+        """Take part in a lineage: vote, look on, or as a ghost that was `ghost` in its last life."""
+        line, at = self.lines[lineage], (lineage, ghost is not None)
+        if at in node.sides:
+            return node.sides[at]
+        roster = tuple(node.me if member == ghost else member for member in line.roster)
+        poll = self.poll(line.key, roster, Seal(node.me.peer))
+        poll.read = {} if ghost else line.read
+        side = node.sides[at] = Side(self.vote(node.me, poll), ghost is not None)
+        if poll.counts(node.me):
+            if poll.coordinator(0) == node.me.peer:
+                side.choice = (0, ())
+                self.later(DELAY, lambda: self.answer(node, side))
+            self.obey(node, side, side.vote.progress())
+        parked, node.parked = node.parked, []
+        for sender, message in parked:
+            self.receive(node, sender, message)
+        return side
+
+    def receive(self, node: Node, sender: PeerId, message: votes.Message) -> None:
+        """A message reaches a node; one from ahead is parked, and its sender asked for the certificates in between."""
+        lineage, line = message.key.lineage, self.lines[message.key.lineage]
+        if message.key.round >= self.depth:
+            return
+        if (lineage, False) not in node.sides:
+            if isinstance(message, votes.Certificate):
+                self.enter(node, lineage)
+            elif node.me in line.roster and len(node.parked) < MAX_PARKED:
+                node.parked.append((sender, message))
+                self.later(2 * DELAY, lambda: self.catch_up(node, lineage))
+                for (behind, ghost), side in list(node.sides.items()):
+                    if not side.vote.decided and not ghost:
+                        self.fly(node.me.peer, sender, votes.Ask(self.lines[behind].key, node.me, 0, ()))
+        for ghost in (False, True):
+            if side := node.sides.get((lineage, ghost)):
+                self.obey(node, side, side.vote.receive(sender, message))
+
+    def catch_up(self, node: Node, lineage: bytes) -> None:
+        """Fetch the certificates that lead to a lineage, from whom we heard of it."""
+        if node.alive and not self.left(node, lineage):
+            self.enter(node, lineage)
+
+    def left(self, node: Node, lineage: bytes) -> bool:
+        """Whether a node went another way than this fork's: that is for healing to mend, not for the vote."""
+        line = self.lines[lineage]
+        parent = node.sides.get((line.parent, False))
+        if not line.is_fork or (lineage, False) in node.sides or not parent or not parent.vote.decided:
+            return False
+        return records.lineage(parent.vote.decided.record) != lineage
+
+    def obey(self, node: Node, side: Side, instructions: Iterable[votes.Instruction]) -> None:
+        """Do what a vote says, and judge it."""
+        self.events += 1
+        if not side.ghost:
+            judging.judge_votes(self.lines[side.vote.poll.key.lineage], node.me, side)
+        for each in instructions:
+            self.note(node, f"{'as a ghost ' * side.ghost}{short(each)}" if self.trace is not None else "")
+            if isinstance(each, votes.Send):
+                if isinstance(each.message, votes.Propose) and not side.ghost:
+                    judging.judge_proposal(self.lines[each.message.key.lineage], each.message)
+                for to in each.to:
+                    self.fly(node.me.peer, to, each.message)
+            else:
+                self.serve(node, side, each)
+
+    def serve(self, node: Node, side: Side, each: votes.Instruction) -> None:
+        if isinstance(each, votes.SetTimer):
+            side.timer = timer = (each.ballot, each.factor)
+            self.later(TIMEOUT * each.factor, lambda: self.expire(node, side, timer))
+        elif isinstance(each, votes.Choose):
+            side.choice = (each.ballot, each.promises)
+            self.later(DELAY, lambda: self.answer(node, side))
+        elif isinstance(each, votes.Fetch):
+            side.wants = each.parts
+            self.later(2 * DELAY, lambda: self.supply(node, side))
+        elif isinstance(each, votes.Decided):
+            self.decided(node, side, each.certificate)
+        elif isinstance(each, votes.Rival) and not side.ghost:
+            self.switch(node, side, each.certificate)
+
+    def switch(self, node: Node, side: Side, certificate: votes.Certificate) -> None:
+        """Healing: a majority's child wins over a fork, and who has learnt it passes it on."""
+        value = self.learn(certificate)
+        if value.is_fork or (side.certificate and side.certificate.record == certificate.record):
+            return
+        side.certificate = certificate
+        for peer in self.nodes:
+            self.fly(node.me.peer, peer, replace(certificate, sender=node.me))
+        self.go_on(node, value)
+
+    def decided(self, node: Node, side: Side, certificate: votes.Certificate) -> None:
+        """A member has decided."""
+        side.timer = side.choice = None
+        if side.ghost:
+            return
+        value = self.learn(certificate)
+        side.forked, side.certificate = value.is_fork, certificate
+        self.go_on(node, value)
+
+    def learn(self, certificate: votes.Certificate) -> Value:
+        """What a certificate says becomes known to the judges."""
+        key = certificate.key
+        value = judging.judge_child(self.lines[key.lineage], certificate)
+        if value.digest not in self.lines:
+            child = self._key(value.digest, key.round + 1)
+            self.lines[value.digest] = Line(child, value.record.roster, key.lineage, value.is_fork)
+        return value
+
+    def go_on(self, node: Node, value: Value) -> None:
+        """To the next lineage, if its roster says so."""
+        if node.me in value.record.roster and value.record.round + 1 < self.depth:
+            self.enter(node, value.digest)
+
+    def expire(self, node: Node, side: Side, timer: tuple[int, int]) -> None:
+        """A timer runs out, if it is still that timer. Without a majority it is time to fork."""
+        if side.timer is not timer or not node.alive:
+            return
+        if self.calm and not side.ghost and node.me in side.vote.poll.roster:
+            lineage = side.vote.poll.key.lineage
+            left = self.able(lineage)
+            mates = [self.nodes[member.peer].sides.get((lineage, False)) for member in left]
+            if len(left) < side.vote.poll.quorum and not any(mate and mate.vote.decided for mate in mates):
+                self.obey(node, side, side.vote.fork(self.fork_record(side, left)))
+        if side.timer is timer:
+            self.obey(node, side, side.vote.timeout(timer[0]))
+
+    def answer(self, node: Node, side: Side) -> None:
+        """The host's choice of a record for the ballot that its member coordinates."""
+        if side.choice is None or not node.alive:
+            return
+        (ballot, promises), side.choice = side.choice, None
+        poll, rng = side.vote.poll, self.rng
+        held = [part for promise in promises for part in promise.held]
+        kind, parts = (Kind.MEAN if rng.random() < 0.7 else Kind.SKIP), list[PartDone]()
+        if kind == Kind.MEAN:
+            repair = bool(held) and rng.random() < 0.5
+            parts = [rng.choice(held)] if repair else [self.reduce(node, side) for _ in range(rng.choice((1, 1, 2)))]
+        self._records += 1
+        plan = self._records.to_bytes(32, "big")
+        roster = self.next_roster(poll.roster)
+        record = Record(poll.key.lineage, NOTHING, poll.key.round, kind, plan, tuple(p.result for p in parts), roster)
+        self.obey(node, side, side.vote.chosen(ballot, records.encode(record)))
+
+    def reduce(self, node: Node, side: Side) -> PartDone:
+        """A new part. Whoever proposes it holds it, or knows a live source; others may hold it, too."""
+        self._records += 1
+        part = PartDone(0, 0, Part(self._records.to_bytes(32, "little"), (Run(1, 1),)), b"")
+        others = [each for each in self.nodes.values() if each.alive and each is not node]
+        holders = [each for each in others if self.rng.random() < 0.4]
+        if self.calm or side.ghost or not holders or self.rng.random() < 0.7:
+            holders.append(node)
+        for each in holders:
+            self.hold(each, side.vote.poll.key.lineage, part)
+        return part
+
+    def hold(self, node: Node, lineage: bytes, part: PartDone) -> None:
+        for ghost in (False, True):
+            if side := node.sides.get((lineage, ghost)):
+                side.held[part.result.digest] = part
+                self.obey(node, side, side.vote.holds(NOTHING, tuple(side.held.values())))
+
+    def supply(self, node: Node, side: Side) -> None:
+        """Fetch the parts that a vote waits for from any live node that can be reached both ways."""
+        lineage, me = side.vote.poll.key.lineage, node.me.peer
+        if not node.alive or side.vote.decided:
+            return
+        for digest in side.wants:
+            for peer, source in self.nodes.items():
+                held = source.sides.get((lineage, False))
+                open_ways = (me, peer) not in self.cuts and (peer, me) not in self.cuts
+                if held and digest in held.held and source.alive and open_ways and digest not in side.held:
+                    self.hold(node, lineage, held.held[digest])
+        if set(side.wants) <= set(side.held):
+            side.wants = ()
+        elif side.wants:
+            self.later(2 * DELAY, lambda: self.supply(node, side), limit=200)
+
+    def next_roster(self, roster: tuple[Member, ...]) -> tuple[Member, ...]:
+        """Most of those who live stay, some newcomers are admitted."""
+        rng = self.rng
+        chances = {member: 0.95 if self.lives(member) else 0.5 for member in roster}
+        stay = [member for member, chance in chances.items() if rng.random() < chance] or [rng.choice(roster)]
+        others = rng.sample(roster, len(roster))  # as many as decide stay, at least
+        stay += [member for member in others if member not in stay][: max(0, len(roster) // 2 + 1 - len(stay))]
+        peers = {member.peer for member in stay}
+        new = [node.me for node in self.nodes.values() if node.alive and node.me.peer not in peers]
+        new = [member for member in new if member not in roster and rng.random() < 0.6]
+        return tuple(sorted((*stay, *new[: max(1, len(roster) // 2)])))
+
+    def fork_record(self, side: Side, members: Iterable[Member]) -> bytes:
+        key, roster = side.vote.poll.key, tuple(sorted(members))
+        return records.encode(Record(key.lineage, NOTHING, key.round, Kind.FORK, NOTHING, (), roster))
+
+    # -- who is there, what flies -------------------------------------------------------------------------------------
+
+    def lives(self, member: Member) -> bool:
+        node = self.nodes[member.peer]
+        return node.alive and node.me == member
+
+    def able(self, lineage: bytes) -> list[Member]:
+        """Members that live and can still vote in a lineage: all but those whom a fork led elsewhere."""
+        sides = {each: self.nodes[each.peer].sides.get((lineage, False)) for each in self.lines[lineage].roster}
+        there = [each for each, side in sides.items() if self.lives(each) and not (side and side.forked)]
+        return [each for each in there if not self.left(self.nodes[each.peer], lineage)]
+
+    def fly(self, sender: PeerId, to: PeerId, message: votes.Message) -> None:
+        if self.calm:
+            self.later(self.rng.uniform(DELAY / 2, DELAY), lambda: self.land(sender, to, message))
+        elif len(self.flying) < MAX_FLYING:
+            self.flying.append((sender, to, message))
+
+    def land(self, sender: PeerId, to: PeerId, message: votes.Message) -> None:
+        if (node := self.nodes[to]).alive and (sender, to) not in self.cuts:
+            self.receive(node, sender, message)
+
+    def later(self, seconds: float, action: Callable[[], None], limit: float = 1e9) -> None:
+        if self.calm and self.now < limit:
+            heapq.heappush(self._agenda, (self.now + seconds, next(self._numbers), action))
+
+    def note(self, node: Node, what: str) -> None:
+        if self.trace is not None:
+            self.trace.append(f"{self.now:7.1f} {node.me.peer}/{node.me.incarnation} {what}")
