@@ -14,7 +14,7 @@ import structlog
 from node.status import printable
 
 OUTLET_BYTES = 1 << 20
-_PIECE_BYTES = 1024  # a pipe or terminal that polls as writable takes so much without blocking
+_PIECE_BYTES = 512  # a pipe that polls as writable takes so much without blocking: POSIX's PIPE_BUF
 MAX_EVENT = 4000
 """Characters of what one log line says, and of its traceback."""
 
@@ -30,13 +30,14 @@ class Outlet:
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
-        self._waiting: deque[bytes] = deque()
+        self._target: int | None = None
+        self._waiting: deque[memoryview] = deque()
         self._waiting_bytes = 0
         self.dropped = 0
         self.gone = False
 
     def write(self, text: str) -> int:
-        data = text.encode(errors="replace")
+        data = memoryview(text.encode(errors="replace"))
         if self.gone or self._waiting_bytes + len(data) > OUTLET_BYTES:
             self.dropped += 1
         else:
@@ -51,20 +52,25 @@ class Outlet:
 
     def drain(self, seconds: float) -> None:
         """Hand over what waits; gives up once the reader has taken nothing for `seconds`, which may block so long."""
+        if self._target is None:
+            self._target = _unblocked(self._fd)
+        poll = select.poll()
+        poll.register(self._target, select.POLLOUT)
         try:
-            poll = select.poll()
-            poll.register(self._fd, select.POLLOUT)
             while self._waiting and poll.poll(1000 * seconds):
-                self._write_piece()
+                self._write_piece(self._target)
+        except BlockingIOError:
+            pass
         except OSError:
             self.gone = True
             self._waiting.clear()
             self._waiting_bytes = 0
 
-    def _write_piece(self) -> None:
-        data = self._waiting.popleft()
-        written = os.write(self._fd, data[:_PIECE_BYTES])
+    def _write_piece(self, target: int) -> None:
+        data = self._waiting[0]
+        written = os.write(target, data[:_PIECE_BYTES])
         self._waiting_bytes -= written
+        self._waiting.popleft()
         if written < len(data):
             self._waiting.appendleft(data[written:])
 
@@ -79,6 +85,17 @@ class Outlet:
 
     def isatty(self) -> bool:
         return os.isatty(self._fd)
+
+
+def _unblocked(fd: int) -> int:
+    """A descriptor of a terminal's that does not block: polled as writable, it may still take less than a piece.
+
+    Opened anew, because the flag on the one that we have would be its other users', too: the shell's.
+    """
+    try:
+        return os.open(os.ttyname(fd), os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:  # not a terminal, or none that can be opened
+        return fd
 
 
 Event = MutableMapping[str, Any]

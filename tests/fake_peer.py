@@ -25,6 +25,11 @@ from node.status import Status, View
 HOW = os.environ.get("FAKE", "")
 
 
+def tell(*words: object) -> None:
+    if HOW != "quiet":
+        print(*words, file=sys.stderr, flush=True)
+
+
 class Refused(Exception):
     pass
 
@@ -58,10 +63,10 @@ class Peer:
     def __init__(self, config: PeerConfig, run: object, view: View) -> None:
         self.config, self.view = config, view
         self.finished = asyncio.Event()
-        print("given", config, run, file=sys.stderr, flush=True)
+        tell("given", config, run)
 
     def finish(self) -> None:
-        print("asked to finish", file=sys.stderr, flush=True)
+        tell("asked to finish")
         self.finished.set()
 
     def status(self) -> Status:
@@ -78,10 +83,10 @@ class Peer:
             async with Control(self.config.state_dir, self.status, self.finish):
                 for number in range(3):
                     self.view.report(report(number))
-                print("running", file=sys.stderr, flush=True)
+                tell("running")
                 return await self.live()
         finally:
-            print("cleaned up", file=sys.stderr, flush=True)
+            tell("cleaned up")
 
     async def live(self) -> int:
         if HOW == "short":
@@ -96,7 +101,7 @@ class Peer:
                 try:
                     await asyncio.sleep(100)
                 except asyncio.CancelledError:
-                    print("cancelled, and goes on", file=sys.stderr, flush=True)
+                    tell("cancelled, and goes on")
         return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -282,6 +283,27 @@ def test_a_peer_that_does_not_finish_is_ended_within_ten_seconds(straws: list[St
     code, _, err = peer.end(11)
     assert code == 1
     assert how == "stuck" or ("could not be handed in" in err and "cleaned up" in err)
+
+
+def test_a_terminal_that_nobody_reads_holds_up_nothing(own_home: Path) -> None:
+    """As after Ctrl-S, or with the window's host asleep."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "tests.fake_peer", "join", "--json"]
+    environment = os.environ | {"FAKE": "quiet", "TERM": "xterm"}
+    peer = subprocess.Popen(command, cwd=HOUSE, env=environment, stdout=subprocess.DEVNULL, stderr=theirs)
+    os.close(theirs)
+    try:
+        while not (own_home / "peer-1" / "control.json").exists():
+            assert peer.poll() is None
+            time.sleep(0.1)
+        time.sleep(6)  # frames come four times a second: the terminal's buffer is full by now
+        assert starling("status", "--json").returncode == 0
+        peer.send_signal(signal.SIGINT)
+        assert peer.wait(4) == 0
+    finally:
+        peer.kill()
+        peer.wait()
+        os.close(ours)
 
 
 # -- asking -----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,125 @@
+"""What a peer shows of itself: strict JSON both ways, bounded, and safe to print."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from node.status import MAX_LISTED, MAX_WORD, PeerLine, Status, join_command, parse, printable, short, to_json
+
+PEER = "12D3KooWGRUfuFwTaVcXCnUbTbVLYYEkYgjDM3Bd7q4RuRyTQhaP"
+STATUS = Status(
+    state="waiting",
+    reason="for the others",
+    waiting_for=("bob",),
+    round=5,
+    rounds=16,
+    lineage="ab",
+    run="default",
+    run_id="cd" * 32,
+    peer=PEER,
+    nickname="ada",
+    peers=(PeerLine("12D3KooWx", "bob", True, False, 4, "/ip4/192.0.2.1/tcp/1"),),
+    addresses=("/ip4/127.0.0.1/tcp/4000/p2p/" + PEER, "/ip4/203.0.113.7/tcp/4000/p2p/" + PEER),
+    tokens=10,
+    tokens_per_second=3.5,
+    loss=math.nan,
+    held_out_loss=2.0,
+    bytes_sent=1,
+    bytes_received=2,
+    rss_bytes=3,
+    loop_lag_p99_seconds=0.004,
+    eta_seconds=None,
+    pid=7,
+    incarnation=2,
+)
+
+
+def data() -> dict[str, Any]:
+    return json.loads(to_json(STATUS), parse_constant=pytest.fail)  # type: ignore[no-any-return]
+
+
+def test_json_is_strict_and_comes_back() -> None:
+    assert data()["loss"] is None and list(data()) == [each.name for each in dataclasses.fields(Status)]
+    back = parse(data())
+    assert math.isnan(back.loss) and back.eta_seconds is None
+    assert replace(back, loss=0.0) == replace(STATUS, loss=0.0)
+
+
+def test_whole_numbers_do_for_floats_and_unknown_fields_are_left() -> None:
+    assert parse(data() | {"tokens_per_second": 3, "later": [1]}).tokens_per_second == 3
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"round": "5"},
+        {"round": True},
+        {"round": None},
+        {"state": 3},
+        {"waiting_for": "bob"},
+        {"waiting_for": [1]},
+        {"peers": [{}]},
+        {"peers": ["bob"]},
+        {"addresses": ["x"] * (MAX_LISTED + 1)},
+        {"tokens_per_second": "fast"},
+        {"eta_seconds": {}},
+    ],
+)
+def test_what_is_not_a_status_is_refused_by_name(change: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=rf"status\.{next(iter(change))}"):
+        parse(data() | change)
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.floats() | st.text(), lambda x: st.lists(x) | st.dictionaries(st.text(), x)
+    )
+)
+def test_parse_never_fails_otherwise(junk: object) -> None:
+    for each in (junk, data() | {"peers": junk}, data() | {"loss": junk}):
+        with contextlib.suppress(ValueError):
+            parse(each)
+
+
+def test_others_words_are_cleaned_and_cut() -> None:
+    evil = parse(data() | {"reason": "\x1b[2J\x9b1m\r\n\u202ehello\u200b" + "x" * 10**5})
+    assert evil.reason.isprintable() and "hello" in evil.reason and len(evil.reason) <= MAX_WORD
+
+
+@given(st.text())
+def test_printable_is_one_printable_line(text: str) -> None:
+    assert not set(printable(text)) & {"\n", "\r", "\x1b", "\x9b", "\x00", "\u2028", "\u202e"}
+    assert printable(printable(text)) == printable(text)
+
+
+def test_other_alphabets_are_kept() -> None:
+    assert printable("Zoë 春 мир") == "Zoë 春 мир"
+
+
+def test_peer_ids_are_told_apart_by_their_ends() -> None:
+    assert short(PEER) == "…RyTQhaP"[0] + PEER[-6:]
+    assert short("ada") == "ada"
+
+
+def test_the_join_command_has_an_address_that_others_reach() -> None:
+    command = join_command(STATUS)
+    assert command == (f"python -m node join --bootstrap {STATUS.addresses[1]} --run-id {'cd' * 32}", True)
+
+
+@pytest.mark.parametrize("host", ["/ip4/127.0.0.1", "/ip4/127.8.8.8", "/ip6/::1", "/dns4/localhost"])
+def test_a_loopback_address_is_never_offered_as_if_others_reached_it(host: str) -> None:
+    command = join_command(replace(STATUS, addresses=(f"{host}/tcp/1/p2p/{PEER}",)))
+    assert command and command[1] is False
+
+
+def test_without_an_address_there_is_no_join_command() -> None:
+    assert join_command(replace(STATUS, addresses=())) is None

@@ -1,0 +1,193 @@
+"""The live view as a pure function of values, and the lines that stand for it off a terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+from node.report import RoundReport
+from node.status import PeerLine, Status
+from node.terminal import MAX_REPORTS, Terminal, count, duration, plain_line, render, size, sparkline
+from tests.test_status import PEER, STATUS
+
+BUSY = replace(
+    STATUS,
+    peers=(
+        PeerLine(PEER, "bob", True, True, 5, ""),
+        PeerLine("12D3KooWabcdefghij", "", False, True, 5, ""),
+        PeerLine("12D3KooWzzzzzzzzzz", "carol", True, False, 4, ""),
+    ),
+    loss=1.923,
+    held_out_loss=2.041,
+    eta_seconds=92.0,
+    tokens=1_203_344,
+    tokens_per_second=3912.4,
+    bytes_sent=48_100_000,
+    rss_bytes=792_000_000,
+)
+
+
+def report(number: int, **changes: object) -> RoundReport:
+    made = RoundReport(
+        "r", PEER, 1, number, "a", "b", "c", "committed", ("p", "q", "s"), {}, {}, True, 0.5, 31232, 5.2 * 0.8**number,
+        "h", 8.2, 0.1, 0.6, 3_100_000, 12_100_000, 0.0, held_out_loss=1.2 + 4 * 0.8**number,
+    )  # fmt: skip
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+def text(status: Status, reports: Sequence[RoundReport], width: int) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(render(status, reports, width))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_everything_is_there(width: int) -> None:
+    shown = text(BUSY, [report(n) for n in range(6)], width)
+    for words in (
+        "starling  ada  run default cdcdcdcd", "waiting: for the others", "waits for  bob", "5 of 16",
+        "about 1 min 32 s left", "1.923 training", "2.041 held out", "3,912 tokens/s", "1.20 M tokens so far",
+        "48.1 MB sent", "2 B received", "792 MB memory", "4 ms loop lag", "3 other peers, 2 live",
+    ):  # fmt: skip
+        assert words in shown
+    rows = shown.splitlines()
+    assert any("● live" in row and "bob" in row and "member" in row for row in rows)
+    assert any("● live" in row and "…efghij" in row and "looks on" in row for row in rows)
+    assert any("○ suspected" in row and "carol" in row and "round 4" in row for row in rows)
+    assert all(cell_len(row) <= width for row in rows)
+    assert ("█" in shown and "5.200 → 2.511" in shown) == (width >= 80)
+    assert "join --bootstrap" not in shown
+
+
+@pytest.mark.parametrize("width", [1, 2, 5, 20, 40])
+def test_tiny_terminals_break_nothing(width: int) -> None:
+    for status in (BUSY, STATUS, replace(STATUS, rounds=0, peers=())):
+        assert all(cell_len(row) <= width for row in text(status, [report(n) for n in range(6)], width).splitlines())
+
+
+def test_until_somebody_has_joined_others_are_told_how_to() -> None:
+    alone = replace(BUSY, peers=())
+    shown = "".join(text(alone, [], 200))
+    assert f"join --bootstrap {STATUS.addresses[1]} --run-id {STATUS.run_id}" in shown
+    here = text(replace(alone, addresses=STATUS.addresses[:1]), [], 200)
+    assert "from this machine only" in here
+
+
+def test_what_is_not_known_is_a_dash() -> None:
+    fresh = replace(STATUS, tokens_per_second=math.nan, held_out_loss=math.nan, rounds=0, waiting_for=())
+    shown = text(fresh, [], 80)
+    assert "nan" not in shown and "–" in shown and "waits for" not in shown
+
+
+def test_others_names_cannot_drive_the_terminal_nor_fill_it() -> None:
+    evil = PeerLine("12D3KooW\x1b[2J", "\x1b]0;title\x07[red]" + "x" * 500, True, True, 5, "")
+    shown = text(replace(BUSY, peers=(evil,) * 50, waiting_for=("\x1b[2J" * 50,) * 20), [], 80)
+    assert "\x1b" not in shown and "\x07" not in shown and "[red]" in shown
+    assert "and 42 more" in shown and "and 16 more" in shown
+    assert len(shown.splitlines()) < 25
+
+
+def test_a_frame_is_drawn_quickly() -> None:
+    reports, peers = [report(n % 20) for n in range(MAX_REPORTS)], BUSY.peers * 100
+    seconds = []
+    for _ in range(5):
+        began = time.perf_counter()
+        text(replace(BUSY, peers=peers), reports, 120)
+        seconds.append(time.perf_counter() - began)
+    assert min(seconds) < 0.05
+
+
+def test_plain_lines_are_aligned() -> None:
+    lines = [plain_line(report(n, outcome=outcome), 16) for n, outcome in ((3, "committed"), (12, "alone"))]
+    lines.append(plain_line(report(5, outcome="undecided", loss=math.nan, held_out_loss=math.nan), 16))
+    assert lines[0].startswith("round  3/16  loss 2.662  held out 3.248   3,809 tokens/s")
+    assert lines[0].endswith("mean of 3") and lines[1].endswith("alone") and lines[2].endswith("not decided, goes on")
+    for word in ("loss", "held out", "tokens/s", "sent", "received"):
+        assert len({line.index(word) for line in lines}) == 1
+    assert "nan" not in lines[2]
+
+
+def test_sparklines() -> None:
+    assert sparkline([4, 3, 2, 1], 10) == "█▆▃▁"
+    assert sparkline([1, 1, 1], 10) == "▁▁▁"
+    assert sparkline(range(1000), 8) == "▁▂▃▄▅▆▇█"
+    assert sparkline([], 8) == sparkline([1.0], 0) == ""
+
+
+@pytest.mark.parametrize(
+    "value, words",
+    [(0, "0"), (950, "950"), (12345, "12,345"), (1_203_344, "1.20 M"), (4.56e9, "4.56 G"), (math.nan, "–")],
+)
+def test_counts(value: float, words: str) -> None:
+    assert count(value) == words
+
+
+@pytest.mark.parametrize(
+    "value, words",
+    [(0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (12_340, "12.3 kB"), (999_700, "1.00 MB"), (1e15, "1000 TB")],
+)
+def test_sizes(value: float, words: str) -> None:
+    assert size(value) == words
+
+
+@pytest.mark.parametrize(
+    "seconds, words",
+    [
+        (3.21, "3.2 s"),
+        (45, "45 s"),
+        (59.7, "1 min 0 s"),
+        (125, "2 min 5 s"),
+        (11520, "3 h 12 min"),
+        (183600, "2 d 3 h"),
+    ],
+)
+def test_durations(seconds: float, words: str) -> None:
+    assert duration(seconds) == words
+
+
+# -- the view itself --------------------------------------------------------------------------------------------------
+
+
+async def test_off_a_terminal_there_are_lines_and_on_stdout_data_only(capfd: pytest.CaptureFixture[str]) -> None:
+    terminal = Terminal(as_json=True)
+    assert not terminal.is_live and not terminal.is_terminal
+    async with terminal.showing(lambda: BUSY):
+        terminal.say("hello\nthere\x1b[2J")
+        terminal.report(report(1))
+        await asyncio.sleep(0.01)
+    terminal.close()
+    out, err = capfd.readouterr()
+    assert json.loads(out)["round"] == 1 and out.count("\n") == 1
+    assert err.splitlines()[0] == "hello there [2J"
+    assert err.splitlines()[1].startswith("round  1/16") and len(err.splitlines()) == 2
+
+
+async def test_a_view_that_fails_does_not_end_the_peer(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    terminal = Terminal(as_json=False)
+    terminal.is_live = True
+
+    def broken() -> Status:
+        raise ZeroDivisionError("a mistake of ours")
+
+    async with terminal.showing(broken):
+        await asyncio.sleep(0.05)
+    assert "a mistake of ours" in caplog.text
+
+
+def test_reports_are_bounded(capfd: pytest.CaptureFixture[str]) -> None:
+    terminal = Terminal(as_json=False)
+    for number in range(MAX_REPORTS + 10):
+        terminal.report(report(number % 10))
+    assert len(terminal._reports) == MAX_REPORTS
