@@ -249,6 +249,8 @@ class LibP2PTransport:
             since = loop.time()
             how = await link.ended()
             self._up.clear()
+            for peer, address in link.peers.items():
+                _remember(self._seen, peer, address)
             if loop.time() - since >= _STEADY_SECONDS:
                 self._starts_in_a_row = 0
             log.warning("p2pd %d ended (%s): it is started again", link.daemon.pid, how)

@@ -45,12 +45,14 @@ class Link:
     Attributes:
         client: hivemind's `P2P`, for its DHT.
         addresses: multiaddrs on which p2pd can be reached, without its id, never older than a few seconds.
+        peers: who is connected, and from which multiaddr, as of a few seconds ago.
         gone: set when p2pd has ended, before the client is closed.
     """
 
     def __init__(self, daemon: Daemon, control: Path) -> None:
         self.client: Any = None
         self.addresses: tuple[str, ...] = ()
+        self.peers: dict[PeerId, str] = {}
         self.gone = asyncio.Event()
         self.daemon = daemon
         self._control = control
@@ -84,7 +86,7 @@ class Link:
             incoming(info.peer_id.to_base58(), _text(info.addr.to_bytes()), reader, writer)
 
         await self.client.add_binary_stream_handler(_PROTOCOL, take)
-        self.addresses = await self._identify()
+        await self._look()
 
     async def stream(self, peer: PeerId, seconds: int) -> SocketPipe:
         """Open a stream of our protocol."""
@@ -113,22 +115,25 @@ class Link:
             await asyncio.gather(probing, return_exceptions=True)
 
     async def _probe(self) -> None:
-        """Ask p2pd for its addresses, again and again, until it has not answered twice in a row; then kill it."""
+        """Ask p2pd how things are, again and again, until it has not answered twice in a row; then kill it."""
         missed = 0
         while missed < _PROBES:
             await asyncio.sleep(0 if missed else _PROBE_EVERY_SECONDS)
             try:
                 async with asyncio.timeout(_PROBE_SECONDS):
-                    self.addresses = await self._identify()
+                    await self._look()
                 missed = 0
             except LINK_ERRORS:
                 missed += 1
         log.warning("p2pd %d does not answer and is killed", self.daemon.pid)
         await self.daemon.kill()
 
-    async def _identify(self) -> tuple[str, ...]:
-        response = await self._tell(type=p2pd_pb2.Request.IDENTIFY)
-        return tuple(text for address in response.identify.addrs if (text := _text(address)))
+    async def _look(self) -> None:
+        mine = await self._tell(type=p2pd_pb2.Request.IDENTIFY)
+        self.addresses = tuple(text for address in mine.identify.addrs if (text := _text(address)))
+        others = await self._tell(type=p2pd_pb2.Request.LIST_PEERS)
+        found = ((PeerID(each.id).to_base58(), _text(each.addrs[0])) for each in others.peers if each.addrs)
+        self.peers = {peer: address for peer, address in found if address}
 
     async def _tell(self, **request: Any) -> Any:
         response, _, writer = await self._ask(**request)

@@ -1,0 +1,170 @@
+"""Hints: what peers say of themselves in the DHT, signed and short-lived; the shelf where others keep them. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgpack
+
+from protocols.base import BadPayload, PeerId, Signer
+
+HINT_BYTES = 4096
+"""Bound on a whole hint, packed."""
+TTL_SECONDS = 600.0
+_SKEW_SECONDS = 60.0
+_SCOPE_BYTES = 128
+_PEER_BYTES = 128
+_DOMAIN = b"starling/hint/1\0"
+_BOUNDS = {"max_str_len": 128, "max_bin_len": HINT_BYTES, "max_array_len": 5, "max_map_len": 0, "max_ext_len": 0}
+
+_DICTIONARY = 0x50
+"""hivemind's extension: [size, latest expiry, [[peer, value, expiry], ...]]."""
+_MAX_KEYS = 256
+_MAX_KEYS_PER_PEER = 16
+_MAX_HINTS = 4096
+MAX_HINTS_PER_KEY = 128
+_PACKED = {"max_str_len": 256, "max_bin_len": HINT_BYTES + 8, "max_array_len": MAX_HINTS_PER_KEY, "max_map_len": 0}
+
+
+def name_of(run: bytes, scope: str) -> bytes:
+    """Under what name the hints of a scope are kept: 32 bytes."""
+    return hashlib.sha256(_DOMAIN + len(run).to_bytes(4, "big") + run + scope.encode()).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """What one peer says about itself.
+
+    Attributes:
+        expires: wall time, seconds since the epoch.
+        signature: the peer's, over the run and the other fields.
+    """
+
+    peer: PeerId
+    scope: str
+    expires: float
+    value: bytes = field(repr=False)
+    signature: bytes = field(default=b"", repr=False)
+
+    def message(self, run: bytes) -> bytes:
+        """What the peer signs."""
+        fields: bytes = msgpack.packb([run, self.scope, self.peer, self.expires, self.value])
+        return _DOMAIN + fields
+
+    def pack(self) -> bytes:
+        """
+        Raises:
+            ValueError: over 4 KiB, or the scope over 128 bytes.
+        """
+        packed: bytes = msgpack.packb([self.peer, self.scope, self.expires, self.value, self.signature])
+        if len(packed) > HINT_BYTES or len(self.scope.encode()) > _SCOPE_BYTES:
+            raise ValueError(f"a hint of {len(packed)} bytes, or its scope, is too long")
+        return packed
+
+
+def unpack(packed: bytes) -> Hint:
+    """
+    Raises:
+        BadPayload: not a hint, or one over 4 KiB.
+    """
+    if len(packed) > HINT_BYTES:
+        raise BadPayload("a hint that is too large")
+    try:
+        fields = msgpack.unpackb(packed, raw=False, **_BOUNDS)
+    except (ValueError, msgpack.UnpackException):
+        raise BadPayload("not a hint") from None
+    if not isinstance(fields, list) or [type(each) for each in fields] != [str, str, float, bytes, bytes]:
+        raise BadPayload("not a hint")
+    return Hint(*fields)
+
+
+def check(hint: Hint, run: bytes, now: float, signer: Signer) -> None:
+    """
+    Args:
+        now: wall time, seconds since the epoch.
+
+    Raises:
+        BadPayload: expired, good for too long, or not signed by the peer that it names.
+    """
+    if not math.isfinite(hint.expires) or hint.expires > now + TTL_SECONDS + _SKEW_SECONDS:
+        raise BadPayload("a hint that is good for too long")
+    if hint.expires <= now:
+        raise BadPayload("a hint that has expired")
+    if not signer.verify(hint.peer, hint.message(run), hint.signature):
+        raise BadPayload("a hint that is not signed by its peer")
+
+
+def loads(packed: bytes) -> str | bytes | list[tuple[str, bytes, float]]:
+    """What hivemind's DHT packs: a string, bytes, or a dictionary as (peer, value, expiry); extensions never nest.
+
+    Raises:
+        ValueError: anything else.
+    """
+    found = msgpack.unpackb(packed, raw=False, **_PACKED)  # extensions stay closed
+    if isinstance(found, str | bytes):
+        return found
+    if not isinstance(found, msgpack.ExtType) or found.code != _DICTIONARY:
+        raise ValueError(f"a {type(found).__name__} has no place in this DHT")
+    match msgpack.unpackb(found.data, raw=False, **_PACKED):
+        case [_, _, [*entries]] if all(map(_is_entry, entries)):
+            return [(peer, value, expires) for peer, value, expires in entries]
+    raise ValueError("not a dictionary of entries")
+
+
+def _is_entry(item: object) -> bool:
+    is_triple = isinstance(item, list) and [type(each) for each in item] == [str, bytes, float]
+    return is_triple and math.isfinite(item[2])  # type: ignore[index]
+
+
+class Entry(NamedTuple):
+    """A value, and until when it is good: wall time, seconds since the epoch."""
+
+    value: bytes
+    expires: float
+
+
+class Shelf:
+    """Values by key and peer, until they expire; bounded in all directions but the length of one value."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._kept: dict[Hashable, dict[PeerId, Entry]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._kept.values()))
+
+    def put(self, key: Hashable, peer: PeerId, value: bytes, expires: float) -> bool:
+        """Keep a value, if it expires later than the one in its place, and there is room."""
+        old = self._kept.get(key, {}).get(peer)
+        if expires <= self._now() or (old is not None and old.expires >= expires):
+            return False
+        if old is None and not self._has_room(key, peer, expires):
+            self._sweep()
+            if not self._has_room(key, peer, expires):
+                return False
+        here = self._kept.setdefault(key, {})
+        here[peer] = Entry(value, expires)
+        if len(here) > MAX_HINTS_PER_KEY:
+            # The one that expires first makes room: who is alive announces again, and stays.
+            del here[min(here, key=lambda each: here[each].expires)]
+        return True
+
+    def live(self, key: Hashable) -> Mapping[PeerId, Entry]:
+        """What has not expired."""
+        now = self._now()
+        return {peer: entry for peer, entry in self._kept.get(key, {}).items() if entry.expires > now}
+
+    def _has_room(self, key: Hashable, peer: PeerId, expires: float) -> bool:
+        here = self._kept.get(key, {})
+        if sum(peer in kept for kept in self._kept.values()) >= _MAX_KEYS_PER_PEER:
+            return False
+        if len(here) >= MAX_HINTS_PER_KEY:
+            return min(entry.expires for entry in here.values()) < expires
+        return len(self) < _MAX_HINTS and (bool(here) or len(self._kept) < _MAX_KEYS)
+
+    def _sweep(self) -> None:
+        self._kept = {key: live for key in self._kept if (live := dict(self.live(key)))}
