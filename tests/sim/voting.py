@@ -12,7 +12,7 @@ from protocols import record as records
 from protocols import votes
 from protocols.ballot import Vote
 from protocols.base import Member, PeerId, RoundKey
-from protocols.poll import Value
+from protocols.poll import Value, admissions, kept, majority
 from protocols.record import Kind, Record
 from protocols.wire import Part, PartDone, Run
 from tests.sim import judging
@@ -252,15 +252,15 @@ class World:
 
     def next_roster(self, roster: tuple[Member, ...]) -> tuple[Member, ...]:
         """Most of those who live stay, some newcomers are admitted."""
-        rng = self.rng
+        rng, least = self.rng, kept(len(roster), majority(len(roster)))
         chances = {member: 0.95 if self.lives(member) else 0.5 for member in roster}
         stay = [member for member, chance in chances.items() if rng.random() < chance] or [rng.choice(roster)]
-        others = rng.sample(roster, len(roster))  # as many as decide stay, at least
-        stay += [member for member in others if member not in stay][: max(0, len(roster) // 2 + 1 - len(stay))]
+        others = rng.sample(roster, len(roster))
+        stay += [member for member in others if member not in stay][: max(0, least - len(stay))]
         peers = {member.peer for member in stay}
         new = [node.me for node in self.nodes.values() if node.alive and node.me.peer not in peers]
         new = [member for member in new if member not in roster and rng.random() < 0.6]
-        return tuple(sorted((*stay, *new[: max(1, len(roster) // 2)])))
+        return tuple(sorted((*stay, *new[: admissions(len(roster))])))
 
     def fork_record(self, side: Side, members: Iterable[Member]) -> bytes:
         key, roster = side.vote.poll.key, tuple(sorted(members))
