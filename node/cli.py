@@ -294,7 +294,7 @@ def _show(answer: Mapping[str, Any]) -> None:
 
     console = Console(highlight=False)
     try:
-        console.print(render(parse(answer), (), console.width))
+        console.print(render(parse(answer), (), console.width), soft_wrap=True)  # a line to copy stays one
     except ValueError as error:
         raise Unavailable(f"the peer's answer cannot be read ({error}): is it of another version?") from None
 

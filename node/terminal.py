@@ -165,7 +165,8 @@ def _names(names: Sequence[str]) -> str:
 
 def _progress(status: Status, room: int) -> RenderableType:
     text = f"{status.round} of {status.rounds}" if status.rounds else str(status.round)
-    eta = f"about {duration(status.eta_seconds)} left" if status.eta_seconds is not None else ""
+    going = status.eta_seconds is not None and status.state not in ("leaving", "finished")
+    eta = f"about {duration(status.eta_seconds or 0.0)} left" if going else ""
     bar_width = min(40, room - len(text) - len(eta) - 6)
     if not status.rounds or bar_width < 5:
         return Text("   ".join(filter(None, (text, eta))))

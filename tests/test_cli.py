@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import pty
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,11 +22,14 @@ SENTENCE = "handing in this round, then leaving; again to leave at once"
 
 
 @pytest.fixture(autouse=True)
-def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    sockets = tempfile.mkdtemp(prefix="st-", dir="/tmp")  # short, and of killed peers, too
+    monkeypatch.setenv("TMPDIR", sockets)
     for name in [name for name in os.environ if name.startswith("NODE_")]:
         monkeypatch.delenv(name)
-    return tmp_path / "state" / "starling"
+    yield tmp_path / "state" / "starling"
+    shutil.rmtree(sockets)
 
 
 def starling(*arguments: str, module: str = "node", timeout: float = 40) -> subprocess.CompletedProcess[str]:
