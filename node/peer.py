@@ -24,6 +24,7 @@ from node.config import ConfigError
 from node.control import Control
 from node.daemon import DaemonError
 from node.dht import DhtDirectory
+from node.disk import room
 from node.entry import Door, Entry, Run, ask_run, ask_status
 from node.greeter import Self
 from node.identity import IdentityError, create, verify
@@ -52,6 +53,9 @@ from protocols.wire import MAX_ROSTER
 log = logging.getLogger(__name__)
 
 STATUS_SECONDS = 10.0
+KEEP_ROUNDS = 4
+"""Of the parts of so many rounds a peer keeps its share in memory, for those who missed one; snapshots come twice as
+often, so that whoever takes one finds the rounds since."""
 
 
 class Refused(Exception):
@@ -240,7 +244,7 @@ class Peer:
         async with DhtDirectory(transport, state.identity, self._clock, run_id, membership.offset_seconds) as directory:
             host = Host(transport, directory, membership, tools.compute, self._clock, state.identity, config.seed)
             settings = self._settings(manifest, state.incarnation)
-            averager, snapshots = PROTOCOLS[config.protocol](host, settings), Snapshots()
+            averager, snapshots = PROTOCOLS[config.protocol](host, settings), self._snapshots(state)
             anchor = torch.empty(manifest.elements[0])
             await trainer.read(anchor)
             outer = OuterSGD(config.recipe.outer_learning_rate, config.recipe.outer_momentum)
@@ -259,6 +263,10 @@ class Peer:
             self._stay = Stay(means, limits, portrait, self._view)
             await self._stay.run()
 
+    @staticmethod
+    def _snapshots(state: StateDir) -> Snapshots:
+        return Snapshots(KEEP_ROUNDS // 2, make_room=partial(room, state.path))
+
     def _settings(self, manifest: Manifest, incarnation: int) -> Settings:
         config = manifest.config
         return Settings(
@@ -267,6 +275,7 @@ class Peer:
             chunk_elements=config.chunk_elements,
             bandwidth=self._config.bandwidth_bytes_per_second,
             incarnation=incarnation,
+            keep_rounds=KEEP_ROUNDS,
             fork_peers=config.fork_peers,
         )
 

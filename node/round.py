@@ -109,7 +109,9 @@ class Replica:
         key = self.chain.head.key
         self.chain.settle(self.state.root(key.round))
         if self._snapshots and key.round % self._snapshots.every_rounds == 0 and not self._lacks_state():
-            self._snapshots.put(await self.state.snapshot(key.lineage, key.round))
+            snapshot = self._snapshots.new(key.lineage, key.round, self.state.index)
+            await self.state.fill(snapshot)
+            self._snapshots.put(snapshot)
 
     def _lacks_state(self) -> bool:
         """Whether the head's state is known not to be the one that we hold: a newcomer's, before it has caught up."""
@@ -289,4 +291,3 @@ class Replica:
 def _diverged(work: Work) -> bool:
     """Not finite, or more than an offer can say: a plan that held such an offer would be refused by everybody."""
     return not work.norm <= MAX_NORM
-

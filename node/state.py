@@ -57,8 +57,6 @@ class OuterState:
         await self._compute.run(copy, 16 * len(self.anchor))
         self.index = source.index
 
-    async def snapshot(self, lineage: bytes, round_number: int) -> Snapshot:
-        """An immutable copy, of the state that this lineage names."""
-        return await self._compute.run(
-            lambda: Snapshot.of(lineage, round_number, self.index, self.anchor, self.velocity), 16 * len(self.anchor)
-        )
+    async def fill(self, snapshot: Snapshot) -> None:
+        """Copy the state, which the snapshot's index is of, into it."""
+        await self._compute.run(lambda: snapshot.fill(self.anchor, self.velocity), 16 * len(self.anchor))

@@ -28,7 +28,7 @@ from protocols.base import (
 from protocols.post import Ledger
 from protocols.requests import SYNC, Busy, WantChunk, WantSnapshot
 from protocols.requests import Index as Shown
-from protocols.snapshot import Index, Snapshot
+from protocols.snapshot import Index, Snapshot, Snapshots
 from protocols.tasks import Bell, together, within
 
 MAX_DONORS = 16
@@ -59,14 +59,16 @@ class Download:
         bytes_received: of chunks, the bad and the doubled among them.
     """
 
-    def __init__(self, host: Host, ledger: Ledger, at: Head, elements: int) -> None:
+    def __init__(self, host: Host, ledger: Ledger, snapshots: Snapshots, at: Head, elements: int) -> None:
         """
         Args:
+            snapshots: makes room for it.
             at: the head whose state is wanted; its state root as certificates have it.
             elements: of the parameters, n.
         """
         self.bytes_received = 0
-        self._host, self._ledger, self._at, self._elements = host, ledger, at, elements
+        self._host, self._ledger, self._snapshots = host, ledger, snapshots
+        self._at, self._elements = at, elements
         self._snapshot: Snapshot | None = None
         self._queue: deque[int] = deque()
         self._asked: dict[int, list[float]] = {}  # chunk -> when donors were asked who are bringing it
@@ -149,7 +151,7 @@ class Download:
         if root != at.state_root:
             raise BadPayload("an index that does not make the state root")
         if self._snapshot is None:
-            self._snapshot = Snapshot(at.key.lineage, at.key.round, index)
+            self._snapshot = self._snapshots.new(at.key.lineage, at.key.round, index)
             self._queue.extend(range(len(index.digests)))
             self._missing.update(self._queue)
 

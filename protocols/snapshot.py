@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -94,6 +95,29 @@ class Index:
         return chunk_range(0, self.elements, chunk % (len(self.digests) // 2))
 
 
+class Room(Protocol):
+    """Where a snapshot stands.
+
+    Attributes:
+        memory: writable; it goes back when nobody refers to it any more.
+    """
+
+    memory: mmap.mmap
+
+    def rest(self) -> None:
+        """Nobody reads or writes for a while: what can be had again need not stay in memory."""
+
+
+class Anonymous:
+    """Memory of the process: it costs nothing until it is written."""
+
+    def __init__(self, size: int) -> None:
+        self.memory = mmap.mmap(-1, size)
+
+    def rest(self) -> None:
+        """There is no other place for it."""
+
+
 class Snapshot:
     """The outer state that a lineage names: filled once, then never changed.
 
@@ -101,22 +125,25 @@ class Snapshot:
         parameters, velocity: float32 (n) each.
     """
 
-    def __init__(self, lineage: bytes, round_number: int, index: Index) -> None:
-        """Room for it. Anonymous memory: it costs nothing until it is written, and goes back when it is dropped."""
+    def __init__(
+        self, lineage: bytes, round_number: int, index: Index, make_room: Callable[[int], Room] = Anonymous
+    ) -> None:
+        """Room for it."""
         self.lineage, self.round, self.index = lineage, round_number, index
         elements = index.elements
-        memory = mmap.mmap(-1, max(1, 8 * elements))
-        self.parameters = torch.frombuffer(memory, dtype=torch.float32, count=elements)
-        self.velocity = torch.frombuffer(memory, dtype=torch.float32, count=elements, offset=4 * elements)
-        self._memory = memoryview(memory)
+        self._room = make_room(max(1, 8 * elements))
+        self.parameters = torch.frombuffer(self._room.memory, dtype=torch.float32, count=elements)
+        self.velocity = torch.frombuffer(self._room.memory, dtype=torch.float32, count=elements, offset=4 * elements)
+        self._memory = memoryview(self._room.memory)
 
-    @classmethod
-    def of(cls, lineage: bytes, round_number: int, index: Index, parameters: Vector, velocity: Vector) -> Snapshot:
-        """A copy of these vectors, which `index` is of."""
-        snapshot = cls(lineage, round_number, index)
-        snapshot.parameters.copy_(parameters)
-        snapshot.velocity.copy_(velocity)
-        return snapshot
+    def fill(self, parameters: Vector, velocity: Vector) -> None:
+        """Copy these vectors, which `index` is of."""
+        self.parameters.copy_(parameters)
+        self.velocity.copy_(velocity)
+
+    def rest(self) -> None:
+        """Nobody needs it in memory for a while."""
+        self._room.rest()
 
     def chunk(self, index: int) -> memoryview:
         """The bytes of a chunk.
@@ -138,12 +165,26 @@ class Snapshots:
         every_rounds: a state is kept before every round whose number this divides.
     """
 
-    def __init__(self, every_rounds: int = SNAPSHOT_ROUNDS, keep: int = KEEP_SNAPSHOTS) -> None:
-        self.every_rounds, self._keep = every_rounds, keep
+    def __init__(
+        self,
+        every_rounds: int = SNAPSHOT_ROUNDS,
+        keep: int = KEEP_SNAPSHOTS,
+        make_room: Callable[[int], Room] = Anonymous,
+    ) -> None:
+        """
+        Args:
+            make_room: for so many bytes.
+        """
+        self.every_rounds, self._keep, self._make_room = every_rounds, keep, make_room
         self._held: list[Snapshot] = []
 
+    def new(self, lineage: bytes, round_number: int, index: Index) -> Snapshot:
+        """An empty one, to be filled."""
+        return Snapshot(lineage, round_number, index, self._make_room)
+
     def put(self, snapshot: Snapshot) -> None:
-        """Take one; those of the lowest rounds beyond what is kept go."""
+        """Take one that is filled; those of the lowest rounds beyond what is kept go."""
+        snapshot.rest()
         held = [each for each in self._held if each.lineage != snapshot.lineage]
         self._held = sorted([*held, snapshot], key=lambda each: -each.round)[: self._keep]
 

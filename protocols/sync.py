@@ -244,7 +244,7 @@ class Sync:
         """
         offered = self.offered(chain)
         for tried, head in enumerate(offered):
-            download = Download(self._host, self.ledger, head, elements)
+            download = Download(self._host, self.ledger, self.snapshots, head, elements)
             share = (deadline - _now()) / (len(offered) - tried)  # a head that nobody brings leaves time for the next
             try:
                 return await download.run(self._contacts.stock().get(head.key.lineage, []), _now() + share)

@@ -29,7 +29,9 @@ def vectors(elements: int, seed: int = 1) -> tuple[Vector, Vector]:
 
 def made(elements: int = 10, round_number: int = 0, lineage: bytes = b"l" * 32) -> Snapshot:
     parameters, velocity = vectors(elements)
-    return Snapshot.of(lineage, round_number, Index.of(parameters, velocity), parameters, velocity)
+    snapshot = Snapshot(lineage, round_number, Index.of(parameters, velocity))
+    snapshot.fill(parameters, velocity)
+    return snapshot
 
 
 @pytest.mark.parametrize("elements", SIZES)
@@ -87,7 +89,8 @@ def test_an_index_of_another_size_is_refused() -> None:
 
 def test_a_snapshot_does_not_change_with_what_it_was_taken_of() -> None:
     parameters, velocity = vectors(10)
-    snapshot = Snapshot.of(b"l" * 32, 0, Index.of(parameters, velocity), parameters, velocity)
+    snapshot = Snapshot(b"l" * 32, 0, Index.of(parameters, velocity))
+    snapshot.fill(parameters, velocity)
     before = bytes(snapshot.chunk(0)), bytes(snapshot.chunk(1))
     parameters.zero_(), velocity.zero_()
     assert (bytes(snapshot.chunk(0)), bytes(snapshot.chunk(1))) == before
