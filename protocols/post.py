@@ -160,8 +160,10 @@ class Post:
                 continue
             line.more.clear()
             line.idle = True
-            await line.more.wait()
-            line.idle = False
+            try:
+                await line.more.wait()
+            finally:  # whose stream has broken is not idle, but about to try again: the round's end does not wait for it
+                line.idle = False
         line.sent.clear()
 
 
