@@ -48,6 +48,11 @@ class Child:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def code(self) -> int | None:
+        """Its exit code; minus the signal that killed it; None while it runs."""
+        return self._process.returncode
+
     @classmethod
     async def start(
         cls,
@@ -91,8 +96,7 @@ class Child:
 
     async def stop(self) -> None:
         """End it in good order, within 3 seconds, by force after that."""
-        with suppress(ProcessLookupError):
-            self._process.terminate()
+        self.ask()
         try:
             async with asyncio.timeout(_STOP_SECONDS):
                 await self._process.wait()
@@ -100,6 +104,11 @@ class Child:
             log.warning("%s %d did not stop within %g s and is killed", self.name, self.pid, _STOP_SECONDS)
         finally:
             await self.kill()
+
+    def ask(self) -> None:
+        """Have it end in good order (SIGTERM), and do not wait for that."""
+        with suppress(ProcessLookupError):
+            self._process.terminate()
 
     def strike(self) -> None:
         """Have it killed, and do not wait for its end."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from node.report import RoundReport
+from node.report import RoundReport, Totals
 from node.status import to_json
 
 log = logging.getLogger(__name__)
@@ -15,12 +15,12 @@ class Journal:
     """Appends reports. A full disk costs lines, not rounds.
 
     Attributes:
-        tokens, bytes_sent, bytes_received: of all reports so far.
+        totals: of all reports so far.
         last: the latest report.
     """
 
     def __init__(self, path: Path) -> None:
-        self.tokens = self.bytes_sent = self.bytes_received = 0
+        self.totals = Totals()
         self.last: RoundReport | None = None
         self._path = path
         self._failing = False
@@ -28,8 +28,7 @@ class Journal:
     def write(self, report: RoundReport) -> None:
         """Add a line."""
         self.last = report
-        self.bytes_sent += report.bytes_sent
-        self.bytes_received += report.bytes_received
+        self.totals.add(report)
         line = to_json(report) + "\n"
         try:
             with self._path.open("a", encoding="utf-8") as file:

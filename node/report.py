@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Self
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,43 @@ class RoundReport:
     rss_bytes: int = 0
     open_files: int = 0
     tasks: int = 0
+
+    @classmethod
+    def from_json(cls, line: str | bytes) -> Self:
+        """From a line of a peer of this version.
+
+        Raises:
+            ValueError: it is none.
+        """
+        values = json.loads(line)
+        try:
+            given = {each.name: values[each.name] for each in fields(cls)}
+        except (TypeError, KeyError):
+            raise ValueError("not a report of this version") from None
+        unknown = [each.name for each in fields(cls) if each.type == "float" and given[each.name] is None]
+        return cls(**given | dict.fromkeys(unknown, math.nan))
+
+
+class Totals:
+    """What one peer's reports add up to.
+
+    Work that no decision took is told again with what was added to it since: it counts once.
+    """
+
+    def __init__(self) -> None:
+        self.tokens = self.bytes_sent = self.bytes_received = 0
+        self.seconds_train = self.seconds_average = 0.0
+        self._anchor, self._tokens, self._seconds = "", 0, 0.0
+
+    def add(self, report: RoundReport) -> None:
+        if report.anchor_lineage != self._anchor:
+            self._anchor, self._tokens, self._seconds = report.anchor_lineage, 0, 0.0
+        self.tokens += max(0, report.tokens - self._tokens)
+        self.seconds_train += max(0.0, report.seconds_train - self._seconds)
+        self._tokens, self._seconds = max(self._tokens, report.tokens), max(self._seconds, report.seconds_train)
+        self.seconds_average += report.seconds_average
+        self.bytes_sent += report.bytes_sent
+        self.bytes_received += report.bytes_received
 
 
 class Watch:

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from itertools import pairwise
 
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
+from rich.console import Group, RenderableType
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from node.logs import Outlet
 from node.report import RoundReport
+from node.screen import Screen
 from node.status import PeerLine, Status, join_command, printable, short, to_json
 
-log = logging.getLogger(__name__)
-
-REFRESH_SECONDS = 0.25
 MAX_REPORTS = 1000
 _SHOWN_PEERS = 8
 _SHOWN_NAMES = 4
@@ -46,68 +40,24 @@ class Terminal:
             as_json: put each report on stdout, a line of JSON.
         """
         self._as_json = as_json
-        self._out, self._err = Outlet(1), Outlet(2)
-        self.is_terminal = self._err.isatty()
-        # Two views that share a terminal would write into each other.
-        self.is_live = self.is_terminal and not (as_json and self._out.isatty())
-        self._console = Console(file=self._err, force_terminal=self.is_live, highlight=False)  # type: ignore[arg-type]
+        self._screen = Screen(as_json)
+        self.is_terminal, self.is_live = self._screen.is_terminal, self._screen.is_live
+        self.say, self.log, self.close = self._screen.say, self._screen.log, self._screen.close
         self._reports: deque[RoundReport] = deque(maxlen=MAX_REPORTS)
-        self._status: Callable[[], Status] | None = None
-
-    def say(self, line: str) -> None:
-        """One line for a person; above the live view."""
-        self.log(printable(line, 4096))
-
-    def log(self, text: str) -> None:
-        """Text as it is, colours included; a newline is added."""
-        if self.is_live:
-            self._console.print(Text.from_ansi(text), soft_wrap=True)
-        else:
-            self._err.write(f"{text}\n")
+        self._rounds: Callable[[], int] = lambda: 0
 
     def report(self, report: RoundReport) -> None:
         """A round has ended."""
         if not self.is_live:
-            rounds = self._status().rounds if self._status else 0
-            self._err.write(f"{plain_line(report, rounds)}\n")
+            self.log(plain_line(report, self._rounds()))
         if self._as_json:
-            self._out.write(f"{to_json(report)}\n")
+            self._screen.data(to_json(report))
         self._reports.append(report)
 
-    @asynccontextmanager
-    async def showing(self, status: Callable[[], Status]) -> AsyncIterator[None]:
+    def showing(self, status: Callable[[], Status]) -> AbstractAsyncContextManager[None]:
         """Show a peer for as long as the context lasts; its last picture stays."""
-        self._status = status
-        watching = asyncio.create_task(self._watch(), name="terminal")
-        try:
-            yield
-        finally:
-            watching.cancel()
-            await asyncio.wait([watching], timeout=1)
-            if not watching.cancelled() and (error := watching.exception()):
-                log.error("the view ended early: %r", error)
-
-    async def _watch(self) -> None:
-        live = Live(console=self._console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
-        with live if self.is_live else nullcontext():
-            try:
-                while True:
-                    if self.is_live and self._err.ready:
-                        live.update(self._picture(), refresh=True)
-                    self._out.flush()
-                    await asyncio.sleep(REFRESH_SECONDS)
-            finally:
-                live.update(self._picture())
-
-    def _picture(self) -> RenderableType:
-        return render(self._status(), tuple(self._reports), self._console.width) if self._status else ""
-
-    def close(self) -> None:
-        """Hand over what still waits, giving up after half a second of silence; the cursor is back."""
-        if self.is_live:
-            self._console.show_cursor()
-        for outlet in (self._out, self._err):
-            outlet.drain(0.5)
+        self._rounds = lambda: status().rounds
+        return self._screen.showing(lambda width: render(status(), tuple(self._reports), width))
 
 
 # -- pure: values to text ---------------------------------------------------------------------------------------------
