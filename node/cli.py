@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from node.status import SwarmOptions, parse, printable
+from node.status import SwarmOptions, join_command, parse, printable
 
 if TYPE_CHECKING:
     from node.peerconfig import PeerConfig
@@ -230,28 +230,13 @@ def _settled(config: PeerConfig, of_run: Mapping[str, Any], state_dir: Path) -> 
 
 
 def _run(config: PeerConfig, run: RunConfig | None) -> int:
-    import uvloop
-
-    from node import logs
-    from node.departure import Departure
-    from node.peer import Peer, Refused
-    from node.terminal import Terminal
-
-    terminal = Terminal(config.json)
-    logs.set_up(config.log_level, terminal.log, terminal.is_terminal)
-    peer = Peer(config, run, terminal)
-
-    async def life() -> int:
-        async with terminal.showing(peer.status):
-            return await Departure(peer.finish, terminal.say, terminal.close).run(peer.run())
+    from node.departure import live
+    from node.peer import Refused
 
     try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(life())
+        return live(config, run)
     except Refused as error:
         raise Mistake(str(error)) from None
-    finally:
-        terminal.close()
 
 
 # -- asking running peers ---------------------------------------------------------------------------------------------
@@ -292,11 +277,15 @@ def _show(answer: Mapping[str, Any]) -> None:
 
     from node.terminal import render
 
-    console = Console(highlight=False)
     try:
-        console.print(render(parse(answer), (), console.width), soft_wrap=True)  # a line to copy stays one
+        shown = parse(answer)
     except ValueError as error:
         raise Unavailable(f"the peer's answer cannot be read ({error}): is it of another version?") from None
+    console = Console(highlight=False)
+    console.print(render(replace(shown, addresses=()), (), console.width))
+    if command := join_command(shown):
+        line, everywhere = command
+        print(f"\nOthers join{'' if everywhere else ', from this machine only,'} with:\n{line}")
 
 
 # -- the way out ------------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import signal
 from collections.abc import Callable, Coroutine, Iterator
@@ -11,12 +10,39 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-log = logging.getLogger(__name__)
+import uvloop
+
+from node import logs
+from node.peer import Peer
+from node.peerconfig import PeerConfig
+from node.runconfig import RunConfig
+from node.terminal import Terminal
 
 HAND_IN_SECONDS = 8.5
 CLEAN_UP_SECONDS = 1.5
 EXIT_SECONDS = 5.0
 NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
+
+
+def live(config: PeerConfig, run: RunConfig | None) -> int:
+    """Run a peer for all of its life, before a person's eyes; returns the process's exit code.
+
+    Raises:
+        Refused: it cannot go on.
+    """
+    terminal = Terminal(config.json)
+    logs.set_up(config.log_level, terminal.log, terminal.is_terminal)
+    peer = Peer(config, run, terminal)
+
+    async def life() -> int:
+        async with terminal.showing(peer.status):
+            return await Departure(peer.finish, terminal.say, terminal.close).run(peer.run())
+
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(life())
+    finally:
+        terminal.close()
 
 
 class Departure:

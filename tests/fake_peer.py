@@ -23,6 +23,7 @@ from node.report import RoundReport
 from node.status import Status, View
 
 HOW = os.environ.get("FAKE", "")
+ADDRESS = "/ip4/203.0.113.7/tcp/4000/p2p/12D3KooWGRUfuFwTaVcXCnUbTbVLYYEkYgjDM3Bd7q4RuRyTQhaP"
 
 
 def tell(*words: object) -> None:
@@ -71,8 +72,8 @@ class Peer:
 
     def status(self) -> Status:
         return Status(
-            "training", "", (), 1, 3, "", "straw", "", "12D3KooWx", self.config.nickname, (), (), 0, math.nan, math.nan,
-            math.nan, 0, 0, 0, 0.0, None, os.getpid(), 1,
+            "training", "", (), 1, 3, "", "straw", "", "12D3KooWx", self.config.nickname, (), (ADDRESS,), 0,
+            math.nan, math.nan, math.nan, 0, 0, 0, 0.0, None, os.getpid(), 1,
         )  # fmt: skip
 
     async def run(self) -> int:
@@ -119,7 +120,7 @@ def module(name: str, **content: object) -> None:
 
 if __name__ == "__main__":
     module("node.peer", Peer=Peer, Refused=Refused)
-    module("node.peerconfig", load_peer=load_peer)
-    module("node.runconfig", load_run=load_run)
+    module("node.peerconfig", load_peer=load_peer, PeerConfig=PeerConfig)
+    module("node.runconfig", load_run=load_run, RunConfig=object)
     module("protocols", PROTOCOLS={"butterfly": None})
     sys.exit(cli.main())

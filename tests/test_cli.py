@@ -16,6 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from node.cli import main
+from tests.fake_peer import ADDRESS
+
 pytestmark = pytest.mark.real
 HOUSE = Path(__file__).parents[1]
 SENTENCE = "handing in this round, then leaving; again to leave at once"
@@ -35,6 +38,12 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def starling(*arguments: str, module: str = "node", timeout: float = 40) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", module, *arguments]
     return subprocess.run(command, cwd=HOUSE, capture_output=True, text=True, timeout=timeout)
+
+
+def here(capsys: pytest.CaptureFixture[str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The same without a process of its own, which takes seconds to load PyTorch."""
+    code = main(list(arguments))
+    return subprocess.CompletedProcess(arguments, code, *capsys.readouterr())
 
 
 class Straw:
@@ -101,7 +110,7 @@ def one_line(done: subprocess.CompletedProcess[str], code: int = 2) -> str:
 # -- words ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"], ["join", "--help"], ["swarm", "--help"], ["status", "--help"]])
+@pytest.mark.parametrize("arguments", [[], ["join", "--help"]])
 def test_help_is_quick_and_goes_to_stdout(arguments: list[str]) -> None:
     seconds = []
     for _ in range(3):
@@ -132,8 +141,13 @@ def test_help_and_status_do_not_load_torch() -> None:
         (["status", "extra"], "extra"),
     ],
 )
-def test_a_typo_gets_one_line(arguments: list[str], words: str) -> None:
-    assert words in one_line(starling(*arguments))
+def test_a_typo_gets_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert words in one_line(here(capsys, *arguments))
+
+
+def test_in_a_process_of_its_own_too() -> None:
+    assert "Did you mean 'join'" in one_line(starling("jion"))
+    assert "/ip4/192.0.2.1/tcp/4000" in one_line(starling("join", "--bootstrap", "192.0.2.1:4000"))
 
 
 @pytest.mark.parametrize(
@@ -148,8 +162,8 @@ def test_a_typo_gets_one_line(arguments: list[str], words: str) -> None:
         (["--state-dir", "/proc/nothing"], "--state-dir"),
     ],
 )
-def test_bad_values_get_one_line(arguments: list[str], words: str) -> None:
-    line = one_line(starling("join", *arguments))
+def test_bad_values_get_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    line = one_line(here(capsys, "join", *arguments))
     assert words in line and "\x1b" not in line
 
 
@@ -326,6 +340,7 @@ def test_the_one_peer_here_is_found_and_asked(running: Straw) -> None:
     assert (answer["run"], answer["pid"], answer["loss"]) == ("straw", running.process.pid, None)
     shown = starling("status")
     assert shown.returncode == 0 and "run straw" in shown.stdout and "1 of 3" in shown.stdout
+    assert f"\npython -m node join --bootstrap {ADDRESS}\n" in shown.stdout
     assert starling("finish").returncode == 0
     assert running.end(3)[0] == 0
     assert "no peer runs" in one_line(starling("status"), 1)
