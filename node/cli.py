@@ -48,13 +48,12 @@ def _option(panel: str, text: str, *names: str, **more: Any) -> Any:
 
 
 RunFile = Annotated[
-    Path | None, _option(_RUN, "Settings of a new run; its table \\[peer] is about this machine.", metavar="FILE.toml")
+    Path | None, _option(_RUN, "Settings of a new run; in \\[peer], of this machine.", metavar="FILE.toml")
 ]
 Task = Annotated[str | None, _option(_RUN, "What a new run trains: gpt or paced.", metavar="NAME")]
 Protocol = Annotated[str | None, _option(_RUN, "How the peers of a new run average: butterfly.", metavar="NAME")]
 Running = Annotated[
-    Path | None,
-    typer.Option(metavar="DIR", envvar="NODE_STATE_DIR", help="Which peer. Default: the one that runs here."),
+    Path | None, typer.Option(metavar="DIR", envvar="NODE_STATE_DIR", help="Which peer. Default: the one here.")
 ]
 
 
@@ -69,8 +68,7 @@ def starling(ctx: typer.Context) -> None:
 def join(
     ctx: typer.Context,
     bootstrap: Annotated[
-        list[str] | None,
-        _option(_RUN, "Address of any peer of a run; repeatable. Without one, a new run starts.", metavar="ADDR"),
+        list[str] | None, _option(_RUN, "A peer's address; repeatable. Without one, a new run starts.", metavar="ADDR")
     ] = None,
     run_id: Annotated[
         str | None, _option(_RUN, "Join this run only: its id, or the first 12 digits.", metavar="HEX")
@@ -90,18 +88,13 @@ def join(
     ] = None,
     state_dir: Annotated[
         Path | None,
-        _option(
-            _MACHINE,
-            "Keeps this peer's identity and run. Default: the first peer-N in ~/.local/state/starling that is free.",
-            metavar="DIR",
-        ),
+        _option(_MACHINE, "Identity and run. Default: a free peer-N in ~/.local/state/starling.", metavar="DIR"),
     ] = None,
     listen: Annotated[
         list[str] | None, _option(_MACHINE, "Multiaddr to listen on; repeatable. Default: any port.", metavar="MADDR")
     ] = None,
     announce: Annotated[
-        list[str] | None,
-        _option(_MACHINE, "Multiaddr to tell others instead of those found; repeatable.", metavar="MADDR"),
+        list[str] | None, _option(_MACHINE, "Multiaddr to tell others; repeatable.", metavar="MADDR")
     ] = None,
     nat: Annotated[bool | None, _option(_MACHINE, "Map ports at the router and use relays.", "--nat/--no-nat")] = None,
     bandwidth: Annotated[
@@ -115,7 +108,7 @@ def join(
     ] = None,
     data: Annotated[
         Path | None,
-        _option(_MACHINE, "Text file or folder to train on. Default: Python's standard library.", metavar="PATH"),
+        _option(_MACHINE, "Text to train on: file or folder. Default: Python's own source.", metavar="PATH"),
     ] = None,
     nickname: Annotated[str | None, _option(_SHOWN, "A name for people.", metavar="NAME")] = None,
     json: Annotated[
