@@ -185,15 +185,12 @@ class Peer:
             raise Refused("no address leads to a run: give one by --bootstrap")
         self._portrait.becomes("starting", "the model is built")
         async with RemoteTrainer(self._spec(config, tools.state, None), tools.compute) as trainer:
-            anchor = torch.empty(trainer.layout.sizes()[0])
-            await trainer.read(anchor)
-            index = await tools.compute.run(lambda: Index.of(anchor, torch.zeros_like(anchor)), 8 * len(anchor))
             sample = await trainer.held_out()
             manifest = Manifest(
                 config=config,
                 founder=Member(tools.transport.me, tools.state.incarnation),
                 elements=trainer.layout.sizes(),
-                state_root=index.state_root(0),
+                state_root=await _initial_root(trainer, tools.compute),
                 held_out=hashlib.sha256(sample).digest() if sample else bytes(32),
                 created=self._clock.wall(),
             )
@@ -301,6 +298,14 @@ class Peer:
         for peer, addresses in tools.state.peers().items():
             membership.hint(peer, addresses)
         return membership
+
+
+async def _initial_root(trainer: RemoteTrainer, compute: ThreadCompute) -> bytes:
+    """Root of the outer state that a run starts from: the parameters as they were drawn here, and no momentum."""
+    anchor = torch.empty(trainer.layout.sizes()[0])
+    await trainer.read(anchor)
+    index = await compute.run(lambda: Index.of(anchor, torch.zeros_like(anchor)), 8 * len(anchor))
+    return index.state_root(0)
 
 
 def _values(config: RunConfig) -> GptValues | PacedValues:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from node.outer import OuterSGD
 from protocols.base import Compute, Vector
 from protocols.snapshot import Index, Snapshot
@@ -53,10 +55,21 @@ class OuterState:
         def copy() -> None:
             self.anchor.copy_(parameters)
             self.velocity.copy_(source.velocity)
+            if isinstance(source, Snapshot):
+                source.rest()
 
         await self._compute.run(copy, 16 * len(self.anchor))
         self.index = source.index
 
-    async def fill(self, snapshot: Snapshot) -> None:
-        """Copy the state, which the snapshot's index is of, into it."""
-        await self._compute.run(lambda: snapshot.fill(self.anchor, self.velocity), 16 * len(self.anchor))
+    async def snapshot(
+        self, lineage: bytes, round_number: int, new: Callable[[bytes, int, Index], Snapshot]
+    ) -> Snapshot:
+        """An immutable copy, of the state that this lineage names, in what `new` gives."""
+
+        def fill() -> Snapshot:
+            snapshot = new(lineage, round_number, self.index)
+            snapshot.fill(self.anchor, self.velocity)
+            snapshot.rest()
+            return snapshot
+
+        return await self._compute.run(fill, 16 * len(self.anchor))

@@ -150,8 +150,11 @@ class Download:
         root = await self._host.compute.run(lambda: index.state_root(at.key.round), 32 * len(index.digests))
         if root != at.state_root:
             raise BadPayload("an index that does not make the state root")
-        if self._snapshot is None:
-            self._snapshot = self._snapshots.new(at.key.lineage, at.key.round, index)
+        if self._snapshot is not None:
+            return
+        snapshot = await self._host.compute.run(lambda: self._snapshots.new(at.key.lineage, at.key.round, index), 0)
+        if self._snapshot is None:  # still: others bring the same index
+            self._snapshot = snapshot
             self._queue.extend(range(len(index.digests)))
             self._missing.update(self._queue)
 

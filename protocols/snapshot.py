@@ -184,7 +184,6 @@ class Snapshots:
 
     def put(self, snapshot: Snapshot) -> None:
         """Take one that is filled; those of the lowest rounds beyond what is kept go."""
-        snapshot.rest()
         held = [each for each in self._held if each.lineage != snapshot.lineage]
         self._held = sorted([*held, snapshot], key=lambda each: -each.round)[: self._keep]
 
