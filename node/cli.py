@@ -211,9 +211,11 @@ def _settled(config: PeerConfig, of_run: Mapping[str, Any], state_dir: Path) -> 
         if of_run:
             raise Mistake(f"{given} cannot be given with --bootstrap: everything about the run comes from the swarm")
         return config, None
-    if not config.new and (state_dir / "manifest.bin").exists():
+    from node.statedir import is_of_a_swarm
+
+    if not config.new and is_of_a_swarm(state_dir):
         if of_run:
-            raise Mistake(f"{given}: {state_dir} holds a run, which is settled: add --new to start another")
+            raise Mistake(f"{given}: {state_dir} is of a run that others are in: add --new to start another")
         return config, None
     from node.runconfig import load_run
     from protocols import PROTOCOLS

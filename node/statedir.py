@@ -3,7 +3,7 @@
 identity.key    the Ed25519 key                     peers.json     whom it met, and where
 incarnation     how often it was started            rounds.jsonl   one report a line
 manifest.bin    the sealed manifest of its run      held-out.bin   the sample that everybody evaluates on
-past/<run>/     the files of runs that it was in before
+sample.txt      what the model wrote at the end         past/<run>/    the files of runs that it was in before
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from node.identity import Identity, load_or_create
 from protocols.base import PeerId
 
 MAX_CACHED_PEERS = 64
-_OF_A_RUN = ("manifest.bin", "held-out.bin", "peers.json", "rounds.jsonl")
+_OF_A_RUN = ("manifest.bin", "held-out.bin", "peers.json", "rounds.jsonl", "sample.txt")
 _MAX_CACHE_BYTES = 1 << 20
 
 
@@ -97,12 +97,22 @@ class StateDir:
         for file in there:
             file.rename(past / file.name)
 
+    def keep_text(self, text: bytes) -> None:
+        """Note what the run's model wrote."""
+        with suppress(OSError):
+            write_atomically(self.path / "sample.txt", text)
+
     # -- whom it met --------------------------------------------------------------------------------------------------
 
     def peers(self) -> dict[PeerId, tuple[str, ...]]:
         """Peers that were live when this was last in the run, and their addresses; what cannot be read is left out."""
+        return self.met(self.path)
+
+    @staticmethod
+    def met(path: Path) -> dict[PeerId, tuple[str, ...]]:
+        """As `peers`, of the directory at a path."""
         try:
-            entries = json.loads(_read(self.path / "peers.json", _MAX_CACHE_BYTES) or b"{}")
+            entries = json.loads(_read(path / "peers.json", _MAX_CACHE_BYTES) or b"{}")
         except ValueError:
             return {}
         if not isinstance(entries, dict):
@@ -128,6 +138,11 @@ class StateDir:
         """Multiaddrs with peer ids of those who were live."""
         for peer, addresses in self.peers().items():
             yield from (f"{address}/p2p/{peer}" for address in addresses[:4])
+
+
+def is_of_a_swarm(path: Path) -> bool:
+    """Whether this is the directory of a run in which others were met, who may still be at it."""
+    return (path / "manifest.bin").exists() and bool(StateDir.met(path))
 
 
 def _read(path: Path, limit: int) -> bytes:
