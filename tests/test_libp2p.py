@@ -18,12 +18,14 @@ from asyncio.subprocess import PIPE
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import uvloop
 
 from node import identity
-from node.daemon import DaemonError, with_ports
+from node.addresses import is_silent, meaning, missing, shareable
+from node.daemon import DaemonError, arguments, with_ports
 from node.identity import IdentityError
 from node.libp2p import LibP2PConfig, LibP2PTransport
 from node.serving import ask
@@ -249,6 +251,18 @@ class TestSupervision:
 
         run(directory, body)
 
+    def test_a_hung_daemon_is_noticed_and_replaced(self, directory: Path) -> None:
+        async def body(make: Make) -> None:
+            a, b = await make(), await make()
+            await a.connect(b.addresses[0], soon())
+            b.serve("echo", echo)
+            await ping(a, b.me)
+            os.kill(pid_of(b), signal.SIGSTOP)
+            await until(lambda: b.restarts == 1, 15)
+            await ping(a, b.me)
+
+        run(directory, body)
+
 
 class TestLimits:
     def test_streams_per_peer_and_in_all(self, directory: Path) -> None:
@@ -327,6 +341,83 @@ class TestAddresses:
 
         run(directory, body)
 
+    def test_a_failed_connection_says_why(self, directory: Path) -> None:
+        async def body(make: Make) -> None:
+            a, b = await make(), await make()
+            silent = socket.create_server(("127.0.0.1", 0))  # takes connections, and says nothing
+            stranger = identity.create(directory / "stranger").peer_id
+            where = b.addresses[0].rpartition("/p2p/")[0]
+            cases = [
+                ("/ip4/127.0.0.1/tcp/1", PeerGone, "nothing listens there"),
+                (where, PeerGone, f"another peer is there, {b.me}"),
+                (where, PeerGone, "failed a moment ago"),
+                ("/dns4/nobody.invalid/tcp/1", PeerGone, "name has no address"),
+                ("/ip4/127.0.0.1/udp/1", PeerGone, "is not spoken here"),
+                ("/ip4/127.0.0.1/tcp/1/p2p-circuit", PeerGone, "relay is not named"),
+                (f"{b.addresses[0]}/p2p-circuit", PeerGone, "relay"),
+                (f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}", PeerSilent, "no answer"),
+            ]
+            for address, kind, why in cases:
+                with pytest.raises(kind, match=why):
+                    await a.connect(f"{address}/p2p/{stranger}", soon(1.5))
+            with pytest.raises(PeerGone, match="this peer itself"):
+                await a.connect(a.addresses[0], soon())
+            for malformed in ("/ip4/127.0.0.1/tcp/99999/p2p/x", "127.0.0.1:4001"):
+                with pytest.raises(ValueError, match="not a multiaddr like"):
+                    await a.connect(malformed, soon())
+            with pytest.raises(ValueError, match="must end in /p2p/"):
+                await a.connect(f"{b.addresses[0]}/p2p-circuit", soon())
+            silent.close()
+
+        run(directory, body)
+
+    def test_forgetting_a_peer_disconnects_it(self, directory: Path) -> None:
+        async def body(make: Make) -> None:
+            a, b = await make(), await make()
+            b.serve("echo", echo)
+            await a.connect(b.addresses[0], soon())
+            async with a.open(b.me, "echo", soon()) as stream:
+                await a.forget(b.me, soon())
+                with pytest.raises(PeerSilent):
+                    await stream.receive(LIMIT)
+            assert b.me not in a._known
+            await a.forget(b.me, soon())
+
+        run(directory, body)
+
+    def test_a_port_in_use_is_named(self, directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+        async def body(make: Make) -> None:
+            with socket.socket() as taken:
+                taken.bind(("127.0.0.1", 0))
+                taken.listen()
+                port = taken.getsockname()[1]
+                with pytest.raises(
+                    DaemonError, match=rf"^tcp 127.0.0.1:{port} is in use by another program: stop that"
+                ):
+                    await make(listen=(f"/ip4/127.0.0.1/tcp/{port}",))
+                both = await make(listen=(f"/ip4/127.0.0.1/tcp/{port}", "/ip4/127.0.0.1/tcp/0"))
+                assert len(both.addresses) == 1
+                assert f"not listening on /ip4/127.0.0.1/tcp/{port}" in caplog.text
+
+        run(directory, body)
+
+    def test_all_interfaces_and_both_families(self, directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+        async def body(make: Make) -> None:
+            a, b = [await make(listen=("/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0", "/ip6/2001:db8::1/tcp/0")) for _ in "ab"]
+            b.serve("echo", echo)
+            assert "not listening on /ip6/2001:db8::1/tcp/0" in caplog.text
+            families = {address.split("/")[1] for address in b.addresses}
+            assert "ip4" in families
+            for family in families:
+                await a.connect(next(each for each in b.addresses if each.split("/")[1] == family), soon())
+            await ping(a, b.me)
+            before = set(b.addresses)
+            os.kill(pid_of(b), signal.SIGKILL)
+            await until(lambda: b.restarts == 1, 10)
+            assert set(b.addresses) == before
+
+        run(directory, body)
+
     def test_peers_find_each_other_through_a_third(self, directory: Path) -> None:
         async def body(make: Make) -> None:
             a, b, c = await make(), await make(), await make()
@@ -341,6 +432,42 @@ class TestAddresses:
 
         run(directory, body)
 
+    def test_what_is_worth_sharing(self) -> None:
+        worthless = ("/ip4/127.0.0.1/tcp/1", "/ip6/::1/tcp/1", "/ip4/0.0.0.0/tcp/1", "/ip6/fe80::1/tcp/1", "/unix/x")
+        relayed = "/ip4/8.8.4.4/tcp/1/p2p/12D3KooWGcbDLU2ShHsJN7tGS1iA98ub6vsTY6kS5GNzs8UFaKTh/p2p-circuit"
+        found = (
+            *worthless,
+            "/ip4/10.0.0.7/tcp/1",
+            "/ip6/fd00::2/tcp/1",
+            relayed,
+            "/ip4/8.8.8.8/tcp/1",
+            "junk",
+            "/ip4/x/y",
+        )
+        expected = ("/ip4/8.8.8.8/tcp/1", relayed, "/ip4/10.0.0.7/tcp/1", "/ip6/fd00::2/tcp/1")
+        assert shareable(found) == expected
+        assert shareable(("/dns4/example.org/tcp/1", *found))[0] == "/dns4/example.org/tcp/1"
+        assert shareable(worthless) == ()
+
+    def test_p2pds_words_are_put_plainly(self) -> None:
+        words = "all dials failed\n  * [/ip4/1.1.1.1/tcp/1] dial backoff\n  * [/ip4/2.2.2.2/tcp/1] connection refused"
+        assert "failed a moment ago" in meaning(words, "/ip4/1.1.1.1/tcp/1")
+        assert "nothing listens there" in meaning(words, "/ip4/2.2.2.2/tcp/1")
+        assert "nothing listens there" in meaning(words)
+        for silent in ("dial tcp4 1.2.3.4:1: i/o timeout", "failed to dial: context deadline exceeded"):
+            assert is_silent(silent) and "no answer" in meaning(silent)
+        assert not is_silent(words)
+        assert "no libp2p peer" in meaning(
+            "failed to negotiate security protocol: message did not have trailing newline"
+        )
+        assert meaning("something\nnew") == "something" and meaning("") == "p2pd gave no reason"
+
+    def test_what_is_missing_of_what_was_wanted(self) -> None:
+        found = ("/ip4/127.0.0.1/tcp/4001", "/ip4/10.0.0.7/tcp/4001")
+        assert missing(("/ip4/0.0.0.0/tcp/0", "/ip4/0.0.0.0/tcp/4001", "/dns4/x/tcp/1"), found) == ()
+        absent = ("/ip6/::/tcp/0", "/ip4/0.0.0.0/tcp/4002", "/ip4/10.9.9.9/tcp/0", "/ip4/0.0.0.0/udp/0/quic-v1")
+        assert missing(absent, found) == absent
+
     def test_ports_are_filled_in_where_they_were_left_open(self) -> None:
         found = ("/ip4/203.0.113.5/tcp/1", "/ip4/127.0.0.1/tcp/4001", "/ip4/10.0.0.7/tcp/4001", "/ip6/::1/tcp/4002")
         cases = {
@@ -353,6 +480,53 @@ class TestAddresses:
             "/dns4/example.org/tcp/0": "/dns4/example.org/tcp/0",
         }
         assert with_ports(tuple(cases), found) == tuple(cases.values())
+
+
+class TestNat:
+    def test_peers_behind_no_router_find_each_other_all_the_same(self, directory: Path) -> None:
+        async def body(make: Make) -> None:
+            a, b = await make(nat=True), await make(nat=True)
+            b.serve("echo", echo)
+            await a.connect(b.addresses[0], soon())
+            await ping(a, b.me)
+
+        run(directory, body)
+
+    def test_a_peer_that_listens_nowhere_is_reached_through_another(
+        self, directory: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        extra: list[str] = []
+
+        def told(*given: Any) -> list[str]:
+            return [each for each in arguments(*given) if not each.startswith("-hostAddrs") or not extra] + extra
+
+        async def body(make: Make) -> None:
+            relays = []
+            extra[:] = ["-hostAddrs=/ip4/127.0.0.1/tcp/0", "-forceReachabilityPublic=1"]
+            for _ in range(4):
+                relays.append(await make(nat=True))
+                await relays[-1].connect(relays[0].addresses[0], soon()) if len(relays) > 1 else None
+            # Neither of the two can be dialled by the other.
+            extra[:] = ["-noListenAddrs=1", "-forceReachabilityPrivate=1"]
+            a, b = await make(nat=True), await make(nat=True)
+            b.serve("echo", echo)
+            for peer in (a, b):
+                await peer.connect(relays[0].addresses[0], soon())
+            async with asyncio.timeout(30):
+                while not await self.reached(a, b.me, relays):  # noqa: ASYNC110
+                    await asyncio.sleep(0.5)
+            await ping(a, b.me)
+            assert "/p2p-circuit" in b._seen[a.me]
+
+        monkeypatch.setattr("node.libp2p.arguments", told)
+        run(directory, body)
+
+    async def reached(self, transport: LibP2PTransport, peer: PeerId, relays: list[LibP2PTransport]) -> bool:
+        for relay in relays:
+            with suppress(PeerGone):
+                await transport.connect(f"{relay.addresses[0]}/p2p-circuit/p2p/{peer}", soon())
+                return True
+        return False
 
 
 ORPHAN = """
