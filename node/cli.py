@@ -211,9 +211,7 @@ def _settled(config: PeerConfig, of_run: Mapping[str, Any], state_dir: Path) -> 
         if of_run:
             raise Mistake(f"{given} cannot be given with --bootstrap: everything about the run comes from the swarm")
         return config, None
-    from node.statedir import is_of_a_swarm
-
-    if not config.new and is_of_a_swarm(state_dir):
+    if not config.new and (state_dir / "peers.json").exists():  # others were met there, who may still be at it
         if of_run:
             raise Mistake(f"{given}: {state_dir} is of a run that others are in: add --new to start another")
         return config, None

@@ -3,7 +3,8 @@
 identity.key    the Ed25519 key                     peers.json     whom it met, and where
 incarnation     how often it was started            rounds.jsonl   one report a line
 manifest.bin    the sealed manifest of its run      held-out.bin   the sample that everybody evaluates on
-sample.txt      what the model wrote at the end         past/<run>/    the files of runs that it was in before
+sample.txt      what the model wrote at the end
+past/<run>/     the files of runs that it was in before
 """
 
 from __future__ import annotations
@@ -106,13 +107,8 @@ class StateDir:
 
     def peers(self) -> dict[PeerId, tuple[str, ...]]:
         """Peers that were live when this was last in the run, and their addresses; what cannot be read is left out."""
-        return self.met(self.path)
-
-    @staticmethod
-    def met(path: Path) -> dict[PeerId, tuple[str, ...]]:
-        """As `peers`, of the directory at a path."""
         try:
-            entries = json.loads(_read(path / "peers.json", _MAX_CACHE_BYTES) or b"{}")
+            entries = json.loads(_read(self.path / "peers.json", _MAX_CACHE_BYTES) or b"{}")
         except ValueError:
             return {}
         if not isinstance(entries, dict):
@@ -138,11 +134,6 @@ class StateDir:
         """Multiaddrs with peer ids of those who were live."""
         for peer, addresses in self.peers().items():
             yield from (f"{address}/p2p/{peer}" for address in addresses[:4])
-
-
-def is_of_a_swarm(path: Path) -> bool:
-    """Whether this is the directory of a run in which others were met, who may still be at it."""
-    return (path / "manifest.bin").exists() and bool(StateDir.met(path))
 
 
 def _read(path: Path, limit: int) -> bytes:

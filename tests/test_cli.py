@@ -206,7 +206,7 @@ def test_with_an_address_rounds_are_this_peer_s(straws: list[Straw]) -> None:
 
 
 def test_a_directory_s_run_is_gone_on_with_unless_a_new_one_is_wanted(straws: list[Straw], tmp_path: Path) -> None:
-    (tmp_path / "manifest.bin").touch()
+    (tmp_path / "peers.json").touch()
     here = ("--state-dir", str(tmp_path))
     straws.append(Straw("short", *here, "--rounds", "7"))
     assert "rounds=7" in straws[-1].end(20)[2]
