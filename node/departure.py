@@ -8,15 +8,11 @@ import signal
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import uvloop
-
-from node import logs
-from node.peer import Peer
-from node.peerconfig import PeerConfig
-from node.runconfig import RunConfig
-from node.terminal import Terminal
+if TYPE_CHECKING:
+    from node.peerconfig import PeerConfig
+    from node.runconfig import RunConfig
 
 HAND_IN_SECONDS = 8.5
 CLEAN_UP_SECONDS = 1.5
@@ -30,6 +26,12 @@ def live(config: PeerConfig, run: RunConfig | None) -> int:
     Raises:
         Refused: it cannot go on.
     """
+    import uvloop  # here, because a swarm departs, too, and needs no PyTorch for that
+
+    from node import logs
+    from node.peer import Peer
+    from node.terminal import Terminal
+
     terminal = Terminal(config.json)
     logs.set_up(config.log_level, terminal.log, terminal.is_terminal)
     peer = Peer(config, run, terminal)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from dataclasses import asdict, dataclass, replace
 from typing import Protocol
 
@@ -12,6 +13,7 @@ from node.life import rounds
 from node.membership import Membership
 from node.metrics import LoopLag, vitals
 from node.portrait import Portrait
+from node.process import WorkerError
 from node.report import RoundReport
 from node.round import Replica
 from node.statedir import StateDir
@@ -19,6 +21,8 @@ from node.status import View
 from protocols.base import Clock, Directory, Outcome
 from protocols.sync import Sync
 from protocols.tasks import together
+
+log = logging.getLogger(__name__)
 
 FINISH_SECONDS = 7.0
 """A peer that is asked to leave ends its round within so long, or leaves without."""
@@ -29,12 +33,15 @@ FIND_SECONDS = 20.0
 WAIT_SECONDS = 1.0
 SCOPE = "run"
 MAX_FOUND = 64
+SAMPLE_PROMPT, SAMPLE_TOKENS, SAMPLE_TEMPERATURE = b"def ", 400, 0.7
 
 
 class Evaluator(Protocol):
     """What can tell how good the outer parameters are."""
 
     async def evaluate(self) -> float: ...
+
+    async def generate(self, prompt: bytes, tokens: int, temperature: float = 0.0, seed: int = 0) -> bytes: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +128,18 @@ class Stay:
         async for report in rounds(means.replica, means.sync, means.clock.wall, self._goes_on, self._portrait.becomes):
             await self._report(report)
             means.replica.last = self._limits.rounds is not None and self._done >= self._limits.rounds - 1
+        if self._over() and not self._leave.is_set():
+            await self._sample()
         self._portrait.becomes("finished", "the run is over" if self._over() else "")
+
+    async def _sample(self) -> None:
+        """Keep something that the model writes at the end of the run, if it writes: for people."""
+        try:
+            text = await self._means.trainer.generate(SAMPLE_PROMPT, SAMPLE_TOKENS, SAMPLE_TEMPERATURE)
+        except WorkerError as error:
+            log.info("no sample: %s", error)
+        else:
+            self._means.state.keep_text(SAMPLE_PROMPT + text)
 
     async def _wait_for_others(self) -> None:
         members, wanted = self._means.membership, self._limits.wait_for_peers

@@ -21,7 +21,7 @@ MAX_REPORTS = 1000
 _SHOWN_PEERS = 8
 _SHOWN_NAMES = 4
 _NICKNAME = 16
-_STYLES = {"training": "green", "averaging": "cyan", "syncing": "cyan", "waiting": "yellow", "joining": "yellow"}
+STYLES = {"training": "green", "averaging": "cyan", "syncing": "cyan", "waiting": "yellow", "joining": "yellow"}
 _OUTCOMES = {
     "alone": "alone",
     "skipped": "skipped: nobody brought anything",
@@ -102,7 +102,7 @@ def _title(status: Status, width: int) -> RenderableType:
 
 
 def _state(status: Status) -> RenderableType:
-    text = Text.assemble((status.state, f"bold {_STYLES.get(status.state, 'white')}"))
+    text = Text.assemble((status.state, f"bold {STYLES.get(status.state, 'white')}"))
     if status.reason:
         text.append(f": {printable(status.reason, 200)}")
     return text
