@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterable
-from contextlib import AsyncExitStack
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -91,6 +91,21 @@ async def ask_status(transport: Transport, peer: PeerId, deadline: Deadline) -> 
     if not isinstance(status, dict):
         raise BadPayload("a status that is not an object")
     return status
+
+
+async def reach(
+    connect: Callable[[str, Deadline], Awaitable[PeerId]], peer: PeerId, addresses: Sequence[str], deadline: Deadline
+) -> None:
+    """Connect to a peer at the first of its addresses that works; if none does, libp2p may still know a way."""
+    tries = [asyncio.ensure_future(connect(f"{address}/p2p/{peer}", deadline)) for address in addresses]
+    try:
+        for each in asyncio.as_completed(tries):
+            with suppress(PeerError, ValueError):
+                await each
+                return
+    finally:
+        for left in tries:
+            left.cancel()
 
 
 class Entry:

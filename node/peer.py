@@ -9,7 +9,6 @@ import os
 import secrets
 import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -25,15 +24,16 @@ from node.control import Control
 from node.daemon import DaemonError
 from node.dht import DhtDirectory
 from node.disk import room
-from node.entry import Door, Entry, Run, ask_run, ask_status
+from node.entry import Door, Entry, Run, ask_run, ask_status, reach
 from node.greeter import Self
 from node.identity import IdentityError, create, verify
 from node.journal import Journal
 from node.libp2p import LibP2PConfig, LibP2PTransport
 from node.manifest import Manifest, ManifestError, seal, unseal
 from node.membership import Membership
-from node.metrics import LoopLag, workers_here
+from node.metrics import LoopLag
 from node.outer import OuterSGD
+from node.outfit import worker_spec
 from node.peerconfig import PeerConfig
 from node.portrait import Portrait
 from node.remote import RemoteTrainer, WorkerError
@@ -42,9 +42,8 @@ from node.runconfig import RunConfig
 from node.statedir import StateDir, StateError
 from node.status import Status, View, join_command
 from node.stay import Limits, Means, Stay
-from node.tasks.spec import GptValues, PacedValues, WorkerSpec
 from protocols import PROTOCOLS
-from protocols.base import BadPayload, Deadline, Host, Member, PeerError, PeerId, Settings
+from protocols.base import BadPayload, Host, Member, PeerError, PeerId, Settings
 from protocols.chain import Chain
 from protocols.snapshot import Index, Snapshots
 from protocols.sync import Sync
@@ -170,7 +169,9 @@ class Peer:
         manifest = unseal(run.sealed, verify)
         self._begin(tools.state, manifest, run)
         sample = tools.state.sample if run.sample else None
-        async with RemoteTrainer(self._spec(manifest.config, tools.state, sample), tools.compute) as trainer:
+        async with RemoteTrainer(
+            worker_spec(manifest.config, self._config, tools.transport.me, sample), tools.compute
+        ) as trainer:
             if trainer.layout.sizes() != manifest.elements:
                 raise ManifestError(
                     f"here the model has {trainer.layout.sizes()} parameters, in this run {manifest.elements}: "
@@ -184,7 +185,7 @@ class Peer:
         if config is None:
             raise Refused("no address leads to a run: give one by --bootstrap")
         self._portrait.becomes("starting", "the model is built")
-        async with RemoteTrainer(self._spec(config, tools.state, None), tools.compute) as trainer:
+        async with RemoteTrainer(worker_spec(config, self._config, tools.transport.me), tools.compute) as trainer:
             sample = await trainer.held_out()
             manifest = Manifest(
                 config=config,
@@ -213,21 +214,6 @@ class Peer:
             manifest.config.name,
             manifest.run_id,
             manifest.config.recipe.rounds,
-        )
-
-    def _spec(self, config: RunConfig, state: StateDir, sample: Path | None) -> WorkerSpec:
-        mine = self._config
-        return WorkerSpec(
-            values=_values(config),
-            recipe=config.recipe,
-            stream_seed=int.from_bytes(hashlib.sha256(state.identity.peer_id.encode()).digest()[:7], "big"),
-            weights_seed=config.seed,
-            data=mine.data,
-            held_out=sample,
-            device=mine.device,
-            threads=0 if mine.threads == "auto" else mine.threads,
-            peers_here=1 + workers_here(),
-            precision=mine.precision,
         )
 
     # -- in the run ---------------------------------------------------------------------------------------------------
@@ -291,7 +277,7 @@ class Peer:
         def roster() -> list[PeerId]:
             return [member.peer for member in chain.members(MAX_ROSTER) if member != me]
 
-        membership = Membership(tools.transport, self._clock, who, roster, partial(_reach, tools.transport))
+        membership = Membership(tools.transport, self._clock, who, roster, partial(reach, tools.transport.connect))
         membership.on_twin = self._fail
         for peer, address in tools.entry.met.items():
             membership.hint(peer, (address.rpartition("/p2p/")[0],))
@@ -306,27 +292,6 @@ async def _initial_root(trainer: RemoteTrainer, compute: ThreadCompute) -> bytes
     await trainer.read(anchor)
     index = await compute.run(lambda: Index.of(anchor, torch.zeros_like(anchor)), 8 * len(anchor))
     return index.state_root(0)
-
-
-def _values(config: RunConfig) -> GptValues | PacedValues:
-    """The task's values as its worker takes them."""
-    if config.gpt is not None:
-        return GptValues(config.gpt.shape, config.gpt.rows)
-    assert config.paced is not None
-    return PacedValues(config.paced.elements, config.paced.tokens_per_step, config.paced.step_seconds)
-
-
-async def _reach(transport: LibP2PTransport, peer: PeerId, addresses: Sequence[str], deadline: Deadline) -> None:
-    """Connect to a peer at the first of its addresses that works; if none does, libp2p may know better ones."""
-    tries = [asyncio.create_task(transport.connect(f"{address}/p2p/{peer}", deadline)) for address in addresses]
-    try:
-        for each in asyncio.as_completed(tries):
-            with suppress(PeerError, ValueError):
-                await each
-                return
-    finally:
-        for each in tries:
-            each.cancel()
 
 
 async def remote_status(address: str, seconds: float = STATUS_SECONDS) -> dict[str, Any]:

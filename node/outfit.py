@@ -1,0 +1,40 @@
+"""What a run's configuration and this machine's make of a worker."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from node.metrics import workers_here
+from node.peerconfig import PeerConfig
+from node.runconfig import RunConfig
+from node.tasks.spec import GptValues, PacedValues, WorkerSpec
+from protocols.base import PeerId
+
+
+def worker_spec(run: RunConfig, mine: PeerConfig, me: PeerId, sample: Path | None = None) -> WorkerSpec:
+    """The worker of this peer in that run.
+
+    Args:
+        me: decides which stream of the data is drawn: every peer's is its own, in all its lives.
+        sample: the run's evaluation sample; None for its founder, who makes it.
+    """
+    return WorkerSpec(
+        values=_values(run),
+        recipe=run.recipe,
+        stream_seed=int.from_bytes(hashlib.sha256(me.encode()).digest()[:7], "big"),
+        weights_seed=run.seed,
+        data=mine.data,
+        held_out=sample,
+        device=mine.device,
+        threads=0 if mine.threads == "auto" else mine.threads,
+        peers_here=1 + workers_here(),
+        precision=mine.precision,
+    )
+
+
+def _values(run: RunConfig) -> GptValues | PacedValues:
+    if run.gpt is not None:
+        return GptValues(run.gpt.shape, run.gpt.rows)
+    assert run.paced is not None
+    return PacedValues(run.paced.elements, run.paced.tokens_per_step, run.paced.step_seconds)
