@@ -91,9 +91,9 @@ class Call:
         signature = self._host.signer.sign(planning.offer_message(self._key, offer))
         offer = replace(offer, signature=signature)
         self._take(offer)
-        if self.terms is None:
+        if self.terms is None or offer.leaving:  # which the next roster can still be without
             self._announce(offer)
-        elif terrain.me.peer in self.terms.peers:
+        if self.terms and terrain.me.peer in self.terms.peers:
             self._arm()
 
     def _announce(self, offer: Offer) -> None:
@@ -166,8 +166,9 @@ class Call:
         return self._terrain.me.peer in self._offers, leaving, len(self._complete_seconds)
 
     def leaving(self) -> frozenset[PeerId]:
-        """Members that will be gone when the round is over."""
-        return frozenset(peer for peer, offer in self._offers.items() if offer.leaving)
+        """Members that will be gone when the round is over; who has not heard it of them finds it in the plan."""
+        called = self.terms.plan.offers if self.terms else ()
+        return frozenset(offer.member.peer for offer in (*self._offers.values(), *called) if offer.leaving)
 
     def _agrees(self, offer: Offer) -> bool:
         if offer.state_root == self._offers[self._terrain.me.peer].state_root:

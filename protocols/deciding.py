@@ -52,7 +52,7 @@ class Decision:
 
     Attributes:
         votes: whether we have one.
-        leaving: we go when the round is over.
+        leaving: who goes when the round is over, by its own word; nobody takes that back.
         called: the last ballot in which we sent a plan.
         leading: the ballot in which we coordinate and are free to choose; None if there is none.
         promises: what the members promised us for it.
@@ -76,7 +76,7 @@ class Decision:
         self.vote = Vote(me, self.poll)
         self.leading = 0 if self.votes and self.poll.coordinator(0) == me.peer else None
         self.called = -1
-        self.leaving = False
+        self.leaving: set[PeerId] = set()
         self.promises: tuple[Promise, ...] = ()
         self.proposed = b""
         self.wanted: tuple[bytes, ...] = ()
@@ -141,15 +141,18 @@ class Decision:
     def _examine(self, proposal: Propose) -> None:
         """Refuse a record that may not be voted on, starts from another state, or does not fit the vector.
 
+        As many as could decide without the others are evicted only if they leave: this we know, a poll does not.
+
         Raises:
             BadPayload: it is such a one.
         """
         value = self.poll.value(proposal.ballot, proposal.record)
         if value is None or value.record.state_root != self.head.state_root:
             raise BadPayload("a proposal that may not be put to the vote, or of another state")
-        if len(self.poll.roster) == 2 and not (self.leaving or value.is_fork or self._desk.me in value.record.roster):
-            raise BadPayload("a proposal that leaves us out, who stay: of two, nobody is evicted against its will")
         record, settings = value.record, self._desk.settings
+        willing = [each for each in self.poll.roster if each in record.roster or each.peer in self.leaving]
+        if len(willing) < self.poll.quorum and not value.is_fork:
+            raise BadPayload("a proposal that may not be put to the vote: it evicts too many who do not leave")
         if record.kind != Kind.MEAN and not record.parts:
             return
         if not record.parts or not record.peers or not record.tiles(settings.elements[self.head.key.fragment]):

@@ -196,14 +196,10 @@ class Leader:
         live = set(self._host.members.live())
         live |= {member for member in head.roster if member.peer in self._beyond_a_broken_link()}
         mute = {peer for peer in doubtful if decision.heard.get(peer, -1.0) < self._seat.call.cut_at}
-        leaving = self._seat.call.leaving()
         here = [member for member in head.roster if member == self._me or (member in live and member.peer not in mute)]
-        stay = [member for member in here if member.peer not in leaving]
-        going = [member for member in here if member.peer in leaving]
-        if len(stay) + len(going) < decision.poll.quorum:  # no record may evict as many as could decide without it
-            stay = [member for member in head.roster if member not in going]
-        least = kept(len(head.roster), decision.poll.quorum) if going else decision.poll.quorum
-        stay += going[: max(0, least - len(stay))]
+        found = here if len(here) >= decision.poll.quorum else head.roster  # none evicts as many as could decide
+        stay = [member for member in found if member.peer not in decision.leaving]
+        stay = stay or here[: kept(len(head.roster), decision.poll.quorum)]  # it ends with those who leave
         taken = {member.peer for member in stay}
         asking = [member for member in self.candidates.values() if member in live and member.peer not in taken]
         room = min(admissions(len(head.roster)), MAX_ROSTER - len(stay))

@@ -32,12 +32,8 @@ def admissions(members: int) -> int:
 
 
 def kept(members: int, quorum: int) -> int:
-    """How many of a roster a record keeps at least: as many as could decide without the others.
-
-    Of two, one: nothing is decided there without the vote of the other, who votes for its own eviction only when it
-    is leaving.
-    """
-    return 1 if members == 2 else quorum
+    """So many of a roster that one of them is in every quorum, and holds what was decided."""
+    return members - quorum + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +101,7 @@ class Poll:
         admitted = sum(not self.counts(member) for member in record.roster)
         if record.kind == Kind.FORK:
             return admitted == 0 and 0 < self.fork_peers <= members < self.quorum
-        return admitted <= admissions(len(self.roster)) and members - admitted >= kept(len(self.roster), self.quorum)
+        return admitted <= admissions(len(self.roster)) and members > admitted
 
     def message(self, ballot: int, digest: bytes, voter: Member) -> bytes:
         """What a voter signs."""
@@ -132,11 +128,14 @@ class Poll:
         return tuple(self._votes.get((ballot, digest), ()))
 
     def decides(self, value: Value) -> bool:
-        """Whether the votes that are in decide for it: a majority's or, for a fork, those of its whole roster."""
-        voters = self.voters(value.ballot, value.digest)
+        """Whether the votes that are in decide for it: a majority's or, for a fork, those of its whole roster.
+
+        One of the majority is of the next roster: where many leave, somebody must hold the mean who stays.
+        """
+        voters, roster = set(self.voters(value.ballot, value.digest)), set(value.record.roster)
         if value.is_fork:
-            return set(value.record.roster) <= set(voters)
-        return len(voters) >= self.quorum
+            return roster <= voters
+        return len(voters) >= self.quorum and not roster.isdisjoint(voters)
 
     def certificate(self, value: Value, sender: Member) -> Certificate:
         """The record with the votes that are in."""

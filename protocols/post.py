@@ -162,7 +162,7 @@ class Post:
             line.idle = True
             try:
                 await line.more.wait()
-            finally:  # whose stream has broken is not idle, but about to try again: the round's end does not wait for it
+            finally:  # whose stream has broken is about to try again, and the round's end does not wait for that
                 line.idle = False
         line.sent.clear()
 

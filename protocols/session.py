@@ -64,8 +64,8 @@ class Session:
 
     def ready(self, work: Work) -> None:
         if self._votes:
-            self.decision.leaving = work.leaving
             self.call.ready(work)
+            self.decision.leaving |= self.call.leaving()
 
     async def mean(self, mine: Sequence[Vector], work: Work, into: Sequence[Vector]) -> Mean:
         source, target = Flat(mine), Flat(into)
@@ -171,8 +171,10 @@ class Session:
         match message:
             case wire.Ready(_, offer):
                 self.call.on_ready(peer, offer)
+                self.decision.leaving |= self.call.leaving()
             case wire.Plan():
                 self._on_plan(peer, message)
+                self.decision.leaving |= self.call.leaving()
             case wire.Knock(_, member, root):
                 self._on_knock(peer, member, root)
             case Message():

@@ -1,0 +1,147 @@
+"""Who leaves says so: the round ends for all at once, with its work, and nobody waits for it in the next."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from protocols.base import PeerId
+from tests.sim.parting import LongRounds, Parting
+
+STEP_SECONDS = 0.5
+MIDDLE_SECONDS = 2.2
+"""Into a round that lasts five."""
+PROMPT_SECONDS = 1.5
+"""The step that everybody is in, the data phase and the vote."""
+ROLES = ("coordinator", "successor", "last")
+
+
+def leaver(stage: Parting, role: str) -> PeerId:
+    """Who plays this part in the round under way."""
+    return stage.coordinator(stage.alive()[0], {"coordinator": 0, "successor": 1, "last": -1}[role])
+
+
+def parted(stage: Parting, round_number: int, gone: set[PeerId]) -> None:
+    """The round in which these left, and those after it, are as if nothing had happened: but without them."""
+    stayed = stage.alive()
+    for peer in stayed:
+        links = stage.since(peer, round_number)
+        assert [link.certificate.ballot for link in links] == [0] * len(links), stage.scene()
+        assert [link.record.round for link in links] == list(range(round_number, round_number + len(links)))
+        assert all(link.record.averaged for link in links)
+        assert {member.peer for member in links[0].record.roster} == set(stayed)
+        assert gone <= set(links[0].record.peers)
+        reports = {each["round"]: each for each in stage.histories[peer] if each["round"] >= round_number}
+        assert all(counted == chunks for _, counted, chunks in reports[round_number]["contributions"].values())
+        assert {each["outcome"] for each in reports.values()} <= {"committed", "alone"}
+        assert stage.seconds(peer, round_number + 1) <= stage.seconds(peer, round_number - 1) + 0.3
+    for peer in gone:
+        assert stage.histories[peer][-1]["outcome"] == "committed"
+        assert stage.histories[peer][-1]["round"] == round_number
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("peers", (2, 3, 4, 5))
+def test_who_leaves_ends_the_round_and_nobody_waits_for_it_again(peers: int, role: str) -> None:
+    stage = Parting(LongRounds(peers, pace_seconds=STEP_SECONDS))
+
+    async def story() -> tuple[int, PeerId, float]:
+        await stage.rounds(2)
+        await asyncio.sleep(MIDDLE_SECONDS)
+        number, goes = stage.head("p0").key.round, leaver(stage, role)
+        stage.leave(goes)
+        seconds = await stage.gone(goes)
+        await stage.rounds(3)
+        parted(stage, number, {goes})
+        return number, goes, seconds
+
+    number, goes, seconds = stage.play(story)
+    assert seconds <= PROMPT_SECONDS, f"{goes} left round {number} after {seconds:.1f} s"
+
+
+@pytest.mark.parametrize("peers", (2, 3, 4))
+def test_who_has_not_ended_its_first_step_is_waited_for_until_it_has(peers: int) -> None:
+    """It has asked to leave, and has nothing to bring before."""
+    stage = Parting(LongRounds(peers, pace_seconds=STEP_SECONDS), {"p1": 4 * STEP_SECONDS})
+
+    async def story() -> float:
+        await stage.rounds(2)
+        await asyncio.sleep(0.2)
+        number = stage.head("p0").key.round
+        stage.leave("p1")
+        seconds = await stage.gone("p1")
+        await stage.rounds(3)
+        assert "p1" in stage.since("p0", number)[0].record.peers
+        assert "p1" not in {member.peer for member in stage.since("p0", number)[0].record.roster}
+        assert set(stage.outcomes("p0")) <= {"committed", "alone"}
+        return seconds
+
+    assert stage.play(story) <= 4 * STEP_SECONDS + PROMPT_SECONDS
+
+
+@pytest.mark.parametrize(("peers", "leavers"), ((3, 2), (4, 2), (4, 3), (5, 2), (5, 3), (5, 4)))
+def test_several_leave_in_one_round(peers: int, leavers: int) -> None:
+    """At different moments, one among them who coordinates; those who stay go on at once."""
+    stage = Parting(LongRounds(peers, pace_seconds=STEP_SECONDS))
+
+    async def story() -> float:
+        await stage.rounds(2)
+        await asyncio.sleep(MIDDLE_SECONDS)
+        number, first = stage.head("p0").key.round, stage.coordinator("p0")
+        goes = [first, *(peer for peer in stage.peers if peer != first)][:leavers]
+        for peer in goes:
+            stage.leave(peer)
+            await asyncio.sleep(0.1)
+        seconds = await stage.gone(*goes)
+        await stage.rounds(3)
+        parted(stage, number, set(goes))
+        return seconds
+
+    assert stage.play(story) <= PROMPT_SECONDS
+
+
+@pytest.mark.parametrize("peers", (1, 2, 3, 4, 5))
+def test_all_leave_at_once_each_with_the_same_state(peers: int) -> None:
+    stage = Parting(LongRounds(peers, pace_seconds=STEP_SECONDS))
+
+    async def story() -> float:
+        await stage.rounds(2)
+        await asyncio.sleep(MIDDLE_SECONDS)
+        stage.leave(*stage.peers)
+        return await stage.gone(*stage.peers)
+
+    assert stage.play(story) <= PROMPT_SECONDS
+    last = [stage.histories[peer][-1] for peer in stage.peers]
+    assert {each["outcome"] for each in last} == {"committed" if peers > 1 else "alone"}
+    assert len({(each["round"], each["lineage"], each["params_hash"]) for each in last}) == 1
+
+
+def test_one_after_the_other_leaves_and_newcomers_come() -> None:
+    stage = Parting(LongRounds(6, founders=4, pace_seconds=STEP_SECONDS))
+
+    async def leave() -> None:
+        await asyncio.sleep(MIDDLE_SECONDS)
+        goes = leaver(stage, "coordinator")
+        number = stage.head(goes).key.round
+        stage.leave(goes)
+        assert await stage.gone(goes) <= PROMPT_SECONDS
+        await stage.rounds(1)
+        parted(stage, number, {goes})
+
+    async def story() -> None:
+        await stage.rounds(2)
+        for newcomer in ("p4", "p5", None):
+            while len(stage.alive()) > 1:
+                await leave()
+                if newcomer:
+                    break
+            if newcomer:
+                stage.begin(newcomer)
+                await asyncio.sleep(0.0)
+                await stage.until(stage.whole, 20.0, f"{newcomer} in the roster")
+                await stage.rounds(2)
+
+    stage.play(story)
+    (last,) = stage.alive() or [next(peer for peer in stage.peers if stage.histories[peer][-1]["outcome"] == "alone")]
+    assert stage.histories[last][-1]["outcome"] == "alone"
