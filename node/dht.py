@@ -155,7 +155,7 @@ class DhtDirectory:
         """Tell a new node what the one before it knew."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_AGAIN_SECONDS):
-                await asyncio.gather(*(node.meet(peer) for peer in self._met))
+                await asyncio.gather(*(node.meet(peer) for peer in self._met), return_exceptions=True)
                 current = [hint for hint in self._announced.values() if hint.expires > self._now()]
                 await asyncio.gather(*(self._store(node, hint) for hint in current))
 
