@@ -14,6 +14,7 @@ from contextlib import suppress
 log = logging.getLogger(__name__)
 
 _STOP_SECONDS = 3.0
+_LAST_WORDS_SECONDS = 1.0
 _KEPT_LINES = 5
 _LINE_CHARACTERS = 300
 
@@ -91,6 +92,8 @@ class Child:
     async def ended(self) -> str:
         """Wait until the process has ended, however long; returns how, in one line."""
         code = await self._process.wait()
+        # What it wrote may still be on its way; a process of its own may hold the pipe, and need not end.
+        await asyncio.wait([self._reading], timeout=_LAST_WORDS_SECONDS)
         how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
         return f"{how}; last output: {self.last_words}"
 
@@ -118,8 +121,9 @@ class Child:
     async def kill(self) -> None:
         """End it at once."""
         self.strike()
-        await self._process.wait()
-        await self._reading
+        await self.ended()
+        self._reading.cancel()
+        await asyncio.wait([self._reading])
 
     async def _read_output(self) -> None:
         output = self._process.stdout

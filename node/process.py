@@ -85,6 +85,7 @@ class WorkerProcess:
         except TimeoutError:
             raise WorkerError(f"the worker did not start within {START_SECONDS:g} s: {self.child.last_words}") from None
         except WorkerGone:
+            self.child.strike()  # in case it has closed its socket and lives on
             raise WorkerError(f"the worker did not start: {await self.child.ended()}") from None
         self.layout = Layout(tuple(tuple((name, tuple(shape)) for name, shape in each) for each in fragments))
 

@@ -35,6 +35,7 @@ DEATHS = 5
 """In a row, without anything done in between; then there is no point in starting another."""
 BACKOFF_SECONDS = (0.0, 0.5, 1.0, 2.0, 4.0)
 ATTEMPTS = 3
+_PROMPT_BYTES = 64 << 10
 _MENDING_SECONDS = DEATHS * START_SECONDS + sum(BACKOFF_SECONDS)
 _NOTHING = Work(0, math.nan, 0.0, 0.0)
 
@@ -129,15 +130,16 @@ class RemoteTrainer:
     async def generate(self, prompt: bytes, tokens: int, temperature: float = 0.0, seed: int = 0) -> bytes:
         """Continue `prompt` by `tokens` bytes, with the outer parameters; the likeliest at temperature 0.
 
+        Of a long prompt the last 64 KiB are seen.
+
         Raises:
             WorkerError: the task generates no text, or the prompt is empty.
         """
-        command = {"do": "generate", "tokens": tokens, "temperature": temperature, "seed": seed}
+        command: dict[str, Any] = {"do": "generate", "tokens": tokens, "temperature": temperature, "seed": seed}
         # A token is one row through the model, a step is several, there and back.
         extra_seconds = tokens * (self._shared.longest_step_seconds or 1.0)
-        return base64.b64decode(
-            await self._order(command | {"prompt": base64.b64encode(prompt).decode()}, extra_seconds)
-        )
+        command["prompt"] = base64.b64encode(prompt[-_PROMPT_BYTES:]).decode()
+        return base64.b64decode(await self._order(command, extra_seconds))
 
     # -- turns --------------------------------------------------------------------------------------------------------
 
@@ -228,6 +230,8 @@ class RemoteTrainer:
             return self._life is not None or self._minding.done() or (cut is not None and cut.is_set())
 
         await self._bell.until(settled, asyncio.get_running_loop().time() + _MENDING_SECONDS)
+        if self._minding.cancelled():
+            raise WorkerError("the worker was sent home")
         if self._minding.done():
             self._minding.result()
         return self._life is not None

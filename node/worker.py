@@ -38,6 +38,10 @@ MAX_LINE_BYTES = 1 << 20
 _OOM_SCORE = 500  # where memory runs out the kernel is to take the worker, which is replaced, not the peer
 
 
+class Refused(Exception):
+    """A command that cannot be carried out and has changed nothing; one line."""
+
+
 class Worker:
     """Carries out commands on one job, in vectors that are shared with the peer.
 
@@ -62,7 +66,7 @@ class Worker:
         """What the command is answered with.
 
         Raises:
-            ValueError: it cannot be carried out; one line.
+            Refused: it cannot be carried out.
         """
         if "carried" in command:
             self._take(command["carried"])
@@ -75,7 +79,7 @@ class Worker:
                 return base64.b64encode(self._job.held_out).decode()
             case "generate":
                 return self._generate(command)
-        raise ValueError(f"no command {command['do']!r}")
+        raise Refused(f"no command {command['do']!r}")
 
     def _train(self, round_number: int, begin: bool) -> dict[str, Any]:
         shift, shared = self._shift, self._shared
@@ -105,10 +109,13 @@ class Worker:
 
     def _generate(self, command: dict[str, Any]) -> str:
         if self._job.generate is None:
-            raise ValueError("this task generates no text")
+            raise Refused("this task generates no text")
         prompt = base64.b64decode(command["prompt"])
         with self._shift.outer():
-            text = self._job.generate(prompt, command["tokens"], command["temperature"], command["seed"])
+            try:
+                text = self._job.generate(prompt, command["tokens"], command["temperature"], command["seed"])
+            except ValueError as error:
+                raise Refused(_one_line(error)) from error
         return base64.b64encode(text).decode()
 
 
@@ -160,8 +167,8 @@ def serve(lines: BinaryIO, tell: Callable[[str, Any], None], memory: int) -> int
     while line := lines.readline(MAX_LINE_BYTES):
         try:
             tell("done", worker.carry_out(json.loads(line)))
-        except ValueError as error:
-            tell("refused", _one_line(error))
+        except Refused as error:
+            tell("refused", str(error))
     return 0
 
 

