@@ -130,6 +130,11 @@ class StateDir:
             with suppress(OSError):  # a full disk must not end a round
                 write_atomically(self.path / "peers.json", json.dumps(kept, indent=1).encode())
 
+    def forget(self) -> None:
+        """The run is over: there is nobody to go back to."""
+        with suppress(OSError):
+            (self.path / "peers.json").unlink(missing_ok=True)
+
     def addresses(self) -> Iterable[str]:
         """Multiaddrs with peer ids of those who were live."""
         for peer, addresses in self.peers().items():

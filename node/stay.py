@@ -18,7 +18,7 @@ from node.report import RoundReport
 from node.round import Replica
 from node.statedir import StateDir
 from node.status import View
-from protocols.base import Clock, Directory, Outcome
+from protocols.base import Clock, Deadline, Directory, Outcome, PeerId
 from protocols.sync import Sync
 from protocols.tasks import together
 
@@ -30,10 +30,18 @@ LINGER_SECONDS = 20.0
 """After the last round, others who missed it may still ask for it; this long at most, and until all have it."""
 ANNOUNCED_SECONDS = 180.0
 FIND_SECONDS = 20.0
+FIRST_SECONDS = 5.0
+MEET_SECONDS = 3.0
 WAIT_SECONDS = 1.0
 SCOPE = "run"
 MAX_FOUND = 64
 SAMPLE_PROMPT, SAMPLE_TOKENS, SAMPLE_TEMPERATURE = b"def ", 400, 0.7
+
+
+class Meeting(Directory, Protocol):
+    """A directory that grows by peers whom we know."""
+
+    async def meet(self, peer: PeerId, deadline: Deadline) -> bool: ...
 
 
 class Evaluator(Protocol):
@@ -52,7 +60,7 @@ class Means:
     trainer: Evaluator
     sync: Sync
     membership: Membership
-    directory: Directory
+    directory: Meeting
     state: StateDir
     journal: Journal
     lag: LoopLag
@@ -130,6 +138,8 @@ class Stay:
             means.replica.last = self._limits.rounds is not None and self._done >= self._limits.rounds - 1
         if self._over() and not self._leave.is_set():
             await self._sample()
+        if self._over():
+            means.state.forget()
         self._portrait.becomes("finished", "the run is over" if self._over() else "")
 
     async def _sample(self) -> None:
@@ -157,8 +167,9 @@ class Stay:
         means.journal.write(report)
         self._portrait.reported(report)
         self._view.report(report)
-        live = [each for each in means.membership.contacts() if each.live]
-        means.state.remember({each.peer: each.addresses for each in live})
+        if not self._over():
+            live = [each for each in means.membership.contacts() if each.live]
+            means.state.remember({each.peer: each.addresses for each in live})
 
     async def _linger(self) -> None:
         """Stay until all members of the roster have got as far as we are: who missed the last round can ask us."""
@@ -179,8 +190,15 @@ class Stay:
     async def _discover(self) -> None:
         """Tell the directory where we are, and ask it for others, again and again."""
         loop, means = asyncio.get_running_loop(), self._means
+        met: set[PeerId] = set()
         while True:
             until = loop.time() + FIND_SECONDS
+            await means.membership.changed(0, loop.time() + FIRST_SECONDS)  # a directory begins with whom we know
+            here = {member.peer for member in means.membership.live()} - {means.replica.averager.me.peer}
+            for peer in sorted(here - met):
+                if await means.directory.meet(peer, loop.time() + MEET_SECONDS):
+                    met.add(peer)
+            met &= here
             value = json.dumps(list(self._portrait.addresses())[:8]).encode()
             await means.directory.announce(SCOPE, value, ANNOUNCED_SECONDS, until)
             for peer, found in await means.directory.find(SCOPE, MAX_FOUND, until):
