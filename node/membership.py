@@ -169,7 +169,7 @@ class Membership:
             now = loop.time()
             slept = now - due > SLEPT_SECONDS
             for contact in list(self._contacts.values()):
-                if contact.watching is None:
+                if contact.watching is None or not contact.greeted:  # a dial has a deadline of its own
                     continue
                 if slept:
                     contact.suspicion.slept(now)
@@ -206,6 +206,7 @@ class Membership:
                 continue
             self._set_live(contact, False, why)
             contact.failures += 1
+            log.debug("%s: try %d: %s", contact.peer, contact.failures, why)
             wanted = contact.peer in set(self._wanted())
             if contact.failures > MAX_FAILURES and not wanted:
                 self._contacts.pop(contact.peer, None)

@@ -91,6 +91,17 @@ def test_peers_that_know_one_meet_all() -> None:
     play(body)
 
 
+def test_a_handshake_may_take_longer_than_a_tick() -> None:
+    async def body(swarm: Swarm) -> None:
+        swarm.network.latency_seconds = 0.5
+        await asyncio.sleep(60)
+        for name in "abc":
+            swarm.start(name)
+        await until(lambda: all(swarm.sees(name) == ["a", "b", "c"] for name in "abc"), 10.0)
+
+    play(body)
+
+
 def test_a_killed_peer_is_gone_at_once_and_back_in_its_next_life() -> None:
     async def body(swarm: Swarm) -> None:
         for name in "abc":
