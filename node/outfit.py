@@ -9,20 +9,20 @@ from node.metrics import workers_here
 from node.peerconfig import PeerConfig
 from node.runconfig import RunConfig
 from node.tasks.spec import GptValues, PacedValues, WorkerSpec
-from protocols.base import PeerId
+from protocols.base import Member
 
 
-def worker_spec(run: RunConfig, mine: PeerConfig, me: PeerId, sample: Path | None = None) -> WorkerSpec:
+def worker_spec(run: RunConfig, mine: PeerConfig, me: Member, sample: Path | None = None) -> WorkerSpec:
     """The worker of this peer in that run.
 
     Args:
-        me: decides which stream of the data is drawn: every peer's is its own, in all its lives.
+        me: decides which stream of the data is drawn: each life of each peer has its own.
         sample: the run's evaluation sample; None for its founder, who makes it.
     """
     return WorkerSpec(
         values=_values(run),
         recipe=run.recipe,
-        stream_seed=int.from_bytes(hashlib.sha256(me.encode()).digest()[:7], "big"),
+        stream_seed=int.from_bytes(hashlib.sha256(f"{me.peer}/{me.incarnation}".encode()).digest()[:7], "big"),
         weights_seed=run.seed,
         data=mine.data,
         held_out=sample,

@@ -69,6 +69,10 @@ class _Tools:
     entry: Entry
     lag: LoopLag
 
+    @property
+    def me(self) -> Member:
+        return Member(self.state.identity.peer_id, self.state.incarnation)
+
 
 class Peer:
     """A volunteer's peer. `run` is its whole life."""
@@ -170,7 +174,7 @@ class Peer:
         self._begin(tools.state, manifest, run)
         sample = tools.state.sample if run.sample else None
         async with RemoteTrainer(
-            worker_spec(manifest.config, self._config, tools.transport.me, sample), tools.compute
+            worker_spec(manifest.config, self._config, tools.me, sample), tools.compute
         ) as trainer:
             if trainer.layout.sizes() != manifest.elements:
                 raise ManifestError(
@@ -185,11 +189,11 @@ class Peer:
         if config is None:
             raise Refused("no address leads to a run: give one by --bootstrap")
         self._portrait.becomes("starting", "the model is built")
-        async with RemoteTrainer(worker_spec(config, self._config, tools.transport.me), tools.compute) as trainer:
+        async with RemoteTrainer(worker_spec(config, self._config, tools.me), tools.compute) as trainer:
             sample = await trainer.held_out()
             manifest = Manifest(
                 config=config,
-                founder=Member(tools.transport.me, tools.state.incarnation),
+                founder=tools.me,
                 elements=trainer.layout.sizes(),
                 state_root=await _initial_root(trainer, tools.compute),
                 held_out=hashlib.sha256(sample).digest() if sample else bytes(32),
@@ -228,10 +232,8 @@ class Peer:
             host = Host(transport, directory, membership, tools.compute, self._clock, state.identity, config.seed)
             settings = self._settings(manifest, state.incarnation)
             averager, snapshots = PROTOCOLS[config.protocol](host, settings), self._snapshots(state)
-            anchor = torch.empty(manifest.elements[0])
-            await trainer.read(anchor)
             outer = OuterSGD(config.recipe.outer_learning_rate, config.recipe.outer_momentum)
-            replica = Replica(chain, trainer, averager, outer, tools.compute, anchor, snapshots)
+            replica = Replica(chain, trainer, averager, outer, tools.compute, trainer.anchor(), snapshots)
             replica.on_phase = portrait.works
             sync = Sync(host, chain, settings, snapshots, membership.peers, averager.shelf)
             sync.on_better = lambda branch: averager.supersede()
@@ -264,7 +266,7 @@ class Peer:
 
     def _membership(self, tools: _Tools, chain: Chain) -> Membership:
         """Whom we know at the start: who let us in, and whom we met when we were last here."""
-        me = Member(tools.transport.me, tools.state.incarnation)
+        me = tools.me
         who = Self(
             me=me,
             run=chain.head.key.run,

@@ -112,12 +112,21 @@ class RemoteTrainer:
         """Replace the local parameters and their anchor, between two steps; see `protocols.base.Trainer`."""
 
         def copy() -> None:
-            self._shared.anchor[fragment].copy_(source if anchor is None else anchor)
+            shared, measured = self._shared.anchor[fragment], source if anchor is None else anchor
+            if measured.data_ptr() != shared.data_ptr():
+                shared.copy_(measured)
             self._shared.local[fragment].copy_(source)
 
         async with self._boundary():
             self._carried, self._untold = tokens, True
             await self._compute.run(copy, 8 * len(source))
+
+    def anchor(self, fragment: int = 0) -> Vector:
+        """The anchor itself, float32: for its owner, who may change it between two rounds and writes it then.
+
+        It is not copied by that `write`: parameters that stand here anyway need no vector of their own.
+        """
+        return self._shared.anchor[fragment]
 
     async def evaluate(self) -> float:
         """Held-out loss of the outer parameters, between two steps."""

@@ -166,7 +166,7 @@ class Replica:
 
     async def _apply(self, head: Head, mean: Mean, work: Work, one_step: bool) -> _Round:
         """Move to what was decided: the chain, and the state if the round has a mean; else training just goes on."""
-        data = mean.certificate or mean.record
+        data = mean.certificate
         if mean.outcome not in (Outcome.COMMITTED, Outcome.SKIPPED) or not data:
             return _Round(head, mean, work)
         record = records.decode(certificate_in(head, data).record)
