@@ -1,0 +1,263 @@
+"""Peers as users start them: real `python -m node join` processes on the loopback, watched from outside.
+
+What a peer did is read from its `rounds.jsonl`, what it does from its control door, what it said from its logs. Every
+process of a peer carries a mark in its environment, which its children inherit: whatever is left of it can be found.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import psutil
+
+from node.control import NoAnswer, ask
+from tests.checkers import Report, check
+
+T = TypeVar("T")
+
+HOUSE = Path(__file__).parents[1]
+LISTEN = "/ip4/127.0.0.1/tcp/0"
+POLL_SECONDS = 0.02
+ASK_SECONDS = 2.0
+START_SECONDS = 60.0
+ORPHAN_SECONDS = 2.0
+_MARK = "STARLING_TEST_PEER"
+_ROLES = {"worker": "node.worker", "p2pd": "hivemind_cli/p2pd"}
+
+
+def paced(elements: int = 250_000, step_seconds: float = 0.1, inner_steps: int = 10, rounds: int = 10_000) -> str:
+    """A run file whose rounds last what they last, whatever else this machine does."""
+    return (
+        f'task = "paced"\n[paced]\nelements = {elements}\nstep_seconds = {step_seconds}\n'
+        f"[recipe]\ninner_steps = {inner_steps}\nrounds = {rounds}\n"
+    )
+
+
+def wait(what: str, condition: Callable[[], T], seconds: float) -> T:
+    """What the condition returns as soon as it is truthy; fails in these words after so many seconds."""
+    until = time.monotonic() + seconds
+    while not (value := condition()):
+        if time.monotonic() > until:
+            raise AssertionError(f"{what}: not within {seconds:g} s")
+        time.sleep(POLL_SECONDS)
+    return value
+
+
+class RealPeer:
+    """One `join` process and what belongs to it; it may be started again, with the same directory.
+
+    Attributes:
+        id: its peer id, once it has told.
+        address: at which others can dial it, once it has told.
+    """
+
+    def __init__(self, name: str, home: Path) -> None:
+        self.name, self.directory = name, home / name
+        self.id = self.address = ""
+        self._log = home / f"{name}.log"
+        self._out = home / f"{name}.out"
+        self._mark = f"{name}-{uuid.uuid4().hex}"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    # -- its process --------------------------------------------------------------------------------------------------
+
+    def start(self, *arguments: str, listen: str = LISTEN) -> Self:
+        """Run `join` with these arguments; what it says is added to the log."""
+        command = [sys.executable, "-P", "-m", "node", "join", "--state-dir", str(self.directory), "--no-nat"]
+        command += ["--listen", listen, "--nickname", self.name, "--threads", "1", "--json", *arguments]
+        given = {name: value for name, value in os.environ.items() if not name.startswith("NODE_")}
+        environment = given | {_MARK: self._mark, "PYTHONPATH": str(HOUSE)}
+        with self._log.open("ab") as log, self._out.open("ab") as out:
+            self._process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=log)
+        return self
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def code(self) -> int | None:
+        """Exit code; minus the signal that killed it; None while it runs."""
+        return self._process.poll() if self._process else -1
+
+    @property
+    def running(self) -> bool:
+        return self.code is None
+
+    def left(self) -> list[psutil.Process]:
+        """All processes of this peer, its children and theirs, that there are; zombies do not count."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(_MARK) == self._mark:
+                    found.append(process)
+            except psutil.Error:  # another user's, a zombie, or gone meanwhile
+                continue
+        return found
+
+    def child(self, role: str) -> psutil.Process:
+        """Its worker or its p2pd."""
+        (child,) = [each for each in psutil.Process(self.pid).children() if _ROLES[role] in " ".join(each.cmdline())]
+        return child
+
+    def strike(self, role: str = "peer", number: int = signal.SIGKILL) -> float:
+        """Send a signal to the peer's own process, its worker or its p2pd; returns the wall time."""
+        pid = self.pid if role == "peer" else self.child(role).pid
+        os.kill(pid, number)
+        return time.time()
+
+    def ends(self, seconds: float) -> int:
+        """Its exit code, which must come within so many seconds."""
+        assert self._process is not None
+        return self._process.wait(seconds)
+
+    def leaves_nothing(self) -> None:
+        """That of a peer that has ended nothing is left within 2 s."""
+        wait(f"{self.name}: worker and p2pd go with the peer", lambda: not self.left(), ORPHAN_SECONDS)
+
+    def clear(self) -> None:
+        """Kill whatever is left."""
+        for process in self.left():
+            process.kill()
+        if self._process:
+            self._process.wait(ORPHAN_SECONDS)
+
+    # -- what it tells ------------------------------------------------------------------------------------------------
+
+    def ask(self, what: str, seconds: float = ASK_SECONDS) -> dict[str, Any]:
+        """What it answers at its door; nothing if it does not."""
+
+        async def answer() -> dict[str, Any]:
+            return await ask(self.directory, what, asyncio.get_running_loop().time() + seconds)
+
+        try:
+            return asyncio.run(answer())
+        except NoAnswer:
+            return {}
+
+    def status(self) -> dict[str, Any]:
+        return self.ask("status")
+
+    def sees(self, other: RealPeer) -> dict[str, Any]:
+        """The line of its status about another peer; nothing if it knows of none."""
+        lines = self.status().get("peers", ())
+        return next((line for line in lines if line["peer"] == other.id), {})
+
+    def reports(self) -> list[Report]:
+        """Its history so far."""
+        try:
+            data = (self.directory / "rounds.jsonl").read_bytes()
+        except OSError:
+            return []
+        return [json.loads(line) for line in data[: data.rfind(b"\n") + 1].splitlines()]
+
+    def last(self) -> Report:
+        """Its last report; an empty one before the first."""
+        return (self.reports() or [{"round": -1, "peers": (), "outcome": ""}])[-1]
+
+    def said(self) -> str:
+        """All that it wrote to stderr."""
+        try:
+            return self._log.read_text(errors="replace")
+        except OSError:
+            return ""
+
+    def meet(self) -> bool:
+        """Whether it can be dialled by now; notes its id and address."""
+        status = self.status()
+        if addresses := status.get("addresses"):
+            self.id, self.address = status["peer"], addresses[0]
+        return bool(addresses) and bool(status["run_id"])
+
+
+class RealSwarm:
+    """Peers in one run. A context manager: at its end no process is left, and the histories keep the invariants."""
+
+    def __init__(self, home: Path, run: str = "") -> None:
+        self.home = home
+        self.peers: dict[str, RealPeer] = {}
+        (home / "run.toml").write_text(run or paced())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        for peer in self.peers.values():
+            peer.clear()
+        if kind is None:
+            self.check()
+        for peer in self.peers.values():
+            peer.leaves_nothing()
+
+    def __getitem__(self, name: str) -> RealPeer:
+        return self.peers[name]
+
+    @property
+    def running(self) -> list[RealPeer]:
+        return [peer for peer in self.peers.values() if peer.running]
+
+    # -- starting -----------------------------------------------------------------------------------------------------
+
+    def peer(self, name: str) -> RealPeer:
+        """One of that name, not started yet if it is new."""
+        return self.peers.setdefault(name, RealPeer(name, self.home))
+
+    def found(self, name: str, *arguments: str) -> RealPeer:
+        """Start the run, and wait until others can join it."""
+        peer = self.peer(name).start("--run", str(self.home / "run.toml"), *arguments)
+        wait(f"{name} founds a run", peer.meet, START_SECONDS)
+        return peer
+
+    def join(self, *names: str, via: RealPeer) -> list[RealPeer]:
+        """Start peers with nothing but an address, side by side, and wait until they know which run it is."""
+        joining = [self.peer(name).start("--bootstrap", via.address) for name in names]
+        for peer in joining:
+            wait(f"{peer.name} gets into the run", peer.meet, START_SECONDS)
+        return joining
+
+    # -- judging ------------------------------------------------------------------------------------------------------
+
+    def histories(self) -> dict[str, list[Report]]:
+        return {name: peer.reports() for name, peer in self.peers.items()}
+
+    def check(self) -> None:
+        """That all histories together keep the invariants."""
+        violations = check(self.histories())
+        assert not violations, "\n".join(str(each.as_dict()) for each in violations[:5])
+
+    def all_in_one_mean(self, peers: Iterable[RealPeer], after: int = -1) -> Report | None:
+        """A round later than `after` whose mean holds them all, and which all have reported; None: not yet."""
+        wanted = list(peers)
+        everybody = {peer.id for peer in wanted}
+        full = [
+            {report["lineage"]: report for report in peer.reports() if everybody == set(report["peers"])}
+            for peer in wanted
+        ]
+        common = [report for lineage, report in full[0].items() if all(lineage in each for each in full)]
+        return next((report for report in common if report["round"] > after), None)
+
+    def round(self) -> int:
+        """The last that anybody has reported as decided."""
+        decided = (report["round"] for peer in self.running for report in peer.reports()[-2:] if _decided(report))
+        return max(decided, default=-1)
+
+
+def _decided(report: Report) -> bool:
+    return report["outcome"] in ("committed", "alone", "skipped", "fork")
+
+
+def deciding(peers: Iterable[RealPeer], after: float) -> Iterator[Report | None]:
+    """Of each peer, the first decision that it reported later than at that wall time; None: not yet."""
+    for peer in peers:
+        yield next((report for report in peer.reports() if report["time"] > after and _decided(report)), None)

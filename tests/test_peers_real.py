@@ -1,0 +1,189 @@
+"""A swarm of real processes, and what becomes of it when some of them are killed, stopped, started again, or leave.
+
+All tests use one swarm, because starting one takes longer than most of what is tried: each makes four peers of
+whatever the one before has left. Times are judged by bounds several times above what they are on a calm machine.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.checkers import Report
+from tests.realswarm import RealPeer, RealSwarm, deciding, paced, wait
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(90)]
+
+ROUND_SECONDS = 20.0
+"""By then a round has ended, whatever was lost in it, on a machine that does other things too."""
+DECIDED_SECONDS = 6.0
+"""Within so long of a death the survivors have decided; two seconds is the aim, on a calm machine."""
+SUSPECTED_SECONDS = 6.0
+LEFT_SECONDS = 10.0
+
+
+class Four(RealSwarm):
+    """Four peers, a to d at first; newcomers take the place of whoever has gone for good."""
+
+    def whole(self) -> list[RealPeer]:
+        """Four running peers in one mean: whoever is missing is started, from where it was."""
+        if not self.peers:
+            self.join("b", "c", "d", via=self.found("a"))
+        elif missing := [peer.name for peer in self.peers.values() if not peer.running][: 4 - len(self.running)]:
+            self.join(*missing, via=self.running[0])
+        four = self.running
+        before = self.round()
+        wait("four are in one mean", lambda: self.all_in_one_mean(four, before), ROUND_SECONDS)
+        return four
+
+
+@pytest.fixture(scope="module")
+def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Four]:
+    with Four(tmp_path_factory.mktemp("swarm"), paced(elements=1_000_000, inner_steps=8)) as swarm:
+        yield swarm
+
+
+def others(four: list[RealPeer], victim: RealPeer) -> list[RealPeer]:
+    return [peer for peer in four if peer is not victim]
+
+
+def in_a_mean(peer: RealPeer, since: int) -> Report | None:
+    """Its first report later than that round whose mean holds its work."""
+    return next((each for each in peer.reports() if each["round"] > since and peer.id in each["peers"]), None)
+
+
+def back_in(swarm: Four, four: list[RealPeer]) -> None:
+    wait("all four are in one mean again", lambda: swarm.all_in_one_mean(four, swarm.round() - 1), ROUND_SECONDS)
+    swarm.check()
+
+
+def others_decide(peers: list[RealPeer], since: float, seconds: float) -> list[Report]:
+    """What each of them decides first after that wall time."""
+    return wait("the others decide", lambda: all(ends := list(deciding(peers, since))) and ends, seconds)
+
+
+def test_four_peers_agree_round_by_round(swarm: Four) -> None:
+    four = swarm.whole()
+    first = swarm.round()
+    wait("three rounds more", lambda: all(peer.last()["round"] > first + 3 for peer in four), 2 * ROUND_SECONDS)
+    for number in range(first + 1, first + 4):
+        of_round = [each for peer in four for each in peer.reports() if each["round"] == number]
+        assert [each["outcome"] for each in of_round] == ["committed"] * 4
+        assert len({(each["lineage"], each["params_hash"], each["held_out_loss"]) for each in of_round}) == 1
+        assert {len(each["peers"]) for each in of_round} == {4}
+    swarm.check()
+
+
+def test_a_killed_worker_costs_nobody_else_a_round(swarm: Four) -> None:
+    four = swarm.whole()
+    victim = four[1]
+    worker, first = victim.child("worker"), swarm.round()
+    killed = victim.strike("worker")
+    wait("another worker is up", lambda: victim.status().get("state") and victim.child("worker") != worker, 20)
+    assert victim.running
+    back_in(swarm, four)
+    for peer in others(four, victim):
+        assert {each["outcome"] for each in peer.reports() if each["time"] > killed} == {"committed"}
+    assert in_a_mean(victim, first + 1)
+
+
+def test_a_killed_p2pd_is_mended(swarm: Four) -> None:
+    four = swarm.whole()
+    victim = four[2]
+    daemon = victim.child("p2pd")
+    victim.strike("p2pd")
+    wait("another p2pd is up", lambda: not daemon.is_running() and victim.child("p2pd"), 10)
+    assert victim.running
+    back_in(swarm, four)
+
+
+def test_a_peer_killed_in_the_data_phase_holds_up_nobody_and_comes_back_in_a_new_life(swarm: Four) -> None:
+    four = swarm.whole()
+    victim = four[3]
+    before = victim.last()
+    wait("the data phase", lambda: victim.status().get("state") == "averaging", ROUND_SECONDS)
+    killed = victim.strike()
+    victim.leaves_nothing()
+    survivors = others(four, victim)
+    ends = wait(
+        "the survivors decide", lambda: all(found := list(deciding(survivors, killed))) and found, ROUND_SECONDS
+    )
+    last_seconds = max(end["time"] for end in ends) - killed
+    print(f"the last of the survivors decided {last_seconds:.2f} s after the kill")
+    assert len({(end["lineage"], end["params_hash"]) for end in ends}) == 1
+    assert last_seconds < DECIDED_SECONDS
+    (again,) = swarm.join(victim.name, via=survivors[0])
+    back_in(swarm, four)
+    assert again.last()["incarnation"] == before["incarnation"] + 1
+
+
+def test_a_stopped_peer_is_suspected_excluded_and_synced_when_it_wakes(swarm: Four) -> None:
+    four = swarm.whole()
+    victim = four[0]
+    stopped = victim.strike(number=signal.SIGSTOP)
+    try:
+        wait("all suspect it", lambda: not any(p.sees(victim)["live"] for p in others(four, victim)), SUSPECTED_SECONDS)
+        print(f"suspected by all after {time.time() - stopped:.1f} s")
+        gone = lambda: not any(peer.sees(victim).get("member") for peer in others(four, victim))  # noqa: E731
+        wait("the roster is without it", gone, ROUND_SECONDS)
+        print(f"excluded after {time.time() - stopped:.1f} s")
+        time.sleep(max(0.0, stopped + 12 - time.time()))
+    finally:
+        woken = victim.strike(number=signal.SIGCONT)
+    back_in(swarm, four)
+    print(f"in a mean again {time.time() - woken:.1f} s after waking")
+    assert any(each["outcome"] == "superseded" for each in victim.reports() if each["time"] > stopped)
+
+
+def test_the_founder_is_killed_and_a_newcomer_gets_in_through_another(swarm: Four) -> None:
+    four = swarm.whole()
+    founder = swarm["a"]
+    killed = founder.strike()
+    founder.leaves_nothing()
+    survivors = others(four, founder)
+    others_decide(survivors, killed, ROUND_SECONDS)
+    (newcomer,) = swarm.join("newcomer", via=survivors[-1])
+    caught_up = wait("the newcomer catches up", newcomer.reports, ROUND_SECONDS)[0]
+    counted = wait("its work counts", lambda: in_a_mean(newcomer, -1), ROUND_SECONDS)
+    began = next(each["round"] for each in newcomer.reports() if each["outcome"] != "superseded")
+    assert caught_up["outcome"] == "superseded" and began > 3
+    assert counted["round"] <= began + 1
+    same = wait("others report it", lambda: [r for r in survivors[0].reports() if r["round"] == counted["round"]], 5)[0]
+    assert (counted["lineage"], counted["held_out_loss"]) == (same["lineage"], same["held_out_loss"])
+    swarm.check()
+
+
+def test_who_is_asked_to_leave_hands_in_its_round_and_holds_up_nobody(swarm: Four) -> None:
+    four = swarm.whole()
+    for leaver, leave in ((four[0], lambda p: p.ask("finish")), (four[1], lambda p: p.strike(number=signal.SIGINT))):
+        before, asked = leaver.last()["round"], time.time()
+        leave(leaver)
+        assert leaver.ends(LEFT_SECONDS) == 0
+        left = time.time()
+        print(f"{leaver.name} left {left - asked:.1f} s after it was asked")
+        leaver.leaves_nothing()
+        last = leaver.last()
+        assert last["round"] > before and last["weight"] > 0 and leaver.id in last["peers"]
+        others_decide(swarm.running, left, 5)
+        swarm.check()
+
+
+def test_of_two_with_one_identity_one_is_told_and_goes(swarm: Four, tmp_path: Path) -> None:
+    original = swarm.whole()[1]
+    twin = RealPeer("twin", tmp_path)
+    shutil.copytree(original.directory, twin.directory)
+    twin.start("--bootstrap", swarm.running[0].address)
+    try:
+        wait("one of them goes", lambda: not (twin.running and original.running), 30)
+        told = original if twin.running else twin
+        assert told.code == 1
+        assert told.said().splitlines()[-1].startswith("starling: another process runs with this identity")
+        assert "Traceback" not in told.said()
+        told.leaves_nothing()
+    finally:
+        twin.clear()
