@@ -41,10 +41,11 @@ def parted(stage: Parting, round_number: int, gone: set[PeerId]) -> None:
         assert stage.histories[peer][-1]["round"] == round_number
 
 
+@pytest.mark.parametrize("jitter", (False, True))
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize("peers", (2, 3, 4, 5))
-def test_who_leaves_ends_the_round_and_nobody_waits_for_it_again(peers: int, role: str) -> None:
-    stage = Parting(LongRounds(peers, pace_seconds=STEP_SECONDS))
+def test_who_leaves_ends_the_round_and_nobody_waits_for_it_again(peers: int, role: str, jitter: bool) -> None:
+    stage = Parting(LongRounds(peers, pace_seconds=STEP_SECONDS, jitter=jitter))
 
     async def story() -> tuple[int, PeerId, float]:
         await stage.rounds(2)
@@ -145,3 +146,46 @@ def test_one_after_the_other_leaves_and_newcomers_come() -> None:
     stage.play(story)
     (last,) = stage.alive() or [next(peer for peer in stage.peers if stage.histories[peer][-1]["outcome"] == "alone")]
     assert stage.histories[last][-1]["outcome"] == "alone"
+
+
+@pytest.mark.parametrize("peers", (2, 3, 4))
+def test_who_asks_while_the_means_are_made_leaves_with_that_round(peers: int) -> None:
+    """The next roster is not yet proposed, and is without it."""
+    cast = LongRounds(peers, pace_seconds=STEP_SECONDS, elements=200_000, chunk_elements=10_000, uplinks=(2e5,) * peers)
+    stage = Parting(cast)
+
+    async def story() -> None:
+        await stage.rounds(2)
+        number, goes = stage.head("p0").key.round, leaver(stage, "last")
+        session = stage.session(goes)
+        assert session
+        await stage.until(lambda: session.exchange is not None, 10.0, "the data phase")
+        stage.leave(goes)
+        await stage.gone(goes)
+        await stage.rounds(2)
+        parted(stage, number, {goes})
+
+    stage.play(story)
+
+
+@pytest.mark.parametrize("peers", (2, 3))
+def test_who_has_left_and_comes_back_is_a_newcomer(peers: int) -> None:
+    stage = Parting(LongRounds(peers, pace_seconds=STEP_SECONDS, fork_peers=0))
+
+    async def story() -> None:
+        await stage.rounds(2)
+        await asyncio.sleep(MIDDLE_SECONDS)
+        stage.leave("p1")
+        await stage.gone("p1")
+        stage.revive("p1")
+        await asyncio.sleep(0.0)
+        await stage.until(stage.whole, 15.0, "admission")
+        await stage.rounds(2)
+        assert stage.network.nodes["p1"].member.incarnation == 1
+        assert "p1" in stage.chain("p0").since(stage.head_of("p0", stage.head("p0").key.round - 1))[0].record.peers
+        stage.leave("p1")
+        await stage.gone("p1")
+        await stage.rounds(2)
+
+    stage.play(story)
+    assert set(stage.outcomes("p0")) <= {"committed", "alone"}
