@@ -50,13 +50,13 @@ class OuterState:
 
     async def take(self, source: OuterState | Snapshot) -> None:
         """Become what `source`, of the same size, is; its vectors are copied."""
-        parameters = source.anchor if isinstance(source, OuterState) else source.parameters
 
         def copy() -> None:
-            self.anchor.copy_(parameters)
-            self.velocity.copy_(source.velocity)
             if isinstance(source, Snapshot):
-                source.rest()
+                source.copy(self.anchor, self.velocity)
+            else:
+                self.anchor.copy_(source.anchor)
+                self.velocity.copy_(source.velocity)
 
         await self._compute.run(copy, 16 * len(self.anchor))
         self.index = source.index
@@ -69,7 +69,6 @@ class OuterState:
         def fill() -> Snapshot:
             snapshot = new(lineage, round_number, self.index)
             snapshot.fill(self.anchor, self.velocity)
-            snapshot.rest()
             return snapshot
 
         return await self._compute.run(fill, 16 * len(self.anchor))

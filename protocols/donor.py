@@ -40,7 +40,6 @@ class Donor:
             await self._hand_out(stream, snapshot)
         finally:
             self._joiners.remove(stream.peer)
-            snapshot.rest()
 
     async def _hand_out(self, stream: Stream, snapshot: Snapshot) -> None:
         index = snapshot.index

@@ -213,5 +213,5 @@ class Download:
         if found != digest:
             raise BadPayload(f"chunk {index} of a snapshot with another digest than its index has")
         if index in self._missing:
-            self._snapshot.chunk(index)[:] = data
+            self._snapshot.put(index, data)
             self._missing.discard(index)

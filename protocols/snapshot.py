@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from protocols.base import CHUNK_BYTES, BadPayload, Vector
+from protocols.base import CHUNK_BYTES, BadPayload, Buffer, Vector
 from protocols.chain import Chain, state_root
 from protocols.requests import Kept
 from protocols.vectors import CHUNK_ELEMENTS, check_vector, chunk_count, chunk_range
@@ -96,66 +96,85 @@ class Index:
 
 
 class Room(Protocol):
-    """Where a snapshot stands.
+    """Bytes of a set size, where a snapshot stands; they go back when nobody refers to it any more."""
 
-    Attributes:
-        memory: writable; it goes back when nobody refers to it any more.
-    """
+    def read(self, offset: int, into: memoryview) -> None: ...
 
-    memory: mmap.mmap
-
-    def rest(self) -> None:
-        """Nobody reads or writes for a while: what can be had again need not stay in memory."""
+    def write(self, offset: int, data: Buffer) -> None: ...
 
 
 class Anonymous:
-    """Memory of the process: it costs nothing until it is written."""
+    """Room in memory: it costs nothing until it is written."""
 
     def __init__(self, size: int) -> None:
-        self.memory = mmap.mmap(-1, size)
+        self._memory = memoryview(mmap.mmap(-1, size))
 
-    def rest(self) -> None:
-        """There is no other place for it."""
+    def read(self, offset: int, into: memoryview) -> None:
+        into[:] = self._memory[offset : offset + len(into)]
+
+    def write(self, offset: int, data: Buffer) -> None:
+        self._memory[offset : offset + len(data)] = data
 
 
 class Snapshot:
-    """The outer state that a lineage names: filled once, then never changed.
-
-    Attributes:
-        parameters, velocity: float32 (n) each.
-    """
+    """The outer state that a lineage names: filled once, then never changed."""
 
     def __init__(
         self, lineage: bytes, round_number: int, index: Index, make_room: Callable[[int], Room] = Anonymous
     ) -> None:
-        """Room for it."""
+        """
+        Args:
+            make_room: for so many bytes.
+        """
         self.lineage, self.round, self.index = lineage, round_number, index
-        elements = index.elements
-        self._room = make_room(max(1, 8 * elements))
-        self.parameters = torch.frombuffer(self._room.memory, dtype=torch.float32, count=elements)
-        self.velocity = torch.frombuffer(self._room.memory, dtype=torch.float32, count=elements, offset=4 * elements)
-        self._memory = memoryview(self._room.memory)
+        self._room = make_room(max(1, 8 * index.elements))
 
     def fill(self, parameters: Vector, velocity: Vector) -> None:
-        """Copy these vectors, which `index` is of."""
-        self.parameters.copy_(parameters)
-        self.velocity.copy_(velocity)
+        """Copy these vectors, float32 (n), which `index` is of, in."""
+        for chunk, piece in self._pieces(parameters, velocity):
+            data, held = _scratch(len(piece))
+            held.copy_(piece)
+            self.put(chunk, data)
 
-    def rest(self) -> None:
-        """Nobody needs it in memory for a while."""
-        self._room.rest()
+    def copy(self, parameters: Vector, velocity: Vector) -> None:
+        """Copy it out into these vectors, float32 (n)."""
+        for chunk, piece in self._pieces(parameters, velocity):
+            data, held = _scratch(len(piece))
+            self._room.read(self._offset(chunk), data)
+            piece.copy_(held)
 
-    def chunk(self, index: int) -> memoryview:
+    def chunk(self, chunk: int) -> bytes:
         """The bytes of a chunk.
 
         Raises:
             BadPayload: there is none of that number.
         """
+        if not 0 <= chunk < len(self.index.digests):
+            raise BadPayload(f"chunk {chunk} of a snapshot of {len(self.index.digests)}")
+        data = bytearray(self.index.size(chunk))
+        self._room.read(self._offset(chunk), memoryview(data))
+        return bytes(data)
+
+    def put(self, chunk: int, data: Buffer) -> None:
+        """Set the bytes of a chunk."""
+        self._room.write(self._offset(chunk), data)
+
+    def _offset(self, chunk: int) -> int:
         half = len(self.index.digests) // 2
-        if not 0 <= index < 2 * half:
-            raise BadPayload(f"chunk {index} of a snapshot of {2 * half}")
-        start = 4 * (index // half * self.index.elements + index % half * CHUNK_ELEMENTS)
-        return self._memory[start : start + self.index.size(index)]
+        return 4 * (chunk // half * self.index.elements + chunk % half * CHUNK_ELEMENTS)
+
+    def _pieces(self, *vectors: Vector) -> Iterator[tuple[int, Vector]]:
+        half = len(self.index.digests) // 2
+        for number, vector in enumerate(vectors):
+            for index in range(half):
+                low, high = chunk_range(0, len(vector), index)
+                yield number * half + index, vector[low:high]
+
+
+def _scratch(elements: int) -> tuple[memoryview, Vector]:
+    """The same memory as bytes and as float32."""
+    data = bytearray(4 * elements)
+    return memoryview(data), torch.frombuffer(data, dtype=torch.float32)
 
 
 class Snapshots:

@@ -40,7 +40,7 @@ def census() -> Counter[str]:
         if type(each) is HeldPart:
             count["bytes of parts"] += each._memory.nbytes
         elif type(each) is Snapshot:
-            count["bytes of snapshots"] += 4 * (len(each.parameters) + len(each.velocity))
+            count["bytes of snapshots"] += 8 * each.index.elements
     return count
 
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import hashlib
+import os
 import weakref
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from node.disk import DiskRoom, room
 from protocols.base import CHUNK_BYTES, BadPayload, Vector
 from protocols.chain import Chain, state_root
 from protocols.requests import Kept
-from protocols.snapshot import Index, Snapshot, Snapshots, chunk_digests, root_of
+from protocols.snapshot import Anonymous, Index, Snapshot, Snapshots, chunk_digests, root_of
 from protocols.vectors import CHUNK_ELEMENTS, root
 from tests.rounds import RUN, line
 from tests.test_branches import ROSTER
@@ -68,16 +73,32 @@ def test_chunks_carry_the_digests_of_the_index(elements: int) -> None:
 
 
 @pytest.mark.parametrize("elements", SIZES)
-def test_a_snapshot_is_made_again_from_index_and_chunks(elements: int) -> None:
+@pytest.mark.parametrize("place", ["memory", "disk"])
+def test_a_snapshot_is_made_again_from_index_and_chunks(elements: int, place: str, tmp_path: Path) -> None:
     snapshot = made(elements)
     packed = snapshot.index.pack()
     assert len(packed) == Index.packed_bytes(elements)
     index = Index.unpack(elements, packed)
     assert index == snapshot.index
-    again = Snapshot(snapshot.lineage, snapshot.round, index)
+    make_room = Anonymous if place == "memory" else partial(DiskRoom, tmp_path)
+    again = Snapshot(snapshot.lineage, snapshot.round, index, make_room)
     for number in range(len(index.digests)):
-        again.chunk(number)[:] = snapshot.chunk(number)
-    assert torch.equal(again.parameters, snapshot.parameters) and torch.equal(again.velocity, snapshot.velocity)
+        again.put(number, snapshot.chunk(number))
+    found, expected = ([torch.empty(elements) for _ in range(2)] for _ in range(2))
+    again.copy(*found)
+    snapshot.copy(*expected)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_costs_memory_and_no_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    assert isinstance(room(tmp_path, 100), Anonymous) and "are taken from memory" in caplog.text
 
 
 def test_an_index_of_another_size_is_refused() -> None:
