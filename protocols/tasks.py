@@ -49,10 +49,15 @@ async def alongside(main: Coroutine[Any, Any, T], helper: Coroutine[Any, Any, No
 @asynccontextmanager
 async def together() -> AsyncIterator[asyncio.TaskGroup]:
     """A task group whose first error reaches the caller as itself, not in a group of errors."""
+    task = asyncio.current_task()
+    assert task is not None
+    cancelled = task.cancelling()
     try:
         async with asyncio.TaskGroup() as group:
             yield group
     except BaseExceptionGroup as errors:
+        if task.cancelling() > cancelled:  # Python 3.11 and 3.12 forget that over an error of the same moment
+            raise asyncio.CancelledError from None
         raise errors.exceptions[0] from None
 
 

@@ -1,4 +1,4 @@
-"""What asyncio leaves to its users: a bell for a condition, a helper alongside a task."""
+"""What asyncio leaves to its users: a bell for a condition, a helper alongside a task, groups of tasks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from protocols.tasks import Bell, alongside
+from protocols.tasks import Bell, alongside, together
 from tests.sim import loop as simloop
 
 T = TypeVar("T")
@@ -236,3 +236,42 @@ def test_a_group_of_errors_of_main_stays_a_group() -> None:
 
     with pytest.raises(ExceptionGroup, match="several"):
         play(alongside(main(), helper()))
+
+
+# -- together ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_error_comes_as_itself() -> None:
+    async def fail() -> None:
+        raise ValueError("no")
+
+    async def main() -> None:
+        with pytest.raises(ValueError, match="no"):
+            async with together() as group:
+                group.create_task(fail())
+                await asyncio.sleep(100)
+
+    play(main())
+
+
+def test_a_task_cancelled_at_the_moment_of_an_error_is_cancelled() -> None:
+    async def last_words() -> None:
+        try:
+            await asyncio.sleep(100)
+        finally:
+            await asyncio.sleep(1)
+
+    async def main() -> None:
+        async def body() -> None:
+            async with together() as group:
+                group.create_task(last_words())
+                await asyncio.sleep(1)
+                raise ValueError("no")
+
+        task = asyncio.create_task(body())
+        await asyncio.sleep(1.5)
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+
+    play(main())
