@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 FINISH_SECONDS = 7.0
 """A peer that is asked to leave ends its round within so long, or leaves without."""
+LOOK_ON_SECONDS = 1.0
+"""The same for a peer that is not in the roster: for its goodbye."""
 LINGER_SECONDS = 20.0
 """After the last round, others who missed it may still ask for it; this long at most, and until all have it."""
 ANNOUNCED_SECONDS = 180.0
@@ -115,9 +117,10 @@ class Stay:
                 each.cancel()
 
     async def _hurry(self, main: asyncio.Task[None]) -> None:
-        """Who is asked to leave does not wait for others for long."""
+        """Who is asked to leave does not wait for others for long; who looks on has nothing to hand in."""
         await self._leave.wait()
-        await asyncio.sleep(FINISH_SECONDS)
+        roster = {member.peer for member in self._means.replica.chain.head.roster}
+        await asyncio.sleep(FINISH_SECONDS if self._portrait.peer in roster else LOOK_ON_SECONDS)
         if not main.done():
             self._view.say("the round did not end in time: leaving without it")
             main.cancel()
@@ -199,7 +202,8 @@ class Stay:
                 if await means.directory.meet(peer, loop.time() + MEET_SECONDS):
                     met.add(peer)
             met &= here
-            value = json.dumps(list(self._portrait.addresses())[:8]).encode()
+            addresses = [address.rpartition("/p2p/")[0] for address in self._portrait.addresses()]
+            value = json.dumps(addresses[:8]).encode()
             await means.directory.announce(SCOPE, value, ANNOUNCED_SECONDS, until)
             for peer, found in await means.directory.find(SCOPE, MAX_FOUND, until):
                 means.membership.hint(peer, _addresses(found))
