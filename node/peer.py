@@ -234,7 +234,7 @@ class Peer:
             averager, snapshots = PROTOCOLS[config.protocol](host, settings), self._snapshots(state)
             outer = OuterSGD(config.recipe.outer_learning_rate, config.recipe.outer_momentum)
             replica = Replica(chain, trainer, averager, outer, tools.compute, trainer.anchor(), snapshots)
-            replica.on_phase = portrait.works
+            replica.on_phase, portrait.awaited = portrait.works, lambda: replica.awaited()
             sync = Sync(host, chain, settings, snapshots, membership.peers, averager.shelf)
             sync.on_better = lambda branch: averager.supersede()
             averager.on_ahead = sync.hear

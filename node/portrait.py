@@ -24,7 +24,7 @@ class Portrait:
     Attributes:
         state, reason: as in `Status`.
         pids: of the peer's processes.
-        waiting_for: whom the round waits for.
+        awaited: whom the round waits for.
     """
 
     def __init__(self, nickname: str) -> None:
@@ -33,7 +33,7 @@ class Portrait:
         self.run, self.run_id, self.rounds = "", "", 0
         self.addresses: Callable[[], Sequence[str]] = tuple
         self.pids: Callable[[], Sequence[int]] = lambda: (os.getpid(),)
-        self.waiting_for: Callable[[], Sequence[PeerId]] = tuple
+        self.awaited: Callable[[], Sequence[PeerId]] = tuple
         self.journal: Journal | None = None
         self.membership: Membership | None = None
         self.chain: Chain | None = None
@@ -45,6 +45,11 @@ class Portrait:
     def becomes(self, state: str, reason: str = "") -> None:
         """The peer does something else now."""
         self.state, self.reason = state, reason
+
+    def _awaited(self) -> tuple[str, ...]:
+        """By name; while this peer itself is among them, nobody else is held up."""
+        waits = self.awaited() if self.state in ("averaging", "training") else ()
+        return () if self.peer in waits else self._names(waits)
 
     def works(self, phase: str, work: Work) -> None:
         """How far the round is."""
@@ -102,7 +107,7 @@ class Portrait:
         return Status(
             state=self.state,
             reason=self.reason,
-            waiting_for=self._names(self.waiting_for()),
+            waiting_for=self._awaited(),
             round=round_number,
             rounds=self.rounds,
             lineage=key.lineage.hex() if key else "",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,6 +22,7 @@ from protocols.base import (
     Mean,
     Member,
     Outcome,
+    PeerId,
     Trainer,
     Vector,
     Work,
@@ -59,6 +60,7 @@ class Replica:
     Attributes:
         leaving: the round under way is this peer's last, and shall end at once.
         last: it is the last, and ends as any other.
+        awaited: whom the round waits for, as far as this peer can tell.
         on_phase: called with `training` or `averaging` and the work so far, as a round goes on.
     """
 
@@ -85,6 +87,7 @@ class Replica:
         self._delta, self._mean = torch.empty_like(anchor), torch.empty_like(anchor)
         self.leaving = self.last = False
         self.on_phase: Callable[[str, Work], None] = lambda phase, work: None
+        self.awaited: Callable[[], Sequence[PeerId]] = tuple
         self._offer_again: Callable[[], None] = lambda: None
         self._limit_seconds = FIRST_ROUND_LIMIT_SECONDS
         self._counted: dict[bytes, int] = {}  # lineage -> tokens of ours in the round that led to it
@@ -124,6 +127,7 @@ class Replica:
         deadline = watch.began + self._limit_seconds
         offers: list[int] = []  # tokens
         async with self.averager.enter(head, deadline) as session:
+            self.awaited = session.awaited
 
             def offer(work: Work) -> None:
                 self._offer_again = lambda: session.ready(self._offered(work, head))

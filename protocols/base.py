@@ -362,6 +362,9 @@ class Session(Protocol):
     def ready(self, work: Work) -> None:
         """Tell the others what there is to hand in; again as the work grows."""
 
+    def awaited(self) -> tuple[PeerId, ...]:
+        """Whom the round waits for, as far as this peer can tell: what a person who wonders is shown."""
+
     async def mean(self, mine: Sequence[Vector], work: Work, into: Sequence[Vector]) -> Mean:
         """Average `mine` with the others into `into` (same shapes). `mine` is lent, and unchanged until return.
 

@@ -160,6 +160,10 @@ class Call:
                 continue
         return False
 
+    def incomplete(self) -> tuple[PeerId, ...]:
+        """Members of whom we have not heard that their inner steps are done."""
+        return tuple(m.peer for m in self._terrain.head.roster if m.peer not in self._complete_seconds)
+
     def _stands(self) -> tuple[bool, bool, int]:
         """Whether we have an offer, as a coordinator has before it calls; if anybody leaves; how many are ready."""
         leaving = any(offer.leaving for offer in self._offers.values())

@@ -67,6 +67,18 @@ class Session:
             self.call.ready(work)
             self.decision.leaving |= self.call.leaving()
 
+    def awaited(self) -> tuple[PeerId, ...]:
+        """For their work, then for the parts that they reduce, then for the decision."""
+        terms, exchange = self.call.terms, self.exchange
+        if self.over():
+            return ()
+        if terms is None:
+            return self.call.incomplete()
+        if exchange is None or exchange.complete:
+            return (self.decision.poll.coordinator(self.decision.vote.ballot),)
+        missing = (part for part in range(len(terms.plan.reducers)) if part not in exchange.parts)
+        return tuple(dict.fromkeys(terms.reducer(part) for part in missing))
+
     async def mean(self, mine: Sequence[Vector], work: Work, into: Sequence[Vector]) -> Mean:
         source, target = Flat(mine), Flat(into)
         if not source.size == target.size == self._ground.elements:

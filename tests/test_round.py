@@ -17,7 +17,7 @@ from node.outer import OuterSGD
 from node.round import FIRST_ROUND_LIMIT_SECONDS, Replica, RoundReport
 from node.trainer import InlineTrainer, Step
 from protocols import record as records
-from protocols.base import Blame, Contribution, Head, Layout, Mean, Member, Outcome, RoundKey, Vector, Work
+from protocols.base import Blame, Contribution, Head, Layout, Mean, Member, Outcome, PeerId, RoundKey, Vector, Work
 from protocols.chain import Chain, state_root
 from protocols.record import Kind, Record
 from protocols.vectors import root
@@ -117,6 +117,9 @@ class ScriptedSession:
     def __init__(self, script: Script, seen: Seen) -> None:
         self.cut = asyncio.Event()
         self.script, self.seen = script, seen
+
+    def awaited(self) -> tuple[PeerId, ...]:
+        return ()
 
     def ready(self, work: Work) -> None:
         self.seen.offers.append(work)
