@@ -9,6 +9,8 @@ from ipaddress import ip_address
 SILENT = ("context deadline exceeded", "i/o timeout", "connection timed out")
 """p2pd's words when nobody has answered: whoever is there may have heard us."""
 
+BACKOFF = "it failed a moment ago and is not tried again so soon: wait ten seconds"
+
 # What p2pd says -> what it means, and what to do about it; the first that occurs in its words counts.
 _MEANINGS = (
     ("connection refused", "nothing listens there (connection refused): is the peer running, is the port right?"),
@@ -19,7 +21,7 @@ _MEANINGS = (
     ("invalid p2p multiaddr", "the relay is not named: it must read …/p2p/<the relay's id>/p2p-circuit/p2p/<peer id>"),
     ("no transport for protocol", "this kind of address is not spoken here: give one with /tcp/"),
     ("failed to negotiate", "what answers there is no libp2p peer: is the port right?"),
-    ("dial backoff", "it failed a moment ago and is not tried again so soon: wait ten seconds"),
+    ("dial backoff", BACKOFF),
     ("no addresses", "nobody who is connected knows where it is: connect to its address first"),
     ("failed to find any peer", "nobody who is connected knows where it is: connect to its address first"),
     ("not found", "nobody who is connected knows where it is: connect to its address first"),
