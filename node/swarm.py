@@ -25,7 +25,7 @@ from node.tally import Tally
 POLL_SECONDS = 0.25
 LOOK_SECONDS = 1.0
 START_SECONDS = 150.0
-LEAVE_SECONDS = 7.5
+LEAVE_SECONDS = 8.0
 """After Ctrl-C; what is left then is killed, so that the summary is out within ten seconds."""
 LAST_SECONDS = 60.0
 """Once the first peer has left a run that is over, the others have so long."""
@@ -252,6 +252,7 @@ class Swarm:
         for each in self._peers:
             if each.running:
                 self._screen.say(f"{each.name} does not leave and is killed: {each.last_words}")
+                self._ended.add(each.name)
                 await each.kill()
         self._read()
 
@@ -273,7 +274,7 @@ class Swarm:
         if peer.well:
             self._hurry(LAST_SECONDS)
         else:
-            self._screen.say(f"{peer.name} {peer.end}: {peer.last_words}; the others go on")
+            self._screen.say(f"{peer.name} {peer.end}, the others go on; its last words: {peer.last_words}")
 
     @property
     def _rounds(self) -> int:

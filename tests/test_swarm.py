@@ -1,0 +1,217 @@
+"""What is made of the reports of a swarm's peers, without a process."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from node.report import RoundReport, Totals
+from node.status import to_json
+from node.swarm import Participant
+from node.swarmview import picture, plain_line, sample, summary
+from node.tally import Round, Tally
+
+NAMES = ("peer-1", "peer-2", "peer-3")
+
+
+def report(name: str, number: int, **more: object) -> RoundReport:
+    made = RoundReport(
+        "run", f"id-of-{name}", 1, number, f"l{number}", f"l{number + 1}", f"l{number}", "committed", NAMES, {}, {},
+        True, 1.0, 1000, 3.0, f"h{number + 1}", 2.0, 0.1, 0.5, 10, 20, 100.0 + 3 * number,
+        held_out_loss=3.0 / (number + 1),
+    )  # fmt: skip
+    return replace(made, **more)  # type: ignore[arg-type]
+
+
+def story(rounds: int, names: tuple[str, ...] = NAMES) -> Tally:
+    tally = Tally(NAMES)
+    for number in range(rounds):
+        for name in names:
+            tally.add(name, report(name, number))
+    for name in names:
+        tally.tracks[name].well = True
+    assert len(list(tally.complete(()))) == rounds
+    return tally
+
+
+def text(shown: object) -> str:
+    console = Console(file=io.StringIO(), width=100)
+    console.print(shown)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+# -- agreement --------------------------------------------------------------------------------------------------------
+
+
+def test_equal_ends_agree() -> None:
+    tally = story(4)
+    assert tally.agree and tally.fell
+    end = tally.as_json()
+    assert (end["agree"], end["rounds"], end["loss_first"], end["loss_last"]) == (True, 4, 3.0, 0.75)
+    assert end["peers"][1] == {
+        "peer_id": "id-of-peer-2",
+        "rounds": 4,
+        "lineage": "l4",
+        "params_hash": "h4",
+        "tokens": 4000,
+        "bytes_sent": 40,
+        "bytes_received": 80,
+        "seconds_train": 8.0,
+        "seconds_average": 2.0,
+    }
+
+
+def test_other_parameters_do_not_agree() -> None:
+    tally = story(4)
+    tally.add("peer-2", report("peer-2", 4, lineage="l4", params_hash="other"))
+    assert not tally.agree
+
+
+def test_an_earlier_end_does_not_agree() -> None:
+    tally = story(4)
+    tally.add("peer-2", report("peer-2", 4))
+    assert not tally.agree
+
+
+def test_who_did_not_leave_well_does_not_agree() -> None:
+    tally = story(4)
+    tally.tracks["peer-3"].well = False
+    assert not tally.agree
+
+
+def test_who_never_reported_does_not_agree() -> None:
+    tally = story(4, NAMES[:2])
+    tally.tracks["peer-3"].well = True
+    assert not tally.agree
+    assert tally.as_json()["peers"][2]["params_hash"] == ""
+
+
+def test_nothing_at_all_is_no_agreement_and_still_json() -> None:
+    tally = Tally(NAMES)
+    assert not tally.agree and not tally.fell
+    assert json.loads(to_json(tally.as_json()))["loss_last"] is None
+
+
+def test_one_known_loss_is_no_fall() -> None:
+    assert not story(1).fell
+
+
+def test_a_loss_that_rose_did_not_fall() -> None:
+    tally = story(2)
+    tally.add("peer-1", report("peer-1", 2, held_out_loss=3.5))
+    list(tally.complete(()))
+    assert not tally.fell
+
+
+# -- sums -------------------------------------------------------------------------------------------------------------
+
+
+def test_work_that_is_told_again_counts_once() -> None:
+    totals = Totals()
+    for each in (
+        report("a", 0, outcome="undecided", tokens=100, seconds_train=1.0),
+        report("a", 0, outcome="undecided", tokens=250, seconds_train=2.5),
+        report("a", 0, outcome="superseded", tokens=0, seconds_train=0.0),
+        report("a", 0, tokens=300, seconds_train=3.0),
+        report("a", 1, tokens=200, seconds_train=2.0),
+    ):
+        totals.add(each)
+    assert (totals.tokens, totals.seconds_train, totals.seconds_average) == (500, 5.0, 2.5)
+    assert (totals.bytes_sent, totals.bytes_received) == (50, 100)
+
+
+def test_catching_up_is_no_round_of_ones_own() -> None:
+    tally = story(2)
+    tally.add("peer-1", report("peer-1", 2, outcome="superseded", lineage="l9"))
+    track = tally.tracks["peer-1"]
+    assert (track.rounds, track.lineage) == (2, "l9")
+
+
+# -- rounds -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_round_is_complete_when_all_who_run_have_told_of_it() -> None:
+    tally = Tally(NAMES)
+    tally.add("peer-1", report("peer-1", 0))
+    tally.add("peer-2", report("peer-2", 0))
+    assert not list(tally.complete(NAMES))
+    assert list(tally.complete(NAMES[:2])) == [Round(0, 3.0, 1000.0, 3, 2.6)]
+    assert not list(tally.complete(()))
+
+
+def test_a_round_that_others_have_gone_beyond_is_complete() -> None:
+    tally = Tally(NAMES)
+    for number in range(3):
+        tally.add("peer-1", report("peer-1", number))
+    done = list(tally.complete(NAMES))
+    assert [each.number for each in done] == [0, 1] and done[1].seconds == 3.0
+    tally.add("peer-2", report("peer-2", 1))  # late
+    tally.add("peer-2", report("peer-2", 2))
+    tally.add("peer-3", report("peer-3", 2))
+    assert [each.number for each in tally.complete(NAMES)] == [2]
+
+
+def test_an_undecided_round_is_none() -> None:
+    tally = Tally(NAMES)
+    tally.add("peer-1", report("peer-1", 0, outcome="undecided"))
+    assert not list(tally.complete(()))
+
+
+def test_a_skipped_round_has_no_loss() -> None:
+    tally = story(1)
+    tally.add("peer-1", report("peer-1", 1, outcome="skipped", held_out_loss=math.nan, peers=()))
+    (done,) = tally.complete(())
+    assert math.isnan(done.held_out_loss) and tally.losses == [3.0] and tally.as_json()["rounds"] == 2
+    assert plain_line(done, 16).endswith("nothing to apply")
+
+
+# -- what is read and shown -------------------------------------------------------------------------------------------
+
+
+def test_a_report_survives_its_line() -> None:
+    made = report("a", 1, held_out_loss=math.nan)
+    read = RoundReport.from_json(to_json(made))
+    assert math.isnan(read.held_out_loss) and to_json(read) == to_json(made)
+
+
+@pytest.mark.parametrize("line", ["", "[]", "{}", "null", "nonsense"])
+def test_what_is_no_report_is_refused(line: str) -> None:
+    with pytest.raises(ValueError):
+        RoundReport.from_json(line)
+
+
+def test_reports_are_read_as_they_come(tmp_path: Path) -> None:
+    peer = Participant("peer-1", tmp_path)
+    assert peer.reports() == [] and peer.end == "did not start"
+    peer.directory.mkdir()
+    file = peer.directory / "rounds.jsonl"
+    lines = "".join(f"{to_json(report('peer-1', number))}\n" for number in range(3))
+    file.write_text(lines[:-10])
+    assert [each.round for each in peer.reports()] == [0, 1]
+    assert peer.reports() == []
+    file.write_text(lines)
+    assert [each.round for each in peer.reports()] == [2]
+
+
+def test_the_picture_and_the_summary_fit() -> None:
+    tally = story(16)
+    for shown in (
+        picture(tally, dict.fromkeys(NAMES, "starts"), {}, 80),
+        summary(tally, dict.fromkeys(NAMES, "left"), 200.0),
+        picture(Tally(NAMES), dict.fromkeys(NAMES, "starts"), {}, 80),
+        summary(Tally(NAMES), dict.fromkeys(NAMES, "did not start"), 1.0),
+    ):
+        assert max(map(len, text(shown).splitlines())) <= 100
+    assert "all peers agree" in text(summary(tally, dict.fromkeys(NAMES, "left"), 200.0))
+    assert "3.000 -> 0.188" in text(summary(tally, dict.fromkeys(NAMES, "left"), 200.0))
+
+
+def test_what_a_model_writes_cannot_command_the_terminal() -> None:
+    shown = text(sample("def f():\n    \x1b[2Jreturn [bold]x\r\n"))
+    assert "\x1b" not in shown and "    ·[2Jreturn [bold]x·" in shown

@@ -1,0 +1,179 @@
+"""`python -m node swarm` as people use it: real processes, the paced task."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(150)]
+HOUSE = Path(__file__).parents[1]
+RUN = """
+task = "paced"
+[paced]
+elements = 50000
+step_seconds = 0.05
+[recipe]
+inner_steps = 5
+rounds = {rounds}
+"""
+
+
+class Running:
+    """A `swarm` command under way, its processes marked by a variable that they all inherit."""
+
+    def __init__(self, directory: Path, rounds: int) -> None:
+        self.directory = directory / "swarm"
+        self.mark = uuid.uuid4().hex
+        file = directory / "run.toml"
+        file.write_text(RUN.format(rounds=rounds))
+        given = ("--peers", "3", "--run", file, "--dir", self.directory, "--json")
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("NODE_")}
+        self.process = subprocess.Popen(
+            (sys.executable, "-m", "node", "swarm", *given), cwd=HOUSE, env=environment | {"MARK": self.mark},
+            text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+
+    def left(self) -> list[str]:
+        """Command lines of its processes that still run."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("MARK") == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(" ".join(process.cmdline()))
+            except psutil.Error:
+                continue
+        return found
+
+    def reports(self, number: int) -> list[dict[str, Any]]:
+        file = self.directory / f"peer-{number}" / "rounds.jsonl"
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+    def control(self, number: int) -> int:
+        """The process of a peer."""
+        return int(json.loads((self.directory / f"peer-{number}" / "control.json").read_text())["pid"])
+
+    def until(self, what: Callable[[], object]) -> None:
+        end = time.monotonic() + 60
+        while not what():
+            assert self.process.poll() is None and time.monotonic() < end, self.process.communicate()
+            time.sleep(0.05)
+
+    def end(self, seconds: float) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=seconds)
+        return self.process.returncode, out, err
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[[int], Running]]:
+    started: list[Running] = []
+
+    def run(rounds: int) -> Running:
+        started.append(Running(tmp_path, rounds))
+        return started[-1]
+
+    yield run
+    for each in started:
+        each.process.kill()
+        each.process.communicate()
+        end = time.monotonic() + 2
+        while (left := each.left()) and time.monotonic() < end:
+            time.sleep(0.05)
+        assert not left
+
+
+def agreed(swarm: Running, numbers: tuple[int, ...]) -> None:
+    """Whoever committed a lineage holds the same parameters."""
+    hashes: dict[str, set[str]] = {}
+    for number in numbers:
+        for each in swarm.reports(number):
+            if each["outcome"] in ("committed", "alone", "fork"):
+                hashes.setdefault(each["lineage"], set()).add(each["params_hash"])
+    assert hashes and all(len(each) == 1 for each in hashes.values())
+
+
+def test_three_peers_agree_and_leave_nothing_behind(start: Callable[[int], Running]) -> None:
+    swarm = start(4)
+    code, out, err = swarm.end(120)
+    assert swarm.left() == []
+    (end,) = (json.loads(line) for line in out.splitlines())
+    assert code == 0 and end["agree"] and end["rounds"] == 4 and len(end["peers"]) == 3, err
+    assert end["loss_last"] < end["loss_first"]
+    assert len({each["params_hash"] for each in end["peers"]}) == len({each["lineage"] for each in end["peers"]}) == 1
+    for number, each in enumerate(end["peers"], 1):
+        own = swarm.reports(number)
+        assert each["peer_id"] == own[-1]["peer"] and each["params_hash"] == own[-1]["params_hash"]
+        assert each["bytes_sent"] == sum(report["bytes_sent"] for report in own) > 0
+        assert each["tokens"] >= 1024 and each["seconds_train"] > 0 and each["seconds_average"] > 0
+    agreed(swarm, (1, 2, 3))
+    assert [line.split()[1] for line in err.splitlines() if line.startswith("round")] == ["1/4", "2/4", "3/4", "4/4"]
+    assert "all peers agree" in err and "Traceback" not in err
+
+
+def test_the_others_go_on_without_a_killed_peer(start: Callable[[int], Running]) -> None:
+    swarm = start(14)
+    swarm.until(lambda: len(swarm.reports(1)) >= 3)
+    os.kill(swarm.control(2), signal.SIGKILL)
+    code, out, err = swarm.end(120)
+    end = json.loads(out.splitlines()[-1])
+    assert code == 1 and not end["agree"] and end["rounds"] == 14, err
+    assert end["peers"][0]["params_hash"] == end["peers"][2]["params_hash"] != end["peers"][1]["params_hash"]
+    assert len([line for line in err.splitlines() if line.startswith("peer-2 killed by signal 9")]) == 1
+    agreed(swarm, (1, 2, 3))
+    assert swarm.left() == []
+
+
+def test_ctrl_c_ends_all_in_time(start: Callable[[int], Running]) -> None:
+    swarm = start(1000)
+    swarm.until(lambda: min(len(swarm.reports(number)) for number in (1, 2, 3)) >= 2)
+    began = time.monotonic()
+    swarm.process.send_signal(signal.SIGINT)
+    _, out, err = swarm.end(12)
+    assert time.monotonic() - began < 12
+    assert "Ctrl-C: handing in this round" in err and "rounds in" in err and "Traceback" not in err
+    assert err.count(" left") == 3 and "killed" not in err, err
+    assert json.loads(out.splitlines()[-1])["rounds"] >= 2
+    assert swarm.left() == []
+
+
+def test_peers_die_with_a_killed_swarm(start: Callable[[int], Running]) -> None:
+    swarm = start(1000)
+    swarm.until(lambda: len(swarm.left()) >= 4)
+    swarm.process.kill()
+    # The fixture judges: nobody is left two seconds later.
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        ('task = "paced"\nrouds = 3\n', "rouds"),
+        ('protocol = "butterfyl"\n', "butterfyl"),
+        ("[[", "run.toml"),
+    ],
+)
+def test_a_wrong_run_file_is_one_line(tmp_path: Path, content: str, words: str) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(content)
+    command = (sys.executable, "-m", "node", "swarm", "--peers", "2", "--run", file, "--dir", tmp_path / "swarm")
+    done = subprocess.run(command, cwd=HOUSE, capture_output=True, text=True, timeout=60)
+    said = [line for line in done.stderr.splitlines() if line.startswith("starling: ")]
+    assert done.returncode == 2 and done.stdout == "" and len(said) == 1 and words in said[0], done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_used_directory_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "peer-1").mkdir()
+    command = (sys.executable, "-m", "node", "swarm", "--dir", tmp_path)
+    done = subprocess.run(command, cwd=HOUSE, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == f"starling: --dir {tmp_path}: holds a swarm's peers already: give another directory\n"
