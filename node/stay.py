@@ -28,6 +28,8 @@ FINISH_SECONDS = 7.0
 """A peer that is asked to leave ends its round within so long, or leaves without."""
 LOOK_ON_SECONDS = 1.0
 """The same for a peer that is not in the roster: for its goodbye."""
+FAREWELLS = 2
+"""Rounds that a peer takes part in after it was asked to leave, if those before were too far gone to let it go."""
 LINGER_SECONDS = 20.0
 """After the last round, others who missed it may still ask for it; this long at most, and until all have it."""
 ANNOUNCED_SECONDS = 180.0
@@ -89,7 +91,7 @@ class Stay:
 
     def __init__(self, means: Means, limits: Limits, portrait: Portrait, view: View) -> None:
         self._means, self._limits, self._portrait, self._view = means, limits, portrait, view
-        self._done = 0
+        self._done = self._farewells = 0
         self._leave = asyncio.Event()
 
     def leave(self) -> None:
@@ -126,8 +128,18 @@ class Stay:
             main.cancel()
 
     def _goes_on(self) -> bool:
+        if self._over():
+            return False
         enough = self._limits.rounds is not None and self._done >= self._limits.rounds
-        return not (enough or self._over() or self._leave.is_set())
+        if not enough and not self._leave.is_set():
+            return True
+        self._farewells += 1
+        return self._farewells <= FAREWELLS and self._is_awaited()
+
+    def _is_awaited(self) -> bool:
+        """Whether the others count on us: who is in their roster and just goes costs them a round's time."""
+        roster = self._means.replica.chain.head.roster
+        return len(roster) > 1 and self._means.replica.averager.me in roster
 
     def _over(self) -> bool:
         return self._means.replica.chain.head.key.round >= self._limits.run_rounds
@@ -138,7 +150,9 @@ class Stay:
         await self._wait_for_others()
         async for report in rounds(means.replica, means.sync, means.clock.wall, self._goes_on, self._portrait.becomes):
             await self._report(report)
-            means.replica.last = self._limits.rounds is not None and self._done >= self._limits.rounds - 1
+            if self._limits.rounds is not None:
+                means.replica.last = self._done >= self._limits.rounds - 1
+                means.replica.leaving |= self._done >= self._limits.rounds
         if self._over() and not self._leave.is_set():
             await self._sample()
         if self._over():
