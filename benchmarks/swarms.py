@@ -2,9 +2,9 @@
 
     python -m benchmarks.swarms [--seeds 0:5] [--peers 4] [--rounds 16] [--json build/swarms.json]
 
-Each run is `python -m node swarm`: real processes, real p2pds, the default preset. A pair is one seed, of the weights that
-both start from: so many peers, then one alone, in the same number of rounds of as many steps. What is compared is the
-held-out loss after the last round. Peers draw their data by their identities, which are new in every run.
+Each run is `python -m node swarm`: real processes, real p2pds, the default preset. A pair has one seed, of the weights
+that both start from: so many peers, then one alone, in the same number of rounds of as many steps. What is compared is
+the held-out loss after the last round. Peers draw their data by their identities, which are new in every run.
 
 With `--json FILE` a run that is in the file already is not done again.
 """
