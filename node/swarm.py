@@ -173,10 +173,11 @@ class Swarm:
         self._peers = [Participant(name, directory) for name in names]
         self._tally = Tally(names)
         self._ended: set[str] = set()
-        self._until = float("inf")
+        self._leaving, self._until = False, float("inf")
 
     def leave(self) -> None:
         """Have all peers finish their round and leave."""
+        self._leaving = True
         self._hurry(LEAVE_SECONDS)
         for each in self._peers:
             each.ask()
@@ -273,7 +274,7 @@ class Swarm:
         self._tally.tracks[peer.name].well = peer.well
         if peer.well:
             self._hurry(LAST_SECONDS)
-        else:
+        elif not self._leaving:
             self._screen.say(f"{peer.name} {peer.end}, the others go on; its last words: {peer.last_words}")
 
     @property
