@@ -1,4 +1,4 @@
-"""Where the majority is gone for long: those who are left go on by a FORK, if the run allows it (ROUND, step 11)."""
+"""Where the majority is gone for long: those who are left go on by a FORK, if the run allows it."""
 
 from __future__ import annotations
 

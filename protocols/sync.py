@@ -1,4 +1,4 @@
-"""Catching up: who stands where, what was decided without us, and the state that goes with it (ROUND, 10 and 12).
+"""Catching up: who stands where, what was decided without us, and the state that goes with it.
 
 One method serves all. Peers greet each other with their heads; who sees a head that it does not know asks for the
 certificates that lead there, and judges them itself (`protocols.branches`). No contact is trusted: one that shows what
