@@ -1,8 +1,8 @@
 """Judging what others say was decided: certificates one by one, and which of two branches holds. Pure.
 
 At the lineage where two branches part, the one whose first child carries more signatures of that lineage's roster wins
-(docs/protocols.md); of two with the same number, the lower hash. A child that a quorum decided counts as one quorum, and
-a FORK as its own roster, whatever votes a certificate happens to hold: two peers with different certificates of the
+(docs/protocols.md); of two with the same number, the lower hash. A child that a quorum decided counts as one quorum,
+and a FORK as its own roster, whatever votes a certificate happens to hold: two peers with different certificates of the
 same records must come to the same answer. A longer branch wins over its own beginning.
 
 One thing has to be kept from who has no child yet where a branch goes on with a FORK: any single member can make one.
