@@ -20,13 +20,13 @@ _MEANINGS = (
     ("NO_RESERVATION", "the relay does not carry for this peer (any more): ask the peer for its present address"),
     ("invalid p2p multiaddr", "the relay is not named: it must read …/p2p/<the relay's id>/p2p-circuit/p2p/<peer id>"),
     ("no transport for protocol", "this kind of address is not spoken here: give one with /tcp/"),
-    ("failed to negotiate", "what answers there is no libp2p peer: is the port right?"),
     ("dial backoff", BACKOFF),
     ("no addresses", "nobody who is connected knows where it is: connect to its address first"),
     ("failed to find any peer", "nobody who is connected knows where it is: connect to its address first"),
     ("not found", "nobody who is connected knows where it is: connect to its address first"),
     ("no good addresses", "none of its addresses can be dialled from here"),
     *((words, "no answer: a firewall, or the peer is down or hangs; try another address of it") for words in SILENT),
+    ("failed to negotiate", "what answers there is no libp2p peer: is the port right?"),
 )
 _MISMATCH = re.compile(r"remote key matches (\w+)")
 _DIALLED = re.compile(r"^ *\* \[(?P<address>\S+)\] (?P<words>.*)$", re.MULTILINE)

@@ -88,7 +88,7 @@ class LibP2PTransport:
         self._starts_in_a_row = 0
         self._known: dict[PeerId, str] = {}
         self._seen: dict[PeerId, str] = {}
-        self._causes: dict[PeerId, str] = {}
+        self._causes: dict[str, str] = {}
         self._exit = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -211,13 +211,13 @@ class LibP2PTransport:
         except (ValueError, *LINK_ERRORS) as error:
             words = str(error) or type(error).__name__
             kind = PeerSilent if is_silent(words) else PeerGone
-            raise kind(peer, f"cannot be reached: {self._cause(peer, meaning(words, where))}") from None
+            raise kind(peer, f"cannot be reached: {self._cause(peer, where, meaning(words, where))}") from None
 
-    def _cause(self, peer: PeerId, why: str) -> str:
+    def _cause(self, peer: PeerId, where: str, why: str) -> str:
         """For some seconds after a dial that failed, p2pd says only that one did: what counts is why."""
         if why != BACKOFF:
-            _remember(self._causes, peer, why)
-        return self._causes.get(peer, why)
+            _remember(self._causes, where + peer, why)
+        return self._causes.get(where + peer, why)
 
     def _incoming(self, peer: PeerId, address: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if address:
