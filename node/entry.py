@@ -1,7 +1,7 @@
 """The way into a run: which one it is, asked of a peer at an address; and the answers that we give to newcomers.
 
 All addresses are tried side by side. Each that does not lead in is told of once, with its cause, and tried again, ever
-more rarely, for as long as none has led in.
+more rarely, for as long as none has led in; one that leads into another run is not.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from node.hello import ENTRY, MAX_STATUS_BYTES, RunIs, StatusIs, WantRun, WantStatus
+from node.manifest import ManifestError
+from node.status import to_json
 from protocols import wire
 from protocols.base import BadPayload, Deadline, PeerError, PeerId, Stream, Transport
 from protocols.tasks import together, within
@@ -53,10 +55,17 @@ class Door:
                     run = self._run
                     await stream.send(RunIs(len(run.sealed), len(run.sample)), run.sealed + run.sample)
                 case WantStatus():
-                    data = json.dumps(self._status()).encode()[:MAX_STATUS_BYTES]
+                    data = _bounded(self._status())
                     await stream.send(StatusIs(len(data)), data)
                 case _:
                     raise BadPayload(f"{type(request).__name__} at the door")
+
+
+def _bounded(status: dict[str, Any]) -> bytes:
+    """As much of a status as may be sent: of a crowd of peers, some."""
+    while len(data := to_json(status).encode()) > MAX_STATUS_BYTES and status["peers"]:
+        status = status | {"peers": status["peers"][: len(status["peers"]) // 2]}
+    return data
 
 
 async def ask_run(transport: Transport, peer: PeerId, deadline: Deadline) -> Run:
@@ -86,7 +95,7 @@ async def ask_status(transport: Transport, peer: PeerId, deadline: Deadline) -> 
         await stream.receive_into(memoryview(data))
     try:
         status = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise BadPayload("a status that is not JSON") from None
     if not isinstance(status, dict):
         raise BadPayload("a status that is not an object")
@@ -131,6 +140,7 @@ class Entry:
         self._connect, self._ask, self._judge, self._say = connect, ask, judge, say
         self._exit = AsyncExitStack()
         self._tries: list[asyncio.Task[None]] = []
+        self._useless = 0
 
     async def __aenter__(self) -> Self:
         self._found: asyncio.Future[Run] = asyncio.get_running_loop().create_future()
@@ -143,14 +153,21 @@ class Entry:
         return await self._exit.__aexit__(*error)
 
     async def find(self, addresses: Iterable[str]) -> Run:
-        """The run, as soon as one address has led to it."""
+        """The run, as soon as one address has led to it.
+
+        Raises:
+            ManifestError: all lead into others.
+        """
         self._tries += [self._group.create_task(self._try(address)) for address in dict.fromkeys(addresses)]
         return await asyncio.shield(self._found)
 
     async def _try(self, address: str) -> None:
         told, attempt = "", 0
         while True:
-            why = await self._attempt(address)
+            try:
+                why = await self._attempt(address)
+            except ValueError as error:
+                return self._give_up(address, str(error))
             if why and why != told:
                 again = "" if self._found.done() else " (it is tried again)"
                 self._say(f"{address}: {why}{again}")
@@ -160,8 +177,20 @@ class Entry:
             await asyncio.sleep(PAUSE_SECONDS[min(attempt, len(PAUSE_SECONDS) - 1)])
             attempt += 1
 
+    def _give_up(self, address: str, why: str) -> None:
+        """It does not lead where we want to go, and never will; once that is so of all, there is no way in."""
+        self._useless += 1
+        if self._useless == len(self._tries) and not self._found.done():
+            self._found.set_exception(ManifestError(f"{address}: {why}"))
+        else:
+            self._say(f"{address}: {why}")
+
     async def _attempt(self, address: str) -> str:
-        """Try an address; returns why it does not lead in, or nothing."""
+        """Try an address; returns why it does not lead in, or nothing.
+
+        Raises:
+            ValueError: it leads into a run that is not the one to join.
+        """
         deadline = asyncio.get_running_loop().time() + ATTEMPT_SECONDS
         try:
             peer = await self._connect(address, deadline)
@@ -169,7 +198,7 @@ class Entry:
             self._judge(run)
         except PeerError as error:
             return error.why
-        except (BadPayload, ValueError) as error:
+        except BadPayload as error:
             return str(error)
         self.met[peer] = address
         if not self._found.done():
