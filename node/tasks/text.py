@@ -83,7 +83,7 @@ def _load(path: Path | None) -> Text:
     if path.is_file():
         return _split_bytes(_map(path), str(path))
     if not path.is_dir():
-        raise ValueError(f"no file or folder {path}")
+        raise ValueError(f"no file or folder {path}: give a text to train on by --data")
     return _split(path, (file for file in path.rglob("*") if _visible(file.relative_to(path))))
 
 
