@@ -15,6 +15,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -106,15 +107,18 @@ class RealPeer:
                 continue
         return found
 
-    def child(self, role: str) -> psutil.Process:
-        """Its worker or its p2pd."""
-        (child,) = [each for each in psutil.Process(self.pid).children() if _ROLES[role] in " ".join(each.cmdline())]
-        return child
+    def child(self, role: str) -> psutil.Process | None:
+        """Its worker or its p2pd; None while there is none."""
+        for child in psutil.Process(self.pid).children():
+            with suppress(psutil.Error):
+                if child.status() != psutil.STATUS_ZOMBIE and _ROLES[role] in " ".join(child.cmdline()):
+                    return child
+        return None
 
     def strike(self, role: str = "peer", number: int = signal.SIGKILL) -> float:
         """Send a signal to the peer's own process, its worker or its p2pd; returns the wall time."""
-        pid = self.pid if role == "peer" else self.child(role).pid
-        os.kill(pid, number)
+        child = None if role == "peer" else self.child(role)
+        os.kill(child.pid if child else self.pid, number)
         return time.time()
 
     def ends(self, seconds: float) -> int:
@@ -123,8 +127,9 @@ class RealPeer:
         return self._process.wait(seconds)
 
     def leaves_nothing(self) -> None:
-        """That of a peer that has ended nothing is left within 2 s."""
+        """That of a peer that has ended, or was just killed, nothing is left within 2 s."""
         wait(f"{self.name}: worker and p2pd go with the peer", lambda: not self.left(), ORPHAN_SECONDS)
+        self.ends(ORPHAN_SECONDS)
 
     def clear(self) -> None:
         """Kill whatever is left."""
@@ -236,21 +241,15 @@ class RealSwarm:
         violations = check(self.histories())
         assert not violations, "\n".join(str(each.as_dict()) for each in violations[:5])
 
-    def all_in_one_mean(self, peers: Iterable[RealPeer], after: int = -1) -> Report | None:
-        """A round later than `after` whose mean holds them all, and which all have reported; None: not yet."""
+    def all_in_one_mean(self, peers: Iterable[RealPeer], since: float = 0.0) -> Report | None:
+        """A round whose mean holds them all, reported by each later than at that wall time; None: not yet."""
         wanted = list(peers)
         everybody = {peer.id for peer in wanted}
         full = [
-            {report["lineage"]: report for report in peer.reports() if everybody == set(report["peers"])}
+            {each["lineage"]: each for each in peer.reports() if each["time"] > since and everybody == {*each["peers"]}}
             for peer in wanted
         ]
-        common = [report for lineage, report in full[0].items() if all(lineage in each for each in full)]
-        return next((report for report in common if report["round"] > after), None)
-
-    def round(self) -> int:
-        """The last that anybody has reported as decided."""
-        decided = (report["round"] for peer in self.running for report in peer.reports()[-2:] if _decided(report))
-        return max(decided, default=-1)
+        return next((report for lineage, report in full[0].items() if all(lineage in each for each in full)), None)
 
 
 def _decided(report: Report) -> bool:

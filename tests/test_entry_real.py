@@ -1,0 +1,155 @@
+"""The way into a run, as its user meets it: addresses that lead nowhere, and what cannot be done. Words are judged."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.realswarm import RealPeer, RealSwarm, paced, wait
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(60)]
+
+NOBODY = "12D3KooWKnoGEMBCiBGaNvV8BQhyjmHd53ZkcnhUH5gS7yFAVByZ"
+SILENT = "12D3KooWFLiJtueEuqCeVk1oDT28ke1wpoa6A9AG4wcs6utF7rp4"
+FAR = "12D3KooWLBudTnXBsVeVdjuBmpNH74qhRAwESgUomgS55ZhCm7he"
+TOLD_SECONDS = 10.0
+IN_SECONDS = 5.0
+REFUSED_SECONDS = 30.0
+"""A process that imports everything before it refuses, on a machine that does other things too."""
+LEFT_SECONDS = 2.0
+
+
+@pytest.fixture(scope="module")
+def founder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealPeer]:
+    """A peer that anybody may join."""
+    with RealSwarm(tmp_path_factory.mktemp("run"), paced(elements=10_000)) as swarm:
+        yield swarm.found("founder")
+
+
+@pytest.fixture
+def joiner(tmp_path: Path) -> Iterator[RealPeer]:
+    """One that has not been started."""
+    peer = RealPeer("joiner", tmp_path)
+    yield peer
+    peer.clear()
+    peer.leaves_nothing()
+    assert "Traceback" not in peer.said()
+
+
+@pytest.fixture
+def black_hole() -> Iterator[int]:
+    """A port at which connections are taken and nothing is ever said."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+@pytest.fixture
+def dead_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+    return port
+
+
+def local(port: int, peer: str = NOBODY) -> str:
+    return f"/ip4/127.0.0.1/tcp/{port}/p2p/{peer}"
+
+
+def bootstrap(*addresses: str) -> list[str]:
+    return [word for address in addresses for word in ("--bootstrap", address)]
+
+
+def began(peer: RealPeer) -> float:
+    """When it had read what it was asked to do, and set about it: imports are over."""
+    return (peer.directory / "incarnation").stat().st_mtime
+
+
+def told(peer: RealPeer, address: str) -> list[str]:
+    """The lines about an address."""
+    return [line for line in peer.said().splitlines() if line.startswith(f"{address}: ")]
+
+
+def told_in_time(peer: RealPeer, addresses: list[str]) -> None:
+    wait("imports", (peer.directory / "incarnation").exists, REFUSED_SECONDS)
+    wait("a line about each", lambda: all(told(peer, each) for each in addresses), TOLD_SECONDS)
+
+
+def test_one_address_of_many_lives(founder: RealPeer, joiner: RealPeer, black_hole: int, dead_port: int) -> None:
+    where = founder.address.rpartition("/p2p/")[0]
+    causes = {
+        local(dead_port): "nothing listens there",
+        f"{where}/p2p/{NOBODY}": f"another peer is there, {founder.id}",
+        local(black_hole, SILENT): "no answer",
+        f"/ip4/10.255.255.1/tcp/4001/p2p/{FAR}": "no ",
+    }
+    joiner.start(*bootstrap(*causes, founder.address))
+    told_in_time(joiner, list(causes))
+    wait("it is in", lambda: (joiner.directory / "manifest.bin").exists(), 1)
+    in_seconds = (joiner.directory / "manifest.bin").stat().st_mtime - began(joiner)
+    print(f"in after {in_seconds:.1f} s\n{joiner.said()}")
+    assert in_seconds < IN_SECONDS
+    for address, cause in causes.items():
+        (line,) = told(joiner, address)
+        assert cause in line and ("?" in line or "ask" in line or "try" in line)
+    assert not told(joiner, founder.address)
+
+
+def test_no_address_lives(joiner: RealPeer, black_hole: int, dead_port: int) -> None:
+    addresses = [local(dead_port), local(black_hole, SILENT)]
+    joiner.start(*bootstrap(*addresses))
+    told_in_time(joiner, addresses)
+    time.sleep(max(0.0, began(joiner) + 12 - time.time()))  # by then both have been tried again
+    assert joiner.running and joiner.status()["state"] == "joining"
+    assert [len(told(joiner, each)) for each in addresses] == [1, 1], joiner.said()
+    asked = time.time()
+    joiner.strike(number=signal.SIGINT)
+    assert joiner.ends(LEFT_SECONDS) == 0
+    print(f"left {time.time() - asked:.1f} s after Ctrl-C\n{joiner.said()}")
+
+
+def refused(joiner: RealPeer, *arguments: str, listen: str = "/ip4/127.0.0.1/tcp/0") -> str:
+    """Start it; the one line with which it ends."""
+    joiner.start(*arguments, listen=listen)
+    assert joiner.ends(REFUSED_SECONDS) == 2
+    (line,) = joiner.said().splitlines()
+    print(line)
+    return line
+
+
+def test_another_run_than_was_meant(founder: RealPeer, joiner: RealPeer) -> None:
+    line = refused(joiner, *bootstrap(founder.address), "--run-id", "0123456789ab")
+    assert founder.address in line and "not 0123456789ab: take the join line from" in line
+
+
+def test_a_malformed_address(joiner: RealPeer) -> None:
+    line = refused(joiner, *bootstrap("127.0.0.1:4001"))
+    assert "--bootstrap" in line and "/ip4/127.0.0.1/tcp/4001/p2p/" in line
+
+
+def test_a_port_in_use(joiner: RealPeer, black_hole: int) -> None:
+    line = refused(joiner, "--task", "paced", listen=f"/ip4/127.0.0.1/tcp/{black_hole}")
+    assert f"127.0.0.1:{black_hole}" in line and "in use" in line and "listen on another" in line
+
+
+def test_data_that_cannot_be_read(joiner: RealPeer, tmp_path: Path) -> None:
+    line = refused(joiner, "--data", str(tmp_path / "nothing.txt"))
+    assert "nothing.txt" in line and "--data" in line
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[recipe]\ninner_step = 5\n", ('"inner_step" in [recipe]', 'did you mean "inner_steps"?')),
+        ('[recipe]\ninner_steps = "five"\n', ("\"inner_steps\" in [recipe] must be a whole number, not 'five'",)),
+    ],
+    ids=["misspelt key", "wrong type"],
+)
+def test_a_run_file_that_is_wrong(joiner: RealPeer, tmp_path: Path, text: str, words: tuple[str, ...]) -> None:
+    file = tmp_path / "wrong.toml"
+    file.write_text(text)
+    line = refused(joiner, "--run", str(file))
+    assert all(each in line for each in (*words, "wrong.toml"))
