@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from ipaddress import ip_address
+
+from node.hello import MAX_ADDRESS_CHARACTERS, MAX_ADDRESSES
 
 SILENT = ("context deadline exceeded", "i/o timeout", "connection timed out")
 """p2pd's words when nobody has answered: whoever is there may have heard us."""
@@ -31,6 +33,15 @@ _MEANINGS = (
 _MISMATCH = re.compile(r"remote key matches (\w+)")
 _DIALLED = re.compile(r"^ *\* \[(?P<address>\S+)\] (?P<words>.*)$", re.MULTILINE)
 _TAKEN = re.compile(r"listen (?P<kind>tcp|udp)[46]? (?P<address>\S+): bind: address already in use")
+
+
+def sound(said: Iterable[object]) -> tuple[str, ...]:
+    """Of what somebody says are addresses, those that may be told on: few, short, and plain text.
+
+    Others refuse a greeting that holds anything else, and whoever sent it, wherever it came from.
+    """
+    texts = (each for each in said if isinstance(each, str) and len(each) <= MAX_ADDRESS_CHARACTERS)
+    return tuple(dict.fromkeys(each for each in texts if each.isascii() and each.isprintable()))[:MAX_ADDRESSES]
 
 
 def shareable(addresses: Sequence[str]) -> tuple[str, ...]:

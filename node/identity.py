@@ -141,7 +141,7 @@ def create(path: Path) -> Identity:
             os.link(draft, path)  # unlike a rename, refuses to replace
         finally:
             draft.unlink()
-        _sync_directory(path.parent)
+        sync_directory(path.parent)
     except FileExistsError:
         raise IdentityError(f"{path} exists already: it is not overwritten; load it, or move it away") from None
     except OSError as error:
@@ -151,7 +151,12 @@ def create(path: Path) -> Identity:
     return _identity(path, key)
 
 
-def _sync_directory(path: Path) -> None:
+def sync_directory(path: Path) -> None:
+    """Make what was renamed or linked in a directory survive a power cut.
+
+    Raises:
+        OSError: it cannot be.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

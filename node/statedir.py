@@ -16,11 +16,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from node.hello import MAX_ADDRESS_CHARACTERS, MAX_ADDRESSES, MAX_RUN_BYTES, MAX_SAMPLE_BYTES
-from node.identity import Identity, load_or_create
+from node.addresses import sound
+from node.hello import MAX_RUN_BYTES, MAX_SAMPLE_BYTES
+from node.identity import Identity, load_or_create, sync_directory
 from protocols.base import PeerId
 
 MAX_CACHED_PEERS = 64
+MAX_INCARNATION = 1 << 40
+"""As `protocols.wire` has it: nobody would listen to a member of a higher one."""
 _OF_A_RUN = ("manifest.bin", "held-out.bin", "peers.json", "rounds.jsonl", "sample.txt")
 _MAX_CACHE_BYTES = 1 << 20
 
@@ -109,20 +112,16 @@ class StateDir:
         """Peers that were live when this was last in the run, and their addresses; what cannot be read is left out."""
         try:
             entries = json.loads(_read(self.path / "peers.json", _MAX_CACHE_BYTES) or b"{}")
-        except ValueError:
+        except (ValueError, RecursionError):
             return {}
         if not isinstance(entries, dict):
             return {}
-        found = {
-            peer: tuple(each for each in addresses if isinstance(each, str) and len(each) <= MAX_ADDRESS_CHARACTERS)
-            for peer, addresses in entries.items()
-            if isinstance(addresses, list)
-        }
+        found = {peer: sound(said) for peer, said in entries.items() if isinstance(said, list)}
         return dict(list(found.items())[:MAX_CACHED_PEERS])
 
     def remember(self, peers: Mapping[PeerId, Sequence[str]]) -> None:
         """Note whom we see now; those noted before come after them, as many as there is room for."""
-        merged = {peer: tuple(addresses)[:MAX_ADDRESSES] for peer, addresses in peers.items()}
+        merged = {peer: sound(addresses) for peer, addresses in peers.items()}
         for peer, addresses in self.peers().items():
             merged.setdefault(peer, addresses)
         kept = {peer: merged[peer] for peer in list(merged)[:MAX_CACHED_PEERS]}
@@ -150,7 +149,7 @@ def _read(path: Path, limit: int) -> bytes:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Replace a file's content, so that after a crash there is the old one or the new one.
+    """Replace a file's content, so that after a crash there is the old one or the new one, once this is over the new.
 
     Raises:
         OSError: it cannot be written; the old content stays.
@@ -161,13 +160,21 @@ def write_atomically(path: Path, data: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
+    sync_directory(path.parent)
 
 
 def _next_incarnation(path: Path) -> int:
-    """One more than in any life before: a member that came back under its old number could vote twice."""
-    text = _read(path, 32).decode(errors="replace").strip()
-    if text and not text.isdecimal():
+    """One more than in any life before: a member that came back under its old number could vote twice.
+
+    So only a file that was never there counts as none; one that is empty, or cannot be read, does not.
+    """
+    try:
+        with path.open("rb") as file:
+            text = file.read(32).decode(errors="replace").strip()
+    except FileNotFoundError:
+        text = "0"
+    if not text.isdecimal() or int(text) >= MAX_INCARNATION:
         raise StateError(f"{path} is damaged: write a number into it that is higher than any that others have seen")
-    incarnation = int(text or 0) + 1
+    incarnation = int(text) + 1
     write_atomically(path, f"{incarnation}\n".encode())
     return incarnation
