@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 from pathlib import Path
 
 from node.report import RoundReport, Totals
 from node.status import to_json
 
 log = logging.getLogger(__name__)
+
+_MAX_LINE_BYTES = 1 << 20
 
 
 class Journal:
@@ -29,12 +33,20 @@ class Journal:
         """Add a line."""
         self.last = report
         self.totals.add(report)
-        line = to_json(report) + "\n"
         try:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(line)
+            self._append(f"{to_json(report)}\n".encode())
             self._failing = False
         except OSError as error:
             if not self._failing:
                 log.warning("cannot write %s (%s): rounds go on, their lines are lost", self._path, error.strerror)
             self._failing = True
+
+    def _append(self, line: bytes) -> None:
+        """After the last whole line: a disk that was full, or a crash, may have left a piece of one behind it."""
+        with self._path.open("a+b", buffering=0) as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(0, end - _MAX_LINE_BYTES))
+            tail = file.read(_MAX_LINE_BYTES)
+            file.truncate(end - len(tail) + tail.rfind(b"\n") + 1)
+            if file.write(line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
