@@ -43,8 +43,9 @@ class Portrait:
         self._ends: deque[float] = deque(maxlen=_RECENT_ROUNDS + 1)
 
     def becomes(self, state: str, reason: str = "") -> None:
-        """The peer does something else now."""
-        self.state, self.reason = state, reason
+        """The peer does something else now; whatever it is, one that leaves is leaving until it has."""
+        if self.state not in ("leaving", "finished") or state == "finished":
+            self.state, self.reason = state, reason
 
     def _awaited(self) -> tuple[str, ...]:
         """By name; while this peer itself is among them, nobody else is held up."""
@@ -54,10 +55,9 @@ class Portrait:
     def works(self, phase: str, work: Work) -> None:
         """How far the round is."""
         self._work = work
-        if self.state not in ("leaving", "finished"):
-            here = self.chain.head if self.chain else None
-            looking_on = here is not None and all(member.peer != self.peer for member in here.roster)
-            self.becomes(phase, "not in the roster yet: it is admitted at the end of a round" if looking_on else "")
+        here = self.chain.head if self.chain else None
+        looking_on = here is not None and all(member.peer != self.peer for member in here.roster)
+        self.becomes(phase, "not in the roster yet: it is admitted at the end of a round" if looking_on else "")
 
     def reported(self, report: RoundReport) -> None:
         """A round is over."""
