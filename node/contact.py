@@ -14,6 +14,7 @@ AGAIN_SECONDS = 2.0
 DIAL_SECONDS = 5.0
 WANTED_PAUSE_SECONDS = 10.0
 HINTED_PAUSE_SECONDS = 60.0
+MAX_BREAKS = 2
 MAX_FAILURES = 10
 """In a row, after which one that nobody wants is forgotten."""
 
@@ -31,8 +32,10 @@ class Contact:
         round_trip_seconds: of its last echo.
         round: the one that it says it is in.
         failures: tries in a row that did not make it live.
-        greeted: the present try got as far as a handshake.
-        nudge: set to try it at once.
+        breaks: in a row, of streams that broke soon after a handshake.
+        offended: it broke a rule in its present life: no try before its time.
+        greeted: when the present try got as far as a handshake; None before that.
+        nudge: set to try it soon.
         hurry: set to send it a pulse at once.
         watching: of the stream on which it is watched: moved to now, it ends.
         task: what tends it.
@@ -48,7 +51,9 @@ class Contact:
     round_trip_seconds: float = 0.0
     round: int = 0
     failures: int = 0
-    greeted: bool = False
+    breaks: int = 0
+    offended: bool = False
+    greeted: float | None = None
     suspicion: Suspicion = field(default_factory=lambda: Suspicion(0.0))
     nudge: asyncio.Event = field(default_factory=asyncio.Event)
     hurry: asyncio.Event = field(default_factory=asyncio.Event)
@@ -69,6 +74,24 @@ class Contact:
         """Until the next try; doubles from one failure to the next."""
         limit = WANTED_PAUSE_SECONDS if wanted else HINTED_PAUSE_SECONDS
         return float(min(limit, 0.5 * 2 ** min(self.failures, 10)))
+
+    def called(self) -> None:
+        """It has called us, so it can be called."""
+        if not self.live and not self.offended:
+            self.nudge.set()
+
+    def broke(self, now: float) -> bool:
+        """Its stream has ended; whether it is worth another one before the peer counts as gone.
+
+        One that greets and breaks off again and again is not: it would be dialled, and be here, for ever.
+        """
+        if self.greeted is None or not self.live:
+            return False
+        if now - self.greeted >= AGAIN_SECONDS:
+            self.breaks, self.offended = 0, False
+        self.breaks += 1
+        self.failures = self.breaks
+        return self.breaks <= MAX_BREAKS
 
     def is_older(self, hello: Hello) -> bool:
         """Whether this is another life of the peer than the latest, and not a later one."""

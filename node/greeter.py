@@ -16,6 +16,8 @@ from protocols.tasks import together, within
 
 IDLE_SECONDS = 60.0
 """A peer that watches us and sends no pulse for so long is not served any more."""
+GAP_SECONDS = 0.05
+"""Between two answers to one peer: more pulses than that wait, and slow down whoever sends them."""
 TWIN = "another process runs with this identity: two peers cannot share one; stop one, or give it its own --state-dir"
 
 
@@ -116,9 +118,11 @@ class Greeter:
         while True:
             async with within(IDLE_SECONDS, contact.peer, "it sends pulses"):
                 pulse = wire.expect(await stream.receive(wire.MAX_HEADER_BYTES), Pulse)
-            if contact.hello is None or contact.hello.life != hello.life:
+            if contact.hello is None:
+                return  # forgotten: it may greet us again
+            if contact.hello.life != hello.life:
                 return await stream.send(Refusal(TWIN, True))
             contact.round, contact.leaving = pulse.round, pulse.leaving
-            if not contact.live:
-                contact.nudge.set()
+            contact.called()
             await stream.send(self._pulse(pulse.number))
+            await asyncio.sleep(GAP_SECONDS)

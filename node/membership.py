@@ -15,11 +15,11 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, suppress
 from statistics import median
 
+from node.addresses import sound
 from node.contact import MAX_FAILURES, Contact
 from node.greeter import TWIN, Greeter, Self
 from node.hello import (
     HELLO,
-    MAX_ADDRESSES,
     MAX_INTRODUCED,
     Acquaintance,
     Hello,
@@ -52,6 +52,13 @@ SLEPT_SECONDS = 2.0
 MAX_CONTACTS = 256
 DIALS_AT_ONCE = 16
 RETRY_SECONDS = 0.05
+NUDGED_SECONDS = 0.25
+"""Before who calls us is tried again: it decides how often it calls."""
+TRIES = 3
+"""A peer that did not answer so often says nothing of whether others refuse us rightly; before that, it may yet."""
+MAX_PEER_CHARACTERS = 64
+MAX_TOLD_ADDRESSES = 6
+"""Of each peer that is introduced: all of them together have to fit into one greeting."""
 
 Reach = Callable[[PeerId, Sequence[str], Deadline], Awaitable[None]]
 
@@ -124,15 +131,14 @@ class Membership:
 
     def hint(self, peer: PeerId, addresses: Sequence[str] = ()) -> None:
         """A peer may be found there."""
-        if peer == self._who.me.peer:
+        if peer == self._who.me.peer or len(peer) > MAX_PEER_CHARACTERS or not peer.isascii():
             return
         contact = self._contacts.get(peer)
         if contact is None:
             if len(self._contacts) >= MAX_CONTACTS and not self._make_room():
                 return
             contact = self._contacts[peer] = Contact(peer)
-        if addresses:
-            contact.addresses = tuple(dict.fromkeys((*addresses, *contact.addresses)))[:MAX_ADDRESSES]
+        contact.addresses = sound((*addresses, *contact.addresses))
         if self._group and contact.task is None:
             contact.task = self._group.create_task(self._tend(contact))
 
@@ -145,7 +151,9 @@ class Membership:
         return bool(spare)
 
     def _forget(self, contact: Contact) -> None:
-        del self._contacts[contact.peer]
+        self._contacts.pop(contact.peer, None)
+        self._twins.discard(contact.peer)
+        contact.hello = None
         if contact.task:
             contact.task.cancel()
 
@@ -169,7 +177,7 @@ class Membership:
             now = loop.time()
             slept = now - due > SLEPT_SECONDS
             for contact in list(self._contacts.values()):
-                if contact.watching is None or not contact.greeted:  # a dial has a deadline of its own
+                if contact.watching is None or contact.greeted is None:  # a dial has a deadline of its own
                     continue
                 if slept:
                     contact.suspicion.slept(now)
@@ -199,22 +207,29 @@ class Membership:
     async def _tend(self, contact: Contact) -> None:
         """Watch one peer; when that ends, try it again, ever more rarely."""
         while True:
-            contact.greeted = False
+            contact.greeted = None
+            self._twins.discard(contact.peer)
             why = await self._watched(contact)
-            if contact.greeted and contact.live:  # its stream broke: one more try before it counts as gone
+            if contact.broke(asyncio.get_running_loop().time()):
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
             self._set_live(contact, False, why)
             contact.failures += 1
             log.debug("%s: try %d: %s", contact.peer, contact.failures, why)
             wanted = contact.peer in set(self._wanted())
-            if contact.failures > MAX_FAILURES and not wanted:
-                self._contacts.pop(contact.peer, None)
-                return
-            contact.nudge.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(contact.pause_seconds(wanted)):
-                    await contact.nudge.wait()
+            nudged = await self._pause(contact, contact.pause_seconds(wanted))
+            if contact.failures > MAX_FAILURES and not wanted and not nudged:
+                return self._forget(contact)
+
+    async def _pause(self, contact: Contact, seconds: float) -> bool:
+        """Wait, less long if it calls us; returns whether it did."""
+        contact.nudge.clear()
+        await asyncio.sleep(NUDGED_SECONDS)
+        try:
+            async with asyncio.timeout(seconds - NUDGED_SECONDS):
+                return await contact.nudge.wait()
+        except TimeoutError:
+            return False
 
     async def _watched(self, contact: Contact) -> str:
         """Watch a peer for as long as it goes; returns why it ended."""
@@ -224,7 +239,8 @@ class Membership:
         except TimeoutError:
             return contact.why or "no answer in time"
         except BadPayload as error:
-            contact.failures = MAX_FAILURES
+            contact.failures, contact.offended = MAX_FAILURES, True
+            self._set_live(contact, False, str(error))
             self._refuse(contact.peer, str(error))
             return str(error)
         except PeerError as error:
@@ -257,19 +273,20 @@ class Membership:
         if contact.is_older(welcome.hello):
             raise BadPayload("it greets us from an older life")
         self._meet(contact, welcome.hello)
-        for each in welcome.known:
+        now = asyncio.get_running_loop().time()
+        contact.suspicion = Suspicion(now)
+        contact.failures, contact.greeted = 0, now
+        self._set_live(contact, True)
+        for each in welcome.known:  # only now: who is here is not forgotten for whom it introduces
             if each.peer not in self._contacts:
                 self.hint(each.peer, each.addresses)
-        contact.suspicion = Suspicion(asyncio.get_running_loop().time())
-        contact.failures, contact.greeted = 0, True
-        self._twins.discard(contact.peer)
-        self._set_live(contact, True)
 
     def _on_refusal(self, peer: PeerId, refusal: Refusal) -> None:
-        """Another process has our identity, some say; believed if most of those whom we reach do."""
+        """Another process has our identity, some say; believed if most of those do whom we reach, or may yet."""
         if refusal.final:
             self._twins.add(peer)
-            if 2 * len(self._twins) > len(self.live()) - 1 + len(self._twins):
+            others = [each for each in self._contacts.values() if each.peer not in self._twins]
+            if len(self._twins) > sum(each.live or each.failures < TRIES for each in others):
                 self.on_twin(refusal.why)
         raise PeerGone(peer, f"it refuses us: {refusal.why}")
 
@@ -291,22 +308,22 @@ class Membership:
             return await stream.send(Refusal(TWIN, True))
         self._meet(contact, hello)
         await stream.send(Welcome(self._greeter.hello(), self._known(peer)))
-        if not contact.live:
-            contact.nudge.set()
+        contact.called()
         await self._greeter.echo(contact, hello, stream)
 
     # -- greetings ----------------------------------------------------------------------------------------------------
 
     def _meet(self, contact: Contact, hello: Hello) -> None:
         before, contact.hello = contact.hello, hello
-        contact.addresses = tuple(dict.fromkeys((*hello.addresses, *contact.addresses)))[:MAX_ADDRESSES]
+        contact.addresses = sound((*hello.addresses, *contact.addresses))
         if before is not None and before.life != hello.life:
+            contact.offended = False
             contact.end_watch()  # what we watch is its former life
             self._set_live(contact, False, "it was started again")
 
     def _known(self, to: PeerId) -> tuple[Acquaintance, ...]:
         others = [each for each in self._contacts.values() if each.live and each.peer != to]
-        return tuple(Acquaintance(each.peer, each.addresses) for each in others[:MAX_INTRODUCED])
+        return tuple(Acquaintance(each.peer, each.addresses[:MAX_TOLD_ADDRESSES]) for each in others[:MAX_INTRODUCED])
 
     def _refuse(self, peer: PeerId, why: str) -> None:
         log.warning("%s: %s", peer, why)
