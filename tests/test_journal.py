@@ -1,0 +1,101 @@
+"""A peer's history: what its lines add up to, and what a full disk or a crash may do to the file."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from node.journal import Journal
+from node.report import RoundReport
+
+REPORT = RoundReport(
+    "r", "p", 1, 0, "a", "b", "anchor0", "committed", ("p", "q"), {"q": ("a", 1, 2)}, {"q": "late"}, True, 0.5, 100,
+    math.nan, "h", 2.0, 0.1, 0.2, 5, 6, 0.0,
+)  # fmt: skip
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line, parse_constant=pytest.fail) for line in path.read_bytes().splitlines()]
+
+
+def test_work_that_no_round_took_counts_once(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "rounds.jsonl")
+    for outcome, tokens, seconds in (("undecided", 100, 2.0), ("undecided", 150, 3.0), ("committed", 180, 4.0)):
+        journal.write(replace(REPORT, outcome=outcome, tokens=tokens, seconds_train=seconds))
+    journal.write(replace(REPORT, anchor_lineage="anchor1", tokens=70, seconds_train=1.0))
+    totals = journal.totals
+    assert (totals.tokens, totals.seconds_train) == (250, 5.0)
+    assert (totals.bytes_sent, totals.bytes_received, totals.seconds_average) == (20, 24, pytest.approx(0.8))
+    assert journal.last and journal.last.tokens == 70
+
+
+def test_a_worker_that_lost_its_work_adds_nothing_until_it_is_beyond_it(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "rounds.jsonl")
+    for tokens in (100, 0, 40, 120):
+        journal.write(replace(REPORT, outcome="undecided", tokens=tokens))
+    assert journal.totals.tokens == 120
+
+
+def test_lines_are_strict_json_and_come_back(tmp_path: Path) -> None:
+    path = tmp_path / "rounds.jsonl"
+    journal = Journal(path)
+    journal.write(REPORT)
+    journal.write(replace(REPORT, loss=math.inf, held_out_loss=1.5))
+    first, second = lines(path)
+    assert first["loss"] is None and first["held_out_loss"] is None and second["loss"] is None
+    back = RoundReport.from_json(path.read_bytes().splitlines()[0])
+    assert math.isnan(back.loss) and math.isnan(back.held_out_loss) and back.round == REPORT.round
+
+
+def test_a_second_life_goes_on_with_the_file(tmp_path: Path) -> None:
+    for number in range(3):
+        Journal(tmp_path / "rounds.jsonl").write(replace(REPORT, round=number))
+    assert [line["round"] for line in lines(tmp_path / "rounds.jsonl")] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("torn", [b'{"run": "r', b"x" * 3000, b"\0"])
+def test_a_line_that_a_crash_cut_off_spoils_no_other(tmp_path: Path, torn: bytes) -> None:
+    path = tmp_path / "rounds.jsonl"
+    Journal(path).write(REPORT)
+    with path.open("ab") as file:
+        file.write(torn)
+    Journal(path).write(replace(REPORT, round=1))
+    assert [line["round"] for line in lines(path)] == [0, 1]
+
+
+def test_a_full_disk_costs_lines_is_told_once_and_leaves_no_pieces(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A real limit on the size of files: what is written beyond it is cut off."""
+    import resource
+    import signal
+
+    path = tmp_path / "rounds.jsonl"
+    journal = Journal(path)
+    journal.write(REPORT)
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, before[1]))
+        with caplog.at_level(logging.WARNING):
+            for number in (1, 2, 3):
+                journal.write(replace(REPORT, round=number))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert len(caplog.records) == 1 and "rounds go on" in caplog.text
+    journal.write(replace(REPORT, round=4))
+    assert [line["round"] for line in lines(path)] == [0, 4]
+    assert journal.totals.bytes_sent == 25 and journal.last and journal.last.round == 4
+
+
+def test_a_file_that_is_none_costs_lines_too(tmp_path: Path) -> None:
+    (tmp_path / "rounds.jsonl").mkdir()
+    journal = Journal(tmp_path / "rounds.jsonl")
+    journal.write(REPORT)
+    assert journal.totals.tokens == 100

@@ -1,0 +1,64 @@
+"""What makes a worker of a run's configuration and this machine's."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from node import outfit
+from node.config import ConfigError
+from node.outfit import worker_spec
+from node.peerconfig import PeerConfig, load_peer
+from node.runconfig import RunConfig, load_run
+from node.tasks.spec import GptValues, PacedValues, WorkerSpec
+from protocols import PROTOCOLS
+from protocols.base import Member
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outfit, "workers_here", lambda: 2)
+
+
+def run(**overrides: object) -> RunConfig:
+    return load_run(None, overrides, PROTOCOLS)
+
+
+def peer(**flags: object) -> PeerConfig:
+    return load_peer(flags, {}, None)
+
+
+def test_each_life_of_each_peer_draws_a_stream_of_its_own_and_all_the_same_weights() -> None:
+    lives = [Member(name, life) for name, life in itertools.product(("anna", "anna/1", "bert"), range(12))]
+    specs = [worker_spec(run(), peer(), me) for me in lives]
+    streams = {spec.stream_seed for spec in specs}
+    assert len(streams) == len({f"{me.peer}/{me.incarnation}" for me in lives})
+    assert all(0 <= stream < 1 << 56 for stream in streams)
+    assert {spec.weights_seed for spec in specs} == {run().seed}
+    assert worker_spec(run(), peer(), lives[0]) == specs[0]
+
+
+def test_the_machine_is_shared_with_who_is_there_already() -> None:
+    assert worker_spec(run(), peer(), Member("anna")).peers_here == 3
+
+
+def test_threads_are_the_users_or_the_workers_own_choice() -> None:
+    assert worker_spec(run(), peer(), Member("anna")).threads == 0
+    assert worker_spec(run(), peer(threads=3), Member("anna")).threads == 3
+
+
+def test_the_task_and_the_sample_are_the_runs(tmp_path: Path) -> None:
+    gpt = worker_spec(run(), peer(), Member("anna"), tmp_path / "held-out.bin")
+    assert isinstance(gpt.values, GptValues) and gpt.held_out == tmp_path / "held-out.bin"
+    paced = worker_spec(run(task="paced"), peer(), Member("anna"))
+    assert isinstance(paced.values, PacedValues) and paced.held_out is None
+    assert gpt.recipe == run().recipe
+    for spec in (gpt, paced):
+        assert WorkerSpec.from_json(spec.to_json()) == spec
+
+
+def test_a_task_that_nobody_knows_has_no_outfit() -> None:
+    with pytest.raises(ConfigError):
+        run(task="haruspex")

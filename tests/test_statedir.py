@@ -1,0 +1,230 @@
+"""A peer's directory: what a crash, a full disk, a careless user or a hostile peer may do to it."""
+
+from __future__ import annotations
+
+import errno
+import json
+from pathlib import Path
+
+import pytest
+
+from node import statedir
+from node.hello import MAX_ADDRESS_CHARACTERS, MAX_ADDRESSES
+from node.identity import IdentityError
+from node.statedir import MAX_CACHED_PEERS, MAX_INCARNATION, StateDir, StateError, write_atomically
+
+HERE = "/ip4/192.0.2.1/tcp/4001"
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> StateDir:
+    return StateDir.open(tmp_path / "state")
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    return {str(each.relative_to(directory)): each.read_bytes() for each in directory.rglob("*") if each.is_file()}
+
+
+# -- lives ------------------------------------------------------------------------------------------------------------
+
+
+def test_each_life_has_a_number_of_its_own_and_one_identity(tmp_path: Path) -> None:
+    lives = [StateDir.open(tmp_path / "a" / "b") for _ in range(3)]
+    assert [life.incarnation for life in lives] == [1, 2, 3]
+    assert len({life.identity.peer_id for life in lives}) == 1
+    assert (tmp_path / "a" / "b").stat().st_mode & 0o077 == 0
+
+
+def test_a_crash_before_the_number_is_in_place_gives_no_number_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    StateDir.open(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", lambda self, target: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            StateDir.open(tmp_path)
+    assert (tmp_path / "incarnation").read_bytes() == b"1\n"
+    assert StateDir.open(tmp_path).incarnation == 2
+
+
+def test_the_number_is_on_the_disk_before_anybody_hears_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[bytes] = []
+    monkeypatch.setattr(statedir, "sync_directory", lambda path: synced.append((path / "incarnation").read_bytes()))
+    assert StateDir.open(tmp_path).incarnation == 1
+    assert synced == [b"1\n"]
+
+
+@pytest.mark.parametrize("damage", [b"", b"\n", b"x", b"-3", b"1.5", b"\xff\xfe", b"9" * 31, b"%d" % MAX_INCARNATION])
+def test_a_damaged_number_is_not_guessed(tmp_path: Path, damage: bytes) -> None:
+    StateDir.open(tmp_path)
+    (tmp_path / "incarnation").write_bytes(damage)
+    with pytest.raises(StateError, match="damaged: write a number into it"):
+        StateDir.open(tmp_path)
+    assert (tmp_path / "incarnation").read_bytes() == damage
+
+
+def test_a_number_that_cannot_be_read_is_not_taken_for_none(tmp_path: Path) -> None:
+    StateDir.open(tmp_path)
+    (tmp_path / "incarnation").unlink()
+    (tmp_path / "incarnation").mkdir()
+    with pytest.raises(StateError, match=r"incarnation.*--state-dir"):
+        StateDir.open(tmp_path)
+
+
+def test_a_path_that_cannot_be_a_directory_is_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StateError, match="--state-dir") as caught:
+        StateDir.open(tmp_path / "file" / "state")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_directory_that_turned_read_only_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    StateDir.open(tmp_path)
+
+    def refuse(path: Path, data: bytes) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    monkeypatch.setattr(statedir, "write_atomically", refuse)
+    with pytest.raises(StateError, match=r"incarnation \(Read-only file system\)"):
+        StateDir.open(tmp_path)
+
+
+def test_an_identity_that_others_can_read_is_refused_and_costs_no_life(tmp_path: Path) -> None:
+    StateDir.open(tmp_path)
+    (tmp_path / "identity.key").chmod(0o644)
+    with pytest.raises(IdentityError, match="chmod 600"):
+        StateDir.open(tmp_path)
+    (tmp_path / "identity.key").chmod(0o600)
+    assert StateDir.open(tmp_path).incarnation == 2
+
+
+# -- the run ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_same_run_again_keeps_its_files(state: StateDir) -> None:
+    state.begin("aa" * 32, "", b"sealed", b"sample")
+    state.rounds.write_bytes(b"lines")
+    state.begin("aa" * 32, "aa" * 32, b"sealed", b"")
+    assert (state.manifest(), state.sample.read_bytes(), state.rounds.read_bytes()) == (b"sealed", b"sample", b"lines")
+    assert not (state.path / "past").exists()
+
+
+def test_files_of_other_runs_are_put_aside_however_often(state: StateDir) -> None:
+    runs = ["aa" * 32, "bb" * 32, "aa" * 32, "bb" * 32, "aa" * 32]
+    before, written = "", set()
+    for number, run in enumerate(runs):
+        state.begin(run, before, f"sealed {number}".encode(), f"sample {number}".encode())
+        assert not state.rounds.exists() and not state.peers()
+        state.rounds.write_text(f"lines {number}")
+        state.remember({f"peer {number}": [HERE]})
+        state.keep_text(f"text {number}".encode())
+        written |= set(content(state.path).values())
+        before = run
+    assert written <= set(content(state.path).values()) | {f"{number}".encode() for number in range(9)}
+    aside = {each.name for each in (state.path / "past").iterdir()}
+    assert aside == {"a" * 16, "a" * 16 + "-2", "b" * 16, "b" * 16 + "-2"}
+    assert state.manifest() == b"sealed 4" and state.identity.path.exists()
+
+
+def test_a_crash_while_files_are_put_aside_loses_none(state: StateDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    state.begin("aa" * 32, "", b"old", b"sample")
+    state.rounds.write_bytes(b"lines")
+    rename, left = Path.rename, 1
+
+    def crash(self: Path, target: Path) -> Path:
+        nonlocal left
+        if not left:
+            raise KeyboardInterrupt
+        left -= 1
+        return rename(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", crash)
+        with pytest.raises(KeyboardInterrupt):
+            state.begin("bb" * 32, "aa" * 32, b"new", b"")
+    assert state.manifest() == b""
+    state.begin("bb" * 32, "", b"new", b"")
+    assert {b"old", b"sample", b"lines", b"new"} <= set(content(state.path).values())
+    assert state.manifest() == b"new" and not state.rounds.exists()
+
+
+def test_a_full_disk_when_a_run_begins_is_told_in_one_line(state: StateDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(statedir, "write_atomically", full)
+    with pytest.raises(StateError, match=r"manifest.bin \(No space left on device\): free space there"):
+        state.begin("aa" * 32, "", b"sealed", b"")
+    state.keep_text(b"text")
+    state.remember({"p": [HERE]})  # neither ends a round
+
+
+def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_atomically(tmp_path / "file", b"old")
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(statedir.os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_atomically(tmp_path / "file", b"new")
+    assert (tmp_path / "file").read_bytes() == b"old"
+
+
+# -- whom it met ------------------------------------------------------------------------------------------------------
+
+
+def test_who_is_here_now_comes_first_and_the_oldest_are_dropped(state: StateDir) -> None:
+    state.remember({f"old{number}": [HERE] for number in range(MAX_CACHED_PEERS)})
+    state.remember({"new": [HERE, HERE + "1"]})
+    assert len(state.peers()) == MAX_CACHED_PEERS
+    assert next(iter(state.peers().items())) == ("new", (HERE, HERE + "1"))
+    assert f"old{MAX_CACHED_PEERS - 1}" not in state.peers()
+    assert list(state.addresses())[:2] == [f"{HERE}/p2p/new", f"{HERE}1/p2p/new"]
+
+
+def test_nothing_is_written_where_nothing_changed(state: StateDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    state.remember({"p": [HERE]})
+    monkeypatch.setattr(statedir, "write_atomically", lambda path, data: pytest.fail("written"))
+    state.remember({"p": [HERE]})
+
+
+def test_what_others_call_addresses_is_bounded(state: StateDir) -> None:
+    many = [f"{HERE}{number}" for number in range(3 * MAX_ADDRESSES)]
+    state.remember({"p": ["x" * (MAX_ADDRESS_CHARACTERS + 1), "\ud800", "\x1b[2J", "/dns/é", *many]})
+    assert state.peers() == {"p": tuple(many[:MAX_ADDRESSES])}
+
+
+def test_the_most_that_may_be_remembered_can_be_read_again(state: StateDir) -> None:
+    worst = ["\\" * (MAX_ADDRESS_CHARACTERS - 2) + f"{number:02}" for number in range(MAX_ADDRESSES)]
+    state.remember({f"{number:064}": worst for number in range(2 * MAX_CACHED_PEERS)})
+    assert len(state.peers()) == MAX_CACHED_PEERS and state.peers()[f"{0:064}"] == tuple(worst)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [b"", b"{", b"[1]", b"null", b"7", b"\xff", b"[" * 100_000, b'{"p": ' * 50_000, b'{"p": "x"}', b"1" * 10_000],
+    ids=lambda damage: damage[:8].decode(errors="replace"),
+)
+def test_a_damaged_cache_is_an_empty_one_and_is_replaced(state: StateDir, damage: bytes) -> None:
+    (state.path / "peers.json").write_bytes(damage)
+    assert state.peers() == {} and list(state.addresses()) == []
+    state.remember({"p": [HERE]})
+    assert state.peers() == {"p": (HERE,)}
+
+
+def test_a_hostile_cache_is_read_as_far_as_it_makes_sense(state: StateDir) -> None:
+    entries = {"a": [HERE, 7, None, ["x"], "y" * 1000], "b": "no list", "c": []}
+    (state.path / "peers.json").write_text(json.dumps(entries | {f"p{number}": [] for number in range(1000)}))
+    assert state.peers()["a"] == (HERE,) and "b" not in state.peers() and state.peers()["c"] == ()
+    assert len(state.peers()) == MAX_CACHED_PEERS
+
+
+def test_a_run_that_is_over_is_forgotten_as_often_as_one_likes(state: StateDir) -> None:
+    state.begin("aa" * 32, "", b"sealed", b"")
+    state.remember({"p": [HERE]})
+    state.forget()
+    state.forget()
+    assert state.peers() == {} and state.manifest() == b"sealed"
