@@ -46,17 +46,41 @@ async def alongside(main: Coroutine[Any, Any, T], helper: Coroutine[Any, Any, No
     return result
 
 
+class _Group(asyncio.TaskGroup):
+    """A task group that knows its tasks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._running: dict[asyncio.Task[Any], None] = {}
+
+    def create_task(self, coro: Any, **more: Any) -> asyncio.Task[Any]:
+        task = super().create_task(coro, **more)
+        self._running[task] = None
+        task.add_done_callback(lambda task: self._running.pop(task, None))
+        return task
+
+    async def end(self) -> None:
+        """Wait for all tasks, however long."""
+        while self._running:
+            await asyncio.wait(list(self._running))
+
+
 @asynccontextmanager
 async def together() -> AsyncIterator[asyncio.TaskGroup]:
-    """A task group whose first error reaches the caller as itself, not in a group of errors."""
+    """A task group whose first error reaches the caller as itself, not in a group of errors.
+
+    Python 3.11 forgets that a group was cancelled if one of its tasks fails in the same moment; and if one fails while
+    the group waits for the last of them, it leaves behind a cancellation that nobody asked for. This one does neither.
+    """
     task = asyncio.current_task()
     assert task is not None
     cancelled = task.cancelling()
     try:
-        async with asyncio.TaskGroup() as group:
+        async with _Group() as group:
             yield group
+            await group.end()
     except BaseExceptionGroup as errors:
-        if task.cancelling() > cancelled:  # Python 3.11 and 3.12 forget that over an error of the same moment
+        if task.cancelling() > cancelled:
             raise asyncio.CancelledError from None
         raise errors.exceptions[0] from None
 

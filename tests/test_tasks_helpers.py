@@ -254,6 +254,22 @@ def test_the_first_error_comes_as_itself() -> None:
     play(main())
 
 
+def test_an_error_after_the_body_is_no_cancellation() -> None:
+    async def fail() -> None:
+        await asyncio.sleep(1)
+        raise ValueError("no")
+
+    async def main() -> None:
+        task = asyncio.current_task()
+        with pytest.raises(ValueError, match="no"):
+            async with together() as group:
+                group.create_task(fail())
+        assert task and task.cancelling() == 0
+        await asyncio.sleep(1)
+
+    play(main())
+
+
 def test_a_task_cancelled_at_the_moment_of_an_error_is_cancelled() -> None:
     async def last_words() -> None:
         try:
