@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import math
 from collections import Counter
@@ -23,7 +24,7 @@ from node.entry import (
     ask_status,
     reach,
 )
-from node.hello import ENTRY, MAX_RUN_BYTES, MAX_SAMPLE_BYTES, MAX_STATUS_BYTES, RunIs, StatusIs, WantRun, WantStatus
+from node.hello import ENTRY, MAX_RUN_BYTES, MAX_STATUS_BYTES, RunIs, StatusIs, WantRun, WantStatus
 from node.manifest import ManifestError
 from protocols import wire
 from protocols.base import BadPayload, Deadline, Header, PeerError, PeerGone, PeerId, PeerSilent, Stream
@@ -137,7 +138,7 @@ def test_the_dead_are_tried_ever_more_rarely_and_for_as_long_as_it_takes() -> No
         async with addresses.entry() as entry:
             await entry.find("a")
         times = addresses.tried["a"]
-        pauses = [second - first - 0.1 for first, second in zip(times, times[1:], strict=False)]
+        pauses = [second - first - 0.1 for first, second in itertools.pairwise(times)]
         assert pauses[: len(PAUSE_SECONDS)] == pytest.approx(PAUSE_SECONDS)
         assert set(map(round, pauses[len(PAUSE_SECONDS) :])) == {PAUSE_SECONDS[-1]} and len(pauses) == 50
 
