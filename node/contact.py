@@ -33,7 +33,7 @@ class Contact:
         round: the one that it says it is in.
         failures: tries in a row that did not make it live.
         breaks: in a row, of streams that broke soon after a handshake.
-        offended: it broke a rule in its present life: no try before its time.
+        offended: it broke a rule, or off too often, in its present life: no try before its time.
         greeted: when the present try got as far as a handshake; None before that.
         nudge: set to try it soon.
         hurry: set to send it a pulse at once.
@@ -91,7 +91,8 @@ class Contact:
             self.breaks, self.offended = 0, False
         self.breaks += 1
         self.failures = self.breaks
-        return self.breaks <= MAX_BREAKS
+        self.offended |= self.breaks > MAX_BREAKS
+        return not self.offended
 
     def is_older(self, hello: Hello) -> bool:
         """Whether this is another life of the peer than the latest, and not a later one."""

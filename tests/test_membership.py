@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from node.greeter import Self
-from node.hello import HELLO, VERSION, Hello, Pulse, Refusal, Welcome
-from node.membership import Membership
+from node.contact import MAX_FAILURES, Contact
+from node.greeter import IDLE_SECONDS, TWIN, Self
+from node.hello import HELLO, MAX_INTRODUCED, VERSION, Acquaintance, Hello, Pulse, Refusal, Welcome
+from node.membership import MAX_CONTACTS, Membership
 from node.suspicion import CEILING_SECONDS, FLOOR_SECONDS, Suspicion
 from protocols import wire
-from protocols.base import Member, PeerId, Transport
+from protocols.base import Header, Member, PeerError, PeerId, Stream, Transport
 from tests.sim import loop as simloop
 from tests.sim.host import SimClock
 from tests.sim.network import SimNetwork, Trace
@@ -247,3 +251,323 @@ def test_patience_adapts_between_its_bounds() -> None:
     assert quick.patience_seconds == FLOOR_SECONDS
     assert FLOOR_SECONDS < slow.patience_seconds <= CEILING_SECONDS
     assert quick.due() == 59.0 + FLOOR_SECONDS
+
+
+# -- hostile contacts -------------------------------------------------------------------------------------------------
+
+
+class Hostile:
+    """A peer of the run that does as it likes: what it says are its attributes."""
+
+    def __init__(self, swarm: Swarm, name: PeerId = "x") -> None:
+        self.transport, self.name = swarm.network.join(name), name
+        self.dials: list[float] = []
+        self.known: tuple[Acquaintance, ...] = ()
+        self.echo: Callable[[Pulse], Sequence[Header]] = lambda pulse: [pulse]
+        self.refusal: Refusal | None = None
+        self.addresses: tuple[str, ...] = ()
+        self.transport.serve(HELLO, self._serve)
+
+    def hello(self, incarnation: int = 0, life: int = 77) -> Hello:
+        return Hello(VERSION, RUN, Member(self.name, incarnation), life, "mallory", self.addresses)
+
+    async def _serve(self, peer: PeerId, stream: Stream) -> None:
+        self.dials.append(asyncio.get_running_loop().time())
+        await stream.receive(wire.MAX_HEADER_BYTES)
+        if self.refusal:
+            return await stream.send(self.refusal)
+        await stream.send(Welcome(self.hello(), self.known))
+        while True:
+            pulse = wire.expect(await stream.receive(wire.MAX_HEADER_BYTES), Pulse)
+            answers = self.echo(pulse)
+            if not answers:
+                return
+            for each in answers:
+                await stream.send(each)
+
+    async def greet(self, peer: PeerId, seconds: float, pulses_each_second: float = 0.0) -> int:
+        """Greet a peer and send pulses; returns how many it answered."""
+        loop = asyncio.get_running_loop()
+        until, answered = loop.time() + seconds, 0
+        with suppress(PeerError):
+            async with self.transport.open(peer, HELLO, until) as stream:
+                await stream.send(self.hello())
+                await stream.receive(wire.MAX_HEADER_BYTES)
+                while pulses_each_second and loop.time() < until:
+                    await stream.send(Pulse(answered, 0.0, 1 << 40, False))
+                    await stream.receive(wire.MAX_HEADER_BYTES)
+                    answered += 1
+                    await asyncio.sleep(1 / pulses_each_second)
+                await asyncio.sleep(until - loop.time())
+        return answered
+
+
+def wrong(pulse: Pulse) -> list[Pulse]:
+    return [replace(pulse, number=pulse.number + 1)]
+
+
+def contact_of(swarm: Swarm, peer: PeerId, other: PeerId) -> Contact | None:
+    return next((each for each in swarm.members[peer].contacts() if each.peer == other), None)
+
+
+async def trio(swarm: Swarm) -> None:
+    for name in "abc":
+        swarm.start(name)
+    await until(lambda: all(len(swarm.sees(name)) == 3 for name in "abc"), 5.0)
+
+
+def settled(swarm: Swarm) -> bool:
+    """The honest see each other, and none of their handlers failed."""
+    return not swarm.network.bugs and all({"a", "b", "c"} <= set(swarm.sees(name)) for name in "abc")
+
+
+@pytest.mark.parametrize("echo", [wrong, lambda pulse: [], lambda pulse: [Refusal("no", False)]])
+def test_who_greets_and_then_breaks_off_or_the_rules_is_not_here_nor_dialled_for_ever(echo: Any) -> None:
+    """Whether it also calls us, or not."""
+
+    async def body(swarm: Swarm) -> None:
+        await trio(swarm)
+        hostile = Hostile(swarm)
+        hostile.echo = echo
+        swarm.members["a"].hint("x")
+        calls = asyncio.create_task(hostile.greet("a", 55.0, pulses_each_second=1.0))
+        await asyncio.sleep(60.0)
+        assert swarm.sees("a") == ["a", "b", "c"]
+        early, late = [at for at in hostile.dials if at < 15.0], [at for at in hostile.dials if at >= 45.0]
+        assert 1 <= len(early) <= 12 and len(late) <= 3, hostile.dials
+        assert settled(swarm)
+        await calls
+
+    play(body)
+
+
+def test_who_breaks_a_rule_is_gone_at_once_and_heard_again_in_its_next_life() -> None:
+    async def body(swarm: Swarm) -> None:
+        await trio(swarm)
+        hostile = Hostile(swarm)
+        swarm.members["a"].hint("x")
+        await until(lambda: "x" in swarm.sees("a"), 5.0)
+        await asyncio.sleep(10.0)
+        hostile.echo = wrong
+        await until(lambda: "x" not in swarm.sees("a"), 2.0)
+        version = swarm.members["a"].version
+        await asyncio.sleep(20.0)
+        assert swarm.members["a"].version == version, "it comes and goes"
+        assert any("not sent" in why for why in swarm.members["a"].refused)
+        hostile.echo = lambda pulse: [pulse]
+        honest = hostile.hello
+        hostile.hello = lambda *_: honest(1, 78)  # type: ignore[method-assign]
+        asyncio.get_running_loop().create_task(hostile.greet("a", 30.0, 1.0))
+        await until(lambda: Member("x", 1) in swarm.members["a"].live(), 5.0)
+
+    play(body)
+
+
+def test_a_flood_of_pulses_is_slowed_down_and_stops_nobody() -> None:
+    async def body(swarm: Swarm) -> None:
+        await trio(swarm)
+        hostile = Hostile(swarm)
+        swarm.network.link("x", "a").latency_seconds = swarm.network.link("a", "x").latency_seconds = 1e-4
+        version = swarm.members["b"].version
+        answered = await hostile.greet("a", 30.0, pulses_each_second=1e5)
+        assert answered <= 30.0 * 21
+        assert swarm.members["b"].version == version or "x" in swarm.sees("b")
+        assert settled(swarm)
+
+    play(body)
+
+
+def test_who_greets_and_never_pulses_is_not_served_for_ever() -> None:
+    async def body(swarm: Swarm) -> None:
+        await trio(swarm)
+        mute = swarm.network.join("x")
+        with pytest.raises(PeerError):
+            async with mute.open("a", HELLO, asyncio.get_running_loop().time() + 500.0) as stream:
+                await stream.send(Hello(VERSION, RUN, Member("x"), 1, "", ()))
+                await stream.receive(wire.MAX_HEADER_BYTES)
+                await stream.receive(wire.MAX_HEADER_BYTES)
+        assert IDLE_SECONDS <= asyncio.get_running_loop().time() <= IDLE_SECONDS + 5.0
+        assert settled(swarm) and swarm.sees("a") == ["a", "b", "c"]
+
+    play(body)
+
+
+def test_one_liar_that_calls_us_a_twin_does_not_stop_us() -> None:
+    """Not even where it is the first to answer, for as long as it likes."""
+
+    async def body(swarm: Swarm) -> None:
+        liar = Hostile(swarm, "0")
+        liar.refusal = Refusal(TWIN, True)
+        for name in "abc":
+            for other in "abc":
+                swarm.network.link(name, other).latency_seconds = 0.5
+            swarm.start(name).hint("0")
+        await until(lambda: all(len(swarm.sees(name)) == 3 for name in "abc"), 20.0)
+        await asyncio.sleep(300.0)
+        assert swarm.twins == [] and settled(swarm) and len(liar.dials) > 3
+
+    play(body)
+
+
+def test_a_twin_is_believed_once_most_say_so_though_one_denies_it() -> None:
+    async def body(swarm: Swarm) -> None:
+        others = [Hostile(swarm, name) for name in "uvwx"]
+        for each in others[1:]:
+            each.refusal = Refusal(TWIN, True)
+        swarm.start("a")
+        for each in others:
+            swarm.members["a"].hint(each.name)
+        await until(lambda: bool(swarm.twins), 20.0)
+        assert swarm.twins[0][0] == "a"
+
+    play(body)
+
+
+def test_a_liar_that_is_the_last_one_in_reach_for_a_moment_does_not_stop_us() -> None:
+    async def body(swarm: Swarm) -> None:
+        liar = Hostile(swarm, "0")
+        await trio(swarm)
+        liar.refusal = Refusal(TWIN, True)
+        swarm.members["a"].hint("0")
+        await asyncio.sleep(5.0)
+        for name in "bc":
+            swarm.network.reset_streams(name)
+        await asyncio.sleep(30.0)
+        assert swarm.twins == [] and settled(swarm)
+
+    play(body)
+
+
+def test_nonsense_that_is_introduced_is_tried_in_vain_and_not_passed_on() -> None:
+    async def body(swarm: Swarm) -> None:
+        await trio(swarm)
+        hostile = Hostile(swarm)
+        hostile.known = (
+            Acquaintance("ghost", ("no address", "/ip4/\x1b[2J", "/dns/é", "", "x" * 256)),
+            Acquaintance("", ()),
+            Acquaintance("é", ()),
+            Acquaintance("a", ("/ip4/6.6.6.6/tcp/6",)),
+            Acquaintance("b", ("/ip4/6.6.6.6/tcp/6",)),
+        )
+        swarm.members["a"].hint("x")
+        swarm.members["a"].hint("y" * 65, ("/ip4/6.6.6.6/tcp/6",))
+        await until(lambda: "x" in swarm.sees("a"), 5.0)
+        ghost = contact_of(swarm, "a", "ghost")
+        assert ghost and ghost.addresses == ("no address", "", "x" * 256)
+        known = {each.peer for each in swarm.members["a"].contacts()}
+        assert known == {"b", "c", "x", "ghost", ""}
+        b = contact_of(swarm, "a", "b")
+        assert b and b.addresses[0].startswith("/ip4/10.0.0.1")
+        await asyncio.sleep(600.0)
+        assert contact_of(swarm, "a", "ghost") is None and settled(swarm)
+
+    play(body)
+
+
+def test_what_hostile_peers_call_their_addresses_spoils_no_greeting_of_ours() -> None:
+    """As many, as long and as odd as a greeting and the directory let through: newcomers must still understand us."""
+
+    async def body(swarm: Swarm) -> None:
+        await trio(swarm)
+        for number in range(40):
+            hostile = Hostile(swarm, f"x{number}")
+            hostile.addresses = tuple(f"{each:02}" + "\U0001f600" * 254 for each in range(8))
+            hostile.addresses += tuple(f"{each:02}" + "y" * 254 for each in range(8))
+            swarm.members["a"].hint(hostile.name, ("z" * 4000, "\ud800"))
+        await until(lambda: len(swarm.sees("a")) == 43, 30.0)
+        swarm.start("d")  # of all it is told of "a" only
+        await until(lambda: {"a", "b", "c"} <= set(swarm.sees("d")), 20.0)
+        assert settled(swarm) and not swarm.members["d"].refused
+
+    play(body)
+
+
+def test_a_flood_of_hints_is_bounded_and_the_live_and_the_wanted_stay() -> None:
+    async def body(swarm: Swarm) -> None:
+        await trio(swarm)
+        swarm.network.kill("c")
+        await until(lambda: "c" not in swarm.sees("a"), 20.0)
+        most = 0
+        for number in range(20 * MAX_CONTACTS):
+            swarm.members["a"].hint(f"ghost{number}", ("/ip4/10.9.9.9/tcp/1",))
+            most = max(most, len(swarm.members["a"].contacts()))
+            if number % 100 == 0:
+                await asyncio.sleep(0.05)
+        assert most == MAX_CONTACTS
+        assert {"b", "c"} <= {each.peer for each in swarm.members["a"].contacts()}
+        assert swarm.sees("a") == ["a", "b"]
+        swarm.start("c")
+        await until(lambda: Member("c", 1) in swarm.members["a"].live(), 30.0)
+        process = swarm.network.nodes["a"].process
+        await asyncio.sleep(600.0)
+        assert len(swarm.members["a"].contacts()) == 2 and len(process.tasks) < 20
+
+    play(body)
+
+
+def test_who_introduces_a_crowd_to_a_full_house_is_met_all_the_same() -> None:
+    async def body(swarm: Swarm) -> None:
+        await trio(swarm)
+        for number in range(MAX_CONTACTS):
+            swarm.members["a"].hint(f"ghost{number}")
+        friend = Hostile(swarm)
+        friend.known = tuple(Acquaintance(f"more{number}", ()) for number in range(MAX_INTRODUCED))
+        swarm.members["a"].hint("x")
+        contact = contact_of(swarm, "a", "x")
+        assert contact
+        contact.failures = MAX_FAILURES - 1
+        await until(lambda: "x" in swarm.sees("a"), 60.0)
+        await asyncio.sleep(60.0)
+        assert "x" in swarm.sees("a") and settled(swarm)
+
+    play(body)
+
+
+def test_who_watches_us_though_we_forgot_it_is_met_again() -> None:
+    async def body(swarm: Swarm) -> None:
+        await trio(swarm)
+        swarm.start("d")
+        await until(lambda: "d" in swarm.sees("a") and "a" in swarm.sees("d"), 10.0)
+        contact = contact_of(swarm, "a", "d")
+        assert contact
+        swarm.members["a"]._set_live(contact, False, "as if")
+        swarm.members["a"]._wanted = tuple
+        swarm.members["a"]._forget(contact)
+        await until(lambda: "d" in swarm.sees("a"), 10.0)
+        assert "a" in swarm.sees("d")
+
+    play(body)
+
+
+def test_an_old_life_that_still_pulses_is_told_and_changes_nothing() -> None:
+    async def body(swarm: Swarm) -> None:
+        await trio(swarm)
+        hostile = Hostile(swarm)
+        old = asyncio.create_task(hostile.greet("a", 60.0, pulses_each_second=2.0))
+        await until(lambda: "x" in swarm.sees("a"), 10.0)
+        honest = hostile.hello
+        hostile.hello = lambda *_: honest(1, 78)  # type: ignore[method-assign]
+        asyncio.get_running_loop().create_task(hostile.greet("a", 60.0, 1.0))
+        await until(lambda: Member("x", 1) in swarm.members["a"].live(), 10.0)
+        await asyncio.wait_for(old, 5.0)  # its pulse was refused, and the stream closed
+        hostile.hello = honest  # type: ignore[method-assign]
+        version = swarm.members["a"].version
+        assert await hostile.greet("a", 5.0, 2.0) == 0
+        assert Member("x", 1) in swarm.members["a"].live() and swarm.members["a"].version <= version + 2
+
+    play(body)
+
+
+def test_one_that_starts_again_and_again_neither_leaks_nor_stops_us() -> None:
+    async def body(swarm: Swarm) -> None:
+        await trio(swarm)
+        for _ in range(10):
+            swarm.network.kill("c")
+            await asyncio.sleep(0.3)
+            swarm.start("c")
+            await asyncio.sleep(0.7)
+        await until(lambda: settled(swarm), 30.0)
+        assert Member("c", 10) in swarm.members["a"].live() and swarm.twins == []
+        assert len(swarm.network.nodes["a"].process.tasks) < 30
+
+    play(body)
