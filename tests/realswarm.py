@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -22,7 +22,7 @@ from typing import Any, Self, TypeVar
 import psutil
 
 from node.control import NoAnswer, ask
-from tests.checkers import Report, check
+from tests.checkers import DECIDED, Report, check
 
 T = TypeVar("T")
 
@@ -44,7 +44,7 @@ def paced(elements: int = 250_000, step_seconds: float = 0.1, inner_steps: int =
     )
 
 
-def wait(what: str, condition: Callable[[], T], seconds: float) -> T:
+def wait(what: str, condition: Callable[[], T | None], seconds: float) -> T:
     """What the condition returns as soon as it is truthy; fails in these words after so many seconds."""
     until = time.monotonic() + seconds
     while not (value := condition()):
@@ -231,6 +231,16 @@ class RealSwarm:
             wait(f"{peer.name} gets into the run", peer.meet, START_SECONDS)
         return joining
 
+    def four(self, seconds: float) -> list[RealPeer]:
+        """Four running peers in one mean: whoever is missing is started, from where it was."""
+        if not self.peers:
+            self.join("b", "c", "d", via=self.found("a"))
+        elif missing := [peer.name for peer in self.peers.values() if not peer.running][: 4 - len(self.running)]:
+            self.join(*missing, via=self.running[0])
+        four, now = self.running, time.time()
+        wait("four are in one mean", lambda: self.all_in_one_mean(four, now), seconds)
+        return four
+
     # -- judging ------------------------------------------------------------------------------------------------------
 
     def histories(self) -> dict[str, list[Report]]:
@@ -253,10 +263,12 @@ class RealSwarm:
 
 
 def _decided(report: Report) -> bool:
-    return report["outcome"] in ("committed", "alone", "skipped", "fork")
+    return report["outcome"] in DECIDED
 
 
-def deciding(peers: Iterable[RealPeer], after: float) -> Iterator[Report | None]:
-    """Of each peer, the first decision that it reported later than at that wall time; None: not yet."""
-    for peer in peers:
-        yield next((report for report in peer.reports() if report["time"] > after and _decided(report)), None)
+def deciding(peers: Iterable[RealPeer], since: float) -> list[Report]:
+    """Of each peer the first decision that it reported later than at that wall time; empty until all have one."""
+    wanted = list(peers)
+    ends = [next((each for each in peer.reports() if each["time"] > since and _decided(each)), None) for peer in wanted]
+    found = [end for end in ends if end]
+    return found if len(found) == len(wanted) else []

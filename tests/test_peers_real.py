@@ -27,23 +27,9 @@ SUSPECTED_SECONDS = 6.0
 LEFT_SECONDS = 10.0
 
 
-class Four(RealSwarm):
-    """Four peers, a to d at first; newcomers take the place of whoever has gone for good."""
-
-    def whole(self) -> list[RealPeer]:
-        """Four running peers in one mean: whoever is missing is started, from where it was."""
-        if not self.peers:
-            self.join("b", "c", "d", via=self.found("a"))
-        elif missing := [peer.name for peer in self.peers.values() if not peer.running][: 4 - len(self.running)]:
-            self.join(*missing, via=self.running[0])
-        four, now = self.running, time.time()
-        wait("four are in one mean", lambda: self.all_in_one_mean(four, now), ROUND_SECONDS)
-        return four
-
-
 @pytest.fixture(scope="module")
-def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Four]:
-    with Four(tmp_path_factory.mktemp("swarm"), paced(elements=1_000_000, inner_steps=8)) as swarm:
+def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealSwarm]:
+    with RealSwarm(tmp_path_factory.mktemp("swarm"), paced(elements=1_000_000, inner_steps=8)) as swarm:
         yield swarm
 
 
@@ -51,19 +37,23 @@ def others(four: list[RealPeer], victim: RealPeer) -> list[RealPeer]:
     return [peer for peer in four if peer is not victim]
 
 
-def back_in(swarm: Four, four: list[RealPeer], since: float) -> None:
+def back_in(swarm: RealSwarm, four: list[RealPeer], since: float) -> None:
     """All four are in one mean again."""
     wait("all four are in one mean again", lambda: swarm.all_in_one_mean(four, since), ROUND_SECONDS)
     swarm.check()
 
 
+def all_see(peers: list[RealPeer], other: RealPeer, what: str, value: object) -> bool:
+    return all(peer.sees(other).get(what) is value for peer in peers)
+
+
 def others_decide(peers: list[RealPeer], since: float, seconds: float) -> list[Report]:
     """What each of them decides first after that wall time."""
-    return wait("the others decide", lambda: all(ends := list(deciding(peers, since))) and ends, seconds)
+    return wait("the others decide", lambda: deciding(peers, since), seconds)
 
 
-def test_four_peers_agree_round_by_round(swarm: Four) -> None:
-    four = swarm.whole()
+def test_four_peers_agree_round_by_round(swarm: RealSwarm) -> None:
+    four = swarm.four(ROUND_SECONDS)
     first = four[0].last()["round"]
     wait("three rounds more", lambda: all(peer.last()["round"] > first + 3 for peer in four), 2 * ROUND_SECONDS)
     for number in range(first + 1, first + 4):
@@ -74,8 +64,8 @@ def test_four_peers_agree_round_by_round(swarm: Four) -> None:
     swarm.check()
 
 
-def test_a_killed_worker_costs_nobody_else_a_round(swarm: Four) -> None:
-    four = swarm.whole()
+def test_a_killed_worker_costs_nobody_else_a_round(swarm: RealSwarm) -> None:
+    four = swarm.four(ROUND_SECONDS)
     victim = four[1]
     worker = victim.child("worker")
     killed = victim.strike("worker")
@@ -86,8 +76,8 @@ def test_a_killed_worker_costs_nobody_else_a_round(swarm: Four) -> None:
         assert {each["outcome"] for each in peer.reports() if each["time"] > killed} == {"committed"}
 
 
-def test_a_killed_p2pd_is_mended(swarm: Four) -> None:
-    four = swarm.whole()
+def test_a_killed_p2pd_is_mended(swarm: RealSwarm) -> None:
+    four = swarm.four(ROUND_SECONDS)
     victim = four[2]
     daemon = victim.child("p2pd")
     victim.strike("p2pd")
@@ -96,8 +86,8 @@ def test_a_killed_p2pd_is_mended(swarm: Four) -> None:
     back_in(swarm, four, time.time())
 
 
-def test_a_peer_killed_in_the_data_phase_holds_up_nobody_and_comes_back_in_a_new_life(swarm: Four) -> None:
-    four = swarm.whole()
+def test_a_peer_killed_in_the_data_phase_holds_up_nobody_and_comes_back_in_a_new_life(swarm: RealSwarm) -> None:
+    four = swarm.four(ROUND_SECONDS)
     victim = four[3]
     before = victim.last()
     wait("the data phase", lambda: victim.status().get("state") == "averaging", ROUND_SECONDS)
@@ -116,15 +106,14 @@ def test_a_peer_killed_in_the_data_phase_holds_up_nobody_and_comes_back_in_a_new
     assert again.last()["incarnation"] == before["incarnation"] + 1
 
 
-def test_a_stopped_peer_is_suspected_excluded_and_synced_when_it_wakes(swarm: Four) -> None:
-    four = swarm.whole()
+def test_a_stopped_peer_is_suspected_excluded_and_synced_when_it_wakes(swarm: RealSwarm) -> None:
+    four = swarm.four(ROUND_SECONDS)
     victim = four[0]
     stopped = victim.strike(number=signal.SIGSTOP)
     try:
-        wait("all suspect it", lambda: not any(p.sees(victim)["live"] for p in others(four, victim)), SUSPECTED_SECONDS)
+        wait("all suspect it", lambda: all_see(others(four, victim), victim, "live", False), SUSPECTED_SECONDS)
         print(f"suspected by all after {time.time() - stopped:.1f} s")
-        gone = lambda: not any(peer.sees(victim).get("member") for peer in others(four, victim))  # noqa: E731
-        wait("the roster is without it", gone, ROUND_SECONDS)
+        wait("the roster is without it", lambda: all_see(others(four, victim), victim, "member", False), ROUND_SECONDS)
         print(f"excluded after {time.time() - stopped:.1f} s")
         time.sleep(max(0.0, stopped + 12 - time.time()))
     finally:
@@ -134,8 +123,8 @@ def test_a_stopped_peer_is_suspected_excluded_and_synced_when_it_wakes(swarm: Fo
     assert any(each["outcome"] == "superseded" for each in victim.reports() if each["time"] > stopped)
 
 
-def test_the_founder_is_killed_and_a_newcomer_gets_in_through_another(swarm: Four) -> None:
-    four = swarm.whole()
+def test_the_founder_is_killed_and_a_newcomer_gets_in_through_another(swarm: RealSwarm) -> None:
+    four = swarm.four(ROUND_SECONDS)
     founder = swarm["a"]
     killed = founder.strike()
     founder.leaves_nothing()
@@ -153,11 +142,11 @@ def test_the_founder_is_killed_and_a_newcomer_gets_in_through_another(swarm: Fou
     swarm.check()
 
 
-def test_who_is_asked_to_leave_hands_in_its_round_and_holds_up_nobody(swarm: Four) -> None:
-    four = swarm.whole()
+def test_who_is_asked_to_leave_hands_in_its_round_and_holds_up_nobody(swarm: RealSwarm) -> None:
+    four = swarm.four(ROUND_SECONDS)
     for leaver, leave in ((four[0], finish), (four[1], interrupt)):
-        before = leaver.last()["round"]
-        wait("the middle of a round", lambda p=leaver, n=before: p.last()["round"] > n and time.sleep(0.5) is None, 10)
+        others_decide([leaver], time.time(), ROUND_SECONDS)
+        time.sleep(0.5)  # the next round is under way
         asked, before = time.time(), leaver.last()["round"]
         leave(leaver)
         assert leaver.ends(LEFT_SECONDS) == 0
@@ -178,8 +167,8 @@ def interrupt(peer: RealPeer) -> None:
     peer.strike(number=signal.SIGINT)
 
 
-def test_of_two_with_one_identity_one_is_told_and_goes(swarm: Four, tmp_path: Path) -> None:
-    original = swarm.whole()[1]
+def test_of_two_with_one_identity_one_is_told_and_goes(swarm: RealSwarm, tmp_path: Path) -> None:
+    original = swarm.four(ROUND_SECONDS)[1]
     twin = RealPeer("twin", tmp_path)
     shutil.copytree(original.directory, twin.directory)
     twin.start("--bootstrap", swarm.running[0].address)
