@@ -70,8 +70,9 @@ def plain_line(report: RoundReport, rounds: int = 0) -> str:
     seconds = report.seconds_train + report.seconds_wait + report.seconds_average
     speed = report.tokens / report.seconds_train if report.seconds_train > 0 else math.nan
     outcome = _OUTCOMES.get(report.outcome, f"mean of {len(report.peers)}")
+    now = f"{report.round + 1}{of}"  # people count from one
     return (
-        f"round {f'{report.round}{of}':>{width}}  loss {number(report.loss)}  held out {number(report.held_out_loss)}"
+        f"round {now:>{width}}  loss {number(report.loss)}  held out {number(report.held_out_loss)}"
         f"  {count(speed):>6} tokens/s  {duration(seconds):>8}"
         f"  sent {size(report.bytes_sent):>8}  received {size(report.bytes_received):>8}  {outcome}"
     )
@@ -114,7 +115,8 @@ def _names(names: Sequence[str]) -> str:
 
 
 def _progress(status: Status, room: int) -> RenderableType:
-    text = f"{status.round} of {status.rounds}" if status.rounds else str(status.round)
+    now = status.round + 1  # people count from one
+    text = f"{min(now, status.rounds)} of {status.rounds}" if status.rounds else str(now)
     going = status.eta_seconds is not None and status.state not in ("leaving", "finished")
     eta = f"about {duration(status.eta_seconds or 0.0)} left" if going else ""
     bar_width = min(40, room - len(text) - len(eta) - 6)

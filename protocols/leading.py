@@ -7,13 +7,14 @@ when the time for it is spent.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from protocols import plan as planning
 from protocols import record as records
 from protocols.base import Deadline, Member, PeerId
 from protocols.desk import Desk
 from protocols.exchange import Exchange
+from protocols.parts import HeldPart
 from protocols.poll import admissions, kept
 from protocols.record import Kind, Record
 from protocols.seat import Seat
@@ -47,7 +48,7 @@ class Leader:
             now, until = asyncio.get_running_loop().time(), self._until(terms)
             exchange = self._exchange(terms)
             if exchange and exchange.complete:
-                return decision.chosen(ballot, records.encode(self._mean(terms, exchange)))
+                return decision.chosen(ballot, records.encode(self._outcome(terms, exchange)))
             if now >= until:
                 return decision.chosen(ballot, records.encode(self._skip(terms)))
             if lost := self._lost(terms, exchange, now):
@@ -146,10 +147,15 @@ class Leader:
 
     # -- records ------------------------------------------------------------------------------------------------------
 
-    def _mean(self, terms: planning.Terms, exchange: Exchange) -> Record:
+    def _outcome(self, terms: planning.Terms, exchange: Exchange) -> Record:
+        """The mean; but a mean of nothing would move the state by its momentum alone: nobody's work is no round."""
         parts = [exchange.parts[part] for part in range(len(terms.plan.reducers))]
         results = tuple(held.result for held in parts if held.result)
         present = {peer for peer, each in records.contributions(terms.peers, results).items() if each.chunks_counted}
+        return self._mean(terms, parts, present) if present else self._skip(terms)
+
+    def _mean(self, terms: planning.Terms, parts: Sequence[HeldPart], present: Collection[PeerId]) -> Record:
+        results = tuple(held.result for held in parts if held.result)
         silent = [
             peer for peer, weight in zip(terms.peers, terms.weights, strict=True) if weight and peer not in present
         ]

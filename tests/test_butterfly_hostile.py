@@ -226,7 +226,7 @@ def test_parts_of_equal_bytes_at_different_places_are_different_parts() -> None:
 
     async def member(peer: PeerId, late: bool) -> None:
         await asyncio.sleep(0.6 if late else 0.0)
-        await company.attempt(peer, torch.zeros(elements), tokens=0, complete=not late)
+        await company.attempt(peer, torch.zeros(elements), tokens=1, complete=not late)
 
     async def main() -> None:
         await asyncio.gather(*(member(peer, peer == company.peers[-1]) for peer in company.peers))

@@ -93,7 +93,7 @@ def test_a_life_that_has_ended_has_no_vote() -> None:
 
 @pytest.mark.parametrize(("founders", "newcomers"), ((1, 4), (2, 4), (4, 4)))
 def test_newcomers_are_admitted_a_few_at_a_time(founders: int, newcomers: int) -> None:
-    """At most half as many as there are, so that they are never the majority that decides on the rest; or up to four."""
+    """At most half as many as there are, so that they are never the majority that decides on the rest; or four."""
     stage = Stage(Cast(founders + newcomers, founders=founders, fork_peers=0))
 
     async def story() -> tuple[tuple[Link, ...], float]:
@@ -119,7 +119,7 @@ def test_newcomers_are_admitted_a_few_at_a_time(founders: int, newcomers: int) -
 def test_who_loses_the_others_on_the_verge_of_proposing_evicts_no_majority(monkeypatch: pytest.MonkeyPatch) -> None:
     """It holds a whole mean, and nobody is left to vote on it: in time it forks, with that mean."""
     stage = Stage(Cast(3))
-    draft, left, drafted = Leader._mean, list[PeerId](), list[Record]()
+    draft, left, drafted = Leader._outcome, list[PeerId](), list[Record]()
 
     def bereft(self: Leader, terms: Terms, exchange: Exchange) -> Record:
         if not left and terms.plan.key.round == 2:
@@ -133,7 +133,7 @@ def test_who_loses_the_others_on_the_verge_of_proposing_evicts_no_majority(monke
         return draft(self, terms, exchange)
 
     async def story() -> list[str]:
-        monkeypatch.setattr(Leader, "_mean", bereft)
+        monkeypatch.setattr(Leader, "_outcome", bereft)
         await stage.until(lambda: bool(left), 60.0)
         began = stage.now
         await stage.rounds(2)

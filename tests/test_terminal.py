@@ -55,7 +55,7 @@ def text(status: Status, reports: Sequence[RoundReport], width: int) -> str:
 def test_everything_is_there(width: int) -> None:
     shown = text(BUSY, [report(n) for n in range(6)], width)
     for words in (
-        "starling  ada  run default cdcdcdcd", "waiting: for the others", "waits for  bob", "5 of 16",
+        "starling  ada  run default cdcdcdcd", "waiting: for the others", "waits for  bob", "6 of 16",
         "about 1 min 32 s left", "1.923 training", "2.041 held out", "3,912 tokens/s", "1.20 M tokens so far",
         "48.1 MB sent", "2 B received", "792 MB memory", "4 ms loop lag", "3 other peers, 2 live",
     ):  # fmt: skip
@@ -110,7 +110,7 @@ def test_a_frame_is_drawn_quickly() -> None:
 def test_plain_lines_are_aligned() -> None:
     lines = [plain_line(report(n, outcome=outcome), 16) for n, outcome in ((3, "committed"), (12, "alone"))]
     lines.append(plain_line(report(5, outcome="undecided", loss=math.nan, held_out_loss=math.nan), 16))
-    assert lines[0].startswith("round  3/16  loss 2.662  held out 3.248   3,809 tokens/s")
+    assert lines[0].startswith("round  4/16  loss 2.662  held out 3.248   3,809 tokens/s")
     assert lines[0].endswith("mean of 3") and lines[1].endswith("alone") and lines[2].endswith("not decided, goes on")
     for word in ("loss", "held out", "tokens/s", "sent", "received"):
         assert len({line.index(word) for line in lines}) == 1
@@ -169,7 +169,7 @@ async def test_off_a_terminal_there_are_lines_and_on_stdout_data_only(capfd: pyt
     out, err = capfd.readouterr()
     assert json.loads(out)["round"] == 1 and out.count("\n") == 1
     assert err.splitlines()[0] == "hello there [2J"
-    assert err.splitlines()[1].startswith("round  1/16") and len(err.splitlines()) == 2
+    assert err.splitlines()[1].startswith("round  2/16") and len(err.splitlines()) == 2
 
 
 async def test_a_view_that_fails_does_not_end_the_peer(
