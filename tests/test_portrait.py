@@ -1,0 +1,176 @@
+"""What a peer shows of itself, from the first moment of its life to the last."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from node.contact import Contact
+from node.hello import VERSION, Hello
+from node.journal import Journal
+from node.portrait import Portrait
+from node.report import RoundReport
+from node.status import Status, parse, to_json
+from protocols.base import Member, Work
+from protocols.chain import Chain
+from protocols.record import Kind
+from tests.rounds import RUN, line
+from tests.sim import loop as simloop
+
+ME = Member("me")
+ROSTER = (Member("anna"), Member("bert"), ME)
+REPORT = RoundReport(
+    "r", "me", 0, 0, "a", "b", "c", "committed", ("me",), {}, {}, True, 0.5, 100, 2.5, "h", 2.0, 0.1, 0.2, 5, 6, 0.0,
+    held_out_loss=3.5,
+)  # fmt: skip
+WORK = Work(50, 1.5, 2.0, 0.1)
+
+
+def play(body: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    simloop.run(body())
+
+
+def shown(portrait: Portrait) -> Status:
+    """Its status, which is strict JSON and comes back."""
+    return parse(json.loads(to_json(portrait.status()), parse_constant=pytest.fail))
+
+
+def contact(peer: str, nickname: str | None, live: bool = True, addresses: tuple[str, ...] = ()) -> Contact:
+    hello = None if nickname is None else Hello(VERSION, RUN, Member(peer), 1, nickname, addresses)
+    return Contact(peer, addresses, hello, live)
+
+
+def in_a_run(tmp_path: Path, roster: tuple[Member, ...] = ROSTER, contacts: tuple[Contact, ...] = ()) -> Portrait:
+    portrait = Portrait("nick")
+    portrait.peer, portrait.incarnation = "me", 4
+    portrait.run, portrait.run_id, portrait.rounds = "tiny", "ab" * 32, 10
+    portrait.chain = Chain(RUN, "run", roster, b"0" * 32)
+    portrait.journal = Journal(tmp_path / "rounds.jsonl")
+    portrait.membership = SimpleNamespace(contacts=lambda: contacts)  # type: ignore[assignment]
+    portrait.lag = SimpleNamespace(peek=lambda: 0.004)  # type: ignore[assignment]
+    return portrait
+
+
+def test_there_is_a_status_before_there_is_anything_else() -> None:
+    status = shown(Portrait("nick"))
+    assert (status.state, status.nickname, status.pid) == ("starting", "nick", os.getpid())
+    assert (status.peers, status.addresses, status.waiting_for, status.round, status.tokens) == ((), (), (), 0, 0)
+    assert math.isnan(status.loss) and math.isnan(status.held_out_loss) and status.eta_seconds is None
+    assert status.rss_bytes > 0
+
+
+def test_it_is_filled_in_part_by_part(tmp_path: Path) -> None:
+    """Whatever is there first."""
+    whole = in_a_run(tmp_path, contacts=(contact("anna", "Anna"),))
+    for name in ("chain", "journal", "membership", "lag"):
+        portrait = Portrait("nick")
+        setattr(portrait, name, getattr(whole, name))
+        assert shown(portrait).peers == ()
+    status = shown(whole)
+    assert (status.run, status.run_id, status.rounds, status.incarnation) == ("tiny", "ab" * 32, 10, 4)
+    assert status.lineage == whole.chain.head.key.lineage.hex()  # type: ignore[union-attr]
+    assert status.loop_lag_p99_seconds == 0.004
+
+
+def test_who_is_shown_of_the_others(tmp_path: Path) -> None:
+    contacts = (
+        contact("anna", "Anna", addresses=("/ip4/192.0.2.1/tcp/1", "/ip4/192.0.2.2/tcp/1")),
+        contact("bert", None, live=False),
+        contact("cleo", "Cleo", live=False),
+        contact("ghost", None, live=False),
+    )
+    peers = {line.peer: line for line in shown(in_a_run(tmp_path, contacts=contacts)).peers}
+    assert list(peers) == ["anna", "bert", "cleo"]  # of a ghost we have only heard
+    assert peers["anna"].member and peers["anna"].live and peers["anna"].address == "/ip4/192.0.2.1/tcp/1"
+    assert peers["bert"].member and not peers["bert"].live and peers["bert"].nickname == ""
+    assert not peers["cleo"].member
+
+
+def test_who_is_waited_for_is_named(tmp_path: Path) -> None:
+    portrait = in_a_run(tmp_path, contacts=(contact("anna", "Anna"), contact("12D3KooWverylong", None)))
+    portrait.awaited = lambda: ("anna", "12D3KooWverylong")
+    for state in ("starting", "joining", "syncing", "waiting"):
+        portrait.becomes(state)
+        assert shown(portrait).waiting_for == ()
+    for phase in ("training", "averaging"):
+        portrait.works(phase, WORK)
+        assert shown(portrait).waiting_for == ("Anna", "…rylong")
+    portrait.awaited = lambda: ("anna", "me")
+    assert shown(portrait).waiting_for == (), "nobody waits for others while we are at work ourselves"
+
+
+def test_a_round_under_way_counts_and_once_only(tmp_path: Path) -> None:
+    async def body() -> None:
+        portrait = in_a_run(tmp_path)
+        assert portrait.journal
+        portrait.works("training", WORK)
+        status = shown(portrait)
+        assert (status.state, status.tokens, status.tokens_per_second, status.loss) == ("training", 50, 25.0, 1.5)
+        portrait.journal.write(REPORT)
+        portrait.reported(REPORT)
+        status = shown(portrait)
+        assert (status.tokens, status.tokens_per_second, status.loss) == (100, 50.0, 2.5)
+        assert (status.held_out_loss, status.bytes_sent, status.bytes_received) == (3.5, 5, 6)
+
+    play(body)
+
+
+def test_the_last_loss_that_is_known_stays(tmp_path: Path) -> None:
+    async def body() -> None:
+        portrait = in_a_run(tmp_path)
+        portrait.reported(REPORT)
+        portrait.reported(replace(REPORT, outcome="undecided", held_out_loss=math.nan, loss=2.0))
+        status = shown(portrait)
+        assert (status.held_out_loss, status.loss) == (3.5, 2.0)
+
+    play(body)
+
+
+def test_one_that_is_not_in_the_roster_says_so(tmp_path: Path) -> None:
+    portrait = in_a_run(tmp_path, roster=ROSTER[:2])
+    portrait.works("training", WORK)
+    assert "admitted" in shown(portrait).reason
+    member = in_a_run(tmp_path)
+    member.works("training", WORK)
+    assert shown(member).reason == ""
+
+
+@pytest.mark.parametrize("end", ["leaving", "finished"])
+def test_who_leaves_stays_so_whatever_its_last_rounds_do(tmp_path: Path, end: str) -> None:
+    portrait = in_a_run(tmp_path)
+    portrait.becomes(end, "why")
+    portrait.works("averaging", WORK)
+    portrait.becomes("syncing", "others may be ahead")
+    assert (portrait.state, portrait.reason) == (end, "why") and shown(portrait).waiting_for == ()
+    portrait.becomes("finished", "the run is over")
+    assert (portrait.state, portrait.reason) == ("finished", "the run is over")
+
+
+def test_the_end_is_estimated_from_the_last_rounds(tmp_path: Path) -> None:
+    async def body() -> None:
+        portrait = in_a_run(tmp_path)
+        chain = portrait.chain
+        assert chain
+        for seconds in (1000.0, 100.0, 10.0, 10.0, 10.0, 10.0, 10.0):
+            await asyncio.sleep(seconds)
+            portrait.reported(REPORT)
+            if asyncio.get_running_loop().time() == 1000.0:
+                assert shown(portrait).eta_seconds is None, "of one round nobody can tell"
+        assert shown(portrait).eta_seconds == pytest.approx(10.0 * 10)
+        chain.switch(chain.head.key.lineage, line(chain.head, 4, kind=Kind.SKIP))
+        assert shown(portrait).eta_seconds == pytest.approx(6 * 10.0) and shown(portrait).round == 4
+        portrait.rounds = 2
+        assert shown(portrait).eta_seconds == 0.0
+        portrait.rounds = 0
+        assert shown(portrait).eta_seconds is None
+
+    play(body)
