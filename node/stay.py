@@ -23,6 +23,7 @@ from node.status import View
 from protocols.base import Clock, Deadline, Directory, PeerId
 from protocols.sync import Sync
 from protocols.tasks import together
+from protocols.wire import MAX_ROSTER
 
 log = logging.getLogger(__name__)
 
@@ -117,6 +118,8 @@ class Stay:
             watch = group.create_task(self._hurry(main))
             await asyncio.wait([main])
             if not self._leave.is_set():
+                if main.cancelled():
+                    raise RuntimeError("the rounds were cancelled, and nobody asked for that")
                 await self._linger()
             for each in (*helpers, watch):
                 each.cancel()
@@ -167,8 +170,8 @@ class Stay:
         """Keep something that the model writes at the end of the run, if it writes: for people."""
         try:
             text = await self._means.trainer.generate(SAMPLE_PROMPT, SAMPLE_TOKENS, SAMPLE_TEMPERATURE)
-        except WorkerError as error:
-            log.info("no sample: %s", error)
+        except (WorkerError, TimeoutError) as error:
+            log.info("no sample: %s", error or type(error).__name__)
         else:
             self._means.state.keep_text(SAMPLE_PROMPT + text)
 
@@ -202,16 +205,19 @@ class Stay:
             return math.nan
 
     async def _linger(self) -> None:
-        """Stay until all members of the roster have got as far as we are: who missed the last round can ask us."""
-        members, key = self._means.membership, self._means.replica.chain.head
+        """Stay until all members have got as far as we are: who missed the last round can ask us.
+
+        It is in the roster no more, but was not long ago.
+        """
+        members, chain = self._means.membership, self._means.replica.chain
         loop = asyncio.get_running_loop()
         until = loop.time() + LINGER_SECONDS
-        roster = {member.peer for member in key.roster}
+        roster = {member.peer for member in chain.members(MAX_ROSTER)}
         while loop.time() < until and not self._leave.is_set():
             behind = [
                 each
                 for each in members.contacts()
-                if each.live and each.peer in roster and not each.leaving and each.round < key.key.round
+                if each.live and each.peer in roster and not each.leaving and each.round < chain.head.key.round
             ]
             if not behind:
                 return
