@@ -215,12 +215,24 @@ def _write(file: Path, place: dict[str, Any]) -> None:
     temporary.replace(file)
 
 
+def _runs(pid: object) -> bool:
+    """Whether another process of that number runs: the directory may be a copy of a running peer's."""
+    if not isinstance(pid, int) or not 0 < pid < 1 << 31 or pid == os.getpid():
+        return False
+    try:
+        os.kill(pid, 0)
+    except OSError:
+        return False
+    return True
+
+
 def _clear(file: Path) -> None:
     """Remove the file and the socket that it names: ours, or a killed peer's. The directory goes if it is empty."""
     if not (place := _read(file)):
         return
     socket = Path(place["socket"])
-    if socket.name == "control" and socket.parent.name.startswith("starling-"):
+    ours = socket.name == "control" and socket.parent.name.startswith("starling-")
+    if ours and not _runs(place.get("pid")):
         socket.unlink(missing_ok=True)
         with suppress(OSError):
             socket.parent.rmdir()

@@ -206,3 +206,13 @@ def test_the_first_free_directory_is_claimed(tmp_path: Path, monkeypatch: pytest
 def test_an_error_inside_a_claim_passes_through(tmp_path: Path) -> None:
     with pytest.raises(BlockingIOError, match="other"), claimed(tmp_path / "a"):
         raise BlockingIOError("other")
+
+
+async def test_a_copy_of_a_running_peers_directory_leaves_its_door_alone(tmp_path: Path) -> None:
+    socket = tmp_path / "starling-x" / "control"
+    socket.parent.mkdir()
+    socket.touch()
+    (tmp_path / "control.json").write_text(json.dumps({"pid": os.getppid(), "socket": str(socket)}))
+    async with door(tmp_path):
+        assert (await ask(tmp_path, "status", soon()))["round"] == 3
+    assert socket.exists()
