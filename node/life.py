@@ -33,9 +33,10 @@ async def rounds(
             tell("syncing", "others may be ahead: asking them what was decided, and for the state")
             report = await replica.catch_up(sync, wall, asyncio.get_running_loop().time() + CATCH_UP_SECONDS)
             if report.outcome == Outcome.SUPERSEDED:
+                behind = False
                 yield report
-            else:
-                await asyncio.sleep(PAUSE_SECONDS)
+                continue  # what it has caught up with may have been the end
+            await asyncio.sleep(PAUSE_SECONDS)
         report = await replica.run_round(me, wall)
         yield report
         behind = report.outcome in (Outcome.UNDECIDED, Outcome.SUPERSEDED)
