@@ -1,0 +1,175 @@
+"""Peers with all that a stay in a run is made of, on virtual time.
+
+Everything is real but the network, the clocks, the signatures and the model: rounds, votes, membership, state
+directories.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from node.greeter import Self
+from node.journal import Journal
+from node.membership import Membership
+from node.metrics import LoopLag
+from node.outer import OuterSGD
+from node.portrait import Portrait
+from node.report import RoundReport
+from node.round import Replica
+from node.statedir import StateDir
+from node.stay import Limits, Means, Stay
+from node.tasks.paced import Paced
+from node.trainer import InlineTrainer
+from protocols import PROTOCOLS
+from protocols.base import Deadline, Host, Member, PeerId, Settings
+from protocols.chain import Chain
+from protocols.snapshot import Snapshots
+from protocols.sync import Sync
+from tests.rounds import RUN
+from tests.sim import loop as simloop
+from tests.sim.host import Entries, Hearsay, SimClock, SimCompute, SimDirectory, SimSigner
+from tests.sim.network import SimNetwork, Trace
+
+ELEMENTS = 2000
+STEPS = 10
+EVALUATE_SECONDS = 0.1
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+class Trainer(InlineTrainer):
+    """Attributes:
+    broken: why it cannot evaluate, nor write text.
+    """
+
+    broken: Exception | None = None
+    evaluated = 0
+
+    async def evaluate(self) -> float:
+        await asyncio.sleep(EVALUATE_SECONDS)
+        self.evaluated += 1
+        if self.broken:
+            raise self.broken
+        return await super().evaluate()
+
+    async def generate(self, prompt: bytes, tokens: int, temperature: float = 0.0, seed: int = 0) -> bytes:
+        if self.broken:
+            raise self.broken
+        return b"something"
+
+
+class Directory(SimDirectory):
+    async def meet(self, peer: PeerId, deadline: Deadline) -> bool:
+        return True
+
+
+class View:
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.reports: list[RoundReport] = []
+        self.on_report: Callable[[RoundReport], None] = lambda report: None
+
+    def say(self, line: str) -> None:
+        self.said.append(line)
+
+    def report(self, report: RoundReport) -> None:
+        self.reports.append(report)
+        self.on_report(report)
+
+
+class Peer:
+    """One peer with everything that a stay is made of."""
+
+    def __init__(self, town: Town, name: PeerId, limits: Limits, step_seconds: float) -> None:
+        self.town, self.name, self.view, self.portrait = town, name, View(), Portrait(name)
+        transport = town.network.join(name)
+        me, clock, state = Member(name), SimClock(), StateDir.open(town.path / name)
+        self.portrait.peer, self.portrait.addresses = name, lambda: (f"/ip4/10.0.0.1/tcp/1/p2p/{name}",)
+        chain = self.chain = self.portrait.chain = Chain(RUN, "run", town.founders, bytes(32))
+        who = Self(me, RUN, len(town.peers), f"nick-{name}", tuple, lambda: chain.head.key.round)
+        members = self.members = self.portrait.membership = Membership(
+            transport, clock, who, lambda: [member.peer for member in chain.head.roster if member != me]
+        )
+        members.hint(town.founders[0].peer)
+        directory = Directory(town.entries, name, clock, Hearsay())
+        host = Host(transport, directory, members, SimCompute(), clock, SimSigner(name, 1), 1)
+        settings = Settings("fp32", (ELEMENTS,), 512)
+        averager, snapshots = PROTOCOLS["butterfly"](host, settings), Snapshots()
+        self.trainer = Trainer(Paced(ELEMENTS, seed=len(town.peers), tokens_per_step=256), STEPS, step_seconds)
+        anchor, outer = torch.zeros(ELEMENTS), OuterSGD(0.9, 0.5)
+        self.replica = Replica(chain, self.trainer, averager, outer, host.compute, anchor, snapshots)
+        self.replica.on_phase, self.portrait.awaited = self.portrait.works, lambda: self.replica.awaited()
+        sync = Sync(host, chain, settings, snapshots, members.peers, averager.shelf)
+        sync.on_better = lambda branch: averager.supersede()
+        averager.on_ahead = sync.hear
+        journal = self.portrait.journal = Journal(state.rounds)
+        self.state = state
+        self.means = Means(self.replica, self.trainer, sync, members, directory, state, journal, LoopLag(), clock)
+        self.stay = Stay(self.means, limits, self.portrait, self.view)
+        self.ended: float | None = None
+
+    async def live(self) -> None:
+        await self.trainer.read(self.replica.anchor)
+        await self.stay.run()
+        self.ended = now()
+        asyncio.get_running_loop().call_soon(self.town.network.kill, self.name)  # its process ends
+
+    @property
+    def outcomes(self) -> list[str]:
+        return [report.outcome for report in self.view.reports]
+
+    def lines(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.state.rounds.read_text().splitlines()]
+
+
+class Town:
+    """A network, and the peers on it. The founders are in the first roster."""
+
+    def __init__(self, path: Path, founders: str = "abc") -> None:
+        self.path, self.founders = path, tuple(Member(name) for name in founders)
+        self.network, self.entries = SimNetwork(Trace()), Entries()
+        self.peers: dict[PeerId, Peer] = {}
+        self.tasks: dict[PeerId, asyncio.Task[None]] = {}
+
+    def add(
+        self, name: PeerId, run_rounds: int = 4, rounds: int | None = None, wait: int = 1, step_seconds: float = 0.2
+    ) -> Peer:
+        peer = self.peers[name] = Peer(self, name, Limits(run_rounds, rounds, wait), step_seconds)
+        token = simloop.PROCESS.set(self.network.nodes[name].process)
+        self.tasks[name] = asyncio.get_running_loop().create_task(peer.live())
+        simloop.PROCESS.reset(token)
+        return peer
+
+    def all(self, names: Iterable[str] = "abc", **limits: Any) -> list[Peer]:
+        return [self.add(name, **limits) for name in names]
+
+    async def end(self, names: Iterable[str] | None = None, seconds: float = 300.0) -> None:
+        """Wait for these stays to end well."""
+        async with asyncio.timeout(seconds):
+            await asyncio.gather(*(self.tasks[name] for name in (names or list(self.tasks))))
+
+    def cut(self, name: PeerId) -> None:
+        for other in self.peers:
+            if other != name:
+                self.network.block(name, other)
+                self.network.block(other, name)
+
+    def heal(self, name: PeerId) -> None:
+        for other in self.peers:
+            if other != name:
+                self.network.heal(name, other)
+                self.network.heal(other, name)
+
+
+async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)

@@ -1,0 +1,373 @@
+"""How a peer's stay in a run ends, whenever it is asked to, and what is told of it meanwhile. On virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from node.portrait import Portrait
+from node.process import WorkerError
+from node.stay import FAREWELLS, FINISH_SECONDS, LINGER_SECONDS, LOOK_ON_SECONDS, SCOPE, Limits, Stay
+from protocols.base import Member
+from tests.sim import loop as simloop
+from tests.sim.host import Hearsay, SimClock
+from tests.stays import Directory, Peer, Town, View, now, until
+
+Play = Callable[..., None]
+
+
+@pytest.fixture
+def play(tmp_path: Path) -> Play:
+    def run(body: Callable[[Town], Awaitable[None]], founders: str = "abc") -> None:
+        async def main() -> None:
+            town = Town(tmp_path, founders)
+            await body(town)
+            if town.network.bugs:
+                raise town.network.bugs[0]
+
+        simloop.run(main(), limit_seconds=1e5)
+
+    return run
+
+
+# -- the end of the run, and of a share of it -------------------------------------------------------------------------
+
+
+def test_a_stay_ends_with_the_run(play: Play) -> None:
+    async def body(town: Town) -> None:
+        peers = town.all()
+        await town.end()
+        for peer in peers:
+            assert peer.outcomes == ["committed"] * 4
+            assert [line["round"] for line in peer.lines()] == [0, 1, 2, 3]
+            assert all(line["held_out_loss"] is not None for line in peer.lines())
+            assert (peer.portrait.state, peer.portrait.reason) == ("finished", "the run is over")
+            assert (peer.state.path / "sample.txt").read_bytes() == b"def something"
+            assert not (peer.state.path / "peers.json").exists()
+        assert len({peer.chain.head.key.lineage for peer in peers}) == 1
+        assert max(peer.ended or math.inf for peer in peers) < 60.0
+
+    play(body)
+
+
+def test_a_run_that_is_over_already_is_left_at_once(play: Play) -> None:
+    async def body(town: Town) -> None:
+        (peer,) = town.all("a", run_rounds=0)
+        await town.end()
+        assert peer.outcomes == [] and (peer.ended or math.inf) < 1.0
+
+    play(body, founders="a")
+
+
+def test_one_that_comes_alone_and_others_that_join_it_end_together(play: Play) -> None:
+    async def body(town: Town) -> None:
+        first = town.add("a", run_rounds=8)
+        await until(lambda: len(first.view.reports) == 2)
+        others = town.all("bc", run_rounds=8)
+        await town.end()
+        assert {peer.chain.head.key.lineage for peer in others} == {first.chain.head.key.lineage}
+        for peer in others:
+            reports = peer.view.reports
+            assert reports[0].outcome == "superseded" and not math.isnan(reports[0].held_out_loss)
+            assert reports[-1].outcome == "committed" and "a" in reports[-1].peers
+
+    play(body, founders="a")
+
+
+def test_a_share_of_the_rounds_is_done_and_handed_in(play: Play) -> None:
+    async def body(town: Town) -> None:
+        a, b = town.all("ab", run_rounds=6)
+        c = town.add("c", run_rounds=6, rounds=2)
+        await town.end("c")
+        assert c.outcomes == ["committed"] * 2 and all("c" in report.peers for report in c.view.reports)
+        assert c.portrait.state == "finished" and set(c.state.peers()) == {"a", "b"}
+        await town.end()
+        for peer in (a, b):
+            assert peer.outcomes == ["committed"] * 6, "who leaves in good order costs the others no round"
+            assert {member.peer for member in peer.chain.head.roster} == {"a", "b"}
+
+    play(body)
+
+
+# -- being asked to leave ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("after_seconds", [1.0, 1.7, 2.05, 2.2, 2.3, 3.0, 4.0])
+def test_who_leaves_at_any_moment_does_so_by_a_decision(play: Play, after_seconds: float) -> None:
+    """Where the round is too far gone to let it go, by that of one more, which may hold no work yet."""
+
+    async def body(town: Town) -> None:
+        a, b, c = town.all(run_rounds=6)
+        await asyncio.sleep(after_seconds)
+        began = now()
+        c.stay.leave()
+        c.stay.leave()
+        await town.end("c")
+        assert now() - began <= FINISH_SECONDS and c.view.said == []
+        assert c.outcomes and set(c.outcomes[:-1]) <= {"committed"} and c.outcomes[-1] in ("committed", "skipped")
+        assert c.portrait.state == "finished"
+        await town.end()
+        for peer in (a, b):
+            assert len(peer.outcomes) == 6 and peer.outcomes.count("committed") >= 5
+            assert len(peer.chain.head.roster) == 2
+
+    play(body)
+
+
+def test_who_leaves_between_two_rounds_begins_none_that_it_would_not_end(play: Play) -> None:
+    async def body(town: Town) -> None:
+        a, b, c = town.all(run_rounds=6)
+        c.view.on_report = lambda report: c.stay.leave()
+        await town.end("c")
+        assert len(c.view.reports) <= 1 + FAREWELLS and (c.ended or math.inf) <= 3.0 + FINISH_SECONDS
+        await town.end()
+        assert a.outcomes == b.outcomes and a.outcomes.count("committed") >= 5 and len(a.outcomes) == 6
+
+    play(body)
+
+
+def test_who_leaves_alone_leaves_when_its_round_is_over(play: Play) -> None:
+    async def body(town: Town) -> None:
+        (peer,) = town.all("a", run_rounds=6)
+        await asyncio.sleep(0.5)
+        peer.stay.leave()
+        await town.end()
+        assert peer.outcomes == ["alone"] and now() < 1.5
+
+    play(body, founders="a")
+
+
+def test_who_leaves_while_it_waits_for_others_leaves_at_once(play: Play) -> None:
+    async def body(town: Town) -> None:
+        (peer,) = town.all("a", wait=5)
+        await asyncio.sleep(30.0)
+        assert peer.portrait.state == "waiting" and "5 peers" in peer.portrait.reason
+        peer.stay.leave()
+        await town.end()
+        assert now() - 30.0 <= 1.1 and peer.outcomes == [] and peer.portrait.state == "finished"
+
+    play(body, founders="a")
+
+
+def test_waiting_ends_when_enough_are_here(play: Play) -> None:
+    async def body(town: Town) -> None:
+        first = town.add("a", wait=3, run_rounds=3)
+        await asyncio.sleep(20.0)
+        assert first.outcomes == []
+        town.all("bc", wait=3, run_rounds=3)
+        await town.end()
+        assert first.outcomes == ["committed"] * 3
+
+    play(body)
+
+
+def test_who_leaves_while_it_catches_up_leaves_at_once(play: Play) -> None:
+    """It looks on; whom it asks for the state does not answer any more."""
+
+    async def body(town: Town) -> None:
+        first = town.add("a", run_rounds=50)
+        await until(lambda: len(first.view.reports) == 3)
+        newcomer = town.add("d", run_rounds=50)
+        await until(lambda: newcomer.portrait.state == "syncing")
+        town.cut("d")
+        await asyncio.sleep(5.0)
+        began = now()
+        newcomer.stay.leave()
+        await town.end("d")
+        assert now() - began <= LOOK_ON_SECONDS + 0.1
+        first.stay.leave()
+        await town.end("a")
+
+    play(body, founders="a")
+
+
+def test_who_is_cut_off_leaves_without_its_round(play: Play) -> None:
+    async def body(town: Town) -> None:
+        a, b, c = town.all(run_rounds=50)
+        await asyncio.sleep(3.0)
+        town.cut("c")
+        await asyncio.sleep(0.1)
+        began = now()
+        c.stay.leave()
+        await town.end("c")
+        assert now() - began == pytest.approx(FINISH_SECONDS, abs=0.2)
+        assert c.view.said == ["the round did not end in time: leaving without it"]
+        rounds = len(a.view.reports)
+        await asyncio.sleep(60.0)
+        assert len(a.view.reports) > rounds + 5 and len(a.chain.head.roster) == 2
+        for peer in (a, b):
+            peer.stay.leave()
+        await town.end()
+
+    play(body)
+
+
+def test_all_leave_at_once(play: Play) -> None:
+    async def body(town: Town) -> None:
+        peers = town.all(run_rounds=50)
+        await asyncio.sleep(3.0)
+        for peer in peers:
+            peer.stay.leave()
+        await town.end(seconds=FINISH_SECONDS + 0.5)
+        assert all(set(peer.outcomes) <= {"committed", "skipped"} and not peer.view.said for peer in peers)
+        assert len({peer.view.reports[-1].params_hash for peer in peers}) == 1
+
+    play(body)
+
+
+def test_a_killed_peer_keeps_nobody(play: Play) -> None:
+    async def body(town: Town) -> None:
+        a, b, _ = town.all(run_rounds=5)
+        await asyncio.sleep(3.0)
+        town.network.kill("c")
+        await town.end("ab")
+        assert a.chain.head.key == b.chain.head.key and len(a.chain.head.roster) == 2
+
+    play(body)
+
+
+# -- after the last round ---------------------------------------------------------------------------------------------
+
+
+def test_others_wait_for_one_that_missed_the_last_round(play: Play) -> None:
+    """It is there, and can still fetch what was decided; for who is silent for good nobody waits."""
+
+    async def body(town: Town) -> None:
+        a, b, c = town.all(run_rounds=3)
+        await until(lambda: len(c.view.reports) == 2)
+        town.cut("c")
+        await until(lambda: len(a.view.reports) == 3)
+        town.heal("c")
+        await town.end()
+        assert {peer.chain.head.key.lineage for peer in (b, c)} == {a.chain.head.key.lineage}
+        assert c.outcomes[-1] == "superseded" and not math.isnan(c.view.reports[-1].held_out_loss)
+
+    play(body)
+
+
+def contact(name: str, round_number: int, **changes: Any) -> SimpleNamespace:
+    values = {"peer": name, "round": round_number, "live": True, "leaving": False, "addresses": ()} | changes
+    return SimpleNamespace(**values)
+
+
+async def lingered(contacts: Sequence[Any], later: Callable[[Stay], object] | None = None) -> float:
+    roster = tuple(Member(name) for name in "abc")
+    chain = SimpleNamespace(
+        head=SimpleNamespace(key=SimpleNamespace(round=5), roster=roster[1:]), members=lambda limit: roster
+    )
+    means = SimpleNamespace(
+        membership=SimpleNamespace(contacts=lambda: contacts, goodbye=lambda: None),
+        replica=SimpleNamespace(chain=chain, leave=lambda: None),
+    )
+    stay = Stay(means, Limits(5, None, 1), Portrait("me"), View())  # type: ignore[arg-type]
+    if later:
+        asyncio.get_running_loop().call_later(3.0, later, stay)
+    began = now()
+    await stay._linger()
+    return now() - began
+
+
+@pytest.mark.parametrize(
+    ("contacts", "seconds"),
+    [
+        ([], 0.0),
+        ([contact("a", 5), contact("b", 6)], 0.0),
+        ([contact("a", 4)], LINGER_SECONDS),
+        ([contact("a", 4, live=False), contact("b", 4, leaving=True), contact("x", 0)], 0.0),
+    ],
+)
+def test_lingering_is_for_members_that_are_here_and_behind_and_has_a_limit(contacts: Any, seconds: float) -> None:
+    assert simloop.run(lingered(contacts)) == pytest.approx(seconds, abs=0.2)
+
+
+def test_lingering_ends_when_the_last_has_caught_up_or_the_user_is_tired() -> None:
+    slow = contact("a", 4)
+    assert simloop.run(lingered([slow], lambda stay: setattr(slow, "round", 5))) == pytest.approx(3.0, abs=0.2)
+    assert simloop.run(lingered([contact("a", 4)], Stay.leave)) == pytest.approx(3.0, abs=0.2)
+
+
+@pytest.mark.parametrize(("roster", "farewells"), [("abc", FAREWELLS), ("a", 0), ("bc", 0)])
+def test_farewells_are_for_those_who_count_on_us_and_few(play: Play, roster: str, farewells: int) -> None:
+    async def body(town: Town) -> None:
+        peer = Peer(town, "a", Limits(9, None, 1), 0.1)
+        stay = peer.stay
+        assert all(stay._goes_on() for _ in range(5))
+        stay.leave()
+        assert [stay._goes_on() for _ in range(5)] == [True] * farewells + [False] * (5 - farewells)
+
+    play(body, founders=roster)
+
+
+# -- what is told of it -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [WorkerError("the worker died"), TimeoutError()], ids=["died", "no answer"])
+def test_a_worker_that_cannot_evaluate_costs_no_report(play: Play, error: Exception) -> None:
+    async def body(town: Town) -> None:
+        peers = town.all(run_rounds=3)
+        peers[0].trainer.broken = error
+        await town.end()
+        for peer in peers:
+            assert peer.outcomes == ["committed"] * 3 and len(peer.lines()) == 3
+        assert [line["held_out_loss"] for line in peers[0].lines()] == [None] * 3
+        assert not (peers[0].state.path / "sample.txt").exists()
+
+    play(body)
+
+
+def test_a_loss_is_told_only_where_the_state_moved(play: Play) -> None:
+    async def body(town: Town) -> None:
+        peer = town.add("a", run_rounds=3)
+        await town.end()
+        (first, *_), evaluated = peer.view.reports, peer.trainer.evaluated
+        assert evaluated == 3
+        hashes = [peer.view.reports[-1].params_hash, "moved", "moved", "again"]
+        for params_hash in hashes:
+            for outcome in ("undecided", "superseded", "fork"):
+                await peer.stay._report(
+                    replace(first, params_hash=params_hash, outcome=outcome, held_out_loss=math.nan)
+                )
+        told = [not math.isnan(report.held_out_loss) for report in peer.view.reports[3:]]
+        assert told == [False] * 3 + [True] + [False] * 5 + [True] + [False] * 2
+        assert peer.trainer.evaluated == evaluated + 2
+
+    play(body, founders="a")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [b"", b"\xff", b"nonsense", b"7", b"{}", b'{"a": 1}', b"null", b"[" * 4000, b'["' + b"x" * 4000 + b'"]',
+     b'[1, null, ["x"], "\\ud800", "/ip4/\\u001b[2J"]'],
+)  # fmt: skip
+def test_what_a_directory_finds_may_be_nonsense(play: Play, value: bytes) -> None:
+    async def body(town: Town) -> None:
+        for name in ("ghost", "b", "x" * 1000, ""):
+            await Directory(town.entries, name, SimClock(), Hearsay()).announce(SCOPE, value, 1e6, 1e6)
+        peers = town.all(run_rounds=3)
+        await until(lambda: any(each.peer == "ghost" for each in peers[0].members.contacts()))
+        await town.end()
+        assert all(peer.outcomes == ["committed"] * 3 for peer in peers)
+        for each in peers[0].members.contacts():
+            assert len(each.peer) < 1000 and not set(each.addresses) - {"/ip4/10.0.0.1/tcp/1"}
+
+    play(body)
+
+
+def test_who_was_met_is_remembered_with_where_it_is(play: Play) -> None:
+    async def body(town: Town) -> None:
+        peers = town.all(run_rounds=50)
+        await until(lambda: len(peers[0].view.reports) == 12)
+        assert peers[0].state.peers() == {name: ("/ip4/10.0.0.1/tcp/1",) for name in "bc"}
+        for peer in peers:
+            peer.stay.leave()
+        await town.end()
+        assert set(peers[0].state.peers()) <= {"b", "c"}, "they can be asked when this peer comes back"
+
+    play(body)
