@@ -38,7 +38,7 @@ def picture(tally: Tally, words: Mapping[str, str], statuses: Mapping[str, Statu
         table.add_column(heading, justify="left" if left else "right", no_wrap=True, overflow="ellipsis")
     for name in list(tally.tracks)[:_SHOWN_PEERS]:
         status = statuses.get(name)
-        table.add_row(name, *(_cells(status) if status else (words[name],)))
+        table.add_row(Text(name), *(_cells(status) if status else (Text(words[name]),)))
     rest = len(tally.tracks) - _SHOWN_PEERS
     rounds = max((each.rounds for each in statuses.values()), default=0)
     return Group(
@@ -83,7 +83,7 @@ def summary(tally: Tally, ends: Mapping[str, str], seconds: float) -> Renderable
         right = heading in ("rounds", "tokens", "training", "averaging", "sent", "received")
         table.add_column(heading, justify="right" if right else "left", no_wrap=True, overflow="ellipsis")
     for track in tally.tracks.values():
-        table.add_row(*_track(track), Text(ends[track.name], style="" if track.well else "yellow"))
+        table.add_row(*map(Text, _track(track)), Text(ends[track.name], style="" if track.well else "yellow"))
     return Group("", table, "", Text(_verdict(tally, seconds)))
 
 

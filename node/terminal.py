@@ -109,9 +109,10 @@ def _state(status: Status) -> RenderableType:
     return text
 
 
-def _names(names: Sequence[str]) -> str:
+def _names(names: Sequence[str]) -> Text:
     rest = len(names) - _SHOWN_NAMES
-    return ", ".join(printable(each)[:40] for each in names[:_SHOWN_NAMES]) + (f" and {rest} more" if rest > 0 else "")
+    shown = ", ".join(printable(each)[:40] for each in names[:_SHOWN_NAMES])
+    return Text(f"{shown} and {rest} more" if rest > 0 else shown)
 
 
 def _progress(status: Status, room: int) -> RenderableType:

@@ -212,6 +212,13 @@ def test_the_picture_and_the_summary_fit() -> None:
     assert "3.000 -> 0.188" in text(summary(tally, dict.fromkeys(NAMES, "left"), 200.0))
 
 
+def test_words_in_the_picture_and_the_summary_are_no_markup() -> None:
+    name = "[/b]"
+    tally = Tally([name])
+    shown = text(picture(tally, {name: "[/x]"}, {}, 80)) + text(summary(tally, {name: "[/y]"}, 1.0))
+    assert shown.count(name) == 2 and "[/x]" in shown and "[/y]" in shown
+
+
 def test_what_a_model_writes_cannot_command_the_terminal() -> None:
     shown = text(sample("def f():\n    \x1b[2Jreturn [bold]x\r\n"))
     assert "\x1b" not in shown and "    ·[2Jreturn [bold]x·" in shown

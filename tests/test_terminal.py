@@ -97,6 +97,13 @@ def test_others_names_cannot_drive_the_terminal_nor_fill_it() -> None:
     assert len(shown.splitlines()) < 25
 
 
+@pytest.mark.parametrize("name", ["[/b]", "[link=http://example.org]x[/link]", ":smile:"])
+def test_names_are_words_and_no_markup(name: str) -> None:
+    line = PeerLine(PEER, name[:16], True, True, 5, "")
+    evil = replace(BUSY, reason=name, run=name, nickname=name, waiting_for=(name,), peers=(line,))
+    assert f"waits for  {name}" in text(evil, [], 120)
+
+
 def test_a_frame_is_drawn_quickly() -> None:
     reports, peers = [report(n % 20) for n in range(MAX_REPORTS)], BUSY.peers * 100
     seconds = []
