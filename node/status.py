@@ -18,6 +18,7 @@ MAX_WORD = 512
 """Characters of a text that is shown; the rest of a longer one is cut off."""
 MAX_LISTED = 4096
 """Peers or addresses in one status."""
+MAX_NUMBER = 1 << 63
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +164,11 @@ def _value(kind: str, value: object, where: str) -> object:
     kinds = _KINDS[kind.removesuffix(" | None")]
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
         raise ValueError(f"{where} is missing, or not a {kind}")
-    return printable(value) if isinstance(value, str) else value
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, int | float) and abs(value) > MAX_NUMBER:
+        raise ValueError(f"{where} is too large a number")
+    return value
 
 
 _CONTROL = re.compile(r"[^\S ]+|[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff]")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import json
 import math
 from dataclasses import replace
@@ -12,8 +13,21 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
-from node.status import MAX_LISTED, MAX_WORD, PeerLine, Status, join_command, parse, printable, short, to_json
+from node.status import (
+    MAX_LISTED,
+    MAX_NUMBER,
+    MAX_WORD,
+    PeerLine,
+    Status,
+    join_command,
+    parse,
+    printable,
+    short,
+    to_json,
+)
+from node.terminal import render
 
 PEER = "12D3KooWGRUfuFwTaVcXCnUbTbVLYYEkYgjDM3Bd7q4RuRyTQhaP"
 STATUS = Status(
@@ -72,6 +86,11 @@ def test_whole_numbers_do_for_floats_and_unknown_fields_are_left() -> None:
         {"addresses": ["x"] * (MAX_LISTED + 1)},
         {"tokens_per_second": "fast"},
         {"eta_seconds": {}},
+        {"tokens": 10**400},
+        {"rss_bytes": -(10**400)},
+        {"eta_seconds": 10**400},
+        {"loss": 1e300},
+        {"tokens_per_second": math.inf},
     ],
 )
 def test_what_is_not_a_status_is_refused_by_name(change: dict[str, object]) -> None:
@@ -88,6 +107,13 @@ def test_parse_never_fails_otherwise(junk: object) -> None:
     for each in (junk, data() | {"peers": junk}, data() | {"loss": junk}):
         with contextlib.suppress(ValueError):
             parse(each)
+
+
+def test_the_largest_numbers_can_be_shown() -> None:
+    whole, fraction = ("round", "tokens", "bytes_sent", "rss_bytes"), ("loss", "loop_lag_p99_seconds", "eta_seconds")
+    for each in (MAX_NUMBER, -MAX_NUMBER):
+        most = parse(data() | dict.fromkeys((*whole, *fraction), each) | {"rounds": abs(each)})
+        Console(file=io.StringIO(), width=80).print(render(most, (), 80))
 
 
 def test_others_words_are_cleaned_and_cut() -> None:
