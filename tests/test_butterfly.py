@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 
-from protocols.base import Member, Outcome, Vector
+from protocols import PROTOCOLS
+from protocols.base import Head, Host, Mean, Member, Outcome, Session, Settings, Vector, Work
+from protocols.chain import genesis as genesis_head
 from protocols.codec import codec
 from protocols.plan import weights as plan_weights
 from protocols.record import coordinators, genesis
+from protocols.vectors import norm
+from tests.sim import loop as simloop
 from tests.sim.averaging import RUN, Averaged, Group
+from tests.sim.host import sim_host
 from tests.sim.lies import LIES
-from tests.sim.network import SimNetwork
+from tests.sim.network import SimNetwork, Trace
 
 MIB = 1 << 20
 
@@ -222,3 +229,83 @@ def test_one_that_stalls_costs_nobody_else_a_chunk() -> None:
     assert all(parts[peer].chunks_counted == parts[peer].chunks for peer in ("p00", "p01", "p02"))
     assert 0 < parts["p03"].chunks_counted < parts["p03"].chunks
     assert {blame.peer for mean in averaged.means for blame in mean.blamed} == {"p03"}
+
+
+# -- whom a round waits for -------------------------------------------------------------------------------------------
+
+
+def watched(
+    count: int, late_seconds: dict[int, float], before: Callable[[SimNetwork], None] = lambda network: None
+) -> tuple[list[tuple[float, str, tuple[str, ...]]], list[Mean]]:
+    """Average; returns (seconds, peer, whom it waits for), each time that this changes, and the means."""
+    seen: list[tuple[float, str, tuple[str, ...]]] = []
+
+    async def look(peer: str, session: Session) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            if not (mine := [each for each in seen if each[1] == peer]) or mine[-1][2] != session.awaited():
+                seen.append((loop.time(), peer, session.awaited()))
+            await asyncio.sleep(0.01)
+
+    async def member(host: Host, head: Head, index: int) -> Mean:
+        given = vectors(count, 400_000, seed=1)[index]
+        work = Work(1000, 0.0, 1.0, norm([given]), complete=True)
+        averager = PROTOCOLS["butterfly"](host, Settings("fp32", (len(given),), 4096, 1e6))
+        async with averager.enter(head, asyncio.get_running_loop().time() + 600.0) as session:
+            looking = asyncio.create_task(look(host.me, session))
+            session.ready(replace(work, complete=False))
+            await asyncio.sleep(late_seconds.get(index, 0.0))
+            session.ready(work)
+            await session.cut.wait()
+            mean = await session.mean([given], work, [torch.empty_like(given)])
+            await asyncio.sleep(0.02)
+            looking.cancel()
+            return mean
+
+    async def main() -> list[Mean]:
+        network = SimNetwork(Trace())
+        peers = [f"p{index:02}" for index in range(count)]
+        hosts = [sim_host(network, network.join(peer, 1e6), 1, {}) for peer in peers]
+        before(network)
+        head = genesis_head(RUN, "run", tuple(Member(peer) for peer in peers), bytes(32))
+        return list(await asyncio.gather(*(member(host, head, index) for index, host in enumerate(hosts))))
+
+    means = simloop.run(main())
+    return seen, means
+
+
+def awaited_at(seen: list[tuple[float, str, tuple[str, ...]]], peer: str, seconds: float) -> tuple[str, ...]:
+    return [whom for at, who, whom in seen if who == peer and at <= seconds][-1]
+
+
+def test_a_round_waits_for_who_trains_then_for_reducers_then_for_a_decision_then_for_nobody() -> None:
+    seen, means = watched(4, {2: 0.5})
+    assert {mean.outcome for mean in means} == {Outcome.COMMITTED}
+    for peer in ("p00", "p01", "p03"):
+        assert awaited_at(seen, peer, 0.2) == ("p02",), "its own inner steps are done"
+    assert awaited_at(seen, "p02", 0.2) == ("p02",), "it waits for nobody but itself"
+    everybody = {"p00", "p01", "p02", "p03"}
+    for peer in everybody:
+        told = [whom for _, who, whom in seen if who == peer]
+        assert told[-1] == () and all(set(whom) <= everybody for whom in told)
+        assert len(told[-2]) == 1, "whoever coordinates the decision"
+        assert max(len(whom) for whom in told[1:-1]) > 1, "the reducers, while data travels"
+
+
+def test_who_holds_up_the_data_is_named() -> None:
+    """Its link fails once the round is called: the others wait for the part that it reduces."""
+
+    def strike(network: SimNetwork) -> None:
+        for peer in ("p00", "p01", "p03"):
+            asyncio.get_running_loop().call_later(1.5, network.block, "p02", peer)
+
+    seen, means = watched(4, {}, strike)
+    assert {means[index].outcome for index in (0, 1, 3)} == {Outcome.COMMITTED}
+    for peer in ("p00", "p01", "p03"):
+        assert any(whom == ("p02",) for at, who, whom in seen if who == peer and at > 1.5)
+        assert awaited_at(seen, peer, 1e9) == ()
+
+
+def test_one_alone_waits_for_nobody_else() -> None:
+    seen, _ = watched(1, {})
+    assert {whom for _, _, whom in seen} <= {(), ("p00",)} and seen[-1][2] == ()
