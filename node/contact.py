@@ -25,6 +25,7 @@ class Contact:
 
     Attributes:
         addresses: multiaddrs that it, or somebody else, says it can be found at.
+        told_by: who told us of it; empty if nobody had to.
         hello: what it said of itself last; None before that.
         live: it answers us.
         why: in words, why it does not.
@@ -50,6 +51,7 @@ class Contact:
     offset_seconds: float = 0.0
     round_trip_seconds: float = 0.0
     round: int = 0
+    told_by: PeerId = ""
     failures: int = 0
     breaks: int = 0
     offended: bool = False

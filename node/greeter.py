@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from node.contact import Contact
-from node.hello import MAX_ADDRESSES, VERSION, Hello, Pulse, Refusal
+from node.hello import MAX_ADDRESSES, VERSION, Hello, Pulse, Refusal, signed_part
 from node.suspicion import PULSE_SECONDS
 from protocols import wire
-from protocols.base import BadPayload, Clock, Member, PeerId, Stream
+from protocols.base import BadPayload, Clock, Member, PeerId, Signer, Stream
 from protocols.tasks import together, within
 
 IDLE_SECONDS = 60.0
@@ -48,16 +48,27 @@ class Greeter:
         leaving: what pulses say: this peer is about to go.
     """
 
-    def __init__(self, who: Self, clock: Clock) -> None:
+    def __init__(self, who: Self, clock: Clock, signer: Signer) -> None:
         self.leaving = False
-        self._who, self._clock = who, clock
+        self._who, self._clock, self._signer = who, clock, signer
         self._number = 0
 
     def hello(self) -> Hello:
         """What this peer says of itself now."""
         who = self._who
         addresses = tuple(who.addresses())[:MAX_ADDRESSES]
-        return Hello(VERSION, who.run, who.me, who.life, who.nickname, addresses)
+        hello = Hello(VERSION, who.run, who.me, who.life, who.nickname, addresses, b"")
+        return replace(hello, signature=self._signer.sign(signed_part(hello)))
+
+    def is_twin(self, hello: Hello) -> bool:
+        """Whether this proves another life of ours in this run, one that is not earlier than this one."""
+        who = self._who
+        same = (hello.run, hello.member.peer) == (who.run, who.me.peer)
+        later = hello.life != who.life and hello.member.incarnation >= who.me.incarnation
+        return same and later and self._is_signed(hello)
+
+    def _is_signed(self, hello: Hello) -> bool:
+        return self._signer.verify(hello.member.peer, signed_part(hello), hello.signature)
 
     def _pulse(self, number: int) -> Pulse:
         return Pulse(number, self._clock.wall(), self._who.round(), self.leaving)
@@ -76,6 +87,8 @@ class Greeter:
             raise BadPayload(f"is in another run ({hello.run.hex()[:12]}), not in {self._who.run.hex()[:12]}")
         if hello.member.peer != peer:
             raise BadPayload(f"greets in the name of {hello.member.peer}")
+        if not self._is_signed(hello):
+            raise BadPayload("greets without a signature of its own")
 
     async def exchange(self, contact: Contact, stream: Stream, on_refusal: Callable[[PeerId, Refusal], None]) -> None:
         """Send pulses and take their echoes until the stream ends.
@@ -101,10 +114,13 @@ class Greeter:
                 echo = await stream.receive(wire.MAX_HEADER_BYTES)
                 if isinstance(echo, Refusal):
                     on_refusal(contact.peer, echo)
-                began = sent.pop(wire.expect(echo, Pulse).number, None)
+                pulse = wire.expect(echo, Pulse)
+                began = sent.pop(pulse.number, None)
                 if began is None:
                     raise BadPayload("an echo of a pulse that was not sent")
-                self._hear(contact, wire.expect(echo, Pulse), began)
+                for older in [number for number in sent if number < pulse.number]:
+                    del sent[older]
+                self._hear(contact, pulse, began)
 
     def _hear(self, contact: Contact, echo: Pulse, began: float) -> None:
         now = asyncio.get_running_loop().time()
@@ -121,7 +137,7 @@ class Greeter:
             if contact.hello is None:
                 return  # forgotten: it may greet us again
             if contact.hello.life != hello.life:
-                return await stream.send(Refusal(TWIN, True))
+                return await stream.send(Refusal("another life of it is known here", (contact.hello,)))
             contact.round, contact.leaving = pulse.round, pulse.leaving
             contact.called()
             await stream.send(self._pulse(pulse.number))

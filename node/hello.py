@@ -4,10 +4,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from protocols.base import Header, Member
-from protocols.wire import digest, flag, many, one, peer_id, real, register, text, uint
+from protocols.wire import blob, body, digest, flag, many, one, peer_id, real, register, some, text, uint
 
 HELLO = "starling/hello/1"
 ENTRY = "starling/entry/1"
@@ -42,6 +42,7 @@ class Hello(Header):
         member: the sender in this life.
         life: drawn at random when the process started: two processes with one identity are told apart by it.
         addresses: where the sender can be dialled.
+        signature: of the sender, over all of it but that: what proves one life of a peer to another.
     """
 
     version: int = uint(1 << 16)
@@ -50,6 +51,12 @@ class Hello(Header):
     life: int = uint((1 << 63) - 1)
     nickname: str = text(MAX_NICKNAME_CHARACTERS)
     addresses: tuple[str, ...] = many(text(MAX_ADDRESS_CHARACTERS), MAX_ADDRESSES)
+    signature: bytes = blob(128)
+
+
+def signed_part(hello: Hello) -> bytes:
+    """What its sender signs."""
+    return b"starling hello" + body(replace(hello, signature=b""))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +72,11 @@ class Refusal(Header):
     """The sender will have nothing to do with the receiver.
 
     Attributes:
-        final: no use in trying again: another process has this identity.
+        other: another life of the receiver, by its own signature, for which it is refused.
     """
 
     why: str = text(200)
-    final: bool = flag()
+    other: tuple[Hello, ...] = some(one(Hello), 1)
 
 
 @dataclass(frozen=True, slots=True)

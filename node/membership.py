@@ -17,6 +17,7 @@ from statistics import median
 
 from node.addresses import sound
 from node.contact import MAX_FAILURES, Contact
+from node.contacts import Contacts
 from node.greeter import TWIN, Greeter, Self
 from node.hello import (
     HELLO,
@@ -36,6 +37,7 @@ from protocols.base import (
     PeerError,
     PeerGone,
     PeerId,
+    Signer,
     Stream,
     Transport,
 )
@@ -49,16 +51,17 @@ ANSWER_SECONDS = 5.0
 TICK_SECONDS = 0.25
 SLEPT_SECONDS = 2.0
 """A tick that is so late shows that we were stopped, or the machine slept."""
-MAX_CONTACTS = 256
 DIALS_AT_ONCE = 16
+HEARSAY_AT_ONCE = 4
+HEARSAY_SECONDS = 0.25
+MAX_REASONS = 256
+MAX_OFFSET_SECONDS = 600.0
 RETRY_SECONDS = 0.05
 NUDGED_SECONDS = 0.25
 """Before who calls us is tried again: it decides how often it calls."""
-TRIES = 3
-"""A peer that did not answer so often says nothing of whether others refuse us rightly; before that, it may yet."""
-MAX_PEER_CHARACTERS = 64
 MAX_TOLD_ADDRESSES = 6
 """Of each peer that is introduced: all of them together have to fit into one greeting."""
+MAX_BELIEVED_ADDRESSES = 4
 
 Reach = Callable[[PeerId, Sequence[str], Deadline], Awaitable[None]]
 
@@ -74,13 +77,14 @@ class Membership:
         version: grows with every change of who is live.
         refused: why -> peers turned away, and what peers told that broke a rule.
         on_met: called with a peer that has just become live.
-        on_twin: called with one line when the others say that another process has our identity.
+        on_twin: called with one line when another process turns out to have our identity.
     """
 
     def __init__(
         self,
         transport: Transport,
         clock: Clock,
+        signer: Signer,
         who: Self,
         wanted: Callable[[], Iterable[PeerId]] = tuple,
         reach: Reach = _no_way,
@@ -95,19 +99,19 @@ class Membership:
         self.on_met: Callable[[PeerId], None] = lambda peer: None
         self.on_twin: Callable[[str], None] = lambda why: None
         self._transport, self._who, self._wanted, self._reach = transport, who, wanted, reach
-        self._greeter = Greeter(who, clock)
-        self._contacts: dict[PeerId, Contact] = {}
-        self._twins: set[PeerId] = set()
+        self._greeter = Greeter(who, clock, signer)
+        self._contacts = Contacts(who.me.peer, wanted)
+        self._contacts.on_forget = self._forgotten
         self._changed = Bell()
         self._group: asyncio.TaskGroup | None = None
-        self._dials = asyncio.Semaphore(DIALS_AT_ONCE)
+        self._dials, self._hearsay = asyncio.Semaphore(DIALS_AT_ONCE), asyncio.Semaphore(HEARSAY_AT_ONCE)
         transport.serve(HELLO, self._serve)
 
     # -- what others see ----------------------------------------------------------------------------------------------
 
     def live(self) -> tuple[Member, ...]:
         """Who answers us, and we, in the order of their ids."""
-        members = [contact.member for contact in self._contacts.values() if contact.live and contact.member]
+        members = [contact.member for contact in self._contacts if contact.live and contact.member]
         return tuple(sorted((self._who.me, *members)))
 
     async def changed(self, since: int, deadline: Deadline) -> int:
@@ -118,41 +122,30 @@ class Membership:
 
     def contacts(self) -> tuple[Contact, ...]:
         """Everybody we know of, for a view; not to be changed."""
-        return tuple(self._contacts.values())
+        return tuple(self._contacts)
 
     def peers(self) -> list[PeerId]:
         """Everybody we know of, the live ones first."""
-        return [contact.peer for contact in sorted(self._contacts.values(), key=lambda each: not each.live)]
+        return [contact.peer for contact in sorted(self._contacts, key=lambda each: not each.live)]
 
     def offset_seconds(self) -> float:
-        """How far the others' wall clocks are ahead of ours: the median, 0 if there are none."""
-        offsets = [contact.offset_seconds for contact in self._contacts.values() if contact.live]
-        return median(offsets) if offsets else 0.0
+        """How far the others' wall clocks are ahead of ours: the median, within bounds; 0 if there are none."""
+        offsets = [contact.offset_seconds for contact in self._contacts if contact.live]
+        offset = median(offsets) if offsets else 0.0
+        return max(-MAX_OFFSET_SECONDS, min(offset, MAX_OFFSET_SECONDS))
 
-    def hint(self, peer: PeerId, addresses: Sequence[str] = ()) -> None:
-        """A peer may be found there."""
-        if peer == self._who.me.peer or len(peer) > MAX_PEER_CHARACTERS or not peer.isascii():
-            return
-        contact = self._contacts.get(peer)
-        if contact is None:
-            if len(self._contacts) >= MAX_CONTACTS and not self._make_room():
-                return
-            contact = self._contacts[peer] = Contact(peer)
-        contact.addresses = sound((*addresses, *contact.addresses))
-        if self._group and contact.task is None:
+    def hint(self, peer: PeerId, addresses: Sequence[str] = (), told_by: PeerId = "") -> Contact | None:
+        """A peer may be found there; returns its contact, if it can have one.
+
+        Args:
+            told_by: who told us; empty if we know it otherwise.
+        """
+        contact = self._contacts.add(peer, addresses, told_by)
+        if contact and self._group and contact.task is None:
             contact.task = self._group.create_task(self._tend(contact))
+        return contact
 
-    def _make_room(self) -> bool:
-        """Forget the most hopeless contact; False if all are live or wanted."""
-        wanted = set(self._wanted())
-        spare = [each for each in self._contacts.values() if not each.live and each.peer not in wanted]
-        if spare:
-            self._forget(max(spare, key=lambda each: each.failures))
-        return bool(spare)
-
-    def _forget(self, contact: Contact) -> None:
-        self._contacts.pop(contact.peer, None)
-        self._twins.discard(contact.peer)
+    def _forgotten(self, contact: Contact) -> None:
         contact.hello = None
         if contact.task:
             contact.task.cancel()
@@ -164,8 +157,8 @@ class Membership:
         async with together() as group:
             self._group = group
             try:
-                for peer in list(self._contacts):
-                    self.hint(peer)
+                for contact in self._contacts:
+                    self.hint(contact.peer)
                 await self._tick()
             finally:
                 self._group = None
@@ -176,7 +169,7 @@ class Membership:
         while True:
             now = loop.time()
             slept = now - due > SLEPT_SECONDS
-            for contact in list(self._contacts.values()):
+            for contact in self._contacts:
                 if contact.watching is None or contact.greeted is None:  # a dial has a deadline of its own
                     continue
                 if slept:
@@ -208,7 +201,6 @@ class Membership:
         """Watch one peer; when that ends, try it again, ever more rarely."""
         while True:
             contact.greeted = None
-            self._twins.discard(contact.peer)
             why = await self._watched(contact)
             if contact.broke(asyncio.get_running_loop().time()):
                 await asyncio.sleep(RETRY_SECONDS)
@@ -216,10 +208,10 @@ class Membership:
             self._set_live(contact, False, why)
             contact.failures += 1
             log.debug("%s: try %d: %s", contact.peer, contact.failures, why)
-            wanted = contact.peer in set(self._wanted())
+            wanted = self._contacts.wants(contact.peer)
             nudged = await self._pause(contact, contact.pause_seconds(wanted))
             if contact.failures > MAX_FAILURES and not wanted and not nudged:
-                return self._forget(contact)
+                return self._contacts.forget(contact)
 
     async def _pause(self, contact: Contact, seconds: float) -> bool:
         """Wait, less long if it calls us; returns whether it did."""
@@ -252,9 +244,10 @@ class Membership:
     async def _watch(self, contact: Contact, limit: asyncio.Timeout) -> None:
         """Dial, greet, and exchange pulses until the stream ends or `limit` is moved to now."""
         loop, peer = asyncio.get_running_loop(), contact.peer
-        limit.reschedule(loop.time() + contact.patience_seconds)
         async with AsyncExitStack() as dialling:
-            await dialling.enter_async_context(self._dials)
+            if not contact.live:
+                await self._turn(contact, dialling)
+            limit.reschedule(loop.time() + contact.patience_seconds)
             if not contact.live and contact.addresses:
                 await self._reach(peer, contact.addresses, loop.time() + contact.patience_seconds)
             async with self._transport.open(peer, HELLO, loop.time() + WATCH_SECONDS) as stream:
@@ -262,6 +255,14 @@ class Membership:
                 await dialling.aclose()
                 limit.reschedule(None)
                 await self._greeter.exchange(contact, stream, self._on_refusal)
+
+    async def _turn(self, contact: Contact, dialling: AsyncExitStack) -> None:
+        """Wait for one's turn to be dialled. Whom we know by hearsay has a long one, whoever else wants us to dial."""
+        if contact.told_by and contact.hello is None and not self._contacts.wants(contact.peer):
+            await dialling.enter_async_context(self._hearsay)
+            await asyncio.sleep(HEARSAY_SECONDS)
+        else:
+            await dialling.enter_async_context(self._dials)
 
     async def _greet(self, contact: Contact, stream: Stream) -> None:
         await stream.send(self._greeter.hello())
@@ -279,15 +280,14 @@ class Membership:
         self._set_live(contact, True)
         for each in welcome.known:  # only now: who is here is not forgotten for whom it introduces
             if each.peer not in self._contacts:
-                self.hint(each.peer, each.addresses)
+                self.hint(each.peer, each.addresses[:MAX_BELIEVED_ADDRESSES], told_by=contact.peer)
 
     def _on_refusal(self, peer: PeerId, refusal: Refusal) -> None:
-        """Another process has our identity, some say; believed if most of those do whom we reach, or may yet."""
-        if refusal.final:
-            self._twins.add(peer)
-            others = [each for each in self._contacts.values() if each.peer not in self._twins]
-            if len(self._twins) > sum(each.live or each.failures < TRIES for each in others):
-                self.on_twin(refusal.why)
+        """Somebody will have nothing to do with us; because another process has our identity, if it proves that."""
+        for other in refusal.other:
+            if not self._greeter.is_twin(other):
+                raise BadPayload("refuses us for another life of ours that it cannot prove")
+            self.on_twin(TWIN)
         raise PeerGone(peer, f"it refuses us: {refusal.why}")
 
     # -- being watched ------------------------------------------------------------------------------------------------
@@ -299,13 +299,12 @@ class Membership:
             self._greeter.check(peer, hello)
         except BadPayload as error:
             self._refuse(peer, str(error))
-            return await stream.send(Refusal(str(error)[:200], False))
-        self.hint(peer, hello.addresses)
-        contact = self._contacts.get(peer)
+            return await stream.send(Refusal(str(error)[:200]))
+        contact = self.hint(peer, hello.addresses)
         if contact is None:
-            return await stream.send(Refusal("too many peers are known here", False))
-        if contact.is_older(hello):
-            return await stream.send(Refusal(TWIN, True))
+            return await stream.send(Refusal("too many peers are known here"))
+        if contact.hello and contact.is_older(hello):
+            return await stream.send(Refusal("another life of it is known here", (contact.hello,)))
         self._meet(contact, hello)
         await stream.send(Welcome(self._greeter.hello(), self._known(peer)))
         contact.called()
@@ -322,16 +321,17 @@ class Membership:
             self._set_live(contact, False, "it was started again")
 
     def _known(self, to: PeerId) -> tuple[Acquaintance, ...]:
-        others = [each for each in self._contacts.values() if each.live and each.peer != to]
+        others = [each for each in self._contacts if each.live and each.peer != to]
         return tuple(Acquaintance(each.peer, each.addresses[:MAX_TOLD_ADDRESSES]) for each in others[:MAX_INTRODUCED])
 
     def _refuse(self, peer: PeerId, why: str) -> None:
-        log.warning("%s: %s", peer, why)
-        if len(self.refused) < MAX_CONTACTS or why in self.refused:
+        new = why not in self.refused
+        log.log(logging.WARNING if new else logging.DEBUG, "%s: %s", peer, why)
+        if not new or len(self.refused) < MAX_REASONS:
             self.refused[why] += 1
 
     def goodbye(self) -> None:
         """Tell everybody at once that we are leaving."""
         self._greeter.leaving = True
-        for contact in self._contacts.values():
+        for contact in self._contacts:
             contact.hurry.set()

@@ -279,7 +279,9 @@ class Peer:
         def roster() -> list[PeerId]:
             return [member.peer for member in chain.members(MAX_ROSTER) if member != me]
 
-        membership = Membership(tools.transport, self._clock, who, roster, partial(reach, tools.transport.connect))
+        membership = Membership(
+            tools.transport, self._clock, tools.state.identity, who, roster, partial(reach, tools.transport.connect)
+        )
         membership.on_twin = self._fail
         for peer, address in tools.entry.met.items():
             membership.hint(peer, (address.rpartition("/p2p/")[0],))

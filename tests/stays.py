@@ -96,7 +96,11 @@ class Peer:
         chain = self.chain = self.portrait.chain = Chain(RUN, "run", town.founders, bytes(32))
         who = Self(me, RUN, len(town.peers), f"nick-{name}", tuple, lambda: chain.head.key.round)
         members = self.members = self.portrait.membership = Membership(
-            transport, clock, who, lambda: [member.peer for member in chain.head.roster if member != me]
+            transport,
+            clock,
+            SimSigner(name, 1),
+            who,
+            lambda: [member.peer for member in chain.head.roster if member != me],
         )
         members.hint(town.founders[0].peer)
         directory = Directory(town.entries, name, clock, Hearsay())

@@ -45,7 +45,7 @@ def shown(portrait: Portrait) -> Status:
 
 
 def contact(peer: str, nickname: str | None, live: bool = True, addresses: tuple[str, ...] = ()) -> Contact:
-    hello = None if nickname is None else Hello(VERSION, RUN, Member(peer), 1, nickname, addresses)
+    hello = None if nickname is None else Hello(VERSION, RUN, Member(peer), 1, nickname, addresses, b"")
     return Contact(peer, addresses, hello, live)
 
 
