@@ -138,19 +138,19 @@ class Shelf:
         return sum(map(len, self._kept.values()))
 
     def put(self, key: Hashable, peer: PeerId, value: bytes, expires: float) -> bool:
-        """Keep a value, if it expires later than the one in its place, and there is room."""
+        """Keep a value, if it expires later than the one in its place, and there is room.
+
+        Whoever came first stays for as long as it renews its own: a place that strangers could take by a later expiry
+        would be theirs alone.
+        """
         old = self._kept.get(key, {}).get(peer)
         if expires <= self._now() or (old is not None and old.expires >= expires):
             return False
-        if old is None and not self._has_room(key, peer, expires):
+        if old is None and not self._has_room(key, peer):
             self._sweep()
-            if not self._has_room(key, peer, expires):
+            if not self._has_room(key, peer):
                 return False
-        here = self._kept.setdefault(key, {})
-        here[peer] = Entry(value, expires)
-        if len(here) > MAX_HINTS_PER_KEY:
-            # The one that expires first makes room: who is alive announces again, and stays.
-            del here[min(here, key=lambda each: here[each].expires)]
+        self._kept.setdefault(key, {})[peer] = Entry(value, expires)
         return True
 
     def live(self, key: Hashable) -> Mapping[PeerId, Entry]:
@@ -158,12 +158,10 @@ class Shelf:
         now = self._now()
         return {peer: entry for peer, entry in self._kept.get(key, {}).items() if entry.expires > now}
 
-    def _has_room(self, key: Hashable, peer: PeerId, expires: float) -> bool:
+    def _has_room(self, key: Hashable, peer: PeerId) -> bool:
         here = self._kept.get(key, {})
-        if sum(peer in kept for kept in self._kept.values()) >= _MAX_KEYS_PER_PEER:
+        if len(here) >= MAX_HINTS_PER_KEY or sum(peer in kept for kept in self._kept.values()) >= _MAX_KEYS_PER_PEER:
             return False
-        if len(here) >= MAX_HINTS_PER_KEY:
-            return min(entry.expires for entry in here.values()) < expires
         return len(self) < _MAX_HINTS and (bool(here) or len(self._kept) < _MAX_KEYS)
 
     def _sweep(self) -> None:

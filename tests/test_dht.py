@@ -477,13 +477,18 @@ class TestShelf:
         assert sum(shelf.put(key, "greedy", b"", 100.0) for key in range(100)) == 16
         assert shelf.put(50, "other", b"", 100.0)
 
-    def test_at_a_full_key_who_announced_last_stays(self) -> None:
-        shelf = Shelf(lambda: 0.0)
-        for peer in range(MAX_HINTS_PER_KEY):
-            assert shelf.put("key", f"{peer}", b"", 100.0 + peer)
-        assert not shelf.put("key", "late", b"", 50.0)
-        assert shelf.put("key", "fresh", b"", 150.5)
-        assert len(shelf) == MAX_HINTS_PER_KEY and "0" not in shelf.live("key") and "fresh" in shelf.live("key")
+    def test_at_a_full_key_residents_stay_and_renew_their_own(self) -> None:
+        now = [0.0]
+        shelf = Shelf(lambda: now[0])
+        honest, strangers = [f"{n}" for n in range(10)], [f"stranger {n}" for n in range(MAX_HINTS_PER_KEY)]
+        assert all(shelf.put("key", peer, b"", 180.0) for peer in honest)
+        assert sum(shelf.put("key", peer, b"", 655.0) for peer in strangers) == MAX_HINTS_PER_KEY - len(honest)
+        now[0] = 120.0
+        assert all(shelf.put("key", peer, b"", 300.0) for peer in honest)
+        assert not shelf.put("key", "late", b"", 780.0)
+        now[0] = 301.0
+        assert shelf.put("key", "late", b"", 480.0) and len(shelf) <= MAX_HINTS_PER_KEY
+        assert "late" in shelf.live("key")
 
     def test_what_expires_makes_room_and_the_older_never_replaces_the_newer(self) -> None:
         now = [0.0]
