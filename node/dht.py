@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, Self, TypeVar
 
+from node.bounded import count, renew
 from node.daemon import DaemonError
 from node.hints import TTL_SECONDS, Hint, Shelf, check, loads, name_of, unpack
 from node.kademlia import Key, Node, place, running_node
@@ -23,7 +24,6 @@ _AGAIN_SECONDS = 10.0
 _RETRY_SECONDS = 1.0
 _MAX_ANNOUNCED = 64
 _MAX_MET = 64
-_MAX_COUNTED = 1024
 
 
 class Carrier(Protocol):
@@ -88,7 +88,7 @@ class DhtDirectory:
         message = draft.message(self._run)
         hint = Hint(draft.peer, scope, draft.expires, value, self._signer.sign(message))
         hint.pack()
-        _remember(self._announced, scope, hint, _MAX_ANNOUNCED)
+        renew(self._announced, scope, hint, _MAX_ANNOUNCED)
         await self._ask(deadline, lambda node: self._store(node, hint))
 
     async def find(self, scope: str, limit: int, deadline: Deadline) -> Sequence[tuple[PeerId, bytes]]:
@@ -100,7 +100,7 @@ class DhtDirectory:
 
     async def meet(self, peer: PeerId, deadline: Deadline) -> bool:
         """Make our nodes known to each other, once the transport can reach the peer; False if it does not answer."""
-        _remember(self._met, peer, None, _MAX_MET)
+        renew(self._met, peer, None, _MAX_MET)
         return bool(await self._ask(deadline, lambda node: node.meet(peer)))
 
     def _now(self) -> float:
@@ -149,7 +149,7 @@ class DhtDirectory:
             self._up.clear()
             self._node = None
             for peer in node.peers[:_MAX_MET]:
-                _remember(self._met, peer, None, _MAX_MET)
+                renew(self._met, peer, None, _MAX_MET)
 
     async def _again(self, node: Node) -> None:
         """Tell a new node what the one before it knew."""
@@ -173,9 +173,7 @@ class DhtDirectory:
 
     def _refuse(self, peer: PeerId, why: str) -> None:
         log.debug("refused from %s: %s", peer, why)
-        if len(self.refused) >= _MAX_COUNTED and (peer, why) not in self.refused:
-            del self.refused[next(iter(self.refused))]
-        self.refused[peer, why] += 1
+        count(self.refused, (peer, why))
 
 
 def _content(packed: bytes) -> bytes:
@@ -194,11 +192,3 @@ def _result(task: asyncio.Task[T]) -> T | None:
         log.warning("the DHT failed: %s", error or type(error).__name__)
         return None
     return task.result()
-
-
-def _remember(into: dict[Any, Any], key: object, value: object, most: int) -> None:
-    """Note it as the latest, and forget the oldest beyond the bound."""
-    into.pop(key, None)
-    into[key] = value
-    if len(into) > most:
-        del into[next(iter(into))]

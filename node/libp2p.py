@@ -25,6 +25,7 @@ from typing import Self
 from multiaddr import Multiaddr  # type: ignore[import-untyped]
 
 from node.addresses import BACKOFF, is_silent, meaning, missing, not_listening
+from node.bounded import renew
 from node.daemon import DaemonError, arguments, socket_directory, with_ports
 from node.identity import Identity
 from node.link import LINK_ERRORS, Link
@@ -170,7 +171,7 @@ class LibP2PTransport:
             raise ValueError(f"{address!s:.200} does not say who is there: it must end in /p2p/<peer id>")
         async with self._reaching(peer, deadline, where) as (link, seconds):
             await link.connect(peer, where, seconds)
-        _remember(self._known, peer, where)
+        renew(self._known, peer, where, _MAX_KNOWN)
         return peer
 
     async def forget(self, peer: PeerId, deadline: Deadline) -> None:
@@ -216,13 +217,13 @@ class LibP2PTransport:
     def _cause(self, peer: PeerId, where: str, why: str) -> str:
         """For some seconds after a dial that failed, p2pd says only that one did: what counts is why."""
         if why != BACKOFF:
-            _remember(self._causes, where + peer, why)
+            renew(self._causes, where + peer, why, _MAX_KNOWN)
         return self._causes.get(where + peer, why)
 
     def _incoming(self, peer: PeerId, address: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if address:
             # p2pd dials from the port that it listens on, so that whence a peer came is where it can be found.
-            _remember(self._seen, peer, address)
+            renew(self._seen, peer, address, _MAX_KNOWN)
         # In a task of ours: asyncio reports an error when the one that it made for this call is cancelled.
         self._serving.take(peer, SocketPipe(reader, writer))
 
@@ -257,7 +258,7 @@ class LibP2PTransport:
             how = await link.ended()
             self._up.clear()
             for peer, address in link.peers.items():
-                _remember(self._seen, peer, address)
+                renew(self._seen, peer, address, _MAX_KNOWN)
             if loop.time() - since >= _STEADY_SECONDS:
                 self._starts_in_a_row = 0
             log.warning("p2pd %d ended (%s): it is started again", link.daemon.pid, how)
@@ -290,11 +291,3 @@ class LibP2PTransport:
         with suppress(TimeoutError):
             async with asyncio.timeout(_REDIAL_SECONDS):
                 await asyncio.gather(*(dial(peer, address) for peer, address in (self._seen | self._known).items()))
-
-
-def _remember(addresses: dict[PeerId, str], peer: PeerId, address: str) -> None:
-    """Note the address as the latest, and forget the oldest beyond the bound."""
-    addresses.pop(peer, None)
-    addresses[peer] = address
-    if len(addresses) > _MAX_KNOWN:
-        del addresses[next(iter(addresses))]

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Coroutine
 from typing import Any
 
+from node.bounded import count
 from node.pipe import SocketPipe
 from protocols.base import BadPayload, Handler, PeerError, PeerId, Stream
 from protocols.framing import accepted
@@ -22,7 +23,6 @@ _ACCEPTED = b"\x01"
 _OPENING_SECONDS = 10.0
 _LINGER_SECONDS = 30.0
 _FAREWELL_SECONDS = 1.0
-_MAX_COUNTED = 1024
 
 
 async def ask(pipe: SocketPipe, method: str) -> None:
@@ -159,9 +159,7 @@ class Serving:
         self._refuse(peer, "bad payload")
 
     def _refuse(self, peer: PeerId, why: str) -> None:
-        if len(self.refused) >= _MAX_COUNTED and (peer, why) not in self.refused:
-            del self.refused[next(iter(self.refused))]
-        self.refused[peer, why] += 1
+        count(self.refused, (peer, why))
 
 
 async def _read_method(pipe: SocketPipe) -> str:
