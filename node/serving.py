@@ -155,11 +155,11 @@ class Serving:
         return None if stream is None else (handler, stream)
 
     def _on_bad(self, peer: PeerId, error: BadPayload) -> None:
-        log.warning("%s broke the rules: %s", peer, error)
-        self._refuse(peer, "bad payload")
+        new = self._refuse(peer, "bad payload")  # anybody can do it, as often as they like
+        log.log(logging.WARNING if new else logging.DEBUG, "%s broke the rules: %s", peer, error)
 
-    def _refuse(self, peer: PeerId, why: str) -> None:
-        count(self.refused, (peer, why))
+    def _refuse(self, peer: PeerId, why: str) -> bool:
+        return count(self.refused, (peer, why))
 
 
 async def _read_method(pipe: SocketPipe) -> str:
