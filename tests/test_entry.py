@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 import pytest
@@ -50,8 +50,10 @@ def play(body: Callable[[], Coroutine[Any, Any, None]]) -> None:
 class Addresses:
     """What is at each address: how long it takes, and what comes of it, the last for ever."""
 
-    def __init__(self, **there: list[Run | Exception] | Run | Exception) -> None:
-        self.there = {name: results if isinstance(results, list) else [results] for name, results in there.items()}
+    def __init__(self, **there: Sequence[Run | Exception] | Run | Exception) -> None:
+        self.there: dict[str, list[Run | Exception]] = {
+            name: [results] if isinstance(results, Run | Exception) else [*results] for name, results in there.items()
+        }
         self.seconds = dict.fromkeys(there, 0.1)
         self.tried: dict[str, list[float]] = {name: [] for name in there}
         self.said: list[str] = []
