@@ -9,7 +9,7 @@ import os
 import secrets
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -88,15 +88,16 @@ class Peer:
         self._clock = WallClock()
         self._stay: Stay | None = None
         self._living: asyncio.Task[None] | None = None
+        self._expected = config.run_id
         self._finishing, self._failure = False, ""
 
     def finish(self) -> None:
         """End the round, hand in, leave; at once where there is no round yet."""
-        self._finishing = True
         if self._stay:
             self._stay.leave()
-        elif self._living:
+        elif self._living and not self._finishing:
             self._living.cancel()
+        self._finishing = True
 
     def status(self) -> Status:
         """What this peer does, as of now."""
@@ -150,10 +151,12 @@ class Peer:
     # -- which run ----------------------------------------------------------------------------------------------------
 
     def _addresses(self, state: StateDir) -> tuple[str, ...]:
-        """Where to look for the run: what the user gave, and whom this peer met when it was last here."""
-        held = b"" if self._config.new else state.manifest()
-        cached = tuple(state.addresses()) if held else ()
-        return (*self._config.bootstrap, *cached)
+        """Where to look: what the user gave; and whom this peer met when it was last here, if that is the same run."""
+        config, held = self._config, "" if self._config.new else _run_id(state.manifest())
+        if config.bootstrap and not (config.run_id and held.startswith(config.run_id)):
+            return config.bootstrap
+        self._expected = config.run_id or held or None
+        return (*config.bootstrap, *(state.addresses() if held else ()))
 
     def _judge(self, run: Run) -> None:
         """Whether to join this run.
@@ -161,7 +164,7 @@ class Peer:
         Raises:
             ManifestError: no.
         """
-        manifest = unseal(run.sealed, verify, self._config.run_id)
+        manifest = unseal(run.sealed, verify, self._expected)
         manifest.config.require_protocol(PROTOCOLS)
         if hashlib.sha256(run.sample).digest() != manifest.held_out and any(manifest.held_out):
             raise ManifestError("the evaluation sample is not the one that the manifest names: ask another peer")
@@ -169,6 +172,8 @@ class Peer:
     async def _join(self, tools: _Tools, addresses: Sequence[str]) -> None:
         """Everything about the run comes from whoever is found at one of these addresses."""
         self._portrait.becomes("joining", f"asking at {len(addresses)} addresses which run this is")
+        if not self._config.bootstrap:
+            self._view.say(f"going back to the run {self._expected or ''}, to whom was met there; --new starts another")
         run = await tools.entry.find(addresses)
         manifest = unseal(run.sealed, verify)
         self._begin(tools.state, manifest, run)
@@ -211,8 +216,7 @@ class Peer:
 
     def _begin(self, state: StateDir, manifest: Manifest, run: Run) -> None:
         """This peer's directory, and what it shows, are of this run now."""
-        before = unseal(held, verify).run_id if (held := state.manifest()) else ""
-        state.begin(manifest.run_id, before, run.sealed, run.sample)
+        state.begin(manifest.run_id, _run_id(state.manifest()), run.sealed, run.sample)
         portrait = self._portrait
         portrait.run, portrait.run_id, portrait.rounds = (
             manifest.config.name,
@@ -240,7 +244,7 @@ class Peer:
             averager.on_ahead = sync.hear
             portrait.pids = lambda: [pid for pid in (os.getpid(), trainer.pid, transport.daemon_pid) if pid]
             portrait.journal = Journal(state.rounds)
-            Door(transport, run, lambda: asdict(self.status()))
+            Door(transport, run, lambda: asdict(_public(self.status())))
             means = Means(
                 replica, trainer, sync, membership, directory, state, portrait.journal, tools.lag, self._clock
             )
@@ -288,6 +292,19 @@ class Peer:
         for peer, addresses in tools.state.peers().items():
             membership.hint(peer, addresses)
         return membership
+
+
+def _public(status: Status) -> Status:
+    """What is anybody's business: not where others are, nor what runs on this machine."""
+    return replace(status, pid=0, peers=tuple(replace(each, address="") for each in status.peers))
+
+
+def _run_id(sealed: bytes) -> str:
+    """Of the run that a directory is of; empty if it is of none, or of one that cannot be read any more."""
+    try:
+        return unseal(sealed, verify).run_id if sealed else ""
+    except ManifestError:
+        return ""
 
 
 async def _initial_root(trainer: RemoteTrainer, compute: ThreadCompute) -> bytes:

@@ -155,6 +155,7 @@ class Stay:
         await means.replica.settle()
         self._evaluated = means.replica.state.index.parameters_root.hex()
         await self._wait_for_others()
+        means.replica.last = self._limits.rounds == 1
         async for report in rounds(means.replica, means.sync, means.clock.wall, self._goes_on, self._portrait.becomes):
             await self._report(report)
             if self._limits.rounds is not None:
@@ -183,7 +184,7 @@ class Stay:
 
     async def _report(self, report: RoundReport) -> None:
         means = self._means
-        self._done += report.outcome in ("committed", "alone", "fork")
+        self._done += report.peer in report.peers  # a round that was only watched, or skipped, is none of ours
         if report.params_hash != self._evaluated:
             self._evaluated = report.params_hash
             report = replace(report, held_out_loss=await self._held_out_loss())

@@ -20,6 +20,8 @@ from protocols.wire import Offer, Plan, Ready
 
 GROWTH = 1.25
 """An offer is sent again when its tokens have grown by this factor."""
+LEAVER_SECONDS = 2.0
+"""Who leaves waits so long for a round in which nobody could take a step yet: called at once, it would be skipped."""
 INFORMED = 2
 """Coordinators that hear of incomplete work: the first, and the one that takes over from it."""
 
@@ -144,10 +146,10 @@ class Call:
         """Wait for the moment of the call; False if the round ends first."""
         loop, done = asyncio.get_running_loop(), self._complete_seconds
         while loop.time() < self._terrain.deadline:
-            here, leaving, _ = known = self._stands()
+            here, worked, leaving, _ = known = self._stands()
             after = planning.call_after(list(done.values()), len(self._terrain.head.roster)) if here else None
-            if here and leaving:  # nobody keeps waiting who wants to go
-                after = 0.0
+            if here and leaving:  # who wants to go is not kept waiting, but for a moment, if nothing is done yet
+                after = 0.0 if worked else LEAVER_SECONDS
             due = self._terrain.deadline if after is None else self._began + after
             if self.terms is not None or (after is not None and loop.time() >= due):
                 return True
@@ -164,10 +166,12 @@ class Call:
         """Members of whom we have not heard that their inner steps are done."""
         return tuple(m.peer for m in self._terrain.head.roster if m.peer not in self._complete_seconds)
 
-    def _stands(self) -> tuple[bool, bool, int]:
-        """Whether we have an offer, as a coordinator has before it calls; if anybody leaves; how many are ready."""
+    def _stands(self) -> tuple[bool, bool, bool, int]:
+        """Whether we have an offer, as a coordinator has before it calls, and one of work; if anybody leaves; how many
+        are ready."""
+        mine = self._offers.get(self._terrain.me.peer)
         leaving = any(offer.leaving for offer in self._offers.values())
-        return self._terrain.me.peer in self._offers, leaving, len(self._complete_seconds)
+        return mine is not None, bool(mine and mine.tokens), leaving, len(self._complete_seconds)
 
     def leaving(self) -> frozenset[PeerId]:
         """Members that will be gone when the round is over; who has not heard it of them finds it in the plan."""

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from protocols.base import PeerId
+from protocols.calling import LEAVER_SECONDS
 from protocols.record import Kind
 from tests.sim.parting import LongRounds, Parting
 
@@ -80,7 +81,7 @@ def test_who_has_not_ended_its_first_step_is_waited_for_until_it_has(peers: int)
         assert set(stage.outcomes("p0")) <= {"committed", "alone", "skipped"}
         return seconds
 
-    assert stage.play(story) <= 4 * STEP_SECONDS + PROMPT_SECONDS
+    assert stage.play(story) <= 4 * STEP_SECONDS + LEAVER_SECONDS + PROMPT_SECONDS
 
 
 @pytest.mark.parametrize(("peers", "leavers"), ((3, 2), (4, 2), (4, 3), (5, 2), (5, 3), (5, 4)))
