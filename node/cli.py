@@ -6,7 +6,6 @@ Commands import what they run when they run, so that `--help` and `status` do no
 from __future__ import annotations
 
 import asyncio
-import json as jsons
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -17,30 +16,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from node.status import SwarmOptions, join_command, parse, printable
+from node import asking
+from node.asking import Mistake
+from node.status import SwarmOptions, printable, to_json
 
 if TYPE_CHECKING:
     from node.peerconfig import PeerConfig
     from node.runconfig import RunConfig
 
-ASK_SECONDS = 5.0
 _RUN, _MACHINE, _SHOWN = "The run", "This machine", "What is shown"
 _OPTIONS = {"--bandwidth-bytes-per-second": "--bandwidth", "--wait-for-peers": "--wait-for"}
 """Names of values, as a configuration's errors have them, and of the options that give them."""
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-
-
-class Mistake(typer.TyperException):
-    """What was asked for cannot be done: one line for whoever asked."""
-
-    exit_code = 2
-
-
-class Unavailable(Mistake):
-    """Nobody is there to do it."""
-
-    exit_code = 1
 
 
 def _option(panel: str, text: str, *names: str, **more: Any) -> Any:
@@ -154,18 +142,18 @@ def status(
     json: Annotated[bool, typer.Option("--json", help="Print everything, as one JSON object.")] = False,
 ) -> int:
     """Tell how a peer is doing."""
-    answer = _ask_remote(bootstrap) if bootstrap else asyncio.run(_ask(state_dir, "status"))
+    shown = asking.status(state_dir, bootstrap)
     if json:
-        print(jsons.dumps(answer, allow_nan=False))
+        print(to_json(shown))
     else:
-        _show(answer)
+        asking.show(shown)
     return 0
 
 
 @app.command()
 def finish(state_dir: Running = None) -> int:
     """Let a peer end its round, hand in its work and leave, as its first Ctrl-C does."""
-    asyncio.run(_ask(state_dir, "finish"))
+    asking.finish(state_dir)
     print("it hands in its round, then leaves", file=sys.stderr)
     return 0
 
@@ -230,55 +218,6 @@ def _run(config: PeerConfig, run: RunConfig | None) -> int:
         return live(config, run)
     except Refused as error:
         raise Mistake(str(error)) from None
-
-
-# -- asking running peers ---------------------------------------------------------------------------------------------
-
-
-async def _ask(state_dir: Path | None, what: str) -> dict[str, Any]:
-    from node.control import NoAnswer, ask
-
-    deadline = asyncio.get_running_loop().time() + ASK_SECONDS
-    try:
-        return await ask(state_dir or await _the_one_here(deadline), what, deadline)
-    except (NoAnswer, OSError) as error:
-        raise Unavailable(str(error)) from None
-
-
-async def _the_one_here(deadline: float) -> Path:
-    from node.control import home, running
-
-    found = await running(home(), deadline)
-    if not found:
-        raise Unavailable(f"no peer runs in {home()}: start one with `python -m node join`, or give --state-dir")
-    if len(found) > 1:
-        raise Mistake(f"{len(found)} peers run here: choose one by --state-dir {' or '.join(map(str, found))}")
-    return found[0]
-
-
-def _ask_remote(address: str) -> dict[str, Any]:
-    from node.peer import Refused, remote_status
-
-    try:
-        return asyncio.run(remote_status(address))
-    except Refused as error:
-        raise Unavailable(str(error)) from None
-
-
-def _show(answer: Mapping[str, Any]) -> None:
-    from rich.console import Console
-
-    from node.terminal import render
-
-    try:
-        shown = parse(answer)
-    except ValueError as error:
-        raise Unavailable(f"the peer's answer cannot be read ({error}): is it of another version?") from None
-    console = Console(highlight=False)
-    console.print(render(replace(shown, addresses=()), (), console.width))
-    if command := join_command(shown):
-        line, everywhere = command
-        print(f"\nOthers join{'' if everywhere else ', from this machine only,'} with:\n{line}")
 
 
 # -- the way out ------------------------------------------------------------------------------------------------------

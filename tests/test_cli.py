@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pty
 import shutil
@@ -13,10 +14,13 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from node.cli import main
+from node.daemon import DaemonError
+from node.identity import IdentityError
 from tests.fake_peer import ADDRESS
 
 pytestmark = pytest.mark.real
@@ -339,7 +343,7 @@ def test_the_one_peer_here_is_found_and_asked(running: Straw) -> None:
     answer = json.loads(done.stdout, parse_constant=pytest.fail)
     assert (answer["run"], answer["pid"], answer["loss"]) == ("straw", running.process.pid, None)
     shown = starling("status")
-    assert shown.returncode == 0 and "run straw" in shown.stdout and "1 of 3" in shown.stdout
+    assert shown.returncode == 0 and "run straw" in shown.stdout and "2 of 3" in shown.stdout
     assert f"\npython -m node join --bootstrap {ADDRESS}\n" in shown.stdout
     assert starling("finish").returncode == 0
     assert running.end(3)[0] == 0
@@ -353,6 +357,40 @@ def test_of_several_peers_one_must_be_chosen(straws: list[Straw], own_home: Path
     line = one_line(starling("status"))
     assert "2 peers run here" in line and str(own_home / "peer-1") in line and str(own_home / "peer-2") in line
     assert json.loads(starling("status", "--json", "--state-dir", str(own_home / "peer-2")).stdout)["round"] == 1
+
+
+@pytest.mark.parametrize("address", ["192.0.2.1:4000", "/ip4/192.0.2.1/tcp/4000", "nonsense"])
+def test_a_mistyped_address_to_ask_gets_one_line(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--bootstrap" in one_line(here(capsys, "status", "--bootstrap", address))
+
+
+def asked(monkeypatch: pytest.MonkeyPatch, answer: object) -> None:
+    """Whoever is asked for its status from afar answers or fails so."""
+
+    async def remote_status(address: str) -> object:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    straw = ModuleType("node.peer")
+    vars(straw).update(remote_status=remote_status, Refused=RuntimeError)
+    monkeypatch.setitem(sys.modules, "node.peer", straw)
+
+
+@pytest.mark.parametrize("failure", [DaemonError("no p2pd"), IdentityError("no key"), OSError("no room")])
+def test_what_keeps_us_from_asking_is_one_line(
+    failure: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked(monkeypatch, failure)
+    assert str(failure) in one_line(here(capsys, "status", "--bootstrap", ADDRESS), 1)
+
+
+@pytest.mark.parametrize("more", [[], ["--json"]])
+def test_an_answer_that_is_no_status_is_one_line(
+    more: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked(monkeypatch, {"loss": math.nan})
+    assert "cannot be read" in one_line(here(capsys, "status", "--bootstrap", ADDRESS, *more), 1)
 
 
 def test_a_killed_peer_is_no_peer(running: Straw) -> None:
