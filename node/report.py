@@ -8,6 +8,8 @@ import math
 from dataclasses import dataclass, fields
 from typing import Self
 
+from protocols.base import Work
+
 
 @dataclass(frozen=True, slots=True)
 class RoundReport:
@@ -15,10 +17,15 @@ class RoundReport:
 
     A peer that caught up reports it as a round of its own, `superseded`: from `parent`, where it stood, to `lineage`.
 
+    Tokens, seconds and bytes are those since the report before: whatever became of the rounds, the plain sums over a
+    peer's reports are what it trained, spent and moved, each once.
+
     Attributes:
         anchor_lineage: of the state that the round's work was measured from; it stays where a round was skipped.
         contributions: peer -> lineage of its anchor, chunks counted, chunks.
-        tokens: of this peer's work in the round, counted or not.
+        tokens: that this peer has trained on in the round, counted or not. The work that it brought may hold more, of
+            rounds before that took none of it.
+        loss: mean over all of that work.
         lost_rounds: rounds of the branch that was given up, since the two parted; 0 if it was merely behind.
         lost_tokens: of this peer's work that was counted in them.
         replayed_rounds: outer steps taken again from their kept means.
@@ -79,25 +86,47 @@ class RoundReport:
 
 
 class Totals:
-    """What one peer's reports add up to.
-
-    Work that no decision took is told again with what was added to it since: it counts once.
-    """
+    """What one peer's reports add up to."""
 
     def __init__(self) -> None:
         self.tokens = self.bytes_sent = self.bytes_received = 0
         self.seconds_train = self.seconds_average = 0.0
-        self._anchor, self._tokens, self._seconds = "", 0, 0.0
 
     def add(self, report: RoundReport) -> None:
-        if report.anchor_lineage != self._anchor:
-            self._anchor, self._tokens, self._seconds = report.anchor_lineage, 0, 0.0
-        self.tokens += max(0, report.tokens - self._tokens)
-        self.seconds_train += max(0.0, report.seconds_train - self._seconds)
-        self._tokens, self._seconds = max(self._tokens, report.tokens), max(self._seconds, report.seconds_train)
+        self.tokens += report.tokens
+        self.seconds_train += report.seconds_train
         self.seconds_average += report.seconds_average
         self.bytes_sent += report.bytes_sent
         self.bytes_received += report.bytes_received
+
+
+class Trained:
+    """What was trained since the last report, out of what a trainer says of all its work since the anchor.
+
+    Attributes:
+        tokens, seconds: since they were taken last.
+    """
+
+    def __init__(self) -> None:
+        self.tokens, self.seconds = 0, 0.0
+        self._heard = 0, 0.0
+
+    def hear(self, work: Work) -> None:
+        """A trainer says how much there is now; of an account that starts again, because of a new anchor or a new
+        worker, it first says that there is nothing but what was carried over.
+        """
+        tokens, seconds = work.tokens - work.carried, work.seconds
+        if tokens < self._heard[0] or seconds < self._heard[1]:
+            self._heard = 0, 0.0
+        self.tokens += tokens - self._heard[0]
+        self.seconds += seconds - self._heard[1]
+        self._heard = tokens, seconds
+
+    def take(self) -> tuple[int, float]:
+        """Tokens and seconds since the last call."""
+        taken = self.tokens, self.seconds
+        self.tokens, self.seconds = 0, 0.0
+        return taken
 
 
 class Watch:

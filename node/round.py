@@ -10,7 +10,7 @@ import torch
 
 from node.catchup import CatchUp, Reached
 from node.outer import OuterSGD, pseudo_gradient
-from node.report import RoundReport, Watch
+from node.report import RoundReport, Trained, Watch
 from node.state import OuterState
 from protocols import record as records
 from protocols.base import (
@@ -61,7 +61,7 @@ class Replica:
         leaving: the round under way is this peer's last, and shall end at once.
         last: it is the last, and ends as any other.
         awaited: whom the round waits for, as far as this peer can tell.
-        on_phase: called with `training` or `averaging` and the work so far, as a round goes on.
+        on_phase: called with `training` or `averaging` and what was trained so far, as a round goes on.
     """
 
     def __init__(
@@ -90,6 +90,7 @@ class Replica:
         self.awaited: Callable[[], Sequence[PeerId]] = tuple
         self._offer_again: Callable[[], None] = lambda: None
         self._limit_seconds = FIRST_ROUND_LIMIT_SECONDS
+        self._trained = Trained()
         self._counted: dict[bytes, int] = {}  # lineage -> tokens of ours in the round that led to it
 
     @property
@@ -133,11 +134,11 @@ class Replica:
                 self._offer_again = lambda: session.ready(self._offered(work, head))
                 session.ready(offered := self._offered(work, head))
                 offers.append(offered.tokens)
-                self.on_phase("training", offered)
+                self._show("training", work)
 
             work = await self.trainer.train(head.key, session.cut, offer)
             watch.lap("train")
-            self.on_phase("averaging", work)
+            self._show("averaging", work)
             await self._outgoing(work)
             work = self._offered(work, head)
             mean = await session.mean([self._delta], work, [self._mean])
@@ -147,6 +148,10 @@ class Replica:
         if mean.outcome is Outcome.COMMITTED:  # a round that ran into its limit must not raise it
             self._limit_seconds = max(ROUND_LIMIT_FLOOR_SECONDS, ROUND_LIMIT_MULTIPLE * watch.total())
         return self._report(me, done, watch.seconds, wall())
+
+    def _show(self, phase: str, work: Work) -> None:
+        self._trained.hear(work)
+        self.on_phase(phase, replace(work, tokens=self._trained.tokens, seconds=self._trained.seconds))
 
     def leave(self) -> None:
         """Hand in what there is, as soon as the others can: this peer goes when the round is over."""
@@ -214,8 +219,8 @@ class Replica:
 
     def _report(self, me: Member, done: _Round, seconds: dict[str, float], time: float) -> RoundReport:
         head, mean, work = done.head, done.mean, done.work
-        anchor = head.anchor.hex()
-        outcome = str(mean.outcome)
+        anchor, outcome = head.anchor.hex(), str(mean.outcome)
+        trained_tokens, trained_seconds = self._trained.take()
         if done.kind == Kind.FORK:
             outcome = "fork"
         elif mean.outcome is Outcome.COMMITTED and head.roster == (me,):
@@ -234,11 +239,11 @@ class Replica:
             blamed={blame.peer: blame.why for blame in mean.blamed},
             finite=done.finite,
             weight=mean.weights.get(me.peer, 0.0),
-            tokens=work.tokens,
+            tokens=trained_tokens,
             loss=work.loss,
             params_hash=self.state.index.parameters_root.hex(),
-            seconds_train=work.seconds,
-            seconds_wait=max(0.0, seconds["train"] - work.seconds),
+            seconds_train=trained_seconds,
+            seconds_wait=max(0.0, seconds["train"] - trained_seconds),
             seconds_average=seconds["average"],
             bytes_sent=mean.bytes_sent,
             bytes_received=mean.bytes_received,

@@ -176,6 +176,7 @@ class Shift:
             step_seconds=self._step_seconds,
             norm=self._norm() if tokens else 0.0,
             complete=self._steps >= self._inner_steps,
+            carried=self._carried,
         )
 
     def read(self, into: Vector, fragment: int = 0) -> None:

@@ -264,6 +264,8 @@ class Work:
         complete: the inner steps of the round are done; more may follow until the round is cut.
         state_root: root of the outer state after the last committed round, 32 bytes.
         leaving: the last that it brings: it will be gone when the round is over, which is called at once.
+        carried: of the tokens, those that the parameters held when they were written: `seconds` and `loss` are not of
+            them.
     """
 
     tokens: int
@@ -274,6 +276,7 @@ class Work:
     complete: bool = False
     state_root: bytes = bytes(32)
     leaving: bool = False
+    carried: int = 0
 
 
 class Outcome(StrEnum):

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from node.outer import OuterSGD
+from node.report import Totals, Trained
 from node.round import FIRST_ROUND_LIMIT_SECONDS, Replica, RoundReport
 from node.trainer import InlineTrainer, Step
 from protocols import record as records
@@ -277,7 +278,7 @@ def test_nothing_is_applied_without_a_decision(outcome: Outcome) -> None:
 def test_work_accumulates_until_a_round_is_decided(outcome: Outcome) -> None:
     peer = Peer(lost(outcome), lost(outcome), committed(), committed())
     reports = play(peer.rounds())
-    assert [report.tokens for report in reports] == [400, 800, 1200, 400]
+    assert [seen.work.tokens for seen in peer.seen if seen.work] == [400, 800, 1200, 400]
     assert [float(seen.mine[0]) / STEP for seen in peer.seen] == [4, 8, 12, 4]
     assert [report.round for report in reports] == [0, 0, 0, 1]
     assert peer.seen[1].offers[0].tokens == 400, "what is left over is offered at once"
@@ -295,7 +296,7 @@ def test_a_skip_moves_the_chain_and_nothing_else() -> None:
     genesis = records.genesis(RUN).hex()
     anchors = [report.anchor_lineage for report in reports]
     assert anchors == [genesis, genesis, genesis, reports[2].lineage], "work is measured from where it was before"
-    assert [report.tokens for report in reports] == [400, 800, 1200, 400]
+    assert [seen.work.tokens for seen in peer.seen if seen.work] == [400, 800, 1200, 400]
     assert peer.seen[1].head.roster == (ME,) and peer.seen[1].offers[0].tokens == 400
     assert len(peer.trainer.written) == 2, "the trainer was not disturbed"
     assert reports[0].params_hash == reports[1].params_hash == root([torch.ones(ELEMENTS)]).hex()
@@ -321,7 +322,8 @@ def test_a_fork_is_reported_as_one_and_may_take_a_mean_with_it(outcome: Outcome,
     peer = Peer(Script(outcome=outcome, kind=Kind.FORK, roster=(ME,)), committed())
     fork, alone = play(peer.rounds())
     assert (fork.outcome, alone.outcome) == ("fork", "alone") and fork.lineage != fork.parent == fork.anchor_lineage
-    assert (alone.anchor_lineage == fork.lineage) is moved and alone.tokens == (400 if moved else 800)
+    assert (alone.anchor_lineage == fork.lineage) is moved
+    assert peer.seen[1].work is not None and peer.seen[1].work.tokens == (400 if moved else 800)
 
 
 @pytest.mark.parametrize("outcome", [Outcome.COMMITTED, Outcome.SKIPPED])
@@ -340,7 +342,7 @@ def test_a_decision_from_a_state_that_is_not_ours_is_not_applied(outcome: Outcom
     assert (report.outcome, report.peers, report.contributions, report.weight) == ("superseded", (), {}, 0.0)
     assert "not the one that the others hold" in report.blamed["anna"] and report.bytes_sent == 7
     assert report.lineage == report.parent == after.parent and peer.chain.head.key.round == 1
-    assert after.tokens == 800, "nothing has moved, until it catches up"
+    assert peer.seen[1].work is not None and peer.seen[1].work.tokens == 800, "nothing has moved, until it catches up"
 
 
 # -- not counted ------------------------------------------------------------------------------------------------------
@@ -350,39 +352,40 @@ def test_work_that_was_called_for_and_not_counted_is_dropped() -> None:
     """The others' mean went the same way: kept, the step would be taken twice."""
     end = Mean(Outcome.COMMITTED, weights={ME.peer: 400.0}, contributions={ME.peer: Contribution(1, 4)})
     peer = Peer(Script(end=end), committed())
-    reports = play(peer.rounds())
+    play(peer.rounds())
     assert torch.equal(peer.trainer.written[0], torch.ones(ELEMENTS) - 0.75 * 4 * STEP)
-    assert [report.tokens for report in reports] == [400, 400]
+    assert [seen.work.tokens for seen in peer.seen if seen.work] == [400, 400]
 
 
 def test_work_that_came_after_the_call_is_kept_for_the_next_round() -> None:
     """In the middle of its first step when the round was called: a weight of 0, and then a step."""
     peer = Peer(weighed(0.0), weighed(800.0), committed())
-    reports = play(peer.rounds())
+    play(peer.rounds())
     assert torch.equal(peer.trainer.written[0], torch.ones(ELEMENTS) - 0.75 * 4 * STEP - 4 * STEP)
     assert peer.seen[1].offers[0].tokens == 400
     assert peer.seen[1].offers[0].norm == pytest.approx(4 * STEP * math.sqrt(ELEMENTS))
     assert torch.equal(peer.seen[1].mine, torch.full((ELEMENTS,), 8 * STEP))
     assert torch.equal(peer.seen[2].mine, torch.full((ELEMENTS,), 4 * STEP))
-    assert [report.tokens for report in reports] == [400, 800, 400]
+    assert [seen.work.tokens for seen in peer.seen if seen.work] == [400, 800, 400]
 
 
 def test_a_first_step_that_no_plan_knew_of_is_kept() -> None:
     """It had nothing to offer when the round was called, so the plan was made without it."""
     others = {"bert": 400.0}
     peer = Peer(Script(end=Mean(Outcome.COMMITTED, weights=others), cut_seconds=0.2), committed())
-    reports = play(peer.rounds())
+    play(peer.rounds())
     assert [work.tokens for work in peer.seen[0].offers] == [0, 100], "the step in progress at the cut is finished"
     assert torch.equal(peer.trainer.written[0], peer.replica.anchor.new_full((ELEMENTS,), 1 - 0.75 * STEP - STEP))
-    assert peer.seen[1].offers[0].tokens == 100 and reports[1].tokens == 500
+    assert peer.seen[1].offers[0].tokens == 100
+    assert peer.seen[1].work is not None and peer.seen[1].work.tokens == 500
 
 
 @pytest.mark.parametrize("cut_seconds", [0.7, 2.0])
 def test_more_work_than_that_is_dropped_with_a_plan_that_left_it_out(cut_seconds: float) -> None:
     """Cut off, or late by more than a step: the others' mean has gone the same way."""
     peer = Peer(Script(end=Mean(Outcome.COMMITTED, weights={"bert": 400.0}), cut_seconds=cut_seconds), committed())
-    reports = play(peer.rounds())
-    assert peer.seen[1].offers[0].tokens == 0 and reports[1].tokens == 400
+    play(peer.rounds())
+    assert peer.seen[1].offers[0].tokens == 0
 
 
 def test_what_an_undecided_round_left_over_is_no_first_step() -> None:
@@ -557,6 +560,39 @@ def test_waiting_is_what_was_not_spent_training() -> None:
     peer.trainer.train = slow_to_start  # type: ignore[method-assign]
     (report,) = play(peer.rounds())
     assert (report.seconds_train, report.seconds_wait) == (pytest.approx(1.0), pytest.approx(1.25))
+
+
+ONE_BY_ONE = [
+    pytest.param([committed(), committed()], id="committed"),
+    pytest.param([lost(), lost(Outcome.SUPERSEDED), skipped(), committed(), committed()], id="told again"),
+    pytest.param([weighed(0.0), lost(), weighed(800.0), committed()], id="late"),
+    pytest.param([lost(), weighed(0.0), weighed(0.0), skipped(), committed()], id="late again and again"),
+]
+
+
+@pytest.mark.parametrize("scripts", ONE_BY_ONE)
+def test_reports_add_up_to_what_was_trained(scripts: list[Script]) -> None:
+    """Whatever became of the rounds: four steps of 100 tokens and half a second in each, told once."""
+    peer, totals = Peer(*(replace(script) for script in scripts)), Totals()
+    shown: list[tuple[int, float]] = []
+    peer.replica.on_phase = lambda phase, work: shown.append((work.tokens, work.seconds))
+    reports = play(peer.rounds())
+    for report in reports:
+        totals.add(report)
+        assert (report.tokens, report.seconds_train) == (400, pytest.approx(2.0))
+    assert (totals.tokens, totals.seconds_train) == (400 * len(reports), pytest.approx(2.0 * len(reports)))
+    assert max(shown) == (400, pytest.approx(2.0)), "nor is more shown while a round goes on"
+
+
+def test_what_a_worker_trained_before_it_died_counts() -> None:
+    """The next has nothing, or what was carried over; neither is less than nothing, nor told twice."""
+    trained = Trained()
+    for tokens, seconds, carried in ((0, 0.0, 0), (300, 3.0, 0), (0, 0.0, 0), (40, 1.0, 0)):
+        trained.hear(Work(tokens, 1.0, seconds, 1.0, carried=carried))
+    assert trained.take() == (340, 4.0)
+    for tokens, seconds, carried in ((40, 1.0, 0), (0, 0.0, 0), (40, 0.0, 40), (90, 1.5, 40)):
+        trained.hear(Work(tokens, 1.0, seconds, 1.0, carried=carried))
+    assert trained.take() == (50, 1.5)
 
 
 def test_a_trainer_that_fails_is_not_hidden_and_leaves_the_round() -> None:

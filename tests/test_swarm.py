@@ -112,13 +112,13 @@ def test_a_loss_that_rose_did_not_fall() -> None:
 # -- sums -------------------------------------------------------------------------------------------------------------
 
 
-def test_work_that_is_told_again_counts_once() -> None:
+def test_totals_are_plain_sums() -> None:
     totals = Totals()
     for each in (
         report("a", 0, outcome="undecided", tokens=100, seconds_train=1.0),
-        report("a", 0, outcome="undecided", tokens=250, seconds_train=2.5),
+        report("a", 0, outcome="undecided", tokens=150, seconds_train=1.5),
         report("a", 0, outcome="superseded", tokens=0, seconds_train=0.0),
-        report("a", 0, tokens=300, seconds_train=3.0),
+        report("a", 0, tokens=50, seconds_train=0.5),
         report("a", 1, tokens=200, seconds_train=2.0),
     ):
         totals.add(each)

@@ -146,7 +146,7 @@ def test_accounts_run_since_the_anchor_was_written() -> None:
     shift.write(torch.tensor([3.0, 4.0]))
     assert shift.work().tokens == 0 and shift.work().norm == 0 and shift.work().seconds == 0
     shift.write(torch.tensor([3.0, 4.0]), anchor=torch.zeros(2), tokens=20)
-    assert (shift.work().tokens, shift.work().norm) == (20, 5.0)
+    assert (shift.work().tokens, shift.work().carried, shift.work().seconds, shift.work().norm) == (20, 20, 0.0, 5.0)
     shift.begin(2)
     shift.step()
     assert (shift.work().tokens, shift.work().loss, shift.work().norm) == (30, 0.0, math.sqrt(41))
