@@ -175,6 +175,8 @@ def claimed(state_dir: Path | None) -> Iterator[Path]:
         BlockingIOError: another process holds it.
     """
     candidates = [state_dir] if state_dir else [home() / f"peer-{number}" for number in range(1, MAX_HOMES + 1)]
+    if not state_dir:
+        home().mkdir(mode=0o700, parents=True, exist_ok=True)  # `parents` alone would let everybody in
     for directory in candidates:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         if (held := _hold(directory)) is not None:
@@ -211,6 +213,8 @@ def _read(file: Path) -> dict[str, Any]:
 
 def _write(file: Path, place: dict[str, Any]) -> None:
     temporary = file.with_name(f".{file.name}.new")
+    temporary.unlink(missing_ok=True)
+    temporary.touch(0o600)
     temporary.write_text(json.dumps(place) + "\n")
     temporary.replace(file)
 

@@ -70,6 +70,20 @@ async def test_only_this_user_can_enter_and_nothing_stays_behind(tmp_path: Path)
     assert os.listdir(tmp_path) == []
 
 
+async def test_what_is_made_is_for_this_user_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    before = os.umask(0)
+    try:
+        with claimed(None) as directory:
+            (directory / ".control.json.new").touch(0o644)  # a killed peer's
+            async with door(directory):
+                made = (directory.parent, directory, *directory.iterdir())
+                modes = [stat.S_IMODE(each.stat().st_mode) for each in made]
+    finally:
+        os.umask(before)
+    assert modes == [0o700, 0o700, 0o600]
+
+
 async def test_a_state_directory_may_be_deep(tmp_path: Path) -> None:
     deep = tmp_path / ("d" * 100) / ("e" * 100)
     deep.mkdir(parents=True)
