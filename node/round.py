@@ -238,7 +238,7 @@ class Replica:
             contributions={p: (anchor, c.chunks_counted, c.chunks) for p, c in mean.contributions.items()},
             blamed={blame.peer: blame.why for blame in mean.blamed},
             finite=done.finite,
-            weight=mean.weights.get(me.peer, 0.0),
+            weight=mean.weights.get(me.peer, math.nan if me.peer in mean.peers else 0.0),
             tokens=trained_tokens,
             loss=work.loss,
             params_hash=self.state.index.parameters_root.hex(),

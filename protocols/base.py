@@ -311,7 +311,7 @@ class Mean:
         record: encoded record of the round (`protocols.record`), empty unless decided.
         certificate: the record with the votes that decided it, as a frame's header; empty unless decided.
         contributions: peer -> chunks of it that the mean holds, in the order of the plan.
-        weights: peer -> its weight in the mean, after clamping.
+        weights: peer -> its weight in the mean, after clamping; empty where this peer does not know the plan.
         blamed: who was refused, lost or clamped, and why.
         bytes_sent, bytes_received: of this round, headers and control messages included.
     """

@@ -182,8 +182,8 @@ def stated(history: Sequence[Report], tree: Tree) -> Iterator[Violation]:
         if lost is not None and rounds != lost:
             yield _violation("stated", report, f"lost {lost} rounds and states {rounds}")
         gone = tree.line(report["parent"])[: lost or 0]
-        mine = sum(each["weight"] for each in history[:index] if each["lineage"] in gone and each["outcome"] in DECIDED)
-        if mine > 0 and tokens <= 0:
+        decided = (each for each in history[:index] if each["lineage"] in gone and each["outcome"] in DECIDED)
+        if tokens <= 0 and any(each["weight"] != 0 for each in decided):  # one that is unknown is none of 0
             yield _violation("stated", report, "does not state the tokens that it lost")
 
 

@@ -314,6 +314,11 @@ def tokens_unstated(histories: Histories) -> None:
     histories["anna"][-2]["lost_tokens"] = 0
 
 
+def tokens_unstated_of_unknown_weight(histories: Histories) -> None:
+    histories["anna"][-3]["weight"] = histories["anna"][-4]["weight"] = None
+    tokens_unstated(histories)
+
+
 def counted_on_her_branch_again(histories: Histories) -> None:
     """What the fork counted is counted again by the round after it."""
     histories["anna"][4]["contributions"] = {"anna": ("L2", 4, 4)}
@@ -337,6 +342,7 @@ FORKED: list[tuple[Callable[[Histories], None], list[tuple[str, str, int]]]] = [
     (back_without_a_word, [("never-back", "anna", 4)]),
     (cost_understated, [("stated", "anna", 4)]),
     (tokens_unstated, [("stated", "anna", 4)]),
+    (tokens_unstated_of_unknown_weight, [("stated", "anna", 4)]),
     (counted_on_her_branch_again, [("counted-once", "anna", 3)]),
     (counted_by_the_others_again, [("counted-once", peer, 4) for peer in PEERS]),
     (not_called_a_fork, [("one-child", "bert", 2), ("one-child", "cleo", 2)]),

@@ -16,6 +16,7 @@ import torch
 from node.outer import OuterSGD
 from node.report import Totals, Trained
 from node.round import FIRST_ROUND_LIMIT_SECONDS, Replica, RoundReport
+from node.status import to_json
 from node.trainer import InlineTrainer, Step
 from protocols import record as records
 from protocols.base import Blame, Contribution, Head, Layout, Mean, Member, Outcome, PeerId, RoundKey, Vector, Work
@@ -509,6 +510,14 @@ def test_the_report_of_a_committed_round() -> None:
     )
     assert report.seconds_average == pytest.approx(3.0, rel=1e-6)
     assert report.time == pytest.approx(EPOCH + 105.5, abs=1e-3)
+
+
+def test_a_weight_that_is_not_known_is_not_reported_as_none() -> None:
+    """What was decided was another plan than the one that reached us: it says who is in the mean, not with how much."""
+    scripts = [Script(end=Mean(Outcome.COMMITTED, contributions={name: Contribution(1, 4)})) for name in ("anna", "bert")]
+    counted, not_counted = play(Peer(*scripts).rounds())
+    assert math.isnan(counted.weight) and '"weight":null' in to_json(counted)
+    assert counted.peers == ("anna",) and not_counted.weight == 0.0
 
 
 def test_the_report_of_an_undecided_round() -> None:
