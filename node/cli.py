@@ -18,6 +18,7 @@ import typer
 
 from node import asking
 from node.asking import Mistake
+from node.departure import at_once
 from node.status import SwarmOptions, printable, to_json
 
 if TYPE_CHECKING:
@@ -107,7 +108,8 @@ def join(
     ] = None,
 ) -> int:
     """Start a run, or join one by the address of any of its peers; Ctrl-C hands in the round and leaves."""
-    return _join({name: value for name, value in ctx.params.items() if value not in (None, (), [])})
+    with at_once():
+        return _join({name: value for name, value in ctx.params.items() if value not in (None, (), [])})
 
 
 @app.command()
@@ -127,10 +129,10 @@ def swarm(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
 ) -> int:
     """Run a whole swarm of real peers on this machine, and tell whether they agree."""
-    from node.swarm import run_swarm  # type: ignore[import-not-found, unused-ignore]
+    with at_once():
+        from node.swarm import run_swarm
 
-    code: int = asyncio.run(run_swarm(SwarmOptions(peers, rounds, protocol, task, run, dir, json)))
-    return code
+        return asyncio.run(run_swarm(SwarmOptions(peers, rounds, protocol, task, run, dir, json)))
 
 
 @app.command()

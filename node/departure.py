@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -35,16 +35,36 @@ def live(config: PeerConfig, run: RunConfig | None) -> int:
     terminal = Terminal(config.json)
     logs.set_up(config.log_level, terminal.log, terminal.is_terminal)
     peer = Peer(config, run, terminal)
+    departure = Departure(peer.finish, terminal.say, terminal.close)
+    peer.on_asked = departure.finish  # type: ignore[attr-defined, unused-ignore]
 
     async def life() -> int:
         async with terminal.showing(peer.status):
-            return await Departure(peer.finish, terminal.say, terminal.close).run(peer.run())
+            return await departure.run(peer.run())
 
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(life())
     finally:
         terminal.close()
+
+
+@contextmanager
+def at_once() -> Iterator[None]:
+    """Until a `Departure` listens, a signal ends the process there and then: nothing has begun yet."""
+    before = {number: signal.signal(number, _leave_at_once) for number in NAMES}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if signal.getsignal(number) is _leave_at_once:
+                signal.signal(number, handler)
+
+
+def _leave_at_once(number: int, frame: FrameType | None) -> None:
+    with suppress(OSError):
+        os.write(2, f"{NAMES[signal.Signals(number)]}: leaving\n".encode())
+    os._exit(0)  # an exception would be raised amid somebody's import, where it may be swallowed
 
 
 class Departure:
@@ -61,32 +81,40 @@ class Departure:
             last_words: called before the process is ended by force; puts the terminal in order.
         """
         self._finish, self._say, self._last_words = finish, say, last_words
-        self._signals = 0
+        self._asked = 0
         self._code = 1
+        self._task: asyncio.Task[int] | None = None
 
     async def run(self, peer: Coroutine[Any, Any, int]) -> int:
         """Run the peer to its end, however long it lives; returns the exit code. What it raises is raised.
 
         The code is the peer's own; 1 if it had to be ended; 130 after a second Ctrl-C, 143 after a second SIGTERM.
         """
-        task = asyncio.create_task(peer, name="peer")
-        with self._listening(task):
+        task = self._task = asyncio.create_task(peer, name="peer")
+        with self._listening():
             await asyncio.wait([task])
-        if not self._signals:
+        if not self._asked:
             signal.setitimer(signal.ITIMER_REAL, EXIT_SECONDS)  # threads that hang hold up the interpreter's end
-        if self._signals < 2 and not task.cancelled():
+        if self._asked < 2 and not task.cancelled():
             self._code = task.result()
         return self._code
 
+    def finish(self) -> None:
+        """What the first signal does, for who asks in another way; a signal that follows is the second."""
+        if not self._asked:
+            self._asked = 1
+            self._set_alarm(signal.SIGTERM)
+            self._hand_in("asked to finish: handing in this round, then leaving")
+
     @contextmanager
-    def _listening(self, task: asyncio.Task[int]) -> Iterator[None]:
+    def _listening(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
 
         def heard(number: int, frame: FrameType | None) -> None:
-            self._signals += 1
-            if self._signals <= 2:
+            self._asked += 1
+            if self._asked <= 2:
                 self._set_alarm(number)
-                loop.call_soon_threadsafe(self._leave, number, self._signals, task)
+                loop.call_soon_threadsafe(self._leave, number, self._asked)
 
         signal.signal(signal.SIGALRM, self._end_by_force)
         for number in NAMES:
@@ -98,26 +126,33 @@ class Departure:
                 signal.signal(number, signal.SIG_IGN)
 
     def _set_alarm(self, number: int) -> None:
-        if self._signals > 1:
+        if self._asked > 1:
             self._code = 128 + number
             signal.setitimer(signal.ITIMER_REAL, CLEAN_UP_SECONDS)
         else:
             signal.setitimer(signal.ITIMER_REAL, HAND_IN_SECONDS + CLEAN_UP_SECONDS)
 
-    def _leave(self, number: int, signals: int, task: asyncio.Task[int]) -> None:
+    def _leave(self, number: int, signals: int) -> None:
         name = NAMES[signal.Signals(number)]
         if signals > 1:
             self._say(f"{name} again: leaving at once")
-            task.cancel()
+            self._cancel()
         else:
-            self._say(f"{name}: handing in this round, then leaving; again to leave at once")
-            asyncio.get_running_loop().call_later(HAND_IN_SECONDS, self._give_up, task)
-            self._finish()
+            self._hand_in(f"{name}: handing in this round, then leaving; again to leave at once")
 
-    def _give_up(self, task: asyncio.Task[int]) -> None:
-        if self._signals == 1 and not task.done():
+    def _hand_in(self, words: str) -> None:
+        self._say(words)
+        asyncio.get_running_loop().call_later(HAND_IN_SECONDS, self._give_up)
+        self._finish()
+
+    def _give_up(self) -> None:
+        if self._asked == 1 and self._task and not self._task.done():
             self._say(f"this round could not be handed in within {HAND_IN_SECONDS:g} s: leaving without")
-            task.cancel()
+            self._cancel()
+
+    def _cancel(self) -> None:
+        if self._task:
+            self._task.cancel()
 
     def _end_by_force(self, number: int, frame: FrameType | None) -> None:
         self._last_words()

@@ -64,6 +64,7 @@ class Peer:
     def __init__(self, config: PeerConfig, run: object, view: View) -> None:
         self.config, self.view = config, view
         self.finished = asyncio.Event()
+        self.on_asked = self.finish
         tell("given", config, run)
 
     def finish(self) -> None:
@@ -81,7 +82,7 @@ class Peer:
         if HOW == "refuse":
             raise Refused("the port is taken:\nfree it")
         try:
-            async with Control(self.config.state_dir, self.status, self.finish):
+            async with Control(self.config.state_dir, self.status, lambda: self.on_asked()):
                 for number in range(3):
                     self.view.report(report(number))
                 tell("running")
@@ -95,6 +96,8 @@ class Peer:
         if HOW == "stuck":
             time.sleep(100)  # noqa: ASYNC251  # a loop that hangs
         await self.finished.wait()
+        if HOW == "hangs":
+            time.sleep(100)  # noqa: ASYNC251
         if HOW == "deaf":
             await asyncio.sleep(100)
         if HOW == "stubborn":

@@ -308,6 +308,39 @@ def test_a_peer_that_does_not_finish_is_ended_within_ten_seconds(straws: list[St
     assert how == "stuck" or ("could not be handed in" in err and "cleaned up" in err)
 
 
+@pytest.mark.parametrize("how", ["deaf", "hangs"])
+def test_who_is_asked_to_finish_and_does_not_is_ended_as_after_a_signal(straws: list[Straw], how: str) -> None:
+    straws.append(peer := Straw(how))
+    peer.until("running")
+    assert starling("finish").returncode == 0
+    code, _, err = peer.end(11)
+    assert code == 1 and "asked to finish: handing in this round, then leaving\n" in err
+
+
+def test_a_signal_after_a_finish_is_the_second(straws: list[Straw]) -> None:
+    straws.append(peer := Straw("deaf"))
+    peer.until("running")
+    for _ in range(2):
+        assert starling("finish").returncode == 0
+    peer.signal(signal.SIGINT)
+    code, _, err = peer.end(1.5)
+    assert code == 130 and err.count("asked to finish: ") == 1
+
+
+@pytest.mark.parametrize("number, name", [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")])
+def test_a_signal_while_libraries_load_is_obeyed_at_once(number: int, name: str, own_home: Path) -> None:
+    command = [sys.executable, "-m", "node", "join", "--task", "paced"]
+    with subprocess.Popen(command, cwd=HOUSE, stderr=subprocess.PIPE, text=True) as peer:
+        try:
+            while not (own_home / "peer-1").exists():
+                assert peer.poll() is None
+                time.sleep(0.01)
+            peer.send_signal(number)
+            assert peer.communicate(timeout=5)[1] == f"{name}: leaving\n" and peer.returncode == 0
+        finally:
+            peer.kill()
+
+
 def test_a_terminal_that_nobody_reads_holds_up_nothing(own_home: Path) -> None:
     """As after Ctrl-S, or with the window's host asleep."""
     ours, theirs = pty.openpty()
