@@ -438,4 +438,4 @@ def test_a_real_history_passes_and_a_change_to_it_does_not(
 
 
 def test_the_checkers_read_the_fields_of_the_report() -> None:
-    assert {field.name for field in fields(RoundReport)} <= set(report("anna", 0))
+    assert set(report("anna", 0)) <= {field.name for field in fields(RoundReport)}

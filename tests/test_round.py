@@ -514,8 +514,8 @@ def test_the_report_of_a_committed_round() -> None:
 
 def test_a_weight_that_is_not_known_is_not_reported_as_none() -> None:
     """What was decided was another plan than the one that reached us: it says who is in the mean, not with how much."""
-    scripts = [Script(end=Mean(Outcome.COMMITTED, contributions={name: Contribution(1, 4)})) for name in ("anna", "bert")]
-    counted, not_counted = play(Peer(*scripts).rounds())
+    means = [Mean(Outcome.COMMITTED, contributions={name: Contribution(1, 4)}) for name in ("anna", "bert")]
+    counted, not_counted = play(Peer(*(Script(end=mean) for mean in means)).rounds())
     assert math.isnan(counted.weight) and '"weight":null' in to_json(counted)
     assert counted.peers == ("anna",) and not_counted.weight == 0.0
 
