@@ -81,16 +81,25 @@ class CatchUp:
         return rounds * self.sync.mean_bytes(len(self.scratch))
 
     async def _from_own(self, start: OuterState | Snapshot, lineage: bytes) -> Reached:
-        state = await self.own.copy()
-        if start is not self.own:
-            await state.take(start)
-        return await self._replay(state, lineage)
+        return await self._replay(await self._copy(start), lineage)
 
     async def _from_others(self) -> Reached:
         snapshot = await self.sync.download(self.chain, len(self.scratch), self.deadline)
+        return await self._replay(await self._copy(snapshot), snapshot.lineage, snapshot)
+
+    async def _copy(self, source: OuterState | Snapshot) -> OuterState:
+        """A state of its own that is what `source` is.
+
+        Raises:
+            Unavailable: the file of a snapshot fails.
+        """
         state = await self.own.copy()
-        await state.take(snapshot)
-        return await self._replay(state, snapshot.lineage, snapshot)
+        if source is not self.own:
+            try:
+                await state.take(source)
+            except OSError as error:
+                raise Unavailable(f"a snapshot cannot be read: {error.strerror or error}") from error
+        return state
 
     async def _replay(self, state: OuterState, lineage: bytes, snapshot: Snapshot | None = None) -> Reached:
         """Take the steps since a lineage again.

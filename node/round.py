@@ -113,7 +113,7 @@ class Replica:
         key = self.chain.head.key
         self.chain.settle(self.state.root(key.round))
         if self._snapshots and key.round % self._snapshots.every_rounds == 0 and not self._lacks_state():
-            self._snapshots.put(await self.state.snapshot(key.lineage, key.round, self._snapshots.new))
+            await self.state.keep(self._snapshots, key)
 
     def _lacks_state(self) -> bool:
         """Whether the head's state is known not to be the one that we hold: a newcomer's, before it has caught up."""

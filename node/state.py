@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
 
 from node.outer import OuterSGD
-from protocols.base import Compute, Vector
-from protocols.snapshot import Index, Snapshot
+from protocols.base import Compute, RoundKey, Vector
+from protocols.snapshot import Index, Snapshot, Snapshots
+
+log = logging.getLogger(__name__)
 
 
 class OuterState:
@@ -49,7 +51,11 @@ class OuterState:
         return OuterState(self.anchor.clone(), self.velocity.clone(), self.outer, self._compute)
 
     async def take(self, source: OuterState | Snapshot) -> None:
-        """Become what `source`, of the same size, is; its vectors are copied."""
+        """Become what `source`, of the same size, is; its vectors are copied.
+
+        Raises:
+            OSError: a snapshot's file fails; the vectors are then undefined.
+        """
 
         def copy() -> None:
             if isinstance(source, Snapshot):
@@ -61,14 +67,15 @@ class OuterState:
         await self._compute.run(copy, 16 * len(self.anchor))
         self.index = source.index
 
-    async def snapshot(
-        self, lineage: bytes, round_number: int, new: Callable[[bytes, int, Index], Snapshot]
-    ) -> Snapshot:
-        """An immutable copy, of the state that this lineage names, in what `new` gives."""
+    async def keep(self, snapshots: Snapshots, key: RoundKey) -> None:
+        """Put an immutable copy with the snapshots, as the state before a round; none where its file fails."""
 
         def fill() -> Snapshot:
-            snapshot = new(lineage, round_number, self.index)
+            snapshot = snapshots.new(key.lineage, key.round, self.index)
             snapshot.fill(self.anchor, self.velocity)
             return snapshot
 
-        return await self._compute.run(fill, 16 * len(self.anchor))
+        try:
+            snapshots.put(await self._compute.run(fill, 16 * len(self.anchor)))
+        except OSError as error:
+            log.warning("no snapshot is kept before round %d: %s", key.round + 1, error.strerror or error)

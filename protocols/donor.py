@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+from functools import partial
+
 from protocols import wire
-from protocols.base import BadPayload, PeerId, Stream
+from protocols.base import CHUNK_BYTES, BadPayload, Compute, PeerId, Stream
 from protocols.requests import Busy, Index, WantChunk, WantSnapshot
 from protocols.snapshot import Snapshot, Snapshots
 from protocols.tasks import within
+
+log = logging.getLogger(__name__)
 
 JOINERS = 3
 BUSY_SECONDS = 5.0
@@ -19,8 +24,8 @@ _LIMIT = 256
 class Donor:
     """Serves the snapshots that a peer keeps. One that is being handed out stays until its joiners have done."""
 
-    def __init__(self, snapshots: Snapshots) -> None:
-        self._snapshots = snapshots
+    def __init__(self, snapshots: Snapshots, compute: Compute) -> None:
+        self._snapshots, self._compute = snapshots, compute
         self._joiners: list[PeerId] = []
 
     async def serve(self, stream: Stream, wanted: WantSnapshot) -> None:
@@ -48,7 +53,18 @@ class Donor:
         for _ in range(2 * len(index.digests)):
             async with within(IDLE_SECONDS, stream.peer, "it asks for a chunk"):
                 asked = wire.expect(await stream.receive(_LIMIT), WantChunk)
-            data = snapshot.chunk(asked.index)
+            data = await self._read(snapshot, asked.index)
+            if data is None:
+                return
             async with within(IDLE_SECONDS, stream.peer, "it takes a chunk"):
                 await stream.send(wire.Chunk(asked.index, len(data)), data)
         raise BadPayload(f"asks for {2 * len(index.digests)} chunks, twice all there are")
+
+    async def _read(self, snapshot: Snapshot, chunk: int) -> bytearray | None:
+        """A chunk's bytes; None where its file fails: it is handed out no more then."""
+        try:
+            return await self._compute.run(partial(snapshot.chunk, chunk), CHUNK_BYTES)
+        except OSError as error:
+            log.warning("the snapshot before round %d is lost: %s", snapshot.round + 1, error.strerror or error)
+            self._snapshots.drop(snapshot)
+            return None

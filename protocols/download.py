@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from functools import partial
+from typing import TypeVar
 
 from protocols import wire
 from protocols.base import (
@@ -30,6 +32,8 @@ from protocols.requests import SYNC, Busy, WantChunk, WantSnapshot
 from protocols.requests import Index as Shown
 from protocols.snapshot import Index, Snapshot, Snapshots
 from protocols.tasks import Bell, together, within
+
+T = TypeVar("T")
 
 MAX_DONORS = 16
 WINDOW = 4
@@ -152,7 +156,7 @@ class Download:
             raise BadPayload("an index that does not make the state root")
         if self._snapshot is not None:
             return
-        snapshot = await self._host.compute.run(lambda: self._snapshots.new(at.key.lineage, at.key.round, index), 0)
+        snapshot = await self._stored(lambda: self._snapshots.new(at.key.lineage, at.key.round, index), 0)
         if self._snapshot is None:  # still: others bring the same index
             self._snapshot = snapshot
             self._queue.extend(range(len(index.digests)))
@@ -201,7 +205,7 @@ class Download:
 
     async def _receive(self, stream: Stream, index: int, scratch: memoryview) -> None:
         assert self._snapshot is not None
-        size, digest = self._snapshot.index.size(index), self._snapshot.index.digests[index]
+        size = self._snapshot.index.size(index)
         data = scratch[:size]
         async with within(CHUNK_SECONDS, stream.peer, "it brings a chunk"):
             header = wire.expect(await stream.receive(_LIMIT), wire.Chunk)
@@ -209,9 +213,23 @@ class Download:
                 raise BadPayload(f"chunk {header.index} of {header.size} bytes where {index} of {size} is due")
             await stream.receive_into(data)
         self.bytes_received += size
-        found = await self._host.compute.run(lambda: hashlib.sha256(data).digest(), size)
-        if found != digest:
-            raise BadPayload(f"chunk {index} of a snapshot with another digest than its index has")
-        if index in self._missing:
-            self._snapshot.put(index, data)
-            self._missing.discard(index)
+        await self._stored(partial(_put, self._snapshot, index, data), 2 * size)
+        self._missing.discard(index)
+
+    async def _stored(self, work: Callable[[], T], cost_bytes: int) -> T:
+        try:
+            return await self._host.compute.run(work, cost_bytes)
+        except OSError as error:
+            raise Unavailable(f"there is nowhere to put a snapshot: {error.strerror or error}") from error
+
+
+def _put(snapshot: Snapshot, index: int, data: memoryview) -> None:
+    """Put a chunk in that is the one of the index: twice if two brought it, and the same bytes then.
+
+    Raises:
+        BadPayload: it is another.
+        OSError: it cannot be put there.
+    """
+    if hashlib.sha256(data).digest() != snapshot.index.digests[index]:
+        raise BadPayload(f"chunk {index} of a snapshot with another digest than its index has")
+    snapshot.put(index, data)

@@ -98,9 +98,15 @@ class Index:
 class Room(Protocol):
     """Bytes of a set size, where a snapshot stands; they go back when nobody refers to it any more."""
 
-    def read(self, offset: int, into: memoryview) -> None: ...
+    def read(self, offset: int, into: memoryview) -> None:
+        """Fill `into`.
 
-    def write(self, offset: int, data: Buffer) -> None: ...
+        Raises:
+            OSError: what holds the bytes fails.
+        """
+
+    def write(self, offset: int, data: Buffer) -> None:
+        """Put all of `data` there; raises as `read` does."""
 
 
 class Anonymous:
@@ -117,7 +123,10 @@ class Anonymous:
 
 
 class Snapshot:
-    """The outer state that a lineage names: filled once, then never changed."""
+    """The outer state that a lineage names: filled once, then never changed.
+
+    Whatever moves its bytes takes a disk's time, and raises OSError where that fails.
+    """
 
     def __init__(
         self, lineage: bytes, round_number: int, index: Index, make_room: Callable[[int], Room] = Anonymous
@@ -143,7 +152,7 @@ class Snapshot:
             self._room.read(self._offset(chunk), data)
             piece.copy_(held)
 
-    def chunk(self, chunk: int) -> bytes:
+    def chunk(self, chunk: int) -> bytearray:
         """The bytes of a chunk.
 
         Raises:
@@ -153,7 +162,7 @@ class Snapshot:
             raise BadPayload(f"chunk {chunk} of a snapshot of {len(self.index.digests)}")
         data = bytearray(self.index.size(chunk))
         self._room.read(self._offset(chunk), memoryview(data))
-        return bytes(data)
+        return data
 
     def put(self, chunk: int, data: Buffer) -> None:
         """Set the bytes of a chunk."""
@@ -208,6 +217,10 @@ class Snapshots:
 
     def get(self, lineage: bytes) -> Snapshot | None:
         return next((each for each in self._held if each.lineage == lineage), None)
+
+    def drop(self, snapshot: Snapshot) -> None:
+        """Hand it out no more."""
+        self._held = [each for each in self._held if each is not snapshot]
 
     def prune(self, chain: Chain) -> None:
         """Drop what the chain, having switched to another branch, does not hold any more."""

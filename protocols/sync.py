@@ -86,7 +86,7 @@ class Sync:
         self._host, self._chain = host, chain
         self._contacts = Contacts(host.me, host.members, chain, contacts, _now)
         self._replay = Replay(host, self.ledger, codec(settings.codec), settings.chunk_elements, shelf)
-        self._donor = Donor(snapshots)
+        self._donor = Donor(snapshots, host.compute)
         self._proofs = Proofs(host, chain, self.rules, self.ledger, self._contacts)
         self._news = asyncio.Event()
         self._serving = self._downloaded_bytes = 0

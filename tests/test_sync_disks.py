@@ -1,0 +1,139 @@
+"""Snapshots on disks that fail, which costs snapshots and no rounds; and that no disk is waited for on the loop."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+import pytest
+
+import tests.peers
+from protocols.base import Buffer
+from protocols.snapshot import Anonymous, Snapshots
+from tests.peers import Peer, Swarm
+from tests.sim.host import SimCompute
+
+T = TypeVar("T")
+
+
+class Disk(Anonymous):
+    """Room that may only be used by what runs in `Compute`, and fails when it is told to.
+
+    Attributes:
+        at_work: whether heavy work is under way.
+    """
+
+    at_work = False
+
+    def __init__(self, size: int, failing: bool = False) -> None:
+        super().__init__(size)
+        self.failing = failing
+
+    def read(self, offset: int, into: memoryview) -> None:
+        self._use()
+        super().read(offset, into)
+
+    def write(self, offset: int, data: Buffer) -> None:
+        self._use()
+        super().write(offset, data)
+
+    def _use(self) -> None:
+        assert Disk.at_work, "the event loop waits for a disk"
+        if self.failing:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+@pytest.fixture(autouse=True)
+def disks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All snapshots are on such disks."""
+    run = SimCompute.run
+
+    async def watched(self: SimCompute, work: Callable[[], T], cost_bytes: int) -> T:
+        def at_work() -> T:
+            Disk.at_work = True
+            try:
+                return work()
+            finally:
+                Disk.at_work = False
+
+        return await run(self, at_work, cost_bytes)
+
+    monkeypatch.setattr(SimCompute, "run", watched)
+    monkeypatch.setattr(tests.peers, "Snapshots", partial(Snapshots, make_room=Disk))
+
+
+def fails(peer: Peer) -> None:
+    """What it holds, and what it will."""
+    peer.snapshots._make_room = partial(Disk, failing=True)
+    for snapshot in peer.snapshots.held():
+        snapshot._room.failing = True  # type: ignore[attr-defined]
+
+
+def full(size: int) -> Disk:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def swarm() -> Swarm:
+    return Swarm(("anna", "bert"), every_rounds=2, keep_rounds=2)
+
+
+def test_a_snapshot_that_cannot_be_written_is_dropped_and_the_round_is_not(caplog: pytest.LogCaptureFixture) -> None:
+    world = swarm()
+
+    async def main() -> None:
+        fails(world.peers["anna"])
+        await world.rounds("anna bert", 2)
+        assert world.same("anna bert") and world.peers["anna"].round == 2
+        assert [each.round for each in world.peers["anna"].snapshots.held()] == [0]
+        assert [each.round for each in world.peers["bert"].snapshots.held()] == [2, 0]
+
+    world.play(main)
+    assert [each.message for each in caplog.records] == ["no snapshot is kept before round 3: Input/output error"]
+
+
+def test_a_donor_whose_disk_fails_offers_that_snapshot_no_more(caplog: pytest.LogCaptureFixture) -> None:
+    world = swarm()
+
+    async def main() -> None:
+        await world.rounds("anna bert", 5)
+        fails(world.peers["anna"])
+        cleo = await world.add("cleo")
+        report = await cleo.catch_up()
+        assert report.outcome == "superseded" and world.same("anna cleo")
+        assert [each.round for each in world.peers["anna"].snapshots.held()] == [2]
+        assert set(report.blamed) == {"anna"} and report.bytes_downloaded == 8000
+
+    world.play(main)
+    assert [each.message for each in caplog.records] == ["the snapshot before round 5 is lost: Input/output error"]
+
+
+@pytest.mark.parametrize("when", ["made", "put", "taken"])
+def test_who_cannot_keep_what_it_downloads_is_no_further(when: str) -> None:
+    world = swarm()
+
+    async def main() -> None:
+        await world.rounds("anna bert", 5)
+        cleo = await world.add("cleo")
+        if when == "put":
+            fails(cleo)
+        elif when == "made":
+            cleo.snapshots._make_room = full
+        else:
+            download = cleo.sync.download
+
+            async def broken(*args: object) -> object:
+                snapshot = await download(*args)  # type: ignore[arg-type]
+                snapshot._room.failing = True  # type: ignore[attr-defined]
+                return snapshot
+
+            cleo.sync.download = broken  # type: ignore[assignment, method-assign]
+        report = await cleo.catch_up(60.0)
+        assert report.outcome == "undecided" and report.lineage == report.parent and report.blamed == {}
+        cleo.snapshots._make_room = Disk
+        if when != "taken":
+            assert (await cleo.catch_up()).outcome == "superseded" and world.same("anna cleo")
+
+    world.play(main)
