@@ -36,7 +36,7 @@ def live(config: PeerConfig, run: RunConfig | None) -> int:
     logs.set_up(config.log_level, terminal.log, terminal.is_terminal)
     peer = Peer(config, run, terminal)
     departure = Departure(peer.finish, terminal.say, terminal.close)
-    peer.on_asked = departure.finish  # type: ignore[attr-defined, unused-ignore]
+    peer.on_asked = departure.finish
 
     async def life() -> int:
         async with terminal.showing(peer.status):

@@ -16,6 +16,7 @@ from contextlib import AsyncExitStack, suppress
 from statistics import median
 
 from node.addresses import sound
+from node.bounded import count
 from node.contact import MAX_FAILURES, Contact
 from node.contacts import Contacts
 from node.greeter import TWIN, Greeter, Self
@@ -325,10 +326,8 @@ class Membership:
         return tuple(Acquaintance(each.peer, each.addresses[:MAX_TOLD_ADDRESSES]) for each in others[:MAX_INTRODUCED])
 
     def _refuse(self, peer: PeerId, why: str) -> None:
-        new = why not in self.refused
+        new = count(self.refused, why, MAX_REASONS)
         log.log(logging.WARNING if new else logging.DEBUG, "%s: %s", peer, why)
-        if not new or len(self.refused) < MAX_REASONS:
-            self.refused[why] += 1
 
     def goodbye(self) -> None:
         """Tell everybody at once that we are leaving."""

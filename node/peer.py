@@ -8,7 +8,7 @@ import logging
 import os
 import secrets
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -75,7 +75,11 @@ class _Tools:
 
 
 class Peer:
-    """A volunteer's peer. `run` is its whole life."""
+    """A volunteer's peer. `run` is its whole life.
+
+    Attributes:
+        on_asked: called when the control door is asked to let the peer finish.
+    """
 
     def __init__(self, config: PeerConfig, run: RunConfig | None, view: View) -> None:
         """
@@ -83,6 +87,7 @@ class Peer:
             config: of this machine; its state directory is given.
             run: what to start, if neither addresses nor its state directory lead it into another.
         """
+        self.on_asked: Callable[[], None] = self.finish
         self._config, self._wanted, self._view = config, run, view
         self._portrait = Portrait(config.nickname)
         self._clock = WallClock()
@@ -134,7 +139,7 @@ class Peer:
         portrait.peer, portrait.incarnation = state.identity.peer_id, state.incarnation
         link = LibP2PConfig(state.identity, config.listen, config.announce, nat=config.nat)
         async with (
-            Control(state.path, self.status, self.finish),
+            Control(state.path, self.status, lambda: self.on_asked()),
             LoopLag() as lag,
             ThreadCompute() as compute,
             LibP2PTransport(link) as transport,
