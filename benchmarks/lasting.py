@@ -1,0 +1,118 @@
+"""What a newcomer costs the others, and what two hundred rounds leave behind.
+
+    python -m benchmarks.lasting join [--megabytes 100]
+    python -m benchmarks.lasting level [--rounds 200] [--megabytes 4]
+
+Real `join` processes on the loopback, paced inner steps, judged on `rounds.jsonl` alone; the last line is JSON.
+
+join    three peers, then a fourth with nothing but the address of one. How long the others' rounds are before it is
+        started, from then until its work counts, and after that; in which round it is admitted, and in which it counts.
+level   three peers; every twenty rounds one of them loses its worker, another its p2pd. Memory, descriptors and tasks
+        of each peer at a quarter of the rounds and at the end.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from tests.checkers import DECIDED, Report
+from tests.realswarm import RealPeer, RealSwarm, paced, wait
+from tests.sim.arguments import Parser, at_least_one
+
+PATIENT_SECONDS = 240.0
+_FAULTS_EVERY = 20
+
+
+def decided(peer: RealPeer) -> list[Report]:
+    return [each for each in peer.reports() if each["outcome"] in DECIDED]
+
+
+def lengths(peer: RealPeer) -> list[tuple[float, float]]:
+    """(end, seconds) of each decided round but the first: from the end of the one before."""
+    ends = [each["time"] for each in decided(peer)]
+    return [(end, end - before) for before, end in itertools.pairwise(ends)]
+
+
+def join(megabytes: int) -> dict[str, Any]:
+    run = paced(elements=megabytes * 250_000, step_seconds=0.1, inner_steps=50)
+    with tempfile.TemporaryDirectory() as home, RealSwarm(Path(home), run) as swarm:
+        first = swarm.found("a")
+        swarm.join("b", "c", via=first)
+        three = swarm.running
+        wait("three in one mean", lambda: swarm.all_in_one_mean(three), PATIENT_SECONDS)
+        goal = len(decided(first)) + 6
+        wait("six rounds of three", lambda: len(decided(first)) >= goal, PATIENT_SECONDS)
+        began, number = time.time(), decided(first)[-1]["round"] + 1
+        (fourth,) = swarm.join("d", via=first)
+        full = wait("its work counts", lambda: swarm.all_in_one_mean(swarm.running, began), PATIENT_SECONDS)
+        goal = len(decided(first)) + 4
+        wait("four rounds of four", lambda: len(decided(first)) >= goal, PATIENT_SECONDS)
+        rounds = lengths(first)
+        before = [seconds for end, seconds in rounds if end < began][-6:]
+        during = [seconds for end, seconds in rounds if began <= end < full["time"]]
+        after = [seconds for end, seconds in rounds if end >= full["time"]]
+        own = decided(fourth)
+        return {
+            "megabytes": megabytes,
+            "before_seconds": before,
+            "during_seconds": during,
+            "after_seconds": after,
+            "during_percent": 100 * (median(during) / median(before) - 1) if during else 0.0,
+            "started_in_round": number,
+            "caught_up_in_round": own[0]["round"],
+            "counts_in_round": full["round"],
+            "seconds_until_it_counts": full["time"] - began,
+        }
+
+
+def level(rounds: int, megabytes: int) -> dict[str, Any]:
+    run = paced(elements=megabytes * 250_000, step_seconds=0.02, inner_steps=20)
+    with tempfile.TemporaryDirectory() as home, RealSwarm(Path(home), run) as swarm:
+        first = swarm.found("a")
+        swarm.join("b", "c", via=first)
+        for number in range(_FAULTS_EVERY, rounds + 1, _FAULTS_EVERY):
+            wait(
+                f"round {number}", lambda n=number: decided(first) and decided(first)[-1]["round"] >= n, PATIENT_SECONDS
+            )  # type: ignore[misc]
+            for name, role in (("b", "worker"), ("c", "p2pd")):
+                if number < rounds and (child := swarm[name].child(role)):
+                    os.kill(child.pid, signal.SIGKILL)
+        result = {"rounds": rounds, "megabytes": megabytes, "peers": {}}
+        for name, peer in swarm.peers.items():
+            reports = peer.reports()
+            early, late = reports[len(reports) // 5 : 2 * len(reports) // 5], reports[-len(reports) // 5 :]
+            figures = {
+                key: [median(each[key] for each in part) for part in (early, late)]
+                for key in ("rss_bytes", "open_files", "tasks")
+            }
+            worst = {
+                key: max(each[key] for each in reports) for key in ("loop_lag_p99_seconds", "loop_lag_max_seconds")
+            }
+            outcomes = [each["outcome"] for each in reports]
+            result["peers"][name] = figures | worst | {each: outcomes.count(each) for each in sorted({*outcomes})}
+        return result
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = Parser(prog="python -m benchmarks.lasting", description=__doc__)
+    parser.add_argument("what", choices=("join", "level"))
+    parser.add_argument("--megabytes", type=at_least_one)
+    parser.add_argument("--rounds", type=at_least_one, default=200)
+    options = parser.parse_args(arguments)
+    print(f"load before: {os.getloadavg()[0]:.1f}", file=sys.stderr)
+    result = join(options.megabytes or 100) if options.what == "join" else level(options.rounds, options.megabytes or 4)
+    print(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
