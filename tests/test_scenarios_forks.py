@@ -95,7 +95,8 @@ def wasted(done: Split, peer: PeerId) -> tuple[int, int]:
         for each in history
         if each["outcome"] in ("committed", "alone", "fork", "skipped") and bytes.fromhex(each["lineage"]) not in chain
     ]
-    return len(off), sum(each["tokens"] for each in off if peer in each["peers"])
+    spent = {each["anchor_lineage"] for each in off if peer in each["peers"]}  # what undecided rounds left over, too
+    return len(off), sum(each["tokens"] for each in history if each["anchor_lineage"] in spent)
 
 
 def expected_winner(done: Split) -> int:
