@@ -23,21 +23,24 @@ async def rounds(
 ) -> AsyncIterator[RoundReport]:
     """Run rounds for as long as `goes_on` says; yields a report for each, and for each time that it caught up.
 
+    What it cost to try, where that came to nothing, is in the report of the round that follows.
+
     Args:
         tell: told, in words, what this peer does and why, where it is not a round.
     """
     me = replica.averager.me
     behind = me not in replica.chain.head.roster
     while goes_on():
+        tried = None
         if behind:
             tell("syncing", "others may be ahead: asking them what was decided, and for the state")
-            report = await replica.catch_up(sync, wall, asyncio.get_running_loop().time() + CATCH_UP_SECONDS)
-            if report.outcome == Outcome.SUPERSEDED:
+            tried = await replica.catch_up(sync, wall, asyncio.get_running_loop().time() + CATCH_UP_SECONDS)
+            if tried.outcome == Outcome.SUPERSEDED:
                 behind = False
-                yield report
+                yield tried
                 continue  # what it has caught up with may have been the end
             await asyncio.sleep(PAUSE_SECONDS)
         report = await replica.run_round(me, wall)
-        yield report
+        yield report.after(tried) if tried else report
         behind = report.outcome in (Outcome.UNDECIDED, Outcome.SUPERSEDED)
         sync.stranded = report.outcome == Outcome.UNDECIDED

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Self
 
 from protocols.base import Work
@@ -69,6 +69,16 @@ class RoundReport:
     rss_bytes: int = 0
     open_files: int = 0
     tasks: int = 0
+
+    def after(self, failed: RoundReport) -> RoundReport:
+        """This report, and what an attempt to catch up just before it moved and found out, which came to nothing."""
+        return replace(
+            self,
+            blamed={**self.blamed, **failed.blamed},
+            bytes_sent=self.bytes_sent + failed.bytes_sent,
+            bytes_received=self.bytes_received + failed.bytes_received,
+            bytes_downloaded=self.bytes_downloaded + failed.bytes_downloaded,
+        )
 
     @classmethod
     def from_json(cls, line: str | bytes) -> Self:

@@ -1,0 +1,68 @@
+"""Rounds one after the other: when a peer catches up in between, and where what that cost is told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+from node.life import PAUSE_SECONDS, rounds
+from node.report import RoundReport
+from protocols.base import Member
+from tests.sim import loop as simloop
+from tests.sim.host import SimClock
+from tests.test_journal import REPORT
+
+ME = Member("anna")
+TRIED = replace(
+    REPORT, outcome="undecided", blamed={"bert": "lost as a donor", "q": "lies"}, bytes_sent=100, bytes_received=200,
+    bytes_downloaded=300,
+)  # fmt: skip
+
+
+class Scripted:
+    """A replica whose rounds and attempts to catch up come to what a script says."""
+
+    def __init__(self, *script: tuple[str, RoundReport]) -> None:
+        self.script = list(script)
+        self.averager = SimpleNamespace(me=ME)
+        self.chain = SimpleNamespace(head=SimpleNamespace(roster=()))
+
+    async def catch_up(self, *_: Any) -> RoundReport:
+        return self._next("catch up")
+
+    async def run_round(self, *_: Any) -> RoundReport:
+        return self._next("round")
+
+    def _next(self, what: str) -> RoundReport:
+        expected, report = self.script.pop(0)
+        assert what == expected
+        return report
+
+
+def play(*script: tuple[str, RoundReport]) -> list[RoundReport]:
+    replica, sync = Scripted(*script), SimpleNamespace(stranded=False)
+
+    async def main() -> list[RoundReport]:
+        lived = rounds(replica, sync, SimClock().wall, lambda: bool(replica.script))  # type: ignore[arg-type]
+        return [report async for report in lived]
+
+    return simloop.run(main(), limit_seconds=10 * PAUSE_SECONDS)
+
+
+def test_an_attempt_to_catch_up_that_came_to_nothing_is_in_the_report_of_the_round_after_it() -> None:
+    undecided = replace(REPORT, outcome="undecided")
+    first, second, third = play(
+        ("catch up", TRIED), ("round", undecided), ("catch up", TRIED), ("round", REPORT), ("round", REPORT)
+    )
+    for report, alone in ((first, undecided), (second, REPORT)):
+        assert report.blamed == {"q": "lies", "bert": "lost as a donor"}, "the first reason stays"
+        assert (report.bytes_sent, report.bytes_received, report.bytes_downloaded) == (105, 206, 300)
+        costs = {name: getattr(report, name) for name in ("blamed", "bytes_sent", "bytes_received", "bytes_downloaded")}
+        assert report == replace(alone, **costs), "and nothing else of it"
+    assert third == REPORT, "told once"
+
+
+def test_one_that_came_to_something_is_a_report_of_its_own() -> None:
+    caught_up = replace(TRIED, outcome="superseded")
+    assert play(("catch up", caught_up), ("round", REPORT), ("round", REPORT)) == [caught_up, REPORT, REPORT]
