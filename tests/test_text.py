@@ -122,7 +122,7 @@ def test_bad_paths_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / "short").write_bytes(b"ten bytes.")
     (tmp_path / "nothing").mkdir()
     cases = {
-        "absent": f"no file or folder {tmp_path / 'absent'}",
+        "absent": f"no file or folder {tmp_path / 'absent'}: give a text to train on by --data",
         "empty": f"{tmp_path / 'empty'} is empty",
         "short": f"{tmp_path / 'short'} has only 10 bytes of text",
         "nothing": f"{tmp_path / 'nothing'} holds no text",
