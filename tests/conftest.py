@@ -1,7 +1,11 @@
-"""Every test run: the same examples each time, and one thread of torch unless a test asks for more."""
+"""Every test: the same examples each time, one thread of torch unless it asks for more, logging left as it was."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -10,3 +14,16 @@ settings.register_profile(
     "repeatable", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("repeatable")
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was() -> Iterator[None]:
+    """What a command sets up for its process is no other test's."""
+    root, names = logging.getLogger(), ("node", "protocols")
+    before = root.handlers[:], root.level, [logging.getLogger(name).level for name in names]
+    yield
+    root.handlers[:], level, levels = before
+    root.setLevel(level)
+    logging.captureWarnings(False)
+    for name, each in zip(names, levels, strict=True):
+        logging.getLogger(name).setLevel(each)
