@@ -23,6 +23,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 # Four peers on this machine train the default preset together: minutes, and the loss falls before one's eyes.
+# Four real peers on this machine learn together, before one's eyes: four minutes.
 swarm: install
 	$(BIN)/python -m node swarm --peers 4
 
@@ -55,6 +56,12 @@ bench: install
 	mkdir -p build
 	$(BIN)/python -m benchmarks.averaging --peers 4 --megabytes 100 --codec fp32 --rounds 3
 	$(BIN)/python -m benchmarks.averaging --peers 4 --megabytes 100 --codec int8 --rounds 3
+	$(BIN)/python -m benchmarks.training
+	$(BIN)/python -m benchmarks.killing --megabytes 100 --trials 5
+	$(BIN)/python -m benchmarks.killing --megabytes 100 --trials 1 --stop
+	$(BIN)/python -m benchmarks.lasting join
+	$(BIN)/python -m benchmarks.lasting level
+	$(BIN)/python -m benchmarks.swarms --seeds 0:5 --json build/swarms.json
 	$(BIN)/python -m benchmarks.learning all --json build/learning.json --resume
 
 clean:
