@@ -23,7 +23,6 @@ from node.status import View
 from protocols.base import Clock, Deadline, Directory, PeerId
 from protocols.sync import Sync
 from protocols.tasks import together
-from protocols.wire import MAX_ROSTER
 
 log = logging.getLogger(__name__)
 
@@ -206,19 +205,15 @@ class Stay:
             return math.nan
 
     async def _linger(self) -> None:
-        """Stay until all members have got as far as we are: who missed the last round can ask us.
-
-        It is in the roster no more, but was not long ago.
-        """
+        """Stay until all who are here are as far as we: who missed the last round, or looked on, can ask us."""
         members, chain = self._means.membership, self._means.replica.chain
         loop = asyncio.get_running_loop()
         until = loop.time() + LINGER_SECONDS
-        roster = {member.peer for member in chain.members(MAX_ROSTER)}
         while loop.time() < until and not self._leave.is_set():
             behind = [
                 each
                 for each in members.contacts()
-                if each.live and each.peer in roster and not each.leaving and each.round < chain.head.key.round
+                if each.live and not each.leaving and each.round < chain.head.key.round
             ]
             if not behind:
                 return

@@ -281,10 +281,11 @@ async def lingered(contacts: Sequence[Any], later: Callable[[Stay], object] | No
         ([], 0.0),
         ([contact("a", 5), contact("b", 6)], 0.0),
         ([contact("a", 4)], LINGER_SECONDS),
-        ([contact("a", 4, live=False), contact("b", 4, leaving=True), contact("x", 0)], 0.0),
+        ([contact("x", 3)], LINGER_SECONDS),  # it looks on, and was in no roster yet
+        ([contact("a", 4, live=False), contact("b", 4, leaving=True)], 0.0),
     ],
 )
-def test_lingering_is_for_members_that_are_here_and_behind_and_has_a_limit(contacts: Any, seconds: float) -> None:
+def test_lingering_is_for_who_is_here_and_behind_and_has_a_limit(contacts: Any, seconds: float) -> None:
     assert simloop.run(lingered(contacts)) == pytest.approx(seconds, abs=0.2)
 
 
