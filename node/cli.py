@@ -115,7 +115,7 @@ def join(
 @app.command()
 def swarm(
     peers: Annotated[
-        int, typer.Option(min=1, max=32, max=64, metavar="N", help="Peers to run, each in processes of its own.")
+        int, typer.Option(min=1, max=32, metavar="N", help="Peers to run, each in processes of its own.")
     ] = 4,
     rounds: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Rounds of the run.", show_default=False)
