@@ -4,6 +4,8 @@ SHELL := /bin/sh
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
+# As many processes as the machine has threads; the tests on real processes stay one behind the other, in one of them.
+PYTEST := $(BIN)/python -m pytest --numprocesses=logical --dist=loadgroup
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 # The first interpreter that runs and is new enough; `make PYTHON=/path/to/python` overrides.
@@ -22,7 +24,6 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) --editable '.[dev]'
 	@touch $@
 
-# Four peers on this machine train the default preset together: minutes, and the loss falls before one's eyes.
 # Four real peers on this machine learn together, before one's eyes: under four minutes on two cores.
 swarm: install
 	$(BIN)/python -m node swarm --peers 4 --rounds 14
@@ -34,11 +35,11 @@ lint: install
 
 # Everything that needs no real processes or sockets: minutes.
 check: lint
-	$(BIN)/python -m pytest -m "not real"
+	$(PYTEST) -m "not real"
 
 # The same and the tests on real processes and sockets, in one run.
 test: lint
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 # Many seeds of every fault, every crash point, the vote by itself, and a large swarm: twenty minutes.
 sim: install

@@ -1,4 +1,5 @@
-"""Every test: the same examples each time, one thread of torch unless it asks for more, logging left as it was."""
+"""Every test: the same examples each time, one thread of torch unless it asks for more, logging left as it was; real
+processes of one test at a time."""
 
 from __future__ import annotations
 
@@ -14,6 +15,13 @@ settings.register_profile(
     "repeatable", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("repeatable")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests on real processes run one at a time, also where others run beside them: they would starve each other."""
+    for item in items:
+        if item.get_closest_marker("real"):
+            item.add_marker(pytest.mark.xdist_group("real"))
 
 
 @pytest.fixture(autouse=True)
