@@ -27,7 +27,6 @@ from node.disk import room
 from node.entry import Door, Entry, Run, ask_run, ask_status, reach
 from node.greeter import Self
 from node.identity import IdentityError, create, verify
-from node.journal import Journal
 from node.libp2p import LibP2PConfig, LibP2PTransport
 from node.manifest import Manifest, ManifestError, seal, unseal
 from node.membership import Membership
@@ -42,6 +41,7 @@ from node.runconfig import RunConfig
 from node.statedir import StateDir, StateError
 from node.status import Status, View, join_command
 from node.stay import Limits, Means, Stay
+from node.trace import traced
 from protocols import PROTOCOLS
 from protocols.base import BadPayload, Host, Member, PeerError, PeerId, Settings
 from protocols.chain import Chain
@@ -238,7 +238,8 @@ class Peer:
         chain = portrait.chain = Chain(run_id, "run", (manifest.founder,), manifest.state_root)
         membership = portrait.membership = self._membership(tools, chain)
         async with DhtDirectory(transport, state.identity, self._clock, run_id, membership.offset_seconds) as directory:
-            host = Host(transport, directory, membership, tools.compute, self._clock, state.identity, config.seed)
+            frames, trainer, portrait.journal = traced(transport, trainer, state.rounds)
+            host = Host(frames, directory, membership, tools.compute, self._clock, state.identity, config.seed)
             settings = self._settings(manifest, state.incarnation)
             averager, snapshots = PROTOCOLS[config.protocol](host, settings), self._snapshots(state)
             outer = OuterSGD(config.recipe.outer_learning_rate, config.recipe.outer_momentum)
@@ -248,7 +249,6 @@ class Peer:
             sync.on_better = lambda branch: averager.supersede()
             averager.on_ahead = sync.hear
             portrait.pids = lambda: [pid for pid in (os.getpid(), trainer.pid, transport.daemon_pid) if pid]
-            portrait.journal = Journal(state.rounds)
             Door(transport, run, lambda: asdict(_public(self.status())))
             means = Means(
                 replica, trainer, sync, membership, directory, state, portrait.journal, tools.lag, self._clock

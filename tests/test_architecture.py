@@ -20,7 +20,7 @@ ROOMS = {"node", "protocols", "tests", "benchmarks"}
 PEER = {"node/peer.py"}
 ONLY_IN: dict[str, set[str]] = {
     "time": {"node/clock.py", "node/worker.py"},
-    "socket": {"node/process.py", "node/worker.py"},
+    "socket": {"node/process.py", "node/trace.py", "node/worker.py"},
     "threading": {"node/compute.py"},
     "concurrent": {"node/compute.py"},
     "subprocess": {"node/child.py", "node/libp2p.py"},
