@@ -1,0 +1,282 @@
+"""A network of namespaces for real peers, and its faults: each peer has a machine's network to itself, and one line.
+
+    first: 10.77.0.2 line ═════ line2 10.77.0.1 line3 ═════ line second: 10.77.0.3
+                                      router
+
+The router is a namespace too: the machine's own addresses, routes, rules and settings are neither used nor changed.
+Packets vanish on the router, as on the internet: a rule in the sender's namespace would tell the sender (EPERM). It is
+no bridge, so that all rules stand in one table, which is replaced in one step: a fault strikes everybody between two
+packets, and nothing gets around it by IPv6 or by broadcast.
+
+What a harness killed by SIGKILL leaves behind is in `ip netns list`, named `starling-…`; `ip netns delete` removes it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import uuid
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Self, TypeVar
+
+COMMAND_SECONDS = 10.0
+MOST_PLACES = 250
+QUEUE_MILLISECONDS = 200
+"""What waits longer for a slow line is dropped, as by a home router."""
+BURST_SECONDS = 0.02
+LEAST_BURST_BYTES = 3_200
+"""Two frames; fewer than one would never leave."""
+_ROUTER = "10.77.0.1"
+_TOOLS = ("ip", "tc", "iptables-restore")
+_GSO_SEGMENTS = 65_535
+
+
+class CommandFailed(RuntimeError):
+    """A command that makes the network did not do so; says which, and what it said."""
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """What `sources` send to `targets` vanishes; with `both`, the answers too."""
+
+    sources: tuple[str, ...]
+    targets: tuple[str, ...]
+    both: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Loss:
+    """Of a peer's packets, in each direction, this share vanishes; of all packets if `name` is None."""
+
+    name: str | None
+    share: float
+
+
+@dataclass(frozen=True, eq=False)
+class Slowness:
+    """A peer's line carries no more than this, in each direction."""
+
+    name: str
+    bits_per_second: int
+
+
+Fault = Cut | Loss | Slowness
+F = TypeVar("F", Cut, Loss, Slowness)
+
+
+def table(faults: Iterable[Fault], addresses: Mapping[str, str]) -> str:
+    """The router's rules under these faults, for `iptables-restore`; `addresses` are by peer."""
+    rules: list[str] = []
+    for fault in faults:
+        if isinstance(fault, Cut):
+            sources, targets = (",".join(addresses[name] for name in end) for end in (fault.sources, fault.targets))
+            rules.append(f"-s {sources} -d {targets}")
+            rules += [f"-s {targets} -d {sources}"] if fault.both else []
+        elif isinstance(fault, Loss):
+            ends = [""] if fault.name is None else [f"{option} {addresses[fault.name]} " for option in ("-s", "-d")]
+            rules += [f"{end}-m statistic --mode random --probability {fault.share:.9f}" for end in ends]
+    return "\n".join(["*filter", ":FORWARD ACCEPT", *(f"-A FORWARD {rule} -j DROP" for rule in rules), "COMMIT", ""])
+
+
+def rates(faults: Iterable[Fault]) -> dict[str, int]:
+    """Bits per second of every line that is slowed: of several faults on one, the slowest."""
+    found: dict[str, int] = {}
+    for fault in faults:
+        if isinstance(fault, Slowness):
+            found[fault.name] = min(fault.bits_per_second, found.get(fault.name, fault.bits_per_second))
+    return found
+
+
+def shaping(device: str, bits_per_second: int | None) -> str:
+    """What one end of a line sends from now on, for `tc -batch`; None is as much as it can."""
+    if bits_per_second is None:
+        return f"qdisc delete dev {device} root\n"
+    burst = max(LEAST_BURST_BYTES, int(bits_per_second / 8 * BURST_SECONDS))
+    limits = f"rate {bits_per_second}bit burst {burst} latency {QUEUE_MILLISECONDS}ms"
+    return f"qdisc replace dev {device} root tbf {limits}\n"
+
+
+def framing(faults: Iterable[Fault]) -> str:
+    """How much a peer's line takes at once, for `ip link set`: 64 KB, cheaply; a frame where losses must be singly."""
+    return f"gso_max_segs {1 if any(isinstance(fault, Loss) for fault in faults) else _GSO_SEGMENTS}"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one peer runs.
+
+    Attributes:
+        number: the last part of its address.
+    """
+
+    name: str
+    namespace: str
+    number: int
+
+    @property
+    def address(self) -> str:
+        """The only one it has, besides its own loopback."""
+        return f"10.77.0.{self.number}"
+
+    @property
+    def inside(self) -> tuple[str, ...]:
+        """Put before a command, runs it here; the process keeps its id, so that signals meet the command itself."""
+        return ("ip", "netns", "exec", self.namespace)
+
+    @property
+    def device(self) -> str:
+        """The router's end of its line."""
+        return f"line{self.number}"
+
+
+class Namespaces:
+    """Places for peers, and what is wrong between them. On leaving, all of it goes.
+
+    Processes are not ended: what still runs in a place has no network from then on. A fault lasts until it is healed,
+    and holds for open connections too. All methods raise `CommandFailed` when the machine will not do it, ValueError
+    for peers and amounts there cannot be.
+
+    Attributes:
+        places: by name.
+    """
+
+    def __init__(self) -> None:
+        self.places: dict[str, Place] = {}
+        self._faults: tuple[Fault, ...] = ()
+        self._router = f"starling-{uuid.uuid4().hex[:8]}"
+
+    def __enter__(self) -> Self:
+        try:
+            _run("ip", "netns", "add", self._router)
+            forward = "echo 1 > /proc/sys/net/ipv4/ip_forward"
+            _run("ip", "netns", "exec", self._router, "sh", "-c", forward)
+        except BaseException:
+            with suppress(CommandFailed):  # the first failure is the one to tell
+                self._clear()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._clear()
+
+    def add(self, name: str) -> Place:
+        """A place for one more peer; of the faults there are, it meets those that concern everybody."""
+        if name in self.places or len(self.places) == MOST_PLACES:
+            raise ValueError(f"there is no room for {name!r}: it is there already, or {MOST_PLACES} others are")
+        place = Place(name, f"{self._router}-{name}", len(self.places) + 2)
+        _run("ip", "netns", "add", place.namespace)
+        router = (
+            f"link add {place.device} type veth peer name line netns {place.namespace}\n"
+            f"address add {_ROUTER} peer {place.address} dev {place.device}\n"
+            f"link set dev {place.device} addrgenmode none up\n"
+        )
+        peer = (
+            "link set dev lo up\n"
+            f"address add {place.address} peer {_ROUTER} dev line\n"
+            f"link set dev line addrgenmode none {framing(self._faults)} up\n"
+            f"route add default via {_ROUTER}\n"
+        )
+        _run("ip", "-n", self._router, "-batch", "-", given=router)
+        _run("ip", "-n", place.namespace, "-batch", "-", given=peer)
+        self.places[name] = place
+        return place
+
+    def part(self, one: Collection[str], other: Collection[str]) -> Cut:
+        """Nothing passes between these and those, either way."""
+        return self._cut(one, other, both=True)
+
+    def deafen(self, deaf: Collection[str], sources: Collection[str]) -> Cut:
+        """What `sources` send to `deaf` vanishes; what `deaf` send arrives."""
+        return self._cut(sources, deaf, both=False)
+
+    def lose(self, name: str | None, share: float) -> Loss:
+        """This share of a peer's packets vanishes, each way, at random; of everybody's packets, once, for None."""
+        self._known([] if name is None else [name])
+        if not 0 < share <= 1:
+            raise ValueError(f"{share} is no share of packets to lose")
+        return self._strike(Loss(name, share))
+
+    def slow(self, name: str, bits_per_second: int) -> Slowness:
+        """A peer's line carries so much, each way; up to 200 ms of it wait, the rest is dropped."""
+        self._known([name])
+        if bits_per_second < 8:
+            raise ValueError(f"{bits_per_second} bits per second is no line")
+        return self._strike(Slowness(name, bits_per_second))
+
+    def heal(self, fault: Fault | None = None) -> None:
+        """End this fault, or all if none is given. Healing one twice is no error."""
+        self._suffer(tuple(other for other in self._faults if fault not in (None, other)))
+
+    def _cut(self, sources: Collection[str], targets: Collection[str], both: bool) -> Cut:
+        self._known(sources)
+        self._known(targets)
+        if not (sources and targets):
+            raise ValueError("nobody cannot be cut off")
+        return self._strike(Cut(tuple(sources), tuple(targets), both))
+
+    def _strike(self, fault: F) -> F:
+        self._suffer((*self._faults, fault))
+        return fault
+
+    def _known(self, names: Collection[str]) -> None:
+        if isinstance(names, str) or not set(names) <= set(self.places):
+            raise ValueError(f"{names!r} are not peers of this network")
+
+    def _suffer(self, faults: tuple[Fault, ...]) -> None:
+        """From these faults on, whatever they were before; commands only for what is different."""
+        addresses = {name: place.address for name, place in self.places.items()}
+        if (rules := table(faults, addresses)) != table(self._faults, addresses):
+            if (frames := framing(faults)) != framing(self._faults):
+                for place in self.places.values():
+                    _run("ip", "-n", place.namespace, "link", "set", "dev", "line", *frames.split())
+            _run("ip", "netns", "exec", self._router, "iptables-restore", "-w", "5", given=rules)
+        before, after = rates(self._faults), rates(faults)
+        changed = [self.places[name] for name in before | after if before.get(name) != after.get(name)]
+        for place in changed:
+            _run("tc", "-n", place.namespace, "-batch", "-", given=shaping("line", after.get(place.name)))
+        if changed:
+            lines = "".join(shaping(place.device, after.get(place.name)) for place in changed)
+            _run("tc", "-n", self._router, "-batch", "-", given=lines)
+        self._faults = faults
+
+    def _clear(self) -> None:
+        """Remove what has this network's name, however far it got; the lines go with the namespaces."""
+        self.places, self._faults = {}, ()
+        names = [line.split()[0] for line in _run("ip", "netns", "list").splitlines()]
+        mine = [f"netns delete {name}\n" for name in names if name.startswith(self._router)]
+        if mine:
+            _run("ip", "-force", "-batch", "-", given="".join(mine))
+
+
+def why_not() -> str:
+    """What keeps this machine from having such a network, and what to do, in one line; empty if nothing does."""
+    if sys.platform != "linux":
+        return f"network namespaces need Linux; this is {sys.platform}"
+    if missing := [tool for tool in _TOOLS if not shutil.which(tool)]:
+        return f"{', '.join(missing)} not found: install iproute2 and iptables"
+    if os.geteuid():
+        return "network namespaces need root: run this as root"
+    try:
+        with Namespaces() as network:
+            network.add("trial")
+            network.lose("trial", 0.5)
+            network.slow("trial", 1_000_000)
+    except CommandFailed as error:
+        words = " ".join(str(error).split())
+        return f"no network of namespaces here: {words}; in a container, start it with --privileged"
+    return ""
+
+
+def _run(*command: str, given: str | None = None) -> str:
+    """What a command prints; `given` is its standard input."""
+    try:
+        done = subprocess.run(command, input=given or "", capture_output=True, text=True, timeout=COMMAND_SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise CommandFailed(f"{' '.join(command)}: {error}") from error
+    if done.returncode:
+        raise CommandFailed(f"{' '.join(command)}: {done.stderr.strip() or f'exit code {done.returncode}'}")
+    return done.stdout
