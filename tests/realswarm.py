@@ -60,9 +60,15 @@ class RealPeer:
     Attributes:
         id: its peer id, once it has told.
         address: at which others can dial it, once it has told.
+        inside: what its command is started by: `nice`, `ip netns exec …`; one that keeps the process id.
+        listen: the multiaddr that it listens on.
+        environment: more of it, for all its lives.
     """
 
     def __init__(self, name: str, home: Path) -> None:
+        self.inside: tuple[str, ...] = ()
+        self.listen = LISTEN
+        self.environment: dict[str, str] = {}
         self.name, self.directory = name, home / name
         self.id = self.address = ""
         self._log = home / f"{name}.log"
@@ -72,12 +78,13 @@ class RealPeer:
 
     # -- its process --------------------------------------------------------------------------------------------------
 
-    def start(self, *arguments: str, listen: str = LISTEN) -> Self:
+    def start(self, *arguments: str) -> Self:
         """Run `join` with these arguments; what it says is added to the log."""
-        command = [sys.executable, "-P", "-m", "node", "join", "--state-dir", str(self.directory), "--no-nat"]
-        command += ["--listen", listen, "--nickname", self.name, "--threads", "1", "--json", *arguments]
+        command = [*self.inside, sys.executable, "-P", "-m", "node", "join", "--state-dir", str(self.directory)]
+        command += ["--no-nat", "--listen", self.listen, "--nickname", self.name, "--threads", "1", "--json"]
+        command += arguments
         given = {name: value for name, value in os.environ.items() if not name.startswith("NODE_")}
-        environment = given | {_MARK: self._mark, "PYTHONPATH": str(HOUSE)}
+        environment = given | {_MARK: self._mark, "PYTHONPATH": str(HOUSE)} | self.environment
         with self._log.open("ab") as log, self._out.open("ab") as out:
             self._process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=log)
         return self
@@ -189,8 +196,13 @@ class RealPeer:
 class RealSwarm:
     """Peers in one run. A context manager: at its end no process is left, and the histories keep the invariants."""
 
-    def __init__(self, home: Path, run: str = "") -> None:
-        self.home = home
+    def __init__(self, home: Path, run: str = "", prepare: Callable[[RealPeer], None] = lambda peer: None) -> None:
+        """
+        Args:
+            run: the run file; a paced run if there is none.
+            prepare: called with each new peer before it is started for the first time.
+        """
+        self.home, self._prepare = home, prepare
         self.peers: dict[str, RealPeer] = {}
         (home / "run.toml").write_text(run or paced())
 
@@ -216,7 +228,10 @@ class RealSwarm:
 
     def peer(self, name: str) -> RealPeer:
         """One of that name, not started yet if it is new."""
-        return self.peers.setdefault(name, RealPeer(name, self.home))
+        if name not in self.peers:
+            self.peers[name] = RealPeer(name, self.home)
+            self._prepare(self.peers[name])
+        return self.peers[name]
 
     def found(self, name: str, *arguments: str) -> RealPeer:
         """Start the run, and wait until others can join it."""

@@ -111,9 +111,9 @@ def test_no_address_lives(joiner: RealPeer, black_hole: int, dead_port: int) -> 
     print(f"left {time.time() - asked:.1f} s after Ctrl-C\n{joiner.said()}")
 
 
-def refused(joiner: RealPeer, *arguments: str, listen: str = "/ip4/127.0.0.1/tcp/0") -> str:
+def refused(joiner: RealPeer, *arguments: str) -> str:
     """Start it; the one line with which it ends."""
-    joiner.start(*arguments, listen=listen)
+    joiner.start(*arguments)
     assert joiner.ends(REFUSED_SECONDS) == 2
     (line,) = joiner.said().splitlines()
     print(line)
@@ -131,7 +131,8 @@ def test_a_malformed_address(joiner: RealPeer) -> None:
 
 
 def test_a_port_in_use(joiner: RealPeer, black_hole: int) -> None:
-    line = refused(joiner, "--task", "paced", listen=f"/ip4/127.0.0.1/tcp/{black_hole}")
+    joiner.listen = f"/ip4/127.0.0.1/tcp/{black_hole}"
+    line = refused(joiner, "--task", "paced")
     assert f"127.0.0.1:{black_hole}" in line and "in use" in line and "listen on another" in line
 
 

@@ -254,12 +254,6 @@ def test_a_peer_that_comes_back_is_heard_again_and_the_record_is_bounded() -> No
 # -- real peers -------------------------------------------------------------------------------------------------------
 
 
-def start(swarm: RealSwarm, watch: Watch, name: str, *given: str) -> RealPeer:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(VARIABLE, watch.environment(name)[VARIABLE])
-        return swarm.peer(name).start(*given)
-
-
 def kill(peer: RealPeer) -> None:
     peer.strike()
 
@@ -270,12 +264,12 @@ def passed(watch: Watch, number: int) -> set[str]:
 
 @pytest.mark.real
 def test_three_peers_pass_every_point_and_one_dies_where_it_is_told_to(tmp_path: Path, watch: Watch) -> None:
-    with RealSwarm(tmp_path, paced(elements=600_000, inner_steps=6)) as swarm:
-        founder = start(swarm, watch, "a", "--run", str(tmp_path / "run.toml"))
-        wait("a founds a run", founder.meet, START_SECONDS)
-        peers = [founder, *(start(swarm, watch, name, "--bootstrap", founder.address) for name in "bc")]
-        for peer in peers:
-            wait(f"{peer.name} gets into the run", peer.meet, START_SECONDS)
+    def prepare(peer: RealPeer) -> None:
+        peer.environment = watch.environment(peer.name)
+
+    with RealSwarm(tmp_path, paced(elements=600_000, inner_steps=6), prepare) as swarm:
+        founder = swarm.found("a")
+        peers = [founder, *swarm.join("b", "c", via=founder)]
         full = wait("three are in one mean", lambda: swarm.all_in_one_mean(peers), START_SECONDS)
         again = wait("and again", lambda: swarm.all_in_one_mean(peers, full["time"]), START_SECONDS)
         wait("every point is passed", lambda: set(POINTS) <= passed(watch, again["round"]), 5)
