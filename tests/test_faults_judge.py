@@ -1,0 +1,356 @@
+"""The judge of the faults in real processes: a healthy play passes, and every planted violation is found and named."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.checkers import Report
+from tests.faults.judge import Verdict, judge
+from tests.faults.play import Event, Life, Limits, Play
+
+BEGAN = 1_000.0
+PEERS = ("anna", "bert", "cleo")
+IDS = {name: f"12D3KooW-{name}" for name in PEERS}
+
+
+def report(name: str, number: int, peers: tuple[str, ...] = PEERS, **changes: Any) -> Report:
+    """What a peer says of round `number`, which all of these are in: it ends `number` + 1 s after the beginning."""
+    ids = tuple(IDS[each] for each in peers)
+    ordinary: Report = {
+        "run": "run",
+        "peer": IDS[name],
+        "incarnation": 0,
+        "round": number,
+        "parent": f"L{number}",
+        "lineage": f"L{number + 1}",
+        "anchor_lineage": f"L{number}",
+        "outcome": "committed",
+        "peers": ids,
+        "contributions": {each: (f"L{number}", 4, 4) for each in ids},
+        "finite": True,
+        "weight": 100.0,
+        "tokens": 110,
+        "params_hash": f"params {number + 1}",
+        "time": BEGAN + number + 1,
+        "rss_bytes": 600_000_000,
+        "open_files": 30,
+        "tasks": 20,
+    }
+    return {**ordinary, **changes}
+
+
+def healthy() -> Play:
+    """30 rounds of 1 s, 100 tokens each of each peer; calm until 10 s, healed at 20 s."""
+    return Play(
+        scenario="made-up",
+        seed=7,
+        protocol="butterfly",
+        task="paced",
+        limits=Limits(recovery_seconds=5.0),
+        calm=(BEGAN, BEGAN + 10),
+        healed=BEGAN + 20,
+        ended=BEGAN + 30,
+        should=PEERS,
+        ids=IDS,
+        events=(
+            Event(BEGAN - 9, "started", PEERS, "start"),
+            Event(BEGAN + 10, "cut off", ("bert",), "fault"),
+            Event(BEGAN + 20, "healed", ("bert",), "heal"),
+            Event(BEGAN + 30, "asked to finish", PEERS, "end"),
+        ),
+        histories={name: [report(name, number) for number in range(30)] for name in PEERS},
+        logs={name: '{"event": "round 3 decided", "level": "warning", "logger": "node.peer"}\n' for name in PEERS},
+        lives={name: (Life(BEGAN - 9, BEGAN + 31, 0, 0),) for name in PEERS},
+        left={name: () for name in PEERS},
+    )
+
+
+def history(play: Play, name: str) -> list[Report]:
+    """Of a peer, to be changed in place."""
+    found = play.histories[name]
+    assert isinstance(found, list)
+    return found
+
+
+def after_death(pause_seconds: float = 0.0) -> Play:
+    """Cleo is killed at 15 s, in round 15, which then takes so much longer; what would come after the end does not."""
+    play = healthy()
+    del history(play, "cleo")[15:]
+    for name in ("anna", "bert"):
+        history(play, name)[15:] = [report(name, number, ("anna", "bert")) for number in range(15, 30)]
+        for each in history(play, name)[15:]:
+            each["time"] += pause_seconds
+        history(play, name)[:] = [each for each in history(play, name) if each["time"] <= play.ended]
+    lives = {**play.lives, "cleo": (Life(BEGAN - 9, BEGAN + 15, -9, -9),)}
+    return replace(play, should=("anna", "bert"), lives=lives)
+
+
+def found(play: Play) -> list[tuple[str, str]]:
+    """Which invariants are broken, and by whom."""
+    verdict = judge(play)
+    assert verdict.verdict == ("fail" if verdict.violations else "pass")
+    json.dumps(verdict.as_dict(), allow_nan=False)
+    return [(each["invariant"], each["peer"]) for each in verdict.violations]
+
+
+def detail(play: Play) -> str:
+    return "; ".join(each["detail"] for each in judge(play).violations)
+
+
+def test_a_healthy_play_passes() -> None:
+    verdict = judge(healthy())
+    assert replace(verdict, goodput=round(verdict.goodput, 9)) == Verdict(
+        "made-up", 7, "pass", [], 30, 0, 1.0, 1.0, {}, {}
+    )
+
+
+def test_a_death_that_was_expected_passes() -> None:
+    assert found(after_death()) == []
+
+
+# -- what the histories say -------------------------------------------------------------------------------------------
+
+
+def flip(play: Play) -> None:
+    history(play, "bert")[8]["params_hash"] = "params 8'"
+
+
+def count_twice(play: Play) -> None:
+    for name in PEERS:
+        history(play, name)[9]["contributions"] |= {IDS["cleo"]: ("L8", 4, 4)}
+
+
+def go_back(play: Play) -> None:
+    history(play, "cleo")[22]["round"] = 21
+
+
+def diverge(play: Play) -> None:
+    history(play, "anna")[5]["finite"] = False
+
+
+def stray(play: Play) -> None:
+    """Bert's last report, which nobody else has made: a fork of its own."""
+    alone = {"outcome": "fork", "lineage": "B30", "params_hash": "b30"}
+    history(play, "bert")[29].update(alone, peers=(IDS["bert"],))
+
+
+@pytest.mark.parametrize(
+    ("plant", "invariant", "name"),
+    [
+        (flip, "same-bits", "bert"),
+        (count_twice, "counted-once", "anna"),
+        (go_back, "never-back", "cleo"),
+        (diverge, "finite", "anna"),
+        (stray, "one-branch", "bert"),
+    ],
+)
+def test_a_broken_invariant_is_found_by_the_name_of_its_peer(
+    plant: Callable[[Play], None], invariant: str, name: str
+) -> None:
+    play = healthy()
+    plant(play)
+    assert (invariant, name) in found(play)
+    assert "12D3KooW" not in detail(play)
+
+
+def test_a_peer_that_nobody_started_is_found() -> None:
+    play = healthy()
+    for name in PEERS:
+        history(play, name)[4]["peers"] += ("12D3KooW-eve",)
+    assert found(play) == [("stranger", "anna")]
+    history(play, "bert")[0]["peer"] = "12D3KooW-dave"
+    assert ("stranger", "…W-dave") in found(play)
+
+
+# -- progress ---------------------------------------------------------------------------------------------------------
+
+
+def test_no_progress_after_healing_is_found() -> None:
+    play = healthy()
+    for number in range(20, 30):
+        history(play, "anna")[number]["peers"] = history(play, "bert")[number]["peers"] = (IDS["anna"], IDS["bert"])
+    del history(play, "cleo")[20:]
+    verdict = judge(play)
+    assert [each["invariant"] for each in verdict.violations] == ["progress"]
+    assert verdict.violations[0]["detail"] == "no round with anna, bert, cleo in it; due within 5 s"
+    assert math.isnan(verdict.recovery_seconds) and verdict.as_dict()["recovery_seconds"] is None
+
+
+def test_a_round_in_which_one_is_missing_is_no_recovery() -> None:
+    play = healthy()
+    for name in PEERS:
+        for number in (20, 21, 22):
+            history(play, name)[number]["peers"] = (IDS["anna"], IDS["bert"])
+    assert judge(play).recovery_seconds == 4.0
+
+
+def test_recovery_is_when_the_last_of_them_has_reported() -> None:
+    play = healthy()
+    history(play, "cleo")[20]["time"] += 0.75
+    assert judge(play).recovery_seconds == 1.75
+    late = replace(play, limits=Limits(recovery_seconds=1.5))
+    assert found(late) == [("progress", "")] and "after 1.8 s" in detail(late)
+
+
+def test_that_nobody_should_recover_is_no_success() -> None:
+    assert found(replace(healthy(), should=())) == [("progress", "")]
+
+
+# -- processes and logs -----------------------------------------------------------------------------------------------
+
+
+def test_an_orphan_is_found() -> None:
+    play = replace(healthy(), left={"bert": ("python -m node.worker 7 8",)})
+    assert found(play) == [("orphan", "bert")] and "node.worker 7 8" in detail(play)
+
+
+def test_a_wrong_exit_code_is_found_and_told_in_words() -> None:
+    play = healthy()
+    lives = {**play.lives, "anna": (Life(BEGAN - 9, BEGAN + 31, -9, 0),)}
+    assert found(replace(play, lives=lives)) == [("exit-code", "anna")]
+    assert detail(replace(play, lives=lives)) == "life 1 ended with SIGKILL, not exit code 0"
+
+
+def test_an_end_before_it_was_asked_for_is_found() -> None:
+    play = healthy()
+    lives = {**play.lives, "anna": (Life(BEGAN - 9, BEGAN + 28, 0, 0),)}
+    assert found(replace(play, lives=lives)) == [("exit-code", "anna")]
+
+
+FAILED = {
+    "event": "a handler failed",
+    "level": "error",
+    "exception": 'Traceback (most recent call last):\n  File "x"\nE: 1',
+}
+
+
+@pytest.mark.parametrize(
+    ("log", "quoted"),
+    [
+        ('Traceback (most recent call last):\n  File "x.py", line 3\nValueError: 17\nmore', "ValueError: 17"),
+        (json.dumps(FAILED), "a handler failed E: 1"),
+        ('{"event": "all is lost", "level": "critical"}', "all is lost"),
+        ("Task exception was never retrieved", "Task exception was never retrieved"),
+        ("Task was destroyed but it is pending!", "Task was destroyed"),
+        ("RuntimeWarning: coroutine 'f' was never awaited", "was never awaited"),
+    ],
+)
+def test_an_alarm_in_a_log_is_found_and_quoted(log: str, quoted: str) -> None:
+    play = healthy()
+    play = replace(play, logs={**play.logs, "cleo": f"{play.logs['cleo']}{log}\nand so on\n"})
+    assert found(play) == [("log", "cleo")] and quoted in detail(play)
+
+
+def test_a_long_line_is_quoted_in_part() -> None:
+    play = replace(healthy(), logs={"cleo": "Traceback " + 5_000 * "x"})
+    assert len(detail(play)) < 250
+
+
+# -- levels -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("what", "fine", "grown"),
+    [("open_files", 45, 46), ("tasks", 33, 34), ("rss_bytes", 839_000_000, 841_000_000)],
+)
+def test_growth_is_found(what: str, fine: int, grown: int) -> None:
+    play = healthy()
+    for number in (28, 29):  # of three: the median
+        history(play, "bert")[number][what] = fine
+    assert found(play) == []
+    for number in (28, 29):
+        history(play, "bert")[number][what] = grown
+    assert found(play) == [("level", "bert")] and f"{what} {grown:,}" in detail(play)
+
+
+def test_one_report_in_the_middle_of_a_transfer_is_no_growth() -> None:
+    play = healthy()
+    history(play, "bert")[29]["open_files"] = 1_000
+    assert found(play) == []
+
+
+def test_more_peers_may_hold_more() -> None:
+    play = healthy()
+    for number in (28, 29):
+        history(play, "bert")[number]["open_files"] = 80
+    newcomers = {name: (Life(BEGAN + 12, BEGAN + 31, 0, 0),) for name in ("dora", "emil", "finn")}
+    assert found(play) == [("level", "bert")]
+    assert found(replace(play, lives={**play.lives, **newcomers})) == []
+
+
+def test_who_was_started_again_is_not_measured_by_its_former_life() -> None:
+    play = healthy()
+    for number in range(15, 30):
+        history(play, "bert")[number].update(open_files=1_000, incarnation=1)
+    lives = {**play.lives, "bert": (Life(BEGAN - 9, BEGAN + 14.1, -9, -9), Life(BEGAN + 14.2, BEGAN + 31, 0, 0))}
+    assert found(replace(play, lives=lives)) == []
+
+
+# -- figures ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_missed_aim_is_told_and_is_no_failure() -> None:
+    aims = {"notice_seconds": 2.0, "rejoin_seconds": 9.0, "recovery_seconds": 0.5, "never": 1.0}
+    measures = {"notice_seconds": (1.0, 3.0, 2.5), "rejoin_seconds": (8.0, 9.0), "endless": (1.0, math.nan)}
+    verdict = judge(replace(healthy(), limits=Limits(aims=aims), measures=measures))
+    assert verdict.verdict == "pass"
+    assert verdict.measures["notice_seconds"] == {"median": 2.5, "worst": 3.0, "trials": 3}
+    missed = verdict.as_dict()["missed"]
+    assert missed == {"notice_seconds": [3.0, 2.0], "recovery_seconds": [1.0, 0.5], "never": [None, 1.0]}
+    assert verdict.as_dict()["measures"]["endless"] == {"median": None, "worst": None, "trials": 2}
+
+
+def test_goodput_by_hand() -> None:
+    """In the calm 9 rounds of 300 tokens in 27 seconds of peers: 100 tokens each. Cleo dies 5 s after it.
+
+    Then 5 rounds of 300 and 15 of 200 in 60 - 15 seconds of peers; of those of 200, the last 5 do not happen.
+    """
+    assert judge(after_death()).goodput == pytest.approx((5 * 300 + 15 * 200) / (100 * 45))
+    assert judge(after_death(5.0)).goodput == pytest.approx((5 * 300 + 10 * 200) / (100 * 45))
+
+
+def test_what_a_mean_holds_of_a_contribution_counts() -> None:
+    """Of bert's 100 tokens in one round of 20 a quarter; cleo does not know its weight once, and has trained on 110."""
+    play = healthy()
+    for name in PEERS:
+        history(play, name)[25]["contributions"][IDS["bert"]] = ("L25", 1, 4)
+    history(play, "cleo")[26]["weight"] = None
+    assert judge(play).goodput == pytest.approx((6_000 - 75 + 10) / 6_000)
+
+
+def test_what_was_given_up_does_not_count() -> None:
+    """Cleo goes on alone for three rounds, and comes back to what the others decided."""
+    play = healthy()
+    for name in ("anna", "bert"):
+        for number in (12, 13, 14):
+            history(play, name)[number] = report(name, number, ("anna", "bert"))
+    mine = [report("cleo", number, ("cleo",), parent=f"C{number}", lineage=f"C{number + 1}") for number in (12, 13, 14)]
+    mine[0].update(parent="L12", outcome="fork")
+    for each in mine:
+        each["params_hash"] = each["lineage"]
+    back = report("cleo", 15, (), parent="C15", lineage="L15", outcome="superseded", params_hash="params 15")
+    back.update(lost_rounds=3, lost_tokens=300, weight=0.0, time=BEGAN + 15.5)
+    history(play, "cleo")[12:15] = [*mine, back]
+    verdict = judge(play)
+    assert verdict.violations == [] and verdict.rounds_committed == 33
+    assert verdict.goodput == pytest.approx(5_700 / 6_000)
+
+
+def test_a_calm_without_two_rounds_knows_no_rate() -> None:
+    assert math.isnan(judge(replace(healthy(), calm=(BEGAN, BEGAN + 1))).goodput)
+    assert judge(replace(healthy(), calm=(BEGAN, BEGAN))).as_dict()["goodput"] is None
+
+
+def test_skipped_rounds_are_told_apart() -> None:
+    play = healthy()
+    for name in PEERS:
+        skipped = {"outcome": "skipped", "peers": (), "contributions": {}, "params_hash": "params 29"}
+        history(play, name)[29].update(skipped)
+    verdict = judge(play)
+    assert (verdict.verdict, verdict.rounds_committed, verdict.rounds_skipped) == ("pass", 29, 1)
