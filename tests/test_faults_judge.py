@@ -13,6 +13,7 @@ import pytest
 from tests.checkers import Report
 from tests.faults.judge import Verdict, judge
 from tests.faults.play import Event, Life, Limits, Play
+from tests.faults.timeline import COLUMNS, timeline
 
 BEGAN = 1_000.0
 PEERS = ("anna", "bert", "cleo")
@@ -223,6 +224,14 @@ def test_an_end_before_it_was_asked_for_is_found() -> None:
     assert found(replace(play, lives=lives)) == [("exit-code", "anna")]
 
 
+def test_an_end_that_nobody_saw_is_found() -> None:
+    play = healthy()
+    assert found(replace(play, lives={name: play.lives[name] for name in ("anna", "bert")})) == [("exit-code", "cleo")]
+    for each in history(play, "bert")[20:]:
+        each["incarnation"] = 1
+    assert found(play) == [("exit-code", "bert")] and detail(play) == "ended unseen after 1 lives"
+
+
 FAILED = {
     "event": "a handler failed",
     "level": "error",
@@ -354,3 +363,50 @@ def test_skipped_rounds_are_told_apart() -> None:
         history(play, name)[29].update(skipped)
     verdict = judge(play)
     assert (verdict.verdict, verdict.rounds_committed, verdict.rounds_skipped) == ("pass", 29, 1)
+
+
+# -- for people -------------------------------------------------------------------------------------------------------
+
+
+def troubled() -> Play:
+    """A death, a round that one of two did not see the end of, a skipped one, an orphan, a missed aim."""
+    play = after_death()
+    nothing: dict[str, Any] = {"peers": (), "contributions": {}}
+    skipped = {"outcome": "skipped", "params_hash": "params 29", **nothing}
+    for name in ("anna", "bert"):
+        history(play, name)[29].update(skipped)
+    missed = report("bert", 17, outcome="undecided", lineage="L17", params_hash="params 17", **nothing)
+    behind = report("bert", 17, parent="L17", outcome="superseded", **nothing, lost_tokens=20_480)
+    history(play, "bert")[17:18] = [missed, behind]
+    events = [*play.events, Event(BEGAN + 15, "SIGKILL at send Chunk", ("cleo",), "fault")]
+    limits = Limits(recovery_seconds=5.0, aims={"notice_seconds": 2.0})
+    left = {"cleo": ("python -m node.worker " + 30 * "--more-of-it ",)}
+    return replace(play, events=events, limits=limits, left=left, measures={"notice_seconds": (3.0,)})
+
+
+def test_the_timeline_names_all_events_rounds_and_violations() -> None:
+    play = troubled()
+    lines = timeline(play, judge(play))
+    text = "\n".join(lines)
+    assert all(f"{event.what}: {', '.join(event.whom)}" in text for event in play.events)
+    assert all(f"round {number} " in text for number in range(30))
+    assert "   19.0  FAULT  cut off: bert" in lines and "   24.0  exit   cleo: SIGKILL" in lines
+    assert "   10.0         round 0 committed    anna bert cleo       anna, bert, cleo" in lines
+    assert "   39.0         round 29 skipped     -                    anna, bert" in lines
+    assert "   27.0         round 17 undecided   -                    bert" in lines
+    assert "   27.0         round 17 superseded  now at round 18      bert; lost 20,480 tokens" in lines
+    assert "FAIL  made-up, seed 7: 29 rounds committed, 1 skipped; recovery 1.00 s of 5 s" in text
+    assert "  orphan         cleo: is left of it: python" in text
+    assert "  missed: notice_seconds is 3.00, should be at most 2" in lines
+    assert max(map(len, lines)) <= COLUMNS
+
+
+def test_the_timeline_is_in_the_order_of_time() -> None:
+    play = troubled()
+    seconds = [float(line[:7]) for line in timeline(play, judge(play)) if line[:7].strip().replace(".", "").isdigit()]
+    assert seconds == sorted(seconds) and len(seconds) > 35
+
+
+def test_a_play_of_which_nothing_is_known_has_a_timeline() -> None:
+    play = replace(healthy(), events=(), histories={}, lives={}, logs={}, left={})
+    assert "recovery unknown s of 5 s; goodput unknown" in "\n".join(timeline(play, judge(play)))

@@ -179,7 +179,10 @@ def _strangers(play: Play) -> Iterator[Violation]:
 
 def _endings(play: Play) -> Iterator[Violation]:
     """Each process ends when and as it should, and takes its children along."""
-    for name, lives in play.lives.items():
+    for name in play.ids:
+        lives, starts = play.lives.get(name, ()), {report["incarnation"] for report in play.histories.get(name, ())}
+        if len(lives) < max(1, len(starts)):
+            yield Violation("exit-code", name, NO_ROUND, f"ended unseen after {len(lives)} lives")
         for number, life in enumerate(lives, 1):
             if life.code != life.expected:
                 what = f"life {number} ended with {in_words(life.code)}, not {in_words(life.expected)}"
@@ -197,7 +200,7 @@ def _alarms(play: Play) -> Iterator[Violation]:
         lines = log.splitlines()
         found = [index for index, line in enumerate(lines) if _ALARMS.search(line)]
         if found:
-            yield Violation("log", name, NO_ROUND, f"{len(found)} alarms, the first: {_quoted(lines[found[0] :])}")
+            yield Violation("log", name, NO_ROUND, f"alarms: {len(found)}, the first: {_quoted(lines[found[0] :])}")
 
 
 def _levels(play: Play) -> Iterator[Violation]:

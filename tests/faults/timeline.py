@@ -1,0 +1,124 @@
+"""A play and its verdict as lines of text: what was done to the peers, and what they made of it, in the order of time.
+
+seconds         what                 in the mean          reported by
+   31.2  FAULT  SIGKILL to peer: d
+   31.9         round 21 committed   a b c d              a, b +0.1, c +0.1
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Iterator
+from itertools import groupby
+
+from tests.checkers import DECIDED, Report, Tree
+from tests.faults.judge import Verdict, in_words, name_of
+from tests.faults.play import Play
+
+COLUMNS = 100
+_WIDTH = 20
+_WORDS = {"start": "start", "fault": "FAULT", "heal": "heal", "end": "end"}
+
+Entry = tuple[float, str, str]
+"""Wall time, a word for the margin, and what there is to say."""
+
+
+def timeline(play: Play, verdict: Verdict) -> list[str]:
+    """Lines of 100 columns for people: one for each event, each lineage that was decided, each report of anything else.
+
+    Seconds are since the first process was started; rounds stand at their first report. The verdict comes last.
+    """
+    start = beginning(play)
+    entries = sorted([*_deeds(play, verdict), *_decisions(play), *_others(play)], key=lambda entry: entry[0])
+    lines = [f"{play.scenario}, seed {play.seed}: {len(play.ids)} peers, {play.protocol}, {play.task}", ""]
+    lines.append(f"seconds         {'what':<{_WIDTH}} {'in the mean':<{_WIDTH}} reported by")
+    for time, word, text in entries:
+        lines += _wrapped(f"{time - start:7.1f}  {word:<5}  ", text)
+    return [*lines, "", *_verdict(play, verdict)]
+
+
+def beginning(play: Play) -> float:
+    """Wall time from which its seconds are counted: whatever came first."""
+    times = [event.time for event in play.events] + [life.began for lives in play.lives.values() for life in lives]
+    return min(times, default=play.calm[0])
+
+
+def _deeds(play: Play, verdict: Verdict) -> Iterator[Entry]:
+    """What was done to the peers, how their processes ended, and the moments that the verdict speaks of."""
+    yield play.calm[0], "", "-- the calm begins"
+    yield play.calm[1], "", "-- the calm is over"
+    if not math.isnan(verdict.recovery_seconds):
+        when = play.healed + verdict.recovery_seconds
+        yield when, "", f"-- all who should have reported a round that holds them all: {', '.join(play.should)}"
+    for event in play.events:
+        yield event.time, _WORDS.get(event.kind, event.kind), f"{event.what}: {', '.join(event.whom) or 'everybody'}"
+    for name, lives in play.lives.items():
+        for life in lives:
+            yield life.ended, "exit", f"{name}: {in_words(life.code)}"
+
+
+def _decisions(play: Play) -> Iterator[Entry]:
+    """Each lineage that was decided: who is in it, and who said so, how many seconds after the first."""
+    told = [(name, each) for name, history in play.histories.items() for each in history if each["outcome"] in DECIDED]
+    told.sort(key=lambda each: (each[1]["lineage"], each[1]["time"]))
+    for _, group in groupby(told, key=lambda each: each[1]["lineage"]):
+        reports = list(group)
+        first = reports[0][1]
+        peers = _peers(play, first)
+        later = ((name, each["time"] - first["time"]) for name, each in reports)
+        who = ", ".join(f"{name} +{seconds:.1f}" if seconds >= 0.05 else name for name, seconds in later)
+        yield first["time"], "", f"{_round(first):<{_WIDTH}} {peers:<{_WIDTH}} {who}"
+
+
+def _peers(play: Play, report: Report) -> str:
+    """Who is in its mean; where they are many, how many, and who of those that were up is not."""
+    peers = sorted(name_of(play, peer) for peer in report["peers"])
+    if len(text := " ".join(peers)) <= _WIDTH:
+        return text or "-"
+    up = {
+        name for name, lives in play.lives.items() if any(each.began <= report["time"] <= each.ended for each in lives)
+    }
+    missing = " ".join(sorted(up - set(peers)))
+    return f"{len(peers)} peers{f', without {missing}' if missing else ''}"
+
+
+def _others(play: Play) -> Iterator[Entry]:
+    """Reports of rounds that were not decided, as far as their peers know; where to, of those that caught up."""
+    rounds = Tree(report for history in play.histories.values() for report in history).rounds
+    for name, history in play.histories.items():
+        for report in history:
+            if report["outcome"] not in DECIDED:
+                costs = [("rounds", report.get("lost_rounds", 0)), ("tokens", report.get("lost_tokens", 0))]
+                lost = ", ".join(f"{count:,} {what}" for what, count in costs if count)
+                to = f"now at round {rounds.get(report['lineage'], '?')}" if report["outcome"] == "superseded" else "-"
+                tail = f"; lost {lost}" if lost else ""
+                yield report["time"], "", f"{_round(report):<{_WIDTH}} {to:<{_WIDTH}} {name}{tail}"
+
+
+def _round(report: Report) -> str:
+    return f"round {report['round']} {report['outcome']}"
+
+
+def _verdict(play: Play, verdict: Verdict) -> Iterator[str]:
+    figures = f"{verdict.rounds_committed} rounds committed, {verdict.rounds_skipped} skipped"
+    figures += f"; recovery {_number(verdict.recovery_seconds)} s of {play.limits.recovery_seconds:g} s"
+    yield f"{verdict.verdict.upper()}  {play.scenario}, seed {play.seed}: {figures}; goodput {_number(verdict.goodput)}"
+    for each in verdict.violations:
+        where = f"{each['peer'] or 'all'}, round {each['round']}" if each["round"] >= 0 else each["peer"] or "all"
+        yield from _wrapped(f"  {each['invariant']:<13}  ", f"{where}: {each['detail']}")
+    for name, figure in verdict.measures.items():
+        yield f"  {name}: median {_number(figure['median'])}, worst {_number(figure['worst'])} of {figure['trials']}"
+    for name, (worst, aim) in verdict.missed.items():
+        yield f"  missed: {name} is {_number(worst)}, should be at most {aim:g}"
+
+
+def _number(value: float) -> str:
+    return "unknown" if math.isnan(value) else f"{value:.2f}"
+
+
+def _wrapped(margin: str, text: str) -> list[str]:
+    """A text that is too long goes on under itself; columns keep their spaces."""
+    if len(margin) + len(text) <= COLUMNS:
+        return [f"{margin}{text}".rstrip()]
+    return textwrap.wrap(f"{margin}{text}", COLUMNS, subsequent_indent=" " * len(margin), drop_whitespace=True)
