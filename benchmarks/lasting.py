@@ -1,14 +1,15 @@
-"""What a newcomer costs the others, and what two hundred rounds leave behind.
+"""What a newcomer costs the others, and what many rounds leave behind.
 
     python -m benchmarks.lasting join [--megabytes 100] [--trials 3]
-    python -m benchmarks.lasting level [--rounds 200] [--megabytes 4]
+    python -m benchmarks.lasting level [--rounds 600] [--megabytes 4]
 
 Real `join` processes on the loopback, paced inner steps, judged on `rounds.jsonl` alone; the last line is JSON.
 
 join    three peers, and newcomers with nothing but the address of one, one after the other. How long the others' rounds
         are from a newcomer's start until its work counts, and otherwise; in which round it is admitted, and counts.
-level   three peers; every twenty rounds one of them loses its worker, another its p2pd. Memory, descriptors and tasks
-        of each peer at a quarter of the rounds and at the end.
+level   three peers; every twenty rounds, for as long as the first hundred last, one of them loses its worker, another
+        its p2pd. Then nothing happens any more, and memory, descriptors and tasks of each peer are compared: as they
+        are a hundred rounds later, when all has been used that is ever used, and at the end.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from tests.sim.arguments import Parser, at_least_one
 
 PATIENT_SECONDS = 240.0
 CALM_ROUNDS = 4
-_FAULTS_EVERY = 20
+_FAULTS_EVERY, _FAULTS_UNTIL, _WARM = 20, 100, 200
 
 
 def decided(peer: RealPeer) -> list[Report]:
@@ -97,38 +98,38 @@ def _newcomer(swarm: RealSwarm, name: str, first: RealPeer) -> dict[str, Any]:
 
 
 def level(rounds: int, megabytes: int) -> dict[str, Any]:
-    run = paced(elements=megabytes * 250_000, step_seconds=0.02, inner_steps=20)
+    run = paced(elements=megabytes * 250_000, step_seconds=0.02, inner_steps=10)
     with tempfile.TemporaryDirectory() as home, RealSwarm(Path(home), run) as swarm:
         first = swarm.found("a")
         swarm.join("b", "c", via=first)
-        for number in range(_FAULTS_EVERY, rounds + 1, _FAULTS_EVERY):
-            wait(
-                f"round {number}", lambda n=number: decided(first) and decided(first)[-1]["round"] >= n, PATIENT_SECONDS
-            )  # type: ignore[misc]
+        for number in (*range(_FAULTS_EVERY, _FAULTS_UNTIL + 1, _FAULTS_EVERY), rounds):
+            wait(f"round {number}", lambda n=number: first.last()["round"] >= n, rounds)  # type: ignore[misc]
             for name, role in (("b", "worker"), ("c", "p2pd")):
                 if number < rounds and (child := swarm[name].child(role)):
                     os.kill(child.pid, signal.SIGKILL)
-        result = {"rounds": rounds, "megabytes": megabytes, "peers": {}}
+        result: dict[str, Any] = {"rounds": rounds, "megabytes": megabytes, "peers": {}}
         for name, peer in swarm.peers.items():
-            reports = peer.reports()
-            early, late = reports[len(reports) // 5 : 2 * len(reports) // 5], reports[-len(reports) // 5 :]
-            figures = {
-                key: [median(each[key] for each in part) for part in (early, late)]
-                for key in ("rss_bytes", "open_files", "tasks")
-            }
-            worst = {
-                key: max(each[key] for each in reports) for key in ("loop_lag_p99_seconds", "loop_lag_max_seconds")
-            }
-            outcomes = [each["outcome"] for each in reports]
-            result["peers"][name] = figures | worst | {each: outcomes.count(each) for each in sorted({*outcomes})}
+            result["peers"][name] = _levels(peer.reports(), rounds)
         return result
+
+
+def _levels(reports: list[Report], rounds: int) -> dict[str, Any]:
+    """[median of the hundred rounds once warm, median of the last hundred] of each figure; then what rounds came to."""
+    early = [each for each in reports if _WARM <= each["round"] < _WARM + 100]
+    late = [each for each in reports if rounds - 100 <= each["round"]]
+    figures: dict[str, Any] = {
+        key: [median(each[key] for each in part) for part in (early, late)]
+        for key in ("rss_bytes", "open_files", "tasks")
+    }
+    outcomes = [each["outcome"] for each in reports]
+    return figures | {each: outcomes.count(each) for each in sorted({*outcomes})}
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = Parser(prog="python -m benchmarks.lasting", description=__doc__)
     parser.add_argument("what", choices=("join", "level"))
     parser.add_argument("--megabytes", type=at_least_one)
-    parser.add_argument("--rounds", type=at_least_one, default=200)
+    parser.add_argument("--rounds", type=at_least_one, default=600)
     parser.add_argument("--trials", type=at_least_one, default=3)
     options = parser.parse_args(arguments)
     print(f"load before: {os.getloadavg()[0]:.1f}", file=sys.stderr)
