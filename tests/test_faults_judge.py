@@ -6,12 +6,14 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.checkers import Report
 from tests.faults.judge import Verdict, judge
+from tests.faults.picture import draw
 from tests.faults.play import Event, Life, Limits, Play
 from tests.faults.timeline import COLUMNS, timeline
 
@@ -39,6 +41,9 @@ def report(name: str, number: int, peers: tuple[str, ...] = PEERS, **changes: An
         "tokens": 110,
         "params_hash": f"params {number + 1}",
         "time": BEGAN + number + 1,
+        "seconds_train": 0.7,
+        "seconds_wait": 0.1,
+        "seconds_average": 0.2,
         "rss_bytes": 600_000_000,
         "open_files": 30,
         "tasks": 20,
@@ -410,3 +415,17 @@ def test_the_timeline_is_in_the_order_of_time() -> None:
 def test_a_play_of_which_nothing_is_known_has_a_timeline() -> None:
     play = replace(healthy(), events=(), histories={}, lives={}, logs={}, left={})
     assert "recovery unknown s of 5 s; goodput unknown" in "\n".join(timeline(play, judge(play)))
+
+
+def test_a_mean_of_many_is_told_by_who_is_missing() -> None:
+    play = healthy()
+    ids = {**IDS, **{f"newcomer-{number}": f"12D3KooW-{number}" for number in range(3)}}
+    histories = {name: [{**report("anna", 0), "peer": ids[name], "peers": tuple(ids.values())[1:]}] for name in ids}
+    play = replace(play, ids=ids, histories=histories, lives=dict.fromkeys(ids, play.lives["anna"]))
+    assert "round 0 committed    5 peers, without anna " in "\n".join(timeline(play, judge(play)))
+
+
+def test_the_picture_is_one(tmp_path: Path) -> None:
+    for number, play in enumerate((healthy(), troubled(), replace(healthy(), events=(), histories={}, lives={}))):
+        draw(play, judge(play), path := tmp_path / f"{number}.png")
+        assert path.read_bytes().startswith(b"\x89PNG\r\n") and path.stat().st_size > 10_000

@@ -1,0 +1,152 @@
+"""A play as a picture: a lane for each peer over seconds, with its lives and rounds; above them what was done when."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+from tests.checkers import Report
+from tests.faults.judge import Verdict, in_words
+from tests.faults.play import Event, Play
+from tests.faults.timeline import beginning
+
+WIDTH_INCHES, DOTS_PER_INCH = 14.0, 110
+COLOURS = {
+    "committed": ("#56b4e9", "#9ad2f3"),
+    "alone": ("#0072b2", "#2f92cb"),
+    "fork": ("#cc79a7", "#cc79a7"),
+    "skipped": ("#f0e442", "#f0e442"),
+    "superseded": ("#e69f00", "#e69f00"),
+    "undecided": ("#555555", "#777777"),
+}
+"""Of each outcome, for even and odd rounds. From Okabe and Ito, "Color Universal Design" (2008)."""
+_KINDS = {"fault": "#d55e00", "heal": "#00795a"}
+_SHADES = {"calm": "#e8f1f8", "faults": "#fbeee4"}
+_BACK: dict[str, Any] = {"color": _KINDS["heal"], "linewidth": 1.6, "linestyle": (0, (2, 1.5))}
+_QUIET, _LIFE = "#8c8c8c", "#dedede"
+_LANE = 0.64
+_AXES_INCHES, _DIGIT_INCHES, _LETTER_INCHES = WIDTH_INCHES - 1.2, 0.08, 0.07
+_TURN = 0.8  # from this share of the picture on, a label stands to the left of its line
+
+
+def draw(play: Play, verdict: Verdict, path: Path) -> None:
+    """Write the picture as a PNG. Raises OSError if the file cannot be written."""
+    start, ends = beginning(play), [life.ended for lives in play.lives.values() for life in lives]
+    seconds = max([*ends, play.ended, start + 1.0]) - start
+    events = sorted(play.events, key=lambda event: event.time)
+    rows = _rows(events, start, seconds)
+    heights = (0.22 * (1 + max(rows, default=0)) + 0.25, 0.5 * max(1, len(play.ids)) + 0.2)
+    layout = ConstrainedLayoutEngine(h_pad=0.06, hspace=0.0)
+    figure = Figure(figsize=(WIDTH_INCHES, sum(heights) + 1.5), dpi=DOTS_PER_INCH, layout=layout)
+    FigureCanvasAgg(figure)
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=heights)
+    below.set_xlim(-0.01 * seconds, 1.01 * seconds)
+    above.set_ylim(max(rows, default=0) + 0.7, -0.7)
+    for event, row in zip(events, rows, strict=True):
+        _event(play, event, event.time - start, row, above, below)
+    for lane, name in enumerate(play.ids):
+        _lane(play, name, lane, start, below, _DIGIT_INCHES / _AXES_INCHES * seconds)
+    _phases(play, verdict, start, above, below)
+    _dress(play, verdict, above, below)
+    figure.savefig(path, format="png")
+
+
+def _rows(events: Sequence[Event], start: float, seconds: float) -> list[int]:
+    """Of each label, below all that reach as far as its line, which goes down from it and would cross them."""
+    ends: list[float] = []
+    rows = []
+    for event in events:
+        since = event.time - start
+        width = _LETTER_INCHES / _AXES_INCHES * seconds * (len(_label(event)) + 2)
+        left = since if since < _TURN * seconds else since - width
+        rows.append(max((row + 1 for row, end in enumerate(ends) if end > left), default=0))
+        ends[rows[-1] : rows[-1] + 1] = [left + width]
+    return rows
+
+
+def _label(event: Event) -> str:
+    return f"{event.what}: {', '.join(event.whom)}" if 0 < len(event.whom) <= 4 else event.what
+
+
+def _event(play: Play, event: Event, since: float, row: int, above: Axes, below: Axes) -> None:
+    """A line through both, a label above, and a mark in the lanes of those that it was done to."""
+    colour, loud = _KINDS.get(event.kind, _QUIET), event.kind in _KINDS
+    width, weight = (1.1, "bold") if loud else (0.6, "normal")
+    below.axvline(since, color=colour, linewidth=width, zorder=3)
+    above.plot([since, since], [row, above.get_ylim()[0]], color=colour, linewidth=width)
+    text, side = f" {_label(event)} ", "left" if since < _TURN * below.get_xlim()[1] else "right"
+    above.text(since, row, text, color=colour, fontsize=8, weight=weight, va="center", ha=side)
+    if loud:
+        edges = [lane - _LANE / 2 for lane, name in enumerate(play.ids) if name in event.whom]  # numbers stay readable
+        marker = "v" if event.kind == "fault" else "^"
+        below.plot([since] * len(edges), edges, marker, color=colour, markeredgecolor="white", markersize=9, zorder=5)
+
+
+def _lane(play: Play, name: str, lane: int, start: float, below: Axes, digit_seconds: float) -> None:
+    """The lives of a peer, and in them its rounds, with their numbers where there is room."""
+    for life in play.lives.get(name, ()):
+        below.barh(lane, life.ended - life.began, left=life.began - start, height=0.3, color=_LIFE, zorder=1)
+        text = f"  {in_words(life.code)}" if life.code else ""
+        below.text(life.ended - start, lane, text, fontsize=7, va="center", color=_KINDS["fault"], zorder=6)
+    for began, report in _segments(play, name):
+        seconds, number = report["time"] - began, str(report["round"])
+        colour = COLOURS[report["outcome"]][report["round"] % 2]
+        below.barh(lane, seconds, _LANE, began - start, color=colour, edgecolor="white", linewidth=0.6, zorder=2)
+        if digit_seconds * (len(number) + 0.5) < seconds:
+            ink = "white" if report["outcome"] in ("alone", "undecided") else "black"
+            below.text(
+                began - start + seconds / 2, lane, number, fontsize=7, ha="center", va="center", color=ink, zorder=4
+            )
+
+
+def _segments(play: Play, name: str) -> Iterator[tuple[float, Report]]:
+    """When each round of a peer began, as far as its reports tell, and its report."""
+    before = -math.inf
+    for report in play.histories.get(name, ()):
+        began = [life.began for life in play.lives.get(name, ()) if life.began <= report["time"]]
+        took = sum(report[each] for each in ("seconds_train", "seconds_wait", "seconds_average"))
+        yield max([before, report["time"] - took, *began]), report
+        before = report["time"]
+
+
+def _phases(play: Play, verdict: Verdict, start: float, above: Axes, below: Axes) -> None:
+    """The calm, and what lies between the first fault and the last heal, shaded; the end of the recovery."""
+    faults = [event.time for event in play.events if event.kind == "fault"]
+    for since, until, what in [(*play.calm, "calm"), *[(min(faults), play.healed, "faults") for _ in faults[:1]]]:
+        for axes in (above, below):
+            axes.axvspan(since - start, until - start, color=_SHADES[what], linewidth=0, zorder=0)
+    if not math.isnan(verdict.recovery_seconds):
+        below.axvline(play.healed + verdict.recovery_seconds - start, zorder=3, **_BACK)
+
+
+def _dress(play: Play, verdict: Verdict, above: Axes, below: Axes) -> None:
+    """Titles, names, seconds and a legend."""
+    known = not math.isnan(verdict.recovery_seconds)
+    recovery = f"recovered in {verdict.recovery_seconds:.1f} s" if known else "not recovered"
+    broken = f" ({', '.join(dict.fromkeys(each['invariant'] for each in verdict.violations))})"
+    title = f"{play.scenario}, seed {play.seed}: {verdict.verdict}{broken if verdict.violations else ''}, {recovery}"
+    above.set_title(title, fontsize=12, weight="bold", loc="left")
+    above.axis("off")
+    below.set_yticks(range(len(play.ids)), list(play.ids))
+    below.set_ylim(len(play.ids) - 0.5, -0.5)
+    below.set_xlabel("seconds since the first process was started")
+    below.spines[["top", "right", "left"]].set_visible(False)
+    below.tick_params(axis="y", length=0)
+    there = {report["outcome"] for history in play.histories.values() for report in history}
+    keys: list[Artist] = [
+        Patch(color=colours[0], label=outcome) for outcome, colours in COLOURS.items() if outcome in there
+    ]
+    keys += [Patch(color=_LIFE, label="alive, no round told")]
+    keys += [Patch(facecolor=colour, edgecolor=_LIFE, label=what) for what, colour in _SHADES.items()]
+    keys += [Line2D([], [], label="all who should are in one mean", **_BACK)]
+    below.figure.legend(handles=keys, loc="outside lower left", ncols=len(keys), fontsize=8, frameon=False)
