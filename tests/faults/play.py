@@ -72,6 +72,7 @@ class Play:
         lives: name -> its processes, oldest first.
         left: name -> command lines of processes that were left of it when all was over.
         measures: what the scenario measured by itself: name -> the value of each time that it was tried.
+        stuck: steps that waited in vain, in words: the scenario was not played as it was written.
     """
 
     scenario: str
@@ -90,3 +91,4 @@ class Play:
     lives: Mapping[str, Sequence[Life]]
     left: Mapping[str, Sequence[str]]
     measures: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    stuck: Sequence[str] = ()

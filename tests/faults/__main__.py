@@ -1,0 +1,121 @@
+"""Real peers under a nemesis: a swarm of `join` processes, trouble from one seed, and what became of it.
+
+    python -m tests.faults --scenario kill --seed 6
+    python -m tests.faults --scenario matrix [--json]
+
+It prints the schedule, a timeline, and one JSON object last; the directory of the play keeps what the peers wrote, and
+a picture. Each peer runs in a network namespace of its own where the machine allows it (Linux, root, iproute2, iptables),
+else on the loopback, where scenarios that need a network are not played.
+Exit code: 0 no violation, 1 violations, 2 not played.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from protocols import PROTOCOLS
+from tests.faults.judge import judge
+from tests.faults.picture import draw
+from tests.faults.scenarios import SCENARIOS
+from tests.faults.stage import TASKS, Options, Unplayable, play
+from tests.faults.timeline import timeline
+from tests.sim.arguments import Parser, at_least
+
+MATRIX = "matrix"
+DIRECTORY = Path("build/faults")
+MOST_PEERS = 16
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _parse(arguments)
+    wanted = list(SCENARIOS) if options.scenario == MATRIX else [options.scenario]
+    stage = Options(options.peers, options.protocol, options.task)
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr if options.json else sys.stdout, flush=True)
+
+    results = []
+    for name in wanted:
+        try:
+            results.append(one(name, options.seed, stage, options.dir / f"{name}-{options.seed}", say))
+        except Unplayable as why:
+            if options.scenario != MATRIX:
+                print(f"{PROGRAM}: {why}", file=sys.stderr)
+                return 2
+            say(f"not played: {why}")
+            results.append({"scenario": name, "seed": options.seed, "verdict": "not played", "why": str(why)})
+    failed = [each["scenario"] for each in results if each["verdict"] == "fail"]
+    whole = results[0]
+    if options.scenario == MATRIX:
+        verdict = "fail" if failed else "pass"
+        whole = {"scenario": MATRIX, "seed": options.seed, "verdict": verdict, "failed": failed, "results": results}
+        for each in results:
+            say(_line(each))
+    print(json.dumps(whole, allow_nan=False))
+    return 1 if failed else 0
+
+
+def one(name: str, seed: int, stage: Options, home: Path, say: Callable[[str], None]) -> dict[str, Any]:
+    """Play and judge one scenario in a directory of its own, which is emptied before; returns the JSON object.
+
+    Raises:
+        Unplayable: this machine cannot.
+    """
+    shutil.rmtree(home, ignore_errors=True)
+    home.mkdir(parents=True)
+    played = play(name, seed, stage, home.absolute(), say)
+    verdict = judge(played)
+    lines = timeline(played, verdict)
+    result = verdict.as_dict()
+    for line in lines:
+        say(line)
+    (home / "timeline.txt").write_text("\n".join(lines) + "\n")
+    (home / "verdict.json").write_text(json.dumps(result, allow_nan=False) + "\n")
+    draw(played, verdict, home / "picture.png")
+    say(f"kept in {home}: what each peer wrote, timeline.txt, picture.png")
+    return result
+
+
+def _line(result: dict[str, Any]) -> str:
+    recovery, goodput = result.get("recovery_seconds"), result.get("goodput")
+    told = "" if recovery is None else f"recovery {recovery:5.1f} s"
+    told += "" if goodput is None else f"  goodput {goodput:4.0%}"
+    missed = ", ".join(result.get("missed", ()))
+    return f"{result['scenario']:<14}{result['verdict']:<11}{told}{'  missed ' + missed if missed else ''}"
+
+
+PROGRAM = "python -m tests.faults"
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    names = "\n".join(f"  {name:<14}{scenario.about}" for name, scenario in SCENARIOS.items())
+    parser = Parser(
+        prog=PROGRAM,
+        description=__doc__,
+        epilog=f"scenarios:\n{names}\n  {MATRIX:<14}all of them",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--scenario", required=True, choices=(*SCENARIOS, MATRIX), metavar="NAME")
+    parser.add_argument("--peers", type=_peers, default=4, metavar="N", help=f"3 to {MOST_PEERS}; 4 if not given")
+    parser.add_argument("--protocol", choices=tuple(PROTOCOLS), default="butterfly")
+    parser.add_argument("--task", choices=TASKS, default="paced", help="paced: peers do not compete for the cores")
+    parser.add_argument("--seed", type=lambda text: at_least(0, text), default=0, metavar="S")
+    parser.add_argument("--dir", type=Path, default=DIRECTORY, help=f"where plays are kept: {DIRECTORY} if not given")
+    parser.add_argument("--json", action="store_true", help="only the JSON object on stdout")
+    return parser.parse_args(arguments)
+
+
+def _peers(text: str) -> int:
+    if at_least(3, text) > MOST_PEERS:
+        raise argparse.ArgumentTypeError(f"{text} peers are too many for one machine: {MOST_PEERS} at most")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

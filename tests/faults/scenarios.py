@@ -1,0 +1,190 @@
+"""What can be done to a swarm: each scenario draws a schedule from its seed: a list of steps, written before it begins.
+
+A schedule is data. Who plays it (`tests/faults/nemesis.py`) does one step after the other, and tells when it was done.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from node.trace import POINTS
+from tests.faults.play import Limits
+
+STRUCK = "the one struck"
+"""Stands for the peer that the last trap has caught."""
+_ONE_ROLE_ONLY = ("send Plan", "receive Plan", "send Propose", "receive Propose")
+_JOINERS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One thing to do, or to wait for.
+
+    wait            `amount` seconds
+    kill            SIGKILL to `role` of each of `whom`: `peer`, its `worker`, its `p2pd`
+    trap            SIGKILL to the first of `whom`, or of all, that comes to the point `role`; waits for it
+    stop, wake      SIGSTOP and SIGCONT to `role`: `peer` alone, or `all` its processes
+    part            nothing passes between `whom` and the others
+    deafen          what the others send to `whom` vanishes
+    mute            what `whom` send to the others vanishes
+    lose            of all packets, or of those of `whom`, the share `amount` vanishes
+    slow            the lines of `whom` carry `amount` bits per second
+    straggle        the workers of `whom` run for the share `amount` of the time
+    heal            all that lasts is over
+    join            new peers, side by side, with nothing but the address of one that runs
+    restart         peers that were killed, in their directories
+    finish          asked to leave, one after the other
+    suspected       waits until all others believe `whom` dead
+    excluded        waits until the rosters of all others are without `whom`
+    settle          waits until all who run are in one mean
+    """
+
+    act: str
+    whom: tuple[str, ...] = ()
+    amount: float = 0.0
+    role: str = ""
+
+    def __str__(self) -> str:
+        amount = f"{self.amount:g}" if self.amount else ""
+        return " ".join(each for each in (self.act, ", ".join(self.whom), self.role, amount) if each)
+
+
+Draw = Callable[[random.Random, int, Sequence[str]], list[Step]]
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """A kind of trouble.
+
+    Attributes:
+        about: what is done, in one line.
+        draw: (generator, seed, names of the peers, the founder first) -> the schedule.
+        network: whether it needs a network of namespaces.
+    """
+
+    about: str
+    draw: Draw
+    limits: Limits = field(default_factory=Limits)
+    network: bool = False
+
+    def schedule(self, name: str, seed: int, names: Sequence[str]) -> list[Step]:
+        """The same for the same seed and peers."""
+        return self.draw(random.Random(f"{name}/{seed}"), seed, names)
+
+
+def _moment(rng: random.Random) -> Step:
+    """Some moment of a round."""
+    return Step("wait", amount=round(rng.uniform(0, 1.5), 2))
+
+
+def _trap(rng: random.Random, point: str, names: Sequence[str]) -> Step:
+    return Step("trap", () if point in _ONE_ROLE_ONLY else (rng.choice(names),), role=point)
+
+
+def _kill(rng: random.Random, seed: int, names: Sequence[str]) -> list[Step]:
+    return [_trap(rng, POINTS[seed % len(POINTS)], names)]
+
+
+def _kill_restart(rng: random.Random, seed: int, names: Sequence[str]) -> list[Step]:
+    first, second = POINTS[seed % len(POINTS)], POINTS[(seed + len(POINTS) // 2) % len(POINTS)]
+    restart = [Step("settle"), Step("restart", (STRUCK,)), Step("settle")]
+    return [_trap(rng, first, names), *restart, _trap(rng, second, names), *restart[:2]]
+
+
+def _stop(rng: random.Random, seed: int, names: Sequence[str]) -> list[Step]:
+    victim, role = (rng.choice(names),), ("peer", "all")[seed % 2]
+    waits = [Step("suspected", victim), Step("excluded", victim), Step("wait", amount=3)]
+    return [_moment(rng), Step("stop", victim, role=role), *waits, Step("wake", victim, role=role)]
+
+
+def _one(role: str) -> Draw:
+    def draw(rng: random.Random, seed: int, names: Sequence[str]) -> list[Step]:
+        return [_moment(rng), Step("kill", (rng.choice(names),), role=role)]
+
+    return draw
+
+
+def _bootstrap(rng: random.Random, seed: int, names: Sequence[str]) -> list[Step]:
+    return [_moment(rng), Step("kill", (names[0],), role="peer"), Step("join", ("newcomer",))]
+
+
+def _many(but: int) -> Draw:
+    """Kill so many at once; all but so many, if negative."""
+
+    def draw(rng: random.Random, seed: int, names: Sequence[str]) -> list[Step]:
+        return [_moment(rng), Step("kill", tuple(rng.sample(names, but % len(names))), role="peer")]
+
+    return draw
+
+
+def _partition(rng: random.Random, seed: int, names: Sequence[str]) -> list[Step]:
+    side = tuple(rng.sample(names, 1 if seed % 2 else len(names) // 2))
+    return [_moment(rng), Step("part", side), Step("wait", amount=10), Step("heal")]
+
+
+def _one_way(rng: random.Random, seed: int, names: Sequence[str]) -> list[Step]:
+    return [
+        _moment(rng),
+        Step(("deafen", "mute")[seed % 2], (rng.choice(names),)),
+        Step("wait", amount=10),
+        Step("heal"),
+    ]
+
+
+def _joiners(rng: random.Random, seed: int, names: Sequence[str]) -> list[Step]:
+    return [_moment(rng), Step("join", tuple(f"joiner-{number}" for number in range(_JOINERS)))]
+
+
+def _rolling(rng: random.Random, seed: int, names: Sequence[str]) -> list[Step]:
+    steps = []
+    for name in rng.sample(names, len(names)):
+        steps += [Step("join", (f"after-{name}",)), Step("settle"), _moment(rng), Step("finish", (name,))]
+    return steps
+
+
+def _lasting(act: str, *amounts: float, everybody: bool = False) -> Draw:
+    """Something that lasts for ten seconds; which amount, the seed says."""
+
+    def draw(rng: random.Random, seed: int, names: Sequence[str]) -> list[Step]:
+        whom = () if everybody else (rng.choice(names),)
+        return [Step(act, whom, amounts[seed % len(amounts)]), Step("wait", amount=10), Step("heal")]
+
+    return draw
+
+
+SCENARIOS: Mapping[str, Scenario] = {
+    "kill": Scenario("SIGKILL at a named point of a round", _kill, Limits(aims={"decided_seconds": 2})),
+    "kill-restart": Scenario("the same twice; whoever was killed is started again", _kill_restart),
+    "stop": Scenario(
+        "SIGSTOP of one peer's own process, or of all of its processes, until it is excluded; then SIGCONT",
+        _stop,
+        Limits(aims={"suspected_seconds": 6, "excluded_seconds": 10, "recovery_seconds": 30}),
+    ),
+    "worker": Scenario("SIGKILL to a worker", _one("worker"), Limits(aims={"recovery_seconds": 15})),
+    "p2pd": Scenario("SIGKILL to a p2pd", _one("p2pd"), Limits(aims={"recovery_seconds": 15})),
+    "bootstrap": Scenario(
+        "the founder is killed, then a newcomer joins through another",
+        _bootstrap,
+        Limits(aims={"recovery_seconds": 30}),
+    ),
+    "kill-two": Scenario("two are killed at once", _many(2)),
+    "all-but-one": Scenario("all but one are killed at once", _many(-1)),
+    "partition": Scenario(
+        "halves, or one and the others, do not hear each other for 10 s",
+        _partition,
+        Limits(aims={"recovery_seconds": 30}),
+        network=True,
+    ),
+    "one-way": Scenario(
+        "for 10 s one hears nobody, or nobody hears one", _one_way, Limits(aims={"recovery_seconds": 30}), network=True
+    ),
+    "joiners": Scenario("eight join at once", _joiners, Limits(180, aims={"recovery_seconds": 120})),
+    "rolling": Scenario("one after the other joins for another that leaves", _rolling),
+    "slow-link": Scenario("one line carries 10 Mbit/s for 10 s", _lasting("slow", 10e6), network=True),
+    "loss": Scenario(
+        "1 %, or 20 %, of all packets are lost for 10 s", _lasting("lose", 0.01, 0.2, everybody=True), network=True
+    ),
+    "straggler": Scenario("one worker runs a fifth of the time for 10 s", _lasting("straggle", 0.2)),
+}
