@@ -204,6 +204,11 @@ def test_recovery_is_when_the_last_of_them_has_reported() -> None:
     assert found(late) == [("progress", "")] and "after 1.8 s" in detail(late)
 
 
+def test_what_was_not_played_as_it_was_written_fails() -> None:
+    play = replace(healthy(), stuck=("trap send Chunk: not within 60 s",))
+    assert found(play) == [("stuck", "")] and detail(play) == "trap send Chunk: not within 60 s"
+
+
 def test_that_nobody_should_recover_is_no_success() -> None:
     assert found(replace(healthy(), should=())) == [("progress", "")]
 

@@ -70,6 +70,7 @@ def judge(play: Play) -> Verdict:
     worst = {"recovery_seconds": recovery} | {name: each["worst"] for name, each in measures.items()}
     ends = {name: worst.get(name, math.nan) for name in play.limits.aims}
     found = [*check(play.histories), *one_branch({name: play.histories.get(name, ()) for name in play.should})]
+    found += [Violation("stuck", "", NO_ROUND, _short(step)) for step in play.stuck]  # it tried something else
     found += [*_progress(play, recovery), *_strangers(play), *_endings(play), *_alarms(play), *_levels(play)]
     return Verdict(
         scenario=play.scenario,
