@@ -13,7 +13,7 @@ NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for each in python3 python3.11 python3.12 python3.13 python3.14 python; do \
 	$$each -c '$(NEW_ENOUGH)' 2>/dev/null && { echo $$each; break; }; done)
 
-.PHONY: install swarm lint check test sim bench clean
+.PHONY: install swarm lint check test sim chaos chaos-table bench clean
 
 install: $(STAMP)
 
@@ -51,6 +51,14 @@ sim: install
 	for kind in crash silence one-way stall; do \
 		$(BIN)/python -m tests.sim.crashes --peers 4 --kind $$kind --jobs 2 || exit 1; done
 	$(BIN)/python -m tests.sim.crashes --peers 5 --kind crash --pairs --sample 500 --jobs 2
+
+# Real peers under a nemesis, every scenario once: fifteen minutes. With root, iproute2 and iptables, on a network.
+chaos: install
+	$(BIN)/python -m tests.faults --scenario matrix
+
+# The same with ten seeds, and with every point of a round for the kills: hours; what was played is not played again.
+chaos-table: install
+	$(BIN)/python -m tests.faults.table
 
 # The figures in benchmarks/RESULTS.md. An hour on two cores; what was done before is not done again.
 bench: install

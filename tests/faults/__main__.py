@@ -4,8 +4,8 @@
     python -m tests.faults --scenario matrix [--json]
 
 It prints the schedule, a timeline, and one JSON object last; the directory of the play keeps what the peers wrote, and
-a picture. Each peer runs in a network namespace of its own where the machine allows it (Linux, root, iproute2, iptables),
-else on the loopback, where scenarios that need a network are not played.
+a picture. Each peer runs in a network namespace of its own where the machine allows it (Linux, root, iproute2,
+iptables), else on the loopback, where scenarios that need a network are not played.
 Exit code: 0 no violation, 1 violations, 2 not played.
 """
 

@@ -1,0 +1,121 @@
+"""Every scenario with many seeds, as a table. What was played is not played again: it may be stopped at any time.
+
+    python -m tests.faults.table [--seeds 0:10] [--scenarios kill,stop] [--results build/faults.jsonl]
+
+`kill` is played with twenty seeds for each one of the others: one for each point of a round. Results are added to a
+file, one JSON object a line; the table on stdout is made from all that the file holds.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from node.trace import POINTS
+from tests.faults.__main__ import DIRECTORY, one
+from tests.faults.scenarios import SCENARIOS
+from tests.faults.stage import Options, Unplayable
+from tests.sim.arguments import Parser, seeds
+
+Result = dict[str, Any]
+RESULTS = Path("build/faults.jsonl")
+POINTWISE = "kill"
+
+
+def order(scenarios: Sequence[str], numbers: Iterable[int]) -> list[tuple[str, int]]:
+    """What to play: all scenarios with the first seed, then with the next: half a table is a table."""
+    found = []
+    for seed in numbers:
+        for name in scenarios:
+            points = len(POINTS) if name == POINTWISE else 1
+            found += [(name, seed * points + point) for point in range(points)]
+    return found
+
+
+def load(path: Path) -> list[Result]:
+    """What was played before; a last line that was cut short was not."""
+    if not path.exists():
+        return []
+    data = path.read_bytes()
+    return [json.loads(line) for line in data[: data.rfind(b"\n") + 1].splitlines()]
+
+
+def add(path: Path, result: Result) -> None:
+    """One line more, after the last whole one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+b") as file:
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)
+        file.write(f"{json.dumps(result, allow_nan=False)}\n".encode())
+
+
+def table(results: Iterable[Result]) -> list[str]:
+    """As Markdown: a line for each scenario."""
+    by_name: dict[str, list[Result]] = {}
+    for each in results:
+        by_name.setdefault(each["scenario"], []).append(each)
+    lines = ["| scenario | passed | recovery seconds: median, worst | goodput, median | rounds skipped | measured |"]
+    lines.append("|---|---|---|---|---|---|")
+    return lines + [_row(name, by_name[name]) for name in SCENARIOS if name in by_name]
+
+
+def _row(name: str, played: Sequence[Result]) -> str:
+    passed = sum(each["verdict"] == "pass" for each in played)
+    recoveries = [each["recovery_seconds"] for each in played if each["recovery_seconds"] is not None]
+    goodputs = [each["goodput"] for each in played if each["goodput"] is not None]
+    skipped, rounds = (sum(each[f"rounds_{what}"] for each in played) for what in ("skipped", "committed"))
+    recovery = f"{median(recoveries):.1f}, {max(recoveries):.1f}" if recoveries else "none"
+    goodput = f"{median(goodputs):.0%}" if goodputs else "unknown"
+    cells = [f"`{name}`", f"{passed} of {len(played)}", recovery, goodput, f"{skipped} of {skipped + rounds}"]
+    return f"| {' | '.join([*cells, _measured(name, played)])} |"
+
+
+def _measured(name: str, played: Sequence[Result]) -> str:
+    """Of each thing measured the median and the worst, and how often an aim was missed."""
+    told = []
+    aims = SCENARIOS[name].limits.aims
+    for what in sorted({what for each in played for what in each["measures"]} | set(aims)):
+        figures = [each["measures"][what] for each in played if what in each["measures"]]
+        words = what.removesuffix("_seconds").replace("_", " ")
+        if figures:
+            words += f" {median(each['median'] for each in figures):.1f}, {max(each['worst'] for each in figures):.1f}"
+        if what in aims:
+            missed = sum(what in each["missed"] for each in played)
+            words += f" (aim {aims[what]:g}, missed {missed} of {len(played)})"
+        told.append(words)
+    return "; ".join(told)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = Parser(prog="python -m tests.faults.table", description=__doc__)
+    parser.add_argument("--seeds", type=seeds, default=range(10))
+    parser.add_argument("--scenarios", default=",".join(SCENARIOS))
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    options = parser.parse_args(arguments)
+    scenarios = options.scenarios.split(",")
+    if unknown := [name for name in scenarios if name not in SCENARIOS]:
+        parser.error(f"no scenario {unknown[0]!r}: there are {', '.join(SCENARIOS)}")
+    results = load(options.results)
+    done = {(each["scenario"], each["seed"]) for each in results}
+    for name, seed in order(scenarios, options.seeds):
+        if (name, seed) in done:
+            continue
+        try:
+            result = one(name, seed, Options(), DIRECTORY / f"{name}-{seed}", lambda line: None)
+        except Unplayable as why:
+            print(f"{name}: {why}", file=sys.stderr)
+            return 2
+        add(options.results, result)
+        results.append(result)
+        violations = "; ".join(f"{each['invariant']}: {each['detail']}" for each in result["violations"])
+        print(f"{name}, seed {seed}: {result['verdict']} {violations}", file=sys.stderr, flush=True)
+    print("\n".join(table(results)))
+    return 1 if any(each["verdict"] == "fail" for each in results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
