@@ -103,7 +103,8 @@ def level(rounds: int, megabytes: int) -> dict[str, Any]:
         first = swarm.found("a")
         swarm.join("b", "c", via=first)
         for number in (*range(_FAULTS_EVERY, _FAULTS_UNTIL + 1, _FAULTS_EVERY), rounds):
-            wait(f"round {number}", lambda n=number: first.last()["round"] >= n, rounds)  # type: ignore[misc]
+            for peer in swarm.peers.values():
+                wait(f"{peer.name} in round {number}", lambda p=peer, n=number: p.last()["round"] >= n, rounds)  # type: ignore[misc]
             for name, role in (("b", "worker"), ("c", "p2pd")):
                 if number < rounds and (child := swarm[name].child(role)):
                     os.kill(child.pid, signal.SIGKILL)
