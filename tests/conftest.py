@@ -18,10 +18,14 @@ settings.load_profile("repeatable")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests on real processes run one at a time, also where others run beside them: they would starve each other."""
+    """Tests on real processes run one at a time, also where others run beside them: they would starve each other.
+
+    Those that mostly wait (for a timeout, for one process or two) are a line of their own.
+    """
     for item in items:
         if item.get_closest_marker("real"):
-            item.add_marker(pytest.mark.xdist_group("real"))
+            waits = item.path.stem in ("test_cli", "test_libp2p", "test_dht") or "conformance" in item.path.parts
+            item.add_marker(pytest.mark.xdist_group("real, waiting" if waits else "real"))
 
 
 @pytest.fixture(autouse=True)
