@@ -6,7 +6,8 @@
 Real `join` processes on the loopback, paced inner steps, judged on `rounds.jsonl` alone; the last line is JSON.
 
 join    three peers, and newcomers with nothing but the address of one, one after the other. How long the others' rounds
-        are from a newcomer's start until its work counts, and otherwise; in which round it is admitted, and counts.
+        are from a newcomer's start until its work counts, and otherwise; in which round it is admitted, and counts;
+        how late the event loops are.
 level   three peers; every twenty rounds, for as long as the first hundred last, one of them loses its worker, another
         its p2pd. Then nothing happens any more, and memory, descriptors and tasks of each peer are compared: as they
         are a hundred rounds later, when all has been used that is ever used, and at the end.
@@ -70,7 +71,18 @@ def join(megabytes: int, trials: int) -> dict[str, Any]:
             "during_seconds": during,
             "during_percent": 100 * (median(during) / median(calm) - 1),
             "newcomers": found,
+            "lag_milliseconds": {
+                "those who were there": _lag([each for peer in three for each in decided(peer)[1:]]),
+                "newcomers, while they come in": _lag([swarm[each["name"]].reports()[0] for each in found]),
+            },
         }
+
+
+def _lag(reports: list[Report]) -> dict[str, float]:
+    """How late the event loop was: the middle and the worst of rounds' 99th percentiles, and the worst of all."""
+    p99 = [1000 * each["loop_lag_p99_seconds"] for each in reports]
+    worst = max(1000 * each["loop_lag_max_seconds"] for each in reports)
+    return {"p99_median": median(p99), "p99_worst": max(p99), "worst": worst}
 
 
 def _go_on(peer: RealPeer, rounds: int) -> None:
@@ -88,6 +100,7 @@ def _newcomer(swarm: RealSwarm, name: str, first: RealPeer) -> dict[str, Any]:
     newcomer.ends(PATIENT_SECONDS)
     wait("the others decide without it", lambda: newcomer.id not in first.last()["peers"], PATIENT_SECONDS)
     return {
+        "name": name,
         "began": began,
         "ended": full["time"],
         "seconds_until_it_counts": full["time"] - began,
