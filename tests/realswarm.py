@@ -75,6 +75,8 @@ class RealPeer:
         self._out = home / f"{name}.out"
         self._mark = f"{name}-{uuid.uuid4().hex}"
         self._process: subprocess.Popen[bytes] | None = None
+        self._reports: list[Report] = []
+        self._read_bytes = 0
 
     # -- its process --------------------------------------------------------------------------------------------------
 
@@ -123,8 +125,9 @@ class RealPeer:
         return None
 
     def strike(self, role: str = "peer", number: int = signal.SIGKILL) -> float:
-        """Send a signal to the peer's own process, its worker or its p2pd; returns the wall time."""
+        """Send a signal to the peer's own process, or to its worker or p2pd, if it has one; returns the wall time."""
         child = None if role == "peer" else self.child(role)
+        assert child or role == "peer", f"{self.name} has no {role} now"
         os.kill(child.pid if child else self.pid, number)
         return time.time()
 
@@ -141,9 +144,11 @@ class RealPeer:
     def clear(self) -> None:
         """Kill whatever is left."""
         for process in self.left():
-            process.kill()
+            with suppress(psutil.Error):  # it went with its parent
+                process.kill()
         if self._process:
-            self._process.wait(ORPHAN_SECONDS)
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(ORPHAN_SECONDS)
 
     # -- what it tells ------------------------------------------------------------------------------------------------
 
@@ -167,12 +172,19 @@ class RealPeer:
         return next((line for line in lines if line["peer"] == other.id), {})
 
     def reports(self) -> list[Report]:
-        """Its history so far."""
+        """Its history so far; what was read once is not read again."""
         try:
-            data = (self.directory / "rounds.jsonl").read_bytes()
+            with (self.directory / "rounds.jsonl").open("rb") as file:
+                if file.seek(0, os.SEEK_END) < self._read_bytes:  # another run's
+                    self._reports, self._read_bytes = [], 0
+                file.seek(self._read_bytes)
+                data = file.read()
         except OSError:
             return []
-        return [json.loads(line) for line in data[: data.rfind(b"\n") + 1].splitlines()]
+        whole = data[: data.rfind(b"\n") + 1]
+        self._reports += [json.loads(line) for line in whole.splitlines()]
+        self._read_bytes += len(whole)
+        return list(self._reports)
 
     def last(self) -> Report:
         """Its last report; an empty one before the first."""
@@ -239,11 +251,11 @@ class RealSwarm:
         wait(f"{name} founds a run", peer.meet, START_SECONDS)
         return peer
 
-    def join(self, *names: str, via: RealPeer) -> list[RealPeer]:
+    def join(self, *names: str, via: RealPeer, seconds: float = START_SECONDS) -> list[RealPeer]:
         """Start peers with nothing but an address, side by side, and wait until they know which run it is."""
         joining = [self.peer(name).start("--bootstrap", via.address) for name in names]
         for peer in joining:
-            wait(f"{peer.name} gets into the run", peer.meet, START_SECONDS)
+            wait(f"{peer.name} gets into the run", peer.meet, seconds)
         return joining
 
     def four(self, seconds: float) -> list[RealPeer]:
@@ -267,13 +279,20 @@ class RealSwarm:
         assert not violations, "\n".join(str(each.as_dict()) for each in violations[:5])
 
     def all_in_one_mean(self, peers: Iterable[RealPeer], since: float = 0.0) -> Report | None:
-        """A round whose mean holds them all, reported by each later than at that wall time; None: not yet."""
+        """A round whose mean holds work of them all and of nobody else, and that each reported later than at that wall
+        time; None: not yet."""
         wanted = list(peers)
         everybody = {peer.id for peer in wanted}
         full = [
-            {each["lineage"]: each for each in peer.reports() if each["time"] > since and everybody == {*each["peers"]}}
+            {
+                each["lineage"]: each
+                for each in peer.reports()
+                if each["time"] > since and everybody == {*each["peers"]} and (each["weight"] or 0) > 0
+            }
             for peer in wanted
         ]
+        if not full:
+            return None
         return next((report for lineage, report in full[0].items() if all(lineage in each for each in full)), None)
 
 

@@ -43,7 +43,7 @@ def report(name: str, number: int, peers: tuple[str, ...] = PEERS, **changes: An
         "time": BEGAN + number + 1,
         "seconds_train": 0.7,
         "seconds_wait": 0.1,
-        "seconds_average": 0.2,
+        "seconds_average": 0.19,
         "rss_bytes": 600_000_000,
         "open_files": 30,
         "tasks": 20,
@@ -292,6 +292,29 @@ def test_one_report_in_the_middle_of_a_transfer_is_no_growth() -> None:
     play = healthy()
     history(play, "bert")[29]["open_files"] = 1_000
     assert found(play) == []
+
+
+def test_who_stands_in_the_plan_with_nothing_is_not_back() -> None:
+    play = healthy()
+    for number in range(20, 30):
+        history(play, "bert")[number].update(weight=0.0, tokens=0)
+    assert found(play) == [("progress", "")]
+
+
+def test_a_round_that_was_under_way_is_no_recovery() -> None:
+    play = replace(healthy(), healed=BEGAN + 20.5)  # in the middle of round 20
+    assert judge(play).recovery_seconds == 1.5
+
+
+def test_rounds_skipped_may_have_an_aim() -> None:
+    aims = {"rounds_skipped": 0, "skipped_share": 0.01}
+    play = replace(healthy(), limits=Limits(aims=aims))
+    assert judge(play).missed == {}
+    for name in PEERS:
+        history(play, name)[25].update(outcome="skipped", params_hash="params 25")
+        for each in history(play, name)[26:]:
+            each["params_hash"] = f"other {each['round']}"
+    assert judge(play).missed == {"rounds_skipped": [1, 0], "skipped_share": [1 / 20, 0.01]}
 
 
 def test_more_peers_may_hold_more() -> None:

@@ -6,7 +6,7 @@
 It prints the schedule, a timeline, and one JSON object last; the directory of the play keeps what the peers wrote, and
 a picture. Each peer runs in a network namespace of its own where the machine allows it (Linux, root, iproute2,
 iptables), else on the loopback, where scenarios that need a network are not played.
-Exit code: 0 no violation, 1 violations, 2 not played.
+Exit code: 0 no violation, 1 violations, 2 not played, or not all.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,7 @@ from tests.faults.timeline import timeline
 from tests.sim.arguments import Parser, at_least
 
 MATRIX = "matrix"
+NOT_PLAYED = "not played"
 DIRECTORY = Path("build/faults")
 MOST_PEERS = 16
 
@@ -49,16 +51,19 @@ def main(arguments: list[str] | None = None) -> int:
                 print(f"{PROGRAM}: {why}", file=sys.stderr)
                 return 2
             say(f"not played: {why}")
-            results.append({"scenario": name, "seed": options.seed, "verdict": "not played", "why": str(why)})
-    failed = [each["scenario"] for each in results if each["verdict"] == "fail"]
+            results.append({"scenario": name, "seed": options.seed, "verdict": NOT_PLAYED, "why": str(why)})
+    failed, unplayed = (
+        [each["scenario"] for each in results if each["verdict"] == verdict] for verdict in ("fail", NOT_PLAYED)
+    )
     whole = results[0]
     if options.scenario == MATRIX:
-        verdict = "fail" if failed else "pass"
-        whole = {"scenario": MATRIX, "seed": options.seed, "verdict": verdict, "failed": failed, "results": results}
+        verdict = "fail" if failed else NOT_PLAYED if unplayed else "pass"
+        told = {"failed": failed, "not_played": unplayed, "results": results}
+        whole = {"scenario": MATRIX, "seed": options.seed, "verdict": verdict, **told}
         for each in results:
             say(_line(each))
     print(json.dumps(whole, allow_nan=False))
-    return 1 if failed else 0
+    return 1 if failed else 2 if unplayed else 0
 
 
 def one(name: str, seed: int, stage: Options, home: Path, say: Callable[[str], None]) -> dict[str, Any]:
@@ -117,5 +122,17 @@ def _peers(text: str) -> int:
     return int(text)
 
 
+def run() -> int:
+    """The same from a shell: who is told to stop leaves nothing behind."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        return main()
+    except KeyboardInterrupt:
+        return 130
+    except OSError as error:
+        print(f"{PROGRAM}: {error}: give another directory by --dir", file=sys.stderr)
+        return 2
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run())

@@ -15,11 +15,10 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
-from tests.checkers import DECIDED, Report, Tree, Violation, check, one_branch
+from tests.checkers import DECIDED, Report, Violation, check, one_branch
+from tests.faults.goodput import MEANS, first_told, goodput
 from tests.faults.play import Play
 
-MEANS = ("committed", "alone", "fork")
-"""Outcomes that move the parameters; a fork does so only if it took over a mean."""
 NO_ROUND = -1
 """The round of a violation that belongs to none."""
 LEVEL_REPORTS = 3
@@ -67,7 +66,7 @@ def judge(play: Play) -> Verdict:
     """The verdict on a play. Raises KeyError for a history that holds something else than round reports."""
     recovery = recovery_seconds(play)
     measures = {name: _summary(values) for name, values in play.measures.items()}
-    worst = {"recovery_seconds": recovery} | {name: each["worst"] for name, each in measures.items()}
+    worst = {"recovery_seconds": recovery} | _skipped(play) | {name: each["worst"] for name, each in measures.items()}
     ends = {name: worst.get(name, math.nan) for name in play.limits.aims}
     found = [*check(play.histories), *one_branch({name: play.histories.get(name, ()) for name in play.should})]
     found += [Violation("stuck", "", NO_ROUND, _short(step)) for step in play.stuck]  # it tried something else
@@ -77,8 +76,8 @@ def judge(play: Play) -> Verdict:
         seed=play.seed,
         verdict="fail" if found else "pass",
         violations=[_named(violation, play).as_dict() for violation in found],
-        rounds_committed=sum(time >= play.calm[0] for time in _first_told(play, MEANS).values()),
-        rounds_skipped=sum(time >= play.calm[0] for time in _first_told(play, ("skipped",)).values()),
+        rounds_committed=sum(time >= play.calm[0] for time in first_told(play, MEANS).values()),
+        rounds_skipped=sum(time >= play.calm[0] for time in first_told(play, ("skipped",)).values()),
         goodput=goodput(play),
         recovery_seconds=recovery,
         measures=measures,
@@ -92,13 +91,18 @@ def name_of(play: Play, peer: str) -> str:
 
 
 def recovery_seconds(play: Play) -> float:
-    """From the end of the faults until all who should had reported a round that holds them all; nan: they have not."""
+    """From the end of the faults until all who should had reported a round that holds them all; nan: they have not.
+
+    The round began after the faults: one that was under way may hold what was brought before. And it holds work of
+    them all: who is only named in its plan, with no weight, is not back.
+    """
     wanted = {play.ids.get(name, "") for name in play.should}
     told = [
         {
             report["lineage"]: report["time"]
             for report in reversed(play.histories.get(name, ()))  # of several, the first
-            if report["outcome"] in MEANS and report["time"] > play.healed and wanted <= {*report["peers"]}
+            if report["outcome"] in MEANS and wanted <= {*report["peers"]}
+            if (report["weight"] or 0) > 0 and _began(report) > play.healed
         }
         for name in play.should
     ]
@@ -107,58 +111,17 @@ def recovery_seconds(play: Play) -> float:
     return float(min(ends, default=math.nan) - play.healed)
 
 
-def goodput(play: Play) -> float:
-    """How much of what the living could have brought has counted; 1 is as in the calm. nan if that rate is unknown.
-
-        tokens counted from the last mean of the calm to `ended`
-        ─────────────────────────────────────────────────────────────────────────
-        the calm's tokens per second of a peer × seconds that peers were up since
-
-    A contribution counts once, when anybody first reports its mean, with its weight as its own peer reports it, by the
-    share of its chunks that the mean holds. What is on a branch that was given up does not count; nor does what its
-    peer did not report, because it died, or caught up with that round: at most one contribution each time.
-
-    The rate is that between the calm's first mean and its last: from round to round, so that no round is cut in two.
-    At the other end one may be: what was under way at `ended` is not in it. A peer is up from its start to its end,
-    its imports and its way into the run included: that is part of the price of a restart.
-    """
-    counted = _counted(play)
-    calm = [time for time, _ in counted if play.calm[0] <= time <= play.calm[1]]
-    if not calm:
-        return math.nan
-    first, last = calm[0], calm[-1]
-    calm_peer_seconds, peer_seconds = _peer_seconds(play, first, last), _peer_seconds(play, last, play.ended)
-    usual = sum(tokens for time, tokens in counted if first < time <= last)
-    if not (usual and calm_peer_seconds and peer_seconds):
-        return math.nan
-    brought = sum(tokens for time, tokens in counted if last < time <= play.ended)
-    return brought / (usual / calm_peer_seconds * peer_seconds)
+def _skipped(play: Play) -> dict[str, float]:
+    """Rounds skipped after the calm, and their share of all that were decided since."""
+    skipped, means = (
+        sum(time > play.calm[1] for time in first_told(play, outcomes).values()) for outcomes in (("skipped",), MEANS)
+    )
+    return {"rounds_skipped": skipped, "skipped_share": skipped / max(1, skipped + means)}
 
 
-def _counted(play: Play) -> list[tuple[float, float]]:
-    """Times and tokens of contributions to the means of the branch on which it ended, oldest first."""
-    tree, times = Tree(_reports(play, DECIDED)), _first_told(play, MEANS)
-    ends = [history[-1]["lineage"] for name in play.should if (history := play.histories.get(name))]
-    end = max(ends, key=lambda lineage: tree.rounds.get(lineage, 0), default="")
-    lost = {lineage for lineage in times if tree.apart(lineage, end)}
-    found: dict[tuple[str, str], tuple[float, float]] = {}
-    for report in _reports(play, MEANS):
-        if report["lineage"] not in lost and (tokens := _tokens(report)):
-            found.setdefault((report["peer"], report["anchor_lineage"]), (times[report["lineage"]], tokens))
-    return sorted(found.values())
-
-
-def _tokens(report: Report) -> float:
-    """Of the reporting peer's own work, as far as the mean holds it; what it trained, if it did not know its weight."""
-    _, chunks_counted, chunks = report["contributions"].get(report["peer"], ("", 0, 0))
-    weight = report["weight"]
-    tokens = weight if weight is not None and math.isfinite(weight) else report["tokens"]
-    return float(tokens * chunks_counted / max(1, chunks))
-
-
-def _peer_seconds(play: Play, since: float, until: float) -> float:
-    lives = (life for each in play.lives.values() for life in each)
-    return sum(max(0.0, min(life.ended, until) - max(life.began, since)) for life in lives)
+def _began(report: Report) -> float:
+    """Wall time at which that round began for the reporting peer."""
+    return float(report["time"] - report["seconds_train"] - report["seconds_wait"] - report["seconds_average"])
 
 
 def _progress(play: Play, recovery: float) -> Iterator[Violation]:
@@ -232,17 +195,6 @@ def in_words(code: int) -> str:
         return signal.Signals(-code).name if code < 0 else f"exit code {code}"
     except ValueError:
         return f"signal {-code}"
-
-
-def _reports(play: Play, outcomes: Sequence[str]) -> list[Report]:
-    """Of all peers, oldest first."""
-    reports = (report for history in play.histories.values() for report in history if report["outcome"] in outcomes)
-    return sorted(reports, key=lambda report: report["time"])
-
-
-def _first_told(play: Play, outcomes: Sequence[str]) -> dict[str, float]:
-    """When somebody first reported each lineage that was decided so."""
-    return {report["lineage"]: report["time"] for report in reversed(_reports(play, outcomes))}
 
 
 def _summary(values: Sequence[float]) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -11,12 +12,15 @@ from contextlib import suppress
 
 import psutil
 
+from tests.faults.goodput import MEANS
 from tests.faults.network import Namespaces
 from tests.faults.play import Event, Life
 from tests.faults.scenarios import STRUCK, Step
 from tests.faults.tracing import Watch
-from tests.realswarm import RealPeer, RealSwarm, deciding, wait
+from tests.realswarm import ORPHAN_SECONDS, RealPeer, RealSwarm, deciding, wait
 
+TROUBLE = (AssertionError, LookupError, ValueError, OSError, RuntimeError, psutil.Error, subprocess.SubprocessError)
+"""What a step may end with, where peers do not do what they should."""
 SETTLE_SECONDS = 90.0
 TRAP_SECONDS = 60.0
 SUSPECTED_SECONDS = 30.0
@@ -26,9 +30,14 @@ _CYCLE_SECONDS = 0.5
 
 
 class Straggler:
-    """Lets a process run for a share of the time only, as cpulimit does: what a slower machine's worker would be."""
+    """Lets a process run for a share of the time only, as cpulimit does: what a slower machine's worker would be.
+
+    Attributes:
+        signals: how many it has had.
+    """
 
     def __init__(self, pid: Callable[[], int | None], share: float) -> None:
+        self.signals = 0
         self._pid, self._share = pid, share
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -42,11 +51,11 @@ class Straggler:
             self._signal(pid, signal.SIGCONT)
             self._over.wait(self._share * _CYCLE_SECONDS)
 
-    @staticmethod
-    def _signal(pid: int | None, number: int) -> None:
+    def _signal(self, pid: int | None, number: int) -> None:
         if pid:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
+                self.signals += 1
 
     def end(self) -> None:
         """Runs as it can again."""
@@ -61,7 +70,8 @@ class Nemesis:
         events: what was done.
         measures: name -> seconds, of each time that it was measured.
         lives: name -> processes that have ended.
-        stuck: what a step waited for in vain, in words.
+        left: name -> command lines of what was left of it a while after its end.
+        stuck: what could not be done, or was waited for in vain, in words.
         last: wall time at which the last fault, or the last thing lasting, was over.
     """
 
@@ -69,6 +79,7 @@ class Nemesis:
         self.events: list[Event] = []
         self.measures: dict[str, list[float]] = {}
         self.lives: dict[str, list[Life]] = {}
+        self.left: dict[str, list[str]] = {}
         self.stuck: list[str] = []
         self.last = time.time()
         self._swarm, self._watch, self._network = swarm, watch, network
@@ -82,8 +93,8 @@ class Nemesis:
             whom = tuple(self._struck if name == STRUCK else name for name in step.whom)
             try:
                 getattr(self, f"_{step.act}")(whom, step)
-            except (AssertionError, psutil.Error, ProcessLookupError) as error:
-                self.stuck.append(f"{step}: {error}")
+            except TROUBLE as error:
+                self.stuck.append(f"{step}: {error or type(error).__name__}")
         self.heal()
 
     # -- what is noted ------------------------------------------------------------------------------------------------
@@ -99,15 +110,32 @@ class Nemesis:
         self._began[name] = time.time()
 
     def over(self, name: str, expected: int, seconds: float) -> None:
-        """A peer's process ends, within so many seconds; one that does not is killed, which tells in its code."""
+        """A peer's process ends, within so many seconds, and takes its children along; one that does not is killed."""
         peer = self._swarm[name]
-        with suppress(Exception):
+        try:
             peer.ends(seconds)
-        if peer.running:
+        except subprocess.TimeoutExpired:
+            self.stuck.append(f"{name} did not end within {seconds:g} s")
             peer.strike()
             peer.ends(DEATH_SECONDS)
-        assert peer.code is not None
-        self.lives.setdefault(name, []).append(Life(self._began[name], time.time(), peer.code, expected))
+        self.ended(name, expected)
+        until = time.monotonic() + ORPHAN_SECONDS
+        while (left := peer.left()) and time.monotonic() < until:
+            time.sleep(0.05)
+        if left:
+            self.left[name] = [_command(each) for each in left]
+            peer.clear()
+
+    def ended(self, name: str, expected: int) -> None:
+        """A peer's process has ended."""
+        code = self._swarm[name].code
+        assert code is not None
+        self.lives.setdefault(name, []).append(Life(self._began.pop(name), time.time(), code, expected))
+
+    def unseen(self) -> None:
+        """Note whose process has ended without anybody's doing."""
+        for name in [name for name in self._began if not self._swarm[name].running]:
+            self.ended(name, 0)
 
     def running(self, but: Sequence[str] = ()) -> list[RealPeer]:
         """Who runs, without these."""
@@ -117,6 +145,8 @@ class Nemesis:
         """All that lasts is over."""
         for straggler in self._stragglers:
             straggler.end()
+            if not straggler.signals:
+                self.stuck.append("there was no worker to hold up")
         self._stragglers.clear()
         if self._network:
             self._network.heal()
@@ -134,6 +164,8 @@ class Nemesis:
 
     def _kill(self, whom: tuple[str, ...], step: Step) -> None:
         for name in whom:
+            if step.role != "peer":
+                wait(f"{name} has a {step.role}", lambda name=name: self._swarm[name].child(step.role), 5)  # type: ignore[misc]
             self._swarm[name].strike(step.role)
         killed = self.tell(f"SIGKILL to {step.role}", whom, "fault")
         if step.role == "peer":
@@ -142,6 +174,7 @@ class Nemesis:
             self._decided(whom, killed)
 
     def _trap(self, whom: tuple[str, ...], step: Step) -> None:
+        self._struck = ""
         now = max(peer.last()["round"] for peer in self.running())
         trap = self._watch.arm(step.role, now + 2, lambda name: self._spring(name, step.role), whom or None)
         if not trap.fired.wait(TRAP_SECONDS):
@@ -212,6 +245,9 @@ class Nemesis:
         self.tell(f"the line carries {step.amount / 1e6:g} Mbit/s", whom, "fault")
 
     def _heal(self, whom: tuple[str, ...], step: Step) -> None:
+        lasting = bool(self._network and not self._stragglers)
+        if lasting and not self._net.felt():
+            self.stuck.append("no packet met the fault")
         self.heal()
         self.tell("healed", self._names(()), "heal")
 
@@ -228,18 +264,26 @@ class Nemesis:
         via = self.running()[-1]
         self.tell(f"started, through {via.name}", whom, "start")
         began = self.last
-        self._swarm.join(*whom, via=via)
+        self._swarm.join(*whom, via=via, seconds=SETTLE_SECONDS)
         self._measure("in_the_run_seconds", began)
 
     def _restart(self, whom: tuple[str, ...], step: Step) -> None:
+        assert all(whom) and not any(self._swarm[name].running for name in whom), "nobody was struck"
         self._join(whom, step)
 
     def _finish(self, whom: tuple[str, ...], step: Step) -> None:
         for name in whom:
             asked = self.tell("asked to finish", (name,), "end")
-            self._swarm[name].ask("finish")
-            self.over(name, 0, LEAVE_SECONDS)
+            self.leave(name)
             self._measure("leaving_seconds", asked)
+            last = self._swarm[name].last()
+            handed_in = last["outcome"] in MEANS and (last["weight"] or 0) > 0
+            self.measures.setdefault("contributions_lost", []).append(0.0 if handed_in else 1.0)
+
+    def leave(self, name: str) -> None:
+        """Ask a peer to finish, and see it off."""
+        wait(f"{name} is asked to finish", lambda: self._swarm[name].ask("finish").get("ok"), LEAVE_SECONDS)
+        self.over(name, 0, LEAVE_SECONDS)
 
     def _suspected(self, whom: tuple[str, ...], step: Step) -> None:
         self._seen(whom, "live")
@@ -260,3 +304,10 @@ class Nemesis:
     def _settle(self, whom: tuple[str, ...], step: Step) -> None:
         since = self.last
         wait("all who run are in one mean", lambda: self._swarm.all_in_one_mean(self.running(), since), SETTLE_SECONDS)
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline()) or str(process.pid)
+    except psutil.Error:
+        return str(process.pid)

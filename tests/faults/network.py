@@ -14,6 +14,7 @@ What a harness killed by SIGKILL leaves behind is in `ip netns list`, named `sta
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -31,7 +32,7 @@ BURST_SECONDS = 0.02
 LEAST_BURST_BYTES = 3_200
 """Two frames; fewer than one would never leave."""
 _ROUTER = "10.77.0.1"
-_TOOLS = ("ip", "tc", "iptables-restore")
+_TOOLS = ("ip", "tc", "iptables", "iptables-restore")
 _GSO_SEGMENTS = 65_535
 
 
@@ -210,6 +211,13 @@ class Namespaces:
     def heal(self, fault: Fault | None = None) -> None:
         """End this fault, or all if none is given. Healing one twice is no error."""
         self._suffer(tuple(other for other in self._faults if fault not in (None, other)))
+
+    def felt(self) -> int:
+        """Packets that met a fault since the last one began or ended: dropped by a rule, or held by a slow line."""
+        rules = _run("ip", "netns", "exec", self._router, "iptables", "-w", "5", "-nvxL", "FORWARD")
+        dropped = sum(int(line.split()[0]) for line in rules.splitlines() if " DROP " in line)
+        lines = _run("tc", "-n", self._router, "-s", "qdisc")
+        return dropped + sum(int(each) for each in re.findall(r"overlimits (\d+)", lines))
 
     def _cut(self, sources: Collection[str], targets: Collection[str], both: bool) -> Cut:
         self._known(sources)

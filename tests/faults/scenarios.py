@@ -144,12 +144,12 @@ def _rolling(rng: random.Random, seed: int, names: Sequence[str]) -> list[Step]:
     return steps
 
 
-def _lasting(act: str, *amounts: float, everybody: bool = False) -> Draw:
-    """Something that lasts for ten seconds; which amount, the seed says."""
+def _lasting(act: str, amount: float, everybody: bool = False, seconds: float = 10) -> Draw:
+    """Something that lasts for a while."""
 
     def draw(rng: random.Random, seed: int, names: Sequence[str]) -> list[Step]:
         whom = () if everybody else (rng.choice(names),)
-        return [Step(act, whom, amounts[seed % len(amounts)]), Step("wait", amount=10), Step("heal")]
+        return [_moment(rng), Step(act, whom, amount), Step("wait", amount=seconds), Step("heal")]
 
     return draw
 
@@ -181,10 +181,18 @@ SCENARIOS: Mapping[str, Scenario] = {
         "for 10 s one hears nobody, or nobody hears one", _one_way, Limits(aims={"recovery_seconds": 30}), network=True
     ),
     "joiners": Scenario("eight join at once", _joiners, Limits(180, aims={"recovery_seconds": 120})),
-    "rolling": Scenario("one after the other joins for another that leaves", _rolling),
+    "rolling": Scenario(
+        "one after the other joins for another that leaves",
+        _rolling,
+        Limits(aims={"rounds_skipped": 0, "contributions_lost": 0}),
+    ),
     "slow-link": Scenario("one line carries 10 Mbit/s for 10 s", _lasting("slow", 10e6), network=True),
     "loss": Scenario(
-        "1 %, or 20 %, of all packets are lost for 10 s", _lasting("lose", 0.01, 0.2, everybody=True), network=True
+        "1 % of all packets are lost for 20 s",
+        _lasting("lose", 0.01, everybody=True, seconds=20),
+        Limits(aims={"skipped_share": 0.01}),
+        network=True,
     ),
+    "loss-20": Scenario("20 % of all packets are lost for 10 s", _lasting("lose", 0.2, everybody=True), network=True),
     "straggler": Scenario("one worker runs a fifth of the time for 10 s", _lasting("straggle", 0.2)),
 }

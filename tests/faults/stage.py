@@ -9,13 +9,13 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.checkers import DECIDED
-from tests.faults.nemesis import LEAVE_SECONDS, Nemesis
+from tests.faults.goodput import MEANS
+from tests.faults.nemesis import TROUBLE, Nemesis
 from tests.faults.network import Namespaces, why_not
 from tests.faults.play import Play
 from tests.faults.scenarios import SCENARIOS, Scenario, Step
 from tests.faults.tracing import Watch
-from tests.realswarm import ORPHAN_SECONDS, RealPeer, RealSwarm, paced, wait
+from tests.realswarm import RealPeer, RealSwarm, paced, wait
 
 CALM_ROUNDS = 5
 LATER_ROUNDS = 2
@@ -79,8 +79,10 @@ def play(name: str, seed: int, options: Options, home: Path, say: Callable[[str]
                 peer.inside, peer.listen = place.inside, f"/ip4/{place.address}/tcp/0"
 
         swarm = RealSwarm(home, options.run, prepare)
+        nemesis = Nemesis(swarm, watch, network)
         stack.callback(_clear, swarm)
-        return _Stage(swarm, Nemesis(swarm, watch, network), scenario).run(name, seed, options, schedule)
+        stack.callback(nemesis.heal)
+        return _Stage(swarm, nemesis, scenario).run(name, seed, options, schedule)
 
 
 def _clear(swarm: RealSwarm) -> None:
@@ -95,12 +97,13 @@ class _Stage:
     def run(self, name: str, seed: int, options: Options, schedule: Sequence[Step]) -> Play:
         nemesis, swarm = self._nemesis, self._swarm
         calm = self._begin(options.names)
-        nemesis.play(schedule)
+        if calm[1] > calm[0]:
+            nemesis.play(schedule)
+        nemesis.unseen()
         healed, should = nemesis.last, swarm.running
         self._recover(should, healed)
         ended = nemesis.tell("asked to finish", [peer.name for peer in should], "end")
         self._end(should)
-        left = {peer.name: self._left(peer) for peer in swarm.peers.values()}
         return Play(
             scenario=name,
             seed=seed,
@@ -116,22 +119,26 @@ class _Stage:
             histories=swarm.histories(),
             logs={peer.name: peer.said() for peer in swarm.peers.values()},
             lives=nemesis.lives,
-            left=left,
+            left=nemesis.left,
             measures=nemesis.measures,
             stuck=nemesis.stuck,
         )
 
     def _begin(self, names: Sequence[str]) -> tuple[float, float]:
-        """All are there, and nothing happens for a few rounds; returns from when to when."""
+        """All are there, and nothing happens for a few rounds; from when to when, which is no time if it failed."""
         founder, *others = names
         for name in names:
             self._nemesis.began(name)
-        self._nemesis.tell("started", names, "start")
-        first = self._swarm.found(founder)
-        self._swarm.join(*others, via=first)
-        wait("all are in one mean", lambda: self._swarm.all_in_one_mean(self._swarm.running), START_SECONDS)
-        began = time.time()
-        self._rounds(self._swarm.running, began, CALM_ROUNDS)
+        began = self._nemesis.tell("started", names, "start")
+        try:
+            first = self._swarm.found(founder)
+            self._swarm.join(*others, via=first)
+            wait("all are in one mean", lambda: self._swarm.all_in_one_mean(self._swarm.running), START_SECONDS)
+            began = time.time()
+            self._rounds(self._swarm.running, began, CALM_ROUNDS)
+        except TROUBLE as error:
+            self._nemesis.stuck.append(f"the start: {error or type(error).__name__}")
+            return began, began
         return began, time.time()
 
     def _recover(self, should: Sequence[RealPeer], healed: float) -> None:
@@ -141,26 +148,21 @@ class _Stage:
             wait("a mean of all", lambda: self._swarm.all_in_one_mean(should, healed), limit)
         try:
             self._rounds(should, time.time(), LATER_ROUNDS)
-        except AssertionError as error:
-            self._nemesis.stuck.append(f"after the faults: {error}")
+        except TROUBLE as error:
+            self._nemesis.stuck.append(f"after the faults: {error or type(error).__name__}")
 
     @staticmethod
     def _rounds(peers: Sequence[RealPeer], since: float, count: int) -> None:
-        def decided(peer: RealPeer) -> int:
-            return sum(each["time"] > since and each["outcome"] in DECIDED for each in peer.reports())
+        def means(peer: RealPeer) -> int:
+            return sum(each["time"] > since and each["outcome"] in MEANS for each in peer.reports())
 
-        wait(f"{count} rounds more", lambda: all(decided(peer) >= count for peer in peers), ROUNDS_SECONDS)
+        wait(f"{count} rounds more", lambda: all(means(peer) >= count for peer in peers), ROUNDS_SECONDS)
 
     def _end(self, peers: Sequence[RealPeer]) -> None:
+        """One after the other: what leaving costs is another scenario."""
         for peer in peers:
-            peer.ask("finish")
-        for peer in peers:
-            self._nemesis.over(peer.name, 0, LEAVE_SECONDS)
-
-    @staticmethod
-    def _left(peer: RealPeer) -> list[str]:
-        """Command lines of what is left of a peer a while after its end."""
-        until = time.monotonic() + ORPHAN_SECONDS
-        while (left := peer.left()) and time.monotonic() < until:
-            time.sleep(0.1)
-        return [" ".join(each.cmdline()) or str(each.pid) for each in left]
+            try:
+                self._nemesis.leave(peer.name)
+            except TROUBLE as error:
+                self._nemesis.stuck.append(f"{peer.name} leaves: {error or type(error).__name__}")
+        self._nemesis.unseen()

@@ -108,9 +108,10 @@ def _verdict(play: Play, verdict: Verdict) -> Iterator[str]:
         where = f"{each['peer'] or 'all'}, round {each['round']}" if each["round"] >= 0 else each["peer"] or "all"
         yield from _wrapped(f"  {each['invariant']:<13}  ", f"{where}: {each['detail']}")
     for name, figure in verdict.measures.items():
-        yield f"  {name}: median {_number(figure['median'])}, worst {_number(figure['worst'])} of {figure['trials']}"
-    for name, (worst, aim) in verdict.missed.items():
-        yield f"  missed: {name} is {_number(worst)}, should be at most {aim:g}"
+        middle, worst = _number(figure["median"]), _number(figure["worst"])
+        yield f"  {name}: median {middle}, worst {worst}, trials {figure['trials']}"
+    for name, (value, aim) in verdict.missed.items():
+        yield f"  missed: {name} is {_number(value)}, should be at most {aim:g}"
 
 
 def _number(value: float) -> str:
