@@ -7,7 +7,8 @@ Real `join` processes on the loopback, paced inner steps, judged on `rounds.json
 
 join    three peers, and newcomers with nothing but the address of one, one after the other. How long the others' rounds
         are from a newcomer's start until its work counts, and otherwise; in which round it is admitted, and counts;
-        how late the event loops are.
+        how late the event loops are; the memory of those who were there, the most in any round, all three processes of
+        each, beside that of a bare loop of the same steps.
 level   three peers; every twenty rounds, for as long as the first hundred last, one of them loses its worker, another
         its p2pd. Then nothing happens any more, and memory, descriptors and tasks of each peer are compared: as they
         are a hundred rounds later, when all has been used that is ever used, and at the end.
@@ -19,6 +20,7 @@ import itertools
 import json
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -27,7 +29,7 @@ from statistics import median
 from typing import Any
 
 from tests.checkers import DECIDED, Report
-from tests.realswarm import RealPeer, RealSwarm, paced, wait
+from tests.realswarm import HOUSE, RealPeer, RealSwarm, paced, wait
 from tests.sim.arguments import Parser, at_least_one
 
 PATIENT_SECONDS = 240.0
@@ -71,11 +73,29 @@ def join(megabytes: int, trials: int) -> dict[str, Any]:
             "during_seconds": during,
             "during_percent": 100 * (median(during) / median(calm) - 1),
             "newcomers": found,
+            "rss_megabytes": [max(each["rss_bytes"] for each in decided(peer)) / 1e6 for peer in three],
+            "bare_loop_rss_megabytes": _bare(megabytes),
             "lag_milliseconds": {
                 "those who were there": _lag([each for peer in three for each in decided(peer)[1:]]),
                 "newcomers, while they come in": _lag([swarm[each["name"]].reports()[0] for each in found]),
             },
         }
+
+
+_BARE = """
+import psutil, sys
+from node.tasks.paced import Paced
+task = Paced(int(sys.argv[1]), seed=0)
+for number in range(100):
+    task.step(0, number)
+print(psutil.Process().memory_info().rss / 1e6)
+"""
+
+
+def _bare(megabytes: int) -> float:
+    """Memory of one process that does nothing but the same task's steps."""
+    command = [sys.executable, "-c", _BARE, str(megabytes * 250_000)]
+    return float(subprocess.run(command, capture_output=True, check=True, timeout=60, cwd=HOUSE).stdout)
 
 
 def _lag(reports: list[Report]) -> dict[str, float]:
