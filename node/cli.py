@@ -132,6 +132,9 @@ def swarm(
     with at_once():
         from node.swarm import run_swarm
 
+        if run:
+            with _in_options():  # before anything is started
+                _load_run({"run": run, "task": task, "protocol": protocol}, rounds)
         return asyncio.run(run_swarm(SwarmOptions(peers, rounds, protocol, task, run, dir, json)))
 
 
@@ -167,13 +170,21 @@ def _join(given: dict[str, Any]) -> int:
     of_run: dict[str, Any] = {name: given.pop(name) for name in ("run", "task", "protocol") if name in given}
     if "bandwidth" in given:
         given["bandwidth_bytes_per_second"] = 1e6 * given.pop("bandwidth")
-    from node.config import ConfigError
     from node.peerconfig import load_peer
 
-    try:
+    with _in_options():
         config = load_peer(given, os.environ, of_run.get("run"))
         with _held(config.state_dir) as state_dir:
             return _run(*_settled(replace(config, state_dir=state_dir), of_run, state_dir))
+
+
+@contextmanager
+def _in_options() -> Iterator[None]:
+    """What is wrong with a value is said of the option that gave it."""
+    from node.config import ConfigError
+
+    try:
+        yield
     except ConfigError as error:
         text = str(error)
         for value, option in _OPTIONS.items():
@@ -205,11 +216,15 @@ def _settled(config: PeerConfig, of_run: Mapping[str, Any], state_dir: Path) -> 
         if of_run:
             raise Mistake(f"{given}: {state_dir} is of a run that others are in: add --new to start another")
         return config, None
+    return replace(config, rounds=None), _load_run(of_run, config.rounds)
+
+
+def _load_run(of_run: Mapping[str, Any], rounds: int | None) -> RunConfig:
     from node.runconfig import load_run
     from protocols import PROTOCOLS
 
-    overrides = {"task": of_run.get("task"), "protocol": of_run.get("protocol"), "recipe.rounds": config.rounds}
-    return replace(config, rounds=None), load_run(of_run.get("run"), overrides, PROTOCOLS)
+    overrides = {"task": of_run.get("task"), "protocol": of_run.get("protocol"), "recipe.rounds": rounds}
+    return load_run(of_run.get("run"), overrides, PROTOCOLS)
 
 
 def _run(config: PeerConfig, run: RunConfig | None) -> int:
