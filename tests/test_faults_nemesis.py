@@ -1,0 +1,165 @@
+"""What a nemesis does, on processes and networks of straw: steps do what they say, and nothing goes unnoted."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import psutil
+import pytest
+
+from tests.faults.nemesis import Nemesis, Straggler
+from tests.faults.scenarios import STRUCK, Step
+from tests.faults.tracing import Watch
+from tests.realswarm import _MARK, RealPeer, RealSwarm, wait
+
+pytestmark = pytest.mark.real
+
+SLEEP = "import time; time.sleep(60)"
+CHILD = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SLEEP!r}]); {SLEEP}"
+
+
+class Network:
+    """Notes what is asked of it; its faults are felt by so many packets."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.packets = 1
+
+    def felt(self) -> int:
+        return self.packets
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *given: self.calls.append((name, *given))
+
+
+@pytest.fixture
+def swarm(tmp_path: Path) -> Iterator[RealSwarm]:
+    """Three peers that only sleep."""
+    swarm = RealSwarm(tmp_path)
+    for name in "abc":
+        run(swarm.peer(name))
+    yield swarm
+    for peer in swarm.peers.values():
+        peer.clear()
+
+
+@pytest.fixture
+def network() -> Network:
+    return Network()
+
+
+@pytest.fixture
+def nemesis(swarm: RealSwarm, network: Network) -> Iterator[Nemesis]:
+    with Watch() as watch:
+        nemesis = Nemesis(swarm, watch, cast(Any, network))
+        for name in swarm.peers:
+            nemesis.began(name)
+        yield nemesis
+
+
+def run(peer: RealPeer, code: str = SLEEP) -> None:
+    """Let a process stand for the peer."""
+    peer._process = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {_MARK: peer._mark})
+
+
+def state(peer: RealPeer) -> str:
+    return str(psutil.Process(peer.pid).status())
+
+
+def told(nemesis: Nemesis) -> list[tuple[str, tuple[str, ...], str]]:
+    return [(each.what, each.whom, each.kind) for each in nemesis.events]
+
+
+def test_who_is_stopped_stands_still_and_goes_on_when_woken(nemesis: Nemesis, swarm: RealSwarm) -> None:
+    nemesis.play([Step("stop", ("b",), role="peer")])
+    wait("b is stopped", lambda: state(swarm["b"]) == psutil.STATUS_STOPPED, 2)
+    assert state(swarm["a"]) != psutil.STATUS_STOPPED
+    nemesis.play([Step("wake", ("b",), role="peer")])
+    wait("b goes on", lambda: state(swarm["b"]) != psutil.STATUS_STOPPED, 2)
+    assert told(nemesis) == [("SIGSTOP to peer", ("b",), "fault"), ("SIGCONT to peer", ("b",), "heal")]
+    assert nemesis.stuck == []
+
+
+def test_all_processes_of_a_peer_are_stopped(nemesis: Nemesis, swarm: RealSwarm) -> None:
+    run(swarm.peer("d"), CHILD)
+    wait("d has a child", lambda: len(swarm["d"].left()) == 2, 5)
+    nemesis.play([Step("stop", ("d",), role="all")])
+    wait("both", lambda: {str(each.status()) for each in swarm["d"].left()} == {psutil.STATUS_STOPPED}, 2)
+
+
+def test_who_hears_nobody_and_whom_nobody_hears(nemesis: Nemesis, network: Network) -> None:
+    nemesis.play([Step("deafen", ("b",)), Step("mute", ("c",)), Step("part", ("a",)), Step("heal")])
+    assert network.calls[:3] == [
+        ("deafen", ("b",), ["a", "c"]),
+        ("deafen", ["a", "b"], ("c",)),
+        ("part", ("a",), ["b", "c"]),
+    ]
+    assert network.calls[3:] == [("heal",), ("heal",)]  # once as asked, and at the end in any case
+    assert nemesis.stuck == []
+
+
+def test_a_fault_that_nobody_felt_is_no_fault(nemesis: Nemesis, network: Network) -> None:
+    network.packets = 0
+    nemesis.play([Step("lose", (), 0.2), Step("heal")])
+    assert nemesis.stuck == ["no packet met the fault"]
+
+
+def test_a_step_that_fails_is_noted_and_the_next_is_done(nemesis: Nemesis, network: Network) -> None:
+    nemesis.play([Step("restart", (STRUCK,)), Step("kill", ("b",), role="nobody"), Step("part", ("a",))])
+    assert [each.partition(":")[0] for each in nemesis.stuck] == [f"restart {STRUCK}", "kill b nobody"]
+    assert network.calls == [("part", ("a",), ["b", "c"]), ("heal",)]
+
+
+def test_who_runs_is_not_started_beside_itself(nemesis: Nemesis, swarm: RealSwarm) -> None:
+    pid = swarm["a"].pid
+    nemesis.play([Step("restart", ("a",))])
+    assert swarm["a"].pid == pid and len(nemesis.stuck) == 1
+
+
+def test_an_end_that_does_not_come_is_noted_and_made(nemesis: Nemesis, swarm: RealSwarm) -> None:
+    nemesis.over("a", 0, 0.2)
+    assert [(life.code, life.expected) for life in nemesis.lives["a"]] == [(-signal.SIGKILL, 0)]
+    assert nemesis.stuck == ["a did not end within 0.2 s"] and not swarm["a"].running
+
+
+def test_what_is_left_of_a_peer_is_noted_and_ended(nemesis: Nemesis, swarm: RealSwarm) -> None:
+    run(swarm.peer("d"), CHILD)
+    nemesis.began("d")
+    wait("d has a child", lambda: len(swarm["d"].left()) == 2, 5)
+    swarm["d"].strike()
+    nemesis.over("d", -signal.SIGKILL, 2)
+    (command,) = nemesis.left["d"]
+    assert SLEEP in command and not swarm["d"].left()
+
+
+def test_an_end_without_anybodys_doing_is_a_life_too(nemesis: Nemesis, swarm: RealSwarm) -> None:
+    os.kill(swarm["c"].pid, signal.SIGSEGV)
+    swarm["c"].ends(2)
+    nemesis.unseen()
+    assert {name: [(each.code, each.expected) for each in lives] for name, lives in nemesis.lives.items()} == {
+        "c": [(-signal.SIGSEGV, 0)]
+    }
+
+
+def test_a_straggler_runs_for_its_share_and_then_as_it_can(swarm: RealSwarm) -> None:
+    peer = swarm["a"]
+    straggler = Straggler(lambda: peer.pid, 0.2)
+    seen = []
+    for _ in range(60):
+        seen.append(state(peer) == psutil.STATUS_STOPPED)
+        time.sleep(0.02)
+    straggler.end()
+    assert 0.5 < sum(seen) / len(seen) < 0.95
+    assert straggler.signals >= 4 and state(peer) != psutil.STATUS_STOPPED
+
+
+def test_a_straggler_without_a_worker_is_noted(nemesis: Nemesis) -> None:
+    nemesis.play([Step("straggle", ("a",), 0.5), Step("wait", amount=0.1)])  # a sleeper has no worker
+    assert nemesis.stuck == ["there was no worker to hold up"]
