@@ -70,7 +70,8 @@ def test_what_a_round_leaves_in_circles_goes_with_it(play: Play) -> None:
             await town.end()
         finally:
             gc.enable()
-        assert 0 < max(parts[12:]) <= max(parts[:12])
+        a_round = len(peers) ** 2
+        assert 0 < max(parts[12:]) <= max(parts[:12]) + a_round  # some peers report before others
 
     play(body)
 
