@@ -3,16 +3,15 @@ processes of one test at a time."""
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Iterator
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 
-torch.set_num_threads(1)
-gc.freeze()  # PyTorch's quarter of a million objects stay: the collector of cycles need not go through them
+from tests.sim.process import prepare
+
+prepare()
 settings.register_profile(
     "repeatable", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
 )

@@ -14,14 +14,13 @@ import traceback
 from collections.abc import Iterable
 from typing import Any
 
-import torch
-
 from protocols import PROTOCOLS
 from protocols.codec import CODECS
 from protocols.wire import MAX_ROSTER
 from tests.checkers import Violation
 from tests.sim.arguments import Parser, at_least_one, seeds
 from tests.sim.families import BREAKING, CALM, FAULTS
+from tests.sim.process import prepare
 from tests.sim.scenario import Scenario
 from tests.sim.trace import Trace
 from tests.sim.world import Outcome, play
@@ -128,7 +127,7 @@ def _add(total: dict[str, Any], asked: Scenario, outcome: Outcome) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     options = _parse(arguments)
-    torch.set_num_threads(1)
+    prepare()
     began = time.monotonic()
     total, played, failed = _nothing(options), 0, 0
     for asked in _scenarios(options):

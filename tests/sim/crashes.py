@@ -25,10 +25,9 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import Any
 
-import torch
-
 from protocols import PROTOCOLS
 from tests.sim.arguments import Parser, at_least, at_least_one
+from tests.sim.process import prepare
 from tests.sim.scenario import Scenario
 from tests.sim.striking import KINDS, PAIRS, Point, Verdict, combinations, enumerate_points, named, small, strike
 from tests.sim.world import World
@@ -98,13 +97,13 @@ def _verdicts(
         yield from map(judge, chosen)
         return
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, spawn, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with ProcessPoolExecutor(jobs, spawn, initializer=prepare) as pool:
         yield from pool.map(judge, chosen, chunksize=16)
 
 
 def main(arguments: list[str] | None = None, world_type: type[World] = World) -> int:
     options = _parse(arguments)
-    torch.set_num_threads(1)
+    prepare()
     began = time.monotonic()
     scenario = small(options.peers, options.protocol, options.seed)
     points = enumerate_points(scenario, world_type)

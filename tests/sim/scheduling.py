@@ -24,6 +24,7 @@ from protocols.base import Member
 from protocols.poll import majority
 from tests.sim.arguments import Parser, seeds
 from tests.sim.judging import Broken, Node, Remembering, Side
+from tests.sim.process import prepare
 from tests.sim.voting import DELAY, TIMEOUT, World
 
 DEPTH = 3
@@ -241,6 +242,7 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = parser.parse_args(arguments).seeds
     if len(chosen) == 1:
         _show(chosen[0])
+    prepare()
     began = time.monotonic()
     broken = play(chosen)
     seconds = time.monotonic() - began
