@@ -122,11 +122,11 @@ def _peers(text: str) -> int:
     return int(text)
 
 
-def run() -> int:
-    """The same from a shell: who is told to stop leaves nothing behind."""
+def from_shell(command: Callable[[], int]) -> int:
+    """Run a command so that nothing is left behind when it is told to stop; returns its exit code."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        return main()
+        return command()
     except KeyboardInterrupt:
         return 130
     except OSError as error:
@@ -135,4 +135,4 @@ def run() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run())
+    sys.exit(from_shell(main))
