@@ -124,7 +124,12 @@ def _peers(text: str) -> int:
 
 def from_shell(command: Callable[[], int]) -> int:
     """Run a command so that nothing is left behind when it is told to stop; returns its exit code."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+    def stop(number: int, _: object) -> None:
+        signal.signal(number, signal.SIG_IGN)  # cleaning up takes seconds; who asks twice is not answered twice
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, stop)
     try:
         return command()
     except KeyboardInterrupt:
