@@ -149,6 +149,9 @@ class RealPeer:
         if self._process:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(ORPHAN_SECONDS)
+        until = time.monotonic() + ORPHAN_SECONDS
+        while self.left() and time.monotonic() < until:  # a killed process takes a moment to go
+            time.sleep(POLL_SECONDS)
 
     # -- what it tells ------------------------------------------------------------------------------------------------
 
