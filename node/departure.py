@@ -41,6 +41,7 @@ def live(config: PeerConfig, run: RunConfig | None) -> int:
     # What has been loaded by now stays: PyTorch's quarter of a million objects, which the collector of cycles would go
     # through again and again, .14 s each time, on the loop.
     gc.freeze()
+    gc.enable()
 
     async def life() -> int:
         async with terminal.showing(peer.status):
