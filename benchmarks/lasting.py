@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import signal
 import subprocess
@@ -48,9 +49,11 @@ def lengths(peer: RealPeer) -> list[tuple[float, float]]:
 
 
 def join(megabytes: int, trials: int) -> dict[str, Any]:
-    """Newcomers one after the other: each is killed when its work counted, and its directory stays its own.
+    """Newcomers one after the other: each leaves when its work has counted.
 
-    They run at the lowest priority: elsewhere than on one machine, their start would take none of the others' cores.
+    Calm are the rounds that begin when the one before is gone, and end before the next begins: a round in which
+    somebody leaves is called at once. They run at the lowest priority: elsewhere than on one
+    machine, their start would take none of the others' cores.
     """
     run = paced(elements=megabytes * 250_000, step_seconds=0.1, inner_steps=50)
     with tempfile.TemporaryDirectory() as home, RealSwarm(Path(home), run) as swarm:
@@ -58,15 +61,16 @@ def join(megabytes: int, trials: int) -> dict[str, Any]:
         swarm.join("b", "c", via=first)
         three = swarm.running
         wait("three in one mean", lambda: swarm.all_in_one_mean(three), PATIENT_SECONDS)
-        found = []
+        began, found = time.time(), []
         for number in range(trials):
             _go_on(first, CALM_ROUNDS)
             found.append(_newcomer(swarm, f"newcomer-{number}", first))
         _go_on(first, CALM_ROUNDS)
-        ends = [(each["began"], each["ended"]) for each in found]
-        rounds = [each for each in lengths(first) if each[0] > found[0]["began"] - 60]
-        during = [s for end, s in rounds if any(began <= end < ended for began, ended in ends)]
-        calm = [s for end, s in rounds if not any(began <= end < ended + s for began, ended in ends)]
+        rounds = lengths(first)
+        during = [s for end, s in rounds if any(each["began"] <= end < each["ended"] for each in found)]
+        ends, begins = [began, *(each["gone"] for each in found)], [*(each["began"] for each in found), math.inf]
+        pauses = list(zip(ends, begins, strict=True))
+        calm = [s for end, s in rounds if any(since <= end - s and end < until for since, until in pauses)]
         return {
             "megabytes": megabytes,
             "calm_seconds": calm,
@@ -123,6 +127,7 @@ def _newcomer(swarm: RealSwarm, name: str, first: RealPeer) -> dict[str, Any]:
         "name": name,
         "began": began,
         "ended": full["time"],
+        "gone": first.last()["time"],
         "seconds_until_it_counts": full["time"] - began,
         "started_in_round": number,
         "caught_up_in_round": decided(newcomer)[0]["round"],
