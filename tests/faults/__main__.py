@@ -13,24 +13,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
-import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from protocols import PROTOCOLS
-from tests.faults.judge import judge
-from tests.faults.picture import draw
+from tests.faults.keeping import DIRECTORY, PROGRAM, from_shell, one
 from tests.faults.scenarios import SCENARIOS
-from tests.faults.stage import TASKS, Options, Unplayable, play
-from tests.faults.timeline import timeline
+from tests.faults.stage import TASKS, Options, Unplayable
 from tests.sim.arguments import Parser, at_least
 
 MATRIX = "matrix"
 NOT_PLAYED = "not played"
-DIRECTORY = Path("build/faults")
 MOST_PEERS = 16
 
 
@@ -66,36 +60,12 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if failed else 2 if unplayed else 0
 
 
-def one(name: str, seed: int, stage: Options, home: Path, say: Callable[[str], None]) -> dict[str, Any]:
-    """Play and judge one scenario in a directory of its own, which is emptied before; returns the JSON object.
-
-    Raises:
-        Unplayable: this machine cannot.
-    """
-    shutil.rmtree(home, ignore_errors=True)
-    home.mkdir(parents=True)
-    played = play(name, seed, stage, home.absolute(), say)
-    verdict = judge(played)
-    lines = timeline(played, verdict)
-    result = verdict.as_dict()
-    for line in lines:
-        say(line)
-    (home / "timeline.txt").write_text("\n".join(lines) + "\n")
-    (home / "verdict.json").write_text(json.dumps(result, allow_nan=False) + "\n")
-    draw(played, verdict, home / "picture.png")
-    say(f"kept in {home}: what each peer wrote, timeline.txt, picture.png")
-    return result
-
-
 def _line(result: dict[str, Any]) -> str:
     recovery, goodput = result.get("recovery_seconds"), result.get("goodput")
     told = "" if recovery is None else f"recovery {recovery:5.1f} s"
     told += "" if goodput is None else f"  goodput {goodput:4.0%}"
     missed = ", ".join(result.get("missed", ()))
     return f"{result['scenario']:<14}{result['verdict']:<11}{told}{'  missed ' + missed if missed else ''}"
-
-
-PROGRAM = "python -m tests.faults"
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -120,23 +90,6 @@ def _peers(text: str) -> int:
     if at_least(3, text) > MOST_PEERS:
         raise argparse.ArgumentTypeError(f"{text} peers are too many for one machine: {MOST_PEERS} at most")
     return int(text)
-
-
-def from_shell(command: Callable[[], int]) -> int:
-    """Run a command so that nothing is left behind when it is told to stop; returns its exit code."""
-
-    def stop(number: int, _: object) -> None:
-        signal.signal(number, signal.SIG_IGN)  # cleaning up takes seconds; who asks twice is not answered twice
-        sys.exit(128 + number)
-
-    signal.signal(signal.SIGTERM, stop)
-    try:
-        return command()
-    except KeyboardInterrupt:
-        return 130
-    except OSError as error:
-        print(f"{PROGRAM}: {error}: give another directory by --dir", file=sys.stderr)
-        return 2
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 from node.trace import POINTS
-from tests.faults.__main__ import DIRECTORY, from_shell, one
+from tests.faults.keeping import DIRECTORY, from_shell, one
 from tests.faults.scenarios import SCENARIOS
 from tests.faults.stage import Options, Unplayable
 from tests.sim.arguments import Parser, seeds
