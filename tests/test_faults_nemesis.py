@@ -14,8 +14,9 @@ from typing import Any, cast
 import psutil
 import pytest
 
-from tests.faults.nemesis import Nemesis, Straggler
+from tests.faults.nemesis import Nemesis
 from tests.faults.scenarios import STRUCK, Step
+from tests.faults.straggler import Straggler
 from tests.faults.tracing import Watch
 from tests.realswarm import _MARK, RealPeer, RealSwarm, wait
 

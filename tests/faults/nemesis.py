@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 import psutil
@@ -16,6 +15,7 @@ from tests.faults.goodput import MEANS
 from tests.faults.network import Namespaces
 from tests.faults.play import Event, Life
 from tests.faults.scenarios import STRUCK, Step
+from tests.faults.straggler import Straggler
 from tests.faults.tracing import Watch
 from tests.realswarm import ORPHAN_SECONDS, RealPeer, RealSwarm, deciding, wait
 
@@ -26,41 +26,6 @@ TRAP_SECONDS = 60.0
 SUSPECTED_SECONDS = 30.0
 LEAVE_SECONDS = 15.0
 DEATH_SECONDS = 3.0
-_CYCLE_SECONDS = 0.5
-
-
-class Straggler:
-    """Lets a process run for a share of the time only, as cpulimit does: what a slower machine's worker would be.
-
-    Attributes:
-        signals: how many it has had.
-    """
-
-    def __init__(self, pid: Callable[[], int | None], share: float) -> None:
-        self.signals = 0
-        self._pid, self._share = pid, share
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while not self._over.is_set():
-            pid = self._pid()  # another one, if it died
-            self._signal(pid, signal.SIGSTOP)
-            self._over.wait((1 - self._share) * _CYCLE_SECONDS)
-            self._signal(pid, signal.SIGCONT)
-            self._over.wait(self._share * _CYCLE_SECONDS)
-
-    def _signal(self, pid: int | None, number: int) -> None:
-        if pid:
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
-                self.signals += 1
-
-    def end(self) -> None:
-        """Runs as it can again."""
-        self._over.set()
-        self._thread.join(2 * _CYCLE_SECONDS)
 
 
 class Nemesis:
