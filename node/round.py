@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -39,6 +40,8 @@ __all__ = ["Replica", "RoundReport"]
 FIRST_ROUND_LIMIT_SECONDS = 3600.0
 ROUND_LIMIT_MULTIPLE = 10.0
 ROUND_LIMIT_FLOOR_SECONDS = 60.0
+FIRST_STEP_SECONDS = 2.0
+"""Who is asked to leave with nothing in hand waits so long for its first step, and goes with that."""
 PROOF_SHARE = 1 / 3
 """Of the time to catch up: contacts that show heads and prove nothing may not take what fetching the state needs."""
 
@@ -86,6 +89,7 @@ class Replica:
         self._compute = compute
         self._delta, self._mean = torch.empty_like(anchor), torch.empty_like(anchor)
         self.leaving = self.last = False
+        self._empty_handed = False  # leaves even if it has nothing to hand in
         self.on_phase: Callable[[str, Work], None] = lambda phase, work: None
         self.awaited: Callable[[], Sequence[PeerId]] = tuple
         self._offer_again: Callable[[], None] = lambda: None
@@ -157,12 +161,17 @@ class Replica:
         """Hand in what there is, as soon as the others can: this peer goes when the round is over."""
         self.leaving = True
         self._offer_again()
+        asyncio.get_running_loop().call_later(FIRST_STEP_SECONDS, self._leave_with_nothing)
+
+    def _leave_with_nothing(self) -> None:
+        self._empty_handed = True
+        self._offer_again()
 
     def _offered(self, work: Work, head: Head) -> Work:
         """Work as the others hear of it: bound to our state, and nothing if it diverged."""
         if _diverged(work):
             work = replace(work, tokens=0, norm=0.0)
-        if self.leaving or (self.last and work.complete):
+        if (self.leaving and (work.tokens or self._empty_handed)) or (self.last and work.complete):
             work = replace(work, complete=True, leaving=True)
         return replace(work, state_root=head.state_root)
 

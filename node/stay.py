@@ -160,7 +160,8 @@ class Stay:
             await self._report(report)
             if self._limits.rounds is not None:
                 means.replica.last = self._done >= self._limits.rounds - 1
-                means.replica.leaving |= self._done >= self._limits.rounds
+                if self._done >= self._limits.rounds:
+                    means.replica.leave()
         if self._over() and not self._leave.is_set():
             await self._sample()
         if self._over():

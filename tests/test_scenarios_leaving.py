@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from node.round import FIRST_STEP_SECONDS
 from protocols.base import PeerId
 from protocols.calling import LEAVER_SECONDS
 from protocols.record import Kind
@@ -82,6 +83,42 @@ def test_who_has_not_ended_its_first_step_is_waited_for_until_it_has(peers: int)
         return seconds
 
     assert stage.play(story) <= 4 * STEP_SECONDS + LEAVER_SECONDS + PROMPT_SECONDS
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("peers", (2, 3, 4))
+def test_who_is_asked_in_its_first_step_hands_that_step_in(peers: int, role: str) -> None:
+    stage = Parting(LongRounds(peers, pace_seconds=STEP_SECONDS))
+
+    async def story() -> tuple[PeerId, int, float]:
+        await stage.rounds(2)
+        await asyncio.sleep(0.2)
+        number, goes = stage.head("p0").key.round, leaver(stage, role)
+        stage.leave(goes)
+        seconds = await stage.gone(goes)
+        await stage.rounds(2)
+        return goes, number, seconds
+
+    goes, number, seconds = stage.play(story)
+    last = stage.histories[goes][-1]
+    assert (last["round"], last["outcome"]) == (number, "committed") and last["weight"] > 0
+    _, counted, chunks = last["contributions"][goes]
+    assert counted == chunks > 0
+    assert seconds <= STEP_SECONDS + PROMPT_SECONDS
+
+
+def test_who_does_not_end_a_step_soon_goes_with_nothing() -> None:
+    stage = Parting(LongRounds(3, pace_seconds=STEP_SECONDS), {"p1": 60.0})
+
+    async def story() -> float:
+        await asyncio.sleep(0.2)
+        stage.leave("p1")
+        began, number = stage.now, stage.head("p0").key.round
+        await stage.until(lambda: stage.head("p0").key.round > number, 60.0, "the round that p1 leaves in")
+        assert "p1" not in {member.peer for member in stage.since("p0", number)[0].record.roster}
+        return stage.now - began
+
+    assert stage.play(story) <= FIRST_STEP_SECONDS + PROMPT_SECONDS
 
 
 @pytest.mark.parametrize(("peers", "leavers"), ((3, 2), (4, 2), (4, 3), (5, 2), (5, 3), (5, 4)))
