@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
 from collections import deque
@@ -110,13 +111,17 @@ class Child:
 
     def ask(self) -> None:
         """Have it end in good order (SIGTERM), and do not wait for that."""
-        with suppress(ProcessLookupError):
-            self._process.terminate()
+        self._signal(signal.SIGTERM)
 
     def strike(self) -> None:
         """Have it killed, and do not wait for its end."""
-        with suppress(ProcessLookupError):
-            self._process.kill()
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
+        """Not by asyncio's own methods: CPython's look for the exit code first, and who waits for it gets 255 then."""
+        if self.code is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     async def kill(self) -> None:
         """End it at once."""

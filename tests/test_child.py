@@ -1,0 +1,27 @@
+"""A program of ours in a process of its own: how it ended is told truly."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from node.child import Child
+
+
+async def test_who_strikes_does_not_take_the_exit_code_away() -> None:
+    """Between the end of a process and the news of it: who looked for the code then would have it, and nobody else."""
+    command = (sys.executable, "-I", "-S", "-c", "raise SystemExit(3)")
+    for _ in range(20):
+        silent = asyncio.Event()
+
+        def hear(line: str | None, silent: asyncio.Event = silent) -> None:
+            if line is None:
+                silent.set()
+
+        child = await Child.start("straw", command, hear)
+        await silent.wait()  # its output ends where it does
+        while child.code is None:
+            child.strike()
+            await asyncio.sleep(0)
+        assert child.code in (3, -9)
+        await child.kill()
