@@ -29,7 +29,7 @@ from protocols.base import (
     Work,
 )
 from protocols.branches import Branch
-from protocols.chain import KEEP_CERTIFICATES, UNSETTLED, Chain, certificate_in
+from protocols.chain import UNSETTLED, Chain, certificate_in
 from protocols.record import Kind
 from protocols.snapshot import Snapshots
 from protocols.sync import Sync
@@ -42,6 +42,8 @@ ROUND_LIMIT_MULTIPLE = 10.0
 ROUND_LIMIT_FLOOR_SECONDS = 60.0
 FIRST_STEP_SECONDS = 2.0
 """Who is asked to leave with nothing in hand waits so long for its first step, and goes with that."""
+KEEP_COUNTED = 4096
+"""Of so many rounds a peer knows what of its work was counted in them: what a switch of branch would cost."""
 PROOF_SHARE = 1 / 3
 """Of the time to catch up: contacts that show heads and prove nothing may not take what fetching the state needs."""
 
@@ -223,7 +225,7 @@ class Replica:
             await self.trainer.write(self.anchor)
         if me in mean.peers:
             self._counted[self.chain.head.key.lineage] = work.tokens
-            if len(self._counted) > KEEP_CERTIFICATES:
+            if len(self._counted) > KEEP_COUNTED:
                 del self._counted[next(iter(self._counted))]
 
     def _report(self, me: Member, done: _Round, seconds: dict[str, float], time: float) -> RoundReport:

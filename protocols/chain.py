@@ -8,22 +8,23 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import chain
+from weakref import WeakSet
 
 from protocols import record as records
 from protocols import wire
 from protocols.base import Head, Member, RoundKey
+from protocols.links import UNSETTLED, Archive, Forgotten, Link, Links, follow
 from protocols.record import Record
 from protocols.votes import Certificate
 
-KEEP_CERTIFICATES = 4096
-"""The oldest beyond these are forgotten. Whoever left our branch before them, newcomers among them, cannot be shown the
-way by us any more, nor we by them: it needs a peer that keeps more."""
-UNSETTLED = bytes(32)
-"""State root of a head whose state nobody has vouched for yet."""
+__all__ = ["UNSETTLED", "Archive", "Chain", "Link", "certificate_in", "follow", "genesis", "state_root"]
 
 LOCATOR_RECENT = 8
 """So many lineages stand in a locator one by one; below them the steps double."""
+PIECE = 16
+"""Certificates that are looked up at once: fast enough to be done between two others' turns."""
 
 
 def state_root(parameters_root: bytes, velocity_root: bytes, round_number: int) -> bytes:
@@ -43,49 +44,6 @@ def genesis(run: bytes, scope: str, roster: tuple[Member, ...], root: bytes = UN
     return Head(RoundKey(run, scope, lineage, 0), roster, root, anchor=lineage)
 
 
-@dataclass(frozen=True, slots=True)
-class Link:
-    """One decided round.
-
-    Attributes:
-        certificate: its record and votes.
-        head: what it led to; the state root is unsettled: only the next record says it.
-    """
-
-    certificate: Certificate
-    head: Head
-
-    @property
-    def record(self) -> Record:
-        return records.decode(self.certificate.record)
-
-    @property
-    def lineage(self) -> bytes:
-        """The lineage that its record names."""
-        return self.head.key.lineage
-
-
-def follow(head: Head, certificate: Certificate) -> Link:
-    """What a certificate leads to, whose votes are not looked at.
-
-    Raises:
-        BadPayload: it holds no record.
-        ValueError: its record does not extend that head.
-    """
-    record, key = records.decode(certificate.record), head.key
-    if (record.parent, record.round) != (key.lineage, key.round):
-        raise ValueError(f"record of round {record.round} does not extend the head at round {key.round}")
-    lineage = records.lineage(certificate.record)
-    after = Head(
-        key=replace(key, lineage=lineage, round=key.round + 1),
-        roster=record.roster,
-        state_root=UNSETTLED,
-        anchor=lineage if record.averaged else head.anchor,
-        complaints=record.complaints,
-    )
-    return Link(certificate, after)
-
-
 def certificate_in(head: Head, data: bytes) -> Certificate:
     """The certificate that an averager hands over, of the round after `head`.
 
@@ -100,78 +58,156 @@ def certificate_in(head: Head, data: bytes) -> Certificate:
 
 
 class Chain:
-    """The head, and the rounds that led to it since the genesis, as far as they are kept.
+    """The head, and the rounds that led to it since the genesis, as far as they can be read.
+
+    The rounds are a trunk that the copies of a chain share with it; what only a copy has is its own.
 
     Attributes:
         head: its state root is this peer's own, as it was settled last; `UNSETTLED` before that.
     """
 
-    def __init__(self, run: bytes, scope: str, roster: tuple[Member, ...], root: bytes = UNSETTLED) -> None:
-        """A chain at its genesis; arguments as for `genesis`. Unsettled, the root is what the first record says."""
-        self.head = self._oldest = genesis(run, scope, roster, root)
-        self._links: list[Link] = []
-        self._rounds = {self.head.key.lineage: 0}  # lineage -> the round that extends it
+    def __init__(
+        self,
+        run: bytes,
+        scope: str,
+        roster: tuple[Member, ...],
+        root: bytes = UNSETTLED,
+        archive: Archive | None = None,
+    ) -> None:
+        """A chain at its genesis, or where the archive leads from there; what does not is cut off there.
+
+        Args:
+            run, scope, roster, root: as for `genesis`. Unsettled, the root is what the first record says.
+            archive: where the certificates are kept, whose votes have been judged; None: in memory.
+        """
+        self._trunk = Links(genesis(run, scope, roster, root), archive)
+        self._shared = len(self._trunk)  # rounds of the trunk that are ours
+        self._own: Links | None = None  # those after them; None: the trunk is ours
+        self._copies: WeakSet[Chain] = WeakSet()  # of the trunk
+        self.head = self._head(len(self))
 
     def copy(self) -> Chain:
-        """A chain of its own with the same rounds."""
+        """A chain of its own with the same rounds, which never writes to the archive."""
         other = Chain.__new__(Chain)
-        other.head, other._oldest = self.head, self._oldest
-        other._links, other._rounds = self._links.copy(), self._rounds.copy()
+        other._trunk, other._shared, other._copies = self._trunk, self._shared, self._copies
+        other._own = Links(self._trunk.head(self._shared))
+        other._own.extend(self._own or ())
+        other.head = self.head
+        self._copies.add(other)
         return other
+
+    def __len__(self) -> int:
+        return self._shared + len(self._own or ())
+
+    @property
+    def refused(self) -> int:
+        """Certificates that the archive held at the beginning, and that did not lead on from the genesis."""
+        return self._trunk.refused
 
     @property
     def records(self) -> tuple[bytes, ...]:
-        """The encoded records that are kept, oldest first."""
-        return tuple(link.certificate.record for link in self._links)
+        """The encoded records that can be read, oldest first."""
+        return tuple(link.certificate.record for link in self._read(self._trunk.floor, len(self)))
 
     # -- looking ------------------------------------------------------------------------------------------------------
 
     def __contains__(self, lineage: bytes) -> bool:
-        return lineage in self._rounds
+        return self._place(lineage) is not None
 
     def _place(self, lineage: bytes) -> int | None:
-        """How many of the links that are kept come before this lineage's child."""
-        number = self._rounds.get(lineage)
-        return None if number is None else number - self._oldest.key.round
+        """How many rounds come before this lineage's child."""
+        place = self._trunk.place(lineage)
+        if place is not None and place <= self._shared:
+            return place
+        own = self._own.place(lineage) if self._own else None
+        return None if own is None else self._shared + own
+
+    def _read(self, place: int, count: int) -> list[Link]:
+        """
+        Raises:
+            Forgotten: one of them cannot be.
+        """
+        shared = self._trunk.read(place, min(count, self._shared - place)) if place < self._shared else []
+        if self._own is None or len(shared) == count:
+            return shared
+        return shared + self._own.read(max(0, place - self._shared), count - len(shared))
+
+    def _head(self, place: int) -> Head:
+        """
+        Raises:
+            Forgotten: it cannot be told.
+        """
+        return self._read(place - 1, 1)[0].head if place else self._trunk.start
+
+    def _lineage(self, place: int) -> bytes:
+        return (
+            self._trunk.lineage(place)
+            if place <= self._shared or self._own is None
+            else self._own.lineage(place - self._shared)
+        )
 
     def child(self, lineage: bytes) -> Link | None:
         """The round that extends this lineage, if we have it."""
-        place = self._place(lineage)
-        return self._links[place] if place is not None and place < len(self._links) else None
+        return next(iter(self.since(lineage, 1)), None)
 
     def since(self, lineage: bytes, limit: int | None = None) -> tuple[Link, ...]:
         """The rounds after this lineage, oldest first, at most `limit`; none if it is not on this chain."""
         place = self._place(lineage)
         if place is None:
             return ()
-        return tuple(self._links[place:] if limit is None else self._links[place : place + limit])
+        try:
+            return tuple(self._read(place, len(self) - place if limit is None else limit))
+        except Forgotten:
+            return ()
+
+    def count_since(self, lineage: bytes) -> int:
+        """How many rounds there are after this lineage; 0 if it is not on this chain."""
+        place = self._place(lineage)
+        return 0 if place is None else len(self) - place
+
+    def certificates(self, lineage: bytes) -> list[Certificate]:
+        """Of some rounds after this lineage, at least one if there is one: what is quickly looked up."""
+        place = self._place(lineage)
+        if place is None or place == len(self):
+            return []
+        try:
+            if place < self._shared:
+                return self._trunk.certificates(place, min(PIECE, self._shared - place))
+            return self._own.certificates(place - self._shared, PIECE) if self._own else []
+        except Forgotten:
+            return []
 
     def at(self, lineage: bytes) -> Head | None:
         """The head at a lineage of this chain; its state root as the certificates have it, not as we computed it."""
         place = self._place(lineage)
         if place is None:
             return None
-        head = self._links[place - 1].head if place else self._oldest
-        return replace(head, state_root=self._links[place].record.state_root) if place < len(self._links) else head
+        try:
+            head, after = self._head(place), self._read(place, 1)
+        except Forgotten:
+            return None
+        return replace(head, state_root=after[0].record.state_root) if after else head
 
     def locator(self) -> tuple[bytes, ...]:
         """Lineages from the head down, ever farther apart, the last one the oldest kept: where do we part?"""
-        found, place, step = [], len(self._links), 1
-        while place > 0:
-            found.append(self._links[place - 1].lineage)
+        found, place, step = [], len(self), 1
+        while place > self._trunk.floor:
+            found.append(self._lineage(place))
             place -= step
             step = step if len(found) < LOCATOR_RECENT else 2 * step
-        return (*found, self._oldest.key.lineage)
+        return (*found, self._lineage(self._trunk.floor))
 
     def common(self, locator: Sequence[bytes]) -> bytes | None:
         """The first lineage of another peer's locator that is on this chain."""
         return next((lineage for lineage in locator if lineage in self), None)
 
     def members(self, limit: int) -> tuple[Member, ...]:
-        """Who was in a roster, the latest first, one life of each peer, at most `limit`."""
+        """Who was in a roster, the latest first, one life of each peer, at most `limit`; not of all times, of a chain
+        whose roster changed more than a thousand times."""
         found: dict[str, Member] = {}
-        for head in (*(link.head for link in reversed(self._links)), self._oldest):
-            for member in head.roster:
+        own = () if self._own is None else self._own.rosters(len(self._own))
+        for roster in chain(own, self._trunk.rosters(self._shared)):
+            for member in roster:
                 found.setdefault(member.peer, member)
             if len(found) >= limit:
                 break
@@ -187,7 +223,7 @@ class Chain:
             ValueError: it does not extend the head: applying it would break the chain.
         """
         link = follow(self.head, certificate_in(self.head, certificate))
-        self._append(link)
+        self._append(link, certificate)
         self.head = link.head
         return link.record
 
@@ -205,22 +241,53 @@ class Chain:
             ValueError: the lineage is not on this chain, or the links do not follow it; nothing has changed then.
         """
         place = self._place(lineage)
-        parents = [lineage, *(link.lineage for link in links)]
-        if place is None or any(link.certificate.key.lineage != parent for link, parent in zip(links, parents)):  # noqa: B905 - one parent more
+        if place is None or not _follows(lineage, links):
             raise ValueError("a branch that does not leave this chain where it is said to")
-        lost = self._links[place:]
-        del self._links[place:]
-        for link in lost:
-            del self._rounds[link.lineage]
+        try:
+            lost = self._cut(place)
+        except Forgotten:
+            raise ValueError("a branch that leaves this chain where it cannot be read any more") from None
         for link in links:
             self._append(link)
-        self.head = self._links[-1].head if self._links else self._oldest
-        return tuple(lost)
+        self.head = self._head(len(self))
+        return lost
 
-    def _append(self, link: Link) -> None:
-        self._links.append(link)
-        self._rounds[link.lineage] = link.head.key.round
-        if len(self._links) > KEEP_CERTIFICATES:
-            forgotten = self._oldest.key.lineage
-            self._oldest = self._links.pop(0).head
-            del self._rounds[forgotten]
+    def _append(self, link: Link, encoded: bytes | None = None) -> None:
+        if self._own is None:
+            self._trunk.append(link, encoded)
+            self._shared += 1
+        else:
+            self._own.append(link, encoded)
+
+    def _cut(self, place: int) -> tuple[Link, ...]:
+        """Give up what comes after so many rounds.
+
+        Raises:
+            Forgotten: the head there cannot be told; nothing has changed.
+        """
+        if self._own is not None and place >= self._shared:
+            return self._own.cut(place - self._shared)
+        if self._own is not None:
+            head, given_up = self._trunk.head(place), self._read(place, len(self) - place)
+            self._shared, self._own = place, Links(head)
+            return tuple(given_up)
+        head, lost = self._trunk.head(place), self._trunk.cut(place)
+        for each in self._copies:
+            each._part(head, place, lost)
+        self._shared = place
+        return lost
+
+    def _part(self, head: Head, place: int, lost: tuple[Link, ...]) -> None:
+        """The trunk is given up from there on: what of that is ours too, becomes our own."""
+        if place < self._shared and self._own is not None:
+            before, self._own = self._own, Links(head)
+            self._own.extend((*lost[: self._shared - place], *before))
+            self._shared = place
+
+
+def _follows(lineage: bytes, links: Sequence[Link]) -> bool:
+    """Whether these rounds follow each other from a lineage."""
+    if isinstance(links, Links):
+        return links.start.key.lineage == lineage
+    parents = [lineage, *(link.lineage for link in links)]
+    return all(link.certificate.key.lineage == parent for link, parent in zip(links, parents, strict=False))

@@ -9,7 +9,7 @@ from functools import partial
 from protocols import wire
 from protocols.base import BadPayload, Deadline, Host, PeerError, PeerGone, PeerId, RoundKey, Stream
 from protocols.branches import Branch, Rules
-from protocols.chain import KEEP_CERTIFICATES, Chain, Link
+from protocols.chain import Chain, Link
 from protocols.contacts import Contacts
 from protocols.post import Ledger
 from protocols.requests import SYNC, Trail, WantTrail
@@ -19,6 +19,7 @@ TRAIL_SECONDS = 20.0
 """A contact has so long to prove its head."""
 VERIFY_BYTES = 1 << 16
 """What judging one certificate costs, as bytes of `Compute`: some signatures."""
+KEEP_CERTIFICATES = 4096
 _LIMIT = 256
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
+from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocols import record as records
 from protocols import wire
 from protocols.base import BadPayload, Head, Member, RoundKey
 from protocols.chain import UNSETTLED, Chain, Link, genesis, state_root
+from protocols.links import ListArchive
 from protocols.record import Kind, Record
 from tests.rounds import ROOT, RUN, certified, decided, encoded, line
 
@@ -237,19 +240,177 @@ def test_a_copy_goes_its_own_way() -> None:
     assert state(chain) == before and other.head.key.round == 2
 
 
-def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("protocols.chain.KEEP_CERTIFICATES", 8)
-    chain, whole = grown(20), lineages(grown(8))
-    every = lineages(chain)[1:]
-    assert len(chain.records) == 8 and chain.head.key.round == 20
-    for before, after in zip(every, chain.records[1:], strict=False):
-        assert records.decode(after).parent == before
-    assert whole[5] not in chain and chain.at(whole[5]) is None and chain.common(whole) is None
-    oldest = chain.locator()[-1]
-    assert oldest in chain and len(chain.since(oldest)) == 8
-    head = chain.at(oldest)
-    assert head is not None and head.key.round == 12
-    assert len(chain.switch(oldest, [])) == 8 and chain.head == replace(head, state_root=UNSETTLED)
+# -- an archive -------------------------------------------------------------------------------------------------------
+
+
+class Plain:
+    """The rounds of a chain in one list: what it says of them, the long way round."""
+
+    def __init__(self, links: list[Link]) -> None:
+        self.links = links
+
+    @property
+    def heads(self) -> list[Head]:
+        roots = [link.record.state_root for link in self.links]
+        heads = [fresh().head, *(link.head for link in self.links)]
+        return [*(replace(head, state_root=root) for head, root in zip(heads, roots, strict=False)), heads[-1]]
+
+    def members(self, limit: int) -> tuple[Member, ...]:
+        every = [member for head in reversed(self.heads) for member in head.roster]
+        return tuple({member.peer: member for member in reversed(every)}[peer] for peer in dict.fromkeys(
+            member.peer for member in every
+        ))[:limit]  # fmt: skip
+
+
+def same(chain: Chain, plain: Plain) -> None:
+    heads, links = plain.heads, plain.links
+    assert chain.head == heads[-1] and len(chain) == len(links)
+    assert chain.records == tuple(link.certificate.record for link in links)
+    for place, head in enumerate(heads):
+        lineage = head.key.lineage
+        assert lineage in chain and chain.at(lineage) == head and chain.count_since(lineage) == len(links) - place
+        assert chain.since(lineage) == tuple(links[place:]) and chain.since(lineage, 2) == tuple(links[place:][:2])
+        assert chain.child(lineage) == next(iter(links[place:]), None)
+        some = chain.certificates(lineage)
+        assert bool(some) == (place < len(links))
+        assert some == [link.certificate for link in links[place : place + len(some)]]
+    assert [chain.members(limit) for limit in (1, 3, 9)] == [plain.members(limit) for limit in (1, 3, 9)]
+    at = [heads.index(head) for head in map(chain.at, chain.locator()) if head]
+    assert at == sorted(at, reverse=True) and at[0] == len(links) and at[-1] == 0
+
+
+ROSTERS = st.sampled_from([ROSTER, ROSTER[:1], (Member("bert"), Member("cleo", 1)), (Member("cleo", 2),)])
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["extend", "extend", "switch", "copy", "restart"]),
+        st.integers(0, 5),  # which of the chains: the first of them writes to the archive
+        st.integers(0, 30),  # where it is left, from the end
+        st.integers(0, 6),  # rounds
+        st.sampled_from([Kind.MEAN, Kind.SKIP, Kind.FORK]),
+        ROSTERS,
+    ),
+    max_size=12,
+)
+
+
+@settings(deadline=None, max_examples=40)
+@given(steps=STEPS, recent=st.integers(1, 4), piece=st.integers(1, 3))
+def test_a_chain_over_an_archive_is_what_a_list_would_be(steps: list[Any], recent: int, piece: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("protocols.links.RECENT", recent)
+        patch.setattr("protocols.links.PIECE", piece)
+        archive, plans = ListArchive(), iter(range(1000))
+        pairs = [(Chain(RUN, "run", ROSTER, ROOT, archive), Plain([]))]
+        for what, which, back, rounds, kind, roster in steps:
+            at = which % len(pairs)
+            chain, plain = pairs[at]
+            place = max(0, len(plain.links) - back) if what == "switch" else len(plain.links)
+            start = plain.heads[place]
+            links = line(replace(start, state_root=ROOT), rounds, kind=kind, roster=roster, plan=plan(next(plans)))
+            if what == "extend":
+                for link in links:
+                    chain.extend(encoded(link))
+                plain.links = plain.links + links
+            elif what == "switch":
+                assert chain.switch(start.key.lineage, links) == tuple(plain.links[place:])
+                plain.links = plain.links[:place] + links
+            elif what == "copy":
+                pairs.append((chain.copy(), Plain(plain.links)))
+            else:
+                pairs = [(Chain(RUN, "run", ROSTER, ROOT, archive), pairs[0][1])]
+                assert pairs[0][0].refused == 0
+            for pair in pairs:
+                same(*pair)
+
+
+def plan(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+def archived(links: list[Link]) -> ListArchive:
+    archive = ListArchive()
+    for link in links:
+        archive.append(encoded(link))
+    return archive
+
+
+def test_what_does_not_lead_on_from_the_genesis_is_cut_off_with_what_follows() -> None:
+    links, other = line(fresh().head, 6), line(fresh().head, 6, plan=b"e" * 32)
+    for held, good in (
+        ([*links[:3], *other[3:]], 3),
+        ([*links[:3], *links[4:]], 3),
+        ([*links[:2], links[1]], 2),
+        (line(Chain(b"s" * 32, "run", ROSTER, ROOT).head, 2), 0),
+    ):
+        archive = archived(held)
+        chain = Chain(RUN, "run", ROSTER, ROOT, archive)
+        assert len(chain) == len(archive) == good and chain.refused == len(held) - good
+        assert chain.records == tuple(link.certificate.record for link in links[:good])
+    archive = archived(links)
+    archive._kept[4] = b"nonsense"
+    assert len(Chain(RUN, "run", ROSTER, ROOT, archive)) == len(archive) == 4
+
+
+@pytest.mark.parametrize("bad", [b"", b"nonsense", None])
+def test_what_an_archive_does_not_bring_any_more_is_forgotten_with_what_was_before_it(
+    bad: bytes | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("protocols.links.RECENT", 2)
+    links = line(fresh().head, 20)
+    archive = archived(links)
+    chain = Chain(RUN, "run", ROSTER, ROOT, archive)
+    every = lineages(chain)
+    archive._kept[7] = encoded(decided(links[6].head, plan=b"e" * 32)) if bad is None else bad
+    assert len(chain.since(every[9])) == 11, "nobody has asked for it yet"
+    assert chain.since(every[0]) == () and chain.at(every[8]) is None
+    assert every[8] not in chain and every[9] in chain and chain.locator()[-1] == every[9]
+    assert chain.at(every[9]) == replace(links[8].head, state_root=links[9].record.state_root)
+    assert len(chain.records) == 11 and chain.head == links[-1].head
+    with pytest.raises(ValueError, match="does not leave this chain"):
+        chain.switch(every[3], [])
+    assert len(chain.switch(every[9], [])) == 11 and chain.head == links[8].head
+    chain.extend(encoded(decided(chain.head)))
+
+
+def test_a_branch_that_leaves_where_nothing_can_be_read_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("protocols.links.RECENT", 2)
+    archive = archived(line(fresh().head, 20))
+    chain = Chain(RUN, "run", ROSTER, ROOT, archive)
+    lineage = lineages(chain)[8]
+    archive._kept[7] = b""
+    with pytest.raises(ValueError, match="cannot be read any more"):
+        chain.switch(lineage, [])
+    assert len(chain) == len(archive) == 20
+    chain.extend(encoded(decided(chain.head)))
+
+
+def test_what_is_given_up_and_cannot_be_read_does_not_hold_up_a_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("protocols.links.RECENT", 2)
+    archive = archived(line(fresh().head, 20))
+    chain = Chain(RUN, "run", ROSTER, ROOT, archive)
+    every = lineages(chain)
+    archive._kept[12] = b""
+    assert [link.lineage for link in chain.switch(every[5], [])] == every[15:]
+    assert len(archive) == 5 and len(chain.records) == 5 and every[5] in chain
+
+
+def test_a_long_chain_costs_little_memory() -> None:
+    """Bytes in memory for each round of a chain whose certificates are elsewhere."""
+
+    class Elsewhere(ListArchive):
+        def append(self, certificate: bytes) -> None:
+            self._kept.append(b"")
+
+    def grow(rounds: int) -> int:
+        chain = Chain(RUN, "run", ROSTER, ROOT, Elsewhere())
+        tracemalloc.start()
+        chain.switch(chain.head.key.lineage, links[:rounds])
+        used = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        return used
+
+    links = line(fresh().head, 1600, voters=ROSTER[:1])
+    assert (grow(1600) - grow(400)) / 1200 < 150
 
 
 # -- state roots ------------------------------------------------------------------------------------------------------

@@ -1,0 +1,179 @@
+"""Certificates on a disk: what was appended is there again, what a crash or a bad disk left is not."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from node import archive as archives
+from node.archive import CertificateFile
+from protocols.base import Member
+from protocols.chain import Chain
+from tests.rounds import ROOT, RUN, encoded, line
+
+ENTRIES = [bytes([number]) * (number + 1) for number in range(20)]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "certificates.bin"
+
+
+def filled(path: Path, count: int = 20) -> CertificateFile:
+    file = CertificateFile(path)
+    for each in ENTRIES[:count]:
+        file.append(each)
+    return file
+
+
+def content(file: CertificateFile) -> list[bytes]:
+    return list(file.read(0, len(file)))
+
+
+def test_what_was_appended_is_there_again(path: Path) -> None:
+    for count in (0, 3, 8):
+        file = CertificateFile(path)
+        assert content(file) == ENTRIES[: len(file)]
+        for each in ENTRIES[len(file) : count]:
+            file.append(each)
+        file.sync()
+    file = CertificateFile(path)
+    assert len(file) == 8 and list(file.read(3, 2)) == ENTRIES[3:5] and list(file.read(6, 9)) == ENTRIES[6:8]
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_what_is_cut_off_is_gone(path: Path) -> None:
+    file = filled(path)
+    file.truncate(20)
+    file.truncate(5)
+    file.append(b"new")
+    assert content(file) == content(CertificateFile(path)) == [*ENTRIES[:5], b"new"]
+    file.truncate(0)
+    assert len(CertificateFile(path)) == 0
+    file.append(b"first")
+    assert content(CertificateFile(path)) == [b"first"]
+
+
+@pytest.mark.parametrize("torn", range(1, 12))
+def test_a_torn_end_is_cut_off_with_one_line(path: Path, torn: int, caplog: pytest.LogCaptureFixture) -> None:
+    filled(path, 6)
+    os.truncate(path, path.stat().st_size - torn)
+    with caplog.at_level(logging.WARNING):
+        file = CertificateFile(path)
+    assert content(file) == ENTRIES[:5] and len(caplog.records) == 1 and "cut off" in caplog.text
+    file.append(ENTRIES[5])
+    caplog.clear()
+    assert content(CertificateFile(path)) == ENTRIES[:6] and not caplog.records
+
+
+@pytest.mark.parametrize("at", range(8, 60, 3))
+def test_a_flipped_bit_ends_what_is_believed(path: Path, at: int) -> None:
+    filled(path, 8)
+    data = bytearray(path.read_bytes())
+    data[at] ^= 4
+    path.write_bytes(data)
+    file = CertificateFile(path)
+    assert content(file) == ENTRIES[: len(file)] and len(file) < 8
+    assert path.stat().st_size <= at, "it is off the disk, too"
+
+
+@pytest.mark.parametrize("foreign", [b"x", b"something else, and longer", bytes(300_000)])
+def test_another_file_is_not_believed(path: Path, foreign: bytes) -> None:
+    path.write_bytes(foreign)
+    assert len(filled(path, 3)) == 3
+    assert content(CertificateFile(path)) == ENTRIES[:3]
+
+
+def test_what_goes_bad_meanwhile_is_not_handed_out(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = filled(path, 6)
+    data = bytearray(path.read_bytes())
+    data[data.index(ENTRIES[3])] ^= 1
+    path.write_bytes(data)
+    with caplog.at_level(logging.WARNING):
+        assert list(file.read(0, 6)) == ENTRIES[:3] and list(file.read(3, 1)) == []
+        assert list(file.read(4, 2)) == ENTRIES[4:6]
+    assert len(caplog.records) == 1 and "round 3 is damaged" in caplog.text
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
+    """Sets how many bytes of each write the disk takes; None: all."""
+    real, room = os.pwrite, [None]
+
+    def pwrite(file: int, data: bytes, at: int) -> int:
+        if room[0] == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(file, data[: room[0]], at)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    return lambda size: room.__setitem__(0, size)  # type: ignore[call-overload, no-any-return]
+
+
+@pytest.mark.parametrize("room", [0, 5])
+def test_a_full_disk_costs_one_line_and_nothing_else(
+    path: Path, room: int, disk: Callable[[int | None], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    file = filled(path, 4)
+    with caplog.at_level(logging.WARNING):
+        disk(room)
+        for each in ENTRIES[4:8]:
+            file.append(each)
+    assert len(caplog.records) == 1 and str(path) in caplog.text
+    assert content(file)[:4] == ENTRIES[:4] and list(file.read(4, 9)) == ENTRIES[4:8] and len(file) == 8
+    assert content(CertificateFile(path)) == ENTRIES[:4]
+    file.truncate(7)
+    disk(None)
+    file.append(b"and on")
+    assert content(file) == content(CertificateFile(path)) == [*ENTRIES[:7], b"and on"]
+
+
+def test_what_waits_for_the_disk_is_bounded(
+    path: Path, disk: Callable[[int | None], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(archives, "MAX_WAITING_BYTES", 60)
+    file = filled(path, 4)
+    disk(0)
+    for each in ENTRIES[4:]:
+        file.append(each)
+    assert len(file) == 20 and file._waiting_bytes <= 60 and list(file.read(4, 9)) == []
+    assert list(file.read(18, 9)) == ENTRIES[18:]
+    disk(None)
+    file.append(b"more")
+    assert len(file) == 21 and content(CertificateFile(path)) == ENTRIES[:4], "a gap is not papered over"
+    file.truncate(10)
+    file.truncate(4)
+    file.append(b"new")
+    assert content(file) == content(CertificateFile(path)) == [*ENTRIES[:4], b"new"]
+
+
+def test_a_disk_that_was_full_from_the_beginning(path: Path, disk: Callable[[int | None], None]) -> None:
+    disk(0)
+    file = filled(path, 3)
+    disk(None)
+    file.append(ENTRIES[3])
+    assert content(CertificateFile(path)) == ENTRIES[:4]
+
+
+def test_one_without_a_name_leaves_nothing(tmp_path: Path) -> None:
+    file = CertificateFile.anonymous(tmp_path)
+    file.append(b"one")
+    assert content(file) == [b"one"] and not list(tmp_path.iterdir())
+
+
+def test_a_chain_goes_on_from_its_file(path: Path) -> None:
+    roster = (Member("anna"), Member("bert"))
+    chain = Chain(RUN, "run", roster, ROOT, CertificateFile(path))
+    links = line(chain.head, 300)
+    for link in links:
+        chain.extend(encoded(link))
+    again = Chain(RUN, "run", roster, ROOT, CertificateFile(path))
+    assert again.head == chain.head and again.since(links[0].lineage, 9) == tuple(links[1:10])
+    assert len(again.switch(links[99].lineage, ())) == 200
+    assert Chain(RUN, "run", roster, ROOT, CertificateFile(path)).head == links[99].head
+    os.truncate(path, path.stat().st_size - 1)
+    assert Chain(RUN, "run", roster, ROOT, CertificateFile(path)).head == links[98].head
