@@ -4,7 +4,8 @@ Single-decree Paxos over the members of a roster (docs/protocols.md). What happe
 what the host must do about it comes back as instructions (`protocols.votes`). The b-th coordinator of the roster owns
 ballot b, and proposes one record in it at most (`protocols.chair`); ballot 0 needs no promises. Only who holds all of a
 record accepts it, so it can be had for as long as one who accepted it lives. Timers and lost peers decide nothing: they
-open ballots. A fork is a ballot too: of those who are left, all of whom must promise and accept.
+open ballots. A fork is a ballot too: of those who are left, all of whom must promise and accept; or of heirs, where
+none is left (`protocols.poll`), who speak of nothing else.
 
 A `Vote` forgets nothing, and is made once for a member and a lineage: who restarts is another member.
 """
@@ -149,8 +150,20 @@ class Vote:
         elif self.decided:
             if isinstance(message, Ask | Prepare | Propose | Want):
                 self._standing.send([message.sender.peer], self.decided)
-        elif self.poll.counts(self.me) and self.poll.counts(message.sender):
+        elif self._concerns_us(message):
             self._handlers[type(message)](message)
+
+    def _concerns_us(self, message: Message) -> bool:
+        """Members hear members; heirs hear heirs, and of forks only."""
+        poll = self.poll
+        if poll.counts(self.me):
+            return poll.counts(message.sender)
+        if not (poll.inherits(self.me) and poll.inherits(message.sender)):
+            return False
+        if isinstance(message, Propose):
+            value = poll.value(message.ballot, message.record)
+            return value is not None and value.is_fork
+        return bool(message.fork) if isinstance(message, Ask | Prepare) else True
 
     def _flush(self) -> list[Instruction]:
         standing = self._standing

@@ -3,7 +3,8 @@
 At the lineage where two branches part, the one whose first child carries more signatures of that lineage's roster wins
 (docs/protocols.md); of two with the same number, the lower hash. A child that a quorum decided counts as one quorum,
 and a FORK as its own roster, whatever votes a certificate happens to hold: two peers with different certificates of the
-same records must come to the same answer. A longer branch wins over its own beginning.
+same records must come to the same answer. A FORK of heirs (`protocols.poll`), who have no such signatures, loses to any
+other child. A longer branch wins over its own beginning.
 
 One thing has to be kept from who has no child yet where a branch goes on with a FORK: any single member can make one.
 While those whom the fork leaves out are enough to decide, it does not win over their waiting for each other; it does
@@ -70,7 +71,7 @@ class Rules:
         if head.key.round == 0 and head.state_root not in (UNSETTLED, value.record.state_root):
             raise BadPayload("a first record that starts from another state than the run")
         for vote in certificate.votes:
-            if not poll.counts(vote.voter):
+            if not poll.counts(vote.voter) and not (value.is_fork and poll.inherits(vote.voter)):
                 raise BadPayload(f"a vote of {vote.voter}, who has none after {_named(head)}")
             if not poll.add(value.ballot, value.digest, vote.voter, vote.signature):
                 raise BadPayload(f"a forged vote of {vote.voter} after {_named(head)}")
@@ -115,11 +116,13 @@ class Rules:
             head = mine.head
         return max(first, second, key=lambda branch: len(branch.links))
 
-    def _rank(self, head: Head, child: Link) -> tuple[int, bytes]:
-        """The lower wins."""
-        record = child.record
-        signatures = len(record.roster) if record.kind == Kind.FORK else self._poll(head).quorum
-        return -signatures, child.lineage
+    def _rank(self, head: Head, child: Link) -> tuple[int, int, bytes]:
+        """The lower wins; heirs' signatures count where there are none of members."""
+        record, roster = child.record, set(head.roster)
+        if record.kind != Kind.FORK:
+            return -self._poll(head).quorum, 0, child.lineage
+        members = len(roster.intersection(record.roster))
+        return -members, members - len(record.roster), child.lineage
 
     def _before_hasty(self, head: Head, links: tuple[Link, ...]) -> tuple[Link, ...]:
         """These rounds up to the first FORK that we need not follow yet."""

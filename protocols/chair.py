@@ -108,7 +108,7 @@ class Chair:
             self.press()
         elif standing.leads(standing.ballot):
             self._prepare(standing.ballot)
-        else:
+        elif self._poll.counts(standing.me):
             ask = Ask(self._poll.key, standing.me, standing.ballot, ())
             standing.send([self._poll.coordinator(standing.ballot)], ask)
 
@@ -181,7 +181,7 @@ class Chair:
         if first != standing.me.peer:
             standing.arm()
             return standing.send([first], Ask(self._poll.key, standing.me, standing.ballot, members))
-        while not standing.leads(ballot):
+        while self._poll.coordinator(ballot) != first:
             ballot += 1
         self._prepare(ballot, members)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from protocols.ballot import Vote
 from protocols.base import BadPayload, Deadline, Head, Member, PeerId
 from protocols.desk import Desk
-from protocols.poll import Poll
+from protocols.poll import ONLOOKER, Poll
 from protocols.record import Kind
 from protocols.tasks import Bell
 from protocols.votes import (
@@ -41,9 +41,6 @@ ROUND_TRIP_LIMIT_SECONDS = 2.0
 LENIENCE = 1.25
 """A silent member is given up before the coordinator who waits for it is."""
 
-ONLOOKER = 1 << 40
-"""The life in whose name a peer looks on where it may not vote; no incarnation comes so far."""
-
 _MEMBERS_ONLY = (Prepare, Promise, Propose, Accept, Stale)
 
 
@@ -52,6 +49,7 @@ class Decision:
 
     Attributes:
         votes: whether we have one.
+        inherits: whether we had one in a former life, and may fork with others of whom that is so.
         leaving: who goes when the round is over, by its own word; nobody takes that back.
         called: the last ballot in which we sent a plan.
         leading: the ballot in which we coordinate and are free to choose; None if there is none.
@@ -73,7 +71,7 @@ class Decision:
         self.votes = me in head.roster
         quorum = settings.quorum(len(head.roster)) if settings.quorum else None
         self.head, self.poll = head, Poll(head.key, head.roster, desk.host.signer, quorum, settings.fork_peers)
-        self.vote = Vote(me, self.poll)
+        self.vote, self.inherits = Vote(me, self.poll), self.poll.inherits(me)
         self.leading = 0 if self.votes and self.poll.coordinator(0) == me.peer else None
         self.called = -1
         self.leaving: set[PeerId] = set()
@@ -130,13 +128,16 @@ class Decision:
         """
         if message.sender.peer != peer:
             raise BadPayload(f"a vote in the name of {message.sender.peer}")
-        if isinstance(message, _MEMBERS_ONLY) and not self.poll.counts(message.sender):
+        if isinstance(message, _MEMBERS_ONLY) and not self._has_a_voice(message.sender):
             raise BadPayload("a vote of no member of the roster, or in another life")
         if isinstance(message, Propose):
             self._examine(message)
         self.hear(peer)
         self._speaker = peer
         self._act(self.vote.receive(peer, message))
+
+    def _has_a_voice(self, sender: Member) -> bool:
+        return self.poll.counts(sender) or self.poll.inherits(sender)
 
     def _examine(self, proposal: Propose) -> None:
         """Refuse a record that may not be voted on, starts from another state, or does not fit the vector.

@@ -1,9 +1,13 @@
-"""Where the majority is gone for long: those who are left go on by a FORK, if the run allows it."""
+"""Where the majority is gone for long: those who are left go on by a FORK, if the run allows it.
+
+Where nobody is left, as when a whole swarm was killed and started again, those who were in the roster in a former life
+do (`protocols.poll`): from a state that they hold, which may be older than what their former lives decided last.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from protocols import record as records
 from protocols.base import Head, Member
@@ -14,32 +18,51 @@ from protocols.seat import Seat
 
 FORK_BUDGETS = 3
 """The majority has been gone for so many budgets of a round; for one, if the roster is of two."""
+COMPLETE_SECONDS = 5.0
+"""Where all of the roster are here in later lives, nobody of it can come back; so long, for others who know more."""
 WATCH_SECONDS = 0.5
 
 
 async def watch_majority(desk: Desk, seat: Seat) -> None:
     """Until the round is over, want a fork of all whom we reach when it is time, and none when the majority is back."""
-    loop, poll = asyncio.get_running_loop(), seat.decision.poll
+    loop = asyncio.get_running_loop()
     since: float | None = None
     wanted: tuple[Member, ...] = ()
     while not seat.over() and loop.time() < seat.deadline:
-        live = {*desk.host.members.live(), desk.me}
-        here = tuple(sorted(member for member in poll.roster if member in live))
-        if len(here) >= poll.quorum or not 0 < poll.fork_peers <= len(here):
-            since, due = None, tuple[Member, ...]()
-        else:
+        left = _heirs(desk, seat) if seat.decision.inherits else _survivors(desk, seat)
+        if 0 < seat.decision.poll.fork_peers <= len(left):
             since = loop.time() if since is None else since
-            due = here if loop.time() - since >= _patience_seconds(seat) else ()
+            due = left if loop.time() - since >= _patience_seconds(seat, left) else ()
+        else:
+            since, due = None, tuple[Member, ...]()
         if due != wanted:
             wanted = due
             seat.decision.fork(fork(seat.head, wanted) if wanted else b"")
         await seat.until(seat.over, min(seat.deadline, loop.time() + WATCH_SECONDS))
 
 
-def _patience_seconds(seat: Seat) -> float:
-    terms = seat.call.terms
+def _survivors(desk: Desk, seat: Seat) -> tuple[Member, ...]:
+    """The members that are here; nobody, if they are a majority."""
+    poll, live = seat.decision.poll, {*desk.host.members.live(), desk.me}
+    here = tuple(sorted(member for member in poll.roster if member in live))
+    return here if len(here) < poll.quorum else ()
+
+
+def _heirs(desk: Desk, seat: Seat) -> tuple[Member, ...]:
+    """The heirs that are here with our state; nobody, if a member is here: it decides, or forks and admits us."""
+    poll, live = seat.decision.poll, {*desk.host.members.live(), desk.me}
+    if any(member in live for member in poll.roster):
+        return ()
+    waiting = (desk.me, *seat.decision.onlookers.values())
+    return tuple(sorted(member for member in waiting if member in live and poll.inherits(member)))
+
+
+def _patience_seconds(seat: Seat, left: Sequence[Member]) -> float:
+    terms, roster = seat.call.terms, seat.head.roster
+    if seat.decision.inherits and len(left) == len(roster):
+        return COMPLETE_SECONDS
     budget_seconds = terms.plan.budget_seconds if terms else BUDGET_FLOOR_SECONDS
-    return budget_seconds * (1 if len(seat.head.roster) == 2 else FORK_BUDGETS)
+    return budget_seconds * (1 if len(roster) == 2 else FORK_BUDGETS)
 
 
 def fork(head: Head, members: Iterable[Member]) -> bytes:

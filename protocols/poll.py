@@ -1,5 +1,8 @@
 """Who votes on a lineage's child, which records may be put to the vote, which votes are in, and what they decide. Pure.
 
+A roster's members vote, each in its life of then. A later life of one is its heir: it has no part in the members' vote,
+whose promises it does not remember, but that life is over, for certain. Heirs may FORK, all of them heirs.
+
 Signatures are checked here and nowhere else: votes come by three ways (accepts, certificates, answers), and all are
 counted in one place. `Signer.verify` is a function of its arguments, so the poll stays pure.
 """
@@ -17,6 +20,8 @@ from protocols.wire import body
 
 SMALL_ROSTER = 4
 """Up to so many, any number is admitted at once: a founder and those who came first are a roster after one round."""
+ONLOOKER = 1 << 40
+"""The life in whose name a peer looks on where it may not vote; no incarnation comes so far."""
 MAX_TALLIES = 1 << 10
 """(ballot, record) pairs whose votes are kept; above it those of the lowest ballot are forgotten."""
 
@@ -68,11 +73,16 @@ class Poll:
         self.quorum = majority(len(self.roster)) if quorum is None else quorum
         self._signed = b"starling accept" + body(key)
         self._order = records.coordinators(key.lineage, self.roster)
+        self._lives = {member.peer: member.incarnation for member in self.roster}
         self._votes: dict[tuple[int, bytes], dict[Member, bytes]] = {}
 
     def counts(self, member: Member) -> bool:
         """Whether this member, in this life, votes."""
         return member in self.roster
+
+    def inherits(self, member: Member) -> bool:
+        """Whether this is a later life of one of the roster."""
+        return self._lives.get(member.peer, ONLOOKER) < member.incarnation < ONLOOKER
 
     def coordinator(self, ballot: int) -> PeerId:
         """Who owns a ballot."""
@@ -100,7 +110,8 @@ class Poll:
             return False
         admitted = sum(not self.counts(member) for member in record.roster)
         if record.kind == Kind.FORK:
-            return admitted == 0 and 0 < self.fork_peers <= members < self.quorum
+            left = (admitted == 0 and members < self.quorum) or all(map(self.inherits, record.roster))
+            return left and 0 < self.fork_peers <= members
         return admitted <= admissions(len(self.roster)) and members > admitted
 
     def message(self, ballot: int, digest: bytes, voter: Member) -> bytes:
@@ -116,7 +127,8 @@ class Poll:
         if voter in self._votes.get((ballot, digest), ()):
             return True
         message = self.message(ballot, digest, voter)
-        if not self.counts(voter) or not self.signer.verify(voter.peer, message, signature):
+        votes = self.counts(voter) or self.inherits(voter)
+        if not votes or not self.signer.verify(voter.peer, message, signature):
             return False
         self._votes.setdefault((ballot, digest), {})[voter] = signature
         if len(self._votes) > MAX_TALLIES:
@@ -128,16 +140,23 @@ class Poll:
         return tuple(self._votes.get((ballot, digest), ()))
 
     def decides(self, value: Value) -> bool:
-        """Whether the votes that are in decide for it: a majority's or, for a fork, those of its whole roster.
+        """Whether the votes that are in decide for it: a majority's of the members or, for a fork, its whole roster's.
 
         One of the majority is of the next roster: where many leave, somebody must hold the mean who stays.
         """
-        voters, roster = set(self.voters(value.ballot, value.digest)), set(value.record.roster)
+        entitled, roster = self._entitled(value), set(value.record.roster)
+        voters = {voter for voter in self.voters(value.ballot, value.digest) if voter in entitled}
         if value.is_fork:
             return roster <= voters
         return len(voters) >= self.quorum and not roster.isdisjoint(voters)
 
     def certificate(self, value: Value, sender: Member) -> Certificate:
         """The record with the votes that are in."""
+        entitled = self._entitled(value)
         votes = sorted(self._votes.get((value.ballot, value.digest), {}).items())
-        return Certificate(self.key, sender, value.ballot, value.data, tuple(Signed(*vote) for vote in votes))
+        signed = tuple(Signed(*vote) for vote in votes if vote[0] in entitled)
+        return Certificate(self.key, sender, value.ballot, value.data, signed)
+
+    def _entitled(self, value: Value) -> tuple[Member, ...]:
+        """Whose votes count for it."""
+        return value.record.roster if value.is_fork else self.roster

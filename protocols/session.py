@@ -105,12 +105,16 @@ class Session:
             group.create_task(self._cut_when_over())
             group.create_task(self._watch_members())
             if not self._votes:
-                return self._knock()
+                self._knock()
+            if not (self._votes or self.decision.inherits):
+                return
             self.decision.wake()
+            group.create_task(watch_majority(self._desk, self))
+            if not self._votes:
+                return
             group.create_task(self._await_call())
             group.create_task(self._lead_when_free())
             group.create_task(self._sources.fetch_when_asked())
-            group.create_task(watch_majority(self._desk, self))
 
     def close(self) -> None:
         self.call.close()

@@ -551,6 +551,11 @@ class CountsStrangers(Remembering):
         return member.peer in {each.peer for each in self.roster}
 
 
+class CountsHeirs(Remembering):
+    def counts(self, member: Member) -> bool:
+        return super().counts(member) or self.inherits(member)
+
+
 class CountsAcrossBallots(Remembering):
     def voters(self, ballot: int, digest: bytes) -> tuple[Member, ...]:
         return tuple({voter: None for (_, named), cast in self._votes.items() if named == digest for voter in cast})
@@ -602,6 +607,7 @@ class AcceptsUnheld(Vote):
     [
         ({"poll": HalfAQuorum}, {"proof", "one child"}),
         ({"poll": CountsStrangers}, {"proof", "one child", "proposal"}),
+        ({"poll": CountsHeirs}, {"proof", "one child", "proposal"}),
         ({"poll": CountsAcrossBallots}, {"proof", "one child"}),
         ({"poll": ForksWithoutAll}, {"fork"}),
         ({"vote": AcceptsBelowItsPromise}, {"one child", "proposal"}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from protocols import record as records
@@ -119,6 +120,8 @@ def judge_proposal(line: Line, message: votes.Propose) -> None:
     """One record in a ballot, unless it is a fork's."""
     value = records.decode(message.record)
     digest = records.lineage(message.record)
+    if message.sender not in line.roster:
+        return _judge_heirs(line, value.roster)
     if line.proposed.setdefault(message.ballot, digest) != digest:
         raise Broken("proposal", f"two in ballot {message.ballot}")
     if value.kind == Kind.FORK:
@@ -136,7 +139,8 @@ def judge_child(line: Line, certificate: votes.Certificate) -> Value:
     voters = {vote.voter for vote in certificate.votes}
     for voter in voters:
         cast = line.accepted.get((voter, value.ballot))
-        if voter not in line.roster or cast is None or cast.digest != digest:
+        entitled = value.record.roster if value.is_fork else line.roster
+        if voter not in entitled or cast is None or cast.digest != digest:
             raise Broken("proof", f"a certificate with a vote of {voter}, who cast none")
     if value.is_fork:
         _judge_fork(line, value, voters)
@@ -163,10 +167,21 @@ def _judge_proposals(line: Line) -> None:
                 raise Broken("proposal", f"another in ballot {ballot} than was chosen in {lowest}")
 
 
+def _judge_heirs(line: Line, members: Sequence[Member]) -> None:
+    """Only who was of the roster in a former life may fork without being of it."""
+    lives = {member.peer: member.incarnation for member in line.roster}
+    if not all(lives.get(member.peer, member.incarnation) < member.incarnation for member in members):
+        raise Broken("fork", f"{len(members)} fork, and are not all heirs")
+
+
 def _judge_fork(line: Line, fork: Value, voters: set[Member]) -> None:
     """A fork: all of its roster, fewer than a majority; it takes over what the last of them accepted before it."""
     members = fork.record.roster
-    if voters != set(members) or len(members) >= majority(len(line.roster)):
+    if not set(members) <= set(line.roster):
+        _judge_heirs(line, members)
+    elif len(members) >= majority(len(line.roster)):
+        raise Broken("fork", f"{len(members)} of {len(line.roster)} fork, who could decide")
+    if voters != set(members):
         raise Broken("fork", f"{len(voters)} voted for a fork of {len(members)} from {len(line.roster)}")
     before = [v for (voter, ballot), v in line.accepted.items() if voter in voters and ballot < fork.ballot]
     newest = max(before, key=lambda value: value.ballot, default=fork)

@@ -30,6 +30,8 @@ from tests.sim.voting import DELAY, TIMEOUT, World
 DEPTH = 3
 """Lineages of a chain that are voted on."""
 MAX_EVENTS = 1_500
+HEIRS_TRY = 8
+"""So often their hosts say that heirs should fork, once nobody else is left."""
 
 
 class Schedule:
@@ -49,6 +51,7 @@ class Schedule:
         self.rng = rng = random.Random(seed)
         self.same_incarnation = same_incarnation
         self.met: dict[bytes, int] = {}
+        self.left: dict[bytes, list[Node]] = {}  # the heirs of those lineages where nobody else is left
         depth = rng.choice((1, 1, DEPTH))
         size = rng.choice((1, 2, 3, 3, 3, 3, 3, 4, 5, 5))
         names = [f"p{index}" for index in range(size + rng.choice((0, 0, 1, 2)))]
@@ -71,6 +74,7 @@ class Schedule:
             self.mend: rng.choice((0.2, 1)),
             self.split: rng.choice((0.0, 0.0, 0.0, 0.5)),
             self.rejoin: 0.1,
+            self.inherit: rng.choice((0.0, 0.0, 0.0, 0.5)),
         }
 
     def run(self) -> None:
@@ -170,6 +174,14 @@ class Schedule:
                 if mate and self.rng.random() < 0.9:
                     self.world.obey(there, mate, mate.vote.fork(self.world.fork_record(mate, members)))
 
+    def inherit(self) -> None:
+        """Hosts believe that nobody is left of a roster, rightly or not: some of its heirs fork."""
+        lineages = [lineage for lineage in self.world.lines if self.world.heirs(lineage)]
+        if lineages:
+            lineage = self.rng.choice(lineages)
+            heirs = self.world.heirs(lineage)
+            self.world.inherit(lineage, self.rng.sample(heirs, self.rng.randint(1, len(heirs))))
+
     def rejoin(self) -> None:
         if found := self._sides(lambda side: not side.vote.decided):
             self.world.obey(*found, found[1].vote.fork(b""))
@@ -197,6 +209,15 @@ class Schedule:
         for flight in flying:
             self._meet(flight[2].key.lineage, flight[2].ballot)
             self.world.fly(*flight)
+        self._leave_to_heirs()
+
+    def _leave_to_heirs(self) -> None:
+        """Where nobody of a roster is left, its heirs' hosts will see that it is time to fork."""
+        for lineage, line in self.world.lines.items():
+            if not (line.children or self.world.able(lineage)) and (heirs := self.world.heirs(lineage)):
+                self.left[lineage] = heirs
+                for turn in range(HEIRS_TRY):
+                    self.world.later(turn * TIMEOUT, lambda at=(lineage, heirs): self.world.inherit(*at))
 
     def _meet(self, lineage: bytes, ballot: int) -> None:
         """A ballot that was known when the faults stopped."""
@@ -212,6 +233,10 @@ class Schedule:
     def judge_progress(self, lineage: bytes) -> None:
         """Those who are able have decided: within F + 1 ballots above those that were known when the faults stopped."""
         line, able = self.world.lines[lineage], self.world.able(lineage)
+        for heir in self.left.get(lineage, ()):
+            side = heir.sides.get((lineage, False))
+            if not side or not side.vote.decided:
+                raise Broken("progress", f"nobody is left, and {heir.me} does not fork with the other heirs")
         sides = [self.world.nodes[member.peer].sides.get((lineage, False)) for member in able]
         if line.key.round >= self.world.depth or not any(sides):
             return

@@ -266,6 +266,22 @@ class World:
         key, roster = side.vote.poll.key, tuple(sorted(members))
         return records.encode(Record(key.lineage, NOTHING, key.round, Kind.FORK, NOTHING, (), roster))
 
+    def heirs(self, lineage: bytes) -> list[Node]:
+        """Who lives, and was of a lineage's roster in a former life."""
+        line = self.lines[lineage]
+        if line.key.round >= self.depth:
+            return []
+        lives = {member.peer: member.incarnation for member in line.roster}
+        alive = [node for node in self.nodes.values() if node.alive]
+        return [node for node in alive if lives.get(node.me.peer, node.me.incarnation) < node.me.incarnation]
+
+    def inherit(self, lineage: bytes, heirs: Sequence[Node]) -> None:
+        """The hosts of these heirs say that it is time to fork."""
+        for node in heirs:
+            side = self.enter(node, lineage)
+            if node.alive and not side.vote.decided:
+                self.obey(node, side, side.vote.fork(self.fork_record(side, [each.me for each in heirs])))
+
     # -- who is there, what flies -------------------------------------------------------------------------------------
 
     def lives(self, member: Member) -> bool:

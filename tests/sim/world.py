@@ -163,6 +163,7 @@ class World:
         sync = Sync(host, chain, settings, snapshots, lambda: self.peers, averager.shelf)
         sync.on_better = lambda branch: averager.supersede()
         averager.on_ahead = sync.hear
+        await self.restored(replica)
         await replica.settle()
         async with together() as group:
             background = group.create_task(sync.run())
@@ -219,6 +220,9 @@ class World:
     def satisfied(self) -> bool:
         """Whether nothing more is to be seen."""
         return self.healed_at is not None and self.account.whole(self.peers, self.healed_at) >= HEALED_ROUNDS
+
+    async def restored(self, replica: Replica) -> None:
+        """For worlds in which something outlives a process: the state that this life starts from."""
 
     async def after_round(self, index: int, trainer: InlineTrainer) -> None:
         """For worlds that measure something between rounds."""

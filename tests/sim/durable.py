@@ -1,0 +1,50 @@
+"""A swarm whose peers have disks: a life begins from the checkpoint that one before it has written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from node.round import Replica
+from protocols.base import PeerId, Vector
+from protocols.chain import Chain, Link
+from protocols.record import genesis
+from tests.sim.staged import Cast, Stage
+from tests.sim.world import RUN
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """The outer state before a round, and what was decided up to it."""
+
+    links: tuple[Link, ...]
+    anchor: Vector
+    velocity: Vector
+
+
+class Durable(Stage):
+    """Attributes:
+    every_rounds: a checkpoint is written before every round whose number this divides.
+    disks: what each peer's checkpoint is; it may be taken away, or be another's.
+    """
+
+    def __init__(self, cast: Cast, every_rounds: int = 1) -> None:
+        super().__init__(cast)
+        self.every_rounds = every_rounds
+        self.disks: dict[PeerId, Checkpoint] = {}
+
+    async def restored(self, replica: Replica) -> None:
+        if kept := self.disks.get(replica.averager.me.peer):
+            replica.chain.switch(genesis(RUN), kept.links)
+            replica.anchor.copy_(kept.anchor)
+            replica.velocity.copy_(kept.velocity)
+            await replica.trainer.write(replica.anchor)
+
+    def entering(self, peer: PeerId, head: object) -> None:
+        super().entering(peer, self.head(peer))
+        chain = self.chain(peer)
+        if chain.head.key.round % self.every_rounds == 0:
+            self.disks[peer] = self._checkpoint(chain, self.replicas[peer])
+
+    @staticmethod
+    def _checkpoint(chain: Chain, replica: Replica) -> Checkpoint:
+        return Checkpoint(chain.since(genesis(RUN)), replica.anchor.clone(), replica.velocity.clone())

@@ -1,0 +1,186 @@
+"""Everybody of a roster is killed, and started again from what stands on its disk: the run goes on."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from protocols.base import PeerId
+from protocols.chain import Link
+from protocols.plan import BUDGET_FLOOR_SECONDS
+from protocols.record import Kind
+from tests.sim.durable import Durable
+from tests.sim.staged import Cast
+
+WHOLE_SECONDS = 30.0
+"""From the moment when all are there again to the moment when all vote on one branch, in their new lives."""
+PATIENCE_SECONDS = 3 * BUDGET_FLOOR_SECONDS
+
+
+def forks(stage: Durable, peer: PeerId) -> list[Link]:
+    chain = stage.chain(peer)
+    return [link for link in chain.since(chain.locator()[-1]) if link.record.kind == Kind.FORK]
+
+
+@pytest.mark.parametrize("moment", (0.0, 0.45, 1.05))
+@pytest.mark.parametrize("every_rounds", (1, 3))
+@pytest.mark.parametrize("peers", (1, 2, 3, 4, 5))
+def test_all_are_killed_and_all_come_back(peers: int, every_rounds: int, moment: float) -> None:
+    """In one round, by one FORK of them all; what is lost is at most what was decided since the last checkpoint."""
+    stage = Durable(Cast(peers), every_rounds)
+
+    async def story() -> tuple[int, int]:
+        await stage.rounds(5)
+        await asyncio.sleep(moment)
+        reached = max(stage.head(peer).key.round for peer in stage.peers)
+        for peer in stage.peers:
+            stage.kill(peer)
+        await asyncio.sleep(5.0)
+        for peer in stage.peers:
+            stage.revive(peer)
+        await asyncio.sleep(0.0)
+        await stage.until(stage.whole, WHOLE_SECONDS, "a whole roster")
+        await stage.rounds(2)
+        (fork,) = forks(stage, "p0")
+        assert {member.peer for member in fork.record.roster} == set(stage.peers)
+        return reached, fork.record.round
+
+    reached, resumed = stage.play(story)
+    assert reached - every_rounds <= resumed <= reached
+
+
+@pytest.mark.parametrize("pause_seconds", (1.0, 4.0, 15.0))
+def test_they_come_back_one_after_the_other(pause_seconds: float) -> None:
+    stage = Durable(Cast(4), 2)
+
+    async def story() -> None:
+        await stage.rounds(5)
+        for peer in stage.peers:
+            stage.kill(peer)
+        for peer in stage.peers:
+            stage.revive(peer)
+            await asyncio.sleep(pause_seconds)
+        await stage.until(stage.whole, PATIENCE_SECONDS + WHOLE_SECONDS, "a whole roster")
+        await stage.rounds(2)
+
+    stage.play(story)
+
+
+def test_the_newest_state_among_them_is_what_they_go_on_from() -> None:
+    """One has a later checkpoint than the others: they take it over."""
+    stage = Durable(Cast(4), 3)
+
+    async def story() -> bytes:
+        await stage.rounds(4)
+        old = dict(stage.disks)
+        await stage.rounds(3)
+        newest = stage.disks["p2"].links[-1].lineage
+        stage.disks |= {peer: old[peer] for peer in ("p0", "p1", "p3")}
+        assert newest != old["p0"].links[-1].lineage
+        for peer in stage.peers:
+            stage.kill(peer)
+        for peer in stage.peers:
+            stage.revive(peer)
+        await asyncio.sleep(0.0)
+        await stage.until(stage.whole, PATIENCE_SECONDS + WHOLE_SECONDS, "a whole roster")
+        return newest
+
+    newest = stage.play(story)
+    assert all(newest in stage.chain(peer) for peer in stage.peers)
+
+
+def test_one_never_comes_back() -> None:
+    stage = Durable(Cast(4))
+
+    async def story() -> float:
+        await stage.rounds(3)
+        for peer in stage.peers:
+            stage.kill(peer)
+        back = stage.peers[:3]
+        for peer in back:
+            stage.revive(peer)
+        await asyncio.sleep(0.0)
+        seconds = await stage.until(stage.whole, PATIENCE_SECONDS + WHOLE_SECONDS, "a whole roster")
+        await stage.rounds(2)
+        return seconds
+
+    assert stage.play(story) >= PATIENCE_SECONDS, "they did not wait for it"
+
+
+@pytest.mark.parametrize(("fork_peers", "back"), ((0, 4), (3, 2)))
+def test_where_the_run_does_not_allow_it_they_wait(fork_peers: int, back: int) -> None:
+    stage = Durable(Cast(4, fork_peers=fork_peers))
+
+    async def story() -> None:
+        await stage.rounds(3)
+        for peer in stage.peers:
+            stage.kill(peer)
+        for peer in stage.peers[:back]:
+            stage.revive(peer)
+        heads = {peer: stage.disks[peer].links[-1].lineage for peer in stage.peers[:back]}
+        await asyncio.sleep(2 * PATIENCE_SECONDS)
+        assert {peer: stage.head(peer).key.lineage for peer in heads} == heads
+        if back < fork_peers:
+            stage.revive(stage.peers[back])
+            await asyncio.sleep(0.0)
+            await stage.until(stage.whole, PATIENCE_SECONDS + WHOLE_SECONDS, "a whole roster")
+
+    stage.play(story)
+
+
+def test_a_member_that_lives_decides_and_the_others_wait_for_it() -> None:
+    """It holds the newest state: nothing is lost but the round under way."""
+    stage = Durable(Cast(4), 4)
+
+    async def story() -> bytes:
+        await stage.rounds(3)
+        newest = stage.head("p3").key.lineage
+        for peer in stage.peers[:3]:
+            stage.kill(peer)
+            stage.revive(peer)
+        await asyncio.sleep(0.0)
+        await stage.until(stage.whole, PATIENCE_SECONDS + WHOLE_SECONDS, "a whole roster")
+        (fork,) = forks(stage, "p0")
+        assert [member.peer for member in fork.record.roster] == ["p3"]
+        return newest
+
+    assert stage.play(story) in stage.chain("p0")
+
+
+def test_who_is_started_again_while_the_others_go_on_does_not_fork() -> None:
+    stage = Durable(Cast(4), 3)
+
+    async def story() -> None:
+        await stage.rounds(4)
+        stage.kill("p1")
+        await stage.rounds(2)
+        stage.revive("p1")
+        await asyncio.sleep(0.0)
+        await stage.until(stage.whole, WHOLE_SECONDS, "a whole roster")
+        await stage.rounds(2)
+        assert not forks(stage, "p1")
+
+    stage.play(story)
+
+
+def test_members_and_heirs_go_on_apart_and_the_members_branch_holds() -> None:
+    """Two live, two were started again, and the two halves do not hear each other: neither can know of the other."""
+    stage = Durable(Cast(4))
+    members, heirs = stage.peers[:2], stage.peers[2:]
+
+    async def story() -> None:
+        await stage.rounds(3)
+        stage.cut(members, heirs)
+        for peer in heirs:
+            stage.kill(peer)
+            stage.revive(peer)
+        await asyncio.sleep(2 * PATIENCE_SECONDS)
+        apart = {peer: stage.head(peer).key.lineage for peer in stage.peers}
+        assert forks(stage, members[0]) and forks(stage, heirs[0])
+        stage.heal(members, heirs)
+        await stage.until(stage.whole, 2 * WHOLE_SECONDS, "a whole roster")
+        assert all(apart[members[0]] in stage.chain(peer) for peer in stage.peers)
+        assert all(apart[heirs[0]] not in stage.chain(peer) for peer in stage.peers)
+
+    stage.play(story)
