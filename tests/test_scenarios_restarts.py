@@ -23,9 +23,10 @@ def forks(stage: Durable, peer: PeerId) -> list[Link]:
     return [link for link in chain.since(chain.locator()[-1]) if link.record.kind == Kind.FORK]
 
 
-@pytest.mark.parametrize("moment", (0.0, 0.45, 1.05))
-@pytest.mark.parametrize("every_rounds", (1, 3))
-@pytest.mark.parametrize("peers", (1, 2, 3, 4, 5))
+@pytest.mark.parametrize(
+    ("peers", "every_rounds", "moment"),
+    ((1, 1, 0.0), (1, 3, 0.45), (2, 1, 0.45), (2, 3, 1.05), (3, 2, 0.0), (4, 1, 1.05), (4, 3, 0.45), (5, 3, 0.0)),
+)
 def test_all_are_killed_and_all_come_back(peers: int, every_rounds: int, moment: float) -> None:
     """In one round, by one FORK of them all; what is lost is at most what was decided since the last checkpoint."""
     stage = Durable(Cast(peers), every_rounds)
@@ -50,7 +51,7 @@ def test_all_are_killed_and_all_come_back(peers: int, every_rounds: int, moment:
     assert reached - every_rounds <= resumed <= reached
 
 
-@pytest.mark.parametrize("pause_seconds", (1.0, 4.0, 15.0))
+@pytest.mark.parametrize("pause_seconds", (1.0, 15.0))
 def test_they_come_back_one_after_the_other(pause_seconds: float) -> None:
     stage = Durable(Cast(4), 2)
 
