@@ -38,6 +38,7 @@ class Averaging:
                     self._follow(group, terms)
                 if not await seat.until(lambda: seat.over() or seat.call.terms is not terms):  # noqa: B023 - awaited
                     break
+            self._desk.shelf.gate.open()
             parts = await self._collect()
             if self._running:  # nothing may write to `into` any more while it is decoded, or after we return
                 self._running.cancel()
@@ -67,6 +68,7 @@ class Averaging:
         for peer in terms.peers:
             if peer not in live and peer != desk.me.peer:
                 exchange.lose(peer, "gone")
+        desk.shelf.gate.close(exchange.task.deadline)
         self._sources.hold()
         seat.bell.ring()
         return exchange

@@ -42,6 +42,8 @@ FIRST_FRAME_SECONDS = 10.0
 FORGOTTEN_LIMIT = 1 << 16
 PARKED_LIMIT = 16
 """Messages of one peer that is a round ahead of us which are kept until we get there."""
+MEMORY_ROUNDS = 4
+"""The parts of so many rounds wait in memory at most for a disk that is slow, or full."""
 
 
 class Butterfly:
@@ -86,20 +88,21 @@ class Butterfly:
         everybody = {member.peer for member in (*head.roster, *self.host.members.live())}
         try:
             async with together() as group, self._post.run(group, deadline, everybody):
-                background = group.create_task(session.live())
+                background = [group.create_task(session.live()), group.create_task(self.shelf.save())]
                 self._entered.ring()
                 self._unpark(session)
                 try:
                     yield session
                 finally:
-                    background.cancel()
+                    for each in background:
+                        each.cancel()
                     if session.in_time is not None:
                         self._learn_bandwidth(session.in_time)
         finally:
             session.close()
             if certificate := session.decision.certificate:
                 record = records.decode(certificate.record)
-                self.shelf.retain(lineage, {part.digest for part in record.parts})
+                self.shelf.decided(lineage, {part.digest for part in record.parts})
 
     def supersede(self) -> None:
         """A better branch than ours is known: the round under way ends, superseded."""
@@ -115,7 +118,16 @@ class Butterfly:
                 self._forgotten[lineage] = None
         while len(self._forgotten) > FORGOTTEN_LIMIT:
             del self._forgotten[next(iter(self._forgotten))]
-        self.shelf.keep(self._decisions.keys())
+        # The last round's parts are still handed out by its session; who has not decided may have voted for its own.
+        age = {
+            lineage: key.round - each.head.key.round if each.certificate else 0
+            for lineage, each in self._decisions.items()
+        }
+        most = MEMORY_ROUNDS if self.shelf.past else self.settings.keep_rounds
+        self.shelf.keep(
+            [lineage for lineage, rounds in age.items() if rounds <= most],
+            [lineage for lineage, rounds in age.items() if rounds <= 1],
+        )
         self._sessions = {
             lineage: each for lineage, each in self._sessions.items() if each.head.key.round == key.round - 1
         }

@@ -17,26 +17,19 @@ from protocols.plan import Terms
 from protocols.vectors import CHUNK_ELEMENTS, Flat, chunk_count, chunk_range
 
 
-class HeldPart:
-    """One reduced part, encoded: filled chunk by chunk, then sealed.
+class Shape:
+    """How a part is cut into chunks, and where each of them stands in its encoded bytes.
 
     Attributes:
         low, high: its range of elements.
-        masks: of each chunk that is in: a bit for each contributor.
-        result: what it turned out to be, once all chunks are in.
-        done: the same as its reducer signed it; None if it came from somebody who did not keep that.
+        size_bytes: of all chunks, encoded.
     """
 
     def __init__(self, codec: Codec, low: int, high: int, chunk_elements: int = CHUNK_ELEMENTS) -> None:
         self.codec, self.low, self.high, self.chunk_elements = codec, low, high, chunk_elements
         self.chunks = chunk_count(high - low, chunk_elements)
-        self.masks: list[int] = []
-        self.result: wire.Part | None = None
-        self.done: wire.PartDone | None = None
         self._whole = codec.encoded_bytes(chunk_elements)
-        size = sum(self.size(index) for index in range(self.chunks))
-        # Anonymous memory costs nothing until it is written; a bytearray would be cleared on the loop.
-        self._memory = memoryview(mmap.mmap(-1, max(1, size)))
+        self.size_bytes = self.place(self.chunks - 1) + self.size(self.chunks - 1) if self.chunks else 0
 
     def elements(self, index: int) -> tuple[int, int]:
         """Element range of a chunk."""
@@ -47,9 +40,31 @@ class HeldPart:
         low, high = self.elements(index)
         return self.codec.encoded_bytes(high - low)
 
+    def place(self, index: int) -> int:
+        """Where the bytes of a chunk begin."""
+        return index * self._whole
+
+
+class HeldPart(Shape):
+    """One reduced part, encoded: filled chunk by chunk, then sealed.
+
+    Attributes:
+        masks: of each chunk that is in: a bit for each contributor.
+        result: what it turned out to be, once all chunks are in.
+        done: the same as its reducer signed it; None if it came from somebody who did not keep that.
+    """
+
+    def __init__(self, codec: Codec, low: int, high: int, chunk_elements: int = CHUNK_ELEMENTS) -> None:
+        super().__init__(codec, low, high, chunk_elements)
+        self.masks: list[int] = []
+        self.result: wire.Part | None = None
+        self.done: wire.PartDone | None = None
+        # Anonymous memory costs nothing until it is written; a bytearray would be cleared on the loop.
+        self._memory = memoryview(mmap.mmap(-1, max(1, self.size_bytes)))
+
     def chunk(self, index: int) -> memoryview:
         """The encoded bytes of a chunk."""
-        start = index * self._whole
+        start = self.place(index)
         return self._memory[start : start + self.size(index)]
 
     def decode(self, into: Flat | None) -> None:

@@ -72,7 +72,7 @@ class Replay:
         chunks = chunk_count(span[1] - span[0], self._chunk_elements)
         if sum(run.count for run in part.runs) != chunks:
             raise Unavailable("a part of another number of chunks than it has elements for")
-        held = self._shelf.get(part.digest) if self._shelf else None
+        held = await self._shelf.load(part.digest) if self._shelf else None
         held = held or await self._fetch(part, span, sources, deadline)
         try:
             await self._host.compute.run(partial(held.decode, target), 4 * (span[1] - span[0]))

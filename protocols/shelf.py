@@ -1,4 +1,8 @@
-"""Reduced parts by digest: of the round under way and of the last rounds decided, served to whoever missed one."""
+"""Reduced parts by digest: of the round under way and of the last rounds decided, served to whoever missed one.
+
+Those of the round under way and of the one before are in memory. What was decided before that moves to a store, if
+there is one, and goes out from there when nothing else needs the link.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,11 @@ from dataclasses import replace
 from functools import partial
 
 from protocols import wire
-from protocols.base import BadPayload, Deadline, Host, PeerGone, PeerId, Stream
+from protocols.base import BadPayload, Buffer, Deadline, Host, PeerGone, PeerId, Stream
 from protocols.codec import Codec
+from protocols.gate import Gate
 from protocols.parts import HeldPart, chunk_digest, seal
+from protocols.partstore import PartStore, Stored
 from protocols.tasks import within
 
 PARTS = "starling/parts/1"
@@ -17,20 +23,41 @@ IDLE_SECONDS = 30.0
 """Who asks for nothing, or takes nothing of what it asked for, for so long is sent away."""
 MAX_STREAMS = 64
 """Served at a time; whoever comes then finds the stream closed."""
+GIVE_WAY_SECONDS = 5.0
+"""A chunk of a past round waits so long for a data phase: who asked for it has a deadline."""
 _LIMIT = 256
 
 
 class Shelf:
-    """Parts by the lineage that their round extends and by their digest. What is served is complete, and stays so."""
+    """Parts by the lineage that their round extends and by their digest. What is served is complete, and stays so.
+
+    Attributes:
+        past: where decided rounds go; None: nowhere.
+        gate: past rounds are not handed out while it is closed.
+    """
 
     def __init__(self, host: Host) -> None:
+        self.past: PartStore | None = None
+        self.gate = Gate()
         self._parts: dict[bytes, dict[bytes, HeldPart]] = {}
+        self._waiting: dict[bytes, None] = {}  # decided, and to be stored
         self._serving = 0
         host.transport.serve(PARTS, self._serve)
 
     def get(self, digest: bytes) -> HeldPart | None:
-        """The part with this digest, if we have it."""
+        """The part with this digest, if we have it in memory."""
         return next((parts[digest] for parts in self._parts.values() if digest in parts), None)
+
+    def __contains__(self, digest: bytes) -> bool:
+        return self._find(digest) is not None
+
+    def _find(self, digest: bytes) -> HeldPart | Stored | None:
+        return self.get(digest) or (self.past.get(digest) if self.past else None)
+
+    async def load(self, digest: bytes) -> HeldPart | None:
+        """The part with this digest, if we have it anywhere."""
+        part = self._find(digest)
+        return await self.past.load(part) if self.past and isinstance(part, Stored) else self.get(digest)
 
     def put(self, lineage: bytes, part: HeldPart) -> None:
         """Take a sealed part of the round that extends a lineage."""
@@ -41,9 +68,28 @@ class Shelf:
         """Digests of the parts of one round."""
         return tuple(self._parts.get(lineage, ()))
 
-    def keep(self, lineages: Collection[bytes]) -> None:
-        """Drop the parts of all other rounds."""
-        self._parts = {lineage: parts for lineage, parts in self._parts.items() if lineage in lineages}
+    def keep(self, lineages: Collection[bytes], in_memory: Collection[bytes] = ()) -> None:
+        """Drop the parts of all other rounds; of these, but for some, what is stored is in memory no more."""
+        stored = self.past or ()
+        self._parts = {
+            lineage: parts
+            for lineage, parts in self._parts.items()
+            if lineage in lineages and (lineage in in_memory or lineage not in stored)
+        }
+        self._waiting = {lineage: None for lineage in self._waiting if lineage in self._parts}
+
+    def decided(self, lineage: bytes, digests: Collection[bytes]) -> None:
+        """A round is over: these are its parts, and to be stored."""
+        self.retain(lineage, digests)
+        if self.past and self._parts[lineage] and lineage not in self.past:
+            self._waiting[lineage] = None
+
+    async def save(self) -> None:
+        """Store what waits for it. Cut short, it goes on where it was when it is called again."""
+        while self.past and self._waiting:
+            lineage = next(iter(self._waiting))
+            await self.past.put(lineage, list(self._parts[lineage].values()))
+            self._waiting.pop(lineage, None)
 
     def retain(self, lineage: bytes, digests: Collection[bytes]) -> None:
         """Drop all other parts of one round."""
@@ -57,7 +103,7 @@ class Shelf:
         try:
             async with within(IDLE_SECONDS, peer, "it asks for a part"):
                 wanted = wire.expect(await stream.receive(_LIMIT), wire.WantPart)
-            part = self.get(wanted.digest)
+            part = self._find(wanted.digest)
             async with within(IDLE_SECONDS, peer, "it takes a part"):
                 await stream.send(wire.Having(part is not None))
             if part:
@@ -65,13 +111,20 @@ class Shelf:
         finally:
             self._serving -= 1
 
-    async def _give(self, stream: Stream, part: HeldPart) -> None:
+    async def _give(self, stream: Stream, part: HeldPart | Stored) -> None:
         assert part.result is not None
         for index in range(part.chunks):
-            data = part.chunk(index)
+            data: Buffer | None = part.chunk(index) if isinstance(part, HeldPart) else await self._read(part, index)
+            if data is None:
+                return
             async with within(IDLE_SECONDS, stream.peer, "it takes a part"):
                 await stream.send(wire.Reduced(index, part.masks[index], len(data)), data)
         await stream.send(part.done or wire.PartDone(0, 0, part.result, b""))
+
+    async def _read(self, part: Stored, index: int) -> Buffer | None:
+        """A chunk of a past round; None where its file fails."""
+        await self.gate.passed(GIVE_WAY_SECONDS)
+        return await self.past.read(part, index) if self.past else None
 
 
 async def fetch_part(

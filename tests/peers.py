@@ -20,9 +20,10 @@ from protocols.chain import UNSETTLED, Chain, Link, follow
 from protocols.codec import codec
 from protocols.framing import FramedStream
 from protocols.parts import HeldPart, chunk_digest, seal
+from protocols.partstore import PartStore
 from protocols.record import Kind, Record
 from protocols.shelf import Shelf
-from protocols.snapshot import Snapshots
+from protocols.snapshot import Anonymous, Snapshots
 from protocols.sync import Sync
 from protocols.vectors import Flat
 from tests.rounds import RUN, SEED, certified
@@ -53,6 +54,10 @@ class Peer:
         self.settings = Settings(CODEC, (swarm.elements,), swarm.chunk_elements, incarnation=incarnation)
         self.chain = Chain(RUN, "run", swarm.founders, swarm.root)
         self.shelf, self.snapshots = Shelf(self.host), Snapshots(swarm.every_rounds)
+        if swarm.store_rounds:
+            self.shelf.past = PartStore(
+                Anonymous, self.host.compute, self.shelf.gate, most_rounds=swarm.store_rounds, least_rounds=1
+            )
         self.held: list[bytes] = []
         self.trainer = InlineTrainer(Paced(swarm.elements, SEED), 10, 0.1)
         self.sync = Sync(self.host, self.chain, self.settings, self.snapshots, lambda: swarm.hints, self.shelf)
@@ -70,12 +75,14 @@ class Peer:
     def round(self) -> int:
         return self.chain.head.key.round
 
-    def keep(self, parts: Sequence[HeldPart], record: Record) -> None:
-        """Put a round's parts on the shelf, and let those of rounds long past go."""
+    async def keep(self, parts: Sequence[HeldPart], record: Record) -> None:
+        """Put a round's parts on the shelf, and let those of rounds long past go, or move to the store."""
         for part in parts:
             self.shelf.put(record.parent, part)
+        self.shelf.decided(record.parent, {part.digest for part in record.parts})
+        await self.shelf.save()
         self.held = [*self.held, record.parent][-self.swarm.keep_rounds :]
-        self.shelf.keep(self.held)
+        self.shelf.keep(self.held, self.held[-2:])
 
     async def catch_up(self, seconds: float = 600.0) -> RoundReport:
         return await self.replica.catch_up(self.sync, self.host.clock.wall, asyncio.get_running_loop().time() + seconds)
@@ -85,10 +92,21 @@ class Swarm:
     """A network, and the rounds that its peers decide. All hold what `founders` started from."""
 
     def __init__(
-        self, founders: Iterable[str], elements: int = 1000, every_rounds: int = 4, keep_rounds: int = 8, **options: Any
+        self,
+        founders: Iterable[str],
+        elements: int = 1000,
+        every_rounds: int = 4,
+        keep_rounds: int = 8,
+        store_rounds: int = 0,
+        **options: Any,
     ) -> None:
+        """
+        Args:
+            store_rounds: kept beyond those in memory.
+        """
         self.network = SimNetwork(Trace(), **options)
         self.elements, self.every_rounds, self.keep_rounds = elements, every_rounds, keep_rounds
+        self.store_rounds = store_rounds
         self.founders = tuple(Member(name) for name in founders)
         self.chunk_elements = max(256, elements // 8)
         self.root = UNSETTLED
@@ -177,7 +195,7 @@ class Swarm:
 
     async def _apply(self, peer: Peer, link: Link, held: Sequence[HeldPart]) -> None:
         replica, record = peer.replica, link.record
-        peer.keep(held, record)
+        await peer.keep(held, record)
         for part in held:
             part.decode(Flat([replica._mean]))
         mean = Mean(

@@ -1,0 +1,240 @@
+"""Parts of past rounds on a disk: what is kept of them, who gets them, and disks that fail."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from node.scratch import Scratch
+from protocols.base import Buffer
+from protocols.codec import codec
+from protocols.gate import Gate
+from protocols.parts import HeldPart, chunk_digest, seal
+from protocols.partstore import GIVE_WAY_SECONDS, PartStore
+from protocols.snapshot import Anonymous
+from tests.peers import Swarm
+from tests.sim import loop as simloop
+from tests.sim.host import SimCompute
+from tests.test_sync_rounds import ROUND_SECONDS, Lives
+
+SPAN = (100, 1100)
+CHUNK = 256
+SIZE = 4 * (SPAN[1] - SPAN[0])
+
+
+def part(seed: int, span: tuple[int, int] = SPAN) -> HeldPart:
+    """A sealed part, another for each seed."""
+    vector = torch.randn(span[1] - span[0], generator=torch.Generator().manual_seed(seed))
+    made = HeldPart(codec("fp32"), *span, CHUNK)
+    for index in range(made.chunks):
+        low, high = made.elements(index)
+        made.codec.encode(vector[low - span[0] : high - span[0]], made.chunk(index))
+    made.masks = [seed % 7 + 1] * made.chunks
+    made.result = seal(*span, made.masks, [chunk_digest(m, made.chunk(i)) for i, m in enumerate(made.masks)])
+    return made
+
+
+def name(number: int) -> bytes:
+    return bytes([number]) * 32
+
+
+class Rooms:
+    """Makes rooms that fail when they are told to.
+
+    Attributes:
+        full: there is none.
+        written: sizes of the pieces.
+    """
+
+    def __init__(self) -> None:
+        self.full = self.failing = False
+        self.written: list[int] = []
+        self.made = 0
+
+    def __call__(self, size: int) -> Anonymous:
+        if self.full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.made += 1
+        rooms = self
+
+        class Room(Anonymous):
+            def read(self, offset: int, into: memoryview) -> None:
+                rooms.fail()
+                super().read(offset, into)
+
+            def write(self, offset: int, data: Buffer) -> None:
+                rooms.fail()
+                rooms.written.append(len(data))
+                super().write(offset, data)
+
+        return Room(size)
+
+    def fail(self) -> None:
+        if self.failing:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def store(rooms: Callable[[int], Any] | None = None, **bounds: int) -> PartStore:
+    return PartStore(rooms or Rooms(), SimCompute(), Gate(), **bounds)
+
+
+def play(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    simloop.run(main())
+
+
+def digest(made: HeldPart) -> bytes:
+    assert made.result
+    return made.result.digest
+
+
+def test_a_part_comes_back_as_it_went(tmp_path: Path) -> None:
+    async def main() -> None:
+        kept, parts = store(lambda size: Scratch(tmp_path, size)), [part(1), part(2, (1100, 1100)), part(3, (0, 100))]
+        assert await kept.put(name(1), parts) and name(1) in kept and kept.size_bytes == SIZE + 400
+        for made in parts:
+            found = kept.get(digest(made))
+            assert found and (found.low, found.high, found.masks, found.result) == (
+                made.low, made.high, made.masks, made.result,
+            )  # fmt: skip
+            assert [bytes(found.chunk(index)) for index in range(found.chunks)] == [
+                bytes(made.chunk(index)) for index in range(made.chunks)
+            ]
+            loaded = found.load()
+            assert bytes(loaded._memory) == bytes(made._memory) and loaded.masks == made.masks
+        assert kept.get(b"x" * 32) is None and not any(os.scandir(tmp_path))
+
+    play(main)
+
+
+@pytest.mark.parametrize(
+    "bounds, left",
+    [
+        ({"most_rounds": 3}, [5, 6, 7]),
+        ({"limit_bytes": 2 * SIZE, "least_rounds": 1}, [6, 7]),
+        ({"limit_bytes": 1, "least_rounds": 4}, [4, 5, 6, 7]),
+        ({"limit_bytes": 1, "least_rounds": 1}, [7]),
+    ],
+)
+def test_the_oldest_rounds_go_first(bounds: dict[str, int], left: list[int]) -> None:
+    async def main() -> None:
+        kept = store(**{"least_rounds": 1, **bounds})
+        first = part(0)
+        await kept.put(name(0), [first])
+        held = kept.get(digest(first))
+        for number in range(1, 8):
+            await kept.put(name(number), [part(number)])
+        assert [number for number in range(8) if name(number) in kept] == left and kept.rounds == len(left)
+        assert held and bytes(held.chunk(1)) == bytes(first.chunk(1)), "who is being served it reads on"
+
+    play(main)
+
+
+def test_a_full_disk_costs_the_round_s_parts_and_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        rooms = Rooms()
+        kept = store(rooms)
+        for number in range(3):
+            assert await kept.put(name(number), [part(number)])
+        rooms.full = True
+        assert not await kept.put(name(3), [part(3)]) and not await kept.put(name(4), [part(4)])
+        assert [number for number in range(5) if name(number) in kept] == [2], "the oldest make room"
+        rooms.full, rooms.failing = False, True
+        assert not await kept.put(name(5), [part(5)])
+        rooms.failing = False
+        assert await kept.put(name(6), [part(6)]) and kept.rounds == 1
+
+    play(main)
+    assert [each.message for each in caplog.records] == [
+        "a round's parts are not kept for those who come later: No space left on device"
+    ]
+
+
+def test_what_is_cut_short_goes_on_where_it_was() -> None:
+    async def main() -> None:
+        rooms, made = Rooms(), part(1)
+        kept = store(rooms)
+        for _ in range(3):  # a piece that is under way is written again
+            writing = asyncio.create_task(kept.put(name(1), [made]))
+            await asyncio.sleep(1e-7)
+            writing.cancel()
+            await asyncio.wait([writing])
+        assert name(1) not in kept and len(rooms.written) >= 3
+        assert await kept.put(name(1), [made]) and rooms.made == 1
+        found = kept.get(digest(made))
+        assert found and bytes(found.load()._memory) == bytes(made._memory)
+        assert max(rooms.written) <= 4 * CHUNK and sum(rooms.written) <= SIZE + 3 * 4 * CHUNK
+
+    play(main)
+
+
+def test_writing_gives_way_to_a_data_phase_but_not_for_ever() -> None:
+    async def main() -> None:
+        gate, rooms, made = Gate(), Rooms(), part(1)
+        kept, loop = PartStore(rooms, SimCompute(), gate), asyncio.get_running_loop()
+        gate.close(5.0)
+        loop.call_later(3.0, gate.open)
+        await kept.put(name(1), [made])
+        assert 3.0 <= loop.time() < 3.1
+        gate.close(loop.time() + 1e6)
+        began = loop.time()
+        await kept.put(name(2), [made])
+        assert loop.time() - began == pytest.approx(made.chunks * GIVE_WAY_SECONDS, abs=0.1)
+
+    play(main)
+
+
+def test_a_file_that_fails_costs_its_round() -> None:
+    world = Swarm(("anna", "bert"), keep_rounds=2, store_rounds=64, every_rounds=50)
+
+    async def main() -> None:
+        shelf, rooms = world.peers["anna"].shelf, Rooms()
+        assert shelf.past
+        shelf.past._make_room = rooms
+        links = await world.rounds("anna bert", 6)
+        rooms.failing = True
+        wanted = links[0].record.parts[0].digest
+        assert wanted in shelf and await shelf.load(wanted) is None and wanted not in shelf and shelf.past.rounds == 5
+        cleo = await world.add("cleo")
+        assert (await cleo.catch_up()).outcome == "superseded" and world.same("anna cleo"), "bert has them, too"
+
+    world.play(main)
+
+
+def test_who_was_away_for_long_replays_what_others_stored() -> None:
+    world = Swarm(("anna", "bert", "cleo"), keep_rounds=2, store_rounds=64, every_rounds=100)
+
+    async def main() -> None:
+        await world.rounds("anna bert", 40)
+        shelf = world.peers["anna"].shelf
+        assert len(shelf._parts) == 2 and shelf.past and shelf.past.rounds == 40
+        report = await world.peers["cleo"].catch_up()
+        assert world.same("anna bert cleo") and (report.replayed_rounds, report.blamed) == (40, {})
+
+    world.play(main)
+
+
+def test_a_real_swarm_has_two_rounds_in_memory_and_the_others_stored() -> None:
+    world, rooms = Lives("anna bert", keep_rounds=4), Rooms()
+
+    async def main() -> None:
+        for name in world.founders:
+            life = world.begin(name.peer)
+            shelf = life.averager.shelf
+            shelf.past = PartStore(rooms, SimCompute(), shelf.gate, most_rounds=5, least_rounds=1)
+        most = 0
+        for _ in range(100):
+            await asyncio.sleep(10 * ROUND_SECONDS / 100)
+            most = max(most, *(len(life.averager.shelf._parts) for life in world.lives.values()))
+        anna = world.lives["anna"]
+        rounds = anna.chain.head.key.round
+        assert most == 2 and rounds > 7 and anna.averager.shelf.past
+        assert anna.averager.shelf.past.rounds == 5
+
+    world.play(main)
