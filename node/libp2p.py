@@ -50,6 +50,7 @@ class LibP2PConfig:
     Attributes:
         identity: the key, and the file that p2pd reads it from.
         listen: multiaddrs to listen on; port 0 takes a free one, and keeps it when the daemon is restarted.
+        kept: `listening` of an earlier life: ports that others may know, taken again if they are free.
         announce: multiaddrs to tell others instead of those found; need fixed ports.
         nat: map ports on the router, find out whether this peer is reachable, use and serve relays; see above.
         max_streams: incoming streams served at once.
@@ -59,6 +60,7 @@ class LibP2PConfig:
 
     identity: Identity
     listen: tuple[str, ...] = ("/ip4/127.0.0.1/tcp/0",)
+    kept: tuple[str, ...] = ()
     announce: tuple[str, ...] = ()
     nat: bool = False
     max_streams: int = 1024
@@ -123,6 +125,11 @@ class LibP2PTransport:
         They change: an interface comes up, a router maps a port, a relay takes us in.
         """
         return tuple(f"{address}/p2p/{self.me}" for address in self._link.addresses) if self._link else ()
+
+    @property
+    def listening(self) -> tuple[str, ...]:
+        """The multiaddrs to listen on, with the ports that were taken."""
+        return self._listen
 
     @property
     def daemon_pid(self) -> int | None:
@@ -228,6 +235,13 @@ class LibP2PTransport:
         self._serving.take(peer, SocketPipe(reader, writer))
 
     async def _first_launch(self) -> Link:
+        if kept := self._config.kept:
+            with suppress(DaemonError, *LINK_ERRORS):
+                link = await self._launch(kept)
+                if not missing([each for each in kept if each not in self._config.listen], link.addresses):
+                    return link
+            await self._close_link()
+            log.warning("the port of the last life is taken: others have to find this peer at another")
         try:
             link = await self._launch(self._config.listen)
         except DaemonError as error:

@@ -483,6 +483,23 @@ class TestAddresses:
         assert with_ports(tuple(cases), found) == tuple(cases.values())
 
 
+def test_the_port_of_the_last_life_is_taken_again_if_it_is_free(directory: Path) -> None:
+    async def body(make: Make) -> None:
+        last = await make()
+        kept, port = last.listening, int(last.listening[0].rpartition("/")[2])
+        await last.__aexit__(None, None, None)
+        again = await make(kept=kept)
+        assert again.listening == kept != LibP2PConfig.listen
+        await again.__aexit__(None, None, None)
+        with socket.socket() as thief:
+            steal(thief, port)
+            third = await make(kept=kept)
+            assert third.listening[0].rpartition("/")[0] == kept[0].rpartition("/")[0]
+            assert third.listening != kept and third.addresses
+
+    run(directory, body)
+
+
 class TestNat:
     def test_peers_behind_no_router_find_each_other_all_the_same(self, directory: Path) -> None:
         async def body(make: Make) -> None:
