@@ -113,7 +113,9 @@ class _KeepingTrainer(InlineTrainer):
         super().__init__(_Member(run, index), run.inner_steps, step_seconds=1.0)
         self._run, self._index = run, index
 
-    async def train(self, key: RoundKey, cut: asyncio.Event, progress: Callable[[Work], None]) -> Work:
+    async def train(
+        self, key: RoundKey, cut: asyncio.Event, progress: Callable[[Work], None], surplus: bool = True
+    ) -> Work:
         def hidden(work: Work) -> None:
             progress(replace(work, tokens=0, norm=0.0))
 

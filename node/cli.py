@@ -27,7 +27,11 @@ if TYPE_CHECKING:
     from node.runconfig import RunConfig
 
 _RUN, _MACHINE, _SHOWN = "The run", "This machine", "What is shown"
-_OPTIONS = {"--bandwidth-bytes-per-second": "--bandwidth", "--wait-for-peers": "--wait-for"}
+_OPTIONS = {
+    "--bandwidth-bytes-per-second": "--bandwidth",
+    "--wait-for-peers": "--wait-for",
+    "--disk-limit-bytes": "--disk-limit",
+}
 """Names of values, as a configuration's errors have them, and of the options that give them."""
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -87,6 +91,12 @@ def join(
         list[str] | None, _option(_MACHINE, "Multiaddr to tell others; repeatable.", metavar="MADDR")
     ] = None,
     nat: Annotated[bool | None, _option(_MACHINE, "Map ports at the router and use relays.", "--nat/--no-nat")] = None,
+    checkpoint_every: Annotated[
+        int | None, _option(_MACHINE, "Rounds between two checkpoints. Default: 5.", min=1, metavar="ROUNDS")
+    ] = None,
+    disk_limit: Annotated[
+        float | None, _option(_MACHINE, "What checkpoints may take of the disk. Default: 20.", min=0.001, metavar="GB")
+    ] = None,
     bandwidth: Annotated[
         float | None,
         _option(_MACHINE, "Upload of this machine, megabytes per second. Default: 12.5.", min=0.001, metavar="MB/S"),
@@ -175,6 +185,8 @@ def _join(given: dict[str, Any]) -> int:
     of_run: dict[str, Any] = {name: given.pop(name) for name in ("run", "task", "protocol") if name in given}
     if "bandwidth" in given:
         given["bandwidth_bytes_per_second"] = 1e6 * given.pop("bandwidth")
+    if "disk_limit" in given:
+        given["disk_limit_bytes"] = 1e9 * given.pop("disk_limit")
     from node.peerconfig import load_peer
 
     with _in_options():

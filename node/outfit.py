@@ -22,7 +22,7 @@ def worker_spec(run: RunConfig, mine: PeerConfig, me: Member, sample: Path | Non
     return WorkerSpec(
         values=_values(run),
         recipe=run.recipe,
-        stream_seed=int.from_bytes(hashlib.sha256(f"{me.peer}/{me.incarnation}".encode()).digest()[:7], "big"),
+        stream_seed=stream_seed(me),
         weights_seed=run.seed,
         data=mine.data,
         held_out=sample,
@@ -31,6 +31,11 @@ def worker_spec(run: RunConfig, mine: PeerConfig, me: Member, sample: Path | Non
         peers_here=1 + workers_here(),
         precision=mine.precision,
     )
+
+
+def stream_seed(me: Member) -> int:
+    """Which stream of the data a member draws."""
+    return int.from_bytes(hashlib.sha256(f"{me.peer}/{me.incarnation}".encode()).digest()[:7], "big")
 
 
 def _values(run: RunConfig) -> GptValues | PacedValues:

@@ -17,22 +17,23 @@ from typing import Any
 import torch
 
 from node.addresses import shareable
+from node.checkpoint import Checkpoint, Data
 from node.clock import WallClock
 from node.compute import ThreadCompute
 from node.config import ConfigError
 from node.control import Control
 from node.daemon import DaemonError
 from node.dht import DhtDirectory
-from node.disk import room
 from node.entry import Door, Entry, Run, ask_run, ask_status, reach
 from node.greeter import Self
 from node.identity import IdentityError, create, verify
+from node.keeper import Keeper
 from node.libp2p import LibP2PConfig, LibP2PTransport
 from node.manifest import Manifest, ManifestError, seal, unseal
 from node.membership import Membership
 from node.metrics import LoopLag
 from node.outer import OuterSGD
-from node.outfit import worker_spec
+from node.outfit import stream_seed, worker_spec
 from node.peerconfig import PeerConfig
 from node.portrait import Portrait
 from node.remote import RemoteTrainer, WorkerError
@@ -45,16 +46,16 @@ from node.trace import traced
 from protocols import PROTOCOLS
 from protocols.base import BadPayload, Host, Member, PeerError, PeerId, Settings
 from protocols.chain import Chain
-from protocols.snapshot import Index, Snapshots
+from protocols.snapshot import Index
 from protocols.sync import Sync
 from protocols.wire import MAX_ROSTER
 
 log = logging.getLogger(__name__)
 
 STATUS_SECONDS = 10.0
-KEEP_ROUNDS = 4
-"""Of the parts of so many rounds a peer keeps its share in memory, for those who missed one; snapshots come twice as
-often, so that whoever takes one finds the rounds since."""
+KEEP_CHECKPOINTS = 2
+"""Of the parts of the rounds since so many checkpoints a peer keeps its share, for those who missed one: whoever takes
+one of another peer's finds the rounds since."""
 
 
 class Refused(Exception):
@@ -66,6 +67,7 @@ class _Tools:
     state: StateDir
     transport: LibP2PTransport
     compute: ThreadCompute
+    disk: ThreadCompute
     entry: Entry
     lag: LoopLag
 
@@ -142,12 +144,13 @@ class Peer:
             Control(state.path, self.status, lambda: self.on_asked()),
             LoopLag() as lag,
             ThreadCompute() as compute,
+            ThreadCompute() as disk,
             LibP2PTransport(link) as transport,
             Entry(transport.connect, partial(ask_run, transport), self._judge, self._view.say) as entry,
         ):
             portrait.addresses = lambda: shareable(transport.addresses) or transport.addresses
             portrait.lag = lag
-            tools = _Tools(state, transport, compute, entry, lag)
+            tools = _Tools(state, transport, compute, disk, entry, lag)
             if addresses := self._addresses(state):
                 await self._join(tools, addresses)
             else:
@@ -237,13 +240,16 @@ class Peer:
         run_id = bytes.fromhex(manifest.run_id)
         chain = portrait.chain = Chain(run_id, "run", (manifest.founder,), manifest.state_root)
         membership = portrait.membership = self._membership(tools, chain)
-        async with DhtDirectory(transport, state.identity, self._clock, run_id, membership.offset_seconds) as directory:
+        async with (
+            DhtDirectory(transport, state.identity, self._clock, run_id, membership.offset_seconds) as directory,
+            self._keeper(tools, trainer, manifest) as keeper,
+        ):
             frames, trainer, portrait.journal = traced(transport, trainer, state.rounds)
             host = Host(frames, directory, membership, tools.compute, self._clock, state.identity, config.seed)
             settings = self._settings(manifest, state.incarnation)
-            averager, snapshots = PROTOCOLS[config.protocol](host, settings), self._snapshots(state)
+            averager, snapshots = PROTOCOLS[config.protocol](host, settings), keeper.snapshots
             outer = OuterSGD(config.recipe.outer_learning_rate, config.recipe.outer_momentum)
-            replica = Replica(chain, trainer, averager, outer, tools.compute, trainer.anchor(), snapshots)
+            replica = Replica(chain, trainer, averager, outer, tools.compute, trainer.anchor(), snapshots, keeper)
             replica.on_phase, portrait.awaited = portrait.works, lambda: replica.awaited()
             sync = Sync(host, chain, settings, snapshots, membership.peers, averager.shelf)
             sync.on_better = lambda branch: averager.supersede()
@@ -257,9 +263,21 @@ class Peer:
             self._stay = Stay(means, limits, portrait, self._view)
             await self._stay.run()
 
-    @staticmethod
-    def _snapshots(state: StateDir) -> Snapshots:
-        return Snapshots(KEEP_ROUNDS // 2, make_room=partial(room, state.path))
+    def _keeper(self, tools: _Tools, trainer: RemoteTrainer, manifest: Manifest) -> Keeper:
+        like = Checkpoint(
+            path=tools.state.path,
+            run=manifest.run_id,
+            round=0,
+            lineage=b"",
+            state_root=b"",
+            layout=trainer.layout,
+            index=Index(0, ()),
+            data=Data(stream_seed(tools.me), tools.me.incarnation, 0),
+            carried=0,
+            files={},
+        )
+        every_rounds, limit_bytes = self._config.checkpoint_every, int(self._config.disk_limit_bytes)
+        return Keeper(tools.state.path, every_rounds, limit_bytes, like, trainer, tools.disk)
 
     def _settings(self, manifest: Manifest, incarnation: int) -> Settings:
         config = manifest.config
@@ -269,7 +287,7 @@ class Peer:
             chunk_elements=config.chunk_elements,
             bandwidth=self._config.bandwidth_bytes_per_second,
             incarnation=incarnation,
-            keep_rounds=KEEP_ROUNDS,
+            keep_rounds=KEEP_CHECKPOINTS * self._config.checkpoint_every,
             fork_peers=config.fork_peers,
         )
 

@@ -124,6 +124,8 @@ class PeerConfig:
         bandwidth_bytes_per_second: of this machine's upload.
         wait_for_peers: a founder begins the first round when so many are there, itself included.
         nat: whether to map ports and use relays.
+        checkpoint_every: rounds between two checkpoints.
+        disk_limit_bytes: that checkpoints may take.
         new: found a run even if there is one to go on with.
         json: print JSON lines instead of text.
         origins: key -> where its value came from.
@@ -145,6 +147,8 @@ class PeerConfig:
     bandwidth_bytes_per_second: float = Field(default=12.5e6, gt=0, le=1e12)
     wait_for_peers: int = Field(default=1, ge=1, le=MAX_ROSTER)
     nat: bool = True
+    checkpoint_every: int = Field(default=5, ge=1, le=1000)
+    disk_limit_bytes: float = Field(default=20e9, gt=0, le=1e15)
     new: bool = False
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     json: bool = False

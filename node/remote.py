@@ -19,6 +19,7 @@ import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -36,6 +37,8 @@ DEATHS = 5
 BACKOFF_SECONDS = (0.0, 0.5, 1.0, 2.0, 4.0)
 ATTEMPTS = 3
 _PROMPT_BYTES = 64 << 10
+DISK_SECONDS = 60.0
+"""For a file of the optimiser's state."""
 _MENDING_SECONDS = DEATHS * START_SECONDS + sum(BACKOFF_SECONDS)
 _NOTHING = Work(0, math.nan, 0.0, 0.0)
 
@@ -96,12 +99,14 @@ class RemoteTrainer:
 
     # -- the contract -------------------------------------------------------------------------------------------------
 
-    async def train(self, key: RoundKey, cut: asyncio.Event, progress: Callable[[Work], None]) -> Work:
+    async def train(
+        self, key: RoundKey, cut: asyncio.Event, progress: Callable[[Work], None], surplus: bool = True
+    ) -> Work:
         """Train until `cut` is set; see `protocols.base.Trainer`.
 
         Where a worker died, `progress` is told nothing again. Cut while there is none, it does not wait for the next.
         """
-        return await alongside(self._train(key, cut, progress), self._watch(cut))
+        return await alongside(self._train(key, cut, progress, surplus), self._watch(cut))
 
     async def read(self, into: Vector, fragment: int = 0) -> None:
         """Copy the local parameters out, between two steps."""
@@ -132,6 +137,39 @@ class RemoteTrainer:
         """Held-out loss of the outer parameters, between two steps."""
         return float(await self._order({"do": "evaluate"}))
 
+    @property
+    def position(self) -> int:
+        """Batches that workers have drawn from this peer's stream of data."""
+        return self._shared.position
+
+    @property
+    def carried(self) -> int:
+        """Tokens of work in the local parameters that no round has counted."""
+        return self._carried
+
+    async def save(self, path: Path) -> bool:
+        """Have the worker write its optimiser's state to a file, between two steps; False if there is no worker now.
+
+        Raises:
+            WorkerError: it cannot be written.
+        """
+        if self._life is None:
+            return False
+        try:
+            async with self._boundary():
+                await self._ask({"do": "save", "path": str(path)}, DISK_SECONDS)
+        except WorkerGone:
+            return False
+        return True
+
+    async def load(self, path: Path | None, position: int) -> None:
+        """Have the worker take up an optimiser's state that `save` wrote, None for none, and go on at a position.
+
+        Raises:
+            WorkerError: it cannot be read, or is of another model.
+        """
+        await self._order({"do": "load", "path": str(path) if path else None, "position": position}, DISK_SECONDS)
+
     async def held_out(self) -> bytes:
         """The evaluation sample, at most 256 KiB; empty where the task has none."""
         return base64.b64decode(await self._order({"do": "held_out"}))
@@ -152,7 +190,7 @@ class RemoteTrainer:
 
     # -- turns --------------------------------------------------------------------------------------------------------
 
-    async def _train(self, key: RoundKey, cut: asyncio.Event, progress: Callable[[Work], None]) -> Work:
+    async def _train(self, key: RoundKey, cut: asyncio.Event, progress: Callable[[Work], None], surplus: bool) -> Work:
         begun: WorkerProcess | None = None
         while True:
             if self._life is None:
@@ -162,12 +200,19 @@ class RemoteTrainer:
             with suppress(WorkerGone):
                 async with self._boundary():
                     self._shared.attention = cut.is_set() or self._waiting > 0
-                    command = {"do": "train", "round": key.round, "begin": self._life is not begun}
+                    begin = self._life is not begun
+                    command = {"do": "train", "round": key.round, "begin": begin, "surplus": surplus}
                     begun = self._life
                     work = Work(**await self._ask(command, hear=lambda values: progress(Work(**values))))
                     self._carried = work.tokens
+                if work.complete and not surplus:
+                    await self._rest(begun, cut)
                 if cut.is_set():
                     return work
+
+    async def _rest(self, life: WorkerProcess | None, cut: asyncio.Event) -> None:
+        """Wait for the cut, which comes at the round's deadline at the latest, or for another worker."""
+        await self._bell.until(lambda: cut.is_set() or self._life is not life, math.inf)
 
     async def _watch(self, cut: asyncio.Event) -> None:
         await cut.wait()

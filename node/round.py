@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from node.catchup import CatchUp, Reached
+from node.keeper import Keeper
 from node.outer import OuterSGD, pseudo_gradient
 from node.report import RoundReport, Trained, Watch
 from node.state import OuterState
@@ -31,7 +32,7 @@ from protocols.base import (
 from protocols.branches import Branch
 from protocols.chain import UNSETTLED, Chain, certificate_in
 from protocols.record import Kind
-from protocols.snapshot import Snapshots
+from protocols.snapshot import Snapshot, Snapshots
 from protocols.sync import Sync
 from protocols.wire import MAX_NORM
 
@@ -78,16 +79,18 @@ class Replica:
         compute: Compute,
         anchor: Vector,
         snapshots: Snapshots | None = None,
+        keeper: Keeper | None = None,
     ) -> None:
         """
         Args:
             anchor: outer parameters that the run starts from, float32 (n); from now on they are ours. A newcomer, who
                 has to fetch them, may bring any.
             snapshots: where to keep some, for this peer and for others; None keeps none.
+            keeper: makes checkpoints of them; they are its snapshots then.
         """
         self.chain, self.trainer, self.averager = chain, trainer, averager
         self.state = OuterState(anchor, torch.zeros_like(anchor), outer, compute)
-        self._snapshots = snapshots
+        self._snapshots, self._keeper = snapshots, keeper
         self._compute = compute
         self._delta, self._mean = torch.empty_like(anchor), torch.empty_like(anchor)
         self.leaving = self.last = False
@@ -118,8 +121,32 @@ class Replica:
         """The state is hashed: vouch for it at the head, and keep a snapshot where one is due."""
         key = self.chain.head.key
         self.chain.settle(self.state.root(key.round))
-        if self._snapshots and key.round % self._snapshots.every_rounds == 0 and not self._lacks_state():
-            await self.state.keep(self._snapshots, key)
+        if self._snapshots and key.round % self._snapshots.every_rounds == 0:
+            await self._keep(self._snapshots)
+
+    async def _keep(self, snapshots: Snapshots) -> None:
+        """Keep the state as it stands, if it is the head's and is not kept yet."""
+        key = self.chain.head.key
+        if self._lacks_state() or snapshots.get(key.lineage):
+            return
+        if self._keeper:
+            await self._keeper.keep(self.state, key)
+        else:
+            await self.state.keep(snapshots, key)
+
+    async def keep(self) -> None:
+        """Make a checkpoint of where this peer stands, between two rounds, if it makes any."""
+        if self._keeper:
+            await self._keep(self._keeper.snapshots)
+
+    async def start_from(self, snapshot: Snapshot) -> None:
+        """Take up the state of a former life, at the chain's head; `settle` follows.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        await self.state.take(snapshot)
+        await self.trainer.write(self.anchor)
 
     def _lacks_state(self) -> bool:
         """Whether the head's state is known not to be the one that we hold: a newcomer's, before it has caught up."""
@@ -142,7 +169,8 @@ class Replica:
                 offers.append(offered.tokens)
                 self._show("training", work)
 
-            work = await self.trainer.train(head.key, session.cut, offer)
+            surplus = len(head.roster) > 1  # alone, there is nobody to be waited for: as many steps each time
+            work = await self.trainer.train(head.key, session.cut, offer, surplus)
             watch.lap("train")
             self._show("averaging", work)
             await self._outgoing(work)
@@ -299,7 +327,9 @@ class Replica:
         lost = self.chain.switch(branch.ancestor.key.lineage, branch.links) if branch else ()
         if self._snapshots:
             self._snapshots.prune(self.chain)
-            if reached.snapshot:
+            if reached.snapshot and self._keeper:
+                self._keeper.take(reached.snapshot)
+            elif reached.snapshot:
                 self._snapshots.put(reached.snapshot)
         await self._settled()
         await self.trainer.write(self.anchor)

@@ -67,7 +67,7 @@ class OuterState:
         await self._compute.run(copy, 16 * len(self.anchor))
         self.index = source.index
 
-    async def keep(self, snapshots: Snapshots, key: RoundKey) -> None:
+    async def keep(self, snapshots: Snapshots, key: RoundKey) -> Snapshot | None:
         """Put an immutable copy with the snapshots, as the state before a round; none where its file fails."""
 
         def fill() -> Snapshot:
@@ -76,6 +76,9 @@ class OuterState:
             return snapshot
 
         try:
-            snapshots.put(await self._compute.run(fill, 16 * len(self.anchor)))
+            snapshot = await self._compute.run(fill, 16 * len(self.anchor))
         except OSError as error:
             log.warning("no snapshot is kept before round %d: %s", key.round + 1, error.strerror or error)
+            return None
+        snapshots.put(snapshot)
+        return snapshot

@@ -139,10 +139,12 @@ class TracedTransport(_Around):
 
 
 class TracedTrainer(_Around):
-    async def train(self, key: RoundKey, cut: asyncio.Event, progress: Callable[[Work], None]) -> Work:
+    async def train(
+        self, key: RoundKey, cut: asyncio.Event, progress: Callable[[Work], None], surplus: bool = True
+    ) -> Work:
         self._trace.round = key.round
         self._trace.point("train")
-        work: Work = await self._inner.train(key, cut, progress)
+        work: Work = await self._inner.train(key, cut, progress, surplus)
         self._trace.point("trained")
         return work
 

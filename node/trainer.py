@@ -45,6 +45,13 @@ class Learner(Protocol):
     def step(self, round_number: int, step: int) -> Step:
         """Take inner step `step` (from 0) of a round; a round's surplus steps count on beyond its inner steps."""
 
+    def moments(self, make: bool = False) -> dict[str, torch.Tensor]:
+        """The optimiser's own tensors, by name, to be read or written; none before the first step.
+
+        Args:
+            make: as they are before the first step, if there are none.
+        """
+
     def evaluate(self) -> float:
         """Mean loss of the parameters as they stand, over held-out data."""
 
@@ -108,6 +115,19 @@ class AdamWLearner:
         self._adamw.step()
         return Step(total / self._recipe.batches, tokens)
 
+    def moments(self, make: bool = False) -> dict[str, torch.Tensor]:
+        """`exp_avg`, `exp_avg_sq` and `step`; of several fragments, `exp_avg.0` and so on."""
+        found: dict[str, torch.Tensor] = {}
+        (group,) = self._adamw.param_groups
+        for number, parameter in enumerate(group["params"]):
+            state = self._adamw.state[parameter]
+            if make and not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+            suffix = f".{number}" if len(group["params"]) > 1 else ""
+            found |= {f"{name}{suffix}": state[name] for name in ("exp_avg", "exp_avg_sq", "step") if name in state}
+        return found
+
     def evaluate(self) -> float:
         """The task's own evaluation."""
         return self._task.evaluate()
@@ -142,6 +162,11 @@ class Shift:
             self._round, self._steps = round_number, 0
         self._reported = 0
 
+    @property
+    def complete(self) -> bool:
+        """Whether the round's inner steps are taken."""
+        return self._steps >= self._inner_steps
+
     def step(self) -> None:
         """Take one inner step of the round."""
         step = self.learner.step(self._round, self._steps)
@@ -175,7 +200,7 @@ class Shift:
             seconds=self._seconds,
             step_seconds=self._step_seconds,
             norm=self._norm() if tokens else 0.0,
-            complete=self._steps >= self._inner_steps,
+            complete=self.complete,
             carried=self._carried,
         )
 
@@ -243,7 +268,9 @@ class InlineTrainer:
         self.shift = Shift(learner, inner_steps)
         self.step_seconds = step_seconds
 
-    async def train(self, key: RoundKey, cut: asyncio.Event, progress: Callable[[Work], None]) -> Work:
+    async def train(
+        self, key: RoundKey, cut: asyncio.Event, progress: Callable[[Work], None], surplus: bool = True
+    ) -> Work:
         """Train until `cut` is set; see `protocols.base.Trainer`. Set beforehand, it leaves the work as it is."""
         loop = asyncio.get_running_loop()
         shift = self.shift
@@ -251,6 +278,9 @@ class InlineTrainer:
         progress(shift.work())
         mark = loop.time()
         while not cut.is_set():
+            if shift.complete and not surplus:
+                await cut.wait()
+                break
             await asyncio.sleep(self.step_seconds)
             shift.step()
             now = loop.time()

@@ -5,10 +5,12 @@
 Lines of JSON over the socket, one command at a time, each answered by `done` or `refused`:
 
     a WorkerSpec                                        -> done: the layout's fragments
-    do: train, round, begin                             -> progress: work, ...; done: work
+    do: train, round, begin, surplus                    -> progress: work, ...; done: work
     do: evaluate                                        -> done: loss
     do: held_out                                        -> done: base64
     do: generate, prompt, tokens, temperature, seed     -> done: base64
+    do: save, path                                      -> done: bytes of a file of the optimiser's state
+    do: load, path or null, position                    -> done: null
 
 `carried` in a command: the shared vectors were written, and hold work worth so many tokens. Between two steps no line
 is read: `Shared.attention` ends training. The process ends with the socket; a traceback is its last word to the log.
@@ -25,10 +27,12 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
+from node import tensors
 from node.shared import Shared
 from node.tasks.spec import Job, WorkerSpec, build
 from node.trainer import Shift
@@ -72,22 +76,26 @@ class Worker:
             self._take(command["carried"])
         match command["do"]:
             case "train":
-                return self._train(command["round"], command["begin"])
+                return self._train(command["round"], command["begin"], command["surplus"])
             case "evaluate":
                 return self._shift.evaluate()
             case "held_out":
                 return base64.b64encode(self._job.held_out).decode()
             case "generate":
                 return self._generate(command)
+            case "save":
+                return self._save(Path(command["path"]))
+            case "load":
+                return self._load(command["path"], command["position"])
         raise Refused(f"no command {command['do']!r}")
 
-    def _train(self, round_number: int, begin: bool) -> dict[str, Any]:
+    def _train(self, round_number: int, begin: bool, surplus: bool) -> dict[str, Any]:
         shift, shared = self._shift, self._shared
         if begin:
             shift.begin(round_number)
             self._tell("progress", as_json(shift.work()))
         mark = time.perf_counter()
-        while not shared.attention and os.getppid() == self._parent:
+        while not shared.attention and os.getppid() == self._parent and (surplus or not shift.complete):
             time.sleep(self._job.rest_seconds)
             shared.claim(self._job.learner.position + self._batches)
             shift.step()
@@ -106,6 +114,21 @@ class Worker:
             _copy(self._shared.local, self._shift.learner.vectors)
             _copy(self._shared.anchor, self._anchors)
         self._shift.reset(carried)
+
+    def _save(self, path: Path) -> int:
+        try:
+            return tensors.write(path, self._job.learner.moments(), {"format": "starling inner state 1"})
+        except OSError as error:
+            raise Refused(f"the inner state cannot be written: {error.strerror or error}") from error
+
+    def _load(self, path: str | None, position: int) -> None:
+        try:
+            if path is not None and tensors.names(Path(path)):
+                tensors.read(Path(path), self._job.learner.moments(make=True))
+        except (OSError, tensors.Unreadable) as error:
+            raise Refused(f"the inner state cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        self._job.learner.position = position
+        self._shared.claim(position)
 
     def _generate(self, command: dict[str, Any]) -> str:
         if self._job.generate is None:

@@ -403,11 +403,16 @@ class Trainer(Protocol):
 
     layout: Layout
 
-    async def train(self, key: RoundKey, cut: asyncio.Event, progress: Callable[[Work], None]) -> Work:
+    async def train(
+        self, key: RoundKey, cut: asyncio.Event, progress: Callable[[Work], None], surplus: bool = True
+    ) -> Work:
         """Train from where the parameters stand until `cut` is set; the cut is seen at every inner step.
 
         `progress` is called at once, with what earlier rounds left over, after the first inner step, when the round's
         inner steps are complete, and whenever the work has grown by a tenth since the last call.
+
+        Args:
+            surplus: go on when the round's inner steps are complete; else wait for the cut.
         """
 
     async def read(self, into: Vector, fragment: int = 0) -> None:

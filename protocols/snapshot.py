@@ -11,7 +11,7 @@ import hashlib
 import mmap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 
@@ -96,7 +96,14 @@ class Index:
 
 
 class Room(Protocol):
-    """Bytes of a set size, where a snapshot stands; they go back when nobody refers to it any more."""
+    """Bytes of a set size, where a snapshot stands.
+
+    Attributes:
+        fresh: nothing was put there before; else it may hold what an earlier download of the same state brought.
+    """
+
+    @property
+    def fresh(self) -> bool: ...
 
     def read(self, offset: int, into: memoryview) -> None:
         """Fill `into`.
@@ -109,11 +116,17 @@ class Room(Protocol):
         """Put all of `data` there; raises as `read` does."""
 
 
+MakeRoom: TypeAlias = Callable[[bytes, int, int], Room]
+"""Room for the state of a lineage, before a round: (lineage, round, bytes). Raises OSError where there is none."""
+
+
 class Anonymous:
-    """Room in memory: it costs nothing until it is written."""
+    """Room in memory: it costs nothing until it is written, and goes back when nobody refers to it any more."""
+
+    fresh = True
 
     def __init__(self, size: int) -> None:
-        self._memory = memoryview(mmap.mmap(-1, size))
+        self._memory = memoryview(mmap.mmap(-1, max(1, size)))
 
     def read(self, offset: int, into: memoryview) -> None:
         into[:] = self._memory[offset : offset + len(into)]
@@ -126,17 +139,23 @@ class Snapshot:
     """The outer state that a lineage names: filled once, then never changed.
 
     Whatever moves its bytes takes a disk's time, and raises OSError where that fails.
+
+    Attributes:
+        room: where it stands: the parameters, then the velocity, little-endian float32.
     """
 
-    def __init__(
-        self, lineage: bytes, round_number: int, index: Index, make_room: Callable[[int], Room] = Anonymous
-    ) -> None:
+    def __init__(self, lineage: bytes, round_number: int, index: Index, room: Room | None = None) -> None:
         """
         Args:
-            make_room: for so many bytes.
+            room: of `room_bytes(index.elements)`; None: in memory.
         """
         self.lineage, self.round, self.index = lineage, round_number, index
-        self._room = make_room(max(1, 8 * index.elements))
+        self.room = room or Anonymous(room_bytes(index.elements))
+
+    @property
+    def fresh(self) -> bool:
+        """Whether it starts empty; else its chunks may be there already, of an earlier download, right or wrong."""
+        return self.room.fresh
 
     def fill(self, parameters: Vector, velocity: Vector) -> None:
         """Copy these vectors, float32 (n), which `index` is of, in."""
@@ -149,7 +168,7 @@ class Snapshot:
         """Copy it out into these vectors, float32 (n)."""
         for chunk, piece in self._pieces(parameters, velocity):
             data, held = _scratch(len(piece))
-            self._room.read(self._offset(chunk), data)
+            self.room.read(self._offset(chunk), data)
             piece.copy_(held)
 
     def chunk(self, chunk: int) -> bytearray:
@@ -161,12 +180,12 @@ class Snapshot:
         if not 0 <= chunk < len(self.index.digests):
             raise BadPayload(f"chunk {chunk} of a snapshot of {len(self.index.digests)}")
         data = bytearray(self.index.size(chunk))
-        self._room.read(self._offset(chunk), memoryview(data))
+        self.room.read(self._offset(chunk), memoryview(data))
         return data
 
     def put(self, chunk: int, data: Buffer) -> None:
         """Set the bytes of a chunk."""
-        self._room.write(self._offset(chunk), data)
+        self.room.write(self._offset(chunk), data)
 
     def _offset(self, chunk: int) -> int:
         half = len(self.index.digests) // 2
@@ -178,6 +197,11 @@ class Snapshot:
             for index in range(half):
                 low, high = chunk_range(0, len(vector), index)
                 yield number * half + index, vector[low:high]
+
+
+def room_bytes(elements: int) -> int:
+    """What the outer state of so many parameters takes."""
+    return 8 * elements
 
 
 def _scratch(elements: int) -> tuple[memoryview, Vector]:
@@ -197,18 +221,19 @@ class Snapshots:
         self,
         every_rounds: int = SNAPSHOT_ROUNDS,
         keep: int = KEEP_SNAPSHOTS,
-        make_room: Callable[[int], Room] = Anonymous,
+        make_room: MakeRoom = lambda lineage, round_number, size: Anonymous(size),
     ) -> None:
-        """
-        Args:
-            make_room: for so many bytes.
-        """
         self.every_rounds, self._keep, self._make_room = every_rounds, keep, make_room
         self._held: list[Snapshot] = []
 
     def new(self, lineage: bytes, round_number: int, index: Index) -> Snapshot:
-        """An empty one, to be filled."""
-        return Snapshot(lineage, round_number, index, self._make_room)
+        """One to be filled; not empty (`Snapshot.fresh`) where an earlier download of this state was broken off.
+
+        Raises:
+            OSError: there is no room.
+        """
+        room = self._make_room(lineage, round_number, room_bytes(index.elements))
+        return Snapshot(lineage, round_number, index, room)
 
     def put(self, snapshot: Snapshot) -> None:
         """Take one that is filled; those of the lowest rounds beyond what is kept go."""

@@ -297,7 +297,7 @@ def test_a_skip_moves_the_chain_and_nothing_else() -> None:
     genesis = records.genesis(RUN).hex()
     anchors = [report.anchor_lineage for report in reports]
     assert anchors == [genesis, genesis, genesis, reports[2].lineage], "work is measured from where it was before"
-    assert [seen.work.tokens for seen in peer.seen if seen.work] == [400, 800, 1200, 400]
+    assert [seen.work.tokens for seen in peer.seen if seen.work] == [400, 600, 1000, 400], "alone, no surplus steps"
     assert peer.seen[1].head.roster == (ME,) and peer.seen[1].offers[0].tokens == 400
     assert len(peer.trainer.written) == 2, "the trainer was not disturbed"
     assert reports[0].params_hash == reports[1].params_hash == root([torch.ones(ELEMENTS)]).hex()
@@ -324,7 +324,7 @@ def test_a_fork_is_reported_as_one_and_may_take_a_mean_with_it(outcome: Outcome,
     fork, alone = play(peer.rounds())
     assert (fork.outcome, alone.outcome) == ("fork", "alone") and fork.lineage != fork.parent == fork.anchor_lineage
     assert (alone.anchor_lineage == fork.lineage) is moved
-    assert peer.seen[1].work is not None and peer.seen[1].work.tokens == (400 if moved else 800)
+    assert peer.seen[1].work is not None and peer.seen[1].work.tokens == (200 if moved else 600)
 
 
 @pytest.mark.parametrize("outcome", [Outcome.COMMITTED, Outcome.SKIPPED])

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 import hashlib
-import os
 import weakref
 from functools import partial
 from pathlib import Path
@@ -15,11 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from node.disk import DiskRoom, room
+from node.disk import FileRoom, outer_room
 from protocols.base import CHUNK_BYTES, BadPayload, Vector
 from protocols.chain import Chain, state_root
 from protocols.requests import Kept
-from protocols.snapshot import Anonymous, Index, Snapshot, Snapshots, chunk_digests, root_of
+from protocols.snapshot import Index, Snapshot, Snapshots, chunk_digests, root_of
 from protocols.vectors import CHUNK_ELEMENTS, root
 from tests.rounds import RUN, line
 from tests.test_branches import ROSTER
@@ -80,25 +78,32 @@ def test_a_snapshot_is_made_again_from_index_and_chunks(elements: int, place: st
     assert len(packed) == Index.packed_bytes(elements)
     index = Index.unpack(elements, packed)
     assert index == snapshot.index
-    make_room = Anonymous if place == "memory" else partial(DiskRoom, tmp_path)
-    again = Snapshot(snapshot.lineage, snapshot.round, index, make_room)
+    make_room = partial(outer_room, tmp_path / "outer.safetensors", [elements], snapshot.round, snapshot.lineage)
+    again = Snapshot(snapshot.lineage, snapshot.round, index, None if place == "memory" else make_room())
+    assert again.fresh
     for number in range(len(index.digests)):
         again.put(number, snapshot.chunk(number))
     found, expected = ([torch.empty(elements) for _ in range(2)] for _ in range(2))
     again.copy(*found)
     snapshot.copy(*expected)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-    assert list(tmp_path.iterdir()) == []
+    if place == "disk":  # who comes back finds what is there already, and only that
+        later = Snapshot(snapshot.lineage, snapshot.round, index, make_room())
+        assert not later.fresh and later.chunk(0) == snapshot.chunk(0)
+        assert outer_room(tmp_path / "outer.safetensors", [elements], snapshot.round + 1, snapshot.lineage).fresh
 
 
-def test_a_full_disk_costs_memory_and_no_round(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def full(*_: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    assert isinstance(room(tmp_path, 100), Anonymous) and "are taken from memory" in caplog.text
+def test_a_file_outlives_its_name(tmp_path: Path) -> None:
+    room = FileRoom(tmp_path / "file", b"header", 10)
+    room.write(3, b"abc")
+    (tmp_path / "file").unlink()
+    held = bytearray(4)
+    room.read(2, memoryview(held))
+    assert held == b"\0abc"
+    with pytest.raises(OSError, match="another file"):
+        (tmp_path / "file").write_bytes(b"header")
+        FileRoom(tmp_path / "file", b"header", 10, there=True)
+    assert (tmp_path / "file").read_bytes() == b"header"
 
 
 def test_an_index_of_another_size_is_refused() -> None:

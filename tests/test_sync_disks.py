@@ -28,7 +28,7 @@ class Disk(Anonymous):
 
     at_work = False
 
-    def __init__(self, size: int, failing: bool = False) -> None:
+    def __init__(self, lineage: bytes, round_number: int, size: int, failing: bool = False) -> None:
         super().__init__(size)
         self.failing = failing
 
@@ -69,10 +69,10 @@ def fails(peer: Peer) -> None:
     """What it holds, and what it will."""
     peer.snapshots._make_room = partial(Disk, failing=True)
     for snapshot in peer.snapshots.held():
-        snapshot._room.failing = True  # type: ignore[attr-defined]
+        snapshot.room.failing = True  # type: ignore[attr-defined]
 
 
-def full(size: int) -> Disk:
+def full(lineage: bytes, round_number: int, size: int) -> Disk:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -126,7 +126,7 @@ def test_who_cannot_keep_what_it_downloads_is_no_further(when: str) -> None:
 
             async def broken(*args: object) -> object:
                 snapshot = await download(*args)  # type: ignore[arg-type]
-                snapshot._room.failing = True  # type: ignore[attr-defined]
+                snapshot.room.failing = True  # type: ignore[attr-defined]
                 return snapshot
 
             cleo.sync.download = broken  # type: ignore[assignment, method-assign]

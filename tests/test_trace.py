@@ -122,7 +122,7 @@ async def test_a_peer_tells_of_everything_in_order_with_its_round(
     journal.write(REPORT)
     trainer._trace.close()  # type: ignore[attr-defined]
     assert told(watch) == [(-1, "read"), *((7, point) for point in POINTS if point in AT_HOME)]
-    assert stand.calls == [("read", vector, 0), ("train", KEY, cut, progress), ("write", vector, 0, vector, 3)]
+    assert stand.calls == [("read", vector, 0), ("train", KEY, cut, progress, True), ("write", vector, 0, vector, 3)]
 
 
 AT_HOME = ("train", "trained", "write", "evaluate", "report", "reported")

@@ -117,7 +117,9 @@ def test_training_is_that_of_a_shift_of_ones_own(memory: int, text: Path) -> Non
     def hear(kind: str, value: Any) -> None:
         mine.attention = kind == "progress" and value["tokens"] >= 4 * 32
 
-    told = serve(memory, spec, {"do": "train", "round": 0, "begin": True}, {"do": "evaluate"}, hear=hear)
+    told = serve(
+        memory, spec, {"do": "train", "round": 0, "begin": True, "surplus": True}, {"do": "evaluate"}, hear=hear
+    )
     before = shift.evaluate()
     shift.begin(0)
     offers = [shift.work()]
@@ -140,7 +142,7 @@ def test_another_worker_goes_on_where_the_last_one_stood(memory: int, text: Path
     mine.local[0].fill_(0.5)
     mine.claim(40)
     mine.attention = True
-    work = serve(memory, spec, {"do": "train", "round": 2, "begin": True, "carried": 64})[-1]["done"]
+    work = serve(memory, spec, {"do": "train", "round": 2, "begin": True, "surplus": True, "carried": 64})[-1]["done"]
     assert work["tokens"] == 64 and mine.local[0].eq(0.5).all() and not mine.anchor[0].eq(0.5).any()
     assert mine.position == 40
 

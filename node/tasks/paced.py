@@ -64,6 +64,10 @@ class Paced:
         place.mul_(0.5).add_(_noise(low, len(place), key) * 0.5)
         return Step(float(place.square().mean()), self._tokens)
 
+    def moments(self, make: bool = False) -> dict[str, torch.Tensor]:
+        """It has no optimiser."""
+        return {}
+
     def evaluate(self) -> float:
         """Mean square of the first slice."""
         return float(self.vectors[0][:SLICE].square().mean())

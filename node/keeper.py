@@ -1,0 +1,264 @@
+"""Keeps checkpoints: where snapshots stand on the disk, what becomes of them, and how much of it they may take.
+
+A checkpoint takes three steps. Room is made for it, so that a disk that is too small shows before anything is written;
+its files are filled, for which the peer stands still; then it is sealed behind the peer's back. What fails costs the
+checkpoint, and a line; never the round.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import shutil
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self
+
+from node.checkpoint import DIRECTORY, INNER, OUTER, Checkpoint, name_of, places, seal
+from node.disk import FileRoom, allocate, outer_room
+from node.process import WorkerError
+from node.state import OuterState
+from protocols.base import Compute, RoundKey
+from protocols.snapshot import Anonymous, Room, Snapshot, Snapshots, room_bytes
+from protocols.tasks import together
+
+log = logging.getLogger(__name__)
+
+KEEP = 3
+SMALL_BYTES = 1 << 20
+"""For headers, the manifest and all that is not a vector."""
+SLOW_SECONDS = 2.0
+"""The checkpoint before has so long until this one is given up; it had all the rounds since."""
+
+
+class Inner(Protocol):
+    """Whoever has the inner optimiser's state.
+
+    Attributes:
+        position: batches drawn from this peer's stream of data.
+        carried: tokens of work in the local parameters that no round has counted.
+    """
+
+    @property
+    def position(self) -> int: ...
+
+    @property
+    def carried(self) -> int: ...
+
+    async def save(self, path: Path) -> bool:
+        """Put it into a file; False where there is none to be had just now.
+
+        Raises:
+            WorkerError: it cannot be written.
+        """
+
+
+class Keeper:
+    """Keeps the checkpoints of one run. Use as an async context manager: it ends when the last is sealed.
+
+    Attributes:
+        snapshots: what it keeps; they are handed out as soon as they are filled.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        every_rounds: int,
+        limit_bytes: int,
+        like: Checkpoint,
+        inner: Inner,
+        disk: Compute,
+    ) -> None:
+        """
+        Args:
+            directory: the peer's state directory.
+            limit_bytes: that all checkpoints together may take.
+            like: run, layout and data of those to come.
+            disk: runs what waits for the disk, and nothing that a round waits for.
+        """
+        self.snapshots = Snapshots(every_rounds, KEEP, self.room)
+        self._home, self._limit_bytes, self._like = directory / DIRECTORY, limit_bytes, like
+        self._inner, self._disk = inner, disk
+        self._sealing: asyncio.Task[None] | None = None
+        self._whole: set[str] = set()
+        self._failing = False
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        if self._sealing:
+            await asyncio.wait([self._sealing])
+        self._sealing = None
+
+    def holds(self, checkpoint: Checkpoint) -> None:
+        """One of a former life is whole, and on our chain.
+
+        Raises:
+            OSError: it has gone.
+        """
+        self.snapshots.put(checkpoint.snapshot())
+        self._whole.add(checkpoint.name)
+
+    # -- a checkpoint -------------------------------------------------------------------------------------------------
+
+    async def keep(self, state: OuterState, key: RoundKey) -> None:
+        """Keep the state before a round, and the inner one; both may change when this returns."""
+        draft = self._draft(key.lineage, key.round)
+        if not await self._sealed():
+            self._warn(f"no checkpoint before round {key.round + 1}: the one before is still being written")
+            return
+        if not await self._make_way(draft, key):
+            await state.keep(self.snapshots, key)  # others need it all the same
+            return
+        async with together() as group:
+            filling = group.create_task(state.keep(self.snapshots, key))
+            saving = group.create_task(self._save(draft, key))
+        snapshot, saved = filling.result(), saving.result()
+        if snapshot and saved is not None:
+            self._begin_to_seal(snapshot, saved)
+
+    def take(self, snapshot: Snapshot) -> None:
+        """Keep one that was downloaded, with no inner state."""
+        self.snapshots.put(snapshot)
+        self._begin_to_seal(snapshot, False)
+
+    async def _save(self, draft: Path, key: RoundKey) -> bool | None:
+        """Whether there is an inner state; None if it could not be written."""
+        try:
+            return await self._inner.save(draft / INNER)
+        except WorkerError as error:
+            await self._fail(key.round, str(error), draft)
+            return None
+
+    def _begin_to_seal(self, snapshot: Snapshot, inner: bool) -> None:
+        if isinstance(snapshot.room, FileRoom):
+            made = replace(
+                self._like,
+                path=snapshot.room.path.parent,
+                round=snapshot.round,
+                lineage=snapshot.lineage,
+                state_root=snapshot.index.state_root(snapshot.round),
+                index=snapshot.index,
+                data=replace(self._like.data, position=self._inner.position),
+                carried=self._inner.carried,
+            )
+            self._sealing = asyncio.create_task(self._seal(made, inner, self._sealing), name="checkpoint")
+
+    async def _sealed(self) -> bool:
+        """Whether the checkpoint before is done with; it may take a moment."""
+        if self._sealing:
+            await asyncio.wait([self._sealing], timeout=SLOW_SECONDS)
+        return self._sealing is None or self._sealing.done()
+
+    async def _seal(self, made: Checkpoint, inner: bool, before: asyncio.Task[None] | None) -> None:
+        if before:
+            await asyncio.wait([before])
+        try:
+            await self._disk.run(lambda: seal(made, inner), 0)
+        except OSError as error:
+            await self._fail(made.round, error.strerror or str(error), made.path)
+        else:
+            self._failing = False
+            self._whole.add(made.name)
+            held = {name_of(each.round, each.lineage) for each in self.snapshots.held()}
+            useless = [path for path in places(self._home) if path.name not in held]
+            useless += [path for path in places(self._home, drafts=True) if path.name[1:] < min(held | {made.name})]
+            await self._remove(useless)
+
+    async def _fail(self, round_number: int, why: str, draft: Path) -> None:
+        self._warn(f"no checkpoint before round {round_number + 1}: {why}")
+        await self._remove([draft])
+
+    def _warn(self, line: str) -> None:
+        """Once, until it works again."""
+        log.log(logging.DEBUG if self._failing else logging.WARNING, line)
+        self._failing = True
+
+    # -- room ---------------------------------------------------------------------------------------------------------
+
+    def room(self, lineage: bytes, round_number: int, size: int) -> Room:
+        """Room for an outer state: on the disk or, where it does not fit there, in memory, for others need it."""
+        draft = self._draft(lineage, round_number)
+        try:
+            if not (draft / OUTER).exists():
+                self._check(size)
+            draft.mkdir(mode=0o700, parents=True, exist_ok=True)
+            return outer_room(draft / OUTER, self._like.layout.sizes(), round_number, lineage)
+        except OSError as error:
+            self._warn(f"no {size >> 20} MiB on the disk for a snapshot ({error.strerror}): they are taken from memory")
+            return Anonymous(size)
+
+    def _draft(self, lineage: bytes, round_number: int) -> Path:
+        return self._home / f".{name_of(round_number, lineage)}"
+
+    def _check(self, size: int, ours: Collection[Path] = ()) -> None:
+        """
+        Raises:
+            OSError: so much more would be too much.
+        """
+        there = [*places(self._home), *places(self._home, drafts=True)]
+        taken = sum(_bytes(path) for path in there if path not in ours)
+        if taken + size > self._limit_bytes:
+            limit = f"{self._limit_bytes / 1e9:g} GB"
+            raise OSError(errno.EDQUOT, f"{(taken + size) / 1e9:.3g} GB would be over {limit}: raise --disk-limit")
+
+    async def _make_way(self, draft: Path, key: RoundKey) -> bool:
+        """Take the room that a checkpoint needs, from older ones if need be; False: there is none."""
+        vectors_bytes = room_bytes(sum(self._like.layout.sizes()))  # as much again are AdamW's moments
+
+        def reserve() -> None:
+            self._check(2 * vectors_bytes + SMALL_BYTES, [draft])
+            draft.mkdir(mode=0o700, parents=True, exist_ok=True)
+            outer_room(draft / OUTER, self._like.layout.sizes(), key.round, key.lineage)
+            file = os.open(draft / INNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                allocate(file, vectors_bytes + SMALL_BYTES)
+            finally:
+                os.close(file)
+
+        while True:
+            try:
+                await self._disk.run(reserve, 0)
+                return True
+            except OSError as error:
+                full, why = error.errno in (errno.ENOSPC, errno.EDQUOT), error.strerror or str(error)
+            if not full or not await self._thin(draft):
+                await self._fail(key.round, why, draft)
+                return False
+
+    async def _thin(self, draft: Path) -> bool:
+        """Give up the least useful of what is there, but never the last whole one; False: there is nothing."""
+        drafts = [path for path in places(self._home, drafts=True) if path != draft]
+        damaged = [path for path in places(self._home) if path.name not in self._whole]
+        older = [path for path in places(self._home) if path.name in self._whole][:-1]
+        for path in (*drafts, *damaged, *older)[:1]:
+            await self._remove([path])
+            return not path.exists()
+        return False
+
+    async def _remove(self, paths: list[Path]) -> None:
+        """Delete these. A snapshot there is let go first, so that its bytes go back; whoever reads it reads on."""
+        names = {path.name.removeprefix(".") for path in paths if not path.name.startswith(".")}
+        for snapshot in self.snapshots.held():
+            if name_of(snapshot.round, snapshot.lineage) in names:
+                self.snapshots.drop(snapshot)
+        self._whole -= names
+        for path in paths:
+            await self._disk.run(partial(shutil.rmtree, path, ignore_errors=True), 0)
+
+
+def _bytes(path: Path) -> int:
+    """What the files in a directory take; files may come and go meanwhile."""
+    taken = 0
+    with suppress(OSError):
+        for each in os.scandir(path):
+            with suppress(OSError):
+                taken += each.stat().st_size
+    return taken
