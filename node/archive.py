@@ -104,9 +104,9 @@ class CertificateFile:
     def _written(self) -> int:
         return len(self._ends) - 1
 
-    def append(self, certificate: bytes) -> None:
-        self._waiting.append(certificate)
-        self._waiting_bytes += len(certificate)
+    def extend(self, certificates: Sequence[bytes]) -> None:
+        self._waiting += certificates
+        self._waiting_bytes += sum(map(len, certificates))
         self._flush()
         while self._waiting_bytes > MAX_WAITING_BYTES:
             self._waiting_bytes -= len(self._waiting.pop(0))

@@ -15,14 +15,12 @@ from weakref import WeakSet
 from protocols import record as records
 from protocols import wire
 from protocols.base import Head, Member, RoundKey
-from protocols.links import UNSETTLED, Archive, Forgotten, Link, Links, follow
+from protocols.links import UNSETTLED, Archive, Forgotten, Link, Links, follow, steps
 from protocols.record import Record
 from protocols.votes import Certificate
 
 __all__ = ["UNSETTLED", "Archive", "Chain", "Link", "certificate_in", "follow", "genesis", "state_root"]
 
-LOCATOR_RECENT = 8
-"""So many lineages stand in a locator one by one; below them the steps double."""
 PIECE = 16
 """Certificates that are looked up at once: fast enough to be done between two others' turns."""
 
@@ -83,6 +81,7 @@ class Chain:
         self._trunk = Links(genesis(run, scope, roster, root), archive)
         self._shared = len(self._trunk)  # rounds of the trunk that are ours
         self._own: Links | None = None  # those after them; None: the trunk is ours
+        self._lent = False  # whether they are somebody else's, too
         self._copies: WeakSet[Chain] = WeakSet()  # of the trunk
         self.head = self._head(len(self))
 
@@ -90,7 +89,7 @@ class Chain:
         """A chain of its own with the same rounds, which never writes to the archive."""
         other = Chain.__new__(Chain)
         other._trunk, other._shared, other._copies = self._trunk, self._shared, self._copies
-        other._own = Links(self._trunk.head(self._shared))
+        other._own, other._lent = Links(self._trunk.head(self._shared)), False
         other._own.extend(self._own or ())
         other.head = self.head
         self._copies.add(other)
@@ -190,12 +189,7 @@ class Chain:
 
     def locator(self) -> tuple[bytes, ...]:
         """Lineages from the head down, ever farther apart, the last one the oldest kept: where do we part?"""
-        found, place, step = [], len(self), 1
-        while place > self._trunk.floor:
-            found.append(self._lineage(place))
-            place -= step
-            step = step if len(found) < LOCATOR_RECENT else 2 * step
-        return (*found, self._lineage(self._trunk.floor))
+        return tuple(self._lineage(place) for place in steps(len(self), self._trunk.floor))
 
     def common(self, locator: Sequence[bytes]) -> bytes | None:
         """The first lineage of another peer's locator that is on this chain."""
@@ -247,16 +241,42 @@ class Chain:
             lost = self._cut(place)
         except Forgotten:
             raise ValueError("a branch that leaves this chain where it cannot be read any more") from None
-        for link in links:
-            self._append(link)
-        self.head = self._head(len(self))
+        try:
+            self._extend(links)
+        except Forgotten:
+            if lost and lost[0].certificate.key.lineage == lineage:
+                self._extend(lost)
+            raise ValueError("a branch that cannot be read any more") from None
+        finally:
+            self.head = self._head(len(self))
         return lost
+
+    def _extend(self, links: Sequence[Link]) -> None:
+        """
+        Raises:
+            Forgotten: some of them cannot be read any more.
+        """
+        if self._own is None:
+            self._trunk.extend(links)
+            self._shared = len(self._trunk)
+        elif isinstance(links, Links) and not self._own:
+            self._own, self._lent = links, True  # a copy is for judging: it rarely goes on from there
+        else:
+            self._unshare()
+            self._own.extend(links)
+
+    def _unshare(self) -> None:
+        """Before what is our own changes: if it is somebody else's, too, it becomes ours alone."""
+        if self._lent and self._own is not None:
+            before, self._own, self._lent = self._own, Links(self._own.start), False
+            self._own.extend(before)
 
     def _append(self, link: Link, encoded: bytes | None = None) -> None:
         if self._own is None:
             self._trunk.append(link, encoded)
             self._shared += 1
         else:
+            self._unshare()
             self._own.append(link, encoded)
 
     def _cut(self, place: int) -> tuple[Link, ...]:
@@ -266,10 +286,11 @@ class Chain:
             Forgotten: the head there cannot be told; nothing has changed.
         """
         if self._own is not None and place >= self._shared:
+            self._unshare()
             return self._own.cut(place - self._shared)
         if self._own is not None:
             head, given_up = self._trunk.head(place), self._read(place, len(self) - place)
-            self._shared, self._own = place, Links(head)
+            self._shared, self._own, self._lent = place, Links(head), False
             return tuple(given_up)
         head, lost = self._trunk.head(place), self._trunk.cut(place)
         for each in self._copies:
@@ -280,7 +301,7 @@ class Chain:
     def _part(self, head: Head, place: int, lost: tuple[Link, ...]) -> None:
         """The trunk is given up from there on: what of that is ours too, becomes our own."""
         if place < self._shared and self._own is not None:
-            before, self._own = self._own, Links(head)
+            before, self._own, self._lent = self._own, Links(head), False
             self._own.extend((*lost[: self._shared - place], *before))
             self._shared = place
 

@@ -22,6 +22,8 @@ UNSETTLED = bytes(32)
 """State root of a head whose state nobody has vouched for yet."""
 RECENT = 128
 """So many of the last rounds are at hand decoded; a certificate takes some 20 KB so, for a roster of 32."""
+LOCATOR_RECENT = 8
+"""So many lineages stand in a locator one by one; below them the steps double."""
 PIECE = 64
 """Rounds that are read from an archive at once."""
 MAX_ROSTERS = 1024
@@ -33,7 +35,7 @@ class Archive(Protocol):
 
     def __len__(self) -> int: ...
 
-    def append(self, certificate: bytes) -> None: ...
+    def extend(self, certificates: Sequence[bytes]) -> None: ...
 
     def read(self, place: int, count: int) -> Sequence[bytes]:
         """So many from this place on, fewer at the end; fewer, too, where one cannot be read any more."""
@@ -51,8 +53,8 @@ class ListArchive:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def append(self, certificate: bytes) -> None:
-        self._kept.append(certificate)
+    def extend(self, certificates: Sequence[bytes]) -> None:
+        self._kept += certificates
 
     def read(self, place: int, count: int) -> Sequence[bytes]:
         return self._kept[place : place + count]
@@ -102,6 +104,16 @@ def follow(head: Head, certificate: Certificate) -> Link:
         complaints=record.complaints,
     )
     return Link(certificate, after)
+
+
+def steps(last: int, first: int) -> Iterator[int]:
+    """Places from the last one down to the first: one by one, then each twice as far apart as the one before."""
+    place, step, count = last, 1, 0
+    while place > first:
+        yield place
+        count += 1
+        place, step = place - step, step if count < LOCATOR_RECENT else 2 * step
+    yield first
 
 
 class Forgotten(LookupError):
@@ -192,6 +204,10 @@ class Links(Sequence[Link]):
         for place in range(0, len(self), PIECE):
             yield from self.read(place, PIECE)
 
+    def locator(self) -> tuple[bytes, ...]:
+        """Lineages from the last one down, ever farther apart, down to the oldest."""
+        return tuple(self.lineage(place) for place in steps(len(self), self.floor))
+
     def read(self, place: int, count: int) -> list[Link]:
         """So many rounds from this place on, fewer at the end.
 
@@ -256,26 +272,61 @@ class Links(Sequence[Link]):
         Args:
             encoded: its certificate, where somebody has that already.
         """
-        self._archive.append(wire.encode(link.certificate) if encoded is None else encoded)
+        self._archive.extend([wire.encode(link.certificate) if encoded is None else encoded])
         self._take(link)
 
     def extend(self, links: Iterable[Link]) -> None:
-        """Add the rounds after the last."""
-        for link in links:
-            self.append(link)
+        """Add the rounds after the last.
+
+        Raises:
+            Forgotten: some of them cannot be read any more; nothing has changed.
+        """
+        if isinstance(links, Links):
+            self.adopt(links, 0)
+        else:
+            for link in links:
+                self.append(link)
+
+    def adopt(self, other: Links, place: int) -> None:
+        """Add what `other` has from a place on, where it stands where this one ends; no certificate is decoded for it.
+
+        Raises:
+            Forgotten: some of them cannot be read any more; nothing has changed.
+        """
+        before, end, forks = len(self), place, set(other.forks)
+        last = other.read(max(place, len(other) - RECENT), RECENT)
+        while end < len(other) and (piece := other._archive.read(end, PIECE)):
+            self._archive.extend(piece)
+            for at in range(end, end + len(piece)):
+                self._note(other.lineage(at + 1), other._anchors[at + 1] == at + 1, at in forks)
+            end += len(piece)
+        if end < len(other):
+            self._shrink(before)
+            raise other._forget(end)
+        for at, roster in other._rosters:
+            if at > place:
+                self._meet(before + at - place, roster)
+        self._recent = [*self._recent, *last][-RECENT:]
 
     def _take(self, link: Link) -> None:
-        place = len(self)
-        if link.record.kind == Kind.FORK:
-            self.forks.append(place)
-        self._anchors.append(place + 1 if link.head.anchor == link.lineage else self._anchors[place])
-        self._lineages.append(link.lineage)
+        self._note(link.lineage, link.head.anchor == link.lineage, link.record.kind == Kind.FORK)
+        self._meet(len(self), link.head.roster)
         self._recent.append(link)
         if len(self._recent) > 2 * RECENT:
             del self._recent[:RECENT]
-        if link.head.roster != (before := self._rosters[-1][1]):
+
+    def _note(self, lineage: bytes, is_anchor: bool, is_fork: bool) -> None:
+        place = len(self)
+        if is_fork:
+            self.forks.append(place)
+        self._anchors.append(place + 1 if is_anchor else self._anchors[place])
+        self._lineages.append(lineage)
+
+    def _meet(self, place: int, roster: tuple[Member, ...]) -> None:
+        before = self._rosters[-1][1]
+        if roster != before:
             known = {member: member for member in before}  # a member is held once, however many rosters it is in
-            self._rosters.append((place + 1, tuple(known.get(member, member) for member in link.head.roster)))
+            self._rosters.append((place, tuple(known.get(member, member) for member in roster)))
             del self._rosters[:-MAX_ROSTERS]
 
     def cut(self, length: int) -> tuple[Link, ...]:
@@ -288,12 +339,15 @@ class Links(Sequence[Link]):
         self.floor = floor  # what could not be read is given up
         at_hand = len(self) - len(self._recent)
         self._recent = self._recent[: max(0, length - at_hand)] or self._at_hand(length)
+        self._shrink(length)
+        self._rosters = [each for each in self._rosters if each[0] <= length] or [(length, self._last.roster)]
+        return lost
+
+    def _shrink(self, length: int) -> None:
         self._archive.truncate(length)
         self._lineages.cut(length + 1)
         del self._anchors[length + 1 :]
         del self.forks[bisect_left(self.forks, length) :]
-        self._rosters = [each for each in self._rosters if each[0] <= length] or [(length, self._last.roster)]
-        return lost
 
     def _readable(self, place: int) -> tuple[Link, ...]:
         """What can be read of the rounds from there on."""

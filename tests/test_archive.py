@@ -27,7 +27,7 @@ def path(tmp_path: Path) -> Path:
 def filled(path: Path, count: int = 20) -> CertificateFile:
     file = CertificateFile(path)
     for each in ENTRIES[:count]:
-        file.append(each)
+        file.extend([each])
     return file
 
 
@@ -40,7 +40,7 @@ def test_what_was_appended_is_there_again(path: Path) -> None:
         file = CertificateFile(path)
         assert content(file) == ENTRIES[: len(file)]
         for each in ENTRIES[len(file) : count]:
-            file.append(each)
+            file.extend([each])
         file.sync()
     file = CertificateFile(path)
     assert len(file) == 8 and list(file.read(3, 2)) == ENTRIES[3:5] and list(file.read(6, 9)) == ENTRIES[6:8]
@@ -51,11 +51,11 @@ def test_what_is_cut_off_is_gone(path: Path) -> None:
     file = filled(path)
     file.truncate(20)
     file.truncate(5)
-    file.append(b"new")
+    file.extend([b"new"])
     assert content(file) == content(CertificateFile(path)) == [*ENTRIES[:5], b"new"]
     file.truncate(0)
     assert len(CertificateFile(path)) == 0
-    file.append(b"first")
+    file.extend([b"first"])
     assert content(CertificateFile(path)) == [b"first"]
 
 
@@ -66,7 +66,7 @@ def test_a_torn_end_is_cut_off_with_one_line(path: Path, torn: int, caplog: pyte
     with caplog.at_level(logging.WARNING):
         file = CertificateFile(path)
     assert content(file) == ENTRIES[:5] and len(caplog.records) == 1 and "cut off" in caplog.text
-    file.append(ENTRIES[5])
+    file.extend([ENTRIES[5]])
     caplog.clear()
     assert content(CertificateFile(path)) == ENTRIES[:6] and not caplog.records
 
@@ -122,13 +122,13 @@ def test_a_full_disk_costs_one_line_and_nothing_else(
     with caplog.at_level(logging.WARNING):
         disk(room)
         for each in ENTRIES[4:8]:
-            file.append(each)
+            file.extend([each])
     assert len(caplog.records) == 1 and str(path) in caplog.text
     assert content(file)[:4] == ENTRIES[:4] and list(file.read(4, 9)) == ENTRIES[4:8] and len(file) == 8
     assert content(CertificateFile(path)) == ENTRIES[:4]
     file.truncate(7)
     disk(None)
-    file.append(b"and on")
+    file.extend([b"and on"])
     assert content(file) == content(CertificateFile(path)) == [*ENTRIES[:7], b"and on"]
 
 
@@ -139,15 +139,15 @@ def test_what_waits_for_the_disk_is_bounded(
     file = filled(path, 4)
     disk(0)
     for each in ENTRIES[4:]:
-        file.append(each)
+        file.extend([each])
     assert len(file) == 20 and file._waiting_bytes <= 60 and list(file.read(4, 9)) == []
     assert list(file.read(18, 9)) == ENTRIES[18:]
     disk(None)
-    file.append(b"more")
+    file.extend([b"more"])
     assert len(file) == 21 and content(CertificateFile(path)) == ENTRIES[:4], "a gap is not papered over"
     file.truncate(10)
     file.truncate(4)
-    file.append(b"new")
+    file.extend([b"new"])
     assert content(file) == content(CertificateFile(path)) == [*ENTRIES[:4], b"new"]
 
 
@@ -155,13 +155,13 @@ def test_a_disk_that_was_full_from_the_beginning(path: Path, disk: Callable[[int
     disk(0)
     file = filled(path, 3)
     disk(None)
-    file.append(ENTRIES[3])
+    file.extend([ENTRIES[3]])
     assert content(CertificateFile(path)) == ENTRIES[:4]
 
 
 def test_one_without_a_name_leaves_nothing(tmp_path: Path) -> None:
     file = CertificateFile.anonymous(tmp_path)
-    file.append(b"one")
+    file.extend([b"one"])
     assert content(file) == [b"one"] and not list(tmp_path.iterdir())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from protocols import record as records
 from protocols import wire
 from protocols.base import BadPayload, Head, Member, RoundKey
 from protocols.chain import UNSETTLED, Chain, Link, genesis, state_root
-from protocols.links import ListArchive
+from protocols.links import Links, ListArchive
 from protocols.record import Kind, Record
 from tests.rounds import ROOT, RUN, certified, decided, encoded, line
 
@@ -312,7 +313,9 @@ def test_a_chain_over_an_archive_is_what_a_list_would_be(steps: list[Any], recen
                     chain.extend(encoded(link))
                 plain.links = plain.links + links
             elif what == "switch":
-                assert chain.switch(start.key.lineage, links) == tuple(plain.links[place:])
+                branch = links if rounds % 2 else judged(start, links)
+                assert chain.switch(start.key.lineage, branch) == tuple(plain.links[place:])
+                assert list(branch) == links, "it is lent"
                 plain.links = plain.links[:place] + links
             elif what == "copy":
                 pairs.append((chain.copy(), Plain(plain.links)))
@@ -323,6 +326,16 @@ def test_a_chain_over_an_archive_is_what_a_list_would_be(steps: list[Any], recen
                 same(*pair)
 
 
+def judged(start: Head, links: list[Link]) -> Links:
+    """As contacts prove them: in an archive of their own, some of them out of another's."""
+    other, branch = Links(start), Links(start)
+    other.extend(links)
+    branch.extend(links[: len(links) // 2])
+    branch.adopt(other, len(links) // 2)
+    assert branch.forks == other.forks and branch.locator() == other.locator()
+    return branch
+
+
 def plan(number: int) -> bytes:
     return number.to_bytes(32, "big")
 
@@ -330,7 +343,7 @@ def plan(number: int) -> bytes:
 def archived(links: list[Link]) -> ListArchive:
     archive = ListArchive()
     for link in links:
-        archive.append(encoded(link))
+        archive.extend([encoded(link)])
     return archive
 
 
@@ -394,12 +407,29 @@ def test_what_is_given_up_and_cannot_be_read_does_not_hold_up_a_switch(monkeypat
     assert len(archive) == 5 and len(chain.records) == 5 and every[5] in chain
 
 
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_branch_that_cannot_be_read_changes_nothing(copied: bool) -> None:
+    chain = grown(5)
+    chain, before = chain.copy() if copied else chain, state(chain)
+    archive, start = ListArchive(), fresh().head
+    branch = Links(start, archive)
+    branch.extend(line(start, 300, plan=b"e" * 32, voters=ROSTER[:1]))
+    del archive._kept[20:]
+    if not copied:
+        with pytest.raises(ValueError, match="cannot be read any more"):
+            chain.switch(start.key.lineage, branch)
+        assert state(chain) == before
+    else:
+        chain.switch(start.key.lineage, branch)  # nothing is written, and nobody has looked yet
+        assert chain.since(start.key.lineage) == () and chain.head == branch[-1].head
+
+
 def test_a_long_chain_costs_little_memory() -> None:
     """Bytes in memory for each round of a chain whose certificates are elsewhere."""
 
     class Elsewhere(ListArchive):
-        def append(self, certificate: bytes) -> None:
-            self._kept.append(b"")
+        def extend(self, certificates: Sequence[bytes]) -> None:
+            self._kept += [b""] * len(certificates)
 
     def grow(rounds: int) -> int:
         chain = Chain(RUN, "run", ROSTER, ROOT, Elsewhere())
