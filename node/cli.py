@@ -21,6 +21,7 @@ from node import asking
 from node.asking import Mistake
 from node.departure import at_once
 from node.status import SwarmOptions, printable, to_json
+from node.tasks.name import is_own
 
 if TYPE_CHECKING:
     from node.peerconfig import PeerConfig
@@ -44,7 +45,10 @@ def _option(panel: str, text: str, *names: str, **more: Any) -> Any:
 RunFile = Annotated[
     Path | None, _option(_RUN, "Settings of a new run; in \\[peer], of this machine.", metavar="FILE.toml")
 ]
-Task = Annotated[str | None, _option(_RUN, "What a new run trains: gpt or paced.", metavar="NAME")]
+Task = Annotated[
+    str | None,
+    _option(_RUN, "What a new run trains: gpt, paced, or your own. With --bootstrap: agree to that.", metavar="NAME"),
+]
 Protocol = Annotated[str | None, _option(_RUN, "How the peers of a new run average: butterfly.", metavar="NAME")]
 Running = Annotated[
     Path | None, typer.Option(metavar="DIR", envvar="NODE_STATE_DIR", help="Which peer. Default: the one here.")
@@ -226,6 +230,8 @@ def _settled(config: PeerConfig, of_run: Mapping[str, Any], state_dir: Path) -> 
     """The run to start, if one is: a swarm's, or one that the directory holds, is not for its joiners to set."""
     given = " and ".join(f"--{name}" for name in of_run)
     if config.bootstrap:
+        if [*of_run] == ["task"] and is_own(of_run["task"]):  # not to set it: to agree to it
+            return replace(config, consent=of_run["task"]), None
         if of_run:
             raise Mistake(f"{given} cannot be given with --bootstrap: everything about the run comes from the swarm")
         return config, None

@@ -11,6 +11,7 @@ believed; without, the founder's signature at least says whose run it is.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable
 from typing import Annotated
 
@@ -19,8 +20,9 @@ from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from node.config import MAX_BYTES, canonical, one_line
-from node.runconfig import MAX_ELEMENTS, STRICT, RunConfig
-from protocols.base import Member, PeerId, Signer
+from node.runconfig import STRICT, RunConfig
+from node.tasks.base import MAX_ELEMENTS
+from protocols.base import Layout, Member, PeerId, Signer
 
 FORMAT = 1
 MAX_FRAGMENTS = 64
@@ -50,6 +52,7 @@ class Manifest:
         state_root: root of the outer state before round 0, 32 bytes.
         held_out: SHA-256 of the evaluation sample that travels with the run; 32 zero bytes if the task has none.
         created: wall time, seconds since 1970.
+        layout: `layout_digest` of the parameters; None in manifests from before it was told.
     """
 
     config: RunConfig
@@ -58,6 +61,7 @@ class Manifest:
     state_root: Digest
     held_out: Digest = bytes(32)
     created: float = Field(ge=0, le=1e11)
+    layout: Digest | None = None
 
     def __post_init__(self) -> None:
         peer, incarnation = self.founder.peer, self.founder.incarnation
@@ -65,13 +69,30 @@ class Manifest:
             raise ValueError("the founder's peer id is none")
         if not 0 <= incarnation <= _MAX_INCARNATION:
             raise ValueError(f"the founder's incarnation must be in 0..{_MAX_INCARNATION}")
-        if sum(self.elements) != self.config.elements:
-            raise ValueError(f"the task takes {self.config.elements} elements, the manifest has {sum(self.elements)}")
+        total = sum(self.elements)
+        if self.config.elements not in (None, total):
+            raise ValueError(f"the task takes {self.config.elements} elements, the manifest has {total}")
+        if total > MAX_ELEMENTS:
+            raise ValueError(f"the manifest has {total} elements, more than {MAX_ELEMENTS}")
 
     @property
     def run_id(self) -> str:
         """64 hex digits; as bytes it is `protocols.base.RoundKey.run`."""
         return hashlib.sha256(_RUN_TAG + self.encode()).hexdigest()
+
+    def require_layout(self, layout: Layout) -> None:
+        """
+        Raises:
+            ManifestError: the parameters that a worker has here are not those of the run.
+        """
+        if layout.sizes() == self.elements and self.layout in (None, layout_digest(layout)):
+            return
+        what = f"{layout.sizes()} parameters, in this run {self.elements}"
+        if layout.sizes() == self.elements:
+            what = "other tensors than in this run"
+        own = self.config.own_task
+        version = f"version of {own.partition(':')[0]}" if own else "version of Starling"
+        raise ManifestError(f"here the model has {what}: use the {version} that the others use")
 
     def encode(self) -> bytes:
         """The one spelling of this manifest; see `node.config.canonical`."""
@@ -79,6 +100,11 @@ class Manifest:
 
 
 _MANIFEST = TypeAdapter(Manifest)
+
+
+def layout_digest(layout: Layout) -> bytes:
+    """SHA-256 of names and shapes, in their order: equal sizes alone may be of different tensors."""
+    return hashlib.sha256(json.dumps(layout.fragments, separators=(",", ":")).encode("ascii")).digest()
 
 
 def seal(manifest: Manifest, signer: Signer) -> bytes:

@@ -8,7 +8,7 @@ from pathlib import Path
 from node.metrics import workers_here
 from node.peerconfig import PeerConfig
 from node.runconfig import RunConfig
-from node.tasks.spec import GptValues, PacedValues, WorkerSpec
+from node.tasks.spec import GptValues, OwnValues, PacedValues, Values, WorkerSpec
 from protocols.base import Member
 
 
@@ -38,8 +38,10 @@ def stream_seed(me: Member) -> int:
     return int.from_bytes(hashlib.sha256(f"{me.peer}/{me.incarnation}".encode()).digest()[:7], "big")
 
 
-def _values(run: RunConfig) -> GptValues | PacedValues:
+def _values(run: RunConfig) -> Values:
     if run.gpt is not None:
         return GptValues(run.gpt.shape, run.gpt.rows)
+    if run.options is not None:
+        return OwnValues(run.task, run.options)
     assert run.paced is not None
     return PacedValues(run.paced.elements, run.paced.tokens_per_step, run.paced.step_seconds)

@@ -21,6 +21,7 @@ from node.checkpoint import Checkpoint, Data
 from node.clock import WallClock
 from node.compute import ThreadCompute
 from node.config import ConfigError
+from node.consent import require_consent
 from node.control import Control
 from node.daemon import DaemonError
 from node.dht import DhtDirectory
@@ -29,7 +30,7 @@ from node.greeter import Self
 from node.identity import IdentityError, create, verify
 from node.keeper import Keeper
 from node.libp2p import LibP2PConfig, LibP2PTransport
-from node.manifest import Manifest, ManifestError, seal, unseal
+from node.manifest import Manifest, ManifestError, layout_digest, seal, unseal
 from node.membership import Membership
 from node.metrics import LoopLag
 from node.outer import OuterSGD
@@ -95,7 +96,7 @@ class Peer:
         self._clock = WallClock()
         self._stay: Stay | None = None
         self._living: asyncio.Task[None] | None = None
-        self._expected = config.run_id
+        self._expected, self._held = config.run_id, ""
         self._finishing, self._failure = False, ""
 
     def finish(self) -> None:
@@ -160,7 +161,8 @@ class Peer:
 
     def _addresses(self, state: StateDir) -> tuple[str, ...]:
         """Where to look: what the user gave; and whom this peer met when it was last here, if that is the same run."""
-        config, held = self._config, "" if self._config.new else _run_id(state.manifest())
+        config = self._config
+        held = self._held = "" if config.new else _run_id(state.manifest())
         if config.bootstrap and not (config.run_id and held.startswith(config.run_id)):
             return config.bootstrap
         self._expected = config.run_id or held or None
@@ -174,6 +176,7 @@ class Peer:
         """
         manifest = unseal(run.sealed, verify, self._expected)
         manifest.config.require_protocol(PROTOCOLS)
+        require_consent(manifest, self._config.consent, self._held)
         if hashlib.sha256(run.sample).digest() != manifest.held_out and any(manifest.held_out):
             raise ManifestError("the evaluation sample is not the one that the manifest names: ask another peer")
 
@@ -189,11 +192,7 @@ class Peer:
         async with RemoteTrainer(
             worker_spec(manifest.config, self._config, tools.me, sample), tools.compute
         ) as trainer:
-            if trainer.layout.sizes() != manifest.elements:
-                raise ManifestError(
-                    f"here the model has {trainer.layout.sizes()} parameters, in this run {manifest.elements}: "
-                    "use the version of Starling that the others use"
-                )
+            manifest.require_layout(trainer.layout)
             await self._settle(tools, trainer, manifest, run)
 
     async def _found(self, tools: _Tools) -> None:
@@ -211,6 +210,7 @@ class Peer:
                 state_root=await _initial_root(trainer, tools.compute),
                 held_out=hashlib.sha256(sample).digest() if sample else bytes(32),
                 created=self._clock.wall(),
+                layout=layout_digest(trainer.layout),
             )
             run = Run(seal(manifest, tools.state.identity), sample)
             self._begin(tools.state, manifest, run)
@@ -225,12 +225,9 @@ class Peer:
     def _begin(self, state: StateDir, manifest: Manifest, run: Run) -> None:
         """This peer's directory, and what it shows, are of this run now."""
         state.begin(manifest.run_id, _run_id(state.manifest()), run.sealed, run.sample)
-        portrait = self._portrait
-        portrait.run, portrait.run_id, portrait.rounds = (
-            manifest.config.name,
-            manifest.run_id,
-            manifest.config.recipe.rounds,
-        )
+        portrait, config = self._portrait, manifest.config
+        portrait.run, portrait.run_id, portrait.rounds = config.name, manifest.run_id, config.recipe.rounds
+        portrait.task = config.own_task
 
     # -- in the run ---------------------------------------------------------------------------------------------------
 

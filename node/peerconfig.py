@@ -128,6 +128,7 @@ class PeerConfig:
         disk_limit_bytes: that checkpoints may take.
         new: found a run even if there is one to go on with.
         json: print JSON lines instead of text.
+        consent: name of the user's own task that this peer is to run; given to its command alone, by --task.
         origins: key -> where its value came from.
     """
 
@@ -152,11 +153,12 @@ class PeerConfig:
     new: bool = False
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     json: bool = False
+    consent: str | None = None
     origins: Mapping[str, str] = Field(default_factory=dict)
 
 
 _PEER = TypeAdapter(PeerConfig)
-KEYS = tuple(field.name for field in fields(PeerConfig) if field.name != "origins")
+KEYS = tuple(field.name for field in fields(PeerConfig) if field.name not in ("consent", "origins"))
 
 
 def load_peer(flags: Mapping[str, object], environment: Mapping[str, str], file: Path | None) -> PeerConfig:

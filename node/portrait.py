@@ -30,7 +30,7 @@ class Portrait:
     def __init__(self, nickname: str) -> None:
         self.state, self.reason = "starting", "its processes come up"
         self.nickname, self.peer, self.incarnation = nickname, "", 0
-        self.run, self.run_id, self.rounds = "", "", 0
+        self.run, self.run_id, self.task, self.rounds = "", "", "", 0
         self.addresses: Callable[[], Sequence[str]] = tuple
         self.pids: Callable[[], Sequence[int]] = lambda: (os.getpid(),)
         self.awaited: Callable[[], Sequence[PeerId]] = tuple
@@ -128,4 +128,5 @@ class Portrait:
             eta_seconds=self._eta_seconds(round_number),
             pid=os.getpid(),
             incarnation=self.incarnation,
+            task=self.task,
         )

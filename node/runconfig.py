@@ -1,10 +1,12 @@
 """What all peers of a run share: it is hashed and signed in the run's manifest, and comes to joiners from there.
 
     name = "my run"
-    task = "gpt"            # or "paced"
+    task = "gpt"            # or "paced", or a user's own, "package.module:factory"
 
     [gpt]
     preset = "w128"         # gives defaults to [gpt] and [recipe]; what is named beside it wins
+    [options]
+    width = 32              # of a user's own task: for its factory
     [recipe]
     rounds = 32
 
@@ -24,13 +26,13 @@ from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationE
 from pydantic.dataclasses import dataclass
 
 from node.config import MAX_BYTES, ConfigError, canonical, check_keys, one_line, read_toml, suggestion
-from node.tasks.base import Recipe
-from node.tasks.gpt import DEFAULT_PRESET, VOCABULARY, Preset, Shape, preset
+from node.tasks import name as names
+from node.tasks.base import MAX_ELEMENTS, Recipe
+from node.tasks.gpt import DEFAULT_PRESET, PRESETS, VOCABULARY, Preset, Shape, preset
 from protocols.codec import codec
 from protocols.vectors import CHUNK_ELEMENTS
 from protocols.wire import MAX_ROSTER
 
-MAX_ELEMENTS = 1 << 31
 MAX_BATCH_TOKENS = 1 << 20
 _MIN_CHUNK_ELEMENTS = 1 << 10
 
@@ -116,7 +118,8 @@ class RunConfig:
 
     Attributes:
         name: for people.
-        task: what is trained; decides which one of `gpt` and `paced` there is.
+        task: what is trained: gpt, paced, or a user's own by the name of its factory (`node.tasks.own`). Decides which
+            one of `gpt`, `paced` and `options` there is.
         protocol: by name, how replicas agree.
         codec: by name, in what form vectors travel.
         fork: whether a minority may go on alone once the majority of the roster is gone.
@@ -128,7 +131,7 @@ class RunConfig:
     """
 
     name: Annotated[str, AfterValidator(_printable)] = Field(default="starling", min_length=1, max_length=64)
-    task: Literal["gpt", "paced"] = "gpt"
+    task: Annotated[str, AfterValidator(names.known)] = "gpt"
     protocol: str = Field(default="butterfly", min_length=1, max_length=32)
     codec: Annotated[str, AfterValidator(_known_codec)] = "int8"
     fork: Literal["allowed", "never"] = "allowed"
@@ -139,10 +142,12 @@ class RunConfig:
     recipe: Annotated[Recipe, AfterValidator(_bounded)]
     gpt: GptTable | None = None
     paced: PacedTable | None = None
+    options: Annotated[dict[str, Any], AfterValidator(names.plain)] | None = None
 
     def __post_init__(self) -> None:
-        if (self.gpt is not None, self.paced is not None) != (self.task == "gpt", self.task == "paced"):
-            raise ValueError(f"task {self.task} takes the table [{self.task}] and no other task's")
+        table = "options" if names.is_own(self.task) else self.task
+        if {name for name in _OF_TASKS if getattr(self, name) is not None} != {table}:
+            raise ValueError(f"task {self.task} takes the table [{table}] and no other task's")
 
     @property
     def fork_peers(self) -> int:
@@ -150,9 +155,14 @@ class RunConfig:
         return 0 if self.fork == "never" else self.min_peers
 
     @property
-    def elements(self) -> int:
-        """Length of the flat vector that is trained."""
-        return next(table.elements for table in (self.gpt, self.paced) if table)
+    def own_task(self) -> str:
+        """Name of the user's own task that is trained; empty if it is one of ours."""
+        return self.task if self.options is not None else ""
+
+    @property
+    def elements(self) -> int | None:
+        """Length of the flat vector that is trained; None where only a user's code knows."""
+        return next((table.elements for table in (self.gpt, self.paced) if table), None)
 
     def preset(self) -> Preset:
         """All that `node.tasks.gpt.GptTask` is built from.
@@ -191,6 +201,7 @@ class RunConfig:
         return config
 
 
+_OF_TASKS = ("gpt", "paced", "options")
 _RUN = TypeAdapter(RunConfig)
 _TABLES: Mapping[str, tuple[str, ...]] = {
     "recipe": tuple(field.name for field in fields(Recipe)),
@@ -254,7 +265,10 @@ def _merged(file: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]
             if not isinstance(table, dict):
                 raise ConfigError(f'"{name}" must be a table, [{name}]', name)
             check_keys(table, known, name)
-    tables = {name: {**file.get(name, {}), **flags.get(name, {})} for name in _TABLES}
+    options = file.get("options", {})
+    if not isinstance(options, dict):
+        raise ConfigError('"options" must be a table, [options]', "options")
+    tables = {name: {**file.get(name, {}), **flags.get(name, {})} for name in _TABLES} | {"options": options}
     merged = {**file, **flags, **tables}
     merged.pop("peer", None)
     return merged
@@ -263,7 +277,10 @@ def _merged(file: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]
 def _expanded(values: dict[str, Any]) -> dict[str, Any]:
     """With the values of its preset, and without the tables of other tasks."""
     task = values.setdefault("task", "gpt")
-    gpt, paced = values.pop("gpt"), values.pop("paced")
+    gpt, paced, options = (values.pop(table) for table in _OF_TASKS)
+    if isinstance(task, str) and names.is_own(task):
+        recipe = asdict(PRESETS[DEFAULT_PRESET].recipe)
+        return {**values, "options": options, "recipe": {**recipe, **values["recipe"]}}
     if task == "paced":
         return {**values, "paced": paced, "recipe": {**asdict(_PACED_RECIPE), **values["recipe"]}}
     try:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from node.tasks.name import is_own
+
 if TYPE_CHECKING:
     from node.report import RoundReport
 
@@ -55,6 +57,7 @@ class Status:
         loss: of training, nats per token, as held_out_loss is of data that no peer trains on.
         rss_bytes: of the peer's processes together.
         eta_seconds: until the run's last round is done; None where nobody can tell.
+        task: name of the user's own task that is trained; empty if it is one of ours.
     """
 
     state: str
@@ -80,6 +83,7 @@ class Status:
     eta_seconds: float | None
     pid: int
     incarnation: int
+    task: str = ""
 
 
 class View(Protocol):
@@ -195,4 +199,6 @@ def join_command(status: Status) -> tuple[str, bool] | None:
     command = f"python -m node join --bootstrap {ours[0]}"
     if status.run_id:
         command += f" --run-id {status.run_id}"
+    if is_own(status.task):  # it may be a stranger's word, and somebody's shell reads this line
+        command += f" --task {status.task}"
     return command, not _LOOPBACK.match(ours[0])

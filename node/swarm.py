@@ -234,7 +234,9 @@ class Swarm:
 
     async def _join(self, founder: Participant) -> None:
         assert founder.status is not None
-        where = ("--bootstrap", founder.status.addresses[0], "--run-id", founder.status.run_id)
+        where = ["--bootstrap", founder.status.addresses[0], "--run-id", founder.status.run_id]
+        if founder.status.task:
+            where += ["--task", founder.status.task]
         for each in self._peers[1:]:
             await each.start((*self._threads(), *where))
 

@@ -46,6 +46,7 @@ class PeerConfig:
     wait_for_peers: int = 1
     nat: bool = True
     new: bool = False
+    consent: str | None = None
     log_level: str = "info"
     json: bool = False
 

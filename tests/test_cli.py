@@ -161,6 +161,8 @@ def test_in_a_process_of_its_own_too() -> None:
         (["--bootstrap", "\x1b[2Jnonsense\nand more"], "not a multiaddr"),
         (["--run", "/nowhere/run.toml"], "/nowhere/run.toml"),
         (["--task", "gtp"], "gtp"),
+        (["--task", "os;system:x"], "'os;system:x' is no task"),
+        (["--task", "a/b.py:f", "--bootstrap", ADDRESS], "--task cannot be given with --bootstrap"),
         (["--device", "cdua"], "cuda"),
         (["--wait-for", "1000000"], "--wait-for"),
         (["--state-dir", "/proc/nothing"], "--state-dir"),
@@ -201,6 +203,12 @@ def test_of_a_swarm_s_run_nothing_can_be_set(straws: list[Straw]) -> None:
     code, _, err = straws[0].end(20)
     assert code == 2 and err.count("\n") == 1
     assert "--task cannot be given with --bootstrap: everything about the run comes from the swarm" in err
+
+
+def test_a_task_of_somebodys_own_is_agreed_to(straws: list[Straw]) -> None:
+    straws.append(Straw("short", "--bootstrap", "x", "--task", "mine.tasks:make"))
+    code, _, err = straws[0].end(20)
+    assert code == 0 and "consent='mine.tasks:make'" in err and ") None\n" in err
 
 
 def test_with_an_address_rounds_are_this_peer_s(straws: list[Straw]) -> None:

@@ -90,6 +90,46 @@ def test_a_paced_run_has_a_recipe_of_its_own(file: Path) -> None:
         config.preset()
 
 
+def test_a_task_of_ones_own_has_a_name_and_options(file: Path) -> None:
+    file.write_text(
+        "task = 'pkg.mine:make'\n[gpt]\nwidth = 64\n[options]\nrows = 3\nrate = 1.0\nfast = true\nof = 'é'\n"
+    )
+    config = load_run(file, {"recipe.rounds": 5}, PROTOCOLS)
+    assert (config.own_task, config.gpt, config.paced, config.elements) == ("pkg.mine:make", None, None, None)
+    assert config.options == {"rows": 3, "rate": 1.0, "fast": True, "of": "é"}
+    assert config.recipe == replace(PRESETS["w128"].recipe, rounds=5)
+    again = RunConfig.from_canonical(config.to_canonical())
+    assert again == config and again.options is not None and isinstance(again.options["rate"], float)
+    assert run({"task": "mine:make"}).options == {} and run().own_task == ""
+
+
+@pytest.mark.parametrize("name", ["mine:make", "a.b_c.D1:_e", f"{'a' * 62}:{'b' * 65}"])
+def test_names_of_tasks_of_ones_own(name: str) -> None:
+    assert run({"task": name}).own_task == name
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mine",
+        "mine:",
+        ":make",
+        "a..b:c",
+        ".a:b",
+        "a:b.c",
+        "1a:b",
+        "a-b:c",
+        "a:b\n",
+        "ä:b",
+        "a: b",
+        "a;b:c",
+        f"{'a' * 64}:{'b' * 64}",
+    ],
+)
+def test_what_is_no_name_is_refused(name: str) -> None:
+    assert "is no task: gpt, paced, or your own as package.module:factory" in refusal(None, {"task": name})
+
+
 def test_the_machines_table_is_not_the_runs(file: Path) -> None:
     file.write_text("[peer]\nnickname = 'a'\n")
     assert load_run(file, {}, PROTOCOLS) == run()
@@ -115,7 +155,16 @@ def test_who_may_go_on_alone() -> None:
         ("task = 'paced'\n[gpt]\nlayer = 3", 'unknown key "layer" in [gpt]: did you mean "layers"?'),
         ("rounds = 3", 'unknown key "rounds": write it as "recipe.rounds", or into the table [recipe]'),
         ("protocol = 'buterfly'", 'unknown protocol "buterfly": did you mean "butterfly"?'),
-        ("task = 'gtp'", "\"task\" must be 'gpt' or 'paced', not 'gtp'"),
+        ("task = 'gtp'", "\"task\": 'gtp' is no task: gpt, paced, or your own as package.module:factory"),
+        ("task = 3", '"task" must be a valid string, not 3'),
+        ("task = 'a.b:c:d'", "'a.b:c:d' is no task"),
+        ("task = 'a:b'\noptions = 3", '"options" must be a table, [options]'),
+        ("task = 'a:b'\n[options]\nx = [1]", "[options]: x must be a text, a number, true or false"),
+        ("task = 'a:b'\n[options]\n'x y' = 1", "[options]: 'x y' is no name of an option"),
+        ("task = 'a:b'\n[options]\nx = nan", "[options]: x must be a finite number"),
+        (f"task = 'a:b'\n[options]\nx = {'9' * 30}", "[options]: x is a whole number of more than 63 bits"),
+        (f"task = 'a:b'\n[options]\nx = '{'y' * 1025}'", "[options]: x has 1025 characters, more than 1024"),
+        ("task = 'a:b'\n[options]\n" + "".join(f"x{n} = 1\n" for n in range(65)), "65 options, more than 64"),
         ("codec = 'int9'", "did you mean 'int8'?"),
         ("fork = 'no'", "\"fork\" must be 'allowed' or 'never', not 'no'"),
         ("name = 'a\tb'", "cannot be printed"),
@@ -222,6 +271,9 @@ def spelt(change: Mapping[str, object], **options: object) -> bytes:
         (spelt({"name": "é"}, ensure_ascii=False), "canonical spelling"),
         (spelt({})[:-1] + b',"task":"gpt"}', "canonical spelling"),
         (spelt({"task": "paced"}), "no other task's"),
+        (spelt({"task": "os:system"}), "no other task's"),
+        (spelt({"options": {}}), "no other task's"),
+        (spelt({"task": "a:b", "gpt": None, "options": {"x": [[1]]}}), "x must be a text"),
         (spelt({"gpt": {"preset": "w64"}}), "is missing"),
         (spelt({"seed": 1.5}), "whole number"),
         (spelt({"spread_limit": float("nan")}), "finite"),

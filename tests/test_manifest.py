@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 
 from node import identity
 from node.config import MAX_BYTES
-from node.manifest import FORMAT, Manifest, ManifestError, seal, unseal
+from node.consent import require_consent
+from node.manifest import FORMAT, Manifest, ManifestError, layout_digest, seal, unseal
 from node.runconfig import GptTable, PacedTable, RunConfig, load_run
 from node.tasks.base import Recipe
-from protocols.base import Member
+from protocols.base import Layout, Member
 from tests.sim.host import SimSigner
 
 FOUNDER = SimSigner("founder", seed=0)
@@ -262,3 +263,56 @@ def test_any_value_anywhere_is_taken_or_refused(path: tuple[str, ...], value: ob
     else:
         assert opened(seal(manifest, FOUNDER)) == manifest
         assert manifest.config.elements == sum(manifest.elements) <= LARGEST
+
+
+# -- parameters and tasks of users ------------------------------------------------------------------------------------
+
+LAYOUT = Layout(((("a", (2, 3)), ("b", (4,))),))
+OWN = replace(CONFIG, task="mine.tasks:make", gpt=None, options={"width": 3})
+
+
+def test_what_a_worker_has_must_be_what_the_run_has() -> None:
+    manifest = replace(MANIFEST, config=OWN, elements=(10,), layout=layout_digest(LAYOUT))
+    manifest.require_layout(LAYOUT)
+    assert opened(seal(manifest, FOUNDER)) == manifest
+    renamed, turned = Layout(((("a", (2, 3)), ("c", (4,))),)), Layout(((("a", (3, 2)), ("b", (4,))),))
+    for other in (renamed, turned, Layout((LAYOUT.fragments[0][::-1],))):
+        with pytest.raises(
+            ManifestError, match=r"^here the model has other tensors than in this run: use the version of m"
+        ):
+            manifest.require_layout(other)
+    with pytest.raises(
+        ManifestError, match=r"^here the model has \(6,\) parameters, in this run \(10,\): use the version"
+    ):
+        manifest.require_layout(Layout(((("a", (2, 3)),),)))
+    replace(manifest, layout=None).require_layout(renamed)
+
+
+def test_of_a_task_of_somebodys_own_the_size_is_bounded() -> None:
+    replace(MANIFEST, config=OWN, elements=(LARGEST,))
+    with pytest.raises(ValueError, match=f"the manifest has {LARGEST + 1} elements, more than {LARGEST}"):
+        replace(MANIFEST, config=OWN, elements=(LARGEST, 1))
+
+
+@pytest.mark.parametrize(
+    "config, named, words",
+    [
+        (OWN, None, "own, mine.tasks:make: its code never comes from peers; if you have its module mine.tasks from"),
+        (OWN, "mine.tasks:other", "mine.tasks:make, not mine.tasks:other: its code never comes"),
+        (CONFIG, "mine.tasks:make", "this run trains gpt, not mine.tasks:make: join it without --task"),
+    ],
+)
+def test_nobodys_word_alone_has_a_module_imported(config: RunConfig, named: str | None, words: str) -> None:
+    manifest = replace(MANIFEST, config=config, elements=(5144,))
+    for held in ("", "ab" * 32, manifest.run_id if named else ""):
+        with pytest.raises(ManifestError) as caught:
+            require_consent(manifest, named, held)
+        assert words in str(caught.value) and len(str(caught.value).splitlines()) == 1
+        assert (named == "mine.tasks:make") or str(caught.value).endswith("join with --task mine.tasks:make")
+
+
+def test_who_named_the_task_or_was_in_the_run_before_has_agreed() -> None:
+    manifest = replace(MANIFEST, config=OWN, elements=(10,))
+    require_consent(manifest, "mine.tasks:make", "")
+    require_consent(manifest, None, manifest.run_id)
+    require_consent(MANIFEST, None, "")

@@ -147,5 +147,13 @@ def test_a_loopback_address_is_never_offered_as_if_others_reached_it(host: str) 
     assert command and command[1] is False
 
 
+def test_who_joins_has_to_name_a_task_of_somebodys_own() -> None:
+    command = join_command(replace(STATUS, task="mine.tasks:make"))
+    assert command and command[0].endswith(" --task mine.tasks:make")
+    for hostile in ("gpt", "a:b; rm -rf ~", "a:b\n", "$(a):b"):
+        command = join_command(replace(STATUS, task=hostile))
+        assert command and "--task" not in command[0]
+
+
 def test_without_an_address_there_is_no_join_command() -> None:
     assert join_command(replace(STATUS, addresses=())) is None

@@ -8,8 +8,9 @@ integer, and two peers differ by their seeds alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Protocol, TypeAlias
 
 import torch
@@ -17,8 +18,30 @@ from torch import nn
 
 from protocols.base import Layout, Vector
 
+MAX_ELEMENTS = 1 << 31
+"""Parameters that a run may have."""
+
 Batch: TypeAlias = tuple[torch.Tensor, ...]
 """The arguments of `Task.loss`. The last tensor holds the targets: its elements are what "tokens" counts."""
+
+Value: TypeAlias = bool | int | float | str
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What the factory of a user's own task is given: `factory(given, **given.options)` returns a `Task`.
+
+    Attributes:
+        seed: of the initial weights, the same for all peers. They matter to a run's founder alone.
+        device: "cpu", "cuda" or "mps": where the module has to be.
+        data: what this machine's --data says; it is for the task to know what that means. None: nothing was said.
+        options: the run's, the same for all peers.
+    """
+
+    seed: int
+    device: str = "cpu"
+    data: Path | None = None
+    options: Mapping[str, Value] = field(default_factory=dict)
 
 
 class Task(Protocol):
@@ -97,7 +120,7 @@ def require(values: object, name: str, valid: Callable[[float], bool], words: st
     """Raise a ValueError of one line unless the number `name` of a dataclass is valid, and whole where it must be."""
     value = getattr(values, name)
     # The annotation is a string here; a bool passes for an int in Python, but not as a value that somebody meant.
-    whole = next(field.type for field in fields(values) if field.name == name) == "int"  # type: ignore[arg-type]
+    whole = next(each.type for each in fields(values) if each.name == name) == "int"  # type: ignore[arg-type]
     right = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
     if not right or not valid(value):
         raise ValueError(f"{name} must be {'a whole number, ' if whole else ''}{words}, not {value!r}")
@@ -115,6 +138,26 @@ class Flat:
     gradients: tuple[Vector, ...]
 
 
+def require_trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The parameters that are trained and averaged: all of them, by name.
+
+    Raises:
+        ValueError: there are none, or one is not float32, not on the device of the others, or not to be trained.
+    """
+    parameters = list(module.named_parameters())
+    if not sum(parameter.numel() for _, parameter in parameters):
+        raise ValueError("the module has no parameters to train")
+    device = parameters[0][1].device
+    for name, parameter in parameters:
+        if parameter.dtype != torch.float32 or parameter.device != device:
+            raise ValueError(
+                f"parameter {name} is {parameter.dtype} on {parameter.device}: float32 on {device} is needed"
+            )
+        if not parameter.requires_grad:
+            raise ValueError(f"parameter {name} takes no gradient: what is not trained has to be a buffer")
+    return parameters
+
+
 def flatten(module: nn.Module, allocate: Callable[[int], Vector] | None = None, resume: bool = False) -> Flat:
     """Move a module's parameters into flat vectors, in the order of `named_parameters`; their values stay.
 
@@ -125,19 +168,12 @@ def flatten(module: nn.Module, allocate: Callable[[int], Vector] | None = None, 
         resume: what that vector holds becomes the parameters' values, instead of the other way round.
 
     Raises:
-        ValueError: no parameters, or one that is not float32, or not on the device of the others.
+        ValueError: as `require_trainable` does.
     """
-    parameters = list(module.named_parameters())
-    device = parameters[0][1].device if parameters else torch.device("cpu")
-    for name, parameter in parameters:
-        if parameter.dtype != torch.float32 or parameter.device != device:
-            raise ValueError(
-                f"parameter {name} is {parameter.dtype} on {parameter.device}: float32 on {device} is needed"
-            )
+    parameters = require_trainable(module)
+    device = parameters[0][1].device
     layout = Layout((tuple((name, tuple(parameter.shape)) for name, parameter in parameters),))
     (size,) = layout.sizes()
-    if size == 0:
-        raise ValueError("the module has no parameters to train")
     vector = torch.empty(size, device=device) if allocate is None else allocate(size)
     gradient = torch.zeros(size, device=device)
     low = 0

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from node.tasks.base import Recipe, require
+from node.tasks import own
+from node.tasks.base import Given, Recipe, Value, require
 from node.tasks.gpt import GptTask, Preset, Shape
 from node.tasks.paced import Paced
 from node.tasks.text import load
@@ -45,6 +46,17 @@ class PacedValues:
 
 
 @dataclass(frozen=True, slots=True)
+class OwnValues:
+    """A user's own task, see `node.tasks.own`: its name, and the options of its factory."""
+
+    name: str
+    options: Mapping[str, Value] = field(default_factory=dict)
+
+
+Values: TypeAlias = GptValues | PacedValues | OwnValues
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerSpec:
     """Everything that a worker needs to know.
 
@@ -59,7 +71,7 @@ class WorkerSpec:
         precision: of the forward pass. "auto" is bfloat16 where it was measured to pay, float32 elsewhere.
     """
 
-    values: GptValues | PacedValues
+    values: Values
     recipe: Recipe
     stream_seed: int
     weights_seed: int = 0
@@ -78,18 +90,13 @@ class WorkerSpec:
                 raise ValueError(f"{name} must be one of {', '.join(words)}, not {getattr(self, name)!r}")
 
     def to_json(self) -> str:
-        task = "gpt" if isinstance(self.values, GptValues) else "paced"
-        return json.dumps({"task": task, **asdict(self)}, default=str)
+        return json.dumps({"task": type(self.values).__name__, **asdict(self)}, default=str)
 
     @classmethod
     def from_json(cls, text: str) -> WorkerSpec:
         """What `to_json` wrote."""
         fields: dict[str, Any] = json.loads(text)
-        values = fields.pop("values")
-        if fields.pop("task") == "gpt":
-            fields["values"] = GptValues(Shape(**values["shape"]), values["rows"])
-        else:
-            fields["values"] = PacedValues(**values)
+        fields["values"] = _read_values(fields.pop("task"), fields["values"])
         recipe = fields.pop("recipe")
         for name in ("data", "held_out"):
             fields[name] = Path(fields[name]) if fields[name] else None
@@ -99,6 +106,12 @@ class WorkerSpec:
         """Threads of torch: this worker's share of the cores that this process may use, unless they were given."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return self.threads or max(1, cores // self.peers_here)
+
+
+def _read_values(kind: str, values: dict[str, Any]) -> Values:
+    if kind == GptValues.__name__:
+        return GptValues(Shape(**values["shape"]), values["rows"])
+    return PacedValues(**values) if kind == PacedValues.__name__ else OwnValues(**values)
 
 
 class ResumableLearner(Learner, Protocol):
@@ -139,17 +152,22 @@ def build(spec: WorkerSpec, allocate: Allocate, resume: bool) -> Job:
         resume: that vector holds the parameters already.
 
     Raises:
-        ValueError: data or device are not there, or do not fit; one line.
+        ValueError: data, device or a user's module are not there, or do not fit; one line.
     """
     values = spec.values
     if isinstance(values, PacedValues):
         paced = Paced(values.elements, spec.stream_seed, values.tokens_per_step, allocate, resume)
         return Job(paced, values.step_seconds)
     device = _device(spec.device)
+    place, resume = (allocate, resume) if device == "cpu" else (None, False)
+    if isinstance(values, OwnValues):
+        theirs = own.make(values.name, Given(spec.weights_seed, device, spec.data, values.options))
+        theirs.try_out(spec.stream_seed)
+        autocast = _autocast(spec.precision, device, width=0)
+        return Job(AdamWLearner(theirs, spec.recipe, spec.stream_seed, place, resume, autocast))
     text = load(spec.data, spec.held_out)
     preset = Preset(values.shape, values.rows, spec.recipe)
     task = GptTask(preset, text, spec.weights_seed, device)
-    place, resume = (allocate, resume) if device == "cpu" else (None, False)
     autocast = _autocast(spec.precision, device, values.shape.width)
     learner = AdamWLearner(task, spec.recipe, spec.stream_seed, place, resume, autocast)
     return Job(learner, held_out=text.held_out.numpy().tobytes(), generate=task.module.generate)

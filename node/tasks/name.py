@@ -1,0 +1,51 @@
+"""What tasks are called, ours and users' own, and the options of the latter. Nothing is imported by a name here."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+BUILT_IN = ("gpt", "paced")
+MAX_NAME_CHARACTERS = 128
+MAX_OPTIONS = 64
+MAX_OPTION_CHARACTERS = 1024
+_OWN = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
+
+
+def is_own(name: str) -> bool:
+    """Whether it names a user's own task: package.module:factory, in ASCII, at most 128 characters."""
+    return len(name) <= MAX_NAME_CHARACTERS and _OWN.fullmatch(name) is not None
+
+
+def known(name: str) -> str:
+    """That name.
+
+    Raises:
+        ValueError: it is no task's; one line.
+    """
+    if name in BUILT_IN or is_own(name):
+        return name
+    raise ValueError(f"{name[:60]!a} is no task: {', '.join(BUILT_IN)}, or your own as package.module:factory")
+
+
+def plain(options: dict[str, Any]) -> dict[str, Any]:
+    """Those options: texts, numbers, true and false, by names that a factory can take them by.
+
+    Raises:
+        ValueError: too many, too long, or of another kind; one line.
+    """
+    if len(options) > MAX_OPTIONS:
+        raise ValueError(f"{len(options)} options, more than {MAX_OPTIONS}")
+    for key, value in options.items():
+        if not re.fullmatch(r"[A-Za-z_]\w{0,63}", key, re.ASCII):
+            raise ValueError(f"{key[:60]!a} is no name of an option: letters, digits and _, at most 64")
+        if not isinstance(value, bool | int | float | str):
+            raise ValueError(f"{key} must be a text, a number, true or false")
+        if isinstance(value, str) and len(value) > MAX_OPTION_CHARACTERS:
+            raise ValueError(f"{key} has {len(value)} characters, more than {MAX_OPTION_CHARACTERS}")
+        if isinstance(value, int) and abs(value) >= 1 << 63:
+            raise ValueError(f"{key} is a whole number of more than 63 bits")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{key} must be a finite number")
+    return options

@@ -1,0 +1,204 @@
+"""A user's own task: found, made, looked over; whatever is wrong with it is one line that names it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from node.tasks import own
+from node.tasks.base import Given, Recipe
+from node.tasks.own import OwnTask, TaskError, make
+from node.tasks.spec import OwnValues, WorkerSpec, build
+
+HOUSE = Path(__file__).parents[1]
+RECIPE = Recipe(10, 4, learning_rate=3e-3, outer_learning_rate=0.9, outer_momentum=0.5, warmup_steps=4)
+NUMBERS = itertools.count()
+GOOD = """
+import torch
+from torch import nn
+
+class Line:
+    def __init__(self, given, width):
+        self.module = nn.Linear(width, 1)
+        self.width = width
+
+    def batch(self, seed, position):
+        draw = torch.Generator().manual_seed(seed + position)
+        x = torch.randn(8, self.width, generator=draw)
+        return x, x.sum(1, keepdim=True)
+
+    def loss(self, x, y):
+        return ((self.module(x) - y) ** 2).mean()
+
+    def evaluate(self):
+        return self.loss(*self.batch(1 << 40, 0))
+
+def make(given, width=3):
+    return Line(given, width)
+"""
+WATCHED = """
+def make(given, **options):
+    global told
+    told = given, options
+    return _line(given)
+"""
+
+
+def example() -> str:
+    """The module of docs/tasks.md."""
+    found = re.search("```python\n(.*?)```", (HOUSE / "docs" / "tasks.md").read_text(), re.DOTALL)
+    assert found
+    return found[1]
+
+
+@pytest.fixture(autouse=True)
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield tmp_path
+    for name, module in [*sys.modules.items()]:
+        if (getattr(module, "__file__", None) or "").startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def module(directory: Path) -> Callable[[str], str]:
+    """Writes a module; gives the name of its factory `make`."""
+
+    def write(source: str) -> str:
+        name = f"task_of_mine_{next(NUMBERS)}"
+        (directory / f"{name}.py").write_text(source)
+        return f"{name}:make"
+
+    return write
+
+
+def refusal(name: str, **options: bool | int | float | str) -> str:
+    with pytest.raises(TaskError) as caught, torch.random.fork_rng():
+        make(name, Given(0, options=options)).try_out(5)
+    line = str(caught.value)
+    assert len(line.splitlines()) == 1 and line.startswith(f"task {name}: ") and len(line) < 600
+    return line.removeprefix(f"task {name}: ")
+
+
+def test_the_example_in_the_docs_is_short_and_learns(directory: Path) -> None:
+    source = example()
+    assert len(source.splitlines()) <= 40
+    (directory / "shapes.py").write_text(source)
+    spec = WorkerSpec(OwnValues("shapes:shapes", {"width": 16}), RECIPE, 3, 9, device="cpu")
+    assert WorkerSpec.from_json(spec.to_json()) == spec
+    with torch.random.fork_rng():
+        learner, other = build(spec, torch.empty, False).learner, build(spec, torch.empty, False).learner
+    assert learner.layout.sizes() == (64 * 16 + 16 + 16 * 10 + 10,)
+    assert torch.equal(learner.vectors[0], other.vectors[0]), "torch's generator was seeded"
+    before = learner.evaluate()
+    tokens = sum(learner.step(step // 10, step % 10).tokens for step in range(60))
+    assert tokens == 60 * 32 and before > 2 and learner.evaluate() < 0.8 * before
+
+
+def test_options_and_what_is_given_reach_the_factory(module: Callable[[str], str], directory: Path) -> None:
+    name = module(f"{GOOD}\n_line = make\n{WATCHED}")
+    given = Given(7, "cpu", directory / "data", {"a": True, "b": "x"})
+    with torch.random.fork_rng():
+        task = make(name, given)
+    assert sys.modules[name.partition(":")[0]].told == (given, {"a": True, "b": "x"})
+    task.try_out(1)
+    assert math.isfinite(task.evaluate()) and not torch.is_inference(task.module.weight)  # type: ignore[arg-type]
+
+
+def test_what_lies_in_the_current_directory_takes_no_librarys_place(directory: Path) -> None:
+    (directory / "random.py").write_text(GOOD)
+    assert "has no function make" in refusal("random:make") and sys.path[-1] == str(directory)
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        (
+            "absent_module:make",
+            "there is no module absent_module on this machine, and code never comes from peers: put",
+        ),
+        ("os.absent:make", "there is no module os.absent on this machine"),
+        ("xml.absent:make", "there is no module xml.absent on this machine"),
+        ("math:absent", "has no function absent"),
+        ("math:pi", "has no function pi"),
+        ("math:floor", "the factory does not take what the run gives it: "),
+    ],
+)
+def test_who_is_not_there(name: str, words: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert words in refusal(name, x=1)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (("import torch\n", "import torch, no_such_library\n"), "importing MODULE: ModuleNotFoundError: No module"),
+        (("import torch\n", "1 / 0\n"), "importing MODULE: ZeroDivisionError: division by zero"),
+        (("import torch\n", "import torch torch\n"), "importing MODULE: SyntaxError: "),
+        (("import torch\n", "import sys; sys.exit(3)\n"), "importing MODULE: SystemExit: 3"),
+        (("    return Line", "    raise KeyError('a\\nb')\n    return Line"), "the factory: KeyError: 'a\\nb'"),
+        (("    return Line", "    raise ValueError('x' * 9999)\n    return Line"), "the factory: ValueError: xxx"),
+        (("nn.Linear(width, 1)", "nn.Linear(width, 1).double()"), "parameter weight is torch.float64 on cpu: float32"),
+        (("nn.Linear(width, 1)", "nn.Linear(width, 1, device='meta')"), "the module is on meta, not on the device"),
+        (("nn.Linear(width, 1)", "nn.Linear(width, 1).requires_grad_(False)"), "parameter weight takes no gradient"),
+        (("nn.Linear(width, 1)", "nn.Identity()"), "the module has no parameters to train"),
+        (("nn.Linear(width, 1)", "3"), "what the factory made, a Line, lacks module, a torch module"),
+        (("def evaluate", "def assess"), "what the factory made, a Line, lacks evaluate"),
+        (("return Line(given, width)", "return None"), "a NoneType, lacks batch, loss, evaluate"),
+        (("return x, x.sum(1, keepdim=True)", "1 / 0"), "batch(): ZeroDivisionError"),
+        (("return x, x.sum(1, keepdim=True)", "return x"), "batch() must return a tuple of tensors"),
+        (("return x, x.sum(1, keepdim=True)", "return ()"), "batch() must return a tuple of tensors"),
+        (("return x, x.sum(1, keepdim=True)", "return x, 3"), "batch() must return a tuple of tensors"),
+        (("return x, x.sum(1, keepdim=True)", "return x, x[:0]"), "batch() must return a tuple of tensors"),
+        (("generator=draw", ""), "batch() gave two batches for the same seed and position"),
+        (("** 2).mean()", "** 2)"), "loss() must return a tensor without dimensions that follows"),
+        (("** 2).mean()", "** 2).mean().item()"), "loss() must return a tensor without dimensions that follows"),
+        (("** 2).mean()", "** 2).mean().detach()"), "loss() must return a tensor without dimensions that follows"),
+        (("self.module(x) - y", "self.module(x[:, 1:]) - y"), "loss(): RuntimeError: mat1 and mat2"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_one_line(
+    change: tuple[str, str], words: str, module: Callable[[str], str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    source = GOOD.replace(*change, 1)
+    assert source != GOOD
+    name = module(source)
+    assert words.replace("MODULE", name.partition(":")[0]) in refusal(name)
+    raised = "Error" in words or "SystemExit" in words
+    assert ("Traceback" in capfd.readouterr().err) == raised, "in the log there is the traceback of what was raised"
+
+
+def test_a_misspelt_option_is_refused(module: Callable[[str], str]) -> None:
+    assert refusal(module(GOOD), widht=3) == (
+        "the factory does not take what the run gives it: got an unexpected keyword argument 'widht'"
+    )
+
+
+def test_too_large_a_layout_is_refused(module: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own, "MAX_ELEMENTS", 3)
+    assert "the module has 4 parameters, more than 3" in refusal(module(GOOD))
+    monkeypatch.setattr(own, "MAX_ELEMENTS", 4)
+    monkeypatch.setattr(own, "MAX_TENSORS", 1)
+    assert "2 parameter tensors, names of 6: at most 1" in refusal(module(GOOD))
+
+
+def test_what_fails_later_names_the_task(module: Callable[[str], str]) -> None:
+    name = module(GOOD.replace("draw = ", "assert position < 3, 'no more'; draw = "))
+    learner = build(WorkerSpec(OwnValues(name), RECIPE, 3, device="cpu"), torch.empty, False).learner
+    for step in range(3):
+        learner.step(0, step)
+    with pytest.raises(TaskError, match=rf"^task {name}: batch\(\): AssertionError: no more$"):
+        learner.step(0, 3)
+
+
+def test_a_nan_is_the_same_as_itself(module: Callable[[str], str]) -> None:
+    task = make(module(GOOD.replace("return x, x.sum", "x[0] = float('nan'); return x, x.sum")), Given(0))
+    assert isinstance(task, OwnTask)
+    task.try_out(1)
