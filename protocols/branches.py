@@ -13,11 +13,13 @@ for a peer that is `stranded`: undecided for so long that it might fork itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from protocols.base import BadPayload, Head, Member, Signer
 from protocols.chain import UNSETTLED, Chain, Link, follow
+from protocols.links import Links
 from protocols.poll import Poll
 from protocols.record import Kind, Record
 from protocols.votes import Certificate
@@ -33,7 +35,7 @@ class Branch:
     """
 
     ancestor: Head
-    links: tuple[Link, ...]
+    links: Sequence[Link]
 
     @property
     def head(self) -> Head:
@@ -92,28 +94,31 @@ class Rules:
 
     def beating(self, chain: Chain, ancestor: bytes, links: Sequence[Link], stranded: bool = False) -> Branch | None:
         """What of these rounds, judged from a lineage of the chain, is to be followed; None if they do not beat it."""
-        head = chain.at(ancestor)
-        links = tuple(links)
-        while links and (ours := chain.child(links[0].certificate.key.lineage)) and ours.lineage == links[0].lineage:
-            head, links = chain.at(ours.lineage), links[1:]
-        if head is None or not links:
+        links = links if isinstance(links, Links) else tuple(links)
+        shared = bisect_left(range(len(links)), True, key=lambda place: links[place].lineage not in chain)
+        head = chain.at(links[shared - 1].lineage if shared else ancestor)
+        if head is None or shared == len(links):
             return None
-        ours = chain.child(head.key.lineage)
-        if ours and self._rank(head, ours) < self._rank(head, links[0]):
+        ours, first = chain.child(head.key.lineage), links[shared]
+        if ours and self._rank(head, ours) < self._rank(head, first):
             return None
         own = 1 if ours or stranded else 0  # where we hold another child, or have waited in vain, a FORK is not hasty
-        links = links[:own] + self._before_hasty(links[0].head if own else head, links[own:])
-        return Branch(head, links) if links else None
+        end = self._first_hasty(head, links, shared, shared + own)
+        if end == shared:
+            return None
+        return Branch(head, links if (shared, end) == (0, len(links)) else links[shared:end])
 
     def better(self, first: Branch, second: Branch) -> Branch:
         """Which of two branches that beat one chain wins."""
         if first.ancestor.key.round != second.ancestor.key.round:  # it beats the chain where the other still follows it
             return min(first, second, key=lambda branch: branch.ancestor.key.round)
         head = first.ancestor
-        for mine, other in zip(first.links, second.links, strict=False):
-            if mine.lineage != other.lineage:
-                return first if self._rank(head, mine) < self._rank(head, other) else second
-            head = mine.head
+        mine, others = first.links, second.links
+        both = range(min(len(mine), len(others)))
+        parted = bisect_left(both, True, key=lambda place: mine[place].lineage != others[place].lineage)
+        if parted < len(both):
+            head = mine[parted - 1].head if parted else first.ancestor
+            return first if self._rank(head, mine[parted]) < self._rank(head, others[parted]) else second
         return max(first, second, key=lambda branch: len(branch.links))
 
     def _rank(self, head: Head, child: Link) -> tuple[int, int, bytes]:
@@ -124,13 +129,14 @@ class Rules:
         members = len(roster.intersection(record.roster))
         return -members, members - len(record.roster), child.lineage
 
-    def _before_hasty(self, head: Head, links: tuple[Link, ...]) -> tuple[Link, ...]:
-        """These rounds up to the first FORK that we need not follow yet."""
-        for place, link in enumerate(links):
-            if self._hasty(head, link.record):
-                return links[:place]
-            head = link.head
-        return links
+    def _first_hasty(self, head: Head, links: Sequence[Link], start: int, since: int) -> int:
+        """The place of the first FORK, from `since` on, that we need not follow yet; `head` is what `start` follows."""
+        for place in _forks(links):
+            if place >= since:
+                before = links[place - 1].head if place > start else head
+                if self._hasty(before, links[place].record):
+                    return place
+        return len(links)
 
     def _hasty(self, head: Head, record: Record) -> bool:
         """A FORK without us, of so few that the others, we among them, may still decide."""
@@ -141,6 +147,12 @@ class Rules:
     def _poll(self, head: Head) -> Poll:
         quorum = self.quorum(len(head.roster)) if self.quorum else None
         return Poll(head.key, head.roster, self.signer, quorum, self.fork_peers)
+
+
+def _forks(links: Sequence[Link]) -> Iterable[int]:
+    if isinstance(links, Links):
+        return links.forks
+    return (place for place, link in enumerate(links) if link.record.kind == Kind.FORK)
 
 
 def _named(head: Head) -> str:
