@@ -83,6 +83,7 @@ class Keeper:
             disk: runs what waits for the disk, and nothing that a round waits for.
         """
         self.snapshots = Snapshots(every_rounds, KEEP, self.room)
+        self.snapshots.has_begun = lambda lineage, before: (self._draft(lineage, before) / OUTER).exists()
         self._home, self._limit_bytes, self._like = directory / DIRECTORY, limit_bytes, like
         self._inner, self._disk = inner, disk
         self._sealing: asyncio.Task[None] | None = None

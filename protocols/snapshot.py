@@ -215,6 +215,7 @@ class Snapshots:
 
     Attributes:
         every_rounds: a state is kept before every round whose number this divides.
+        has_begun: whether a former life's download has left some of the state of a lineage, before a round, here.
     """
 
     def __init__(
@@ -224,6 +225,7 @@ class Snapshots:
         make_room: MakeRoom = lambda lineage, round_number, size: Anonymous(size),
     ) -> None:
         self.every_rounds, self._keep, self._make_room = every_rounds, keep, make_room
+        self.has_begun: Callable[[bytes, int], bool] = lambda lineage, round_number: False
         self._held: list[Snapshot] = []
 
     def new(self, lineage: bytes, round_number: int, index: Index) -> Snapshot:
