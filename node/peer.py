@@ -40,6 +40,7 @@ from node.portrait import Portrait
 from node.remote import RemoteTrainer, WorkerError
 from node.round import Replica
 from node.runconfig import RunConfig
+from node.scratch import Scratch
 from node.statedir import StateDir, StateError
 from node.status import Status, View, join_command
 from node.stay import Limits, Means, Stay
@@ -47,6 +48,8 @@ from node.trace import traced
 from protocols import PROTOCOLS
 from protocols.base import BadPayload, Host, Member, PeerError, PeerId, Settings
 from protocols.chain import Chain
+from protocols.gate import Gate
+from protocols.partstore import LEAST_ROUNDS, PartStore
 from protocols.snapshot import Index
 from protocols.sync import Sync
 from protocols.wire import MAX_ROSTER
@@ -54,9 +57,10 @@ from protocols.wire import MAX_ROSTER
 log = logging.getLogger(__name__)
 
 STATUS_SECONDS = 10.0
+KEEP_ROUNDS = 4
+"""Who is so many rounds behind is told what was decided; who is farther behind asks for it."""
 KEEP_CHECKPOINTS = 2
-"""Of the parts of the rounds since so many checkpoints a peer keeps its share, for those who missed one: whoever takes
-one of another peer's finds the rounds since."""
+"""The parts of the rounds since so many checkpoints are kept at least: whoever takes one finds the rounds since."""
 
 
 class Refused(Exception):
@@ -245,6 +249,7 @@ class Peer:
             host = Host(frames, directory, membership, tools.compute, self._clock, state.identity, config.seed)
             settings = self._settings(manifest, state.incarnation)
             averager, snapshots = PROTOCOLS[config.protocol](host, settings), keeper.snapshots
+            averager.shelf.past = self._past(tools, averager.shelf.gate)
             outer = OuterSGD(config.recipe.outer_learning_rate, config.recipe.outer_momentum)
             replica = Replica(chain, trainer, averager, outer, tools.compute, trainer.anchor(), snapshots, keeper)
             replica.on_phase, portrait.awaited = portrait.works, lambda: replica.awaited()
@@ -276,6 +281,10 @@ class Peer:
         every_rounds, limit_bytes = self._config.checkpoint_every, int(self._config.disk_limit_bytes)
         return Keeper(tools.state.path, every_rounds, limit_bytes, like, trainer, tools.disk)
 
+    def _past(self, tools: _Tools, gate: Gate) -> PartStore:
+        least_rounds = max(LEAST_ROUNDS, KEEP_CHECKPOINTS * self._config.checkpoint_every)
+        return PartStore(partial(Scratch, tools.state.path), tools.disk, gate, least_rounds=least_rounds)
+
     def _settings(self, manifest: Manifest, incarnation: int) -> Settings:
         config = manifest.config
         return Settings(
@@ -284,7 +293,7 @@ class Peer:
             chunk_elements=config.chunk_elements,
             bandwidth=self._config.bandwidth_bytes_per_second,
             incarnation=incarnation,
-            keep_rounds=KEEP_CHECKPOINTS * self._config.checkpoint_every,
+            keep_rounds=KEEP_ROUNDS,
             fork_peers=config.fork_peers,
         )
 
