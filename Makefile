@@ -13,7 +13,7 @@ NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for each in python3 python3.11 python3.12 python3.13 python3.14 python; do \
 	$$each -c '$(NEW_ENOUGH)' 2>/dev/null && { echo $$each; break; }; done)
 
-.PHONY: install swarm lint check test sim chaos chaos-table bench clean
+.PHONY: install swarm lint check test sim chaos chaos-table soak bench clean
 
 install: $(STAMP)
 
@@ -59,6 +59,10 @@ chaos: install
 # The same with ten seeds, and with every point of a round for the kills: hours; what was played is not played again.
 chaos-table: install
 	$(BIN)/python -m tests.faults.table
+
+# Half an hour in which something is done to somebody every fifteen seconds.
+soak: install
+	$(BIN)/python -m tests.faults.soak
 
 # The figures in benchmarks/RESULTS.md. An hour on two cores; what was done before is not done again.
 bench: install

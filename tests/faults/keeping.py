@@ -12,6 +12,8 @@ from typing import Any
 
 from tests.faults.judge import judge
 from tests.faults.picture import draw
+from tests.faults.play import Play
+from tests.faults.scenarios import SCENARIOS, Scenario
 from tests.faults.stage import Options, play
 from tests.faults.timeline import timeline
 
@@ -25,9 +27,16 @@ def one(name: str, seed: int, stage: Options, home: Path, say: Callable[[str], N
     Raises:
         Unplayable: this machine cannot.
     """
+    return kept(name, SCENARIOS[name], seed, stage, home, say)[1]
+
+
+def kept(
+    name: str, scenario: Scenario, seed: int, stage: Options, home: Path, say: Callable[[str], None]
+) -> tuple[Play, dict[str, Any]]:
+    """As `one`, of any scenario; returns what was played, too."""
     shutil.rmtree(home, ignore_errors=True)
     home.mkdir(parents=True)
-    played = play(name, seed, stage, home.absolute(), say)
+    played = play(name, scenario, seed, stage, home.absolute(), say)
     verdict = judge(played)
     lines = timeline(played, verdict)
     result = verdict.as_dict()
@@ -37,7 +46,7 @@ def one(name: str, seed: int, stage: Options, home: Path, say: Callable[[str], N
     (home / "verdict.json").write_text(json.dumps(result, allow_nan=False) + "\n")
     draw(played, verdict, home / "picture.png")
     say(f"kept in {home}: what each peer wrote, timeline.txt, picture.png")
-    return result
+    return played, result
 
 
 def from_shell(command: Callable[[], int]) -> int:

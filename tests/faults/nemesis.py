@@ -12,12 +12,13 @@ from contextlib import suppress
 import psutil
 
 from tests.faults.goodput import MEANS
+from tests.faults.machines import Act, Machines
 from tests.faults.network import Namespaces
-from tests.faults.play import Event, Life
+from tests.faults.notes import DEATH_SECONDS, Notes
 from tests.faults.scenarios import STRUCK, Step
 from tests.faults.straggler import Straggler
 from tests.faults.tracing import Watch
-from tests.realswarm import ORPHAN_SECONDS, RealPeer, RealSwarm, deciding, wait
+from tests.realswarm import RealSwarm, deciding, wait
 
 TROUBLE = (AssertionError, LookupError, ValueError, OSError, RuntimeError, psutil.Error, subprocess.SubprocessError)
 """What a step may end with, where peers do not do what they should."""
@@ -25,86 +26,32 @@ SETTLE_SECONDS = 90.0
 TRAP_SECONDS = 60.0
 SUSPECTED_SECONDS = 30.0
 LEAVE_SECONDS = 15.0
-DEATH_SECONDS = 3.0
 
 
-class Nemesis:
-    """Does what a schedule says.
-
-    Attributes:
-        events: what was done.
-        measures: name -> seconds, of each time that it was measured.
-        lives: name -> processes that have ended.
-        left: name -> command lines of what was left of it a while after its end.
-        stuck: what could not be done, or was waited for in vain, in words.
-        last: wall time at which the last fault, or the last thing lasting, was over.
-    """
+class Nemesis(Notes):
+    """Does what a schedule says, and notes it."""
 
     def __init__(self, swarm: RealSwarm, watch: Watch, network: Namespaces | None) -> None:
-        self.events: list[Event] = []
-        self.measures: dict[str, list[float]] = {}
-        self.lives: dict[str, list[Life]] = {}
-        self.left: dict[str, list[str]] = {}
-        self.stuck: list[str] = []
-        self.last = time.time()
-        self._swarm, self._watch, self._network = swarm, watch, network
-        self._began: dict[str, float] = {}
+        super().__init__(swarm)
+        self._watch, self._network = watch, network
+        self._machines = Machines(self, swarm, network)
         self._stragglers: list[Straggler] = []
         self._struck = ""
 
     def play(self, schedule: Sequence[Step]) -> None:
         """All steps; one that waits in vain is noted, and the next is done: what lasts must be healed."""
+        self._machines.began = time.monotonic()
         for step in schedule:
             whom = tuple(self._struck if name == STRUCK else name for name in step.whom)
             try:
-                getattr(self, f"_{step.act}")(whom, step)
+                self.act(step.act)(whom, step)
             except TROUBLE as error:
                 self.stuck.append(f"{step}: {error or type(error).__name__}")
         self.heal()
 
-    # -- what is noted ------------------------------------------------------------------------------------------------
-
-    def tell(self, what: str, whom: Sequence[str], kind: str) -> float:
-        """Note an event; returns its wall time, which is where recovery begins, unless another follows."""
-        self.events.append(Event(time.time(), what, tuple(whom), kind))
-        self.last = self.events[-1].time
-        return self.last
-
-    def began(self, name: str) -> None:
-        """A process of that peer was started."""
-        self._began[name] = time.time()
-
-    def over(self, name: str, expected: int, seconds: float) -> None:
-        """A peer's process ends, within so many seconds, and takes its children along; one that does not is killed."""
-        peer = self._swarm[name]
-        try:
-            peer.ends(seconds)
-        except subprocess.TimeoutExpired:
-            self.stuck.append(f"{name} did not end within {seconds:g} s")
-            peer.strike()
-            peer.ends(DEATH_SECONDS)
-        self.ended(name, expected)
-        until = time.monotonic() + ORPHAN_SECONDS
-        while (left := peer.left()) and time.monotonic() < until:
-            time.sleep(0.05)
-        if left:
-            self.left[name] = [_command(each) for each in left]
-            peer.clear()
-
-    def ended(self, name: str, expected: int) -> None:
-        """A peer's process has ended."""
-        code = self._swarm[name].code
-        assert code is not None
-        self.lives.setdefault(name, []).append(Life(self._began.pop(name), time.time(), code, expected))
-
-    def unseen(self) -> None:
-        """Note whose process has ended without anybody's doing."""
-        for name in [name for name in self._began if not self._swarm[name].running]:
-            self.ended(name, 0)
-
-    def running(self, but: Sequence[str] = ()) -> list[RealPeer]:
-        """Who runs, without these."""
-        return [peer for peer in self._swarm.running if peer.name not in but]
+    def act(self, name: str) -> Act:
+        """What does the steps of that name. Raises AttributeError where there are none."""
+        return getattr(self, f"_{name}", None) or getattr(self._machines, name)  # type: ignore[no-any-return]
 
     def heal(self) -> None:
         """All that lasts is over."""
@@ -113,11 +60,9 @@ class Nemesis:
             if not straggler.signals:
                 self.stuck.append("there was no worker to hold up")
         self._stragglers.clear()
+        self._machines.heal()
         if self._network:
             self._network.heal()
-
-    def _measure(self, what: str, since: float) -> None:
-        self.measures.setdefault(what, []).append(time.time() - since)
 
     def _names(self, but: Sequence[str]) -> list[str]:
         return [peer.name for peer in self.running(but)]
@@ -157,8 +102,10 @@ class Nemesis:
     def _decided(self, dead: Sequence[str], killed: float) -> None:
         """Measure when the last of the survivors has decided a round after that."""
         survivors = self.running(dead)
+        if not survivors:
+            return
         ends = wait("the survivors decide", lambda: deciding(survivors, killed), SETTLE_SECONDS)
-        self.measures.setdefault("decided_seconds", []).append(max(each["time"] for each in ends) - killed)
+        self.measure("decided_seconds", max(each["time"] for each in ends) - killed)
 
     def _stop(self, whom: tuple[str, ...], step: Step) -> None:
         self._signal(whom, step.role, signal.SIGSTOP)
@@ -230,20 +177,36 @@ class Nemesis:
         self.tell(f"started, through {via.name}", whom, "start")
         began = self.last
         self._swarm.join(*whom, via=via, seconds=SETTLE_SECONDS)
-        self._measure("in_the_run_seconds", began)
+        self.measure("in_the_run_seconds", time.time() - began)
 
     def _restart(self, whom: tuple[str, ...], step: Step) -> None:
         assert all(whom) and not any(self._swarm[name].running for name in whom), "nobody was struck"
         self._join(whom, step)
 
+    def _back(self, whom: tuple[str, ...], step: Step) -> None:
+        """Everybody was killed: they know the run, and each other, from their directories alone."""
+        reached = max(report["round"] + 1 for name in whom for report in self._swarm[name].reports())
+        for name in whom:
+            assert not self._swarm[name].running, f"{name} was not killed"
+            self.began(name)
+            self._swarm[name].start()
+        again = self.tell("started again, with nothing but what they had", whom, "start")
+        for name in whom:
+            wait(f"{name} is back", self._swarm[name].meet, SETTLE_SECONDS)
+        one = self._swarm[whom[0]]
+        first = wait(
+            "a round after that", lambda: [each for each in one.reports() if each["time"] > again], SETTLE_SECONDS
+        )
+        self.measure("rounds_lost", max(0, reached - min(each["round"] for each in first)))
+
     def _finish(self, whom: tuple[str, ...], step: Step) -> None:
         for name in whom:
             asked = self.tell("asked to finish", (name,), "end")
             self.leave(name)
-            self._measure("leaving_seconds", asked)
+            self.measure("leaving_seconds", time.time() - asked)
             last = self._swarm[name].last()
             handed_in = last["outcome"] in MEANS and (last["weight"] or 0) > 0
-            self.measures.setdefault("contributions_lost", []).append(0.0 if handed_in else 1.0)
+            self.measure("contributions_lost", 0.0 if handed_in else 1.0)
 
     def leave(self, name: str) -> None:
         """Ask a peer to finish, and see it off."""
@@ -252,11 +215,11 @@ class Nemesis:
 
     def _suspected(self, whom: tuple[str, ...], step: Step) -> None:
         self._seen(whom, "live")
-        self._measure("suspected_seconds", self.last)
+        self.measure("suspected_seconds", time.time() - self.last)
 
     def _excluded(self, whom: tuple[str, ...], step: Step) -> None:
         self._seen(whom, "member")
-        self._measure("excluded_seconds", self.last)
+        self.measure("excluded_seconds", time.time() - self.last)
 
     def _seen(self, whom: Sequence[str], what: str) -> None:
         others, gone = self.running(whom), [self._swarm[name] for name in whom]
@@ -269,10 +232,3 @@ class Nemesis:
     def _settle(self, whom: tuple[str, ...], step: Step) -> None:
         since = self.last
         wait("all who run are in one mean", lambda: self._swarm.all_in_one_mean(self.running(), since), SETTLE_SECONDS)
-
-
-def _command(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline()) or str(process.pid)
-    except psutil.Error:
-        return str(process.pid)

@@ -21,7 +21,7 @@ import sys
 import uuid
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self, TypeVar
 
 COMMAND_SECONDS = 10.0
@@ -111,11 +111,13 @@ class Place:
     """Where one peer runs.
 
     Attributes:
+        line: the number of its line.
         number: the last part of its address.
     """
 
     name: str
     namespace: str
+    line: int
     number: int
 
     @property
@@ -131,7 +133,7 @@ class Place:
     @property
     def device(self) -> str:
         """The router's end of its line."""
-        return f"line{self.number}"
+        return f"line{self.line}"
 
 
 class Namespaces:
@@ -148,6 +150,7 @@ class Namespaces:
     def __init__(self) -> None:
         self.places: dict[str, Place] = {}
         self._faults: tuple[Fault, ...] = ()
+        self._moved = 0
         self._router = f"starling-{uuid.uuid4().hex[:8]}"
 
     def __enter__(self) -> Self:
@@ -168,7 +171,8 @@ class Namespaces:
         """A place for one more peer; of the faults there are, it meets those that concern everybody."""
         if name in self.places or len(self.places) == MOST_PLACES:
             raise ValueError(f"there is no room for {name!r}: it is there already, or {MOST_PLACES} others are")
-        place = Place(name, f"{self._router}-{name}", len(self.places) + 2)
+        number = len(self.places) + 2
+        place = Place(name, f"{self._router}-{name}", number, number)
         _run("ip", "netns", "add", place.namespace)
         router = (
             f"link add {place.device} type veth peer name line netns {place.namespace}\n"
@@ -184,6 +188,27 @@ class Namespaces:
         _run("ip", "-n", self._router, "-batch", "-", given=router)
         _run("ip", "-n", place.namespace, "-batch", "-", given=peer)
         self.places[name] = place
+        return place
+
+    def move(self, name: str) -> Place:
+        """Give a peer another address; what comes for the old one goes nowhere. Only while nothing is wrong."""
+        self._known([name])
+        if self._faults or len(self.places) + self._moved == MOST_PLACES:
+            raise ValueError(f"{name!r} cannot move: there is a fault, or no address left")
+        self._moved += 1
+        old = self.places[name]
+        place = self.places[name] = replace(old, number=MOST_PLACES + 2 - self._moved)
+        router = (
+            f"address delete {_ROUTER} peer {old.address} dev {old.device}\n"
+            f"address add {_ROUTER} peer {place.address} dev {old.device}\n"
+        )
+        peer = (
+            f"address add {place.address} peer {_ROUTER} dev line\n"
+            f"address delete {old.address} peer {_ROUTER} dev line\n"
+            f"route replace default via {_ROUTER}\n"
+        )
+        _run("ip", "-n", self._router, "-batch", "-", given=router)
+        _run("ip", "-n", old.namespace, "-batch", "-", given=peer)
         return place
 
     def part(self, one: Collection[str], other: Collection[str]) -> Cut:

@@ -35,7 +35,13 @@ class Step:
     heal            all that lasts is over
     join            new peers, side by side, with nothing but the address of one that runs
     restart         peers that were killed, in their directories
+    back            all peers, after all were killed: started again, with nothing but their directories
     finish          asked to leave, one after the other
+    fill            the small disk of `whom` fills up
+    flip, truncate  one bit of the newest checkpoint of `whom` flips, or it is cut short; `amount` is drawn with
+    named           that `whom` have said so
+    skew            the wall clocks of `whom` are `amount` seconds off
+    move            the machines of `whom` get other addresses
     suspected       waits until all others believe `whom` dead
     excluded        waits until the rosters of all others are without `whom`
     settle          waits until all who run are in one mean
@@ -144,6 +150,37 @@ def _rolling(rng: random.Random, seed: int, names: Sequence[str]) -> list[Step]:
     return steps
 
 
+def _everyone(rng: random.Random, seed: int, names: Sequence[str]) -> list[Step]:
+    everybody = tuple(names)
+    return [_moment(rng), Step("kill", everybody, role="peer"), Step("wait", amount=3), Step("back", everybody)]
+
+
+def _checkpoint(rng: random.Random, seed: int, names: Sequence[str]) -> list[Step]:
+    victim, how = (rng.choice(names),), ("flip", "truncate")[seed % 2]
+    kill, damage = Step("kill", victim, role="peer"), Step(how, victim, amount=rng.randrange(1 << 20))
+    return [_moment(rng), kill, damage, Step("restart", victim), Step("named", victim)]
+
+
+def _suspend(rng: random.Random, seed: int, names: Sequence[str]) -> list[Step]:
+    whom = tuple(rng.sample(names, 1 + seed % 2))
+    return [_moment(rng), Step("stop", whom, role="all"), Step("wait", amount=20), Step("wake", whom, role="all")]
+
+
+def _skew(rng: random.Random, seed: int, names: Sequence[str]) -> list[Step]:
+    whom, seconds = (rng.choice(names),), rng.choice((-600.0, -90.0, -5.0, 5.0, 90.0, 600.0))
+    return [
+        _moment(rng),
+        Step("skew", whom, seconds),
+        Step("join", ("newcomer",)),
+        Step("wait", amount=5),
+        Step("heal"),
+    ]
+
+
+def _new_address(rng: random.Random, seed: int, names: Sequence[str]) -> list[Step]:
+    return [_moment(rng), Step("move", (rng.choice(names),)), Step("settle"), Step("join", ("newcomer",))]
+
+
 def _lasting(act: str, amount: float, everybody: bool = False, seconds: float = 10) -> Draw:
     """Something that lasts for a while."""
 
@@ -194,5 +231,17 @@ SCENARIOS: Mapping[str, Scenario] = {
         network=True,
     ),
     "loss-20": Scenario("20 % of all packets are lost for 10 s", _lasting("lose", 0.2, everybody=True), network=True),
+    "everyone": Scenario(
+        "all are killed at once, and started again 3 s later",
+        _everyone,
+        Limits(aims={"rounds_lost": 5, "recovery_seconds": 60}),
+    ),
+    "disk": Scenario("one disk is full for 10 s", _lasting("fill", 0)),
+    "checkpoint": Scenario("one is killed, and its newest checkpoint damaged before it is started again", _checkpoint),
+    "suspend": Scenario("one or two machines sleep for 20 s", _suspend, Limits(aims={"recovery_seconds": 30})),
+    "skew": Scenario("one clock is 5 s to 10 min off", _skew, Limits(aims={"rounds_skipped": 0})),
+    "new-address": Scenario(
+        "one machine gets another address", _new_address, Limits(aims={"recovery_seconds": 30}), network=True
+    ),
     "straggler": Scenario("one worker runs a fifth of the time for 10 s", _lasting("straggle", 0.2)),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import string
 import time
 from collections.abc import Callable, Sequence
@@ -10,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.faults.goodput import MEANS
+from tests.faults.machines import CLOCK, clock_file, set_clock, small_disk
 from tests.faults.nemesis import TROUBLE, Nemesis
 from tests.faults.network import Namespaces, why_not
 from tests.faults.play import Play
-from tests.faults.scenarios import SCENARIOS, Scenario, Step
+from tests.faults.scenarios import Scenario, Step
 from tests.faults.tracing import Watch
 from tests.realswarm import RealPeer, RealSwarm, paced, wait
 
@@ -55,28 +57,36 @@ class Options:
         return f'protocol = "{self.protocol}"\n{_RUNS[self.task]}'
 
 
-def play(name: str, seed: int, options: Options, home: Path, say: Callable[[str], None]) -> Play:
+def play(name: str, scenario: Scenario, seed: int, options: Options, home: Path, say: Callable[[str], None]) -> Play:
     """Play a scenario in an empty directory, which keeps what the peers wrote.
 
     Raises:
         Unplayable: this machine cannot.
     """
-    scenario = SCENARIOS[name]
     schedule = scenario.schedule(name, seed, options.names)
     say(f"{name}, seed {seed}: " + "; ".join(str(step) for step in schedule))
     why = why_not()
     if why and scenario.network:
         raise Unplayable(f"{name} needs a network of its own: {why}")
+    if os.geteuid() and any(step.act == "fill" for step in schedule):
+        raise Unplayable(f"{name} needs a small disk of its own: run it as root")
     with ExitStack() as stack:
         network = None if why else stack.enter_context(Namespaces())
         watch = stack.enter_context(Watch())
-        traced = any(step.act == "trap" for step in schedule)
+        acts = {step.act for step in schedule}
+        small = {name for step in schedule if step.act == "fill" for name in step.whom}
 
         def prepare(peer: RealPeer) -> None:
-            peer.environment = watch.environment(peer.name) if traced else {}
+            peer.environment = watch.environment(peer.name) if "trap" in acts else {}
+            if "skew" in acts:
+                set_clock(peer, 0.0)
+                peer.environment |= {CLOCK: str(clock_file(peer))}
+            if peer.name in small:
+                stack.callback(small_disk(peer.directory))
             if network:
                 place = network.add(peer.name)
-                peer.inside, peer.listen = place.inside, f"/ip4/{place.address}/tcp/0"
+                address = "0.0.0.0" if "move" in acts else place.address
+                peer.inside, peer.listen = place.inside, f"/ip4/{address}/tcp/0"
 
         swarm = RealSwarm(home, options.run, prepare)
         nemesis = Nemesis(swarm, watch, network)

@@ -1,0 +1,135 @@
+"""What machines do to their peers: a disk fills up or forgets, a clock is wrong, an address changes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from tests.faults.network import Namespaces
+from tests.faults.notes import Notes
+from tests.faults.scenarios import Step
+from tests.realswarm import RealPeer, RealSwarm
+
+Act = Callable[[tuple[str, ...], Step], None]
+
+CLOCK = "STARLING_CLOCK_FILE"
+"""Names the file that holds what a peer's wall clock is off by."""
+SMALL_BYTES = 256 << 20
+"""Of a disk that can be filled without harm to anybody else."""
+_BALLAST = "ballast"
+_PIECE_BYTES = 1 << 20
+
+
+def small_disk(directory: Path) -> Callable[[], None]:
+    """Put a directory onto a small disk of its own, in memory; returns what takes it away again. Needs root.
+
+    Raises:
+        CalledProcessError: this machine will not do it.
+    """
+    directory.mkdir(parents=True)
+    options = f"size={SMALL_BYTES},mode=0700"
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "starling", str(directory)], check=True, timeout=10)
+    return lambda: subprocess.run(["umount", "--lazy", str(directory)], check=False, timeout=10) and None
+
+
+class Machines:
+    """Attributes:
+    began: monotonic time at which the schedule began.
+    """
+
+    def __init__(self, notes: Notes, swarm: RealSwarm, network: Namespaces | None) -> None:
+        self.began = time.monotonic()
+        self._notes, self._swarm, self._network = notes, swarm, network
+        self._full: list[RealPeer] = []
+        self._wrong: list[RealPeer] = []
+
+    def heal(self) -> None:
+        """Disks have room again, clocks are right."""
+        for peer in self._full:
+            (peer.directory / _BALLAST).unlink(missing_ok=True)
+        for peer in self._wrong:
+            set_clock(peer, 0.0)
+        self._full, self._wrong = [], []
+
+    def until(self, whom: tuple[str, ...], step: Step) -> None:
+        """Wait for so many seconds of the schedule to be over."""
+        time.sleep(max(0.0, self.began + step.amount - time.monotonic()))
+
+    # -- disks --------------------------------------------------------------------------------------------------------
+
+    def fill(self, whom: tuple[str, ...], step: Step) -> None:
+        for name in whom:
+            peer = self._swarm[name]
+            disk = os.statvfs(peer.directory)
+            if disk.f_blocks * disk.f_frsize > 2 * SMALL_BYTES:
+                raise OSError(errno.EPERM, f"{name} has no small disk of its own")
+            self._full.append(peer)
+            with (peer.directory / _BALLAST).open("wb", buffering=0) as file, suppress(OSError):
+                while True:
+                    file.write(bytes(_PIECE_BYTES))
+        self._notes.tell("its disk is full", whom, "fault")
+
+    def flip(self, whom: tuple[str, ...], step: Step) -> None:
+        """One bit of the newest checkpoint, whatever file it is in."""
+        self._damage(whom, step, _flip, "a bit of its newest checkpoint flips")
+
+    def truncate(self, whom: tuple[str, ...], step: Step) -> None:
+        self._damage(whom, step, _truncate, "its newest checkpoint is cut short")
+
+    def _damage(self, whom: tuple[str, ...], step: Step, how: Callable[[Path, random.Random], None], what: str) -> None:
+        for name in whom:
+            kept = [each for each in (self._swarm[name].directory / "checkpoints").glob("[0-9]*") if each.is_dir()]
+            files = sorted(max(kept, key=lambda each: each.name).iterdir())
+            rng = random.Random(f"{step.amount}")
+            how(rng.choice(files), rng)
+        self._notes.tell(what, whom, "fault")
+
+    def named(self, whom: tuple[str, ...], step: Step) -> None:
+        """That a peer has said what was wrong with its checkpoint."""
+        for name in whom:
+            assert "is damaged" in self._swarm[name].said(), f"{name} says nothing of a checkpoint that is damaged"
+
+    # -- clocks, addresses --------------------------------------------------------------------------------------------
+
+    def skew(self, whom: tuple[str, ...], step: Step) -> None:
+        for name in whom:
+            set_clock(self._swarm[name], step.amount)
+            self._wrong.append(self._swarm[name])
+        self._notes.tell(f"its clock is {step.amount:+g} s off", whom, "fault")
+
+    def move(self, whom: tuple[str, ...], step: Step) -> None:
+        assert self._network, "an address changes in a network of namespaces only"
+        for name in whom:
+            place = self._network.move(name)
+            self._notes.tell(f"its address is {place.address} now", (name,), "fault")
+
+
+def clock_file(peer: RealPeer) -> Path:
+    """What a peer's clock is off by."""
+    return peer.directory.with_suffix(".clock")
+
+
+def set_clock(peer: RealPeer, seconds: float) -> None:
+    """Put a peer's wall clock off by so much; it is seen at once."""
+    temporary = clock_file(peer).with_suffix(".new")
+    temporary.write_text(f"{seconds}\n")
+    temporary.replace(clock_file(peer))
+
+
+def _flip(path: Path, rng: random.Random) -> None:
+    with path.open("r+b") as file:
+        at = rng.randrange(path.stat().st_size)
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1 << rng.randrange(8)]))
+
+
+def _truncate(path: Path, rng: random.Random) -> None:
+    os.truncate(path, rng.randrange(path.stat().st_size))
