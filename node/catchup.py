@@ -6,15 +6,19 @@ state if the way turns out to be barred.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from node.state import OuterState
 from protocols.base import Deadline, Vector
 from protocols.chain import UNSETTLED, Chain
-from protocols.download import Unavailable
+from protocols.download import SLOWEST_BYTES_PER_SECOND, STALL_SECONDS, Unavailable
 from protocols.snapshot import Snapshot
-from protocols.sync import Sync
+from protocols.supply import Supply
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +40,18 @@ class Reached:
 class CatchUp:
     """One attempt to reach the head of `chain`.
 
+    The state comes first, then the rounds since, the oldest first; what was decided meanwhile is for the next attempt,
+    which has so much less to do.
+
     Attributes:
         chain: judged, and not necessarily the peer's own.
         own: the peer's state, at `lineage`.
         snapshots: that it kept, of this chain or another.
         scratch: room for a mean, float32 (n); destroyed.
+        deadline: past it, it goes on only while it moves.
     """
 
-    sync: Sync
+    supply: Supply
     chain: Chain
     own: OuterState
     lineage: bytes
@@ -53,16 +61,27 @@ class CatchUp:
 
     async def run(self) -> Reached | None:
         """Try the cheaper way first, then the other; None if neither leads there."""
+        supply, loop = self.supply, asyncio.get_running_loop()
         ways: list[tuple[int, Callable[[], Awaitable[Reached]]]] = []
-        if offered := self.sync.offered(self.chain):
-            ways.append((8 * len(self.scratch) + self._cost_bytes(offered[0].key.lineage), self._from_others))
+        if offered := supply.offered(self.chain):
+            ways.append((supply.cost_bytes(self.chain, offered[0]), self._from_others))
         if start := self._nearest():
-            ways.append((self._cost_bytes(start[1]), lambda: self._from_own(*start)))
-        for _, way in sorted(ways, key=lambda each: each[0]):
-            try:
-                return await way()
-            except Unavailable:
-                continue
+            ways.append((supply.mean_bytes * self.chain.count_since(start[1]), lambda: self._from_own(*start)))
+        goal = self.chain.head.key.round
+        if line := supply.pursuit.begins(loop.time(), goal, supply.fetching.fetched_bytes, supply.mean_bytes):
+            supply.on_slow(line)
+        try:
+            for _, way in sorted(ways, key=lambda each: each[0]):
+                try:
+                    reached = await way()
+                except Unavailable as error:
+                    log.info("the state before round %d is not reached: %s", goal + 1, error)
+                    continue
+                supply.pursuit.ends(loop.time())
+                supply.caught_up()
+                return reached
+        finally:
+            supply.fetching.end()
         return None
 
     def _nearest(self) -> tuple[OuterState | Snapshot, bytes] | None:
@@ -76,15 +95,16 @@ class CatchUp:
                 sound.append((head.key.round, state, lineage))
         return max(sound, key=lambda each: each[0])[1:] if sound else None
 
-    def _cost_bytes(self, lineage: bytes) -> int:
-        rounds = sum(link.record.averaged for link in self.chain.since(lineage))
-        return rounds * self.sync.mean_bytes(len(self.scratch))
-
     async def _from_own(self, start: OuterState | Snapshot, lineage: bytes) -> Reached:
+        self.supply.fetching.begin(self.chain.count_since(lineage), self.supply.mean_bytes)
         return await self._replay(await self._copy(start), lineage)
 
     async def _from_others(self) -> Reached:
-        snapshot = await self.sync.download(self.chain, len(self.scratch), self.deadline)
+        fetching, offered = self.supply.fetching, self.supply.offered(self.chain)
+        since = self.chain.count_since(offered[0].key.lineage) if offered else 0
+        fetching.begin(since, self.supply.mean_bytes)
+        snapshot = await self.supply.download(self.chain, self.deadline)
+        fetching.rounds_whole = self.chain.count_since(snapshot.lineage)
         return await self._replay(await self._copy(snapshot), snapshot.lineage, snapshot)
 
     async def _copy(self, source: OuterState | Snapshot) -> OuterState:
@@ -113,7 +133,13 @@ class CatchUp:
             if state.root(record.round) != record.state_root:
                 raise Unavailable(f"the state before round {record.round} is not the one that was decided on")
             if record.averaged:
-                await self.sync.mean(link, self.scratch, self.deadline)
+                await self.supply.mean(link, self.scratch, self._until())
                 finite = await state.step(self.scratch) and finite
                 replayed += 1
+            self.supply.fetching.rounds_here += 1
         return Reached(state, replayed, finite, snapshot)
+
+    def _until(self) -> Deadline:
+        """For one mean: a long replay is not over as long as each of its rounds comes."""
+        slowest_seconds = STALL_SECONDS + self.supply.mean_bytes / SLOWEST_BYTES_PER_SECOND
+        return max(self.deadline, asyncio.get_running_loop().time() + slowest_seconds)

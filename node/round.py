@@ -305,7 +305,7 @@ class Replica:
         reached = None
         if branch or self._lacks_state():
             held = self._snapshots.held() if self._snapshots else ()
-            reached = await CatchUp(sync, chain, self.state, head.key.lineage, held, self._mean, deadline).run()
+            reached = await CatchUp(sync.supply, chain, self.state, head.key.lineage, held, self._mean, deadline).run()
         lost_rounds, lost_tokens = await self._adopt(branch, reached) if reached else (0, 0)
         blamed, sent, received = sync.ledger.take()
         downloaded, parts = sync.take_bytes()

@@ -12,6 +12,7 @@ from protocols.codec import Codec
 from protocols.download import Unavailable
 from protocols.parts import HeldPart
 from protocols.post import Ledger
+from protocols.progress import Fetching
 from protocols.record import Record
 from protocols.shelf import Shelf, fetch_part
 from protocols.tasks import together
@@ -34,9 +35,17 @@ class Replay:
         bytes_received: encoded, of the parts that were used.
     """
 
-    def __init__(self, host: Host, ledger: Ledger, codec: Codec, chunk_elements: int, shelf: Shelf | None) -> None:
+    def __init__(
+        self,
+        host: Host,
+        ledger: Ledger,
+        codec: Codec,
+        chunk_elements: int,
+        shelf: Shelf | None,
+        fetching: Fetching,
+    ) -> None:
         self.bytes_received = 0
-        self._host, self._ledger, self._shelf = host, ledger, shelf
+        self._host, self._ledger, self._shelf, self._fetching = host, ledger, shelf, fetching
         self._codec, self._chunk_elements = codec, chunk_elements
         self._failures: dict[PeerId, int] = {}
 
@@ -97,6 +106,7 @@ class Replay:
                 self._fail(source, f"lost as a source: {error.why}")
             else:
                 self.bytes_received += size
+                self._fetching.came(size)
                 return held
         raise Unavailable(f"nobody has a part that is needed, of {len(sources)} asked")
 

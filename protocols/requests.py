@@ -14,7 +14,7 @@ SYNC = "starling/sync/1"
 MAX_LOCATOR = 64
 MAX_TRAIL = 256
 """Certificates in one answer."""
-MAX_KEPT = 4
+MAX_KEPT = 6
 MAX_BUSY_SECONDS = 600.0
 
 
@@ -33,7 +33,7 @@ class Greet(Header):
     Attributes:
         key: of the sender's next round.
         sender: in this life.
-        kept: snapshots, the newest first.
+        kept: snapshots, the newest first; then those that others are still taking.
     """
 
     key: RoundKey = one(RoundKey)
@@ -71,7 +71,7 @@ class WantSnapshot(Header):
 
 @dataclass(frozen=True, slots=True)
 class Busy(Header):
-    """Others are being served: come again in so many seconds."""
+    """Others are being served: come again in so many seconds. In the place of a chunk: it comes, but a little later."""
 
     seconds: float = real(0, MAX_BUSY_SECONDS)
 
@@ -85,7 +85,7 @@ class Index(Header):
 
 @dataclass(frozen=True, slots=True)
 class WantChunk(Header):
-    """Asks for one chunk of the snapshot whose index came on this stream; answered with a `wire.Chunk`."""
+    """Asks for one chunk of the snapshot whose index came on this stream: a `wire.Chunk`, perhaps after some `Busy`."""
 
     index: int = uint(1 << 32)
 

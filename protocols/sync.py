@@ -16,7 +16,6 @@ from protocols import wire
 from protocols.base import (
     BadPayload,
     Deadline,
-    Head,
     Host,
     Member,
     PeerError,
@@ -24,20 +23,18 @@ from protocols.base import (
     RoundKey,
     Settings,
     Stream,
-    Vector,
 )
 from protocols.branches import Branch, Rules
-from protocols.chain import UNSETTLED, Chain, Link
-from protocols.codec import codec
+from protocols.chain import Chain
 from protocols.contacts import Contacts
 from protocols.donor import IDLE_SECONDS, Donor
-from protocols.download import Download, Unavailable
+from protocols.gate import Gate
 from protocols.post import Ledger
 from protocols.proofs import TRAIL_SECONDS, Proofs
-from protocols.replay import Replay
 from protocols.requests import MAX_TRAIL, SYNC, Greet, Trail, WantSnapshot, WantTrail
 from protocols.shelf import Shelf
-from protocols.snapshot import Snapshot, Snapshots
+from protocols.snapshot import Snapshots
+from protocols.supply import Supply
 from protocols.tasks import together, within
 
 DIAL_SECONDS = 10.0
@@ -61,6 +58,7 @@ class Sync:
         rules: what decides in this run.
         ledger: who was named, and the bytes that crossed, since it was last taken.
         snapshots: what we hand out.
+        supply: what others hand out to us.
         on_better: called when a branch has been found, and judged, that beats ours.
         stranded: whether this peer has been undecided for so long that it might fork itself: see `branches`.
     """
@@ -85,11 +83,12 @@ class Sync:
         self.on_better: Callable[[Branch], None] = lambda branch: None
         self._host, self._chain = host, chain
         self._contacts = Contacts(host.me, host.members, chain, contacts, _now)
-        self._replay = Replay(host, self.ledger, codec(settings.codec), settings.chunk_elements, shelf)
-        self._donor = Donor(snapshots, host.compute)
+        self.supply = Supply(host, self.ledger, settings, snapshots, self._contacts, shelf)
+        self._shelf = shelf
+        self._donor = Donor(snapshots, host.compute, shelf.gate if shelf else Gate(), self._has_rounds_since)
         self._proofs = Proofs(host, chain, self.rules, self.ledger, self._contacts)
         self._news = asyncio.Event()
-        self._serving = self._downloaded_bytes = 0
+        self._serving = 0
         host.transport.serve(SYNC, self._serve)
 
     def hear(self, peer: PeerId) -> None:
@@ -135,7 +134,14 @@ class Sync:
             raise BadPayload(f"{type(request).__name__} as a request")
 
     def _greeting(self) -> Greet:
-        return Greet(self._chain.head.key, self.rules.me, self.snapshots.kept())
+        return Greet(self._chain.head.key, self.rules.me, self._donor.kept())
+
+    def _has_rounds_since(self, lineage: bytes) -> bool:
+        """Whether we hold all means since: else a snapshot of that state leads nowhere."""
+        shelf, chain = self._shelf, self._chain
+        if shelf is None or lineage not in chain:
+            return False
+        return all(part.digest in shelf for link in chain.since(lineage) for part in link.record.parts)
 
     def _meet(self, peer: PeerId, greet: Greet) -> None:
         """Note what a peer says of itself.
@@ -165,6 +171,7 @@ class Sync:
                 peers = self._contacts.outsiders() if here else self._contacts.everybody()
                 heads = await self._greet(peers, began + DIAL_SECONDS)
                 news = any(self._unknown(key) for key in heads.values())
+            news = news and not self.supply.fetching.active  # then it asks again when it is there
             if news and (branch := await self.better(_now() + GREET_SECONDS + TRAIL_SECONDS)):
                 if branch.ancestor.key == self._chain.head.key:
                     await asyncio.sleep(GRACE_SECONDS)
@@ -216,49 +223,9 @@ class Sync:
                 group.create_task(one(peer))
         return {peer: found[peer] for peer in peers if peer in found}
 
-    # -- fetching -----------------------------------------------------------------------------------------------------
-
-    async def mean(self, link: Link, into: Vector, deadline: Deadline) -> None:
-        """Put the mean of a judged round, one that has parts, into `into`.
-
-        Raises:
-            Unavailable: it is not to be had; `into` is then undefined.
-        """
-        voters = [vote.voter.peer for vote in link.certificate.votes]  # each of them held all parts when it voted
-        await self._replay.mean(link.record, self._contacts.others(voters, self._contacts.everybody()), into, deadline)
-
-    def mean_bytes(self, elements: int) -> int:
-        """About what fetching the mean of one round costs."""
-        return self._replay.encoded_bytes(elements)
-
-    def offered(self, chain: Chain) -> list[Head]:
-        """Heads of a judged chain whose state others say they hand out and whose root is vouched for, newest first."""
-        heads = [head for lineage in self._contacts.stock() if (head := chain.at(lineage))]
-        return sorted((head for head in heads if head.state_root != UNSETTLED), key=lambda head: -head.key.round)
-
-    async def download(self, chain: Chain, elements: int, deadline: Deadline) -> Snapshot:
-        """Fetch the newest snapshot that is `offered`, or else the next.
-
-        Raises:
-            Unavailable: nobody has one, or can bring it.
-        """
-        offered = self.offered(chain)
-        for tried, head in enumerate(offered):
-            download = Download(self._host, self.ledger, self.snapshots, head, elements)
-            share = (deadline - _now()) / (len(offered) - tried)  # a head that nobody brings leaves time for the next
-            try:
-                return await download.run(self._contacts.stock().get(head.key.lineage, []), _now() + share)
-            except Unavailable:
-                continue
-            finally:
-                self._downloaded_bytes += download.bytes_received
-        raise Unavailable("nobody brought a snapshot of this chain")
-
     def take_bytes(self) -> tuple[int, int]:
         """Bytes of snapshots, and of parts, fetched since the last call."""
-        taken = self._downloaded_bytes, self._replay.bytes_received
-        self._downloaded_bytes = self._replay.bytes_received = 0
-        return taken
+        return self.supply.take_bytes()
 
     # -- contacts -----------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,125 @@
+"""How far a peer is with catching up, how fast, and whether it comes any nearer. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+METER_SECONDS = 15.0
+LEAST_SECONDS = 10.0
+"""A shorter pass than that says nothing of the line."""
+SAY_SECONDS = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What of the state is here.
+
+    Attributes:
+        bytes_here, bytes_whole: of a snapshot; both 0 where none is needed.
+        donors: who bring it just now.
+        bytes_per_second: of all that is fetched, lately.
+        rounds_here, rounds_whole: of those since the state that was started from, as far as they are known.
+        eta_seconds: until the last known round is there; None where nothing moves.
+    """
+
+    bytes_here: int
+    bytes_whole: int
+    donors: int
+    bytes_per_second: float
+    rounds_here: int
+    rounds_whole: int
+    eta_seconds: float | None
+
+
+class Fetching:
+    """What download and replay tell of themselves.
+
+    Attributes:
+        active: a peer is catching up.
+        round_bytes: what a mean takes to fetch.
+        fetched_bytes: since the peer began its life.
+        the others: as in `Progress`.
+    """
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self.active = False
+        self.bytes_here = self.bytes_whole = self.donors = self.rounds_here = self.rounds_whole = 0
+        self.round_bytes = self.fetched_bytes = 0
+        self._now = now
+        self._came: deque[tuple[float, int]] = deque(maxlen=4096)
+
+    def begin(self, rounds: int, round_bytes: int) -> None:
+        """Another attempt; so many rounds are to be taken again, as far as that is known."""
+        self.active, self.rounds_here, self.rounds_whole, self.round_bytes = True, 0, rounds, round_bytes
+        self.bytes_here = self.bytes_whole = self.donors = 0
+
+    def end(self) -> None:
+        self.active = False
+
+    def came(self, size: int) -> None:
+        """So many bytes."""
+        self.fetched_bytes += size
+        self._came.append((self._now(), size))
+
+    def bytes_per_second(self) -> float:
+        """Over the last while."""
+        since = self._now() - METER_SECONDS
+        while self._came and self._came[0][0] < since:
+            self._came.popleft()
+        if len(self._came) < 2:
+            return 0.0
+        seconds = max(1.0, self._now() - self._came[0][0])
+        return sum(size for _, size in self._came) / seconds
+
+    def progress(self) -> Progress | None:
+        """As of now; None while the peer does something else."""
+        if not self.active:
+            return None
+        rate = self.bytes_per_second()
+        missing = self.bytes_whole - self.bytes_here + (self.rounds_whole - self.rounds_here) * self.round_bytes
+        return Progress(
+            self.bytes_here,
+            self.bytes_whole,
+            self.donors,
+            rate,
+            self.rounds_here,
+            self.rounds_whole,
+            missing / rate if rate else None,
+        )
+
+
+class Pursuit:
+    """Whether the rounds are decided faster than this peer's line brings them: then it never gets there."""
+
+    def __init__(self) -> None:
+        self._pass: tuple[float, int, int] | None = None  # the last one: when, to which round, bytes fetched before it
+        self._ended = self._said = float("-inf")
+
+    def begins(self, now: float, goal: int, fetched_bytes: int, round_bytes: int) -> str:
+        """Another pass, to round `goal`; one line for a person if the last one has led nowhere nearer."""
+        line = ""
+        if self._pass and now - self._ended < LEAST_SECONDS:
+            began, before, fetched_before = self._pass
+            line = _line(now - began, goal - before, fetched_bytes - fetched_before, round_bytes)
+        self._pass = (now, goal, fetched_bytes)
+        if not line or now - self._said < SAY_SECONDS:
+            return ""
+        self._said = now
+        return line
+
+    def ends(self, now: float) -> None:
+        """The pass has come to its goal."""
+        self._ended = now
+
+
+def _line(seconds: float, rounds: int, fetched_bytes: int, round_bytes: int) -> str:
+    if seconds < LEAST_SECONDS or rounds * round_bytes < fetched_bytes:
+        return ""
+    needed, had = rounds * round_bytes / seconds / 1e6, fetched_bytes / seconds / 1e6
+    return (
+        f"this peer's line is too slow for the run: in {seconds:.0f} s the others decided {rounds} rounds of "
+        f"{round_bytes / 1e6:.3g} MB each, and {fetched_bytes / 1e6:.3g} MB came in; it goes on trying, but needs more "
+        f"than {8 * needed:.3g} Mbit/s to catch up, and has {8 * had:.3g}"
+    )
