@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from node import asking
+from node import asking, offline
 from node.asking import Mistake
 from node.departure import at_once
 from node.status import SwarmOptions, printable, to_json
@@ -53,6 +53,9 @@ Protocol = Annotated[str | None, _option(_RUN, "How the peers of a new run avera
 Running = Annotated[
     Path | None, typer.Option(metavar="DIR", envvar="NODE_STATE_DIR", help="Which peer. Default: the one here.")
 ]
+
+
+app.add_typer(offline.app)
 
 
 @app.callback(invoke_without_command=True)

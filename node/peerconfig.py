@@ -118,15 +118,18 @@ class PeerConfig:
         rounds: leave after so many.
         listen: multiaddrs to listen on.
         announce: multiaddrs to tell others, instead of those that are found.
-        threads: of the worker.
+        device: where to train; auto takes cuda or mps where there is one.
+        threads: of the worker: a number, or auto.
+        precision: of training; auto is bfloat16 where that pays, else float32.
         data: text file or folder to train on; None: the standard library's source.
-        nickname: for people.
+        nickname: of this peer, for people.
         bandwidth_bytes_per_second: of this machine's upload.
         wait_for_peers: a founder begins the first round when so many are there, itself included.
         nat: whether to map ports and use relays.
         checkpoint_every: rounds between two checkpoints.
         disk_limit_bytes: that checkpoints may take.
         new: found a run even if there is one to go on with.
+        log_level: of what is told about the peer's inner life.
         json: print JSON lines instead of text.
         consent: name of the user's own task that this peer is to run; given to its command alone, by --task.
         origins: key -> where its value came from.

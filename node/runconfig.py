@@ -77,7 +77,15 @@ def _known_codec(name: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class GptTable:
-    """`[gpt]`: the model's shape and the rows of a batch; see `node.tasks.gpt`."""
+    """`[gpt]`: the model's shape and the rows of a batch; see `node.tasks.gpt`.
+
+    Attributes:
+        layers: of the transformer.
+        width: of its residual stream.
+        heads: of attention; they divide the width into even parts.
+        context: bytes that the model sees.
+        rows: of a batch, each as long as the context.
+    """
 
     layers: int = Field(ge=1, le=1 << 10)
     width: int = Field(ge=1, le=1 << 16)
@@ -105,7 +113,13 @@ class GptTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class PacedTable:
-    """`[paced]`: length of the vector, and what an inner step takes and is worth; see `node.tasks.paced`."""
+    """`[paced]`: length of the vector, and what an inner step takes and is worth; see `node.tasks.paced`.
+
+    Attributes:
+        elements: of the vector.
+        step_seconds: that an inner step takes.
+        tokens_per_step: that it counts as.
+    """
 
     elements: int = Field(default=1_000_000, ge=1, le=MAX_ELEMENTS)
     step_seconds: float = Field(default=0.1, gt=0, le=3600)
@@ -117,11 +131,11 @@ class RunConfig:
     """Everything that the peers of a run must share. Made by `load_run`, or from canonical bytes.
 
     Attributes:
-        name: for people.
-        task: what is trained: gpt, paced, or a user's own by the name of its factory (`node.tasks.own`). Decides which
-            one of `gpt`, `paced` and `options` there is.
-        protocol: by name, how replicas agree.
-        codec: by name, in what form vectors travel.
+        name: of the run, for people.
+        task: what is trained: gpt, paced, or your own by the name of its factory, package.module:factory. It takes the
+            table of that name, or [options].
+        protocol: how replicas agree: butterfly.
+        codec: in what form vectors travel: fp32, fp16, bf16 or int8.
         fork: whether a minority may go on alone once the majority of the roster is gone.
         min_peers: how many may then, at least.
         spread_limit: relative distance between replicas that is borne; of protocols whose replicas share no anchor.

@@ -8,7 +8,7 @@ unchanged, with `tie_word_embeddings=False`, `rope_theta=10000` and `rms_norm_ep
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -209,22 +209,34 @@ class Gpt(nn.Module):
         logits: torch.Tensor = self.lm_head(self.model(tokens))
         return logits
 
-    @torch.no_grad()
     def generate(self, prompt: bytes, tokens: int, temperature: float = 0.0, seed: int = 0) -> bytes:
-        """Continue `prompt` (not empty) by `tokens` bytes: the likeliest ones, or drawn at a temperature above 0."""
+        """All of `stream`."""
+        return bytes(self.stream(prompt, tokens, temperature, seed))
+
+    def stream(self, prompt: bytes, tokens: int, temperature: float = 0.0, seed: int = 0) -> Iterator[int]:
+        """Continue `prompt` (not empty) by `tokens` bytes: the likeliest ones, or drawn at a temperature above 0.
+
+        Of a prompt longer than the context its end is seen.
+        """
         if not prompt:
             raise ValueError("the prompt is empty")
         generator = torch.Generator().manual_seed(seed)
-        text = list(prompt)
-        device = self.lm_head.weight.device
+        text = list(prompt[-self.shape.context :])
         for _ in range(tokens):
-            logits = self(torch.tensor([text[-self.shape.context :]], device=device))[0, -1].cpu()
+            logits = self._next(text)
             if temperature > 0:
                 odds = torch.softmax(logits / temperature, dim=-1)
                 text.append(int(torch.multinomial(odds, 1, generator=generator)))
             else:
                 text.append(int(logits.argmax()))
-        return bytes(text[len(prompt) :])
+            yield text[-1]
+
+    @torch.no_grad()
+    def _next(self, text: Sequence[int]) -> torch.Tensor:
+        """What is to come after it: logits (256) on the CPU."""
+        seen = torch.tensor([text[-self.shape.context :]], device=self.lm_head.weight.device)
+        logits: torch.Tensor = self(seen)[0, -1].cpu()
+        return logits
 
 
 class GptTask:

@@ -1,0 +1,85 @@
+"""State directories as peers leave them: a run's manifest, and a checkpoint of a module."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from node.checkpoint import OUTER, Checkpoint, Data, seal
+from node.disk import outer_header
+from node.identity import Identity, load_or_create
+from node.manifest import Manifest, layout_digest
+from node.manifest import seal as sealed
+from node.runconfig import RunConfig, load_run
+from node.tasks.base import flatten
+from node.tasks.gpt import Gpt
+from protocols.base import Member
+from protocols.snapshot import Index
+
+SMALL = {
+    "gpt.layers": 2,
+    "gpt.width": 32,
+    "gpt.heads": 2,
+    "gpt.context": 24,
+    "recipe.rounds": 20,
+    "name": "small, of *course*",
+}
+
+
+def small_gpt() -> RunConfig:
+    return load_run(None, SMALL, ["butterfly"])
+
+
+def keep(
+    directory: Path, config: RunConfig, module: nn.Module, round_number: int = 5, loss: float | None = 2.5
+) -> Checkpoint:
+    """Make of the directory one of a run of that configuration, or add to it; the module's tensors are not changed."""
+    directory.mkdir(exist_ok=True)
+    founder = load_or_create(directory / "identity.key")
+    flat = flatten(module)
+    (vector,), lineage = flat.vectors, bytes([round_number]) * 32
+    manifest = _manifest(config, founder, flat.layout.sizes(), layout_digest(flat.layout))
+    (directory / "manifest.bin").write_bytes(sealed(manifest, founder))
+    draft = directory / "checkpoints" / f".draft-{round_number}"
+    draft.mkdir(parents=True)
+    start = outer_header(flat.layout.sizes(), round_number, lineage)
+    (draft / OUTER).write_bytes(start + vector.detach().numpy().tobytes() + bytes(4 * len(vector)))
+    index = Index.of(vector.detach(), torch.zeros(len(vector)))
+    made = Checkpoint(
+        path=draft,
+        run=manifest.run_id,
+        round=round_number,
+        lineage=lineage,
+        state_root=index.state_root(round_number),
+        layout=flat.layout,
+        index=index,
+        data=Data(1, 1, 0),
+        carried=0,
+        files={},
+    )
+    with (directory / "rounds.jsonl").open("a") as reports:
+        reports.write(json.dumps({"lineage": lineage.hex(), "held_out_loss": loss}) + "\n")
+    return seal(made, inner=False)
+
+
+def kept_gpt(directory: Path, round_number: int = 5, seed: int = 3) -> Gpt:
+    """One of a small language model, which is returned."""
+    config = small_gpt()
+    assert config.gpt
+    module = Gpt(config.gpt.shape, seed)
+    keep(directory, config, module, round_number)
+    return module
+
+
+def _manifest(config: RunConfig, founder: Identity, elements: tuple[int, ...], layout: bytes) -> Manifest:
+    return Manifest(
+        config=config,
+        founder=Member(founder.peer_id, 1),
+        elements=elements,
+        state_root=bytes(32),
+        created=1.0,
+        layout=layout,
+    )

@@ -1,0 +1,109 @@
+"""What leaves a peer's directory: Hugging Face's own library loads it, and finds the same model."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from node.export import ExportError, export
+from node.runconfig import load_run
+from node.trained import trained
+from tests.kept import keep, kept_gpt
+
+
+def refusal(directory: Path, out: Path) -> str:
+    with pytest.raises(ExportError) as caught:
+        export(trained(directory), out)
+    line = str(caught.value)
+    assert len(line.splitlines()) == 1
+    return line
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers' own
+def test_transformers_load_the_same_model_and_its_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+    ours = kept_gpt(tmp_path / "peer")
+    export(trained(tmp_path / "peer"), tmp_path / "out")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert isinstance(theirs, LlamaForCausalLM) and theirs.dtype == torch.float32
+    tokens = torch.randint(256, (3, ours.shape.context), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        assert (theirs(tokens).logits - ours(tokens)).abs().max() < 1e-5
+    everything = "def f(x):\n\treturn 'é', \"日本\" # 100%  \r\n\x00\x7f " + "".join(map(chr, range(33, 0x180)))
+    assert tokenizer(everything)["input_ids"] == list(everything.encode())
+    assert tokenizer.decode(list(everything.encode())) == everything and len(tokenizer) == 256
+    prompt = tokenizer("def ", return_tensors="pt")
+    more = theirs.generate(**prompt, do_sample=False, max_new_tokens=8)[0, 4:]
+    assert bytes(more.tolist()) == ours.generate(b"def ", 8)
+
+
+def test_the_card_says_where_it_comes_from(tmp_path: Path) -> None:
+    kept_gpt(tmp_path / "peer")
+    found = trained(tmp_path / "peer")
+    export(found, tmp_path / "new" / "out")
+    card = (tmp_path / "new" / "out" / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\n") and "\n# small of course\n" in card
+    assert found.manifest.run_id in card and found.checkpoint.lineage.hex() in card
+    assert "| rounds | 5 of 20 |" in card and "| held-out loss | 2.5000 nats per byte |" in card
+    assert {each.name for each in (tmp_path / "new").iterdir()} == {"out"}, "nothing half done is left"
+
+
+def test_a_module_of_a_users_own_goes_out_under_its_own_names(tmp_path: Path) -> None:
+    config = load_run(None, {"task": "mine.tasks:make"}, ["butterfly"])
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    keep(tmp_path / "peer", config, module, loss=None)
+    (tmp_path / "out").mkdir()  # empty: as good as not there
+    export(trained(tmp_path / "peer"), tmp_path / "out")
+    assert {each.name for each in (tmp_path / "out").iterdir()} == {"README.md", "model.safetensors"}
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == dict(module.named_parameters()).keys()
+    assert all(torch.equal(found[name], parameter) for name, parameter in module.named_parameters())
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert card.startswith("# starling\n") and "`mine.tasks:make`" in card and "| not measured |" in card
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    kept_gpt(tmp_path / "peer")
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "config.json").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for name in ("file", "full", "link"):
+        assert "is there already, and nothing is overwritten" in refusal(tmp_path / "peer", tmp_path / name)
+    assert (tmp_path / "full" / "config.json").read_text() == (tmp_path / "file").read_text() == "mine"
+
+
+def test_what_cannot_be_written_is_one_line_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept_gpt(tmp_path / "peer")
+    assert "cannot be written (Not a directory)" in refusal(
+        tmp_path / "peer", tmp_path / "peer" / "manifest.bin" / "out"
+    )
+    assert "cannot be written" in refusal(tmp_path / "peer", Path("/proc/nothing/out"))
+    write = os.pwrite
+
+    def full(file: int, data: memoryview, offset: int) -> int:
+        if offset:
+            raise OSError(28, "No space left on device")
+        return write(file, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    assert "No space left on device" in refusal(tmp_path / "peer", tmp_path / "out")
+    assert {each.name for each in tmp_path.iterdir()} == {"peer"}
+
+
+def test_the_configuration_is_that_of_the_run(tmp_path: Path) -> None:
+    kept_gpt(tmp_path / "peer")
+    export(trained(tmp_path / "peer"), tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]) == (32, 96, 2)
+    assert (config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]) == (2, 2, 16)
+    assert (config["max_position_embeddings"], config["vocab_size"], config["tie_word_embeddings"]) == (24, 256, False)

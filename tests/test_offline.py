@@ -1,0 +1,90 @@
+"""`init`, `export` and `generate` as people type them, and the one line where they cannot be done."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from node.cli import main
+from tests.kept import kept_gpt
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.delenv("NODE_STATE_DIR", raising=False)
+    monkeypatch.chdir(tmp_path)
+    home = tmp_path / "state" / "starling"
+    home.mkdir(parents=True)
+    return home
+
+
+class Said:
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def __call__(self, *arguments: str) -> tuple[int, str, str]:
+        return (main(list(arguments)), *self._capsys.readouterr())
+
+    def refused(self, *arguments: str) -> str:
+        code, out, err = self(*arguments)
+        assert code in (1, 2) and out == "" and err.count("\n") == 1 and err.startswith("starling: "), (code, out, err)
+        return err
+
+
+@pytest.fixture
+def starling(capsys: pytest.CaptureFixture[str]) -> Said:
+    return Said(capsys)
+
+
+def test_init_writes_a_file_once(tmp_path: Path, starling: Said) -> None:
+    assert starling("init") == (0, "", "wrote run.toml: edit it, then: python -m node join --run run.toml\n")
+    (tmp_path / "run.toml").write_text("mine")
+    assert "run.toml is there already, and nothing is overwritten" in starling.refused("init")
+    assert (tmp_path / "run.toml").read_text() == "mine"
+    assert starling("init", "other.toml")[0] == 0
+    assert "absent/run.toml cannot be written (No such file or directory)" in starling.refused(
+        "init", "absent/run.toml"
+    )
+    assert "cannot be written" in starling.refused("init", "/proc/run.toml")
+    assert "is there already" in starling.refused("init", ".")
+
+
+def test_the_one_peer_here_is_found(home: Path, tmp_path: Path, starling: Said) -> None:
+    assert f"no peer was in a run in {home}" in starling.refused("export", "--out", "out")
+    module = kept_gpt(home / "peer-1")
+    code, out, err = starling("export", "--out", "out")
+    assert (code, out) == (0, "") and err.startswith("wrote out: run ") and err.endswith("before round 5\n")
+    assert "out is there already" in starling.refused("export", "--out", "out")
+    code, text, err = starling("generate", "def ", "--tokens", "20", "--temperature", "0")
+    assert code == 0 and err == "" and text.endswith("\n") and 1 < len(text) <= 21
+    assert starling("generate", "def ", "--tokens", "20", "--seed", "1") != starling(
+        "generate", "def ", "--tokens", "20"
+    )
+    assert module.shape.width == 32
+    kept_gpt(home / "peer-2")
+    assert "2 peers were in runs here: choose one by --state-dir" in starling.refused("generate", "x")
+    assert starling("generate", "x", "--tokens", "1", "--state-dir", str(home / "peer-2"))[0] == 0
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["export"], "--out"),
+        (["export", "--out", "out", "--state-dir", "absent"], "absent is no directory"),
+        (["export", "--out", "out", "--state-dir", "."], "holds no run"),
+        (["generate"], "argument 'prompt'"),
+        (["generate", ""], "the prompt is empty"),
+        (["generate", "x", "--tokens", "-1"], "--tokens"),
+        (["generate", "x", "--tokens", "1000001"], "--tokens"),
+        (["generate", "x", "--tokens", "many"], "--tokens"),
+        (["generate", "x", "--temperature", "-1"], "--temperature"),
+        (["generate", "x", "--temperature", "nan"], "--temperature"),
+        (["generate", "x", "--seed", "-1"], "--seed"),
+        (["generate", "x", "--state-dir", "absent"], "absent is no directory"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments: list[str], words: str, home: Path, starling: Said) -> None:
+    kept_gpt(home / "peer-1")
+    assert words in starling.refused(*arguments)

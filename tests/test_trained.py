@@ -1,0 +1,87 @@
+"""What is found in a peer's directory, and the one line where nothing is."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from node import trained as room
+from node.checkpoint import Checkpoint, CheckpointError, newest
+from node.runconfig import load_run
+from node.trained import TrainedError, trained
+from tests.kept import keep, kept_gpt, small_gpt
+
+
+def refusal(directory: Path) -> str:
+    with pytest.raises(TrainedError) as caught:
+        trained(directory)
+    line = str(caught.value)
+    assert len(line.splitlines()) == 1
+    return line
+
+
+def test_the_newest_parameters_by_their_names(tmp_path: Path) -> None:
+    kept_gpt(tmp_path / "a", 5, seed=1)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    module = kept_gpt(tmp_path / "a", 10, seed=2)
+    found = trained(tmp_path / "a")
+    assert found.checkpoint.round == 10 and found.held_out_loss == 2.5
+    assert found.manifest.config == small_gpt()
+    assert found.tensors.keys() == module.state_dict().keys()
+    assert all(torch.equal(found.tensors[name], tensor) for name, tensor in module.state_dict().items())
+    assert trained(tmp_path / "b").checkpoint.round == 5
+
+
+def test_a_loss_that_was_not_measured_is_none(tmp_path: Path) -> None:
+    keep(tmp_path, load_run(None, {"task": "mine:make"}, ["butterfly"]), nn.Linear(2, 2), loss=None)
+    reports = tmp_path / "rounds.jsonl"
+    reports.write_text(reports.read_text() + '[1]\n{"lineage": 3}\n{"lin')
+    assert math.isnan(trained(tmp_path).held_out_loss)
+    reports.unlink()
+    assert math.isnan(trained(tmp_path).held_out_loss)
+
+
+def test_where_there_is_nothing_it_is_one_line(tmp_path: Path) -> None:
+    assert refusal(tmp_path / "absent").endswith("is no directory: give a peer's by --state-dir")
+    assert "holds no run: give the state directory of a peer" in refusal(tmp_path)
+    kept_gpt(tmp_path / "peer")
+    for path in (tmp_path / "peer" / "checkpoints").rglob("*.safetensors"):
+        path.write_bytes(path.read_bytes()[:-1])
+    line = refusal(tmp_path / "peer")
+    assert "holds no whole checkpoint" in line and "is damaged: outer.safetensors is not what it was" in line
+    shutil.rmtree(tmp_path / "peer" / "checkpoints")
+    assert "holds no whole checkpoint: a peer makes its first after some rounds" in refusal(tmp_path / "peer")
+    manifest = tmp_path / "peer" / "manifest.bin"
+    manifest.write_bytes(manifest.read_bytes()[:-1])
+    assert "manifest.bin: the envelope is damaged" in refusal(tmp_path / "peer")
+    manifest.unlink()
+    manifest.mkdir()
+    assert "manifest.bin cannot be read: Is a directory" in refusal(tmp_path / "peer")
+
+
+def test_of_another_run_nothing_is_taken(tmp_path: Path) -> None:
+    kept_gpt(tmp_path / "a")
+    kept_gpt(tmp_path / "b")
+    shutil.copy(tmp_path / "a" / "manifest.bin", tmp_path / "b")
+    assert "its peer has not made one of its new run yet" in refusal(tmp_path / "b")
+
+
+def test_one_that_goes_while_it_is_read_is_followed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept_gpt(tmp_path, 5)
+    tries = []
+
+    def gone_at_first(directory: Path) -> Checkpoint:
+        tries.append(directory)
+        if len(tries) < 3:
+            raise CheckpointError("it has gone")
+        return newest(directory)
+
+    monkeypatch.setattr(room, "newest", gone_at_first)
+    assert trained(tmp_path).checkpoint.round == 5 and len(tries) == 3
