@@ -32,7 +32,7 @@ LEND_SECONDS = 300.0
 """Who was cut off, or started again, comes back within that."""
 PAUSE_SECONDS = 4.0
 """Who waits for a round to be over is told so as often."""
-MAX_PAUSES = 8
+MAX_PAUSES = 4
 """Then it gets one chunk: where rounds are nothing but data phases, little is brought, but not nothing."""
 _LIMIT = 256
 

@@ -45,7 +45,7 @@ CHUNK_SECONDS = 30.0
 """A donor of which nothing at all has come for so long has stalled."""
 PIECE_BYTES = 1 << 16
 STALL_SECONDS = 60.0
-"""A download goes on for as long as a chunk comes in so often, whatever its deadline."""
+"""A download goes on for as long as something comes in so often, whatever its deadline."""
 SLOWEST_BYTES_PER_SECOND = 65_536.0
 """But no longer than it takes at this rate."""
 LOOK_SECONDS = 10.0
@@ -219,6 +219,7 @@ class Download:
                 self._claims = Claims(self._missing, self._now)
                 self._missing = self._claims.missing
                 self._snapshot = snapshot
+                self._moved = self._now()
                 self._tell()
                 self._bell.ring()
 
@@ -279,12 +280,12 @@ class Download:
         for start in range(0, size, PIECE_BYTES):
             async with within(CHUNK_SECONDS, stream.peer, "it brings a chunk"):
                 await stream.receive_into(data[start : start + PIECE_BYTES])
+            self._moved = self._now()
         self.bytes_received += size
         self._fetching.came(size)
         if not put_off:
             pace.took(self._now() - began)
         await self._stored(partial(_put, self._snapshot, index, data), 2 * size)
-        self._moved = self._now()
         if index in self._missing:  # else another has brought it as well
             self._missing.discard(index)
             self._fetching.bytes_here += size
