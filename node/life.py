@@ -10,6 +10,11 @@ from protocols.base import Outcome
 from protocols.sync import Sync
 
 CATCH_UP_SECONDS = 120.0
+"""To find out what was decided, and until something comes in: what moves goes on."""
+AGAIN_SECONDS, NEAR_ROUNDS = 1.0, 2
+"""Who took longer to catch up, over more rounds, catches up again with what was decided meanwhile, which is less."""
+MAX_PASSES = 16
+"""So often in a row: then the others look no nearer, and a round may tell what is decided just now."""
 PAUSE_SECONDS = 1.0
 """Before a round that ended without a decision is tried again: whoever is ahead needs a moment, too."""
 
@@ -29,18 +34,28 @@ async def rounds(
         tell: told, in words, what this peer does and why, where it is not a round.
     """
     me = replica.averager.me
-    behind = me not in replica.chain.head.roster
+    loop = asyncio.get_running_loop()
+    behind, passes = me not in replica.chain.head.roster, 0
     while goes_on():
         tried = None
         if behind:
             tell("syncing", "others may be ahead: asking them what was decided, and for the state")
-            tried = await replica.catch_up(sync, wall, asyncio.get_running_loop().time() + CATCH_UP_SECONDS)
+            began = loop.time()
+            tried = await replica.catch_up(sync, wall, began + CATCH_UP_SECONDS)
             if tried.outcome == Outcome.SUPERSEDED:
-                behind = False
+                passes += 1
+                behind = passes < MAX_PASSES and _was_far(tried, loop.time() - began)
                 yield tried
                 continue  # what it has caught up with may have been the end
-            await asyncio.sleep(PAUSE_SECONDS)
+            if not passes:
+                await asyncio.sleep(PAUSE_SECONDS)
+        passes = 0
         report = await replica.run_round(me, wall)
         yield report.after(tried) if tried else report
         behind = report.outcome in (Outcome.UNDECIDED, Outcome.SUPERSEDED)
         sync.stranded = report.outcome == Outcome.UNDECIDED
+
+
+def _was_far(report: RoundReport, seconds: float) -> bool:
+    """Whether others may have decided several rounds while it caught up."""
+    return seconds >= AGAIN_SECONDS and (report.replayed_rounds > NEAR_ROUNDS or report.bytes_downloaded > 0)

@@ -6,14 +6,16 @@ import asyncio
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 
 from node.journal import Journal
 from node.membership import Membership
 from node.metrics import LoopLag, rss_bytes
 from node.report import RoundReport
-from node.status import PeerLine, Status, short
+from node.status import PeerLine, Status, Syncing, short
 from protocols.base import PeerId, Work
 from protocols.chain import Chain
+from protocols.progress import Progress
 
 _RECENT_ROUNDS = 5
 
@@ -25,6 +27,7 @@ class Portrait:
         state, reason: as in `Status`.
         pids: of the peer's processes.
         awaited: whom the round waits for.
+        progress: how far catching up is, while it goes on.
     """
 
     def __init__(self, nickname: str) -> None:
@@ -34,6 +37,7 @@ class Portrait:
         self.addresses: Callable[[], Sequence[str]] = tuple
         self.pids: Callable[[], Sequence[int]] = lambda: (os.getpid(),)
         self.awaited: Callable[[], Sequence[PeerId]] = tuple
+        self.progress: Callable[[], Progress | None] = lambda: None
         self.journal: Journal | None = None
         self.membership: Membership | None = None
         self.chain: Chain | None = None
@@ -78,6 +82,10 @@ class Portrait:
         if self._work.seconds > 0:
             return self._work.tokens / self._work.seconds
         return last.tokens / last.seconds_train if last and last.seconds_train > 0 else 0.0
+
+    def _syncing(self) -> Syncing | None:
+        progress = self.progress()
+        return Syncing(**asdict(progress)) if progress else None
 
     def _names(self, peers: Sequence[PeerId]) -> tuple[str, ...]:
         known = {each.peer: each.nickname for each in self._peers()}
@@ -128,5 +136,6 @@ class Portrait:
             eta_seconds=self._eta_seconds(round_number),
             pid=os.getpid(),
             incarnation=self.incarnation,
+            syncing=self._syncing(),
             task=self.task,
         )

@@ -17,6 +17,8 @@ from node.status import printable
 log = logging.getLogger(__name__)
 
 REFRESH_SECONDS = 0.25
+LINE_SECONDS = 5.0
+"""Between two lines about what takes long, where there is no picture."""
 _PAPER_COLUMNS = 120
 
 Picture = Callable[[int], RenderableType]
@@ -67,9 +69,13 @@ class Screen:
         self._out.write(f"{line}\n")
 
     @asynccontextmanager
-    async def showing(self, picture: Picture) -> AsyncIterator[None]:
-        """Show a live picture for as long as the context lasts; its last state stays."""
-        watching = asyncio.create_task(self._watch(picture), name="screen")
+    async def showing(self, picture: Picture, line: Callable[[], str] = lambda: "") -> AsyncIterator[None]:
+        """Show a live picture for as long as the context lasts; its last state stays.
+
+        Args:
+            line: what stands for it where there is none, now and then; empty: nothing.
+        """
+        watching = asyncio.create_task(self._watch(picture, line), name="screen")
         try:
             yield
         finally:
@@ -78,13 +84,19 @@ class Screen:
             if not watching.cancelled() and (error := watching.exception()):
                 log.error("the view ended early: %r", error)
 
-    async def _watch(self, picture: Picture) -> None:
+    async def _watch(self, picture: Picture, line: Callable[[], str]) -> None:
+        loop = asyncio.get_running_loop()
+        due, told = loop.time() + LINE_SECONDS, ""
         live = Live(console=self._console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
         with live if self.is_live else nullcontext():
             try:
                 while True:
                     if self.is_live and self._err.ready:
                         live.update(picture(self._console.width), refresh=True)
+                    elif not self.is_live and loop.time() >= due:
+                        due, before, told = loop.time() + LINE_SECONDS, told, line()
+                        if told not in ("", before):
+                            self.say(told)
                     self._out.flush()
                     await asyncio.sleep(REFRESH_SECONDS)
             finally:

@@ -42,6 +42,27 @@ class PeerLine:
 
 
 @dataclass(frozen=True, slots=True)
+class Syncing:
+    """How far a peer is with catching up.
+
+    Attributes:
+        bytes_here, bytes_whole: of the state; both 0 where it holds one to start from.
+        donors: who bring it just now.
+        bytes_per_second: of all that is fetched, lately.
+        rounds_here, rounds_whole: of those since, whose steps it takes again.
+        eta_seconds: None while nothing moves.
+    """
+
+    bytes_here: int
+    bytes_whole: int
+    donors: int
+    bytes_per_second: float
+    rounds_here: int
+    rounds_whole: int
+    eta_seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class Status:
     """What a peer is doing: exactly what `status --json` prints. A figure not known yet is nan, and null in JSON.
 
@@ -57,6 +78,7 @@ class Status:
         loss: of training, nats per token, as held_out_loss is of data that no peer trains on.
         rss_bytes: of the peer's processes together.
         eta_seconds: until the run's last round is done; None where nobody can tell.
+        syncing: None while it does something else.
         task: name of the user's own task that is trained; empty if it is one of ours.
     """
 
@@ -84,6 +106,7 @@ class Status:
     pid: int
     incarnation: int
     task: str = ""
+    syncing: Syncing | None = None
 
 
 class View(Protocol):
@@ -163,6 +186,8 @@ def _value(kind: str, value: object, where: str) -> object:
         if item == "PeerLine":
             return tuple(_parsed(PeerLine, each, where) for each in value)
         return tuple(_value(item, each, where) for each in value)
+    if kind == "Syncing | None":
+        return None if value is None else _parsed(Syncing, value, where)
     if value is None and kind.startswith("float"):
         return None if kind.endswith("None") else math.nan
     kinds = _KINDS[kind.removesuffix(" | None")]

@@ -107,7 +107,8 @@ class Stay:
 
     async def run(self) -> None:
         """The whole stay; returns when it is over."""
-        means = self._means
+        means, supply = self._means, self._means.sync.supply
+        self._portrait.progress, supply.on_slow = supply.fetching.progress, self._view.say
         async with together() as group:
             helpers = [
                 group.create_task(means.membership.run()),

@@ -57,7 +57,9 @@ class Terminal:
     def showing(self, status: Callable[[], Status]) -> AbstractAsyncContextManager[None]:
         """Show a peer for as long as the context lasts; its last picture stays."""
         self._rounds = lambda: status().rounds
-        return self._screen.showing(lambda width: render(status(), tuple(self._reports), width))
+        return self._screen.showing(
+            lambda width: render(status(), tuple(self._reports), width), lambda: syncing_line(status())
+        )
 
 
 # -- pure: values to text ---------------------------------------------------------------------------------------------
@@ -78,6 +80,23 @@ def plain_line(report: RoundReport, rounds: int = 0) -> str:
     )
 
 
+def syncing_line(status: Status) -> str:
+    """How far a peer that catches up is; empty while it does something else."""
+    each = status.syncing
+    if each is None:
+        return ""
+    words = []
+    if each.bytes_here < each.bytes_whole:
+        donors = f"{each.donors} peer{'s' * (each.donors != 1)}"
+        words.append(f"{size(each.bytes_here)} of {size(each.bytes_whole)} of the state, from {donors}")
+    elif each.rounds_whole:
+        words.append(f"{each.rounds_here} of {each.rounds_whole} rounds taken again")
+    words.append(f"{size(each.bytes_per_second)}/s")
+    if each.eta_seconds is not None:
+        words.append(f"about {duration(each.eta_seconds)} left")
+    return f"catching up: {'   '.join(words)}"
+
+
 def render(status: Status, reports: Sequence[RoundReport], width: int) -> RenderableType:
     """The whole picture; figures that are not known yet are shown as a dash."""
     rows = Table.grid(padding=(0, 2, 0, 0), expand=False)
@@ -86,6 +105,8 @@ def render(status: Status, reports: Sequence[RoundReport], width: int) -> Render
     room = max(10, width - 13)
     if status.waiting_for:
         rows.add_row("waits for", _names(status.waiting_for))
+    if line := syncing_line(status):
+        rows.add_row("state", line.removeprefix("catching up: "))
     rows.add_row("round", _progress(status, room))
     rows.add_row("loss", _losses(status, reports, room))
     rows.add_row("speed", f"{count(status.tokens_per_second)} tokens/s   {count(status.tokens)} tokens so far")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from node.life import PAUSE_SECONDS, rounds
+from node.life import MAX_PASSES, PAUSE_SECONDS, rounds
 from node.report import RoundReport
 from protocols.base import Member
 from tests.sim import loop as simloop
@@ -29,7 +30,9 @@ class Scripted:
         self.chain = SimpleNamespace(head=SimpleNamespace(roster=()))
 
     async def catch_up(self, *_: Any) -> RoundReport:
-        return self._next("catch up")
+        report = self._next("catch up")
+        await asyncio.sleep(report.seconds_average)
+        return report
 
     async def run_round(self, *_: Any) -> RoundReport:
         return self._next("round")
@@ -47,7 +50,7 @@ def play(*script: tuple[str, RoundReport]) -> list[RoundReport]:
         lived = rounds(replica, sync, SimClock().wall, lambda: bool(replica.script))  # type: ignore[arg-type]
         return [report async for report in lived]
 
-    return simloop.run(main(), limit_seconds=10 * PAUSE_SECONDS)
+    return simloop.run(main(), limit_seconds=100 * PAUSE_SECONDS)
 
 
 def test_an_attempt_to_catch_up_that_came_to_nothing_is_in_the_report_of_the_round_after_it() -> None:
@@ -66,3 +69,19 @@ def test_an_attempt_to_catch_up_that_came_to_nothing_is_in_the_report_of_the_rou
 def test_one_that_came_to_something_is_a_report_of_its_own() -> None:
     caught_up = replace(TRIED, outcome="superseded")
     assert play(("catch up", caught_up), ("round", REPORT), ("round", REPORT)) == [caught_up, REPORT, REPORT]
+
+
+def test_who_took_long_catches_up_with_what_was_decided_meanwhile() -> None:
+    far = replace(TRIED, outcome="superseded", seconds_average=30.0, replayed_rounds=8)
+    near = replace(far, seconds_average=2.0, replayed_rounds=2, bytes_downloaded=0)
+    quick = replace(far, seconds_average=0.5)
+    for last in (near, quick):
+        assert play(("catch up", far), ("catch up", last), ("round", REPORT)) == [far, last, REPORT]
+    first, then = play(("catch up", far), ("catch up", TRIED), ("round", REPORT))
+    assert first == far and then.outcome == REPORT.outcome, "there was nothing more"
+
+
+def test_who_never_gets_there_tries_a_round_all_the_same() -> None:
+    far = replace(TRIED, outcome="superseded", seconds_average=1.0, replayed_rounds=8)
+    done = play(*[("catch up", far)] * MAX_PASSES, ("round", REPORT))
+    assert done == [*[far] * MAX_PASSES, REPORT]

@@ -19,9 +19,10 @@ from node.hello import VERSION, Hello
 from node.journal import Journal
 from node.portrait import Portrait
 from node.report import RoundReport
-from node.status import Status, parse, to_json
+from node.status import Status, Syncing, parse, to_json
 from protocols.base import Member, Work
 from protocols.chain import Chain
+from protocols.progress import Progress
 from protocols.record import Kind
 from tests.rounds import RUN, line
 from tests.sim import loop as simloop
@@ -172,5 +173,15 @@ def test_the_end_is_estimated_from_the_last_rounds(tmp_path: Path) -> None:
         assert shown(portrait).eta_seconds == 0.0
         portrait.rounds = 0
         assert shown(portrait).eta_seconds is None
+
+    play(body)
+
+
+def test_how_far_catching_up_is_is_shown_while_it_lasts() -> None:
+    async def body() -> None:
+        portrait = Portrait("nick")
+        assert shown(portrait).syncing is None
+        portrait.progress = lambda: Progress(1, 10, 3, 2.5, 0, 4, None)
+        assert shown(portrait).syncing == Syncing(1, 10, 3, 2.5, 0, 4, None)
 
     play(body)

@@ -14,9 +14,10 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+from node import screen
 from node.report import RoundReport
-from node.status import PeerLine, Status
-from node.terminal import MAX_REPORTS, Terminal, count, duration, plain_line, render, size, sparkline
+from node.status import PeerLine, Status, Syncing
+from node.terminal import MAX_REPORTS, Terminal, count, duration, plain_line, render, size, sparkline, syncing_line
 from tests.test_status import PEER, STATUS
 
 BUSY = replace(
@@ -177,6 +178,37 @@ async def test_off_a_terminal_there_are_lines_and_on_stdout_data_only(capfd: pyt
     assert json.loads(out)["round"] == 1 and out.count("\n") == 1
     assert err.splitlines()[0] == "hello there [2J"
     assert err.splitlines()[1].startswith("round  2/16") and len(err.splitlines()) == 2
+
+
+def test_how_far_catching_up_is() -> None:
+    way = Syncing(412_000_000, 800_000_000, 3, 11_200_000.0, 1, 4, 35.2)
+    for syncing, words in (
+        (way, "412 MB of 800 MB of the state, from 3 peers   11.2 MB/s   about 35 s left"),
+        (replace(way, donors=1, eta_seconds=None), "412 MB of 800 MB of the state, from 1 peer   11.2 MB/s"),
+        (replace(way, bytes_here=way.bytes_whole), "1 of 4 rounds taken again   11.2 MB/s   about 35 s left"),
+    ):
+        status = replace(BUSY, state="syncing", syncing=syncing)
+        assert syncing_line(status) == f"catching up: {words}" and f"state      {words}" in text(status, [], 120)
+    assert syncing_line(BUSY) == "" and "catching up" not in text(BUSY, [], 120)
+
+
+async def test_off_a_terminal_what_takes_long_says_so_now_and_then(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(screen, "LINE_SECONDS", 0.03)
+    monkeypatch.setattr(screen, "REFRESH_SECONDS", 0.01)
+    way = Syncing(1, 10, 3, 1.0, 0, 4, 35.2)
+    now = [replace(BUSY, syncing=way)]
+    terminal = Terminal(as_json=False)
+    async with terminal.showing(lambda: now[0]):
+        await asyncio.sleep(0.2)
+        now[0] = replace(BUSY, syncing=replace(way, bytes_here=2))
+        await asyncio.sleep(0.1)
+        now[0] = BUSY
+        await asyncio.sleep(0.1)
+    terminal.close()
+    lines = capfd.readouterr().err.splitlines()
+    assert [line.split(" of ")[0] for line in lines] == ["catching up: 1 B", "catching up: 2 B"], "no line twice"
 
 
 async def test_a_view_that_fails_does_not_end_the_peer(
