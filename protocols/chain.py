@@ -98,6 +98,9 @@ class Chain:
     def __len__(self) -> int:
         return self._shared + len(self._own or ())
 
+    def __bool__(self) -> bool:
+        return True  # one without rounds is a chain all the same
+
     @property
     def refused(self) -> int:
         """Certificates that the archive held at the beginning, and that did not lead on from the genesis."""
