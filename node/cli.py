@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from node import asking, offline
+from node import asking, offline, options
 from node.asking import Mistake
 from node.departure import at_once
 from node.status import SwarmOptions, printable, to_json
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from node.peerconfig import PeerConfig
     from node.runconfig import RunConfig
 
-_RUN, _MACHINE, _SHOWN = "The run", "This machine", "What is shown"
 _OPTIONS = {
     "--bandwidth-bytes-per-second": "--bandwidth",
     "--wait-for-peers": "--wait-for",
@@ -36,25 +35,6 @@ _OPTIONS = {
 """Names of values, as a configuration's errors have them, and of the options that give them."""
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-
-
-def _option(panel: str, text: str, *names: str, **more: Any) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel=panel, show_default=False, **more)
-
-
-RunFile = Annotated[
-    Path | None, _option(_RUN, "Settings of a new run; in \\[peer], of this machine.", metavar="FILE.toml")
-]
-Task = Annotated[
-    str | None,
-    _option(_RUN, "What a new run trains: gpt, paced, or your own. With --bootstrap: agree to that.", metavar="NAME"),
-]
-Protocol = Annotated[str | None, _option(_RUN, "How the peers of a new run average: butterfly.", metavar="NAME")]
-Running = Annotated[
-    Path | None, typer.Option(metavar="DIR", envvar="NODE_STATE_DIR", help="Which peer. Default: the one here.")
-]
-
-
 app.add_typer(offline.app)
 
 
@@ -68,62 +48,28 @@ def starling(ctx: typer.Context) -> None:
 @app.command()
 def join(
     ctx: typer.Context,
-    bootstrap: Annotated[
-        list[str] | None, _option(_RUN, "A peer's address; repeatable. Without one, a new run starts.", metavar="ADDR")
-    ] = None,
-    run_id: Annotated[
-        str | None, _option(_RUN, "Join this run only: its id, or the first 12 digits.", metavar="HEX")
-    ] = None,
-    run: RunFile = None,
-    task: Task = None,
-    protocol: Protocol = None,
-    rounds: Annotated[
-        int | None, _option(_RUN, "Rounds of a new run; with --bootstrap, leave after so many.", min=1, metavar="N")
-    ] = None,
-    wait_for_peers: Annotated[
-        int | None,
-        _option(_RUN, "Start a new run's first round when so many peers are there.", "--wait-for", min=1, metavar="N"),
-    ] = None,
-    new: Annotated[
-        bool | None, _option(_RUN, "Start a new run even if the state directory holds one.", "--new")
-    ] = None,
-    state_dir: Annotated[
-        Path | None,
-        _option(_MACHINE, "Identity and run. Default: a free peer-N in ~/.local/state/starling.", metavar="DIR"),
-    ] = None,
-    listen: Annotated[
-        list[str] | None, _option(_MACHINE, "Multiaddr to listen on; repeatable. Default: any port.", metavar="MADDR")
-    ] = None,
-    announce: Annotated[
-        list[str] | None, _option(_MACHINE, "Multiaddr to tell others; repeatable.", metavar="MADDR")
-    ] = None,
-    nat: Annotated[bool | None, _option(_MACHINE, "Map ports at the router and use relays.", "--nat/--no-nat")] = None,
-    checkpoint_every: Annotated[
-        int | None, _option(_MACHINE, "Rounds between two checkpoints. Default: 5.", min=1, metavar="ROUNDS")
-    ] = None,
-    disk_limit: Annotated[
-        float | None, _option(_MACHINE, "What checkpoints may take of the disk. Default: 20.", min=0.001, metavar="GB")
-    ] = None,
-    bandwidth: Annotated[
-        float | None,
-        _option(_MACHINE, "Upload of this machine, megabytes per second. Default: 12.5.", min=0.001, metavar="MB/S"),
-    ] = None,
-    device: Annotated[str | None, _option(_MACHINE, "Where to train: auto, cpu, cuda or mps.", metavar="NAME")] = None,
-    threads: Annotated[str | None, _option(_MACHINE, "Threads that train: a number, or auto.", metavar="N")] = None,
-    precision: Annotated[
-        str | None, _option(_MACHINE, "Of training: auto, float32 or bfloat16.", metavar="NAME")
-    ] = None,
-    data: Annotated[
-        Path | None,
-        _option(_MACHINE, "Text to train on: file or folder. Default: Python's own source.", metavar="PATH"),
-    ] = None,
-    nickname: Annotated[str | None, _option(_SHOWN, "A name for people.", metavar="NAME")] = None,
-    json: Annotated[
-        bool | None, _option(_SHOWN, "Print each round's report on stdout, a line of JSON.", "--json")
-    ] = None,
-    log_level: Annotated[
-        str | None, _option(_SHOWN, "debug, info, warning or error. Default: info.", metavar="LEVEL")
-    ] = None,
+    bootstrap: options.Bootstrap = None,
+    run_id: options.RunId = None,
+    run: options.RunFile = None,
+    task: options.Task = None,
+    protocol: options.Protocol = None,
+    rounds: options.Rounds = None,
+    wait_for_peers: options.WaitForPeers = None,
+    new: options.New = None,
+    state_dir: options.StateDir = None,
+    listen: options.Listen = None,
+    announce: options.Announce = None,
+    nat: options.Nat = None,
+    checkpoint_every: options.CheckpointEvery = None,
+    disk_limit: options.DiskLimit = None,
+    bandwidth: options.Bandwidth = None,
+    device: options.Device = None,
+    threads: options.Threads = None,
+    precision: options.Precision = None,
+    data: options.Data = None,
+    nickname: options.Nickname = None,
+    json: options.Json = None,
+    log_level: options.LogLevel = None,
 ) -> int:
     """Start a run, or join one by the address of any of its peers; Ctrl-C hands in the round and leaves."""
     gc.disable()  # while modules are loaded: it would take a fifth of that time; a living peer has it on
@@ -142,9 +88,9 @@ def swarm(
     rounds: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Rounds of the run.", show_default=False)
     ] = None,
-    protocol: Protocol = None,
-    task: Task = None,
-    run: RunFile = None,
+    protocol: options.Protocol = None,
+    task: options.Task = None,
+    run: options.RunFile = None,
     dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Keeps the peers' state directories. Default: a new one.")
     ] = None,
@@ -162,7 +108,7 @@ def swarm(
 
 @app.command()
 def status(
-    state_dir: Running = None,
+    state_dir: options.Running = None,
     bootstrap: Annotated[
         str | None, typer.Option(metavar="ADDR", help="Ask the peer at this address instead, anywhere.")
     ] = None,
@@ -178,7 +124,7 @@ def status(
 
 
 @app.command()
-def finish(state_dir: Running = None) -> int:
+def finish(state_dir: options.Running = None) -> int:
     """Let a peer end its round, hand in its work and leave, as its first Ctrl-C does."""
     asking.finish(state_dir)
     print("it hands in its round, then leaves", file=sys.stderr)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from node import options
 from node.asking import Mistake, Unavailable
 
 if TYPE_CHECKING:
@@ -17,10 +18,6 @@ MAX_TOKENS = 1_000_000
 MAX_SEED = (1 << 63) - 1
 
 app = typer.Typer()
-Kept = Annotated[
-    Path | None,
-    typer.Option(metavar="DIR", envvar="NODE_STATE_DIR", help="Which peer's, running or not. Default: the one here."),
-]
 
 
 @app.command()
@@ -44,7 +41,7 @@ def init(
 @app.command()
 def export(
     out: Annotated[Path, typer.Option(metavar="DIR", help="A directory that is not there yet.")],
-    state_dir: Kept = None,
+    state_dir: options.Kept = None,
 ) -> int:
     """Take the model of the newest checkpoint out: a directory that Hugging Face transformers loads."""
     model = _trained(state_dir)
@@ -54,14 +51,14 @@ def export(
         exporting.export(model, out)
     except exporting.ExportError as error:
         raise Mistake(str(error)) from None
-    print(f"wrote {out}: run {model.manifest.run_id[:12]} before round {model.checkpoint.round}", file=sys.stderr)
+    print(f"wrote {out}: run {model.manifest.run_id[:12]} after {model.checkpoint.round} rounds", file=sys.stderr)
     return 0
 
 
 @app.command()
 def generate(
     prompt: Annotated[str, typer.Argument(help="The beginning of a text.")],
-    state_dir: Kept = None,
+    state_dir: options.Kept = None,
     tokens: Annotated[int, typer.Option(min=1, max=MAX_TOKENS, metavar="N", help="Bytes to write.")] = 400,
     temperature: Annotated[
         float, typer.Option(min=0, max=100, metavar="T", help="0: always the likeliest byte.")

@@ -55,7 +55,7 @@ def test_the_one_peer_here_is_found(home: Path, tmp_path: Path, starling: Said) 
     assert f"no peer was in a run in {home}" in starling.refused("export", "--out", "out")
     module = kept_gpt(home / "peer-1")
     code, out, err = starling("export", "--out", "out")
-    assert (code, out) == (0, "") and err.startswith("wrote out: run ") and err.endswith("before round 5\n")
+    assert (code, out) == (0, "") and err.startswith("wrote out: run ") and err.endswith(" after 5 rounds\n")
     assert "out is there already" in starling.refused("export", "--out", "out")
     code, text, err = starling("generate", "def ", "--tokens", "20", "--temperature", "0")
     assert code == 0 and err == "" and text.endswith("\n") and 1 < len(text) <= 21

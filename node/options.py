@@ -1,0 +1,74 @@
+"""The options of `join`, and those that several commands have: what each is called, takes and means."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+RUN, MACHINE, SHOWN = "The run", "This machine", "What is shown"
+
+
+def option(panel: str, text: str, *names: str, **more: Any) -> Any:
+    """One that nobody has to give; the panel is where `--help` shows it."""
+    return typer.Option(*names, help=text, rich_help_panel=panel, show_default=False, **more)
+
+
+RunFile = Annotated[
+    Path | None, option(RUN, "Settings of a new run; in \\[peer], of this machine.", metavar="FILE.toml")
+]
+Task = Annotated[
+    str | None,
+    option(RUN, "What a new run trains: gpt, paced, or your own. With --bootstrap: agree to that.", metavar="NAME"),
+]
+Protocol = Annotated[str | None, option(RUN, "How the peers of a new run average: butterfly.", metavar="NAME")]
+Running = Annotated[
+    Path | None, typer.Option(metavar="DIR", envvar="NODE_STATE_DIR", help="Which peer. Default: the one here.")
+]
+Kept = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", envvar="NODE_STATE_DIR", help="Which peer's, running or not. Default: the one here."),
+]
+
+Bootstrap = Annotated[
+    list[str] | None, option(RUN, "A peer's address; repeatable. Without one, a new run starts.", metavar="ADDR")
+]
+RunId = Annotated[str | None, option(RUN, "Join this run only: its id, or the first 12 digits.", metavar="HEX")]
+Rounds = Annotated[
+    int | None, option(RUN, "Rounds of a new run; with --bootstrap, leave after so many.", min=1, metavar="N")
+]
+WaitForPeers = Annotated[
+    int | None,
+    option(RUN, "Start a new run's first round when so many peers are there.", "--wait-for", min=1, metavar="N"),
+]
+New = Annotated[bool | None, option(RUN, "Start a new run even if the state directory holds one.", "--new")]
+StateDir = Annotated[
+    Path | None,
+    option(MACHINE, "Identity and run. Default: a free peer-N in ~/.local/state/starling.", metavar="DIR"),
+]
+Listen = Annotated[
+    list[str] | None, option(MACHINE, "Multiaddr to listen on; repeatable. Default: any port.", metavar="MADDR")
+]
+Announce = Annotated[list[str] | None, option(MACHINE, "Multiaddr to tell others; repeatable.", metavar="MADDR")]
+Nat = Annotated[bool | None, option(MACHINE, "Map ports at the router and use relays.", "--nat/--no-nat")]
+CheckpointEvery = Annotated[
+    int | None, option(MACHINE, "Rounds between two checkpoints. Default: 5.", min=1, metavar="ROUNDS")
+]
+DiskLimit = Annotated[
+    float | None, option(MACHINE, "What checkpoints may take of the disk. Default: 20.", min=0.001, metavar="GB")
+]
+Bandwidth = Annotated[
+    float | None,
+    option(MACHINE, "Upload of this machine, megabytes per second. Default: 12.5.", min=0.001, metavar="MB/S"),
+]
+Device = Annotated[str | None, option(MACHINE, "Where to train: auto, cpu, cuda or mps.", metavar="NAME")]
+Threads = Annotated[str | None, option(MACHINE, "Threads that train: a number, or auto.", metavar="N")]
+Precision = Annotated[str | None, option(MACHINE, "Of training: auto, float32 or bfloat16.", metavar="NAME")]
+Data = Annotated[
+    Path | None,
+    option(MACHINE, "Text to train on: file or folder. Default: Python's own source.", metavar="PATH"),
+]
+Nickname = Annotated[str | None, option(SHOWN, "A name for people.", metavar="NAME")]
+Json = Annotated[bool | None, option(SHOWN, "Print each round's report on stdout, a line of JSON.", "--json")]
+LogLevel = Annotated[str | None, option(SHOWN, "debug, info, warning or error. Default: info.", metavar="LEVEL")]
