@@ -102,6 +102,15 @@ class Chain:
         return True  # one without rounds is a chain all the same
 
     @property
+    def trained(self) -> int:
+        """Rounds up to the head that were rounds of training, whatever became of them: all but FORKs without a mean.
+
+        What a run is long, and what its learning rate goes by: who goes on after a restart trains what it would have.
+        """
+        own = self._own.idle(len(self._own)) if self._own else 0
+        return self.head.key.round - self._trunk.idle(self._shared) - own
+
+    @property
     def refused(self) -> int:
         """Certificates that the archive held at the beginning, and that did not lead on from the genesis."""
         return self._trunk.refused

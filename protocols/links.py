@@ -184,6 +184,10 @@ class Links(Sequence[Link]):
         """
         return self.read(place - 1, 1)[0].head if place else self.start
 
+    def idle(self, place: int) -> int:
+        """How many of the first so many rounds were no rounds of training: FORKs that took no mean over."""
+        return sum(self._anchors[at + 1] != at + 1 for at in self.forks if at < place)
+
     def rosters(self, place: int) -> Iterator[tuple[Member, ...]]:
         """Those of the heads up to a place, the latest first, each that differs from the one after it."""
         return (roster for at, roster in reversed(self._rosters) if at <= place)
@@ -282,30 +286,30 @@ class Links(Sequence[Link]):
             Forgotten: some of them cannot be read any more; nothing has changed.
         """
         if isinstance(links, Links):
-            self.adopt(links, 0)
+            self.adopt(links, 0, len(links))
         else:
             for link in links:
                 self.append(link)
 
-    def adopt(self, other: Links, place: int) -> None:
-        """Add what `other` has from a place on, where it stands where this one ends; no certificate is decoded for it.
+    def adopt(self, other: Links, start: int, stop: int) -> None:
+        """Add what `other` has between two places, where this one ends at the first; no certificate is decoded for it.
 
         Raises:
             Forgotten: some of them cannot be read any more; nothing has changed.
         """
-        before, end, forks = len(self), place, set(other.forks)
-        last = other.read(max(place, len(other) - RECENT), RECENT)
-        while end < len(other) and (piece := other._archive.read(end, PIECE)):
+        before, end, forks = len(self), start, set(other.forks)
+        last = other.read(max(start, stop - RECENT), min(RECENT, stop - start))
+        while end < stop and (piece := other._archive.read(end, min(PIECE, stop - end))):
             self._archive.extend(piece)
             for at in range(end, end + len(piece)):
                 self._note(other.lineage(at + 1), other._anchors[at + 1] == at + 1, at in forks)
             end += len(piece)
-        if end < len(other):
+        if end < stop:
             self._shrink(before)
             raise other._forget(end)
         for at, roster in other._rosters:
-            if at > place:
-                self._meet(before + at - place, roster)
+            if start < at <= stop:
+                self._meet(before + at - start, roster)
         self._recent = [*self._recent, *last][-RECENT:]
 
     def _take(self, link: Link) -> None:

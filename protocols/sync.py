@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import reduce
 
+from protocols import record as records
 from protocols import wire
 from protocols.base import (
     BadPayload,
@@ -19,6 +20,7 @@ from protocols.base import (
     Host,
     Member,
     PeerError,
+    PeerGone,
     PeerId,
     RoundKey,
     Settings,
@@ -45,7 +47,7 @@ HASTE_SECONDS = 1.0
 GRACE_SECONDS = 1.0
 """A certificate that is on its way to us arrives: who is a moment behind need not leave its round."""
 MAX_REQUESTS = 64
-"""On one stream; a whole chain's trail is a quarter of it."""
+"""On one stream."""
 MAX_STREAMS = 64
 """Served at a time; whoever comes then finds the stream closed."""
 PROOFS_AT_ONCE = 8
@@ -58,8 +60,8 @@ class Sync:
         rules: what decides in this run.
         ledger: who was named, and the bytes that crossed, since it was last taken.
         snapshots: what we hand out.
-        supply: what others hand out to us.
         on_better: called when a branch has been found, and judged, that beats ours.
+        supply: what others hand out to us.
         stranded: whether this peer has been undecided for so long that it might fork itself: see `branches`.
     """
 
@@ -125,13 +127,23 @@ class Sync:
             if self._unknown(request.key) and self._contacts.called(stream.peer):
                 self._news.set()
         elif isinstance(request, WantTrail):
-            ancestor = self._chain.common(request.locator) or bytes(32)
-            links = self._chain.since(ancestor, MAX_TRAIL + 1)
-            await stream.send(Trail(ancestor, min(len(links), MAX_TRAIL), len(links) > MAX_TRAIL))
-            for link in links[:MAX_TRAIL]:
-                await stream.send(link.certificate)
+            await self._lead(stream, self._chain.common(request.locator) or bytes(32))
         else:
             raise BadPayload(f"{type(request).__name__} as a request")
+
+    async def _lead(self, stream: Stream, lineage: bytes) -> None:
+        """Send the certificates that follow a lineage, a few at a time: they come from a disk, and others wait."""
+        after = self._chain.count_since(lineage)
+        left = min(after, MAX_TRAIL)
+        await stream.send(Trail(lineage, left, after > left))
+        while left:
+            found = self._chain.certificates(lineage)[:left]
+            if not found:
+                raise PeerGone(stream.peer, "we have left the branch that it asks for")
+            for certificate in found:
+                await stream.send(certificate)
+            lineage, left = records.lineage(found[-1].record), left - len(found)
+            await asyncio.sleep(0)
 
     def _greeting(self) -> Greet:
         return Greet(self._chain.head.key, self.rules.me, self._donor.kept())
@@ -183,7 +195,11 @@ class Sync:
                     await self._news.wait()
 
     async def better(self, deadline: Deadline) -> Branch | None:
-        """Ask all contacts; the best branch that could be proved, and beats ours, if there is one."""
+        """Ask all contacts; the best branch that could be proved, and beats ours, if there is one.
+
+        Args:
+            deadline: for contacts that bring nothing; who proves its head, round by round, has more time.
+        """
         heads = await self._greet(self._contacts.everybody(), deadline)
         claims: dict[bytes, list[PeerId]] = {}
         for peer, key in sorted(heads.items(), key=lambda item: -item[1].round):
@@ -197,8 +213,7 @@ class Sync:
 
         async with together() as group:
             claimants = sorted(claims.values(), key=lambda peers: -len(peers))
-            jobs = [group.create_task(one(peers)) for peers in claimants]
-        branches = [branch for job in jobs if (branch := job.result())]
+            branches = await _most_shown({group.create_task(one(peers)): len(peers) for peers in claimants})
         return reduce(self.rules.better, branches) if branches else None
 
     async def _greet(self, peers: Sequence[PeerId], deadline: Deadline) -> dict[PeerId, RoundKey]:
@@ -233,6 +248,31 @@ class Sync:
     async def _open(self, peer: PeerId, deadline: Deadline) -> AsyncIterator[Stream]:
         async with self._host.transport.open(peer, SYNC, deadline) as stream, self.ledger.counting(stream):
             yield stream
+
+
+async def _most_shown(proofs: dict[asyncio.Task[Branch | None], int]) -> list[Branch]:
+    """The branches that are proved. Once one is, nobody holds up what as many others show: who shows another head,
+    and is not more, has as long again to prove it.
+
+    Args:
+        proofs: each with how many show that head.
+    """
+    began, until = _now(), None
+    waiting, most, proved = set(proofs), 0, list[Branch]()
+    while waiting:
+        left = None if until is None else max(0.0, until - _now())
+        done, waiting = await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        for each in done:
+            if branch := each.result():
+                proved.append(branch)
+                most = max(most, proofs[each])
+                until = until or _now() + max(TRAIL_SECONDS, _now() - began)
+        if until is not None and _now() >= until:
+            late = {each for each in waiting if proofs[each] <= most}
+            for each in late:
+                each.cancel()
+            waiting, until = waiting - late, None
+    return proved
 
 
 def _now() -> float:

@@ -15,7 +15,7 @@ from protocols import record as records
 from protocols import wire
 from protocols.base import BadPayload, Head, Member, RoundKey
 from protocols.chain import UNSETTLED, Chain, Link, genesis, state_root
-from protocols.links import Links, ListArchive
+from protocols.links import RECENT, Links, ListArchive
 from protocols.record import Kind, Record
 from tests.rounds import ROOT, RUN, certified, decided, encoded, line
 
@@ -330,8 +330,9 @@ def judged(start: Head, links: list[Link]) -> Links:
     """As contacts prove them: in an archive of their own, some of them out of another's."""
     other, branch = Links(start), Links(start)
     other.extend(links)
-    branch.extend(links[: len(links) // 2])
-    branch.adopt(other, len(links) // 2)
+    branch.extend(links[: len(links) // 3])
+    branch.adopt(other, len(links) // 3, len(links) // 2)
+    branch.adopt(other, len(links) // 2, len(links))
     assert branch.forks == other.forks and branch.locator() == other.locator()
     return branch
 
@@ -439,8 +440,8 @@ def test_a_long_chain_costs_little_memory() -> None:
         tracemalloc.stop()
         return used
 
-    links = line(fresh().head, 1600, voters=ROSTER[:1])
-    assert (grow(1600) - grow(400)) / 1200 < 150
+    links = line(fresh().head, 400 + 9 * RECENT, voters=ROSTER[:1])  # as many are at hand of either
+    assert (grow(len(links)) - grow(400)) / (9 * RECENT) < 100
 
 
 # -- state roots ------------------------------------------------------------------------------------------------------
