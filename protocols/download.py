@@ -89,6 +89,7 @@ class Download:
         self._elements = elements
         self._snapshot: Snapshot | None = None
         self._missing: set[int] = set()
+        self._brought: dict[PeerId, int] = {}  # bytes
         self._claims = Claims((), self._now)
         self._beginning = asyncio.Lock()
         self._moved = self._until = float("-inf")
@@ -150,7 +151,14 @@ class Download:
                     job.cancel()
         if self._snapshot is None or not self.complete:
             raise Unavailable(f"no snapshot before round {self.at.key.round + 1} from {asked} donors")
+        log.info("the state before round %d is here, brought by %s", self.at.key.round + 1, self._shares())
         return self._snapshot
+
+    def _shares(self) -> str:
+        """Of the bytes that came in since the peer began its life, by the ends of the donors' names."""
+        whole = sum(self._brought.values())
+        order = sorted(self._brought.items(), key=lambda each: -each[1])
+        return ", ".join(f"…{peer[-6:]} {100 * size // whole} %" for peer, size in order) or "a former life"
 
     def _ends(self, deadline: Deadline) -> Deadline:
         return min(self._until, max(deadline, self._moved + STALL_SECONDS))
@@ -286,6 +294,7 @@ class Download:
         if not put_off:
             pace.took(self._now() - began)
         await self._stored(partial(_put, self._snapshot, index, data), 2 * size)
+        self._brought[stream.peer] = self._brought.get(stream.peer, 0) + size
         if index in self._missing:  # else another has brought it as well
             self._missing.discard(index)
             self._fetching.bytes_here += size

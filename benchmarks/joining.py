@@ -1,0 +1,190 @@
+"""What it takes to join a run that goes on: time, bytes, and what the others notice.
+
+    python -m benchmarks.joining [line] [shares] [killed] [--megabytes 100] [--round-seconds 10] [--json]
+
+Real `join` processes, each in a network of its own with a line of its own (`tests.faults.network`; as root), paced
+inner steps; `--loopback` does without, and then no line is slow. Megabytes are of the outer state, parameters and
+momentum. Three peers average for some rounds; then a newcomer joins with nothing but the address of one, and catches up.
+
+line    The newcomer's line carries 100 Mbit/s, the others' as much as they can. Seconds of catching up, and how many
+        times as long that is as what came in takes on that line.
+shares  The others' lines carry 30 Mbit/s each, and the rounds use them, too. Which part of the state each brings.
+killed  As `line`; one of the three is killed with SIGKILL while the state is on its way. What was fetched twice.
+
+In each, how long the others' rounds are while it joins, beside as many before. Without a choice, all three.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.lasting import decided, lengths
+from tests.checkers import Report
+from tests.faults.network import Namespaces, why_not
+from tests.realswarm import RealPeer, RealSwarm, paced, wait
+from tests.sim.arguments import Parser, at_least_one
+
+DONORS = ("a", "b", "c")
+NEWCOMER = "d"
+LINE_MEGABITS, DONOR_MEGABITS = 100, 30
+CALM_ROUNDS = 7
+"""Until there is a snapshot that the next rounds vouch for, and as many to compare with."""
+PATIENT_SECONDS = 300.0
+KILLED_AT = 0.3
+_STEP_SECONDS = 0.1
+_BROUGHT = re.compile(r"brought by (.*?)(?:\"|$)", re.MULTILINE)
+
+Lines = Callable[[str, int], None]
+"""Sets what somebody's line carries, Mbit/s."""
+
+
+def play(what: str, megabytes: int, round_seconds: int, loopback: bool) -> dict[str, Any]:
+    """One swarm, one newcomer."""
+    elements = megabytes * 125_000
+    run = paced(elements, _STEP_SECONDS, max(1, round(round_seconds / _STEP_SECONDS)))
+    patience_seconds = PATIENT_SECONDS + 10 * (round_seconds + 8 * elements / (LINE_MEGABITS * 125_000))
+    with ExitStack() as stack:
+        home = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        network = None if loopback else stack.enter_context(Namespaces())
+
+        def prepare(peer: RealPeer) -> None:
+            if network:
+                place = network.add(peer.name)
+                peer.inside, peer.listen = place.inside, f"/ip4/{place.address}/tcp/0"
+
+        def carries(name: str, megabits: int) -> None:
+            if network:
+                network.slow(name, megabits * 1_000_000)
+
+        swarm = stack.enter_context(RealSwarm(home, run, prepare))
+        first = swarm.found(DONORS[0])
+        swarm.join(*DONORS[1:], via=first)
+        wait("three in one mean", lambda: swarm.all_in_one_mean(swarm.running), patience_seconds)
+        began = time.time()
+        if what == "shares":
+            for name in DONORS:
+                carries(name, DONOR_MEGABITS)
+        enough = decided(first)[-1]["round"] + CALM_ROUNDS
+        wait("some rounds", lambda: decided(first)[-1]["round"] >= enough, patience_seconds)
+        found = _join(swarm, first, carries, what, patience_seconds)
+        lines = {"line_megabits": None if loopback else LINE_MEGABITS, "state_bytes": 8 * elements}
+        return {"what": what, "megabytes": megabytes, **lines, **found, **_rounds(first, began, found)}
+
+
+def _join(swarm: RealSwarm, first: RealPeer, carries: Lines, what: str, patience_seconds: float) -> dict[str, Any]:
+    newcomer = swarm.peer(NEWCOMER)
+    carries(NEWCOMER, LINE_MEGABITS)
+    joined = time.time()
+    swarm.join(NEWCOMER, via=first)
+    if what == "killed":
+        wait(
+            "some of the state is there",
+            lambda: _part_here(newcomer) > KILLED_AT or newcomer.reports(),
+            patience_seconds,
+        )
+        swarm[DONORS[-1]].strike()
+    passes = wait("it has caught up", lambda: _passes(newcomer), patience_seconds)
+    there = passes[-1]["time"]
+    counts = wait("its work counts", lambda: swarm.all_in_one_mean(swarm.running, joined), patience_seconds)["time"]
+    received = sum(each["bytes_received"] for each in passes)
+    return {
+        "joined": joined,
+        "there": there,
+        "seconds": sum(each["seconds_average"] for each in passes),
+        "seconds_until_it_counts": counts - joined,
+        "passes": len(passes),
+        "replayed_rounds": sum(each["replayed_rounds"] for each in passes),
+        "bytes_received": received,
+        "bytes_downloaded": sum(each["bytes_downloaded"] for each in passes),
+        "brought": _brought(newcomer, swarm),
+        "blamed": sorted({why for each in passes for why in each["blamed"].values()}),
+    }
+
+
+def _part_here(peer: RealPeer) -> float:
+    syncing = peer.status().get("syncing") or {}
+    return syncing.get("bytes_here", 0) / (syncing.get("bytes_whole") or 1)
+
+
+def _passes(peer: RealPeer) -> list[Report] | None:
+    """Its reports until it was there: None before it takes part in a round."""
+    reports = peer.reports()
+    taken = next((place for place, each in enumerate(reports) if each["outcome"] != "superseded"), None)
+    return reports[:taken] if taken else None
+
+
+def _brought(newcomer: RealPeer, swarm: RealSwarm) -> dict[str, float]:
+    """Share of the state by donor, as the newcomer has it in its log."""
+    words = _BROUGHT.findall(newcomer.said())
+    ends = {peer.id[-6:]: name for name, peer in swarm.peers.items()}
+    shares = re.findall(r"(\w{6}) (\d+) %", words[-1]) if words else []
+    return {ends.get(end, end): int(percent) / 100 for end, percent in shares}
+
+
+def _rounds(first: RealPeer, began: float, found: dict[str, Any]) -> dict[str, Any]:
+    """How long those are that lie in the time of joining, how long as many before, and the difference."""
+    during = [s for end, s in lengths(first) if found["joined"] <= end - s and end <= found["there"]]
+    before = [s for end, s in lengths(first) if began <= end - s and end <= found["joined"]][-max(3, len(during)) :]
+    grown = 100 * (median(during) / median(before) - 1) if during and before else None
+    return {"before_seconds": before, "during_seconds": during, "longer_percent": grown}
+
+
+def show(result: dict[str, Any]) -> str:
+    """Its lines of the table."""
+    state, received = result["state_bytes"], result["bytes_received"]
+    words = [
+        f"{result['what']}, {result['megabytes']} MB of state",
+        f"  caught up in        {result['seconds']:.1f} s, {result['passes']} passes, "
+        f"{result['replayed_rounds']} rounds taken again; its work counts after "
+        f"{result['seconds_until_it_counts']:.1f} s",
+        f"  came in             {received / 1e6:.1f} MB; of the state {result['bytes_downloaded'] / 1e6:.1f} MB, "
+        f"{(result['bytes_downloaded'] - state) / 1e6:+.1f}",
+    ]
+    if result["line_megabits"]:
+        least = received / (result["line_megabits"] * 125_000)
+        words.append(f"  beside bytes / line {result['seconds'] / least:.2f} times {least:.1f} s")
+    if result["brought"]:
+        words.append("  brought by          " + ", ".join(f"{n} {100 * s:.0f} %" for n, s in result["brought"].items()))
+    if result["longer_percent"] is not None:
+        before, during = median(result["before_seconds"]), median(result["during_seconds"])
+        words.append(
+            f"  the others' rounds  {during:.2f} s where {before:.2f} s before ({result['longer_percent']:+.1f} %, "
+            f"{len(result['during_seconds'])} rounds)"
+        )
+    return "\n".join([*words, *(f"  named               {why}" for why in result["blamed"])])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = Parser(prog="python -m benchmarks.joining", description=__doc__)
+    parser.add_argument("what", nargs="*", metavar="line|shares|killed")
+    parser.add_argument("--megabytes", type=at_least_one, default=100)
+    parser.add_argument("--round-seconds", type=at_least_one, default=10)
+    parser.add_argument("--loopback", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(arguments)
+    plays = options.what or ["line", "shares", "killed"]
+    if unknown := [each for each in plays if each not in ("line", "shares", "killed")]:
+        parser.error(f"{unknown[0]!r} is none of line, shares, killed")
+    if not options.loopback and (why := why_not()):
+        parser.error(f"{why}; or give --loopback")
+    results = []
+    for what in plays:
+        results.append(play(what, options.megabytes, options.round_seconds, options.loopback))
+        if not options.json:
+            print(show(results[-1]), flush=True)
+    if options.json:
+        print(json.dumps({"results": results}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
