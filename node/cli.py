@@ -176,7 +176,12 @@ def _held(state_dir: Path | None) -> Iterator[Path]:
 
 
 def _settled(config: PeerConfig, of_run: Mapping[str, Any], state_dir: Path) -> tuple[PeerConfig, RunConfig | None]:
-    """The run to start, if one is: a swarm's, or one that the directory holds, is not for its joiners to set."""
+    """The run to start, if one is: a swarm's, or one that the directory holds, is not for its joiners to set.
+
+    Given with a directory that holds a run, it has to be that one: what started a run goes on with it.
+    """
+    from node.statedir import holds_run
+
     given = " and ".join(f"--{name}" for name in of_run)
     if config.bootstrap:
         if [*of_run] == ["task"] and is_own(of_run["task"]):  # not to set it: to agree to it
@@ -184,9 +189,7 @@ def _settled(config: PeerConfig, of_run: Mapping[str, Any], state_dir: Path) -> 
         if of_run:
             raise Mistake(f"{given} cannot be given with --bootstrap: everything about the run comes from the swarm")
         return config, None
-    if not config.new and (state_dir / "peers.json").exists():  # others were met there, who may still be at it
-        if of_run:
-            raise Mistake(f"{given}: {state_dir} is of a run that others are in: add --new to start another")
+    if not of_run and not config.new and holds_run(state_dir):
         return config, None
     return replace(config, rounds=None), _load_run(of_run, config.rounds)
 

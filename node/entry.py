@@ -148,8 +148,7 @@ class Entry:
         return self
 
     async def __aexit__(self, *error: Any) -> bool | None:
-        for each in self._tries:
-            each.cancel()
+        self.stop()
         return await self._exit.__aexit__(*error)
 
     async def find(self, addresses: Iterable[str]) -> Run:
@@ -160,6 +159,11 @@ class Entry:
         """
         self._tries += [self._group.create_task(self._try(address)) for address in dict.fromkeys(addresses)]
         return await asyncio.shield(self._found)
+
+    def stop(self) -> None:
+        """Try no further: who asked goes on without an answer."""
+        for each in self._tries:
+            each.cancel()
 
     async def _try(self, address: str) -> None:
         told, attempt = "", 0

@@ -12,7 +12,7 @@ import errno
 import logging
 import os
 import shutil
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -74,6 +74,7 @@ class Keeper:
         like: Checkpoint,
         inner: Inner,
         disk: Compute,
+        sync: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
@@ -81,11 +82,12 @@ class Keeper:
             limit_bytes: that all checkpoints together may take.
             like: run, layout and data of those to come.
             disk: runs what waits for the disk, and nothing that a round waits for.
+            sync: has the disk keep the chain that a checkpoint stands on; it blocks, and raises OSError.
         """
         self.snapshots = Snapshots(every_rounds, KEEP, self.room)
         self.snapshots.has_begun = lambda lineage, before: (self._draft(lineage, before) / OUTER).exists()
         self._home, self._limit_bytes, self._like = directory / DIRECTORY, limit_bytes, like
-        self._inner, self._disk = inner, disk
+        self._inner, self._disk, self._sync = inner, disk, sync
         self._sealing: asyncio.Task[None] | None = None
         self._whole: set[str] = set()
         self._failing = False
@@ -159,10 +161,14 @@ class Keeper:
         return self._sealing is None or self._sealing.done()
 
     async def _seal(self, made: Checkpoint, inner: bool, before: asyncio.Task[None] | None) -> None:
+        def work() -> None:
+            self._sync()
+            seal(made, inner)
+
         if before:
             await asyncio.wait([before])
         try:
-            await self._disk.run(lambda: seal(made, inner), 0)
+            await self._disk.run(work, 0)
         except OSError as error:
             await self._fail(made.round, error.strerror or str(error), made.path)
         else:

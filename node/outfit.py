@@ -12,17 +12,17 @@ from node.tasks.spec import GptValues, OwnValues, PacedValues, Values, WorkerSpe
 from protocols.base import Member
 
 
-def worker_spec(run: RunConfig, mine: PeerConfig, me: Member, sample: Path | None = None) -> WorkerSpec:
+def worker_spec(run: RunConfig, mine: PeerConfig, seed: int, sample: Path | None = None) -> WorkerSpec:
     """The worker of this peer in that run.
 
     Args:
-        me: decides which stream of the data is drawn: each life of each peer has its own.
+        seed: of the stream of data that this peer draws.
         sample: the run's evaluation sample; None for its founder, who makes it.
     """
     return WorkerSpec(
         values=_values(run),
         recipe=run.recipe,
-        stream_seed=stream_seed(me),
+        stream_seed=seed,
         weights_seed=run.seed,
         data=mine.data,
         held_out=sample,
@@ -34,7 +34,7 @@ def worker_spec(run: RunConfig, mine: PeerConfig, me: Member, sample: Path | Non
 
 
 def stream_seed(me: Member) -> int:
-    """Which stream of the data a member draws."""
+    """Which stream of the data a member draws: each life of each peer its own, unless it goes on with another's."""
     return int.from_bytes(hashlib.sha256(f"{me.peer}/{me.incarnation}".encode()).digest()[:7], "big")
 
 

@@ -16,8 +16,10 @@ from typing import Any
 
 import torch
 
+from node import resume
 from node.addresses import shareable
-from node.checkpoint import Checkpoint, Data
+from node.archive import CertificateFile
+from node.checkpoint import Checkpoint
 from node.clock import WallClock
 from node.compute import ThreadCompute
 from node.config import ConfigError
@@ -92,7 +94,7 @@ class Peer:
         """
         Args:
             config: of this machine; its state directory is given.
-            run: what to start, if neither addresses nor its state directory lead it into another.
+            run: what to start, if no address leads into a run, and what a run in its state directory has to be.
         """
         self.on_asked: Callable[[], None] = self.finish
         self._config, self._wanted, self._view = config, run, view
@@ -102,6 +104,7 @@ class Peer:
         self._living: asyncio.Task[None] | None = None
         self._expected, self._held = config.run_id, ""
         self._finishing, self._failure = False, ""
+        self._alone = False  # nobody answered
 
     def finish(self) -> None:
         """End the round, hand in, leave; at once where there is no round yet."""
@@ -156,8 +159,15 @@ class Peer:
             portrait.addresses = lambda: shareable(transport.addresses) or transport.addresses
             portrait.lag = lag
             tools = _Tools(state, transport, compute, disk, entry, lag)
+            held = None if config.new else resume.held(state)
+            if held and self._wanted not in (None, held.manifest.config):
+                raise Refused(
+                    f"{state.path} is of another run, which is not over: --new starts the one that is asked for"
+                )
             if addresses := self._addresses(state):
-                await self._join(tools, addresses)
+                await self._join(tools, await self._ask(tools, addresses, held))
+            elif held and held.has_state:
+                await self._join(tools, self._go_on(held))
             else:
                 await self._found(tools)
 
@@ -184,28 +194,52 @@ class Peer:
         if hashlib.sha256(run.sample).digest() != manifest.held_out and any(manifest.held_out):
             raise ManifestError("the evaluation sample is not the one that the manifest names: ask another peer")
 
-    async def _join(self, tools: _Tools, addresses: Sequence[str]) -> None:
-        """Everything about the run comes from whoever is found at one of these addresses."""
+    async def _ask(self, tools: _Tools, addresses: Sequence[str], held: resume.Held | None) -> Run:
+        """Which run this is, from whoever is found at one of these addresses; or the one that is held here."""
         self._portrait.becomes("joining", f"asking at {len(addresses)} addresses which run this is")
         if not self._config.bootstrap:
             self._view.say(f"going back to the run {self._expected or ''}, to whom was met there; --new starts another")
-        run = await tools.entry.find(addresses)
+        meant = held is not None and held.has_state and held.manifest.run_id.startswith(self._config.run_id or "")
+        try:
+            async with asyncio.timeout(resume.ANSWER_SECONDS if meant else None):
+                return await tools.entry.find(addresses)
+        except TimeoutError:
+            assert held is not None
+            tools.entry.stop()
+            self._alone = True
+            return self._go_on(held)
+
+    def _go_on(self, held: resume.Held) -> Run:
+        """Go on with the run that is held here, whoever is there."""
+        self._judge(held.run)
+        why = "nobody answers: " if self._alone else ""
+        self._view.say(
+            f"{why}going on with the run {held.manifest.run_id[:12]} that is held here; --new starts another"
+        )
+        return held.run
+
+    async def _join(self, tools: _Tools, run: Run) -> None:
+        """Take part in a run that others started, or a former life of this peer."""
         manifest = unseal(run.sealed, verify)
         self._begin(tools.state, manifest, run)
         sample = tools.state.sample if run.sample else None
+        chain = self._chain(tools.state, manifest)
+        checkpoints = await tools.disk.run(lambda: resume.found(tools.state.path, manifest.run_id), 0)
+        start = resume.start(checkpoints, chain, tools.me)
         async with RemoteTrainer(
-            worker_spec(manifest.config, self._config, tools.me, sample), tools.compute
+            worker_spec(manifest.config, self._config, start.data.seed, sample), tools.compute
         ) as trainer:
             manifest.require_layout(trainer.layout)
-            await self._settle(tools, trainer, manifest, run)
+            await self._settle(tools, trainer, manifest, run, chain, start)
 
     async def _found(self, tools: _Tools) -> None:
         """Start a run: the initial state is drawn here, once, and downloaded by everybody else."""
         config = self._wanted
         if config is None:
-            raise Refused("no address leads to a run: give one by --bootstrap")
+            raise Refused("no address leads to a run: give one by --bootstrap, or start a run by --new")
         self._portrait.becomes("starting", "the model is built")
-        async with RemoteTrainer(worker_spec(config, self._config, tools.me), tools.compute) as trainer:
+        seed = stream_seed(tools.me)
+        async with RemoteTrainer(worker_spec(config, self._config, seed), tools.compute) as trainer:
             sample = await trainer.held_out()
             manifest = Manifest(
                 config=config,
@@ -224,7 +258,8 @@ class Peer:
                 self._view.say(f"others join by: {command}")
                 if not shareable_address:
                     self._view.say("this address works on this machine only: --listen on another for others to join")
-            await self._settle(tools, trainer, manifest, run)
+            chain = self._chain(tools.state, manifest)
+            await self._settle(tools, trainer, manifest, run, chain, resume.start((), chain, tools.me))
 
     def _begin(self, state: StateDir, manifest: Manifest, run: Run) -> None:
         """This peer's directory, and what it shows, are of this run now."""
@@ -235,15 +270,35 @@ class Peer:
 
     # -- in the run ---------------------------------------------------------------------------------------------------
 
-    async def _settle(self, tools: _Tools, trainer: RemoteTrainer, manifest: Manifest, run: Run) -> None:
+    def _chain(self, state: StateDir, manifest: Manifest) -> Chain:
+        """The run's, as far as this peer's former lives knew it.
+
+        Raises:
+            StateError: it cannot be kept.
+        """
+        try:
+            self._archive = CertificateFile(state.certificates)
+        except OSError as error:
+            raise StateError(f"cannot write {state.certificates} ({error.strerror}): free space there") from None
+        run_id = bytes.fromhex(manifest.run_id)
+        return Chain(run_id, "run", (manifest.founder,), manifest.state_root, self._archive)
+
+    async def _settle(
+        self,
+        tools: _Tools,
+        trainer: RemoteTrainer,
+        manifest: Manifest,
+        run: Run,
+        chain: Chain,
+        start: resume.Start,
+    ) -> None:
         """Put together what a peer in a run is made of, and stay until it is over."""
         config, portrait, state, transport = manifest.config, self._portrait, tools.state, tools.transport
-        run_id = bytes.fromhex(manifest.run_id)
-        chain = portrait.chain = Chain(run_id, "run", (manifest.founder,), manifest.state_root)
+        portrait.chain, run_id = chain, chain.head.key.run
         membership = portrait.membership = self._membership(tools, chain)
         async with (
             DhtDirectory(transport, state.identity, self._clock, run_id, membership.offset_seconds) as directory,
-            self._keeper(tools, trainer, manifest) as keeper,
+            self._keeper(tools, trainer, manifest, start) as keeper,
         ):
             frames, trainer, portrait.journal = traced(transport, trainer, state.rounds)
             host = Host(frames, directory, membership, tools.compute, self._clock, state.identity, config.seed)
@@ -252,6 +307,7 @@ class Peer:
             averager.shelf.past = self._past(tools, averager.shelf.gate)
             outer = OuterSGD(config.recipe.outer_learning_rate, config.recipe.outer_momentum)
             replica = Replica(chain, trainer, averager, outer, tools.compute, trainer.anchor(), snapshots, keeper)
+            await resume.take_up(start, replica, trainer, keeper)
             replica.on_phase, portrait.awaited = portrait.works, lambda: replica.awaited()
             sync = Sync(host, chain, settings, snapshots, membership.peers, averager.shelf)
             sync.on_better = lambda branch: averager.supersede()
@@ -261,11 +317,12 @@ class Peer:
             means = Means(
                 replica, trainer, sync, membership, directory, state, portrait.journal, tools.lag, self._clock
             )
-            limits = Limits(config.recipe.rounds, self._config.rounds, self._config.wait_for_peers)
+            wait_for = self._config.wait_for_peers if chain.head.key.round == 0 else 1
+            limits = Limits(config.recipe.rounds, self._config.rounds, wait_for)
             self._stay = Stay(means, limits, portrait, self._view)
             await self._stay.run()
 
-    def _keeper(self, tools: _Tools, trainer: RemoteTrainer, manifest: Manifest) -> Keeper:
+    def _keeper(self, tools: _Tools, trainer: RemoteTrainer, manifest: Manifest, start: resume.Start) -> Keeper:
         like = Checkpoint(
             path=tools.state.path,
             run=manifest.run_id,
@@ -274,12 +331,12 @@ class Peer:
             state_root=b"",
             layout=trainer.layout,
             index=Index(0, ()),
-            data=Data(stream_seed(tools.me), tools.me.incarnation, 0),
+            data=start.data,
             carried=0,
             files={},
         )
         every_rounds, limit_bytes = self._config.checkpoint_every, int(self._config.disk_limit_bytes)
-        return Keeper(tools.state.path, every_rounds, limit_bytes, like, trainer, tools.disk)
+        return Keeper(tools.state.path, every_rounds, limit_bytes, like, trainer, tools.disk, self._archive.sync)
 
     def _past(self, tools: _Tools, gate: Gate) -> PartStore:
         least_rounds = max(LEAST_ROUNDS, KEEP_CHECKPOINTS * self._config.checkpoint_every)
@@ -312,10 +369,19 @@ class Peer:
         def roster() -> list[PeerId]:
             return [member.peer for member in chain.members(MAX_ROSTER) if member != me]
 
+        bootstrap = [address.rpartition("/p2p/") for address in self._config.bootstrap if self._alone]
+        unanswered = {peer: address for address, _, peer in bootstrap}
         membership = Membership(
-            tools.transport, self._clock, tools.state.identity, who, roster, partial(reach, tools.transport.connect)
+            tools.transport,
+            self._clock,
+            tools.state.identity,
+            who,
+            lambda: [*roster(), *unanswered],
+            partial(reach, tools.transport.connect),
         )
         membership.on_twin = self._fail
+        for peer, address in unanswered.items():
+            membership.hint(peer, (address,))
         for peer, address in tools.entry.met.items():
             membership.hint(peer, (address.rpartition("/p2p/")[0],))
         for peer, addresses in tools.state.peers().items():

@@ -75,7 +75,11 @@ class Portrait:
         if len(self._ends) < 2 or not self.rounds:
             return None
         each = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
-        return max(0.0, each * (self.rounds - round_number))
+        return max(0.0, each * (self._total() - round_number))
+
+    def _total(self) -> int:
+        """Rounds of the run as they are counted: those that were no rounds of training come on top."""
+        return self.rounds + (self.chain.head.key.round - self.chain.trained if self.chain and self.rounds else 0)
 
     def _rate(self) -> float:
         last = self.journal.last if self.journal else None
@@ -117,7 +121,7 @@ class Portrait:
             reason=self.reason,
             waiting_for=self._awaited(),
             round=round_number,
-            rounds=self.rounds,
+            rounds=self._total(),
             lineage=key.lineage.hex() if key else "",
             run=self.run,
             run_id=self.run_id,

@@ -170,7 +170,8 @@ class Replica:
                 self._show("training", work)
 
             surplus = len(head.roster) > 1  # alone, there is nobody to be waited for: as many steps each time
-            work = await self.trainer.train(head.key, session.cut, offer, surplus)
+            due = replace(head.key, round=self.chain.trained)
+            work = await self.trainer.train(due, session.cut, offer, surplus)
             watch.lap("train")
             self._show("averaging", work)
             await self._outgoing(work)

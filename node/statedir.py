@@ -3,7 +3,9 @@
 identity.key    the Ed25519 key                     peers.json     whom it met, and where
 incarnation     how often it was started            rounds.jsonl   one report a line
 manifest.bin    the sealed manifest of its run      held-out.bin   the sample that everybody evaluates on
-sample.txt      what the model wrote at the end
+sample.txt      what the model wrote at the end     certificates.bin   its chain (`node.archive`)
+checkpoints/    its state before some rounds (`node.checkpoint`)
+over            there if the run is
 past/<run>/     the files of runs that it was in before
 """
 
@@ -24,7 +26,10 @@ from protocols.base import PeerId
 MAX_CACHED_PEERS = 64
 MAX_INCARNATION = 1 << 40
 """As `protocols.wire` has it: nobody would listen to a member of a higher one."""
-_OF_A_RUN = ("manifest.bin", "held-out.bin", "peers.json", "rounds.jsonl", "sample.txt")
+_OF_A_RUN = (
+    "manifest.bin", "held-out.bin", "peers.json", "rounds.jsonl", "sample.txt", "over",
+    "certificates.bin", "checkpoints",
+)  # fmt: skip
 _MAX_CACHE_BYTES = 1 << 20
 
 
@@ -64,11 +69,25 @@ class StateDir:
         """Where the run's evaluation sample is; it may be missing."""
         return self.path / "held-out.bin"
 
+    @property
+    def certificates(self) -> Path:
+        """Where the chain is; it may be missing."""
+        return self.path / "certificates.bin"
+
     # -- the run ------------------------------------------------------------------------------------------------------
 
     def manifest(self) -> bytes:
         """The sealed manifest of the run that this directory is of; empty if it is of none."""
         return _read(self.path / "manifest.bin", MAX_RUN_BYTES)
+
+    def held_out(self) -> bytes:
+        """The run's evaluation sample; empty if there is none."""
+        return _read(self.sample, MAX_SAMPLE_BYTES)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run that this directory is of is over, as far as was seen here."""
+        return (self.path / "over").exists()
 
     def begin(self, run_id: str, before: str, sealed: bytes, sample: bytes) -> None:
         """Make it the directory of a run. The files of another, `before`, are moved aside, never deleted.
@@ -81,7 +100,7 @@ class StateDir:
                 self._put_aside(before)
             if self.manifest() != sealed:
                 write_atomically(self.path / "manifest.bin", sealed)
-            if sample and _read(self.sample, MAX_SAMPLE_BYTES) != sample:
+            if sample and self.held_out() != sample:
                 write_atomically(self.sample, sample)
         except OSError as error:
             raise StateError(
@@ -130,14 +149,22 @@ class StateDir:
                 write_atomically(self.path / "peers.json", json.dumps(kept, indent=1).encode())
 
     def forget(self) -> None:
-        """The run is over: there is nobody to go back to."""
+        """The run is over: there is nobody to go back to, and nothing to go on with."""
         with suppress(OSError):
+            (self.path / "over").touch()
             (self.path / "peers.json").unlink(missing_ok=True)
 
     def addresses(self) -> Iterable[str]:
         """Multiaddrs with peer ids of those who were live."""
         for peer, addresses in self.peers().items():
             yield from (f"{address}/p2p/{peer}" for address in addresses[:4])
+
+
+def holds_run(directory: Path) -> bool:
+    """Whether a directory is of a run to go on with: not over, and with somebody to ask, or a state of its own."""
+    if not (directory / "manifest.bin").exists() or (directory / "over").exists():
+        return False
+    return (directory / "peers.json").exists() or (directory / "checkpoints").exists()
 
 
 def _read(path: Path, limit: int) -> bytes:

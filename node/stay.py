@@ -149,7 +149,7 @@ class Stay:
         return len(roster) > 1 and self._means.replica.averager.me in roster
 
     def _over(self) -> bool:
-        return self._means.replica.chain.head.key.round >= self._limits.run_rounds
+        return self._means.replica.chain.trained >= self._limits.run_rounds
 
     async def _rounds(self) -> None:
         means = self._means
@@ -163,6 +163,7 @@ class Stay:
                 means.replica.last = self._done >= self._limits.rounds - 1
                 if self._done >= self._limits.rounds:
                     means.replica.leave()
+        await means.replica.keep()
         if self._over() and not self._leave.is_set():
             await self._sample()
         if self._over():

@@ -219,14 +219,16 @@ def test_with_an_address_rounds_are_this_peer_s(straws: list[Straw]) -> None:
 
 def test_a_directory_s_run_is_gone_on_with_unless_a_new_one_is_wanted(straws: list[Straw], tmp_path: Path) -> None:
     (tmp_path / "peers.json").touch()
+    (tmp_path / "manifest.bin").touch()
     here = ("--state-dir", str(tmp_path))
     straws.append(Straw("short", *here, "--rounds", "7"))
     assert "rounds=7" in straws[-1].end(20)[2]
-    straws.append(Straw("short", *here, "--task", "gpt"))
+    straws.append(Straw("short", *here, "--task", "gpt", "--rounds", "7"))
     code, _, err = straws[-1].end(20)
-    assert code == 2 and "add --new to start another" in err and err.count("\n") == 1
-    straws.append(Straw("short", *here, "--task", "gpt", "--new"))
-    assert straws[-1].end(20)[0] == 0
+    assert code == 0 and "'recipe.rounds': 7" in err and "rounds=None" in err, "which run that is, the peer knows"
+    (tmp_path / "over").touch()
+    straws.append(Straw("short", *here, "--rounds", "7"))
+    assert "'recipe.rounds': 7" in straws[-1].end(20)[2]
 
 
 def test_what_the_peer_refuses_is_one_line(straws: list[Straw]) -> None:

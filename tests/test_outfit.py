@@ -9,7 +9,7 @@ import pytest
 
 from node import outfit
 from node.config import ConfigError
-from node.outfit import worker_spec
+from node.outfit import stream_seed, worker_spec
 from node.peerconfig import PeerConfig, load_peer
 from node.runconfig import RunConfig, load_run
 from node.tasks.spec import GptValues, PacedValues, WorkerSpec
@@ -32,27 +32,27 @@ def peer(**flags: object) -> PeerConfig:
 
 def test_each_life_of_each_peer_draws_a_stream_of_its_own_and_all_the_same_weights() -> None:
     lives = [Member(name, life) for name, life in itertools.product(("anna", "anna/1", "bert"), range(12))]
-    specs = [worker_spec(run(), peer(), me) for me in lives]
+    specs = [worker_spec(run(), peer(), stream_seed(me)) for me in lives]
     streams = {spec.stream_seed for spec in specs}
     assert len(streams) == len({f"{me.peer}/{me.incarnation}" for me in lives})
     assert all(0 <= stream < 1 << 56 for stream in streams)
     assert {spec.weights_seed for spec in specs} == {run().seed}
-    assert worker_spec(run(), peer(), lives[0]) == specs[0]
+    assert worker_spec(run(), peer(), stream_seed(lives[0])) == specs[0]
 
 
 def test_the_machine_is_shared_with_who_is_there_already() -> None:
-    assert worker_spec(run(), peer(), Member("anna")).peers_here == 3
+    assert worker_spec(run(), peer(), 1).peers_here == 3
 
 
 def test_threads_are_the_users_or_the_workers_own_choice() -> None:
-    assert worker_spec(run(), peer(), Member("anna")).threads == 0
-    assert worker_spec(run(), peer(threads=3), Member("anna")).threads == 3
+    assert worker_spec(run(), peer(), 1).threads == 0
+    assert worker_spec(run(), peer(threads=3), 1).threads == 3
 
 
 def test_the_task_and_the_sample_are_the_runs(tmp_path: Path) -> None:
-    gpt = worker_spec(run(), peer(), Member("anna"), tmp_path / "held-out.bin")
+    gpt = worker_spec(run(), peer(), 1, tmp_path / "held-out.bin")
     assert isinstance(gpt.values, GptValues) and gpt.held_out == tmp_path / "held-out.bin"
-    paced = worker_spec(run(task="paced"), peer(), Member("anna"))
+    paced = worker_spec(run(task="paced"), peer(), 1)
     assert isinstance(paced.values, PacedValues) and paced.held_out is None
     assert gpt.recipe == run().recipe
     for spec in (gpt, paced):

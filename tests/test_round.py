@@ -324,7 +324,7 @@ def test_a_fork_is_reported_as_one_and_may_take_a_mean_with_it(outcome: Outcome,
     fork, alone = play(peer.rounds())
     assert (fork.outcome, alone.outcome) == ("fork", "alone") and fork.lineage != fork.parent == fork.anchor_lineage
     assert (alone.anchor_lineage == fork.lineage) is moved
-    assert peer.seen[1].work is not None and peer.seen[1].work.tokens == (200 if moved else 600)
+    assert peer.seen[1].work is not None and peer.seen[1].work.tokens == (200 if moved else 400)
 
 
 @pytest.mark.parametrize("outcome", [Outcome.COMMITTED, Outcome.SKIPPED])

@@ -12,7 +12,7 @@ import pytest
 from node import statedir
 from node.hello import MAX_ADDRESS_CHARACTERS, MAX_ADDRESSES
 from node.identity import IdentityError
-from node.statedir import MAX_CACHED_PEERS, MAX_INCARNATION, StateDir, StateError, write_atomically
+from node.statedir import MAX_CACHED_PEERS, MAX_INCARNATION, StateDir, StateError, holds_run, write_atomically
 
 HERE = "/ip4/192.0.2.1/tcp/4001"
 
@@ -228,4 +228,26 @@ def test_a_run_that_is_over_is_forgotten_as_often_as_one_likes(state: StateDir) 
     state.remember({"p": [HERE]})
     state.forget()
     state.forget()
-    assert state.peers() == {} and state.manifest() == b"sealed"
+    assert state.peers() == {} and state.manifest() == b"sealed" and state.is_over
+
+
+def test_when_there_is_a_run_to_go_on_with(state: StateDir) -> None:
+    def holds() -> bool:
+        return holds_run(state.path)
+
+    assert not holds()
+    state.remember({"p": [HERE]})
+    assert not holds(), "of no run"
+    state.begin("aa" * 32, "", b"sealed", b"")
+    assert not holds(), "of nobody whom one could ask"
+    state.remember({"p": [HERE]})
+    assert holds(), "others were met"
+    (state.path / "peers.json").unlink()
+    assert not holds(), "nobody to ask, and nothing to start from"
+    (state.path / "checkpoints" / "000000-00").mkdir(parents=True)
+    assert holds(), "a state of its own"
+    state.forget()
+    assert not holds(), "over"
+    state.begin("bb" * 32, "aa" * 32, b"another", b"")
+    assert not state.is_over and not (state.path / "checkpoints").exists()
+    assert (state.path / "past" / ("aa" * 8) / "checkpoints" / "000000-00").exists()

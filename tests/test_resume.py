@@ -1,0 +1,255 @@
+"""After a restart: which run is gone on with, whether others are asked, and from which state."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from node import resume
+from node.checkpoint import Checkpoint, Data, newest
+from node.entry import Entry, Run
+from node.keeper import Keeper
+from node.manifest import Manifest, ManifestError, layout_digest, seal
+from node.outfit import stream_seed
+from node.peer import Peer
+from node.peerconfig import PeerConfig
+from node.remote import RemoteTrainer, WorkerError
+from node.round import Replica
+from node.runconfig import load_run
+from node.statedir import StateDir
+from protocols import PROTOCOLS
+from protocols.base import Layout, Member
+from protocols.chain import Chain
+from protocols.record import Kind
+from protocols.snapshot import Snapshot
+from tests.rounds import RUN, decided
+from tests.stays import View
+from tests.test_branches import ROSTER
+from tests.test_checkpoint import Disk, Worker, like, state
+
+SAMPLE = b"what everybody evaluates on"
+ADDRESS = "/ip4/192.0.2.1/tcp/1/p2p/12D3KooWAWN22BfV8SENcdL3qSe3xVZZXSdGCeBHqscxPgyn4CFR"
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> StateDir:
+    return StateDir.open(tmp_path / "peer")
+
+
+def sealed(here: StateDir, held_out: bytes = SAMPLE) -> tuple[Manifest, bytes]:
+    """A run that this peer founded."""
+    config = load_run(None, {"task": "paced"}, PROTOCOLS)
+    manifest = Manifest(
+        config=config,
+        founder=Member(here.identity.peer_id, 1),
+        elements=(config.elements,),
+        state_root=b"r" * 32,
+        held_out=hashlib.sha256(held_out).digest() if held_out else bytes(32),
+        created=0.0,
+        layout=layout_digest(Layout(((("paced", (config.elements,)),),))),
+    )
+    return manifest, seal(manifest, here.identity)
+
+
+def begin(here: StateDir, other: StateDir | None = None) -> Manifest:
+    """The directory is of a run that this peer founded, or another one."""
+    manifest, data = sealed(other or here)
+    here.begin(manifest.run_id, "", data, SAMPLE)
+    here.remember({"12D3KooWPeer": ["/ip4/192.0.2.2/tcp/1"]})
+    return manifest
+
+
+# -- which run --------------------------------------------------------------------------------------------------------
+
+
+def test_a_founder_goes_on_with_its_run_whether_it_has_a_checkpoint_or_not(here: StateDir) -> None:
+    assert resume.held(here) is None
+    manifest = begin(here)
+    held = resume.held(here)
+    assert held and held.manifest == manifest and held.has_state and held.run == Run(here.manifest(), SAMPLE)
+
+
+def test_a_joiner_goes_on_alone_from_a_checkpoint_only(here: StateDir, tmp_path: Path) -> None:
+    begin(here, StateDir.open(tmp_path / "founder"))
+    held = resume.held(here)
+    assert held and not held.has_state
+    (here.path / "checkpoints" / ".000005-050505050505").mkdir(parents=True)  # a download that was broken off
+    assert not cast(resume.Held, resume.held(here)).has_state
+    (here.path / "checkpoints" / "000005-050505050505").mkdir()
+    assert cast(resume.Held, resume.held(here)).has_state
+
+
+@pytest.mark.parametrize("damage", ["manifest", "sample", "over"])
+def test_what_is_over_or_damaged_is_not_gone_on_with(
+    here: StateDir, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    begin(here)
+    if damage == "manifest":
+        (here.path / "manifest.bin").write_bytes(here.manifest()[:-1])
+    elif damage == "sample":
+        here.sample.write_bytes(b"another")
+    else:
+        here.forget()
+    assert resume.held(here) is None and len(caplog.records) == (damage != "over")
+
+
+class Nobody:
+    """An entry that leads nowhere, or to what it is told."""
+
+    def __init__(self, answer: Run | Exception | None = None) -> None:
+        self.answer, self.asked, self.stopped = answer, list[str](), False
+
+    async def find(self, addresses: tuple[str, ...]) -> Run:
+        self.asked += addresses
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        if self.answer:
+            return self.answer
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    def stop(self) -> None:
+        self.stopped = True
+
+
+def ask(here: StateDir, entry: Nobody, **given: Any) -> tuple[Run, View]:
+    """Which run a restarted peer goes on with."""
+    view = View()
+    peer = Peer(PeerConfig(state_dir=here.path, **given), None, view)
+
+    async def main() -> Run:
+        addresses = peer._addresses(here)
+        tools = SimpleNamespace(entry=cast(Entry, entry))
+        async with asyncio.timeout(2):
+            return await peer._ask(cast(Any, tools), addresses, resume.held(here))
+
+    return asyncio.run(main()), view
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resume, "ANSWER_SECONDS", 0.05)
+
+
+def test_where_nobody_answers_the_held_run_is_gone_on_with(here: StateDir) -> None:
+    manifest, entry = begin(here), Nobody()
+    run, view = ask(here, entry, bootstrap=(ADDRESS,))
+    assert run.sealed == here.manifest() and entry.stopped
+    assert entry.asked == [ADDRESS], "of a run that may be another"
+    assert view.said == [
+        f"nobody answers: going on with the run {manifest.run_id[:12]} that is held here; --new starts another"
+    ]
+
+
+def test_who_answers_is_believed(here: StateDir, tmp_path: Path) -> None:
+    begin(here)
+    _, sealed_there = sealed(StateDir.open(tmp_path / "other"))
+    run, view = ask(here, Nobody(Run(sealed_there, SAMPLE)), bootstrap=(ADDRESS,))
+    assert run.sealed == sealed_there and view.said == []
+    with pytest.raises(ManifestError, match="another run"):
+        ask(here, Nobody(ManifestError("another run")), bootstrap=(ADDRESS,))
+
+
+@pytest.mark.parametrize("why", ["another run is meant", "no state"])
+def test_else_it_is_asked_for_as_long_as_it_takes(here: StateDir, tmp_path: Path, why: str) -> None:
+    if why == "no state":
+        begin(here, StateDir.open(tmp_path / "founder"))
+    else:
+        begin(here)
+    meant: dict[str, Any] = {"run_id": "ab" * 32} if why != "no state" else {}
+    with pytest.raises(TimeoutError):
+        ask(here, Nobody(), bootstrap=(ADDRESS,), **meant)
+
+
+# -- from which state -------------------------------------------------------------------------------------------------
+
+
+def checkpoint(path: Path, chain: Chain, round_number: int) -> Checkpoint:
+    """One of the state before a round of this chain."""
+    head = chain.at(chain.locator()[-1 - round_number])
+    assert head and head.key.round == round_number
+    made = replace(like(path), run=RUN.hex())
+
+    async def main() -> None:
+        async with Keeper(path, 1, 1 << 30, made, Worker(), Disk()) as keeper:
+            await keeper.keep(state(round_number), head.key)
+
+    asyncio.run(main())
+    return newest(path)
+
+
+@pytest.fixture
+def chain() -> Chain:
+    """Five rounds, the state before round n being `state(n)`."""
+    made = Chain(RUN, "run", ROSTER[:3])
+    for number in range(5):
+        made.switch(made.head.key.lineage, [decided(made.head, root=state(number).root(number))])
+    return made
+
+
+def test_the_chain_is_cut_back_to_the_newest_that_is_of_it(tmp_path: Path, chain: Chain) -> None:
+    before, after = (checkpoint(tmp_path / str(number), chain, number) for number in (2, 4))
+    stranger = replace(after, lineage=b"s" * 32, round=7)
+    wrong = replace(after, state_root=b"w" * 32)
+    begun = resume.start([stranger, wrong, before], chain, ROSTER[0])
+    assert begun.checkpoints == (before,) and chain.head.key.round == 2
+    assert chain.head.key.lineage == before.lineage and begun.data == Data(1234, 3, 42)
+
+
+def test_the_state_at_the_tip_is_vouched_for_by_nobody_else(tmp_path: Path, chain: Chain) -> None:
+    tip = checkpoint(tmp_path, chain, 5)
+    assert resume.start([tip], chain, ROSTER[0]).checkpoints == (tip,) and chain.head.key.round == 5
+
+
+def test_without_one_a_peer_begins_with_nothing(chain: Chain) -> None:
+    begun = resume.start([], chain, Member("anna", 3))
+    assert begun.checkpoints == () and chain.head.key.round == 0
+    assert begun.data == Data(stream_seed(Member("anna", 3)), 3, 0)
+
+
+class Stand:
+    """A replica and a trainer, as far as they are put where a checkpoint was made; `broken`: the inner state."""
+
+    def __init__(self, broken: bool = False) -> None:
+        self.parameters, self.loads, self.broken = torch.zeros(301), list[tuple[Path | None, int]](), broken
+
+    async def start_from(self, snapshot: Snapshot) -> None:
+        snapshot.copy(self.parameters, torch.zeros(301))
+
+    async def load(self, path: Path | None, position: int) -> None:
+        self.loads.append((path, position))
+        if path and self.broken:
+            raise WorkerError("it holds other tensors")
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_peer_is_put_where_its_last_checkpoint_was_made(
+    tmp_path: Path, chain: Chain, broken: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    newer = checkpoint(tmp_path, chain, 4)
+    begun = resume.start(resume.found(tmp_path, RUN.hex()), chain, ROSTER[0])
+    keeper, stand = Keeper(tmp_path, 1, 1 << 30, like(tmp_path), Worker(), Disk()), Stand(broken)
+    asyncio.run(resume.take_up(begun, cast(Replica, stand), cast(RemoteTrainer, stand), keeper))
+    assert torch.equal(stand.parameters, state(4).anchor)
+    assert stand.loads == [(newer.inner, 42), (None, 42)][: 1 + broken]
+    assert [each.round for each in keeper.snapshots.held()] == [4]
+    assert len(caplog.records) == broken
+
+
+def test_a_fork_without_a_mean_is_no_round_of_training(chain: Chain) -> None:
+    assert chain.trained == 5
+    chain.switch(chain.head.key.lineage, [decided(chain.head, Kind.FORK)])
+    assert (chain.head.key.round, chain.trained) == (6, 5)
+    copy = chain.copy()
+    copy.switch(chain.head.key.lineage, [decided(chain.head, Kind.FORK)])
+    copy.switch(copy.head.key.lineage, [decided(copy.head)])
+    assert (copy.trained, chain.trained) == (6, 5)
+    chain.switch(chain.locator()[-1], ())
+    assert chain.trained == 0
