@@ -128,7 +128,7 @@ class CatchUp:
             Unavailable: a mean is not to be had, or we come to another state than the others did.
         """
         replayed, finite = 0, True
-        for link in self.chain.since(lineage):
+        for link in self.chain.walk(lineage):
             record = link.record
             if state.root(record.round) != record.state_root:
                 raise Unavailable(f"the state before round {record.round} is not the one that was decided on")

@@ -299,7 +299,9 @@ class Replica:
         changed, and it is worth another try. The branch may have grown meanwhile: the next round tells.
         """
         head, watch = self.chain.head, Watch()
-        branch = await sync.better(watch.began + PROOF_SHARE * (deadline - watch.began))
+        seconds = deadline - watch.began
+        branch = await sync.better(watch.began + PROOF_SHARE * seconds)
+        deadline = max(deadline, watch.began + watch.total() + (1 - PROOF_SHARE) * seconds)  # a long way takes longer
         chain = self.chain.copy()
         if branch:
             chain.switch(branch.ancestor.key.lineage, branch.links)

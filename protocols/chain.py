@@ -7,7 +7,7 @@ helped to decide it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from weakref import WeakSet
@@ -170,6 +170,12 @@ class Chain:
             return tuple(self._read(place, len(self) - place if limit is None else limit))
         except Forgotten:
             return ()
+
+    def walk(self, lineage: bytes) -> Iterator[Link]:
+        """As `since`, a few at a time; ends early where one cannot be read."""
+        while some := self.since(lineage, PIECE):
+            yield from some
+            lineage = some[-1].lineage
 
     def count_since(self, lineage: bytes) -> int:
         """How many rounds there are after this lineage; 0 if it is not on this chain."""

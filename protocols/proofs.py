@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 
 from protocols import record as records
 from protocols import wire
@@ -49,7 +50,6 @@ class _Way:
         links: what follows there, judged; None: nothing yet.
         rounds: that it has led on.
         waited_seconds: for the peer.
-        went_back: it did not know what others had led on by, where its own way parts from theirs.
     """
 
     shown: RoundKey
@@ -57,15 +57,10 @@ class _Way:
     links: Links | None = None
     rounds: int = 0
     waited_seconds: float = 0.0
-    went_back: bool = False
 
     @property
     def end(self) -> Head | None:
         return self.links[-1].head if self.links else self.head
-
-    @property
-    def is_done(self) -> bool:
-        return self.links is not None and self.links.place(self.shown.lineage) is not None
 
 
 class Proofs:
@@ -79,6 +74,7 @@ class Proofs:
         self.room: Callable[[], Archive] = ListArchive
         self._host, self._chain, self._rules, self._ledger, self._contacts = host, chain, rules, ledger, contacts
         self._ways: list[_Way] = []  # those under way
+        self._turn = asyncio.Lock()  # to judge
         self._judged: Links | None = None  # of those that have ended, the longest
 
     async def of(self, claims: Sequence[tuple[PeerId, RoundKey]], stranded: bool, deadline: Deadline) -> Branch | None:
@@ -102,6 +98,7 @@ class Proofs:
             finally:
                 self._ways.remove(way)
                 self._keep(way)
+                deadline += ROUND_SECONDS * way.rounds
         return None
 
     def _keep(self, way: _Way) -> None:
@@ -149,7 +146,7 @@ class Proofs:
             raise BadPayload(f"does not prove the head at round {way.shown.round} that it shows: no run lasts so long")
         for _ in range(MAX_PIECES):
             more = await self._piece(stream, way)
-            if way.is_done or (way.links and not self._beating(way, stranded)):
+            if way.links and not self._beating(way, stranded):
                 return False  # it has lost, or may not be followed, however it goes on
             if not more and (way.end is None or way.end.key.round < way.shown.round):
                 raise BadPayload(f"does not prove the head at round {way.shown.round} that it shows")
@@ -159,10 +156,7 @@ class Proofs:
 
     async def _piece(self, stream: Stream, way: _Way) -> bool:
         """Ask for some certificates and judge them; returns whether there are more."""
-        known = self._known(way)
-        self._skip(way, known)
-        if way.is_done:
-            return False
+        known = max(self._others(way.links), key=len, default=None)
         locator = self._locator(way, known)
         await stream.send(WantTrail(locator))
         began = _now()
@@ -186,10 +180,12 @@ class Proofs:
             way.head, some = head, some[1:]  # whatever the votes for a round that we have
         if not some:
             return
-        links = await self._host.compute.run(partial(self._rules.verify, way.end, some), VERIFY_BYTES * len(some))
-        way.links = way.links or Links(way.end, self.room())
-        way.links.extend(links)
-        way.rounds = max(way.rounds, len(way.links))
+        async with self._turn:  # others may be at the same rounds
+            way.links = way.links or Links(way.end, self.room())
+            way.rounds += len(some)
+            if some := some[self._take_over(way.links, some) :]:
+                cost_bytes = VERIFY_BYTES * len(some)
+                way.links.extend(await self._host.compute.run(partial(self._rules.verify, way.end, some), cost_bytes))
         if way.end.key.round > way.shown.round + MAX_GROWTH:
             raise BadPayload(f"shows a head at round {way.shown.round}, and leads on and on beyond it")
         if way.waited_seconds > TRAIL_SECONDS + ROUND_SECONDS * way.rounds:
@@ -201,48 +197,43 @@ class Proofs:
 
     # -- what was judged already --------------------------------------------------------------------------------------
 
-    def _known(self, way: _Way) -> Links | None:
-        """The longest that others have led on, or did before."""
-        every = [self._judged, *(other.links for other in self._ways if other is not way)]
-        return max((links for links in every if links), key=len, default=None)
+    def _take_over(self, links: Links, some: Sequence[Certificate]) -> int:
+        """Add those of these rounds that have been judged already; returns how many."""
+        end = links[-1].lineage if links else links.start.key.lineage
+        count = 0
+        for known in self._others(links):
+            place = known.place(end)
+            if place is not None and not count:
+                lineages = (known.lineage(at) for at in range(place + 1, len(known) + 1))
+                same = takewhile(
+                    lambda pair: records.lineage(pair[0].record) == pair[1], zip(some, lineages, strict=False)
+                )
+                count = sum(1 for _ in same)
+                links.adopt(known, place, place + count)
+        return count
+
+    def _others(self, links: Links | None) -> list[Links]:
+        """What others have led on by, or did before."""
+        every = (self._judged, *(way.links for way in self._ways))
+        return [each for each in every if each and each is not links]
 
     def _locator(self, way: _Way, known: Links | None) -> tuple[bytes, ...]:
-        if way.links:
-            return way.links.locator()
-        if way.head:
-            return (way.head.key.lineage,)
+        if way.end:
+            return (way.end.key.lineage,)
         return (*(known.locator()[:-1] if known else ()), *self._chain.locator())[:MAX_LOCATOR]
 
     def _go_to(self, way: _Way, known: Links | None, lineage: bytes) -> None:
-        """Begin at one of the lineages that were asked from.
-
-        Raises:
-            BadPayload: it goes back more than once.
-        """
-        if way.end and way.end.key.lineage == lineage:
-            return
+        """Begin at one of the lineages that were asked from."""
         if way.end:
-            if way.went_back:
-                raise BadPayload("leads on, and does not know where it has led to")
-            known, way.went_back = way.links, True
-        if head := self._chain.at(lineage):
-            way.head, way.links = head, None
+            return  # it was the only one
+        way.head = self._chain.at(lineage)
+        if way.head:
             return
         place = known.place(lineage) if known else None
         if known is None or place is None:
             raise Forgotten("our chain has moved meanwhile")
         way.head, way.links = known.start, Links(known.start, self.room())
         way.links.adopt(known, 0, place)
-        way.rounds = max(way.rounds, place)
-
-    def _skip(self, way: _Way, known: Links | None) -> None:
-        """Go on where another, who shows the same way as yet, has come to."""
-        if not way.links or known is None or way.went_back:
-            return
-        place = known.place(way.links[-1].lineage)
-        if place is not None and place < len(known):
-            way.links.adopt(known, place, len(known))
-            way.rounds = max(way.rounds, len(way.links))
 
 
 def _now() -> float:

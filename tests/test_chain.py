@@ -271,6 +271,7 @@ def same(chain: Chain, plain: Plain) -> None:
         lineage = head.key.lineage
         assert lineage in chain and chain.at(lineage) == head and chain.count_since(lineage) == len(links) - place
         assert chain.since(lineage) == tuple(links[place:]) and chain.since(lineage, 2) == tuple(links[place:][:2])
+        assert tuple(chain.walk(lineage)) == tuple(links[place:])
         assert chain.child(lineage) == next(iter(links[place:]), None)
         some = chain.certificates(lineage)
         assert bool(some) == (place < len(links))
