@@ -3,7 +3,8 @@
 `CertificateFile(path)` opens it, or makes it; `Chain(..., archive=CertificateFile(path))` goes on from what it holds.
 It has to be at hand before the chain moves, and belongs to one chain of one run: with another run, another file
 (`node.statedir` puts files aside). `sync` makes what was appended survive a power cut; it is worth its milliseconds
-before a checkpoint is put in place that lies beyond what was synced.
+before a checkpoint is put in place that lies beyond what was synced. `sync.proofs.room = partial(spool, directory)` has long
+trails judged on the disk, too (`protocols.proofs`).
 
 An entry is its length and checksum, 4 bytes each, and the encoded certificate; eight bytes at the beginning of the file
 name its form. What a crash or a bad disk made of the end is cut off when the file is opened.
@@ -21,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
+from protocols.links import Archive, ListArchive
 from protocols.wire import MAX_HEADER_BYTES
 
 log = logging.getLogger(__name__)
@@ -31,6 +33,17 @@ _MAGIC = b"starcer1"
 _PREFIX_BYTES = 8
 _SCAN_BYTES = 1 << 20
 _PIECE = 64
+
+
+def spool(directory: Path) -> Archive:
+    """Room for certificates that are being judged: on the disk, or in memory where that fails."""
+    try:
+        return CertificateFile.anonymous(directory)
+    except OSError as error:
+        log.warning(
+            "no room for certificates on the disk of %s (%s): they are kept in memory", directory, error.strerror
+        )
+        return ListArchive()
 
 
 class CertificateFile:

@@ -60,6 +60,7 @@ class Sync:
         rules: what decides in this run.
         ledger: who was named, and the bytes that crossed, since it was last taken.
         snapshots: what we hand out.
+        proofs: how others prove their heads to us.
         on_better: called when a branch has been found, and judged, that beats ours.
         supply: what others hand out to us.
         stranded: whether this peer has been undecided for so long that it might fork itself: see `branches`.
@@ -88,7 +89,7 @@ class Sync:
         self.supply = Supply(host, self.ledger, settings, snapshots, self._contacts, shelf)
         self._shelf = shelf
         self._donor = Donor(snapshots, host.compute, shelf.gate if shelf else Gate(), self._has_rounds_since)
-        self._proofs = Proofs(host, chain, self.rules, self.ledger, self._contacts)
+        self.proofs = Proofs(host, chain, self.rules, self.ledger, self._contacts)
         self._news = asyncio.Event()
         self._serving = 0
         host.transport.serve(SYNC, self._serve)
@@ -209,7 +210,7 @@ class Sync:
 
         async def one(peers: Sequence[PeerId]) -> Branch | None:
             async with turn:
-                return await self._proofs.of([(peer, heads[peer]) for peer in peers], self.stranded, deadline)
+                return await self.proofs.of([(peer, heads[peer]) for peer in peers], self.stranded, deadline)
 
         async with together() as group:
             claimants = sorted(claims.values(), key=lambda peers: -len(peers))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from node import archive as archives
-from node.archive import CertificateFile
+from node.archive import CertificateFile, spool
 from protocols.base import Member
 from protocols.chain import Chain
 from tests.rounds import ROOT, RUN, encoded, line
@@ -177,3 +177,10 @@ def test_a_chain_goes_on_from_its_file(path: Path) -> None:
     assert Chain(RUN, "run", roster, ROOT, CertificateFile(path)).head == links[99].head
     os.truncate(path, path.stat().st_size - 1)
     assert Chain(RUN, "run", roster, ROOT, CertificateFile(path)).head == links[98].head
+
+
+def test_where_there_is_no_disk_there_is_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert isinstance(spool(tmp_path), CertificateFile) and not caplog.records
+    archive = spool(tmp_path / "missing")
+    archive.extend([b"one"])
+    assert list(archive.read(0, 1)) == [b"one"] and len(caplog.records) == 1
