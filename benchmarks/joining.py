@@ -4,7 +4,7 @@
 
 Real `join` processes, each in a network of its own with a line of its own (`tests.faults.network`; as root), paced
 inner steps; `--loopback` does without, and then no line is slow. Megabytes are of the outer state, parameters and
-momentum. Three peers average for some rounds; then a newcomer joins with nothing but the address of one, and catches up.
+momentum. Three peers average for some rounds; then a newcomer with nothing but the address of one catches up.
 
 line    The newcomer's line carries 100 Mbit/s, the others' as much as they can. Seconds of catching up, and how many
         times as long that is as what came in takes on that line.
@@ -36,8 +36,8 @@ from tests.sim.arguments import Parser, at_least_one
 DONORS = ("a", "b", "c")
 NEWCOMER = "d"
 LINE_MEGABITS, DONOR_MEGABITS = 100, 30
-CALM_ROUNDS = 7
-"""Until there is a snapshot that the next rounds vouch for, and as many to compare with."""
+CALM_ROUNDS = 14
+"""Until the means since the beginning are dearer than a snapshot, and to compare with."""
 PATIENT_SECONDS = 300.0
 KILLED_AT = 0.3
 _STEP_SECONDS = 0.1

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 
 from node.state import OuterState
 from protocols.base import Deadline, Vector
-from protocols.chain import UNSETTLED, Chain
+from protocols.chain import UNSETTLED, Chain, Link
 from protocols.download import SLOWEST_BYTES_PER_SECOND, STALL_SECONDS, Unavailable
+from protocols.parts import HeldPart
 from protocols.snapshot import Snapshot
 from protocols.supply import Supply
+from protocols.tasks import together
 
 log = logging.getLogger(__name__)
 
@@ -128,16 +130,25 @@ class CatchUp:
             Unavailable: a mean is not to be had, or we come to another state than the others did.
         """
         replayed, finite = 0, True
-        for link in self.chain.walk(lineage):
-            record = link.record
-            if state.root(record.round) != record.state_root:
-                raise Unavailable(f"the state before round {record.round} is not the one that was decided on")
-            if record.averaged:
-                await self.supply.mean(link, self.scratch, self._until())
-                finite = await state.step(self.scratch) and finite
-                replayed += 1
-            self.supply.fetching.rounds_here += 1
+        links = self.chain.since(lineage)
+        async with together() as group:
+            ahead = group.create_task(self._parts(links[0])) if links else None
+            for number, link in enumerate(links):
+                assert ahead is not None
+                if state.root(link.record.round) != link.record.state_root:
+                    raise Unavailable(f"the state before round {link.record.round} is not the one that was decided on")
+                parts = await ahead
+                if number + 1 < len(links):  # on its way while this step is taken
+                    ahead = group.create_task(self._parts(links[number + 1]))
+                if link.record.averaged:
+                    await self.supply.decode(parts, self.scratch)
+                    finite = await state.step(self.scratch) and finite
+                    replayed += 1
+                self.supply.fetching.rounds_here += 1
         return Reached(state, replayed, finite, snapshot)
+
+    async def _parts(self, link: Link) -> list[HeldPart]:
+        return await self.supply.parts(link, self._until()) if link.record.averaged else []
 
     def _until(self) -> Deadline:
         """For one mean: a long replay is not over as long as each of its rounds comes."""

@@ -53,40 +53,57 @@ class Replay:
         """About what the mean of one round takes to fetch."""
         return self._codec.encoded_bytes(elements)
 
-    async def mean(self, record: Record, sources: Sequence[PeerId], into: Vector, deadline: Deadline) -> None:
-        """Put the mean of a decided round, one that has parts, into `into`.
+    async def parts(
+        self, record: Record, elements: int, sources: Sequence[PeerId], deadline: Deadline
+    ) -> list[HeldPart]:
+        """The parts of the mean of a decided round, one that has some.
+
+        Args:
+            elements: of the mean.
 
         Raises:
-            Unavailable: a part is not to be had from these peers, or does not fit or decode; `into` is then undefined.
+            Unavailable: one is not to be had from these peers, or does not fit.
         """
         bounds, sources = record.bounds, sources[:MAX_SOURCES]
-        if not record.tiles(len(into)):
+        if not record.tiles(elements):
             raise Unavailable(f"the record of round {record.round} has parts that do not make up its mean")
-        target, turn = Flat([into]), asyncio.Semaphore(AT_ONCE)
+        turn = asyncio.Semaphore(AT_ONCE)
 
-        async def job(place: int, part: wire.Part) -> None:
+        async def one(place: int, part: wire.Part) -> HeldPart:
             first = place % max(1, len(sources))
             async with turn:
                 order = sorted((*sources[first:], *sources[:first]), key=lambda peer: self._failures.get(peer, 0))
-                await self._part(part, (bounds[place], bounds[place + 1]), order, target, deadline)
+                return await self._part(part, (bounds[place], bounds[place + 1]), order, deadline)
 
         async with together() as group:
-            for place, part in enumerate(record.parts):
-                if bounds[place] < bounds[place + 1]:
-                    group.create_task(job(place, part))
+            jobs = [
+                group.create_task(one(place, part))
+                for place, part in enumerate(record.parts)
+                if bounds[place] < bounds[place + 1]
+            ]
+        return [job.result() for job in jobs]
+
+    async def decode(self, parts: Sequence[HeldPart], into: Vector) -> None:
+        """Put the mean that these parts make up into `into`.
+
+        Raises:
+            Unavailable: it does not decode; `into` is then undefined.
+        """
+        target = Flat([into])
+        for part in parts:
+            try:
+                await self._host.compute.run(partial(part.decode, target), 4 * (part.high - part.low))
+            except BadPayload as error:  # what a quorum signed: nobody who hands it on is to blame
+                raise Unavailable(f"a decided part does not decode: {error}") from None
 
     async def _part(
-        self, part: wire.Part, span: tuple[int, int], sources: Sequence[PeerId], target: Flat, deadline: Deadline
-    ) -> None:
+        self, part: wire.Part, span: tuple[int, int], sources: Sequence[PeerId], deadline: Deadline
+    ) -> HeldPart:
         chunks = chunk_count(span[1] - span[0], self._chunk_elements)
         if sum(run.count for run in part.runs) != chunks:
             raise Unavailable("a part of another number of chunks than it has elements for")
         held = await self._shelf.load(part.digest) if self._shelf else None
-        held = held or await self._fetch(part, span, sources, deadline)
-        try:
-            await self._host.compute.run(partial(held.decode, target), 4 * (span[1] - span[0]))
-        except BadPayload as error:  # what a quorum signed: nobody who hands it on is to blame
-            raise Unavailable(f"a decided part does not decode: {error}") from None
+        return held or await self._fetch(part, span, sources, deadline)
 
     async def _fetch(
         self, part: wire.Part, span: tuple[int, int], sources: Sequence[PeerId], deadline: Deadline

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from protocols.base import Deadline, Head, Host, PeerId, Settings, Vector
 from protocols.chain import UNSETTLED, Chain, Link
 from protocols.codec import codec
 from protocols.contacts import Contacts
 from protocols.download import Download, Unavailable
+from protocols.parts import HeldPart
 from protocols.post import Ledger
 from protocols.progress import Fetching, Pursuit
 from protocols.replay import Replay
@@ -42,14 +43,23 @@ class Supply:
 
     # -- means --------------------------------------------------------------------------------------------------------
 
-    async def mean(self, link: Link, into: Vector, deadline: Deadline) -> None:
-        """Put the mean of a judged round, one that has parts, into `into`.
+    async def parts(self, link: Link, deadline: Deadline) -> list[HeldPart]:
+        """The parts of the mean of a judged round, one that has some.
 
         Raises:
-            Unavailable: it is not to be had; `into` is then undefined.
+            Unavailable: they are not to be had.
         """
         voters = [vote.voter.peer for vote in link.certificate.votes]  # each of them held all parts when it voted
-        await self._replay.mean(link.record, self._contacts.others(voters, self._contacts.everybody()), into, deadline)
+        sources = self._contacts.others(voters, self._contacts.everybody())
+        return await self._replay.parts(link.record, self._elements, sources, deadline)
+
+    async def decode(self, parts: Sequence[HeldPart], into: Vector) -> None:
+        """Put the mean that these parts make up, float32 (n), into `into`.
+
+        Raises:
+            Unavailable: it does not decode; `into` is then undefined.
+        """
+        await self._replay.decode(parts, into)
 
     @property
     def mean_bytes(self) -> int:

@@ -359,6 +359,6 @@ def test_a_record_whose_parts_make_no_mean_is_passed_by_a_snapshot() -> None:
         for bounds in ((), (0, 5), (0, 700, 300), (1, 500, 1000), (0, 333, 1 << 40)):
             bad = replace(link.record, bounds=bounds)
             with pytest.raises(Exception, match="do not make up its mean"):
-                await cleo.sync.supply.mean(replace(link, certificate=certified(head, bad)), cleo.replica._mean, 1e6)
+                await cleo.sync.supply.parts(replace(link, certificate=certified(head, bad)), 1e6)
 
     play(None, main)
