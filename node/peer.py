@@ -18,8 +18,6 @@ import torch
 
 from node import resume
 from node.addresses import shareable
-from node.archive import CertificateFile
-from node.checkpoint import Checkpoint
 from node.clock import WallClock
 from node.compute import ThreadCompute
 from node.config import ConfigError
@@ -223,14 +221,12 @@ class Peer:
         manifest = unseal(run.sealed, verify)
         self._begin(tools.state, manifest, run)
         sample = tools.state.sample if run.sample else None
-        chain = self._chain(tools.state, manifest)
-        checkpoints = await tools.disk.run(lambda: resume.found(tools.state.path, manifest.run_id), 0)
-        start = resume.start(checkpoints, chain, tools.me)
+        start = await self._start(tools, manifest)
         async with RemoteTrainer(
             worker_spec(manifest.config, self._config, start.data.seed, sample), tools.compute
         ) as trainer:
             manifest.require_layout(trainer.layout)
-            await self._settle(tools, trainer, manifest, run, chain, start)
+            await self._settle(tools, trainer, manifest, run, start)
 
     async def _found(self, tools: _Tools) -> None:
         """Start a run: the initial state is drawn here, once, and downloaded by everybody else."""
@@ -258,8 +254,11 @@ class Peer:
                 self._view.say(f"others join by: {command}")
                 if not shareable_address:
                     self._view.say("this address works on this machine only: --listen on another for others to join")
-            chain = self._chain(tools.state, manifest)
-            await self._settle(tools, trainer, manifest, run, chain, resume.start((), chain, tools.me))
+            await self._settle(tools, trainer, manifest, run, await self._start(tools, manifest))
+
+    @staticmethod
+    async def _start(tools: _Tools, manifest: Manifest) -> resume.Start:
+        return await tools.disk.run(lambda: resume.start(tools.state, manifest, tools.me), 0)
 
     def _begin(self, state: StateDir, manifest: Manifest, run: Run) -> None:
         """This peer's directory, and what it shows, are of this run now."""
@@ -270,31 +269,13 @@ class Peer:
 
     # -- in the run ---------------------------------------------------------------------------------------------------
 
-    def _chain(self, state: StateDir, manifest: Manifest) -> Chain:
-        """The run's, as far as this peer's former lives knew it.
-
-        Raises:
-            StateError: it cannot be kept.
-        """
-        try:
-            self._archive = CertificateFile(state.certificates)
-        except OSError as error:
-            raise StateError(f"cannot write {state.certificates} ({error.strerror}): free space there") from None
-        run_id = bytes.fromhex(manifest.run_id)
-        return Chain(run_id, "run", (manifest.founder,), manifest.state_root, self._archive)
-
     async def _settle(
-        self,
-        tools: _Tools,
-        trainer: RemoteTrainer,
-        manifest: Manifest,
-        run: Run,
-        chain: Chain,
-        start: resume.Start,
+        self, tools: _Tools, trainer: RemoteTrainer, manifest: Manifest, run: Run, start: resume.Start
     ) -> None:
         """Put together what a peer in a run is made of, and stay until it is over."""
         config, portrait, state, transport = manifest.config, self._portrait, tools.state, tools.transport
-        portrait.chain, run_id = chain, chain.head.key.run
+        chain = portrait.chain = start.chain
+        run_id = chain.head.key.run
         membership = portrait.membership = self._membership(tools, chain)
         async with (
             DhtDirectory(transport, state.identity, self._clock, run_id, membership.offset_seconds) as directory,
@@ -323,20 +304,9 @@ class Peer:
             await self._stay.run()
 
     def _keeper(self, tools: _Tools, trainer: RemoteTrainer, manifest: Manifest, start: resume.Start) -> Keeper:
-        like = Checkpoint(
-            path=tools.state.path,
-            run=manifest.run_id,
-            round=0,
-            lineage=b"",
-            state_root=b"",
-            layout=trainer.layout,
-            index=Index(0, ()),
-            data=start.data,
-            carried=0,
-            files={},
-        )
         every_rounds, limit_bytes = self._config.checkpoint_every, int(self._config.disk_limit_bytes)
-        return Keeper(tools.state.path, every_rounds, limit_bytes, like, trainer, tools.disk, self._archive.sync)
+        like = start.like(manifest.run_id, trainer.layout)
+        return Keeper(tools.state.path, every_rounds, limit_bytes, like, trainer, tools.disk, start.archive.sync)
 
     def _past(self, tools: _Tools, gate: Gate) -> PartStore:
         least_rounds = max(LEAST_ROUNDS, KEEP_CHECKPOINTS * self._config.checkpoint_every)

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from node.archive import CertificateFile
 from node.checkpoint import DIRECTORY, Checkpoint, Data, places, whole
 from node.entry import Run
 from node.identity import verify
@@ -22,10 +23,11 @@ from node.manifest import Manifest, ManifestError, unseal
 from node.outfit import stream_seed
 from node.remote import RemoteTrainer, WorkerError
 from node.round import Replica
-from node.statedir import StateDir, holds_run
+from node.statedir import StateDir, StateError, holds_run
 from protocols import record as records
-from protocols.base import Member
+from protocols.base import Layout, Member
 from protocols.chain import UNSETTLED, Chain
+from protocols.snapshot import Index
 
 log = logging.getLogger(__name__)
 
@@ -70,29 +72,55 @@ class Start:
     """Where a peer begins in a run.
 
     Attributes:
-        checkpoints: of its former lives, whole and on its chain, the newest first; none: it begins with nothing.
+        chain: as its former lives knew it, up to the state that it starts from.
+        archive: where that is kept.
+        checkpoints: of its former lives, whole and on the chain, the newest first; none: it begins with nothing.
         data: where its stream of data goes on.
     """
 
+    chain: Chain
+    archive: CertificateFile
     checkpoints: tuple[Checkpoint, ...]
     data: Data
 
+    def like(self, run: str, layout: Layout) -> Checkpoint:
+        """What all checkpoints to come have in common."""
+        root = bytes(32)
+        return Checkpoint(
+            path=Path(),
+            run=run,
+            round=0,
+            lineage=root,
+            state_root=root,
+            layout=layout,
+            index=Index(0, ()),
+            data=self.data,
+            carried=0,
+            files={},
+        )
 
-def found(directory: Path, run: str) -> tuple[Checkpoint, ...]:
-    """The whole checkpoints of a run; damaged ones are named. It reads all of them: to be called off the event loop."""
-    return tuple(whole(directory, log.warning, run))
 
+def start(state: StateDir, manifest: Manifest, me: Member) -> Start:
+    """Where this life begins. It reads the chain and all checkpoints: to be called off the event loop.
 
-def start(checkpoints: Iterable[Checkpoint], chain: Chain, me: Member) -> Start:
-    """Cut the chain back to the newest of these checkpoints that is of it, or to the genesis.
-
-    Args:
-        me: whose data are drawn, if there is none.
+    Raises:
+        StateError: the directory cannot be written.
     """
-    usable = [each for each in checkpoints if _is_of(chain, each)]
+    try:
+        archive = CertificateFile(state.certificates)
+    except OSError as error:
+        raise StateError(f"cannot write {state.certificates} ({error.strerror}): free space there") from None
+    chain = Chain(bytes.fromhex(manifest.run_id), "run", (manifest.founder,), manifest.state_root, archive)
+    checkpoints = cut_back(whole(state.path, log.warning, manifest.run_id), chain)
+    data = checkpoints[0].data if checkpoints else Data(stream_seed(me), me.incarnation, 0)
+    return Start(chain, archive, checkpoints, data)
+
+
+def cut_back(checkpoints: Iterable[Checkpoint], chain: Chain) -> tuple[Checkpoint, ...]:
+    """Those that are of this chain; it is cut back to the first of them, or to the genesis if there is none."""
+    usable = tuple(each for each in checkpoints if _is_of(chain, each))
     chain.switch(usable[0].lineage if usable else records.genesis(chain.head.key.run), ())
-    data = usable[0].data if usable else Data(stream_seed(me), me.incarnation, 0)
-    return Start(tuple(usable), data)
+    return usable
 
 
 def _is_of(chain: Chain, checkpoint: Checkpoint) -> bool:

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from node import resume
-from node.checkpoint import Checkpoint, Data, newest
+from node.archive import CertificateFile
+from node.checkpoint import Checkpoint, Data, whole
 from node.entry import Entry, Run
 from node.keeper import Keeper
 from node.manifest import Manifest, ManifestError, layout_digest, seal
@@ -171,18 +172,27 @@ def test_else_it_is_asked_for_as_long_as_it_takes(here: StateDir, tmp_path: Path
 # -- from which state -------------------------------------------------------------------------------------------------
 
 
-def checkpoint(path: Path, chain: Chain, round_number: int) -> Checkpoint:
+def checkpoint(path: Path, chain: Chain, round_number: int, first: Checkpoint | None = None) -> Checkpoint:
     """One of the state before a round of this chain."""
     head = chain.at(chain.locator()[-1 - round_number])
     assert head and head.key.round == round_number
-    made = replace(like(path), run=RUN.hex())
 
     async def main() -> None:
-        async with Keeper(path, 1, 1 << 30, made, Worker(), Disk()) as keeper:
-            await keeper.keep(state(round_number), head.key)
+        async with keeper(path, first) as made:
+            for each in newest_first(path):
+                made.holds(each)
+            await made.keep(state(round_number), head.key)
 
     asyncio.run(main())
-    return newest(path)
+    return newest_first(path)[0]
+
+
+def newest_first(path: Path) -> tuple[Checkpoint, ...]:
+    return tuple(whole(path, lambda line: None))
+
+
+def keeper(path: Path, first: Checkpoint | None = None) -> Keeper:
+    return Keeper(path, 1, 1 << 30, first or replace(like(path), run=RUN.hex()), Worker(), Disk())
 
 
 @pytest.fixture
@@ -198,20 +208,33 @@ def test_the_chain_is_cut_back_to_the_newest_that_is_of_it(tmp_path: Path, chain
     before, after = (checkpoint(tmp_path / str(number), chain, number) for number in (2, 4))
     stranger = replace(after, lineage=b"s" * 32, round=7)
     wrong = replace(after, state_root=b"w" * 32)
-    begun = resume.start([stranger, wrong, before], chain, ROSTER[0])
-    assert begun.checkpoints == (before,) and chain.head.key.round == 2
-    assert chain.head.key.lineage == before.lineage and begun.data == Data(1234, 3, 42)
+    assert resume.cut_back([stranger, wrong, before], chain) == (before,)
+    assert chain.head.key.round == 2 and chain.head.key.lineage == before.lineage
 
 
 def test_the_state_at_the_tip_is_vouched_for_by_nobody_else(tmp_path: Path, chain: Chain) -> None:
     tip = checkpoint(tmp_path, chain, 5)
-    assert resume.start([tip], chain, ROSTER[0]).checkpoints == (tip,) and chain.head.key.round == 5
+    assert resume.cut_back([tip], chain) == (tip,) and chain.head.key.round == 5
 
 
-def test_without_one_a_peer_begins_with_nothing(chain: Chain) -> None:
-    begun = resume.start([], chain, Member("anna", 3))
-    assert begun.checkpoints == () and chain.head.key.round == 0
-    assert begun.data == Data(stream_seed(Member("anna", 3)), 3, 0)
+def test_without_one_the_chain_begins_again(chain: Chain) -> None:
+    assert resume.cut_back([], chain) == () and chain.head.key.round == 0
+
+
+def test_a_life_begins_where_the_last_one_kept_its_state(here: StateDir) -> None:
+    manifest = begin(here)
+    first = resume.start(here, manifest, Member("anna", 1))
+    assert first.checkpoints == () and first.data == Data(stream_seed(Member("anna", 1)), 1, 0)
+    for number in range(5):
+        link = decided(first.chain.head, root=state(number).root(number))
+        first.chain.switch(first.chain.head.key.lineage, [link])
+    run = manifest.run_id
+    made = [checkpoint(here.path, first.chain, number, first.like(run, like(here.path).layout)) for number in (2, 4)]
+    again = resume.start(here, manifest, Member("anna", 2))
+    assert again.checkpoints == (made[1], made[0]) and again.chain.head.key.round == 4
+    assert again.data == Data(stream_seed(Member("anna", 1)), 1, 42), "the stream of the first life"
+    (made[1].path / "outer.safetensors").write_bytes(b"")
+    assert resume.start(here, manifest, Member("anna", 3)).checkpoints == (made[0],)
 
 
 class Stand:
@@ -234,12 +257,12 @@ def test_a_peer_is_put_where_its_last_checkpoint_was_made(
     tmp_path: Path, chain: Chain, broken: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     newer = checkpoint(tmp_path, chain, 4)
-    begun = resume.start(resume.found(tmp_path, RUN.hex()), chain, ROSTER[0])
-    keeper, stand = Keeper(tmp_path, 1, 1 << 30, like(tmp_path), Worker(), Disk()), Stand(broken)
-    asyncio.run(resume.take_up(begun, cast(Replica, stand), cast(RemoteTrainer, stand), keeper))
+    begun = resume.Start(chain, cast(CertificateFile, None), resume.cut_back([newer], chain), newer.data)
+    kept, stand = keeper(tmp_path), Stand(broken)
+    asyncio.run(resume.take_up(begun, cast(Replica, stand), cast(RemoteTrainer, stand), kept))
     assert torch.equal(stand.parameters, state(4).anchor)
     assert stand.loads == [(newer.inner, 42), (None, 42)][: 1 + broken]
-    assert [each.round for each in keeper.snapshots.held()] == [4]
+    assert [each.round for each in kept.snapshots.held()] == [4]
     assert len(caplog.records) == broken
 
 
