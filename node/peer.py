@@ -145,7 +145,8 @@ class Peer:
     async def _live(self, state: StateDir) -> None:
         config, portrait = self._config, self._portrait
         portrait.peer, portrait.incarnation = state.identity.peer_id, state.incarnation
-        link = LibP2PConfig(state.identity, config.listen, config.announce, nat=config.nat)
+        kept = state.listening(config.listen)
+        link = LibP2PConfig(state.identity, config.listen, kept, config.announce, nat=config.nat)
         async with (
             Control(state.path, self.status, lambda: self.on_asked()),
             LoopLag() as lag,
@@ -154,6 +155,7 @@ class Peer:
             LibP2PTransport(link) as transport,
             Entry(transport.connect, partial(ask_run, transport), self._judge, self._view.say) as entry,
         ):
+            state.listens(config.listen, transport.listening)
             portrait.addresses = lambda: shareable(transport.addresses) or transport.addresses
             portrait.lag = lag
             tools = _Tools(state, transport, compute, disk, entry, lag)

@@ -5,6 +5,7 @@ incarnation     how often it was started            rounds.jsonl   one report a 
 manifest.bin    the sealed manifest of its run      held-out.bin   the sample that everybody evaluates on
 sample.txt      what the model wrote at the end     certificates.bin   its chain (`node.archive`)
 checkpoints/    its state before some rounds (`node.checkpoint`)
+listen.json     where it listened, and where it was asked to
 over            there if the run is
 past/<run>/     the files of runs that it was in before
 """
@@ -153,6 +154,22 @@ class StateDir:
         with suppress(OSError):
             (self.path / "over").touch()
             (self.path / "peers.json").unlink(missing_ok=True)
+
+    def listening(self, asked: Sequence[str]) -> tuple[str, ...]:
+        """Where the last life listened, if it was asked to listen at the same addresses; its ports, if they were open."""
+        try:
+            kept = json.loads(_read(self.path / "listen.json", _MAX_CACHE_BYTES) or b"{}")
+            took = kept["took"] if kept["asked"] == [*asked] else []
+        except (ValueError, RecursionError, KeyError, TypeError):
+            return ()
+        fits = isinstance(took, list) and len(took) == len(asked) and all(isinstance(each, str) for each in took)
+        return sound(took) if fits and len(sound(took)) == len(asked) else ()
+
+    def listens(self, asked: Sequence[str], took: Sequence[str]) -> None:
+        """Note where this life listens: those who knew it will look for it there."""
+        if self.listening(asked) != tuple(took):
+            with suppress(OSError):
+                write_atomically(self.path / "listen.json", json.dumps({"asked": [*asked], "took": [*took]}).encode())
 
     def addresses(self) -> Iterable[str]:
         """Multiaddrs with peer ids of those who were live."""

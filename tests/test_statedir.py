@@ -231,6 +231,26 @@ def test_a_run_that_is_over_is_forgotten_as_often_as_one_likes(state: StateDir) 
     assert state.peers() == {} and state.manifest() == b"sealed" and state.is_over
 
 
+def test_where_it_listened_is_of_use_if_it_is_to_listen_there_again(state: StateDir) -> None:
+    asked, took = ("/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0"), ("/ip4/0.0.0.0/tcp/4001", "/ip6/::/tcp/4002")
+    assert state.listening(asked) == ()
+    state.listens(asked, took)
+    assert state.listening(asked) == took
+    assert state.listening(asked[:1]) == () == state.listening(took)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    (b"", b"{", b"[]", b"7", b'{"asked": ["a"]}', b'{"asked": ["a"], "took": 7}', b'{"asked": ["a"], "took": [7]}')
+    + (b'{"asked": ["a"], "took": ["b", "c"]}', b'{"asked": ["a"], "took": ["b\\n"]}'),
+)
+def test_what_is_wrong_with_where_it_listened_costs_the_port(state: StateDir, damage: bytes) -> None:
+    (state.path / "listen.json").write_bytes(damage)
+    assert state.listening(("a",)) == ()
+    state.listens(("a",), ("b",))
+    assert state.listening(("a",)) == ("b",)
+
+
 def test_when_there_is_a_run_to_go_on_with(state: StateDir) -> None:
     def holds() -> bool:
         return holds_run(state.path)
