@@ -156,7 +156,7 @@ class StateDir:
             (self.path / "peers.json").unlink(missing_ok=True)
 
     def listening(self, asked: Sequence[str]) -> tuple[str, ...]:
-        """Where the last life listened, if it was asked to listen at the same addresses; its ports, if they were open."""
+        """Where the last life listened, ports and all, if it was asked to listen at the same addresses."""
         try:
             kept = json.loads(_read(self.path / "listen.json", _MAX_CACHE_BYTES) or b"{}")
             took = kept["took"] if kept["asked"] == [*asked] else []

@@ -241,8 +241,18 @@ def test_where_it_listened_is_of_use_if_it_is_to_listen_there_again(state: State
 
 @pytest.mark.parametrize(
     "damage",
-    (b"", b"{", b"[]", b"7", b'{"asked": ["a"]}', b'{"asked": ["a"], "took": 7}', b'{"asked": ["a"], "took": [7]}')
-    + (b'{"asked": ["a"], "took": ["b", "c"]}', b'{"asked": ["a"], "took": ["b\\n"]}'),
+    (
+        *(
+            b"",
+            b"{",
+            b"[]",
+            b"7",
+            b'{"asked": ["a"]}',
+            b'{"asked": ["a"], "took": 7}',
+            b'{"asked": ["a"], "took": [7]}',
+        ),
+        *(b'{"asked": ["a"], "took": ["b", "c"]}', b'{"asked": ["a"], "took": ["b\\n"]}'),
+    ),
 )
 def test_what_is_wrong_with_where_it_listened_costs_the_port(state: StateDir, damage: bytes) -> None:
     (state.path / "listen.json").write_bytes(damage)
