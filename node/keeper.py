@@ -113,7 +113,7 @@ class Keeper:
 
     async def keep(self, state: OuterState, key: RoundKey) -> None:
         """Keep the state before a round, and the inner one; both may change when this returns."""
-        draft = self._draft(key.lineage, key.round)
+        began, draft = _now(), self._draft(key.lineage, key.round)
         if not await self._sealed():
             self._warn(f"no checkpoint before round {key.round + 1}: the one before is still being written")
             return
@@ -124,6 +124,7 @@ class Keeper:
             filling = group.create_task(state.keep(self.snapshots, key))
             saving = group.create_task(self._save(draft, key))
         snapshot, saved = filling.result(), saving.result()
+        log.debug("before round %d, a checkpoint held the peer up for %.2f s", key.round + 1, _now() - began)
         if snapshot and saved is not None:
             self._begin_to_seal(snapshot, saved)
 
@@ -167,11 +168,13 @@ class Keeper:
 
         if before:
             await asyncio.wait([before])
+        began = _now()
         try:
             await self._disk.run(work, 0)
         except OSError as error:
             await self._fail(made.round, error.strerror or str(error), made.path)
         else:
+            log.debug("the checkpoint before round %d was sealed in %.2f s", made.round + 1, _now() - began)
             self._failing = False
             self._whole.add(made.name)
             held = {name_of(each.round, each.lineage) for each in self.snapshots.held()}
@@ -259,6 +262,10 @@ class Keeper:
         self._whole -= names
         for path in paths:
             await self._disk.run(partial(shutil.rmtree, path, ignore_errors=True), 0)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _bytes(path: Path) -> int:

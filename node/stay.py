@@ -33,6 +33,8 @@ LOOK_ON_SECONDS = 1.0
 """The same for a peer that is not in the roster: for its goodbye."""
 FAREWELLS = 2
 """Rounds that a peer takes part in after it was asked to leave, if those before were too far gone to let it go."""
+KEEP_BYTES = 1 << 30
+"""Who leaves makes a checkpoint of where it stands, if the parameters are no more: there is not time for any size."""
 LINGER_SECONDS = 20.0
 """After the last round, others who missed it may still ask for it; this long at most, and until all have it."""
 ANNOUNCED_SECONDS = 180.0
@@ -163,7 +165,8 @@ class Stay:
                 means.replica.last = self._done >= self._limits.rounds - 1
                 if self._done >= self._limits.rounds:
                     means.replica.leave()
-        await means.replica.keep()
+        if self._over() or 4 * len(means.replica.anchor) <= KEEP_BYTES:
+            await means.replica.keep()
         if self._over() and not self._leave.is_set():
             await self._sample()
         if self._over():
