@@ -1,10 +1,11 @@
 """The certificates of a peer's chain on its disk: one file that grows by one entry a round.
 
 `CertificateFile(path)` opens it, or makes it; `Chain(..., archive=CertificateFile(path))` goes on from what it holds.
-It has to be at hand before the chain moves, and belongs to one chain of one run: with another run, another file
-(`node.statedir` puts files aside). `sync` makes what was appended survive a power cut; it is worth its milliseconds
-before a checkpoint is put in place that lies beyond what was synced. `sync.proofs.room = partial(spool, directory)` has
-long trails judged on the disk, too (`protocols.proofs`).
+Both read the whole file, for seconds if it holds thousands of rounds: they are made off the event loop. It has to
+be at hand before the chain moves, and belongs to one chain of one run: with another run, another file (`node.statedir`
+puts files aside). `sync` makes what was appended survive a power cut; it is worth its milliseconds before a checkpoint
+is put in place that lies beyond what was synced. `sync.proofs.room = partial(spool, directory)` has long trails judged
+on the disk, too (`protocols.proofs`).
 
 An entry is its length and checksum, 4 bytes each, and the encoded certificate; eight bytes at the beginning of the file
 name its form. What a crash or a bad disk made of the end is cut off when the file is opened.

@@ -36,6 +36,8 @@ class Contact:
         breaks: in a row, of streams that broke soon after a handshake.
         offended: it broke a rule, or off too often, in its present life: no try before its time.
         greeted: when the present try got as far as a handshake; None before that.
+        stale: since we met it last, we slept or moved: our connection to it may be dead.
+        cut: that connection has been closed: it is to be dialled, though it still counts as live.
         nudge: set to try it soon.
         hurry: set to send it a pulse at once.
         watching: of the stream on which it is watched: moved to now, it ends.
@@ -56,6 +58,8 @@ class Contact:
     breaks: int = 0
     offended: bool = False
     greeted: float | None = None
+    stale: bool = False
+    cut: bool = False
     suspicion: Suspicion = field(default_factory=lambda: Suspicion(0.0))
     nudge: asyncio.Event = field(default_factory=asyncio.Event)
     hurry: asyncio.Event = field(default_factory=asyncio.Event)
@@ -70,7 +74,7 @@ class Contact:
     @property
     def patience_seconds(self) -> float:
         """How long the next try may take."""
-        return AGAIN_SECONDS if self.live else DIAL_SECONDS
+        return AGAIN_SECONDS if self.live and not self.cut else DIAL_SECONDS
 
     def pause_seconds(self, wanted: bool) -> float:
         """Until the next try; doubles from one failure to the next."""
@@ -100,6 +104,21 @@ class Contact:
         """Whether this is another life of the peer than the latest, and not a later one."""
         known = self.hello
         return known is not None and hello.life != known.life and hello.member.incarnation <= known.member.incarnation
+
+    def doubt(self, now: float) -> None:
+        """We slept, or moved: its silence says nothing, and it has to be greeted anew."""
+        self.suspicion.slept(now)
+        if self.watching is not None and self.greeted is not None:
+            self.stale = True
+            self.end_watch()
+        self.nudge.set()
+
+    def is_doubtful(self) -> bool:
+        """Whether the try that just failed may have failed by an old connection alone; true once."""
+        doubtful = self.stale and self.greeted is None
+        if doubtful:
+            self.stale, self.cut = False, True
+        return doubtful
 
     def end_watch(self) -> None:
         """The stream on which it is watched is of no use any more."""

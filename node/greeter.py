@@ -18,6 +18,8 @@ IDLE_SECONDS = 60.0
 """A peer that watches us and sends no pulse for so long is not served any more."""
 GAP_SECONDS = 0.05
 """Between two answers to one peer: more pulses than that wait, and slow down whoever sends them."""
+QUICK_SECONDS = 2.0
+"""An echo that took longer, having waited behind vectors, says nothing of a clock."""
 TWIN = "another process runs with this identity: two peers cannot share one; stop one, or give it its own --state-dir"
 
 
@@ -127,7 +129,8 @@ class Greeter:
         contact.suspicion.hear(now)
         contact.round, contact.leaving = echo.round, echo.leaving
         contact.round_trip_seconds = now - began
-        contact.offset_seconds = echo.wall - (self._clock.wall() - contact.round_trip_seconds / 2)
+        if contact.round_trip_seconds <= QUICK_SECONDS:
+            contact.offset_seconds = echo.wall - (self._clock.wall() - contact.round_trip_seconds / 2)
 
     async def echo(self, contact: Contact, hello: Hello, stream: Stream) -> None:
         """Answer pulses until the watcher goes, or turns out to be a life that another has followed."""

@@ -29,6 +29,7 @@ from node.hello import (
     Welcome,
 )
 from node.suspicion import Suspicion
+from node.vigil import MAX_OFFSET_SECONDS, Vigil
 from protocols import wire
 from protocols.base import (
     BadPayload,
@@ -50,13 +51,10 @@ WATCH_SECONDS = 86_400.0
 """A stream lives so long at most; another follows it."""
 ANSWER_SECONDS = 5.0
 TICK_SECONDS = 0.25
-SLEPT_SECONDS = 2.0
-"""A tick that is so late shows that we were stopped, or the machine slept."""
 DIALS_AT_ONCE = 16
 HEARSAY_AT_ONCE = 4
 HEARSAY_SECONDS = 0.25
 MAX_REASONS = 256
-MAX_OFFSET_SECONDS = 600.0
 RETRY_SECONDS = 0.05
 NUDGED_SECONDS = 0.25
 """Before who calls us is tried again: it decides how often it calls."""
@@ -65,10 +63,15 @@ MAX_TOLD_ADDRESSES = 6
 MAX_BELIEVED_ADDRESSES = 4
 
 Reach = Callable[[PeerId, Sequence[str], Deadline], Awaitable[None]]
+Drop = Callable[[PeerId, Deadline], Awaitable[None]]
 
 
 async def _no_way(peer: PeerId, addresses: Sequence[str], deadline: Deadline) -> None:
     """Where the transport finds peers by itself."""
+
+
+async def _nothing(peer: PeerId, deadline: Deadline) -> None:
+    """Where the transport holds no connections."""
 
 
 class Membership:
@@ -79,6 +82,7 @@ class Membership:
         refused: why -> peers turned away, and what peers told that broke a rule.
         on_met: called with a peer that has just become live.
         on_twin: called with one line when another process turns out to have our identity.
+        vigil: what this peer notices of its own machine.
     """
 
     def __init__(
@@ -89,17 +93,20 @@ class Membership:
         who: Self,
         wanted: Callable[[], Iterable[PeerId]] = tuple,
         reach: Reach = _no_way,
+        drop: Drop = _nothing,
     ) -> None:
         """
         Args:
             wanted: peers that are dialled again and again, such as those of the roster.
             reach: brings the transport to a peer at one of its addresses, or fails by a `PeerError`.
+            drop: closes the transport's connections to a peer, so that it is dialled and not waited for.
         """
         self.version = 0
         self.refused: Counter[str] = Counter()
         self.on_met: Callable[[PeerId], None] = lambda peer: None
         self.on_twin: Callable[[str], None] = lambda why: None
-        self._transport, self._who, self._wanted, self._reach = transport, who, wanted, reach
+        self._transport, self._who, self._wanted = transport, who, wanted
+        self._reach, self._drop, self.vigil = reach, drop, Vigil(clock, who.addresses)
         self._greeter = Greeter(who, clock, signer)
         self._contacts = Contacts(who.me.peer, wanted)
         self._contacts.on_forget = self._forgotten
@@ -131,9 +138,11 @@ class Membership:
 
     def offset_seconds(self) -> float:
         """How far the others' wall clocks are ahead of ours: the median, within bounds; 0 if there are none."""
-        offsets = [contact.offset_seconds for contact in self._contacts if contact.live]
-        offset = median(offsets) if offsets else 0.0
+        offset = median(self._offsets() or [0.0])
         return max(-MAX_OFFSET_SECONDS, min(offset, MAX_OFFSET_SECONDS))
+
+    def _offsets(self) -> list[float]:
+        return [contact.offset_seconds for contact in self._contacts if contact.live and contact.round_trip_seconds]
 
     def hint(self, peer: PeerId, addresses: Sequence[str] = (), told_by: PeerId = "") -> Contact | None:
         """A peer may be found there; returns its contact, if it can have one.
@@ -166,21 +175,21 @@ class Membership:
 
     async def _tick(self) -> None:
         loop = asyncio.get_running_loop()
-        due = loop.time()
         while True:
             now = loop.time()
-            slept = now - due > SLEPT_SECONDS
+            gap = self.vigil.tick(now, TICK_SECONDS, self._offsets)
             for contact in self._contacts:
-                if contact.watching is None or contact.greeted is None:  # a dial has a deadline of its own
+                if gap and gap.line:
+                    contact.doubt(now)
+                elif contact.watching is None or contact.greeted is None:  # a dial has a deadline of its own
                     continue
-                if slept:
+                elif gap:
                     contact.suspicion.slept(now)
                 elif now >= contact.suspicion.due():
                     self._set_live(contact, False, f"silent for {contact.suspicion.patience_seconds:.1f} s")
                     contact.end_watch()
             for peer in self._wanted():
                 self.hint(peer)
-            due = loop.time() + TICK_SECONDS
             await asyncio.sleep(TICK_SECONDS)
 
     def _set_live(self, contact: Contact, live: bool, why: str = "") -> None:
@@ -203,6 +212,10 @@ class Membership:
         while True:
             contact.greeted = None
             why = await self._watched(contact)
+            if contact.is_doubtful():
+                await self._cut(contact)
+                continue
+            contact.cut = False
             if contact.broke(asyncio.get_running_loop().time()):
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
@@ -213,6 +226,10 @@ class Membership:
             nudged = await self._pause(contact, contact.pause_seconds(wanted))
             if contact.failures > MAX_FAILURES and not wanted and not nudged:
                 return self._contacts.forget(contact)
+
+    async def _cut(self, contact: Contact) -> None:
+        with suppress(PeerError):
+            await self._drop(contact.peer, asyncio.get_running_loop().time() + contact.patience_seconds)
 
     async def _pause(self, contact: Contact, seconds: float) -> bool:
         """Wait, less long if it calls us; returns whether it did."""
@@ -249,7 +266,7 @@ class Membership:
             if not contact.live:
                 await self._turn(contact, dialling)
             limit.reschedule(loop.time() + contact.patience_seconds)
-            if not contact.live and contact.addresses:
+            if contact.addresses and (contact.cut or not contact.live):
                 await self._reach(peer, contact.addresses, loop.time() + contact.patience_seconds)
             async with self._transport.open(peer, HELLO, loop.time() + WATCH_SECONDS) as stream:
                 await self._greet(contact, stream)
@@ -278,6 +295,7 @@ class Membership:
         now = asyncio.get_running_loop().time()
         contact.suspicion = Suspicion(now)
         contact.failures, contact.greeted = 0, now
+        contact.stale = contact.cut = False
         self._set_live(contact, True)
         for each in welcome.known:  # only now: who is here is not forgotten for whom it introduces
             if each.peer not in self._contacts:
@@ -315,7 +333,8 @@ class Membership:
 
     def _meet(self, contact: Contact, hello: Hello) -> None:
         before, contact.hello = contact.hello, hello
-        contact.addresses = sound((*hello.addresses, *contact.addresses))
+        gone = set(before.addresses if before else ()) - set(hello.addresses)  # where it says it is no more
+        contact.addresses = sound((*hello.addresses, *(each for each in contact.addresses if each not in gone)))
         if before is not None and before.life != hello.life:
             contact.offended = False
             contact.end_watch()  # what we watch is its former life

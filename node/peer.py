@@ -350,8 +350,9 @@ class Peer:
             who,
             lambda: [*roster(), *unanswered],
             partial(reach, tools.transport.connect),
+            tools.transport.forget,
         )
-        membership.on_twin = self._fail
+        membership.on_twin, membership.vigil.say = self._fail, self._view.say
         for peer, address in unanswered.items():
             membership.hint(peer, (address,))
         for peer, address in tools.entry.met.items():

@@ -142,4 +142,5 @@ class Portrait:
             incarnation=self.incarnation,
             syncing=self._syncing(),
             task=self.task,
+            clock=self.membership.vigil.clock if self.membership else "",
         )

@@ -80,6 +80,7 @@ class Status:
         eta_seconds: until the run's last round is done; None where nobody can tell.
         syncing: None while it does something else.
         task: name of the user's own task that is trained; empty if it is one of ours.
+        clock: in words, while this machine's clock is not the one that the others have; else empty.
     """
 
     state: str
@@ -107,6 +108,7 @@ class Status:
     incarnation: int
     task: str = ""
     syncing: Syncing | None = None
+    clock: str = ""
 
 
 class View(Protocol):

@@ -7,6 +7,7 @@ import gc
 import json
 import logging
 import math
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Protocol
 
@@ -41,6 +42,8 @@ ANNOUNCED_SECONDS = 180.0
 FIND_SECONDS = 20.0
 FIRST_SECONDS = 5.0
 MEET_SECONDS = 3.0
+SETTLE_SECONDS = 2.0
+"""After a sleep, until it is known again what the clock is off by, and p2pd has seen where it is."""
 WAIT_SECONDS = 1.0
 SCOPE = "run"
 MAX_FOUND = 64
@@ -244,7 +247,16 @@ class Stay:
             await means.directory.announce(SCOPE, value, ANNOUNCED_SECONDS, until)
             for peer, found in await means.directory.find(SCOPE, MAX_FOUND, until):
                 means.membership.hint(peer, _addresses(found))
-            await asyncio.sleep(max(0.0, until - loop.time()))
+            await self._quiet(until)
+
+    async def _quiet(self, until: Deadline) -> None:
+        """Wait, less long if this machine slept or moved: others look for it at its old addresses."""
+        upset = self._means.membership.vigil.upset
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(until):
+                await upset.wait()
+                upset.clear()
+                await asyncio.sleep(SETTLE_SECONDS)
 
 
 def _addresses(value: bytes) -> tuple[str, ...]:

@@ -92,6 +92,10 @@ def follow(head: Head, certificate: Certificate) -> Link:
         BadPayload: it holds no record.
         ValueError: its record does not extend that head.
     """
+    return _followed(head, certificate)[0]
+
+
+def _followed(head: Head, certificate: Certificate) -> tuple[Link, Record]:
     record, key = records.decode(certificate.record), head.key
     if (record.parent, record.round) != (key.lineage, key.round):
         raise ValueError(f"record of round {record.round} does not extend the head at round {key.round}")
@@ -103,7 +107,7 @@ def follow(head: Head, certificate: Certificate) -> Link:
         anchor=lineage if record.averaged else head.anchor,
         complaints=record.complaints,
     )
-    return Link(certificate, after)
+    return Link(certificate, after), record
 
 
 def steps(last: int, first: int) -> Iterator[int]:
@@ -152,7 +156,7 @@ class Links(Sequence[Link]):
                 for certificate in self._decoded(len(self), PIECE):
                     if certificate.key != self._last.key:
                         raise ValueError("of another chain")
-                    self._take(follow(self._last, certificate))
+                    self._take(*_followed(self._last, certificate))
         except (Forgotten, BadPayload, ValueError):
             self._archive.truncate(len(self))
             self.floor = 0
@@ -277,7 +281,7 @@ class Links(Sequence[Link]):
             encoded: its certificate, where somebody has that already.
         """
         self._archive.extend([wire.encode(link.certificate) if encoded is None else encoded])
-        self._take(link)
+        self._take(link, link.record)
 
     def extend(self, links: Iterable[Link]) -> None:
         """Add the rounds after the last.
@@ -312,8 +316,8 @@ class Links(Sequence[Link]):
                 self._meet(before + at - start, roster)
         self._recent = [*self._recent, *last][-RECENT:]
 
-    def _take(self, link: Link) -> None:
-        self._note(link.lineage, link.head.anchor == link.lineage, link.record.kind == Kind.FORK)
+    def _take(self, link: Link, record: Record) -> None:
+        self._note(link.lineage, record.averaged, record.kind == Kind.FORK)
         self._meet(len(self), link.head.roster)
         self._recent.append(link)
         if len(self._recent) > 2 * RECENT:

@@ -46,7 +46,18 @@ class Swarm:
         self.network = SimNetwork(Trace(), latency_seconds=0.02)
         self.members: dict[PeerId, Membership] = {}
         self.twins: list[tuple[PeerId, str]] = []
+        self.addresses: dict[PeerId, tuple[str, ...]] = {}
+        self.clocks: dict[PeerId, SimClock] = {}
+        self.said: list[tuple[PeerId, str]] = []
+        self.dropped: list[PeerId] = []
+        self.reached: list[tuple[PeerId, tuple[str, ...]]] = []
         self._lives = 0
+
+    async def reach(self, peer: PeerId, addresses: Sequence[str], deadline: Deadline) -> None:
+        self.reached.append((peer, tuple(addresses)))
+
+    async def drop(self, peer: PeerId, deadline: Deadline) -> None:
+        self.dropped.append(peer)
 
     def start(
         self, peer: PeerId, run: bytes = RUN, incarnation: int | None = None, skew_seconds: float = 0.0
@@ -66,13 +77,18 @@ class Swarm:
         return members
 
     def _membership(self, transport: Transport, me: Member, run: bytes, life: int, skew_seconds: float) -> Membership:
+        self.addresses[me.peer] = (f"/ip4/10.0.0.1/tcp/{life}",)
+        self.clocks[me.peer] = SimClock(skew_seconds)
         members = Membership(
             transport,
-            SimClock(skew_seconds),
+            self.clocks[me.peer],
             SimSigner(me.peer, 0),
-            Self(me, run, life, f"nick-{me.peer}", lambda: (f"/ip4/10.0.0.1/tcp/{life}",), lambda: 7),
+            Self(me, run, life, f"nick-{me.peer}", lambda: self.addresses[me.peer], lambda: 7),
             wanted=lambda: [peer for peer in self.members if peer != me.peer],
+            reach=self.reach,
+            drop=self.drop,
         )
+        members.vigil.say = lambda line: self.said.append((me.peer, line))
         members.on_twin = lambda why: self.twins.append((me.peer, why))
         return members
 
@@ -628,3 +644,103 @@ def test_one_that_starts_again_and_again_neither_leaks_nor_stops_us() -> None:
         assert len(swarm.network.nodes["a"].process.tasks) < 30
 
     play(body)
+
+
+# -- this machine -----------------------------------------------------------------------------------------------------
+
+
+class Watched(Swarm):
+    """Counts the changes of who is here, once all are."""
+
+    async def settled(self, names: str) -> dict[str, int]:
+        for name in names:
+            self.start(name)
+        await until(lambda: all(self.sees(name) == list(names) for name in names), 5.0)
+        await asyncio.sleep(3.0)
+        self.reached.clear()
+        return {name: self.members[name].version for name in names}
+
+
+def watched(body: Callable[[Watched], Awaitable[None]]) -> None:
+    async def main() -> None:
+        await body(Watched())
+
+    simloop.run(main())
+
+
+@pytest.mark.parametrize("jump_seconds", [30.0, 3600.0, -3600.0])
+def test_after_a_sleep_all_are_greeted_anew_and_nobody_is_suspected(jump_seconds: float) -> None:
+    async def body(swarm: Watched) -> None:
+        versions = await swarm.settled("abc")
+        greeted = {each.peer: each.greeted for each in swarm.members["b"].contacts()}
+        swarm.clocks["b"].skew_seconds += jump_seconds
+        await asyncio.sleep(2.0)
+        assert {name: swarm.members[name].version for name in "abc"} == versions
+        assert all((each.greeted or 0) > (greeted[each.peer] or 0) for each in swarm.members["b"].contacts())
+        assert swarm.members["b"].offset_seconds() == pytest.approx(max(-600, min(600, -jump_seconds)), abs=0.1)
+        [(who, line)] = swarm.said
+        assert who == "b" and ("slept" if jump_seconds > 0 else "set back") in line
+        assert swarm.members["b"].vigil.upset.is_set() and not swarm.dropped, "the old connections are good"
+
+    watched(body)
+
+
+@pytest.mark.parametrize("is_mended", [True, False])
+def test_a_connection_that_died_in_our_sleep_is_cut_and_its_peer_dialled_at_once(is_mended: bool) -> None:
+    async def body(swarm: Watched) -> None:
+        versions = await swarm.settled("ab")
+        transport = swarm.members["b"]._transport
+        opened = transport.open
+
+        def dead(peer: PeerId, method: str, deadline: Deadline) -> Any:
+            if swarm.dropped and is_mended:
+                return opened(peer, method, deadline)
+            return opened("nobody there", method, deadline)
+
+        swarm.network.block("b", "nobody there")
+        transport.open = dead  # type: ignore[method-assign]
+        swarm.clocks["b"].skew_seconds += 100.0
+        if is_mended:
+            await asyncio.sleep(6.0)
+            assert swarm.members["b"].version == versions["b"] and swarm.sees("b") == ["a", "b"]
+        else:
+            await until(lambda: swarm.sees("b") == ["b"], 10.0)
+        assert swarm.dropped == ["a"] and swarm.reached[0] == ("a", swarm.addresses["a"])
+
+    watched(body)
+
+
+def test_a_new_address_is_known_to_all_at_once_and_the_old_one_forgotten() -> None:
+    async def body(swarm: Watched) -> None:
+        versions = await swarm.settled("abc")
+        swarm.members["a"].hint("b", ("/ip4/10.0.0.1/tcp/2", "/dns/b.example/tcp/1"))
+        swarm.addresses["b"] = ()  # p2pd is down for a moment
+        await asyncio.sleep(3.0)
+        assert not swarm.said
+        swarm.addresses["b"] = ("/ip4/192.0.2.7/tcp/2",)
+
+        def known(name: str) -> tuple[str, ...]:
+            return next(each.addresses for each in swarm.members[name].contacts() if each.peer == "b")
+
+        await until(lambda: known("a") == ("/ip4/192.0.2.7/tcp/2", "/dns/b.example/tcp/1"), 3.0)
+        await until(lambda: known("c") == ("/ip4/192.0.2.7/tcp/2",), 3.0)
+        assert {name: swarm.members[name].version for name in "abc"} == versions
+        assert swarm.members["b"].vigil.upset.is_set() and "192.0.2.7" in swarm.said[0][1]
+
+    watched(body)
+
+
+def test_a_wrong_clock_is_named_where_it_is_and_once() -> None:
+    async def body(swarm: Watched) -> None:
+        for name in "abcd":
+            swarm.start(name, skew_seconds=90.0 if name == "c" else 0.3)
+        await asyncio.sleep(60.0)
+        [(who, line)] = swarm.said
+        assert who == "c" and "90 s ahead of that of 3 of 3 other peers" in line
+        assert [swarm.members[name].vigil.clock == "" for name in "abcd"] == [True, True, False, True]
+        swarm.clocks["c"].skew_seconds = 0.0
+        await asyncio.sleep(60.0)
+        assert [line for who, line in swarm.said if who == "c"][-1].endswith("the others have again")
+        assert swarm.members["c"].vigil.clock == ""
+
+    watched(body)

@@ -56,7 +56,8 @@ def in_a_run(tmp_path: Path, roster: tuple[Member, ...] = ROSTER, contacts: tupl
     portrait.run, portrait.run_id, portrait.rounds = "tiny", "ab" * 32, 10
     portrait.chain = Chain(RUN, "run", roster, b"0" * 32)
     portrait.journal = Journal(tmp_path / "rounds.jsonl")
-    portrait.membership = SimpleNamespace(contacts=lambda: contacts)  # type: ignore[assignment]
+    vigil = SimpleNamespace(clock="an hour off")
+    portrait.membership = SimpleNamespace(contacts=lambda: contacts, vigil=vigil)  # type: ignore[assignment]
     portrait.lag = SimpleNamespace(peek=lambda: 0.004)  # type: ignore[assignment]
     return portrait
 
@@ -79,7 +80,7 @@ def test_it_is_filled_in_part_by_part(tmp_path: Path) -> None:
     status = shown(whole)
     assert (status.run, status.run_id, status.rounds, status.incarnation) == ("tiny", "ab" * 32, 10, 4)
     assert status.lineage == whole.chain.head.key.lineage.hex()  # type: ignore[union-attr]
-    assert status.loop_lag_p99_seconds == 0.004
+    assert status.loop_lag_p99_seconds == 0.004 and status.clock == "an hour off"
 
 
 def test_who_is_shown_of_the_others(tmp_path: Path) -> None:

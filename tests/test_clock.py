@@ -1,0 +1,41 @@
+"""The wall clock, and the file that puts it off."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from node.clock import VARIABLE, WallClock
+
+
+def test_it_is_the_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert abs(WallClock().wall() - time.time()) < 1.0
+
+
+@pytest.mark.parametrize(
+    "said, seconds",
+    [
+        ("90", 90.0),
+        ("-600.5\n", -600.5),
+        ("", 0.0),
+        ("nan", 0.0),
+        ("inf", 0.0),
+        ("1e300", 0.0),
+        ("soon", 0.0),
+        ("1" * 10_000, 0.0),
+        (None, 0.0),
+    ],
+)
+def test_a_file_puts_it_off_at_once(
+    said: str | None, seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "clock"
+    monkeypatch.setenv(VARIABLE, str(file))
+    clock = WallClock()
+    assert abs(clock.wall() - time.time()) < 1.0
+    if said is not None:
+        file.write_text(said)
+    assert clock.wall() - time.time() == pytest.approx(seconds, abs=1.0)
