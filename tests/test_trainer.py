@@ -257,6 +257,20 @@ def test_completion_is_said_at_once() -> None:
     run(main())
 
 
+def test_without_surplus_it_waits_for_the_cut_when_the_steps_are_taken() -> None:
+    async def main() -> None:
+        learner, loop, cut = Count(), asyncio.get_running_loop(), asyncio.Event()
+        trainer = InlineTrainer(learner, inner_steps=3, step_seconds=1.0)
+        for _ in range(2):  # a round that came to nothing is gone on with
+            cut.clear()
+            loop.call_later(10.0, cut.set)
+            work = await trainer.train(key(0), cut, lambda work: None, surplus=False)
+            assert work.complete and len(learner.steps) == 3 and cut.is_set()
+        assert loop.time() == 20.0
+
+    run(main())
+
+
 def test_a_cut_beforehand_and_writes_between_rounds() -> None:
     async def main() -> None:
         learner = Count()

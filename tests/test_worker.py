@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from node import shared, worker
+from node import shared, tensors, worker
 from node.shared import Shared
 from node.tasks.base import Recipe
 from node.tasks.gpt import Shape
@@ -145,6 +145,40 @@ def test_another_worker_goes_on_where_the_last_one_stood(memory: int, text: Path
     work = serve(memory, spec, {"do": "train", "round": 2, "begin": True, "surplus": True, "carried": 64})[-1]["done"]
     assert work["tokens"] == 64 and mine.local[0].eq(0.5).all() and not mine.anchor[0].eq(0.5).any()
     assert mine.position == 40
+
+
+def test_what_was_saved_goes_on_to_the_bit(memory: int, text: Path, tmp_path: Path) -> None:
+    spec = WorkerSpec(GPT, RECIPE, 3, 9, text, device="cpu", threads=1)
+    path = str(tmp_path / "inner.safetensors")
+
+    def train(number: int) -> dict[str, Any]:
+        return {"do": "train", "round": number, "begin": True, "surplus": False}
+
+    whole = shared.create()
+    serve(whole, spec, train(0), train(1))
+    serve(memory, spec, train(0), {"do": "save", "path": path})
+    mine, position = Shared(memory, build(spec, torch.empty, False).learner.layout.sizes()), 4
+    assert mine.position == mine.steps == position, "no surplus steps"
+    mine.claim(0)
+    told = serve(memory, spec, {"do": "load", "path": path, "position": position}, train(1))
+    expected = Shared(whole, mine.local[0].shape)
+    assert told[0] == {"done": None} and torch.equal(mine.local[0], expected.local[0]) and mine.position == 8
+    os.close(whole)
+
+
+def test_an_inner_state_that_cannot_be_had_is_refused(memory: int, text: Path, tmp_path: Path) -> None:
+    spec, path = WorkerSpec(GPT, RECIPE, 3, 9, text, device="cpu", threads=1), tmp_path / "inner.safetensors"
+    save, load = {"do": "save", "path": str(path)}, {"do": "load", "path": str(path), "position": 7}
+    none, save_none, load_none = serve(memory, spec, load, save, load)
+    assert none == {"refused": "the inner state cannot be read: No such file or directory"}
+    assert save_none["done"] > 0 and load_none == {"done": None}, "before the first step there is none"
+    tensors.write(path, {"exp_avg": torch.zeros(3)}, {})
+    assert serve(memory, spec, load) == [
+        {"refused": "the inner state cannot be read: it holds other tensors than this model and its optimiser have"}
+    ]
+    path.unlink()
+    path.mkdir()
+    assert serve(memory, spec, save) == [{"refused": "the inner state cannot be written: Is a directory"}]
 
 
 def test_what_it_generates_comes_from_the_outer_parameters(memory: int, text: Path) -> None:
