@@ -8,7 +8,7 @@ momentum. Three peers average for some rounds; then a newcomer with nothing but 
 
 line    The newcomer's line carries 100 Mbit/s, the others' as much as they can. Seconds of catching up, and how many
         times as long that is as what came in takes on that line.
-shares  The others' lines carry 30 Mbit/s each, and the rounds use them, too. Which part of the state each brings.
+shares  The others' lines carry 30 Mbit/s each, and the rounds go first on them. Which part of the state each brings.
 killed  As `line`; one of the three is killed with SIGKILL while the state is on its way. What was fetched twice.
 
 In each, how long the others' rounds are while it joins, beside as many before. Without a choice, all three.
@@ -76,7 +76,8 @@ def play(what: str, megabytes: int, round_seconds: int, loopback: bool) -> dict[
         enough = decided(first)[-1]["round"] + CALM_ROUNDS
         wait("some rounds", lambda: decided(first)[-1]["round"] >= enough, patience_seconds)
         found = _join(swarm, first, carries, what, patience_seconds)
-        lines = {"line_megabits": None if loopback else LINE_MEGABITS, "state_bytes": 8 * elements}
+        least = LINE_MEGABITS if what != "shares" else min(LINE_MEGABITS, len(DONORS) * DONOR_MEGABITS)
+        lines = {"line_megabits": None if loopback else least, "state_bytes": 8 * elements}
         return {"what": what, "megabytes": megabytes, **lines, **found, **_rounds(first, began, found)}
 
 

@@ -84,9 +84,3 @@ class Claims:
             del self._asked[index]
             if index in self.missing:
                 self._queue.append(index)
-
-    def excuse(self, indices: Iterable[int]) -> None:
-        """Their donor has something more urgent to do: they are not late yet."""
-        for index in indices:
-            if len(self._asked.get(index, ())) == 1:
-                self._asked[index][0] = self._now()

@@ -282,7 +282,7 @@ class Download:
         index, began = mine[0], self._now()
         size = self._snapshot.index.size(index)
         data = scratch[:size]
-        header, put_off = await self._header(stream, mine)
+        header, put_off = await self._header(stream)
         if (header.index, header.size) != (index, size):
             raise BadPayload(f"chunk {header.index} of {header.size} bytes where {index} of {size} is due")
         for start in range(0, size, PIECE_BYTES):
@@ -299,14 +299,13 @@ class Download:
             self._missing.discard(index)
             self._fetching.bytes_here += size
 
-    async def _header(self, stream: Stream, mine: Sequence[int]) -> tuple[wire.Chunk, bool]:
+    async def _header(self, stream: Stream) -> tuple[wire.Chunk, bool]:
         """Of the next chunk, and whether its donor has put it off first."""
         for put_off in range(BUSY_ANSWERS):
             async with within(CHUNK_SECONDS, stream.peer, "it brings a chunk"):
                 answer = await stream.receive(_LIMIT)
             if not isinstance(answer, Busy):
                 return wire.expect(answer, wire.Chunk), put_off > 0
-            self._claims.excuse(mine)
         raise BadPayload(f"puts off one chunk {BUSY_ANSWERS} times")
 
     def _tell(self) -> None:
