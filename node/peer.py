@@ -40,7 +40,7 @@ from node.portrait import Portrait
 from node.remote import RemoteTrainer, WorkerError
 from node.round import Replica
 from node.runconfig import RunConfig
-from node.scratch import Scratch
+from node.scratch import Scratch, emptied
 from node.statedir import StateDir, StateError
 from node.status import Status, View, join_command
 from node.stay import Limits, Means, Stay
@@ -312,7 +312,8 @@ class Peer:
 
     def _past(self, tools: _Tools, gate: Gate) -> PartStore:
         least_rounds = max(LEAST_ROUNDS, KEEP_CHECKPOINTS * self._config.checkpoint_every)
-        return PartStore(partial(Scratch, tools.state.path), tools.disk, gate, least_rounds=least_rounds)
+        room = partial(Scratch, emptied(tools.state.path))
+        return PartStore(room, tools.disk, gate, least_rounds=least_rounds)
 
     def _settings(self, manifest: Manifest, incarnation: int) -> Settings:
         config = manifest.config

@@ -6,7 +6,7 @@ manifest.bin    the sealed manifest of its run      held-out.bin   the sample th
 sample.txt      what the model wrote at the end     certificates.bin   its chain (`node.archive`)
 checkpoints/    its state before some rounds (`node.checkpoint`)
 listen.json     where it listened, and where it was asked to
-over            there if the run is
+over            there if the run is                 scratch/       parts of past rounds, of this life
 past/<run>/     the files of runs that it was in before
 """
 
@@ -29,7 +29,7 @@ MAX_INCARNATION = 1 << 40
 """As `protocols.wire` has it: nobody would listen to a member of a higher one."""
 _OF_A_RUN = (
     "manifest.bin", "held-out.bin", "peers.json", "rounds.jsonl", "sample.txt", "over",
-    "certificates.bin", "checkpoints",
+    "certificates.bin", "checkpoints", "scratch",
 )  # fmt: skip
 _MAX_CACHE_BYTES = 1 << 20
 

@@ -36,6 +36,9 @@ class Network:
     def felt(self) -> int:
         return self.packets
 
+    def suffers(self) -> bool:
+        return True
+
     def __getattr__(self, name: str) -> Any:
         return lambda *given: self.calls.append((name, *given))
 

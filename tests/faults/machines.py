@@ -14,7 +14,7 @@ from pathlib import Path
 from tests.faults.network import Namespaces
 from tests.faults.notes import Notes
 from tests.faults.scenarios import Step
-from tests.realswarm import RealPeer, RealSwarm
+from tests.realswarm import RealPeer, RealSwarm, wait
 
 Act = Callable[[tuple[str, ...], Step], None]
 
@@ -93,7 +93,7 @@ class Machines:
     def named(self, whom: tuple[str, ...], step: Step) -> None:
         """That a peer has said what was wrong with its checkpoint."""
         for name in whom:
-            assert "is damaged" in self._swarm[name].said(), f"{name} says nothing of a checkpoint that is damaged"
+            wait(f"{name} names what is damaged", lambda name=name: "is damaged" in self._swarm[name].said(), 20)  # type: ignore[misc]
 
     # -- clocks, addresses --------------------------------------------------------------------------------------------
 

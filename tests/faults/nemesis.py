@@ -157,8 +157,7 @@ class Nemesis(Notes):
         self.tell(f"the line carries {step.amount / 1e6:g} Mbit/s", whom, "fault")
 
     def _heal(self, whom: tuple[str, ...], step: Step) -> None:
-        lasting = bool(self._network and not self._stragglers)
-        if lasting and not self._net.felt():
+        if self._network and self._network.suffers() and not self._network.felt():
             self.stuck.append("no packet met the fault")
         self.heal()
         self.tell("healed", self._names(()), "heal")

@@ -237,6 +237,10 @@ class Namespaces:
         """End this fault, or all if none is given. Healing one twice is no error."""
         self._suffer(tuple(other for other in self._faults if fault not in (None, other)))
 
+    def suffers(self) -> bool:
+        """Whether there is a fault."""
+        return bool(self._faults)
+
     def felt(self) -> int:
         """Packets that met a fault since the last one began or ended: dropped by a rule, or held by a slow line."""
         rules = _run("ip", "netns", "exec", self._router, "iptables", "-w", "5", "-nvxL", "FORWARD")
