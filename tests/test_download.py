@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from protocols.donor import LEND_SECONDS, MAX_PAUSES, PAUSE_SECONDS
 from protocols.download import SLOWEST_BYTES_PER_SECOND, STALL_SECONDS
 from protocols.framing import FramedStream
 from protocols.requests import Busy
-from protocols.snapshot import Anonymous
+from protocols.snapshot import Anonymous, Snapshot
+from tests import test_checkpoint as checkpoints
 from tests.peers import Disguise, Peer, Swarm
 
 ELEMENTS = 800_000
@@ -249,6 +251,20 @@ def test_another_life_finds_what_the_last_one_fetched(spoilt: bool) -> None:
         assert again.snapshots.held()[0].fresh is False
 
     play(main, every_rounds=2)
+
+
+def test_a_life_knows_by_its_files_what_the_last_one_began(tmp_path: Path) -> None:
+    before, whole = checkpoints.keeper(tmp_path).snapshots, checkpoints.state()
+    lineage = checkpoints.lineage_of(5)
+    made = Snapshot(lineage, 5, whole.index)
+    made.fill(whole.anchor, whole.velocity)
+    assert not before.has_begun(lineage, 5)
+    begun = before.new(lineage, 5, whole.index)
+    begun.put(0, made.chunk(0))
+    again = checkpoints.keeper(tmp_path).snapshots
+    assert again.has_begun(lineage, 5) and not again.has_begun(checkpoints.lineage_of(10), 10)
+    found = again.new(lineage, 5, whole.index)
+    assert begun.fresh and not found.fresh and found.chunk(0) == made.chunk(0)
 
 
 def test_a_newer_snapshot_is_taken_where_the_rounds_since_the_one_begun_are_dearer() -> None:
