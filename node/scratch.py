@@ -1,6 +1,6 @@
 """Room in files of a life of this peer: their bytes are the disk's and its cache's, and go when nobody needs them.
 
-There may be a hundred of them, so each is open only while it is used. What a killed life has left is removed by the next.
+There may be a hundred of them, so each is open only while it is used. What a killed life left is removed by the next.
 Files are read and written, not mapped: while a thread faults pages of a mapping in, all others wait for the process's
 memory to be theirs again, the event loop's among them (docs/decisions/0012-snapshots-on-the-disk.md).
 """
