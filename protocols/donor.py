@@ -68,8 +68,12 @@ class Donor:
         lent = [Kept(each.snapshot.lineage, each.snapshot.round) for each in self._lent()]
         return (*held, *(each for each in lent if each not in held))[:MAX_KEPT]
 
+    def tidy(self) -> None:
+        """Let go what nobody takes any more: to be called now and then."""
+        self._lent()
+
     def _lent(self) -> list[_Loan]:
-        """Those that are still of use; the others go."""
+        """Those that are still of use, beyond those that are kept; the others go."""
         now, held = asyncio.get_running_loop().time(), {each.lineage for each in self._snapshots.held()}
         last = sorted(self._loans.values(), key=lambda loan: -loan.until)
         loans = [each for each in last if each.until > now and each.snapshot.lineage not in held]
@@ -101,7 +105,7 @@ class Donor:
             await self._hand_out(stream, snapshot)
         finally:
             self._joiners.remove(stream.peer)
-            self._lent()
+            self.tidy()
 
     async def _hand_out(self, stream: Stream, snapshot: Snapshot) -> None:
         index = snapshot.index

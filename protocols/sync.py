@@ -177,6 +177,7 @@ class Sync:
     async def run(self) -> None:
         """Heal, for ever: dial those who are not in the roster, look into every head that we do not know."""
         while True:
+            self._donor.tidy()
             began, news = _now(), self._news.is_set()
             self._news.clear()
             if not news:
