@@ -108,13 +108,12 @@ class Contact:
     def doubt(self, now: float) -> None:
         """We slept, or moved: its silence says nothing, and it has to be greeted anew."""
         self.suspicion.slept(now)
-        if self.watching is not None and self.greeted is not None:
-            self.stale = True
-            self.end_watch()
+        self.stale = self.hello is not None
+        self.end_watch()
         self.nudge.set()
 
     def is_doubtful(self) -> bool:
-        """Whether the try that just failed may have failed by an old connection alone; true once."""
+        """Whether a try has failed, or is bound to fail, by an old connection alone; true once."""
         doubtful = self.stale and self.greeted is None
         if doubtful:
             self.stale, self.cut = False, True

@@ -56,6 +56,8 @@ HEARSAY_AT_ONCE = 4
 HEARSAY_SECONDS = 0.25
 MAX_REASONS = 256
 RETRY_SECONDS = 0.05
+CUT_FAILURES = 3
+"""Tries in a row after which the connection to who was here is closed: the next one dials."""
 NUDGED_SECONDS = 0.25
 """Before who calls us is tried again: it decides how often it calls."""
 MAX_TOLD_ADDRESSES = 6
@@ -211,6 +213,8 @@ class Membership:
         """Watch one peer; when that ends, try it again, ever more rarely."""
         while True:
             contact.greeted = None
+            if not contact.live and contact.is_doubtful():
+                await self._cut(contact)
             why = await self._watched(contact)
             if contact.is_doubtful():
                 await self._cut(contact)
@@ -222,6 +226,8 @@ class Membership:
             self._set_live(contact, False, why)
             contact.failures += 1
             log.debug("%s: try %d: %s", contact.peer, contact.failures, why)
+            if contact.failures == CUT_FAILURES and contact.hello:
+                await self._cut(contact)
             wanted = self._contacts.wants(contact.peer)
             nudged = await self._pause(contact, contact.pause_seconds(wanted))
             if contact.failures > MAX_FAILURES and not wanted and not nudged:
@@ -335,6 +341,8 @@ class Membership:
         before, contact.hello = contact.hello, hello
         gone = set(before.addresses if before else ()) - set(hello.addresses)  # where it says it is no more
         contact.addresses = sound((*hello.addresses, *(each for each in contact.addresses if each not in gone)))
+        if before is not None and before.life == hello.life and set(before.addresses) != set(hello.addresses):
+            contact.doubt(asyncio.get_running_loop().time())  # it moved: what we hold of it may lead nowhere
         if before is not None and before.life != hello.life:
             contact.offended = False
             contact.end_watch()  # what we watch is its former life

@@ -730,6 +730,16 @@ def test_a_new_address_is_known_to_all_at_once_and_the_old_one_forgotten() -> No
     watched(body)
 
 
+def test_who_does_not_answer_any_more_is_dialled_in_the_end_and_not_only_asked() -> None:
+    async def body(swarm: Watched) -> None:
+        await swarm.settled("ab")
+        swarm.network.block("a", "b")
+        await asyncio.sleep(60.0)
+        assert swarm.dropped.count("b") == 1, "it is closed once in an outage, not again and again"
+
+    watched(body)
+
+
 def test_a_wrong_clock_is_named_where_it_is_and_once() -> None:
     async def body(swarm: Watched) -> None:
         for name in "abcd":
