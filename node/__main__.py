@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
+from contextlib import suppress
+from typing import NoReturn
 
-from node.cli import main
+from node import cli
 
-__all__ = ["main"]
+
+def main() -> NoReturn:
+    """Run a command and end the process with its exit code.
+
+    At once: all that was begun has ended by then. To take an interpreter apart that has PyTorch in it takes half a second,
+    or many on a busy machine, in which signals that still come find no handler.
+    """
+    code = cli.main()
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

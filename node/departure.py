@@ -99,7 +99,7 @@ class Departure:
         with self._listening():
             await asyncio.wait([task])
         if not self._asked:
-            signal.setitimer(signal.ITIMER_REAL, EXIT_SECONDS)  # threads that hang hold up the interpreter's end
+            signal.setitimer(signal.ITIMER_REAL, EXIT_SECONDS)  # a thread may still hang
         if self._asked < 2 and not task.cancelled():
             self._code = task.result()
         return self._code
