@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,6 @@ import torch
 
 from node import tensors
 from node.disk import PARAMETERS, VELOCITY, outer_header, outer_room
-from node.identity import sync_directory
 from protocols.base import BadPayload, Layout, Vector
 from protocols.snapshot import Index, Snapshot
 
@@ -139,82 +137,6 @@ def name_of(round_number: int, lineage: bytes) -> str:
     return f"{round_number:06d}-{lineage.hex()[:12]}"
 
 
-# -- making -----------------------------------------------------------------------------------------------------------
-
-
-def seal(made: Checkpoint, inner: bool) -> Checkpoint:
-    """Make a checkpoint of a hidden directory with its files: from now on it is there, whatever happens.
-
-    Args:
-        made: its path is the hidden directory's, its files are not looked at.
-        inner: whether there is an inner state; what else is in its file is none.
-
-    Raises:
-        OSError: it cannot be written; it is not there then.
-    """
-    draft, home = made.path, made.path.parent
-    names = (OUTER, INNER) if inner else (OUTER,)
-    if not inner:
-        (draft / INNER).unlink(missing_ok=True)
-    files = {name: File((draft / name).stat().st_size, _flushed(draft / name)) for name in names}
-    fields = _describe(made, files)
-    file = os.open(draft / MANIFEST, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    try:
-        tensors.put(file, _encode(fields), 0)
-        os.fsync(file)
-    finally:
-        os.close(file)
-    sync_directory(draft)
-    place = home / made.name
-    if place.exists():  # a damaged one, or one that this one is the same as
-        shutil.rmtree(place)
-    draft.rename(place)
-    sync_directory(home)
-    return _parse(place, fields)
-
-
-def _flushed(path: Path) -> str:
-    """Have a file's bytes on the disk; returns their digest, read back."""
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        digest = _digest(file)
-        os.fsync(file)
-        return digest
-    finally:
-        os.close(file)
-
-
-def _digest(file: int) -> str:
-    digest, piece, at = hashlib.sha256(), memoryview(bytearray(tensors.PIECE_BYTES)), 0
-    while count := os.preadv(file, [piece], at):
-        digest.update(piece[:count])
-        at += count
-    return digest.hexdigest()
-
-
-def _describe(made: Checkpoint, files: Mapping[str, File]) -> dict[str, Any]:
-    fields = {
-        "format": FORMAT,
-        "run": made.run,
-        "round": made.round,
-        "lineage": made.lineage.hex(),
-        "state_root": made.state_root.hex(),
-        "elements": list(made.layout.sizes()),
-        "layout": [[[name, list(shape)] for name, shape in fragment] for fragment in made.layout.fragments],
-        "outer_digests": made.index.pack().hex(),
-        "data": {"seed": made.data.seed, "incarnation": made.data.incarnation, "position": made.data.position},
-        "carried_tokens": made.carried,
-        "error_feedback": None,  # a file, once a codec needs one
-        "files": {name: {"size": file.size, "sha256": file.sha256} for name, file in files.items()},
-    }
-    return fields | {"digest": hashlib.sha256(_encode(fields)).hexdigest()}
-
-
-def _encode(fields: Mapping[str, Any]) -> bytes:
-    """The one spelling of a manifest."""
-    return json.dumps(fields, indent=1, sort_keys=True).encode() + b"\n"
-
-
 # -- finding ----------------------------------------------------------------------------------------------------------
 
 
@@ -275,7 +197,7 @@ def verified(path: Path) -> Checkpoint:
         for name, file in checkpoint.files.items():
             opened = os.open(path / name, os.O_RDONLY | os.O_CLOEXEC)
             try:
-                if os.fstat(opened).st_size != file.size or _digest(opened) != file.sha256:
+                if os.fstat(opened).st_size != file.size or digest(opened) != file.sha256:
                     raise CheckpointError(f"the checkpoint {path} is damaged: {name} is not what it was")
             finally:
                 os.close(opened)
@@ -297,11 +219,11 @@ def described(path: Path) -> Checkpoint:
         fields = json.loads(data)
         if type(fields) is dict and fields.get("format", FORMAT) != FORMAT:
             raise CheckpointError(f"the checkpoint {path} is of format {str(fields['format'])[:10]}: update Starling")
-        digest = fields.pop("digest")
-        sound = digest == hashlib.sha256(_encode(fields)).hexdigest() and data == _encode(fields | {"digest": digest})
+        said = fields.pop("digest")
+        sound = said == hashlib.sha256(encode(fields)).hexdigest() and data == encode(fields | {"digest": said})
         if not sound:
             raise ValueError
-        checkpoint = _parse(path, fields)
+        checkpoint = parse(path, fields)
         if checkpoint.name != path.name.removeprefix("."):
             raise ValueError
     except CheckpointError:
@@ -311,7 +233,7 @@ def described(path: Path) -> Checkpoint:
     return checkpoint
 
 
-def _parse(path: Path, fields: Mapping[str, Any]) -> Checkpoint:
+def parse(path: Path, fields: Mapping[str, Any]) -> Checkpoint:
     """
     Raises:
         ValueError, KeyError, TypeError: no manifest that this version writes.
@@ -342,3 +264,17 @@ def _parse(path: Path, fields: Mapping[str, Any]) -> Checkpoint:
 
 def _why(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error)
+
+
+def digest(file: int) -> str:
+    """SHA-256 of an open file, hex; read in pieces."""
+    found, piece, at = hashlib.sha256(), memoryview(bytearray(tensors.PIECE_BYTES)), 0
+    while count := os.preadv(file, [piece], at):
+        found.update(piece[:count])
+        at += count
+    return found.hexdigest()
+
+
+def encode(fields: Mapping[str, Any]) -> bytes:
+    """The one spelling of a manifest."""
+    return json.dumps(fields, indent=1, sort_keys=True).encode() + b"\n"

@@ -20,9 +20,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
-from node.checkpoint import DIRECTORY, INNER, OUTER, Checkpoint, name_of, places, seal
+from node.checkpoint import DIRECTORY, INNER, OUTER, Checkpoint, name_of, places
 from node.disk import FileRoom, allocate, outer_room
 from node.process import WorkerError
+from node.sealing import seal
 from node.state import OuterState
 from protocols.base import Compute, RoundKey
 from protocols.snapshot import Anonymous, Room, Snapshot, Snapshots, room_bytes

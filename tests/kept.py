@@ -8,12 +8,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from node.checkpoint import OUTER, Checkpoint, Data, seal
+from node.checkpoint import OUTER, Checkpoint, Data
 from node.disk import outer_header
 from node.identity import Identity, load_or_create
 from node.manifest import Manifest, layout_digest
 from node.manifest import seal as sealed
 from node.runconfig import RunConfig, load_run
+from node.sealing import seal
 from node.tasks.base import flatten
 from node.tasks.gpt import Gpt
 from protocols.base import Member
