@@ -1,32 +1,39 @@
-"""A peer's history on disk: one RoundReport a line in `rounds.jsonl`."""
+"""A peer's history on disk: one RoundReport a line in `rounds.jsonl`, and what all of them add up to.
+
+The last lines are kept, some hundred megabytes (`node.turning`); `totals.json` beside them counts those before, too,
+and those of former lives in this directory.
+"""
 
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 from pathlib import Path
 
 from node.report import RoundReport, Totals
 from node.status import to_json
+from node.turning import turn
 
 log = logging.getLogger(__name__)
 
 _MAX_LINE_BYTES = 1 << 20
+_MAX_TOTALS_BYTES = 4096
 
 
 class Journal:
     """Appends reports. A full disk costs lines, not rounds.
 
     Attributes:
-        totals: of all reports so far.
+        totals: of all reports so far, former lives' among them.
         last: the latest report.
     """
 
     def __init__(self, path: Path) -> None:
-        self.totals = Totals()
         self.last: RoundReport | None = None
-        self._path = path
+        self._path, self._totals_path = path, path.with_name("totals.json")
+        self.totals = self._remembered()
         self._failing = False
 
     def write(self, report: RoundReport) -> None:
@@ -35,6 +42,7 @@ class Journal:
         self.totals.add(report)
         try:
             self._append(f"{to_json(report)}\n".encode())
+            self._remember()
             self._failing = False
         except OSError as error:
             if not self._failing:
@@ -43,6 +51,7 @@ class Journal:
 
     def _append(self, line: bytes) -> None:
         """After the last whole line: a disk that was full, or a crash, may have left a piece of one behind it."""
+        turn(self._path, len(line))
         with self._path.open("a+b", buffering=0) as file:
             end = file.seek(0, os.SEEK_END)
             file.seek(max(0, end - _MAX_LINE_BYTES))
@@ -50,3 +59,16 @@ class Journal:
             file.truncate(end - len(tail) + tail.rfind(b"\n") + 1)
             if file.write(line) < len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def _remembered(self) -> Totals:
+        """What the file says; nothing if it is not there, or was damaged."""
+        try:
+            with self._totals_path.open("rb") as file:
+                return Totals.of(json.loads(file.read(_MAX_TOTALS_BYTES)))
+        except (OSError, ValueError, TypeError):
+            return Totals()
+
+    def _remember(self) -> None:
+        draft = self._totals_path.with_suffix(".new")
+        draft.write_text(json.dumps(vars(self.totals)))
+        draft.replace(self._totals_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Self
 
@@ -102,6 +103,19 @@ class Totals:
     def __init__(self) -> None:
         self.tokens = self.bytes_sent = self.bytes_received = 0
         self.seconds_train = self.seconds_average = 0.0
+
+    @classmethod
+    def of(cls, values: Mapping[str, float]) -> Self:
+        """From `vars` of another.
+
+        Raises:
+            TypeError, ValueError: these are none.
+        """
+        totals = cls()
+        for name, start in vars(totals).items():
+            kind: type = type(start)
+            setattr(totals, name, kind(dict(values).get(name, start)))
+        return totals
 
     def add(self, report: RoundReport) -> None:
         self.tokens += report.tokens

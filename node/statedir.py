@@ -1,7 +1,7 @@
 """A peer's directory: who it is, which run it is in, whom it met, what it reported.
 
 identity.key    the Ed25519 key                     peers.json     whom it met, and where
-incarnation     how often it was started            rounds.jsonl   one report a line
+incarnation     how often it was started            rounds.jsonl   one report a line; rounds.1.jsonl … before that
 manifest.bin    the sealed manifest of its run      held-out.bin   the sample that everybody evaluates on
 sample.txt      what the model wrote at the end     certificates.bin   its chain (`node.archive`)
 checkpoints/    its state before some rounds (`node.checkpoint`)
@@ -22,14 +22,15 @@ from typing import Self
 from node.addresses import sound
 from node.hello import MAX_RUN_BYTES, MAX_SAMPLE_BYTES
 from node.identity import Identity, load_or_create, sync_directory
+from node.turning import KEEP_FILES
 from protocols.base import PeerId
 
 MAX_CACHED_PEERS = 64
 MAX_INCARNATION = 1 << 40
 """As `protocols.wire` has it: nobody would listen to a member of a higher one."""
 _OF_A_RUN = (
-    "manifest.bin", "held-out.bin", "peers.json", "rounds.jsonl", "sample.txt", "over",
-    "certificates.bin", "checkpoints", "scratch",
+    "manifest.bin", "held-out.bin", "peers.json", "rounds.jsonl", "sample.txt", "over", "totals.json",
+    "certificates.bin", "checkpoints", "scratch", *(f"rounds.{number}.jsonl" for number in range(1, KEEP_FILES + 1)),
 )  # fmt: skip
 _MAX_CACHE_BYTES = 1 << 20
 

@@ -21,6 +21,7 @@ from node.screen import Screen
 from node.status import Status, SwarmOptions, parse, printable, to_json
 from node.swarmview import picture, plain_line, sample, summary
 from node.tally import Tally
+from node.turning import older, turn
 
 POLL_SECONDS = 0.25
 LOOK_SECONDS = 1.0
@@ -98,8 +99,10 @@ class Participant:
     def _hear(self, line: str | None) -> None:
         if line:
             self._words = line
-            with suppress(OSError), self._log.open("a") as file:
-                file.write(f"{line}\n")
+            with suppress(OSError):
+                turn(self._log)
+                with self._log.open("a") as file:
+                    file.write(f"{line}\n")
 
     @property
     def code(self) -> int | None:
@@ -145,12 +148,24 @@ class Participant:
 
     def reports(self) -> list[RoundReport]:
         """Those that are new, a megabyte of them at most."""
+        path = self.directory / "rounds.jsonl"
         try:
-            with (self.directory / "rounds.jsonl").open("rb") as file:
-                file.seek(self._read_bytes)
-                data = file.read(READ_BYTES)
+            if path.stat().st_size < self._read_bytes:  # it was put aside: what is left of it comes first
+                if left := self._lines(older(path)):
+                    return left
+                self._read_bytes = 0
+            return self._lines(path)
         except OSError:
             return []
+
+    def _lines(self, path: Path) -> list[RoundReport]:
+        """
+        Raises:
+            OSError: there is no such file.
+        """
+        with path.open("rb") as file:
+            file.seek(self._read_bytes)
+            data = file.read(READ_BYTES)
         whole = data[: data.rfind(b"\n") + 1]
         self._read_bytes += len(whole)
         return [RoundReport.from_json(line) for line in whole.splitlines()]

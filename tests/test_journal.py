@@ -13,6 +13,7 @@ import pytest
 
 from node.journal import Journal
 from node.report import RoundReport
+from node.turning import KEEP_FILES
 
 REPORT = RoundReport(
     "r", "p", 1, 0, "a", "b", "anchor0", "committed", ("p", "q"), {"q": ("a", 1, 2)}, {"q": "late"}, True, 0.5, 100,
@@ -92,3 +93,37 @@ def test_a_file_that_is_none_costs_lines_too(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "rounds.jsonl")
     journal.write(REPORT)
     assert journal.totals.tokens == 100
+
+
+def test_what_the_history_adds_up_to_survives_a_restart(tmp_path: Path) -> None:
+    path = tmp_path / "rounds.jsonl"
+    for _ in range(3):
+        journal = Journal(path)
+        journal.write(REPORT)
+    assert vars(journal.totals) == {
+        "tokens": 300, "bytes_sent": 15, "bytes_received": 18,
+        "seconds_train": 6.0, "seconds_average": pytest.approx(0.6),
+    }  # fmt: skip
+    assert Journal(path).last is None, "that is of this life"
+
+
+@pytest.mark.parametrize("damaged", [b"", b"{", b"[]", b"{}", b'{"tokens": "many"}', b"\xff" * 9000])
+def test_totals_that_cannot_be_read_begin_again(tmp_path: Path, damaged: bytes) -> None:
+    (tmp_path / "totals.json").write_bytes(damaged)
+    journal = Journal(tmp_path / "rounds.jsonl")
+    journal.write(REPORT)
+    assert journal.totals.tokens == 100 and Journal(tmp_path / "rounds.jsonl").totals.tokens == 100
+
+
+def test_the_history_does_not_grow_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rounds.jsonl"
+    journal = Journal(path)
+    journal.write(replace(REPORT, round=0))
+    monkeypatch.setattr("node.turning.FILE_BYTES", 3 * path.stat().st_size + 10)
+    for number in range(1, 30):
+        journal.write(replace(REPORT, round=number))
+    names = [*(f"rounds.{number}.jsonl" for number in range(KEEP_FILES, 0, -1)), "rounds.jsonl"]
+    assert sorted(each.name for each in tmp_path.glob("rounds*")) == sorted(names)
+    kept = [line["round"] for name in names for line in lines(tmp_path / name)]
+    assert kept == list(range(30 - len(kept), 30)) and len(kept) > 3 * KEEP_FILES
+    assert journal.totals.tokens == 3000

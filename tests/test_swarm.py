@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from node.journal import Journal
 from node.report import RoundReport, Totals
 from node.status import to_json
 from node.swarm import Participant
@@ -184,6 +185,20 @@ def test_a_report_survives_its_line() -> None:
 def test_what_is_no_report_is_refused(line: str) -> None:
     with pytest.raises(ValueError):
         RoundReport.from_json(line)
+
+
+def test_reports_are_read_on_when_their_file_is_put_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    peer = Participant("peer-1", tmp_path)
+    peer.directory.mkdir()
+    journal = Journal(peer.directory / "rounds.jsonl")
+    monkeypatch.setattr("node.turning.FILE_BYTES", 5000)
+    seen: list[int] = []
+    for number in range(40):
+        journal.write(report("peer-1", number))
+        if number % 3 == 0:
+            while new := peer.reports():
+                seen += [each.round for each in new]
+    assert len(list(peer.directory.glob("rounds*"))) > 2 and seen == list(range(40))
 
 
 def test_reports_are_read_as_they_come(tmp_path: Path) -> None:
