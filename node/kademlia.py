@@ -251,6 +251,8 @@ class Node:
 
     async def search(self, name: bytes) -> None:
         """Ask the nodes that are nearest to a place; what is sound of their answers is put on the shelf as it comes."""
+        if len(self._node.blacklist.ban_counter) > _MAX_NODES:  # of all who ever failed to answer
+            self._node.blacklist.clear()
         await self._node.get(name, latest=True)
 
 

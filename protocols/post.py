@@ -12,6 +12,8 @@ from protocols.tasks import alongside
 
 RETRY_SECONDS = 0.1
 RETRY_LIMIT_SECONDS = 5.0
+MAX_NAMED = 256
+"""Between two reports: strangers come under as many names as they like."""
 KEEP_MESSAGES = 64
 """Messages that wait for one peer, or that a stream carried and may have lost; the oldest give way."""
 
@@ -26,7 +28,8 @@ class Ledger:
         self._open: dict[Stream, tuple[int, int]] = {}  # what is counted already of each
 
     def name(self, peer: PeerId, why: str) -> None:
-        self._names.setdefault(peer, why)
+        if len(self._names) < MAX_NAMED:
+            self._names.setdefault(peer, why)
 
     @asynccontextmanager
     async def counting(self, stream: Stream) -> AsyncIterator[Stream]:

@@ -157,14 +157,15 @@ class TestDirectory:
 
         run(body)
 
-    def test_a_clock_that_is_off_is_corrected(self) -> None:
-        class Slow(WallClock):
+    @pytest.mark.parametrize("ahead_seconds", [-3600.0, 600.0])
+    def test_a_clock_that_is_off_is_corrected(self, ahead_seconds: float) -> None:
+        class Off(WallClock):
             def wall(self) -> float:
-                return super().wall() - 3600
+                return super().wall() + ahead_seconds
 
         async def body(make: Make) -> None:
-            a, b = await make(), await make(offset_seconds=3600.0)
-            b.directory._clock = Slow()
+            a, b = await make(), await make(offset_seconds=-ahead_seconds)
+            b.directory._clock = Off()
             await b.connect(a)
             await a.directory.announce("all", b"a", TTL, soon())
             await b.directory.announce("all", b"b", TTL, soon())
