@@ -14,8 +14,8 @@ from node import cli
 def main() -> NoReturn:
     """Run a command and end the process with its exit code.
 
-    At once: all that was begun has ended by then. Taking an interpreter apart that has PyTorch in it takes half a second,
-    or many on a busy machine, in which signals that still come find no handler.
+    At once: all that was begun has ended by then. To take an interpreter apart that has PyTorch in it takes from half a
+    second to many, on a busy machine, in which signals that still come find no handler.
     """
     code = cli.main()
     logging.shutdown()
