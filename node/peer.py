@@ -18,6 +18,7 @@ import torch
 
 from node import resume
 from node.addresses import shareable
+from node.archive import spool
 from node.clock import WallClock
 from node.compute import ThreadCompute
 from node.config import ConfigError
@@ -293,7 +294,7 @@ class Peer:
             await resume.take_up(start, replica, trainer, keeper)
             replica.on_phase, portrait.awaited = portrait.works, lambda: replica.awaited()
             sync = Sync(host, chain, settings, snapshots, membership.peers, averager.shelf)
-            sync.on_better = lambda branch: averager.supersede()
+            sync.on_better, sync.proofs.room = (lambda branch: averager.supersede()), partial(spool, state.path)
             averager.on_ahead = sync.hear
             portrait.pids = lambda: [pid for pid in (os.getpid(), trainer.pid, transport.daemon_pid) if pid]
             Door(transport, run, lambda: asdict(_public(self.status())))
