@@ -218,6 +218,23 @@ def seconds_to_carry(source: socket.socket, target: socket.socket, size: int) ->
 
 
 @real
+def test_who_moves_is_reached_at_its_new_address_alone(network: Namespaces, connected: Ends) -> None:
+    mine, theirs = connected
+    old, a = network.places["b"].address, network.places["a"]
+    new = network.move("b")
+    assert network.places["b"] == new and new.address != old and new.device == f"line{new.line}"
+    mine.sendall(b"to nobody")
+    assert hears_nothing(theirs)
+    assert arrived(a, new, 20) == 20 == arrived(new, a, 20)
+    again = network.move("b")
+    assert again.address not in (old, new.address) and arrived(a, again, 20) == 20
+    network.part(["a"], ["b"])
+    assert arrived(a, again, 20) == 0, "faults know where it is now"
+    with pytest.raises(ValueError, match="cannot move"):
+        network.move("b")
+
+
+@real
 def test_a_line_is_up_at_once(network: Namespaces) -> None:
     a, b = network.places["a"], network.places["b"]
     assert arrived(a, b, 1) == 1

@@ -202,9 +202,9 @@ class Namespaces:
             f"address delete {_ROUTER} peer {old.address} dev {old.device}\n"
             f"address add {_ROUTER} peer {place.address} dev {old.device}\n"
         )
-        peer = (
-            f"address add {place.address} peer {_ROUTER} dev line\n"
+        peer = (  # in this order: with the first of two addresses towards one peer the kernel removes the other
             f"address delete {old.address} peer {_ROUTER} dev line\n"
+            f"address add {place.address} peer {_ROUTER} dev line\n"
             f"route replace default via {_ROUTER}\n"
         )
         _run("ip", "-n", self._router, "-batch", "-", given=router)
