@@ -173,6 +173,7 @@ class Nemesis(Notes):
         for name in whom:
             self.began(name)
         via = self.running()[-1]
+        wait(f"{via.name} says where it is", via.meet, SETTLE_SECONDS)  # it may have moved
         self.tell(f"started, through {via.name}", whom, "start")
         began = self.last
         self._swarm.join(*whom, via=via, seconds=SETTLE_SECONDS)
