@@ -52,12 +52,15 @@ class CertificateFile:
     are lost: whoever restarts then goes on from the last one before them.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, name: str = "") -> None:
         """
+        Args:
+            name: what a person is told that it is; else its path.
+
         Raises:
             OSError: it can neither be read nor made.
         """
-        self._open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), str(path))
+        self._open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), name or str(path))
 
     @classmethod
     def anonymous(cls, directory: Path) -> Self:

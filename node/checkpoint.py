@@ -165,8 +165,15 @@ def whole(directory: Path, say: Callable[[str], None], run: str = "") -> Iterato
         directory: the peer's state directory.
         say: told one line of each that is damaged.
         run: id of the run that they have to be of; empty: any.
+
+    Raises:
+        CheckpointError: where they are cannot be read; one line.
     """
-    for path in reversed(places(directory / DIRECTORY)):
+    try:
+        there = places(directory / DIRECTORY)
+    except OSError as error:
+        raise CheckpointError(f"{directory / DIRECTORY} cannot be read ({_why(error)}): set that right") from None
+    for path in reversed(there):
         try:
             checkpoint = verified(path)
             if run and checkpoint.run != run:
@@ -178,10 +185,14 @@ def whole(directory: Path, say: Callable[[str], None], run: str = "") -> Iterato
 
 
 def places(home: Path, drafts: bool = False) -> list[Path]:
-    """Directories of checkpoints, whole or not, the oldest first; or those that are in the making."""
+    """Directories of checkpoints, whole or not, the oldest first; or those that are in the making.
+
+    Raises:
+        OSError: it cannot be read; that there is none is no error.
+    """
     try:
         names = sorted(each.name for each in os.scandir(home) if each.is_dir(follow_symlinks=False))
-    except OSError:
+    except FileNotFoundError:
         return []
     return [home / name for name in names if name.startswith(".") == drafts]
 

@@ -179,8 +179,10 @@ class Keeper:
             self._failing = False
             self._whole.add(made.name)
             held = {name_of(each.round, each.lineage) for each in self.snapshots.held()}
-            useless = [path for path in places(self._home) if path.name not in held]
-            useless += [path for path in places(self._home, drafts=True) if path.name[1:] < min(held | {made.name})]
+            useless = [self._home / name for name in sorted(self._whole - held)]  # what it does not know is not its own
+            with suppress(OSError):
+                drafts = places(self._home, drafts=True)
+                useless += [path for path in drafts if path.name[1:] < min(held | {made.name})]
             await self._remove(useless)
 
     async def _fail(self, round_number: int, why: str, draft: Path) -> None:
@@ -246,13 +248,17 @@ class Keeper:
 
     async def _thin(self, draft: Path) -> bool:
         """Give up the least useful of what is there, but never the last whole one; False: there is nothing."""
-        drafts = [path for path in places(self._home, drafts=True) if path != draft]
-        damaged = [path for path in places(self._home) if path.name not in self._whole]
-        older = [path for path in places(self._home) if path.name in self._whole][:-1]
-        for path in (*drafts, *damaged, *older)[:1]:
+        for path in self._spare(draft)[:1]:
             await self._remove([path])
             return not path.exists()
         return False
+
+    def _spare(self, draft: Path) -> list[Path]:
+        """What may be given up for a draft, the least useful first; nothing that a life before left unread."""
+        drafts: list[Path] = []
+        with suppress(OSError):
+            drafts = [path for path in places(self._home, drafts=True) if path != draft]
+        return [*drafts, *(self._home / name for name in sorted(self._whole)[:-1])]
 
     async def _remove(self, paths: list[Path]) -> None:
         """Delete these. A snapshot there is let go first, so that its bytes go back; whoever reads it reads on."""

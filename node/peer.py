@@ -104,6 +104,7 @@ class Peer:
         self._expected, self._held = config.run_id, ""
         self._finishing, self._failure = False, ""
         self._alone = False  # nobody answered
+        self._own = False  # the run is the one that is held here, and nobody was heard about it
 
     def finish(self) -> None:
         """End the round, hand in, leave; at once where there is no round yet."""
@@ -213,7 +214,7 @@ class Peer:
     def _go_on(self, held: resume.Held) -> Run:
         """Go on with the run that is held here, whoever is there."""
         self._judge(held.run)
-        why = "nobody answers: " if self._alone else ""
+        self._own, why = True, "nobody answers: " if self._alone else ""
         self._view.say(
             f"{why}going on with the run {held.manifest.run_id[:12]} that is held here; --new starts another"
         )
@@ -259,9 +260,8 @@ class Peer:
                     self._view.say("this address works on this machine only: --listen on another for others to join")
             await self._settle(tools, trainer, manifest, run, await self._start(tools, manifest))
 
-    @staticmethod
-    async def _start(tools: _Tools, manifest: Manifest) -> resume.Start:
-        return await tools.disk.run(lambda: resume.start(tools.state, manifest, tools.me), 0)
+    async def _start(self, tools: _Tools, manifest: Manifest) -> resume.Start:
+        return await tools.disk.run(lambda: resume.start(tools.state, manifest, tools.me, self._own), 0)
 
     def _begin(self, state: StateDir, manifest: Manifest, run: Run) -> None:
         """This peer's directory, and what it shows, are of this run now."""

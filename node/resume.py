@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterable
+import shutil
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from node.archive import CertificateFile
-from node.checkpoint import DIRECTORY, Checkpoint, Data, places, whole
+from node.checkpoint import DIRECTORY, Checkpoint, CheckpointError, Data, places, whole
 from node.entry import Run
-from node.identity import verify
+from node.identity import sync_directory, verify
 from node.keeper import Keeper
 from node.manifest import Manifest, ManifestError, unseal
 from node.outfit import stream_seed
@@ -50,7 +51,11 @@ class Held:
 
 
 def held(state: StateDir) -> Held | None:
-    """The run that the directory is of; None if there is none to go on with, or one that cannot be read."""
+    """The run that the directory is of; None if there is none to go on with, or one that cannot be read.
+
+    Raises:
+        StateError: its checkpoints cannot be looked for.
+    """
     sealed, sample = state.manifest(), state.held_out()
     if not holds_run(state.path):
         return None
@@ -64,7 +69,10 @@ def held(state: StateDir) -> Held | None:
         return None
     founded = manifest.founder.peer == state.identity.peer_id
     run = Run(sealed, sample if any(manifest.held_out) else b"")
-    return Held(manifest, run, founded or bool(places(state.path / DIRECTORY)))
+    try:
+        return Held(manifest, run, bool(places(state.path / DIRECTORY)) or founded)
+    except OSError as error:
+        raise StateError(f"{state.path / DIRECTORY} cannot be read ({error.strerror}): set that right") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,20 +108,60 @@ class Start:
         )
 
 
-def start(state: StateDir, manifest: Manifest, me: Member) -> Start:
+def start(state: StateDir, manifest: Manifest, me: Member, alone: bool = False) -> Start:
     """Where this life begins. It reads the chain and all checkpoints: to be called off the event loop.
 
+    Args:
+        alone: nobody answered, who could show us the chain.
+
     Raises:
-        StateError: the directory cannot be written.
+        StateError: the directory cannot be written, or there are checkpoints and no chain leads to them.
     """
     try:
-        archive = CertificateFile(state.certificates)
+        found = tuple(whole(state.path, log.warning, manifest.run_id))
+        archive, chain = _cut(state, manifest, found, alone)
+    except CheckpointError as error:
+        raise StateError(str(error)) from None
     except OSError as error:
         raise StateError(f"cannot write {state.certificates} ({error.strerror}): free space there") from None
-    chain = Chain(bytes.fromhex(manifest.run_id), "run", (manifest.founder,), manifest.state_root, archive)
-    checkpoints = cut_back(whole(state.path, log.warning, manifest.run_id), chain)
+    checkpoints = tuple(each for each in found if _is_of(chain, each))
     data = checkpoints[0].data if checkpoints else Data(stream_seed(me), me.incarnation, 0)
     return Start(chain, archive, checkpoints, data)
+
+
+def _cut(
+    state: StateDir, manifest: Manifest, found: Sequence[Checkpoint], alone: bool
+) -> tuple[CertificateFile, Chain]:
+    """The chain up to the newest checkpoint on it. A copy is cut, and takes the place of what there was in the end.
+
+    For one byte may be wrong in the chain and a month of training lie behind it: what the chain does not lead to is
+    put by, together with the chain as it was.
+    """
+    copy = state.certificates.with_name(f".{state.certificates.name}.new")
+    copy.unlink(missing_ok=True)
+    copy.touch(0o600)
+    if state.certificates.exists():
+        shutil.copyfile(state.certificates, copy)
+    archive = CertificateFile(copy, str(state.certificates))
+    chain = Chain(bytes.fromhex(manifest.run_id), "run", (manifest.founder,), manifest.state_root, archive)
+    unused = [each for each in found if not _is_of(chain, each)]
+    if unused:
+        what = f"{state.certificates} is damaged, or of another branch: it does not lead to {_listed(unused)}"
+        if alone and len(unused) == len(found):
+            copy.unlink()
+            raise StateError(f"{what}; give the address of a peer of the run by --bootstrap, or start another by --new")
+        log.warning("%s: put by in %s", what, state.put_by(manifest.run_id, [each.path for each in unused]))
+    cut_back(found, chain)
+    archive.sync()
+    copy.replace(state.certificates)
+    sync_directory(state.path)
+    return archive, chain
+
+
+def _listed(checkpoints: Sequence[Checkpoint]) -> str:
+    """Of the newest first."""
+    several = f" and {len(checkpoints) - 1} older ones" if len(checkpoints) > 1 else ""
+    return f"the checkpoint before round {checkpoints[0].round + 1}{several}"
 
 
 def cut_back(checkpoints: Iterable[Checkpoint], chain: Chain) -> tuple[Checkpoint, ...]:

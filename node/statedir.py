@@ -7,13 +7,14 @@ sample.txt      what the model wrote at the end     certificates.bin   its chain
 checkpoints/    its state before some rounds (`node.checkpoint`)
 listen.json     where it listened, and where it was asked to
 over            there if the run is                 scratch/       parts of past rounds, of this life
-past/<run>/     the files of runs that it was in before
+past/<run>/     the files of runs that it was in before; past/<run>-unused/: checkpoints that its chain did not lead to
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -113,14 +114,31 @@ class StateDir:
         there = [self.path / name for name in _OF_A_RUN if (self.path / name).exists()]
         if not there:
             return
-        past = self.path / "past" / (run_id[:16] or "unknown")
-        number = 1
-        while past.exists():
-            number += 1
-            past = past.with_name(f"{run_id[:16] or 'unknown'}-{number}")
-        past.mkdir(parents=True)
+        past = self._past(run_id[:16] or "unknown")
         for file in there:
             file.rename(past / file.name)
+
+    def put_by(self, run_id: str, checkpoints: Iterable[Path]) -> Path:
+        """Move checkpoints aside, with a copy of the chain as it is, as of a directory of their own; returns that.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        past = self._past(f"{run_id[:16]}-unused")
+        if self.certificates.exists():
+            shutil.copyfile(self.certificates, past / self.certificates.name)
+        for path in checkpoints:
+            (past / path.parent.name).mkdir(exist_ok=True)
+            path.rename(past / path.parent.name / path.name)
+        return past
+
+    def _past(self, name: str) -> Path:
+        past, number = self.path / "past" / name, 1
+        while past.exists():
+            number += 1
+            past = past.with_name(f"{name}-{number}")
+        past.mkdir(parents=True)
+        return past
 
     def keep_text(self, text: bytes) -> None:
         """Note what the run's model wrote."""

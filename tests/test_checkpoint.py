@@ -303,7 +303,7 @@ def test_what_a_killed_peer_was_writing_is_no_checkpoint(tmp_path: Path) -> None
     newest(tmp_path).path.rename(tmp_path / "checkpoints" / ".000010-0a0a0a0a0a0a")  # killed before the rename
     assert rounds(tmp_path) == [5]
     keep(tmp_path, 15)
-    assert names(tmp_path) == ["000015-0f0f0f0f0f0f"]  # of this life
+    assert names(tmp_path) == ["000005-050505050505", "000015-0f0f0f0f0f0f"], "whoever made it, it is whole"
 
 
 # -- room -------------------------------------------------------------------------------------------------------------
@@ -330,6 +330,22 @@ def test_those_of_a_former_life_are_handed_out_and_make_room_in_their_turn(tmp_p
     asyncio.run(main())
 
 
+def test_what_it_neither_made_nor_was_given_is_not_deleted(tmp_path: Path) -> None:
+    unread = ["000005-050505050505", "000010-0a0a0a0a0a0a"]
+    keep(tmp_path, 5, 10)
+    (tmp_path / "checkpoints" / unread[0] / MANIFEST).write_bytes(b"of another version")
+    (tmp_path / "checkpoints" / unread[1] / OUTER).write_bytes(b"damaged")
+    one = bytes_of_one(tmp_path / "one")
+    keep(tmp_path, 15, 20, 25, 30, of=keeper(tmp_path, limit_bytes=2 * one + 16384))
+    assert names(tmp_path)[:2] == unread and rounds(tmp_path)[0] == 30
+
+
+def test_a_place_that_cannot_be_read_is_not_an_empty_one(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_bytes(b"a file")
+    with pytest.raises(CheckpointError, match=r"checkpoints cannot be read \(Not a directory\)"):
+        newest(tmp_path)
+
+
 def bytes_of_one(path: Path) -> int:
     keep(path, 5)
     return sum(file.stat().st_size for file in newest(path).path.iterdir())
@@ -339,8 +355,11 @@ def test_the_cap_takes_older_ones_but_never_the_last(tmp_path: Path, caplog: pyt
     one = bytes_of_one(tmp_path / "one") + 8192
     keep(tmp_path / "three", 5, 10, 15, of=keeper(tmp_path / "three", limit_bytes=3 * one))
     assert rounds(tmp_path / "three") == [15, 10, 5] and not caplog.records
-    made = keep(tmp_path / "three", 20, of=keeper(tmp_path / "three", limit_bytes=2 * one))
-    assert rounds(tmp_path / "three")[0] == 20 and not caplog.records and len(made.snapshots.held()) == 1
+    less = keeper(tmp_path / "three", limit_bytes=2 * one - 8192)
+    for each in whole(tmp_path / "three", lambda line: None):
+        less.holds(each)
+    made = keep(tmp_path / "three", 20, of=less)
+    assert rounds(tmp_path / "three") == [20, 15] and not caplog.records and len(made.snapshots.held()) == 2
     tight = keeper(tmp_path / "one", limit_bytes=one)
     tight.holds(newest(tmp_path / "one"))
     keep(tmp_path / "one", 10, 15, of=tight)

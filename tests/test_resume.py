@@ -24,7 +24,7 @@ from node.peerconfig import PeerConfig
 from node.remote import RemoteTrainer, WorkerError
 from node.round import Replica
 from node.runconfig import load_run
-from node.statedir import StateDir
+from node.statedir import StateDir, StateError
 from protocols import PROTOCOLS
 from protocols.base import Layout, Member
 from protocols.chain import Chain
@@ -235,6 +235,70 @@ def test_a_life_begins_where_the_last_one_kept_its_state(here: StateDir) -> None
     assert again.data == Data(stream_seed(Member("anna", 1)), 1, 42), "the stream of the first life"
     (made[1].path / "outer.safetensors").write_bytes(b"")
     assert resume.start(here, manifest, Member("anna", 3)).checkpoints == (made[0],)
+
+
+def lived(here: StateDir) -> tuple[Manifest, list[Path]]:
+    """A former life: five rounds, and checkpoints before the third and the fifth."""
+    manifest = begin(here)
+    first = resume.start(here, manifest, Member("anna", 1))
+    for number in range(5):
+        link = decided(first.chain.head, root=state(number).root(number))
+        first.chain.switch(first.chain.head.key.lineage, [link])
+    common = first.like(manifest.run_id, like(here.path).layout)
+    return manifest, [checkpoint(here.path, first.chain, number, common).path for number in (2, 4)]
+
+
+def flip(file: Path, at: int) -> bytes:
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+    return bytes(data)
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    return {str(each.relative_to(directory)): each.read_bytes() for each in directory.rglob("*") if each.is_file()}
+
+
+@pytest.mark.parametrize("damage", ["flipped", "empty", "gone"])
+def test_no_checkpoint_is_lost_with_its_chain(here: StateDir, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+    manifest, made = lived(here)
+    if damage == "flipped":
+        flip(here.certificates, 40)
+    elif damage == "empty":
+        here.certificates.write_bytes(b"")
+    else:
+        here.certificates.unlink()
+    before = files(here.path)
+    with pytest.raises(StateError, match=r"the checkpoint before round 5 and 1 older ones; .* --bootstrap, .* --new"):
+        resume.start(here, manifest, Member("anna", 2), alone=True)
+    assert files(here.path) == before
+    again = resume.start(here, manifest, Member("anna", 2))
+    assert again.checkpoints == () and again.chain.head.key.round == 0
+    past = here.path / "past" / f"{manifest.run_id[:16]}-unused"
+    assert [each.path.name for each in whole(past, print)] == [made[1].name, made[0].name]
+    kept = {name: data for name, data in before.items() if name.startswith(("checkpoints", "certificates"))}
+    assert files(past) == kept and caplog.records[-1].message.endswith(f"put by in {past}")
+    assert resume.start(here, manifest, Member("anna", 3)).checkpoints == ()
+    assert not past.with_name(past.name + "-2").exists(), "there is nothing more"
+
+
+def test_a_chain_that_ends_early_leads_to_an_older_one(here: StateDir) -> None:
+    manifest, made = lived(here)
+    damaged = flip(here.certificates, here.certificates.stat().st_size * 7 // 10)
+    again = resume.start(here, manifest, Member("anna", 2), alone=True)
+    assert [each.path for each in again.checkpoints] == made[:1] and again.chain.head.key.round == 2
+    past = here.path / "past" / f"{manifest.run_id[:16]}-unused"
+    assert [each.path.name for each in whole(past, print)] == [made[1].name]
+    assert (past / "certificates.bin").read_bytes() == damaged
+    again.chain.switch(again.chain.head.key.lineage, [decided(again.chain.head)])
+    assert len(CertificateFile(here.certificates)) == 3, "what comes is kept where it belongs"
+
+
+def test_checkpoints_that_cannot_be_looked_for_are_no_reason_to_begin_again(here: StateDir) -> None:
+    begin(here)
+    (here.path / "checkpoints").write_bytes(b"a file")
+    with pytest.raises(StateError, match=r"checkpoints cannot be read \(Not a directory\): set that right"):
+        resume.held(here)
 
 
 class Stand:
