@@ -128,9 +128,15 @@ def unseal(
             founder, or of another run.
     """
     encoded, signature = _open(envelope)
-    manifest = _decode(encoded)
+    unsigned = ManifestError("the manifest is not signed by its founder: ask another peer of the run")
+    try:
+        manifest = _decode(encoded)
+    except ManifestError:  # a flipped bit is not to read as another version
+        if (founder := _founder(encoded)) and not verify(founder, _SIGNED_TAG + encoded, signature):
+            raise unsigned from None
+        raise
     if not verify(manifest.founder.peer, _SIGNED_TAG + encoded, signature):
-        raise ManifestError("the manifest is not signed by its founder: ask another peer of the run")
+        raise unsigned
     if expected_run_id is not None and not _matches(manifest.run_id, expected_run_id):
         raise ManifestError(
             f"this is run {manifest.run_id}, not {ascii(expected_run_id[:64])[1:-1]}: "
@@ -159,6 +165,16 @@ def _open(envelope: bytes) -> tuple[bytes, bytes]:
     if type(encoded) is not bytes or type(signature) is not bytes or msgpack.packb(opened) != envelope:
         raise ManifestError("the envelope is not in its canonical spelling: ask another peer of the run")
     return encoded, signature
+
+
+def _founder(encoded: bytes) -> PeerId:
+    """Whose signature one that does not decode would have to bear; empty if it names nobody that there could be."""
+    try:
+        peer = json.loads(encoded)["founder"]["peer"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return ""
+    there = isinstance(peer, str) and len(peer) <= _MAX_PEER_CHARACTERS and peer.isascii() and peer.isprintable()
+    return peer if there else ""
 
 
 def _decode(encoded: bytes) -> Manifest:

@@ -171,6 +171,8 @@ class Peer:
             elif held and held.has_state:
                 await self._join(tools, self._go_on(held))
             else:
+                if not config.new:
+                    resume.require_none(state)
                 await self._found(tools)
 
     # -- which run ----------------------------------------------------------------------------------------------------

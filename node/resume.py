@@ -75,6 +75,25 @@ def held(state: StateDir) -> Held | None:
         raise StateError(f"{state.path / DIRECTORY} cannot be read ({error.strerror}): set that right") from None
 
 
+def require_none(state: StateDir) -> None:
+    """To start a run here and not to ask for that by --new, there has to be nothing left that was worth keeping.
+
+    Raises:
+        StateError: there is.
+    """
+    out = "--new starts another run, and moves what is here to past/"
+    if state.is_over:
+        raise StateError(f"the run in {state.path} is over: {out}")
+    why, kept = "", state.certificates.exists() and state.certificates.stat().st_size > 0
+    try:
+        unseal(state.manifest(), verify)
+    except ManifestError as error:
+        there = (state.path / "manifest.bin").exists()
+        why, kept = f" ({error})" if there else " (manifest.bin is missing)", kept or there
+    if kept or (state.path / DIRECTORY).exists():
+        raise StateError(f"the run in {state.path} cannot be gone on with{why}: --bootstrap joins it again, {out}")
+
+
 @dataclass(frozen=True, slots=True)
 class Start:
     """Where a peer begins in a run.
@@ -145,11 +164,13 @@ def _cut(
     archive = CertificateFile(copy, str(state.certificates))
     chain = Chain(bytes.fromhex(manifest.run_id), "run", (manifest.founder,), manifest.state_root, archive)
     unused = [each for each in found if not _is_of(chain, each)]
+    what = f"none of the checkpoints in {state.path / DIRECTORY} can be used"
     if unused:
         what = f"{state.certificates} is damaged, or of another branch: it does not lead to {_listed(unused)}"
-        if alone and len(unused) == len(found):
-            copy.unlink()
-            raise StateError(f"{what}; give the address of a peer of the run by --bootstrap, or start another by --new")
+    if alone and len(unused) == len(found) and places(state.path / DIRECTORY):
+        copy.unlink()
+        raise StateError(f"{what}; give the address of a peer of the run by --bootstrap, or start another by --new")
+    if unused:
         log.warning("%s: put by in %s", what, state.put_by(manifest.run_id, [each.path for each in unused]))
     cut_back(found, chain)
     archive.sync()

@@ -178,6 +178,7 @@ def test_another_run_is_refused_by_both_names() -> None:
         (seal(MANIFEST, JOINER), "not signed by its founder"),
         (seal(replace(MANIFEST, founder=Member("joiner")), FOUNDER), "not signed by its founder"),
         (msgpack.packb([FORMAT, MANIFEST.encode(), b""]), "not signed by its founder"),
+        (seal(MANIFEST, FOUNDER).replace(b'"learning_rate"', b'"mearning_rate"'), "not signed by its founder"),
         (signed(b""), "Invalid JSON"),
         (signed(b"[" * 60_000), "recursion limit"),
         (signed(MANIFEST.encode() + b" "), "not in its canonical spelling"),

@@ -101,6 +101,31 @@ def test_what_is_over_or_damaged_is_not_gone_on_with(
     assert resume.held(here) is None and len(caplog.records) == (damage != "over")
 
 
+@pytest.mark.parametrize("left", ["damaged manifest", "no manifest", "chain", "checkpoints", "over"])
+def test_what_is_left_of_a_run_is_no_room_for_another(here: StateDir, left: str) -> None:
+    resume.require_none(here)
+    begin(here)
+    here.certificates.touch()
+    resume.require_none(here)  # of a founder that was killed before there was anything to keep
+    words = r"cannot be gone on with.*: --bootstrap joins it again, --new starts another"
+    if left == "damaged manifest":
+        flip(here.path / "manifest.bin", 300)
+        words = r"cannot be gone on with \(the manifest is not signed by its founder.*--bootstrap .*--new"
+    elif left == "over":
+        here.forget()
+        words = r"the run in .* is over: --new starts another run, and moves what is here to past/$"
+    else:
+        (here.path / "manifest.bin").unlink()
+        words = words if left == "chain" else r"manifest.bin is missing"
+        here.certificates.write_bytes(b"" if left == "checkpoints" else b"some")
+        (here.path / "checkpoints").mkdir()
+        if left == "chain":
+            here.begin("", "", sealed(here)[1], b"")
+    with pytest.raises(StateError, match=words) as caught:
+        resume.require_none(here)
+    assert "\n" not in str(caught.value)
+
+
 class Nobody:
     """An entry that leads nowhere, or to what it is told."""
 
@@ -280,6 +305,16 @@ def test_no_checkpoint_is_lost_with_its_chain(here: StateDir, damage: str, caplo
     assert files(past) == kept and caplog.records[-1].message.endswith(f"put by in {past}")
     assert resume.start(here, manifest, Member("anna", 3)).checkpoints == ()
     assert not past.with_name(past.name + "-2").exists(), "there is nothing more"
+
+
+def test_nor_is_the_chain_of_checkpoints_of_another_version(here: StateDir) -> None:
+    manifest, made = lived(here)
+    for path in made:
+        (path / "manifest.json").write_bytes(b'{"format": 2}')
+    before = files(here.path)
+    with pytest.raises(StateError, match=r"none of the checkpoints in .*/checkpoints can be used; .* --bootstrap"):
+        resume.start(here, manifest, Member("anna", 2), alone=True)
+    assert files(here.path) == before
 
 
 def test_a_chain_that_ends_early_leads_to_an_older_one(here: StateDir) -> None:
