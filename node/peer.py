@@ -8,7 +8,7 @@ import logging
 import os
 import secrets
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -203,15 +203,27 @@ class Peer:
         self._portrait.becomes("joining", f"asking at {len(addresses)} addresses which run this is")
         if not self._config.bootstrap:
             self._view.say(f"going back to the run {self._expected or ''}, to whom was met there; --new starts another")
-        meant = held is not None and held.has_state and held.manifest.run_id.startswith(self._config.run_id or "")
+        meant = held is not None and held.has_state and self._is_meant(held.manifest.run_id, tools.state.peers())
         try:
             async with asyncio.timeout(resume.ANSWER_SECONDS if meant else None):
                 return await tools.entry.find(addresses)
         except TimeoutError:
-            assert held is not None
-            tools.entry.stop()
-            self._alone = True
-            return self._go_on(held)
+            pass
+        except ManifestError as error:  # who was met here is in another run now
+            if not meant or self._config.bootstrap:
+                raise
+            self._view.say(str(error))
+        assert held is not None
+        tools.entry.stop()
+        self._alone = True
+        return self._go_on(held)
+
+    def _is_meant(self, held: str, met: Container[PeerId]) -> bool:
+        """Whether the user may mean the run that is held here: whoever gave addresses may mean another."""
+        if self._config.run_id:
+            return held.startswith(self._config.run_id)
+        given = [address.rpartition("/p2p/")[2] for address in self._config.bootstrap]
+        return not given or any(peer in met for peer in given)
 
     def _go_on(self, held: resume.Held) -> Run:
         """Go on with the run that is held here, whoever is there."""

@@ -152,7 +152,7 @@ def ask(here: StateDir, entry: Nobody, **given: Any) -> tuple[Run, View]:
 
     async def main() -> Run:
         addresses = peer._addresses(here)
-        tools = SimpleNamespace(entry=cast(Entry, entry))
+        tools = SimpleNamespace(entry=cast(Entry, entry), state=here)
         async with asyncio.timeout(2):
             return await peer._ask(cast(Any, tools), addresses, resume.held(here))
 
@@ -166,6 +166,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_where_nobody_answers_the_held_run_is_gone_on_with(here: StateDir) -> None:
     manifest, entry = begin(here), Nobody()
+    here.remember({ADDRESS.rpartition("/p2p/")[2]: ["/ip4/192.0.2.1/tcp/1"]})
     run, view = ask(here, entry, bootstrap=(ADDRESS,))
     assert run.sealed == here.manifest() and entry.stopped
     assert entry.asked == [ADDRESS], "of a run that may be another"
@@ -183,13 +184,28 @@ def test_who_answers_is_believed(here: StateDir, tmp_path: Path) -> None:
         ask(here, Nobody(ManifestError("another run")), bootstrap=(ADDRESS,))
 
 
-@pytest.mark.parametrize("why", ["another run is meant", "no state"])
+def test_that_those_met_are_in_another_run_now_is_no_answer(here: StateDir) -> None:
+    manifest = begin(here)
+    run, view = ask(here, Nobody(ManifestError(f"{ADDRESS}: this is run abab")))
+    assert run.sealed == here.manifest()
+    assert view.said[1:] == [
+        f"{ADDRESS}: this is run abab",
+        f"nobody answers: going on with the run {manifest.run_id[:12]} that is held here; --new starts another",
+    ]
+
+
+def test_an_address_of_the_run_by_its_id_has_a_time_out_too(here: StateDir) -> None:
+    manifest = begin(here)
+    assert ask(here, Nobody(), bootstrap=(ADDRESS,), run_id=manifest.run_id[:12])[0].sealed == here.manifest()
+
+
+@pytest.mark.parametrize("why", ["another run is meant", "an address of nobody met", "no state"])
 def test_else_it_is_asked_for_as_long_as_it_takes(here: StateDir, tmp_path: Path, why: str) -> None:
     if why == "no state":
         begin(here, StateDir.open(tmp_path / "founder"))
     else:
         begin(here)
-    meant: dict[str, Any] = {"run_id": "ab" * 32} if why != "no state" else {}
+    meant: dict[str, Any] = {"run_id": "ab" * 32} if why == "another run is meant" else {}
     with pytest.raises(TimeoutError):
         ask(here, Nobody(), bootstrap=(ADDRESS,), **meant)
 
