@@ -222,6 +222,15 @@ class Keeper:
             limit = f"{self._limit_bytes / 1e9:g} GB"
             raise OSError(errno.EDQUOT, f"{(taken + size) / 1e9:.3g} GB would be over {limit}: raise --disk-limit")
 
+    def _would_do(self, size: int, draft: Path) -> bool:
+        """Whether there would be so much room for a draft if all were given up that may be."""
+        gone = [*self._spare(draft), draft]
+        with suppress(OSError):
+            self._check(size, gone)
+            disk = os.statvfs(self._home)
+            return disk.f_bavail * disk.f_frsize + sum(_bytes(path) for path in gone) >= size
+        return False
+
     async def _make_way(self, draft: Path, key: RoundKey) -> bool:
         """Take the room that a checkpoint needs, from older ones if need be; False: there is none."""
         vectors_bytes = room_bytes(sum(self._like.layout.sizes()))  # as much again are AdamW's moments
@@ -242,7 +251,8 @@ class Keeper:
                 return True
             except OSError as error:
                 full, why = error.errno in (errno.ENOSPC, errno.EDQUOT), error.strerror or str(error)
-            if not full or not await self._thin(draft):
+            enough = full and await self._disk.run(partial(self._would_do, 2 * vectors_bytes + SMALL_BYTES, draft), 0)
+            if not enough or not await self._thin(draft):
                 await self._fail(key.round, why, draft)
                 return False
 

@@ -11,6 +11,7 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -367,6 +368,25 @@ def test_the_cap_takes_older_ones_but_never_the_last(tmp_path: Path, caplog: pyt
     assert [each.round for each in tight.snapshots.held()] == [15, 10, 5]  # others find them all the same
     (record,) = caplog.records
     assert "no checkpoint before round 11: " in record.message and "raise --disk-limit" in record.message
+
+
+@pytest.mark.parametrize("full", ["disk", "cap"])
+def test_older_ones_are_not_given_up_for_nothing(tmp_path: Path, full: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(file: int, offset: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    one = bytes_of_one(tmp_path / "one")
+    made = keep(tmp_path, 5, 10, 15, of=keeper(tmp_path))
+    if full == "disk":
+        least = SimpleNamespace(f_bavail=0, f_frsize=4096)
+        monkeypatch.setattr(os, "statvfs", lambda path: least)
+        monkeypatch.setattr(os, "posix_fallocate", refuse)
+        monkeypatch.setattr(keepers, "SMALL_BYTES", 2 * one)
+    else:
+        made._limit_bytes = 2 * one
+    keep(tmp_path, 20, of=made)
+    assert rounds(tmp_path) == [15, 10, 5]
+    assert [each.round for each in made.snapshots.held()] == [20, 15, 10], "others need it all the same"
 
 
 def test_a_full_disk_takes_older_ones_and_then_costs_the_checkpoint(
