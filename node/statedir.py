@@ -23,6 +23,7 @@ from typing import Self
 from node.addresses import sound
 from node.hello import MAX_RUN_BYTES, MAX_SAMPLE_BYTES
 from node.identity import Identity, load_or_create, sync_directory
+from node.scratch import DIRECTORY as SCRATCH
 from node.turning import KEEP_FILES
 from protocols.base import PeerId
 
@@ -31,7 +32,7 @@ MAX_INCARNATION = 1 << 40
 """As `protocols.wire` has it: nobody would listen to a member of a higher one."""
 _OF_A_RUN = (
     "manifest.bin", "held-out.bin", "peers.json", "rounds.jsonl", "sample.txt", "over", "totals.json",
-    "certificates.bin", "checkpoints", "scratch", *(f"rounds.{number}.jsonl" for number in range(1, KEEP_FILES + 1)),
+    "certificates.bin", "checkpoints", *(f"rounds.{number}.jsonl" for number in range(1, KEEP_FILES + 1)),
 )  # fmt: skip
 _MAX_CACHE_BYTES = 1 << 20
 
@@ -114,6 +115,7 @@ class StateDir:
         there = [self.path / name for name in _OF_A_RUN if (self.path / name).exists()]
         if not there:
             return
+        shutil.rmtree(self.path / SCRATCH, ignore_errors=True)  # nobody will need it
         past = self._past(run_id[:16] or "unknown")
         for file in there:
             file.rename(past / file.name)

@@ -129,6 +129,15 @@ def test_files_of_other_runs_are_put_aside_however_often(state: StateDir) -> Non
     assert state.manifest() == b"sealed 4" and state.identity.path.exists()
 
 
+def test_what_only_a_life_of_a_run_needs_is_not_put_aside(state: StateDir) -> None:
+    state.begin("aa" * 32, "", b"old", b"")
+    (state.path / "scratch").mkdir()
+    (state.path / "scratch" / "part").write_bytes(b"of a past round")
+    state.begin("bb" * 32, "aa" * 32, b"new", b"")
+    assert not (state.path / "scratch").exists()
+    assert content(state.path / "past" / ("aa" * 8)).keys() == {"manifest.bin"}
+
+
 def test_a_crash_while_files_are_put_aside_loses_none(state: StateDir, monkeypatch: pytest.MonkeyPatch) -> None:
     state.begin("aa" * 32, "", b"old", b"sample")
     state.rounds.write_bytes(b"lines")
