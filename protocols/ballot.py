@@ -239,7 +239,11 @@ class Vote:
             return self._standing.out.append(Accuse(message.sender.peer, why))
         if self.decided and self.decided.record == value.data:
             return
-        counted = [self.poll.add(value.ballot, value.digest, vote.voter, vote.signature) for vote in message.votes]
+        entitled = self.poll.entitled(value)
+        counted = [
+            vote.voter in entitled and self.poll.add(value.ballot, value.digest, vote.voter, vote.signature)
+            for vote in message.votes
+        ]
         if not all(counted):
             self._standing.out.append(Accuse(message.sender.peer, "a certificate with votes that nobody cast"))
         self._conclude(value.ballot, value.digest, value)

@@ -3,8 +3,8 @@
 At the lineage where two branches part, the one whose first child carries more signatures of that lineage's roster wins
 (docs/protocols.md); of two with the same number, the lower hash. A child that a quorum decided counts as one quorum,
 and a FORK as its own roster, whatever votes a certificate happens to hold: two peers with different certificates of the
-same records must come to the same answer. A FORK of heirs (`protocols.poll`), who have no such signatures, loses to any
-other child. A longer branch wins over its own beginning.
+same records must come to the same answer. A FORK of heirs (`protocols.poll`) counts as its roster, too, may be
+larger than a quorum, and loses to what a quorum decided all the same. A longer branch wins over its own beginning.
 
 One thing has to be kept from who has no child yet where a branch goes on with a FORK: any single member can make one.
 While those whom the fork leaves out are enough to decide, it does not win over their waiting for each other; it does
@@ -122,12 +122,11 @@ class Rules:
         return max(first, second, key=lambda branch: len(branch.links))
 
     def _rank(self, head: Head, child: Link) -> tuple[int, int, bytes]:
-        """The lower wins; heirs' signatures count where there are none of members."""
-        record, roster = child.record, set(head.roster)
+        """The lower wins. A FORK loses to any other child; of two, the larger, of two equal ones that of members."""
+        record = child.record
         if record.kind != Kind.FORK:
-            return -self._poll(head).quorum, 0, child.lineage
-        members = len(roster.intersection(record.roster))
-        return -members, members - len(record.roster), child.lineage
+            return -1 - len(head.roster), 0, child.lineage
+        return -len(record.roster), int(not set(record.roster) <= set(head.roster)), child.lineage
 
     def _first_hasty(self, head: Head, links: Sequence[Link], start: int, since: int) -> int:
         """The place of the first FORK, from `since` on, that we need not follow yet; `head` is what `start` follows."""

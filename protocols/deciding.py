@@ -58,6 +58,7 @@ class Decision:
         certificate: the decision.
         on_rival: called with who sent another decision, which is not ours to take.
         heard: peer -> when we heard of it last.
+        left_since: since when there have been only those who might fork; None if there are others.
         phase_seconds: what the data phase is expected to take.
         onlookers: who waits for the decision without being of the roster.
     """
@@ -80,6 +81,7 @@ class Decision:
         self.wanted: tuple[bytes, ...] = ()
         self.on_rival: Callable[[PeerId], None] = lambda peer: None
         self.heard: dict[PeerId, float] = {}
+        self.left_since: float | None = None
         self.phase_seconds = 0.0
         self.onlookers: dict[PeerId, Member] = {}
         self.changed = Bell()
@@ -132,9 +134,21 @@ class Decision:
             raise BadPayload("a vote of no member of the roster, or in another life")
         if isinstance(message, Propose):
             self._examine(message)
+        if isinstance(message, Promise) and message.record:
+            self._believe(message)
         self.hear(peer)
         self._speaker = peer
         self._act(self.vote.receive(peer, message))
+
+    def _believe(self, promise: Promise) -> None:
+        """Refuse the claim of having accepted what nobody can have proposed to who stands where we do.
+
+        Raises:
+            BadPayload: of another state, or no record that may be put to the vote.
+        """
+        value = self.poll.value(promise.accepted, promise.record)
+        if value is None or value.record.state_root != self.head.state_root:
+            raise BadPayload("a promise with a record that may not be put to the vote, or of another state")
 
     def _has_a_voice(self, sender: Member) -> bool:
         return self.poll.counts(sender) or self.poll.inherits(sender)

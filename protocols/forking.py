@@ -25,19 +25,20 @@ WATCH_SECONDS = 0.5
 
 async def watch_majority(desk: Desk, seat: Seat) -> None:
     """Until the round is over, want a fork of all whom we reach when it is time, and none when the majority is back."""
-    loop = asyncio.get_running_loop()
-    since: float | None = None
+    loop, decision = asyncio.get_running_loop(), seat.decision
     wanted: tuple[Member, ...] = ()
     while not seat.over() and loop.time() < seat.deadline:
-        left = _heirs(desk, seat) if seat.decision.inherits else _survivors(desk, seat)
-        if 0 < seat.decision.poll.fork_peers <= len(left):
-            since = loop.time() if since is None else since
-            due = left if loop.time() - since >= _patience_seconds(seat, left) else ()
-        else:
-            since, due = None, tuple[Member, ...]()
+        left = _heirs(desk, seat) if decision.inherits else _survivors(desk, seat)
+        due: tuple[Member, ...] = ()
+        if not decision.poll.may_fork(left):
+            decision.left_since = None
+        elif decision.left_since is None:
+            decision.left_since = loop.time()
+        elif loop.time() - decision.left_since >= _patience_seconds(desk, seat, left):
+            due = left
         if due != wanted:
             wanted = due
-            seat.decision.fork(fork(seat.head, wanted) if wanted else b"")
+            decision.fork(fork(seat.head, wanted) if wanted else b"")
         await seat.until(seat.over, min(seat.deadline, loop.time() + WATCH_SECONDS))
 
 
@@ -49,20 +50,21 @@ def _survivors(desk: Desk, seat: Seat) -> tuple[Member, ...]:
 
 
 def _heirs(desk: Desk, seat: Seat) -> tuple[Member, ...]:
-    """The heirs that are here with our state; nobody, if a member is here: it decides, or forks and admits us."""
+    """The heirs that are here with our state."""
     poll, live = seat.decision.poll, {*desk.host.members.live(), desk.me}
-    if any(member in live for member in poll.roster):
-        return ()
     waiting = (desk.me, *seat.decision.onlookers.values())
     return tuple(sorted(member for member in waiting if member in live and poll.inherits(member)))
 
 
-def _patience_seconds(seat: Seat, left: Sequence[Member]) -> float:
+def _patience_seconds(desk: Desk, seat: Seat, left: Sequence[Member]) -> float:
     terms, roster = seat.call.terms, seat.head.roster
     if seat.decision.inherits and len(left) == len(roster):
         return COMPLETE_SECONDS
     budget_seconds = terms.plan.budget_seconds if terms else BUDGET_FLOOR_SECONDS
-    return budget_seconds * (1 if len(roster) == 2 else FORK_BUDGETS)
+    patience_seconds = budget_seconds * (1 if len(roster) == 2 else FORK_BUDGETS)
+    # A member that is here may fork, and admit its heirs: unless it stands elsewhere, or is one of too few.
+    first = seat.decision.inherits and any(member in desk.host.members.live() for member in roster)
+    return (2 if first else 1) * patience_seconds
 
 
 def fork(head: Head, members: Iterable[Member]) -> bytes:

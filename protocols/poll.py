@@ -110,9 +110,17 @@ class Poll:
             return False
         admitted = sum(not self.counts(member) for member in record.roster)
         if record.kind == Kind.FORK:
-            left = (admitted == 0 and members < self.quorum) or all(map(self.inherits, record.roster))
-            return left and 0 < self.fork_peers <= members
+            return self.may_fork(record.roster)
         return admitted <= admissions(len(self.roster)) and members > admitted
+
+    def may_fork(self, left: Sequence[Member]) -> bool:
+        """Whether these may go on without the others: too few members to decide, or heirs; and as many as it takes.
+
+        Heirs of a whole roster are enough, however small it was.
+        """
+        if left and all(map(self.inherits, left)):
+            return self.fork_peers > 0 and min(self.fork_peers, len(self.roster)) <= len(left)
+        return all(map(self.counts, left)) and 0 < self.fork_peers <= len(left) < self.quorum
 
     def message(self, ballot: int, digest: bytes, voter: Member) -> bytes:
         """What a voter signs."""
@@ -144,7 +152,7 @@ class Poll:
 
         One of the majority is of the next roster: where many leave, somebody must hold the mean who stays.
         """
-        entitled, roster = self._entitled(value), set(value.record.roster)
+        entitled, roster = self.entitled(value), set(value.record.roster)
         voters = {voter for voter in self.voters(value.ballot, value.digest) if voter in entitled}
         if value.is_fork:
             return roster <= voters
@@ -152,11 +160,11 @@ class Poll:
 
     def certificate(self, value: Value, sender: Member) -> Certificate:
         """The record with the votes that are in."""
-        entitled = self._entitled(value)
+        entitled = self.entitled(value)
         votes = sorted(self._votes.get((value.ballot, value.digest), {}).items())
         signed = tuple(Signed(*vote) for vote in votes if vote[0] in entitled)
         return Certificate(self.key, sender, value.ballot, value.data, signed)
 
-    def _entitled(self, value: Value) -> tuple[Member, ...]:
+    def entitled(self, value: Value) -> tuple[Member, ...]:
         """Whose votes count for it."""
         return value.record.roster if value.is_fork else self.roster

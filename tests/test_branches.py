@@ -13,6 +13,7 @@ from protocols import record as records
 from protocols.base import BadPayload, Head, Member
 from protocols.branches import Branch, Rules
 from protocols.chain import UNSETTLED, Chain, Link, genesis
+from protocols.poll import ONLOOKER, Poll
 from protocols.record import Kind
 from protocols.votes import Signed
 from tests.rounds import ROOT, RUN, SEED, certified, decided, line, vote
@@ -179,6 +180,39 @@ def test_more_signatures_at_the_first_child_win_over_any_length() -> None:
     assert beats(base + majority, [*base, *long]) == 0
     assert beats([*base, single, *line(single.head, 7)], [*base, *long]) == 8
     assert beats([*base, *long], [*base, single]) == 0
+
+
+def test_a_fork_of_heirs_counts_as_its_roster_and_loses_to_what_was_decided() -> None:
+    base = line(start(5), 2)
+    head = base[-1].head
+    heirs = tuple(replace(member, incarnation=1) for member in ROSTER)
+    many, few, two = forked(head, *heirs), forked(head, *heirs[:2]), forked(head, CLEO, DORA)
+    majority = decided(head, voters=ROSTER[:3])
+    assert rules().judge(head, many.certificate).head == many.head
+    for better, worse in (
+        (majority, many),
+        (majority, two),
+        (many, two),
+        (many, few),
+        (two, few),
+        (few, forked(head, EMIL)),
+    ):
+        assert beats([*base, worse], [*base, better]) == 1 and beats([*base, better], [*base, worse]) == 0
+
+
+@pytest.mark.parametrize("incarnation, inherits", ((0, False), (4, False), (5, False), (6, True), (ONLOOKER, False)))
+def test_an_heir_is_a_later_life(incarnation: int, inherits: bool) -> None:
+    poll = Poll(start().key, (replace(ANNA, incarnation=5), BERT), SimSigner("anna", SEED))
+    assert poll.inherits(replace(ANNA, incarnation=incarnation)) == inherits
+    assert not poll.inherits(replace(OUTSIDER, incarnation=incarnation))
+
+
+@pytest.mark.parametrize("fork_peers, enough", ((0, 9), (1, 1), (2, 2), (3, 3), (4, 3)))
+def test_as_many_heirs_fork_as_the_run_wants_or_all_of_a_small_roster(fork_peers: int, enough: int) -> None:
+    poll = Poll(start().key, ROSTER[:3], SimSigner("anna", SEED), fork_peers=fork_peers)
+    heirs = [replace(member, incarnation=1) for member in ROSTER[:3]]
+    assert [poll.may_fork(heirs[:count]) for count in range(4)] == [count >= enough for count in range(4)]
+    assert not poll.may_fork([heirs[0], BERT]) and not poll.may_fork([*heirs, replace(OUTSIDER, incarnation=1)])
 
 
 def test_a_tie_goes_to_the_lower_hash() -> None:

@@ -185,3 +185,66 @@ def test_members_and_heirs_go_on_apart_and_the_members_branch_holds() -> None:
         assert all(apart[heirs[0]] not in stage.chain(peer) for peer in stage.peers)
 
     stage.play(story)
+
+
+def test_a_member_that_stands_a_round_behind_does_not_hold_its_heirs_up() -> None:
+    """It lives, and cannot get to where they are: the means that lead there died with those who held them."""
+    stage = Durable(Cast(3))
+    behind, others = stage.peers[2], stage.peers[:2]
+
+    async def story() -> None:
+        await stage.rounds(3)
+        stood = stage.head(behind).key.round
+        stage.silence(behind)
+        await stage.until(
+            lambda: all(stage.head(peer).key.round > stood for peer in others), 200.0, "a round without it"
+        )
+        for peer in others:
+            stage.kill(peer)
+        stage.heal([behind], others)
+        for peer in others:
+            stage.revive(peer)
+        await asyncio.sleep(0.0)
+        await stage.until(stage.whole, 2 * PATIENCE_SECONDS + WHOLE_SECONDS, "a whole roster")
+        await stage.rounds(2)
+
+    stage.play(story)
+
+
+@pytest.mark.parametrize(("peers", "fork_peers", "dead"), ((3, 2, 2), (4, 2, 3)))
+def test_too_few_survivors_are_no_reason_to_wait_for_ever(peers: int, fork_peers: int, dead: int) -> None:
+    """They may not fork, being fewer than the run wants; the heirs are enough, and admit them."""
+    stage = Durable(Cast(peers, fork_peers=fork_peers))
+
+    async def story() -> None:
+        await stage.rounds(3)
+        for peer in stage.peers[:dead]:
+            stage.kill(peer)
+            stage.revive(peer)
+        await asyncio.sleep(0.0)
+        await stage.until(stage.whole, 2 * PATIENCE_SECONDS + 2 * WHOLE_SECONDS, "a whole roster")
+        await stage.rounds(2)
+
+    stage.play(story)
+
+
+def test_one_that_was_cut_off_does_not_take_everybody_back() -> None:
+    """It forked alone while the others, all of them started again, went on without it."""
+    stage = Durable(Cast(4))
+    alone, others = stage.peers[3], stage.peers[:3]
+
+    async def story() -> bytes:
+        await stage.rounds(3)
+        stage.silence(alone)
+        for peer in others:
+            stage.kill(peer)
+            stage.revive(peer)
+        await stage.until(lambda: "alone" in stage.outcomes(alone), 300.0, "the one alone goes on")
+        await stage.until(lambda: bool(forks(stage, others[0])), 300.0, "the others go on")
+        await stage.rounds(3, others)
+        theirs = stage.head(others[0]).key.lineage
+        stage.heal([alone], others)
+        await stage.until(stage.whole, 2 * WHOLE_SECONDS, "a whole roster")
+        return theirs
+
+    assert stage.play(story) in stage.chain(alone)
