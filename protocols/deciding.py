@@ -151,7 +151,8 @@ class Decision:
             raise BadPayload("a promise with a record that may not be put to the vote, or of another state")
 
     def _has_a_voice(self, sender: Member) -> bool:
-        return self.poll.counts(sender) or self.poll.inherits(sender)
+        """A member has; an heir among heirs."""
+        return self.poll.counts(sender) or (self.inherits and self.poll.inherits(sender))
 
     def _examine(self, proposal: Propose) -> None:
         """Refuse a record that may not be voted on, starts from another state, or does not fit the vector.
