@@ -387,6 +387,24 @@ class Averager(Protocol):
         """
 
 
+class LooseSession(Session, Protocol):
+    """A session of a protocol without a shared anchor: what travels is a peer's state, its parameters and momentum.
+
+    `mean` is given the state after this peer's own outer step. Committed, `into` holds the state to go on from;
+    skipped, nobody averaged with us, and `into` is undefined. Others may average with a peer that still trains, too.
+    """
+
+    def lend(self, state: Sequence[Vector]) -> None:
+        """Let others average with this state, in place, until it is taken back: all of it at once, or nothing."""
+
+    async def take_back(self) -> Mapping[PeerId, Contribution]:
+        """From now on the state is the caller's alone; waits for an exchange under way, which has its own deadline.
+
+        Returns:
+            Of whom the state holds something, since it was lent; empty: it is as it was.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """The parameters as flat vectors: tensor names and shapes, in order, for each fragment."""
