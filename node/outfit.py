@@ -1,15 +1,19 @@
-"""What a run's configuration and this machine's make of a worker."""
+"""What a run's configuration and this machine's make of a worker, and of a protocol's settings."""
 
 from __future__ import annotations
 
 import hashlib
 from pathlib import Path
 
+from node.manifest import Manifest
 from node.metrics import workers_here
 from node.peerconfig import PeerConfig
 from node.runconfig import RunConfig
 from node.tasks.spec import GptValues, OwnValues, PacedValues, Values, WorkerSpec
-from protocols.base import Member
+from protocols.base import Member, Settings
+
+KEEP_ROUNDS = 4
+"""Who is so many rounds behind is told what was decided; who is farther behind asks for it."""
 
 
 def worker_spec(run: RunConfig, mine: PeerConfig, seed: int, sample: Path | None = None) -> WorkerSpec:
@@ -30,6 +34,20 @@ def worker_spec(run: RunConfig, mine: PeerConfig, seed: int, sample: Path | None
         threads=0 if mine.threads == "auto" else mine.threads,
         peers_here=1 + workers_here(),
         precision=mine.precision,
+    )
+
+
+def protocol_settings(manifest: Manifest, mine: PeerConfig, incarnation: int) -> Settings:
+    """What the averaging protocol of a run is set to, in this life of this peer."""
+    config = manifest.config
+    return Settings(
+        codec=config.codec,
+        elements=manifest.elements,
+        chunk_elements=config.chunk_elements,
+        bandwidth=mine.bandwidth_bytes_per_second,
+        incarnation=incarnation,
+        keep_rounds=KEEP_ROUNDS,
+        fork_peers=config.fork_peers,
     )
 
 

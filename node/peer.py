@@ -3,39 +3,38 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import os
 import secrets
 import tempfile
-from collections.abc import Callable, Container, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from node import resume
+from node.acquaintances import acquainted
 from node.addresses import shareable
 from node.archive import spool
+from node.choice import Choice, run_id
 from node.clock import WallClock
 from node.compute import ThreadCompute
 from node.config import ConfigError
-from node.consent import require_consent
 from node.control import Control
 from node.daemon import DaemonError
 from node.dht import DhtDirectory
-from node.entry import Door, Entry, Run, ask_run, ask_status, reach
+from node.entry import Door, Entry, Run, ask_run, ask_status
+from node.founding import found
 from node.greeter import Self
 from node.identity import IdentityError, create, verify
 from node.keeper import Keeper
 from node.libp2p import LibP2PConfig, LibP2PTransport
-from node.manifest import Manifest, ManifestError, layout_digest, seal, unseal
+from node.manifest import Manifest, ManifestError, unseal
 from node.membership import Membership
 from node.metrics import LoopLag
 from node.outer import OuterSGD
-from node.outfit import stream_seed, worker_spec
+from node.outfit import protocol_settings, stream_seed, worker_spec
 from node.peerconfig import PeerConfig
 from node.portrait import Portrait
 from node.remote import RemoteTrainer, WorkerError
@@ -43,23 +42,19 @@ from node.round import Replica
 from node.runconfig import RunConfig
 from node.scratch import Scratch, emptied
 from node.statedir import StateDir, StateError
-from node.status import Status, View, join_command
+from node.status import Status, View, join_command, public
 from node.stay import Limits, Means, Stay
 from node.trace import traced
 from protocols import PROTOCOLS
-from protocols.base import BadPayload, Host, Member, PeerError, PeerId, Settings
+from protocols.base import BadPayload, Host, Member, PeerError
 from protocols.chain import Chain
 from protocols.gate import Gate
 from protocols.partstore import LEAST_ROUNDS, PartStore
-from protocols.snapshot import Index
 from protocols.sync import Sync
-from protocols.wire import MAX_ROSTER
 
 log = logging.getLogger(__name__)
 
 STATUS_SECONDS = 10.0
-KEEP_ROUNDS = 4
-"""Who is so many rounds behind is told what was decided; who is farther behind asks for it."""
 KEEP_CHECKPOINTS = 2
 """The parts of the rounds since so many checkpoints are kept at least: whoever takes one finds the rounds since."""
 
@@ -101,10 +96,8 @@ class Peer:
         self._clock = WallClock()
         self._stay: Stay | None = None
         self._living: asyncio.Task[None] | None = None
-        self._expected, self._held = config.run_id, ""
+        self._choice = Choice(config, PROTOCOLS, view.say)
         self._finishing, self._failure = False, ""
-        self._alone = False  # nobody answered
-        self._own = False  # the run is the one that is held here, and nobody was heard about it
 
     def finish(self) -> None:
         """End the round, hand in, leave; at once where there is no round yet."""
@@ -155,84 +148,24 @@ class Peer:
             ThreadCompute() as compute,
             ThreadCompute() as disk,
             LibP2PTransport(link) as transport,
-            Entry(transport.connect, partial(ask_run, transport), self._judge, self._view.say) as entry,
+            Entry(transport.connect, partial(ask_run, transport), self._choice.judge, self._view.say) as entry,
         ):
             state.listens(config.listen, transport.listening)
             portrait.addresses = lambda: shareable(transport.addresses) or transport.addresses
             portrait.lag = lag
             tools = _Tools(state, transport, compute, disk, entry, lag)
-            held = None if config.new else resume.held(state)
-            if held and self._wanted not in (None, held.manifest.config):
-                raise Refused(
-                    f"{state.path} is of another run, which is not over: --new starts the one that is asked for"
-                )
-            if addresses := self._addresses(state):
-                await self._join(tools, await self._ask(tools, addresses, held))
+            held = self._choice.held(state, self._wanted)
+            if addresses := self._choice.addresses(state):
+                portrait.becomes("joining", f"asking at {len(addresses)} addresses which run this is")
+                await self._join(tools, await self._choice.ask(entry, state, addresses, held))
             elif held and held.has_state:
-                await self._join(tools, self._go_on(held))
+                await self._join(tools, self._choice.go_on(held))
             else:
                 if not config.new:
                     resume.require_none(state)
                 await self._found(tools)
 
-    # -- which run ----------------------------------------------------------------------------------------------------
-
-    def _addresses(self, state: StateDir) -> tuple[str, ...]:
-        """Where to look: what the user gave; and whom this peer met when it was last here, if that is the same run."""
-        config = self._config
-        held = self._held = "" if config.new else _run_id(state.manifest())
-        if config.bootstrap and not (config.run_id and held.startswith(config.run_id)):
-            return config.bootstrap
-        self._expected = config.run_id or held or None
-        return (*config.bootstrap, *(state.addresses() if held else ()))
-
-    def _judge(self, run: Run) -> None:
-        """Whether to join this run.
-
-        Raises:
-            ManifestError: no.
-        """
-        manifest = unseal(run.sealed, verify, self._expected)
-        manifest.config.require_protocol(PROTOCOLS)
-        require_consent(manifest, self._config.consent, self._held)
-        if hashlib.sha256(run.sample).digest() != manifest.held_out and any(manifest.held_out):
-            raise ManifestError("the evaluation sample is not the one that the manifest names: ask another peer")
-
-    async def _ask(self, tools: _Tools, addresses: Sequence[str], held: resume.Held | None) -> Run:
-        """Which run this is, from whoever is found at one of these addresses; or the one that is held here."""
-        self._portrait.becomes("joining", f"asking at {len(addresses)} addresses which run this is")
-        if not self._config.bootstrap:
-            self._view.say(f"going back to the run {self._expected or ''}, to whom was met there; --new starts another")
-        meant = held is not None and held.has_state and self._is_meant(held.manifest.run_id, tools.state.peers())
-        try:
-            async with asyncio.timeout(resume.ANSWER_SECONDS if meant else None):
-                return await tools.entry.find(addresses)
-        except TimeoutError:
-            pass
-        except ManifestError as error:  # who was met here is in another run now
-            if not meant or self._config.bootstrap:
-                raise
-            self._view.say(str(error))
-        assert held is not None
-        tools.entry.stop()
-        self._alone = True
-        return self._go_on(held)
-
-    def _is_meant(self, held: str, met: Container[PeerId]) -> bool:
-        """Whether the user may mean the run that is held here: whoever gave addresses may mean another."""
-        if self._config.run_id:
-            return held.startswith(self._config.run_id)
-        given = [address.rpartition("/p2p/")[2] for address in self._config.bootstrap]
-        return not given or any(peer in met for peer in given)
-
-    def _go_on(self, held: resume.Held) -> Run:
-        """Go on with the run that is held here, whoever is there."""
-        self._judge(held.run)
-        self._own, why = True, "nobody answers: " if self._alone else ""
-        self._view.say(
-            f"{why}going on with the run {held.manifest.run_id[:12]} that is held here; --new starts another"
-        )
-        return held.run
+    # -- into a run ---------------------------------------------------------------------------------------------------
 
     async def _join(self, tools: _Tools, run: Run) -> None:
         """Take part in a run that others started, or a former life of this peer."""
@@ -254,32 +187,22 @@ class Peer:
         self._portrait.becomes("starting", "the model is built")
         seed = stream_seed(tools.me)
         async with RemoteTrainer(worker_spec(config, self._config, seed), tools.compute) as trainer:
-            sample = await trainer.held_out()
-            manifest = Manifest(
-                config=config,
-                founder=tools.me,
-                elements=trainer.layout.sizes(),
-                state_root=await _initial_root(trainer, tools.compute),
-                held_out=hashlib.sha256(sample).digest() if sample else bytes(32),
-                created=self._clock.wall(),
-                layout=layout_digest(trainer.layout),
-            )
-            run = Run(seal(manifest, tools.state.identity), sample)
+            created = self._clock.wall()
+            manifest, run = await found(config, tools.me, tools.state.identity, trainer, tools.compute, created)
             self._begin(tools.state, manifest, run)
             self._view.say(f"started the run {manifest.config.name} ({manifest.run_id[:12]})")
-            if found := join_command(self.status()):
-                command, shareable_address = found
-                self._view.say(f"others join by: {command}")
-                if not shareable_address:
+            if command := join_command(self.status()):
+                self._view.say(f"others join by: {command[0]}")
+                if not command[1]:
                     self._view.say("this address works on this machine only: --listen on another for others to join")
             await self._settle(tools, trainer, manifest, run, await self._start(tools, manifest))
 
     async def _start(self, tools: _Tools, manifest: Manifest) -> resume.Start:
-        return await tools.disk.run(lambda: resume.start(tools.state, manifest, tools.me, self._own), 0)
+        return await tools.disk.run(lambda: resume.start(tools.state, manifest, tools.me, self._choice.own), 0)
 
     def _begin(self, state: StateDir, manifest: Manifest, run: Run) -> None:
         """This peer's directory, and what it shows, are of this run now."""
-        state.begin(manifest.run_id, _run_id(state.manifest()), run.sealed, run.sample)
+        state.begin(manifest.run_id, run_id(state.manifest()), run.sealed, run.sample)
         portrait, config = self._portrait, manifest.config
         portrait.run, portrait.run_id, portrait.rounds = config.name, manifest.run_id, config.recipe.rounds
         portrait.task = config.own_task
@@ -291,16 +214,16 @@ class Peer:
     ) -> None:
         """Put together what a peer in a run is made of, and stay until it is over."""
         config, portrait, state, transport = manifest.config, self._portrait, tools.state, tools.transport
-        chain = portrait.chain = start.chain
-        run_id = chain.head.key.run
+        chain, run_bytes = start.chain, start.chain.head.key.run
+        portrait.chain = chain
         membership = portrait.membership = self._membership(tools, chain)
         async with (
-            DhtDirectory(transport, state.identity, self._clock, run_id, membership.offset_seconds) as directory,
+            DhtDirectory(transport, state.identity, self._clock, run_bytes, membership.offset_seconds) as directory,
             self._keeper(tools, trainer, manifest, start) as keeper,
         ):
             frames, trainer, portrait.journal = traced(transport, trainer, state.rounds)
             host = Host(frames, directory, membership, tools.compute, self._clock, state.identity, config.seed)
-            settings = self._settings(manifest, state.incarnation)
+            settings = protocol_settings(manifest, self._config, state.incarnation)
             averager, snapshots = PROTOCOLS[config.protocol](host, settings), keeper.snapshots
             averager.shelf.past = self._past(tools, averager.shelf.gate)
             outer = OuterSGD(config.recipe.outer_learning_rate, config.recipe.outer_momentum)
@@ -311,7 +234,7 @@ class Peer:
             sync.on_better, sync.proofs.room = (lambda branch: averager.supersede()), partial(spool, state.path)
             averager.on_ahead = sync.hear
             portrait.pids = lambda: [pid for pid in (os.getpid(), trainer.pid, transport.daemon_pid) if pid]
-            Door(transport, run, lambda: asdict(_public(self.status())))
+            Door(transport, run, lambda: asdict(public(self.status())))
             means = Means(
                 replica, trainer, sync, membership, directory, state, portrait.journal, tools.lag, self._clock
             )
@@ -330,20 +253,7 @@ class Peer:
         room = partial(Scratch, emptied(tools.state.path))
         return PartStore(room, tools.disk, gate, least_rounds=least_rounds)
 
-    def _settings(self, manifest: Manifest, incarnation: int) -> Settings:
-        config = manifest.config
-        return Settings(
-            codec=config.codec,
-            elements=manifest.elements,
-            chunk_elements=config.chunk_elements,
-            bandwidth=self._config.bandwidth_bytes_per_second,
-            incarnation=incarnation,
-            keep_rounds=KEEP_ROUNDS,
-            fork_peers=config.fork_peers,
-        )
-
     def _membership(self, tools: _Tools, chain: Chain) -> Membership:
-        """Whom we know at the start: who let us in, and whom we met when we were last here."""
         me = tools.me
         who = Self(
             me=me,
@@ -353,50 +263,10 @@ class Peer:
             addresses=lambda: [address.rpartition("/p2p/")[0] for address in self._portrait.addresses()],
             round=lambda: chain.head.key.round,
         )
-
-        def roster() -> list[PeerId]:
-            return [member.peer for member in chain.members(MAX_ROSTER) if member != me]
-
-        bootstrap = [address.rpartition("/p2p/") for address in self._config.bootstrap if self._alone]
-        unanswered = {peer: address for address, _, peer in bootstrap}
-        membership = Membership(
-            tools.transport,
-            self._clock,
-            tools.state.identity,
-            who,
-            lambda: [*roster(), *unanswered],
-            partial(reach, tools.transport.connect),
-            tools.transport.forget,
-        )
-        membership.on_twin, membership.vigil.say = self._fail, self._view.say
-        for peer, address in unanswered.items():
-            membership.hint(peer, (address,))
-        for peer, address in tools.entry.met.items():
-            membership.hint(peer, (address.rpartition("/p2p/")[0],))
-        for peer, addresses in tools.state.peers().items():
-            membership.hint(peer, addresses)
-        return membership
-
-
-def _public(status: Status) -> Status:
-    """What is anybody's business: not where others are, nor what runs on this machine."""
-    return replace(status, pid=0, peers=tuple(replace(each, address="") for each in status.peers))
-
-
-def _run_id(sealed: bytes) -> str:
-    """Of the run that a directory is of; empty if it is of none, or of one that cannot be read any more."""
-    try:
-        return unseal(sealed, verify).run_id if sealed else ""
-    except ManifestError:
-        return ""
-
-
-async def _initial_root(trainer: RemoteTrainer, compute: ThreadCompute) -> bytes:
-    """Root of the outer state that a run starts from: the parameters as they were drawn here, and no momentum."""
-    anchor = torch.empty(trainer.layout.sizes()[0])
-    await trainer.read(anchor)
-    index = await compute.run(lambda: Index.of(anchor, torch.zeros_like(anchor)), 8 * len(anchor))
-    return index.state_root(0)
+        unanswered = self._config.bootstrap if self._choice.alone else ()
+        made = acquainted(tools.transport, self._clock, tools.state, who, chain, tools.entry.met, unanswered)
+        made.on_twin, made.vigil.say = self._fail, self._view.say
+        return made
 
 
 async def remote_status(address: str, seconds: float = STATUS_SECONDS) -> dict[str, Any]:

@@ -111,6 +111,13 @@ class Status:
     clock: str = ""
 
 
+def public(status: Status) -> Status:
+    """What is anybody's business: not where others are, nor what runs on this machine."""
+    return dataclasses.replace(
+        status, pid=0, peers=tuple(dataclasses.replace(each, address="") for each in status.peers)
+    )
+
+
 class View(Protocol):
     """Where a peer tells people what happens. Never raises, never blocks."""
 

@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -15,11 +14,11 @@ import torch
 from node import resume
 from node.archive import CertificateFile
 from node.checkpoint import Checkpoint, Data, whole
+from node.choice import Choice
 from node.entry import Entry, Run
 from node.keeper import Keeper
 from node.manifest import Manifest, ManifestError, layout_digest, seal
 from node.outfit import stream_seed
-from node.peer import Peer
 from node.peerconfig import PeerConfig
 from node.remote import RemoteTrainer, WorkerError
 from node.round import Replica
@@ -148,13 +147,12 @@ class Nobody:
 def ask(here: StateDir, entry: Nobody, **given: Any) -> tuple[Run, View]:
     """Which run a restarted peer goes on with."""
     view = View()
-    peer = Peer(PeerConfig(state_dir=here.path, **given), None, view)
+    choice = Choice(PeerConfig(state_dir=here.path, **given), PROTOCOLS, view.say)
 
     async def main() -> Run:
-        addresses = peer._addresses(here)
-        tools = SimpleNamespace(entry=cast(Entry, entry), state=here)
+        addresses = choice.addresses(here)
         async with asyncio.timeout(2):
-            return await peer._ask(cast(Any, tools), addresses, resume.held(here))
+            return await choice.ask(cast(Entry, entry), here, addresses, resume.held(here))
 
     return asyncio.run(main()), view
 

@@ -1,0 +1,55 @@
+"""Whom a peer knows when it enters a run: who is in the roster, who let it in, whom it met when it was last here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Protocol
+
+from node.entry import reach
+from node.greeter import Self
+from node.membership import Membership
+from node.statedir import StateDir
+from protocols.base import Clock, Deadline, PeerId, Transport
+from protocols.chain import Chain
+from protocols.wire import MAX_ROSTER
+
+
+class Dialling(Transport, Protocol):
+    """A transport that is told where peers are."""
+
+    async def connect(self, address: str, deadline: Deadline) -> PeerId: ...
+
+    async def forget(self, peer: PeerId, deadline: Deadline) -> None: ...
+
+
+def acquainted(
+    transport: Dialling,
+    clock: Clock,
+    state: StateDir,
+    who: Self,
+    chain: Chain,
+    met: Mapping[PeerId, str],
+    unanswered: Sequence[str] = (),
+) -> Membership:
+    """Who is here, beginning with whom this peer knows.
+
+    Args:
+        met: who let it in, and the multiaddr that led there.
+        unanswered: multiaddrs that the user gave and where nobody was; they are dialled on.
+    """
+    silent = {peer: address for address, _, peer in (each.rpartition("/p2p/") for each in unanswered)}
+
+    def wanted() -> list[PeerId]:
+        return [*(member.peer for member in chain.members(MAX_ROSTER) if member != who.me), *silent]
+
+    made = Membership(
+        transport, clock, state.identity, who, wanted, partial(reach, transport.connect), transport.forget
+    )
+    for peer, address in silent.items():
+        made.hint(peer, (address,))
+    for peer, address in met.items():
+        made.hint(peer, (address.rpartition("/p2p/")[0],))
+    for peer, addresses in state.peers().items():
+        made.hint(peer, addresses)
+    return made
