@@ -296,10 +296,16 @@ class Blame:
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """How much of a peer's pseudo-gradient the mean holds."""
+    """How much the mean holds of what a peer brought, its pseudo-gradient or its state.
+
+    Attributes:
+        messages: where states travel, the names of those that were counted, of at most 128 characters: never given
+            twice, so that whoever counts one twice can be told.
+    """
 
     chunks_counted: int
     chunks: int
+    messages: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,7 +398,21 @@ class LooseSession(Session, Protocol):
 
     `mean` is given the state after this peer's own outer step. Committed, `into` holds the state to go on from;
     skipped, nobody averaged with us, and `into` is undefined. Others may average with a peer that still trains, too.
+
+    Attributes:
+        round: that this session ended in: a later one than it was entered for if others were ahead.
+        group: names the last group that this peer completed in it: all who name it hold the same bits. Empty: none,
+            or there are no groups.
+        half_exchanges: that this peer began or answered and does not know to be over at both ends: one end may have
+            moved alone.
+        mass_drift: by how much these may have moved the mean of all, at most: the sum over them of
+            ‖what this end moved, or would have moved‖ / ‖its state‖.
     """
+
+    round: int
+    group: str
+    half_exchanges: int
+    mass_drift: float
 
     def lend(self, state: Sequence[Vector]) -> None:
         """Let others average with this state, in place, until it is taken back: all of it at once, or nothing."""
@@ -403,6 +423,20 @@ class LooseSession(Session, Protocol):
         Returns:
             Of whom the state holds something, since it was lent; empty: it is as it was.
         """
+
+
+class LooseAverager(Protocol):
+    """How replicas that share no anchor come near each other.
+
+    `enter` is given the number of this peer's own round, and as lineage the root of its own last state. The class says
+    `shares_anchor = False`.
+    """
+
+    me: Member
+    shares_anchor: bool
+
+    def enter(self, head: Head, deadline: Deadline) -> AbstractAsyncContextManager[LooseSession]:
+        """Take part in a round: peers may call from then on, for this one or for an exchange with what was lent."""
 
 
 @dataclass(frozen=True, slots=True)

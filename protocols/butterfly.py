@@ -54,6 +54,8 @@ class Butterfly:
         on_ahead: called with a peer that stands where we do not: rounds ahead, or on another branch.
     """
 
+    shares_anchor = True
+
     def __init__(self, host: Host, settings: Settings) -> None:
         self.host, self.settings = host, settings
         self.me = Member(host.me, settings.incarnation)
