@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 
 from node.catchup import CatchUp, Reached
 from node.keeper import Keeper
+from node.labour import Labour, diverged
 from node.outer import OuterSGD, pseudo_gradient
-from node.report import RoundReport, Trained, Watch
-from node.state import OuterState
+from node.report import RoundReport, Watch
 from protocols import record as records
 from protocols.base import (
     Averager,
@@ -24,7 +23,6 @@ from protocols.base import (
     Mean,
     Member,
     Outcome,
-    PeerId,
     Trainer,
     Vector,
     Work,
@@ -34,15 +32,9 @@ from protocols.chain import UNSETTLED, Chain, certificate_in
 from protocols.record import Kind
 from protocols.snapshot import Snapshot, Snapshots
 from protocols.sync import Sync
-from protocols.wire import MAX_NORM
 
 __all__ = ["Replica", "RoundReport"]
 
-FIRST_ROUND_LIMIT_SECONDS = 3600.0
-ROUND_LIMIT_MULTIPLE = 10.0
-ROUND_LIMIT_FLOOR_SECONDS = 60.0
-FIRST_STEP_SECONDS = 2.0
-"""Who is asked to leave with nothing in hand waits so long for its first step, and goes with that."""
 KEEP_COUNTED = 4096
 """Of so many rounds a peer knows what of its work was counted in them: what a switch of branch would cost."""
 PROOF_SHARE = 1 / 3
@@ -60,15 +52,8 @@ class _Round:
     finite: bool = True
 
 
-class Replica:
-    """The outer state of one peer, and its rounds.
-
-    Attributes:
-        leaving: the round under way is this peer's last, and shall end at once.
-        last: it is the last, and ends as any other.
-        awaited: whom the round waits for, as far as this peer can tell.
-        on_phase: called with `training` or `averaging` and what was trained so far, as a round goes on.
-    """
+class Replica(Labour):
+    """The outer state of one peer, which all members share, and its rounds."""
 
     def __init__(
         self,
@@ -88,29 +73,12 @@ class Replica:
             snapshots: where to keep some, for this peer and for others; None keeps none.
             keeper: makes checkpoints of them; they are its snapshots then.
         """
-        self.chain, self.trainer, self.averager = chain, trainer, averager
-        self.state = OuterState(anchor, torch.zeros_like(anchor), outer, compute)
+        super().__init__(trainer, outer, compute, anchor)
+        self.chain, self.averager = chain, averager
         self._snapshots, self._keeper = snapshots, keeper
         self._compute = compute
         self._delta, self._mean = torch.empty_like(anchor), torch.empty_like(anchor)
-        self.leaving = self.last = False
-        self._empty_handed = False  # leaves even if it has nothing to hand in
-        self.on_phase: Callable[[str, Work], None] = lambda phase, work: None
-        self.awaited: Callable[[], Sequence[PeerId]] = tuple
-        self._offer_again: Callable[[], None] = lambda: None
-        self._limit_seconds = FIRST_ROUND_LIMIT_SECONDS
-        self._trained = Trained()
         self._counted: dict[bytes, int] = {}  # lineage -> tokens of ours in the round that led to it
-
-    @property
-    def anchor(self) -> Vector:
-        """Outer parameters θ, float32 (n)."""
-        return self.state.anchor
-
-    @property
-    def velocity(self) -> Vector:
-        """Outer momentum m, float32 (n)."""
-        return self.state.velocity
 
     async def settle(self) -> None:
         """Compute the state root of the outer state as it stands."""
@@ -159,55 +127,24 @@ class Replica:
         """Train, average and step once. One that is not in the head's roster looks on and asks to be admitted."""
         head, watch = self.chain.head, Watch()
         deadline = watch.began + self._limit_seconds
-        offers: list[int] = []  # tokens
         async with self.averager.enter(head, deadline) as session:
-            self.awaited = session.awaited
-
-            def offer(work: Work) -> None:
-                self._offer_again = lambda: session.ready(self._offered(work, head))
-                session.ready(offered := self._offered(work, head))
-                offers.append(offered.tokens)
-                self._show("training", work)
-
             surplus = len(head.roster) > 1  # alone, there is nobody to be waited for: as many steps each time
             due = replace(head.key, round=self.chain.trained)
-            work = await self.trainer.train(due, session.cut, offer, surplus)
+            work, offers = await self._train(session, due, head.state_root, surplus)
             watch.lap("train")
             self._show("averaging", work)
             await self._outgoing(work)
-            work = self._offered(work, head)
+            work = self._offered(work, head.state_root)
             mean = await session.mean([self._delta], work, [self._mean])
             self._offer_again = lambda: None
             watch.lap("average")
         done = await self._apply(head, mean, work, offers[:2] == [0, work.tokens])
         if mean.outcome is Outcome.COMMITTED:  # a round that ran into its limit must not raise it
-            self._limit_seconds = max(ROUND_LIMIT_FLOOR_SECONDS, ROUND_LIMIT_MULTIPLE * watch.total())
-        return self._report(me, done, watch.seconds, wall())
-
-    def _show(self, phase: str, work: Work) -> None:
-        self._trained.hear(work)
-        self.on_phase(phase, replace(work, tokens=self._trained.tokens, seconds=self._trained.seconds))
-
-    def leave(self) -> None:
-        """Hand in what there is, as soon as the others can: this peer goes when the round is over."""
-        self.leaving = True
-        self._offer_again()
-        asyncio.get_running_loop().call_later(FIRST_STEP_SECONDS, self._leave_with_nothing)
-
-    def _leave_with_nothing(self) -> None:
-        self._empty_handed = True
-        self._offer_again()
-
-    def _offered(self, work: Work, head: Head) -> Work:
-        """Work as the others hear of it: bound to our state, and nothing if it diverged."""
-        if _diverged(work):
-            work = replace(work, tokens=0, norm=0.0)
-        if (self.leaving and (work.tokens or self._empty_handed)) or (self.last and work.complete):
-            work = replace(work, complete=True, leaving=True)
-        return replace(work, state_root=head.state_root)
+            self._took(watch)
+        return self._told(me, done, watch.seconds, wall())
 
     async def _outgoing(self, work: Work) -> None:
-        if _diverged(work):  # start again from the anchor, bring nothing
+        if diverged(work):  # start again from the anchor, bring nothing
             await self.trainer.write(self.anchor)
         await self.trainer.read(self._delta)
         cost_bytes = 4 * len(self.anchor)
@@ -257,38 +194,15 @@ class Replica:
             if len(self._counted) > KEEP_COUNTED:
                 del self._counted[next(iter(self._counted))]
 
-    def _report(self, me: Member, done: _Round, seconds: dict[str, float], time: float) -> RoundReport:
-        head, mean, work = done.head, done.mean, done.work
-        anchor, outcome = head.anchor.hex(), str(mean.outcome)
-        trained_tokens, trained_seconds = self._trained.take()
+    def _told(self, me: Member, done: _Round, seconds: dict[str, float], time: float) -> RoundReport:
+        head, mean = done.head, done.mean
+        lineage = self.chain.head.key.lineage
+        report = self._report(me, head.key, lineage, head.anchor, mean, done.work, seconds, time)
         if done.kind == Kind.FORK:
-            outcome = "fork"
+            report = replace(report, outcome="fork")
         elif mean.outcome is Outcome.COMMITTED and head.roster == (me,):
-            outcome = "alone"
-        return RoundReport(
-            run=head.key.run.hex(),
-            peer=me.peer,
-            incarnation=me.incarnation,
-            round=head.key.round,
-            parent=head.key.lineage.hex(),
-            lineage=self.chain.head.key.lineage.hex(),
-            anchor_lineage=anchor,
-            outcome=outcome,
-            peers=mean.peers,
-            contributions={p: (anchor, c.chunks_counted, c.chunks) for p, c in mean.contributions.items()},
-            blamed={blame.peer: blame.why for blame in mean.blamed},
-            finite=done.finite,
-            weight=mean.weights.get(me.peer, math.nan if me.peer in mean.peers else 0.0),
-            tokens=trained_tokens,
-            loss=work.loss,
-            params_hash=self.state.index.parameters_root.hex(),
-            seconds_train=trained_seconds,
-            seconds_wait=max(0.0, seconds["train"] - trained_seconds),
-            seconds_average=seconds["average"],
-            bytes_sent=mean.bytes_sent,
-            bytes_received=mean.bytes_received,
-            time=time,
-        )
+            report = replace(report, outcome="alone")
+        return replace(report, finite=done.finite)
 
     # -- catching up --------------------------------------------------------------------------------------------------
 
@@ -315,7 +229,7 @@ class Replica:
         outcome = Outcome.SUPERSEDED if reached else Outcome.UNDECIDED
         mean = Mean(outcome, blamed=blamed, bytes_sent=sent, bytes_received=received + parts)
         done = _Round(head, mean, Work(0, math.nan, 0.0, 0.0), finite=reached.finite if reached else True)
-        report = self._report(self.averager.me, done, {"train": 0.0, "average": watch.total()}, wall())
+        report = self._told(self.averager.me, done, {"train": 0.0, "average": watch.total()}, wall())
         return replace(
             report,
             lost_rounds=lost_rounds,
@@ -337,8 +251,3 @@ class Replica:
         await self._settled()
         await self.trainer.write(self.anchor)
         return len(lost), sum(self._counted.pop(link.lineage, 0) for link in lost)
-
-
-def _diverged(work: Work) -> bool:
-    """Not finite, or more than an offer can say: a plan that held such an offer would be refused by everybody."""
-    return not work.norm <= MAX_NORM

@@ -13,9 +13,10 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
+from node.labour import FIRST_ROUND_LIMIT_SECONDS
 from node.outer import OuterSGD
 from node.report import Totals, Trained
-from node.round import FIRST_ROUND_LIMIT_SECONDS, Replica, RoundReport
+from node.round import Replica, RoundReport
 from node.status import to_json
 from node.trainer import InlineTrainer, Step
 from protocols import record as records

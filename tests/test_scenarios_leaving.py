@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from node.round import FIRST_STEP_SECONDS
+from node.labour import FIRST_STEP_SECONDS
 from protocols.base import PeerId
 from protocols.calling import LEAVER_SECONDS
 from protocols.record import Kind
