@@ -7,7 +7,6 @@ where a peer's streams find the round that they are about.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -30,7 +29,7 @@ from protocols.codec import codec
 from protocols.deciding import Decision
 from protocols.desk import Desk
 from protocols.exchange import DATA
-from protocols.post import Ledger, Post
+from protocols.post import Ledger, Post, first_frame
 from protocols.session import Session
 from protocols.shelf import Shelf
 from protocols.tasks import Bell, together
@@ -38,7 +37,6 @@ from protocols.votes import Ask, Message
 
 CONTROL = "starling/butterfly/control/1"
 MIN_BANDWIDTH = 1e3
-FIRST_FRAME_SECONDS = 10.0
 FORGOTTEN_LIMIT = 1 << 16
 PARKED_LIMIT = 16
 """Messages of one peer that is a round ahead of us which are kept until we get there."""
@@ -143,7 +141,7 @@ class Butterfly:
 
     async def _on_control(self, peer: PeerId, stream: Stream) -> None:
         async with self.ledger.counting(stream):
-            message = await self._first(stream)
+            message = await first_frame(self.host, stream)
             while True:
                 self._take(peer, message)
                 try:
@@ -203,7 +201,7 @@ class Butterfly:
 
     async def _on_data(self, peer: PeerId, stream: Stream) -> None:
         async with self.ledger.counting(stream):
-            opening = wire.expect(await self._first(stream), wire.Contribute)
+            opening = wire.expect(await first_frame(self.host, stream), wire.Contribute)
             session = await self._session_for(stream, opening.key)
             await session.serve(peer, stream, opening)
 
@@ -226,17 +224,3 @@ class Butterfly:
         except TimeoutError:
             raise PeerSilent(stream.peer, f"round {key.round} did not begin here") from None
         return self._sessions[key.lineage]
-
-    async def _first(self, stream: Stream) -> Header:
-        """The first frame of a stream, which its opener has at hand when it opens it.
-
-        Only live members are heard: a stranger would hold a stream for nothing.
-        """
-        try:
-            async with asyncio.timeout(FIRST_FRAME_SECONDS):
-                message = await stream.receive(wire.MAX_HEADER_BYTES)
-        except TimeoutError:
-            raise PeerSilent(stream.peer, "opened a stream and said nothing") from None
-        if all(member.peer != stream.peer for member in self.host.members.live()):
-            raise PeerSilent(stream.peer, "not a live member")
-        return message

@@ -7,11 +7,13 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 
+from protocols import wire
 from protocols.base import BadPayload, Blame, Deadline, Header, Host, PeerError, PeerGone, PeerId, PeerSilent, Stream
 from protocols.tasks import alongside
 
 RETRY_SECONDS = 0.1
 RETRY_LIMIT_SECONDS = 5.0
+FIRST_FRAME_SECONDS = 10.0
 MAX_NAMED = 256
 """Between two reports: strangers come under as many names as they like."""
 KEEP_MESSAGES = 64
@@ -57,6 +59,25 @@ class Ledger:
         taken = tuple(Blame(peer, why) for peer, why in self._names.items()), self._bytes_sent, self._bytes_received
         self._names, self._bytes_sent, self._bytes_received = {}, 0, 0
         return taken
+
+
+async def first_frame(host: Host, stream: Stream) -> Header:
+    """The first frame of a stream, which its opener has at hand when it opens it.
+
+    Only live members are heard: a stranger would hold a stream for nothing.
+
+    Raises:
+        BadPayload: it is none.
+        PeerSilent: it did not come in time, or not from a live member.
+    """
+    try:
+        async with asyncio.timeout(FIRST_FRAME_SECONDS):
+            message = await stream.receive(wire.MAX_HEADER_BYTES)
+    except TimeoutError:
+        raise PeerSilent(stream.peer, "opened a stream and said nothing") from None
+    if all(member.peer != stream.peer for member in host.members.live()):
+        raise PeerSilent(stream.peer, "not a live member")
+    return message
 
 
 class _Line:
