@@ -9,10 +9,12 @@ from dataclasses import replace
 
 import torch
 
+from node.keeper import Keeper
 from node.outer import OuterSGD
 from node.report import RoundReport, Trained, Watch
 from node.state import OuterState
 from protocols.base import Compute, Mean, Member, PeerId, RoundKey, Session, Trainer, Vector, Work
+from protocols.snapshot import Snapshot, Snapshots
 from protocols.wire import MAX_NORM
 
 FIRST_ROUND_LIMIT_SECONDS = 3600.0
@@ -33,12 +35,12 @@ class Labour:
         on_phase: called with `training` or `averaging` and what was trained so far, as a round goes on.
     """
 
-    def __init__(self, trainer: Trainer, outer: OuterSGD, compute: Compute, anchor: Vector) -> None:
-        """
-        Args:
-            anchor: outer parameters that this peer starts from, float32 (n); from now on they are ours.
-        """
+    def __init__(
+        self, trainer: Trainer, outer: OuterSGD, compute: Compute, anchor: Vector, snapshots: Snapshots | None,
+        keeper: Keeper | None,
+    ) -> None:  # fmt: skip
         self.trainer = trainer
+        self._compute, self._snapshots, self._keeper = compute, snapshots, keeper
         self.state = OuterState(anchor, torch.zeros_like(anchor), outer, compute)
         self.leaving = self.last = False
         self.on_phase: Callable[[str, Work], None] = lambda phase, work: None
@@ -57,6 +59,24 @@ class Labour:
     def velocity(self) -> Vector:
         """Outer momentum m, float32 (n)."""
         return self.state.velocity
+
+    async def start_from(self, snapshot: Snapshot) -> None:
+        """Take up the state of a former life, where this peer stands; `settle` follows.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        await self.state.take(snapshot)
+        await self.trainer.write(self.anchor)
+
+    async def _keep(self, snapshots: Snapshots, key: RoundKey) -> None:
+        """Keep the state as it stands, before the round of this key, if it is not kept yet."""
+        if snapshots.get(key.lineage):
+            return
+        if self._keeper:
+            await self._keeper.keep(self.state, key)
+        else:
+            await self.state.keep(snapshots, key)
 
     def leave(self) -> None:
         """Hand in what there is, as soon as the others can: this peer goes when the round is over."""

@@ -32,6 +32,9 @@ class RoundReport:
         lost_tokens: of this peer's work that was counted in them.
         replayed_rounds: outer steps taken again from their kept means.
         bytes_downloaded: of snapshots' chunks.
+        group, messages, half_exchanges, mass_drift: where no anchor is shared, as `protocols.base.LooseSession` and
+            `Contribution` have them; messages of all peers.
+        spread: where none is shared, about max ‖θ_i − mean‖ / ‖mean‖ over the peers that are here, by their sketches.
         held_out_loss: of the outer parameters after the round, nats per token of data that no peer trains on.
         loop_lag_p99_seconds, loop_lag_max_seconds: of the event loop, since the last report.
         rss_bytes: of the peer's processes: its own, the worker's, p2pd's.
@@ -64,6 +67,11 @@ class RoundReport:
     lost_tokens: int = 0
     replayed_rounds: int = 0
     bytes_downloaded: int = 0
+    group: str = ""
+    messages: tuple[str, ...] = ()
+    half_exchanges: int = 0
+    mass_drift: float = 0.0
+    spread: float = math.nan
     held_out_loss: float = math.nan
     loop_lag_p99_seconds: float = 0.0
     loop_lag_max_seconds: float = 0.0

@@ -30,7 +30,7 @@ from protocols.base import (
 from protocols.branches import Branch
 from protocols.chain import UNSETTLED, Chain, certificate_in
 from protocols.record import Kind
-from protocols.snapshot import Snapshot, Snapshots
+from protocols.snapshot import Snapshots
 from protocols.sync import Sync
 
 __all__ = ["Replica", "RoundReport"]
@@ -73,10 +73,8 @@ class Replica(Labour):
             snapshots: where to keep some, for this peer and for others; None keeps none.
             keeper: makes checkpoints of them; they are its snapshots then.
         """
-        super().__init__(trainer, outer, compute, anchor)
+        super().__init__(trainer, outer, compute, anchor, snapshots, keeper)
         self.chain, self.averager = chain, averager
-        self._snapshots, self._keeper = snapshots, keeper
-        self._compute = compute
         self._delta, self._mean = torch.empty_like(anchor), torch.empty_like(anchor)
         self._counted: dict[bytes, int] = {}  # lineage -> tokens of ours in the round that led to it
 
@@ -90,31 +88,17 @@ class Replica(Labour):
         key = self.chain.head.key
         self.chain.settle(self.state.root(key.round))
         if self._snapshots and key.round % self._snapshots.every_rounds == 0:
-            await self._keep(self._snapshots)
+            await self._keep_head(self._snapshots)
 
-    async def _keep(self, snapshots: Snapshots) -> None:
-        """Keep the state as it stands, if it is the head's and is not kept yet."""
-        key = self.chain.head.key
-        if self._lacks_state() or snapshots.get(key.lineage):
-            return
-        if self._keeper:
-            await self._keeper.keep(self.state, key)
-        else:
-            await self.state.keep(snapshots, key)
+    async def _keep_head(self, snapshots: Snapshots) -> None:
+        """Keep the state as it stands, if it is the head's."""
+        if not self._lacks_state():
+            await self._keep(snapshots, self.chain.head.key)
 
     async def keep(self) -> None:
         """Make a checkpoint of where this peer stands, between two rounds, if it makes any."""
         if self._keeper:
-            await self._keep(self._keeper.snapshots)
-
-    async def start_from(self, snapshot: Snapshot) -> None:
-        """Take up the state of a former life, at the chain's head; `settle` follows.
-
-        Raises:
-            OSError: it cannot be read.
-        """
-        await self.state.take(snapshot)
-        await self.trainer.write(self.anchor)
+            await self._keep_head(self._keeper.snapshots)
 
     def _lacks_state(self) -> bool:
         """Whether the head's state is known not to be the one that we hold: a newcomer's, before it has caught up."""

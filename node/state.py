@@ -35,11 +35,15 @@ class OuterState:
 
     async def step(self, delta: Vector) -> bool:
         """Take the outer step along a mean pseudo-gradient, float32 (n); returns whether all parameters are finite."""
-        finite = await self._compute.run(
-            lambda: self.outer.step(self.anchor, self.velocity, delta), 12 * len(self.anchor)
-        )
+        finite = await self.advance(delta)
         await self.hash()
         return finite
+
+    async def advance(self, delta: Vector) -> bool:
+        """As `step`, where more is to come before the state is hashed."""
+        return await self._compute.run(
+            lambda: self.outer.step(self.anchor, self.velocity, delta), 12 * len(self.anchor)
+        )
 
     async def copy(self) -> OuterState:
         """A state of its own with the same bits."""

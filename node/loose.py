@@ -1,0 +1,180 @@
+"""One outer round of a peer that shares no anchor with the others: train, step by itself, and mix with whom it meets.
+
+What travels is the state after the peer's own outer step. That step is linear, so that to average stepped states is to
+step the averages; and others may average with a state whose owner still trains, because a pseudo-gradient is measured
+from the parameters that the trainer was written with, wherever the state has moved meanwhile.
+
+There is no chain but the peer's own: `parent` and `lineage` of a report are the roots of its state before and after.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+
+from node.keeper import Keeper
+from node.labour import Labour, diverged
+from node.outer import OuterSGD, pseudo_gradient
+from node.report import RoundReport, Watch
+from node.sketch import Sketch, sketch, spread
+from protocols.base import (
+    Blame,
+    Compute,
+    Contribution,
+    Head,
+    LooseAverager,
+    LooseSession,
+    Mean,
+    Outcome,
+    PeerId,
+    RoundKey,
+    Trainer,
+    Vector,
+    Work,
+)
+from protocols.snapshot import Snapshot, Snapshots
+from protocols.vectors import norm
+
+
+class LooseReplica(Labour):
+    """The outer state of one peer, which is its own, and its rounds.
+
+    Attributes:
+        key: of the next round: the number is this peer's own, the lineage the root of its state.
+        compare: tells the others our sketch, and returns those of the others that are here, as each told it last.
+    """
+
+    def __init__(
+        self,
+        key: RoundKey,
+        trainer: Trainer,
+        averager: LooseAverager,
+        outer: OuterSGD,
+        compute: Compute,
+        anchor: Vector,
+        snapshots: Snapshots | None = None,
+        keeper: Keeper | None = None,
+    ) -> None:
+        """
+        Args:
+            key: of the first round; its lineage is not looked at.
+            anchor, snapshots, keeper: as of `node.round.Replica`. The trainer stands at the anchor.
+        """
+        super().__init__(trainer, outer, compute, anchor, snapshots, keeper)
+        self.key, self.averager = key, averager
+        self.compare: Callable[[Sketch], Mapping[PeerId, Sketch]] = lambda mine: {}
+        self._origin = anchor.clone()  # what the trainer was written with
+        self._delta = torch.empty_like(anchor)
+
+    async def settle(self) -> None:
+        """Compute the root of the state as it stands: where the next round starts from."""
+        await self.state.hash()
+        self.key = replace(self.key, lineage=self.state.root(self.key.round))
+        if self._snapshots and self.key.round % self._snapshots.every_rounds == 0:
+            await self._keep(self._snapshots, self.key)
+
+    async def keep(self) -> None:
+        """Make a checkpoint of where this peer stands, between two rounds, if it makes any."""
+        if self._keeper:
+            await self._keep(self._keeper.snapshots, self.key)
+
+    async def start_from(self, snapshot: Snapshot) -> None:
+        """Take up a state, one's own of a former life or another peer's, and its round; `settle` follows.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        self.key = replace(self.key, round=snapshot.round)
+        await self.state.take(snapshot)
+        await self._write()
+
+    async def _write(self) -> None:
+        await self.trainer.write(self.anchor)
+        await self._compute.run(lambda: self._origin.copy_(self.anchor), 8 * len(self.anchor))
+
+    # -- a round ------------------------------------------------------------------------------------------------------
+
+    async def run_round(self, wall: Callable[[], float]) -> RoundReport:
+        """Train, step, mix with whom one meets. There is always a next state: without the others, the peer's own."""
+        key, watch = self.key, Watch()
+        head = Head(key, (self.averager.me,), key.lineage, key.lineage)
+        async with self.averager.enter(head, watch.began + self._limit_seconds) as session:
+            session.lend([self.state.anchor, self.state.velocity])
+            work, _ = await self._train(session, key, key.lineage, surplus=True)
+            held = await session.take_back()
+            watch.lap("train")
+            self._show("averaging", work)
+            stepped = await self._step(work)
+            work = self._offered(work if stepped else replace(work, tokens=0, norm=0.0), key.lineage)
+            mean = await self._mix(session, work)
+            self._offer_again = lambda: None
+            watch.lap("average")
+        if mean.outcome is Outcome.COMMITTED:  # a round that ran into its limit must not raise it
+            self._took(watch)
+        await self._write()
+        self.key = replace(key, round=session.round + 1)
+        await self.settle()
+        if not stepped:
+            mine = Blame(self.averager.me.peer, "its own step led to parameters that are not finite: it is left out")
+            mean = replace(mean, blamed=(*mean.blamed, mine))
+        return await self._told(key, session, _with(mean, held), work, watch.seconds, wall())
+
+    async def _step(self, work: Work) -> bool:
+        """Our own outer step along what was trained, if it was anything; False if it led nowhere, and is undone."""
+        if diverged(work):
+            return False
+        if not work.tokens:
+            return True
+        await self.trainer.read(self._delta)
+        cost_bytes = 4 * len(self._delta)
+        await self._compute.run(lambda: pseudo_gradient(self._origin, self._delta, self._delta), cost_bytes)
+        if await self.state.advance(self._delta):
+            return True
+        self.state.anchor.copy_(self._origin)
+        self.state.velocity.zero_()
+        return False
+
+    async def _mix(self, session: LooseSession, work: Work) -> Mean:
+        """Average with others; what comes of it is our state, if anything good does."""
+        state, into = self.state, [self._origin, self._delta]
+        mean = await session.mean([state.anchor, state.velocity], work, into)
+        if mean.outcome is not Outcome.COMMITTED:
+            return replace(mean, outcome=Outcome.SKIPPED)
+        if not await self._compute.run(lambda: math.isfinite(norm(into)), 8 * len(self._delta)):
+            blame = Blame(self.averager.me.peer, "the mean is not finite: it keeps its own state")
+            return replace(mean, outcome=Outcome.SKIPPED, contributions={}, blamed=(*mean.blamed, blame))
+        state.anchor, self._origin = self._origin, state.anchor
+        state.velocity, self._delta = self._delta, state.velocity
+        return mean
+
+    async def _told(
+        self, key: RoundKey, session: LooseSession, mean: Mean, work: Work, seconds: Mapping[str, float], time: float
+    ) -> RoundReport:
+        ours = await self._compute.run(lambda: sketch(self.anchor, key.run), 4 * len(self.anchor))
+        report = self._report(
+            self.averager.me, key, self.key.lineage, key.lineage, mean, work, seconds, time,
+        )  # fmt: skip
+        return replace(
+            report,
+            round=session.round,
+            group=session.group,
+            messages=tuple(name for each in mean.contributions.values() for name in each.messages),
+            half_exchanges=session.half_exchanges,
+            mass_drift=session.mass_drift,
+            spread=spread([ours, *self.compare(ours).values()]),
+        )
+
+
+def _with(mean: Mean, held: Mapping[PeerId, Contribution]) -> Mean:
+    """With what came in while the state was lent: that is an exchange, too."""
+    if not held:
+        return mean
+    whole = dict(mean.contributions)
+    for peer, early in held.items():
+        late = whole.get(peer, early)
+        messages = early.messages if late is early else early.messages + late.messages
+        whole[peer] = Contribution(late.chunks_counted, late.chunks, messages)
+    return replace(mean, outcome=Outcome.COMMITTED, contributions=whole)

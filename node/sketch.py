@@ -1,0 +1,82 @@
+"""Sketches of parameters: 64 numbers by which peers can tell how far apart they are, without sending their states.
+
+Each number is a projection of the vector on signs ±1, which are the same for all peers of a run. The mean square of the
+numbers is about the vector's squared norm, to a factor of 1 ± sqrt(2/64), and sketches of differences are differences
+of sketches. Within a block of 64 elements the signs are those of a Hadamard matrix with its rows and columns flipped at
+random: as good as independent ones, and two bits an element instead of 64.
+
+Source: Alon, Matias, Szegedy 1996, section 2.2 (the tug of war); Ailon, Chazelle 2006 (flips and Hadamard). Pure.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+
+from protocols.base import Vector
+
+Sketch: TypeAlias = tuple[float, ...]
+"""`NUMBERS` numbers."""
+
+NUMBERS = 64
+_PIECE = NUMBERS << 10
+"""Elements that are projected at a time."""
+
+
+def sketch(vector: Vector, seed: bytes) -> Sketch:
+    """The projections of a vector, float32 (n).
+
+    Args:
+        seed: the same for all whose sketches are compared.
+    """
+    total = torch.zeros(NUMBERS, dtype=torch.float64)
+    rows = _hadamard()
+    for low in range(0, len(vector), _PIECE):
+        piece = vector[low : low + _PIECE]
+        blocks = torch.zeros(-(-len(piece) // NUMBERS), NUMBERS)
+        blocks.view(-1)[: len(piece)].copy_(piece)
+        before, after = _signs(seed, low, 2 * blocks.numel()).view(2, *blocks.shape)
+        total += ((blocks * before) @ rows).mul_(after).sum(dim=0, dtype=torch.float64)
+    return tuple(total.tolist())
+
+
+def norm(numbers: Sequence[float]) -> float:
+    """About the norm of the vector that this is the sketch of."""
+    return math.sqrt(sum(number * number for number in numbers) / NUMBERS)
+
+
+def mean(sketches: Sequence[Sketch]) -> Sketch:
+    """The sketch of the mean of the vectors; of none, zeros."""
+    return tuple(math.fsum(numbers) / len(sketches) for numbers in zip(*sketches, strict=True)) or (0.0,) * NUMBERS
+
+
+def distance(one: Sketch, middle: Sketch) -> float:
+    """About ‖θ − mean‖ / ‖mean‖; nan where one of them is not finite, or the mean is nothing."""
+    whole = norm(middle)
+    return norm([a - b for a, b in zip(one, middle, strict=True)]) / whole if whole else math.nan
+
+
+def spread(sketches: Sequence[Sketch]) -> float:
+    """About max ‖θ_i − mean‖ / ‖mean‖ over the peers; 0 of one alone, nan of none."""
+    middle = mean(sketches)
+    return max((distance(each, middle) for each in sketches), default=math.nan)
+
+
+def _signs(seed: bytes, low: int, count: int) -> Vector:
+    """float32 (count) of ±1, the same on every machine; `count` a multiple of 8."""
+    bits = hashlib.shake_128(seed + low.to_bytes(8, "little")).digest(count // 8)
+    data = torch.frombuffer(bytearray(bits), dtype=torch.uint8)
+    places = torch.arange(8, dtype=torch.uint8)
+    return ((data[:, None] >> places) & 1).view(-1).float().mul_(2.0).sub_(1.0)
+
+
+def _hadamard() -> torch.Tensor:
+    """(64, 64) of ±1 with orthogonal rows: Sylvester's."""
+    rows = torch.ones(1, 1)
+    while len(rows) < NUMBERS:
+        rows = torch.cat([torch.cat([rows, rows], dim=1), torch.cat([rows, -rows], dim=1)])
+    return rows

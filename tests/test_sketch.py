@@ -1,0 +1,59 @@
+"""Sketches: what they say of norms and distances, and that they are the same everywhere."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import statistics
+import struct
+
+import pytest
+import torch
+
+from node import sketch as sketches
+from node.sketch import NUMBERS, sketch, spread
+from protocols.base import Vector
+
+
+def _vectors() -> dict[str, Vector]:
+    generator = torch.Generator().manual_seed(1)
+    stripe = torch.zeros(5000)
+    stripe[5::64] = 1.0  # all of it in one place of each block
+    return {"dense": torch.randn(5000, generator=generator), "stripe": stripe, "large": torch.full((70_001,), 1e3)}
+
+
+@pytest.mark.parametrize("name", ["dense", "stripe", "large"])
+def test_the_mean_square_is_the_squared_norm_with_the_error_that_was_promised(name: str) -> None:
+    vector = _vectors()[name]
+    count = 40 if name == "large" else 200
+    ratios = [sketches.norm(sketch(vector, b"%d" % seed)) ** 2 / float(vector.norm()) ** 2 for seed in range(count)]
+    error = math.sqrt(2 / NUMBERS)
+    assert abs(statistics.mean(ratios) - 1) < 4 * error / math.sqrt(count)
+    assert statistics.pstdev(ratios) < 1.4 * error
+
+
+def test_sketches_are_linear() -> None:
+    one, other = torch.arange(1000.0), torch.arange(1000.0).sin()
+    sums = [a + b for a, b in zip(sketch(one, b"run"), sketch(other, b"run"), strict=True)]
+    assert sums == pytest.approx(sketch(one + other, b"run"), rel=1e-5)
+
+
+def test_the_signs_are_of_the_seed_alone() -> None:
+    """Powers of two: every sum is exact, so that no machine may differ."""
+    numbers = sketch(torch.ones(1000), b"run")
+    assert hashlib.sha256(struct.pack("<64d", *numbers)).hexdigest()[:16] == "28dbf13226b52df2"
+    assert sketch(torch.ones(1000), b"other") != numbers
+
+
+def test_the_spread_is_that_of_the_vectors() -> None:
+    generator = torch.Generator().manual_seed(2)
+    states = [1.0 + 0.1 * each * torch.randn(20_000, generator=generator) for each in (1, 1, 3)]
+    middle = torch.stack(states).mean(dim=0)
+    exact = max(float((state - middle).norm() / middle.norm()) for state in states)
+    assert spread([sketch(state, b"run") for state in states]) == pytest.approx(exact, rel=0.3)
+
+
+def test_one_alone_has_no_spread_and_none_has_none() -> None:
+    assert spread([sketch(torch.ones(10), b"run")]) == 0.0
+    assert math.isnan(spread([]))
+    assert math.isnan(spread([sketch(torch.zeros(10), b"run")] * 2)), "of nothing"
