@@ -1,0 +1,162 @@
+"""Whom a peer asks in its n-th exchange, and what a round of such exchanges does to everybody's values. Pure.
+
+A schedule is a function of (members, me, round, seed) alone: who knows the same members computes the same, and where
+lists or rounds differ a partner is as good as drawn at random, which costs speed of mixing and nothing else. Members
+are sorted first, so their order does not matter.
+
+    random                 pairs drawn afresh each round: of a matching, both ends name each other
+    ring                   the next in the ring; it is asked by the one before
+    exponential            everybody 1, 2, 4, … places on: log2 N exchanges a round (static exponential graph)
+    one-peer-exponential   one of these, another distance each round (Assran et al. 2019; Ying et al. 2021)
+
+The mixing matrices are those of the literature, for rounds in lockstep: x ← Wx, doubly stochastic, so that the mean
+stays where it is. `pairwise` is what exchanges one after the other do: that is what peers without a barrier get.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Final, TypeAlias
+
+import torch
+
+from protocols.base import PeerId
+
+Partners: TypeAlias = Callable[[Sequence[PeerId], int, int, str], tuple[int, ...]]
+"""(sorted members, index of the asker, round, seed) -> indices of whom it asks, in this order."""
+
+
+def partners(schedule: str, members: Sequence[PeerId], me: PeerId, round_number: int, seed: str) -> tuple[PeerId, ...]:
+    """Whom `me` asks in that round, one after the other; nobody, where it is alone.
+
+    Args:
+        members: everybody who could be asked; `me` counts whether or not it is among them.
+        seed: the same for all peers of a run.
+
+    Raises:
+        ValueError: there is no such schedule.
+    """
+    everybody = sorted({*members, me})
+    if len(everybody) == 1:
+        return ()
+    chosen = _schedule(schedule)[0](everybody, everybody.index(me), round_number, seed)
+    return tuple(everybody[index] for index in chosen)
+
+
+def matrix(schedule: str, members: Sequence[PeerId], round_number: int, seed: str) -> torch.Tensor:
+    """The mixing matrix W of one round in lockstep, float64 (n, n), over the sorted members.
+
+    Raises:
+        ValueError: there is no such schedule.
+    """
+    everybody = sorted(set(members))
+    return _schedule(schedule)[1](everybody, round_number, seed)
+
+
+def pairwise(count: int, pairs: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """What exchanges of pairs do, one after the other: each puts both of its ends at their mean. float64 (n, n)."""
+    product = torch.eye(count, dtype=torch.float64)
+    for one, other in pairs:
+        product[[one, other]] = product[[one, other]].mean(0)
+    return product
+
+
+def contraction(mixing: torch.Tensor) -> float:
+    """ρ = ‖W − J‖, the most by which one round leaves the distance to the mean."""
+    count = len(mixing)
+    return float(torch.linalg.matrix_norm(mixing - torch.full_like(mixing, 1 / count), 2))
+
+
+def matching_factor(count: int) -> float:
+    """By how much a random matching multiplies the variance, in expectation: (n/2 − 1) / (n − 1) for an even n.
+
+    Each of the ⌊n/2⌋ pairs takes 1 / (n − 1) of it away.
+    """
+    return 1 - count // 2 / (count - 1) if count > 1 else 0.0
+
+
+def hops(count: int) -> tuple[int, ...]:
+    """1, 2, 4, …: the powers of two below `count`."""
+    return tuple(1 << power for power in range((count - 1).bit_length()))
+
+
+# -- the schedules ----------------------------------------------------------------------------------------------------
+
+
+def _matched(members: Sequence[PeerId], round_number: int, seed: str) -> list[int]:
+    """Indices in a drawn order: of each two in a row, one is the other's partner.
+
+    Ordered by a hash of each member, so that who knows of one member more mostly finds the same neighbours.
+    """
+
+    def drawn(index: int) -> bytes:
+        return hashlib.sha256(f"{seed}/{round_number}/{members[index]}".encode()).digest()
+
+    return sorted(range(len(members)), key=drawn)
+
+
+def _random(members: Sequence[PeerId], me: int, round_number: int, seed: str) -> tuple[int, ...]:
+    order = _matched(members, round_number, seed)
+    place = order.index(me)
+    if place ^ 1 < len(order):
+        return (order[place ^ 1],)
+    drawn = hashlib.sha256(f"{seed}/{round_number}/{members[me]}/odd".encode()).digest()
+    return (order[int.from_bytes(drawn[:8], "big") % place],)  # who is left over asks one that has a partner
+
+
+def _ring(members: Sequence[PeerId], me: int, round_number: int, seed: str) -> tuple[int, ...]:
+    return ((me + 1) % len(members),)
+
+
+def _exponential(members: Sequence[PeerId], me: int, round_number: int, seed: str) -> tuple[int, ...]:
+    return tuple((me + hop) % len(members) for hop in hops(len(members)))
+
+
+def _one_peer(members: Sequence[PeerId], me: int, round_number: int, seed: str) -> tuple[int, ...]:
+    every = hops(len(members))
+    return ((me + every[round_number % len(every)]) % len(members),)
+
+
+def _random_matrix(members: Sequence[PeerId], round_number: int, seed: str) -> torch.Tensor:
+    order = _matched(members, round_number, seed)
+    return pairwise(len(members), list(zip(order[::2], order[1::2], strict=False)))
+
+
+def _ring_matrix(members: Sequence[PeerId], round_number: int, seed: str) -> torch.Tensor:
+    return _circulant(len(members), (0, 1, -1))
+
+
+def _exponential_matrix(members: Sequence[PeerId], round_number: int, seed: str) -> torch.Tensor:
+    return _circulant(len(members), (0, *hops(len(members))))
+
+
+def _one_peer_matrix(members: Sequence[PeerId], round_number: int, seed: str) -> torch.Tensor:
+    every = hops(len(members))
+    return _circulant(len(members), (0, every[round_number % len(every)]) if every else (0,))
+
+
+def _circulant(count: int, offsets: Sequence[int]) -> torch.Tensor:
+    """Everybody takes the mean of those at these distances."""
+    mixing = torch.zeros(count, count, dtype=torch.float64)
+    rows = torch.arange(count)
+    for offset in offsets:
+        mixing[rows, (rows + offset) % count] += 1 / len(offsets)
+    return mixing
+
+
+Matrix: TypeAlias = Callable[[Sequence[PeerId], int, str], torch.Tensor]
+
+_SCHEDULES: Final[dict[str, tuple[Partners, Matrix]]] = {
+    "random": (_random, _random_matrix),
+    "ring": (_ring, _ring_matrix),
+    "exponential": (_exponential, _exponential_matrix),
+    "one-peer-exponential": (_one_peer, _one_peer_matrix),
+}
+SCHEDULES: Final = tuple(_SCHEDULES)
+
+
+def _schedule(name: str) -> tuple[Partners, Matrix]:
+    if name not in _SCHEDULES:
+        raise ValueError(f"unknown schedule {name[:40]!r}: there are {', '.join(_SCHEDULES)}")
+    return _SCHEDULES[name]
