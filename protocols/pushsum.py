@@ -1,0 +1,180 @@
+"""Push-sum's book of mass: averaging over links that carry one way, under loss, duplication and reordering. Pure.
+
+Everybody holds a value x and a weight w, at first its own value and 1. It gives half of both away and keeps the rest;
+whoever takes a share adds it. x / w comes near Σx / Σw everywhere, whatever the order and the graph, as long as no mass
+is lost or made (Kempe et al. 2003; Assran et al. 2019, SGP, section 3, for the states of trainers). So here:
+
+- a share is outstanding until its receiver has acknowledged it; sent again it is the same share, under the same number;
+- a receiver counts each number of a giver once, whatever comes twice or late;
+- a share whose receiver's life is over comes home: if it had been counted, it died with its receiver;
+- of a receiver that is only silent nobody knows what it counted: the share is recalled. The receiver says whether it
+  had counted it, and if not, never will: only then is it home. Until then it is neither here nor there, and not lost.
+
+Then Σx and Σw over everybody's book and all shares that are outstanding and not counted never change: to the last bit
+for numbers that add exactly (`fractions.Fraction`), up to rounding for others. A giver that dies takes what it holds
+along, and what it gave stays given.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+from protocols.base import BadPayload, Member
+
+WINDOW = 64
+"""Shares that one receiver has not acknowledged: a giver keeps their values, and gives it no more."""
+MAX_GIVERS = 256
+"""Lives of peers whose numbers are known; the one that gave least recently goes first."""
+LEAST_WEIGHT = 2.0**-20
+"""Who has less gives nothing: x / w would be noise."""
+
+
+class Mass(Protocol):
+    """A number or a vector: what can be added to its like, and divided by a number."""
+
+    def __add__(self, other: Any, /) -> Any: ...
+
+    def __truediv__(self, other: Any, /) -> Any: ...
+
+
+V = TypeVar("V", bound=Mass)
+
+
+@dataclass(frozen=True, slots=True)
+class Share(Generic[V]):
+    """Mass on its way: `sequence` counts what this giver, in this life, has given to this life of the receiver."""
+
+    giver: Member
+    to: Member
+    sequence: int
+    value: V
+    weight: float
+
+
+class _Numbers:
+    """Which numbers of one giver are settled: all below `floor`, and those in `above`."""
+
+    def __init__(self) -> None:
+        self.floor = 0
+        self.counted: set[int] = set()
+        self.void: set[int] = set()
+
+    def settled(self, number: int) -> bool:
+        return number < self.floor or number in self.counted or number in self.void
+
+    def settle(self, number: int, into: set[int]) -> None:
+        """Once for each number.
+
+        Raises:
+            BadPayload: no giver has so many shares outstanding.
+        """
+        if number >= self.floor + WINDOW:
+            raise BadPayload(f"share {number} where {self.floor} has not come")
+        into.add(number)
+        while self.floor in self.counted or self.floor in self.void:
+            self.floor += 1
+        # What is settled for good is kept for as long as it may be asked about.
+        self.counted = {each for each in self.counted if each >= self.floor - WINDOW}
+        self.void = {each for each in self.void if each >= self.floor - WINDOW}
+
+
+class Book(Generic[V]):
+    """One peer's mass, in one of its lives, and the shares that it has given and taken.
+
+    Attributes:
+        me: this life.
+        value, weight: what is here.
+    """
+
+    def __init__(self, me: Member, value: V, weight: float = 1.0) -> None:
+        self.me, self.value, self.weight = me, value, weight
+        self._outstanding: dict[Member, dict[int, Share[V]]] = {}
+        self._next: dict[Member, int] = {}
+        self._givers: OrderedDict[Member, _Numbers] = OrderedDict()
+
+    @property
+    def mean(self) -> V:
+        """x / w: what this peer takes the mean of all to be."""
+        mean: V = self.value / self.weight
+        return mean
+
+    # -- giving -------------------------------------------------------------------------------------------------------
+
+    def give(self, to: Member) -> Share[V] | None:
+        """Half of what is here, for this receiver; None if it has too much unacknowledged, or too little is here."""
+        waiting = self._outstanding.setdefault(to, {})
+        first = min(waiting, default=self._next.get(to, 0))
+        if self._next.get(to, 0) >= first + WINDOW or self.weight < LEAST_WEIGHT or to == self.me:
+            return None
+        self.value, self.weight = self.value / 2, self.weight / 2
+        share = Share(self.me, to, self._next.get(to, 0), self.value, self.weight)
+        self._next[to] = share.sequence + 1
+        waiting[share.sequence] = share
+        return share
+
+    def outstanding(self, to: Member) -> tuple[Share[V], ...]:
+        """What to send again: given, and neither acknowledged nor home."""
+        return tuple(self._outstanding.get(to, {}).values())
+
+    def acknowledged(self, by: Member, sequence: int) -> None:
+        """It is the receiver's now. Of what is not outstanding: nothing changes."""
+        self._outstanding.get(by, {}).pop(sequence, None)
+
+    def answered(self, by: Member, sequence: int, counted: bool) -> None:
+        """What the receiver says to a recall: it counted the share, or never will."""
+        share = self._outstanding.get(by, {}).pop(sequence, None)
+        if share is not None and not counted:
+            self._home(share)
+
+    def buried(self, member: Member) -> None:
+        """This life of a peer is over for certain: what it never acknowledged comes home. A silent peer may live."""
+        for share in self._outstanding.pop(member, {}).values():
+            self._home(share)
+        self._next.pop(member, None)
+
+    def _home(self, share: Share[V]) -> None:
+        self.value, self.weight = self.value + share.value, self.weight + share.weight
+
+    # -- taking -------------------------------------------------------------------------------------------------------
+
+    def take(self, share: Share[V]) -> bool:
+        """Count a share, unless its number is settled; to be acknowledged either way, if it is for this life.
+
+        Returns:
+            Whether it is counted, now or earlier; False: it has been recalled, or is for another life of this peer.
+
+        Raises:
+            BadPayload: a number that no giver can have reached, or no positive weight.
+        """
+        if share.to != self.me:
+            return False
+        if not share.weight > 0:
+            raise BadPayload(f"a share of weight {share.weight}")
+        numbers = self._numbers(share.giver)
+        if numbers.settled(share.sequence):
+            return share.sequence not in numbers.void
+        numbers.settle(share.sequence, numbers.counted)
+        self._home(share)
+        return True
+
+    def recalled(self, giver: Member, sequence: int) -> bool:
+        """Whether that share is counted here; if not, it never will be.
+
+        Raises:
+            BadPayload: a number that no giver can have reached.
+        """
+        numbers = self._numbers(giver)
+        if numbers.settled(sequence):
+            return sequence not in numbers.void
+        numbers.settle(sequence, numbers.void)
+        return False
+
+    def _numbers(self, giver: Member) -> _Numbers:
+        if giver not in self._givers:
+            self._givers[giver] = _Numbers()
+            if len(self._givers) > MAX_GIVERS:
+                self._givers.popitem(last=False)
+        self._givers.move_to_end(giver)
+        return self._givers[giver]
