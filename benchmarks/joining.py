@@ -132,8 +132,8 @@ def _brought(newcomer: RealPeer, swarm: RealSwarm) -> dict[str, float]:
 
 
 def _rounds(first: RealPeer, began: float, found: dict[str, Any]) -> dict[str, Any]:
-    """How long those are that lie in the time of joining, how long as many before, and the difference."""
-    during = [s for end, s in lengths(first) if found["joined"] <= end - s and end <= found["there"]]
+    """How long those are whose middle lies in the time of joining, how long as many before, and the difference."""
+    during = [s for end, s in lengths(first) if found["joined"] <= end - s / 2 <= found["there"]]
     before = [s for end, s in lengths(first) if began <= end - s and end <= found["joined"]][-max(3, len(during)) :]
     grown = 100 * (median(during) / median(before) - 1) if during and before else None
     return {"before_seconds": before, "during_seconds": during, "longer_percent": grown}
