@@ -1,0 +1,143 @@
+"""Averaging on grids as arithmetic: who is in which group, what becomes of values, what is left of their variance.
+
+python -m tests.sim.grids [trials]
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+
+from protocols.grid import Index, Shape, cell, line, moved
+
+Groups = list[list[int]]
+Plan = Callable[[random.Random], list[Groups]]
+"""The groups of one round, axis by axis."""
+
+
+def lines(indices: Sequence[Index], axis: int) -> Groups:
+    """Peers by the line along `axis` that they stand on."""
+    groups: dict[Index, list[int]] = {}
+    for peer, index in enumerate(indices):
+        groups.setdefault(line(index, axis), []).append(peer)
+    return list(groups.values())
+
+
+def average(values: torch.Tensor, weights: torch.Tensor, groups: Groups) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each group's (mean of w, Σwx / Σw), float64: values (n, k) and weights (n)."""
+    values, weights = values.clone(), weights.clone()
+    for group in groups:
+        mass = weights[group]
+        if float(mass.sum()) > 0:
+            values[group] = (mass[:, None] * values[group]).sum(0) / mass.sum()
+            weights[group] = mass.mean()
+    return values, weights
+
+
+def seated(count: int, shape: Shape) -> Plan:
+    """Seats without gaps, row by row, in an order that each round draws."""
+
+    def plan(rng: random.Random) -> list[Groups]:
+        indices: list[Index] = [()] * count
+        for number, peer in enumerate(rng.sample(range(count), count)):
+            indices[peer] = cell(number, shape)
+        return [lines(indices, axis) for axis in range(len(shape))]
+
+    return plan
+
+
+def diagonal(count: int, shape: Shape) -> Plan:
+    """Seats without gaps, dealt along the diagonals of a square: all lines are short by as much."""
+
+    def plan(rng: random.Random) -> list[Groups]:
+        indices: list[Index] = [()] * count
+        for number, peer in enumerate(rng.sample(range(count), count)):
+            low, high = number % shape[0], number // shape[0]
+            indices[peer] = (low, (low + high) % shape[1])
+        return [lines(indices, axis) for axis in range(len(shape))]
+
+    return plan
+
+
+def holes(count: int, shape: Shape) -> Plan:
+    """Cells by lot, and holes where they fall."""
+    cells = [cell(number, shape) for number in range(math.prod(shape))]
+
+    def plan(rng: random.Random) -> list[Groups]:
+        indices = rng.sample(cells, count)
+        return [lines(indices, axis) for axis in range(len(shape))]
+
+    return plan
+
+
+class Positions:
+    """The paper's rule: the position in the last group becomes the coordinate."""
+
+    def __init__(self, count: int, shape: Shape, rounds: int, rng: random.Random) -> None:
+        self.shape = shape
+        self.indices = [tuple(rng.randrange(places) for places in shape) for _ in range(count)]
+        for _ in range(rounds):
+            self(rng)
+
+    def __call__(self, rng: random.Random) -> list[Groups]:
+        plan = []
+        for axis in range(len(self.shape)):
+            plan.append(lines(self.indices, axis))
+            for group in plan[-1]:
+                for position, peer in enumerate(rng.sample(group, len(group))):
+                    self.indices[peer] = moved(self.indices[peer], axis, position, self.shape)
+        return plan
+
+
+def lots(count: int, size: int, axes: int) -> Plan:
+    """Groups of a size drawn by lot, as often as there are axes; the last may be smaller."""
+
+    def plan(rng: random.Random) -> list[Groups]:
+        return [
+            [order[at : at + size] for at in range(0, count, size)]
+            for order in (rng.sample(range(count), count) for _ in range(axes))
+        ]
+
+    return plan
+
+
+def left(count: int, plan: Plan, trials: int, seed: int = 0) -> float:
+    """What is left of the variance after one round, on the average."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    total = 0.0
+    for _ in range(trials):
+        values = torch.randn(count, 8, dtype=torch.float64, generator=generator)
+        weights = torch.ones(count, dtype=torch.float64)
+        mean, before = values.mean(0), values.var(0, unbiased=False).sum()
+        for groups in plan(rng):
+            values, weights = average(values, weights, groups)
+        total += float(((values - mean) ** 2).mean(0).sum() / before)
+    return total / trials
+
+
+def table(trials: int) -> None:
+    """What is left after a round on 8 x 8, by how many there are and how they stand."""
+    shape = (8, 8)
+    print("peers  holes  positions  diagonal  seats  lots")
+    for count in (64, 61, 53, 45, 40, 37, 29, 20):
+        paper = Positions(count, shape, 2, random.Random(1))
+        plans = (holes(count, shape), paper, diagonal(count, shape), seated(count, shape), lots(count, 8, 2))
+        print(count, *(f"{left(count, plan, trials):.4f}" for plan in plans), flush=True)
+
+
+def contraction(trials: int) -> None:
+    """One round of N peers in r groups by lot contracts the expected variance by exactly (r - 1) / (N - 1)."""
+    for count, size in ((16, 4), (24, 8), (36, 6)):
+        found = left(count, lots(count, size, 1), trials)
+        print(f"{count} peers in groups of {size}: {found:.5f}, exactly {(count // size - 1) / (count - 1):.5f}")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    trials = int(sys.argv[1]) if len(sys.argv) > 1 else 20_000
+    contraction(trials)
+    table(trials // 20)
