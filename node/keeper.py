@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import math
 import os
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -20,9 +21,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
-from node.checkpoint import DIRECTORY, INNER, OUTER, Checkpoint, name_of, places
+from node.checkpoint import DIRECTORY, INNER, MANIFEST, OUTER, Checkpoint, name_of, places
 from node.disk import FileRoom, allocate, outer_room
 from node.process import WorkerError
+from node.quota import Quota
 from node.sealing import seal
 from node.state import OuterState
 from protocols.base import Compute, RoundKey
@@ -36,6 +38,8 @@ SMALL_BYTES = 1 << 20
 """For headers, the manifest and all that is not a vector."""
 SLOW_SECONDS = 2.0
 """The checkpoint before has so long until this one is given up; it had all the rounds since."""
+AGAIN_SECONDS = 600.0
+"""What goes on failing is told again, no more often than that."""
 
 
 class Inner(Protocol):
@@ -64,6 +68,7 @@ class Keeper:
     """Keeps the checkpoints of one run. Use as an async context manager: it ends when the last is sealed.
 
     Attributes:
+        home: the directory of the checkpoints.
         snapshots: what it keeps; they are handed out as soon as they are filled.
     """
 
@@ -87,13 +92,16 @@ class Keeper:
         """
         self.snapshots = Snapshots(every_rounds, KEEP, self.room)
         self.snapshots.has_begun = lambda lineage, before: (self._draft(lineage, before) / OUTER).exists()
-        self._home, self._limit_bytes, self._like = directory / DIRECTORY, limit_bytes, like
+        self.home, self._like = directory / DIRECTORY, like
+        self._quota = Quota(self.home, limit_bytes)
         self._inner, self._disk, self._sync = inner, disk, sync
         self._sealing: asyncio.Task[None] | None = None
         self._whole: set[str] = set()
-        self._failing = False
+        self._told = -math.inf
+        self._kept_wall: float | None = None  # when the newest whole checkpoint was sealed
 
     async def __aenter__(self) -> Self:
+        self._now = asyncio.get_running_loop().time  # `room` is called on other threads, too
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
@@ -109,12 +117,21 @@ class Keeper:
         """
         self.snapshots.put(checkpoint.snapshot())
         self._whole.add(checkpoint.name)
+        self._is_kept(checkpoint.path)
+
+    def age_seconds(self, wall: float) -> float | None:
+        """Of the newest whole checkpoint; None: there is none.
+
+        Args:
+            wall: time, as files have it.
+        """
+        return None if self._kept_wall is None else max(0.0, wall - self._kept_wall)
 
     # -- a checkpoint -------------------------------------------------------------------------------------------------
 
     async def keep(self, state: OuterState, key: RoundKey) -> None:
         """Keep the state before a round, and the inner one; both may change when this returns."""
-        began, draft = _now(), self._draft(key.lineage, key.round)
+        began, draft = self._now(), self._draft(key.lineage, key.round)
         if not await self._sealed():
             self._warn(f"no checkpoint before round {key.round + 1}: the one before is still being written")
             return
@@ -125,7 +142,7 @@ class Keeper:
             filling = group.create_task(state.keep(self.snapshots, key))
             saving = group.create_task(self._save(draft, key))
         snapshot, saved = filling.result(), saving.result()
-        log.debug("before round %d, a checkpoint held the peer up for %.2f s", key.round + 1, _now() - began)
+        log.debug("before round %d, a checkpoint held the peer up for %.2f s", key.round + 1, self._now() - began)
         if snapshot and saved is not None:
             self._begin_to_seal(snapshot, saved)
 
@@ -155,6 +172,7 @@ class Keeper:
                 carried=self._inner.carried,
             )
             self._sealing = asyncio.create_task(self._seal(made, inner, self._sealing), name="checkpoint")
+            self._sealing.add_done_callback(_tell_defect)
 
     async def _sealed(self) -> bool:
         """Whether the checkpoint before is done with; it may take a moment."""
@@ -169,19 +187,20 @@ class Keeper:
 
         if before:
             await asyncio.wait([before])
-        began = _now()
+        began = self._now()
         try:
             await self._disk.run(work, 0)
         except OSError as error:
             await self._fail(made.round, error.strerror or str(error), made.path)
         else:
-            log.debug("the checkpoint before round %d was sealed in %.2f s", made.round + 1, _now() - began)
-            self._failing = False
+            log.debug("the checkpoint before round %d was sealed in %.2f s", made.round + 1, self._now() - began)
+            self._told = -math.inf
             self._whole.add(made.name)
+            self._is_kept(self.home / made.name)
             held = {name_of(each.round, each.lineage) for each in self.snapshots.held()}
-            useless = [self._home / name for name in sorted(self._whole - held)]  # what it does not know is not its own
+            useless = [self.home / name for name in sorted(self._whole - held)]  # what it does not know is not its own
             with suppress(OSError):
-                drafts = places(self._home, drafts=True)
+                drafts = places(self.home, drafts=True)
                 useless += [path for path in drafts if path.name[1:] < min(held | {made.name})]
             await self._remove(useless)
 
@@ -189,10 +208,16 @@ class Keeper:
         self._warn(f"no checkpoint before round {round_number + 1}: {why}")
         await self._remove([draft])
 
+    def _is_kept(self, path: Path) -> None:
+        with suppress(OSError):
+            self._kept_wall = max(self._kept_wall or 0.0, (path / MANIFEST).stat().st_mtime)
+
     def _warn(self, line: str) -> None:
-        """Once, until it works again."""
-        log.log(logging.DEBUG if self._failing else logging.WARNING, line)
-        self._failing = True
+        """At once, and every ten minutes until it works again."""
+        due = self._now() >= self._told + AGAIN_SECONDS
+        log.log(logging.WARNING if due else logging.DEBUG, line)
+        if due:
+            self._told = self._now()
 
     # -- room ---------------------------------------------------------------------------------------------------------
 
@@ -201,7 +226,7 @@ class Keeper:
         draft = self._draft(lineage, round_number)
         try:
             if not (draft / OUTER).exists():
-                self._check(size)
+                self._quota.check(size)
             draft.mkdir(mode=0o700, parents=True, exist_ok=True)
             return outer_room(draft / OUTER, self._like.layout.sizes(), round_number, lineage)
         except OSError as error:
@@ -209,34 +234,14 @@ class Keeper:
             return Anonymous(size)
 
     def _draft(self, lineage: bytes, round_number: int) -> Path:
-        return self._home / f".{name_of(round_number, lineage)}"
-
-    def _check(self, size: int, ours: Collection[Path] = ()) -> None:
-        """
-        Raises:
-            OSError: so much more would be too much.
-        """
-        there = [*places(self._home), *places(self._home, drafts=True)]
-        taken = sum(_bytes(path) for path in there if path not in ours)
-        if taken + size > self._limit_bytes:
-            limit = f"{self._limit_bytes / 1e9:g} GB"
-            raise OSError(errno.EDQUOT, f"{(taken + size) / 1e9:.3g} GB would be over {limit}: raise --disk-limit")
-
-    def _would_do(self, size: int, draft: Path) -> bool:
-        """Whether there would be so much room for a draft if all were given up that may be."""
-        gone = [*self._spare(draft), draft]
-        with suppress(OSError):
-            self._check(size, gone)
-            disk = os.statvfs(self._home)
-            return disk.f_bavail * disk.f_frsize + sum(_bytes(path) for path in gone) >= size
-        return False
+        return self.home / f".{name_of(round_number, lineage)}"
 
     async def _make_way(self, draft: Path, key: RoundKey) -> bool:
         """Take the room that a checkpoint needs, from older ones if need be; False: there is none."""
         vectors_bytes = room_bytes(sum(self._like.layout.sizes()))  # as much again are AdamW's moments
 
         def reserve() -> None:
-            self._check(2 * vectors_bytes + SMALL_BYTES, [draft])
+            self._quota.check(2 * vectors_bytes + SMALL_BYTES, [draft])
             draft.mkdir(mode=0o700, parents=True, exist_ok=True)
             outer_room(draft / OUTER, self._like.layout.sizes(), key.round, key.lineage)
             file = os.open(draft / INNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -251,8 +256,9 @@ class Keeper:
                 return True
             except OSError as error:
                 full, why = error.errno in (errno.ENOSPC, errno.EDQUOT), error.strerror or str(error)
-            enough = full and await self._disk.run(partial(self._would_do, 2 * vectors_bytes + SMALL_BYTES, draft), 0)
-            if not enough or not await self._thin(draft):
+            gone = [*self._spare(draft), draft]
+            enough = partial(self._quota.would_do, 2 * vectors_bytes + SMALL_BYTES, gone)
+            if not (full and await self._disk.run(enough, 0)) or not await self._thin(draft):
                 await self._fail(key.round, why, draft)
                 return False
 
@@ -267,8 +273,8 @@ class Keeper:
         """What may be given up for a draft, the least useful first; nothing that a life before left unread."""
         drafts: list[Path] = []
         with suppress(OSError):
-            drafts = [path for path in places(self._home, drafts=True) if path != draft]
-        return [*drafts, *(self._home / name for name in sorted(self._whole)[:-1])]
+            drafts = [path for path in places(self.home, drafts=True) if path != draft]
+        return [*drafts, *(self.home / name for name in sorted(self._whole)[:-1])]
 
     async def _remove(self, paths: list[Path]) -> None:
         """Delete these. A snapshot there is let go first, so that its bytes go back; whoever reads it reads on."""
@@ -281,15 +287,7 @@ class Keeper:
             await self._disk.run(partial(shutil.rmtree, path, ignore_errors=True), 0)
 
 
-def _now() -> float:
-    return asyncio.get_running_loop().time()
-
-
-def _bytes(path: Path) -> int:
-    """What the files in a directory take; files may come and go meanwhile."""
-    taken = 0
-    with suppress(OSError):
-        for each in os.scandir(path):
-            with suppress(OSError):
-                taken += each.stat().st_size
-    return taken
+def _tell_defect(sealing: asyncio.Task[None]) -> None:
+    """Of ours, that no disk explains: training goes on, and it is not passed over in silence."""
+    if not sealing.cancelled() and (defect := sealing.exception()):
+        log.error("a checkpoint was not sealed: %r", defect, exc_info=defect)

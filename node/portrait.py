@@ -28,6 +28,7 @@ class Portrait:
         pids: of the peer's processes.
         awaited: whom the round waits for.
         progress: how far catching up is, while it goes on.
+        checkpoint_age_seconds: of the newest whole one; None: there is none.
     """
 
     def __init__(self, nickname: str) -> None:
@@ -38,6 +39,7 @@ class Portrait:
         self.pids: Callable[[], Sequence[int]] = lambda: (os.getpid(),)
         self.awaited: Callable[[], Sequence[PeerId]] = tuple
         self.progress: Callable[[], Progress | None] = lambda: None
+        self.checkpoint_age_seconds: Callable[[], float | None] = lambda: None
         self.journal: Journal | None = None
         self.membership: Membership | None = None
         self.chain: Chain | None = None
@@ -143,4 +145,5 @@ class Portrait:
             syncing=self._syncing(),
             task=self.task,
             clock=self.membership.vigil.clock if self.membership else "",
+            checkpoint_age_seconds=self.checkpoint_age_seconds(),
         )

@@ -37,8 +37,8 @@ DEATHS = 5
 BACKOFF_SECONDS = (0.0, 0.5, 1.0, 2.0, 4.0)
 ATTEMPTS = 3
 _PROMPT_BYTES = 64 << 10
-DISK_SECONDS = 60.0
-"""For a file of the optimiser's state."""
+DISK_SECONDS, DISK_BYTES_PER_SECOND = 60.0, 1e6
+"""A file of the optimiser's state takes so long at most, and what the slowest of disks takes beyond that."""
 _MENDING_SECONDS = DEATHS * START_SECONDS + sum(BACKOFF_SECONDS)
 _NOTHING = Work(0, math.nan, 0.0, 0.0)
 
@@ -151,15 +151,15 @@ class RemoteTrainer:
         """Have the worker write its optimiser's state to a file, between two steps; False if there is no worker now.
 
         Raises:
-            WorkerError: it cannot be written.
+            WorkerError: it cannot be written, or the worker did not live to the end of that.
         """
         if self._life is None:
             return False
         try:
             async with self._boundary():
-                await self._ask({"do": "save", "path": str(path)}, DISK_SECONDS)
+                await self._ask({"do": "save", "path": str(path)}, self._disk_seconds())
         except WorkerGone:
-            return False
+            raise WorkerError("the worker was gone before the inner state was written") from None
         return True
 
     async def load(self, path: Path | None, position: int) -> None:
@@ -168,7 +168,13 @@ class RemoteTrainer:
         Raises:
             WorkerError: it cannot be read, or is of another model.
         """
-        await self._order({"do": "load", "path": str(path) if path else None, "position": position}, DISK_SECONDS)
+        await self._order(
+            {"do": "load", "path": str(path) if path else None, "position": position}, self._disk_seconds()
+        )
+
+    def _disk_seconds(self) -> float:
+        moments_bytes = 8 * sum(self.layout.sizes())  # two float32 of AdamW for each parameter
+        return DISK_SECONDS + moments_bytes / DISK_BYTES_PER_SECOND
 
     async def held_out(self) -> bytes:
         """The evaluation sample, at most 256 KiB; empty where the task has none."""

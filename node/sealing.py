@@ -42,6 +42,7 @@ def seal(made: Checkpoint, inner: bool) -> Checkpoint:
         shutil.rmtree(place)
     draft.rename(place)
     sync_directory(home)
+    sync_directory(home.parent)  # the first one's home is as new as itself
     return parse(place, fields)
 
 

@@ -81,6 +81,7 @@ class Status:
         syncing: None while it does something else.
         task: name of the user's own task that is trained; empty if it is one of ours.
         clock: in words, while this machine's clock is not the one that the others have; else empty.
+        checkpoint_age_seconds: since the newest whole one was made; None while there is none.
     """
 
     state: str
@@ -109,6 +110,7 @@ class Status:
     task: str = ""
     syncing: Syncing | None = None
     clock: str = ""
+    checkpoint_age_seconds: float | None = None
 
 
 def public(status: Status) -> Status:

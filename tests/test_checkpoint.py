@@ -174,6 +174,37 @@ def test_tensors_of_more_than_a_piece(tmp_path: Path) -> None:
             tensors.read(tmp_path / "file", other)
 
 
+def test_the_disk_has_the_chain_before_the_checkpoint_that_needs_it(tmp_path: Path) -> None:
+    done: list[str] = []
+
+    def step(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any, **more: Any) -> Any:
+            done.append(name)
+            return real(*given, **more)
+
+        return call
+
+    synced = Keeper(tmp_path, 5, 1 << 30, like(tmp_path), Worker(), Disk(), step("chain", lambda: None))
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("fsync", "rename"):
+            patch.setattr(os, name, step(name, getattr(os, name)))
+        keep(tmp_path, 5, of=synced)
+    assert done.count("chain") == done.count("rename") == 1 and done[0] == "chain"
+    assert "fsync" in done[: done.index("rename")] and done[-2:] == ["fsync", "fsync"], "directories, too"
+
+
+def test_where_the_disk_does_not_take_the_chain_there_is_no_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken() -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    keep(tmp_path, 5)
+    keep(tmp_path, 10, of=Keeper(tmp_path, 5, 1 << 30, like(tmp_path), Worker(), Disk(), broken))
+    assert rounds(tmp_path) == [5]
+    assert [each.message for each in caplog.records] == ["no checkpoint before round 11: Input/output error"]
+
+
 def test_without_a_worker_there_is_no_inner_state(tmp_path: Path) -> None:
     keep(tmp_path, 5, worker=Worker("is gone"))
     assert newest(tmp_path).inner is None and not (newest(tmp_path).path / INNER).exists()
@@ -383,7 +414,7 @@ def test_older_ones_are_not_given_up_for_nothing(tmp_path: Path, full: str, monk
         monkeypatch.setattr(os, "posix_fallocate", refuse)
         monkeypatch.setattr(keepers, "SMALL_BYTES", 2 * one)
     else:
-        made._limit_bytes = 2 * one
+        made._quota.limit_bytes = 2 * one
     keep(tmp_path, 20, of=made)
     assert rounds(tmp_path) == [15, 10, 5]
     assert [each.round for each in made.snapshots.held()] == [20, 15, 10], "others need it all the same"
@@ -413,6 +444,37 @@ def test_a_full_disk_takes_older_ones_and_then_costs_the_checkpoint(
     monkeypatch.setattr(keepers, "SMALL_BYTES", 4096)
     keep(tmp_path, 35, of=made)
     assert rounds(tmp_path)[0] == 35
+
+
+def test_what_goes_on_failing_is_told_again_but_not_each_time(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = keep(tmp_path, 5, 10, 15, worker=Worker("refuses"))
+    assert len(caplog.records) == 1 and made.age_seconds(1e9) is None
+    monkeypatch.setattr(keepers, "AGAIN_SECONDS", 0.0)
+    keep(tmp_path, 20, of=made)
+    assert [each.message[:32] for each in caplog.records[1:]] == ["no checkpoint before round 21: t"]
+    made = keep(tmp_path, 25)
+    sealed = (newest(tmp_path).path / MANIFEST).stat().st_mtime
+    assert (made.age_seconds(sealed + 60.0), made.age_seconds(sealed - 60.0)) == (60.0, 0.0)
+    later = keeper(tmp_path)
+    later.holds(newest(tmp_path))
+    assert later.age_seconds(sealed + 60.0) == 60.0, "of a former life"
+
+
+def test_a_defect_in_sealing_is_not_passed_over_in_silence(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def defective(made: Checkpoint, inner: bool) -> Checkpoint:
+        raise ValueError("no disk explains this")
+
+    monkeypatch.setattr(keepers, "seal", defective)
+    made = keep(tmp_path, 5)
+    (record,) = caplog.records
+    assert record.levelname == "ERROR" and "no disk explains this" in record.message and record.exc_info
+    monkeypatch.undo()
+    keep(tmp_path, 10, of=made)
+    assert rounds(tmp_path) == [10] and len(caplog.records) == 1
 
 
 def test_a_worker_that_cannot_write_costs_the_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
