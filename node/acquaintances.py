@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Protocol
@@ -9,8 +10,9 @@ from typing import Protocol
 from node.entry import reach
 from node.greeter import Self
 from node.membership import Membership
+from node.portrait import Portrait
 from node.statedir import StateDir
-from protocols.base import Clock, Deadline, PeerId, Transport
+from protocols.base import Clock, Deadline, Member, PeerId, Transport
 from protocols.chain import Chain
 from protocols.wire import MAX_ROSTER
 
@@ -27,7 +29,7 @@ def acquainted(
     transport: Dialling,
     clock: Clock,
     state: StateDir,
-    who: Self,
+    portrait: Portrait,
     chain: Chain,
     met: Mapping[PeerId, str],
     unanswered: Sequence[str] = (),
@@ -35,9 +37,18 @@ def acquainted(
     """Who is here, beginning with whom this peer knows.
 
     Args:
+        portrait: has this peer's name and addresses.
         met: who let it in, and the multiaddr that led there.
         unanswered: multiaddrs that the user gave and where nobody was; they are dialled on.
     """
+    who = Self(
+        me=Member(state.identity.peer_id, state.incarnation),
+        run=chain.head.key.run,
+        life=secrets.randbits(63),
+        nickname=portrait.nickname,
+        addresses=lambda: [address.rpartition("/p2p/")[0] for address in portrait.addresses()],
+        round=lambda: chain.head.key.round,
+    )
     silent = {peer: address for address, _, peer in (each.rpartition("/p2p/") for each in unanswered)}
 
     def wanted() -> list[PeerId]:

@@ -45,7 +45,7 @@ class Choice:
         Raises:
             StateError: it holds another than that, or cannot be read.
         """
-        held = None if self._config.new else resume.held(state)
+        held = None if self._config.new else resume.held(state, asks=bool(self._config.bootstrap))
         if held and wanted not in (None, held.manifest.config):
             raise StateError(
                 f"{state.path} is of another run, which is not over: --new starts the one that is asked for"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import secrets
 import tempfile
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,6 @@ from node.daemon import DaemonError
 from node.dht import DhtDirectory
 from node.entry import Door, Entry, Run, ask_run, ask_status
 from node.founding import found
-from node.greeter import Self
 from node.identity import IdentityError, create, verify
 from node.keeper import Keeper
 from node.libp2p import LibP2PConfig, LibP2PTransport
@@ -40,7 +39,7 @@ from node.portrait import Portrait
 from node.remote import RemoteTrainer, WorkerError
 from node.round import Replica
 from node.runconfig import RunConfig
-from node.scratch import Scratch, emptied
+from node.scratch import ScratchSpace
 from node.statedir import StateDir, StateError
 from node.status import Status, View, join_command, public
 from node.stay import Limits, Means, Stay
@@ -150,7 +149,7 @@ class Peer:
             LibP2PTransport(link) as transport,
             Entry(transport.connect, partial(ask_run, transport), self._choice.judge, self._view.say) as entry,
         ):
-            state.listens(config.listen, transport.listening)
+            await disk.run(partial(state.listens, config.listen, transport.listening), 0)
             portrait.addresses = lambda: shareable(transport.addresses) or transport.addresses
             portrait.lag = lag
             tools = _Tools(state, transport, compute, disk, entry, lag)
@@ -169,14 +168,17 @@ class Peer:
 
     async def _join(self, tools: _Tools, run: Run) -> None:
         """Take part in a run that others started, or a former life of this peer."""
-        manifest = unseal(run.sealed, verify)
-        self._begin(tools.state, manifest, run)
-        sample = tools.state.sample if run.sample else None
-        start = await self._start(tools, manifest)
-        async with RemoteTrainer(
-            worker_spec(manifest.config, self._config, start.data.seed, sample), tools.compute
-        ) as trainer:
-            manifest.require_layout(trainer.layout)
+        manifest, state = unseal(run.sealed, verify), tools.state
+        await self._begin(tools, manifest, run)
+        async with AsyncExitStack() as stack:
+            try:
+                start = await self._start(tools, manifest)
+                spec = worker_spec(manifest.config, self._config, start.data.seed, state.sample if run.sample else None)
+                trainer = await stack.enter_async_context(RemoteTrainer(spec, tools.compute))
+                manifest.require_layout(trainer.layout)
+            except (WorkerError, ManifestError):  # this machine cannot train it
+                await tools.disk.run(state.withdraw, 0)
+                raise
             await self._settle(tools, trainer, manifest, run, start)
 
     async def _found(self, tools: _Tools) -> None:
@@ -189,7 +191,7 @@ class Peer:
         async with RemoteTrainer(worker_spec(config, self._config, seed), tools.compute) as trainer:
             created = self._clock.wall()
             manifest, run = await found(config, tools.me, tools.state.identity, trainer, tools.compute, created)
-            self._begin(tools.state, manifest, run)
+            await self._begin(tools, manifest, run)
             self._view.say(f"started the run {manifest.config.name} ({manifest.run_id[:12]})")
             if command := join_command(self.status()):
                 self._view.say(f"others join by: {command[0]}")
@@ -197,15 +199,24 @@ class Peer:
                     self._view.say("this address works on this machine only: --listen on another for others to join")
             await self._settle(tools, trainer, manifest, run, await self._start(tools, manifest))
 
-    async def _start(self, tools: _Tools, manifest: Manifest) -> resume.Start:
-        return await tools.disk.run(lambda: resume.start(tools.state, manifest, tools.me, self._choice.own), 0)
-
-    def _begin(self, state: StateDir, manifest: Manifest, run: Run) -> None:
+    async def _begin(self, tools: _Tools, manifest: Manifest, run: Run) -> None:
         """This peer's directory, and what it shows, are of this run now."""
-        state.begin(manifest.run_id, run_id(state.manifest()), run.sealed, run.sample)
+        state = tools.state
+        begin = partial(state.begin, manifest.run_id, run_id(state.manifest()), run.sealed, run.sample)
+        await tools.disk.run(begin, 0)
         portrait, config = self._portrait, manifest.config
         portrait.run, portrait.run_id, portrait.rounds = config.name, manifest.run_id, config.recipe.rounds
         portrait.task = config.own_task
+
+    async def _start(self, tools: _Tools, manifest: Manifest) -> resume.Start:
+        """From where, which is told: a worker takes seconds to come up."""
+        start = partial(resume.start, tools.state, manifest, tools.me, self._choice.own)
+        found = await tools.disk.run(start, 0)
+        if line := found.words():
+            self._view.say(line)
+        if self._choice.own and (line := found.strange(tools.me)):
+            self._view.say(line)
+        return found
 
     # -- in the run ---------------------------------------------------------------------------------------------------
 
@@ -219,13 +230,15 @@ class Peer:
         membership = portrait.membership = self._membership(tools, chain)
         async with (
             DhtDirectory(transport, state.identity, self._clock, run_bytes, membership.offset_seconds) as directory,
+            ScratchSpace(state.path, tools.disk) as scratch,
             self._keeper(tools, trainer, manifest, start) as keeper,
         ):
+            portrait.checkpoint_age_seconds = lambda: keeper.age_seconds(self._clock.wall())
             frames, trainer, portrait.journal = traced(transport, trainer, state.rounds)
             host = Host(frames, directory, membership, tools.compute, self._clock, state.identity, config.seed)
             settings = protocol_settings(manifest, self._config, state.incarnation)
             averager, snapshots = PROTOCOLS[config.protocol](host, settings), keeper.snapshots
-            averager.shelf.past = self._past(tools, averager.shelf.gate)
+            averager.shelf.past = self._past(scratch, tools, averager.shelf.gate)
             outer = OuterSGD(config.recipe.outer_learning_rate, config.recipe.outer_momentum)
             replica = Replica(chain, trainer, averager, outer, tools.compute, trainer.anchor(), snapshots, keeper)
             await resume.take_up(start, replica, trainer, keeper)
@@ -235,9 +248,8 @@ class Peer:
             averager.on_ahead = sync.hear
             portrait.pids = lambda: [pid for pid in (os.getpid(), trainer.pid, transport.daemon_pid) if pid]
             Door(transport, run, lambda: asdict(public(self.status())))
-            means = Means(
-                replica, trainer, sync, membership, directory, state, portrait.journal, tools.lag, self._clock
-            )
+            journal, clock, disk = portrait.journal, self._clock, tools.disk
+            means = Means(replica, trainer, sync, membership, directory, state, journal, tools.lag, clock, disk)
             wait_for = self._config.wait_for_peers if chain.head.key.round == 0 else 1
             limits = Limits(config.recipe.rounds, self._config.rounds, wait_for)
             self._stay = Stay(means, limits, portrait, self._view)
@@ -248,23 +260,13 @@ class Peer:
         like = start.like(manifest.run_id, trainer.layout)
         return Keeper(tools.state.path, every_rounds, limit_bytes, like, trainer, tools.disk, start.archive.sync)
 
-    def _past(self, tools: _Tools, gate: Gate) -> PartStore:
+    def _past(self, scratch: ScratchSpace, tools: _Tools, gate: Gate) -> PartStore:
         least_rounds = max(LEAST_ROUNDS, KEEP_CHECKPOINTS * self._config.checkpoint_every)
-        room = partial(Scratch, emptied(tools.state.path))
-        return PartStore(room, tools.disk, gate, least_rounds=least_rounds)
+        return PartStore(scratch.room, tools.disk, gate, least_rounds=least_rounds)
 
     def _membership(self, tools: _Tools, chain: Chain) -> Membership:
-        me = tools.me
-        who = Self(
-            me=me,
-            run=chain.head.key.run,
-            life=secrets.randbits(63),
-            nickname=self._config.nickname,
-            addresses=lambda: [address.rpartition("/p2p/")[0] for address in self._portrait.addresses()],
-            round=lambda: chain.head.key.round,
-        )
         unanswered = self._config.bootstrap if self._choice.alone else ()
-        made = acquainted(tools.transport, self._clock, tools.state, who, chain, tools.entry.met, unanswered)
+        made = acquainted(tools.transport, self._clock, tools.state, self._portrait, chain, tools.entry.met, unanswered)
         made.on_twin, made.vigil.say = self._fail, self._view.say
         return made
 

@@ -25,6 +25,7 @@ from node.outfit import stream_seed
 from node.remote import RemoteTrainer, WorkerError
 from node.round import Replica
 from node.statedir import StateDir, StateError, holds_run
+from node.status import short
 from protocols import record as records
 from protocols.base import Layout, Member
 from protocols.chain import UNSETTLED, Chain
@@ -50,8 +51,11 @@ class Held:
     has_state: bool
 
 
-def held(state: StateDir) -> Held | None:
+def held(state: StateDir, asks: bool = True) -> Held | None:
     """The run that the directory is of; None if there is none to go on with, or one that cannot be read.
+
+    Args:
+        asks: others are asked where it cannot be read; else `require_none` says why.
 
     Raises:
         StateError: its checkpoints cannot be looked for.
@@ -62,7 +66,8 @@ def held(state: StateDir) -> Held | None:
     try:
         manifest = unseal(sealed, verify)
     except ManifestError as error:
-        log.warning("the run in %s cannot be gone on with: %s", state.path, error)
+        if asks:
+            log.warning("the run in %s cannot be gone on with: %s", state.path, error)
         return None
     if any(manifest.held_out) and hashlib.sha256(sample).digest() != manifest.held_out:
         log.warning("the run in %s cannot be gone on with alone: its evaluation sample is damaged", state.path)
@@ -109,6 +114,24 @@ class Start:
     archive: CertificateFile
     checkpoints: tuple[Checkpoint, ...]
     data: Data
+
+    def words(self) -> str:
+        """Where that is, for a person; empty where there is nothing yet."""
+        return f"from {_listed(self.checkpoints[:1])}" if self.checkpoints else ""
+
+    def strange(self, me: Member) -> str:
+        """What keeps this peer waiting if nobody comes: the state is of others. Empty where it is its own, too.
+
+        So it is with a new identity in an old directory: nobody there is a former life of it.
+        """
+        roster = {member.peer for member in self.chain.head.roster}
+        if me.peer in roster:
+            return ""
+        who = ", ".join(sorted(map(short, roster))[:4])
+        return (
+            f"this peer, {short(me.peer)}, is not among those who made that state ({who}), and waits for one of them: "
+            "if its identity.key was replaced, put the old one back; --new starts another run"
+        )
 
     def like(self, run: str, layout: Layout) -> Checkpoint:
         """What all checkpoints to come have in common."""
@@ -201,18 +224,26 @@ async def take_up(begin: Start, replica: Replica, trainer: RemoteTrainer, keeper
     """Put this peer where its last checkpoint was made, inner optimiser and all; the older ones are handed out again.
 
     Raises:
-        OSError: it cannot be read, though it could be a moment ago.
+        StateError: it cannot be read, though it could be a moment ago.
     """
-    for each in begin.checkpoints:
-        keeper.holds(each)
-    if not begin.checkpoints:
-        return
-    newest = begin.checkpoints[0]
-    snapshot = keeper.snapshots.get(newest.lineage)
-    assert snapshot is not None
-    await replica.start_from(snapshot)
     try:
-        await trainer.load(newest.inner, newest.data.position)
+        for each in begin.checkpoints:
+            keeper.holds(each)
+        snapshot = keeper.snapshots.get(begin.checkpoints[0].lineage) if begin.checkpoints else None
+        if snapshot:
+            await replica.start_from(snapshot)
+    except OSError as error:
+        what = f"{_listed(begin.checkpoints[:1])} cannot be read any more ({error.strerror or error})"
+        where = keeper.home
+        raise StateError(f"{what}: set {where} right, or move the damaged one out of it, and start again") from None
+    if begin.checkpoints:
+        await _load(begin.checkpoints[0], trainer)
+
+
+async def _load(checkpoint: Checkpoint, trainer: RemoteTrainer) -> None:
+    """The inner optimiser's state; where that cannot be had, it begins anew."""
+    try:
+        await trainer.load(checkpoint.inner, checkpoint.data.position)
     except WorkerError as error:
         log.warning("the inner optimiser begins anew: %s", error)
-        await trainer.load(None, newest.data.position)
+        await trainer.load(None, checkpoint.data.position)

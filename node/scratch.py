@@ -11,21 +11,49 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 from node import tensors
 from node.disk import allocate
-from protocols.base import Buffer
+from protocols.base import Buffer, Compute
 
 DIRECTORY = "scratch"
 
 
-def emptied(home: Path) -> Path:
-    """The directory for it, without anything in it."""
-    shutil.rmtree(home / DIRECTORY, ignore_errors=True)
-    return home / DIRECTORY
+class ScratchSpace:
+    """The directory for it. An async context manager: it is empty at the beginning, and gone at the end."""
+
+    def __init__(self, home: Path, disk: Compute) -> None:
+        self._directory, self._disk = home / DIRECTORY, disk
+        self._useless: deque[Path] = deque()
+
+    async def __aenter__(self) -> Self:
+        await self._disk.run(self._empty, 0)
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        await self._disk.run(self._empty, 0)
+
+    def room(self, size: int) -> Scratch:
+        """Room of so many bytes; blocks: to be called on the disk's thread.
+
+        Files that nobody needs any more go first: a disk may take its time over large ones, and the last reference to
+        a room is as a rule dropped on the event loop.
+
+        Raises:
+            OSError: there is none.
+        """
+        while self._useless:
+            _remove(self._useless.popleft())
+        return Scratch(self._directory, size, self._useless.append)
+
+    def _empty(self) -> None:
+        shutil.rmtree(self._directory, ignore_errors=True)
 
 
 class Scratch:
@@ -33,15 +61,18 @@ class Scratch:
 
     fresh = True
 
-    def __init__(self, directory: Path, size: int) -> None:
+    def __init__(self, directory: Path, size: int, remove: Callable[[Path], None] | None = None) -> None:
         """
+        Args:
+            remove: called with the file once nobody needs it, on any thread; None: it is deleted there and then.
+
         Raises:
             OSError: there is no room.
         """
         directory.mkdir(mode=0o700, exist_ok=True)
         file, name = tempfile.mkstemp(dir=directory)
         self._path = Path(name)
-        weakref.finalize(self, _remove, self._path)
+        weakref.finalize(self, remove or _remove, self._path)
         try:
             allocate(file, size)
         finally:

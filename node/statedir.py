@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
@@ -46,6 +46,7 @@ class StateDir:
 
     def __init__(self, path: Path, identity: Identity, incarnation: int) -> None:
         self.path, self.identity, self.incarnation = path, identity, incarnation
+        self._moved: Sequence[tuple[Path, Path]] | None = None  # what `begin` put aside: from where, to where
 
     @classmethod
     def open(cls, path: Path) -> Self:
@@ -101,7 +102,7 @@ class StateDir:
         """
         try:
             if before != run_id:
-                self._put_aside(before)
+                self._moved = self._put_aside(before)
             if self.manifest() != sealed:
                 write_atomically(self.path / "manifest.bin", sealed)
             if sample and self.held_out() != sample:
@@ -111,16 +112,43 @@ class StateDir:
                 f"cannot write {error.filename or self.path} ({error.strerror}): free space there"
             ) from None
 
-    def _put_aside(self, run_id: str) -> None:
+    def withdraw(self) -> None:
+        """Undo `begin`, before anything was trained: this peer cannot take part in that run after all.
+
+        What was moved aside for it is back in its place. Does nothing where the directory was of that run before.
+
+        Raises:
+            StateError: it cannot be written; nothing is lost.
+        """
+        if self._moved is None:
+            return
+        try:
+            for name in _OF_A_RUN:
+                if (self.path / name).is_file():
+                    (self.path / name).unlink()
+            for place, aside in self._moved:
+                aside.rename(place)
+            sync_directory(self.path)
+            for past in {aside.parent for _, aside in self._moved}:
+                past.rmdir()
+        except OSError as error:
+            raise StateError(f"cannot write {self.path} ({error.strerror}): what was there is in past/") from None
+        self._moved = None
+
+    def _put_aside(self, run_id: str) -> list[tuple[Path, Path]]:
+        """Returns what was moved: from where, to where."""
         there = [self.path / name for name in _OF_A_RUN if (self.path / name).exists()]
         if not there:
-            return
+            return []
         shutil.rmtree(self.path / SCRATCH, ignore_errors=True)  # nobody will need it
         past = self._past(run_id[:16] or "unknown")
         for file in there:
             file.rename(past / file.name)
+        sync_directory(past)
+        sync_directory(self.path)
+        return [(file, past / file.name) for file in there]
 
-    def put_by(self, run_id: str, checkpoints: Iterable[Path]) -> Path:
+    def put_by(self, run_id: str, checkpoints: Collection[Path]) -> Path:
         """Move checkpoints aside, with a copy of the chain as it is, as of a directory of their own; returns that.
 
         Raises:
@@ -129,9 +157,12 @@ class StateDir:
         past = self._past(f"{run_id[:16]}-unused")
         if self.certificates.exists():
             shutil.copyfile(self.certificates, past / self.certificates.name)
+            _sync_file(past / self.certificates.name)
         for path in checkpoints:
             (past / path.parent.name).mkdir(exist_ok=True)
             path.rename(past / path.parent.name / path.name)
+        for each in {past, *(past / path.parent.name for path in checkpoints), *(path.parent for path in checkpoints)}:
+            sync_directory(each)
         return past
 
     def _past(self, name: str) -> Path:
@@ -140,10 +171,11 @@ class StateDir:
             number += 1
             past = past.with_name(f"{name}-{number}")
         past.mkdir(parents=True)
+        sync_directory(past.parent)
         return past
 
     def keep_text(self, text: bytes) -> None:
-        """Note what the run's model wrote."""
+        """Note what the run's model wrote; off the event loop, as `remember`."""
         with suppress(OSError):
             write_atomically(self.path / "sample.txt", text)
 
@@ -161,7 +193,10 @@ class StateDir:
         return dict(list(found.items())[:MAX_CACHED_PEERS])
 
     def remember(self, peers: Mapping[PeerId, Sequence[str]]) -> None:
-        """Note whom we see now; those noted before come after them, as many as there is room for."""
+        """Note whom we see now; those noted before come after them, as many as there is room for.
+
+        It waits for the disk, as long as that takes: to be called off the event loop.
+        """
         merged = {peer: sound(addresses) for peer, addresses in peers.items()}
         for peer, addresses in self.peers().items():
             merged.setdefault(peer, addresses)
@@ -171,10 +206,11 @@ class StateDir:
                 write_atomically(self.path / "peers.json", json.dumps(kept, indent=1).encode())
 
     def forget(self) -> None:
-        """The run is over: there is nobody to go back to, and nothing to go on with."""
+        """The run is over: there is nobody to go back to, nothing to go on with; off the event loop, as `remember`."""
         with suppress(OSError):
             (self.path / "over").touch()
             (self.path / "peers.json").unlink(missing_ok=True)
+            sync_directory(self.path)
 
     def listening(self, asked: Sequence[str]) -> tuple[str, ...]:
         """Where the last life listened, ports and all, if it was asked to listen at the same addresses."""
@@ -226,6 +262,14 @@ def write_atomically(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
     temporary.replace(path)
     sync_directory(path.parent)
+
+
+def _sync_file(path: Path) -> None:
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
 
 
 def _next_incarnation(path: Path) -> int:

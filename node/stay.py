@@ -9,6 +9,7 @@ import logging
 import math
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Protocol
 
 from node.addresses import sound
@@ -22,7 +23,7 @@ from node.report import RoundReport
 from node.round import Replica
 from node.statedir import StateDir
 from node.status import View
-from protocols.base import Clock, Deadline, Directory, PeerId
+from protocols.base import Clock, Compute, Deadline, Directory, PeerId
 from protocols.sync import Sync
 from protocols.tasks import together
 
@@ -66,7 +67,11 @@ class Evaluator(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """What a stay is made of."""
+    """What a stay is made of.
+
+    Attributes:
+        disk: runs what waits for the disk.
+    """
 
     replica: Replica
     trainer: Evaluator
@@ -77,6 +82,7 @@ class Means:
     journal: Journal
     lag: LoopLag
     clock: Clock
+    disk: Compute
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +107,7 @@ class Stay:
         self._means, self._limits, self._portrait, self._view = means, limits, portrait, view
         self._done = self._farewells = 0
         self._evaluated = ""  # hash of the parameters whose loss was told, or that the run starts from
-        self._leave = asyncio.Event()
+        self._leave, self._reported = asyncio.Event(), asyncio.Event()
 
     def leave(self) -> None:
         """End the round under way, and go."""
@@ -119,6 +125,7 @@ class Stay:
                 group.create_task(means.membership.run()),
                 group.create_task(means.sync.run()),
                 group.create_task(self._discover()),
+                group.create_task(self._remember()),
             ]
             main = group.create_task(self._rounds())
             watch = group.create_task(self._hurry(main))
@@ -173,7 +180,7 @@ class Stay:
         if self._over() and not self._leave.is_set():
             await self._sample()
         if self._over():
-            means.state.forget()
+            await means.disk.run(means.state.forget, 0)
         self._portrait.becomes("finished", "the run is over" if self._over() else "")
 
     async def _sample(self) -> None:
@@ -183,7 +190,7 @@ class Stay:
         except (WorkerError, TimeoutError) as error:
             log.info("no sample: %s", error or type(error).__name__)
         else:
-            self._means.state.keep_text(SAMPLE_PROMPT + text)
+            await self._means.disk.run(partial(self._means.state.keep_text, SAMPLE_PROMPT + text), 0)
 
     async def _wait_for_others(self) -> None:
         members, wanted = self._means.membership, self._limits.wait_for_peers
@@ -203,9 +210,16 @@ class Stay:
         self._portrait.reported(report)
         self._view.report(report)
         if not self._over():
-            live = [each for each in means.membership.contacts() if each.live]
-            means.state.remember({each.peer: each.addresses for each in live})
+            self._reported.set()
         gc.collect()  # a round's objects refer to each other, and hold its reduced parts: at 100 MB, 100 MB
+
+    async def _remember(self) -> None:
+        """Note after each round who is here, behind its back: the disk may be busy with a checkpoint for seconds."""
+        means = self._means
+        while await self._reported.wait():
+            self._reported.clear()
+            live = {each.peer: each.addresses for each in means.membership.contacts() if each.live}
+            await means.disk.run(partial(means.state.remember, live), 0)
 
     async def _held_out_loss(self) -> float:
         """Unknown where the worker fails: what the round came to is told all the same, and the next asks for it."""

@@ -116,7 +116,9 @@ class Peer:
         averager.on_ahead = sync.hear
         journal = self.portrait.journal = Journal(state.rounds)
         self.state = state
-        self.means = Means(self.replica, self.trainer, sync, members, directory, state, journal, LoopLag(), clock)
+        self.means = Means(
+            self.replica, self.trainer, sync, members, directory, state, journal, LoopLag(), clock, SimCompute()
+        )
         self.stay = Stay(self.means, limits, self.portrait, self.view)
         self.ended: float | None = None
 

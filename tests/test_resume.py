@@ -100,6 +100,17 @@ def test_what_is_over_or_damaged_is_not_gone_on_with(
     assert resume.held(here) is None and len(caplog.records) == (damage != "over")
 
 
+def test_a_damaged_manifest_is_told_once(here: StateDir, caplog: pytest.LogCaptureFixture) -> None:
+    begin(here)
+    (here.path / "manifest.bin").write_bytes(here.manifest()[:-1])
+    choice = Choice(PeerConfig(state_dir=here.path), PROTOCOLS, print)
+    assert choice.held(here, None) is None and not caplog.records
+    with pytest.raises(StateError, match="cannot be gone on with"):
+        resume.require_none(here)
+    asking = Choice(PeerConfig(state_dir=here.path, bootstrap=(ADDRESS,)), PROTOCOLS, print)
+    assert asking.held(here, None) is None and len(caplog.records) == 1
+
+
 @pytest.mark.parametrize("left", ["damaged manifest", "no manifest", "chain", "checkpoints", "over"])
 def test_what_is_left_of_a_run_is_no_room_for_another(here: StateDir, left: str) -> None:
     resume.require_none(here)
@@ -377,6 +388,29 @@ def test_a_peer_is_put_where_its_last_checkpoint_was_made(
     assert stand.loads == [(newer.inner, 42), (None, 42)][: 1 + broken]
     assert [each.round for each in kept.snapshots.held()] == [4]
     assert len(caplog.records) == broken
+
+
+def test_a_checkpoint_that_cannot_be_read_any_more_is_one_line(tmp_path: Path, chain: Chain) -> None:
+    newer = checkpoint(tmp_path, chain, 4)
+    begun = resume.Start(chain, cast(CertificateFile, None), resume.cut_back([newer], chain), newer.data)
+    (newer.path / "outer.safetensors").unlink()
+    kept, stand = keeper(tmp_path), Stand()
+    with pytest.raises(
+        StateError, match=r"^the checkpoint before round 5 cannot be read any more \(No such file"
+    ) as caught:
+        asyncio.run(resume.take_up(begun, cast(Replica, stand), cast(RemoteTrainer, stand), kept))
+    assert "\n" not in str(caught.value) and str(tmp_path / "checkpoints") in str(caught.value)
+
+
+def test_where_a_peer_begins_is_told_and_what_keeps_it_waiting(tmp_path: Path, chain: Chain) -> None:
+    kept = resume.cut_back([checkpoint(tmp_path, chain, number) for number in (2, 4)][::-1], chain)
+    begun = resume.Start(chain, cast(CertificateFile, None), kept, kept[0].data)
+    assert begun.words() == "from the checkpoint before round 5"
+    assert replace(begun, checkpoints=()).words() == ""
+    assert begun.strange(Member(ROSTER[0].peer, 7)) == ""
+    line = begun.strange(Member("zoe", 1))
+    assert line.startswith("this peer, zoe, is not among those who made that state (") and "\n" not in line
+    assert all(member.peer in line for member in chain.head.roster) and "identity.key" in line
 
 
 def test_a_fork_without_a_mean_is_no_round_of_training(chain: Chain) -> None:

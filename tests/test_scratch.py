@@ -10,12 +10,22 @@ import psutil
 import pytest
 
 from node import scratch
-from node.scratch import Scratch, emptied
+from node.scratch import Scratch, ScratchSpace
+from tests.sim.host import SimCompute
 
 
-def test_what_is_written_is_read_and_no_file_is_held_open(tmp_path: Path) -> None:
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return tmp_path / scratch.DIRECTORY
+
+
+def count(directory: Path) -> int | None:
+    """Files there; None: there is no directory."""
+    return len([*directory.iterdir()]) if directory.exists() else None
+
+
+def test_what_is_written_is_read_and_no_file_is_held_open(directory: Path) -> None:
     before = psutil.Process().num_fds()
-    directory = emptied(tmp_path)
     rooms = [Scratch(directory, 100) for _ in range(50)]
     for number, room in enumerate(rooms):
         room.write(40, bytes([number]) * 60)
@@ -27,25 +37,45 @@ def test_what_is_written_is_read_and_no_file_is_held_open(tmp_path: Path) -> Non
     assert directory.stat().st_mode & 0o077 == 0
 
 
-def test_files_go_with_their_rooms_and_with_the_next_life(tmp_path: Path) -> None:
-    directory = emptied(tmp_path)
+def test_files_go_with_their_rooms(directory: Path) -> None:
     kept, gone = Scratch(directory, 8), Scratch(directory, 8)
-    assert len(list(directory.iterdir())) == 2
+    assert count(directory) == 2
     del gone
     gc.collect()
-    assert len(list(directory.iterdir())) == 1
+    assert count(directory) == 1
     kept.write(0, b"12345678")
-    assert not emptied(tmp_path).exists(), "what a killed life has left is in the way of nobody"
+
+
+async def test_what_a_killed_life_has_left_is_in_the_way_of_nobody(tmp_path: Path, directory: Path) -> None:
+    left = Scratch(directory, 8)
+    async with ScratchSpace(tmp_path, SimCompute()) as space:
+        assert count(directory) is None
+        with pytest.raises(OSError):
+            left.read(0, memoryview(bytearray(8)))
+        room = space.room(8)
+        assert count(directory) == 1
+    assert count(directory) is None, "and nothing is left to the next one"
     with pytest.raises(OSError):
-        kept.read(0, memoryview(bytearray(8)))
+        room.read(0, memoryview(bytearray(8)))
 
 
-def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_files_are_deleted_where_the_next_one_is_made(tmp_path: Path, directory: Path) -> None:
+    async with ScratchSpace(tmp_path, SimCompute()) as space:
+        rooms = [space.room(8) for _ in range(3)]
+        rooms.clear()
+        gc.collect()
+        assert count(directory) == 3, "a disk takes its time over that, the event loop has none"
+        kept = space.room(8)
+        assert count(directory) == 1
+        kept.write(0, b"12345678")
+
+
+def test_a_full_disk_leaves_nothing_behind(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(file: int, size: int) -> None:
         raise OSError(28, os.strerror(28))
 
     monkeypatch.setattr(scratch, "allocate", full)
     with pytest.raises(OSError):
-        Scratch(emptied(tmp_path), 8)
+        Scratch(directory, 8)
     gc.collect()
-    assert list((tmp_path / scratch.DIRECTORY).iterdir()) == []
+    assert list(directory.iterdir()) == []

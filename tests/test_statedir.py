@@ -129,6 +129,26 @@ def test_files_of_other_runs_are_put_aside_however_often(state: StateDir) -> Non
     assert state.manifest() == b"sealed 4" and state.identity.path.exists()
 
 
+@pytest.mark.parametrize("there", ["another run", "nothing", "the same run"])
+def test_a_run_that_this_machine_cannot_train_leaves_the_directory_as_it_was(state: StateDir, there: str) -> None:
+    before = "" if there == "nothing" else ("aa" if there == "another run" else "bb") * 32
+    if before:
+        state.begin(before, "", b"sealed", b"sample")
+        state.rounds.write_bytes(b"lines")
+        (state.path / "checkpoints" / "000005-050505050505").mkdir(parents=True)
+        (state.path / "checkpoints" / "000005-050505050505" / "outer.safetensors").write_bytes(b"state")
+    state = StateDir.open(state.path)
+    was = content(state.path)
+    state.begin("bb" * 32, before, b"sealed" if there == "the same run" else b"new", b"")
+    if there != "the same run":
+        state.certificates.touch()
+    state.withdraw()
+    assert content(state.path) == was
+    assert [*(state.path / "past").glob("*")] == []
+    state.withdraw()
+    assert content(state.path) == was
+
+
 def test_what_only_a_life_of_a_run_needs_is_not_put_aside(state: StateDir) -> None:
     state.begin("aa" * 32, "", b"old", b"")
     (state.path / "scratch").mkdir()
