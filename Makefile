@@ -52,7 +52,7 @@ sim: install
 		$(BIN)/python -m tests.sim.crashes --peers 4 --kind $$kind --jobs 2 || exit 1; done
 	$(BIN)/python -m tests.sim.crashes --peers 5 --kind crash --pairs --sample 500 --jobs 2
 
-# Real peers under a nemesis, every scenario once: fifteen minutes. With root, iproute2 and iptables, on a network.
+# Real peers under a nemesis, every scenario once: twenty minutes. With root, iproute2 and iptables, on a network.
 chaos: install
 	$(BIN)/python -m tests.faults --scenario matrix
 

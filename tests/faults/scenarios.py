@@ -193,7 +193,9 @@ def _lasting(act: str, amount: float, everybody: bool = False, seconds: float = 
 
 SCENARIOS: Mapping[str, Scenario] = {
     "kill": Scenario("SIGKILL at a named point of a round", _kill, Limits(aims={"decided_seconds": 2})),
-    "kill-restart": Scenario("the same twice; whoever was killed is started again", _kill_restart),
+    "kill-restart": Scenario(
+        "the same twice; whoever was killed is started again", _kill_restart, Limits(aims={"recovery_seconds": 30})
+    ),
     "stop": Scenario(
         "SIGSTOP of one peer's own process, or of all of its processes, until it is excluded; then SIGCONT",
         _stop,
@@ -237,7 +239,11 @@ SCENARIOS: Mapping[str, Scenario] = {
         Limits(aims={"rounds_lost": 5, "recovery_seconds": 60}),
     ),
     "disk": Scenario("one disk is full for 10 s", _lasting("fill", 0)),
-    "checkpoint": Scenario("one is killed, and its newest checkpoint damaged before it is started again", _checkpoint),
+    "checkpoint": Scenario(
+        "one is killed, and its newest checkpoint damaged before it is started again",
+        _checkpoint,
+        Limits(aims={"recovery_seconds": 30}),
+    ),
     "suspend": Scenario("one or two machines sleep for 20 s", _suspend, Limits(aims={"recovery_seconds": 30})),
     "skew": Scenario("one clock is 5 s to 10 min off", _skew, Limits(aims={"rounds_skipped": 0})),
     "new-address": Scenario(
