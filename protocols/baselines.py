@@ -1,0 +1,46 @@
+"""What the protocols of this package are compared with: the literature's ways to train together, by their names.
+
+They are small, and made for laboratories and local networks: one lost member costs everybody the round. They fail
+cleanly, which is all that is promised: a round without a result ends by its deadline and says whom it was for; nothing
+hangs and nothing is left over. They average states, (parameters, momentum) after each peer's own outer step, weighted
+by tokens. An outer step of SGD is linear: the mean of stepped states, from equal states, is the step by the mean
+gradient. So with one inner step of SGD at rate 1 a round, `data_parallel` is the all-reduce of gradients with one step
+of SGD, with or without momentum, after it. An outer AdamW is not linear: that one is in `benchmarks.protocols`, where
+gradients are averaged before the step.
+
+    data_parallel             each member reduces one part, reduce-scatter and all-gather in one hop each
+    ring                      the same round a ring: less memory and fewer streams, 2 (N - 1) steps
+    parameter_server          the first member by its id reduces everything
+    parameter_server_async    it applies what comes in when it comes in, without any barrier (`protocols.hogwild`)
+"""
+
+from __future__ import annotations
+
+from protocols.base import Host, Settings
+from protocols.lockstep import Lockstep
+from protocols.meeting import Meeting
+from protocols.ring import Ring
+from protocols.scatter import Scatter
+
+
+def data_parallel(host: Host, settings: Settings) -> Lockstep:
+    """Synchronous data parallel training: an all-reduce among all who are live."""
+    return Lockstep(host, settings, "starling/data-parallel/1", _all_reduce)
+
+
+def ring(host: Host, settings: Settings) -> Lockstep:
+    """Ring all-reduce among all who are live."""
+    return Lockstep(host, settings, "starling/ring/1", Ring)
+
+
+def parameter_server(host: Host, settings: Settings) -> Lockstep:
+    """Everything goes to one member and comes back from there: 2 (N - 1) S through one link (Li et al. 2014)."""
+    return Lockstep(host, settings, "starling/parameter-server/1", _through_the_first)
+
+
+def _all_reduce(meeting: Meeting) -> Scatter:
+    return Scatter(meeting, range(len(meeting.peers)))
+
+
+def _through_the_first(meeting: Meeting) -> Scatter:
+    return Scatter(meeting, (0,))
