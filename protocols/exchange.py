@@ -31,7 +31,10 @@ class Exchange:
     moved: when the last chunk did.
     """
 
-    def __init__(self, host: Host, ledger: Ledger, task: Task, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self, host: Host, ledger: Ledger, task: Task, on_change: Callable[[], None], method: str = DATA
+    ) -> None:
+        self._method = method
         self.task = replace(task, progress=self._on_chunk)
         self.parts: dict[int, HeldPart] = {}
         self.failed: dict[int, PeerId] = {}
@@ -141,7 +144,7 @@ class Exchange:
     @asynccontextmanager
     async def _opened(self, peer: PeerId, task: Task) -> AsyncIterator[Stream]:
         """A stream to a reducer, which has to answer before it counts as silent."""
-        opening = self._host.transport.open(peer, DATA, task.deadline)
+        opening = self._host.transport.open(peer, self._method, task.deadline)
         answer_by = max(task.silent, asyncio.get_running_loop().time() + task.patience_seconds)
         try:
             async with asyncio.timeout_at(answer_by):
