@@ -19,6 +19,9 @@ from contextvars import ContextVar, copy_context
 from itertools import islice
 from typing import Any, TypeAlias, TypeVar
 
+from node import hive  # noqa: F401 - before any part of hivemind
+
+# isort: split
 import hivemind.dht.node
 import hivemind.dht.protocol
 import hivemind.dht.traverse

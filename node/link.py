@@ -10,6 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
+from node import hive  # noqa: F401 - before any part of hivemind
+
+# isort: split
 from hivemind.p2p import P2P, P2PDaemonError, PeerID
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 from hivemind.p2p.p2p_daemon_bindings.utils import raise_if_failed, read_pbmsg_safe, write_pbmsg

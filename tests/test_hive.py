@@ -1,0 +1,74 @@
+"""hivemind's parts are there, and what it imports for its trainers is not."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from node.hive import enter
+
+PACKAGE = "straw_package"
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A package that says when its first file is run, with a part that another part imports by its full name."""
+    home = tmp_path / PACKAGE
+    (home / "deep").mkdir(parents=True)
+    (home / "__init__.py").write_text(f"import {PACKAGE}.heavy\nNAME = 'whole'\n")
+    (home / "heavy.py").write_text("")
+    (home / "light.py").write_text("VALUE = 1\n")
+    (home / "deep" / "__init__.py").write_text(f"import {PACKAGE}.deep.low as low\nVALUE = low.VALUE\n")
+    (home / "deep" / "low.py").write_text("VALUE = 2\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield PACKAGE
+    for name in [each for each in sys.modules if each.partition(".")[0] == PACKAGE]:
+        del sys.modules[name]
+
+
+def test_a_part_is_imported_without_the_rest(package: str) -> None:
+    enter(package)
+    import straw_package.deep
+    import straw_package.light
+
+    assert (straw_package.light.VALUE, straw_package.deep.VALUE) == (1, 2)
+    assert f"{package}.heavy" not in sys.modules
+
+
+def test_a_name_of_the_package_itself_brings_all_of_it(package: str) -> None:
+    enter(package)
+    from straw_package import NAME
+
+    assert NAME == "whole" and f"{package}.heavy" in sys.modules
+
+
+def test_what_is_not_there_is_not_there(package: str) -> None:
+    enter(package)
+    import straw_package
+
+    for _ in range(2):
+        with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+            _ = straw_package.nothing
+    assert not hasattr(straw_package, "__wrapped__")
+
+
+def test_what_is_imported_already_is_left_alone(package: str) -> None:
+    import straw_package
+
+    before = sys.modules[package]
+    enter(package)
+    assert sys.modules[package] is before is straw_package
+
+
+def test_a_package_that_is_not_installed_is_nobodys_business() -> None:
+    enter("no_such_straw")
+    assert "no_such_straw" not in sys.modules
+
+
+def test_a_peer_loads_none_of_hiveminds_trainers() -> None:
+    code = "import sys, node.kademlia; print([each for each in ('scipy', 'hivemind.optim') if each in sys.modules])"
+    house = Path(__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", code], cwd=house, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
