@@ -350,6 +350,7 @@ class Settings:
         keep_rounds: decided bytes are kept for so many rounds, for members that missed one.
         quorum: votes that decide, by the size of the roster; None: a majority.
         fork_peers: members that may go on alone, at least, where the majority is gone; 0: none may.
+        robust: name of the rule by which reducers average (`protocols.robust`); the same for all peers of a run.
     """
 
     codec: str
@@ -360,6 +361,7 @@ class Settings:
     keep_rounds: int = 8
     quorum: Callable[[int], int] | None = None
     fork_peers: int = 1
+    robust: str = "mean"
 
 
 class Session(Protocol):

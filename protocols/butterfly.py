@@ -30,6 +30,7 @@ from protocols.deciding import Decision
 from protocols.desk import Desk
 from protocols.exchange import DATA
 from protocols.post import Ledger, Post, first_frame
+from protocols.robust import known
 from protocols.session import Session
 from protocols.shelf import Shelf
 from protocols.tasks import Bell, together
@@ -58,6 +59,7 @@ class Butterfly:
         self.host, self.settings = host, settings
         self.me = Member(host.me, settings.incarnation)
         self.ledger = Ledger()
+        known(settings.robust)
         self.bandwidth = settings.bandwidth
         self.shelf = Shelf(host)
         self.on_ahead: Callable[[PeerId], None] = lambda peer: None

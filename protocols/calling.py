@@ -196,7 +196,7 @@ class Call:
                 raise BadPayload("a second plan for one round")
             return
         planning.check(plan, self._terrain.ground, self._terrain.head.roster, self._host.signer.verify)
-        before, self.terms = self.terms, planning.terms(plan)
+        before, self.terms = self.terms, planning.terms(plan, self._terrain.ground.robust)
         self.changed.ring()
         if before is None or before.digest != self.terms.digest:
             self.cut_at = min(self._terrain.deadline, asyncio.get_running_loop().time() + plan.cut_seconds)

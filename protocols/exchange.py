@@ -119,6 +119,8 @@ class Exchange:
             self._ledger.name(peer, why)
             if why.startswith("silent"):
                 self._silent.append(peer)
+        for peer, why in reducer.odd.items():
+            self._ledger.name(peer, why)
         self.take(reducer.part, held)
 
     async def _contribute(self, part: int, reducer: PeerId) -> None:

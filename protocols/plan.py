@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from statistics import median_low
 
 from protocols.base import BadPayload, Blame, Complaint, Member, PeerId, RoundKey
+from protocols.clipping import CLAIM_SPREAD, NAMED_FACTOR, allowances, clip_factors, median_norm, weights
 from protocols.wire import MAX_ROSTER, MAX_SECONDS, Offer, PartDone, Plan, body
 
 READY_SHARE = 2 / 3
@@ -27,9 +28,6 @@ moment at which FIRST_SHARE were. The grace costs nothing, since those who are r
 equals from calling its last member with an old offer. Both leave MARGIN_SECONDS for offers to travel, which matters
 to rounds as short as that."""
 
-CLAIM_SPREAD = 16.0
-"""Tokens and norms count up to this multiple of the lower median, bandwidths within this factor of it: honest peers
-differ tenfold, and no claim may buy more. The lower median, so that of two claims the smaller is the measure."""
 NORM_SLACK = 1.5
 """Training goes on between an offer and the cut: what is sent may exceed the declared norm by this factor."""
 
@@ -61,27 +59,6 @@ def call_after(complete_seconds: Sequence[float], members: int) -> float | None:
 
 def _later(seconds: float, factor: float) -> float:
     return max(factor * seconds, seconds + MARGIN_SECONDS)
-
-
-def weights(tokens: Sequence[int]) -> tuple[float, ...]:
-    """Token weights, none above `CLAIM_SPREAD` times the median of those that bring any."""
-    brought = [count for count in tokens if count > 0]
-    if not brought:
-        return tuple(0.0 for _ in tokens)
-    cap = CLAIM_SPREAD * median_low(brought)
-    return tuple(float(min(count, cap)) for count in tokens)
-
-
-def norm_cap(norms: Sequence[float]) -> float:
-    """The norm up to which a pseudo-gradient counts in full: `CLAIM_SPREAD` times the median of those that moved."""
-    positive = [norm for norm in norms if norm > 0]
-    return CLAIM_SPREAD * median_low(positive) if positive else 0.0
-
-
-def clip_factors(norms: Sequence[float]) -> tuple[float, ...]:
-    """Factors in (0, 1] that bring norms down to `norm_cap`."""
-    cap = norm_cap(norms)
-    return tuple(min(1.0, cap / norm) if norm > 0 else 1.0 for norm in norms)
 
 
 def shares(bandwidths: Sequence[float], able: Sequence[bool]) -> tuple[float, ...]:
@@ -136,12 +113,14 @@ class Ground:
         elements: length of the vector to average.
         bytes_per_element: of the codec in use.
         complaints: links that carry no contributions: at neither end is anything reduced.
+        robust: name of the rule by which reducers average (`protocols.robust`).
     """
 
     key: RoundKey
     elements: int
     bytes_per_element: float
     complaints: tuple[Complaint, ...] = ()
+    robust: str = "mean"
 
 
 def draw(ground: Ground, offers: Sequence[Offer], elapsed_seconds: float, ballot: int = 0) -> Plan:
@@ -187,8 +166,10 @@ class Terms:
         peers: the members, in the order of bits and sums.
         weights: after clamping; 0 means that a member brings nothing.
         factors: what each contribution is multiplied by before it is weighted, in (0, 1].
-        clamped: members whose weight was cut, or whose norm will be.
-        norm_cap: norm above which a pseudo-gradient is clipped.
+        clamped: members whose weight was cut, or whose norm will be by much.
+        allowances: how many median norms each may count for.
+        median_norm: of those that were declared.
+        robust: name of the rule by which reducers average.
     """
 
     plan: Plan
@@ -197,7 +178,9 @@ class Terms:
     weights: tuple[float, ...]
     factors: tuple[float, ...]
     clamped: tuple[Blame, ...]
-    norm_cap: float
+    allowances: tuple[float, ...]
+    median_norm: float
+    robust: str = "mean"
 
     def part(self, index: int) -> tuple[int, int]:
         """Element range of a part."""
@@ -210,10 +193,10 @@ class Terms:
     def norm_limit(self, member: int) -> float:
         """What a contribution's norm may reach: work goes on growing after an offer, by a step or more.
 
-        The limit of what anyone may count for holds for all, so that honest growth is never refused, and a member that
-        declares little and sends much gains nothing over one that declares much and is clipped.
+        The limit is the same for all who declare less, so that honest growth is never refused. Who declares little and
+        sends more is clipped by what reducers measure (`robust.Judge`).
         """
-        return max(self.plan.offers[member].norm, self.norm_cap) * NORM_SLACK
+        return max(self.plan.offers[member].norm, CLAIM_SPREAD * self.median_norm) * NORM_SLACK
 
 
 def plan_digest(plan: Plan) -> bytes:
@@ -232,20 +215,28 @@ def reassigned(plan: Plan, reducers: Mapping[int, int], ballot: int) -> Plan:
     return replace(plan, ballot=ballot, version=version, reducers=given)
 
 
-def terms(plan: Plan) -> Terms:
-    """All that follows from a plan: weights, clip factors, who was clamped."""
+def terms(plan: Plan, robust: str = "mean") -> Terms:
+    """All that follows from a plan: weights, clip factors, who was clamped.
+
+    The mean takes a member's word for its tokens, within `CLAIM_SPREAD`. To any other rule nobody counts for more than
+    the median member: who fears wrong vectors fears wrong claims.
+    """
     offers = plan.offers
-    weighted = weights([offer.tokens for offer in offers])
-    norms = [offer.norm for offer in offers]
-    factors = clip_factors(norms)
+    tokens, norms = [offer.tokens for offer in offers], [offer.norm for offer in offers]
+    claimed = weights(tokens)
+    plausible = clip_factors(norms, allowances(claimed))
     clamped = []
-    for offer, weight, factor in zip(offers, weighted, factors, strict=True):
+    for offer, weight, factor in zip(offers, claimed, plausible, strict=True):
         if weight < offer.tokens:
             clamped.append(Blame(offer.member.peer, f"weight clamped from {offer.tokens} to {weight:g} tokens"))
-        if factor < 1.0:
+        if factor < NAMED_FACTOR:
             clamped.append(Blame(offer.member.peer, f"norm {offer.norm:.3g} clipped by {factor:.3g}"))
+    counted = claimed if robust == "mean" else weights(tokens, 1.0)
+    allowed = allowances(counted)
+    factors = clip_factors(norms, allowed)
     peers = tuple(offer.member.peer for offer in offers)
-    return Terms(plan, plan_digest(plan), peers, weighted, factors, tuple(clamped), norm_cap(norms))
+    digest = plan_digest(plan)
+    return Terms(plan, digest, peers, counted, factors, tuple(clamped), allowed, median_norm(norms), robust)
 
 
 def check(plan: Plan, ground: Ground, roster: Sequence[Member], verify: Callable[[PeerId, bytes, bytes], bool]) -> None:

@@ -21,8 +21,9 @@ from protocols import wire
 from protocols.base import BadPayload, Deadline, PeerError, PeerId, PeerSilent, Stream
 from protocols.parts import HeldPart, Task, chunk_digest, seal
 from protocols.plan import SCATTER_SHARE
+from protocols.robust import Judge
 from protocols.tasks import Bell, alongside
-from protocols.vectors import norm, weighted_mean
+from protocols.vectors import norm
 
 WINDOW_CHUNKS = 2
 _CHUNK_LIMIT = 64
@@ -35,13 +36,16 @@ class Reducer:
     Attributes:
         held: the part; complete, and only served, if it was handed over complete.
         lost: members whose contribution is not complete, and why; the reason names what they did.
+        odd: members whose contribution was not like the others', and how; known once the part is closed.
     """
 
     def __init__(self, task: Task, part: int, held: HeldPart | None = None) -> None:
         self.task, self.part = task, part
         self.held = held or task.part(part)
         self.lost: dict[PeerId, str] = {}
+        self.odd: dict[PeerId, str] = {}
         terms = task.terms
+        self._judge = Judge(terms.robust, terms.allowances)
         self._order = {peer: index for index, peer in enumerate(terms.peers)}
         self._chunks = self.held.chunks
         self._expected = [peer for peer in terms.peers if peer != task.me and terms.weights[self._order[peer]] > 0]
@@ -78,6 +82,7 @@ class Reducer:
         done = wire.PartDone(self.part, task.terms.plan.reducers[self.part], self.held.result, b"")
         self.held.done = replace(done, signature=task.signer.sign(task.message(done)))
         self._scratch, self._free = torch.empty(0), []
+        self.odd = {task.terms.peers[member]: why for member, why in self._judge.named().items()}
         self._bell.ring()
         return self.held
 
@@ -165,26 +170,27 @@ class Reducer:
         task, terms = self.task, self.task.terms
         low, high = self.held.elements(index)
         inbox = self._inbox[index]
-        taken: list[torch.Tensor] = []
-        weights: list[float] = []
+        taken: list[int] = []
+        norms: list[float] = []
         mask, refused = 0, dict[PeerId, str]()
         for order, peer in enumerate(terms.peers):
             if terms.weights[order] == 0 or (peer != task.me and (peer not in inbox or peer in self.lost)):
                 continue
             row = self._scratch[len(taken), : high - low]
             try:
-                self._decode(peer, index, row)
+                size = self._decode(peer, index, row)
             except BadPayload as error:
                 refused[peer] = f"refused: {error}"
                 continue
             if terms.factors[order] != 1.0:
                 row.mul_(terms.factors[order])
-            taken.append(row)
-            weights.append(terms.weights[order])
+            taken.append(order)
+            norms.append(size * terms.factors[order])
             mask |= 1 << order
         mean = self._scratch[-1, : high - low]
         if taken:
-            weighted_mean(taken, weights, mean)
+            rows, weights = self._scratch[: len(taken), : high - low], [terms.weights[order] for order in taken]
+            self._judge.average(taken, norms, rows, weights, mean)
         else:
             mean.zero_()
         data = self.held.chunk(index)
@@ -193,17 +199,20 @@ class Reducer:
         self._digests.append(chunk_digest(mask, data))
         return mask, refused
 
-    def _decode(self, peer: PeerId, index: int, row: torch.Tensor) -> None:
+    def _decode(self, peer: PeerId, index: int, row: torch.Tensor) -> float:
+        """Returns the norm of the chunk."""
         task = self.task
         if peer == task.me:
             low, high = self.held.elements(index)
             row.copy_(task.mine.read(low, high, row))
-            return
+            return norm([row])
         task.codec.decode(self._inbox[index][peer][: self.held.size(index)], row)
-        self._squares[peer] += norm([row]) ** 2
+        size = norm([row])
+        self._squares[peer] += size**2
         limit = task.terms.norm_limit(self._order[peer])
         if not self._squares[peer] <= limit * limit:
             raise BadPayload(f"norm above {limit:.3g}, the most that its offer allows")
+        return size
 
     async def _give(self, stream: Stream) -> None:
         for index in range(self._chunks):

@@ -51,7 +51,7 @@ class Session:
         self._desk, self._host = desk, desk.host
         elements = desk.settings.elements[head.key.fragment]
         per_element = desk.codec.encoded_bytes(1 << 20) / (1 << 20)
-        self._ground = planning.Ground(head.key, elements, per_element, head.complaints)
+        self._ground = planning.Ground(head.key, elements, per_element, head.complaints, desk.settings.robust)
         self.call = Call(desk.host, Terrain(self._ground, head, desk.me, bandwidth, deadline), desk.post, desk.ledger)
         self.cut, self.bell = self.call.cut, self.call.changed
         self._sources = Sources(desk, self, elements)

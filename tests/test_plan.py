@@ -12,8 +12,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from protocols import clipping, wire
 from protocols import plan as planning
-from protocols import wire
 from protocols.base import BadPayload, Complaint, Member, PeerId, RoundKey
 from protocols.wire import Offer, PartDone, Plan
 
@@ -147,26 +147,55 @@ def test_news_never_postpones_the_call_and_order_is_no_matter(seconds: list[floa
     ],
 )
 def test_weights_are_tokens_up_to_a_multiple_of_the_median(tokens: list[int], expected: tuple[float, ...]) -> None:
-    assert planning.weights(tokens) == expected
+    assert clipping.weights(tokens) == expected
+
+
+@given(tokens=st.lists(st.integers(0, 10**6), min_size=1, max_size=32))
+def test_no_voice_is_louder_than_the_median_one_where_claims_are_not_believed(tokens: list[int]) -> None:
+    brought = sorted(count for count in tokens if count)
+    if not brought:
+        return
+    assert max(clipping.weights(tokens, 1.0)) == brought[(len(brought) - 1) // 2]
+    assert all(low <= high for low, high in zip(clipping.weights(tokens, 1.0), tokens, strict=True))
+    assert set(clipping.allowances(clipping.weights(tokens, 1.0))) == {1.0}
 
 
 @pytest.mark.parametrize(
-    "norms, cap, factors",
+    "norms, weights, factors",
     [
-        ([], 0.0, ()),
-        ([0.0, 0.0], 0.0, (1.0, 1.0)),
-        ([2.0], 32.0, (1.0,)),
-        ([1.0, 2.0, 3.0], 32.0, (1.0, 1.0, 1.0)),
-        ([1.0, 1.0, 16.0], 16.0, (1.0, 1.0, 1.0)),
-        ([1.0, 1.0, 64.0], 16.0, (1.0, 1.0, 0.25)),
-        ([1.0, 2.0**90], 16.0, (1.0, 2.0**-86)),
-        ([0.0, 0.0, 1.0, 1.0, 64.0], 16.0, (1.0, 1.0, 1.0, 1.0, 0.25)),
-        ([1e-320, 1.0, 1.0], 16.0, (1.0, 1.0, 1.0)),
+        ([], [], ()),
+        ([0.0, 0.0], [0.0, 0.0], (1.0, 1.0)),
+        ([2.0], [1.0], (1.0,)),
+        ([1.0, 2.0, 3.0], [1.0] * 3, (1.0, 1.0, 2 / 3)),
+        ([1.0, 2.0, 4.0, 8.0], [1.0] * 4, (1.0, 1.0, 0.5, 0.25)),  # of two in the middle, the smaller is the measure
+        ([1.0, 2.0**90], [1.0, 1.0], (1.0, 2.0**-90)),
+        ([0.0, 0.0, 1.0, 1.0, 64.0], [0.0, 0.0, 1.0, 1.0, 1.0], (1.0, 1.0, 1.0, 1.0, 1 / 64)),
+        ([1e-320, 1.0, 1.0], [1.0] * 3, (1.0, 1.0, 1.0)),
+        ([1.0, 1.0, 5.0], [100.0, 100.0, 1000.0], (1.0, 1.0, 1.0)),  # ten times the steps: up to ten times the norm
+        ([1.0, 1.0, 20.0], [100.0, 100.0, 1000.0], (1.0, 1.0, 0.5)),
+        ([1.0, 5.0], [100.0, 1000.0], (1.0, 1.0)),
+        ([4.0, 1.0, 1.0], [1.0, 100.0, 100.0], (0.25, 1.0, 1.0)),  # fewer steps are no reason for a smaller one
     ],
 )
-def test_norms_count_up_to_a_multiple_of_the_median(norms: list[float], cap: float, factors: tuple[float, ...]) -> None:
-    assert planning.norm_cap(norms) == cap
-    assert planning.clip_factors(norms) == factors
+def test_norms_count_up_to_the_median_and_as_far_as_tokens_explain_them(
+    norms: list[float], weights: list[float], factors: tuple[float, ...]
+) -> None:
+    assert clipping.clip_factors(norms, clipping.allowances(weights)) == factors
+
+
+@given(
+    norms=st.lists(st.floats(0.0, 1e30), min_size=1, max_size=16),
+    lies=st.lists(st.floats(0.0, 1e30), max_size=15),
+    data=st.data(),
+)
+def test_a_minority_of_liars_pulls_no_harder_than_the_largest_honest_norm(
+    norms: list[float], lies: list[float], data: st.DataObject
+) -> None:
+    lies = lies[: max(0, len(norms) - 1)]
+    claims = data.draw(st.permutations([*norms, *lies]))
+    factors = clipping.clip_factors(claims, [1.0] * len(claims))
+    assume(sum(norm > 0 for norm in norms) > len(lies))
+    assert all(norm * factor <= max(norms) * (1 + 1e-12) for norm, factor in zip(claims, factors, strict=True))
 
 
 # -- shares -----------------------------------------------------------------------------------------------------------
@@ -347,22 +376,40 @@ def test_every_plan_fits_the_wire_whatever_one_member_claims(bandwidth: float, t
 def test_all_that_follows_from_a_plan() -> None:
     offers = [
         offer("anna", tokens=100, norm=1.0),
-        offer("bert", tokens=100, norm=64.0),
-        offer("cleo", tokens=5000, norm=1.0),
+        offer("bert", tokens=100, norm=4.0),
+        offer("cleo", tokens=5000, norm=16.0),
     ]
     plan = drawn(*offers, elements=999)
     terms = planning.terms(plan)
     assert terms.plan is plan and terms.digest == planning.plan_digest(plan)
-    assert terms.peers == ("anna", "bert", "cleo")
-    assert terms.weights == (100.0, 100.0, 1600.0)
-    assert terms.factors == (1.0, 0.25, 1.0) and terms.norm_cap == 16.0
+    assert terms.peers == ("anna", "bert", "cleo") and terms.robust == "mean"
+    assert terms.weights == (100.0, 100.0, 1600.0) and terms.allowances == (1.0, 1.0, 16.0)
+    assert terms.factors == (1.0, 1.0, 1.0) and terms.median_norm == 4.0
     assert {blame.peer: blame.why for blame in terms.clamped} == {
-        "bert": "norm 64 clipped by 0.25",
         "cleo": "weight clamped from 5000 to 1600 tokens",
     }
     assert [terms.part(index) for index in range(3)] == [(0, 333), (333, 666), (666, 999)]
-    assert [terms.norm_limit(index) for index in range(3)] == [24.0, 96.0, 24.0]
+    assert [terms.norm_limit(index) for index in range(3)] == [96.0, 96.0, 96.0]
     assert planning.terms(drawn()).clamped == ()
+
+
+def test_who_is_clipped_by_half_is_named_and_who_is_clipped_by_less_is_not() -> None:
+    norms = {"anna": 1.0, "bert": 1.0, "cleo": 1.9, "dora": 2.1}
+    terms = planning.terms(drawn(*(offer(peer, norm=norm) for peer, norm in norms.items())))
+    assert terms.factors == pytest.approx((1.0, 1.0, 1 / 1.9, 1 / 2.1))
+    assert [(blame.peer, blame.why) for blame in terms.clamped] == [("dora", "norm 2.1 clipped by 0.476")]
+    assert [terms.norm_limit(index) for index in range(4)] == [24.0] * 4
+    assert planning.terms(drawn(offer("anna", norm=100.0), offer("bert"))).norm_limit(0) == 150.0
+
+
+def test_a_rule_other_than_the_mean_believes_no_claim_and_blames_nobody_for_being_fast() -> None:
+    offers = [offer("anna", tokens=100), offer("bert", tokens=300), offer("cleo", tokens=1000, norm=5.0)]
+    plan = drawn(*offers)
+    assert planning.terms(plan).weights == (100.0, 300.0, 1000.0)
+    terms = planning.terms(plan, "median")
+    assert terms.weights == (100.0, 300.0, 300.0) and terms.allowances == (1.0, 1.0, 1.0)
+    assert terms.factors == (1.0, 1.0, 0.2) and terms.robust == "median"
+    assert planning.terms(plan).clamped == terms.clamped == ()
 
 
 # -- checking ---------------------------------------------------------------------------------------------------------
