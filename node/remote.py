@@ -24,22 +24,19 @@ from types import TracebackType
 from typing import Any, Self
 
 from node import shared
-from node.process import START_SECONDS, Hear, WorkerError, WorkerGone, WorkerProcess
+from node.process import Hear, WorkerError, WorkerGone, WorkerProcess
 from node.shared import Shared
+from node.succession import MENDING_SECONDS, Succession
 from node.tasks.spec import WorkerSpec
 from protocols.base import Compute, Layout, RoundKey, Vector, Work
 from protocols.tasks import Bell, alongside
 
 log = logging.getLogger(__name__)
 
-DEATHS = 5
-"""In a row, without anything done in between; then there is no point in starting another."""
-BACKOFF_SECONDS = (0.0, 0.5, 1.0, 2.0, 4.0)
 ATTEMPTS = 3
 _PROMPT_BYTES = 64 << 10
 DISK_SECONDS, DISK_BYTES_PER_SECOND = 60.0, 1e6
 """A file of the optimiser's state takes so long at most, and what the slowest of disks takes beyond that."""
-_MENDING_SECONDS = DEATHS * START_SECONDS + sum(BACKOFF_SECONDS)
 _NOTHING = Work(0, math.nan, 0.0, 0.0)
 
 __all__ = ["RemoteTrainer", "WorkerError", "WorkerSpec"]
@@ -289,7 +286,7 @@ class RemoteTrainer:
         def settled() -> bool:
             return self._life is not None or self._minding.done() or (cut is not None and cut.is_set())
 
-        await self._bell.until(settled, asyncio.get_running_loop().time() + _MENDING_SECONDS)
+        await self._bell.until(settled, asyncio.get_running_loop().time() + MENDING_SECONDS)
         if self._minding.cancelled():
             raise WorkerError("the worker was sent home")
         if self._minding.done():
@@ -302,29 +299,17 @@ class RemoteTrainer:
         Raises:
             WorkerError: it dies again and again.
         """
-        deaths = 0
+        succession = Succession(self._spec, self._descriptor)
         try:
             while True:
                 how = await life.child.ended()
                 if self._life is life:
                     self._life = None
                 await life.end()
-                deaths = 1 if life.useful else deaths + 1
-                log.warning("worker %d ended (%s): another is started", life.child.pid, how)
-                deaths, life = await self._another(deaths, how)
+                life = await succession.after(life, how)
                 self.restarts += 1
                 self._life, self._untold = life, True
                 self._bell.ring()
         finally:
             self._life = None
             await life.end()
-
-    async def _another(self, deaths: int, how: str) -> tuple[int, WorkerProcess]:
-        """Start a worker, with growing pauses; returns how many have died in a row by then, and the worker."""
-        while deaths < DEATHS:
-            await asyncio.sleep(BACKOFF_SECONDS[deaths - 1])
-            try:
-                return deaths, await WorkerProcess.start(self._spec, self._descriptor)
-            except (WorkerError, OSError) as error:
-                deaths, how = deaths + 1, str(error)
-        raise WorkerError(f"the worker died {deaths} times in a row: {how}")

@@ -22,7 +22,7 @@ import pytest
 import pytest_asyncio
 import torch
 
-from node import process, remote
+from node import process, succession
 from node.compute import ThreadCompute
 from node.remote import RemoteTrainer, WorkerError
 from node.tasks.base import Recipe
@@ -272,7 +272,7 @@ async def test_one_that_does_not_move_is_replaced(
 async def test_who_dies_at_once_again_and_again_is_given_up(
     compute: ThreadCompute, monkeypatch: pytest.MonkeyPatch, text: Path, words: WorkerSpec
 ) -> None:
-    monkeypatch.setattr(remote, "BACKOFF_SECONDS", (0.0,) * 5)
+    monkeypatch.setattr(succession, "BACKOFF_SECONDS", (0.0,) * 5)
     async with RemoteTrainer(words, compute) as trainer:
         before = await vector(trainer)
         os.unlink(text)

@@ -1,0 +1,64 @@
+"""The peer's side of a worker that saves: how long a disk may take over it, and what a death in between comes to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from node.process import WorkerError, WorkerGone
+from node.remote import DISK_SECONDS, RemoteTrainer
+from node.tasks.spec import WorkerSpec
+from protocols.base import Layout
+from tests.sim.host import SimCompute
+
+HUNDRED_MILLION = Layout(((("weight", (10_000, 10_000)),),))
+
+
+class Life:
+    """A worker that is asked; `dies`: instead of an answer."""
+
+    def __init__(self, dies: bool = False) -> None:
+        self.dies, self.given_seconds = dies, 0.0
+        self.child = SimpleNamespace(strike=lambda: None)
+
+    async def ask(self, command: dict[str, Any], memory: Any, extra_seconds: float, hear: Callable[..., None]) -> Any:
+        self.given_seconds = extra_seconds
+        if self.dies:
+            raise WorkerGone
+        return None
+
+
+def trainer(life: Life | None) -> RemoteTrainer:
+    made = RemoteTrainer(cast(WorkerSpec, None), SimCompute())
+    parts: dict[str, Any] = {"layout": HUNDRED_MILLION, "_life": life, "_shared": SimpleNamespace(attention=False)}
+    vars(made).update(parts)
+    return made
+
+
+def run(asked: Callable[[], Awaitable[Any]]) -> Any:
+    async def main() -> Any:
+        return await asked()
+
+    return asyncio.run(main())
+
+
+def test_a_disk_has_the_time_that_the_bytes_take() -> None:
+    life = Life()
+    assert run(lambda: trainer(life).save(Path("inner"))) is True
+    assert life.given_seconds == DISK_SECONDS + 800.0, "eight bytes a parameter, at a megabyte a second"
+
+
+def test_a_worker_that_dies_while_it_saves_costs_that_file_and_says_so() -> None:
+    made = trainer(Life(dies=True))
+    with pytest.raises(WorkerError, match="gone before the inner state was written"):
+        run(lambda: made.save(Path("inner")))
+    assert made.pid is None
+
+
+def test_where_there_is_no_worker_there_is_nothing_to_save() -> None:
+    assert run(lambda: trainer(None).save(Path("inner"))) is False
