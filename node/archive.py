@@ -13,6 +13,7 @@ name its form. What a crash or a bad disk made of the end is cut off when the fi
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import tempfile
@@ -50,6 +51,8 @@ def spool(directory: Path) -> Archive:
 class CertificateFile:
     """`protocols.links.Archive`. Certificates that the disk does not take wait in memory, those that do not fit there
     are lost: whoever restarts then goes on from the last one before them.
+
+    A round appends a few kilobytes, on the event loop: they go to the cache, and only `sync` waits for the disk.
     """
 
     def __init__(self, path: Path, name: str = "") -> None:
@@ -166,9 +169,11 @@ class CertificateFile:
         """Have the disk keep what was appended; blocks: to be called off the event loop.
 
         Raises:
-            OSError: it does not.
+            OSError: it does not, or has not taken all of it.
         """
         os.fsync(self._file)
+        if self._failing and (self._waiting or self._lost):
+            raise OSError(errno.ENOSPC, f"{self._name} is not whole: certificates wait for room")
 
     def _flush(self) -> None:
         while self._waiting and not self._lost:

@@ -37,7 +37,11 @@ class Journal:
         self._failing = False
 
     def write(self, report: RoundReport) -> None:
-        """Add a line."""
+        """Add a line.
+
+        It stays on the event loop: one line, no more than a megabyte read back, nothing waited for: no file is flushed
+        here, so it is the cache that takes them, and a line that a power cut costs is no state.
+        """
         self.last = report
         self.totals.add(report)
         try:

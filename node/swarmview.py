@@ -69,7 +69,7 @@ def _losses(tally: Tally, width: int) -> Text:
     if not tally.losses:
         return Text("held out  –")
     bars = sparkline(tally.losses, max(10, width - 32))
-    return Text.assemble(f"held out  {number(tally.losses[0])} ", (bars, "green"), f" {number(tally.losses[-1])}")
+    return Text.assemble(f"held out  {number(tally.first_loss)} ", (bars, "green"), f" {number(tally.losses[-1])}")
 
 
 def summary(tally: Tally, ends: Mapping[str, str], seconds: float) -> RenderableType:

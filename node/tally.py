@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,8 @@ from node.report import RoundReport, Totals
 
 DECIDED = ("committed", "alone", "fork", "skipped")
 _COUNTED = ("committed", "alone", "fork")
+KEEP_ROUNDS = 4096
+"""The last ones, for a curve."""
 
 
 class Track:
@@ -77,12 +80,14 @@ class Tally:
 
     Attributes:
         tracks: of each peer.
-        rounds: that are complete.
+        rounds: that are complete, the last of them.
+        first_loss: held out, of the first round of which it is known; nan before that.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
         self.tracks = {name: Track(name) for name in names}
-        self.rounds: list[Round] = []
+        self.rounds: deque[Round] = deque(maxlen=KEEP_ROUNDS)
+        self.first_loss = math.nan
         self._open: dict[int, dict[str, RoundReport]] = {}
         self._ended = math.nan
         self._next = 0
@@ -102,8 +107,11 @@ class Tally:
                 return
             del self._open[number]
             self._next = number + 1
-            self.rounds.append(self._round(number, list(told.values())))
-            yield self.rounds[-1]
+            done = self._round(number, list(told.values()))
+            self.rounds.append(done)
+            if math.isnan(self.first_loss):
+                self.first_loss = done.held_out_loss
+            yield done
 
     def _round(self, number: int, reports: Sequence[RoundReport]) -> Round:
         first = min(reports, key=lambda each: each.time)
@@ -122,7 +130,7 @@ class Tally:
 
     @property
     def losses(self) -> list[float]:
-        """Held out, by round, where they are known."""
+        """Held out, by round, where they are known; of the last rounds."""
         return [each.held_out_loss for each in self.rounds if math.isfinite(each.held_out_loss)]
 
     @property
@@ -135,14 +143,13 @@ class Tally:
     @property
     def fell(self) -> bool:
         """Whether the held-out loss is lower than it was at first."""
-        return len(self.losses) > 1 and self.losses[-1] < self.losses[0]
+        return bool(self.losses) and self.losses[-1] < self.first_loss
 
     def as_json(self) -> dict[str, Any]:
-        losses = self.losses or [math.nan]
         return {
             "agree": self.agree,
             "rounds": self._next,
-            "loss_first": losses[0],
-            "loss_last": losses[-1],
+            "loss_first": self.first_loss,
+            "loss_last": (self.losses or [math.nan])[-1],
             "peers": [each.as_json() for each in self.tracks.values()],
         }

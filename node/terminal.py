@@ -44,19 +44,21 @@ class Terminal:
         self.is_terminal, self.is_live = self._screen.is_terminal, self._screen.is_live
         self.say, self.log, self.close = self._screen.say, self._screen.log, self._screen.close
         self._reports: deque[RoundReport] = deque(maxlen=MAX_REPORTS)
-        self._rounds: Callable[[], int] = lambda: 0
+        self._status: Callable[[], Status] | None = None
 
     def report(self, report: RoundReport) -> None:
         """A round has ended."""
         if not self.is_live:
-            self.log(plain_line(report, self._rounds()))
+            status = self._status() if self._status else None
+            alone = status is not None and not any(each.member for each in status.peers)
+            self.log(plain_line(report, status.rounds if status else 0, alone))
         if self._as_json:
             self._screen.data(to_json(report))
         self._reports.append(report)
 
     def showing(self, status: Callable[[], Status]) -> AbstractAsyncContextManager[None]:
         """Show a peer for as long as the context lasts; its last picture stays."""
-        self._rounds = lambda: status().rounds
+        self._status = status
         return self._screen.showing(
             lambda width: render(status(), tuple(self._reports), width), lambda: syncing_line(status())
         )
@@ -65,13 +67,19 @@ class Terminal:
 # -- pure: values to text ---------------------------------------------------------------------------------------------
 
 
-def plain_line(report: RoundReport, rounds: int = 0) -> str:
-    """One aligned line for a round."""
+def plain_line(report: RoundReport, rounds: int = 0, alone: bool = False) -> str:
+    """One aligned line for a round.
+
+    Args:
+        rounds: of the whole run; 0: not known.
+        alone: nobody else is in the roster now: so a peer that takes over from its former life is told, too.
+    """
     of = f"/{rounds}" if rounds else ""
     width = 2 * len(str(rounds)) + 1 if rounds else 4
     seconds = report.seconds_train + report.seconds_wait + report.seconds_average
     speed = report.tokens / report.seconds_train if report.seconds_train > 0 else math.nan
     outcome = _OUTCOMES.get(report.outcome, f"mean of {len(report.peers)}")
+    outcome = "goes on alone" if alone and report.outcome == "fork" else outcome
     now = f"{report.round + 1}{of}"  # people count from one
     return (
         f"round {now:>{width}}  loss {number(report.loss)}  held out {number(report.held_out_loss)}"

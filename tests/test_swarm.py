@@ -16,7 +16,7 @@ from node.report import RoundReport, Totals
 from node.status import to_json
 from node.swarm import Participant
 from node.swarmview import picture, plain_line, sample, summary
-from node.tally import Round, Tally
+from node.tally import KEEP_ROUNDS, Round, Tally
 
 NAMES = ("peer-1", "peer-2", "peer-3")
 
@@ -48,6 +48,14 @@ def text(shown: object) -> str:
 
 
 # -- agreement --------------------------------------------------------------------------------------------------------
+
+
+def test_a_long_story_keeps_its_beginning_and_its_last_rounds() -> None:
+    tally = story(KEEP_ROUNDS + 10)
+    assert [tally.rounds[0].number, tally.rounds[-1].number] == [10, KEEP_ROUNDS + 9]
+    end = tally.as_json()
+    assert tally.fell and (end["loss_first"], end["rounds"]) == (3.0, KEEP_ROUNDS + 10)
+    assert end["loss_last"] == 3.0 / (KEEP_ROUNDS + 10)
 
 
 def test_equal_ends_agree() -> None:

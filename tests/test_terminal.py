@@ -115,6 +115,35 @@ def test_a_frame_is_drawn_quickly() -> None:
     assert min(seconds) < 0.05
 
 
+def test_who_takes_over_alone_is_not_told_of_a_majority() -> None:
+    fork = report(5, outcome="fork", peers=())
+    assert plain_line(fork, 16).endswith("went on without a majority")
+    assert plain_line(fork, 16, alone=True).endswith("goes on alone")
+    assert plain_line(report(5), 16, alone=True).endswith("mean of 3")
+
+
+@pytest.mark.parametrize("members", [True, False])
+def test_whether_it_is_alone_shows_in_the_roster(members: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    status = replace(STATUS, rounds=16, peers=(PeerLine(PEER, "bob", members, True, 5, ""),))
+    terminal = Terminal(as_json=False)
+    with asyncio.Runner() as runner:
+
+        async def main() -> None:
+            async with terminal.showing(lambda: status):
+                terminal.report(report(5, outcome="fork", peers=()))
+
+        runner.run(main())
+    terminal.close()
+    words = "went on without a majority" if members else "goes on alone"
+    assert words in capfd.readouterr().err
+
+
+def test_the_age_of_the_last_checkpoint_is_shown() -> None:
+    shown = text(replace(BUSY, checkpoint_age_seconds=125.0), (), 80)
+    assert "checkpoint" in shown and "2 min 5 s old" in shown
+    assert "checkpoint" not in text(BUSY, (), 80)
+
+
 def test_plain_lines_are_aligned() -> None:
     lines = [plain_line(report(n, outcome=outcome), 16) for n, outcome in ((3, "committed"), (12, "alone"))]
     lines.append(plain_line(report(5, outcome="undecided", loss=math.nan, held_out_loss=math.nan), 16))
