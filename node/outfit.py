@@ -48,6 +48,7 @@ def protocol_settings(manifest: Manifest, mine: PeerConfig, incarnation: int) ->
         incarnation=incarnation,
         keep_rounds=KEEP_ROUNDS,
         fork_peers=config.fork_peers,
+        robust=config.robust or "mean",
     )
 
 

@@ -30,6 +30,7 @@ from node.tasks import name as names
 from node.tasks.base import MAX_ELEMENTS, Recipe
 from node.tasks.gpt import DEFAULT_PRESET, PRESETS, VOCABULARY, Preset, Shape, preset
 from protocols.codec import codec
+from protocols.robust import known as known_rule
 from protocols.vectors import CHUNK_ELEMENTS
 from protocols.wire import MAX_ROSTER
 
@@ -73,6 +74,11 @@ def _bounded(recipe: Recipe) -> Recipe:
 
 def _known_codec(name: str) -> str:
     return codec(name).name
+
+
+def _unless_mean(rule: str | None) -> str | None:
+    """The mean has no name in a manifest: so those from before there were other rules stay what they were."""
+    return None if rule is None or known_rule(rule) == "mean" else rule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
@@ -136,6 +142,8 @@ class RunConfig:
             table of that name, or [options].
         protocol: how replicas agree: butterfly.
         codec: in what form vectors travel: fp32, fp16, bf16 or int8.
+        robust: by what rule reducers average, against peers that send what is wrong, at some cost: centered_clip,
+            trimmed_mean, median, krum, multi_krum. Without one: the mean, of norms clipped to the median.
         fork: whether a minority may go on alone once the majority of the roster is gone.
         min_peers: how many may then, at least.
         spread_limit: relative distance between replicas that is borne; of protocols whose replicas share no anchor.
@@ -148,6 +156,7 @@ class RunConfig:
     task: Annotated[str, AfterValidator(names.known)] = "gpt"
     protocol: str = Field(default="butterfly", min_length=1, max_length=32)
     codec: Annotated[str, AfterValidator(_known_codec)] = "int8"
+    robust: Annotated[str | None, AfterValidator(_unless_mean)] = None
     fork: Literal["allowed", "never"] = "allowed"
     min_peers: int = Field(default=1, ge=1, le=MAX_ROSTER)
     spread_limit: float = Field(default=0.02, gt=0, le=1)
@@ -162,6 +171,8 @@ class RunConfig:
         table = "options" if names.is_own(self.task) else self.task
         if {name for name in _OF_TASKS if getattr(self, name) is not None} != {table}:
             raise ValueError(f"task {self.task} takes the table [{table}] and no other task's")
+        if self.robust and self.codec == "topk":
+            raise ValueError(f"codec topk sends mostly zeros, of which {self.robust} makes zeros: take another codec")
 
     @property
     def fork_peers(self) -> int:

@@ -57,6 +57,12 @@ def test_without_a_word_it_is_the_default_preset() -> None:
     assert config.fork_peers == 1
 
 
+def test_the_mean_is_what_there_is_without_a_rule() -> None:
+    assert run({"robust": "mean"}).robust is None and run({"robust": "mean"}).to_canonical() == run().to_canonical()
+    config = run({"robust": "krum"})
+    assert config.robust == "krum" and RunConfig.from_canonical(config.to_canonical()) == config
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_is_held_by_its_values(name: str) -> None:
     config = run({"gpt.preset": name})
@@ -166,6 +172,9 @@ def test_who_may_go_on_alone() -> None:
         (f"task = 'a:b'\n[options]\nx = '{'y' * 1025}'", "[options]: x has 1025 characters, more than 1024"),
         ("task = 'a:b'\n[options]\n" + "".join(f"x{n} = 1\n" for n in range(65)), "65 options, more than 64"),
         ("codec = 'int9'", "did you mean 'int8'?"),
+        ("robust = 'centred-clip'", "unknown robust rule 'centred-clip': there are mean, centered_clip, trimmed_mean,"),
+        ("robust = 'centred-clip'", "did you mean 'centered_clip'?"),
+        ("robust = 'krum'\ncodec = 'topk'", "topk sends mostly zeros, of which krum makes zeros: take another codec"),
         ("fork = 'no'", "\"fork\" must be 'allowed' or 'never', not 'no'"),
         ("name = 'a\tb'", "cannot be printed"),
         ("name = ''", '"name" must have at least 1 character'),
