@@ -25,7 +25,8 @@ from tests.golden import codecs as golden
 
 LARGEST = torch.finfo(torch.float32).max
 EDGES = [0.0, -0.0, 2**-149, -(2**-149), 2**-126, 65504.0, 65519.9, 65520.0, 3.3895e38, 3.3961775e38, LARGEST, -LARGEST]
-every_codec = pytest.mark.parametrize("each", CODECS.values(), ids=CODECS)
+SIDES = CODECS | {side.name: side for side in (codec("topk").reduced(members) for members in (1, 3))}
+every_codec = pytest.mark.parametrize("each", SIDES.values(), ids=SIDES)
 finite = st.floats(width=32, allow_nan=False, allow_infinity=False) | st.sampled_from(EDGES)
 
 
@@ -82,7 +83,7 @@ def test_what_was_decoded_encodes_to_the_same_numbers(each: Codec, vector: Vecto
     once = decoded(each, encoded(each, vector), len(vector))
     twice = decoded(each, encoded(each, once), len(vector))
     assert ((twice.double() - once.double()).abs() <= each.error_bound(once).double()).all()
-    if each.name != "int8":  # its scale is taken anew
+    if each.name not in ("int8", "int4", "topk of 1", "topk of 3"):  # their scales are taken anew
         assert bits(twice) == bits(once)
 
 
@@ -100,8 +101,8 @@ def test_any_bytes_decode_to_finite_numbers_or_are_refused(each: Codec, data: by
 @given(size=st.integers(1, 300), random=st.randoms(use_true_random=False), tame=st.booleans())
 def test_any_bytes_of_the_right_size(each: Codec, size: int, random: Random, tame: bool) -> None:
     data = bytearray(random.randbytes(each.encoded_bytes(size)))
-    if tame and each.name == "int8":  # random scales are nearly always refused: let the codes through too
-        scales = (len(data) - size) // 4
+    if tame and each.name in ("int8", "int4", "e3m0"):  # random scales are mostly refused: let the codes through too
+        scales = -(-size // 128)
         struct.pack_into(f"<{scales}f", data, 0, *[random.uniform(0, 2.6e36) for _ in range(scales)])
     with suppress(BadPayload):
         assert decoded(each, data, size).isfinite().all()
@@ -129,6 +130,12 @@ def test_a_decoder_refuses_what_is_not_finite(name: str, word: str | None, bad: 
         bent[at * len(unit) : (at + 1) * len(unit)] = unit
         with pytest.raises(BadPayload, match="NaN or infinity"):
             decoded(each, bent, 201)
+
+
+@every_codec
+def test_one_side_is_both_sides_but_for_topk(each: Codec) -> None:
+    assert (each.reduced(3) is each) == (each.name != "topk")
+    assert (each.grain, each.decay) == ((4096, 0.95) if each.name.startswith("topk") else (1, 0.0))
 
 
 @pytest.mark.parametrize("scale", [math.nan, math.inf, -math.inf, -1.0, -(2**-149), LARGEST, LARGEST / 126])
@@ -166,11 +173,11 @@ def test_narrow_floats_saturate_and_never_overflow() -> None:
 
 @every_codec
 def test_sizes_are_known_and_enforced(each: Codec) -> None:
-    per_element = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}[each.name]
+    per_element = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1, "int4": 0.5, "e3m0": 0.5}.get(each.name)
     for size in (0, 1, 127, 128, 129, 262_144):
-        scales = -(-size // 128) * 4 if each.name == "int8" else 0
+        scales = -(-size // 128) * 4 if each.name in ("int8", "int4", "e3m0") else 0
         total = each.encoded_bytes(size)
-        assert total == size * per_element + scales
+        assert per_element is None or total == math.ceil(size * per_element) + scales
         vector, held = torch.ones(size), bytearray(total + 1)
         with pytest.raises(ValueError, match=f"takes {total} bytes"):
             each.encode(vector, memoryview(held))
@@ -236,7 +243,8 @@ def test_an_unknown_codec_is_named_with_those_there_are() -> None:
     assert codec("int8") is CODECS["int8"]
     with pytest.raises(ValueError) as raised:
         codec("int-8")
-    assert str(raised.value) == "unknown codec 'int-8': there are fp32, fp16, bf16, int8; did you mean 'int8'?"
+    known = "there are fp32, fp16, bf16, int8, int4, e3m0, topk"
+    assert str(raised.value) == f"unknown codec 'int-8': {known}; did you mean 'int8'?"
     with pytest.raises(ValueError) as raised:
         codec("zstandard")
-    assert str(raised.value) == "unknown codec 'zstandard': there are fp32, fp16, bf16, int8"
+    assert str(raised.value) == f"unknown codec 'zstandard': {known}"
