@@ -61,10 +61,10 @@ class Ledger:
         return taken
 
 
-async def first_frame(host: Host, stream: Stream) -> Header:
+async def first_frame(host: Host, stream: Stream, known: Collection[PeerId] = ()) -> Header:
     """The first frame of a stream, which its opener has at hand when it opens it.
 
-    Only live members are heard: a stranger would hold a stream for nothing.
+    Only live members are heard, and who is `known` otherwise: a stranger would hold a stream for nothing.
 
     Raises:
         BadPayload: it is none.
@@ -75,7 +75,7 @@ async def first_frame(host: Host, stream: Stream) -> Header:
             message = await stream.receive(wire.MAX_HEADER_BYTES)
     except TimeoutError:
         raise PeerSilent(stream.peer, "opened a stream and said nothing") from None
-    if all(member.peer != stream.peer for member in host.members.live()):
+    if stream.peer not in known and all(member.peer != stream.peer for member in host.members.live()):
         raise PeerSilent(stream.peer, "not a live member")
     return message
 
