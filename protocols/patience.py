@@ -1,0 +1,138 @@
+"""How long an exchange with a peer may take, whom to leave alone for a while, and which questions are new. Pure."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from protocols.base import BadPayload, Member, PeerId
+
+ANSWER_FLOOR_SECONDS = 2.0
+ROUND_TRIPS = 8.0
+"""An answer is given at once: it is late after the floor and so many round trips."""
+TIMEOUT_MULTIPLE = 4.0
+"""An exchange may take so many times as long as it should."""
+REST_MULTIPLE = 4.0
+"""Who cost us a timeout is left alone for so many times as long."""
+LEAST_RATE = 1e3
+MAX_RATE_GAIN = 1.5
+MAX_PEERS = 256
+"""Peers of whom something is remembered; who has been quiet longest is forgotten first."""
+WINDOW = 64
+"""Questions of one life that may overtake each other: an older one is stale."""
+
+V = TypeVar("V")
+
+
+def remember(entries: OrderedDict[Member, V] | OrderedDict[PeerId, V], key: Member | PeerId, new: Callable[[], V]) -> V:
+    """The entry of that key, made if there is none; it is now the newest, and the oldest beyond `MAX_PEERS` go."""
+    held: OrderedDict[Member | PeerId, V] = entries  # type: ignore[assignment]
+    if key not in held:
+        held[key] = new()
+        if len(held) > MAX_PEERS:
+            held.popitem(last=False)
+    held.move_to_end(key)
+    return held[key]
+
+
+@dataclass(slots=True)
+class _Seen:
+    """Attributes:
+    rate: bytes/s that exchanges with this peer came to.
+    rest_until: when it may be spoken to again, in the loop's time.
+    """
+
+    rate: float
+    round_trip_seconds: float = 0.0
+    rest_until: float = 0.0
+
+
+class Patience:
+    """What exchanges took, by peer, and what follows for the next one. Times are the loop's.
+
+    A peer's rate follows what was observed, and is halved by every timeout: over a line that is slower than anybody
+    said, the time given doubles until it is enough. It starts as that of all others together, and theirs as our own
+    bandwidth: if the line that is slow is ours, that is not learnt anew with everybody.
+    """
+
+    def __init__(self, bandwidth: float) -> None:
+        self._usual = bandwidth
+        self._peers: OrderedDict[PeerId, _Seen] = OrderedDict()
+
+    def _of(self, peer: PeerId) -> _Seen:
+        return remember(self._peers, peer, lambda: _Seen(self._usual))
+
+    def answer_seconds(self, peer: PeerId) -> float:
+        """How long a peer may take to say yes or no, opening a stream included."""
+        return ANSWER_FLOOR_SECONDS + ROUND_TRIPS * self._of(peer).round_trip_seconds
+
+    def expected_seconds(self, peer: PeerId, size_bytes: int) -> float:
+        """What an exchange of so many bytes, in both directions at once, should take."""
+        seen = self._of(peer)
+        return 4 * seen.round_trip_seconds + size_bytes / seen.rate
+
+    def timeout_seconds(self, peer: PeerId, size_bytes: int) -> float:
+        """What it may take, from the question to the last word."""
+        return self.answer_seconds(peer) + TIMEOUT_MULTIPLE * self.expected_seconds(peer, size_bytes)
+
+    def answered(self, peer: PeerId, seconds: float) -> None:
+        """A stream was opened and answered in that time: two round trips."""
+        seen = self._of(peer)
+        seen.round_trip_seconds = max(seconds / 2, (seen.round_trip_seconds + seconds / 2) / 2)
+
+    def took(self, peer: PeerId, size_bytes: int, seconds: float) -> None:
+        """An exchange held."""
+        seen = self._of(peer)
+        observed = size_bytes / max(seconds, 1e-6)
+        seen.rate, self._usual = _towards(seen.rate, observed), _towards(self._usual, observed)
+        seen.rest_until = 0.0
+
+    def late(self, peer: PeerId, now: float, cost_seconds: float) -> None:
+        """An exchange cost us so many seconds and came to nothing."""
+        seen = self._of(peer)
+        seen.rate, self._usual = max(LEAST_RATE, seen.rate / 2), max(LEAST_RATE, 0.8 * self._usual)
+        seen.rest_until = now + REST_MULTIPLE * cost_seconds
+
+    def avoid(self, peer: PeerId, until: float) -> None:
+        """A peer is to be left alone until then."""
+        self._of(peer).rest_until = until
+
+    def resting(self, peer: PeerId, now: float) -> bool:
+        """Whether it is to be left alone."""
+        return peer in self._peers and now < self._peers[peer].rest_until
+
+
+def _towards(rate: float, observed: float) -> float:
+    return max(LEAST_RATE, min((rate + observed) / 2, MAX_RATE_GAIN * rate))
+
+
+@dataclass(slots=True)
+class _Asked:
+    highest: int = -1
+    round: int = 0
+    seen: set[int] = field(default_factory=set)
+
+
+class Questions:
+    """Which questions of which life of a peer have been heard: each counts once, in whatever order they come."""
+
+    def __init__(self) -> None:
+        self._lives: OrderedDict[Member, _Asked] = OrderedDict()
+
+    def hear(self, sender: Member, sequence: int, round_number: int) -> None:
+        """
+        Raises:
+            BadPayload: heard before, older than any that may still be under way, or its round goes back.
+        """
+        asked = remember(self._lives, sender, _Asked)
+        if sequence in asked.seen:
+            raise BadPayload(f"question {sequence} is asked again")
+        if sequence <= asked.highest - WINDOW:
+            raise BadPayload(f"question {sequence} is stale: {asked.highest} was heard")
+        if sequence > asked.highest:
+            if round_number < asked.round:
+                raise BadPayload(f"question {sequence} of round {round_number}, after one of round {asked.round}")
+            asked.highest, asked.round = sequence, round_number
+        asked.seen = {each for each in asked.seen if each > asked.highest - WINDOW} | {sequence}
