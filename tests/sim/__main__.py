@@ -24,6 +24,7 @@ from tests.sim.process import prepare
 from tests.sim.scenario import Scenario
 from tests.sim.trace import Trace
 from tests.sim.world import Outcome, play
+from tests.sim.worlds import world_of
 
 MAX_VIOLATIONS = 50
 GROUPS = {"calm": CALM, "breaking": tuple(BREAKING), "all": FAULTS}
@@ -80,7 +81,7 @@ def _committed(outcome: Outcome) -> tuple[int, int]:
 def _played(scenario: Scenario) -> Outcome:
     """The scenario's outcome; an error in protocol or round code is a violation like others, with its traceback."""
     try:
-        return play(scenario)
+        return play(scenario, world_of(scenario.protocol))
     except Exception as error:  # noqa: BLE001 - whatever it is, the seed must not be lost
         traceback.print_exc()
         crash = Violation("crash", "", 0, f"{type(error).__name__}: {error}")

@@ -31,6 +31,7 @@ from tests.sim.process import prepare
 from tests.sim.scenario import Scenario
 from tests.sim.striking import KINDS, PAIRS, Point, Verdict, combinations, enumerate_points, named, small, strike
 from tests.sim.world import World
+from tests.sim.worlds import world_of
 
 MAX_VIOLATIONS = 20
 
@@ -101,8 +102,9 @@ def _verdicts(
         yield from pool.map(judge, chosen, chunksize=16)
 
 
-def main(arguments: list[str] | None = None, world_type: type[World] = World) -> int:
+def main(arguments: list[str] | None = None, world_type: type[World] | None = None) -> int:
     options = _parse(arguments)
+    world_type = world_type or world_of(options.protocol)
     prepare()
     began = time.monotonic()
     scenario = small(options.peers, options.protocol, options.seed)

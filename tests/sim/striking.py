@@ -189,7 +189,7 @@ def strike(scenario: Scenario, kind: str, points: tuple[Point, ...], world_type:
     except Exception as error:  # noqa: BLE001 - whatever it is, the point must not be lost
         bugs = [error]
     found += [Violation("crash", "", ROUND, f"{type(error).__name__}: {error}") for error in bugs]
-    found += checkers.check(world.histories) + world.leaks()
+    found += world.check(world.histories) + world.leaks()
     return Verdict(points, _outcome(world), found, list(world.trace.lines))
 
 

@@ -82,6 +82,7 @@ class World:
         self.roster = tuple(Member(peer) for peer in self.peers)
         self.healed_at: float | None = None
         self._done = asyncio.Event()
+        self._left: list[checkers.Violation] = []
         self._entries: Entries = {}
 
     def learner(self, index: int) -> Learner:
@@ -129,6 +130,7 @@ class World:
             if node.process.alive and (self.scenario.breaks or peer in self.liars):
                 self.network.kill(peer)
         await asyncio.sleep(GRACE_SECONDS)
+        self._left = self._leaks()  # now: what still runs ends with the loop
 
     def _start(self, peer: PeerId) -> asyncio.Task[None]:
         """Begin a peer's present life."""
@@ -227,8 +229,15 @@ class World:
     async def after_round(self, index: int, trainer: InlineTrainer) -> None:
         """For worlds that measure something between rounds."""
 
+    def check(self, histories: dict[PeerId, list[checkers.Report]]) -> list[checkers.Violation]:
+        """The invariants, on these histories."""
+        return checkers.check(histories)
+
     def leaks(self) -> list[checkers.Violation]:
-        """Tasks and streams that outlive the run."""
+        """Tasks and streams that outlived the run."""
+        return self._left
+
+    def _leaks(self) -> list[checkers.Violation]:
         found = []
         for node in (*self.network.past, *self.network.nodes.values()):
             if node.process.tasks or node.ends:
@@ -278,7 +287,7 @@ def play(scenario: Scenario, world_type: type[World] = World) -> Outcome:
     if world.network.bugs:
         raise world.network.bugs[0]
     honest = {peer: history for peer, history in world.histories.items() if peer not in world.liars}
-    violations = checkers.check(honest) + world.leaks() + world.progress(honest)
+    violations = world.check(honest) + world.leaks() + world.progress(honest)
     sent = {peer: world.network.totals(peer)[0] for peer in world.peers}
     anchors = {peer: replica.anchor for peer, replica in world.replicas.items()}
     outcome = Outcome(world.scenario, world.histories, violations, seconds, world.trace, sent, world.liars, anchors)

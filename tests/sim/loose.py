@@ -1,0 +1,165 @@
+"""A simulated swarm of peers that share no anchor: the same scenarios, faults and seeds, judged by other rules."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from node.loose import LooseReplica
+from node.sketch import Sketch
+from node.tasks.paced import Paced
+from node.trainer import Step
+from protocols import PROTOCOLS
+from protocols.base import Head as Position
+from protocols.base import Host, LooseAverager, Member, PeerId, RoundKey, Settings
+from protocols.snapshot import Snapshots
+from tests import checkers, checkers_loose
+from tests.sim.account import Head
+from tests.sim.network import SimNetwork
+from tests.sim.scenario import Scenario
+from tests.sim.transport import SimTransport
+from tests.sim.world import HEALED_SECONDS, RUN, World
+
+STEP_SIZE = 1 / 64
+SPREAD_BOUND = 0.15
+"""Peers that mix stay well below; peers that do not are beyond it after some thirty rounds."""
+HEALED_ROUNDS = 20
+"""So many rounds are committed by everybody after all is healed: enough to see whether the spread falls."""
+
+
+class Wander(Paced):
+    """Walks at random, with nothing to return to: only mixing keeps two of different seeds near each other."""
+
+    def __init__(self, elements: int, seed: int, tokens_per_step: int) -> None:
+        super().__init__(elements, seed, tokens_per_step)
+        self._generator = torch.Generator()
+        self.vectors[0].mul_(0.5).add_(1.0)
+
+    def step(self, round_number: int, step: int) -> Step:
+        (vector,) = self.vectors
+        self._generator.manual_seed((self._seed * 1_000_003 + round_number) * 1_000_003 + step)
+        noise = torch.rand(len(vector), generator=self._generator)
+        vector.add_(noise.sub_(0.5).mul_(2 * STEP_SIZE))
+        return Step(float(vector.square().mean()), self._tokens)
+
+
+class LooseAccount:
+    """What became of each peer's rounds: which could have met somebody, and which did."""
+
+    def __init__(self, network: SimNetwork) -> None:
+        self._network = network
+        self._began: dict[PeerId, float] = {}
+        self._committed: dict[PeerId, list[float]] = {}
+        self.could: Counter[PeerId] = Counter()
+        self.did: Counter[PeerId] = Counter()
+
+    def entered(self, peer: PeerId, head: Head, now: float) -> None:
+        self._began[peer] = now
+
+    def reported(self, report: dict[str, Any], now: float) -> None:
+        peer, committed = report["peer"], report["outcome"] == "committed"
+        here = [node.member for node in self._network.nodes.values()]
+        could = self._network.contacts.outages.connected(here, 2, self._began[peer], now, peer)
+        self.could[peer] += could
+        self.did[peer] += could and committed
+        if committed:
+            self._committed.setdefault(peer, []).append(now)
+
+    def shares(self) -> tuple[int, int]:
+        """Rounds of a peer in which another was in touch with it all the time, and those of them that it committed."""
+        return self.could.total(), self.did.total()
+
+    def whole(self, peers: tuple[PeerId, ...], since: float) -> int:
+        """How many rounds all of these peers have committed since then, at least."""
+        return min(sum(each >= since for each in self._committed.get(peer, ())) for peer in peers)
+
+
+class LooseWorld(World):
+    """One run in progress."""
+
+    replicas: dict[PeerId, LooseReplica]  # type: ignore[assignment]
+    account: LooseAccount  # type: ignore[assignment]
+
+    def __init__(self, scenario: Scenario) -> None:
+        super().__init__(scenario)
+        self.account = LooseAccount(self.network)
+        self.sketches: dict[PeerId, Sketch] = {}
+
+    def learner(self, index: int) -> Paced:
+        assert self.scenario.elements
+        return Wander(self.scenario.elements, self.scenario.seed * 1000 + index, 256)
+
+    def averager(self, host: Host, settings: Settings) -> LooseAverager:
+        """How the peers mix."""
+        return PROTOCOLS[self.scenario.protocol](host, settings)  # type: ignore[return-value]
+
+    async def _peer(self, index: int, transport: SimTransport) -> None:
+        me, host, trainer = transport.me, self._host(transport), self.trainer(index)
+        settings, snapshots = self._settings(index, trainer, transport), Snapshots()
+        averager = self.averager(host, settings)
+        anchor = torch.empty(trainer.layout.sizes()[0])
+        await trainer.read(anchor)
+        key = RoundKey(RUN, "run", bytes(32), 0)
+        replica = LooseReplica(key, trainer, averager, self.outer(), host.compute, anchor, snapshots)
+        replica.compare = lambda mine: self._compare(me, mine, host.members.live())
+        self.replicas[me] = replica
+        await replica.settle()
+        while self.goes_on(me):
+            key, member = replica.key, averager.me
+            self.entering(me, Position(key, (member,), key.lineage, key.lineage))
+            report = await replica.run_round(host.clock.wall)
+            await self.after_round(index, trainer)
+            self.reported(asdict(report))
+
+    def _compare(self, me: PeerId, mine: Sketch, live: tuple[Member, ...]) -> Mapping[PeerId, Sketch]:
+        """Sketches travel by themselves here; of a link that is blocked, only those of before."""
+        self.sketches[me] = mine
+        near = [member.peer for member in live if member.peer != me]
+        return {peer: self.sketches[peer] for peer in near if peer in self.sketches}
+
+    # -- judging ------------------------------------------------------------------------------------------------------
+
+    def spread(self) -> float:
+        """max ‖θ_i − mean‖ / ‖mean‖ over the honest peers, exactly."""
+        states = [replica.anchor for peer, replica in self.replicas.items() if peer not in self.liars]
+        mean = torch.stack(states).mean(dim=0)
+        return max(float((state - mean).norm() / mean.norm()) for state in states)
+
+    def satisfied(self) -> bool:
+        return self.healed_at is not None and self._rounds_since() >= HEALED_ROUNDS and self.spread() <= SPREAD_BOUND
+
+    def _rounds_since(self) -> int:
+        """Rounds that all have committed since all was healed; of one alone, that it has had."""
+        if len(self.peers) == 1:
+            return len(self.histories[self.peers[0]])
+        return self.account.whole(self.peers, self.healed_at or 0.0)
+
+    def check(self, histories: dict[PeerId, list[checkers.Report]]) -> list[checkers.Violation]:
+        return checkers_loose.check(histories)
+
+    def _healed(self, honest: dict[PeerId, list[checkers.Report]]) -> list[checkers.Violation]:
+        found, rounds = [], self._rounds_since()
+        if rounds < HEALED_ROUNDS:
+            what = f"{rounds} rounds of all peers in {HEALED_SECONDS:g} s after all was healed, not {HEALED_ROUNDS}"
+            found.append(checkers.Violation("progress", "", 0, what))
+        return found + self._together()
+
+    def _undisturbed(self, honest: dict[PeerId, list[checkers.Report]]) -> list[checkers.Violation]:
+        """Everybody comes to the end, and whoever could mix did."""
+        found = []
+        for peer, history in honest.items():
+            if not history or history[-1]["round"] < self.scenario.rounds - 1:
+                found.append(checkers.Violation("progress", peer, len(history), "it does not come to the end"))
+            if self.account.could[peer] > 2 and not self.account.did[peer]:
+                what = f"it could mix in {self.account.could[peer]} rounds, and never did"
+                found.append(checkers.Violation("progress", peer, len(history), what))
+        return found + self._together()
+
+    def _together(self) -> list[checkers.Violation]:
+        if (spread := self.spread()) <= SPREAD_BOUND:
+            return []
+        return [checkers.Violation("spread", "", 0, f"{spread:.3f} at the end, not at most {SPREAD_BOUND}")]

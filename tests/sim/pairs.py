@@ -1,0 +1,151 @@
+"""A stand-in for a protocol without a shared anchor, to try its world, its faults and its judges by themselves.
+
+Pairs that meet at random and exchange whole states, as plainly as it can be done correctly: who is busy says so, who is
+asked changes its state before it answers, and who asked does when it has the answer. Bugs are planted by overriding.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+
+import torch
+
+from protocols import wire
+from protocols.base import (
+    BadPayload,
+    Contribution,
+    Deadline,
+    Head,
+    Host,
+    Mean,
+    Member,
+    Outcome,
+    PeerError,
+    PeerId,
+    Settings,
+    Stream,
+    Vector,
+    Work,
+)
+
+PAIRS = "pairs/1"
+EXCHANGE_SECONDS = 5.0
+WAYS = 3
+"""Partners that are asked, one after the other, before a peer goes on alone."""
+
+
+class Pairs:
+    """`protocols.base.LooseAverager`."""
+
+    shares_anchor = False
+
+    def __init__(self, host: Host, settings: Settings, session_type: type[PairSession]) -> None:
+        self.host, self.me = host, Member(host.me, settings.incarnation)
+        self.rng, self.session_type = host.rng("pairs"), session_type
+        self.session: PairSession | None = None
+        self.asked = 0
+        host.transport.serve(PAIRS, self._serve)
+
+    @asynccontextmanager
+    async def enter(self, head: Head, deadline: Deadline) -> AsyncIterator[PairSession]:
+        self.session = self.session_type(self, head.key.round)
+        timer = asyncio.get_running_loop().call_at(deadline, self.session.cut.set)
+        try:
+            yield self.session
+        finally:
+            timer.cancel()
+            self.session = None
+
+    async def _serve(self, peer: PeerId, stream: Stream) -> None:
+        session = self.session
+        async with asyncio.timeout(EXCHANGE_SECONDS):
+            theirs = wire.expect(await stream.receive(256), wire.Chunk)
+            free = session is not None and bool(session.lent) and not session.turn.locked()
+            await stream.send(wire.Having(free))
+            if session and free:
+                async with session.turn:
+                    await session.answer(stream, theirs)
+
+
+class PairSession:
+    """`protocols.base.LooseSession`."""
+
+    def __init__(self, averager: Pairs, number: int) -> None:
+        self.cut, self.turn = asyncio.Event(), asyncio.Lock()
+        self.round, self.group, self.half_exchanges, self.mass_drift = number, "", 0, 0.0
+        self.lent: Sequence[Vector] = ()
+        self._averager = averager
+        self._held: dict[PeerId, Contribution] = {}
+
+    def ready(self, work: Work) -> None:
+        if work.complete:
+            self.cut.set()
+
+    def awaited(self) -> tuple[PeerId, ...]:
+        return ()
+
+    def lend(self, state: Sequence[Vector]) -> None:
+        self.lent = state
+
+    async def take_back(self) -> Mapping[PeerId, Contribution]:
+        async with self.turn:
+            self.lent = ()
+        return dict(self._held)
+
+    async def mean(self, mine: Sequence[Vector], work: Work, into: Sequence[Vector]) -> Mean:
+        averager = self._averager
+        others = [member.peer for member in averager.host.members.live() if member != averager.me]
+        for partner in averager.rng.sample(others, min(WAYS, len(others))):
+            try:
+                if name := await self._ask(partner, mine, into):
+                    return Mean(Outcome.COMMITTED, contributions={partner: Contribution(1, 1, (name,))})
+            except (PeerError, BadPayload):
+                continue
+        return Mean(Outcome.SKIPPED)
+
+    async def _ask(self, partner: PeerId, mine: Sequence[Vector], into: Sequence[Vector]) -> str:
+        """Exchange states with a partner; empty: it is busy."""
+        averager, data = self._averager, packed(mine)
+        averager.asked += 1
+        number, deadline = averager.asked, asyncio.get_running_loop().time() + EXCHANGE_SECONDS
+        async with averager.host.transport.open(partner, PAIRS, deadline) as stream:
+            await stream.send(wire.Chunk(averager.me.incarnation << 16 | number, len(data)))
+            if not wire.expect(await stream.receive(256), wire.Having).here:
+                return ""
+            await stream.send(wire.Having(True), data)
+            self.half_exchanges += 1
+            theirs = bytearray(len(data))
+            await stream.receive_into(memoryview(theirs))
+            self.half_exchanges -= 1
+        for target, source in zip(into, mine, strict=True):
+            target.copy_(source)
+        self.mix(into, theirs)
+        return f"{partner} to {averager.me.incarnation << 16 | number}"
+
+    async def answer(self, stream: Stream, theirs: wire.Chunk) -> None:
+        wire.expect(await stream.receive(256), wire.Having)
+        data, mine = bytearray(theirs.size), packed(self.lent)
+        if len(data) != len(mine):
+            raise BadPayload("a state of another size")
+        await stream.receive_into(memoryview(data))
+        self.mix(self.lent, data)
+        self.count(stream.peer, f"{stream.peer} {theirs.index}")
+        self.half_exchanges += 1
+        await stream._pipe.write(mine)  # type: ignore[attr-defined]
+        self.half_exchanges -= 1
+
+    def mix(self, state: Sequence[Vector], data: bytearray) -> None:
+        """Move the state halfway to theirs."""
+        theirs = torch.frombuffer(data, dtype=torch.float32).split([len(each) for each in state])
+        for vector, other in zip(state, theirs, strict=True):
+            vector.add_(other).mul_(0.5)
+
+    def count(self, peer: PeerId, name: str) -> None:
+        before = self._held.get(peer, Contribution(1, 1))
+        self._held[peer] = Contribution(1, 1, (*before.messages, name))
+
+
+def packed(state: Sequence[Vector]) -> bytes:
+    return b"".join(each.numpy().tobytes() for each in state)

@@ -1,0 +1,181 @@
+"""The simulated world of peers that share no anchor: a stand-in gets through, and every bug planted in it is found."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from protocols.base import Contribution, Host, LooseAverager, Mean, Outcome, PeerId, PeerSilent, Settings, Vector, Work
+from tests.sim import crashes
+from tests.sim import world as worlds
+from tests.sim.loose import LooseWorld
+from tests.sim.pairs import Pairs, PairSession
+from tests.sim.scenario import Scenario
+from tests.sim.striking import enumerate_points, small
+from tests.sim.world import Outcome as Played
+from tests.sim.world import World, play
+from tests.sim.worlds import world_of
+
+
+class PairWorld(LooseWorld):
+    """A world of stand-ins."""
+
+    session: type[PairSession] = PairSession
+
+    def averager(self, host: Host, settings: Settings) -> LooseAverager:
+        return Pairs(host, settings, self.session)
+
+
+def played(fault: str = "none", seed: int = 0, session: type[PairSession] = PairSession, peers: int = 4) -> Played:
+    world = type("Planted", (PairWorld,), {"session": session})
+    return play(Scenario(peers=peers, rounds=4, seed=seed, fault=fault), world)
+
+
+def found(outcome: Played) -> set[str]:
+    return {violation.invariant for violation in outcome.violations}
+
+
+# -- what gets through ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", ["none", "slow", "crash", "partition", "mixed"])
+def test_peers_that_mix_come_through_every_family(fault: str) -> None:
+    outcome = played(fault, peers=4)
+    assert outcome.violations == []
+    assert 0 < outcome.rounds_did <= outcome.rounds_could
+
+
+def test_the_same_seed_gives_the_same_trace() -> None:
+    assert len({played("none", 3).trace.digest() for _ in range(2)}) == 1
+    assert len({played("none", seed).trace.digest() for seed in range(2)}) == 2
+
+
+def test_one_alone_goes_on_and_is_at_one_with_itself() -> None:
+    outcome = played("partition", peers=1)
+    assert outcome.violations == [] and outcome.rounds_could == 0
+    assert {report["spread"] for report in outcome.histories["p0"]} == {0.0}
+
+
+def test_the_spread_that_is_told_is_about_the_true_one() -> None:
+    told, true = [], []
+
+    class Measured(PairWorld):
+        def reported(self, report: dict[str, object]) -> None:
+            super().reported(report)
+            if len(self.replicas) == 5 and report["round"]:
+                told.append(report["spread"])
+                true.append(self.spread())
+
+    play(Scenario(peers=5, rounds=6, elements=2000), Measured)
+    assert sum(told) == pytest.approx(sum(true), rel=0.2)
+
+
+def test_each_protocol_has_its_world() -> None:
+    assert world_of("butterfly") is World
+
+
+# -- what is found ----------------------------------------------------------------------------------------------------
+
+
+class Deaf(PairSession):
+    """Nobody is ever met."""
+
+    async def mean(self, mine: Sequence[Vector], work: Work, into: Sequence[Vector]) -> Mean:
+        return Mean(Outcome.SKIPPED)
+
+
+class Apart(PairSession):
+    """States are exchanged, and nothing is made of them."""
+
+    def mix(self, state: Sequence[Vector], data: bytearray) -> None:
+        pass
+
+
+class Twice(PairSession):
+    """What came in is counted again, the next time."""
+
+    def count(self, peer: PeerId, name: str) -> None:
+        super().count(peer, name)
+        super().count(peer, name)
+
+
+class Grouped(PairSession):
+    """Says that all pairs of a round are one group."""
+
+    async def mean(self, mine: Sequence[Vector], work: Work, into: Sequence[Vector]) -> Mean:
+        self.group = f"round {self.round}"
+        return await super().mean(mine, work, into)
+
+
+class Back(PairSession):
+    """Ends in a round that was long ago."""
+
+    async def take_back(self) -> Mapping[PeerId, Contribution]:
+        self.round //= 2
+        return await super().take_back()
+
+
+class Lingering(PairSession):
+    """Leaves a task behind in each round."""
+
+    async def take_back(self) -> Mapping[PeerId, Contribution]:
+        self.task = asyncio.get_running_loop().create_task(asyncio.sleep(1e4))
+        return await super().take_back()
+
+
+@pytest.mark.parametrize(
+    "session, fault, invariant",
+    [
+        (Deaf, "none", "progress"),
+        (Apart, "partition", "spread"),
+        (Twice, "none", "counted-once"),
+        (Grouped, "none", "one-group"),
+        (Back, "none", "never-back"),
+        (Lingering, "none", "no-leak"),
+    ],
+)
+def test_a_planted_bug_is_found(
+    session: type[PairSession], fault: str, invariant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worlds, "HEALED_SECONDS", 200.0)
+    assert invariant in found(played(fault, session=session))
+
+
+def test_who_does_not_commit_again_after_all_is_healed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worlds, "HEALED_SECONDS", 60.0)
+    assert found(played("partition", session=Deaf)) >= {"progress"}
+
+
+# -- a fault at every message -----------------------------------------------------------------------------------------
+
+
+def test_a_fault_at_every_message_of_a_round(capsys: pytest.CaptureFixture[str]) -> None:
+    assert crashes.main(["--peers", "3"], PairWorld) == 0
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert told["points"] == told["messages"] > 20 and told["undecided"] == 0
+
+
+class Endless(PairSession):
+    """Waits for whoever does not answer."""
+
+    async def _ask(self, partner: PeerId, mine: Sequence[Vector], into: Sequence[Vector]) -> str:
+        try:
+            return await super()._ask(partner, mine, into)
+        except PeerSilent:
+            await asyncio.sleep(1e4)
+            raise
+
+
+def test_a_bug_that_only_a_silence_brings_out_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+    world = type("Planted", (PairWorld,), {"session": Endless})
+    assert crashes.main(["--peers", "2", "--kind", "silence", "--sample", "4"], world) == 1
+    assert "goes-on" in capsys.readouterr().out
+
+
+def test_points_are_those_of_the_second_round() -> None:
+    points = enumerate_points(small(3), PairWorld)
+    assert {point.peer for point in points} == {"p0", "p1", "p2"}
+    assert all(point.number > 1 for point in points)
