@@ -134,9 +134,9 @@ def multi_krum(contributions: torch.Tensor, weights: Sequence[float], into: Vect
     """The weighted mean of the n - b - 2 contributions that Krum would take first; of few, as in `krum`."""
     if len(contributions) < KRUM_LEAST:
         return median(contributions, weights, into)
-    voices = _voices(contributions, weights, into)
+    _voices(contributions, weights, into)
     chosen = sorted(_nearest(contributions)[: _neighbours(len(contributions))])
-    weighted_mean([contributions[index].clone() for index in chosen], [voices[index] for index in chosen], into)
+    weighted_mean([contributions[index].clone() for index in chosen], [weights[index] for index in chosen], into)
 
 
 RULES: Final[dict[str, Rule]] = {

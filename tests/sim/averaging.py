@@ -43,6 +43,7 @@ class Group:
     Attributes:
         tokens, bandwidths, step_seconds: of each peer.
         lies: peer index -> lie (`tests.sim.lies`). Of two stories, the last of the others is told the second.
+        declared: peer index -> norm, where it is not the vector's.
         before: called with the network when everybody has joined.
     """
 
@@ -52,6 +53,8 @@ class Group:
     codec: str = "fp32"
     chunk_elements: int = 1 << 18
     protocol: str = "butterfly"
+    robust: str = "mean"
+    declared: dict[int, float] = field(default_factory=dict)
     lies: dict[int, str] = field(default_factory=dict)
     before: Callable[[SimNetwork], None] = lambda network: None
 
@@ -98,10 +101,11 @@ class Group:
 
     async def _member(self, index: int, host: Host, head: Head, into: Vector, deadline: Deadline) -> Mean:
         vector = self.vectors[index]
-        settings = Settings(self.codec, (len(vector),), self.chunk_elements, self.bandwidths[index])
+        settings = Settings(self.codec, (len(vector),), self.chunk_elements, self.bandwidths[index], robust=self.robust)
         averager = PROTOCOLS[self.protocol](host, settings)
         tokens = self.tokens[index]
-        work = Work(tokens, 0.0, 1.0, norm([vector]) if tokens else 0.0, complete=True)
+        size = self.declared.get(index, norm([vector]))
+        work = Work(tokens, 0.0, 1.0, size if tokens else 0.0, complete=True)
         async with averager.enter(head, deadline) as session:
             session.ready(work)
             await session.cut.wait()

@@ -1,0 +1,373 @@
+"""Robust rules: by hand, in any order, by weight, up to where they break; and what reducers do with them in a swarm."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from node.trainer import InlineTrainer, Shift
+from protocols import robust
+from protocols.base import Outcome, Settings, Vector
+from protocols.robust import RULES, Judge
+from tests.sim.averaging import Averaged, Group
+from tests.sim.poison import ATTACKS, PoisonedTrainer
+from tests.sim.scenario import Scenario
+from tests.sim.transport import SimTransport
+from tests.sim.world import Outcome as Played
+from tests.sim.world import World, play
+
+LARGEST = torch.finfo(torch.float32).max
+BEARING = tuple(name for name in RULES if name != "mean")
+"""All rules that bear something."""
+
+
+def aggregate(name: str, rows: Sequence[Sequence[float]] | torch.Tensor, weights: list[float] | None = None) -> Vector:
+    matrix = rows.clone() if isinstance(rows, torch.Tensor) else torch.tensor(rows)
+    into = torch.full((matrix.shape[1],), math.nan)
+    RULES[name](matrix, weights or [1.0] * len(matrix), into)
+    return into
+
+
+def column(name: str, values: Sequence[float], weights: Sequence[float] | None = None) -> float:
+    """Of contributions of one element."""
+    return float(aggregate(name, [[float(value)] for value in values], weights))
+
+
+def cloud(count: int, size: int, seed: int, spread: float = 1.0) -> torch.Tensor:
+    """Contributions round a common signal of norm 1, each off by noise of that norm."""
+    noise = torch.randn(count, size, generator=torch.Generator().manual_seed(seed))
+    return (1 + spread * noise) / size**0.5
+
+
+# -- by hand ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, values, weights, expected",
+    [
+        ("mean", [1, 2, 6], None, 3),
+        ("median", [9, 1, 5], None, 5),
+        ("median", [9, 1, 5, 3], None, 4),
+        ("median", [1, 5, 9], [1, 1, 3], 9),
+        ("median", [1, 5, 9], [1, 1, 2], 7),  # half the voices reach 5, the other half begins at 9
+        ("median", [1, 5, 9], [3, 0.5, 1], 1),
+        ("trimmed_mean", [1, 2, 4, 100], None, 3),  # a quarter of the weight at each end
+        ("trimmed_mean", [1, 2, 4, 4, 5, -100, 100, 3], None, (2 + 3 + 4 + 4) / 4),
+        ("trimmed_mean", [1, 2, 100], None, (0.25 * 1 + 1 * 2 + 0.25 * 100) / 1.5),  # on the border: what is left
+        ("trimmed_mean", [1, 2, 9], [2, 5, 1], 2),
+        ("centered_clip", [-1, 0, 1, 100], None, 0.5),  # two pull down by τ, two up: the median stays
+        ("centered_clip", [0, 0, 0, 10], None, 0),
+        ("krum", [0, 1, 2, 2.5, 100], None, 2),  # 1 and 2.5 are its nearest: 1.25
+        ("multi_krum", [0, 1, 2, 2.5, 100], None, 1.5),  # 2, then 1 (2) before 2.5 (2.5)
+        ("multi_krum", [0, 1, 2, 2.5, 100], [1, 1, 3, 1, 1], 1.75),
+        ("krum", [1, 2, 3, 100], None, 2.5),  # fewer than five: the median
+        ("multi_krum", [7, 9], None, 8),
+    ],
+)
+def test_by_hand(name: str, values: list[float], weights: list[float] | None, expected: float) -> None:
+    assert column(name, values, weights) == pytest.approx(expected)
+
+
+def test_a_step_of_centered_clip_by_hand() -> None:
+    """From (0, 0): distances 5, 1, 1, 0, 1; the median 1, τ half of it."""
+    rows = torch.tensor([[3.0, 4.0], [1.0, 0.0], [-1.0, 0.0], [0.0, 0.0], [0.0, -1.0]])
+    into = torch.empty(2)
+    robust.centered_clip(rows, [1.0] * 5, into, reach=0.5, steps=1)
+    assert into.tolist() == pytest.approx([0.1 * 3 / 5, (0.5 * 4 / 5 - 0.5) / 5])
+
+
+def test_krum_looks_at_whole_vectors_and_the_median_at_each_coordinate() -> None:
+    rows = [[0.0, 9.0], [9.0, 0.0], [1.0, 1.0], [1.0, 2.0], [2.0, 1.0]]
+    assert aggregate("krum", rows).tolist() == [1.0, 1.0]
+    assert aggregate("median", rows).tolist() == [1.0, 1.0]
+    rows[0], rows[1] = [0.5, 9.0], [9.0, 0.5]
+    assert aggregate("krum", rows).tolist() in rows
+
+
+# -- what holds for all -----------------------------------------------------------------------------------------------
+
+
+counts = st.integers(1, 12)
+
+
+@pytest.mark.parametrize("name", RULES)
+@given(count=counts, seed=st.integers(0, 1000))
+@settings(max_examples=25)
+def test_the_order_of_contributions_does_not_matter(name: str, count: int, seed: int) -> None:
+    rows, rng = cloud(count, 7, seed), Random(seed)
+    weights, order = [rng.uniform(0.5, 4) for _ in range(count)], rng.sample(range(count), count)
+    mixed = aggregate(name, rows[order], [weights[index] for index in order])
+    assert torch.allclose(mixed, aggregate(name, rows, weights), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ("mean", "median", "trimmed_mean", "centered_clip"))
+@given(count=counts, seed=st.integers(0, 1000))
+@settings(max_examples=25)
+def test_a_weight_is_a_number_of_voices(name: str, count: int, seed: int) -> None:
+    rows, rng = cloud(count, 5, seed), Random(seed)
+    voices = [rng.randint(1, 4) for _ in range(count)]
+    repeated = rows.repeat_interleave(torch.tensor(voices), 0)
+    unit = 2.0 ** rng.randint(-300, 300)
+    weighted = aggregate(name, rows, [unit * voice for voice in voices])
+    assert torch.allclose(weighted, aggregate(name, repeated), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", RULES)
+@given(count=counts, seed=st.integers(0, 1000), shift=st.sampled_from([-3.0, 0.0, 50.0]))
+@settings(max_examples=15)
+def test_moving_all_moves_the_result(name: str, count: int, seed: int, shift: float) -> None:
+    rows = cloud(count, 5, seed)
+    assert torch.allclose(aggregate(name, rows + shift), aggregate(name, rows) + shift, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("count", (1, 2, 5, 9))
+def test_of_equal_contributions_each_is_the_result(name: str, count: int) -> None:
+    vector = torch.tensor([1.5, -2.25, 3e38, 0.0, 1e-30])
+    assert torch.allclose(aggregate(name, vector.repeat(count, 1)), vector, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", RULES)
+@given(count=counts, seed=st.integers(0, 1000))
+@settings(max_examples=20)
+def test_what_is_finite_stays_finite(name: str, count: int, seed: int) -> None:
+    rng = Random(seed)
+    values = [LARGEST, -LARGEST, 0.0, 1e-45, 1.0, -1e30]
+    rows = [[rng.choice(values) for _ in range(4)] for _ in range(count)]
+    result = aggregate(name, rows, [rng.choice([1e-300, 1.0, 1e300]) for _ in range(count)])
+    assert result.isfinite().all()
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_bad_weights_and_sizes_are_refused(name: str) -> None:
+    rows = cloud(6, 3, 0)
+    for weights, size in (([1.0] * 5, 3), ([1.0] * 6, 4), ([1.0] * 5 + [0.0], 3), ([1.0] * 5 + [math.nan], 3)):
+        with pytest.raises(ValueError):
+            RULES[name](rows.clone(), weights, torch.empty(size))
+
+
+def test_an_unknown_rule_is_refused_in_one_line() -> None:
+    with pytest.raises(
+        ValueError, match=r"^unknown robust rule 'Multi-Krum': there are mean, .*; did you mean 'multi_k"
+    ):
+        robust.known("Multi-Krum")
+    with pytest.raises(ValueError, match="unknown robust rule 'bulyan'"):
+        Judge("bulyan", [1.0])
+
+
+# -- what they bear ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, liars",
+    [("median", 7), ("centered_clip", 7), ("trimmed_mean", 4), ("krum", 6), ("multi_krum", 6)],
+)
+@pytest.mark.parametrize("scale", (-1000.0, 1e30))
+def test_what_a_rule_bears_and_one_more(name: str, liars: int, scale: float) -> None:
+    """Of 16, all wrong in the same direction: the result stays among the honest, and with too many it does not."""
+    honest, signal = cloud(16, 200, 3), torch.ones(200) / 200**0.5
+    rows = honest.clone()
+    rows[16 - liars :] = scale * signal
+    assert float((aggregate(name, rows) - signal).norm()) <= 1.5
+    wrong = 5 if name == "trimmed_mean" else 9
+    rows[16 - wrong :] = scale * signal
+    assert float((aggregate(name, rows) - signal).norm()) > 10
+
+
+@given(
+    honest=st.lists(st.floats(-10, 10, width=32), min_size=3, max_size=12),
+    lies=st.lists(st.floats(-(2.0**99), 2.0**99, width=32), max_size=11),
+)
+@settings(max_examples=50)
+def test_a_minority_does_not_carry_the_median_out_of_the_others(honest: list[float], lies: list[float]) -> None:
+    values = [*honest, *lies[: len(honest) - 1]]
+    assert min(honest) - 1e-5 <= column("median", values) <= max(honest) + 1e-5
+
+
+def test_the_mean_bears_nobody() -> None:
+    rows = cloud(16, 200, 3)
+    rows[0] *= -1000
+    assert float(aggregate("mean", rows).norm()) > 50
+
+
+def test_what_agrees_and_is_near_is_believed() -> None:
+    """No rule tells colluders from honest peers when they are nearer to each other than honest ones are."""
+    honest = cloud(9, 1000, 5)
+    mean = honest.mean(0)
+    rows = torch.cat([honest, (-0.5 * mean).repeat(7, 1)])
+    for name in RULES:
+        assert float((aggregate(name, rows) - 1 / 1000**0.5).norm()) > 0.6, name
+
+
+# -- the judge --------------------------------------------------------------------------------------------------------
+
+
+def judged(name: str, rows: torch.Tensor, allowances: Sequence[float] | None = None) -> tuple[Vector, dict[int, str]]:
+    judge, into, count = Judge(name, allowances or [1.0] * len(rows)), torch.empty(rows.shape[1]), len(rows)
+    for half in (slice(0, rows.shape[1] // 2), slice(rows.shape[1] // 2, None)):
+        piece = rows[:, half].clone()
+        judge.average(range(count), [float(row.norm()) for row in piece], piece, [1.0] * count, into[half])
+    return into, judge.named()
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_the_honest_are_neither_clipped_nor_named(name: str) -> None:
+    rows = cloud(8, 400, 1)
+    rows[3] *= 1.3
+    result, named = judged(name, rows)
+    assert named == {}
+    if name == "mean":
+        assert torch.allclose(result, rows.mean(0), atol=1e-6)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_who_sends_more_than_was_declared_is_brought_down_and_named(name: str) -> None:
+    rows = cloud(8, 400, 1)
+    rows[3] *= -100
+    result, named = judged(name, rows)
+    assert list(named) == [3]
+    if name == "mean":
+        limit = 2 * sorted(float(row[:200].norm()) for row in rows)[3]
+        kept = rows.clone()
+        kept[3, :200] *= limit / rows[3, :200].norm()
+        assert torch.allclose(result[:200], kept[:, :200].mean(0), atol=1e-5)
+        assert "sent" in named[3] and "times what counts" in named[3]
+
+
+def test_who_has_an_allowance_uses_it() -> None:
+    rows = cloud(8, 400, 1)
+    rows[3] *= 9
+    result, named = judged("mean", rows, [1.0] * 3 + [5.0] + [1.0] * 4)
+    assert named == {} and torch.allclose(result, rows.mean(0), atol=1e-6)
+
+
+def test_who_stands_apart_at_no_larger_norm_is_named_where_the_rule_tells() -> None:
+    rows = cloud(8, 400, 1, spread=0.5)
+    rows[5] *= -1
+    for name in BEARING:
+        _, named = judged(name, rows)
+        assert list(named) == [5] and named[5].startswith("stands apart"), name
+
+
+def test_a_few_numbers_say_nothing_of_norms() -> None:
+    rows = torch.tensor([[1.0] * 10, [1.0] * 10, [1.0] * 10, [50.0] * 10])
+    result, named = judged("mean", rows)
+    assert named == {} and torch.allclose(result, rows.mean(0))
+
+
+# -- in a swarm -------------------------------------------------------------------------------------------------------
+
+
+def averaged(name: str, rows: torch.Tensor, codec: str = "fp32", declared: dict[int, float] | None = None) -> Averaged:
+    count = len(rows)
+    group = Group(list(rows), [1000] * count, [1e7] * count, codec=codec, chunk_elements=1024, robust=name)
+    return replace(group, declared=declared or {}).average()
+
+
+def by_the_rule(name: str, rows: torch.Tensor) -> Vector:
+    """What the parts of a group of equals come to: norms clipped to the median, then the rule, chunk by chunk."""
+    count, size = rows.shape
+    norms = rows.norm(dim=1)
+    clipped = rows * (norms.sort().values[(count - 1) // 2] / norms).clamp(max=1)[:, None]
+    into = torch.empty(size)
+    bounds = [round(part * size / count) for part in range(count + 1)]
+    for low, high in pairwise(bounds):
+        RULES[name](clipped[:, low:high].clone(), [1.0] * count, into[low:high])
+    return into
+
+
+def follows(name: str, rows: torch.Tensor) -> bool:
+    """Whether a group commits, with the same bits at each, what the rule makes of these vectors."""
+    result = averaged(name, rows)
+    assert {mean.outcome for mean in result.means} == {Outcome.COMMITTED}
+    assert len({each.numpy().tobytes() for each in result.results}) == 1
+    return torch.allclose(result.results[0], by_the_rule(name, rows), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_group_averages_by_its_rule_and_names_who_lies(name: str) -> None:
+    rows = cloud(7, 3500, 2)
+    rows[4] *= -1000
+    assert follows(name, rows)
+    result = averaged(name, rows, codec="int8")
+    assert {mean.outcome for mean in result.means} == {Outcome.COMMITTED}
+    assert {blame.peer for mean in result.means for blame in mean.blamed} == {"p04"}
+    assert all("p04" in {blame.peer for blame in mean.blamed} for mean in result.means)
+    assert float((result.results[0] - 1 / 3500**0.5).norm()) < 1.1
+    assert result.means[0].peers == result.peers, "who was left out has handed in all the same"
+
+
+def test_a_wrong_rule_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = cloud(5, 1000, 2)
+    assert follows("median", rows)
+    right = by_the_rule("median", rows)
+    monkeypatch.setitem(robust.RULES, "median", robust.trimmed_mean)
+    wrong = averaged("median", rows).results[0]
+    assert not torch.allclose(wrong, right, atol=1e-5)
+
+
+def test_honest_peers_are_not_blamed() -> None:
+    rows = cloud(7, 3500, 2)
+    for name in RULES:
+        result = averaged(name, rows)
+        assert [blame for mean in result.means for blame in mean.blamed] == [], name
+
+
+def test_who_declares_little_and_sends_much_is_brought_down_by_every_reducer_and_named() -> None:
+    """Itself included, in its own part. What it sends would not be refused in any; it counts for two."""
+    rows = cloud(7, 3500, 2)
+    rows[4] *= -10
+    result = averaged("mean", rows, declared={4: 1.0})
+    naming = [blame.why for mean in result.means for blame in mean.blamed if blame.peer == "p04"]
+    assert len(naming) == 7 and all("times what counts" in why for why in naming)
+    assert float((result.results[0] - 1 / 3500**0.5).norm()) < 0.9
+    assert float((rows.mean(0) - 1 / 3500**0.5).norm()) > 2, "what the plain mean would have been"
+
+
+class PoisonedWorld(World):
+    """A swarm of which some attack, by a rule."""
+
+    def __init__(self, rule: str, attack: str, liars: int, scenario: Scenario) -> None:
+        super().__init__(scenario)
+        self._rule, self._attack, self._count = rule, attack, liars
+        self._honest: list[Shift] = []
+
+    def trainer(self, index: int) -> InlineTrainer:
+        if index < self.scenario.peers - self._count:
+            honest = super().trainer(index)
+            self._honest.append(honest.shift)
+            return honest
+        assert self.scenario.step_seconds
+        seconds = self.scenario.step_seconds[index]
+        steps, learner = self.scenario.inner_steps, self.learner(index)
+        return PoisonedTrainer(learner, steps, seconds, self._attack, self._count, lambda: self._honest)
+
+    def _settings(self, index: int, trainer: InlineTrainer, transport: SimTransport) -> Settings:
+        return replace(super()._settings(index, trainer, transport), robust=self._rule)
+
+
+def attacked(rule: str, attack: str, peers: int, liars: int, rounds: int = 2) -> Played:
+    scenario = Scenario(peers=peers, rounds=rounds, seed=4, codec="fp32", elements=2000, chunk_elements=1024)
+    return play(scenario, lambda resolved: PoisonedWorld(rule, attack, liars, resolved))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "rule, attack, peers, liars",
+    [*((rule, "reversed", 5, 1) for rule in RULES), ("mean", "ipm", 7, 2), ("centered_clip", "alie", 7, 2)],
+)
+def test_a_swarm_under_attack_commits_and_all_hold_the_same(rule: str, attack: str, peers: int, liars: int) -> None:
+    assert attack in ATTACKS
+    played = attacked(rule, attack, peers, liars)
+    assert played.violations == []
+    assert {report["outcome"] for history in played.histories.values() for report in history} == {"committed"}
+    blamed = {peer for history in played.histories.values() for report in history for peer in report["blamed"]}
+    if attack == "reversed":
+        assert blamed == {"p4"}
