@@ -44,6 +44,10 @@ class Shape:
         """Where the bytes of a chunk begin."""
         return index * self._whole
 
+    def room(self) -> Vector:
+        """Scratch for one chunk."""
+        return torch.empty(min(self.chunk_elements, self.high - self.low))
+
 
 class HeldPart(Shape):
     """One reduced part, encoded: filled chunk by chunk, then sealed.
@@ -83,10 +87,6 @@ class HeldPart(Shape):
         self.codec.decode(self.chunk(index), scratch[: high - low])
         if into:
             into.write(low, scratch[: high - low])
-
-    def room(self) -> Vector:
-        """Scratch for one chunk."""
-        return torch.empty(min(self.chunk_elements, self.high - self.low))
 
 
 def chunk_digest(mask: int, data: memoryview) -> bytes:
@@ -131,9 +131,14 @@ class Task:
     progress: Callable[[], None]
 
     def part(self, index: int) -> HeldPart:
-        """Room for a part."""
+        """Room for a reduced part."""
         low, high = self.terms.part(index)
-        return HeldPart(self.codec, low, high, self.chunk_elements)
+        return HeldPart(self.codec.reduced(len(self.terms.peers)), low, high, self.chunk_elements)
+
+    def handed_in(self, index: int) -> Shape:
+        """How a contribution to a part travels."""
+        low, high = self.terms.part(index)
+        return Shape(self.codec, low, high, self.chunk_elements)
 
     def message(self, done: wire.PartDone) -> bytes:
         """What the reducer of a part signed."""

@@ -61,14 +61,19 @@ def _later(seconds: float, factor: float) -> float:
     return max(factor * seconds, seconds + MARGIN_SECONDS)
 
 
-def shares(bandwidths: Sequence[float], able: Sequence[bool]) -> tuple[float, ...]:
+def shares(bandwidths: Sequence[float], able: Sequence[bool], growth: float = 1.0) -> tuple[float, ...]:
     """Part shares f, summing to 1, that minimise the slowest peer's time; 0 for those not able to reduce.
 
-    Peer i sends S·[1 + (N-2)·f_i] bytes, so the least T with f_i = max(0, (T·b_i/S - 1)/(N-2)) and sum 1 is optimal
-    (water filling): peers too slow to do more than hand in their own vector reduce nothing.
+    Peer i sends S·[1 - f_i] bytes of its own vector, S·g·(N-1)·f_i of what it reduced: in all S·[1 + h·f_i] with
+    h = g·(N-1) - 1. So the least T with f_i = max(0, (T·b_i/S - 1)/h) and sum 1 is optimal (water filling): peers too
+    slow to do more than hand in their own vector reduce nothing.
+
+    Args:
+        growth: g, bytes of a reduced vector for each byte of a contribution.
     """
     count = len(bandwidths)
-    if count <= 2:
+    load = _load(count, growth)
+    if load <= 0:
         return tuple(float(one) / sum(able) for one in able)
     order = sorted((i for i in range(count) if able[i]), key=lambda i: -bandwidths[i])
     total, time = 0.0, math.inf
@@ -76,7 +81,7 @@ def shares(bandwidths: Sequence[float], able: Sequence[bool]) -> tuple[float, ..
         if time * bandwidths[i] <= 1.0:
             break
         total += bandwidths[i]
-        time = (count - 2 + taken) / total
+        time = (load + taken) / total
     raw = [max(0.0, time * b - 1.0) if one else 0.0 for b, one in zip(bandwidths, able, strict=True)]
     whole = math.fsum(raw)  # exact, where sum() differs between versions of Python
     return tuple(share / whole for share in raw)
@@ -88,21 +93,29 @@ def bandwidths(claimed: Sequence[float]) -> tuple[float, ...]:
     return tuple(min(max(claim, middle / CLAIM_SPREAD), middle * CLAIM_SPREAD) for claim in claimed)
 
 
-def part_bounds(fractions: Sequence[float], elements: int) -> tuple[int, ...]:
-    """Element offsets that cut `elements` by `fractions`: ascending, from 0 to `elements`."""
+def _load(count: int, growth: float) -> float:
+    """What reducing everything adds to what a member sends, in vectors."""
+    return growth * (count - 1) - 1
+
+
+def part_bounds(fractions: Sequence[float], elements: int, grain: int = 1) -> tuple[int, ...]:
+    """Element offsets that cut `elements` by `fractions`: ascending, from 0 to `elements`, multiples of `grain`."""
     bounds, reached = [0], 0.0
     for fraction in fractions[:-1]:
         reached += fraction
-        bounds.append(min(elements, max(bounds[-1], round(reached * elements))))
+        bounds.append(min(elements, max(bounds[-1], grain * round(reached * elements / grain))))
     return (*bounds, elements)
 
 
-def expected_seconds(fractions: Sequence[float], bandwidths: Sequence[float], total_bytes: int) -> float:
-    """Time of the data phase at the slowest uplink."""
+def expected_seconds(
+    fractions: Sequence[float], bandwidths: Sequence[float], total_bytes: int, growth: float = 1.0
+) -> float:
+    """Time of the data phase at the slowest uplink, with vectors of `total_bytes`; `growth` as of `shares`."""
     count = len(fractions)
     if count == 1:
         return 0.0
-    return max(total_bytes * (1 + (count - 2) * f) / b for f, b in zip(fractions, bandwidths, strict=True))
+    load = _load(count, growth)
+    return max(total_bytes * (1 + load * f) / b for f, b in zip(fractions, bandwidths, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +124,11 @@ class Ground:
 
     Attributes:
         elements: length of the vector to average.
-        bytes_per_element: of the codec in use.
+        bytes_per_element: of a contribution, in the codec in use.
         complaints: links that carry no contributions: at neither end is anything reduced.
         robust: name of the rule by which reducers average (`protocols.robust`).
+        grain: parts begin at multiples of so many elements.
+        growth: bytes of a mean of so many for each byte of a contribution.
     """
 
     key: RoundKey
@@ -121,6 +136,8 @@ class Ground:
     bytes_per_element: float
     complaints: tuple[Complaint, ...] = ()
     robust: str = "mean"
+    grain: int = 1
+    growth: Callable[[int], float] = lambda members: 1.0
 
 
 def draw(ground: Ground, offers: Sequence[Offer], elapsed_seconds: float, ballot: int = 0) -> Plan:
@@ -138,14 +155,15 @@ def draw(ground: Ground, offers: Sequence[Offer], elapsed_seconds: float, ballot
     # One that has nothing to hand in may be in the middle of its first step: nobody waits for it to reduce anything.
     able = [offer.tokens > 0 and offer.member.peer not in barred for offer in members]
     uplinks = bandwidths([offer.bandwidth for offer in members])
-    fractions = shares(uplinks, able if any(able) else [True] * len(members))
-    seconds = expected_seconds(fractions, uplinks, int(ground.elements * ground.bytes_per_element))
+    growth = ground.growth(len(members)) if members else 1.0
+    fractions = shares(uplinks, able if any(able) else [True] * len(members), growth)
+    seconds = expected_seconds(fractions, uplinks, int(ground.elements * ground.bytes_per_element), growth)
     return Plan(
         key=ground.key,
         ballot=ballot,
         version=0,
         offers=members,
-        bounds=part_bounds(fractions, ground.elements),
+        bounds=part_bounds(fractions, ground.elements, ground.grain),
         reducers=tuple(range(len(members))),
         cut_seconds=min(elapsed_seconds, max(offer.step_seconds for offer in members)),
         budget_seconds=min(MAX_SECONDS, BUDGET_MULTIPLE * seconds + BUDGET_FLOOR_SECONDS),

@@ -19,7 +19,8 @@ import torch
 
 from protocols import wire
 from protocols.base import BadPayload, Deadline, PeerError, PeerId, PeerSilent, Stream
-from protocols.parts import HeldPart, Task, chunk_digest, seal
+from protocols.coding import carry
+from protocols.parts import HeldPart, Shape, Task, chunk_digest, seal
 from protocols.plan import SCATTER_SHARE
 from protocols.robust import Judge
 from protocols.tasks import Bell, alongside
@@ -42,6 +43,7 @@ class Reducer:
     def __init__(self, task: Task, part: int, held: HeldPart | None = None) -> None:
         self.task, self.part = task, part
         self.held = held or task.part(part)
+        self._handed_in = task.handed_in(part)
         self.lost: dict[PeerId, str] = {}
         self.odd: dict[PeerId, str] = {}
         terms = task.terms
@@ -130,10 +132,10 @@ class Reducer:
 
     async def _take_chunk(self, peer: PeerId, stream: Stream, index: int) -> None:
         header = wire.expect(await stream.receive(_CHUNK_LIMIT), wire.Chunk)
-        size = self.held.size(index)
+        size = self._handed_in.size(index)
         if (header.index, header.size) != (index, size):
             raise BadPayload(f"chunk {header.index} of {header.size} bytes where {index} of {size} is due")
-        whole = self._free.pop() if self._free else memoryview(bytearray(self.held.size(0)))
+        whole = self._free.pop() if self._free else memoryview(bytearray(self._handed_in.size(0)))
         await stream.receive_into(whole[:size])
         if peer in self.lost:
             self._free.append(whole)
@@ -194,7 +196,7 @@ class Reducer:
         else:
             mean.zero_()
         data = self.held.chunk(index)
-        task.codec.encode(mean, data)
+        self.held.codec.encode(mean, data)
         self.held.decode_chunk(index, task.into, mean)  # what the others will hold, to the bit
         self._digests.append(chunk_digest(mask, data))
         return mask, refused
@@ -205,8 +207,10 @@ class Reducer:
         if peer == task.me:
             low, high = self.held.elements(index)
             row.copy_(task.mine.read(low, high, row))
+            if self.held.codec is not task.codec:  # the mean has room for what others could have had of it, no more
+                carry(task.codec, row)
             return norm([row])
-        task.codec.decode(self._inbox[index][peer][: self.held.size(index)], row)
+        task.codec.decode(self._inbox[index][peer][: self._handed_in.size(index)], row)
         size = norm([row])
         self._squares[peer] += size**2
         limit = task.terms.norm_limit(self._order[peer])
@@ -235,23 +239,23 @@ async def contribute(task: Task, part: int, stream: Stream, again: bool = False)
     await stream.send(wire.Contribute(task.key, task.terms.digest, part, task.codec.name))
     if again:
         return await _receive_part(task, part, held, stream)
-    return await alongside(_receive_part(task, part, held, stream), _send_part(task, held, stream))
+    return await alongside(_receive_part(task, part, held, stream), _send_part(task, task.handed_in(part), stream))
 
 
-async def _send_part(task: Task, held: HeldPart, stream: Stream) -> None:
+async def _send_part(task: Task, shape: Shape, stream: Stream) -> None:
     weight = task.terms.weights[task.terms.peers.index(task.me)]
     if weight == 0:
         return
-    scratch = held.room()
-    encoded = memoryview(bytearray(held.size(0)))
+    scratch = shape.room()
+    encoded = memoryview(bytearray(shape.size(0)))
 
     def encode(index: int) -> memoryview:
-        low, high = held.elements(index)
-        data = encoded[: held.size(index)]
+        low, high = shape.elements(index)
+        data = encoded[: shape.size(index)]
         task.codec.encode(task.mine.read(low, high, scratch), data)
         return data
 
-    for index in range(held.chunks):
+    for index in range(shape.chunks):
         data = await task.compute.run(partial(encode, index), len(encoded))
         try:
             await stream.send(wire.Chunk(index, len(data)), data)

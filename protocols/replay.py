@@ -10,13 +10,13 @@ from protocols import wire
 from protocols.base import BadPayload, Deadline, Host, PeerError, PeerGone, PeerId, Vector
 from protocols.codec import Codec
 from protocols.download import Unavailable
-from protocols.parts import HeldPart
+from protocols.parts import HeldPart, Shape
 from protocols.post import Ledger
 from protocols.progress import Fetching
 from protocols.record import Record
 from protocols.shelf import Shelf, fetch_part
 from protocols.tasks import together
-from protocols.vectors import Flat, chunk_count
+from protocols.vectors import Flat
 
 AT_ONCE = 4
 """Parts of a round that are fetched at a time."""
@@ -50,8 +50,8 @@ class Replay:
         self._failures: dict[PeerId, int] = {}
 
     def encoded_bytes(self, elements: int) -> int:
-        """About what the mean of one round takes to fetch."""
-        return self._codec.encoded_bytes(elements)
+        """About what the mean of one round takes to fetch, if it is of those who are here now."""
+        return self._codec.reduced(len(self._host.members.live())).encoded_bytes(elements)
 
     async def parts(
         self, record: Record, elements: int, sources: Sequence[PeerId], deadline: Deadline
@@ -67,13 +67,14 @@ class Replay:
         bounds, sources = record.bounds, sources[:MAX_SOURCES]
         if not record.tiles(elements):
             raise Unavailable(f"the record of round {record.round} has parts that do not make up its mean")
-        turn = asyncio.Semaphore(AT_ONCE)
+        turn, codec = asyncio.Semaphore(AT_ONCE), self._codec.reduced(len(record.peers))
 
         async def one(place: int, part: wire.Part) -> HeldPart:
             first = place % max(1, len(sources))
+            shape = Shape(codec, bounds[place], bounds[place + 1], self._chunk_elements)
             async with turn:
                 order = sorted((*sources[first:], *sources[:first]), key=lambda peer: self._failures.get(peer, 0))
-                return await self._part(part, (bounds[place], bounds[place + 1]), order, deadline)
+                return await self._part(part, shape, order, deadline)
 
         async with together() as group:
             jobs = [
@@ -96,25 +97,18 @@ class Replay:
             except BadPayload as error:  # what a quorum signed: nobody who hands it on is to blame
                 raise Unavailable(f"a decided part does not decode: {error}") from None
 
-    async def _part(
-        self, part: wire.Part, span: tuple[int, int], sources: Sequence[PeerId], deadline: Deadline
-    ) -> HeldPart:
-        chunks = chunk_count(span[1] - span[0], self._chunk_elements)
-        if sum(run.count for run in part.runs) != chunks:
+    async def _part(self, part: wire.Part, shape: Shape, sources: Sequence[PeerId], deadline: Deadline) -> HeldPart:
+        if sum(run.count for run in part.runs) != shape.chunks:
             raise Unavailable("a part of another number of chunks than it has elements for")
         held = await self._shelf.load(part.digest) if self._shelf else None
-        return held or await self._fetch(part, span, sources, deadline)
+        return held or await self._fetch(part, shape, sources, deadline)
 
-    async def _fetch(
-        self, part: wire.Part, span: tuple[int, int], sources: Sequence[PeerId], deadline: Deadline
-    ) -> HeldPart:
-        size = self._codec.encoded_bytes(span[1] - span[0])
+    async def _fetch(self, part: wire.Part, shape: Shape, sources: Sequence[PeerId], deadline: Deadline) -> HeldPart:
+        size, span = shape.size_bytes, (shape.low, shape.high, shape.chunk_elements)
         for source in sources:
             until = asyncio.get_running_loop().time() + PART_SECONDS + size / SLOWEST_BYTES_PER_SECOND
             try:
-                held = await fetch_part(
-                    self._host, source, part, self._codec, (*span, self._chunk_elements), min(deadline, until)
-                )
+                held = await fetch_part(self._host, source, part, shape.codec, span, min(deadline, until))
             except BadPayload as error:
                 self._fail(source, f"refused: {error}")
             except PeerGone:

@@ -11,7 +11,6 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from protocols import plan as planning
 from protocols import wire
 from protocols.averaging import Averaging
 from protocols.base import (
@@ -50,8 +49,7 @@ class Session:
         self.exchange: Exchange | None = None
         self._desk, self._host = desk, desk.host
         elements = desk.settings.elements[head.key.fragment]
-        per_element = desk.codec.encoded_bytes(1 << 20) / (1 << 20)
-        self._ground = planning.Ground(head.key, elements, per_element, head.complaints, desk.settings.robust)
+        self._ground = desk.ground(head, elements)
         self.call = Call(desk.host, Terrain(self._ground, head, desk.me, bandwidth, deadline), desk.post, desk.ledger)
         self.cut, self.bell = self.call.cut, self.call.changed
         self._sources = Sources(desk, self, elements)

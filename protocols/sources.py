@@ -64,7 +64,8 @@ class Sources:
         if not self._host.signer.verify(signer, part_message(self._seat.head.key, plan, done), done.signature):
             return None
         low, high = exchange.task.terms.part(done.part)
-        held = await self._ask(holders, done.result, (low, high, self._desk.settings.chunk_elements))
+        span = (low, high, self._desk.settings.chunk_elements)
+        held = await self._ask(holders, done.result, span, len(exchange.task.terms.peers))
         if held:
             held.done = done
         return held
@@ -79,7 +80,7 @@ class Sources:
         if not record.tiles(self._elements):
             return None
         span = (record.bounds[index], record.bounds[index + 1], self._desk.settings.chunk_elements)
-        held = await self._ask(holders, part, span)
+        held = await self._ask(holders, part, span, len(record.peers))
         if held:
             self._convict(index, held)
             self._desk.shelf.put(self._seat.head.key.lineage, held)
@@ -101,15 +102,18 @@ class Sources:
                 return
             await self._seat.until(settled, until)
 
-    async def _ask(self, holders: Sequence[PeerId], part: wire.Part, span: tuple[int, int, int]) -> HeldPart | None:
-        """Ask one after the other, none for longer than a ballot may take."""
+    async def _ask(
+        self, holders: Sequence[PeerId], part: wire.Part, span: tuple[int, int, int], members: int
+    ) -> HeldPart | None:
+        """Ask one after the other, none for longer than a ballot may take. The plan had so many members."""
+        codec = self._desk.codec.reduced(members)
         live = {member.peer for member in self._host.members.live()}
         for peer in dict.fromkeys(holders):
             if peer == self._desk.me.peer or peer not in live:
                 continue
             deadline = self._within(self._seat.decision.patience_seconds)
             try:
-                held = await fetch_part(self._host, peer, part, self._desk.codec, span, deadline)
+                held = await fetch_part(self._host, peer, part, codec, span, deadline)
                 await self._host.compute.run(partial(held.decode, None), 4 * (held.high - held.low))
                 return held
             except BadPayload as error:

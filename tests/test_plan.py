@@ -201,18 +201,22 @@ def test_a_minority_of_liars_pulls_no_harder_than_the_largest_honest_norm(
 # -- shares -----------------------------------------------------------------------------------------------------------
 
 
-def seconds_of(fractions: Sequence[float], bandwidths: Sequence[float], able: Sequence[bool]) -> float:
+def seconds_of(
+    fractions: Sequence[float], bandwidths: Sequence[float], able: Sequence[bool], growth: float = 1.0
+) -> float:
     """Time, per byte of the vector, of the slowest member that reduces anything."""
     count = len(fractions)
     return max(
-        (1 + (count - 2) * f) / b for f, b, one in zip(fractions, bandwidths, able, strict=True) if one and f > 0
+        (1 - f + growth * (count - 1) * f) / b
+        for f, b, one in zip(fractions, bandwidths, able, strict=True)
+        if one and f > 0
     )
 
 
-def least_seconds(bandwidths: list[float], able: list[bool]) -> float:
+def least_seconds(bandwidths: list[float], able: list[bool], growth: float = 1.0) -> float:
     """The least T at which the able members can reduce everything, by bisection."""
     usable = [b for b, one in zip(bandwidths, able, strict=True) if one]
-    room = len(bandwidths) - 2
+    room = growth * (len(bandwidths) - 1) - 1
     low, high = 0.0, (1 + room) / max(usable)
     for _ in range(200):
         middle = (low + high) / 2
@@ -248,6 +252,27 @@ def test_shares_take_the_least_time(links: tuple[list[float], list[bool]]) -> No
     assert seconds_of(fractions, bandwidths, able) == pytest.approx(least, rel=1e-9)
     for f, b, one in zip(fractions, bandwidths, able, strict=True):
         assert not one or f > 0 or 1 / b >= least * (1 - 1e-9)  # idle only if handing in alone takes it as long
+
+
+@given(links=uplinks(fewest=2), growth=st.floats(1.01, 40))
+def test_shares_take_the_least_time_where_a_mean_is_larger_than_a_contribution(
+    links: tuple[list[float], list[bool]], growth: float
+) -> None:
+    bandwidths, able = links
+    fractions = planning.shares(bandwidths, able, growth)
+    least = least_seconds(bandwidths, able, growth)
+    assert seconds_of(fractions, bandwidths, able, growth) == pytest.approx(least, rel=1e-9)
+    slowest = max(least, *(1 / b for b in bandwidths))
+    assert planning.expected_seconds(fractions, bandwidths, 1, growth) == pytest.approx(slowest, rel=1e-9)
+
+
+@given(links=uplinks(), elements=st.integers(0, 10**7), grain=st.sampled_from([1, 64, 4096]))
+def test_parts_begin_at_multiples_of_the_grain(
+    links: tuple[list[float], list[bool]], elements: int, grain: int
+) -> None:
+    bounds = planning.part_bounds(planning.shares(*links), elements, grain)
+    assert (bounds[0], bounds[-1]) == (0, elements) and list(bounds) == sorted(bounds)
+    assert all(bound % grain == 0 for bound in bounds if bound < elements)
 
 
 @given(scale=st.sampled_from([1e3, 1e7, 1e12]), ratios=st.lists(st.floats(1, 2), min_size=3, max_size=32))
