@@ -17,6 +17,7 @@ gradients are averaged before the step.
 from __future__ import annotations
 
 from protocols.base import Host, Settings
+from protocols.hogwild import Hogwild
 from protocols.lockstep import Lockstep
 from protocols.meeting import Meeting
 from protocols.ring import Ring
@@ -36,6 +37,11 @@ def ring(host: Host, settings: Settings) -> Lockstep:
 def parameter_server(host: Host, settings: Settings) -> Lockstep:
     """Everything goes to one member and comes back from there: 2 (N - 1) S through one link (Li et al. 2014)."""
     return Lockstep(host, settings, "starling/parameter-server/1", _through_the_first)
+
+
+def parameter_server_async(host: Host, settings: Settings) -> Hogwild:
+    """Updates are applied as they come. The peers' outer step has the momentum; for a delayed one: `Hogwild`."""
+    return Hogwild(host, settings)
 
 
 def _all_reduce(meeting: Meeting) -> Scatter:

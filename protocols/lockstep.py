@@ -33,7 +33,7 @@ from protocols.base import (
 )
 from protocols.meeting import Attend, Exchange, Meeting, Refused, Spoilt
 from protocols.post import Ledger, first_frame
-from protocols.tasks import Bell, alongside, together
+from protocols.tasks import Bell, alongside, together, until_gone
 
 Way = Callable[[Meeting], Exchange]
 
@@ -214,13 +214,8 @@ class LockstepSession:
 
     async def _watch(self, meeting: Meeting) -> None:
         """A member that is gone spoils the round at once."""
-        loop, members = asyncio.get_running_loop(), self._averager.host.members
-        while loop.time() < meeting.deadline:
-            version, live = members.version, members.live()
-            gone = [member.peer for member in meeting.members if member not in live]
-            if gone:
-                return meeting.spoil("gone in the middle of a round", *gone)
-            await members.changed(version, meeting.deadline)
+        if gone := await until_gone(self._averager.host.members, meeting.members, meeting.deadline):
+            meeting.spoil("gone in the middle of a round", *gone)
 
     def hear(self, number: int) -> None:
         """Others are in that later round: go there. One that has met may still come to its end."""

@@ -9,12 +9,12 @@ import hashlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import NoReturn, Protocol
+from typing import Protocol
 
 from protocols import wire
 from protocols.base import Deadline, Head, Header, Host, PeerId, ProtocolError, Settings, Stream, Vector, Work
 from protocols.codec import codec
-from protocols.parts import HeldPart
+from protocols.parts import HeldPart, Shape
 from protocols.post import Ledger
 from protocols.tasks import Bell
 from protocols.vectors import Flat
@@ -152,10 +152,15 @@ class Meeting:
             return f"brings {hello.elements} elements in {hello.codec}"
         return ""
 
-    def part(self, index: int, parts: int) -> HeldPart:
-        """Room for the encoded part, one of so many as equal as can be."""
+    def shape(self, index: int, parts: int) -> Shape:
+        """One part of so many, as equal as can be."""
         low, high = (self.mine.size * edge // parts for edge in (index, index + 1))
-        return HeldPart(self.codec, low, high, self.chunk_elements)
+        return Shape(self.codec, low, high, self.chunk_elements)
+
+    def part(self, index: int, parts: int) -> HeldPart:
+        """The same with room for it, encoded."""
+        shape = self.shape(index, parts)
+        return HeldPart(shape.codec, shape.low, shape.high, shape.chunk_elements)
 
     def missing(self) -> tuple[PeerId, ...]:
         """Members that have not come yet."""
@@ -170,15 +175,16 @@ class Meeting:
             self.ledger.name(peer, why)
         self._bell.ring()
 
-    def refused(self, peer: PeerId, answer: Refused) -> NoReturn:
-        """A member does not meet us.
+    def hear(self, peer: PeerId, header: Header) -> None:
+        """What a member answers to a stream of ours.
 
         Raises:
-            Spoilt: always.
+            Spoilt: that it does not meet us.
         """
-        self.ahead = max(self.ahead, answer.round)
-        self.spoil(f"refused: {answer.why}", peer)
-        raise Spoilt(self.why)
+        if isinstance(header, Refused):
+            self.ahead = max(self.ahead, header.round)
+            self.spoil(f"refused: {header.why}", peer)
+            raise Spoilt(self.why)
 
     def ring(self) -> None:
         """Something has changed that somebody may wait for."""

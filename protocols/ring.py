@@ -15,9 +15,9 @@ import torch
 from protocols import wire
 from protocols.base import BadPayload, PeerId, PeerSilent, Stream
 from protocols.codec import CODECS, Codec
-from protocols.meeting import REFUSED_LIMIT, Attend, Hop, Meeting, Refused
+from protocols.meeting import REFUSED_LIMIT, Attend, Hop, Meeting
 from protocols.parts import HeldPart
-from protocols.scatter import receive_chunk
+from protocols.passing import receive_chunk
 from protocols.tasks import alongside, together
 
 _HOP_LIMIT = 64
@@ -58,7 +58,8 @@ class Ring:
             if not self._sent:
                 raise
             return
-        self._meeting.refused(stream.peer, wire.expect(header, Refused))
+        self._meeting.hear(stream.peer, header)
+        raise BadPayload(f"{type(header).__name__} against the direction of the ring")
 
     async def _round(self, out: Stream) -> None:
         meeting, half = self._meeting, self._count - 1

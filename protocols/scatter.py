@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 
 import torch
 
 from protocols import wire
 from protocols.base import BadPayload, PeerId, PeerSilent, Stream
-from protocols.meeting import REFUSED_LIMIT, Attend, Meeting, Refused
-from protocols.parts import HeldPart
+from protocols.meeting import Attend, Meeting
+from protocols.parts import HeldPart, Shape
+from protocols.passing import give, receive_chunk, take
 from protocols.tasks import alongside, together
 
-_CHUNK_LIMIT = 64
 _LARGEST = torch.finfo(torch.float32).max
 
 
@@ -124,46 +125,15 @@ class Scatter:
 
     async def _hand_in(self, part: int, peer: PeerId) -> None:
         meeting = self._meeting
-        held = meeting.part(part, len(self._reducers))
+        held = meeting.shape(part, len(self._reducers))
         if not held.chunks:
             return
         async with meeting.open(peer, part) as stream:
-            await alongside(self._receive(peer, stream, held), self._send(stream, held))
+            await alongside(
+                take(meeting.host.compute, stream, held, meeting.into, partial(meeting.hear, peer)),
+                self._send(stream, held),
+            )
 
-    async def _send(self, stream: Stream, held: HeldPart) -> None:
-        meeting = self._meeting
-        scratch, data = held.room(), memoryview(bytearray(held.size(0)))
-        for index in range(held.chunks):
-            piece = data[: held.size(index)]
-            mine = meeting.mine.read(*held.elements(index), scratch)
-            await meeting.host.compute.run(partial(held.codec.encode, mine, piece), len(piece))
-            try:
-                await stream.send(wire.Chunk(index, len(piece)), piece)
-            except PeerSilent:
-                return  # who receives learns why
-
-    async def _receive(self, peer: PeerId, stream: Stream, held: HeldPart) -> None:
-        scratch = held.room()
-        for index in range(held.chunks):
-            await receive_chunk(stream, index, held.chunk(index), self._meeting)
-            decode = partial(held.decode_chunk, index, self._meeting.into, scratch)
-            await self._meeting.host.compute.run(decode, held.size(index))
-
-
-async def receive_chunk(stream: Stream, index: int, into: memoryview, meeting: Meeting | None = None) -> None:
-    """Receive the chunk that is due.
-
-    Args:
-        meeting: may be refused in its place.
-
-    Raises:
-        BadPayload: it is another one, or of another size.
-        Spoilt: the other end is not in this round.
-    """
-    header = await stream.receive(_CHUNK_LIMIT if meeting is None else REFUSED_LIMIT)
-    if meeting and isinstance(header, Refused):
-        meeting.refused(stream.peer, header)
-    chunk = wire.expect(header, wire.Chunk)
-    if (chunk.index, chunk.size) != (index, len(into)):
-        raise BadPayload(f"chunk {chunk.index} of {chunk.size} bytes where {index} of {len(into)} is due")
-    await stream.receive_into(into)
+    async def _send(self, stream: Stream, part: Shape) -> None:
+        with suppress(PeerSilent):  # who receives learns why
+            await give(self._meeting.host.compute, stream, part, self._meeting.mine)

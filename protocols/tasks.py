@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
-from protocols.base import Deadline, PeerId, PeerSilent
+from protocols.base import Deadline, Member, Members, PeerId, PeerSilent
 
 T = TypeVar("T")
 
@@ -83,6 +83,17 @@ async def together() -> AsyncIterator[asyncio.TaskGroup]:
         if task.cancelling() > cancelled:
             raise asyncio.CancelledError from None
         raise errors.exceptions[0] from None
+
+
+async def until_gone(members: Members, watched: Sequence[Member], deadline: Deadline) -> list[PeerId]:
+    """Wait until one of them is not believed alive any more, in this life: which those are. Nobody: the deadline."""
+    loop = asyncio.get_running_loop()
+    while loop.time() < deadline:
+        version, live = members.version, members.live()
+        if gone := [member.peer for member in watched if member not in live]:
+            return gone
+        await members.changed(version, deadline)
+    return []
 
 
 @asynccontextmanager

@@ -1,0 +1,162 @@
+"""A parameter server without a barrier: nobody waits, each update counts once, and nobody takes the others over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+
+from protocols.base import Outcome, Vector
+from protocols.baselines import parameter_server_async
+from protocols.delayed import Arrivals
+from protocols.hogwild import Hogwild
+from tests.sim.loosely import Came, Loosely
+
+ELEMENTS = 700
+
+
+def lower(index: int, number: int, state: list[Vector]) -> None:
+    """Each peer's work lowers its own element by one, in each round."""
+    state[0][index] -= 1.0
+
+
+def together(count: int, **options: object) -> Loosely:
+    """Peers that begin with the same state."""
+    swarm = Loosely(count, parameter_server_async, ELEMENTS, step=lower, **options)  # type: ignore[arg-type]
+    swarm.states = [[each.clone() for each in swarm.states[0]] for _ in range(count)]
+    return swarm
+
+
+def lowered(swarm: Loosely, came: Came, start: Vector) -> list[float]:
+    """By how much each peer's element is lower than at the start, in units of 1/N."""
+    return [round(float(start[index] - came.state[0][index]) * swarm.count, 3) for index in range(swarm.count)]
+
+
+def test_every_update_counts_once_and_the_fast_do_not_wait() -> None:
+    swarm = together(3, rounds=6, work_seconds=lambda index: (1.0, 2.0, 10.0)[index])
+    start = swarm.states[0][0].clone()
+    swarm.play()
+    assert {came.mean.outcome for rounds in swarm.came.values() for came in rounds} == {Outcome.COMMITTED}
+    assert lowered(swarm, swarm.came[2][-1], start) == [6.0, 6.0, 6.0]
+    assert lowered(swarm, swarm.came[0][-1], start)[0] == 6.0  # long before the slow one was done
+    assert swarm.ended < 75.0
+    assert all(came.half_exchanges == 0 for rounds in swarm.came.values() for came in rounds)
+
+
+def test_the_momentum_stays_with_its_peer() -> None:
+    swarm = together(2, rounds=1)
+    swarm.states[1][1].fill_(7.0)
+    swarm.play()
+    assert float(swarm.came[1][0].state[1].min()) == 7.0
+
+
+def test_a_death_at_any_message_counts_nothing_twice() -> None:
+    """Of the worker that dies; whoever is left goes on with the server, at once."""
+    at, lived = 0, False
+    while not lived:
+        at += 1
+        swarm = together(3, rounds=3, work_seconds=lambda index: 1.0 + 0.3 * index)
+        start = swarm.states[0][0].clone()
+
+        def watch(peer: str, number: int, way: str, other: str, swarm: Loosely = swarm, at: int = at) -> None:
+            if (peer, number) == ("p02", at):
+                swarm.network.kill(peer)
+
+        swarm.network.watch = watch
+        swarm.play()
+        lived = len(swarm.came[2]) == 3
+        assert [came.mean.outcome for came in swarm.came[1]] == [Outcome.COMMITTED] * 3
+        # each of three peers' rounds counts a third, or half where two were left
+        assert lowered(swarm, swarm.came[1][-1], start)[2] <= 3.0
+        assert swarm.ended < 20.0
+    assert at > 10
+
+
+@pytest.mark.parametrize("at", (1, 7, 9, 11, 12, 13, 14, 20, 25, 30))
+def test_a_lost_server_is_succeeded(at: int) -> None:
+    swarm = together(3, rounds=6, work_seconds=lambda index: 1.0)
+
+    def watch(peer: str, number: int, way: str, other: str) -> None:
+        if (peer, number) == ("p00", at):
+            swarm.network.kill(peer)
+
+    swarm.network.watch = watch
+    swarm.play()
+    for index in (1, 2):
+        outcomes = [came.mean.outcome for came in swarm.came[index]]
+        assert outcomes[-2:] == [Outcome.COMMITTED] * 2
+        assert outcomes.count(Outcome.SKIPPED) <= 2
+        for came in swarm.came[index]:
+            assert came.mean.outcome is Outcome.COMMITTED or [blame.peer for blame in came.mean.blamed] == ["p00"]
+    spread = swarm.came[1][-1].state[0] - swarm.came[2][-1].state[0]
+    assert float(spread.abs().max()) <= 1.0
+
+
+def test_a_newcomer_with_the_first_id_takes_nobody_over() -> None:
+    swarm = together(3, rounds=8, work_seconds=lambda index: 1.0, joins={0: 3.5})
+    start = swarm.states[1][0].clone()
+    swarm.states[0][0].fill_(1000.0)
+    swarm.play()
+    assert float((swarm.came[0][0].state[0] - start).abs().max()) < 900.0
+    for index in (1, 2):
+        assert {came.mean.outcome for came in swarm.came[index]} == {Outcome.COMMITTED}
+        assert float((swarm.came[index][-1].state[0] - start).abs().max()) < 10.0
+
+
+def test_silence_at_any_message_costs_the_worker_its_round_at_most() -> None:
+    """Where the server may have counted what it brought, that is half an exchange."""
+    halves = 0
+    for at in range(1, 20):
+        swarm = together(2, deadline_seconds=20.0)
+
+        def watch(peer: str, number: int, way: str, other: str, swarm: Loosely = swarm, at: int = at) -> None:
+            if (peer, number) == ("p00", at):
+                swarm.network.block("p00", "p01")
+
+        swarm.network.watch = watch
+        swarm.play()
+        (came,) = swarm.came[1]
+        if came.mean.outcome is Outcome.SKIPPED:
+            assert [blame.peer for blame in came.mean.blamed] == ["p00"]
+            halves += came.half_exchanges
+    assert halves > 2
+
+
+# -- arrivals ---------------------------------------------------------------------------------------------------------
+
+
+def courses(momentum: float, order: Callable[[int], Vector], rounds: int) -> Vector:
+    arrivals = Arrivals(torch.zeros(4), momentum)
+    for number in range(rounds):
+        arrivals.apply(order(number).clone(), 4)
+    return arrivals.parameters
+
+
+def test_without_momentum_each_arrival_counts_one_nth() -> None:
+    assert torch.equal(courses(0.0, lambda number: torch.full((4,), 2.0), 6), torch.full((4,), -3.0))
+
+
+def test_delayed_nesterov_is_nesterov_where_all_arrive_from_the_same_point() -> None:
+    """By hand, for one gradient each: after N arrivals θ moves by Δ + βm, m = βm + Δ, as PyTorch's SGD(nesterov)."""
+    momentum, theta, velocity = 0.9, torch.zeros(4), torch.zeros(4)
+    for number in range(3):
+        delta = torch.full((4,), float(number + 1))
+        velocity = momentum * velocity + delta
+        theta = theta - (delta + momentum * velocity)
+    found = courses(momentum, lambda number: torch.full((4,), float(number // 4 + 1)), 12)
+    torch.testing.assert_close(found, theta)
+
+
+def test_a_momentum_out_of_range_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"momentum must be in \[0, 1\)"):
+        Arrivals(torch.zeros(1), 1.0)
+
+
+def test_the_servers_momentum_works_through_the_network() -> None:
+    swarm = Loosely(2, partial(Hogwild, momentum=0.5), ELEMENTS, rounds=4, step=lower)
+    swarm.states = [[each.clone() for each in swarm.states[0]] for _ in range(2)]
+    start = swarm.states[0][0].clone()
+    swarm.play()
+    assert float(start[0] - min(came.state[0][0] for came in swarm.came[0])) > 2.0
