@@ -19,15 +19,11 @@ its parameters, so experiments share runs, and a laboratory that was stopped goe
 from __future__ import annotations
 
 import asyncio
-import json
 import math
-import multiprocessing
-import os
 import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -35,6 +31,7 @@ from statistics import fmean, stdev
 
 import torch
 
+from benchmarks.book import Book, History, perform_all
 from node.outer import OuterSGD
 from node.tasks.gpt import DEFAULT_PRESET, GptTask, preset
 from node.tasks.text import Text, load
@@ -51,9 +48,6 @@ DROP_BOUND = 0.03
 EXPERIMENTS = ("pairs", "sweep", "drop", "drop-kept")
 EVALUATION_STEPS = 50
 """Losses are taken at the end of every round, or of the first round after so many steps."""
-
-History = list[tuple[int, float]]
-"""(inner steps so far, held-out loss)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +78,7 @@ def _text() -> Text:
     return load()
 
 
-class _Member:
+class LabMember:
     """A learner in the laboratory: exactly H steps a round, so that no peer gets more than the one worker.
 
     In a round in which its contribution is lost and not kept, it trains, but has no tokens to show: its weight is 0.
@@ -110,7 +104,7 @@ class _KeepingTrainer(InlineTrainer):
     """Offers nothing in a round in which its contribution is lost, and so keeps all of it for the next."""
 
     def __init__(self, run: Run, index: int) -> None:
-        super().__init__(_Member(run, index), run.inner_steps, step_seconds=1.0)
+        super().__init__(LabMember(run, index), run.inner_steps, step_seconds=1.0)
         self._run, self._index = run, index
 
     async def train(
@@ -140,7 +134,7 @@ def _evaluated(run: Run, rounds_done: int) -> bool:
 
 def alone(run: Run) -> History:
     """One worker: the inner steps one after the other, and nothing else."""
-    learner, history = _Member(replace(run, peers=1), 0), History()
+    learner, history = LabMember(replace(run, peers=1), 0), History()
     for number in range(run.rounds):
         for step in range(run.inner_steps):
             learner.step(number, step)
@@ -155,7 +149,7 @@ def in_memory(run: Run, weights: Sequence[Sequence[float]] | None = None) -> His
     Args:
         weights: of every peer in every round; equal ones for all that have tokens to show unless given.
     """
-    shifts = [Shift(_Member(run, index), run.inner_steps) for index in range(run.peers)]
+    shifts = [Shift(LabMember(run, index), run.inner_steps) for index in range(run.peers)]
     outer, history = _outer(run), History()
     anchor = shifts[0].learner.vectors[0].clone()
     velocity = torch.zeros_like(anchor)
@@ -174,7 +168,7 @@ def in_memory(run: Run, weights: Sequence[Sequence[float]] | None = None) -> His
     return history
 
 
-class _LearningWorld(World):
+class LearningWorld(World):
     """The simulated swarm with real learners."""
 
     def __init__(self, run: Run, history: History, scenario: Scenario) -> None:
@@ -185,7 +179,7 @@ class _LearningWorld(World):
     def trainer(self, index: int) -> InlineTrainer:
         if self._run.keep:
             return _KeepingTrainer(self._run, index)
-        return InlineTrainer(_Member(self._run, index), self._run.inner_steps, step_seconds=1.0)
+        return InlineTrainer(LabMember(self._run, index), self._run.inner_steps, step_seconds=1.0)
 
     def outer(self) -> OuterSGD:
         return _outer(self._run)
@@ -197,8 +191,13 @@ class _LearningWorld(World):
                 self._history.append((self._rounds_done * self._run.inner_steps, await trainer.evaluate()))
 
 
-def through_the_protocol(run: Run, codec: str = "fp32") -> tuple[History, list[list[float]]]:
+def through_the_protocol(
+    run: Run, codec: str = "fp32", world: Callable[[Run, History, Scenario], World] | None = None
+) -> tuple[History, list[list[float]]]:
     """Peers of equal speed through averager, round and outer step: the history, and all weights in every round.
+
+    Args:
+        world: in which they live; `LearningWorld` unless given.
 
     Raises:
         RuntimeError: an invariant of the rounds was broken; the losses would mean nothing.
@@ -214,7 +213,7 @@ def through_the_protocol(run: Run, codec: str = "fp32") -> tuple[History, list[l
         step_seconds=(1.0,) * run.peers,
     )
     history = History()
-    outcome = play(scenario, partial(_LearningWorld, run, history))  # type: ignore[arg-type]
+    outcome = play(scenario, partial(world or LearningWorld, run, history))  # type: ignore[arg-type]
     if outcome.violations:
         raise RuntimeError(f"{run.name()}: {outcome.violations[0]}")
     rounds = zip(*outcome.histories.values(), strict=True)
@@ -306,50 +305,6 @@ def check() -> int:
 # -- the laboratory ---------------------------------------------------------------------------------------------------
 
 
-class Book:
-    """The runs that are done, in a JSON file that is written after each: name -> {history, seconds}."""
-
-    def __init__(self, path: Path, resume: bool) -> None:
-        """
-        Raises:
-            ValueError: the file is there, and is not to be resumed, or not a laboratory's.
-        """
-        self._path = path
-        self.runs: dict[str, dict[str, object]] = {}
-        if not path.parent.is_dir() or path.is_dir():
-            raise ValueError(f"{path} cannot be written: name a file in a directory that exists")
-        if path.exists():
-            if not resume:
-                raise ValueError(f"{path} is there already: go on with --resume, or name another file")
-            try:
-                self.runs = dict(json.loads(path.read_text())["runs"])
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{path} is not a laboratory's file") from error
-
-    def enter(self, run: Run, history: History, seconds: float) -> None:
-        self.runs[run.name()] = {"history": history, "seconds": round(seconds, 1)}
-        fresh = self._path.with_suffix(".new")
-        fresh.write_text(json.dumps({"runs": self.runs}, indent=1))
-        fresh.replace(self._path)
-
-    def loss(self, run: Run) -> float:
-        """Final loss of a run that is done."""
-        history: History = self.runs[run.name()]["history"]  # type: ignore[assignment]
-        return float(history[-1][1])
-
-
-def perform_all(runs: Sequence[Run], book: Book) -> None:
-    """Do what is not done yet, one process a core, the longest first."""
-    todo = sorted({run for run in runs if run.name() not in book.runs}, key=lambda run: (-run.peers, run.seed))
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max(1, os.cpu_count() or 1), mp_context=spawn) as pool:
-        futures = {pool.submit(perform, run): run for run in todo}
-        for number, future in enumerate(as_completed(futures), start=1):
-            run, (history, seconds) = futures[future], future.result()
-            book.enter(run, history, seconds)
-            print(f"[{number}/{len(todo)}] {run.name()}: {history[-1][1]:.4f} in {seconds:.0f} s", flush=True)
-
-
 def _wanted(experiments: Sequence[str], name: str, seeds: range, few: range) -> Iterator[Run]:
     for experiment in experiments:
         if experiment == "pairs":
@@ -383,7 +338,7 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    perform_all(runs, book)
+    perform_all(runs, book, perform)
     failed = False
     if "pairs" in experiments:
         failed = not print_pairs(options.preset, seeds, book.loss)

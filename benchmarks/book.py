@@ -1,0 +1,75 @@
+"""What laboratories keep: runs that are done, in a file; the others are done, some at a time."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+History = list[tuple[int, float]]
+"""(inner steps so far, held-out loss)."""
+
+
+class Named(Protocol):
+    """A run in a book: what it is known by, and what says how long it takes."""
+
+    @property
+    def peers(self) -> int: ...
+
+    @property
+    def seed(self) -> int: ...
+
+    def name(self) -> str: ...
+
+
+R = TypeVar("R", bound=Named)
+
+
+class Book:
+    """The runs that are done, in a JSON file that is written after each: name -> {history, seconds}."""
+
+    def __init__(self, path: Path, resume: bool) -> None:
+        """
+        Raises:
+            ValueError: the file is there, and is not to be resumed, or not a laboratory's.
+        """
+        self._path = path
+        self.runs: dict[str, dict[str, object]] = {}
+        if not path.parent.is_dir() or path.is_dir():
+            raise ValueError(f"{path} cannot be written: name a file in a directory that exists")
+        if path.exists():
+            if not resume:
+                raise ValueError(f"{path} is there already: go on with --resume, or name another file")
+            try:
+                self.runs = dict(json.loads(path.read_text())["runs"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"{path} is not a laboratory's file") from error
+
+    def enter(self, run: Named, history: History, seconds: float) -> None:
+        self.runs[run.name()] = {"history": history, "seconds": round(seconds, 1)}
+        fresh = self._path.with_suffix(".new")
+        fresh.write_text(json.dumps({"runs": self.runs}, indent=1))
+        fresh.replace(self._path)
+
+    def loss(self, run: Named) -> float:
+        """Final loss of a run that is done."""
+        history: History = self.runs[run.name()]["history"]  # type: ignore[assignment]
+        return float(history[-1][1])
+
+
+def perform_all(
+    runs: Sequence[R], book: Book, perform: Callable[[R], tuple[History, float]], workers: int | None = None
+) -> None:
+    """Do what is not done yet, the longest first, so many at a time: by default as many as there are cores."""
+    todo = sorted({run for run in runs if run.name() not in book.runs}, key=lambda run: (-run.peers, run.seed))
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers or os.cpu_count() or 1, mp_context=spawn) as pool:
+        futures = {pool.submit(perform, run): run for run in todo}
+        for number, future in enumerate(as_completed(futures), start=1):
+            run, (history, seconds) = futures[future], future.result()
+            book.enter(run, history, seconds)
+            print(f"[{number}/{len(todo)}] {run.name()}: {history[-1][1]:.4f} in {seconds:.0f} s", flush=True)
