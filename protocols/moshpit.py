@@ -1,0 +1,154 @@
+"""Moshpit (Ryabinin et al. 2021, arXiv 2103.03239): small groups along the axes of a grid, one after the other, in each
+round; no vote, no barrier, and what befalls a group stays in it.
+
+A peer says where it stands (`protocols.census`), sits down on the grid (`protocols.grid`), trains until by its own view
+the round should be called, and then averages once along each axis with whoever comes to its line
+(`protocols.gathering`, `protocols.mixing`). Its state counts for its tokens in the first group; in the next one for
+those of the group whose mean it holds. Where a group fails, or nobody comes, a peer goes on with what it has.
+
+To whom it says so: to all live members, up to `TOLD`. Where there are more, peers find those of their line in the
+directory, under the group's own name, and keep coordinates of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from protocols import wire
+from protocols.base import BadPayload, Deadline, Head, Header, Host, Member, PeerId, PeerSilent, Settings, Stream
+from protocols.census import Census, Here, check
+from protocols.codec import codec
+from protocols.gathering import Desk
+from protocols.grid import GROUP_MOST
+from protocols.mixing import DATA, PART, Mixing
+from protocols.pit import Pit, PitSession
+from protocols.plan import offer_message
+from protocols.post import Ledger, Post, first_frame
+from protocols.tasks import Bell, together
+
+CONTROL = "starling/moshpit/control/1"
+TOLD = 64
+"""Where more are live, a peer speaks with those of its line only."""
+ENTER_SECONDS = 10.0
+"""Who was called opens streams to others that may not have heard of it yet."""
+
+
+class Moshpit:
+    """`protocols.base.LooseAverager`."""
+
+    shares_anchor = False
+
+    def __init__(self, host: Host, settings: Settings, most: int = GROUP_MOST, told: int = TOLD) -> None:
+        """
+        Args:
+            most: peers in a group, at most; the same for all peers of a run.
+            told: whom a peer tells where it stands, at most.
+        """
+        self.host, self.settings = host, settings
+        self.me = Member(host.me, settings.incarnation)
+        self.ledger = Ledger()
+        self._post = Post(host, CONTROL, self.ledger)
+        desk = Desk(
+            host, settings, codec(settings.codec), self.me, self.ledger, self._post, Census(self.me), Bell()
+        )  # fmt: skip
+        self._pit = Pit(desk, most, told)
+        self._session: PitSession | None = None
+        host.transport.serve(CONTROL, self._on_control)
+        host.transport.serve(DATA, self._on_data)
+        host.transport.serve(PART, self._on_part)
+
+    @asynccontextmanager
+    async def enter(self, head: Head, deadline: Deadline) -> AsyncIterator[PitSession]:
+        session = self._session = PitSession(self._pit, head, deadline)
+        self._post.on_gone = session.gone
+        try:
+            async with together() as group, self._post.run(group, deadline, [*self._pit.in_sight()]):
+                background = [group.create_task(each) for each in (session.live(), session.watch(), session.search())]
+                try:
+                    yield session
+                finally:
+                    for each in background:
+                        each.cancel()
+        finally:
+            session.close()
+
+    # -- what others say ----------------------------------------------------------------------------------------------
+
+    async def _on_control(self, peer: PeerId, stream: Stream) -> None:
+        async with self.ledger.counting(stream):
+            message = await first_frame(self.host, stream, self._pit.found)
+            while True:
+                self._take(peer, message)
+                try:
+                    message = await stream.receive(wire.MAX_HEADER_BYTES)
+                except PeerSilent:
+                    return  # its round is over, or it is
+
+    def _take(self, peer: PeerId, message: Header) -> None:
+        """A message; what is wrong with one is held against its sender, who may say better ones.
+
+        Raises:
+            BadPayload: of another kind or run.
+        """
+        if not isinstance(message, Here | wire.Plan):
+            raise BadPayload(f"{type(message).__name__} on a control stream")
+        if self._session is None:
+            if isinstance(message, Here):
+                self._hear(peer, message)
+            return
+        here = self._session.head.key
+        run, scope = (message.run, message.scope) if isinstance(message, Here) else (message.key.run, message.key.scope)
+        if (run, scope) != (here.run, here.scope):
+            raise BadPayload("a frame of another run or scope")
+        try:
+            if isinstance(message, Here):
+                self._hear(peer, message)
+            else:
+                self._session.on_plan(peer, message)
+        except BadPayload as error:
+            self.ledger.name(peer, f"refused: {error}")
+
+    def _hear(self, peer: PeerId, here: Here) -> None:
+        check(here, peer)
+        for offer in here.offer:
+            if not self.host.signer.verify(peer, offer_message(here.key(here.axis), offer), offer.signature):
+                raise BadPayload("an offer with a forged signature")
+        if self._pit.hear(here) and self._session:
+            self._session.heard(here)
+
+    # -- data ---------------------------------------------------------------------------------------------------------
+
+    async def _on_data(self, peer: PeerId, stream: Stream) -> None:
+        async with self.ledger.counting(stream):
+            mixing, opening = await self._mixing_for(peer, stream)
+            await mixing.serve(peer, stream, opening)
+
+    async def _on_part(self, peer: PeerId, stream: Stream) -> None:
+        async with self.ledger.counting(stream):
+            mixing, opening = await self._mixing_for(peer, stream)
+            await mixing.serve_part(peer, stream, opening)
+
+    async def _mixing_for(self, peer: PeerId, stream: Stream) -> tuple[Mixing, wire.Contribute]:
+        """The group that a stream is for, which its opener may have heard of before us.
+
+        Raises:
+            BadPayload: of another run, or a stale group.
+            PeerSilent: we are in another group, or did not hear of this one in time.
+        """
+        opening = wire.expect(await first_frame(self.host, stream, self._pit.found), wire.Contribute)
+        key, pit = opening.key, self._pit
+        here = self._session.head.key if self._session else None
+        if here and (key.run, key.scope) != (here.run, here.scope):
+            raise BadPayload("a contribution to another run or scope")
+        if self._session and opening.plan not in pit.mixings and key.round < self._session.round:
+            raise BadPayload(f"a stale contribution, to round {key.round}")
+        until = min(stream.deadline, asyncio.get_running_loop().time() + ENTER_SECONDS)
+        try:
+            await pit.desk.entered.until(lambda: opening.plan in pit.mixings or key.lineage in pit.closed, until)
+        except TimeoutError:
+            raise PeerSilent(peer, "its group did not begin here") from None
+        if opening.plan not in pit.mixings:
+            raise PeerSilent(peer, "this peer is not in that group")
+        return pit.mixings[opening.plan], opening
