@@ -93,17 +93,14 @@ def _whatever(rule: Rule, attack: str) -> Rule:
 
 def table(seeds: int) -> bool:
     """Whether every figure is within the bound."""
-    rows: dict[str, Callable[[str], Rule]] = {
-        name: partial(lambda rule, attack: rule, rule) for name, rule in RULES.items()
-    }
-    rows["mean, norms clipped"] = lambda attack: clipped_mean
+    rows: dict[str, Callable[[str], Rule]] = {name: partial(_whatever, rule) for name, rule in RULES.items()}
+    rows["mean, norms clipped"] = partial(_whatever, clipped_mean)
     rows["trimmed_mean b"] = lambda attack: partial(robust.trimmed_mean, share=(LIARS[attack] or 3) / PEERS)
     for reach in (0.25, 1.0, 1.5):
         rows[f"centered_clip {reach:g}"] = partial(_whatever, partial(robust.centered_clip, reach=reach))
-    print(
-        f"error of the aggregate, n = {PEERS}, d = {ELEMENTS}, mean of {seeds} seeds; in brackets what was found before"
-    )
-    print(f"{'':20}" + "".join(f"{LIARS[attack] or 'no':>12} {attack:<10}" for attack in LIARS))
+    print(f"error of the aggregate, n = {PEERS}, d = {ELEMENTS}, mean of {seeds} seeds; (what was found before)")
+    heads = [f"{liars} {attack}" if liars else attack for attack, liars in LIARS.items()]
+    print(f"{'':20}" + "".join(f"{head:>16}" for head in heads))
     held = True
     for name, rule in rows.items():
         cells = []
@@ -188,9 +185,7 @@ def perform(trial: Trial) -> tuple[History, float]:
     torch.set_num_threads(1)
     began = time.perf_counter()
     with _unclipped() if trial.rule == "plain" else nullcontext():
-        history, _ = through_the_protocol(
-            trial.run(), world=lambda run, history, scenario: _World(trial, history, scenario)
-        )
+        history, _ = through_the_protocol(trial.run(), world=partial(_World, trial))
     finite = [(step, loss if math.isfinite(loss) else math.inf) for step, loss in history]
     return finite, time.perf_counter() - began
 
