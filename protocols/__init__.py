@@ -2,8 +2,12 @@
 
 from collections.abc import Callable
 
-from protocols.base import Host, Settings
+from protocols.base import Host, LooseAverager, Settings
 from protocols.butterfly import Butterfly
+from protocols.gossip import Gossip
 
 PROTOCOLS: dict[str, Callable[[Host, Settings], Butterfly]] = {"butterfly": Butterfly}
-"""Every protocol by its name."""
+"""Every protocol by which peers share one anchor, by its name."""
+
+LOOSE: dict[str, Callable[[Host, Settings], LooseAverager]] = {"gossip": Gossip}
+"""Every protocol by which each peer has a state of its own."""

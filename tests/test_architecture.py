@@ -29,6 +29,7 @@ ONLY_IN: dict[str, set[str]] = {
     "pickle": set(),
     "hivemind": {"node/link.py", "node/kademlia.py"},
     "protocols.PROTOCOLS": PEER | {"node/cli.py"},  # it knows their names
+    "protocols.LOOSE": PEER | {"node/cli.py"},
     "psutil": {"node/metrics.py"},
     "signal": {"node/departure.py", "node/child.py"},  # the way out; ending a child
     "protocols.butterfly": PEER | {"protocols/__init__.py"},

@@ -74,7 +74,7 @@ def test_the_spread_that_is_told_is_about_the_true_one() -> None:
 
 
 def test_each_protocol_has_its_world() -> None:
-    assert world_of("butterfly") is World
+    assert world_of("butterfly") is World and world_of("gossip") is LooseWorld
 
 
 # -- what is found ----------------------------------------------------------------------------------------------------

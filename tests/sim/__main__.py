@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Iterable
 from typing import Any
 
-from protocols import PROTOCOLS
+from protocols import LOOSE, PROTOCOLS
 from protocols.codec import CODECS
 from protocols.wire import MAX_ROSTER
 from tests.checkers import Violation
@@ -38,7 +38,7 @@ def _peers(text: str) -> int:
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = Parser(prog="python -m tests.sim", description="Simulated swarms under faults, from seeds.")
-    parser.add_argument("--protocol", choices=sorted(PROTOCOLS), default="butterfly")
+    parser.add_argument("--protocol", choices=sorted([*PROTOCOLS, *LOOSE]), default="butterfly")
     parser.add_argument("--peers", type=_peers, default=5)
     parser.add_argument("--rounds", type=at_least_one, default=6)
     parser.add_argument("--seeds", type=seeds, default=range(1), help="one seed, or a range like 0:300")

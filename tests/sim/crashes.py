@@ -25,7 +25,7 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import Any
 
-from protocols import PROTOCOLS
+from protocols import LOOSE, PROTOCOLS
 from tests.sim.arguments import Parser, at_least, at_least_one
 from tests.sim.process import prepare
 from tests.sim.scenario import Scenario
@@ -57,7 +57,7 @@ def survey(verdicts: Iterable[Verdict]) -> dict[str, Any]:
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = Parser(prog="python -m tests.sim.crashes", description="A fault at every message of a round.")
-    parser.add_argument("--protocol", choices=sorted(PROTOCOLS), default="butterfly")
+    parser.add_argument("--protocol", choices=sorted([*PROTOCOLS, *LOOSE]), default="butterfly")
     parser.add_argument("--peers", type=partial(at_least, 2), default=3)
     parser.add_argument("--kind", choices=KINDS, default="crash")
     parser.add_argument("--seed", type=int, default=0, help="of latencies and of the order of messages")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-from protocols import PROTOCOLS
+from protocols import LOOSE, PROTOCOLS
 from protocols.base import PeerId
 from tests.sim import families
 from tests.sim.families import BREAKING, FAULTS
@@ -50,7 +50,7 @@ class Scenario:
     breaking_seconds: float | None = None
 
     def __post_init__(self) -> None:
-        for name, known in (("protocol", PROTOCOLS), ("fault", FAULTS)):
+        for name, known in (("protocol", (*PROTOCOLS, *LOOSE)), ("fault", FAULTS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"unknown {name} {getattr(self, name)!r}; known: {', '.join(known)}")
         if self.peers < 1 or self.rounds < 1:
