@@ -33,9 +33,11 @@ class View:
         self.version = 0
         self.changed = Bell()
         self._known = {me.peer: me}
-        self._live: tuple[Member, ...] = (me,)
+        self._live: tuple[Member, ...] | None = None
 
     def live(self) -> tuple[Member, ...]:
+        if self._live is None:  # in a large swarm most views change far more often than they are looked at
+            self._live = tuple(self._known[peer] for peer in sorted(self._known))
         return self._live
 
     def knows(self, peer: PeerId) -> bool:
@@ -56,7 +58,7 @@ class View:
             self.lose(member.peer)
 
     def _moved(self) -> None:
-        self._live = tuple(self._known[peer] for peer in sorted(self._known))
+        self._live = None
         self.version += 1
         self.changed.ring()
 
