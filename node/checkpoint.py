@@ -3,6 +3,7 @@
     checkpoints/000015-3f2a9c01d4e7/        before round 15, after the record of that lineage
         outer.safetensors                   the outer parameters and momentum: what newcomers are handed out, too
         inner.safetensors                   moments and steps of this peer's AdamW; missing where none could be saved
+        feedback.safetensors                what of this peer's work was not sent yet, where a codec sends parts of it
         manifest.json                       what the others are, with the digest of each; and a digest of itself
     checkpoints/.000015-3f2a9c01d4e7/       one in the making, or a download that was broken off
 
@@ -28,7 +29,8 @@ from protocols.base import BadPayload, Layout, Vector
 from protocols.snapshot import Index, Snapshot
 
 DIRECTORY = "checkpoints"
-OUTER, INNER, MANIFEST = "outer.safetensors", "inner.safetensors", "manifest.json"
+OUTER, INNER, FEEDBACK = "outer.safetensors", "inner.safetensors", "feedback.safetensors"
+MANIFEST = "manifest.json"
 FORMAT = 1
 MAX_MANIFEST_BYTES = 1 << 26
 
@@ -100,6 +102,11 @@ class Checkpoint:
     def inner(self) -> Path | None:
         """The file of the inner optimiser, if there is one."""
         return self.path / INNER if INNER in self.files else None
+
+    @property
+    def feedback(self) -> Path | None:
+        """The file of what was not sent yet, if there is one."""
+        return self.path / FEEDBACK if FEEDBACK in self.files else None
 
     @property
     def bytes(self) -> int:
@@ -252,7 +259,7 @@ def parse(path: Path, fields: Mapping[str, Any]) -> Checkpoint:
     layout = Layout(
         tuple(tuple((name, tuple(shape)) for name, shape in fragment) for fragment in fields["layout"]),
     )
-    if list(layout.sizes()) != fields["elements"] or not fields["files"].keys() <= {OUTER, INNER}:
+    if list(layout.sizes()) != fields["elements"] or not fields["files"].keys() <= {OUTER, INNER, FEEDBACK}:
         raise ValueError
     files = {name: File(each["size"], each["sha256"]) for name, each in fields["files"].items()}
     made = Checkpoint(

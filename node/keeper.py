@@ -21,8 +21,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
-from node.checkpoint import DIRECTORY, INNER, MANIFEST, OUTER, Checkpoint, name_of, places
+from node.checkpoint import DIRECTORY, FEEDBACK, INNER, MANIFEST, OUTER, Checkpoint, name_of, places
 from node.disk import FileRoom, allocate, outer_room
+from node.feedback import Feedback
 from node.process import WorkerError
 from node.quota import Quota
 from node.sealing import seal
@@ -69,6 +70,7 @@ class Keeper:
 
     Attributes:
         home: the directory of the checkpoints.
+        feedback: what of this peer's work its codec has not sent yet, if it needs that.
         snapshots: what it keeps; they are handed out as soon as they are filled.
     """
 
@@ -81,6 +83,7 @@ class Keeper:
         inner: Inner,
         disk: Compute,
         sync: Callable[[], None] = lambda: None,
+        feedback: Feedback | None = None,
     ) -> None:
         """
         Args:
@@ -94,7 +97,7 @@ class Keeper:
         self.snapshots.has_begun = lambda lineage, before: (self._draft(lineage, before) / OUTER).exists()
         self.home, self._like = directory / DIRECTORY, like
         self._quota = Quota(self.home, limit_bytes)
-        self._inner, self._disk, self._sync = inner, disk, sync
+        self._inner, self._disk, self._sync, self.feedback = inner, disk, sync, feedback
         self._sealing: asyncio.Task[None] | None = None
         self._whole: set[str] = set()
         self._told = -math.inf
@@ -144,7 +147,7 @@ class Keeper:
         snapshot, saved = filling.result(), saving.result()
         log.debug("before round %d, a checkpoint held the peer up for %.2f s", key.round + 1, self._now() - began)
         if snapshot and saved is not None:
-            self._begin_to_seal(snapshot, saved)
+            self._begin_to_seal(snapshot, saved, self.feedback is not None)
 
     def take(self, snapshot: Snapshot) -> None:
         """Keep one that was downloaded, with no inner state."""
@@ -152,14 +155,16 @@ class Keeper:
         self._begin_to_seal(snapshot, False)
 
     async def _save(self, draft: Path, key: RoundKey) -> bool | None:
-        """Whether there is an inner state; None if it could not be written."""
+        """Whether there is an inner state; None if it, or what was not sent yet, could not be written."""
         try:
+            if self.feedback:
+                await self.feedback.save(draft / FEEDBACK)
             return await self._inner.save(draft / INNER)
-        except WorkerError as error:
-            await self._fail(key.round, str(error), draft)
+        except (WorkerError, OSError) as error:
+            await self._fail(key.round, getattr(error, "strerror", None) or str(error), draft)
             return None
 
-    def _begin_to_seal(self, snapshot: Snapshot, inner: bool) -> None:
+    def _begin_to_seal(self, snapshot: Snapshot, inner: bool, feedback: bool = False) -> None:
         if isinstance(snapshot.room, FileRoom):
             made = replace(
                 self._like,
@@ -171,7 +176,8 @@ class Keeper:
                 data=replace(self._like.data, position=self._inner.position),
                 carried=self._inner.carried,
             )
-            self._sealing = asyncio.create_task(self._seal(made, inner, self._sealing), name="checkpoint")
+            work = partial(seal, made, inner, feedback)
+            self._sealing = asyncio.create_task(self._seal(made, work, self._sealing), name="checkpoint")
             self._sealing.add_done_callback(_tell_defect)
 
     async def _sealed(self) -> bool:
@@ -180,10 +186,10 @@ class Keeper:
             await asyncio.wait([self._sealing], timeout=SLOW_SECONDS)
         return self._sealing is None or self._sealing.done()
 
-    async def _seal(self, made: Checkpoint, inner: bool, before: asyncio.Task[None] | None) -> None:
+    async def _seal(self, made: Checkpoint, do: Callable[[], object], before: asyncio.Task[None] | None) -> None:
         def work() -> None:
             self._sync()
-            seal(made, inner)
+            do()
 
         if before:
             await asyncio.wait([before])
@@ -238,17 +244,22 @@ class Keeper:
 
     async def _make_way(self, draft: Path, key: RoundKey) -> bool:
         """Take the room that a checkpoint needs, from older ones if need be; False: there is none."""
-        vectors_bytes = room_bytes(sum(self._like.layout.sizes()))  # as much again are AdamW's moments
+        vectors_bytes = room_bytes(sum(self._like.layout.sizes()))
+        beside = {INNER: vectors_bytes}  # AdamW's moments
+        if self.feedback:
+            beside[FEEDBACK] = self.feedback.bytes
+        needed_bytes = vectors_bytes + sum(beside.values()) + SMALL_BYTES
 
         def reserve() -> None:
-            self._quota.check(2 * vectors_bytes + SMALL_BYTES, [draft])
+            self._quota.check(needed_bytes, [draft])
             draft.mkdir(mode=0o700, parents=True, exist_ok=True)
             outer_room(draft / OUTER, self._like.layout.sizes(), key.round, key.lineage)
-            file = os.open(draft / INNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            try:
-                allocate(file, vectors_bytes + SMALL_BYTES)
-            finally:
-                os.close(file)
+            for name, size in beside.items():
+                file = os.open(draft / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                try:
+                    allocate(file, size + SMALL_BYTES)
+                finally:
+                    os.close(file)
 
         while True:
             try:
@@ -257,7 +268,7 @@ class Keeper:
             except OSError as error:
                 full, why = error.errno in (errno.ENOSPC, errno.EDQUOT), error.strerror or str(error)
             gone = [*self._spare(draft), draft]
-            enough = partial(self._quota.would_do, 2 * vectors_bytes + SMALL_BYTES, gone)
+            enough = partial(self._quota.would_do, needed_bytes, gone)
             if not (full and await self._disk.run(enough, 0)) or not await self._thin(draft):
                 await self._fail(key.round, why, draft)
                 return False

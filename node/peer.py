@@ -25,6 +25,7 @@ from node.control import Control
 from node.daemon import DaemonError
 from node.dht import DhtDirectory
 from node.entry import Door, Entry, Run, ask_run, ask_status
+from node.feedback import feedback
 from node.founding import found
 from node.identity import IdentityError, create, verify
 from node.keeper import Keeper
@@ -47,6 +48,7 @@ from node.trace import traced
 from protocols import PROTOCOLS
 from protocols.base import BadPayload, Host, Member, PeerError
 from protocols.chain import Chain
+from protocols.codec import codec
 from protocols.gate import Gate
 from protocols.partstore import LEAST_ROUNDS, PartStore
 from protocols.sync import Sync
@@ -240,7 +242,8 @@ class Peer:
             averager, snapshots = PROTOCOLS[config.protocol](host, settings), keeper.snapshots
             averager.shelf.past = self._past(scratch, tools, averager.shelf.gate)
             outer = OuterSGD(config.recipe.outer_learning_rate, config.recipe.outer_momentum)
-            replica = Replica(chain, trainer, averager, outer, tools.compute, trainer.anchor(), snapshots, keeper)
+            anchor, owed = trainer.anchor(), keeper.feedback
+            replica = Replica(chain, trainer, averager, outer, tools.compute, anchor, snapshots, keeper, owed)
             await resume.take_up(start, replica, trainer, keeper)
             replica.on_phase, portrait.awaited = portrait.works, lambda: replica.awaited()
             sync = Sync(host, chain, settings, snapshots, membership.peers, averager.shelf)
@@ -258,7 +261,8 @@ class Peer:
     def _keeper(self, tools: _Tools, trainer: RemoteTrainer, manifest: Manifest, start: resume.Start) -> Keeper:
         every_rounds, limit_bytes = self._config.checkpoint_every, int(self._config.disk_limit_bytes)
         like = start.like(manifest.run_id, trainer.layout)
-        return Keeper(tools.state.path, every_rounds, limit_bytes, like, trainer, tools.disk, start.archive.sync)
+        owed = feedback(codec(manifest.config.codec), sum(trainer.layout.sizes()), tools.compute)
+        return Keeper(tools.state.path, every_rounds, limit_bytes, like, trainer, tools.disk, start.archive.sync, owed)
 
     def _past(self, scratch: ScratchSpace, tools: _Tools, gate: Gate) -> PartStore:
         least_rounds = max(LEAST_ROUNDS, KEEP_CHECKPOINTS * self._config.checkpoint_every)

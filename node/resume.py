@@ -238,6 +238,8 @@ async def take_up(begin: Start, replica: Replica, trainer: RemoteTrainer, keeper
         raise StateError(f"{what}: set {where} right, or move the damaged one out of it, and start again") from None
     if begin.checkpoints:
         await _load(begin.checkpoints[0], trainer)
+        if keeper.feedback:
+            await keeper.feedback.load(begin.checkpoints[0].feedback)
 
 
 async def _load(checkpoint: Checkpoint, trainer: RemoteTrainer) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from node.catchup import CatchUp, Reached
+from node.feedback import Feedback
 from node.keeper import Keeper
 from node.labour import Labour, diverged
 from node.outer import OuterSGD, pseudo_gradient
@@ -65,6 +66,7 @@ class Replica(Labour):
         anchor: Vector,
         snapshots: Snapshots | None = None,
         keeper: Keeper | None = None,
+        feedback: Feedback | None = None,
     ) -> None:
         """
         Args:
@@ -72,9 +74,10 @@ class Replica(Labour):
                 has to fetch them, may bring any.
             snapshots: where to keep some, for this peer and for others; None keeps none.
             keeper: makes checkpoints of them; they are its snapshots then.
+            feedback: of a codec that needs it.
         """
         super().__init__(trainer, outer, compute, anchor, snapshots, keeper)
-        self.chain, self.averager = chain, averager
+        self.chain, self.averager, self.feedback = chain, averager, feedback
         self._delta, self._mean = torch.empty_like(anchor), torch.empty_like(anchor)
         self._counted: dict[bytes, int] = {}  # lineage -> tokens of ours in the round that led to it
 
@@ -118,14 +121,19 @@ class Replica(Labour):
             watch.lap("train")
             self._show("averaging", work)
             await self._outgoing(work)
+            sent = await self.feedback.outgoing(self._delta) if self.feedback else self._delta
             work = self._offered(work, head.state_root)
-            mean = await session.mean([self._delta], work, [self._mean])
+            mean = await session.mean([sent], work, [self._mean])
             self._offer_again = lambda: None
             watch.lap("average")
         done = await self._apply(head, mean, work, offers[:2] == [0, work.tokens])
         if mean.outcome is Outcome.COMMITTED:  # a round that ran into its limit must not raise it
             self._took(watch)
         return self._told(me, done, watch.seconds, wall())
+
+    def _offered(self, work: Work, state_root: bytes) -> Work:
+        offered = super()._offered(work, state_root)
+        return self.feedback.offered(offered) if self.feedback else offered
 
     async def _outgoing(self, work: Work) -> None:
         if diverged(work):  # start again from the anchor, bring nothing
@@ -153,6 +161,8 @@ class Replica(Labour):
         finite = True
         if mean.outcome is Outcome.COMMITTED:
             finite = await self.state.step(self._mean)
+            if self.feedback:
+                await self.feedback.conclude(self.averager.me.peer, mean, self._delta)
             await self._start_again(mean, work, one_step)
         await self._settled()
         return _Round(head, mean, work, record.kind, finite)
@@ -225,6 +235,8 @@ class Replica(Labour):
     async def _adopt(self, branch: Branch | None, reached: Reached) -> tuple[int, int]:
         """Make it ours; returns rounds and tokens that this costs."""
         await self.state.take(reached.state)
+        if self.feedback:
+            self.feedback.forget()
         lost = self.chain.switch(branch.ancestor.key.lineage, branch.links) if branch else ()
         if self._snapshots:
             self._snapshots.prune(self.chain)

@@ -10,24 +10,26 @@ from pathlib import Path
 from typing import Any
 
 from node import tensors
-from node.checkpoint import FORMAT, INNER, MANIFEST, OUTER, Checkpoint, File, digest, encode, parse
+from node.checkpoint import FEEDBACK, FORMAT, INNER, MANIFEST, OUTER, Checkpoint, File, digest, encode, parse
 from node.identity import sync_directory
 
 
-def seal(made: Checkpoint, inner: bool) -> Checkpoint:
+def seal(made: Checkpoint, inner: bool, feedback: bool = False) -> Checkpoint:
     """Make a checkpoint of a hidden directory with its files: from now on it is there, whatever happens.
 
     Args:
         made: its path is the hidden directory's, its files are not looked at.
         inner: whether there is an inner state; what else is in its file is none.
+        feedback: the same of what was not sent yet.
 
     Raises:
         OSError: it cannot be written; it is not there then.
     """
     draft, home = made.path, made.path.parent
-    names = (OUTER, INNER) if inner else (OUTER,)
-    if not inner:
-        (draft / INNER).unlink(missing_ok=True)
+    there = {OUTER: True, INNER: inner, FEEDBACK: feedback}
+    names = [name for name, one in there.items() if one]
+    for name in there.keys() - names:
+        (draft / name).unlink(missing_ok=True)
     files = {name: File((draft / name).stat().st_size, _flushed(draft / name)) for name in names}
     fields = _describe(made, files)
     file = os.open(draft / MANIFEST, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -69,7 +71,7 @@ def _describe(made: Checkpoint, files: Mapping[str, File]) -> dict[str, Any]:
         "outer_digests": made.index.pack().hex(),
         "data": {"seed": made.data.seed, "incarnation": made.data.incarnation, "position": made.data.position},
         "carried_tokens": made.carried,
-        "error_feedback": None,  # a file, once a codec needs one
+        "error_feedback": FEEDBACK if FEEDBACK in files else None,
         "files": {name: {"size": file.size, "sha256": file.sha256} for name, file in files.items()},
     }
     return fields | {"digest": hashlib.sha256(encode(fields)).hexdigest()}

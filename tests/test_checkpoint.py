@@ -465,7 +465,7 @@ def test_what_goes_on_failing_is_told_again_but_not_each_time(
 def test_a_defect_in_sealing_is_not_passed_over_in_silence(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def defective(made: Checkpoint, inner: bool) -> Checkpoint:
+    def defective(made: Checkpoint, inner: bool, feedback: bool) -> Checkpoint:
         raise ValueError("no disk explains this")
 
     monkeypatch.setattr(keepers, "seal", defective)

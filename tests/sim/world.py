@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 
+from node.feedback import feedback
 from node.life import rounds
 from node.outer import OuterSGD
 from node.round import Replica
@@ -17,6 +18,7 @@ from node.trainer import InlineTrainer, Learner
 from protocols import PROTOCOLS
 from protocols.base import Host, Member, PeerId, Settings
 from protocols.chain import Chain
+from protocols.codec import codec
 from protocols.snapshot import Snapshots
 from protocols.sync import Sync
 from protocols.tasks import together
@@ -162,6 +164,7 @@ class World:
         await trainer.read(anchor)
         chain = Chain(RUN, "run", self.roster, bytes(32))
         replica = self.replicas[me] = Replica(chain, trainer, averager, self.outer(), host.compute, anchor, snapshots)
+        replica.feedback = feedback(codec(settings.codec), len(anchor), host.compute)
         sync = Sync(host, chain, settings, snapshots, lambda: self.peers, averager.shelf)
         sync.on_better = lambda branch: averager.supersede()
         averager.on_ahead = sync.hear

@@ -1,0 +1,222 @@
+"""Error feedback in a peer's rounds: what is owed, when it advances, and that it outlives a process."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from node.checkpoint import FEEDBACK, newest
+from node.feedback import Feedback, feedback
+from node.keeper import Keeper
+from node.outer import OuterSGD
+from node.round import Replica
+from node.trainer import InlineTrainer, Step
+from protocols.base import Contribution, Layout, Mean, Outcome, Vector, Work
+from protocols.chain import Chain
+from protocols.codec import codec
+from protocols.vectors import norm
+from tests.sim.host import SimClock, SimCompute
+from tests.sim.scenario import Scenario
+from tests.sim.world import Outcome as Played
+from tests.sim.world import play as play_world
+from tests.test_checkpoint import Disk, Worker, like
+from tests.test_round import ELEMENTS, ME, OTHER, RUN, Peer, Script, Scripted, lost, play, skipped
+
+TOPK = codec("topk")
+WIDE = 5000
+EVERY_ROUNDS = 3
+
+COUNTED = Mean(Outcome.COMMITTED, contributions={ME.peer: Contribution(1, 1)}, weights={ME.peer: 1.0})
+WITHOUT_ME = Mean(Outcome.COMMITTED, contributions={OTHER.peer: Contribution(1, 1)}, weights={ME.peer: 1.0})
+OF_ANOTHER_PLAN = Mean(Outcome.COMMITTED, contributions={ME.peer: Contribution(1, 1)})
+
+
+def counted() -> Script:
+    return Script(end=COUNTED)
+
+
+def peer(*scripts: Script) -> tuple[Peer, Feedback]:
+    made = Peer(*scripts)
+    made.replica.feedback = owed = Feedback(TOPK, ELEMENTS, SimCompute())
+    return made, owed
+
+
+def units(*places: float) -> list[float]:
+    return [float(place) for place in places]
+
+
+# -- when it advances -------------------------------------------------------------------------------------------------
+
+
+def test_what_was_not_sent_is_added_to_the_next_pseudo_gradient() -> None:
+    """Of ten elements one travels: the first of the equal ones, then the one that is owed most."""
+    made, owed = peer(counted(), counted())
+    play(made.rounds())
+    first, second = (seen.mine for seen in made.seen)
+    assert first.tolist() == units(0.5, *[0] * 9)
+    more = torch.tensor(0.5).mul(0.95).add(0.5)
+    sent = float(more.to(torch.bfloat16))
+    assert second.tolist() == units(0, sent, *[0] * 8)
+    assert owed.owed[0] == 0.5 and owed.owed[1] == more - sent and (owed.owed[2:] == more).all()
+
+
+def test_after_a_skipped_round_the_longer_work_is_sent_and_nothing_is_owed_yet() -> None:
+    made, owed = peer(skipped(), lost(), counted())
+    play(made.rounds())
+    assert [float(seen.mine[0]) for seen in made.seen] == [0.5, 1.0, 1.5]
+    assert owed.owed.tolist() == units(0, *[1.5] * 9)
+
+
+def test_work_that_a_round_did_not_count_is_dropped_and_what_was_owed_stays_owed() -> None:
+    made, owed = peer(counted(), Script(end=WITHOUT_ME), counted())
+    play(made.rounds())
+    second, third = made.seen[1].mine, made.seen[2].mine
+    assert torch.equal(second, third) and float(second[1]) > 0.9
+    assert owed.owed[0] == 0.5
+
+
+def test_a_mean_of_an_earlier_plan_leaves_nothing_owed() -> None:
+    made, owed = peer(counted(), Script(end=OF_ANOTHER_PLAN))
+    play(made.rounds())
+    assert not owed.owed.any()
+
+
+def test_a_step_that_came_too_late_is_kept_whole() -> None:
+    """Not the part of it that the codec would have sent."""
+    made, _ = peer(
+        Script(end=Mean(Outcome.COMMITTED, weights={ME.peer: 0.0}), average=lambda mine, into: into.fill_(1))
+    )
+    play(made.rounds())
+    assert torch.equal(made.trainer.written[-1], made.replica.anchor - 0.5)
+
+
+def test_an_offer_allows_for_what_is_owed() -> None:
+    made, owed = peer(counted(), counted())
+    play(made.rounds())
+    first, second = made.seen
+    assert first.work is not None and second.work is not None
+    assert first.work.norm == pytest.approx(0.5 * math.sqrt(10))
+    assert second.work.norm == pytest.approx(0.5 * math.sqrt(10) + 0.95 * 0.5 * 3)
+    assert norm([second.mine]) <= second.work.norm
+    assert owed.offered(Work(0, 1.0, 1.0, 0.0)).norm == 0.0
+    assert owed.offered(Work(1, 1.0, 1.0, 1e30)).norm == 1e30
+
+
+def test_only_a_codec_that_needs_it_has_it() -> None:
+    assert [feedback(codec(name), 3, SimCompute()) is None for name in ("fp32", "int8", "int4", "e3m0", "topk")] == [
+        True, True, True, True, False
+    ]  # fmt: skip
+
+
+# -- in a checkpoint --------------------------------------------------------------------------------------------------
+
+
+def test_it_comes_back_and_what_cannot_be_read_is_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        made, again = (Feedback(TOPK, 100, SimCompute()) for _ in range(2))
+        made.owed.copy_(torch.arange(100.0) - 50)
+        await made.save(tmp_path / "file")
+        await again.load(tmp_path / "file")
+        assert torch.equal(again.owed, made.owed) and not caplog.records
+        assert again.offered(Work(1, 1.0, 1.0, 0.0)).norm == pytest.approx(0.95 * norm([made.owed]))
+        (tmp_path / "file").write_bytes(b"nothing like it")
+        await again.load(tmp_path / "file")
+        assert not again.owed.any() and "not sent yet of former rounds is lost" in caplog.messages[0]
+        await again.load(None)
+        assert not again.owed.any() and len(caplog.records) == 1
+
+    play(main())
+
+
+class Waves:
+    """A `Learner` without memory, whose steps differ by round and step."""
+
+    def __init__(self) -> None:
+        self.layout = Layout(((("waves", (WIDE,)),),))
+        self.vectors: tuple[Vector, ...] = (torch.ones(WIDE),)
+
+    def step(self, round_number: int, step: int) -> Step:
+        wave = torch.arange(WIDE) * (7 * round_number + step + 3) % 1009
+        self.vectors[0].sub_(wave.float() * 2**-10)
+        return Step(1.0, 100)
+
+    def evaluate(self) -> float:
+        return 0.0
+
+
+class Life:
+    """A peer that keeps checkpoints, from a chain on."""
+
+    def __init__(self, place: Path, chain: Chain, rounds: int) -> None:
+        self.trainer, self.chain = InlineTrainer(Waves(), inner_steps=2, step_seconds=0.5), chain
+        self.owed = Feedback(TOPK, WIDE, SimCompute())
+        first = replace(like(place), layout=self.trainer.layout)
+        self.keeper = Keeper(place, EVERY_ROUNDS, 1 << 30, first, Worker(), Disk(), feedback=self.owed)
+        averager = Scripted(*[counted() for _ in range(rounds)])
+        anchor, outer = torch.ones(WIDE), OuterSGD(0.7, 0.9)
+        self.replica = Replica(
+            chain, self.trainer, averager, outer, SimCompute(), anchor, self.keeper.snapshots, self.keeper, self.owed
+        )
+        self.averager = averager
+
+    async def live(self) -> Chain | None:
+        """All rounds; returns the chain as it was when the checkpoint was made."""
+        kept = None
+        async with self.keeper:
+            await self.replica.settle()
+            for _ in list(self.averager.scripts):
+                await self.replica.run_round(ME, SimClock().wall)
+                if self.chain.head.key.round == EVERY_ROUNDS:
+                    kept = self.chain.copy()
+        return kept
+
+
+def test_a_restarted_peer_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    async def restarted(chain: Chain, with_feedback: bool) -> Life:
+        checkpoint = newest(tmp_path)
+        life = Life(tmp_path / str(with_feedback), chain.copy(), 2)
+        await life.replica.start_from(checkpoint.snapshot())
+        if with_feedback:
+            await life.owed.load(checkpoint.feedback)
+        await life.live()
+        return life
+
+    async def main() -> None:
+        first = Life(tmp_path, Chain(RUN, "run", (ME, OTHER), bytes(32)), EVERY_ROUNDS + 2)
+        chain = await first.live()
+        assert chain and newest(tmp_path).round == EVERY_ROUNDS
+        assert newest(tmp_path).feedback == newest(tmp_path).path / FEEDBACK
+        second, forgetful = await restarted(chain, True), await restarted(chain, False)
+        assert torch.equal(second.replica.anchor, first.replica.anchor)
+        assert torch.equal(second.owed.owed, first.owed.owed) and first.owed.owed.any()
+        assert second.chain.head.key.lineage == first.chain.head.key.lineage
+        assert not torch.equal(forgetful.replica.anchor, first.replica.anchor)
+
+    play(main())
+
+
+# -- a whole swarm ----------------------------------------------------------------------------------------------------
+
+
+@cache
+def swarm(name: str) -> Played:
+    played = play_world(Scenario(peers=4, rounds=3, seed=5, codec=name, elements=60_000, chunk_elements=8192))
+    assert not played.violations
+    return played
+
+
+@pytest.mark.parametrize("name, factor", [("int4", 6), ("e3m0", 6), ("topk", 12)])
+def test_a_swarm_holds_the_same_bits_in_every_round(name: str, factor: float) -> None:
+    """And sends so many times less than in float32, votes and headers included."""
+    played, plain = swarm(name), swarm("fp32")
+    for reports in zip(*played.histories.values(), strict=True):
+        assert {report["outcome"] for report in reports} == {"committed"}
+        assert len({report["params_hash"] for report in reports}) == 1
+        assert all(len(report["peers"]) == 4 for report in reports)
+    assert len({anchor.numpy().tobytes() for anchor in played.anchors.values()}) == 1
+    assert sum(plain.sent_bytes.values()) / sum(played.sent_bytes.values()) > factor
