@@ -5,9 +5,10 @@ from collections.abc import Callable
 from protocols.base import Host, LooseAverager, Settings
 from protocols.butterfly import Butterfly
 from protocols.gossip import Gossip
+from protocols.moshpit import Moshpit
 
 PROTOCOLS: dict[str, Callable[[Host, Settings], Butterfly]] = {"butterfly": Butterfly}
 """Every protocol by which peers share one anchor, by its name."""
 
-LOOSE: dict[str, Callable[[Host, Settings], LooseAverager]] = {"gossip": Gossip}
+LOOSE: dict[str, Callable[[Host, Settings], LooseAverager]] = {"gossip": Gossip, "moshpit": Moshpit}
 """Every protocol by which each peer has a state of its own."""
