@@ -141,7 +141,8 @@ class RunConfig:
         task: what is trained: gpt, paced, or your own by the name of its factory, package.module:factory. It takes the
             table of that name, or [options].
         protocol: how replicas agree: butterfly.
-        codec: in what form vectors travel: fp32, fp16, bf16 or int8.
+        codec: in what form vectors travel: fp32, fp16, bf16, int8, int4, e3m0; or topk, which sends the largest 1.6 %
+            and owes the rest, best with recipe.outer_learning_rate 1 and recipe.outer_momentum 0.
         robust: by what rule reducers average, against peers that send what is wrong, at some cost: centered_clip,
             trimmed_mean, median, krum, multi_krum. Without one: the mean, of norms clipped to the median.
         fork: whether a minority may go on alone once the majority of the roster is gone.
@@ -173,6 +174,11 @@ class RunConfig:
             raise ValueError(f"task {self.task} takes the table [{table}] and no other task's")
         if self.robust and self.codec == "topk":
             raise ValueError(f"codec topk sends mostly zeros, of which {self.robust} makes zeros: take another codec")
+        used = codec(self.codec)
+        if used.decay and self.protocol != "butterfly":
+            raise ValueError(f"codec {used.name} is for protocol butterfly: {self.protocol} needs vectors whole")
+        if self.chunk_elements % used.grain:
+            raise ValueError(f"with codec {used.name}, chunk_elements must be a multiple of {used.grain}")
 
     @property
     def fork_peers(self) -> int:
