@@ -13,14 +13,14 @@ busy.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from functools import partial
 
 from protocols import matching
 from protocols.answering import Answerer
 from protocols.asking import Asker, Verdict
-from protocols.base import Contribution, Deadline, Head, Host, Mean, Member, Outcome, PeerId, Settings, Vector, Work
+from protocols.base import Deadline, Head, Host, Member, PeerId, Settings
+from protocols.lending import LendingSession, cut_at
 from protocols.pairing import Pairing
 from protocols.post import Ledger
 from protocols.vectors import Flat
@@ -48,14 +48,13 @@ class Gossip:
         Raises:
             ValueError: there is no such schedule, or no such codec.
         """
-        if schedule not in matching.SCHEDULES:
-            raise ValueError(f"unknown schedule {schedule[:40]!r}: there are {', '.join(matching.SCHEDULES)}")
+        matching.check(schedule)
         self.host, self.schedule = host, schedule
         self.me = Member(host.me, settings.incarnation)
         self.ledger, self.rng = Ledger(), host.rng("gossip")
         self.pairing = Pairing(host, settings, self.me, self.ledger)
-        self.asker = Asker(self.pairing)
-        self._answerer = Answerer(self.pairing, self.asker)
+        self._asker = Asker(self.pairing)
+        Answerer(self.pairing, self._asker)
 
     @property
     def half_exchanges(self) -> int:
@@ -63,143 +62,64 @@ class Gossip:
         return self.pairing.half_exchanges
 
     @asynccontextmanager
-    async def enter(self, head: Head, deadline: Deadline) -> AsyncIterator[GossipSession]:
-        session = GossipSession(self, head, deadline)
+    async def enter(self, head: Head, deadline: Deadline) -> AsyncIterator[LendingSession]:
+        session = LendingSession(self, head, deadline)
         self.pairing.open(session)
-        timer = asyncio.get_running_loop().call_at(deadline, session.cut.set)
         try:
-            yield session
+            async with cut_at(session):
+                yield session
         finally:
-            timer.cancel()
             await self.pairing.close()
 
+    # -- what a session asks for --------------------------------------------------------------------------------------
 
-class GossipSession:
-    """`protocols.base.LooseSession`.
+    def partners(self) -> tuple[PeerId, ...]:
+        return (self.pairing.exchange.partner.peer,) if self.pairing.exchange else ()
 
-    Attributes:
-        key: of this peer's round.
-        deadline: of the round.
-        state: what others may average with; None: nothing, at the moment.
-        held: of whom the state holds something, since it was lent or given to `mean`.
-        weights: how much of the state each peer's makes up, by halves, of all exchanges of this round.
-    """
+    def opened(self) -> None:
+        self.pairing.bell.ring()
 
-    group = ""
-
-    def __init__(self, averager: Gossip, head: Head, deadline: Deadline) -> None:
-        self.cut = asyncio.Event()
-        self.key, self.deadline, self.round = head.key, deadline, head.key.round
-        self.half_exchanges, self.mass_drift = 0, 0.0
-        self.state: Flat | None = None
-        self.held: dict[PeerId, Contribution] = {}
-        self.weights = {averager.me.peer: 1.0}
-        self._averager = averager
-
-    # -- the contract -------------------------------------------------------------------------------------------------
-
-    def ready(self, work: Work) -> None:
-        if work.complete or work.leaving:
-            self.cut.set()
-
-    def awaited(self) -> tuple[PeerId, ...]:
-        exchange = self._averager.pairing.exchange
-        return (exchange.partner.peer,) if exchange else ()
-
-    def lend(self, state: Sequence[Vector]) -> None:
-        self.state, self.held = Flat(state), {}
-
-    async def take_back(self) -> Mapping[PeerId, Contribution]:
-        self.state = None
-        if exchange := self._averager.pairing.exchange:
+    async def at_rest(self) -> None:
+        while exchange := self.pairing.exchange:
             await exchange.done.wait()
-        return self.held
 
-    async def mean(self, mine: Sequence[Vector], work: Work, into: Sequence[Vector]) -> Mean:
-        """As the contract has it. Others may ask meanwhile: they average with `into`, where `mine` is copied first.
-
-        Raises:
-            ValueError: the sizes of `mine` and `into` differ.
-        """
-        if [len(each) for each in mine] != [len(each) for each in into]:
-            raise ValueError(f"{[len(each) for each in mine]} elements into {[len(each) for each in into]}")
-        early = await self.take_back()
-        target = Flat(into)
-        await self._averager.host.compute.run(partial(_copy, mine, into), 8 * target.size)
-        self.state, self.held = target, {}
-        try:
-            await self._ask_around(target)
-        finally:
-            held = await self.take_back()
-        names, sent, received = self._averager.ledger.take()
-        outcome = Outcome.COMMITTED if held or early else Outcome.SKIPPED
-        weights = self.weights if outcome is Outcome.COMMITTED else {}
-        return Mean(
-            outcome, contributions=held, weights=weights, blamed=names, bytes_sent=sent, bytes_received=received
-        )
-
-    # -- whom to ask --------------------------------------------------------------------------------------------------
-
-    async def _ask_around(self, state: Flat) -> None:
+    async def mix(self, session: LendingSession, state: Flat) -> None:
         """Ask each partner that the schedule names; where that comes to nothing, others, as long as there is time.
 
         All of it takes what one exchange may take, at most: who is late or dead is not waited for twice.
         """
-        averager, loop = self._averager, asyncio.get_running_loop()
-        pairing, size_bytes = averager.pairing, averager.pairing.codec.encoded_bytes(state.size)
-        due, others = self._candidates()
+        pairing, loop = self.pairing, asyncio.get_running_loop()
+        size_bytes = pairing.codec.encoded_bytes(state.size)
+        due, others = self._candidates(session)
         if not due:
             return
-        until = min(self.deadline, loop.time() + pairing.patience.timeout_seconds(due[0].peer, size_bytes))
+        until = min(session.deadline, loop.time() + pairing.patience.timeout_seconds(due[0].peer, size_bytes))
         tries = 0
-        while (due and tries < TRIES) or (others and not self.held):
+        while (due and tries < TRIES) or (others and not session.held):
             tries += 1
-            for partner in [*due, *averager.rng.sample(others, min(OTHERS, len(others)))]:
-                await self._free()
-                if self.held and (partner not in due or partner.peer in self.held):
+            for partner in [*due, *self.rng.sample(others, min(OTHERS, len(others)))]:
+                await self.at_rest()
+                if session.held and (partner not in due or partner.peer in session.held):
                     verdict = Verdict.HELD  # somebody has asked us
                 elif loop.time() + pairing.patience.expected_seconds(partner.peer, size_bytes) >= until:
                     return
                 else:
-                    verdict = await averager.asker.ask(self, partner, until)
+                    verdict = await self._asker.ask(session, partner, until)
                 if verdict in (Verdict.HELD, Verdict.FAILED):
                     due, others = ([each for each in group if each != partner] for group in (due, others))
-            if self.held and (tries == TRIES or not due):
+            if session.held and (tries == TRIES or not due):
                 return
-            pause_seconds = averager.rng.uniform(PAUSE_SECONDS, 2 * PAUSE_SECONDS)
+            pause_seconds = self.rng.uniform(PAUSE_SECONDS, 2 * PAUSE_SECONDS)
             with suppress(TimeoutError):
-                await pairing.bell.until(lambda: bool(self.held), min(until, loop.time() + pause_seconds))
+                await pairing.bell.until(lambda: bool(session.held), min(until, loop.time() + pause_seconds))
 
-    def _candidates(self) -> tuple[list[Member], list[Member]]:
+    def _candidates(self, session: LendingSession) -> tuple[list[Member], list[Member]]:
         """Those whom the schedule names, and the others; without those who cost us a timeout of late."""
-        averager, now = self._averager, asyncio.get_running_loop().time()
-        live = {member.peer: member for member in averager.host.members.live() if member != averager.me}
-        seed = f"{self.key.run.hex()}/{self.key.scope}"
-        named = matching.partners(averager.schedule, tuple(live), averager.me.peer, self.round, seed)
-        up = [member for member in live.values() if not averager.pairing.patience.resting(member.peer, now)]
+        now = asyncio.get_running_loop().time()
+        live = {member.peer: member for member in self.host.members.live() if member != self.me}
+        seed = f"{session.key.run.hex()}/{session.key.scope}"
+        named = matching.partners(self.schedule, tuple(live), self.me.peer, session.round, seed)
+        up = [member for member in live.values() if not self.pairing.patience.resting(member.peer, now)]
         due = [member for member in up if member.peer in named]
         others = [member for member in up if member.peer not in named]
-        return due or averager.rng.sample(others, min(1, len(others))), others
-
-    async def _free(self) -> None:
-        """Wait for the exchange under way, which somebody else began."""
-        while exchange := self._averager.pairing.exchange:
-            await exchange.done.wait()
-
-    # -- what came of it ----------------------------------------------------------------------------------------------
-
-    def count(self, peer: PeerId, chunks: int, name: str) -> None:
-        """Our state is half our own and half this peer's now."""
-        before = self.held.get(peer)
-        self.held[peer] = Contribution(chunks, chunks, (*(before.messages if before else ()), name))
-        self.weights = {each: weight / 2 for each, weight in self.weights.items()}
-        self.weights[peer] = self.weights.get(peer, 0.0) + 0.5
-
-    def count_half(self, drift: float) -> None:
-        self.half_exchanges += 1
-        self.mass_drift += drift
-
-
-def _copy(source: Sequence[Vector], into: Sequence[Vector]) -> None:
-    for each, target in zip(source, into, strict=True):
-        target.copy_(each)
+        return due or self.rng.sample(others, min(1, len(others))), others

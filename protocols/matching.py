@@ -44,6 +44,14 @@ def partners(schedule: str, members: Sequence[PeerId], me: PeerId, round_number:
     return tuple(everybody[index] for index in chosen)
 
 
+def check(schedule: str) -> None:
+    """
+    Raises:
+        ValueError: there is no such schedule; one line that names those there are.
+    """
+    _schedule(schedule)
+
+
 def matrix(schedule: str, members: Sequence[PeerId], round_number: int, seed: str) -> torch.Tensor:
     """The mixing matrix W of one round in lockstep, float64 (n, n), over the sorted members.
 

@@ -34,8 +34,8 @@ class Owner(Protocol):
     deadline: Deadline
     state: Flat | None
 
-    def count(self, peer: PeerId, chunks: int, name: str) -> None:
-        """An exchange held: the state is half this peer's now."""
+    def count(self, peer: PeerId, chunks: int, name: str, share: float) -> None:
+        """An exchange held: so much of the state is this peer's now."""
 
     def count_half(self, drift: float) -> None:
         """One that may have moved one end only, by this share of its norm."""
@@ -133,7 +133,7 @@ class Pairing:
             await swap.move()
         finally:
             if swap.moved is not None:
-                exchange.owner.count(partner, swap.chunks, told(partner, exchange.ask))
+                exchange.owner.count(partner, swap.chunks, told(partner, exchange.ask), 0.5)
         self.patience.took(partner, swap.size_bytes, asyncio.get_running_loop().time() - exchange.began)
 
     def half(self, drift: float) -> None:

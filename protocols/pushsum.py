@@ -54,7 +54,7 @@ class Share(Generic[V]):
 
 
 class _Numbers:
-    """Which numbers of one giver are settled: all below `floor`, and those in `above`."""
+    """Which numbers of one giver are settled: those below `floor`, those that are counted, those that never will be."""
 
     def __init__(self) -> None:
         self.floor = 0
@@ -65,19 +65,11 @@ class _Numbers:
         return number < self.floor or number in self.counted or number in self.void
 
     def settle(self, number: int, into: set[int]) -> None:
-        """Once for each number.
-
-        Raises:
-            BadPayload: no giver has so many shares outstanding.
-        """
-        if number >= self.floor + WINDOW:
-            raise BadPayload(f"share {number} where {self.floor} has not come")
+        """Once for each number. What is so far behind it that no giver has it outstanding any more never comes."""
         into.add(number)
-        while self.floor in self.counted or self.floor in self.void:
-            self.floor += 1
-        # What is settled for good is kept for as long as it may be asked about.
-        self.counted = {each for each in self.counted if each >= self.floor - WINDOW}
-        self.void = {each for each in self.void if each >= self.floor - WINDOW}
+        self.floor = max(self.floor, number - WINDOW + 1)
+        self.counted = {each for each in self.counted if each >= self.floor}
+        self.void = {each for each in self.void if each >= self.floor}
 
 
 class Book(Generic[V]):
@@ -146,7 +138,7 @@ class Book(Generic[V]):
             Whether it is counted, now or earlier; False: it has been recalled, or is for another life of this peer.
 
         Raises:
-            BadPayload: a number that no giver can have reached, or no positive weight.
+            BadPayload: no positive weight.
         """
         if share.to != self.me:
             return False
@@ -154,20 +146,16 @@ class Book(Generic[V]):
             raise BadPayload(f"a share of weight {share.weight}")
         numbers = self._numbers(share.giver)
         if numbers.settled(share.sequence):
-            return share.sequence not in numbers.void
+            return share.sequence in numbers.counted
         numbers.settle(share.sequence, numbers.counted)
         self._home(share)
         return True
 
     def recalled(self, giver: Member, sequence: int) -> bool:
-        """Whether that share is counted here; if not, it never will be.
-
-        Raises:
-            BadPayload: a number that no giver can have reached.
-        """
+        """Whether that share is counted here; if not, it never will be."""
         numbers = self._numbers(giver)
         if numbers.settled(sequence):
-            return sequence not in numbers.void
+            return sequence in numbers.counted
         numbers.settle(sequence, numbers.void)
         return False
 

@@ -28,16 +28,14 @@ from typing import TypeVar
 import torch
 
 from protocols import wire
-from protocols.base import BadPayload, Compute, Header, Member, PeerId, PeerSilent, RoundKey, Stream, Vector
+from protocols.base import BadPayload, Compute, Header, Member, PeerId, RoundKey, Stream
 from protocols.codec import Codec
-from protocols.parts import HeldPart
+from protocols.incoming import Incoming
 from protocols.tasks import together
 from protocols.vectors import Flat, norm
 from protocols.wire import flag, one, register, text, uint
 
 EXCHANGE = "starling/gossip/exchange/1"
-NORM_SPREAD = 16.0
-"""A partner's state counts if its norm is at most so many times ours; of a state of norm 0 nothing can be said."""
 HEADER_LIMIT = 512
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -131,42 +129,43 @@ class Swap:
     weights have to travel and be averaged with them: that is push-sum (`protocols.pushsum`).
 
     Attributes:
-        begun: something of the partner's state has come.
         moved: the norm of what the state was moved by; None: it was not.
         size_bytes: of one state, encoded.
     """
 
     def __init__(self, state: Flat, codec: Codec, chunk_elements: int, compute: Compute) -> None:
-        self.state, self.norm = state, math.nan
+        self.state = state
         self.moved: float | None = None
-        self._theirs = HeldPart(codec, 0, state.size, chunk_elements)
-        self._codec, self._compute = codec, compute
-        self._squares, self._limit, self.begun = 0.0, 0.0, False
-        self.size_bytes = self._theirs.size_bytes
+        self._theirs = Incoming(codec, state.size, chunk_elements, compute)
+        self._part, self._codec, self._compute = self._theirs.part, codec, compute
+        self.size_bytes = self._part.size_bytes
+
+    @property
+    def begun(self) -> bool:
+        """Whether something of the partner's state has come."""
+        return self._theirs.begun
 
     @property
     def chunks(self) -> int:
-        return self._theirs.chunks
+        return self._part.chunks
 
     @property
     def most(self) -> float:
         """As `drift`, at most, without computing it."""
-        return (self.norm + math.sqrt(self._squares)) / 2 / self.norm if self.norm else 0.0
+        ours = self._theirs.ours
+        return (ours + self._theirs.norm) / 2 / ours if ours else 0.0
 
     async def trade(self, stream: Stream) -> None:
         """Send our state and take theirs, both at once.
 
         Raises:
             BadPayload: what came breaks the rules: its size, its order, NaN, a norm far off.
-            PeerSilent: the stream broke off.
+            PeerSilent: the stream broke off, or our own state is none to give away.
         """
-        self.norm = await self._compute.run(self._own_norm, 4 * self.state.size)
-        if not math.isfinite(self.norm):
-            raise PeerSilent(stream.peer, "our own state is not finite: it is not for others")
-        self._limit = NORM_SPREAD * self.norm if self.norm > 0 else wire.MAX_NORM
+        await self._theirs.measure(stream, self.state)
         async with together() as group:
             group.create_task(self._give(stream))
-            await self._take(stream)
+            await self._theirs.take(stream)
 
     async def move(self) -> None:
         """Put the state at the mean, all of it; once begun, it is done even if the caller is cancelled."""
@@ -174,56 +173,31 @@ class Swap:
 
     async def drift(self) -> float:
         """By how much it was moved, or would have been: as a share of its norm before."""
-        moved = self.moved
+        moved, ours = self.moved, self._theirs.ours
         if moved is None:
             moved = await self._compute.run(partial(self._mix, False), 24 * self.state.size)
-        return moved / self.norm if self.norm else 0.0
-
-    def _own_norm(self) -> float:
-        room = self._room()
-        pieces = (self.state.read(*self._theirs.elements(index), room) for index in range(self.chunks))
-        return math.sqrt(math.fsum(norm([piece]) ** 2 for piece in pieces))
-
-    def _room(self) -> Vector:
-        return self._theirs.room()
+        return moved / ours if ours else 0.0
 
     def _encoded(self) -> memoryview:
         """Room for one encoded chunk."""
-        return memoryview(bytearray(self._theirs.size(0) if self.chunks else 0))
+        return memoryview(bytearray(self._part.size(0) if self.chunks else 0))
 
     async def _give(self, stream: Stream) -> None:
-        room, encoded = self._room(), self._encoded()
+        room, encoded = self._part.room(), self._encoded()
 
         def encode(index: int) -> memoryview:
-            data = encoded[: self._theirs.size(index)]
-            self._codec.encode(self.state.read(*self._theirs.elements(index), room), data)
+            data = encoded[: self._part.size(index)]
+            self._codec.encode(self.state.read(*self._part.elements(index), room), data)
             return data
 
         for index in range(self.chunks):
             data = await self._compute.run(partial(encode, index), len(encoded))
             await stream.send(wire.Chunk(index, len(data)), data)
 
-    async def _take(self, stream: Stream) -> None:
-        room = self._room()
-        for index in range(self.chunks):
-            header, data = wire.expect(await stream.receive(HEADER_LIMIT), wire.Chunk), self._theirs.chunk(index)
-            if (header.index, header.size) != (index, len(data)):
-                raise BadPayload(f"chunk {header.index} of {header.size} bytes where {index} of {len(data)} is due")
-            self.begun = True
-            await stream.receive_into(data)
-            await self._compute.run(partial(self._check, index, room), 2 * len(data))
-
-    def _check(self, index: int, room: Vector) -> None:
-        self._theirs.decode_chunk(index, None, room)
-        low, high = self._theirs.elements(index)
-        self._squares += norm([room[: high - low]]) ** 2
-        if not self._squares <= self._limit * self._limit:
-            raise BadPayload(f"a state of norm above {self._limit:.3g}, {NORM_SPREAD:g} times ours")
-
     def _mix(self, write: bool) -> float:
         """Every element, off the loop, in separate multiplications and additions; returns the norm of the move."""
-        theirs, encoded = self._theirs, self._encoded()
-        rooms, squares = [self._room() for _ in range(4)], 0.0
+        theirs, encoded = self._part, self._encoded()
+        rooms, squares = [theirs.room() for _ in range(4)], 0.0
         for index in range(theirs.chunks):
             low, high = theirs.elements(index)
             room, sent, half, mixed = (each[: high - low] for each in rooms)

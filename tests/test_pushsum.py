@@ -197,11 +197,21 @@ def test_what_is_not_acknowledged_is_bounded() -> None:
     shares = [giver.give(taker.me) for _ in range(WINDOW + 5)]
     given = [share for share in shares if share is not None]
     assert len(given) == round(-torch.log2(torch.tensor(pushsum.LEAST_WEIGHT)).item()) + 1  # no dust
-    with pytest.raises(BadPayload, match="has not come"):
-        taker.take(Share(giver.me, taker.me, WINDOW, Fraction(1), 1.0))
     with pytest.raises(BadPayload, match="weight"):
         taker.take(Share(giver.me, taker.me, 0, Fraction(1), -1.0))
     rich = book(3)
     rich.weight = Fraction(1 << 200)  # type: ignore[assignment]
     assert sum(rich.give(taker.me) is not None for _ in range(WINDOW + 5)) == WINDOW
     assert rich.give(rich.me) is None
+
+
+def test_numbers_that_never_come_hold_nothing_up() -> None:
+    """A giver that could not reach us has its share home, and its number is not used again."""
+    giver, taker = book(1), book(2)
+    giver.weight = Fraction(1 << 400)  # type: ignore[assignment]
+    for number in range(3 * WINDOW):
+        share = giver.give(taker.me)
+        assert share is not None and share.sequence == number
+        counted = number % 2 == 0 and taker.take(share)
+        giver.answered(taker.me, number, counted)
+    assert not taker.recalled(giver.me, 3 * WINDOW - 1) and taker.recalled(giver.me, 3 * WINDOW - 2)

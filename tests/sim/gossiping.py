@@ -67,6 +67,7 @@ class Swarm:
     jitter: int | None = None
     seed: int = 0
     disguises: dict[int, Callable[..., Any]] = field(default_factory=dict)
+    protocol: Any = Gossip
 
     def __post_init__(self) -> None:
         jitter = random.Random(f"jitter/{self.jitter}") if self.jitter is not None else None
@@ -75,14 +76,14 @@ class Swarm:
         self.state = states(self.count, self.elements, self.seed)
         self.first = [flat(each) for each in self.state]
         self.told: list[list[Told]] = [[] for _ in self.names]
-        self.gossips: list[Gossip] = []
+        self.gossips: list[Any] = []
         for index, name in enumerate(self.names):
             transport = self.network.join(name, self.uplink)
             if index in self.disguises:
                 transport.disguise = self.disguises[index]
             host = sim_host(self.network, transport, self.seed, {})
             settings = Settings(self.codec, (self.elements,), self.chunk_elements, self.uplink)
-            self.gossips.append(Gossip(host, settings, self.schedule))
+            self.gossips.append(self.protocol(host, settings, self.schedule))
 
     async def round(self, index: int, number: int = 0, train_seconds: float = 1.0) -> Told:
         """One round of a peer whose own step changes nothing."""
