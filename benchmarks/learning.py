@@ -37,6 +37,8 @@ from node.tasks.gpt import DEFAULT_PRESET, GptTask, preset
 from node.tasks.text import Text, load
 from node.trainer import AdamWLearner, InlineTrainer, Shift, Step
 from protocols.base import RoundKey, Work
+from protocols.clipping import allowances, clip_factors
+from protocols.vectors import norm
 from tests.sim.arguments import Parser
 from tests.sim.world import Scenario, World, play
 
@@ -144,7 +146,7 @@ def alone(run: Run) -> History:
 
 
 def in_memory(run: Run, weights: Sequence[Sequence[float]] | None = None) -> History:
-    """The reference: a plain mean and outer step, without any protocol.
+    """The reference: a mean of clipped norms and an outer step, without any protocol.
 
     Args:
         weights: of every peer in every round; equal ones for all that have tokens to show unless given.
@@ -158,9 +160,12 @@ def in_memory(run: Run, weights: Sequence[Sequence[float]] | None = None) -> His
             shift.begin(number)
             for _ in range(run.inner_steps):
                 shift.step()
-        shares = torch.tensor(weights[number] if weights else [float(shift.work().tokens) for shift in shifts])
+        counted = weights[number] if weights else [float(shift.work().tokens) for shift in shifts]
         deltas = torch.stack([anchor - shift.learner.vectors[0] for shift in shifts])
-        outer.step(anchor, velocity, shares @ deltas / shares.sum())
+        norms = [norm([delta]) if weight else 0.0 for delta, weight in zip(deltas, counted, strict=True)]
+        factors = torch.tensor(clip_factors(norms, allowances(counted)))
+        shares = torch.tensor(counted)
+        outer.step(anchor, velocity, (shares * factors) @ deltas / shares.sum())
         for shift in shifts:
             shift.write(anchor)
         if _evaluated(run, number + 1):
