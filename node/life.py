@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
+from node.loose import LooseReplica
 from node.round import Replica, RoundReport
 from protocols.base import Outcome
+from protocols.standing import Standings
 from protocols.sync import Sync
 
 CATCH_UP_SECONDS = 120.0
@@ -54,6 +56,36 @@ async def rounds(
         yield report.after(tried) if tried else report
         behind = report.outcome in (Outcome.UNDECIDED, Outcome.SUPERSEDED)
         sync.stranded = report.outcome == Outcome.UNDECIDED
+
+
+async def loose_rounds(
+    replica: LooseReplica,
+    standings: Standings,
+    wall: Callable[[], float],
+    goes_on: Callable[[], bool],
+    tell: Callable[[str, str], None] = lambda state, reason: None,
+) -> AsyncIterator[RoundReport]:
+    """The same where no anchor is shared: a newcomer, and who went astray, fetches another's state.
+
+    Who went astray tries once after each round: mixing goes on meanwhile, and is the other cure.
+    """
+    loop = asyncio.get_running_loop()
+    tried: RoundReport | None = None
+    while goes_on():
+        if replica.lacks_state or replica.astray:
+            tell("syncing", "fetching a state from a peer that has one")
+            report = await replica.catch_up(standings, wall, loop.time() + CATCH_UP_SECONDS)
+            report = report.after(tried) if tried else report
+            tried = None if report.outcome == Outcome.SUPERSEDED else report
+            if tried is None:
+                yield report
+                continue
+        if replica.lacks_state:
+            await asyncio.sleep(PAUSE_SECONDS)
+            continue
+        report = await replica.run_round(wall)
+        yield report.after(tried) if tried else report
+        tried = None
 
 
 def _was_far(report: RoundReport, seconds: float) -> bool:

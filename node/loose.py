@@ -9,8 +9,9 @@ There is no chain but the peer's own: `parent` and `lineage` of a report are the
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -19,11 +20,13 @@ from node.keeper import Keeper
 from node.labour import Labour, diverged
 from node.outer import OuterSGD, pseudo_gradient
 from node.report import RoundReport, Watch
-from node.sketch import Sketch, sketch, spread
+from node.sketch import Sketch, distance, furthest, sketch, spread
+from node.sketch import mean as middle
 from protocols.base import (
     Blame,
     Compute,
     Contribution,
+    Deadline,
     Head,
     LooseAverager,
     LooseSession,
@@ -35,8 +38,15 @@ from protocols.base import (
     Vector,
     Work,
 )
+from protocols.download import Unavailable
 from protocols.snapshot import Snapshot, Snapshots
+from protocols.standing import Standings
 from protocols.vectors import norm
+
+log = logging.getLogger(__name__)
+
+ASTRAY_FACTOR = 10.0
+"""Times the spread that is borne: a peer that is as far from the mean of all fetches another's state."""
 
 
 class LooseReplica(Labour):
@@ -45,6 +55,9 @@ class LooseReplica(Labour):
     Attributes:
         key: of the next round: the number is this peer's own, the lineage the root of its state.
         compare: tells the others our sketch, and returns those of the others that are here, as each told it last.
+        spread_limit: how far apart, as reports have it, peers may be.
+        lacks_state: whether it has yet to fetch its first state, and what it holds is nobody's.
+        astray: whether this peer is further than mixing should have to cure: it is to fetch another's state.
     """
 
     def __init__(
@@ -66,6 +79,8 @@ class LooseReplica(Labour):
         super().__init__(trainer, outer, compute, anchor, snapshots, keeper)
         self.key, self.averager = key, averager
         self.compare: Callable[[Sketch], Mapping[PeerId, Sketch]] = lambda mine: {}
+        self.spread_limit, self.astray, self.lacks_state = math.inf, False, False
+        self._sketches: dict[PeerId, Sketch] = {}  # of the others, as of the last round
         self._origin = anchor.clone()  # what the trainer was written with
         self._delta = torch.empty_like(anchor)
 
@@ -73,12 +88,13 @@ class LooseReplica(Labour):
         """Compute the root of the state as it stands: where the next round starts from."""
         await self.state.hash()
         self.key = replace(self.key, lineage=self.state.root(self.key.round))
-        if self._snapshots and self.key.round % self._snapshots.every_rounds == 0:
-            await self._keep(self._snapshots, self.key)
+        snapshots = None if self.lacks_state else self._snapshots
+        if snapshots and self.key.round % snapshots.every_rounds == 0:
+            await self._keep(snapshots, self.key)
 
     async def keep(self) -> None:
         """Make a checkpoint of where this peer stands, between two rounds, if it makes any."""
-        if self._keeper:
+        if self._keeper and not self.lacks_state:
             await self._keep(self._keeper.snapshots, self.key)
 
     async def start_from(self, snapshot: Snapshot) -> None:
@@ -87,7 +103,7 @@ class LooseReplica(Labour):
         Raises:
             OSError: it cannot be read.
         """
-        self.key = replace(self.key, round=snapshot.round)
+        self.key = replace(self.key, round=max(self.key.round, snapshot.round))
         await self.state.take(snapshot)
         await self._write()
 
@@ -154,6 +170,9 @@ class LooseReplica(Labour):
         self, key: RoundKey, session: LooseSession, mean: Mean, work: Work, seconds: Mapping[str, float], time: float
     ) -> RoundReport:
         ours = await self._compute.run(lambda: sketch(self.anchor, key.run), 4 * len(self.anchor))
+        self._sketches = dict(self.compare(ours))
+        far = furthest({**self._sketches, self.averager.me.peer: ours})
+        self.astray = far[0] == self.averager.me.peer and far[1] > ASTRAY_FACTOR * self.spread_limit
         report = self._report(
             self.averager.me, key, self.key.lineage, key.lineage, mean, work, seconds, time,
         )  # fmt: skip
@@ -164,8 +183,48 @@ class LooseReplica(Labour):
             messages=tuple(name for each in mean.contributions.values() for name in each.messages),
             half_exchanges=session.half_exchanges,
             mass_drift=session.mass_drift,
-            spread=spread([ours, *self.compare(ours).values()]),
+            spread=spread([ours, *self._sketches.values()]),
         )
+
+    # -- another's state ----------------------------------------------------------------------------------------------
+
+    async def catch_up(self, standings: Standings, wall: Callable[[], float], deadline: Deadline) -> RoundReport:
+        """Fetch another's state, and stand there. Never raises for what other peers do: `undecided`, nothing changed.
+
+        The donor is the one whose parameters are nearest to the mean of all that are here.
+        """
+        key, watch = self.key, Watch()
+        outcome = Outcome.UNDECIDED
+        try:
+            snapshot = await standings.fetch(self._nearest, deadline)
+            await self.start_from(snapshot)
+        except Unavailable as error:
+            log.debug("no state to go on from: %s", error)
+        except OSError as error:
+            log.warning("the state that was fetched cannot be read: %s", error.strerror or error)
+        else:
+            outcome, self.astray, self.lacks_state = Outcome.SUPERSEDED, False, False
+            self._take(snapshot)
+            await self.settle()
+        blamed, sent, received = standings.ledger.take()
+        mean = Mean(outcome, blamed=blamed, bytes_sent=sent, bytes_received=received)
+        idle = Work(0, math.nan, 0.0, 0.0)
+        seconds = {"train": 0.0, "average": watch.total()}
+        me, lineage = self.averager.me, self.key.lineage
+        report = self._report(me, key, lineage, key.lineage, mean, idle, seconds, wall())
+        return replace(report, bytes_downloaded=standings.take_bytes())
+
+    def _nearest(self, donors: Sequence[PeerId]) -> Sequence[PeerId]:
+        centre = middle([self._sketches[peer] for peer in sorted(self._sketches)])
+        known = {peer: distance(numbers, centre) for peer, numbers in self._sketches.items()}
+        return sorted(donors, key=lambda donor: known.get(donor, math.inf))  # of those unknown, the newest first
+
+    def _take(self, snapshot: Snapshot) -> None:
+        """Keep what was fetched, for others as well."""
+        if self._keeper:
+            self._keeper.take(snapshot)
+        elif self._snapshots:
+            self._snapshots.put(snapshot)
 
 
 def _with(mean: Mean, held: Mapping[PeerId, Contribution]) -> Mean:

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import torch
 
-from protocols.base import Vector
+from protocols.base import PeerId, Vector
 
 Sketch: TypeAlias = tuple[float, ...]
 """`NUMBERS` numbers."""
@@ -64,6 +64,17 @@ def spread(sketches: Sequence[Sketch]) -> float:
     """About max ‖θ_i − mean‖ / ‖mean‖ over the peers; 0 of one alone, nan of none."""
     middle = mean(sketches)
     return max((distance(each, middle) for each in sketches), default=math.nan)
+
+
+def furthest(sketches: Mapping[PeerId, Sketch]) -> tuple[PeerId, float]:
+    """Who is furthest from the mean, and about how far: ‖θ − mean‖ / ‖mean‖. Of two that are as far, the later id.
+
+    All who hold the same sketches name the same peer: where two are apart, only one goes over to the other.
+    """
+    middle = mean([sketches[peer] for peer in sorted(sketches)])
+    far = {peer: distance(numbers, middle) for peer, numbers in sketches.items()}
+    peer = max(far, key=lambda each: (round(far[each], 6), each))
+    return peer, far[peer]
 
 
 def _signs(seed: bytes, low: int, count: int) -> Vector:

@@ -21,6 +21,7 @@ class Contacts:
     """The peers that may know more than we do, and what they said of themselves. All of it is bounded.
 
     Args:
+        chain: whose former members are asked, too; None where there is none.
         hints: bootstrap addresses and what a directory says.
         now: the loop's time, seconds.
     """
@@ -29,7 +30,7 @@ class Contacts:
         self,
         me: PeerId,
         members: Members,
-        chain: Chain,
+        chain: Chain | None,
         hints: Callable[[], Iterable[PeerId]],
         now: Callable[[], float],
     ) -> None:
@@ -70,7 +71,7 @@ class Contacts:
 
     def outsiders(self) -> list[PeerId]:
         """Whom a round does not reach: evicted, or only hinted at."""
-        roster = {member.peer for member in self._chain.head.roster}
+        roster = {member.peer for member in self._chain.head.roster} if self._chain else set()
         return [peer for peer in self.others(self._past(), self._hints()) if peer not in roster]
 
     def others(self, *groups: Iterable[PeerId]) -> list[PeerId]:
@@ -79,7 +80,7 @@ class Contacts:
         return [peer for peer in every if peer != self._me and self.trusts(peer)][:MAX_CONTACTS]
 
     def _past(self) -> list[PeerId]:
-        return [member.peer for member in self._chain.members(MAX_CONTACTS // 2)]
+        return [member.peer for member in self._chain.members(MAX_CONTACTS // 2)] if self._chain else []
 
 
 def _renew(entries: dict[PeerId, V], key: PeerId, value: V) -> None:

@@ -17,6 +17,7 @@ from protocols import wire
 from protocols.base import (
     BadPayload,
     Deadline,
+    Header,
     Host,
     Member,
     PeerError,
@@ -29,27 +30,23 @@ from protocols.base import (
 from protocols.branches import Branch, Rules
 from protocols.chain import Chain
 from protocols.contacts import Contacts
-from protocols.donor import IDLE_SECONDS, Donor
+from protocols.donor import Donor
 from protocols.gate import Gate
 from protocols.post import Ledger
 from protocols.proofs import TRAIL_SECONDS, Proofs
-from protocols.requests import MAX_TRAIL, SYNC, Greet, Trail, WantSnapshot, WantTrail
+from protocols.reception import Reception
+from protocols.requests import MAX_TRAIL, SYNC, Greet, Trail, WantTrail
 from protocols.shelf import Shelf
 from protocols.snapshot import Snapshots
 from protocols.supply import Supply
-from protocols.tasks import together, within
+from protocols.tasks import together
 
 DIAL_SECONDS = 10.0
 GREET_SECONDS = 5.0
-SERVE_SECONDS = 30.0
 HASTE_SECONDS = 1.0
 """Between two looks at news, however many greetings bring them."""
 GRACE_SECONDS = 1.0
 """A certificate that is on its way to us arrives: who is a moment behind need not leave its round."""
-MAX_REQUESTS = 64
-"""On one stream."""
-MAX_STREAMS = 64
-"""Served at a time; whoever comes then finds the stream closed."""
 PROOFS_AT_ONCE = 8
 
 
@@ -91,8 +88,7 @@ class Sync:
         self._donor = Donor(snapshots, host.compute, shelf.gate if shelf else Gate(), self._has_rounds_since)
         self.proofs = Proofs(host, chain, self.rules, self.ledger, self._contacts)
         self._news = asyncio.Event()
-        self._serving = 0
-        host.transport.serve(SYNC, self._serve)
+        self._reception = Reception(host, self.ledger, self._donor, self._answer)
 
     def hear(self, peer: PeerId) -> None:
         """A peer seems to stand where we do not: look into it."""
@@ -101,27 +97,7 @@ class Sync:
 
     # -- answering ----------------------------------------------------------------------------------------------------
 
-    async def _serve(self, peer: PeerId, stream: Stream) -> None:
-        if self._serving >= MAX_STREAMS:
-            return
-        self._serving += 1
-        try:
-            async with self.ledger.counting(stream):
-                await self._requests(peer, stream)
-        finally:
-            self._serving -= 1
-
-    async def _requests(self, peer: PeerId, stream: Stream) -> None:
-        for _ in range(MAX_REQUESTS):
-            async with within(IDLE_SECONDS, peer, "it asks"):
-                request = await stream.receive(wire.MAX_HEADER_BYTES)
-            if isinstance(request, WantSnapshot):
-                return await self._donor.serve(stream, request)
-            async with within(SERVE_SECONDS, peer, "it takes an answer"):
-                await self._answer(stream, request)
-        raise BadPayload(f"{MAX_REQUESTS} requests on one stream")
-
-    async def _answer(self, stream: Stream, request: object) -> None:
+    async def _answer(self, stream: Stream, request: Header) -> None:
         if isinstance(request, Greet):
             self._meet(stream.peer, request)
             await stream.send(self._greeting())

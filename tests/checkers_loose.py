@@ -36,7 +36,8 @@ def one_group(reports: Iterable[Report]) -> Iterator[Violation]:
     for report in reports:
         if report["group"] and report["outcome"] == "committed":
             held = first.setdefault(report["group"], report)
-            if (held["params_hash"], held["lineage"]) != (report["params_hash"], report["lineage"]):
+            same_round = held["round"] == report["round"]  # a root is that of a state before a round
+            if held["params_hash"] != report["params_hash"] or same_round and held["lineage"] != report["lineage"]:
                 yield _violation("one-group", report, f"it holds another state than {held['peer']} of the same group")
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from node.life import loose_rounds
 from node.loose import LooseReplica
 from node.sketch import Sketch
 from node.tasks.paced import Paced
@@ -17,6 +18,8 @@ from protocols import LOOSE
 from protocols.base import Head as Position
 from protocols.base import Host, LooseAverager, Member, PeerId, RoundKey, Settings
 from protocols.snapshot import Snapshots
+from protocols.standing import Standings
+from protocols.tasks import together
 from tests import checkers, checkers_loose
 from tests.sim.account import Head
 from tests.sim.network import SimNetwork
@@ -27,6 +30,7 @@ from tests.sim.world import HEALED_SECONDS, RUN, World
 STEP_SIZE = 1 / 32
 SPREAD_BOUND = 0.25
 """Peers that mix stay well below; peers that do not are beyond it after some twenty rounds."""
+SPREAD_LIMIT = 0.05
 HEALED_ROUNDS = 10
 """So many rounds are committed by everybody after all is healed: enough to see whether the spread falls."""
 
@@ -62,6 +66,8 @@ class LooseAccount:
 
     def reported(self, report: dict[str, Any], now: float) -> None:
         peer, committed = report["peer"], report["outcome"] == "committed"
+        if report["outcome"] == "superseded":
+            return
         here = [node.member for node in self._network.nodes.values()]
         could = self._network.contacts.outages.connected(here, 2, self._began[peer], now, peer)
         self.could[peer] += could
@@ -107,13 +113,28 @@ class LooseWorld(World):
         replica = LooseReplica(key, trainer, averager, self.outer(), host.compute, anchor, snapshots)
         replica.compare = lambda mine: self._compare(me, mine, host.members.live())
         self.replicas[me] = replica
+        replica.spread_limit = SPREAD_LIMIT
+        replica.lacks_state = not await self.restored(replica) and transport.node.incarnation > 0
+        standings = Standings(
+            host, settings, snapshots, lambda: replica.key, lambda: self.peers, lambda: not replica.lacks_state
+        )
         await replica.settle()
-        while self.goes_on(me):
-            key, member = replica.key, averager.me
-            self.entering(me, Position(key, (member,), key.lineage, key.lineage))
-            report = await replica.run_round(host.clock.wall)
-            await self.after_round(index, trainer)
-            self.reported(asdict(report))
+        async with together() as group:
+            background = group.create_task(standings.run())
+            self.enters(replica)
+            async for report in loose_rounds(replica, standings, host.clock.wall, lambda: self.goes_on(me)):
+                await self.after_round(index, trainer)
+                self.reported(asdict(report))
+                self.enters(replica)
+            background.cancel()
+
+    def enters(self, replica: LooseReplica) -> None:
+        key, member = replica.key, replica.averager.me
+        self.entering(member.peer, Position(key, (member,), key.lineage, key.lineage))
+
+    async def restored(self, replica: LooseReplica) -> bool:  # type: ignore[override]
+        """For worlds in which something outlives a process: whether this life has a state to start from."""
+        return False
 
     def _compare(self, me: PeerId, mine: Sketch, live: tuple[Member, ...]) -> Mapping[PeerId, Sketch]:
         """Sketches travel by themselves here; of a link that is blocked, only those of before."""

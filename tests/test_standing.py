@@ -1,0 +1,253 @@
+"""Fetching the state of one donor: whose is taken, what is refused, and what becomes of a donor that breaks off."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from node.life import loose_rounds
+from node.loose import ASTRAY_FACTOR, LooseReplica
+from node.outer import OuterSGD
+from node.report import RoundReport
+from node.sketch import Sketch, furthest, sketch
+from node.tasks.paced import Paced
+from node.trainer import InlineTrainer
+from protocols.base import Mean, Member, Outcome, PeerId, RoundKey, Settings, Vector, Work
+from protocols.download import Unavailable
+from protocols.snapshot import Index, Snapshot, Snapshots
+from protocols.standing import Standing, Standings, Vouched, eligible
+from tests.sim import loop as simloop
+from tests.sim.host import SimClock, sim_host
+from tests.sim.network import SimNetwork
+from tests.sim.pairs import Pairs, PairSession
+from tests.sim.trace import Trace
+
+KEY = RoundKey(b"r" * 32, "run", bytes(32), 5)
+ELEMENTS = 300_000
+
+
+def state(value: float, round_number: int, elements: int = ELEMENTS) -> Snapshot:
+    theta, velocity = torch.full((elements,), value), torch.full((elements,), value / 2)
+    index = Index.of(theta, velocity)
+    snapshot = Snapshot(index.state_root(round_number), round_number, index)
+    snapshot.fill(theta, velocity)
+    return snapshot
+
+
+def value_of(snapshot: Snapshot) -> float:
+    theta, velocity = torch.empty(snapshot.index.elements), torch.empty(snapshot.index.elements)
+    snapshot.copy(theta, velocity)
+    assert theta.unique().numel() == 1 and velocity[0] == theta[0] / 2
+    return float(theta[0])
+
+
+@dataclass
+class Town:
+    """Donors, and a newcomer."""
+
+    network: SimNetwork
+    standings: dict[PeerId, Standings]
+
+    @property
+    def newcomer(self) -> Standings:
+        return self.standings["newcomer"]
+
+    async def fetch(self, seconds: float = 60.0, *order: PeerId) -> Snapshot:
+        until = asyncio.get_running_loop().time() + seconds
+        return await self.newcomer.fetch(lambda donors: order or donors, until)
+
+
+def play(body: Callable[[Town], Awaitable[None]], **donors: Snapshot | None) -> None:
+    """Args: a donor's snapshot; None: it is a newcomer as well."""
+
+    async def main() -> None:
+        network = SimNetwork(Trace())
+        names = [*donors, "newcomer"]
+        transports = {name: network.join(name, 1.25e6) for name in names}
+        town = Town(network, {})
+        for name in names:
+            snapshots, mine = Snapshots(), donors.get(name)
+            if mine:
+                snapshots.put(mine)
+            host = sim_host(network, transports[name], 1, {})
+            settings = Settings("fp32", (ELEMENTS,))
+            whole = bool(mine)
+            town.standings[name] = Standings(
+                host, settings, snapshots, lambda: KEY, lambda: names, lambda whole=whole: whole
+            )
+        await body(town)
+        assert network.bugs == []
+
+    simloop.run(main())
+
+
+def test_a_newcomer_fetches_the_state_that_one_donor_vouches_for() -> None:
+    async def body(town: Town) -> None:
+        snapshot = await town.fetch()
+        assert (value_of(snapshot), snapshot.round) == (2.0, 4)
+        assert snapshot.lineage == snapshot.index.state_root(4)
+        assert town.newcomer.take_bytes() == 8 * ELEMENTS and town.newcomer.take_bytes() == 0
+
+    play(body, anna=state(1.0, 2), bert=state(2.0, 4), cora=state(3.0, 4), dora=None)
+
+
+def test_who_fetches_says_whose() -> None:
+    async def body(town: Town) -> None:
+        assert value_of(await town.fetch(60.0, "anna")) == 1.0
+
+    play(body, anna=state(1.0, 4), bert=state(2.0, 4))
+
+
+def test_where_a_donor_dies_the_next_one_brings_its_own() -> None:
+    async def body(town: Town) -> None:
+        asyncio.get_running_loop().call_later(1.0, town.network.kill, "anna")
+        assert value_of(await town.fetch(60.0, "anna", "bert")) == 2.0
+        named, _, _ = town.newcomer.ledger.take()
+        assert {blame.peer for blame in named} == {"anna"}
+
+    play(body, anna=state(1.0, 4), bert=state(2.0, 4))
+
+
+def test_where_nobody_has_a_state_there_is_none() -> None:
+    async def body(town: Town) -> None:
+        with pytest.raises(Unavailable):
+            await town.fetch()
+        assert asyncio.get_running_loop().time() < 10.0
+
+    play(body, anna=None, bert=None)
+
+
+@pytest.mark.parametrize("lie", ["signature", "root", "round", "name", "run"])
+def test_who_vouches_for_what_it_should_not_is_named_and_not_fetched_from(lie: str) -> None:
+    async def body(town: Town) -> None:
+        liar = town.standings["liar"]
+        honest = liar._standing
+
+        def lying() -> Standing:
+            standing = honest()
+            (vouched,) = standing.states
+            match lie:
+                case "signature":
+                    return replace(standing, states=(replace(vouched, signature=b"!" * 32),))
+                case "root":
+                    return replace(standing, states=(replace(vouched, root=bytes(32)),))
+                case "round":
+                    return replace(standing, states=(replace(vouched, round=5),))
+                case "name":
+                    return replace(standing, sender=Member("zita"))
+            return replace(standing, key=replace(KEY, run=b"x" * 32))
+
+        liar._standing = lying  # type: ignore[method-assign]
+        assert value_of(await town.fetch()) == 1.0
+        named, _, _ = town.newcomer.ledger.take()
+        assert {blame.peer for blame in named} == {"liar"}
+
+    play(body, liar=state(9.0, 4), zita=state(1.0, 4))
+
+
+def test_a_donor_whose_index_makes_another_root_than_it_signed_is_left() -> None:
+    async def body(town: Town) -> None:
+        good = state(9.0, 4)
+        theta = torch.full((ELEMENTS,), 7.0)
+        wrong = Snapshot(good.lineage, 4, Index.of(theta, theta))
+        town.standings["liar"]._snapshots.put(wrong)
+        assert value_of(await town.fetch(60.0, "liar", "anna")) == 1.0
+        named, _, _ = town.newcomer.ledger.take()
+        assert any(blame.peer == "liar" and "state root" in blame.why for blame in named)
+
+    play(body, anna=state(1.0, 4), liar=state(9.0, 4))
+
+
+@pytest.mark.parametrize(
+    "rounds, taken",
+    [([3], [3]), ([3, 9], [3]), ([3, 4, 1 << 39], [3, 4]), ([1, 2, 3, 4], [1, 2]), ([], [])],
+)
+def test_nobody_is_believed_to_be_further_than_half_of_the_others(rounds: list[int], taken: list[int]) -> None:
+    told = {
+        f"p{index}": Standing(KEY, Member(f"p{index}"), (Vouched(bytes(32), number, b""),), True)
+        for index, number in enumerate(rounds)
+    }
+    told["newcomer"] = Standing(KEY, Member("newcomer"), (), False)
+    told["liar"] = Standing(KEY, Member("liar"), (Vouched(bytes(32), 0, b""),), False)
+    assert sorted(each.round for each in eligible(told).values()) == taken
+
+
+# -- with a replica ---------------------------------------------------------------------------------------------------
+
+
+def test_who_is_furthest_is_the_same_for_all() -> None:
+    one, three = sketch(torch.ones(500), b"s"), sketch(3 * torch.ones(500), b"s")
+    far = {"a": one, "b": one, "c": three}
+    assert furthest(far)[0] == "c"
+    assert furthest({"b": far["c"], "a": far["a"]}) == furthest({"a": far["a"], "b": far["c"]})
+    assert furthest({"a": far["a"], "b": far["c"]})[0] == "b", "of two, the later"
+    assert math.isnan(furthest({"a": sketch(torch.zeros(5), b"s")})[1])
+
+
+def lives(spread_limit: float, start: float, rounds: int) -> dict[PeerId, list[RoundReport]]:
+    """Two peers that stand at 1, and one that starts at `start`; 0: it is a newcomer, with nothing."""
+    told: dict[PeerId, list[RoundReport]] = {"anna": [], "bert": [], "zoe": []}
+    sketches: dict[PeerId, Sketch] = {}
+
+    async def live(network: SimNetwork, name: PeerId) -> None:
+        host = sim_host(network, network.transports[name], 1, {})
+        settings, snapshots = Settings("fp32", (1000,)), Snapshots(every_rounds=1)
+        anchor = torch.full((1000,), 1.0 if name != "zoe" else start)
+        trainer = InlineTrainer(Paced(1000, seed=1), 2, 1.0)
+        await trainer.write(anchor)
+        averager = Pairs(host, settings, Alone)
+        key, outer = replace(KEY, round=0), OuterSGD(1e-3, 0.0)
+        replica = LooseReplica(key, trainer, averager, outer, host.compute, anchor, snapshots)
+        replica.spread_limit, replica.lacks_state = spread_limit, name == "zoe" and not start
+        replica.compare = lambda mine: (
+            sketches.update({name: mine}) or {peer: each for peer, each in sketches.items() if peer != name}
+        )
+        standings = Standings(
+            host, settings, snapshots, lambda: replica.key, lambda: told, lambda: not replica.lacks_state
+        )
+        await replica.settle()
+        goes_on = lambda: len(told[name]) < rounds  # noqa: E731
+        async for report in loose_rounds(replica, standings, SimClock().wall, goes_on):
+            told[name].append(report)
+
+    async def main() -> None:
+        network = SimNetwork(Trace())
+        for name in told:
+            network.join(name)
+        await asyncio.gather(*(live(network, name) for name in told))
+
+    simloop.run(main())
+    return told
+
+
+class Alone(PairSession):
+    """Nobody is met: nothing but fetching brings two together."""
+
+    async def mean(self, mine: Sequence[Vector], work: Work, into: Sequence[Vector]) -> Mean:
+        return Mean(Outcome.SKIPPED)
+
+
+def test_a_newcomer_trains_when_it_has_a_state_and_not_before() -> None:
+    told = lives(math.inf, 0.0, 4)
+    first, second = told["zoe"][:2]
+    assert (first.outcome, first.bytes_downloaded, first.tokens) == ("superseded", 8000, 0)
+    assert (second.outcome, second.parent) == ("skipped", first.lineage)
+    assert all(report.outcome == "skipped" for report in told["anna"] + told["bert"])
+    assert told["zoe"][-1].spread < 0.05
+
+
+def test_who_went_astray_fetches_anothers_state() -> None:
+    told = lives(0.3 / ASTRAY_FACTOR, 3.0, 5)
+    outcomes = [report.outcome for report in told["zoe"]]
+    assert outcomes.count("superseded") == 1 and told["zoe"][-1].spread < 0.05
+    assert all(report.outcome == "skipped" for report in told["anna"] + told["bert"]), "they are not the furthest"
+
+
+def test_who_is_near_enough_is_left_to_mixing() -> None:
+    told = lives(3.0 / ASTRAY_FACTOR, 3.0, 4)
+    assert {report.outcome for report in told["zoe"]} == {"skipped"}
