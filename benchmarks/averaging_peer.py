@@ -98,8 +98,10 @@ class Setup:
 
     @property
     def moved_bytes(self) -> int:
-        """What each peer sends in one round, and receives: 2 (N - 1) / N encoded vectors."""
-        return 2 * codec(self.codec).encoded_bytes(self.elements) * (self.peers - 1) // self.peers
+        """What each peer sends in one round, and receives: (N - 1) / N of an encoded vector and of an encoded mean."""
+        used = codec(self.codec)
+        both = used.encoded_bytes(self.elements) + used.reduced(self.peers).encoded_bytes(self.elements)
+        return both * (self.peers - 1) // self.peers
 
 
 class NoDirectory:

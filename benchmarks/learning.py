@@ -60,6 +60,8 @@ class Run:
         peers: 0 stands for one worker without an outer step.
         drop: share of the contributions that are lost each round.
         keep: what was lost stays with its peer for the next round, instead of being thrown away.
+        codec: in which vectors travel.
+        outer: learning rate and momentum of the outer steps; None: the preset's.
     """
 
     peers: int
@@ -69,10 +71,14 @@ class Run:
     seed: int
     drop: float = 0.0
     keep: bool = False
+    codec: str = "fp32"
+    outer: tuple[float, float] | None = None
 
     def name(self) -> str:
         lost_ = f"{self.drop} kept" if self.keep else f"{self.drop}"
-        return f"{self.preset} peers={self.peers} rounds={self.rounds} H={self.inner_steps} drop={lost_} {self.seed}"
+        name = f"{self.preset} peers={self.peers} rounds={self.rounds} H={self.inner_steps} drop={lost_} {self.seed}"
+        outer = " outer={:g},{:g}".format(*self.outer) if self.outer else ""
+        return name + (f" {self.codec}" if self.codec != "fp32" else "") + outer
 
 
 @cache
@@ -126,7 +132,7 @@ def lost(run: Run, round_number: int) -> list[int]:
 
 def _outer(run: Run) -> OuterSGD:
     recipe = preset(run.preset).recipe
-    return OuterSGD(recipe.outer_learning_rate, recipe.outer_momentum)
+    return OuterSGD(*(run.outer or (recipe.outer_learning_rate, recipe.outer_momentum)))
 
 
 def _evaluated(run: Run, rounds_done: int) -> bool:
@@ -197,7 +203,7 @@ class LearningWorld(World):
 
 
 def through_the_protocol(
-    run: Run, codec: str = "fp32", world: Callable[[Run, History, Scenario], World] | None = None
+    run: Run, world: Callable[[Run, History, Scenario], World] | None = None
 ) -> tuple[History, list[list[float]]]:
     """Peers of equal speed through averager, round and outer step: the history, and all weights in every round.
 
@@ -211,7 +217,7 @@ def through_the_protocol(
         peers=run.peers,
         rounds=run.rounds,
         seed=run.seed,
-        codec=codec,
+        codec=run.codec,
         inner_steps=run.inner_steps,
         chunk_elements=1 << 18,
         uplinks=(12.5e6,) * run.peers,

@@ -328,6 +328,10 @@ def test_the_laboratory_trains_through_the_protocol(monkeypatch: pytest.MonkeyPa
     assert history[-1][1] < history[0][1] < 5
     assert [[index for index, weight in enumerate(row) if weight == 0] for row in weights] == lost
     assert max(map(max, weights)) >= 2 * max(weights[0]), "what was kept counts in a later round"
+    few = learning.Run(peers=4, rounds=3, inner_steps=10, preset="tiny", seed=1, codec="topk", outer=(1.0, 0.0))
+    assert few.name().endswith(" 1 topk outer=1,0") and run.name().endswith(" drop=0.5 1")
+    history, _ = learning.through_the_protocol(few)
+    assert history[-1][1] < history[0][1] < 6
     assert learning.alone(run)[-1][0] == 30
     learning.Book(tmp_path / "runs.json", resume=False).enter(run, history, 1.0)
     assert learning.Book(tmp_path / "runs.json", resume=True).loss(run) == history[-1][1]

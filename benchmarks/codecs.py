@@ -1,0 +1,100 @@
+"""What codecs cost a model in loss, and spare it in bytes: the laboratory of `benchmarks.learning`, codec by codec.
+
+    python -m benchmarks.codecs --json FILE [--resume] [--seeds 5] [--preset w128] [--rounds R] [--inner-steps H]
+
+Four peers at equal steps, from equal weights and equal text for each seed: the mean travels as float32, and as every
+codec makes it. topk is shown with the preset's outer steps, and with those of its paper, learning rate 1 without
+momentum (SparseLoCo, Sarfi et al. 2025). Losses are of the outer parameters over held-out text, in nats per byte.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean, stdev
+
+from benchmarks.book import Book, perform_all
+from benchmarks.learning import PEERS, Run, perform
+from node.runconfig import GptTable
+from node.tasks.gpt import DEFAULT_PRESET, preset
+from protocols.codec import codec
+from tests.sim.arguments import Parser
+
+PLAIN = (1.0, 0.0)
+VARIANTS: tuple[tuple[str, tuple[float, float] | None], ...] = (
+    ("fp32", None),
+    ("int8", None),
+    ("int4", None),
+    ("e3m0", None),
+    ("topk", None),
+    ("topk", PLAIN),
+    ("fp32", PLAIN),
+)
+"""Codecs, and learning rate and momentum of their outer steps; the first is what the others are compared with."""
+
+
+def trials(base: Run, seeds: range) -> dict[str, list[Run]]:
+    """Variant -> a run for each seed."""
+    return {
+        name + (" outer {:g}, {:g}".format(*outer) if outer else ""): [
+            Run(base.peers, base.rounds, base.inner_steps, base.preset, seed, codec=name, outer=outer) for seed in seeds
+        ]
+        for name, outer in VARIANTS
+    }
+
+
+def round_bytes(run: Run, elements: int) -> float:
+    """What a peer of this run sends in a round, but for headers and votes."""
+    used = codec(run.codec)
+    both = used.encoded_bytes(elements) + used.reduced(run.peers).encoded_bytes(elements)
+    return (run.peers - 1) / run.peers * both
+
+
+def print_table(rows: dict[str, list[Run]], elements: int, book: Book) -> None:
+    """Every seed; the mean, and its difference to that of the first row, pair by pair."""
+    first = next(iter(rows.values()))
+    print(
+        f"\n{PEERS} peers, {first[0].preset}, {first[0].rounds} rounds of {first[0].inner_steps} steps, nats per byte"
+    )
+    seeds = " ".join(f"seed {run.seed:>3}" for run in first)
+    print(f"{'codec':<16} {'bytes':>10} {'less':>6} {seeds} {'mean':>8}  to {next(iter(rows))}")
+    plain = round_bytes(first[0], elements)
+    for name, runs in rows.items():
+        losses = [book.loss(run) for run in runs]
+        changes = [loss / book.loss(other) - 1 for loss, other in zip(losses, first, strict=True)]
+        spread = f" ± {stdev(changes):.2%}" if len(changes) > 1 else ""
+        sent = round_bytes(runs[0], elements)
+        values = " ".join(f"{loss:>8.4f}" for loss in losses)
+        change = f"{fmean(changes):>+8.2%}{spread}"
+        print(f"{name:<16} {sent:>10.0f} {plain / sent:>5.1f}x {values} {fmean(losses):>8.4f} {change}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = Parser(prog="python -m benchmarks.codecs", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--preset", default=DEFAULT_PRESET)
+    parser.add_argument("--rounds", type=int, help="the preset's unless given")
+    parser.add_argument("--inner-steps", type=int, help="of a round; the preset's unless given")
+    parser.add_argument("--workers", type=int, help="runs at a time; unless given as many as cores")
+    parser.add_argument("--json", type=Path, required=True, help="where the runs are kept")
+    parser.add_argument("--resume", action="store_true", help="go on with the runs in that file")
+    options = parser.parse_args(arguments)
+    if any(value is not None and value < 1 for value in (options.seeds, options.rounds, options.inner_steps)):
+        parser.error("seeds, rounds and inner steps are at least 1")
+    try:
+        settings = preset(options.preset)
+        book = Book(options.json, options.resume)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    rounds, steps = options.rounds or settings.recipe.rounds, options.inner_steps or settings.recipe.inner_steps
+    rows = trials(Run(PEERS, rounds, steps, options.preset, 0), range(options.seeds))
+    perform_all([run for runs in rows.values() for run in runs], book, perform, options.workers)
+    print_table(rows, GptTable(**asdict(settings.shape), rows=settings.rows).elements, book)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
