@@ -37,7 +37,7 @@ def one_group(reports: Iterable[Report]) -> Iterator[Violation]:
         if report["group"] and report["outcome"] == "committed":
             held = first.setdefault(report["group"], report)
             same_round = held["round"] == report["round"]  # a root is that of a state before a round
-            if held["params_hash"] != report["params_hash"] or same_round and held["lineage"] != report["lineage"]:
+            if held["params_hash"] != report["params_hash"] or (same_round and held["lineage"] != report["lineage"]):
                 yield _violation("one-group", report, f"it holds another state than {held['peer']} of the same group")
 
 
