@@ -87,8 +87,10 @@ class LendingSession:
         self._open(target)
         try:
             await self._mixer.mix(self, target)
-        finally:
-            held = await self.take_back()
+        except BaseException:
+            self.state = None  # who leaves in a hurry does not wait for what is under way
+            raise
+        held = await self.take_back()
         names, sent, received = self._mixer.ledger.take()
         outcome = Outcome.COMMITTED if held or early else Outcome.SKIPPED
         weights = self.weights if outcome is Outcome.COMMITTED else {}

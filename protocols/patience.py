@@ -40,11 +40,11 @@ def remember(entries: OrderedDict[Member, V] | OrderedDict[PeerId, V], key: Memb
 @dataclass(slots=True)
 class _Seen:
     """Attributes:
-    rate: bytes/s that exchanges with this peer came to.
+    rate: bytes/s that exchanges with this peer came to; None: there was none.
     rest_until: when it may be spoken to again, in the loop's time.
     """
 
-    rate: float
+    rate: float | None = None
     round_trip_seconds: float = 0.0
     rest_until: float = 0.0
 
@@ -62,7 +62,7 @@ class Patience:
         self._peers: OrderedDict[PeerId, _Seen] = OrderedDict()
 
     def _of(self, peer: PeerId) -> _Seen:
-        return remember(self._peers, peer, lambda: _Seen(self._usual))
+        return remember(self._peers, peer, _Seen)
 
     def answer_seconds(self, peer: PeerId) -> float:
         """How long a peer may take to say yes or no, opening a stream included."""
@@ -71,7 +71,7 @@ class Patience:
     def expected_seconds(self, peer: PeerId, size_bytes: int) -> float:
         """What an exchange of so many bytes, in both directions at once, should take."""
         seen = self._of(peer)
-        return 4 * seen.round_trip_seconds + size_bytes / seen.rate
+        return 4 * seen.round_trip_seconds + size_bytes / (seen.rate or self._usual)
 
     def timeout_seconds(self, peer: PeerId, size_bytes: int) -> float:
         """What it may take, from the question to the last word."""
@@ -86,13 +86,14 @@ class Patience:
         """An exchange held."""
         seen = self._of(peer)
         observed = size_bytes / max(seconds, 1e-6)
-        seen.rate, self._usual = _towards(seen.rate, observed), _towards(self._usual, observed)
+        seen.rate, self._usual = _towards(seen.rate or self._usual, observed), _towards(self._usual, observed)
         seen.rest_until = 0.0
 
     def late(self, peer: PeerId, now: float, cost_seconds: float) -> None:
         """An exchange cost us so many seconds and came to nothing."""
         seen = self._of(peer)
-        seen.rate, self._usual = max(LEAST_RATE, seen.rate / 2), max(LEAST_RATE, 0.8 * self._usual)
+        seen.rate = max(LEAST_RATE, (seen.rate or self._usual) / 2)
+        self._usual = max(LEAST_RATE, 0.8 * self._usual)
         seen.rest_until = now + REST_MULTIPLE * cost_seconds
 
     def avoid(self, peer: PeerId, until: float) -> None:

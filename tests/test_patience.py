@@ -1,0 +1,75 @@
+"""How long an exchange may take follows from what exchanges took; questions are heard once."""
+
+from __future__ import annotations
+
+import pytest
+
+from protocols.base import BadPayload, Member
+from protocols.patience import MAX_PEERS, REST_MULTIPLE, TIMEOUT_MULTIPLE, WINDOW, Patience, Questions
+
+SIZE = 1_000_000
+
+
+def test_at_first_it_follows_from_our_own_bandwidth() -> None:
+    patience = Patience(1e6)
+    assert patience.expected_seconds("p", SIZE) == 1.0
+    assert patience.timeout_seconds("p", SIZE) == 2.0 + TIMEOUT_MULTIPLE
+
+
+def test_it_follows_what_was_observed() -> None:
+    patience = Patience(1e6)
+    for _ in range(40):
+        patience.answered("far", 4.0)
+        patience.took("far", SIZE, 0.1)
+    assert 8.0 < patience.expected_seconds("far", SIZE) < 8.2, "four round trips of two seconds"
+    assert patience.answer_seconds("far") > 17.0
+    for _ in range(40):
+        patience.answered("far", 0.02)
+    assert patience.answer_seconds("far") < 2.2 < patience.answer_seconds("near") + 0.3
+
+
+def test_over_a_slow_line_the_time_doubles_until_it_is_enough() -> None:
+    patience, needed, tries = Patience(1e6), 300.0, 0
+    while patience.timeout_seconds("slow", SIZE) < needed:
+        patience.late("slow", 0.0, 1.0)
+        tries += 1
+    assert tries == 7, "twice the time at each try"
+    assert patience.timeout_seconds("other", SIZE) < 30.0, "one slow peer says little of others"
+    for number in range(20):
+        patience.late(f"p{number}", 0.0, 1.0)
+    assert patience.timeout_seconds("other", SIZE) > 100.0, "but if all are slow, the line is ours"
+
+
+def test_one_that_was_late_is_left_alone_for_as_long_as_it_cost() -> None:
+    patience = Patience(1e6)
+    patience.late("p", now=100.0, cost_seconds=5.0)
+    rest = 5.0 * REST_MULTIPLE
+    assert patience.resting("p", 100.0 + rest - 0.1) and not patience.resting("p", 100.0 + rest)
+    assert not patience.resting("q", 100.0)
+    patience.took("p", SIZE, 1.0)
+    assert not patience.resting("p", 101.0)
+    patience.avoid("q", 160.0)
+    assert patience.resting("q", 159.0)
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    patience, questions = Patience(1e6), Questions()
+    patience.late("first", 0.0, 1000.0)
+    for number in range(MAX_PEERS):
+        patience.expected_seconds(f"p{number}", SIZE)
+        questions.hear(Member(f"p{number}"), 0, 0)
+    assert not patience.resting("first", 1.0)
+    assert len(patience._peers) == len(questions._lives) == MAX_PEERS
+
+
+def test_each_question_is_heard_once_in_any_order_and_not_when_it_is_old() -> None:
+    questions, member = Questions(), Member("p")
+    for number in (5, 3, 4, 70):
+        questions.hear(member, number, number // 10)
+    for number, why in ((5, "stale"), (70, "again"), (6, "stale")):
+        with pytest.raises(BadPayload, match=why):
+            questions.hear(member, number, 7)
+    questions.hear(member, 70 - WINDOW + 1, 0)
+    with pytest.raises(BadPayload, match="after one of round 7"):
+        questions.hear(member, 71, 6)
+    questions.hear(Member("p", 1), 0, 0)  # another life counts anew
