@@ -245,10 +245,10 @@ class Keeper:
     async def _make_way(self, draft: Path, key: RoundKey) -> bool:
         """Take the room that a checkpoint needs, from older ones if need be; False: there is none."""
         vectors_bytes = room_bytes(sum(self._like.layout.sizes()))
-        beside = {INNER: vectors_bytes}  # AdamW's moments
+        beside = {INNER: vectors_bytes + SMALL_BYTES}  # AdamW's moments
         if self.feedback:
-            beside[FEEDBACK] = self.feedback.bytes
-        needed_bytes = vectors_bytes + sum(beside.values()) + SMALL_BYTES
+            beside[FEEDBACK] = self.feedback.bytes + SMALL_BYTES
+        needed_bytes = vectors_bytes + sum(beside.values())
 
         def reserve() -> None:
             self._quota.check(needed_bytes, [draft])
@@ -257,7 +257,7 @@ class Keeper:
             for name, size in beside.items():
                 file = os.open(draft / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
                 try:
-                    allocate(file, size + SMALL_BYTES)
+                    allocate(file, size)
                 finally:
                     os.close(file)
 
