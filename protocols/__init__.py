@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from protocols.base import Host, LooseAverager, Settings
+from protocols.baselines import data_parallel, parameter_server, parameter_server_async, ring
 from protocols.butterfly import Butterfly
 from protocols.gossip import Gossip
 from protocols.moshpit import Moshpit
@@ -10,5 +11,12 @@ from protocols.moshpit import Moshpit
 PROTOCOLS: dict[str, Callable[[Host, Settings], Butterfly]] = {"butterfly": Butterfly}
 """Every protocol by which peers share one anchor, by its name."""
 
-LOOSE: dict[str, Callable[[Host, Settings], LooseAverager]] = {"gossip": Gossip, "moshpit": Moshpit}
+LOOSE: dict[str, Callable[[Host, Settings], LooseAverager]] = {
+    "gossip": Gossip,
+    "moshpit": Moshpit,
+    "data_parallel": data_parallel,
+    "ring": ring,
+    "parameter_server": parameter_server,
+    "parameter_server_async": parameter_server_async,
+}
 """Every protocol by which each peer has a state of its own."""

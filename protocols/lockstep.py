@@ -203,7 +203,7 @@ class LockstepSession:
                 watch = group.create_task(self._watch(meeting))
                 await alongside(exchange.run(), meeting.spoilt())
                 watch.cancel()
-            meeting.over = True
+            meeting.end()
             self.group = f"{self.head.key.round}/{meeting.digest.hex()[:16]}"
         except PeerError as error:
             meeting.spoil(error.why, error.peer)

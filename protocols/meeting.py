@@ -186,6 +186,11 @@ class Meeting:
             self.spoil(f"refused: {header.why}", peer)
             raise Spoilt(self.why)
 
+    def end(self) -> None:
+        """Everything is in here; it cannot be spoilt any more."""
+        self.over = True
+        self._bell.ring()
+
     def ring(self) -> None:
         """Something has changed that somebody may wait for."""
         self._bell.ring()

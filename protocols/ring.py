@@ -33,7 +33,6 @@ class Ring:
         self._next = meeting.peers[(meeting.place + 1) % self._count]
         self._before = meeting.peers[meeting.place - 1]
         self._incoming: Stream | None = None
-        self._sent = False
         self._weights = [meeting.weight] * self._count  # of what `into` holds of each part
         self._finished: dict[int, HeldPart] = {}
 
@@ -55,9 +54,7 @@ class Ring:
         try:
             header = await stream.receive(REFUSED_LIMIT)
         except PeerSilent:
-            if not self._sent:
-                raise
-            return
+            return  # it has all that it needs; or it is lost, and what we send tells
         self._meeting.hear(stream.peer, header)
         raise BadPayload(f"{type(header).__name__} against the direction of the ring")
 
@@ -74,7 +71,6 @@ class Ring:
             async with together() as group:
                 group.create_task(self._send(out, step))
                 group.create_task(self._receive(self._incoming, step))
-        self._sent = True
 
     def _part(self, index: int, raw: bool) -> HeldPart:
         part = self._meeting.part(index % self._count, self._count)
