@@ -32,6 +32,7 @@ class Contact:
         offset_seconds: its wall clock less ours.
         round_trip_seconds: of its last echo.
         round: the one that it says it is in.
+        sketch: what it says of its parameters, as it sent it.
         failures: tries in a row that did not make it live.
         breaks: in a row, of streams that broke soon after a handshake.
         offended: it broke a rule, or off too often, in its present life: no try before its time.
@@ -53,6 +54,7 @@ class Contact:
     offset_seconds: float = 0.0
     round_trip_seconds: float = 0.0
     round: int = 0
+    sketch: bytes = b""
     told_by: PeerId = ""
     failures: int = 0
     breaks: int = 0

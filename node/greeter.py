@@ -48,10 +48,11 @@ class Greeter:
 
     Attributes:
         leaving: what pulses say: this peer is about to go.
+        sketch: what they say of its parameters (`node.sketch`); empty: nothing.
     """
 
     def __init__(self, who: Self, clock: Clock, signer: Signer) -> None:
-        self.leaving = False
+        self.leaving, self.sketch = False, b""
         self._who, self._clock, self._signer = who, clock, signer
         self._number = 0
 
@@ -73,7 +74,7 @@ class Greeter:
         return self._signer.verify(hello.member.peer, signed_part(hello), hello.signature)
 
     def _pulse(self, number: int) -> Pulse:
-        return Pulse(number, self._clock.wall(), self._who.round(), self.leaving)
+        return Pulse(number, self._clock.wall(), self._who.round(), self.leaving, self.sketch)
 
     def check(self, peer: PeerId, hello: Hello) -> None:
         """Refuse who is not one of us.
@@ -127,7 +128,7 @@ class Greeter:
     def _hear(self, contact: Contact, echo: Pulse, began: float) -> None:
         now = asyncio.get_running_loop().time()
         contact.suspicion.hear(now)
-        contact.round, contact.leaving = echo.round, echo.leaving
+        contact.round, contact.leaving, contact.sketch = echo.round, echo.leaving, echo.sketch
         contact.round_trip_seconds = now - began
         if contact.round_trip_seconds <= QUICK_SECONDS:
             contact.offset_seconds = echo.wall - (self._clock.wall() - contact.round_trip_seconds / 2)
@@ -141,7 +142,7 @@ class Greeter:
                 return  # forgotten: it may greet us again
             if contact.hello.life != hello.life:
                 return await stream.send(Refusal("another life of it is known here", (contact.hello,)))
-            contact.round, contact.leaving = pulse.round, pulse.leaving
+            contact.round, contact.leaving, contact.sketch = pulse.round, pulse.leaving, pulse.sketch
             contact.called()
             await stream.send(self._pulse(pulse.number))
             await asyncio.sleep(GAP_SECONDS)

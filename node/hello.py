@@ -19,6 +19,7 @@ MAX_ADDRESS_CHARACTERS = 256
 MAX_INTRODUCED = 32
 MAX_NICKNAME_CHARACTERS = 32
 MAX_RUN_BYTES = 1 << 16
+MAX_SKETCH_BYTES = 256
 MAX_SAMPLE_BYTES = 1 << 18
 MAX_STATUS_BYTES = 1 << 16
 MAX_WALL_SECONDS = 1e11
@@ -87,12 +88,14 @@ class Pulse(Header):
         wall: the sender's wall clock, seconds since the epoch.
         round: the one it is in.
         leaving: it is about to go, of its own will.
+        sketch: of its parameters, where no anchor is shared (`node.sketch`); empty: of none yet.
     """
 
     number: int = uint(1 << 53)
     wall: float = real(0, MAX_WALL_SECONDS)
     round: int = uint(1 << 40)
     leaving: bool = flag()
+    sketch: bytes = blob(MAX_SKETCH_BYTES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from dataclasses import replace
 
 import torch
 
+from node.course import OwnCourse
 from node.keeper import Keeper
 from node.labour import Labour, diverged
 from node.outer import OuterSGD, pseudo_gradient
@@ -27,7 +28,6 @@ from protocols.base import (
     Compute,
     Contribution,
     Deadline,
-    Head,
     LooseAverager,
     LooseSession,
     Mean,
@@ -53,7 +53,7 @@ class LooseReplica(Labour):
     """The outer state of one peer, which is its own, and its rounds.
 
     Attributes:
-        key: of the next round: the number is this peer's own, the lineage the root of its state.
+        chain: its own; there is no other.
         compare: tells the others our sketch, and returns those of the others that are here, as each told it last.
         spread_limit: how far apart, as reports have it, peers may be.
         lacks_state: whether it has yet to fetch its first state, and what it holds is nobody's.
@@ -62,7 +62,7 @@ class LooseReplica(Labour):
 
     def __init__(
         self,
-        key: RoundKey,
+        chain: OwnCourse,
         trainer: Trainer,
         averager: LooseAverager,
         outer: OuterSGD,
@@ -73,21 +73,29 @@ class LooseReplica(Labour):
     ) -> None:
         """
         Args:
-            key: of the first round; its lineage is not looked at.
             anchor, snapshots, keeper: as of `node.round.Replica`. The trainer stands at the anchor.
         """
         super().__init__(trainer, outer, compute, anchor, snapshots, keeper)
-        self.key, self.averager = key, averager
+        self.chain, self.averager = chain, averager
         self.compare: Callable[[Sketch], Mapping[PeerId, Sketch]] = lambda mine: {}
         self.spread_limit, self.astray, self.lacks_state = math.inf, False, False
         self._sketches: dict[PeerId, Sketch] = {}  # of the others, as of the last round
         self._origin = anchor.clone()  # what the trainer was written with
         self._delta = torch.empty_like(anchor)
 
+    @property
+    def key(self) -> RoundKey:
+        """Of the next round: the number is this peer's own, the lineage the root of its state."""
+        return self.chain.key
+
+    def took_part(self, report: RoundReport) -> bool:
+        """Whether that was a round of this peer's: all are, but fetching another's state."""
+        return report.outcome != Outcome.SUPERSEDED
+
     async def settle(self) -> None:
         """Compute the root of the state as it stands: where the next round starts from."""
         await self.state.hash()
-        self.key = replace(self.key, lineage=self.state.root(self.key.round))
+        self.chain.key = replace(self.key, lineage=self.state.root(self.key.round))
         snapshots = None if self.lacks_state else self._snapshots
         if snapshots and self.key.round % snapshots.every_rounds == 0:
             await self._keep(snapshots, self.key)
@@ -103,7 +111,7 @@ class LooseReplica(Labour):
         Raises:
             OSError: it cannot be read.
         """
-        self.key = replace(self.key, round=max(self.key.round, snapshot.round))
+        self.chain.key = replace(self.key, round=max(self.key.round, snapshot.round))
         await self.state.take(snapshot)
         await self._write()
 
@@ -116,8 +124,7 @@ class LooseReplica(Labour):
     async def run_round(self, wall: Callable[[], float]) -> RoundReport:
         """Train, step, mix with whom one meets. There is always a next state: without the others, the peer's own."""
         key, watch = self.key, Watch()
-        head = Head(key, (self.averager.me,), key.lineage, key.lineage)
-        async with self.averager.enter(head, watch.began + self._limit_seconds) as session:
+        async with self.averager.enter(self.chain.head, watch.began + self._limit_seconds) as session:
             session.lend([self.state.anchor, self.state.velocity])
             work, _ = await self._train(session, key, key.lineage, surplus=True)
             held = await session.take_back()
@@ -131,7 +138,7 @@ class LooseReplica(Labour):
         if mean.outcome is Outcome.COMMITTED:  # a round that ran into its limit must not raise it
             self._took(watch)
         await self._write()
-        self.key = replace(key, round=session.round + 1)
+        self.chain.key = replace(key, round=session.round + 1)
         await self.settle()
         if not stepped:
             mine = Blame(self.averager.me.peer, "its own step led to parameters that are not finite: it is left out")
@@ -183,6 +190,7 @@ class LooseReplica(Labour):
             messages=tuple(name for each in mean.contributions.values() for name in each.messages),
             half_exchanges=session.half_exchanges,
             mass_drift=session.mass_drift,
+            spread_limit=self.spread_limit,
             spread=spread([ours, *self._sketches.values()]),
         )
 

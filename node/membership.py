@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, suppress
 from statistics import median
 
+from node import sketch as sketches
 from node.addresses import sound
 from node.bounded import count
 from node.contact import MAX_FAILURES, Contact
@@ -28,6 +29,7 @@ from node.hello import (
     Refusal,
     Welcome,
 )
+from node.sketch import Sketch
 from node.suspicion import Suspicion
 from node.vigil import MAX_OFFSET_SECONDS, Vigil
 from protocols import wire
@@ -145,6 +147,12 @@ class Membership:
 
     def _offsets(self) -> list[float]:
         return [contact.offset_seconds for contact in self._contacts if contact.live and contact.round_trip_seconds]
+
+    def compare(self, mine: Sketch) -> dict[PeerId, Sketch]:
+        """Tell the others this sketch of our parameters from now on; returns those of the live, as they told last."""
+        self._greeter.sketch = sketches.pack(mine)
+        told = {each.peer: sketches.unpack(each.sketch) for each in self._contacts if each.live}
+        return {peer: numbers for peer, numbers in told.items() if numbers}
 
     def hint(self, peer: PeerId, addresses: Sequence[str] = (), told_by: PeerId = "") -> Contact | None:
         """A peer may be found there; returns its contact, if it can have one.

@@ -35,6 +35,7 @@ class RoundReport:
         group, messages, half_exchanges, mass_drift: where no anchor is shared, as `protocols.base.LooseSession` and
             `Contribution` have them; messages of all peers.
         spread: where none is shared, about max ‖θ_i − mean‖ / ‖mean‖ over the peers that are here, by their sketches.
+        spread_limit: what the run bears of that.
         held_out_loss: of the outer parameters after the round, nats per token of data that no peer trains on.
         loop_lag_p99_seconds, loop_lag_max_seconds: of the event loop, since the last report.
         rss_bytes: of the peer's processes: its own, the worker's, p2pd's.
@@ -72,6 +73,7 @@ class RoundReport:
     half_exchanges: int = 0
     mass_drift: float = 0.0
     spread: float = math.nan
+    spread_limit: float = math.nan
     held_out_loss: float = math.nan
     loop_lag_p99_seconds: float = 0.0
     loop_lag_max_seconds: float = 0.0

@@ -103,6 +103,10 @@ class Replica(Labour):
         if self._keeper:
             await self._keep_head(self._keeper.snapshots)
 
+    def took_part(self, report: RoundReport) -> bool:
+        """Whether that was a round of this peer's: not one that it only watched, or that was skipped."""
+        return report.peer in report.peers
+
     def _lacks_state(self) -> bool:
         """Whether the head's state is known not to be the one that we hold: a newcomer's, before it has caught up."""
         head = self.chain.at(self.chain.head.key.lineage)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import struct
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
@@ -23,6 +24,8 @@ Sketch: TypeAlias = tuple[float, ...]
 """`NUMBERS` numbers."""
 
 NUMBERS = 64
+PACKED_BYTES = 4 * NUMBERS
+_MOST = 1e30
 _PIECE = NUMBERS << 10
 """Elements that are projected at a time."""
 
@@ -64,6 +67,19 @@ def spread(sketches: Sequence[Sketch]) -> float:
     """About max ‖θ_i − mean‖ / ‖mean‖ over the peers; 0 of one alone, nan of none."""
     middle = mean(sketches)
     return max((distance(each, middle) for each in sketches), default=math.nan)
+
+
+def pack(numbers: Sketch) -> bytes:
+    """As it travels: float32, little-endian, `PACKED_BYTES`."""
+    return struct.pack(f"<{NUMBERS}f", *(max(-_MOST, min(_MOST, number)) for number in numbers))
+
+
+def unpack(data: bytes) -> Sketch | None:
+    """What a peer sent; None if it is no sketch."""
+    if len(data) != PACKED_BYTES:
+        return None
+    numbers = struct.unpack(f"<{NUMBERS}f", data)
+    return numbers if all(map(math.isfinite, numbers)) else None
 
 
 def furthest(sketches: Mapping[PeerId, Sketch]) -> tuple[PeerId, float]:

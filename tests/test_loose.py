@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from node.course import OwnCourse
 from node.loose import LooseReplica
 from node.outer import OuterSGD
 from node.round import RoundReport
@@ -120,8 +121,8 @@ class Peer:
         self.learner = Slope()
         self.trainer = InlineTrainer(self.learner, STEPS, 0.5)
         self.averager = Scripted(list(scripts))
-        anchor = torch.ones(ELEMENTS)
-        self.replica = LooseReplica(KEY, self.trainer, self.averager, OUTER, SimCompute(), anchor, snapshots)
+        course, anchor = OwnCourse(ME, KEY), torch.ones(ELEMENTS)
+        self.replica = LooseReplica(course, self.trainer, self.averager, OUTER, SimCompute(), anchor, snapshots)
 
     def play(self, rounds: int = 1) -> list[RoundReport]:
         async def main() -> list[RoundReport]:

@@ -213,7 +213,7 @@ def test_who_dials_but_cannot_be_dialled_back_is_not_live() -> None:
             await stream.send(greeting("x"))
             assert isinstance(await stream.receive(wire.MAX_HEADER_BYTES), Welcome)
             for number in range(5):
-                await stream.send(Pulse(number, 0.0, 0, False))
+                await stream.send(Pulse(number, 0.0, 0, False, b""))
                 assert wire.expect(await stream.receive(wire.MAX_HEADER_BYTES), Pulse).number == number
                 await asyncio.sleep(1.0)
             assert swarm.sees("a") == ["a"]
@@ -276,6 +276,23 @@ def test_a_goodbye_is_heard_at_once() -> None:
     play(body)
 
 
+def test_sketches_travel_with_the_pulses_and_nonsense_is_left_out() -> None:
+    async def body(swarm: Swarm) -> None:
+        for name in "abc":
+            swarm.start(name)
+        await until(lambda: all(len(swarm.sees(name)) == 3 for name in "abc"), 5.0)
+        told = tuple(float(number) for number in range(64))
+        assert swarm.members["a"].compare(told) == {}
+        swarm.members["c"]._greeter.sketch = b"\xff" * 256  # not numbers
+        await asyncio.sleep(2.0)
+        assert swarm.members["b"].compare(told) == {"a": told}
+        swarm.network.kill("a")
+        await asyncio.sleep(10.0)
+        assert swarm.members["b"].compare(told) == {}
+
+    play(body)
+
+
 def test_patience_adapts_between_its_bounds() -> None:
     quick, slow = Suspicion(0.0), Suspicion(0.0)
     for pulse in range(1, 60):
@@ -327,7 +344,7 @@ class Hostile:
                 await stream.send(self.hello())
                 await stream.receive(wire.MAX_HEADER_BYTES)
                 while pulses_each_second and loop.time() < until:
-                    await stream.send(Pulse(answered, 0.0, 1 << 40, False))
+                    await stream.send(Pulse(answered, 0.0, 1 << 40, False, b""))
                     await stream.receive(wire.MAX_HEADER_BYTES)
                     answered += 1
                     await asyncio.sleep(1 / pulses_each_second)

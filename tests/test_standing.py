@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from node.course import OwnCourse
 from node.life import loose_rounds
 from node.loose import ASTRAY_FACTOR, LooseReplica
 from node.outer import OuterSGD
@@ -201,8 +202,8 @@ def lives(spread_limit: float, start: float, rounds: int) -> dict[PeerId, list[R
         trainer = InlineTrainer(Paced(1000, seed=1), 2, 1.0)
         await trainer.write(anchor)
         averager = Pairs(host, settings, Alone)
-        key, outer = replace(KEY, round=0), OuterSGD(1e-3, 0.0)
-        replica = LooseReplica(key, trainer, averager, outer, host.compute, anchor, snapshots)
+        course, outer = OwnCourse(averager.me, replace(KEY, round=0)), OuterSGD(1e-3, 0.0)
+        replica = LooseReplica(course, trainer, averager, outer, host.compute, anchor, snapshots)
         replica.spread_limit, replica.lacks_state = spread_limit, name == "zoe" and not start
         replica.compare = lambda mine: (
             sketches.update({name: mine}) or {peer: each for peer, each in sketches.items() if peer != name}

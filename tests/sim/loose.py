@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
+from node.course import OwnCourse
 from node.life import loose_rounds
 from node.loose import LooseReplica
 from node.sketch import Sketch
 from node.tasks.paced import Paced
 from node.trainer import Step
 from protocols import LOOSE
-from protocols.base import Head as Position
 from protocols.base import Host, LooseAverager, Member, PeerId, RoundKey, Settings
 from protocols.snapshot import Snapshots
 from protocols.standing import Standings
@@ -109,8 +109,8 @@ class LooseWorld(World):
         averager = self.averager(host, settings)
         anchor = torch.empty(trainer.layout.sizes()[0])
         await trainer.read(anchor)
-        key = RoundKey(RUN, "run", bytes(32), 0)
-        replica = LooseReplica(key, trainer, averager, self.outer(), host.compute, anchor, snapshots)
+        course = OwnCourse(averager.me, RoundKey(RUN, "run", bytes(32), 0))
+        replica = LooseReplica(course, trainer, averager, self.outer(), host.compute, anchor, snapshots)
         replica.compare = lambda mine: self._compare(me, mine, host.members.live())
         self.replicas[me] = replica
         replica.spread_limit = SPREAD_LIMIT
@@ -129,8 +129,7 @@ class LooseWorld(World):
             background.cancel()
 
     def enters(self, replica: LooseReplica) -> None:
-        key, member = replica.key, replica.averager.me
-        self.entering(member.peer, Position(key, (member,), key.lineage, key.lineage))
+        self.entering(replica.averager.me.peer, replica.chain.head)
 
     async def restored(self, replica: LooseReplica) -> bool:  # type: ignore[override]
         """For worlds in which something outlives a process: whether this life has a state to start from."""
