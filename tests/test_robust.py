@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.robustness import table
 from node.trainer import InlineTrainer, Shift
 from protocols import robust
 from protocols.base import Outcome, Settings, Vector
@@ -205,6 +206,12 @@ def test_what_agrees_and_is_near_is_believed() -> None:
     rows = torch.cat([honest, (-0.5 * mean).repeat(7, 1)])
     for name in RULES:
         assert float((aggregate(name, rows) - 1 / 1000**0.5).norm()) > 0.6, name
+
+
+def test_the_figures_are_those_that_other_code_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert table(3)
+    monkeypatch.setitem(robust.RULES, "krum", robust.multi_krum)
+    assert not table(3), "and a rule that is another one is seen"
 
 
 # -- the judge --------------------------------------------------------------------------------------------------------
