@@ -84,9 +84,9 @@ class Mixing:
         parts = range(len(self.terms.plan.reducers))
         return tuple(dict.fromkeys(self.terms.reducer(part) for part in parts if part not in self._exchange.parts))
 
-    def lose(self, peer: PeerId) -> None:
-        """A peer is visibly gone."""
-        self._exchange.lose(peer, "gone")
+    def lose(self, peer: PeerId, why: str = "gone") -> None:
+        """Expect nothing more of a peer."""
+        self._exchange.lose(peer, why)
 
     @property
     def in_time(self) -> bool | None:

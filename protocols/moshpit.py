@@ -151,4 +151,8 @@ class Moshpit:
             raise PeerSilent(peer, "its group did not begin here") from None
         if opening.plan not in pit.mixings:
             raise PeerSilent(peer, "this peer is not in that group")
-        return pit.mixings[opening.plan], opening
+        mixing = pit.mixings[opening.plan]
+        if key != mixing.key:
+            mixing.lose(peer, "refused: a contribution to another group")
+            raise BadPayload("a contribution to another group than its plan's")
+        return mixing, opening

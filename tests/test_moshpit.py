@@ -1,0 +1,321 @@
+"""Moshpit over given states: exact means by tokens; groups fail alone; peers that are late, lie, fall silent, die."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from protocols.base import Deadline, Host, Member, Outcome, PeerId, Vector
+from protocols.codec import codec
+from tests.sim.network import SimNetwork
+from tests.sim.pits import Pits, Told
+
+LOSSES = ("nan", "infinity", "norm", "size", "huge-length", "endless-header", "garbage", "twice", "codec", "stale")
+
+
+def swarm(count: int, most: int = 8, elements: int = 1001, **options: object) -> Pits:
+    """Peers whose states are a run's: near each other, and each with a momentum."""
+    generator = torch.Generator().manual_seed(count)
+    common = torch.randn(elements, generator=generator)
+    states = [
+        [common + 0.1 * torch.randn(elements, generator=generator), torch.randn(elements, generator=generator)]
+        for _ in range(count)
+    ]
+    rng = random.Random(count)
+    return Pits(states, [rng.randrange(1000, 5000) for _ in range(count)], most=most, **options)  # type: ignore[arg-type]
+
+
+def mean_of(pits: Pits) -> torch.Tensor:
+    """By tokens, in float64, of the states as they are now."""
+    whole = [torch.cat(state).double() for state in pits.states]
+    total = sum(tokens * state for tokens, state in zip(pits.tokens, whole, strict=True))
+    assert isinstance(total, torch.Tensor)
+    return total / sum(pits.tokens)
+
+
+def off(state: Sequence[Vector], mean: torch.Tensor) -> float:
+    return float((torch.cat(list(state)).double() - mean).norm() / mean.norm())
+
+
+def same_bits_in_a_group(histories: dict[PeerId, list[Told]]) -> None:
+    held: dict[str, bytes] = {}
+    for told in (told for history in histories.values() for told in history if told.group):
+        bits = torch.cat(told.states).numpy().tobytes()
+        assert held.setdefault(told.group, bits) == bits
+
+
+def outcomes(history: Sequence[Told]) -> list[str]:
+    return [str(told.mean.outcome) for told in history]
+
+
+def named(histories: dict[PeerId, list[Told]], peer: PeerId) -> list[str]:
+    """What the others say of a peer."""
+    tellers = [history for teller, history in histories.items() if teller != peer]
+    return [blame.why for history in tellers for told in history for blame in told.mean.blamed if blame.peer == peer]
+
+
+# -- what it is for ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count, most", ((2, 8), (3, 8), (8, 8), (4, 2), (9, 3), (12, 4), (8, 2)))
+def test_a_full_grid_leaves_the_exact_mean_by_tokens(count: int, most: int) -> None:
+    """Unequal tokens, two vectors, one to three axes; to carry a peer's own tokens along would be far off."""
+    pits = swarm(count, most)
+    mean = mean_of(pits)
+    histories = pits.play()
+    assert all(off(state, mean) <= 1e-6 for state in pits.states)
+    assert {outcome for history in histories.values() for outcome in outcomes(history)} == {"committed"}
+    assert all(not told.mean.blamed and not told.half_exchanges for history in histories.values() for told in history)
+    same_bits_in_a_group(histories)
+
+
+def test_a_peer_alone_goes_on_at_once() -> None:
+    pits = swarm(1)
+    (told,) = pits.play()["p00"]
+    assert told.mean.outcome == Outcome.SKIPPED and told.seconds < 1.5
+
+
+def test_who_trained_on_nothing_takes_the_mean_and_changes_nothing() -> None:
+    pits = swarm(3)
+    pits.tokens = [2000, 0, 3000]
+    mean = mean_of(pits)
+    histories = pits.play()
+    assert all(off(state, mean) <= 1e-6 for state in pits.states)
+    assert all("p01" not in history[0].mean.peers for history in histories.values())
+
+
+def test_nobody_having_trained_nothing_is_averaged() -> None:
+    """The mean of nothing would be zero: a state that is lost."""
+    pits = swarm(3)
+    pits.tokens = [0, 0, 0]
+    before = [torch.cat(state) for state in pits.states]
+    histories = pits.play()
+    assert all(outcomes(history) == ["skipped"] for history in histories.values())
+    assert all(torch.equal(torch.cat(state), old) for state, old in zip(pits.states, before, strict=True))
+
+
+def test_a_grid_with_holes_comes_close_and_keeps_the_mean() -> None:
+    """With equal tokens the mean of all is what it was, whatever the lines' lengths; the spread falls to a tenth."""
+    pits = swarm(13, most=4)
+    pits.tokens = [1000] * 13
+    mean = mean_of(pits)
+    apart = max(off(state, mean) for state in pits.states)
+    pits.play(rounds=2)
+    assert max(off(state, mean) for state in pits.states) < 0.1 * apart
+    assert float((mean_of(pits) - mean).norm() / mean.norm()) < 1e-6
+
+
+def test_lossy_codecs_stay_within_their_bound() -> None:
+    pits = swarm(4, most=2, codec="int8")
+    mean = mean_of(pits)
+    bound = max(float(codec("int8").error_bound(vector).max()) for state in pits.states for vector in state)
+    pits.play()
+    assert all(float((torch.cat(state).double() - mean).abs().max()) <= 4.5 * bound for state in pits.states)
+
+
+def test_the_same_state_never_counts_twice() -> None:
+    histories = swarm(4, most=2).play(rounds=3)
+    for history in histories.values():
+        names = [name for told in history for each in told.mean.contributions.values() for name in each.messages]
+        assert len(names) == len(set(names)) > 6
+        assert all(len(name) <= 128 for name in names)
+
+
+# -- time --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_slow_peer_is_cut_and_counts_for_what_it_has() -> None:
+    """It has half of the others' speed or less: they do not wait for it, and it is in every group all the same."""
+    pits = swarm(4, train_seconds=(10.0, 10.0, 10.0, 60.0))
+    histories = pits.play(rounds=2)
+    assert all(outcomes(history) == ["committed"] * 2 for history in histories.values())
+    assert all(told.seconds < 16.0 and len(told.mean.peers) == 4 for told in histories["p00"])
+
+
+def test_who_comes_late_goes_where_the_others_are() -> None:
+    """One whose clock is rounds behind jumps to theirs, and commits it with them."""
+    pits = swarm(4, round_seconds=60.0)
+
+    def hold_up(network: SimNetwork) -> None:
+        for peer in ("p00", "p01", "p02"):
+            network.block("p03", peer)
+            network.block(peer, "p03")
+
+        def heal() -> None:
+            for peer in ("p00", "p01", "p02"):
+                network.heal("p03", peer)
+                network.heal(peer, "p03")
+
+        asyncio.get_running_loop().call_later(12.0, heal)
+
+    pits.before = hold_up
+    pits.train_seconds = (3.0, 3.0, 3.0, 29.0)
+    histories = pits.play(rounds=8)
+    rounds = [told.round for told in histories["p03"]]
+    assert rounds == sorted(set(rounds)) and rounds[0] > 0, "it jumped"
+    assert outcomes(histories["p03"])[-1] == "committed"
+    same_bits_in_a_group(histories)
+
+
+# -- what befalls a group stays in it ----------------------------------------------------------------------------------
+
+
+def test_two_lines_do_not_disturb_each_other() -> None:
+    """A member dies in the data phase of its first group: that group has no result, the others of the grid have."""
+    pits = swarm(4, most=2, elements=60_000)
+    deaths: list[PeerId] = []
+
+    def kill_in_data(network: SimNetwork) -> None:
+        def watch(peer: PeerId, number: int, way: str, other: PeerId) -> None:
+            mixing = pits.averagers["p03"]._pit.mixings if "p03" in pits.averagers else {}
+            if mixing and not deaths:
+                deaths.append("p03")
+                network.kill("p03")
+
+        network.watch = watch
+
+    pits.before = kill_in_data
+    histories = pits.play()
+    groups = [name for peer in ("p00", "p01", "p02") for name in histories[peer][0].mean.contributions]
+    assert deaths and groups
+    same_bits_in_a_group(histories)
+    assert all(told.seconds < 20.0 for peer in ("p00", "p01", "p02") for told in histories[peer])
+    completed = [peer for peer in ("p00", "p01", "p02") if histories[peer][0].mean.outcome == Outcome.COMMITTED]
+    assert len(completed) >= 2, "those in the other line"
+
+
+def points(pits: Pits, victim: PeerId) -> int:
+    """How many messages a peer sends and receives in a run without faults."""
+    pits.play()
+    return pits.network.nodes[victim].messages
+
+
+@pytest.mark.parametrize("first", range(4))
+def test_a_member_dies_at_every_message(first: int) -> None:
+    """The others end their round soon, and those who complete a group hold the same bits; every message is in
+    `python -m tests.sim.crashes --protocol moshpit`, here is every one of a group of three in four shares."""
+    count = points(swarm(3, elements=60), "p01")
+    assert count > 40
+    for number in range(1 + first, count + 1, 12):
+        pits = swarm(3, elements=60)
+
+        def kill(network: SimNetwork, number: int = number) -> None:
+            def watch(who: PeerId, message: int, way: str, other: PeerId) -> None:
+                if (who, message) == ("p01", number):
+                    network.kill(who)
+
+            network.watch = watch
+
+        pits.before = kill
+        histories = pits.play(rounds=2)
+        same_bits_in_a_group(histories)
+        for peer in ("p00", "p02"):
+            assert outcomes(histories[peer])[-1] == "committed", number
+            assert all(told.seconds < 30.0 for told in histories[peer]), number
+            assert all(bool(torch.isfinite(torch.cat(told.states)).all()) for told in histories[peer])
+
+
+@pytest.mark.parametrize("way", ("both", "from", "to"))
+def test_silence_costs_moments(way: str) -> None:
+    """A peer that neither hears nor is heard, or only one of it, from the middle of the first round on."""
+    pits = swarm(4, train_seconds=(2.0,) * 4)
+
+    def silence(network: SimNetwork) -> None:
+        def cut() -> None:
+            for peer in ("p00", "p01", "p03"):
+                if way != "to":
+                    network.block("p02", peer)
+                if way != "from":
+                    network.block(peer, "p02")
+
+        asyncio.get_running_loop().call_later(2.1, cut)
+
+    pits.before = silence
+    histories = pits.play(rounds=3)
+    same_bits_in_a_group(histories)
+    for peer in ("p00", "p01", "p03"):
+        assert outcomes(histories[peer])[-1] == "committed"
+        assert all(told.seconds < 30.0 for told in histories[peer])
+    assert all(told.seconds < 60.0 for told in histories["p02"])
+
+
+# -- liars -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lie", LOSSES)
+def test_a_liar_is_named_and_the_others_come_through(lie: str) -> None:
+    pits = swarm(4, elements=3000, lies={1: lie})
+    before = {peer: torch.cat(state) for peer, state in zip(pits.peers, pits.states, strict=True)}
+    histories = pits.play(rounds=2)
+    assert named(histories, "p01"), lie
+    for peer in ("p00", "p02", "p03"):
+        state = torch.cat(histories[peer][-1].states)
+        assert bool(torch.isfinite(state).all()) and float(state.norm()) < 2 * float(before[peer].norm())
+
+
+def test_a_state_of_another_length_is_left_out_and_named() -> None:
+    """Ten times as long is no state of this run; the others average without it."""
+    pits = swarm(4)
+    for vector in pits.states[2]:
+        vector.mul_(10.0)
+    histories = pits.play()
+    said = [blame for history in histories.values() for blame in history[0].mean.blamed]
+    assert any(blame.peer == "p02" and "norm" in blame.why for blame in said), "by others, or by itself as their caller"
+    assert outcomes(histories["p02"]) == ["skipped"]
+    for peer in ("p00", "p01", "p03"):
+        assert histories[peer][0].mean.peers == ("p00", "p01", "p03")
+
+
+# -- who meets whom ----------------------------------------------------------------------------------------------------
+
+
+class Nobody:
+    """Members of which none but this peer is in sight."""
+
+    version = 0
+
+    def __init__(self, me: Member) -> None:
+        self._me = me
+
+    def live(self) -> tuple[Member, ...]:
+        return (self._me,)
+
+    async def changed(self, since: int, deadline: Deadline) -> int:
+        await asyncio.sleep(max(0.0, deadline - asyncio.get_running_loop().time()))
+        return 0
+
+
+def test_peers_that_see_nobody_find_their_groups_in_the_directory() -> None:
+    """They keep coordinates of their own, which their positions in groups become; some rounds bring them close."""
+
+    def dress(host: Host) -> Host:
+        return replace(host, members=Nobody(Member(host.me)))
+
+    pits = swarm(4, most=4, told=0, dress=dress, train_seconds=(4.0,) * 4)
+    mean = mean_of(pits)
+    apart = max(off(state, mean) for state in pits.states)
+    histories = pits.play(rounds=4)
+    assert all("committed" in outcomes(history) for history in histories.values())
+    assert max(off(state, mean_of(pits)) for state in pits.states) < 0.5 * apart
+    same_bits_in_a_group(histories)
+
+
+def test_the_grid_follows_those_who_go() -> None:
+    """Nine on 3 x 3; when five of them die, the rest come to one group of four."""
+    pits = swarm(9, most=8)
+
+    def kill_some(network: SimNetwork) -> None:
+        for peer in ("p04", "p05", "p06", "p07", "p08"):
+            asyncio.get_running_loop().call_later(2.0, network.kill, peer)
+
+    pits.before = kill_some
+    histories = pits.play(rounds=3)
+    shapes = {averager._pit.grid.shape for peer, averager in pits.averagers.items() if peer < "p04"}  # type: ignore[union-attr]
+    assert shapes == {(8,)}
+    assert all(told.seconds < 20.0 for peer in ("p00", "p01", "p02", "p03") for told in histories[peer])
+    assert all(len(histories[peer][-1].mean.peers) == 4 for peer in ("p00", "p01", "p02", "p03"))
