@@ -16,8 +16,10 @@ from protocols.codec import codec
 from protocols.framing import FramedStream
 from protocols.gossip import Gossip
 from protocols.matching import pairwise
-from protocols.swap import EXCHANGE, HEADER_LIMIT, Answer, Ask, Message, Settle, Settled, Whole
+from protocols.swap import EXCHANGE, HEADER_LIMIT, Answer, Ask, Message, Settle, Settled, Swap, Whole
+from protocols.vectors import Flat
 from tests.sim.faults import Faults
+from tests.sim.faults import Message as At
 from tests.sim.gossiping import DONE, ROUND_SECONDS, RUN, Swarm, flat, head
 from tests.sim.host import Hearsay, sim_host
 from tests.sim.injection import Injector
@@ -246,8 +248,6 @@ def test_a_partner_that_falls_silent_at_any_message_costs_one_timeout(both: bool
     """Then either both have moved or neither, or somebody knows that one end may have moved alone."""
     for number in range(1, count_messages(2, 3)["p0"] + 1):
         faults = Faults()
-        from tests.sim.faults import Message as At
-
         at = At("p0", number)
         faults = faults.silence({"p0"}, {"p1"}, at) if both else faults.silence_one_way("p0", "p1", at)
         swarm = Swarm(2, jitter=3)
@@ -456,6 +456,31 @@ def test_a_question_of_another_life_or_of_a_stranger_is_not_heard() -> None:
 def test_what_was_not_begun_cannot_be_settled_for_good() -> None:
     _, found = play_knocks(Settle(KEY, Member("p1"), 100), QUESTION)
     assert found == ["False", "True"]
+
+
+def test_who_was_told_that_we_have_not_moved_can_rely_on_it() -> None:
+    """Its question what became of it overtakes its last word, which then comes too late."""
+    swarm, found = Swarm(2), list[str]()
+
+    async def asker() -> None:
+        loop, pairing = asyncio.get_running_loop(), swarm.gossips[1].pairing
+        async with swarm.network.transports["p1"].open("p0", EXCHANGE, loop.time() + 3.0) as stream:
+            await stream.send(QUESTION)
+            await stream.receive(HEADER_LIMIT)
+            await Swap(Flat(swarm.state[1]), pairing.codec, 16, pairing.host.compute).trade(stream)
+            found.extend(await knock(swarm, Settle(KEY, Member("p1"), QUESTION.sequence)))
+            with pytest.raises(PeerError):
+                await stream.send(Whole(KEY, Member("p1"), QUESTION.sequence))
+                await stream.receive(HEADER_LIMIT)
+
+    async def play() -> None:
+        lending = swarm.start(0, swarm.lending(0, 20.0))
+        await asyncio.sleep(0.1)
+        await swarm.start(1, asker())
+        await asyncio.wait([lending])
+
+    swarm.run(play)
+    assert found == ["False"] and not swarm.moved(0) and swarm.told[0][0].early == {}
 
 
 def test_no_other_message_opens_an_exchange() -> None:
