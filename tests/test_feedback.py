@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,7 @@ from tests.sim.world import Outcome as Played
 from tests.sim.world import play as play_world
 from tests.test_checkpoint import Disk, Worker, like
 from tests.test_round import ELEMENTS, ME, OTHER, RUN, Peer, Script, Scripted, lost, play, skipped
+from tests.test_sync_rounds import ROUND_SECONDS, Lives
 
 TOPK = codec("topk")
 WIDE = 5000
@@ -201,6 +204,33 @@ def test_a_restarted_peer_goes_on_to_the_same_bits(tmp_path: Path) -> None:
 
 
 # -- a whole swarm ----------------------------------------------------------------------------------------------------
+
+
+def test_who_replays_what_it_missed_owes_nothing_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And finds the parts of rounds of three and of four members, which are of different sizes."""
+    world = Lives("anna bert cleo dora", fork_peers=0, codec="topk", chunk_elements=4096)
+    forgotten: list[tuple[str, bool]] = []
+
+    async def main() -> None:
+        for name, life in world.lives.items():
+            life.replica.feedback = owed = Feedback(TOPK, len(life.replica.anchor), SimCompute())
+            monkeypatch.setattr(owed, "forget", partial(forget, name, owed, owed.forget))
+        await asyncio.sleep(2 * ROUND_SECONDS)
+        world.cut("dora", "anna bert cleo")
+        await asyncio.sleep(15 * ROUND_SECONDS)
+        world.cut("dora", "anna bert cleo", heal=True)
+        await asyncio.sleep(10 * ROUND_SECONDS)
+        assert world.together()
+        (report,) = world.lives["dora"].caught_up()
+        assert report.replayed_rounds > 0
+        assert forgotten == [("dora", True)]
+
+    def forget(name: str, owed: Feedback, real: Callable[[], None]) -> None:
+        forgotten.append((name, bool(owed.owed.any())))
+        real()
+        assert not owed.owed.any()
+
+    world.play(main)
 
 
 @cache
