@@ -7,6 +7,7 @@ from protocols.baselines import data_parallel, parameter_server, parameter_serve
 from protocols.butterfly import Butterfly
 from protocols.gossip import Gossip
 from protocols.moshpit import Moshpit
+from protocols.pushing import PushSum
 
 PROTOCOLS: dict[str, Callable[[Host, Settings], Butterfly]] = {"butterfly": Butterfly}
 """Every protocol by which peers share one anchor, by its name."""
@@ -14,6 +15,7 @@ PROTOCOLS: dict[str, Callable[[Host, Settings], Butterfly]] = {"butterfly": Butt
 LOOSE: dict[str, Callable[[Host, Settings], LooseAverager]] = {
     "gossip": Gossip,
     "moshpit": Moshpit,
+    "push_sum": PushSum,
     "data_parallel": data_parallel,
     "ring": ring,
     "parameter_server": parameter_server,
