@@ -12,6 +12,8 @@ from protocols.base import Member, PeerId
 AGAIN_SECONDS = 2.0
 """A peer whose stream broke has so long to take another, before it counts as gone."""
 DIAL_SECONDS = 5.0
+NUDGED_SECONDS = 0.25
+"""Before who calls us is tried again: it decides how often it calls."""
 WANTED_PAUSE_SECONDS = 10.0
 HINTED_PAUSE_SECONDS = 60.0
 MAX_BREAKS = 2
@@ -42,7 +44,8 @@ class Contact:
         nudge: set to try it soon.
         hurry: set to send it a pulse at once.
         watching: of the stream on which it is watched: moved to now, it ends.
-        task: what tends it.
+        task: what tends it; None while it rests.
+        rested: from when on it may be tried again, if it calls us; and from when on it is tried anyway.
     """
 
     peer: PeerId
@@ -67,6 +70,7 @@ class Contact:
     hurry: asyncio.Event = field(default_factory=asyncio.Event)
     watching: asyncio.Timeout | None = None
     task: asyncio.Task[None] | None = None
+    rested: tuple[float, float] = (0.0, 0.0)
 
     @property
     def member(self) -> Member | None:
@@ -82,6 +86,15 @@ class Contact:
         """Until the next try; doubles from one failure to the next."""
         limit = WANTED_PAUSE_SECONDS if wanted else HINTED_PAUSE_SECONDS
         return float(min(limit, 0.5 * 2 ** min(self.failures, 10)))
+
+    def rest(self, now: float, wanted: bool) -> None:
+        """Leave it alone for a while."""
+        self.nudge.clear()
+        self.rested, self.task = (now + NUDGED_SECONDS, now + self.pause_seconds(wanted)), None
+
+    def is_due(self, now: float) -> bool:
+        """Whether to try it: it does not rest any more."""
+        return self.task is None and now >= self.rested[0 if self.nudge.is_set() else 1]
 
     def called(self) -> None:
         """It has called us, so it can be called."""

@@ -60,8 +60,6 @@ MAX_REASONS = 256
 RETRY_SECONDS = 0.05
 CUT_FAILURES = 3
 """Tries in a row after which the connection to who was here is closed: the next one dials."""
-NUDGED_SECONDS = 0.25
-"""Before who calls us is tried again: it decides how often it calls."""
 MAX_TOLD_ADDRESSES = 6
 """Of each peer that is introduced: all of them together have to fit into one greeting."""
 MAX_BELIEVED_ADDRESSES = 4
@@ -161,7 +159,7 @@ class Membership:
             told_by: who told us; empty if we know it otherwise.
         """
         contact = self._contacts.add(peer, addresses, told_by)
-        if contact and self._group and contact.task is None:
+        if contact and self._group and contact.is_due(asyncio.get_running_loop().time()):
             contact.task = self._group.create_task(self._tend(contact))
         return contact
 
@@ -191,6 +189,8 @@ class Membership:
             for contact in self._contacts:
                 if gap and gap.line:
                     contact.doubt(now)
+                elif contact.task is None:
+                    self._wake(contact, now)
                 elif contact.watching is None or contact.greeted is None:  # a dial has a deadline of its own
                     continue
                 elif gap:
@@ -218,7 +218,7 @@ class Membership:
     # -- watching -----------------------------------------------------------------------------------------------------
 
     async def _tend(self, contact: Contact) -> None:
-        """Watch one peer; when that ends, try it again, ever more rarely."""
+        """Watch one peer; when that ends, it rests, ever longer, and holds no task meanwhile."""
         while True:
             contact.greeted = None
             if not contact.live and contact.is_doubtful():
@@ -236,24 +236,20 @@ class Membership:
             log.debug("%s: try %d: %s", contact.peer, contact.failures, why)
             if contact.failures == CUT_FAILURES and contact.hello:
                 await self._cut(contact)
-            wanted = self._contacts.wants(contact.peer)
-            nudged = await self._pause(contact, contact.pause_seconds(wanted))
-            if contact.failures > MAX_FAILURES and not wanted and not nudged:
-                return self._contacts.forget(contact)
+            return contact.rest(asyncio.get_running_loop().time(), self._contacts.wants(contact.peer))
+
+    def _wake(self, contact: Contact, now: float) -> None:
+        """Try one that rests, if its time has come or it has called us; who never answers, and nobody wants, goes."""
+        if not contact.is_due(now):
+            return
+        if contact.failures > MAX_FAILURES and not contact.nudge.is_set() and not self._contacts.wants(contact.peer):
+            self._contacts.forget(contact)
+        else:
+            self.hint(contact.peer)
 
     async def _cut(self, contact: Contact) -> None:
         with suppress(PeerError):
             await self._drop(contact.peer, asyncio.get_running_loop().time() + contact.patience_seconds)
-
-    async def _pause(self, contact: Contact, seconds: float) -> bool:
-        """Wait, less long if it calls us; returns whether it did."""
-        contact.nudge.clear()
-        await asyncio.sleep(NUDGED_SECONDS)
-        try:
-            async with asyncio.timeout(seconds - NUDGED_SECONDS):
-                return await contact.nudge.wait()
-        except TimeoutError:
-            return False
 
     async def _watched(self, contact: Contact) -> str:
         """Watch a peer for as long as it goes; returns why it ended."""

@@ -154,6 +154,24 @@ def test_a_killed_peer_is_gone_at_once_and_back_in_its_next_life() -> None:
     play(body)
 
 
+def test_the_dead_are_tried_again_and_again_and_hold_no_task_meanwhile() -> None:
+    async def body(swarm: Swarm) -> None:
+        for name in ("a", "b", "c"):
+            swarm.start(name)
+        await until(lambda: len(swarm.sees("a")) == 3, 5.0)
+        tasks = swarm.network.nodes["a"].process.tasks
+        before = len(tasks)
+        swarm.network.kill("c")
+        contact = {each.peer: each for each in swarm.members["a"].contacts()}["c"]
+        await until(lambda: contact.failures > MAX_FAILURES, 200.0)
+        await until(lambda: contact.task is None, 1.0)
+        assert len(tasks) < before
+        swarm.start("c")
+        assert await until(lambda: "c" in swarm.sees("a"), 5.0) < 2.0
+
+    play(body)
+
+
 def test_silence_makes_suspect_within_six_seconds_and_healing_brings_back() -> None:
     async def body(swarm: Swarm) -> None:
         for name in "abc":
