@@ -85,7 +85,8 @@ def soak(minutes: int) -> Scenario:
 def growth(play: Play) -> Mapping[str, Mapping[str, float]]:
     """Of each peer that lived through all of it: level -> what it grows by in an hour, as a share of its mean.
 
-    The slope of a straight line through its reports since the swarm was warm; nan where there are too few.
+    The slope of straight lines, equally steep, through its reports since the swarm was warm: one line for each number
+    of peers that a round had, since each peer more is a connection more. nan where there are too few.
     """
     found = {}
     for name, lives in play.lives.items():
@@ -93,17 +94,26 @@ def growth(play: Play) -> Mapping[str, Mapping[str, float]]:
             since = play.calm[1] + WARM_SECONDS
             warm = [each for each in play.histories[name] if each["outcome"] in DECIDED and each["time"] > since]
             found[name] = {
-                what: _slope([each["time"] / 3600 for each in warm], [each[what] for each in warm]) for what in LEVELS
+                what: slope([(len(each["peers"]), each["time"] / 3600, each[what]) for each in warm])
+                for what in LEVELS
             }
     return found
 
 
-def _slope(hours: Sequence[float], values: Sequence[float]) -> float:
-    if len(values) < 10:
+def slope(points: Sequence[tuple[int, float, float]]) -> float:
+    """Of (peers, hours, value), as a share of the mean value."""
+    if len(points) < 10:
         return math.nan
-    hour, value = sum(hours) / len(hours), sum(values) / len(values)
-    spread = sum((each - hour) ** 2 for each in hours)
-    return sum((x - hour) * (y - value) for x, y in zip(hours, values, strict=True)) / spread / value
+    lines: dict[int, list[tuple[float, float]]] = {}
+    for peers, hour, value in points:
+        lines.setdefault(peers, []).append((hour, value))
+    rise = spread = 0.0
+    for line in lines.values():
+        hour, value = (sum(each) / len(line) for each in zip(*line, strict=True))
+        rise += sum((x - hour) * (y - value) for x, y in line)
+        spread += sum((x - hour) ** 2 for x, _ in line)
+    level = sum(value for _, _, value in points) / len(points)
+    return rise / spread / level if spread and level else math.nan
 
 
 def main(arguments: list[str] | None = None) -> int:
