@@ -20,6 +20,9 @@ def test_more_peers_towards_the_end_are_no_leak() -> None:
     assert slope([(4 + (hour > 0.2), hour, 100.0 if hour > 0.2 else 80.0) for hour in HOURS]) == pytest.approx(0.0)
 
 
-@pytest.mark.parametrize("points", [[], [(4, 0.1, 1.0)] * 9, [(4, 0.1, 1.0)] * 20, [(4, hour, 0.0) for hour in HOURS]])
+@pytest.mark.parametrize(
+    "points",
+    [[], [(4, 0.1, 1.0)] * 9, [(place, place / 10, 1.0) for place in range(20)], [(4, hour, 0.0) for hour in HOURS]],
+)
 def test_too_little_says_nothing(points: list[tuple[int, float, float]]) -> None:
     assert math.isnan(slope(points))

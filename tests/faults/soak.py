@@ -94,8 +94,7 @@ def growth(play: Play) -> Mapping[str, Mapping[str, float]]:
             since = play.calm[1] + WARM_SECONDS
             warm = [each for each in play.histories[name] if each["outcome"] in DECIDED and each["time"] > since]
             found[name] = {
-                what: slope([(len(each["peers"]), each["time"] / 3600, each[what]) for each in warm])
-                for what in LEVELS
+                what: slope([(len(each["peers"]), each["time"] / 3600, each[what]) for each in warm]) for what in LEVELS
             }
     return found
 
