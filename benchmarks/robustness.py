@@ -42,6 +42,8 @@ PEERS = 16
 LIARS = {"none": 0, "reversed": 3, "alie": 7, "ipm": 7}
 TABLE_BOUND = 0.05
 DEFAULT_BOUND = 0.05
+DIVERGED = 1.0
+"""Twice the loss of the clean run is worse than no training."""
 
 # -- the table --------------------------------------------------------------------------------------------------------
 
@@ -205,7 +207,8 @@ def print_training(trials: Sequence[Trial], loss: Callable[[Trial], float]) -> b
     for trial in trials:
         clean = loss(replace(trial, rule="mean", attack="none"))
         change = loss(trial) / clean - 1
-        print(f"{trial.attack:10} {trial.rule:14} {trial.seed:>4} {loss(trial):>8.4f} {change:>+9.1%}")
+        told = f"{loss(trial):>8.4f} {change:>+9.1%}" if change < DIVERGED else f"{loss(trial):>8.2g}  diverged"
+        print(f"{trial.attack:10} {trial.rule:14} {trial.seed:>4} {told}")
         if (trial.rule, trial.attack) == ("mean", "reversed"):
             held = held and change <= DEFAULT_BOUND
     print(f"the default under three reversed ones, bound {DEFAULT_BOUND:+.0%}: {'held' if held else 'BROKEN'}")
