@@ -19,11 +19,12 @@ from contextlib import asynccontextmanager
 from protocols import wire
 from protocols.base import BadPayload, Deadline, Head, Header, Host, Member, PeerId, PeerSilent, Settings, Stream
 from protocols.census import Census, Here, check
-from protocols.codec import codec
+from protocols.codec import Codec, codec
 from protocols.gathering import Desk
 from protocols.grid import GROUP_MOST
 from protocols.mixing import DATA, PART, Mixing
-from protocols.pit import Pit, PitSession
+from protocols.pit import Pit
+from protocols.pitsession import PitSession
 from protocols.plan import offer_message
 from protocols.post import Ledger, Post, first_frame
 from protocols.tasks import Bell, together
@@ -33,6 +34,15 @@ TOLD = 64
 """Where more are live, a peer speaks with those of its line only."""
 ENTER_SECONDS = 10.0
 """Who was called opens streams to others that may not have heard of it yet."""
+
+
+STATE_CODECS = ("fp32", "fp16")
+"""What loses more than a round's work changes in a state would undo that work, in every group again."""
+
+
+def state_codec(name: str) -> Codec:
+    """In what form states travel in a run whose codec that is: whole, where it is made for pseudo-gradients."""
+    return codec(name if name in STATE_CODECS else "fp32")
 
 
 class Moshpit:
@@ -50,9 +60,8 @@ class Moshpit:
         self.me = Member(host.me, settings.incarnation)
         self.ledger = Ledger()
         self._post = Post(host, CONTROL, self.ledger)
-        desk = Desk(
-            host, settings, codec(settings.codec), self.me, self.ledger, self._post, Census(self.me), Bell()
-        )  # fmt: skip
+        used, census = state_codec(settings.codec), Census(self.me)
+        desk = Desk(host, settings, used, self.me, self.ledger, self._post, census, Bell())
         self._pit = Pit(desk, most, told)
         self._session: PitSession | None = None
         host.transport.serve(CONTROL, self._on_control)

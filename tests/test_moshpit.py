@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from protocols.base import Deadline, Host, Member, Outcome, PeerId, Vector
-from protocols.codec import codec
 from tests.sim.network import SimNetwork
 from tests.sim.pits import Pits, Told
 
@@ -110,12 +109,16 @@ def test_a_grid_with_holes_comes_close_and_keeps_the_mean() -> None:
     assert float((mean_of(pits) - mean).norm() / mean.norm()) < 1e-6
 
 
-def test_lossy_codecs_stay_within_their_bound() -> None:
-    pits = swarm(4, most=2, codec="int8")
+@pytest.mark.parametrize("name", ("fp16", "int8"))
+def test_states_travel_whole_where_the_codec_would_cost_a_rounds_work(name: str) -> None:
+    """int8 is for pseudo-gradients; half precision loses 2**-11 of a number at most, once on either way."""
+    pits = swarm(4, most=2, codec=name)
     mean = mean_of(pits)
-    bound = max(float(codec("int8").error_bound(vector).max()) for state in pits.states for vector in state)
+    largest = max(float(vector.abs().max()) for state in pits.states for vector in state)
     pits.play()
-    assert all(float((torch.cat(state).double() - mean).abs().max()) <= 4.5 * bound for state in pits.states)
+    worst = max(float((torch.cat(state).double() - mean).abs().max()) for state in pits.states)
+    assert worst <= (4 * 2**-11 * largest if name == "fp16" else 1e-5)
+    assert worst > 1e-5 or name == "int8"
 
 
 def test_the_same_state_never_counts_twice() -> None:

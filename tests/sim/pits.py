@@ -10,7 +10,7 @@ import torch
 
 from protocols.base import Head, Host, Mean, Member, PeerId, RoundKey, Settings, Vector, Work
 from protocols.moshpit import Moshpit
-from protocols.pit import PitSession
+from protocols.pitsession import PitSession
 from tests.sim import loop as simloop
 from tests.sim.host import Entries, sim_host
 from tests.sim.lies import LyingStream
