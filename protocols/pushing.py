@@ -201,7 +201,7 @@ class PushSum:
         for share, _ in list(self._kept.values()):
             to = share.to
             if to in live.values():
-                counted = await self._recall(session, share)
+                counted = None if self._patience.resting(to.peer, now) else await self._recall(session, share)
             elif to.peer in live:
                 counted = False  # of an earlier life: it is over
             elif now - self._unseen[to] >= BURIAL_SECONDS:
@@ -217,14 +217,17 @@ class PushSum:
                 session.count(self.me.peer, 1, name, share.weight / self.book.weight)
 
     async def _recall(self, session: LendingSession, share: Share[float]) -> bool | None:
-        peer = share.to.peer
-        deadline = asyncio.get_running_loop().time() + self._patience.answer_seconds(peer)
+        peer, began = share.to.peer, asyncio.get_running_loop().time()
+        deadline = began + self._patience.answer_seconds(peer)
         recall = Recall(session.key, self.me, share.sequence, share.to)
         try:
             async with self.host.transport.open(peer, PUSH, deadline) as stream, self.ledger.counting(stream):
                 await stream.send(recall)
                 return (await hear(stream, Taken, recall)).counted
         except (PeerError, BadPayload):
+            now = asyncio.get_running_loop().time()
+            if now >= deadline:
+                self._patience.late(peer, now, now - began)
             return None
 
     # -- taking -------------------------------------------------------------------------------------------------------

@@ -22,6 +22,9 @@ from tests.sim.injection import Injector
 from tests.sim.lies import LyingStream
 from tests.sim.network import SimNetwork, Trace
 
+REST_SECONDS = 60.0
+"""Who cost a timeout may be spoken to again."""
+
 
 def pushers(count: int, **options: Any) -> Swarm:
     return Swarm(count, protocol=PushSum, **options)
@@ -57,8 +60,9 @@ def play(swarm: Swarm, faults: Faults, rounds: int = 1, healed: int = 0) -> None
         await asyncio.sleep(5.0)
         if healed:
             injector.heal()
-            await asyncio.sleep(20.0)
+            await asyncio.sleep(REST_SECONDS)
             await asyncio.wait([swarm.start(index, life(index, rounds, healed)) for index in range(swarm.count)])
+            await asyncio.sleep(REST_SECONDS)
             await settle(swarm, rounds + healed)
 
     swarm.run(main)
