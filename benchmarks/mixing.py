@@ -52,14 +52,32 @@ gossip beside our ring and their SGP beside our push-sum; N = 1024 is of the pap
 GROUPS = ((16, 4), (32, 8), (48, 4), (128, 32), (1024, 32))
 GROUPS_BOUND = 0.02
 PANELS = ((1024, 0.0), (1024, 0.005), (768, 0.005))
+COLOURS = {
+    "all-reduce": "#000000",
+    "ring": "#9ad2f3",
+    "torus": "#56b4e9",
+    "exponential": "#0072b2",
+    "one-peer exponential": "#009e73",
+    "random matching": "#2f5597",
+    "push-sum": "#7fd1b9",
+    "groups of 32": "#8c8c8c",
+    "Moshpit 32 x 32": "#d55e00",
+    "Moshpit 8 x 8 x 8": "#b06000",
+    "Moshpit seats of 32": "#e69f00",
+    "Moshpit seats of 8": "#cc79a7",
+}
+"""Of each family a tone: all-reduce, gossip, push-sum, random groups, Moshpit."""
 STYLES = ("-", "--", "-.", ":")
+DRAWN_TO = 1e-12
 
 
-def mixed(name: str, peers: int, failure: float, options: argparse.Namespace) -> list[Trial] | None:
+def mixed(
+    name: str, peers: int, failure: float, options: argparse.Namespace, until: float = BOUNDS[-1]
+) -> list[Trial] | None:
     """So many trials; None where there are more peers than cells."""
     try:
         return [
-            simulate(MIXERS[name], peers, failure, options.rounds, seed, options.elements, BOUNDS[-1])
+            simulate(MIXERS[name], peers, failure, options.rounds, seed, options.elements, until)
             for seed in range(options.trials)
         ]
     except TooMany:
@@ -141,9 +159,10 @@ def draw(options: argparse.Namespace) -> None:
     panels = figure.subplots(1, len(PANELS), sharey=True)
     for axes, (peers, failure) in zip(panels, PANELS, strict=True):
         for place, name in enumerate(options.only or MIXERS):
-            if trials := mixed(name, peers, failure, options):
-                axes.semilogy(_course(trials), label=name, linestyle=STYLES[place % len(STYLES)], linewidth=1.6)
-        axes.set(title=f"{peers} peers, down with p = {failure:g}", xlabel="round", ylim=(1e-10, 2.0))
+            if trials := mixed(name, peers, failure, options, DRAWN_TO):
+                style = STYLES[place % len(STYLES)]
+                axes.semilogy(_course(trials), label=name, color=COLOURS[name], linestyle=style, linewidth=1.7)
+        axes.set(title=f"{peers} peers, down with p = {failure:g}", xlabel="round", xlim=(0, 40), ylim=(1e-10, 2.0))
         axes.axhline(BOUNDS[-1], color="#8c8c8c", linewidth=0.8)
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("variance over the peers")

@@ -1,0 +1,244 @@
+"""What peers learn by each protocol at equal tokens, and what it costs them when some fail in every round.
+
+    python -m benchmarks.protocols --json FILE [--resume] [--seeds 5] [--preset w64] [--peers 8] [--failures 0 .1 .3]
+
+one-worker      as many tokens as all peers together, one step after the other: plain AdamW, nobody fails
+data-parallel   the gradient is averaged in every step, and one AdamW step follows it (`protocols.baselines` says why
+                that one is here): H times the messages of the others
+butterfly       DiLoCo: one mean of the pseudo-gradients in each round, one outer step of all
+moshpit         each peer steps by itself; states are averaged in groups of four, along both axes of a grid
+gossip          the same, in pairs that each round draws
+
+Real training on real text, averaged in memory by the pure schedules of `protocols`: what peers and networks do to that
+is measured elsewhere. In each round each peer is down with the same probability, the same peers for all protocols
+(drawn again if nobody would be up). Who is down trains, but does not meet anybody: by the butterfly its work is lost,
+and it goes on with the others' anchor; by Moshpit and gossip it goes on from its own state; data parallel it has no
+part in any step of the round, and the others do not stop for it, which a barrier would. Losses are held out, in nats
+per byte: of the one model, or the mean over the peers' own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import fmean, stdev
+
+import torch
+
+from benchmarks.book import Book, History, perform_all
+from benchmarks.learning import LabMember, Run, alone, in_memory
+from benchmarks.mixers import MIXERS, Mixer, moshpit_seats
+from node.outer import OuterSGD
+from node.tasks.gpt import GptTask, preset
+from node.tasks.text import load
+from node.trainer import AdamWLearner, Shift
+from protocols.grid import shape_for
+from tests.sim.arguments import Parser, at_least, at_least_one
+
+ARMS = ("one-worker", "data-parallel", "butterfly", "moshpit", "gossip")
+GROUP_MOST = 4
+"""Of Moshpit: eight peers are one group by default, which is the butterfly without a vote."""
+EVALUATE_EVERY = 4
+"""Rounds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One training run, decided by its fields alone."""
+
+    protocol: str
+    peers: int
+    rounds: int
+    inner_steps: int
+    preset: str
+    seed: int
+    failure: float
+
+    def name(self) -> str:
+        sizes = f"peers={self.peers} rounds={self.rounds} H={self.inner_steps}"
+        return f"{self.preset} {self.protocol} {sizes} failure={self.failure:g} {self.seed}"
+
+    def run(self) -> Run:
+        """The same for the laboratory of one anchor."""
+        return Run(self.peers, self.rounds, self.inner_steps, self.preset, self.seed)
+
+
+def up(arm: Arm, number: int) -> list[bool]:
+    """Who is up in a round: the same for all protocols."""
+    draw = random.Random(f"{arm.seed}/down/{arm.failure}/{number}")
+    while True:
+        found = [draw.random() >= arm.failure for _ in range(arm.peers)]
+        if any(found):
+            return found
+
+
+class _Streams:
+    """A task whose batches come from the streams of those who are up, one after the other."""
+
+    def __init__(self, task: GptTask, seed: int, peers: int) -> None:
+        self.module, self.loss, self.evaluate = task.module, task.loss, task.evaluate
+        self._task, self._seed = task, seed
+        self._positions = [0] * peers
+        self._due: list[int] = []
+        self.up: list[int] = []
+
+    def batch(self, seed: int, position: int) -> tuple[torch.Tensor, ...]:
+        self._due = self._due or list(self.up)
+        peer = self._due.pop(0)
+        self._positions[peer] += 1
+        return self._task.batch(1000 * self._seed + peer, self._positions[peer] - 1)
+
+
+class Pooled(AdamWLearner):
+    """One AdamW step by the mean gradient over a batch of each peer that is up: synchronous data parallel training."""
+
+    def __init__(self, arm: Arm) -> None:
+        settings = preset(arm.preset)
+        self._one = replace(settings.recipe, inner_steps=arm.inner_steps, rounds=arm.rounds)
+        self._streams = _Streams(GptTask(settings, load(), arm.seed), arm.seed, arm.peers)
+        super().__init__(self._streams, self._one, seed=arm.seed)
+
+    def among(self, peers: Sequence[int]) -> None:
+        """From now on these take part."""
+        self._streams.up = list(peers)
+        self._recipe = replace(self._one, batches=self._one.batches * len(peers))
+
+
+def data_parallel(arm: Arm) -> History:
+    learner, history = Pooled(arm), History()
+    for number in range(arm.rounds):
+        learner.among([peer for peer, here in enumerate(up(arm, number)) if here])
+        for step in range(arm.inner_steps):
+            learner.step(number, step)
+        if _evaluated(arm, number):
+            history.append(((number + 1) * arm.inner_steps, learner.evaluate()))
+    return history
+
+
+def butterfly(arm: Arm) -> History:
+    return in_memory(arm.run(), [[float(here) for here in up(arm, number)] for number in range(arm.rounds)])
+
+
+def loose(arm: Arm, mixer: Mixer, passes: int) -> History:
+    """Peers that step by themselves and average states.
+
+    Args:
+        passes: how often the mixer is applied in each round.
+    """
+    shifts = [Shift(LabMember(arm.run(), index), arm.inner_steps) for index in range(arm.peers)]
+    recipe, history = preset(arm.preset).recipe, History()
+    outer = OuterSGD(recipe.outer_learning_rate, recipe.outer_momentum)
+    states = torch.stack([shift.learner.vectors[0] for shift in shifts])
+    states = torch.cat([states, torch.zeros_like(states)], dim=1)
+    size = states.shape[1] // 2
+    for number in range(arm.rounds):
+        for shift, state in zip(shifts, states, strict=True):
+            shift.begin(number)
+            for _ in range(arm.inner_steps):
+                shift.step()
+            outer.step(state[:size], state[size:], state[:size] - shift.learner.vectors[0])
+        here, mixed = torch.tensor(up(arm, number)), states.double()
+        for step in range(passes):
+            mixed = mixer(number * passes + step, here, mixed)
+        states = mixed.float()
+        for shift, state in zip(shifts, states, strict=True):
+            shift.write(state[:size])
+        if _evaluated(arm, number):
+            history.append(((number + 1) * arm.inner_steps, fmean(shift.evaluate() for shift in shifts)))
+    return history
+
+
+def _evaluated(arm: Arm, number: int) -> bool:
+    return (number + 1) % EVALUATE_EVERY == 0 or number + 1 == arm.rounds
+
+
+def perform(arm: Arm) -> tuple[History, float]:
+    """A run's history and the seconds that it took."""
+    torch.set_num_threads(1)
+    began, rng = time.perf_counter(), random.Random(f"{arm.seed}/mixing")
+    if arm.protocol == "one-worker":
+        history = alone(replace(arm.run(), peers=0, rounds=arm.rounds * arm.peers))
+    elif arm.protocol == "data-parallel":
+        history = data_parallel(arm)
+    elif arm.protocol == "butterfly":
+        history = butterfly(arm)
+    elif arm.protocol == "moshpit":
+        history = loose(arm, moshpit_seats(GROUP_MOST)(arm.peers, rng), len(shape_for(arm.peers, GROUP_MOST)))
+    else:
+        history = loose(arm, MIXERS["random matching"](arm.peers, rng), 1)
+    return history, time.perf_counter() - began
+
+
+def wanted(options: argparse.Namespace) -> Iterator[Arm]:
+    recipe = preset(options.preset).recipe
+    rounds, steps = options.rounds or recipe.rounds, options.inner_steps or recipe.inner_steps
+    for protocol in options.only or ARMS:
+        for failure in options.failures if protocol != "one-worker" else (0.0,):
+            for seed in range(options.seeds):
+                yield Arm(protocol, options.peers, rounds, steps, options.preset, seed, failure)
+
+
+def print_all(arms: Sequence[Arm], book: Book) -> None:
+    """Every seed; and each arm paired with data parallel training and with itself without failures."""
+    by_kind: dict[tuple[str, float], list[float]] = {}
+    for arm in arms:
+        by_kind.setdefault((arm.protocol, arm.failure), []).append(book.loss(arm))
+    seeds = max(len(losses) for losses in by_kind.values())
+    print(f"\nheld-out loss, nats per byte\n{'protocol':<15} {'failure':>7}", end="")
+    print("".join(f"  seed {seed:>2}" for seed in range(seeds)), "    mean   to data-parallel      to no failures")
+    for (protocol, failure), losses in by_kind.items():
+        beside = [by_kind.get(("data-parallel", 0.0)), by_kind.get((protocol, 0.0)) if failure else None]
+        paired = "".join(f"{_paired(losses, other) if other else '':>20}" for other in beside)
+        print(
+            f"{protocol:<15} {failure:>7g}",
+            "".join(f"{loss:>9.4f}" for loss in losses),
+            f"{fmean(losses):>8.4f}",
+            end="",
+        )
+        print(paired)
+
+
+def _paired(losses: Sequence[float], others: Sequence[float]) -> str:
+    found = [loss / other - 1 for loss, other in zip(losses, others, strict=True)]
+    spread = f" ± {stdev(found):.2%}" if len(found) > 1 else ""
+    return f"{fmean(found):+.2%}{spread}"
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser("python -m benchmarks.protocols", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--json", type=Path, required=True, help="where the runs are kept")
+    parser.add_argument("--resume", action="store_true", help="go on with the runs in that file")
+    parser.add_argument("--seeds", type=at_least_one, default=5, help="default %(default)s")
+    parser.add_argument("--preset", default="w64", help="default %(default)s")
+    parser.add_argument("--peers", type=partial(at_least, 2), default=8, help="default %(default)s")
+    parser.add_argument("--failures", type=float, nargs="+", default=(0.0, 0.1, 0.3), help="default %(default)s")
+    parser.add_argument("--rounds", type=at_least_one, help="default: the preset's")
+    parser.add_argument("--inner-steps", type=at_least_one, help="default: the preset's")
+    parser.add_argument("--only", choices=ARMS, nargs="+", help="these alone")
+    parser.add_argument("--workers", type=at_least_one, help="runs at a time; default: as many as there are cores")
+    options = parser.parse_args(arguments)
+    if not all(0 <= failure < 1 for failure in options.failures):
+        parser.error("argument --failures: probabilities from 0 to below 1")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    try:
+        arms, book = list(wanted(options)), Book(options.json, options.resume)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    perform_all(arms, book, perform, options.workers)
+    print_all(arms, book)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
