@@ -1,0 +1,157 @@
+"""What peers say of where they stand: what is refused, what is old, and what follows from it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from protocols import wire
+from protocols.base import BadPayload, Member
+from protocols.census import DONE, TRAINING, UNHEARD_SECONDS, WAITING, Census, Here, check
+from protocols.wire import Offer
+
+ME = Member("p0")
+OFFER = Offer(Member("p1"), 5, 1.0, 0.0, True, False, 1e6, bytes(32), b"s")
+HERE = Here(
+    run=bytes(32), scope="run", round=3, sender=Member("p1"), number=1, since=2, shape=(4, 3), index=(3, 2), holds=2,
+    axis=0, stage=TRAINING, complete=False, leaving=False, step_seconds=0.5, follows="", offer=(),
+)  # fmt: skip
+
+
+def word(peer: str, number: int = 1, **changes: object) -> Here:
+    return replace(HERE, sender=Member(peer), number=number, **changes)  # type: ignore[arg-type]
+
+
+def census(*words: Here, at: float = 10.0, live: int = 0) -> Census:
+    """One that has heard these, and sees so many others besides."""
+    found = Census(ME)
+    members = [ME, *(each.sender for each in words), *(Member(f"q{number}") for number in range(live))]
+    found.look(members, (), at)
+    for each in words:
+        assert found.take(each, at)
+    return found
+
+
+def test_a_word_travels() -> None:
+    waiting = replace(HERE, stage=WAITING, axis=1, follows="p2", offer=(OFFER,))
+    for each in (HERE, waiting):
+        assert wire.decode(wire.encode(each)) == each
+        check(each, "p1")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    (
+        {"sender": Member("p2")},
+        {"shape": (), "index": ()},
+        {"shape": (4, 1), "index": (3, 0)},
+        {"shape": (32,) * 8, "index": (0,) * 8},
+        {"index": (4, 2)},
+        {"index": (3,)},
+        {"axis": 2},
+        {"holds": 0},
+        {"holds": 3},
+        {"stage": WAITING},
+        {"stage": DONE, "offer": (OFFER,)},
+        {"stage": WAITING, "offer": (replace(OFFER, member=Member("p2")),)},
+    ),
+)
+def test_what_no_peer_says_of_itself_is_refused(changes: dict[str, object]) -> None:
+    with pytest.raises(BadPayload):
+        check(replace(HERE, **changes), "p1")  # type: ignore[arg-type]
+
+
+def test_every_part_of_a_key_counts() -> None:
+    """Run, scope, round, shape, axis and line; and nothing else: not the coordinate along the axis, nor the sender."""
+    keys = {HERE.key(0).lineage, HERE.key(1).lineage}
+    for changes in ({"run": bytes([1] * 32)}, {"scope": "run/x"}, {"round": 4}, {"shape": (5, 3)}, {"index": (3, 1)}):
+        keys.add(replace(HERE, **changes).key(0).lineage)  # type: ignore[arg-type]
+    assert len(keys) == 7
+    assert replace(HERE, index=(1, 2), sender=ME, since=9, number=7, stage=DONE).key(0) == HERE.key(0)
+
+
+def test_old_words_change_nothing() -> None:
+    found = census(word("p1", 5, round=4))
+    assert not found.take(word("p1", 5, round=9), 11.0)
+    assert not found.take(word("p1", 4, round=9), 11.0)
+    assert found.here("p1") == word("p1", 5, round=4)
+    later = replace(word("p1", 1, round=0), sender=Member("p1", 1))
+    assert found.take(later, 12.0), "a later life begins to count again"
+    assert found.here("p1") is None, "and is not heard before it is in sight"
+    found.look([ME, Member("p1", 1)], (), 13.0)
+    assert found.here("p1") == later
+
+
+def test_who_is_out_of_sight_is_forgotten() -> None:
+    found = census(word("p1"), word("p2"))
+    found.look([ME, Member("p2")], (), 20.0)
+    assert [each.sender.peer for each in found.words()] == ["p2"]
+    found.look([ME], ("p2",), 21.0)
+    assert [each.sender.peer for each in found.words()] == ["p2"], "found in the directory, it is in sight"
+
+
+def test_who_is_present() -> None:
+    """Those of this round and of the one before; who has just come and not yet spoken; nobody who says nothing."""
+    found = census(word("p1", round=3), word("p2", round=2), word("p3", round=1), word("p4", round=9), live=1)
+    assert found.present(3, 10.0) == ["p0", "p1", "p2", "p4", "q0"]
+    assert found.present(3, 10.0 + UNHEARD_SECONDS) == ["p0", "p1", "p2", "p4"]
+
+
+def test_one_liar_does_not_move_the_clock() -> None:
+    liar = word("p9", round=1 << 40)
+    assert census().ahead(3) == 3
+    assert census(word("p1", round=5)).ahead(3) == 5
+    assert census(*(word(f"p{n}", round=3) for n in range(1, 5)), liar).ahead(3) == 3
+    assert census(*(word(f"p{n}", round=6) for n in range(1, 5)), liar).ahead(3) == 6
+    assert census(word("p1", round=1), word("p2", round=2)).ahead(3) == 3, "the clock does not go back"
+
+
+def test_when_training_stops() -> None:
+    """As a coordinator calls a round: all are ready, or two thirds and a little more time."""
+    mine = replace(HERE, sender=ME)
+    others = [word(f"p{n}", complete=True) for n in (1, 2)]
+    assert census(*others).due(mine, 10.0, began=0.0, worked=True, now=10.0) == 0.0
+    slow = [*others, word("p3"), word("p4")]
+    assert census(*slow).due(mine, math.inf, 0.0, True, 10.0) == pytest.approx(15.0)
+    assert census(*slow).due(mine, 10.0, 0.0, True, 10.0) == pytest.approx(15.0)
+    assert census(*slow[:-1]).due(mine, 10.0, 0.0, True, 10.0) == pytest.approx(11.0)
+    assert census(word("p1"), word("p2"), word("p3")).due(mine, 10.0, 0.0, True, 10.0) is None
+    waiting = word("p1", stage=WAITING, offer=(OFFER,))
+    assert census(waiting).due(mine, 10.0, 0.0, True, 10.0) == 0.0, "who was cut is done, too"
+
+
+def test_who_leaves_is_not_kept_waiting() -> None:
+    mine, leaver = replace(HERE, sender=ME), word("p1", leaving=True)
+    assert census(leaver, word("p2")).due(mine, math.inf, 7.0, worked=True, now=10.0) == 7.0
+    assert census(leaver, word("p2")).due(mine, math.inf, 7.0, worked=False, now=10.0) == 9.0
+    assert census(word("p2")).due(replace(mine, leaving=True), math.inf, 7.0, True, 10.0) == 7.0
+
+
+def test_who_may_come_to_a_line() -> None:
+    """Those of the same round and grid whose cell is on it, and who are not past it."""
+    mine = replace(HERE, sender=ME, index=(0, 2))
+    on = [word("p1", index=(1, 2)), word("p2", index=(2, 2), stage=WAITING, offer=(OFFER,))]
+    off = [
+        word("p3", index=(1, 1)),
+        word("p4", index=(1, 2), stage=DONE),
+        word("p5", index=(1, 2), axis=1),
+        word("p6", index=(1, 2), round=4),
+        word("p7", index=(1, 2), shape=(5, 3)),
+    ]
+    assert set(census(*on, *off).line(mine, 0)) == {"p1", "p2"}
+    assert set(census(*on, word("p8", index=(0, 1), holds=1), word("p9", index=(0, 0))).line(mine, 1)) == {"p9"}
+
+
+def test_patience_follows_what_was_seen() -> None:
+    """Half as long again as the slowest took, bounded by what training took; less for who has not come before."""
+    slow = word("p1", step_seconds=8.0)
+    found = census(slow)
+    assert found.patience_seconds([], 2.0, 10.0) == 3.0
+    assert found.patience_seconds([slow], 2.0, 10.0) == 12.0
+    assert found.patience_seconds([replace(slow, step_seconds=1e6)], 2.0, 10.0) == 15.0
+    found.missed(["p1"])
+    assert found.patience_seconds([slow], 2.0, 10.0) == 6.0
+    found.came("p1", 4.0)
+    assert found.patience_seconds([replace(slow, axis=1)], 2.0, 10.0) == 6.0
