@@ -10,6 +10,7 @@ import errno
 import json
 import logging
 import os
+from collections import deque
 from pathlib import Path
 
 from node.report import RoundReport, Totals
@@ -20,10 +21,13 @@ log = logging.getLogger(__name__)
 
 _MAX_LINE_BYTES = 1 << 20
 _MAX_TOTALS_BYTES = 4096
+MAX_WAITING_BYTES = 8 << 20
+AT_ONCE = 16
+"""Lines that are made up for with one new one: each is an access to the file."""
 
 
 class Journal:
-    """Appends reports. A full disk costs lines, not rounds.
+    """Appends reports. On a full disk they wait in memory, some thousands of them; rounds go on.
 
     Attributes:
         totals: of all reports so far, former lives' among them.
@@ -35,6 +39,7 @@ class Journal:
         self._path, self._totals_path = path, path.with_name("totals.json")
         self.totals = self._remembered()
         self._failing = False
+        self._waiting: deque[bytes] = deque()
 
     def write(self, report: RoundReport) -> None:
         """Add a line.
@@ -44,13 +49,19 @@ class Journal:
         """
         self.last = report
         self.totals.add(report)
+        self._waiting.append(f"{to_json(report)}\n".encode())
+        while sum(map(len, self._waiting)) > MAX_WAITING_BYTES:
+            self._waiting.popleft()
         try:
-            self._append(f"{to_json(report)}\n".encode())
+            for _ in range(min(AT_ONCE, len(self._waiting))):
+                self._append(self._waiting[0])
+                self._waiting.popleft()
             self._remember()
             self._failing = False
         except OSError as error:
             if not self._failing:
-                log.warning("cannot write %s (%s): rounds go on, their lines are lost", self._path, error.strerror)
+                why = error.strerror or error
+                log.warning("cannot write %s (%s): rounds go on, their lines wait in memory", self._path, why)
             self._failing = True
 
     def _append(self, line: bytes) -> None:

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from node.journal import Journal
+from node.journal import AT_ONCE, Journal
 from node.report import RoundReport
+from node.status import to_json
 from node.turning import KEEP_FILES
 
 REPORT = RoundReport(
@@ -63,7 +64,7 @@ def test_a_line_that_a_crash_cut_off_spoils_no_other(tmp_path: Path, torn: bytes
     assert [line["round"] for line in lines(path)] == [0, 1]
 
 
-def test_a_full_disk_costs_lines_is_told_once_and_leaves_no_pieces(
+def test_a_full_disk_is_told_once_leaves_no_pieces_and_costs_no_lines(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A real limit on the size of files: what is written beyond it is cut off."""
@@ -84,15 +85,26 @@ def test_a_full_disk_costs_lines_is_told_once_and_leaves_no_pieces(
         signal.signal(signal.SIGXFSZ, handler)
     assert len(caplog.records) == 1 and "rounds go on" in caplog.text
     journal.write(replace(REPORT, round=4))
-    assert [line["round"] for line in lines(path)] == [0, 4]
+    assert [line["round"] for line in lines(path)] == [0, 1, 2, 3, 4]
     assert journal.totals.bytes_sent == 25 and journal.last and journal.last.round == 4
 
 
-def test_a_file_that_is_none_costs_lines_too(tmp_path: Path) -> None:
-    (tmp_path / "rounds.jsonl").mkdir()
-    journal = Journal(tmp_path / "rounds.jsonl")
+def test_lines_that_wait_are_bounded_and_made_up_for_a_few_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (path := tmp_path / "rounds.jsonl").mkdir()
+    journal = Journal(path)
     journal.write(REPORT)
     assert journal.totals.tokens == 100
+    monkeypatch.setattr("node.journal.MAX_WAITING_BYTES", 25 * (len(to_json(REPORT)) + 9))
+    for number in range(1, 40):
+        journal.write(replace(REPORT, round=number))
+    path.rmdir()
+    journal.write(replace(REPORT, round=40))
+    assert len(lines(path)) == AT_ONCE
+    journal.write(replace(REPORT, round=41))
+    first, *_, last = [line["round"] for line in lines(path)]
+    assert [line["round"] for line in lines(path)] == list(range(first, 42)) and 14 <= first <= 18 and last == 41
 
 
 def test_what_the_history_adds_up_to_survives_a_restart(tmp_path: Path) -> None:
