@@ -7,10 +7,11 @@ import os
 import random
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from tests.checkers import Report
 from tests.faults.network import Namespaces
 from tests.faults.notes import Notes
 from tests.faults.scenarios import Step
@@ -47,14 +48,16 @@ class Machines:
         self.began = time.monotonic()
         self._notes, self._swarm, self._network = notes, swarm, network
         self._full: list[RealPeer] = []
-        self._wrong: list[RealPeer] = []
+        self._wrong: list[tuple[RealPeer, float, int]] = []  # by how many seconds, since which report
+        self._clocks: list[tuple[str, slice, float]] = []
 
     def heal(self) -> None:
         """Disks have room again, clocks are right."""
         for peer in self._full:
             (peer.directory / _BALLAST).unlink(missing_ok=True)
-        for peer in self._wrong:
+        for peer, seconds, first in self._wrong:
             set_clock(peer, 0.0)
+            self._clocks.append((peer.name, slice(first, len(peer.reports())), seconds))
         self._full, self._wrong = [], []
 
     def until(self, whom: tuple[str, ...], step: Step) -> None:
@@ -100,8 +103,16 @@ class Machines:
     def skew(self, whom: tuple[str, ...], step: Step) -> None:
         for name in whom:
             set_clock(self._swarm[name], step.amount)
-            self._wrong.append(self._swarm[name])
+            self._wrong.append((self._swarm[name], step.amount, len(self._swarm[name].reports())))
         self._notes.tell(f"its clock is {step.amount:+g} s off", whom, "fault")
+
+    def right(self, histories: Mapping[str, list[Report]]) -> dict[str, list[Report]]:
+        """Histories with the times of a right clock."""
+        found = {name: [dict(each) for each in reports] for name, reports in histories.items()}
+        for name, reports, seconds in self._clocks:
+            for each in found[name][reports]:
+                each["time"] -= seconds
+        return found
 
     def move(self, whom: tuple[str, ...], step: Step) -> None:
         assert self._network, "an address changes in a network of namespaces only"

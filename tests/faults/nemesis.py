@@ -34,13 +34,13 @@ class Nemesis(Notes):
     def __init__(self, swarm: RealSwarm, watch: Watch, network: Namespaces | None) -> None:
         super().__init__(swarm)
         self._watch, self._network = watch, network
-        self._machines = Machines(self, swarm, network)
+        self.machines = Machines(self, swarm, network)
         self._stragglers: list[Straggler] = []
         self._struck = ""
 
     def play(self, schedule: Sequence[Step]) -> None:
         """All steps; one that waits in vain is noted, and the next is done: what lasts must be healed."""
-        self._machines.began = time.monotonic()
+        self.machines.began = time.monotonic()
         for step in schedule:
             whom = tuple(self._struck if name == STRUCK else name for name in step.whom)
             try:
@@ -51,7 +51,7 @@ class Nemesis(Notes):
 
     def act(self, name: str) -> Act:
         """What does the steps of that name. Raises AttributeError where there are none."""
-        return getattr(self, f"_{name}", None) or getattr(self._machines, name)  # type: ignore[no-any-return]
+        return getattr(self, f"_{name}", None) or getattr(self.machines, name)  # type: ignore[no-any-return]
 
     def heal(self) -> None:
         """All that lasts is over."""
@@ -60,7 +60,7 @@ class Nemesis(Notes):
             if not straggler.signals:
                 self.stuck.append("there was no worker to hold up")
         self._stragglers.clear()
-        self._machines.heal()
+        self.machines.heal()
         if self._network:
             self._network.heal()
 

@@ -126,7 +126,7 @@ class _Stage:
             should=tuple(peer.name for peer in should),
             ids={peer.name: peer.id for peer in swarm.peers.values()},
             events=nemesis.events,
-            histories=swarm.histories(),
+            histories=nemesis.machines.right(swarm.histories()),
             logs={peer.name: peer.said() for peer in swarm.peers.values()},
             lives=nemesis.lives,
             left=nemesis.left,
