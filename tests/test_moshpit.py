@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from protocols.base import Deadline, Host, Member, Outcome, PeerId, Vector
+from protocols.base import Buffer, Deadline, Header, Host, Member, Outcome, PeerId, Vector
+from protocols.census import Here, group_key
+from protocols.framing import FramedStream
+from protocols.grid import drawn
+from protocols.wire import Contribute, Plan, WantPart
 from tests.sim.network import SimNetwork
-from tests.sim.pits import Pits, Told
+from tests.sim.pits import RUN, Pits, Told
 
 LOSSES = ("nan", "infinity", "norm", "size", "huge-length", "endless-header", "garbage", "twice", "codec", "stale")
 
@@ -322,3 +327,81 @@ def test_the_grid_follows_those_who_go() -> None:
     assert shapes == {(8,)}
     assert all(told.seconds < 20.0 for peer in ("p00", "p01", "p02", "p03") for told in histories[peer])
     assert all(len(histories[peer][-1].mean.peers) == 4 for peer in ("p00", "p01", "p02", "p03"))
+
+
+# -- frames that are refused -------------------------------------------------------------------------------------------
+
+
+class Twisted:
+    """A stream whose owner says everything as `change` puts it."""
+
+    def __init__(self, stream: FramedStream, change: Callable[[Header], Header]) -> None:
+        self._stream, self._change = stream, change
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    async def send(self, header: Header, payload: Buffer = b"") -> None:
+        await self._stream.send(self._change(header), payload)
+
+
+def spoken(change: Callable[[Header], Header]) -> dict[PeerId, list[Told]]:
+    """One round of three, of whom p02, which is the one to call the others, says everything as `change` puts it."""
+    pits = swarm(3)
+    assert drawn(group_key(RUN, "run", 0, (8,), 0, (0,)).lineage, pits.peers)[0] == "p02"
+
+    def twist(network: SimNetwork) -> None:
+        network.transports["p02"].disguise = lambda method, stream, pipe: Twisted(stream, change)
+
+    pits.before = twist
+    return pits.play()
+
+
+def of_kind(kind: type[Header], change: Callable[[Any], Header]) -> Callable[[Header], Header]:
+    return lambda header: change(header) if isinstance(header, kind) else header
+
+
+def forged(message: Any, field: str) -> Any:
+    """A message whose offers nobody signed."""
+    offers = tuple(replace(offer, signature=b"forged") for offer in getattr(message, field))
+    return replace(message, **{field: offers})
+
+
+def forged_first(plan: Plan) -> Plan:
+    return replace(plan, offers=(replace(plan.offers[0], signature=b"forged"), *plan.offers[1:]))
+
+
+def without_you(plan: Plan) -> Plan:
+    return replace(plan, offers=plan.offers[-1:], bounds=plan.bounds[:1] + plan.bounds[-1:], reducers=(0,))
+
+
+@pytest.mark.parametrize(
+    "change, why",
+    (
+        (of_kind(Here, lambda here: replace(here, run=bytes(32))), "another run"),
+        (of_kind(Here, lambda here: replace(here, scope="other")), "another run or scope"),
+        (of_kind(Here, lambda here: replace(here, sender=Member("p01"))), "says where p01 is"),
+        (of_kind(Here, lambda here: replace(here, index=(31,))), "stands at"),
+        (of_kind(Here, lambda here: forged(here, "offer")), "forged signature"),
+        (of_kind(Plan, lambda plan: forged(plan, "offers")), "whom it calls"),
+        (of_kind(Plan, forged_first), "a forged offer of p00"),
+        (of_kind(Plan, without_you), "whom it calls"),
+        (of_kind(Plan, lambda plan: replace(plan, budget_seconds=1e5)), "times are not those"),
+        (of_kind(Plan, lambda plan: replace(plan, reducers=(2, 2, 2))), "parts are not those"),
+        (of_kind(Here, lambda here: WantPart(bytes(32))), "on a control stream"),
+        (of_kind(Contribute, lambda opening: replace(opening, key=replace(opening.key, run=bytes(32)))), "another run"),
+        (of_kind(Contribute, lambda opening: replace(opening, codec="bf16")), "codec"),
+    ),
+)
+def test_a_frame_that_lies_is_refused_and_its_sender_named(change: Callable[[Header], Header], why: str) -> None:
+    histories = spoken(change)
+    assert any(why in said for said in named(histories, "p02")), named(histories, "p02")
+    assert {"p00", "p01"} <= set(histories["p00"][0].mean.peers) or outcomes(histories["p00"]) == ["skipped"]
+    assert all(told.seconds < 30.0 for peer in ("p00", "p01") for told in histories[peer])
+
+
+def test_who_calls_others_with_lies_is_left_alone() -> None:
+    """The others give it up, and the next one calls."""
+    histories = spoken(of_kind(Plan, lambda plan: forged(plan, "offers")))
+    assert histories["p00"][0].mean.peers == histories["p01"][0].mean.peers == ("p00", "p01")
+    assert outcomes(histories["p02"]) == ["skipped"]
