@@ -94,15 +94,15 @@ def test_one_peer_exponential_is_exact_after_log2_rounds_if_and_only_if_n_is_a_p
     assert (off < 1e-10) == (count & (count - 1) == 0)
 
 
-@pytest.mark.parametrize("count", (4, 6, 7, 10))
+@pytest.mark.parametrize("count", (6, 9))
 def test_a_random_matching_takes_its_share_of_the_variance(count: int) -> None:
     """E‖(W − J)x‖² is exact where every matching is as likely: averaged over draws, it comes near."""
     assert abs(matching.matching_factor(6) - (3 - 1) / (6 - 1)) < 1e-12
     x = torch.randn(count, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     x -= x.mean()
-    draws = 3000
+    draws = 800
     kept = sum(float((matrix("random", names(count), n, "v") @ x).square().sum()) for n in range(draws)) / draws
-    assert abs(kept / float(x.square().sum()) - matching.matching_factor(count)) < 0.03
+    assert abs(kept / float(x.square().sum()) - matching.matching_factor(count)) < 0.06
 
 
 @pytest.mark.parametrize("count", (4, 5, 7))

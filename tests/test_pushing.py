@@ -136,7 +136,7 @@ def test_where_streams_break_at_any_message_no_mass_is_lost_or_made(victim: int)
 def test_silence_at_any_message_costs_one_timeout_and_no_mass(both: bool) -> None:
     calm = pushers(2, jitter=3)
     play(calm, Faults())
-    for number in range(1, calm.network.nodes["p0"].messages + 1):
+    for number in range(1, calm.network.nodes["p0"].messages + 1, 1 + both):
         at = At("p0", number)
         faults = Faults().silence({"p0"}, {"p1"}, at) if both else Faults().silence_one_way("p0", "p1", at)
         swarm = pushers(2, jitter=3)
