@@ -11,7 +11,7 @@ import torch
 
 from protocols.base import Head, Host, LooseAverager, Mean, Outcome, RoundKey, Settings, Vector, Work
 from tests.sim import loop as simloop
-from tests.sim.host import sim_host
+from tests.sim.host import Entries, sim_host
 from tests.sim.loop import PROCESS
 from tests.sim.network import SimNetwork, Trace
 
@@ -47,6 +47,7 @@ class Loosely:
         starts: the rounds in which peers begin; 0 unless given.
         work_seconds: how long a peer trains in each round.
         joins: when a peer comes; 0 unless given.
+        entries: the directory that they share.
         came: peer -> its rounds.
         ended: when all were over.
     """
@@ -64,6 +65,7 @@ class Loosely:
     joins: dict[int, float] = field(default_factory=dict)
     network: SimNetwork = field(default_factory=lambda: SimNetwork(Trace()))
     came: dict[int, list[Came]] = field(default_factory=lambda: defaultdict(list))
+    entries: Entries = field(default_factory=dict)
     averagers: dict[int, LooseAverager] = field(default_factory=dict)
     ended: float = 0.0
 
@@ -94,7 +96,7 @@ class Loosely:
 
     def _start(self, index: int) -> asyncio.Task[None]:
         transport = self.network.join(f"p{index:02}")
-        host = sim_host(self.network, transport, 1, {})
+        host = sim_host(self.network, transport, 1, self.entries)
         averager = self.averagers[index] = self.make(host, Settings(self.codec, (self.elements,), self.chunk_elements))
         token = PROCESS.set(transport.node.process)
         task = asyncio.get_running_loop().create_task(self._peer(index, averager))
