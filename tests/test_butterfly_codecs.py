@@ -37,7 +37,7 @@ def stated_bytes(name: str, count: int, elements: int) -> float:
     return (count - 1) / count * both
 
 
-@pytest.mark.parametrize("count", (1, 2, 3, 5, 8))
+@pytest.mark.parametrize("count", (1, 2, 5))
 def test_the_mean_of_what_is_sent_of_each(count: int) -> None:
     """Each contribution is what topk makes of it, its reducer's own as well; the mean is off by int8's steps."""
     given = vectors(count, 10 * CHUNK + 700)
