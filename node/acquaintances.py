@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
+from node.course import Course
 from node.entry import reach
 from node.greeter import Self
 from node.membership import Membership
 from node.portrait import Portrait
 from node.statedir import StateDir
 from protocols.base import Clock, Deadline, Member, PeerId, Transport
-from protocols.chain import Chain
 from protocols.wire import MAX_ROSTER
 
 
@@ -30,7 +30,7 @@ def acquainted(
     clock: Clock,
     state: StateDir,
     portrait: Portrait,
-    chain: Chain,
+    chain: Course,
     met: Mapping[PeerId, str],
     unanswered: Sequence[str] = (),
 ) -> Membership:

@@ -196,10 +196,10 @@ def _settled(config: PeerConfig, of_run: Mapping[str, Any], state_dir: Path) -> 
 
 def _load_run(of_run: Mapping[str, Any], rounds: int | None) -> RunConfig:
     from node.runconfig import load_run
-    from protocols import PROTOCOLS
+    from protocols import LOOSE, PROTOCOLS
 
     overrides = {"task": of_run.get("task"), "protocol": of_run.get("protocol"), "recipe.rounds": rounds}
-    return load_run(of_run.get("run"), overrides, PROTOCOLS)
+    return load_run(of_run.get("run"), overrides, (*PROTOCOLS, *LOOSE))
 
 
 def _run(config: PeerConfig, run: RunConfig | None) -> int:

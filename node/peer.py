@@ -16,12 +16,13 @@ from typing import Any
 from node import resume
 from node.acquaintances import acquainted
 from node.addresses import shareable
-from node.archive import spool
+from node.assembly import Parts
 from node.choice import Choice, run_id
 from node.clock import WallClock
 from node.compute import ThreadCompute
 from node.config import ConfigError
 from node.control import Control
+from node.course import Course, OwnCourse
 from node.daemon import DaemonError
 from node.dht import DhtDirectory
 from node.entry import Door, Entry, Run, ask_run, ask_status
@@ -33,25 +34,21 @@ from node.libp2p import LibP2PConfig, LibP2PTransport
 from node.manifest import Manifest, ManifestError, unseal
 from node.membership import Membership
 from node.metrics import LoopLag
-from node.outer import OuterSGD
 from node.outfit import protocol_settings, stream_seed, worker_spec
 from node.peerconfig import PeerConfig
 from node.portrait import Portrait
 from node.remote import RemoteTrainer, WorkerError
-from node.round import Replica
 from node.runconfig import RunConfig
 from node.scratch import ScratchSpace
 from node.statedir import StateDir, StateError
 from node.status import Status, View, join_command, public
 from node.stay import Limits, Means, Stay
 from node.trace import traced
-from protocols import PROTOCOLS
+from protocols import LOOSE, PROTOCOLS
 from protocols.base import BadPayload, Host, Member, PeerError
-from protocols.chain import Chain
 from protocols.codec import codec
 from protocols.gate import Gate
 from protocols.partstore import LEAST_ROUNDS, PartStore
-from protocols.sync import Sync
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +94,7 @@ class Peer:
         self._clock = WallClock()
         self._stay: Stay | None = None
         self._living: asyncio.Task[None] | None = None
-        self._choice = Choice(config, PROTOCOLS, view.say)
+        self._choice = Choice(config, (*PROTOCOLS, *LOOSE), view.say)
         self._finishing, self._failure = False, ""
 
     def finish(self) -> None:
@@ -212,7 +209,8 @@ class Peer:
 
     async def _start(self, tools: _Tools, manifest: Manifest) -> resume.Start:
         """From where, which is told: a worker takes seconds to come up."""
-        start = partial(resume.start, tools.state, manifest, tools.me, self._choice.own)
+        shares_anchor = manifest.config.protocol not in LOOSE
+        start = partial(resume.start, tools.state, manifest, tools.me, self._choice.own, shares_anchor)
         found = await tools.disk.run(start, 0)
         if line := found.words():
             self._view.say(line)
@@ -227,11 +225,12 @@ class Peer:
     ) -> None:
         """Put together what a peer in a run is made of, and stay until it is over."""
         config, portrait, state, transport = manifest.config, self._portrait, tools.state, tools.transport
-        chain, run_bytes = start.chain, start.chain.head.key.run
-        portrait.chain = chain
-        membership = portrait.membership = self._membership(tools, chain)
+        key = start.chain.head.key
+        course = start.chain if start.shares_anchor else OwnCourse(tools.me, key)
+        portrait.chain = course
+        membership = portrait.membership = self._membership(tools, course)
         async with (
-            DhtDirectory(transport, state.identity, self._clock, run_bytes, membership.offset_seconds) as directory,
+            DhtDirectory(transport, state.identity, self._clock, key.run, membership.offset_seconds) as directory,
             ScratchSpace(state.path, tools.disk) as scratch,
             self._keeper(tools, trainer, manifest, start) as keeper,
         ):
@@ -239,21 +238,19 @@ class Peer:
             frames, trainer, portrait.journal = traced(transport, trainer, state.rounds)
             host = Host(frames, directory, membership, tools.compute, self._clock, state.identity, config.seed)
             settings = protocol_settings(manifest, self._config, state.incarnation)
-            averager, snapshots = PROTOCOLS[config.protocol](host, settings), keeper.snapshots
-            averager.shelf.past = self._past(scratch, tools, averager.shelf.gate)
-            outer = OuterSGD(config.recipe.outer_learning_rate, config.recipe.outer_momentum)
-            anchor, owed = trainer.anchor(), keeper.feedback
-            replica = Replica(chain, trainer, averager, outer, tools.compute, anchor, snapshots, keeper, owed)
+            made = Parts(host, settings, config, trainer, keeper, membership)
+            if isinstance(course, OwnCourse):
+                way = made.loose(course, newcomer=not start.checkpoints and manifest.founder.peer != tools.me.peer)
+            else:
+                way = made.anchored(course, partial(self._past, scratch, tools), state.path)
+            replica = way.replica
             await resume.take_up(start, replica, trainer, keeper)
             replica.on_phase, portrait.awaited = portrait.works, lambda: replica.awaited()
-            sync = Sync(host, chain, settings, snapshots, membership.peers, averager.shelf)
-            sync.on_better, sync.proofs.room = (lambda branch: averager.supersede()), partial(spool, state.path)
-            averager.on_ahead = sync.hear
             portrait.pids = lambda: [pid for pid in (os.getpid(), trainer.pid, transport.daemon_pid) if pid]
             Door(transport, run, lambda: asdict(public(self.status())))
             journal, clock, disk = portrait.journal, self._clock, tools.disk
-            means = Means(replica, trainer, sync, membership, directory, state, journal, tools.lag, clock, disk)
-            wait_for = self._config.wait_for_peers if chain.head.key.round == 0 else 1
+            means = Means(*way, trainer, membership, directory, state, journal, tools.lag, clock, disk)
+            wait_for = self._config.wait_for_peers if course.head.key.round == 0 else 1
             limits = Limits(config.recipe.rounds, self._config.rounds, wait_for)
             self._stay = Stay(means, limits, portrait, self._view)
             await self._stay.run()
@@ -268,9 +265,11 @@ class Peer:
         least_rounds = max(LEAST_ROUNDS, KEEP_CHECKPOINTS * self._config.checkpoint_every)
         return PartStore(scratch.room, tools.disk, gate, least_rounds=least_rounds)
 
-    def _membership(self, tools: _Tools, chain: Chain) -> Membership:
+    def _membership(self, tools: _Tools, course: Course) -> Membership:
         unanswered = self._config.bootstrap if self._choice.alone else ()
-        made = acquainted(tools.transport, self._clock, tools.state, self._portrait, chain, tools.entry.met, unanswered)
+        made = acquainted(
+            tools.transport, self._clock, tools.state, self._portrait, course, tools.entry.met, unanswered
+        )
         made.on_twin, made.vigil.say = self._fail, self._view.say
         return made
 

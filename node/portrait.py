@@ -8,13 +8,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
+from node.course import Course
 from node.journal import Journal
 from node.membership import Membership
 from node.metrics import LoopLag, rss_bytes
 from node.report import RoundReport
 from node.status import PeerLine, Status, Syncing, short
 from protocols.base import PeerId, Work
-from protocols.chain import Chain
 from protocols.progress import Progress
 
 _RECENT_ROUNDS = 5
@@ -42,7 +42,7 @@ class Portrait:
         self.checkpoint_age_seconds: Callable[[], float | None] = lambda: None
         self.journal: Journal | None = None
         self.membership: Membership | None = None
-        self.chain: Chain | None = None
+        self.chain: Course | None = None
         self.lag: LoopLag | None = None
         self.held_out_loss = self.loss = float("nan")
         self._work = Work(0, float("nan"), 0.0, 0.0)

@@ -20,6 +20,7 @@ from node.checkpoint import DIRECTORY, Checkpoint, CheckpointError, Data, places
 from node.entry import Run
 from node.identity import sync_directory, verify
 from node.keeper import Keeper
+from node.loose import LooseReplica
 from node.manifest import Manifest, ManifestError, unseal
 from node.outfit import stream_seed
 from node.remote import RemoteTrainer, WorkerError
@@ -108,12 +109,14 @@ class Start:
         archive: where that is kept.
         checkpoints: of its former lives, whole and on the chain, the newest first; none: it begins with nothing.
         data: where its stream of data goes on.
+        shares_anchor: else the chain is empty, and checkpoints stand on their own.
     """
 
     chain: Chain
     archive: CertificateFile
     checkpoints: tuple[Checkpoint, ...]
     data: Data
+    shares_anchor: bool = True
 
     def words(self) -> str:
         """Where that is, for a person; empty where there is nothing yet."""
@@ -125,7 +128,7 @@ class Start:
         So it is with a new identity in an old directory: nobody there is a former life of it.
         """
         roster = {member.peer for member in self.chain.head.roster}
-        if me.peer in roster:
+        if me.peer in roster or not self.shares_anchor:
             return ""
         who = ", ".join(sorted(map(short, roster))[:4])
         return (
@@ -150,25 +153,27 @@ class Start:
         )
 
 
-def start(state: StateDir, manifest: Manifest, me: Member, alone: bool = False) -> Start:
+def start(state: StateDir, manifest: Manifest, me: Member, alone: bool = False, shares_anchor: bool = True) -> Start:
     """Where this life begins. It reads the chain and all checkpoints: to be called off the event loop.
 
     Args:
         alone: nobody answered, who could show us the chain.
+        shares_anchor: whether the run's peers have one chain; else every checkpoint of the run can be started from.
 
     Raises:
         StateError: the directory cannot be written, or there are checkpoints and no chain leads to them.
     """
     try:
         found = tuple(whole(state.path, log.warning, manifest.run_id))
-        archive, chain = _cut(state, manifest, found, alone)
+        chained = found if shares_anchor else ()
+        archive, chain = _cut(state, manifest, chained, alone and (shares_anchor or not found))
     except CheckpointError as error:
         raise StateError(str(error)) from None
     except OSError as error:
         raise StateError(f"cannot write {state.certificates} ({error.strerror}): free space there") from None
-    checkpoints = tuple(each for each in found if _is_of(chain, each))
+    checkpoints = tuple(each for each in found if not shares_anchor or _is_of(chain, each))
     data = checkpoints[0].data if checkpoints else Data(stream_seed(me), me.incarnation, 0)
-    return Start(chain, archive, checkpoints, data)
+    return Start(chain, archive, checkpoints, data, shares_anchor)
 
 
 def _cut(
@@ -220,7 +225,7 @@ def _is_of(chain: Chain, checkpoint: Checkpoint) -> bool:
     return head is not None and head.state_root in (UNSETTLED, checkpoint.state_root)
 
 
-async def take_up(begin: Start, replica: Replica, trainer: RemoteTrainer, keeper: Keeper) -> None:
+async def take_up(begin: Start, replica: Replica | LooseReplica, trainer: RemoteTrainer, keeper: Keeper) -> None:
     """Put this peer where its last checkpoint was made, inner optimiser and all; the older ones are handed out again.
 
     Raises:

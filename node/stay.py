@@ -7,14 +7,15 @@ import gc
 import json
 import logging
 import math
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 from node.addresses import sound
 from node.journal import Journal
-from node.life import rounds
+from node.loose import LooseReplica
 from node.membership import Membership
 from node.metrics import LoopLag, vitals
 from node.portrait import Portrait
@@ -24,7 +25,7 @@ from node.round import Replica
 from node.statedir import StateDir
 from node.status import View
 from protocols.base import Clock, Compute, Deadline, Directory, PeerId
-from protocols.sync import Sync
+from protocols.progress import Fetching
 from protocols.tasks import together
 
 log = logging.getLogger(__name__)
@@ -65,17 +66,45 @@ class Evaluator(Protocol):
     async def generate(self, prompt: bytes, tokens: int, temperature: float = 0.0, seed: int = 0) -> bytes: ...
 
 
+class CatchingUp(Protocol):
+    """`protocols.sync.Sync`, or `protocols.standing.Standings` where no anchor is shared."""
+
+    @property
+    def fetching(self) -> Fetching: ...
+
+    def complain_to(self, say: Callable[[str], None]) -> None: ...
+
+    async def run(self) -> None: ...
+
+
+Rounds: TypeAlias = Callable[
+    [Callable[[], float], Callable[[], bool], Callable[[str, str], None]], AsyncIterator[RoundReport]
+]
+"""(wall time, whether to go on, who is told what the peer does) -> reports."""
+
+
+class Way(NamedTuple):
+    """How a peer comes from round to round; see `Means`."""
+
+    replica: Replica | LooseReplica
+    sync: CatchingUp
+    rounds: Rounds
+
+
 @dataclass(frozen=True, slots=True)
 class Means:
     """What a stay is made of.
 
     Attributes:
+        sync: asks and answers others beside the rounds.
+        rounds: those of the replica, `node.life`.
         disk: runs what waits for the disk.
     """
 
-    replica: Replica
+    replica: Replica | LooseReplica
+    sync: CatchingUp
+    rounds: Rounds
     trainer: Evaluator
-    sync: Sync
     membership: Membership
     directory: Meeting
     state: StateDir
@@ -118,8 +147,9 @@ class Stay:
 
     async def run(self) -> None:
         """The whole stay; returns when it is over."""
-        means, supply = self._means, self._means.sync.supply
-        self._portrait.progress, supply.on_slow = supply.fetching.progress, self._view.say
+        means = self._means
+        self._portrait.progress = means.sync.fetching.progress
+        means.sync.complain_to(self._view.say)
         async with together() as group:
             helpers = [
                 group.create_task(means.membership.run()),
@@ -169,7 +199,7 @@ class Stay:
         self._evaluated = means.replica.state.index.parameters_root.hex()
         await self._wait_for_others()
         means.replica.last = self._limits.rounds == 1
-        async for report in rounds(means.replica, means.sync, means.clock.wall, self._goes_on, self._portrait.becomes):
+        async for report in means.rounds(means.clock.wall, self._goes_on, self._portrait.becomes):
             await self._report(report)
             if self._limits.rounds is not None:
                 means.replica.last = self._done >= self._limits.rounds - 1
@@ -200,7 +230,7 @@ class Stay:
 
     async def _report(self, report: RoundReport) -> None:
         means = self._means
-        self._done += report.peer in report.peers  # a round that was only watched, or skipped, is none of ours
+        self._done += means.replica.took_part(report)
         if report.params_hash != self._evaluated:
             self._evaluated = report.params_hash
             report = replace(report, held_out_loss=await self._held_out_loss())

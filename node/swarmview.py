@@ -105,9 +105,18 @@ def _track(track: Track) -> tuple[str, ...]:
 def _verdict(tally: Tally, seconds: float) -> str:
     end = tally.as_json()
     first, last = end["loss_first"], end["loss_last"]
-    agree = "all peers agree, bit for bit" if end["agree"] else "the peers do not all agree"
+    agree = _apart(tally) or ("all peers agree, bit for bit" if end["agree"] else "the peers do not all agree")
     fell = f"; held-out loss {first:.3f} -> {last:.3f}" if math.isfinite(last) else ""
     return f"{end['rounds']} rounds in {duration(seconds)}: {agree}{fell}"
+
+
+def _apart(tally: Tally) -> str:
+    """How far from each other peers are that share no anchor; empty where they share one."""
+    spread, limit = tally.spread
+    if math.isnan(limit):
+        return ""
+    where = f"a peer is {100 * spread:.2g} % from the mean of all" if math.isfinite(spread) else "nobody knows how far"
+    return f"{where}, the limit is {100 * limit:g} %"
 
 
 def sample(text: str) -> RenderableType:

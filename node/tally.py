@@ -134,11 +134,28 @@ class Tally:
         return [each.held_out_loss for each in self.rounds if math.isfinite(each.held_out_loss)]
 
     @property
+    def spread(self) -> tuple[float, float]:
+        """How far apart peers were, by the last reports of all, and what the run bears; nan where they share an anchor.
+
+        Each peer's report counts: who stays longest sees the fewest others.
+        """
+        last = [each.last for each in self.tracks.values() if each.last]
+        known = [each.spread for each in last if not math.isnan(each.spread)]
+        limits = [each.spread_limit for each in last if not math.isnan(each.spread_limit)]
+        return max(known, default=math.nan), max(limits, default=math.nan)
+
+    @property
     def agree(self) -> bool:
-        """Whether all peers left in good order with the same parameters, which the same rounds led to."""
+        """Whether all peers left in good order with the same parameters, which the same rounds led to; where they share
+        no anchor, with parameters as near to each other as the run wants them.
+        """
         tracks = self.tracks.values()
-        ends = {(each.lineage, each.params_hash) for each in tracks}
-        return all(each.well and each.last for each in tracks) and len(ends) == 1
+        if not all(each.well and each.last for each in tracks):
+            return False
+        spread, limit = self.spread
+        if not math.isnan(limit):
+            return spread <= limit
+        return len({(each.lineage, each.params_hash) for each in tracks}) == 1
 
     @property
     def fell(self) -> bool:
@@ -148,6 +165,8 @@ class Tally:
     def as_json(self) -> dict[str, Any]:
         return {
             "agree": self.agree,
+            "spread": self.spread[0],
+            "spread_limit": self.spread[1],
             "rounds": self._next,
             "loss_first": self.first_loss,
             "loss_last": (self.losses or [math.nan])[-1],

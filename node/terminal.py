@@ -79,6 +79,8 @@ def plain_line(report: RoundReport, rounds: int = 0, alone: bool = False) -> str
     seconds = report.seconds_train + report.seconds_wait + report.seconds_average
     speed = report.tokens / report.seconds_train if report.seconds_train > 0 else math.nan
     outcome = _OUTCOMES.get(report.outcome, f"mean of {len(report.peers)}")
+    if not math.isnan(report.spread):
+        outcome = _mixed(report)
     outcome = "goes on alone" if alone and report.outcome == "fork" else outcome
     now = f"{report.round + 1}{of}"  # people count from one
     return (
@@ -86,6 +88,13 @@ def plain_line(report: RoundReport, rounds: int = 0, alone: bool = False) -> str
         f"  {count(speed):>6} tokens/s  {duration(seconds):>8}"
         f"  sent {size(report.bytes_sent):>8}  received {size(report.bytes_received):>8}  {outcome}"
     )
+
+
+def _mixed(report: RoundReport) -> str:
+    """What a round came to where no anchor is shared."""
+    others = len([peer for peer in report.peers if peer != report.peer])
+    met = f"mixed with {others}" if others else "met nobody"
+    return f"{met}, at most {100 * report.spread:.2g} % apart"
 
 
 def syncing_line(status: Status) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from protocols import wire
 from protocols.base import (
@@ -41,8 +42,11 @@ from protocols.wire import blob, digest, flag, many, one, register, uint
 
 ASK_SECONDS = 5.0
 TIDY_SECONDS = 10.0
+COMPLAIN_AFTER = 5
+"""Attempts in vain, of which the first few belong to a start."""
 DONORS = 8
 """So many are tried, one after the other, before all are asked anew."""
+Order: TypeAlias = Callable[[Sequence[PeerId]], Sequence[PeerId]]
 _TAG = b"starling state 1\n"
 
 
@@ -110,8 +114,14 @@ class Standings:
         self._contacts = Contacts(host.me, host.members, None, hints, _now)
         self._donor = Donor(snapshots, host.compute, Gate())
         self._reception = Reception(host, self.ledger, self._donor, self._answer)
+        self._say: Callable[[str], None] = lambda line: None
+        self._fruitless = 0
         self._signed: dict[tuple[int, bytes], bytes] = {}
         self._downloaded_bytes = 0
+
+    def complain_to(self, say: Callable[[str], None]) -> None:
+        """Tell a person, in one line, if nobody has a state to hand out."""
+        self._say = say
 
     async def run(self) -> None:
         """Let go what nobody takes any more, for ever."""
@@ -152,7 +162,7 @@ class Standings:
 
     # -- fetching a state ---------------------------------------------------------------------------------------------
 
-    async def fetch(self, order: Callable[[Sequence[PeerId]], Sequence[PeerId]], deadline: Deadline) -> Snapshot:
+    async def fetch(self, order: Order, deadline: Deadline) -> Snapshot:
         """Fetch the newest state of one donor, the first that brings it.
 
         Args:
@@ -162,7 +172,18 @@ class Standings:
         Raises:
             Unavailable: nobody has one, or brings it.
         """
-        donors = eligible(await self.ask(deadline))
+        self.fetching.begin(0, 0)
+        try:
+            return await self._from_one(eligible(await self.ask(deadline)), order, deadline)
+        except Unavailable as error:
+            self._fruitless += 1
+            if self._fruitless == COMPLAIN_AFTER:
+                self._say(f"{error}: waiting for a peer that has one")
+            raise
+        finally:
+            self.fetching.end()
+
+    async def _from_one(self, donors: Mapping[PeerId, Vouched], order: Order, deadline: Deadline) -> Snapshot:
         tried = order(sorted(donors, key=lambda donor: (-donors[donor].round, donor)))[:DONORS]
         for number, donor in enumerate(tried):
             state = donors[donor]
@@ -176,7 +197,7 @@ class Standings:
                 self.ledger.name(donor, "did not bring its state")
             finally:
                 self._downloaded_bytes += download.bytes_received
-        raise Unavailable(f"none of {len(tried)} donors brought its state")
+        raise Unavailable(f"none of {len(tried)} donors brought its state" if tried else "nobody here has a state")
 
     async def ask(self, deadline: Deadline) -> Mapping[PeerId, Standing]:
         """Where all are that answer; who lies is named, and not asked for a while."""

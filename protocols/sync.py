@@ -33,6 +33,7 @@ from protocols.contacts import Contacts
 from protocols.donor import Donor
 from protocols.gate import Gate
 from protocols.post import Ledger
+from protocols.progress import Fetching
 from protocols.proofs import TRAIL_SECONDS, Proofs
 from protocols.reception import Reception
 from protocols.requests import MAX_TRAIL, SYNC, Greet, Trail, WantTrail
@@ -89,6 +90,15 @@ class Sync:
         self.proofs = Proofs(host, chain, self.rules, self.ledger, self._contacts)
         self._news = asyncio.Event()
         self._reception = Reception(host, self.ledger, self._donor, self._answer)
+
+    @property
+    def fetching(self) -> Fetching:
+        """How far this peer is with catching up."""
+        return self.supply.fetching
+
+    def complain_to(self, say: Callable[[str], None]) -> None:
+        """Tell a person, in one line, if catching up comes no nearer."""
+        self.supply.on_slow = say
 
     def hear(self, peer: PeerId) -> None:
         """A peer seems to stand where we do not: look into it."""

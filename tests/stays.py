@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from node.course import Course, OwnCourse
 from node.greeter import Self
 from node.journal import Journal
+from node.life import loose_rounds, rounds
+from node.loose import LooseReplica
 from node.membership import Membership
 from node.metrics import LoopLag
 from node.outer import OuterSGD
@@ -23,13 +25,14 @@ from node.portrait import Portrait
 from node.report import RoundReport
 from node.round import Replica
 from node.statedir import StateDir
-from node.stay import Limits, Means, Stay
+from node.stay import Limits, Means, Stay, Way
 from node.tasks.paced import Paced
 from node.trainer import InlineTrainer
-from protocols import PROTOCOLS
-from protocols.base import Deadline, Host, Member, PeerId, Settings
+from protocols import LOOSE, PROTOCOLS
+from protocols.base import Deadline, Host, Member, PeerId, RoundKey, Settings
 from protocols.chain import Chain
 from protocols.snapshot import Snapshots
+from protocols.standing import Standings
 from protocols.sync import Sync
 from tests.rounds import RUN
 from tests.sim import loop as simloop
@@ -39,6 +42,7 @@ from tests.sim.network import SimNetwork, Trace
 ELEMENTS = 2000
 STEPS = 10
 EVALUATE_SECONDS = 0.1
+SPREAD_LIMIT = 1.0
 
 
 def now() -> float:
@@ -93,34 +97,42 @@ class Peer:
         transport = town.network.join(name)
         me, clock, state = Member(name), SimClock(), StateDir.open(town.path / name)
         self.portrait.peer, self.portrait.addresses = name, lambda: (f"/ip4/10.0.0.1/tcp/1/p2p/{name}",)
-        chain = self.chain = self.portrait.chain = Chain(RUN, "run", town.founders, bytes(32))
-        who = Self(me, RUN, len(town.peers), f"nick-{name}", tuple, lambda: chain.head.key.round)
+        course = self.portrait.chain = self.course(me)
+        who = Self(me, RUN, len(town.peers), f"nick-{name}", tuple, lambda: course.head.key.round)
         members = self.members = self.portrait.membership = Membership(
             transport,
             clock,
             SimSigner(name, 1),
             who,
-            lambda: [member.peer for member in chain.head.roster if member != me],
+            lambda: [member.peer for member in course.head.roster if member != me],
         )
         members.hint(town.founders[0].peer)
         directory = Directory(town.entries, name, clock, Hearsay())
         host = Host(transport, directory, members, SimCompute(), clock, SimSigner(name, 1), 1)
         settings = Settings("fp32", (ELEMENTS,), 512)
-        averager, snapshots = PROTOCOLS["butterfly"](host, settings), Snapshots()
         self.trainer = Trainer(Paced(ELEMENTS, seed=len(town.peers), tokens_per_step=256), STEPS, step_seconds)
-        anchor, outer = torch.zeros(ELEMENTS), OuterSGD(0.9, 0.5)
-        self.replica = Replica(chain, self.trainer, averager, outer, host.compute, anchor, snapshots)
+        way = self.way(host, settings)
+        self.replica = way.replica
         self.replica.on_phase, self.portrait.awaited = self.portrait.works, lambda: self.replica.awaited()
-        sync = Sync(host, chain, settings, snapshots, members.peers, averager.shelf)
-        sync.on_better = lambda branch: averager.supersede()
-        averager.on_ahead = sync.hear
         journal = self.portrait.journal = Journal(state.rounds)
         self.state = state
-        self.means = Means(
-            self.replica, self.trainer, sync, members, directory, state, journal, LoopLag(), clock, SimCompute()
-        )
+        self.means = Means(*way, self.trainer, members, directory, state, journal, LoopLag(), clock, SimCompute())
         self.stay = Stay(self.means, limits, self.portrait, self.view)
         self.ended: float | None = None
+
+    def course(self, me: Member) -> Course:
+        self.chain = Chain(RUN, "run", self.town.founders, bytes(32))
+        return self.chain
+
+    def way(self, host: Host, settings: Settings) -> Way:
+        """Its replica, and what belongs to its kind."""
+        averager, snapshots = PROTOCOLS["butterfly"](host, settings), Snapshots()
+        anchor, outer = self.trainer.shift.learner.vectors[0].clone(), OuterSGD(0.9, 0.5)
+        replica = Replica(self.chain, self.trainer, averager, outer, host.compute, anchor, snapshots)
+        sync = Sync(host, self.chain, settings, snapshots, self.members.peers, averager.shelf)
+        sync.on_better = lambda branch: averager.supersede()
+        averager.on_ahead = sync.hear
+        return Way(replica, sync, partial(rounds, replica, sync))
 
     async def live(self) -> None:
         await self.trainer.read(self.replica.anchor)
@@ -136,10 +148,31 @@ class Peer:
         return [json.loads(line) for line in self.state.rounds.read_text().splitlines()]
 
 
+class LoosePeer(Peer):
+    """One with a state of its own; who is no founder is a newcomer."""
+
+    replica: LooseReplica
+
+    def course(self, me: Member) -> Course:
+        self.own = OwnCourse(me, RoundKey(RUN, "run", bytes(32), 0))
+        return self.own
+
+    def way(self, host: Host, settings: Settings) -> Way:
+        anchor, outer = self.trainer.shift.learner.vectors[0].clone(), OuterSGD(0.9, 0.5)
+        averager, snapshots = LOOSE["gossip"](host, settings), Snapshots(every_rounds=1)
+        replica = LooseReplica(self.own, self.trainer, averager, outer, host.compute, anchor, snapshots)
+        replica.lacks_state = Member(self.name) not in self.town.founders
+        replica.compare, replica.spread_limit = self.members.compare, SPREAD_LIMIT
+        peers, whole = self.members.peers, lambda: not replica.lacks_state
+        standings = Standings(host, settings, snapshots, lambda: self.own.key, peers, whole)
+        return Way(replica, standings, partial(loose_rounds, replica, standings))
+
+
 class Town:
     """A network, and the peers on it. The founders are in the first roster."""
 
-    def __init__(self, path: Path, founders: str = "abc") -> None:
+    def __init__(self, path: Path, founders: str = "abc", kind: type[Peer] = Peer) -> None:
+        self.kind = kind
         self.path, self.founders = path, tuple(Member(name) for name in founders)
         self.network, self.entries = SimNetwork(Trace()), Entries()
         self.peers: dict[PeerId, Peer] = {}
@@ -148,7 +181,7 @@ class Town:
     def add(
         self, name: PeerId, run_rounds: int = 4, rounds: int | None = None, wait: int = 1, step_seconds: float = 0.2
     ) -> Peer:
-        peer = self.peers[name] = Peer(self, name, Limits(run_rounds, rounds, wait), step_seconds)
+        peer = self.peers[name] = self.kind(self, name, Limits(run_rounds, rounds, wait), step_seconds)
         token = simloop.PROCESS.set(self.network.nodes[name].process)
         self.tasks[name] = asyncio.get_running_loop().create_task(peer.live())
         simloop.PROCESS.reset(token)

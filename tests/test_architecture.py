@@ -28,8 +28,8 @@ ONLY_IN: dict[str, set[str]] = {
     "multiprocessing": set(),
     "pickle": set(),
     "hivemind": {"node/link.py", "node/kademlia.py"},
-    "protocols.PROTOCOLS": PEER | {"node/cli.py"},  # it knows their names
-    "protocols.LOOSE": PEER | {"node/cli.py"},
+    "protocols.PROTOCOLS": PEER | {"node/assembly.py", "node/cli.py"},  # the root's workshop; who knows their names
+    "protocols.LOOSE": PEER | {"node/assembly.py", "node/cli.py"},
     "psutil": {"node/metrics.py"},
     "signal": {"node/departure.py", "node/child.py"},  # the way out; ending a child
     "protocols.butterfly": PEER | {"protocols/__init__.py"},

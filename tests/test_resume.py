@@ -287,6 +287,19 @@ def test_a_life_begins_where_the_last_one_kept_its_state(here: StateDir) -> None
     assert resume.start(here, manifest, Member("anna", 3)).checkpoints == (made[0],)
 
 
+def test_where_no_anchor_is_shared_checkpoints_stand_on_their_own(here: StateDir) -> None:
+    manifest, paths = lived(here)
+    here.certificates.unlink()
+    again = resume.start(here, manifest, Member("anna", 2), alone=True, shares_anchor=False)
+    assert [each.path for each in again.checkpoints] == paths[::-1]
+    assert again.words() == "from the checkpoint before round 5"
+    assert again.strange(Member("anna", 2)) == "" and again.chain.head.key.round == 0
+    for path in paths:
+        (path / "manifest.json").write_bytes(b'{"format": 2}')
+    with pytest.raises(StateError, match="none of the checkpoints"):
+        resume.start(here, manifest, Member("anna", 3), alone=True, shares_anchor=False)
+
+
 def lived(here: StateDir) -> tuple[Manifest, list[Path]]:
     """A former life: five rounds, and checkpoints before the third and the fifth."""
     manifest = begin(here)

@@ -76,6 +76,19 @@ def test_equal_ends_agree() -> None:
     }
 
 
+def test_without_a_shared_anchor_peers_agree_that_are_near_enough() -> None:
+    tally = story(4)
+    for name, spread in zip(NAMES, (0.01, 0.019, 0.0), strict=False):
+        own = {"lineage": f"l-{name}", "params_hash": f"h-{name}", "spread_limit": 0.02}
+        tally.add(name, report(name, 4, spread=spread, **own))
+    assert tally.agree and tally.spread == (0.019, 0.02)
+    assert "a peer is 1.9 % from the mean of all, the limit is 2 %" in text(
+        summary(tally, dict.fromkeys(NAMES, ""), 1.0)
+    )
+    tally.add(NAMES[0], report(NAMES[0], 5, spread=0.03, spread_limit=0.02))
+    assert not tally.agree and json.loads(to_json(tally.as_json()))["spread"] == 0.03
+
+
 def test_other_parameters_do_not_agree() -> None:
     tally = story(4)
     tally.add("peer-2", report("peer-2", 4, lineage="l4", params_hash="other"))

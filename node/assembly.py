@@ -1,0 +1,69 @@
+"""A peer's replica and all that belongs to its kind, put together for the protocol of its run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from node.archive import spool
+from node.course import OwnCourse
+from node.keeper import Keeper
+from node.life import loose_rounds, rounds
+from node.loose import LooseReplica
+from node.membership import Membership
+from node.outer import OuterSGD
+from node.remote import RemoteTrainer
+from node.round import Replica
+from node.runconfig import RunConfig
+from node.stay import Way
+from protocols import LOOSE, PROTOCOLS
+from protocols.base import Host, Settings
+from protocols.chain import Chain
+from protocols.gate import Gate
+from protocols.partstore import PartStore
+from protocols.standing import Standings
+from protocols.sync import Sync
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What replicas of both kinds are made of."""
+
+    host: Host
+    settings: Settings
+    config: RunConfig
+    trainer: RemoteTrainer
+    keeper: Keeper
+    membership: Membership
+
+    def _outer(self) -> OuterSGD:
+        return OuterSGD(self.config.recipe.outer_learning_rate, self.config.recipe.outer_momentum)
+
+    def anchored(self, chain: Chain, past: Callable[[Gate], PartStore], home: Path) -> Way:
+        """One that shares its anchor with the others."""
+        host, keeper, anchor = self.host, self.keeper, self.trainer.anchor()
+        snapshots, owed = keeper.snapshots, keeper.feedback
+        averager = PROTOCOLS[self.config.protocol](host, self.settings)
+        averager.shelf.past = past(averager.shelf.gate)
+        outer = self._outer()
+        replica = Replica(chain, self.trainer, averager, outer, host.compute, anchor, snapshots, keeper, owed)
+        sync = Sync(host, chain, self.settings, snapshots, self.membership.peers, averager.shelf)
+        sync.on_better, sync.proofs.room = (lambda branch: averager.supersede()), partial(spool, home)
+        averager.on_ahead = sync.hear
+        return Way(replica, sync, partial(rounds, replica, sync))
+
+    def loose(self, course: OwnCourse, newcomer: bool) -> Way:
+        """One with a state of its own; a newcomer has yet to fetch it."""
+        host, keeper, anchor = self.host, self.keeper, self.trainer.anchor()
+        averager = LOOSE[self.config.protocol](host, self.settings)
+        replica = LooseReplica(
+            course, self.trainer, averager, self._outer(), host.compute, anchor, keeper.snapshots, keeper
+        )
+        replica.lacks_state, replica.spread_limit = newcomer, self.config.spread_limit
+        replica.compare, hints = self.membership.compare, self.membership.peers
+        standings = Standings(
+            host, self.settings, keeper.snapshots, lambda: course.key, hints, lambda: not replica.lacks_state
+        )
+        return Way(replica, standings, partial(loose_rounds, replica, standings))

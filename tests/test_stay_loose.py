@@ -1,0 +1,73 @@
+"""A peer's stay in a run whose peers share no anchor: rounds, joining, leaving, the end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from tests.checkers_loose import check
+from tests.sim import loop as simloop
+from tests.stays import SPREAD_LIMIT, LoosePeer, Town, now, until
+
+
+def play(path: Path, body: Callable[[Town], Awaitable[None]], founders: str = "abc") -> Town:
+    town = Town(path, founders, LoosePeer)
+    simloop.run(body(town))
+    assert town.network.bugs == []
+    assert check({name: peer.lines() for name, peer in town.peers.items()}) == []
+    return town
+
+
+def test_a_run_comes_to_its_end_and_what_is_told_says_how_far_apart_peers_are(tmp_path: Path) -> None:
+    async def body(town: Town) -> None:
+        peers = town.all(wait=3)
+        await until(lambda: any(peer.outcomes for peer in peers))
+        status = peers[0].portrait.status()
+        assert status.lineage and {line.live for line in status.peers} == {True}
+        await town.end()
+
+    town = play(tmp_path, body)
+    for peer in town.peers.values():
+        assert len(peer.outcomes) == 4 and peer.outcomes.count("committed") >= 3
+        assert peer.portrait.status().state == "finished"
+        last = peer.view.reports[-1]
+        assert math.isfinite(last.spread) and last.spread_limit == SPREAD_LIMIT
+        assert any(report.spread > 0 for report in peer.view.reports)
+
+
+def test_who_comes_later_fetches_a_state_and_trains_on_from_there(tmp_path: Path) -> None:
+    async def body(town: Town) -> None:
+        founder = town.add("a", run_rounds=12)
+        await until(lambda: len(founder.outcomes) >= 3)
+        newcomer = town.add("b", run_rounds=12)
+        await town.end()
+        first, second = newcomer.view.reports[:2]
+        assert first.outcome == "superseded" and first.bytes_downloaded > 0
+        assert second.parent == first.lineage and second.round >= 2
+        assert newcomer.outcomes.count("committed") >= 3
+
+    play(tmp_path, body, founders="a")
+
+
+def test_who_is_asked_to_leave_hands_in_and_goes(tmp_path: Path) -> None:
+    async def body(town: Town) -> None:
+        peers = town.all(run_rounds=8)
+        await until(lambda: len(peers[0].outcomes) >= 2)
+        asked = now()
+        peers[2].stay.leave()
+        await town.end("c")
+        assert now() - asked < 5.0
+        await town.end("ab")
+        assert all(peer.view.reports[-1].round == 7 for peer in peers[:2])
+
+    play(tmp_path, body)
+
+
+def test_own_rounds_count_though_nobody_is_met(tmp_path: Path) -> None:
+    async def body(town: Town) -> None:
+        alone = town.add("a", rounds=3, run_rounds=50)
+        await town.end()
+        assert alone.outcomes == ["skipped"] * 3
+
+    play(tmp_path, body, founders="a")
