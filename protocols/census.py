@@ -23,6 +23,7 @@ TRAINING, WAITING, DONE = 0, 1, 2
 """Along an axis: not there yet; waiting for the others of the line; in a group, or without one for good."""
 AHEAD_SHARE = 1 / 3
 """So many of the others have to be in a later round before a peer goes there: one liar cannot move the clock."""
+MAX_MISSED = 16
 UNHEARD_SECONDS = 2.0
 """Who has been in sight for longer and said nothing is not counted: it fetches the state, or does something else."""
 
@@ -223,7 +224,8 @@ class Census:
     def missed(self, peers: Iterable[PeerId]) -> None:
         """They were waited for, and did not come."""
         for peer in peers:
-            self._late.setdefault(peer, Late()).missed += 1
+            late = self._late.setdefault(peer, Late())
+            late.missed = min(late.missed + 1, MAX_MISSED)
 
     def patience_seconds(self, missing: Collection[Here], spent_seconds: float, most_seconds: float) -> float:
         """How long to wait for those who have not come to our group: half as long again as what lies before the group

@@ -120,6 +120,7 @@ class Gathering:
         self._followed: list[PeerId] = []
         self._given_up: list[PeerId] = []
         self._came: set[PeerId] = set()
+        self._was_late = False
         self._stirred, self._bell = 0, Bell()
         self._offer = self._signed()
 
@@ -130,11 +131,15 @@ class Gathering:
 
     def heard(self, here: Here) -> None:
         """A peer says where it stands: here, perhaps, when this peer has been in its group for long."""
-        peer = here.sender.peer
-        if here.stage == WAITING and here.key(here.axis) == self.key and peer not in self._came:
+        if here.stage == WAITING and here.key(here.axis) == self.key:
+            self._note(here.sender.peer)
+        self.stir()
+
+    def _note(self, peer: PeerId) -> None:
+        """It has come: how long after this peer is known now."""
+        if peer not in self._came:
             self._came.add(peer)
             self._desk.census.came(peer, asyncio.get_running_loop().time() - self.began)
-        self.stir()
 
     def missing(self) -> list[Here]:
         """Who may still come."""
@@ -147,13 +152,16 @@ class Gathering:
         while self.terms is None and loop.time() < self._deadline:
             line, missing, now = desk.census.line(self._mine, self._axis), self.missing(), loop.time()
             here = {peer: word for peer, word in line.items() if word not in missing}
+            for peer in here:
+                self._note(peer)
             waits = desk.census.patience_seconds(missing, patience.spent_seconds, patience.most_seconds)
             late = self.began + desk.answer_seconds + waits
             whole = not missing and len(here) + 1 >= patience.expected
             callable_at = min(callable_at, now) if whole or now >= late else math.inf
             if callable_at <= now and not here:
                 break
-            if now >= late:
+            if now >= late and not self._was_late:
+                self._was_late = True
                 desk.census.missed(word.sender.peer for word in missing)
             called_by = self._caller([*here] if callable_at <= now else [*line])
             if called_by is None:
