@@ -140,7 +140,8 @@ class RunConfig:
         name: of the run, for people.
         task: what is trained: gpt, paced, or your own by the name of its factory, package.module:factory. It takes the
             table of that name, or [options].
-        protocol: how replicas agree: butterfly.
+        protocol: how replicas agree: butterfly, to the same bits in each round; or each has a state of its own, and
+            they mix: gossip, moshpit.
         codec: in what form vectors travel: fp32, fp16, bf16, int8, int4, e3m0; or topk, which sends the largest 1.6 %
             and owes the rest, best with recipe.outer_learning_rate 1 and recipe.outer_momentum 0.
         robust: by what rule reducers average, against peers that send what is wrong, at some cost: centered_clip,

@@ -22,7 +22,7 @@ from typing import Any, Self, TypeVar
 import psutil
 
 from node.control import NoAnswer, ask
-from tests.checkers import DECIDED, Report, check
+from tests.checkers import DECIDED, Report, Violation, check
 
 T = TypeVar("T")
 
@@ -209,7 +209,13 @@ class RealPeer:
 
 
 class RealSwarm:
-    """Peers in one run. A context manager: at its end no process is left, and the histories keep the invariants."""
+    """Peers in one run. A context manager: at its end no process is left, and the histories keep the invariants.
+
+    Attributes:
+        invariants: by which the histories are judged.
+    """
+
+    invariants: Callable[[dict[str, list[Report]]], list[Violation]] = staticmethod(check)
 
     def __init__(self, home: Path, run: str = "", prepare: Callable[[RealPeer], None] = lambda peer: None) -> None:
         """
@@ -278,7 +284,7 @@ class RealSwarm:
 
     def check(self) -> None:
         """That all histories together keep the invariants."""
-        violations = check(self.histories())
+        violations = self.invariants(self.histories())
         assert not violations, "\n".join(str(each.as_dict()) for each in violations[:5])
 
     def all_in_one_mean(self, peers: Iterable[RealPeer], since: float = 0.0) -> Report | None:

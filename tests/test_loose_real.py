@@ -1,0 +1,49 @@
+"""Real peers that share no anchor: they mix, one is killed and comes back from its checkpoint, all come to the end."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from tests import checkers_loose
+from tests.realswarm import RealPeer, RealSwarm, paced, wait
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
+ROUNDS, PATIENT_SECONDS = 14, 120.0
+RUN = 'protocol = "gossip"\n' + paced(50_000, 0.1, 5, ROUNDS)
+
+
+class LooseSwarm(RealSwarm):
+    invariants = staticmethod(checkers_loose.check)
+
+
+def often(peer: RealPeer) -> None:
+    peer.environment["NODE_CHECKPOINT_EVERY"] = "2"
+
+
+def mixed(peer: RealPeer) -> int:
+    """Rounds in which this peer met somebody."""
+    return sum(each["outcome"] == "committed" for each in peer.reports())
+
+
+def test_three_peers_mix_though_one_of_them_is_killed(tmp_path: Path) -> None:
+    with LooseSwarm(tmp_path, RUN, often) as swarm:
+        founder = swarm.found("a")
+        b, c = swarm.join("b", "c", via=founder)
+        wait("all have mixed twice", lambda: min(map(mixed, (founder, b, c))) >= 2, PATIENT_SECONDS)
+        fetched = [each for each in b.reports() if each["outcome"] == "superseded"]
+        assert fetched and fetched[0]["bytes_downloaded"] >= 8 * 50_000
+        wait("it has a checkpoint", lambda: any((c.directory / "checkpoints").glob("[0-9]*")), PATIENT_SECONDS)
+        c.strike()
+        c.leaves_nothing()
+        before = c.reports()
+        c.start("--bootstrap", founder.address)
+        wait("it mixes again", lambda: mixed(c) > sum(e["outcome"] == "committed" for e in before), PATIENT_SECONDS)
+        again = c.reports()[len(before)]
+        assert again["outcome"] != "superseded" and again["round"] >= 2, "from its own checkpoint"
+        assert [peer.ends(PATIENT_SECONDS) for peer in (founder, b, c)] == [0, 0, 0]
+        last = founder.last()
+        assert last["round"] == ROUNDS - 1 and last["spread_limit"] == 0.02
+        assert all(math.isfinite(each["spread"]) for each in founder.reports() if each["outcome"] != "superseded")
