@@ -1,0 +1,46 @@
+"""The experiment on protocols: what is paired, and data parallel training that is the plain one for one peer."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from benchmarks.learning import LabMember
+from benchmarks.mixers import all_reduce
+from benchmarks.protocols import ARMS, Arm, Pooled, loose, main, up
+
+
+def arm(protocol: str, peers: int, failure: float = 0.0, rounds: int = 1) -> Arm:
+    return Arm(protocol, peers, rounds, inner_steps=2, preset="w64", seed=0, failure=failure)
+
+
+def test_the_same_peers_are_down_for_all_protocols_and_somebody_is_up() -> None:
+    for number in range(200):
+        downs = {tuple(up(arm(protocol, 8, 0.9), number)) for protocol in ARMS}
+        assert len(downs) == 1 and any(*downs)
+    share = sum(sum(up(arm("gossip", 8, 0.3), number)) for number in range(500)) / 4000
+    assert share == pytest.approx(0.7, abs=0.03)
+
+
+def test_data_parallel_with_one_peer_is_plain_training() -> None:
+    pooled, plain = Pooled(arm("data-parallel", 1)), LabMember(arm("one-worker", 1).run(), 0)
+    pooled.among([0])
+    for step in range(2):
+        assert pooled.step(0, step).loss == plain.step(0, step).loss
+    assert torch.equal(pooled.vectors[0], plain.vectors[0])
+
+
+def test_peers_that_average_all_states_hold_one_model() -> None:
+    """And then the mean over their losses is the loss of each."""
+    averaged = loose(arm("moshpit", 2), all_reduce(2, random.Random(0)), 1)[-1][1]
+    apart = loose(arm("moshpit", 2), lambda number, here, values: values, 1)[-1][1]
+    assert averaged != apart and averaged == pytest.approx(apart, rel=0.01)
+
+
+def test_what_is_wrong_takes_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--json", "x.json", "--failures", "1"])
+    assert main(["--json", "/nowhere/x.json"]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 2
