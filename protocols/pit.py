@@ -69,12 +69,12 @@ class Pit:
         """The grid that all stand on, and this peer's cell in that round."""
         census, me = self.desk.census, self.desk.me.peer
         present = census.present(round, asyncio.get_running_loop().time())
+        # Who sees its own line only knows by the live members alone how many there are.
+        count = len(present) if self.sees_all else len(self.desk.host.members.live())
         told = [word.grid for word in census.words()]
         since = round if self.grid else 0
-        before, self.grid = (
-            self.grid,
-            settle(len(present), since, [*told, *([self.grid] if self.grid else [])], self.most),
-        )
+        before = self.grid
+        self.grid = settle(count, since, [*told, *([before] if before else [])], self.most)
         seed = hashlib.sha256(key.run + f"{key.scope}\n{round}".encode()).digest()
         if self.sees_all:
             self.index = seat(me, present, self.grid.shape, seed)
