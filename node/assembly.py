@@ -56,7 +56,8 @@ class Parts:
 
     def loose(self, course: OwnCourse, newcomer: bool) -> Way:
         """One with a state of its own; a newcomer has yet to fetch it."""
-        host, keeper, anchor = self.host, self.keeper, self.trainer.anchor()
+        # A copy: others may move the state while the worker trains, and the worker measures from what it was given.
+        host, keeper, anchor = self.host, self.keeper, self.trainer.anchor().clone()
         averager = LOOSE[self.config.protocol](host, self.settings)
         replica = LooseReplica(
             course, self.trainer, averager, self._outer(), host.compute, anchor, keeper.snapshots, keeper
