@@ -22,7 +22,10 @@ Task = Annotated[
     str | None,
     option(RUN, "What a new run trains: gpt, paced, or your own. With --bootstrap: agree to that.", metavar="NAME"),
 ]
-Protocol = Annotated[str | None, option(RUN, "How the peers of a new run average: butterfly.", metavar="NAME")]
+Protocol = Annotated[
+    str | None,
+    option(RUN, "How the peers of a new run average: butterfly, gossip, moshpit, push_sum, a baseline.", metavar="NAME"),
+]
 Running = Annotated[
     Path | None, typer.Option(metavar="DIR", envvar="NODE_STATE_DIR", help="Which peer. Default: the one here.")
 ]
