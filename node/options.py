@@ -24,7 +24,9 @@ Task = Annotated[
 ]
 Protocol = Annotated[
     str | None,
-    option(RUN, "How the peers of a new run average: butterfly, gossip, moshpit, push_sum, a baseline.", metavar="NAME"),
+    option(
+        RUN, "How the peers of a new run average: butterfly, gossip, moshpit, push_sum, a baseline.", metavar="NAME"
+    ),
 ]
 Running = Annotated[
     Path | None, typer.Option(metavar="DIR", envvar="NODE_STATE_DIR", help="Which peer. Default: the one here.")
