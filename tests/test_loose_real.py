@@ -12,7 +12,7 @@ from tests.realswarm import RealPeer, RealSwarm, paced, wait
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 ROUNDS, PATIENT_SECONDS = 14, 120.0
-RUN = 'protocol = "gossip"\n' + paced(50_000, 0.1, 5, ROUNDS)
+RUN = 'protocol = "gossip"\nspread_limit = 1.0\n' + paced(50_000, 0.1, 5, ROUNDS)
 
 
 class LooseSwarm(RealSwarm):
@@ -45,5 +45,5 @@ def test_three_peers_mix_though_one_of_them_is_killed(tmp_path: Path) -> None:
         assert again["outcome"] != "superseded" and again["round"] >= 2, "from its own checkpoint"
         assert [peer.ends(PATIENT_SECONDS) for peer in (founder, b, c)] == [0, 0, 0]
         last = founder.last()
-        assert last["round"] == ROUNDS - 1 and last["spread_limit"] == 0.02
+        assert last["round"] == ROUNDS - 1 and last["spread_limit"] == 1.0
         assert all(math.isfinite(each["spread"]) for each in founder.reports() if each["outcome"] != "superseded")
