@@ -64,7 +64,7 @@ def counted_once(history: Sequence[Report]) -> Iterator[Violation]:
 def never_back(life: Sequence[Report]) -> Iterator[Violation]:
     """A peer's chain of states is unbroken, and its round never goes back along it."""
     for report in life:
-        if report["lineage"] == report["parent"]:
+        if report["lineage"] == report["parent"] and report["outcome"] != "superseded":  # it may fetch what it has
             yield _violation("never-back", report, "a round that does not move its lineage")
     for before, after in itertools.pairwise(life):
         if after["parent"] != before["lineage"]:
