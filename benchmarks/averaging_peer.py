@@ -85,11 +85,15 @@ class Setup:
         return 1000 + 100 * rank
 
     def pieces(self, rank: int, number: int) -> Iterator[tuple[int, Vector]]:
-        """A rank's vector for a round, in pieces: (offset, elements). Normal numbers, the same in every process."""
+        """A rank's vector for a round, in pieces: (offset, elements). Normal numbers, the same in every process.
+
+        All pieces of a size are as long: a vector counts up to the median norm, and would be scaled a little.
+        """
         for index, low in enumerate(range(0, self.elements, PIECE_ELEMENTS)):
             name = hashlib.sha256(f"{self.seed}/{rank}/{number}/{index}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(name[:8], "big") >> 1)
-            yield low, torch.randn(min(PIECE_ELEMENTS, self.elements - low), generator=generator)
+            piece = torch.randn(min(PIECE_ELEMENTS, self.elements - low), generator=generator)
+            yield low, piece.mul_(math.sqrt(len(piece)) / norm([piece]))
 
     @property
     def result(self) -> Path:

@@ -126,5 +126,5 @@ if __name__ == "__main__":
     module("node.peer", Peer=Peer, Refused=Refused)
     module("node.peerconfig", load_peer=load_peer, PeerConfig=PeerConfig)
     module("node.runconfig", load_run=load_run, RunConfig=object)
-    module("protocols", PROTOCOLS={"butterfly": None})
+    module("protocols", PROTOCOLS={"butterfly": None}, LOOSE={"gossip": None})
     sys.exit(cli.main())
