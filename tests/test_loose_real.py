@@ -11,7 +11,7 @@ from tests import checkers_loose
 from tests.realswarm import RealPeer, RealSwarm, paced, wait
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
-ROUNDS, PATIENT_SECONDS = 14, 120.0
+ROUNDS, PATIENT_SECONDS = 36, 120.0
 RUN = 'protocol = "gossip"\nspread_limit = 1.0\n' + paced(50_000, 0.1, 5, ROUNDS)
 
 
