@@ -41,7 +41,7 @@ check: lint
 test: lint
 	$(PYTEST)
 
-# Many seeds of every fault, every crash point, the vote by itself, and a large swarm: twenty minutes.
+# Many seeds of every fault, every crash point, the vote by itself, and a large swarm: twenty-five minutes.
 sim: install
 	$(BIN)/python -m tests.sim.scheduling --seeds 0:50000
 	$(BIN)/python -m tests.sim --peers 5 --rounds 6 --seeds 0:100 --faults calm
@@ -51,6 +51,8 @@ sim: install
 	for kind in crash silence one-way stall; do \
 		$(BIN)/python -m tests.sim.crashes --peers 4 --kind $$kind --jobs 2 || exit 1; done
 	$(BIN)/python -m tests.sim.crashes --peers 5 --kind crash --pairs --sample 500 --jobs 2
+	$(BIN)/python -m tests.sim --protocol gossip --peers 4 --rounds 5 --seeds 0:6 --faults breaking
+	$(BIN)/python -m tests.sim --protocol moshpit --peers 4 --rounds 5 --seeds 0:8 --faults breaking
 
 # Real peers under a nemesis, every scenario once: twenty minutes. With root, iproute2 and iptables, on a network.
 chaos: install
