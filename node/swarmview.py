@@ -116,6 +116,8 @@ def _apart(tally: Tally) -> str:
     if math.isnan(limit):
         return ""
     where = f"a peer is {100 * spread:.2g} % from the mean of all" if math.isfinite(spread) else "nobody knows how far"
+    if spread == 0:
+        where = "all peers hold the same"
     return f"{where}, the limit is {100 * limit:g} %"
 
 

@@ -137,11 +137,14 @@ class Tally:
     def spread(self) -> tuple[float, float]:
         """How far apart peers were, by the last reports of all, and what the run bears; nan where they share an anchor.
 
-        Each peer's report counts: who stays longest sees the fewest others.
+        Each peer's report counts: who stays longest sees the fewest others. Each compares itself with what the others
+        told last, of the round before perhaps: where all have the same parameters in the end, that is known better.
         """
         last = [each.last for each in self.tracks.values() if each.last]
         known = [each.spread for each in last if not math.isnan(each.spread)]
         limits = [each.spread_limit for each in last if not math.isnan(each.spread_limit)]
+        if limits and len({each.params_hash for each in last}) == 1:
+            known = [0.0]
         return max(known, default=math.nan), max(limits, default=math.nan)
 
     @property

@@ -87,6 +87,9 @@ def test_without_a_shared_anchor_peers_agree_that_are_near_enough() -> None:
     )
     tally.add(NAMES[0], report(NAMES[0], 5, spread=0.03, spread_limit=0.02))
     assert not tally.agree and json.loads(to_json(tally.as_json()))["spread"] == 0.03
+    for name in NAMES[:3]:  # what each told of the others is older than where they all are now
+        tally.add(name, report(name, 6, spread=0.03, spread_limit=0.02, params_hash="h", lineage="l"))
+    assert tally.spread == (0.0, 0.02)
 
 
 def test_other_parameters_do_not_agree() -> None:
