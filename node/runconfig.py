@@ -175,6 +175,8 @@ class RunConfig:
             raise ValueError(f"task {self.task} takes the table [{table}] and no other task's")
         if self.robust and self.codec == "topk":
             raise ValueError(f"codec topk sends mostly zeros, of which {self.robust} makes zeros: take another codec")
+        if self.robust and self.protocol not in _RULED:
+            raise ValueError(f"robust {self.robust} is for {' and '.join(_RULED)}: {self.protocol} takes no rule")
         used = codec(self.codec)
         if used.decay and self.protocol != "butterfly":
             raise ValueError(f"codec {used.name} is for protocol butterfly: {self.protocol} needs vectors whole")
@@ -234,6 +236,7 @@ class RunConfig:
 
 
 _OF_TASKS = ("gpt", "paced", "options")
+_RULED = ("butterfly", "moshpit")
 _RUN = TypeAdapter(RunConfig)
 _TABLES: Mapping[str, tuple[str, ...]] = {
     "recipe": tuple(field.name for field in fields(Recipe)),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 
 from protocols import record as records
 from protocols import wire
@@ -28,8 +29,8 @@ from protocols.base import (
 from protocols.codec import codec
 from protocols.deciding import Decision
 from protocols.desk import Desk
-from protocols.exchange import DATA
-from protocols.post import Ledger, Post, first_frame
+from protocols.exchange import DATA, next_claim
+from protocols.post import Ledger, Post, first_frame, hear
 from protocols.robust import known
 from protocols.session import Session
 from protocols.shelf import Shelf
@@ -37,7 +38,6 @@ from protocols.tasks import Bell, together
 from protocols.votes import Ask, Message
 
 CONTROL = "starling/butterfly/control/1"
-MIN_BANDWIDTH = 1e3
 FORGOTTEN_LIMIT = 1 << 16
 PARKED_LIMIT = 16
 """Messages of one peer that is a round ahead of us which are kept until we get there."""
@@ -99,7 +99,7 @@ class Butterfly:
                     for each in background:
                         each.cancel()
                     if session.in_time is not None:
-                        self._learn_bandwidth(session.in_time)
+                        self.bandwidth = next_claim(self.bandwidth, self.settings.bandwidth, session.in_time)
         finally:
             session.close()
             if certificate := session.decision.certificate:
@@ -134,22 +134,10 @@ class Butterfly:
             lineage: each for lineage, each in self._sessions.items() if each.head.key.round == key.round - 1
         }
 
-    def _learn_bandwidth(self, in_time: bool) -> None:
-        """Claim less after a data phase that did not end in time, and slowly more again: budgets follow the claims."""
-        factor = 1.25 if in_time else 0.5
-        self.bandwidth = max(MIN_BANDWIDTH, min(self.settings.bandwidth, factor * self.bandwidth))
-
     # -- control ------------------------------------------------------------------------------------------------------
 
     async def _on_control(self, peer: PeerId, stream: Stream) -> None:
-        async with self.ledger.counting(stream):
-            message = await first_frame(self.host, stream)
-            while True:
-                self._take(peer, message)
-                try:
-                    message = await stream.receive(wire.MAX_HEADER_BYTES)
-                except PeerSilent:
-                    return  # its round is over, or it is
+        await hear(self.host, self.ledger, stream, partial(self._take, peer))
 
     def _take(self, peer: PeerId, message: Header) -> None:
         """A message goes to the round that it is about; what is wrong with it is held against its sender.

@@ -19,6 +19,13 @@ from protocols.reduce import Reducer, contribute
 from protocols.tasks import Bell, together
 
 DATA = "starling/butterfly/data/1"
+MIN_BANDWIDTH = 1e3
+
+
+def next_claim(claim: float, bandwidth: float, in_time: bool) -> float:
+    """What to claim of one's upload after a data phase, bytes/s, for budgets follow the claims: less after one that did
+    not end in time, and slowly more again, up to what it is."""
+    return max(MIN_BANDWIDTH, min(bandwidth, (1.25 if in_time else 0.5) * claim))
 
 
 class Exchange:

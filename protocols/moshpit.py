@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 
 from protocols import wire
 from protocols.base import BadPayload, Deadline, Head, Header, Host, Member, PeerId, PeerSilent, Settings, Stream
@@ -26,7 +27,7 @@ from protocols.mixing import DATA, PART, Mixing
 from protocols.pit import Pit
 from protocols.pitsession import PitSession
 from protocols.plan import offer_message
-from protocols.post import Ledger, Post, first_frame
+from protocols.post import Ledger, Post, first_frame, hear
 from protocols.tasks import Bell, together
 
 CONTROL = "starling/moshpit/control/1"
@@ -86,14 +87,7 @@ class Moshpit:
     # -- what others say ----------------------------------------------------------------------------------------------
 
     async def _on_control(self, peer: PeerId, stream: Stream) -> None:
-        async with self.ledger.counting(stream):
-            message = await first_frame(self.host, stream, self._pit.found)
-            while True:
-                self._take(peer, message)
-                try:
-                    message = await stream.receive(wire.MAX_HEADER_BYTES)
-                except PeerSilent:
-                    return  # its round is over, or it is
+        await hear(self.host, self.ledger, stream, partial(self._take, peer), self._pit.found)
 
     def _take(self, peer: PeerId, message: Header) -> None:
         """A message; what is wrong with one is held against its sender, who may say better ones.

@@ -18,7 +18,6 @@ MAX_FOUND = 256
 KEEP_GROUPS = 2
 """The parts of so many groups stay at hand for members that lack one."""
 MAX_CLOSED = 64
-MIN_BANDWIDTH = 1e3
 
 
 class Pit:
@@ -95,11 +94,6 @@ class Pit:
         while len(self.mixings) > KEEP_GROUPS:
             del self.mixings[next(iter(self.mixings))]
         self.desk.entered.ring()
-
-    def learn_bandwidth(self, in_time: bool) -> None:
-        """Claim less after a data phase that did not end in time, and slowly more again: budgets follow the claims."""
-        factor = 1.25 if in_time else 0.5
-        self.bandwidth = max(MIN_BANDWIDTH, min(self.desk.settings.bandwidth, factor * self.bandwidth))
 
     def spares(self, like: Sequence[Vector]) -> list[Vector]:
         """Room for one more state."""

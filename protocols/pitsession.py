@@ -11,6 +11,7 @@ from functools import partial
 from protocols import wire
 from protocols.base import Contribution, Deadline, Head, Mean, Member, Outcome, PeerId, Vector, Work
 from protocols.census import DONE, TRAINING, UNHEARD_SECONDS, WAITING, Here
+from protocols.exchange import next_claim
 from protocols.gathering import Gathering, Patience, Stake
 from protocols.grid import drawn, moved
 from protocols.mixing import Mixing, Result
@@ -142,7 +143,7 @@ class PitSession:
     async def _account(self, mixing: Mixing, result: Result | None, source: Flat, target: Flat) -> None:
         """What is known of a group that is over here."""
         if mixing.in_time is not None:
-            self._pit.learn_bandwidth(mixing.in_time)
+            self._pit.bandwidth = next_claim(self._pit.bandwidth, self._desk.settings.bandwidth, mixing.in_time)
         if result:
             self.group = mixing.name
         if result is None or result.torn:  # others may hold more of it than this peer, or less

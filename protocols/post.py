@@ -80,6 +80,25 @@ async def first_frame(host: Host, stream: Stream, known: Collection[PeerId] = ()
     return message
 
 
+async def hear(
+    host: Host, ledger: Ledger, stream: Stream, take: Callable[[Header], None], known: Collection[PeerId] = ()
+) -> None:
+    """Serve a control stream: `take` whatever its opener says, until its round is over, or it is.
+
+    Raises:
+        BadPayload: what came is no message, or `take` says so.
+        PeerSilent: as for `first_frame`.
+    """
+    async with ledger.counting(stream):
+        message = await first_frame(host, stream, known)
+        while True:
+            take(message)
+            try:
+                message = await stream.receive(wire.MAX_HEADER_BYTES)
+            except PeerSilent:
+                return
+
+
 class _Line:
     """What one peer is still to be told, and what it may not have heard."""
 

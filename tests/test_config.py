@@ -175,6 +175,7 @@ def test_who_may_go_on_alone() -> None:
         ("robust = 'centred-clip'", "unknown robust rule 'centred-clip': there are mean, centered_clip, trimmed_mean,"),
         ("robust = 'centred-clip'", "did you mean 'centered_clip'?"),
         ("robust = 'krum'\ncodec = 'topk'", "topk sends mostly zeros, of which krum makes zeros: take another codec"),
+        ("robust = 'krum'\nprotocol = 'gossip'", "robust krum is for butterfly and moshpit: gossip takes no rule"),
         ("codec = 'topk'\nprotocol = 'gossip'", "codec topk is for protocol butterfly: gossip needs vectors whole"),
         ("codec = 'topk'\nchunk_elements = 5000", "with codec topk, chunk_elements must be a multiple of 4096"),
         ("fork = 'no'", "\"fork\" must be 'allowed' or 'never', not 'no'"),
