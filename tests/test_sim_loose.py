@@ -11,6 +11,7 @@ import pytest
 from protocols.base import Contribution, Host, LooseAverager, Mean, Outcome, PeerId, PeerSilent, Settings, Vector, Work
 from tests.sim import crashes
 from tests.sim import world as worlds
+from tests.sim.__main__ import main as simulate
 from tests.sim.loose import LooseWorld
 from tests.sim.pairs import Pairs, PairSession
 from tests.sim.scenario import Scenario
@@ -179,3 +180,9 @@ def test_points_are_those_of_the_second_round() -> None:
     points = enumerate_points(small(3), PairWorld)
     assert {point.peer for point in points} == {"p0", "p1", "p2"}
     assert all(point.number > 1 for point in points)
+
+
+def test_seeds_in_which_nobody_would_lie_are_not_played_as_lies(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        simulate(["--protocol", "gossip", "--faults", "lies"])
+    assert "lies alter the frames of a vote, gossip has none" in capsys.readouterr().err
