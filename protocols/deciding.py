@@ -36,8 +36,10 @@ from protocols.wire import PartDone
 
 BALLOT_FLOOR_SECONDS = 2.0
 """What a ballot is given beyond two round trips and the time of its data phase: honest members pause, too."""
-ROUND_TRIP_LIMIT_SECONDS = 2.0
-"""What opening a stream took longer than that was no round trip: the link was cut in between."""
+ROUND_TRIP_LIMIT_SECONDS = 0.75
+"""What opening a stream took longer than that was no round trip: the link was cut in between, or a machine was busy.
+One that stops in mid contribution is late at `SCATTER_SHARE` of the budget, and as a reducer overdue a patience later:
+within this bound what is left of `BUDGET_FLOOR_SECONDS` is enough for another to reduce its part."""
 LENIENCE = 1.25
 """A silent member is given up before the coordinator who waits for it is."""
 

@@ -51,7 +51,7 @@ class Exchange:
         self._progress = task.progress
         self._host, self._ledger, self._on_change = host, ledger, on_change
         self._reducers: dict[int, Reducer] = {}
-        self._lost: dict[PeerId, str] = {}
+        self._lost: dict[PeerId, str] = {}  # of whom nothing is waited for, should another part come to us
         self._silent: list[PeerId] = []
         self._jobs: dict[int, tuple[PeerId, asyncio.Task[None]]] = {}
         self._bell = Bell()
@@ -126,6 +126,8 @@ class Exchange:
             self._ledger.name(peer, why)
             if why.startswith("silent"):
                 self._silent.append(peer)
+            if why.startswith(("silent", "late")):
+                self._lost.setdefault(peer, why)
         for peer, why in reducer.odd.items():
             self._ledger.name(peer, why)
         self.take(reducer.part, held)
@@ -160,7 +162,7 @@ class Exchange:
                 stream = await opening.__aenter__()
         except TimeoutError:
             self._silent.append(peer)
-            self._lost.setdefault(peer, "silent: it did not answer in time")  # nor is it to be waited for again
+            self._lost.setdefault(peer, "silent: it did not answer in time")
             raise PeerSilent(peer, "did not answer in time") from None
         try:
             yield stream

@@ -10,6 +10,7 @@ import pytest
 
 from protocols.base import PeerId
 from protocols.deciding import Decision
+from protocols.record import Kind, decode
 from protocols.session import Session
 from protocols.votes import Decided, Instruction
 from tests.sim import contact
@@ -25,9 +26,10 @@ ROUND = 3
 
 @dataclass(slots=True)
 class Decisions:
-    """When each peer decided each round."""
+    """When each peer decided each round, and what."""
 
     at: dict[tuple[PeerId, int], float] = field(default_factory=dict)
+    kinds: dict[tuple[PeerId, int], Kind] = field(default_factory=dict)
 
     def last(self, peers: list[PeerId], round_number: int) -> float:
         return max(self.at[peer, round_number] for peer in peers)
@@ -39,7 +41,9 @@ def decisions(monkeypatch: pytest.MonkeyPatch) -> Decisions:
 
     def watching(self: Decision, instruction: Instruction) -> None:
         if isinstance(instruction, Decided):
-            seen.at.setdefault((self.vote.me.peer, self.head.key.round), asyncio.get_running_loop().time())
+            who = (self.vote.me.peer, self.head.key.round)
+            seen.at.setdefault(who, asyncio.get_running_loop().time())
+            seen.kinds[who] = decode(instruction.certificate.record).kind
         follow(self, instruction)
 
     monkeypatch.setattr(Decision, "_follow", watching)
@@ -174,6 +178,28 @@ def test_one_silent_member_costs_one_ballot_s_time(peers: int, coordinating: boo
     delay, bound = decided - undisturbed, patience_seconds + 4 * ROUND_TRIP_SECONDS
     told = f"{peers} peers, coordinating: {coordinating}: {delay:.2f} s more, T_b {patience_seconds:.2f} s"
     assert 0.9 * patience_seconds <= delay <= bound, told
+
+
+@pytest.mark.usefixtures("unseen")
+@pytest.mark.parametrize("at", (1, 8, 20, 30, 40, 52, 57))
+@pytest.mark.parametrize("coordinating", (False, True))
+def test_one_that_stops_in_the_data_phase_costs_no_round_however_slowly_streams_were_opened(
+    at: int, coordinating: bool, decisions: Decisions
+) -> None:
+    """They are opened once, when a process starts and its machine is busy: that may not make patience outlast the
+    budget, so that the round is skipped while all that is needed to repair it is there."""
+    swarm = stage()
+
+    def victim() -> PeerId:
+        for peer in swarm.peers:
+            swarm.averager(peer)._desk.post.round_trip_seconds.update(dict.fromkeys(swarm.peers, 5.0))
+        first = swarm.coordinator("p0")
+        return first if coordinating else [peer for peer in swarm.peers if peer != first][-1]
+
+    assert delayed(swarm, decisions, victim, lambda _, count: count == at, swarm.silence), "it came too late"
+    kinds = {peer: kind for (peer, number), kind in decisions.kinds.items() if number == ROUND}
+    assert len(kinds) >= 3
+    assert set(kinds.values()) == {Kind.MEAN}, kinds
 
 
 # -- a link that carries nothing one way ------------------------------------------------------------------------------
