@@ -88,6 +88,11 @@ def lives(history: Sequence[Report]) -> Iterator[list[Report]]:
         yield list(life)
 
 
+def began(report: Report) -> float:
+    """Wall time at which that round began for the reporting peer."""
+    return float(report["time"] - report["seconds_train"] - report["seconds_wait"] - report["seconds_average"])
+
+
 def _violation(invariant: str, report: Report, detail: str) -> Violation:
     return Violation(invariant, report["peer"], report["round"], detail)
 

@@ -12,9 +12,10 @@ The chain of a life is its own: `parent` and `lineage` are the roots of its stat
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-from tests.checkers import Report, Violation, finite, lives
+from tests.checkers import Report, Violation, began, finite, lives
 
 OUTCOMES = ("committed", "skipped", "superseded")
 
@@ -72,6 +73,25 @@ def never_back(life: Sequence[Report]) -> Iterator[Violation]:
         least = before["round"] + (before["outcome"] != "superseded")
         if after["round"] < least:
             yield _violation("never-back", after, f"round {after['round']} where {least} is due")
+
+
+def mixed(reports: Iterable[Report], peers: Collection[str], since: float = -math.inf) -> Report | None:
+    """The report by which all these peers had mixed, in rounds that began later than at that wall time; None: not yet.
+
+    Each has committed one, and who counted whose message joins them all: two halves that each mix by themselves have
+    not. Who stands alone has nobody to mix with.
+    """
+    group = {peer: {peer} for peer in peers}
+    alone = set(peers)
+    for report in sorted(reports, key=lambda report: float(report["time"])):
+        if report["outcome"] != "committed" or began(report) <= since or report["peer"] not in group:
+            continue
+        alone.discard(report["peer"])
+        met = set().union(*(group[peer] for peer in {report["peer"], *report["peers"]} if peer in group))
+        group.update(dict.fromkeys(met, met))
+        if not alone and len(met) == len(group) > 1:
+            return report
+    return None
 
 
 def _violation(invariant: str, report: Report, detail: str) -> Violation:

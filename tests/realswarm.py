@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -213,8 +213,10 @@ class RealSwarm:
 
     Attributes:
         invariants: by which the histories are judged.
+        decisions: outcomes that a round is to come to, whoever was lost in it.
     """
 
+    decisions: tuple[str, ...] = DECIDED
     invariants: Callable[[dict[str, list[Report]]], list[Violation]] = staticmethod(check)
 
     def __init__(self, home: Path, run: str = "", prepare: Callable[[RealPeer], None] = lambda peer: None) -> None:
@@ -305,13 +307,9 @@ class RealSwarm:
         return next((report for lineage, report in full[0].items() if all(lineage in each for each in full)), None)
 
 
-def _decided(report: Report) -> bool:
-    return report["outcome"] in DECIDED
-
-
-def deciding(peers: Iterable[RealPeer], since: float) -> list[Report]:
+def deciding(peers: Iterable[RealPeer], since: float, decisions: Collection[str] = DECIDED) -> list[Report]:
     """Of each peer the first decision that it reported later than at that wall time; empty until all have one."""
     wanted = list(peers)
-    ends = [next((each for each in peer.reports() if each["time"] > since and _decided(each)), None) for peer in wanted]
-    found = [end for end in ends if end]
+    later = [[each for each in peer.reports() if each["time"] > since] for peer in wanted]
+    found = [end for ends in later if (end := next((each for each in ends if each["outcome"] in decisions), None))]
     return found if len(found) == len(wanted) else []

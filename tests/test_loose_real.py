@@ -7,16 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests import checkers_loose
-from tests.realswarm import RealPeer, RealSwarm, paced, wait
+from tests.looseswarm import LooseSwarm
+from tests.realswarm import RealPeer, paced, wait
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 ROUNDS, PATIENT_SECONDS = 36, 120.0
 RUN = 'protocol = "gossip"\nspread_limit = 1.0\n' + paced(50_000, 0.1, 5, ROUNDS)
-
-
-class LooseSwarm(RealSwarm):
-    invariants = staticmethod(checkers_loose.check)
 
 
 def often(peer: RealPeer) -> None:

@@ -17,8 +17,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from protocols import PROTOCOLS
-from tests.faults.keeping import DIRECTORY, PROGRAM, from_shell, one
+from tests.faults.keeping import DIRECTORY, PROGRAM, from_shell, home_of, one
+from tests.faults.points import POINTS
 from tests.faults.scenarios import SCENARIOS
 from tests.faults.stage import TASKS, Options, Unplayable
 from tests.sim.arguments import Parser, at_least
@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
     results = []
     for name in wanted:
         try:
-            results.append(one(name, options.seed, stage, options.dir / f"{name}-{options.seed}", say))
+            results.append(one(name, options.seed, stage, home_of(options.dir, name, options.seed, stage), say))
         except Unplayable as why:
             if options.scenario != MATRIX:
                 print(f"{PROGRAM}: {why}", file=sys.stderr)
@@ -78,7 +78,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--scenario", required=True, choices=(*SCENARIOS, MATRIX), metavar="NAME")
     parser.add_argument("--peers", type=_peers, default=4, metavar="N", help=f"3 to {MOST_PEERS}; 4 if not given")
-    parser.add_argument("--protocol", choices=tuple(PROTOCOLS), default="butterfly")
+    parser.add_argument("--protocol", choices=tuple(POINTS), default="butterfly")
     parser.add_argument("--task", choices=TASKS, default="paced", help="paced: peers do not compete for the cores")
     parser.add_argument("--seed", type=lambda text: at_least(0, text), default=0, metavar="S")
     parser.add_argument("--dir", type=Path, default=DIRECTORY, help=f"where plays are kept: {DIRECTORY} if not given")

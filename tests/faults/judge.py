@@ -10,12 +10,14 @@ import json
 import math
 import re
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
-from tests.checkers import DECIDED, Report, Violation, check, one_branch
+from protocols import LOOSE
+from tests.checkers import DECIDED, Violation, began, check, one_branch
+from tests.faults import loose
 from tests.faults.goodput import MEANS, first_told, goodput
 from tests.faults.play import Play
 
@@ -62,13 +64,34 @@ class Verdict:
         return found
 
 
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """What a protocol promises, and what is therefore asked of a play.
+
+    Attributes:
+        broken: the violations in the histories.
+        recovery_seconds: from the end of the faults until all who should were together again; nan: they were not.
+        back, together: what they have done then, and what they have done it in, in words.
+        goodput: see `tests.faults.goodput`.
+        measures: what histories say of themselves: name -> values.
+    """
+
+    broken: Callable[[Play], Sequence[Violation]]
+    recovery_seconds: Callable[[Play], float]
+    back: str
+    together: str
+    goodput: Callable[[Play], float]
+    measures: Callable[[Play], Mapping[str, Sequence[float]]]
+
+
 def judge(play: Play) -> Verdict:
     """The verdict on a play. Raises KeyError for a history that holds something else than round reports."""
-    recovery = recovery_seconds(play)
-    measures = {name: _summary(values) for name, values in play.measures.items()}
+    promise = promise_of(play)
+    recovery = promise.recovery_seconds(play)
+    measures = {name: _summary(values) for name, values in {**play.measures, **promise.measures(play)}.items()}
     worst = {"recovery_seconds": recovery} | _skipped(play) | {name: each["worst"] for name, each in measures.items()}
     ends = {name: worst.get(name, math.nan) for name in play.limits.aims}
-    found = [*check(play.histories), *one_branch({name: play.histories.get(name, ()) for name in play.should})]
+    found = [*promise.broken(play)]
     found += [Violation("stuck", "", NO_ROUND, _short(step)) for step in play.stuck]  # it tried something else
     found += [*_progress(play, recovery), *_strangers(play), *_endings(play), *_alarms(play), *_levels(play)]
     return Verdict(
@@ -78,7 +101,7 @@ def judge(play: Play) -> Verdict:
         violations=[_named(violation, play).as_dict() for violation in found],
         rounds_committed=sum(time >= play.calm[0] for time in first_told(play, MEANS).values()),
         rounds_skipped=sum(time >= play.calm[0] for time in first_told(play, ("skipped",)).values()),
-        goodput=goodput(play),
+        goodput=promise.goodput(play),
         recovery_seconds=recovery,
         measures=measures,
         missed={name: [ends[name], aim] for name, aim in play.limits.aims.items() if not ends[name] <= aim},
@@ -90,7 +113,16 @@ def name_of(play: Play, peer: str) -> str:
     return next((name for name, each in play.ids.items() if each == peer), f"…{peer[-6:]}")
 
 
-def recovery_seconds(play: Play) -> float:
+def promise_of(play: Play) -> Promise:
+    """By whether its peers share an anchor."""
+    return _APART if play.protocol in LOOSE else _ONE
+
+
+def _one_story(play: Play) -> list[Violation]:
+    return [*check(play.histories), *one_branch({name: play.histories.get(name, ()) for name in play.should})]
+
+
+def _recovery_seconds(play: Play) -> float:
     """From the end of the faults until all who should had reported a round that holds them all; nan: they have not.
 
     The round began after the faults: one that was under way may hold what was brought before. And it holds work of
@@ -102,7 +134,7 @@ def recovery_seconds(play: Play) -> float:
             report["lineage"]: report["time"]
             for report in reversed(play.histories.get(name, ()))  # of several, the first
             if report["outcome"] in MEANS and wanted <= {*report["peers"]}
-            if (report["weight"] or 0) > 0 and _began(report) > play.healed
+            if (report["weight"] or 0) > 0 and began(report) > play.healed
         }
         for name in play.should
     ]
@@ -119,16 +151,12 @@ def _skipped(play: Play) -> dict[str, float]:
     return {"rounds_skipped": skipped, "skipped_share": skipped / max(1, skipped + means)}
 
 
-def _began(report: Report) -> float:
-    """Wall time at which that round began for the reporting peer."""
-    return float(report["time"] - report["seconds_train"] - report["seconds_wait"] - report["seconds_average"])
-
-
 def _progress(play: Play, recovery: float) -> Iterator[Violation]:
     """Who should commits a round with all the others who should, in time. That nobody should is a mistake."""
     limit, whom = play.limits.recovery_seconds, ", ".join(play.should) or "nobody"
     if not recovery <= limit:
-        what = "no round" if math.isnan(recovery) else f"the first round after {recovery:.1f} s"
+        together = promise_of(play).together
+        what = f"no {together}" if math.isnan(recovery) else f"the first {together} after {recovery:.1f} s"
         yield Violation("progress", "", NO_ROUND, f"{what} with {whom} in it; due within {limit:g} s")
 
 
@@ -187,6 +215,15 @@ def _levels(play: Play) -> Iterator[Violation]:
             if usual and now > factor * usual + more:
                 detail = f"{what} {now:,.0f}, {usual:,.0f} in the calm, at most {factor * usual + more:,.0f} allowed"
                 yield Violation("level", name, after[-1]["round"], detail)
+
+
+_ONE = Promise(
+    _one_story, _recovery_seconds, "have reported a round that holds them all", "round", goodput, lambda play: {}
+)
+_APART = Promise(
+    loose.broken, loose.recovery_seconds, "have mixed, each with any other or through others", "mixing",
+    loose.goodput, loose.measures,
+)  # fmt: skip
 
 
 def in_words(code: int) -> str:

@@ -13,12 +13,17 @@ from typing import Any
 from tests.faults.judge import judge
 from tests.faults.picture import draw
 from tests.faults.play import Play
-from tests.faults.scenarios import SCENARIOS, Scenario
+from tests.faults.scenarios import Scenario, scenario_of
 from tests.faults.stage import Options, play
 from tests.faults.timeline import timeline
 
 PROGRAM = "python -m tests.faults"
 DIRECTORY = Path("build/faults")
+
+
+def home_of(plays: Path, name: str, seed: int, stage: Options) -> Path:
+    """Where a play is kept."""
+    return plays / "-".join([stage.protocol] * stage.loose + [name, str(seed)])
 
 
 def one(name: str, seed: int, stage: Options, home: Path, say: Callable[[str], None]) -> dict[str, Any]:
@@ -27,7 +32,7 @@ def one(name: str, seed: int, stage: Options, home: Path, say: Callable[[str], N
     Raises:
         Unplayable: this machine cannot.
     """
-    return kept(name, SCENARIOS[name], seed, stage, home, say)[1]
+    return kept(name, scenario_of(name, stage.protocol), seed, stage, home, say)[1]
 
 
 def kept(

@@ -104,7 +104,7 @@ class Nemesis(Notes):
         survivors = self.running(dead)
         if not survivors:
             return
-        ends = wait("the survivors decide", lambda: deciding(survivors, killed), SETTLE_SECONDS)
+        ends = wait("the survivors decide", lambda: deciding(survivors, killed, self._swarm.decisions), SETTLE_SECONDS)
         self.measure("decided_seconds", max(each["time"] for each in ends) - killed)
 
     def _stop(self, whom: tuple[str, ...], step: Step) -> None:

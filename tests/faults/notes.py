@@ -69,8 +69,9 @@ class Notes:
 
     def unseen(self) -> None:
         """Note whose process has ended without anybody's doing."""
-        for name in [name for name in self._began if not self._swarm[name].running]:
-            self.ended(name, 0)
+        for name in [name for name in self._began if name in self._swarm.peers]:
+            if not self._swarm[name].running:
+                self.ended(name, 0)
 
     def running(self, but: Sequence[str] = ()) -> list[RealPeer]:
         """Who runs, without these."""

@@ -16,7 +16,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from tests.checkers import Report
-from tests.faults.judge import Verdict, in_words
+from tests.faults.judge import Verdict, in_words, promise_of
 from tests.faults.play import Event, Play
 from tests.faults.timeline import beginning
 
@@ -148,5 +148,5 @@ def _dress(play: Play, verdict: Verdict, above: Axes, below: Axes) -> None:
     ]
     keys += [Patch(color=_LIFE, label="alive, no round told")]
     keys += [Patch(facecolor=colour, edgecolor=_LIFE, label=what) for what, colour in _SHADES.items()]
-    keys += [Line2D([], [], label="all who should are in one mean", **_BACK)]
+    keys += [Line2D([], [], label=f"all who should {promise_of(play).back}", **_BACK)]
     below.figure.legend(handles=keys, loc="outside lower left", ncols=len(keys), fontsize=8, frameon=False)

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from node.trace import POINTS
+from protocols import LOOSE
 from tests.faults.play import Limits
+from tests.faults.points import ONE_ROLE_ONLY, POINTS
 
 STRUCK = "the one struck"
 """Stands for the peer that the last trap has caught."""
-_ONE_ROLE_ONLY = ("send Plan", "receive Plan", "send Propose", "receive Propose")
 _JOINERS = 8
+_VOTERS_ONLY = ("excluded",)
+_VOTERS_AIMS = ("decided_seconds", "excluded_seconds", "rounds_skipped", "skipped_share", "contributions_lost")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,17 +88,25 @@ def _moment(rng: random.Random) -> Step:
 
 
 def _trap(rng: random.Random, point: str, names: Sequence[str]) -> Step:
-    return Step("trap", () if point in _ONE_ROLE_ONLY else (rng.choice(names),), role=point)
+    return Step("trap", () if point in ONE_ROLE_ONLY else (rng.choice(names),), role=point)
 
 
-def _kill(rng: random.Random, seed: int, names: Sequence[str]) -> list[Step]:
-    return [_trap(rng, POINTS[seed % len(POINTS)], names)]
+def _kill(points: Sequence[str]) -> Draw:
+    """At one of these points."""
+
+    def draw(rng: random.Random, seed: int, names: Sequence[str]) -> list[Step]:
+        return [_trap(rng, points[seed % len(points)], names)]
+
+    return draw
 
 
-def _kill_restart(rng: random.Random, seed: int, names: Sequence[str]) -> list[Step]:
-    first, second = POINTS[seed % len(POINTS)], POINTS[(seed + len(POINTS) // 2) % len(POINTS)]
-    restart = [Step("settle"), Step("restart", (STRUCK,)), Step("settle")]
-    return [_trap(rng, first, names), *restart, _trap(rng, second, names), *restart[:2]]
+def _kill_restart(points: Sequence[str]) -> Draw:
+    def draw(rng: random.Random, seed: int, names: Sequence[str]) -> list[Step]:
+        first, second = points[seed % len(points)], points[(seed + len(points) // 2) % len(points)]
+        restart = [Step("settle"), Step("restart", (STRUCK,)), Step("settle")]
+        return [_trap(rng, first, names), *restart, _trap(rng, second, names), *restart[:2]]
+
+    return draw
 
 
 def _stop(rng: random.Random, seed: int, names: Sequence[str]) -> list[Step]:
@@ -192,9 +202,13 @@ def _lasting(act: str, amount: float, everybody: bool = False, seconds: float = 
 
 
 SCENARIOS: Mapping[str, Scenario] = {
-    "kill": Scenario("SIGKILL at a named point of a round", _kill, Limits(aims={"decided_seconds": 2})),
+    "kill": Scenario(
+        "SIGKILL at a named point of a round", _kill(POINTS["butterfly"]), Limits(aims={"decided_seconds": 2})
+    ),
     "kill-restart": Scenario(
-        "the same twice; whoever was killed is started again", _kill_restart, Limits(aims={"recovery_seconds": 30})
+        "the same twice; whoever was killed is started again",
+        _kill_restart(POINTS["butterfly"]),
+        Limits(aims={"recovery_seconds": 30}),
     ),
     "stop": Scenario(
         "SIGSTOP of one peer's own process, or of all of its processes, until it is excluded; then SIGCONT",
@@ -251,3 +265,36 @@ SCENARIOS: Mapping[str, Scenario] = {
     ),
     "straggler": Scenario("one worker runs a fifth of the time for 10 s", _lasting("straggle", 0.2)),
 }
+
+
+def scenario_of(name: str, protocol: str) -> Scenario:
+    """A scenario as it is for peers of that protocol: where nobody votes, nobody is excluded, and no round is decided.
+
+    Aims at what follows from a vote are none there, either.
+    """
+    scenario, points = SCENARIOS[name], POINTS[protocol]
+    if protocol not in LOOSE:
+        return scenario
+    draws = {"kill": _kill(points), "kill-restart": _kill_restart(points)}
+    aims = {what: aim for what, aim in scenario.limits.aims.items() if what not in _VOTERS_AIMS}
+    draw = _without_votes(draws.get(name, scenario.draw))
+    return replace(scenario, draw=draw, limits=replace(scenario.limits, aims=aims))
+
+
+def _without_votes(draw: Draw) -> Draw:
+    return lambda *drawn: [step for step in draw(*drawn) if step.act not in _VOTERS_ONLY]
+
+
+def left(schedule: Sequence[Step], names: Sequence[str]) -> int:
+    """How many peers there are when all of it is done."""
+    here, struck = set(names), 0
+    for step in schedule:
+        if step.act == "finish" or (step.act == "kill" and step.role == "peer"):
+            here -= set(step.whom)
+        elif step.act == "trap":
+            struck += 1
+        elif step.whom == (STRUCK,):
+            struck -= 1
+        elif step.act in ("join", "restart", "back"):
+            here |= set(step.whom)
+    return len(here) - struck

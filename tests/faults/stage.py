@@ -10,13 +10,15 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from protocols import LOOSE
 from tests.faults.goodput import MEANS
 from tests.faults.machines import CLOCK, clock_file, set_clock, small_disk
 from tests.faults.nemesis import TROUBLE, Nemesis
 from tests.faults.network import Namespaces, why_not
 from tests.faults.play import Play
-from tests.faults.scenarios import Scenario, Step
+from tests.faults.scenarios import Scenario, Step, left
 from tests.faults.tracing import Watch
+from tests.looseswarm import LooseSwarm
 from tests.realswarm import RealPeer, RealSwarm, paced, wait
 
 CALM_ROUNDS = 5
@@ -28,6 +30,8 @@ _RUNS = {
     "gpt": 'task = "gpt"\n[recipe]\ninner_steps = 8\nrounds = 10000\n',
 }
 TASKS = tuple(_RUNS)
+_APART = "spread_limit = 1.0\n"
+"""Paced peers walk at random, each by itself: they are as far apart as they are, and none is astray."""
 
 
 class Unplayable(Exception):
@@ -54,7 +58,13 @@ class Options:
     @property
     def run(self) -> str:
         """The run file."""
-        return f'protocol = "{self.protocol}"\n{_RUNS[self.task]}'
+        apart = _APART if self.loose and self.task == "paced" else ""
+        return f'protocol = "{self.protocol}"\n{apart}{_RUNS[self.task]}'
+
+    @property
+    def loose(self) -> bool:
+        """Whether the peers share no anchor."""
+        return self.protocol in LOOSE
 
 
 def play(name: str, scenario: Scenario, seed: int, options: Options, home: Path, say: Callable[[str], None]) -> Play:
@@ -65,6 +75,9 @@ def play(name: str, scenario: Scenario, seed: int, options: Options, home: Path,
     """
     schedule = scenario.schedule(name, seed, options.names)
     say(f"{name}, seed {seed}: " + "; ".join(str(step) for step in schedule))
+    if options.loose and left(schedule, options.names) < 2:
+        what = f"{name} leaves one of {options.peers} peers: by {options.protocol} it has nobody to mix with"
+        raise Unplayable(f"{what}; take more peers, or another scenario")
     why = why_not()
     if why and scenario.network:
         raise Unplayable(f"{name} needs a network of its own: {why}")
@@ -88,7 +101,7 @@ def play(name: str, scenario: Scenario, seed: int, options: Options, home: Path,
                 address = "0.0.0.0" if "move" in acts else place.address
                 peer.inside, peer.listen = place.inside, f"/ip4/{address}/tcp/0"
 
-        swarm = RealSwarm(home, options.run, prepare)
+        swarm = (LooseSwarm if options.loose else RealSwarm)(home, options.run, prepare)
         nemesis = Nemesis(swarm, watch, network)
         stack.callback(_clear, swarm)
         stack.callback(nemesis.heal)

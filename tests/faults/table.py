@@ -1,9 +1,11 @@
 """Every scenario with many seeds, as a table. What was played is not played again: it may be stopped at any time.
 
     python -m tests.faults.table [--seeds 0:10] [--scenarios kill,stop] [--results build/faults.jsonl]
+    python -m tests.faults.table --protocol gossip      # build/faults-gossip.jsonl
 
-`kill` is played with twenty seeds for each one of the others: one for each point of a round. Results are added to a
-file, one JSON object a line; the table on stdout is made from all that the file holds.
+`kill` is played with a seed for each point of a round where others are played with one: twenty, of the butterfly's.
+Results are added to a file, one JSON object a line; the table on stdout is made from all that the file holds, which is
+what was played by one protocol.
 """
 
 from __future__ import annotations
@@ -15,23 +17,23 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from node.trace import POINTS
-from tests.faults.keeping import DIRECTORY, from_shell, one
-from tests.faults.scenarios import SCENARIOS
+from tests.faults.keeping import DIRECTORY, from_shell, home_of, one
+from tests.faults.points import POINTS
+from tests.faults.scenarios import SCENARIOS, scenario_of
 from tests.faults.stage import Options, Unplayable
 from tests.sim.arguments import Parser, seeds
 
 Result = dict[str, Any]
-RESULTS = Path("build/faults.jsonl")
+VOTED = "butterfly"
 POINTWISE = "kill"
 
 
-def order(scenarios: Sequence[str], numbers: Iterable[int]) -> list[tuple[str, int]]:
+def order(scenarios: Sequence[str], numbers: Iterable[int], protocol: str = VOTED) -> list[tuple[str, int]]:
     """What to play: all scenarios with the first seed, then with the next: half a table is a table."""
     found = []
     for seed in numbers:
         for name in scenarios:
-            points = len(POINTS) if name == POINTWISE else 1
+            points = len(POINTS[protocol]) if name == POINTWISE else 1
             found += [(name, seed * points + point) for point in range(points)]
     return found
 
@@ -53,17 +55,17 @@ def add(path: Path, result: Result) -> None:
         file.write(f"{json.dumps(result, allow_nan=False)}\n".encode())
 
 
-def table(results: Iterable[Result]) -> list[str]:
+def table(results: Iterable[Result], protocol: str = VOTED) -> list[str]:
     """As Markdown: a line for each scenario."""
     by_name: dict[str, list[Result]] = {}
     for each in results:
         by_name.setdefault(each["scenario"], []).append(each)
     lines = ["| scenario | passed | recovery seconds: median, worst | goodput, median | rounds skipped | measured |"]
     lines.append("|---|---|---|---|---|---|")
-    return lines + [_row(name, by_name[name]) for name in SCENARIOS if name in by_name]
+    return lines + [_row(name, by_name[name], protocol) for name in SCENARIOS if name in by_name]
 
 
-def _row(name: str, played: Sequence[Result]) -> str:
+def _row(name: str, played: Sequence[Result], protocol: str) -> str:
     passed = sum(each["verdict"] == "pass" for each in played)
     recoveries = [each["recovery_seconds"] for each in played if each["recovery_seconds"] is not None]
     goodputs = [each["goodput"] for each in played if each["goodput"] is not None]
@@ -71,13 +73,13 @@ def _row(name: str, played: Sequence[Result]) -> str:
     recovery = f"{median(recoveries):.1f}, {max(recoveries):.1f}" if recoveries else "none"
     goodput = f"{median(goodputs):.0%}" if goodputs else "unknown"
     cells = [f"`{name}`", f"{passed} of {len(played)}", recovery, goodput, f"{skipped} of {skipped + rounds}"]
-    return f"| {' | '.join([*cells, _measured(name, played)])} |"
+    return f"| {' | '.join([*cells, _measured(name, played, protocol)])} |"
 
 
-def _measured(name: str, played: Sequence[Result]) -> str:
+def _measured(name: str, played: Sequence[Result], protocol: str) -> str:
     """Of each thing measured the median and the worst, and how often an aim was missed."""
     told = []
-    aims = SCENARIOS[name].limits.aims
+    aims = scenario_of(name, protocol).limits.aims
     for what in sorted({what for each in played for what in each["measures"]} | set(aims)):
         figures = [each["measures"][what] for each in played if what in each["measures"]]
         words = what.removesuffix("_seconds").replace("_", " ")
@@ -94,26 +96,29 @@ def main(arguments: list[str] | None = None) -> int:
     parser = Parser(prog="python -m tests.faults.table", description=__doc__)
     parser.add_argument("--seeds", type=seeds, default=range(10))
     parser.add_argument("--scenarios", default=",".join(SCENARIOS))
-    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--protocol", choices=tuple(POINTS), default=VOTED)
+    parser.add_argument("--results", type=Path, help="build/faults.jsonl, or build/faults-PROTOCOL.jsonl, if not given")
     options = parser.parse_args(arguments)
     scenarios = options.scenarios.split(",")
     if unknown := [name for name in scenarios if name not in SCENARIOS]:
         parser.error(f"no scenario {unknown[0]!r}: there are {', '.join(SCENARIOS)}")
-    results = load(options.results)
+    stage = Options(protocol=options.protocol)
+    path = options.results or Path("build", "-".join(["faults"] + [stage.protocol] * stage.loose)).with_suffix(".jsonl")
+    results = load(path)
     done = {(each["scenario"], each["seed"]) for each in results}
-    for name, seed in order(scenarios, options.seeds):
+    for name, seed in order(scenarios, options.seeds, stage.protocol):
         if (name, seed) in done:
             continue
         try:
-            result = one(name, seed, Options(), DIRECTORY / f"{name}-{seed}", lambda line: None)
+            result = one(name, seed, stage, home_of(DIRECTORY, name, seed, stage), lambda line: None)
         except Unplayable as why:
             print(f"not played: {name}: {why}", file=sys.stderr)
             continue
-        add(options.results, result)
+        add(path, result)
         results.append(result)
         violations = "; ".join(f"{each['invariant']}: {each['detail']}" for each in result["violations"])
         print(f"{name}, seed {seed}: {result['verdict']} {violations}", file=sys.stderr, flush=True)
-    print("\n".join(table(results)))
+    print("\n".join(table(results, stage.protocol)))
     return 1 if any(each["verdict"] == "fail" for each in results) else 0
 
 

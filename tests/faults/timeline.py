@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from itertools import groupby
 
 from tests.checkers import DECIDED, Report, Tree
-from tests.faults.judge import Verdict, in_words, name_of
+from tests.faults.judge import Verdict, in_words, name_of, promise_of
 from tests.faults.play import Play
 
 COLUMNS = 100
@@ -50,7 +50,7 @@ def _deeds(play: Play, verdict: Verdict) -> Iterator[Entry]:
     yield play.calm[1], "", "-- the calm is over"
     if not math.isnan(verdict.recovery_seconds):
         when = play.healed + verdict.recovery_seconds
-        yield when, "", f"-- all who should have reported a round that holds them all: {', '.join(play.should)}"
+        yield when, "", f"-- all who should {promise_of(play).back}: {', '.join(play.should)}"
     for event in play.events:
         yield event.time, _WORDS.get(event.kind, event.kind), f"{event.what}: {', '.join(event.whom) or 'everybody'}"
     for name, lives in play.lives.items():

@@ -1,0 +1,25 @@
+"""The named points of a round at which a peer may be killed, protocol by protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from node.trace import POINTS as VOTED
+
+POINTS: Mapping[str, tuple[str, ...]] = {
+    "butterfly": VOTED,
+    "gossip": (
+        "train", "receive Ask", "send Answer", "trained", "send Ask", "receive Answer",
+        "send Chunk", "receive Chunk", "send Whole", "receive Whole",
+        "read", "write", "evaluate", "report", "reported",
+    ),
+    "moshpit": (
+        "train", "send Here", "receive Here", "trained", "read", "send Plan", "receive Plan",
+        "send Contribute", "send Chunk", "receive Chunk", "send Reduced", "send PartDone", "receive Reduced",
+        "write", "evaluate", "report", "reported",
+    ),
+}  # fmt: skip
+"""Of each protocol that can be played: what every peer passes again and again, about as it comes in a round."""
+
+ONE_ROLE_ONLY = ("send Plan", "receive Plan", "send Propose", "receive Propose")
+"""What a caller does, or what the others do: anybody who comes to it is struck."""
