@@ -55,17 +55,25 @@ class Book:
         fresh.write_text(json.dumps({"runs": self.runs}, indent=1))
         fresh.replace(self._path)
 
+    def __contains__(self, run: Named) -> bool:
+        return run.name() in self.runs
+
     def loss(self, run: Named) -> float:
         """Final loss of a run that is done."""
         history: History = self.runs[run.name()]["history"]  # type: ignore[assignment]
         return float(history[-1][1])
 
 
+def due(runs: Sequence[R], book: Book) -> list[R]:
+    """What is not done yet, seed by seed, so that who is stopped has whole seeds; of a seed the longest first."""
+    return sorted(dict.fromkeys(run for run in runs if run not in book), key=lambda run: (run.seed, -run.peers))
+
+
 def perform_all(
     runs: Sequence[R], book: Book, perform: Callable[[R], tuple[History, float]], workers: int | None = None
 ) -> None:
-    """Do what is not done yet, the longest first, so many at a time: by default as many as there are cores."""
-    todo = sorted({run for run in runs if run.name() not in book.runs}, key=lambda run: (-run.peers, run.seed))
+    """Do what is due, so many at a time: by default as many as there are cores."""
+    todo = due(runs, book)
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers or os.cpu_count() or 1, mp_context=spawn) as pool:
         futures = {pool.submit(perform, run): run for run in todo}

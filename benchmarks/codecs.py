@@ -1,6 +1,7 @@
 """What codecs cost a model in loss, and spare it in bytes: the laboratory of `benchmarks.learning`, codec by codec.
 
     python -m benchmarks.codecs --json FILE [--resume] [--seeds 5] [--preset w128] [--rounds R] [--inner-steps H]
+                                [--show]
 
 Four peers at equal steps, from equal weights and equal text for each seed: the mean travels as float32, and as every
 codec makes it. topk is shown with the preset's outer steps, and with those of its paper, learning rate 1 without
@@ -53,7 +54,7 @@ def round_bytes(run: Run, elements: int) -> float:
 
 
 def print_table(rows: dict[str, list[Run]], elements: int, book: Book) -> None:
-    """Every seed; the mean, and its difference to that of the first row, pair by pair."""
+    """Every seed as far as it is done; the mean, and its difference to that of the first row, pair by pair."""
     first = next(iter(rows.values()))
     print(
         f"\n{PEERS} peers, {first[0].preset}, {first[0].rounds} rounds of {first[0].inner_steps} steps, nats per byte"
@@ -62,13 +63,15 @@ def print_table(rows: dict[str, list[Run]], elements: int, book: Book) -> None:
     print(f"{'codec':<16} {'bytes':>10} {'less':>6} {seeds} {'mean':>8}  to {next(iter(rows))}")
     plain = round_bytes(first[0], elements)
     for name, runs in rows.items():
-        losses = [book.loss(run) for run in runs]
-        changes = [loss / book.loss(other) - 1 for loss, other in zip(losses, first, strict=True)]
+        pairs = [(run, other) for run, other in zip(runs, first, strict=True) if run in book and other in book]
+        if not pairs:
+            continue
+        changes = [book.loss(run) / book.loss(other) - 1 for run, other in pairs]
         spread = f" ± {stdev(changes):.2%}" if len(changes) > 1 else ""
         sent = round_bytes(runs[0], elements)
-        values = " ".join(f"{loss:>8.4f}" for loss in losses)
-        change = f"{fmean(changes):>+8.2%}{spread}"
-        print(f"{name:<16} {sent:>10.0f} {plain / sent:>5.1f}x {values} {fmean(losses):>8.4f} {change}")
+        values = " ".join(f"{book.loss(run):>8.4f}" if run in book else f"{'-':>8}" for run in runs)
+        mean = fmean(book.loss(run) for run, _ in pairs)
+        print(f"{name:<16} {sent:>10.0f} {plain / sent:>5.1f}x {values} {mean:>8.4f} {fmean(changes):>+8.2%}{spread}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -80,18 +83,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, help="runs at a time; unless given as many as cores")
     parser.add_argument("--json", type=Path, required=True, help="where the runs are kept")
     parser.add_argument("--resume", action="store_true", help="go on with the runs in that file")
+    parser.add_argument("--show", action="store_true", help="print what is done, run nothing")
     options = parser.parse_args(arguments)
     if any(value is not None and value < 1 for value in (options.seeds, options.rounds, options.inner_steps)):
         parser.error("seeds, rounds and inner steps are at least 1")
     try:
         settings = preset(options.preset)
-        book = Book(options.json, options.resume)
+        book = Book(options.json, options.resume or options.show)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
     rounds, steps = options.rounds or settings.recipe.rounds, options.inner_steps or settings.recipe.inner_steps
     rows = trials(Run(PEERS, rounds, steps, options.preset, 0), range(options.seeds))
-    perform_all([run for runs in rows.values() for run in runs], book, perform, options.workers)
+    if not options.show:
+        perform_all([run for runs in rows.values() for run in runs], book, perform, options.workers)
     print_table(rows, GptTable(**asdict(settings.shape), rows=settings.rows).elements, book)
     return 0
 

@@ -1,6 +1,7 @@
 """What peers learn by each protocol at equal tokens, and what it costs them when some fail in every round.
 
     python -m benchmarks.protocols --json FILE [--resume] [--seeds 5] [--preset w64] [--peers 8] [--failures 0 .1 .3]
+                                   [--inner-steps H] [--show]
 
 one-worker      as many tokens as all peers together, one step after the other: plain AdamW, nobody fails
 data-parallel   the gradient is averaged in every step, and one AdamW step follows it (`protocols.baselines` says why
@@ -23,7 +24,7 @@ import argparse
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -176,38 +177,39 @@ def perform(arm: Arm) -> tuple[History, float]:
 
 
 def wanted(options: argparse.Namespace) -> Iterator[Arm]:
+    """Seed by seed, and of each the calm ones first; the one worker, of whom nobody fails, more than once."""
     recipe = preset(options.preset).recipe
     rounds, steps = options.rounds or recipe.rounds, options.inner_steps or recipe.inner_steps
-    for protocol in options.only or ARMS:
-        for failure in options.failures if protocol != "one-worker" else (0.0,):
-            for seed in range(options.seeds):
-                yield Arm(protocol, options.peers, rounds, steps, options.preset, seed, failure)
+    for seed in range(options.seeds):
+        for failure in options.failures:
+            for protocol in options.only or ARMS:
+                risk = failure if protocol != "one-worker" else 0.0
+                yield Arm(protocol, options.peers, rounds, steps, options.preset, seed, risk)
 
 
 def print_all(arms: Sequence[Arm], book: Book) -> None:
-    """Every seed; and each arm paired with data parallel training and with itself without failures."""
-    by_kind: dict[tuple[str, float], list[float]] = {}
+    """Every seed as far as it is done; and each arm paired with data parallel training and with its own calm run."""
+    found: dict[tuple[str, float], dict[int, float]] = {}
     for arm in arms:
-        by_kind.setdefault((arm.protocol, arm.failure), []).append(book.loss(arm))
-    seeds = max(len(losses) for losses in by_kind.values())
-    print(f"\nheld-out loss, nats per byte\n{'protocol':<15} {'failure':>7}", end="")
-    print("".join(f"  seed {seed:>2}" for seed in range(seeds)), "    mean   to data-parallel      to no failures")
-    for (protocol, failure), losses in by_kind.items():
-        beside = [by_kind.get(("data-parallel", 0.0)), by_kind.get((protocol, 0.0)) if failure else None]
-        paired = "".join(f"{_paired(losses, other) if other else '':>20}" for other in beside)
-        print(
-            f"{protocol:<15} {failure:>7g}",
-            "".join(f"{loss:>9.4f}" for loss in losses),
-            f"{fmean(losses):>8.4f}",
-            end="",
-        )
-        print(paired)
+        if arm in book:
+            found.setdefault((arm.protocol, arm.failure), {})[arm.seed] = book.loss(arm)
+    seeds = sorted({arm.seed for arm in arms})
+    heads = "".join(f"  seed {seed:>2}" for seed in seeds)
+    print(f"\nheld-out loss, nats per byte; {sum(map(len, found.values()))} of {len(arms)} runs are done")
+    print(f"{'protocol':<15} {'failure':>7}{heads}     mean    to data-parallel      to no failures")
+    for protocol, failure in sorted(found, key=lambda kind: (ARMS.index(kind[0]), kind[1])):
+        losses = found[protocol, failure]
+        cells = "".join(f"{losses[seed]:>9.4f}" if seed in losses else f"{'-':>9}" for seed in seeds)
+        beside = [found.get(("data-parallel", 0.0)), found.get((protocol, 0.0)) if failure else None]
+        paired = "".join(f"{_paired(losses, other or {}):>20}" for other in beside)
+        print(f"{protocol:<15} {failure:>7g}{cells}{fmean(losses.values()):>9.4f}{paired}")
 
 
-def _paired(losses: Sequence[float], others: Sequence[float]) -> str:
-    found = [loss / other - 1 for loss, other in zip(losses, others, strict=True)]
+def _paired(losses: Mapping[int, float], others: Mapping[int, float]) -> str:
+    """Relative differences of the seeds that both have: mean and deviation."""
+    found = [losses[seed] / others[seed] - 1 for seed in losses if seed in others]
     spread = f" ± {stdev(found):.2%}" if len(found) > 1 else ""
-    return f"{fmean(found):+.2%}{spread}"
+    return f"{fmean(found):+.2%}{spread}" if found else ""
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -222,6 +224,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--inner-steps", type=at_least_one, help="default: the preset's")
     parser.add_argument("--only", choices=ARMS, nargs="+", help="these alone")
     parser.add_argument("--workers", type=at_least_one, help="runs at a time; default: as many as there are cores")
+    parser.add_argument("--show", action="store_true", help="print what is done, run nothing")
     options = parser.parse_args(arguments)
     if not all(0 <= failure < 1 for failure in options.failures):
         parser.error("argument --failures: probabilities from 0 to below 1")
@@ -231,11 +234,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     try:
-        arms, book = list(wanted(options)), Book(options.json, options.resume)
+        arms, book = list(dict.fromkeys(wanted(options))), Book(options.json, options.resume or options.show)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    perform_all(arms, book, perform, options.workers)
+    if not options.show:
+        perform_all(arms, book, perform, options.workers)
     print_all(arms, book)
     return 0
 

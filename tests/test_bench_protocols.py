@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.book import Book, due
 from benchmarks.learning import LabMember
 from benchmarks.mixers import all_reduce
-from benchmarks.protocols import ARMS, Arm, Pooled, loose, main, up
+from benchmarks.protocols import ARMS, Arm, Pooled, loose, main, parse, up, wanted
 
 
 def arm(protocol: str, peers: int, failure: float = 0.0, rounds: int = 1) -> Arm:
@@ -37,6 +40,25 @@ def test_peers_that_average_all_states_hold_one_model() -> None:
     averaged = loose(arm("moshpit", 2), all_reduce(2, random.Random(0)), 1)[-1][1]
     apart = loose(arm("moshpit", 2), lambda number, here, values: values, 1)[-1][1]
     assert averaged != apart and averaged == pytest.approx(apart, rel=0.01)
+
+
+def test_a_laboratory_that_is_stopped_has_whole_seeds_to_show(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And what is paired is what both have."""
+    path = tmp_path / "runs.json"
+    options, book = parse(["--json", str(path), "--seeds", "2"]), Book(path, resume=False)
+    todo = due(list(wanted(options)), book)
+    assert len(todo) == 26 and {each.seed for each in todo[:13]} == {0}
+    for protocol, seed, loss in (("data-parallel", 0, 2.0), ("data-parallel", 1, 1.0), ("gossip", 0, 2.2)):
+        done = replace(arm(protocol, 8, rounds=12), inner_steps=100, seed=seed)
+        book.enter(done, [(1200, loss)], 1.0)
+    assert len(due(todo, book)) == 23
+    assert main(["--json", str(path), "--show", "--seeds", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "3 of 26 runs" in shown
+    lines = [line.split() for line in shown.splitlines()]
+    assert ["gossip", "0", "2.2000", "-", "2.2000", "+10.00%"] in lines
 
 
 def test_what_is_wrong_takes_one_line(capsys: pytest.CaptureFixture[str]) -> None:
