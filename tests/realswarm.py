@@ -256,10 +256,10 @@ class RealSwarm:
             self._prepare(self.peers[name])
         return self.peers[name]
 
-    def found(self, name: str, *arguments: str) -> RealPeer:
+    def found(self, name: str, *arguments: str, seconds: float = START_SECONDS) -> RealPeer:
         """Start the run, and wait until others can join it."""
         peer = self.peer(name).start("--run", str(self.home / "run.toml"), *arguments)
-        wait(f"{name} founds a run", peer.meet, START_SECONDS)
+        wait(f"{name} founds a run", peer.meet, seconds)
         return peer
 
     def join(self, *names: str, via: RealPeer, seconds: float = START_SECONDS) -> list[RealPeer]:

@@ -152,6 +152,12 @@ def test_an_end_without_anybodys_doing_is_a_life_too(nemesis: Nemesis, swarm: Re
     }
 
 
+def test_who_was_never_started_has_not_ended(nemesis: Nemesis) -> None:
+    nemesis.began("zoe")  # all are told of before the first is started, and then that fails
+    nemesis.unseen()
+    assert nemesis.lives == {}
+
+
 def test_a_straggler_runs_for_its_share_and_then_as_it_can(swarm: RealSwarm) -> None:
     peer = swarm["a"]
     straggler = Straggler(lambda: peer.pid, 0.2)

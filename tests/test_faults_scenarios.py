@@ -94,6 +94,8 @@ def test_half_a_table_is_a_table(tmp_path: Path) -> None:
         (["--scenario", "kil"], "invalid choice: 'kil'"),
         (["--scenario", "kill", "--peers", "2"], "at least 3"),
         (["--scenario", "kill", "--peers", "99"], "16 at most"),
+        (["--scenario", "kill", "--patience", "0"], "at least 1"),
+        (["--scenario", "kill", "--protocol", "ring"], "invalid choice: 'ring'"),
         (["--scenario", "kill", "--seed", "x"], "'x' is not a whole number"),
         ([], "--scenario"),
     ],

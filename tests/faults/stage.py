@@ -23,7 +23,7 @@ from tests.realswarm import RealPeer, RealSwarm, paced, wait
 
 CALM_ROUNDS = 5
 LATER_ROUNDS = 2
-START_SECONDS = 120.0
+PROCESS_SECONDS, START_SECONDS = 60.0, 120.0
 ROUNDS_SECONDS = 90.0
 _RUNS = {
     "paced": paced(elements=1_000_000, inner_steps=8),
@@ -44,11 +44,13 @@ class Options:
 
     Attributes:
         peers: how many there are before anything is done to them.
+        patience: times as long is waited for them to start, and for rounds in peace: on a machine with other work.
     """
 
     peers: int = 4
     protocol: str = "butterfly"
     task: str = "paced"
+    patience: float = 1.0
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -105,7 +107,7 @@ def play(name: str, scenario: Scenario, seed: int, options: Options, home: Path,
         nemesis = Nemesis(swarm, watch, network)
         stack.callback(_clear, swarm)
         stack.callback(nemesis.heal)
-        return _Stage(swarm, nemesis, scenario).run(name, seed, options, schedule)
+        return _Stage(swarm, nemesis, scenario, options.patience).run(name, seed, options, schedule)
 
 
 def _clear(swarm: RealSwarm) -> None:
@@ -114,8 +116,8 @@ def _clear(swarm: RealSwarm) -> None:
 
 
 class _Stage:
-    def __init__(self, swarm: RealSwarm, nemesis: Nemesis, scenario: Scenario) -> None:
-        self._swarm, self._nemesis, self._scenario = swarm, nemesis, scenario
+    def __init__(self, swarm: RealSwarm, nemesis: Nemesis, scenario: Scenario, patience: float) -> None:
+        self._swarm, self._nemesis, self._scenario, self._patience = swarm, nemesis, scenario, patience
 
     def run(self, name: str, seed: int, options: Options, schedule: Sequence[Step]) -> Play:
         nemesis, swarm = self._nemesis, self._swarm
@@ -154,9 +156,10 @@ class _Stage:
             self._nemesis.began(name)
         began = self._nemesis.tell("started", names, "start")
         try:
-            first = self._swarm.found(founder)
-            self._swarm.join(*others, via=first)
-            wait("all are in one mean", lambda: self._swarm.all_in_one_mean(self._swarm.running), START_SECONDS)
+            first = self._swarm.found(founder, seconds=PROCESS_SECONDS * self._patience)
+            self._swarm.join(*others, via=first, seconds=PROCESS_SECONDS * self._patience)
+            within = START_SECONDS * self._patience
+            wait("all are in one mean", lambda: self._swarm.all_in_one_mean(self._swarm.running), within)
             began = time.time()
             self._rounds(self._swarm.running, began, CALM_ROUNDS)
         except TROUBLE as error:
@@ -174,12 +177,12 @@ class _Stage:
         except TROUBLE as error:
             self._nemesis.stuck.append(f"after the faults: {error or type(error).__name__}")
 
-    @staticmethod
-    def _rounds(peers: Sequence[RealPeer], since: float, count: int) -> None:
+    def _rounds(self, peers: Sequence[RealPeer], since: float, count: int) -> None:
         def means(peer: RealPeer) -> int:
             return sum(each["time"] > since and each["outcome"] in MEANS for each in peer.reports())
 
-        wait(f"{count} rounds more", lambda: all(means(peer) >= count for peer in peers), ROUNDS_SECONDS)
+        within = self._patience * ROUNDS_SECONDS
+        wait(f"{count} rounds more", lambda: all(means(peer) >= count for peer in peers), within)
 
     def _end(self, peers: Sequence[RealPeer]) -> None:
         """One after the other: what leaving costs is another scenario."""
