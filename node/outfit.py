@@ -49,6 +49,7 @@ def protocol_settings(manifest: Manifest, mine: PeerConfig, incarnation: int) ->
         keep_rounds=KEEP_ROUNDS,
         fork_peers=config.fork_peers,
         robust=config.robust or "mean",
+        schedule=config.schedule or "random",
     )
 
 

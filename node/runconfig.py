@@ -30,6 +30,7 @@ from node.tasks import name as names
 from node.tasks.base import MAX_ELEMENTS, Recipe
 from node.tasks.gpt import DEFAULT_PRESET, PRESETS, VOCABULARY, Preset, Shape, preset
 from protocols.codec import codec
+from protocols.matching import known as known_schedule
 from protocols.robust import known as known_rule
 from protocols.vectors import CHUNK_ELEMENTS
 from protocols.wire import MAX_ROSTER
@@ -79,6 +80,11 @@ def _known_codec(name: str) -> str:
 def _unless_mean(rule: str | None) -> str | None:
     """The mean has no name in a manifest: so those from before there were other rules stay what they were."""
     return None if rule is None or known_rule(rule) == "mean" else rule
+
+
+def _unless_random(schedule: str | None) -> str | None:
+    """As for the mean."""
+    return None if schedule is None or known_schedule(schedule) == "random" else schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
@@ -146,6 +152,8 @@ class RunConfig:
             and owes the rest, best with recipe.outer_learning_rate 1 and recipe.outer_momentum 0.
         robust: by what rule reducers average, against peers that send what is wrong, at some cost: centered_clip,
             trimmed_mean, median, krum, multi_krum. Without one: the mean, of norms clipped to the median.
+        schedule: whom a peer of gossip or push_sum turns to: ring, the next one; exponential, all at 1, 2, 4, … places;
+            one-peer-exponential, one of these in turn. Without one: random, pairs drawn anew in each round.
         fork: whether a minority may go on alone once the majority of the roster is gone.
         min_peers: how many may then, at least.
         spread_limit: relative distance between replicas that is borne; of protocols whose replicas share no anchor.
@@ -159,6 +167,7 @@ class RunConfig:
     protocol: str = Field(default="butterfly", min_length=1, max_length=32)
     codec: Annotated[str, AfterValidator(_known_codec)] = "int8"
     robust: Annotated[str | None, AfterValidator(_unless_mean)] = None
+    schedule: Annotated[str | None, AfterValidator(_unless_random)] = None
     fork: Literal["allowed", "never"] = "allowed"
     min_peers: int = Field(default=1, ge=1, le=MAX_ROSTER)
     spread_limit: float = Field(default=0.02, gt=0, le=1)
@@ -177,6 +186,8 @@ class RunConfig:
             raise ValueError(f"codec topk sends mostly zeros, of which {self.robust} makes zeros: take another codec")
         if self.robust and self.protocol not in _RULED:
             raise ValueError(f"robust {self.robust} is for {' and '.join(_RULED)}: {self.protocol} takes no rule")
+        if self.schedule and self.protocol not in _SCHEDULED:
+            raise ValueError(f"schedule {self.schedule} is for {' and '.join(_SCHEDULED)}: {self.protocol} has none")
         used = codec(self.codec)
         if used.decay and self.protocol != "butterfly":
             raise ValueError(f"codec {used.name} is for protocol butterfly: {self.protocol} needs vectors whole")
@@ -237,6 +248,7 @@ class RunConfig:
 
 _OF_TASKS = ("gpt", "paced", "options")
 _RULED = ("butterfly", "moshpit")
+_SCHEDULED = ("gossip", "push_sum")
 _RUN = TypeAdapter(RunConfig)
 _TABLES: Mapping[str, tuple[str, ...]] = {
     "recipe": tuple(field.name for field in fields(Recipe)),

@@ -351,6 +351,7 @@ class Settings:
         quorum: votes that decide, by the size of the roster; None: a majority.
         fork_peers: members that may go on alone, at least, where the majority is gone; 0: none may.
         robust: name of the rule by which reducers average (`protocols.robust`); the same for all peers of a run.
+        schedule: whom a peer asks in gossip, or gives to (`protocols.matching`); the same for all peers of a run.
     """
 
     codec: str
@@ -362,6 +363,7 @@ class Settings:
     quorum: Callable[[int], int] | None = None
     fork_peers: int = 1
     robust: str = "mean"
+    schedule: str = "random"
 
 
 class Session(Protocol):

@@ -43,13 +43,13 @@ class Gossip:
 
     shares_anchor = False
 
-    def __init__(self, host: Host, settings: Settings, schedule: str = "random") -> None:
+    def __init__(self, host: Host, settings: Settings) -> None:
         """
         Raises:
             ValueError: there is no such schedule, or no such codec.
         """
-        matching.check(schedule)
-        self.host, self.schedule = host, schedule
+        matching.known(settings.schedule)
+        self.host, self.schedule = host, settings.schedule
         self.me = Member(host.me, settings.incarnation)
         self.ledger, self.rng = Ledger(), host.rng("gossip")
         self.pairing = Pairing(host, settings, self.me, self.ledger)

@@ -15,8 +15,10 @@ stays where it is. `pairwise` is what exchanges one after the other do: that is 
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Final, TypeAlias
 
 import torch
@@ -44,12 +46,14 @@ def partners(schedule: str, members: Sequence[PeerId], me: PeerId, round_number:
     return tuple(everybody[index] for index in chosen)
 
 
-def check(schedule: str) -> None:
-    """
+def known(schedule: str) -> str:
+    """The name itself.
+
     Raises:
         ValueError: there is no such schedule; one line that names those there are.
     """
     _schedule(schedule)
+    return schedule
 
 
 def matrix(schedule: str, members: Sequence[PeerId], round_number: int, seed: str) -> torch.Tensor:
@@ -92,20 +96,22 @@ def hops(count: int) -> tuple[int, ...]:
 # -- the schedules ----------------------------------------------------------------------------------------------------
 
 
-def _matched(members: Sequence[PeerId], round_number: int, seed: str) -> list[int]:
+@lru_cache(maxsize=4)
+def _matched(members: tuple[PeerId, ...], round_number: int, seed: str) -> tuple[int, ...]:
     """Indices in a drawn order: of each two in a row, one is the other's partner.
 
-    Ordered by a hash of each member, so that who knows of one member more mostly finds the same neighbours.
+    Ordered by a hash of each member, so that who knows of one member more mostly finds the same neighbours. Kept: of
+    thousands of members it takes milliseconds, and is asked for again while one round lasts.
     """
 
     def drawn(index: int) -> bytes:
         return hashlib.sha256(f"{seed}/{round_number}/{members[index]}".encode()).digest()
 
-    return sorted(range(len(members)), key=drawn)
+    return tuple(sorted(range(len(members)), key=drawn))
 
 
 def _random(members: Sequence[PeerId], me: int, round_number: int, seed: str) -> tuple[int, ...]:
-    order = _matched(members, round_number, seed)
+    order = _matched(tuple(members), round_number, seed)
     place = order.index(me)
     if place ^ 1 < len(order):
         return (order[place ^ 1],)
@@ -127,7 +133,7 @@ def _one_peer(members: Sequence[PeerId], me: int, round_number: int, seed: str) 
 
 
 def _random_matrix(members: Sequence[PeerId], round_number: int, seed: str) -> torch.Tensor:
-    order = _matched(members, round_number, seed)
+    order = _matched(tuple(members), round_number, seed)
     return pairwise(len(members), list(zip(order[::2], order[1::2], strict=False)))
 
 
@@ -166,5 +172,7 @@ SCHEDULES: Final = tuple(_SCHEDULES)
 
 def _schedule(name: str) -> tuple[Partners, Matrix]:
     if name not in _SCHEDULES:
-        raise ValueError(f"unknown schedule {name[:40]!r}: there are {', '.join(_SCHEDULES)}")
+        near = difflib.get_close_matches(name.lower().replace("_", "-"), _SCHEDULES, n=1, cutoff=0.5)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"unknown schedule {name[:40]!r}: there are {', '.join(_SCHEDULES)}{hint}")
     return _SCHEDULES[name]

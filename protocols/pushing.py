@@ -70,13 +70,13 @@ class PushSum:
 
     shares_anchor = False
 
-    def __init__(self, host: Host, settings: Settings, schedule: str = "random") -> None:
+    def __init__(self, host: Host, settings: Settings) -> None:
         """
         Raises:
             ValueError: there is no such schedule, or no such codec.
         """
-        matching.check(schedule)
-        self.host, self.me, self.schedule = host, Member(host.me, settings.incarnation), schedule
+        matching.known(settings.schedule)
+        self.host, self.me, self.schedule = host, Member(host.me, settings.incarnation), settings.schedule
         self.ledger, self.rng, self.codec = Ledger(), host.rng("push-sum"), codec(settings.codec)
         self.book = Book(self.me, 0.0)
         self.half_exchanges = 0

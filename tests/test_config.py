@@ -63,6 +63,13 @@ def test_the_mean_is_what_there_is_without_a_rule() -> None:
     assert config.robust == "krum" and RunConfig.from_canonical(config.to_canonical()) == config
 
 
+def test_partners_are_drawn_where_no_schedule_is_named() -> None:
+    gossip = run({"protocol": "gossip"})
+    assert run({"protocol": "gossip", "schedule": "random"}).to_canonical() == gossip.to_canonical()
+    config = run({"protocol": "gossip", "schedule": "ring"})
+    assert config.schedule == "ring" and RunConfig.from_canonical(config.to_canonical()) == config
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_is_held_by_its_values(name: str) -> None:
     config = run({"gpt.preset": name})
@@ -176,6 +183,9 @@ def test_who_may_go_on_alone() -> None:
         ("robust = 'centred-clip'", "did you mean 'centered_clip'?"),
         ("robust = 'krum'\ncodec = 'topk'", "topk sends mostly zeros, of which krum makes zeros: take another codec"),
         ("robust = 'krum'\nprotocol = 'gossip'", "robust krum is for butterfly and moshpit: gossip takes no rule"),
+        ("protocol = 'gossip'\nschedule = 'torus'", "unknown schedule 'torus': there are random, ring, exponential,"),
+        ("protocol = 'gossip'\nschedule = 'one_peer'", "did you mean 'one-peer-exponential'?"),
+        ("schedule = 'ring'", "schedule ring is for gossip and push_sum: butterfly has none"),
         ("codec = 'topk'\nprotocol = 'gossip'", "codec topk is for protocol butterfly: gossip needs vectors whole"),
         ("codec = 'topk'\nchunk_elements = 5000", "with codec topk, chunk_elements must be a multiple of 4096"),
         ("fork = 'no'", "\"fork\" must be 'allowed' or 'never', not 'no'"),

@@ -187,7 +187,7 @@ def test_settings_that_cannot_work_are_refused() -> None:
     network = SimNetwork(Trace())
     host = sim_host(network, network.join("p0"), 0, {})
     with pytest.raises(ValueError, match="unknown schedule 'torus'"):
-        Gossip(host, Settings("fp32", (8,)), "torus")
+        Gossip(host, Settings("fp32", (8,), schedule="torus"))
     with pytest.raises(ValueError, match="unknown codec"):
         Gossip(host, Settings("fp8", (8,)))
 

@@ -243,4 +243,4 @@ def test_a_share_that_cannot_be_is_refused_and_named(change: Any, why: str) -> N
 def test_settings_that_cannot_work_are_refused() -> None:
     network = SimNetwork(Trace())
     with pytest.raises(ValueError, match="unknown schedule"):
-        PushSum(sim_host(network, network.join("p0"), 0, {}), Settings("fp32", (8,)), "torus")
+        PushSum(sim_host(network, network.join("p0"), 0, {}), Settings("fp32", (8,), schedule="torus"))

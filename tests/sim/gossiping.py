@@ -82,8 +82,10 @@ class Swarm:
             if index in self.disguises:
                 transport.disguise = self.disguises[index]
             host = sim_host(self.network, transport, self.seed, {})
-            settings = Settings(self.codec, (self.elements,), self.chunk_elements, self.uplink)
-            self.gossips.append(self.protocol(host, settings, self.schedule))
+            settings = Settings(
+                self.codec, (self.elements,), self.chunk_elements, self.uplink, schedule=self.schedule
+            )
+            self.gossips.append(self.protocol(host, settings))
 
     async def round(self, index: int, number: int = 0, train_seconds: float = 1.0) -> Told:
         """One round of a peer whose own step changes nothing."""
