@@ -12,6 +12,7 @@ import re
 import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import asdict
+from datetime import date, time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,21 @@ MAX_BYTES = 1 << 16
 """No run file, configuration or manifest is longer."""
 _SHOWN = 60
 _LINE = 500
+_PLAIN = (
+    (" after validation|, (got|unable to) .*", ""),
+    (r"\b[A-Z]\w+ should\b", "must"),
+    ("Input is not a valid path.*", "must be a path"),
+    ("Unable to parse input string as an integer.*", "must be a whole number"),
+    ("greater than or equal to", "at least"),
+    ("less than or equal to", "at most"),
+    ("greater than", "more than"),
+    ("a valid string", "a text"),
+    ("a valid boolean", "true or false"),
+    ("a valid (tuple|array|list)", "a list"),
+    ("a valid integer", "a whole number"),
+    ("a valid number", "a number"),
+)
+"""What pydantic writes -> what people say."""
 
 
 class ConfigError(ValueError):
@@ -70,10 +86,14 @@ def check_keys(table: Mapping[str, object], known: Collection[str], name: str = 
             raise ConfigError(f'unknown key "{_cut(key)}"{where}: {suggestion(key, known)}', _dotted(name, key))
 
 
-def suggestion(word: str, known: Collection[str]) -> str:
-    """What else somebody may have meant: the nearest of the known words, or all of them."""
+def suggestion(word: str, known: Collection[str], prefix: str = "") -> str:
+    """What else somebody may have meant: the nearest of the known words, or all of them.
+
+    Args:
+        prefix: of all these words, which makes none of them near.
+    """
     near = difflib.get_close_matches(word[:_SHOWN], known, n=1, cutoff=0.5)
-    return f'did you mean "{near[0]}"?' if near else f"there are {', '.join(known)}"
+    return f'did you mean "{prefix}{near[0]}"?' if near else f"there are {', '.join(prefix + each for each in known)}"
 
 
 def one_line(error: ValidationError) -> ConfigError:
@@ -90,14 +110,22 @@ def one_line(error: ValidationError) -> ConfigError:
             return ConfigError(f"[{_cut(key)}]: {text}", _dotted(key, text.split()[0]))
         return ConfigError(f"{where}: {text}" if where else text, key)
     if found["type"] == "missing":
-        return ConfigError(f"{where} is missing", key)
+        few = isinstance(found["loc"][-1], int)  # it is an item of a list that is missing
+        return ConfigError(f"{where} has too few items" if few else f"{where} is missing", key)
     if found["type"] == "unexpected_keyword_argument":
         return ConfigError(f"unknown key {where}", key)
-    wish = re.sub(r"^\w+ should", "must", found["msg"])
-    wish = re.sub(" after validation|, (got|unable to) .*", "", wish)
-    wish = wish.replace("valid tuple", "list").replace("valid integer", "whole number")
     own_words = found["type"] in {"too_long", "too_short", "json_invalid"}
-    return ConfigError(f"{where} {wish}".strip() + ("" if own_words else f", not {_shown(found['input'])}"), key)
+    wish = plain(found["msg"])
+    return ConfigError(f"{where} {wish}".strip() + ("" if own_words else f", not {shown(found['input'])}"), key)
+
+
+def plain(wish: str) -> str:
+    """What pydantic wants, as people say it: "Input should be a valid integer, unable …" is "must be a whole number";
+    in the midst of a longer message, too.
+    """
+    for pattern, words in _PLAIN:
+        wish = re.sub(pattern, words, wish)
+    return wish
 
 
 def canonical(values: DataclassInstance) -> bytes:
@@ -119,11 +147,15 @@ def _cut(text: str) -> str:
     return repr(text[:_SHOWN])[1:-1]
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     """A foreign value in few characters; never the content of a container, which may be nested too deep to print."""
     if isinstance(value, Mapping):
         return "a table"
     if isinstance(value, list | tuple):
         return "a list"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, date | time):
+        return f"the date or time {value}"
     text = repr(value) if not isinstance(value, int) or value.bit_length() < 256 else "a number of many digits"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"

@@ -17,13 +17,14 @@ from multiaddr.exceptions import StringParseError  # type: ignore[import-untyped
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from node.config import ConfigError, check_keys, one_line, read_toml, suggestion
+from node.config import ConfigError, check_keys, one_line, read_toml, shown, suggestion
 from protocols.wire import MAX_ROSTER
 
 PREFIX = "NODE_"
 _NOT_OURS = re.compile("NODE_(ENV|OPTIONS|PATH|VERSION|HOME|DEBUG|EXTRA_CA_CERTS|TLS_.*|NAME|IP|LABELS|RANK)")
 """Variables that Node.js, Kubernetes, Jenkins and launchers of torch set for themselves."""
-_EXAMPLE = "/ip4/192.0.2.7/tcp/31337/p2p/12D3Koo…"
+_PLACE = "/ip4/192.0.2.7/tcp/31337"
+_EXAMPLE = f"{_PLACE}/p2p/12D3Koo…"
 _ANYWHERE = re.compile(r"/ip4/0\.0\.0\.0/|/ip6/::/")
 
 
@@ -33,30 +34,31 @@ def _split(value: object) -> object:
     return tuple(part.strip() for part in value.split(",") if part.strip())
 
 
-def _multiaddr(address: str) -> str:
+def _multiaddr(address: str, example: str) -> str:
     if not address.startswith("/"):
-        raise ValueError(f"{address!r} is not a multiaddr{_rewritten(address)}")
+        raise ValueError(f"{address!r} is not a multiaddr{_rewritten(address, example)}")
     try:
         parsed = str(Multiaddr(address))
     except StringParseError as error:
-        raise ValueError(f"{address!r}: {' '.join(error.message.split())}; give one like {_EXAMPLE}") from None
+        raise ValueError(f"{address!r}: {' '.join(error.message.split())}; give one like {example}") from None
     if not parsed:
-        raise ValueError(f"{address!r} is empty: give one like {_EXAMPLE}")
+        raise ValueError(f"{address!r} is empty: give one like {example}")
     return parsed
 
 
-def _rewritten(address: str) -> str:
+def _rewritten(address: str, example: str) -> str:
     """What the address would be as a multiaddr, for those who wrote host:port or a bare peer id."""
     found = re.fullmatch(r"(?:\w+://)?([\w.-]+|\[[\da-fA-F:]+\]):(\d{1,5})(/p2p/\w+)?/?", address)
     if not found:
-        return f": give one like {_EXAMPLE}"
+        return f": give one like {example}"
     host, port, peer = found.groups()
     kind = "ip6" if host[0] == "[" else "ip4" if re.fullmatch(r"[\d.]+", host) else "dns"
-    return f": write /{kind}/{host.strip('[]')}/tcp/{port}{peer or '/p2p/<its peer id>'}"
+    who = "" if example is _PLACE else peer or "/p2p/<its peer id>"
+    return f": write /{kind}/{host.strip('[]')}/tcp/{port}{who}"
 
 
 def _bootstrap(address: str) -> str:
-    address = _multiaddr(address)
+    address = _multiaddr(address, _EXAMPLE)
     if not re.search("/p2p/[^/]+$", address):
         why = "does not say which peer it is: it must end in /p2p/<its peer id>"
         raise ValueError(f"{address} {why}; copy the whole address from the peer's join line")
@@ -68,7 +70,7 @@ def _bootstrap(address: str) -> str:
 
 
 def _listen(address: str) -> str:
-    address = _multiaddr(address)
+    address = _multiaddr(address, _PLACE)
     if "/p2p/" in address:
         raise ValueError(f"{address} names a peer: listen on the part before /p2p/")
     return address
@@ -84,7 +86,7 @@ def _announce(address: str) -> str:
 def _threads(value: object) -> object:
     """Before pydantic's own choice between the two, whose message would speak of one of them only."""
     if value != "auto" and not re.fullmatch("[1-9][0-9]{0,2}", str(value)):
-        raise ValueError(f'{str(value)[:40]!r} must be "auto" or a whole number from 1 to 999')
+        raise ValueError(f'{shown(value)} must be "auto" or a whole number from 1 to 999')
     return value
 
 
@@ -161,6 +163,10 @@ class PeerConfig:
 
 
 _PEER = TypeAdapter(PeerConfig)
+_OF_THE_MACHINE = (
+    "device", "threads", "precision", "data", "bandwidth_bytes_per_second", "checkpoint_every", "disk_limit_bytes",
+    "log_level",
+)  # fmt: skip
 KEYS = tuple(field.name for field in fields(PeerConfig) if field.name not in ("consent", "origins"))
 
 
@@ -188,9 +194,23 @@ def load_peer(flags: Mapping[str, object], environment: Mapping[str, str], file:
         return _PEER.validate_python({**values, "origins": origins})
     except ValidationError as error:
         bad = one_line(error)
-        origin = origins[bad.key]
+        origin = origins[bad.key.partition(".")[0]]  # of a table where none belongs, it names what is in it, too
         text = str(bad) if origin.endswith("[peer]") else str(bad).removeprefix(f'"{bad.key}"').lstrip(": ")
         raise ConfigError(f"{origin}: {text}", bad.key) from None
+
+
+def variables(file: Path, environment: Mapping[str, str]) -> dict[str, str]:
+    """What `[peer]` of a run file says of the machine, as variables: for peers there that are not given the file.
+
+    Args:
+        environment: what it says already is left out: it wins over the file.
+
+    Raises:
+        ConfigError: as `load_peer` does.
+    """
+    table = _file_table(file)
+    names = {PREFIX + key.upper(): str(table[key]) for key in _OF_THE_MACHINE if key in table}
+    return {name: value for name, value in names.items() if not environment.get(name, "").strip()}
 
 
 def _origin(source: str, key: str) -> str:
@@ -217,7 +237,8 @@ def _environment_table(environment: Mapping[str, str]) -> dict[str, str]:
         if name in known and value.strip():
             table[known[name]] = value.strip()
         elif name.startswith(PREFIX) and name not in known and not _NOT_OURS.fullmatch(name):
-            raise ConfigError(f'unknown variable "{ascii(name[:60])[1:-1]}": {suggestion(name, known)}', name)
+            meant = suggestion(name.removeprefix(PREFIX), [key.upper() for key in KEYS], PREFIX)
+            raise ConfigError(f'unknown variable "{ascii(name[:60])[1:-1]}": {meant}', name)
     return table
 
 

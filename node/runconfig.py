@@ -26,6 +26,7 @@ from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationE
 from pydantic.dataclasses import dataclass
 
 from node.config import MAX_BYTES, ConfigError, canonical, check_keys, one_line, read_toml, suggestion
+from node.peerconfig import KEYS as OF_THIS_MACHINE
 from node.tasks import name as names
 from node.tasks.base import MAX_ELEMENTS, Recipe
 from node.tasks.gpt import DEFAULT_PRESET, PRESETS, VOCABULARY, Preset, Shape, preset
@@ -147,7 +148,8 @@ class RunConfig:
         task: what is trained: gpt, paced, or your own by the name of its factory, package.module:factory. It takes the
             table of that name, or [options].
         protocol: how replicas agree: butterfly, to the same bits in each round; or each has a state of its own, and
-            they mix: gossip, moshpit.
+            they mix: gossip, moshpit, push_sum, and the baselines data_parallel, ring, parameter_server and
+            parameter_server_async. See docs/protocols.md.
         codec: in what form vectors travel: fp32, fp16, bf16, int8, int4, e3m0; or topk, which sends the largest 1.6 %
             and owes the rest, best with recipe.outer_learning_rate 1 and recipe.outer_momentum 0.
         robust: by what rule reducers average, against peers that send what is wrong, at some cost: centered_clip,
@@ -155,8 +157,8 @@ class RunConfig:
         schedule: whom a peer of gossip or push_sum turns to: ring, the next one; exponential, all at 1, 2, 4, … places;
             one-peer-exponential, one of these in turn. Without one: random, pairs drawn anew in each round.
         fork: whether a minority may go on alone once the majority of the roster is gone.
-        min_peers: how many may then, at least.
-        spread_limit: relative distance between replicas that is borne; of protocols whose replicas share no anchor.
+        min_peers: how many may then, at least. Both are of butterfly alone.
+        spread_limit: relative distance from the mean that is borne, .02 is 2 %; of all protocols but butterfly.
         seed: of the initial parameters, and of whatever else all peers draw alike.
         chunk_elements: vectors travel and are reduced in chunks of so many.
         recipe: inner steps, rounds and outer steps.
@@ -193,6 +195,8 @@ class RunConfig:
             raise ValueError(f"codec {used.name} is for protocol butterfly: {self.protocol} needs vectors whole")
         if self.chunk_elements % used.grain:
             raise ValueError(f"with codec {used.name}, chunk_elements must be a multiple of {used.grain}")
+        if self.protocol != "butterfly" and (self.fork == "never" or self.min_peers > 1):
+            raise ValueError(f"fork and min_peers are for butterfly: by {self.protocol} nobody votes, all just go on")
 
     @property
     def fork_peers(self) -> int:
@@ -300,7 +304,7 @@ def _nested(flags: Mapping[str, object]) -> dict[str, Any]:
 
 def _merged(file: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
     for values in (file, flags):
-        for name, known in _TABLES.items():
+        for name, known in (*_TABLES.items(), ("peer", OF_THIS_MACHINE)):
             lost = next((key for key in values if key in known), None)
             if lost:
                 raise ConfigError(

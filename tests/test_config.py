@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node.config import MAX_BYTES, ConfigError
-from node.peerconfig import KEYS, PeerConfig, load_peer
+from node.peerconfig import KEYS, PeerConfig, load_peer, variables
 from node.runconfig import MAX_ELEMENTS, GptTable, RunConfig, load_run
 from node.tasks.base import Recipe, flatten
 from node.tasks.gpt import PRESETS, Gpt
@@ -169,7 +169,7 @@ def test_who_may_go_on_alone() -> None:
         ("rounds = 3", 'unknown key "rounds": write it as "recipe.rounds", or into the table [recipe]'),
         ("protocol = 'buterfly'", 'unknown protocol "buterfly": did you mean "butterfly"?'),
         ("task = 'gtp'", "\"task\": 'gtp' is no task: gpt, paced, or your own as package.module:factory"),
-        ("task = 3", '"task" must be a valid string, not 3'),
+        ("task = 3", '"task" must be a text, not 3'),
         ("task = 'a.b:c:d'", "'a.b:c:d' is no task"),
         ("task = 'a:b'\noptions = 3", '"options" must be a table, [options]'),
         ("task = 'a:b'\n[options]\nx = [1]", "[options]: x must be a text, a number, true or false"),
@@ -188,6 +188,10 @@ def test_who_may_go_on_alone() -> None:
         ("schedule = 'ring'", "schedule ring is for gossip and push_sum: butterfly has none"),
         ("codec = 'topk'\nprotocol = 'gossip'", "codec topk is for protocol butterfly: gossip needs vectors whole"),
         ("codec = 'topk'\nchunk_elements = 5000", "with codec topk, chunk_elements must be a multiple of 4096"),
+        ("protocol = 'gossip'\nfork = 'never'", "fork and min_peers are for butterfly: by gossip nobody votes"),
+        ("protocol = 'moshpit'\nmin_peers = 2", "fork and min_peers are for butterfly: by moshpit nobody votes"),
+        ("data = 'x'", 'unknown key "data": write it as "peer.data", or into the table [peer]'),
+        ("nickname = 'x'", 'unknown key "nickname": write it as "peer.nickname", or into the table [peer]'),
         ("fork = 'no'", "\"fork\" must be 'allowed' or 'never', not 'no'"),
         ("name = 'a\tb'", "cannot be printed"),
         ("name = ''", '"name" must have at least 1 character'),
@@ -199,18 +203,21 @@ def test_who_may_go_on_alone() -> None:
         ("[recipe]\nrounds = '5'", "\"rounds\" in [recipe] must be a whole number, not '5'"),
         ("[recipe]\nlearning_rate = nan", '"learning_rate" in [recipe] must be a finite number'),
         ("[recipe]\nbetas = [0.9, 0.95, 1]", '"betas" in [recipe] must have at most 2 items'),
+        ("[recipe]\nbetas = [0.9]", '"betas" in [recipe] has too few items'),
+        ("[recipe]\nbetas = 1", '"betas" in [recipe] must be a list, not 1'),
+        ("codec = 1979-05-27", "unknown codec '1979-05-27'"),
         ("[recipe]\nouter_momentum = 1", "outer_momentum must be in [0, 1), not 1.0"),
-        ("min_peers = true", '"min_peers" must be a whole number, not True'),
-        ("min_peers = 33", '"min_peers" must be less than or equal to 32'),
-        ("spread_limit = 0", '"spread_limit" must be greater than 0'),
-        ("seed = -1", '"seed" must be greater than or equal to 0'),
+        ("min_peers = true", '"min_peers" must be a whole number, not true'),
+        ("min_peers = 33", '"min_peers" must be at most 32'),
+        ("spread_limit = 0", '"spread_limit" must be more than 0'),
+        ("seed = -1", '"seed" must be at least 0'),
         (f"seed = {'9' * 400}", '"seed" must be less than 9223372036854775808, not a number of many digits'),
         ("seed = 1979-05-27", '"seed" must be a whole number'),
-        ("chunk_elements = 1", '"chunk_elements" must be greater than or equal to 1024'),
+        ("chunk_elements = 1", '"chunk_elements" must be at least 1024'),
         ("[gpt]\nheads = 3", "[gpt]: 3 heads do not divide width 128"),
         ("[gpt]\nwidth = 16384\nlayers = 12", "[gpt]: the model has 38676086784 parameters, more"),
         ("[gpt]\nrows = 4096\ncontext = 16384", "[gpt]: rows times context are 67108864, more than 1048576"),
-        (f"task = 'paced'\n[paced]\nelements = {MAX_ELEMENTS + 1}", '"elements" in [paced] must be less than'),
+        (f"task = 'paced'\n[paced]\nelements = {MAX_ELEMENTS + 1}", '"elements" in [paced] must be at most'),
         ("seed = ", "not valid TOML"),
         ('"a\\u001b\\n" = 3', 'unknown key "a\\x1b\\n"'),
         ("x = " + "[" * 10_000, "not valid TOML"),
@@ -371,7 +378,7 @@ def test_the_environment_speaks_in_strings() -> None:
     assert config.origins["nickname"] == "default"
 
 
-def test_variables_of_others_are_left_alone() -> None:
+def test_saidof_others_are_left_alone() -> None:
     assert load_peer({}, {"NODE_ENV": "production", "NODE_OPTIONS": "x", "NODE_RANK": "0"}, None).device == "auto"
 
 
@@ -420,17 +427,32 @@ def test_any_address_is_taken_or_refused_in_one_line(address: str) -> None:
         ("threads", "many", 'must be "auto" or a whole number'),
         ("threads", 0, 'must be "auto" or a whole number'),
         ("precision", "fp8", "must be 'auto', 'float32' or 'bfloat16'"),
-        ("rounds", 0, "must be greater than or equal to 1, not 0"),
-        ("wait_for_peers", 33, "must be less than or equal to 32"),
+        ("rounds", 0, "must be at least 1, not 0"),
+        ("wait_for_peers", 33, "must be at most 32"),
         ("bandwidth_bytes_per_second", float("inf"), "must be"),
         ("log_level", "loud", "must be 'debug', 'info'"),
         ("data", Path("~nobody-of-that-name/text"), "no such home directory"),
-        ("nat", "maybe", "must be a valid boolean, not 'maybe'"),
+        ("nat", "maybe", "must be true or false, not 'maybe'"),
     ],
 )
 def test_a_bad_value_names_its_flag(key: str, value: object, words: str) -> None:
     line = peer_refusal({key: value})
     assert line.startswith(f"flag --{key.replace('_', '-')}: ") and words in line
+
+
+@pytest.mark.parametrize("key", ["listen", "announce"])
+def test_where_to_listen_is_suggested_without_a_peer_id_which_would_be_refused(key: str) -> None:
+    for address in ("x", "192.0.2.9:4001", "/ip4/192.0.2.300/tcp/1"):
+        suggested = peer_refusal({key: (address,)}).split()[-1]
+        assert getattr(load_peer({key: (suggested,)}, {}, None), key) == (suggested,)
+
+
+def test_what_a_file_says_of_the_machine_reaches_peers_that_are_not_given_it(file: Path) -> None:
+    file.write_text("[peer]\ndata = '~/text'\nbandwidth_bytes_per_second = 2.5e6\ndevice = 'cpu'\nnickname = 'ada'\n")
+    said = variables(file, {"NODE_DEVICE": "auto", "NODE_DATA": ""})
+    assert said == {"NODE_DATA": "~/text", "NODE_BANDWIDTH_BYTES_PER_SECOND": "2500000.0"}, "no peer's own name"
+    config = load_peer({}, said, None)
+    assert config.data == Path("~/text").expanduser() and config.bandwidth_bytes_per_second == 2.5e6
 
 
 def test_a_bad_value_names_its_source(file: Path) -> None:
@@ -439,12 +461,23 @@ def test_a_bad_value_names_its_source(file: Path) -> None:
     assert peer_refusal(file=file).startswith(f"{file} [peer]: \"device\" must be 'auto'")
     file.write_text("[peer]\nlisten = 3\n")
     assert peer_refusal(file=file) == f'{file} [peer]: "listen" must be a list, not 3'
+    for value, words in (
+        ("data = 5", '"data" must be a path, not 5'),
+        ("state_dir = [1]", '"state_dir" must be a path, not a list'),
+        ("rounds = 1e300", '"rounds" must be a whole number, not 1e+300'),
+        ("threads = {a = 1}", '[threads]: a table must be "auto" or a whole number from 1 to 999'),
+        ("nat = 07:32:00", '"nat" must be true or false, not the date or time 07:32:00'),
+    ):
+        file.write_text(f"[peer]\n{value}\n")
+        assert peer_refusal(file=file) == f"{file} [peer]: {words}"
     file.write_text("peer = 3")
     assert peer_refusal(file=file) == f'{file}: "peer" must be a table, [peer]'
 
 
 def test_a_misspelt_key_is_an_error_wherever_it_stands(file: Path) -> None:
     assert peer_refusal({}, {"NODE_LISTN": "x"}) == 'unknown variable "NODE_LISTN": did you mean "NODE_LISTEN"?'
+    assert peer_refusal({}, {"NODE_BANDWIDTH": "1"}).endswith('did you mean "NODE_BANDWIDTH_BYTES_PER_SECOND"?')
+    assert ": there are NODE_BOOTSTRAP, NODE_RUN_ID, " in peer_refusal({}, {"NODE_XYZZY": "1"}), "none is near"
     assert peer_refusal({"listn": "x"}) == 'unknown key "listn": did you mean "listen"?'
     file.write_text("[peer]\norigin = 'x'\n")
     assert peer_refusal(file=file).startswith(f'{file}: unknown key "origin" in [peer]')
