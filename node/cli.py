@@ -89,7 +89,7 @@ def swarm(
         int | None, typer.Option(min=1, metavar="N", help="Rounds of the run.", show_default=False)
     ] = None,
     protocol: options.Protocol = None,
-    task: options.Task = None,
+    task: options.TaskOfSwarm = None,
     run: options.RunFile = None,
     dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Keeps the peers' state directories. Default: a new one.")
@@ -100,9 +100,9 @@ def swarm(
     with at_once():
         from node.swarm import run_swarm
 
-        if run:
+        if run or task or protocol:
             with _in_options():  # before anything is started
-                _load_run({"run": run, "task": task, "protocol": protocol}, rounds)
+                _check(run, task, protocol, rounds)
         return asyncio.run(run_swarm(SwarmOptions(peers, rounds, protocol, task, run, dir, json)))
 
 
@@ -169,6 +169,8 @@ def _held(state_dir: Path | None) -> Iterator[Path]:
     with ExitStack() as stack:
         try:
             directory = stack.enter_context(claimed(state_dir))
+        except BlockingIOError as error:
+            raise Mistake(f"{error}: give another by --state-dir, or none, for one that is free") from None
         except OSError as error:
             why = f"{error.filename}: {error.strerror}" if error.filename else error
             raise Mistake(f"no state directory ({why}): give one that can be written by --state-dir") from None
@@ -187,10 +189,19 @@ def _settled(config: PeerConfig, of_run: Mapping[str, Any], state_dir: Path) -> 
         if [*of_run] == ["task"] and is_own(of_run["task"]):  # not to set it: to agree to it
             return replace(config, consent=of_run["task"]), None
         if of_run:
-            raise Mistake(f"{given} cannot be given with --bootstrap: everything about the run comes from the swarm")
+            raise Mistake(
+                f"{given} cannot be given with --bootstrap: everything about the run comes from the swarm; "
+                "what is of this machine goes by options, or by variables NODE_*"
+            )
         return config, None
-    if not of_run and not config.new and holds_run(state_dir):
+    held = not config.new and holds_run(state_dir)
+    if held and not of_run:
         return config, None
+    if config.run_id and not held:
+        raise Mistake(
+            f"{state_dir} holds no run to go on with: to join run {config.run_id[:12]}, give the address of one of its "
+            "peers by --bootstrap; to start a new run, leave --run-id out"
+        )
     return replace(config, rounds=None), _load_run(of_run, config.rounds)
 
 
@@ -200,6 +211,14 @@ def _load_run(of_run: Mapping[str, Any], rounds: int | None) -> RunConfig:
 
     overrides = {"task": of_run.get("task"), "protocol": of_run.get("protocol"), "recipe.rounds": rounds}
     return load_run(of_run.get("run"), overrides, (*PROTOCOLS, *LOOSE))
+
+
+def _check(run: Path | None, task: str | None, protocol: str | None, rounds: int | None) -> None:
+    """What a swarm's peers will be given."""
+    from node.peerconfig import load_peer
+
+    _load_run({"run": run, "task": task, "protocol": protocol}, rounds)
+    load_peer({}, os.environ, run)
 
 
 def _run(config: PeerConfig, run: RunConfig | None) -> int:
@@ -215,6 +234,14 @@ def _run(config: PeerConfig, run: RunConfig | None) -> int:
 # -- the way out ------------------------------------------------------------------------------------------------------
 
 
+def _in_words(error: typer.TyperException) -> str:
+    if isinstance(error, Mistake):
+        return error.format_message()
+    from node.config import plain  # it was typed wrong: there is time
+
+    return plain(error.format_message())
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; returns the exit code."""
     name = "starling" if Path(sys.argv[0]).stem == "starling" else "python -m node"
@@ -223,7 +250,7 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stdout.flush()
     except typer.TyperException as error:
         with suppress(OSError):
-            print(f"starling: {printable(error.format_message(), 2000)}", file=sys.stderr)
+            print(f"starling: {printable(_in_words(error), 2000)}", file=sys.stderr)
         return 2 if not isinstance(error, Mistake) else error.exit_code
     except KeyboardInterrupt:
         return 130

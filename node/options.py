@@ -20,13 +20,23 @@ RunFile = Annotated[
 ]
 Task = Annotated[
     str | None,
-    option(RUN, "What a new run trains: gpt, paced, or your own. With --bootstrap: agree to that.", metavar="NAME"),
+    option(
+        RUN,
+        "What a new run trains: gpt (the default), paced, or your own, module:factory. With --bootstrap: agree to it.",
+        metavar="NAME",
+    ),
 ]
 Protocol = Annotated[
     str | None,
     option(
-        RUN, "How the peers of a new run average: butterfly, gossip, moshpit, push_sum, a baseline.", metavar="NAME"
+        RUN,
+        "How the peers of a new run average: butterfly (the default), gossip, moshpit, push_sum; or a baseline: "
+        "data_parallel, ring, parameter_server, parameter_server_async. Which when: docs/protocols.md.",
+        metavar="NAME",
     ),
+]
+TaskOfSwarm = Annotated[
+    str | None, option(RUN, "What they train: gpt (the default), paced, or your own, module:factory.", metavar="NAME")
 ]
 Running = Annotated[
     Path | None, typer.Option(metavar="DIR", envvar="NODE_STATE_DIR", help="Which peer. Default: the one here.")
@@ -37,7 +47,12 @@ Kept = Annotated[
 ]
 
 Bootstrap = Annotated[
-    list[str] | None, option(RUN, "A peer's address; repeatable. Without one, a new run starts.", metavar="ADDR")
+    list[str] | None,
+    option(
+        RUN,
+        "A peer's address; repeatable. Without one, a new run starts, or one held here goes on.",
+        metavar="ADDR",
+    ),
 ]
 RunId = Annotated[str | None, option(RUN, "Join this run only: its id, or the first 12 digits.", metavar="HEX")]
 Rounds = Annotated[
@@ -67,9 +82,9 @@ Bandwidth = Annotated[
     float | None,
     option(MACHINE, "Upload of this machine, megabytes per second. Default: 12.5.", min=0.001, metavar="MB/S"),
 ]
-Device = Annotated[str | None, option(MACHINE, "Where to train: auto, cpu, cuda or mps.", metavar="NAME")]
-Threads = Annotated[str | None, option(MACHINE, "Threads that train: a number, or auto.", metavar="N")]
-Precision = Annotated[str | None, option(MACHINE, "Of training: auto, float32 or bfloat16.", metavar="NAME")]
+Device = Annotated[str | None, option(MACHINE, "Where to train: auto (the default), cpu, cuda or mps.", metavar="NAME")]
+Threads = Annotated[str | None, option(MACHINE, "Threads that train: a number, or auto, the default.", metavar="N")]
+Precision = Annotated[str | None, option(MACHINE, "Of training: auto, the default, float32, bfloat16.", metavar="NAME")]
 Data = Annotated[
     Path | None,
     option(MACHINE, "Text to train on: file or folder. Default: Python's own source.", metavar="PATH"),

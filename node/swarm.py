@@ -6,7 +6,7 @@ import asyncio
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from node import logs
 from node.child import Child
 from node.control import NoAnswer, ask
 from node.departure import Departure
+from node.peerconfig import variables
 from node.report import RoundReport
 from node.screen import Screen
 from node.status import Status, SwarmOptions, parse, printable, to_json
@@ -78,8 +79,8 @@ class Participant:
         status: as of the last look; None before the first.
     """
 
-    def __init__(self, name: str, home: Path) -> None:
-        self.name, self.directory = name, home / name
+    def __init__(self, name: str, home: Path, environment: Mapping[str, str] = _ENVIRONMENT) -> None:
+        self.name, self.directory, self._environment = name, home / name, environment
         self.status: Status | None = None
         self._log = home / f"{name}.log"
         self._words = ""
@@ -94,7 +95,7 @@ class Participant:
         path = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))))
         place = ("--state-dir", str(self.directory), "--listen", _LISTEN, "--no-nat", "--nickname", self.name)
         command = (sys.executable, "-P", "-m", "node", "join", *place, *arguments)
-        self._child = await Child.start(self.name, command, self._hear, _ENVIRONMENT | {"PYTHONPATH": path})
+        self._child = await Child.start(self.name, command, self._hear, {**self._environment, "PYTHONPATH": path})
 
     def _hear(self, line: str | None) -> None:
         if line:
@@ -185,7 +186,8 @@ class Swarm:
     def __init__(self, options: SwarmOptions, directory: Path, screen: Screen) -> None:
         self._options, self._directory, self._screen = options, directory, screen
         names = [f"peer-{number}" for number in range(1, options.peers + 1)]
-        self._peers = [Participant(name, directory) for name in names]
+        said = variables(options.run, os.environ) if options.run else {}  # only the founder is given the file
+        self._peers = [Participant(name, directory, _ENVIRONMENT | said) for name in names]
         self._tally = Tally(names)
         self._ended: set[str] = set()
         self._leaving, self._until = False, float("inf")
@@ -208,7 +210,7 @@ class Swarm:
             async with self._screen.showing(self._picture):
                 founder = self._peers[0]
                 if not await self._found(founder):
-                    self._screen.say(f"starling: {founder.last_words}")
+                    self._screen.say(f"starling: {self._why_not(founder)}")
                     return founder.code or 1
                 await self._join(founder)
                 await self._watch()
@@ -242,6 +244,15 @@ class Swarm:
                 return True
             await asyncio.sleep(POLL_SECONDS)
         return False
+
+    def _why_not(self, founder: Participant) -> str:
+        """Why there is no run, for a person."""
+        if self._leaving:
+            return "asked to leave before the run had begun"
+        if not founder.running:
+            return founder.last_words
+        late = f"{founder.name} has not started the run within {START_SECONDS:g} s: is this machine too busy?"
+        return f"{late} Its last words: {founder.last_words}"
 
     def _threads(self) -> tuple[str, str]:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

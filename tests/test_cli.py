@@ -157,6 +157,20 @@ def test_in_a_process_of_its_own_too() -> None:
 @pytest.mark.parametrize(
     "arguments, words",
     [
+        (["--protocol", "gosip"], 'unknown protocol "gosip": did you mean "gossip"?'),
+        (["--task", "gtp"], "'gtp' is no task"),
+        (["--run", "/nowhere/run.toml"], "/nowhere/run.toml"),
+    ],
+)
+def test_a_swarm_that_cannot_be_is_not_begun(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert words in one_line(here(capsys, "swarm", *arguments))
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
         (["--bootstrap", "192.0.2.1:4000"], "/ip4/192.0.2.1/tcp/4000"),
         (["--bootstrap", "\x1b[2Jnonsense\nand more"], "not a multiaddr"),
         (["--run", "/nowhere/run.toml"], "/nowhere/run.toml"),
@@ -166,6 +180,9 @@ def test_in_a_process_of_its_own_too() -> None:
         (["--device", "cdua"], "cuda"),
         (["--wait-for", "1000000"], "--wait-for"),
         (["--state-dir", "/proc/nothing"], "--state-dir"),
+        (["--rounds", "0"], "--rounds': must be at least 1\n"),
+        (["--run-id", "0123456789ab"], "of its peers by --bootstrap; to start a new run, leave"),
+        (["--task", "gpt", "--bootstrap", ADDRESS], "what is of this machine goes by options, or by variables NODE_*"),
     ],
 )
 def test_bad_values_get_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -249,7 +266,7 @@ def test_two_peers_take_two_directories_and_one_is_not_shared(straws: list[Straw
     assert {each.name for each in own_home.iterdir()} == {"peer-1", "peer-2"}
     straws.append(Straw("short", "--state-dir", state_of(straws[0])))
     code, _, err = straws[2].end(20)
-    assert code == 2 and "another running peer holds" in err
+    assert code == 2 and err.startswith("starling: another running peer holds") and "give another" in err
     straws[0].process.kill()
     straws[0].process.wait()
     straws.append(Straw("short", "--state-dir", state_of(straws[0])))
