@@ -205,7 +205,7 @@ class Peer:
         await tools.disk.run(begin, 0)
         portrait, config = self._portrait, manifest.config
         portrait.run, portrait.run_id, portrait.rounds = config.name, manifest.run_id, config.recipe.rounds
-        portrait.task = config.own_task
+        portrait.task, portrait.protocol = config.own_task, config.protocol
 
     async def _start(self, tools: _Tools, manifest: Manifest) -> resume.Start:
         """From where, which is told: a worker takes seconds to come up."""

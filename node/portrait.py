@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
-from node.course import Course
+from node.course import Course, OwnCourse
 from node.journal import Journal
 from node.membership import Membership
 from node.metrics import LoopLag, rss_bytes
@@ -34,7 +34,7 @@ class Portrait:
     def __init__(self, nickname: str) -> None:
         self.state, self.reason = "starting", "its processes come up"
         self.nickname, self.peer, self.incarnation = nickname, "", 0
-        self.run, self.run_id, self.task, self.rounds = "", "", "", 0
+        self.run, self.run_id, self.task, self.protocol, self.rounds = "", "", "", "", 0
         self.addresses: Callable[[], Sequence[str]] = tuple
         self.pids: Callable[[], Sequence[int]] = lambda: (os.getpid(),)
         self.awaited: Callable[[], Sequence[PeerId]] = tuple
@@ -44,7 +44,7 @@ class Portrait:
         self.membership: Membership | None = None
         self.chain: Course | None = None
         self.lag: LoopLag | None = None
-        self.held_out_loss = self.loss = float("nan")
+        self.held_out_loss = self.loss = self.spread = self.spread_limit = float("nan")
         self._work = Work(0, float("nan"), 0.0, 0.0)
         self._ends: deque[float] = deque(maxlen=_RECENT_ROUNDS + 1)
 
@@ -71,6 +71,8 @@ class Portrait:
         self.loss = report.loss
         if report.held_out_loss == report.held_out_loss:
             self.held_out_loss = report.held_out_loss
+        if report.spread == report.spread:
+            self.spread, self.spread_limit = report.spread, report.spread_limit
         self._work = Work(0, float("nan"), 0.0, 0.0)
 
     def _eta_seconds(self, round_number: int) -> float | None:
@@ -101,11 +103,12 @@ class Portrait:
         if self.membership is None or self.chain is None:
             return ()
         roster = {member.peer for member in self.chain.head.roster}
+        votes = not isinstance(self.chain, OwnCourse)
         return tuple(
             PeerLine(
                 peer=each.peer,
                 nickname=each.hello.nickname if each.hello else "",
-                member=each.peer in roster,
+                member=each.peer in roster or not votes,
                 live=each.live,
                 round=each.round,
                 address=each.addresses[0] if each.addresses else "",
@@ -144,6 +147,9 @@ class Portrait:
             incarnation=self.incarnation,
             syncing=self._syncing(),
             task=self.task,
+            protocol=self.protocol,
+            spread=self.spread,
+            spread_limit=self.spread_limit,
             clock=self.membership.vigil.clock if self.membership else "",
             checkpoint_age_seconds=self.checkpoint_age_seconds(),
         )

@@ -28,7 +28,7 @@ class PeerLine:
     """Another peer, as this one sees it.
 
     Attributes:
-        member: it is in the roster: its vote is asked for.
+        member: it is in the roster: its vote is asked for; of all, where nobody votes.
         live: it answers; else it is suspected of being gone.
         address: a multiaddr, or empty if none is known.
     """
@@ -72,6 +72,7 @@ class Status:
         waiting_for: nicknames or short peer ids, or what else.
         rounds: of the whole run.
         run: its name; run_id is the hash of its manifest, hex.
+        protocol: by which its peers average.
         peers: the others; this peer is not among them.
         addresses: multiaddrs that others can dial.
         tokens: that this peer has trained on so far.
@@ -82,6 +83,7 @@ class Status:
         task: name of the user's own task that is trained; empty if it is one of ours.
         clock: in words, while this machine's clock is not the one that the others have; else empty.
         checkpoint_age_seconds: since the newest whole one was made; None while there is none.
+        spread, spread_limit: as in the last report that told them; nan where peers share their state.
     """
 
     state: str
@@ -111,6 +113,9 @@ class Status:
     syncing: Syncing | None = None
     clock: str = ""
     checkpoint_age_seconds: float | None = None
+    protocol: str = ""
+    spread: float = math.nan
+    spread_limit: float = math.nan
 
 
 def public(status: Status) -> Status:

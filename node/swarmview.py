@@ -11,7 +11,7 @@ from rich.text import Text
 
 from node.status import Status, short
 from node.tally import Round, Tally, Track
-from node.terminal import STYLES, count, duration, number, size, sparkline
+from node.terminal import STYLES, count, duration, number, percent, size, sparkline
 
 _SHOWN_PEERS = 16
 _SAMPLE_CHARACTERS = 1000
@@ -22,8 +22,14 @@ def plain_line(done: Round, rounds: int) -> str:
     return (
         f"round {done.number + 1:>{len(str(rounds))}}/{rounds}  held out {number(done.held_out_loss)}"
         f"  {count(done.tokens_per_second):>6} tokens/s  {duration(done.seconds):>8}"
-        f"  {f'mean of {done.in_mean}' if done.in_mean else 'nothing to apply'}"
+        f"  {_outcome(done)}"
     )
+
+
+def _outcome(done: Round) -> str:
+    if not math.isnan(done.spread):  # who met whom differs from peer to peer
+        return f"mixed, at most {percent(done.spread)} from the mean"
+    return f"mean of {done.in_mean}" if done.in_mean else "nothing to apply"
 
 
 def picture(tally: Tally, words: Mapping[str, str], statuses: Mapping[str, Status], width: int) -> RenderableType:
@@ -49,7 +55,7 @@ def picture(tally: Tally, words: Mapping[str, str], statuses: Mapping[str, Statu
 def _cells(status: Status) -> tuple[RenderableType, ...]:
     return (
         Text(status.state, style=STYLES.get(status.state, "white")),
-        str(status.round),
+        str(min(status.round + 1, status.rounds or status.round + 1)),  # people count from one
         number(status.loss),
         count(status.tokens_per_second),
         size(status.bytes_sent),
@@ -115,10 +121,10 @@ def _apart(tally: Tally) -> str:
     spread, limit = tally.spread
     if math.isnan(limit):
         return ""
-    where = f"a peer is {100 * spread:.2g} % from the mean of all" if math.isfinite(spread) else "nobody knows how far"
+    where = f"a peer is {percent(spread)} from the mean of all" if math.isfinite(spread) else "nobody knows how far"
     if spread == 0:
         where = "all peers hold the same"
-    return f"{where}, the limit is {100 * limit:g} %"
+    return f"{where}, the limit is {percent(limit)}"
 
 
 def sample(text: str) -> RenderableType:

@@ -64,7 +64,8 @@ class Round:
         number: from 0.
         held_out_loss: nan where nothing was applied.
         tokens_per_second: of all peers that reported it.
-        in_mean: peers whose work the mean holds.
+        in_mean: peers whose work the mean holds; of the first to report, where each has its own.
+        spread: the largest that was reported; nan where an anchor is shared.
         seconds: since the round before it ended; of the first, as long as it took.
     """
 
@@ -73,6 +74,7 @@ class Round:
     tokens_per_second: float
     in_mean: int
     seconds: float
+    spread: float = math.nan
 
 
 class Tally:
@@ -126,6 +128,7 @@ class Tally:
             tokens_per_second=sum(each.tokens / each.seconds_train for each in reports if each.seconds_train > 0),
             in_mean=len(first.peers),
             seconds=seconds,
+            spread=max((each.spread for each in reports if math.isfinite(each.spread)), default=math.nan),
         )
 
     @property

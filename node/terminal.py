@@ -94,7 +94,7 @@ def _mixed(report: RoundReport) -> str:
     """What a round came to where no anchor is shared."""
     others = len([peer for peer in report.peers if peer != report.peer])
     met = f"mixed with {others}" if others else "met nobody"
-    return f"{met}, at most {100 * report.spread:.2g} % apart"
+    return f"{met}, at most {percent(report.spread)} from the mean"
 
 
 def syncing_line(status: Status) -> str:
@@ -108,6 +108,8 @@ def syncing_line(status: Status) -> str:
         words.append(f"{size(each.bytes_here)} of {size(each.bytes_whole)} of the state, from {donors}")
     elif each.rounds_whole:
         words.append(f"{each.rounds_here} of {each.rounds_whole} rounds taken again")
+    else:
+        words.append("the state is here" if each.bytes_whole else "asking who has the state")
     words.append(f"{size(each.bytes_per_second)}/s")
     if each.eta_seconds is not None:
         words.append(f"about {duration(each.eta_seconds)} left")
@@ -126,6 +128,8 @@ def render(status: Status, reports: Sequence[RoundReport], width: int) -> Render
         rows.add_row("state", line.removeprefix("catching up: "))
     rows.add_row("round", _progress(status, room))
     rows.add_row("loss", _losses(status, reports, room))
+    if status.protocol:
+        rows.add_row("protocol", _protocol(status))
     rows.add_row("speed", f"{count(status.tokens_per_second)} tokens/s   {count(status.tokens)} tokens so far")
     rows.add_row("network", f"{size(status.bytes_sent)} sent   {size(status.bytes_received)} received")
     rows.add_row("machine", _machine(status))
@@ -183,6 +187,13 @@ def _losses(status: Status, reports: Sequence[RoundReport], room: int) -> Text:
     return text
 
 
+def _protocol(status: Status) -> Text:
+    text = printable(status.protocol, 32)
+    if math.isfinite(status.spread):
+        text += f"   at most {percent(status.spread)} from the mean of all, the limit is {percent(status.spread_limit)}"
+    return Text(text)
+
+
 def _machine(status: Status) -> str:
     return f"{size(status.rss_bytes)} memory   {1000 * status.loop_lag_p99_seconds:.0f} ms loop lag (p99)"
 
@@ -206,7 +217,7 @@ def _peer(line: PeerLine) -> tuple[Text, Text, Text, Text, Text]:
     mark = Text("● live", style="green") if line.live else Text("○ suspected", style="yellow")
     name = Text(printable(line.nickname)[:_NICKNAME] or short(line.peer))
     role = Text("member" if line.member else "looks on", style="" if line.member else "dim")
-    return mark, name, Text(f"round {line.round}"), role, Text(short(printable(line.peer)), style="dim")
+    return mark, name, Text(f"round {line.round + 1}"), role, Text(short(printable(line.peer)), style="dim")
 
 
 def _invitation(status: Status) -> list[RenderableType]:
@@ -244,6 +255,13 @@ def count(value: float) -> str:
     if abs(value) < 99_999.5:
         return f"{value:,.0f}"
     return _scaled(value, ("", " k", " M", " G", " T"))
+
+
+def percent(share: float) -> str:
+    """A share of one, in two digits: .0123 is 1.2 %."""
+    if not math.isfinite(share):
+        return "– %"
+    return f"{100 * share:.2g} %" if share < 0.995 else f"{100 * share:,.0f} %"
 
 
 def size(size_bytes: float) -> str:

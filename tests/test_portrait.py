@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from node.contact import Contact
+from node.course import OwnCourse
 from node.hello import VERSION, Hello
 from node.journal import Journal
 from node.portrait import Portrait
@@ -95,6 +96,12 @@ def test_who_is_shown_of_the_others(tmp_path: Path) -> None:
     assert peers["anna"].member and peers["anna"].live and peers["anna"].address == "/ip4/192.0.2.1/tcp/1"
     assert peers["bert"].member and not peers["bert"].live and peers["bert"].nickname == ""
     assert not peers["cleo"].member
+
+
+def test_where_nobody_votes_nobody_only_looks_on(tmp_path: Path) -> None:
+    portrait = in_a_run(tmp_path, contacts=(contact("anna", "Anna"), contact("cleo", "Cleo", live=False)))
+    portrait.chain = OwnCourse(Member("me", 4), portrait.chain.head.key)  # type: ignore[union-attr]
+    assert [line.member for line in shown(portrait).peers] == [True, True]
 
 
 def test_who_is_waited_for_is_named(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -196,6 +196,14 @@ def test_a_skipped_round_has_no_loss() -> None:
     assert plain_line(done, 16).endswith("nothing to apply")
 
 
+def test_of_a_round_without_a_shared_anchor_the_largest_distance_is_told() -> None:
+    tally = Tally(NAMES[:2])
+    for name, spread in zip(NAMES, (0.011, 0.024), strict=False):
+        tally.add(name, report(name, 0, spread=spread, spread_limit=0.02))
+    (done,) = tally.complete(())
+    assert plain_line(done, 16).endswith("mixed, at most 2.4 % from the mean"), "no mean is everybody's"
+
+
 # -- what is read and shown -------------------------------------------------------------------------------------------
 
 
@@ -203,6 +211,13 @@ def test_a_report_survives_its_line() -> None:
     made = report("a", 1, held_out_loss=math.nan)
     read = RoundReport.from_json(to_json(made))
     assert math.isnan(read.held_out_loss) and to_json(read) == to_json(made)
+
+
+def test_every_field_of_a_report_is_in_the_manual() -> None:
+    manual = (Path(__file__).parents[1] / "docs" / "running.md").read_text()
+    table = manual.partition("### `rounds.jsonl`")[2]
+    told = {name for row in table.splitlines() if row.startswith("| `") for name in row.split("`")[1].split(", ")}
+    assert told == {each.name for each in fields(RoundReport)}
 
 
 @pytest.mark.parametrize("line", ["", "[]", "{}", "null", "nonsense"])

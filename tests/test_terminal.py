@@ -64,7 +64,7 @@ def test_everything_is_there(width: int) -> None:
     rows = shown.splitlines()
     assert any("● live" in row and "bob" in row and "member" in row for row in rows)
     assert any("● live" in row and "…efghij" in row and "looks on" in row for row in rows)
-    assert any("○ suspected" in row and "carol" in row and "round 4" in row for row in rows)
+    assert any("○ suspected" in row and "carol" in row and "round 5" in row for row in rows)
     assert all(cell_len(row) <= width for row in rows)
     assert ("█" in shown and "5.200 → 2.511" in shown) == (width >= 80)
     assert "join --bootstrap" not in shown
@@ -144,6 +144,17 @@ def test_the_age_of_the_last_checkpoint_is_shown() -> None:
     assert "checkpoint" not in text(BUSY, (), 80)
 
 
+def test_how_far_apart_peers_are_that_share_no_anchor() -> None:
+    mixed = replace(BUSY, protocol="gossip", spread=0.0123, spread_limit=0.02)
+    words = "protocol   gossip   at most 1.2 % from the mean of all, the limit is 2 %"
+    assert words in text(mixed, [], 120)
+    alike = text(replace(BUSY, protocol="butterfly"), [], 120)
+    assert "protocol   butterfly" in alike and "from the mean" not in alike
+    met = report(3, peers=("p", PEER), spread=1.504, spread_limit=0.02)
+    assert plain_line(met).endswith("mixed with 1, at most 150 % from the mean")
+    assert plain_line(replace(met, peers=(), spread=0.0)).endswith("met nobody, at most 0 % from the mean")
+
+
 def test_plain_lines_are_aligned() -> None:
     lines = [plain_line(report(n, outcome=outcome), 16) for n, outcome in ((3, "committed"), (12, "alone"))]
     lines.append(plain_line(report(5, outcome="undecided", loss=math.nan, held_out_loss=math.nan), 16))
@@ -214,6 +225,8 @@ def test_how_far_catching_up_is() -> None:
     for syncing, words in (
         (way, "412 MB of 800 MB of the state, from 3 peers   11.2 MB/s   about 35 s left"),
         (replace(way, donors=1, eta_seconds=None), "412 MB of 800 MB of the state, from 1 peer   11.2 MB/s"),
+        (replace(way, bytes_here=way.bytes_whole, rounds_whole=0), "the state is here   11.2 MB/s   about 35 s left"),
+        (Syncing(0, 0, 0, 0.0, 0, 0, None), "asking who has the state   0 B/s"),
         (replace(way, bytes_here=way.bytes_whole), "1 of 4 rounds taken again   11.2 MB/s   about 35 s left"),
     ):
         status = replace(BUSY, state="syncing", syncing=syncing)
