@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -33,6 +34,8 @@ def init(
     except FileExistsError:
         raise Mistake(f"{file} is there already, and nothing is overwritten: give another name") from None
     except OSError as error:
+        with suppress(OSError):
+            file.unlink()  # what fitted on a full disk is no run file
         raise Mistake(f"{file} cannot be written ({error.strerror}): give a path that can") from None
     print(f"wrote {file}: edit it, then: python -m node join --run {file}", file=sys.stderr)
     return 0

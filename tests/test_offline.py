@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,18 @@ def test_init_writes_a_file_once(tmp_path: Path, starling: Said) -> None:
     )
     assert "cannot be written" in starling.refused("init", "/proc/run.toml")
     assert "is there already" in starling.refused("init", ".")
+
+
+def test_a_full_disk_leaves_no_half_of_a_run_file(
+    tmp_path: Path, starling: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full() -> str:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("node.runfile.run_file", full)
+        assert "run.toml cannot be written (No space left on device)" in starling.refused("init")
+    assert starling("init")[0] == 0 and (tmp_path / "run.toml").stat().st_size > 1000
 
 
 def test_the_one_peer_here_is_found(home: Path, tmp_path: Path, starling: Said) -> None:
