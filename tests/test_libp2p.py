@@ -20,6 +20,7 @@ from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import pytest
 import uvloop
 
@@ -131,6 +132,19 @@ class TestLife:
             assert sockets.stat().st_mode & 0o777 == 0o700
             assert all(stat.S_ISSOCK(path.stat().st_mode) for path in os.scandir(sockets))
             assert re.fullmatch(rf"/ip4/127\.0\.0\.1/tcp/[1-9]\d*/p2p/{transport.me}", transport.addresses[0])
+
+        run(directory, body)
+
+    @pytest.mark.parametrize("wanted", [None, "70"])
+    def test_its_garbage_is_collected_early_unless_the_user_says_when(
+        self, directory: Path, monkeypatch: pytest.MonkeyPatch, wanted: str | None
+    ) -> None:
+        monkeypatch.delenv("GOGC", raising=False)
+        if wanted:
+            monkeypatch.setenv("GOGC", wanted)
+
+        async def body(make: Make) -> None:
+            assert psutil.Process(pid_of(await make())).environ()["GOGC"] == (wanted or "50")
 
         run(directory, body)
 
