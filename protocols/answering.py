@@ -38,7 +38,8 @@ class Answerer:
                 return await stream.send(Settled(message.key, pairing.me, message.sequence, self._settle(message)))
             exchange = self._accept(message, stream)
             try:
-                await stream.send(Answer(message.key, pairing.me, message.sequence, exchange is not None))
+                accepted = exchange is not None
+                await stream.send(Answer(message.key, pairing.me, message.sequence, accepted, pairing.round))
                 if exchange is None:
                     return
                 await self._follow(exchange, stream)
@@ -65,6 +66,7 @@ class Answerer:
             self._questions.hear(message.sender, message.sequence, key.round)
             if message.codec != pairing.codec.name:
                 raise BadPayload(f"codec {message.codec!r} where the run uses {pairing.codec.name}")
+            pairing.tempo.hear(peer, key.round)
 
     def _accept(self, ask: Ask, stream: Stream) -> Exchange | None:
         """Begin the exchange, unless we are busy.

@@ -64,7 +64,9 @@ class Asker:
                 pairing.ledger.counting(stream),
             ):
                 await stream.send(ask)
-                if not (await hear(stream, Answer, ask)).accepted:
+                answer = await hear(stream, Answer, ask)
+                pairing.tempo.hear(peer, answer.round)
+                if not answer.accepted:
                     return Verdict.BUSY
                 limit.reschedule(None)  # from here on it is watched
                 pairing.patience.answered(peer, asyncio.get_running_loop().time() - began)

@@ -53,6 +53,7 @@ class Gossip:
         self.me = Member(host.me, settings.incarnation)
         self.ledger, self.rng = Ledger(), host.rng("gossip")
         self.pairing = Pairing(host, settings, self.me, self.ledger)
+        self.tempo = self.pairing.tempo
         self._asker = Asker(self.pairing)
         Answerer(self.pairing, self._asker)
 
@@ -89,6 +90,7 @@ class Gossip:
         All of it takes what one exchange may take, at most: who is late or dead is not waited for twice.
         """
         pairing, loop = self.pairing, asyncio.get_running_loop()
+        pairing.round = session.round
         size_bytes = pairing.codec.encoded_bytes(state.size)
         due, others = self._candidates(session)
         if not due:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
 from protocols.base import Contribution, Deadline, Head, Host, Mean, Member, Outcome, PeerId, RoundKey, Vector, Work
 from protocols.post import Ledger
+from protocols.tempo import Tempo
 from protocols.vectors import Flat
 
 
@@ -19,6 +21,7 @@ class Mixer(Protocol):
     me: Member
     host: Host
     ledger: Ledger
+    tempo: Tempo
 
     async def mix(self, session: LendingSession, state: Flat) -> None:
         """Average the state, which is open to others meanwhile, in place."""
@@ -83,6 +86,7 @@ class LendingSession:
         if [len(each) for each in mine] != [len(each) for each in into]:
             raise ValueError(f"{[len(each) for each in mine]} elements into {[len(each) for each in into]}")
         early, target = await self.take_back(), Flat(into)
+        self._keep_up()
         await self._mixer.host.compute.run(partial(_copy, mine, into), 8 * target.size)
         self._open(target)
         try:
@@ -97,6 +101,12 @@ class LendingSession:
         return Mean(
             outcome, contributions=held, weights=weights, blamed=names, bytes_sent=sent, bytes_received=received
         )
+
+    def _keep_up(self) -> None:
+        """Who is behind most of the others goes to their round."""
+        others = [member.peer for member in self._mixer.host.members.live() if member.peer != self._mixer.me.peer]
+        self.round = self._mixer.tempo.round(self.round, others)
+        self.key = replace(self.key, round=self.round)
 
     def _open(self, state: Flat) -> None:
         self.state, self.held = state, {}

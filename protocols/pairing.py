@@ -16,6 +16,7 @@ from protocols.patience import Patience
 from protocols.post import Ledger
 from protocols.swap import Ask, Swap, told
 from protocols.tasks import Bell
+from protocols.tempo import Tempo
 from protocols.vectors import Flat
 
 DISTRUST_SECONDS = 60.0
@@ -75,6 +76,8 @@ class Pairing:
     owner: of the round that this peer is in; None between two rounds.
     exchange: the one under way.
     half_exchanges: that were counted, in all.
+    tempo: how far the others are.
+    round: that this peer has come to the end of last.
     bell: rings when an exchange has ended.
     """
 
@@ -82,6 +85,7 @@ class Pairing:
         self.host, self.me, self.ledger, self.codec = host, me, ledger, codec(settings.codec)
         self.patience, self.bell = Patience(settings.bandwidth), Bell()
         self.half_exchanges = 0
+        self.tempo, self.round = Tempo(), 0
         self.owner: Owner | None = None
         self.exchange: Exchange | None = None
         self._chunk_elements = settings.chunk_elements

@@ -47,6 +47,7 @@ from protocols.pushsum import Book, Share
 from protocols.shares import Give, Recall, Taken, blend, cast
 from protocols.swap import HEADER_LIMIT, hear
 from protocols.tasks import Bell, within
+from protocols.tempo import Tempo
 from protocols.vectors import Flat
 
 PUSH = "starling/push-sum/share/1"
@@ -78,7 +79,7 @@ class PushSum:
         matching.known(settings.schedule)
         self.host, self.me, self.schedule = host, Member(host.me, settings.incarnation), settings.schedule
         self.ledger, self.rng, self.codec = Ledger(), host.rng("push-sum"), codec(settings.codec)
-        self.book = Book(self.me, 0.0)
+        self.book, self.tempo = Book(self.me, 0.0), Tempo()
         self.half_exchanges = 0
         self._patience, self._chunk_elements = Patience(settings.bandwidth), settings.chunk_elements
         self._session: LendingSession | None = None
@@ -268,6 +269,7 @@ class PushSum:
                 raise BadPayload(f"codec {message.codec!r} where the run uses {self.codec.name}")
             if message.weight > WEIGHT_SPREAD * max(1.0, self.book.weight):
                 raise BadPayload(f"a share of weight {message.weight:g}, where we have {self.book.weight:g}")
+            self.tempo.hear(peer, message.key.round)
 
     async def _take(self, session: LendingSession, state: Flat, give: Give, stream: Stream) -> bool:
         """Take a share in, and count it as soon as there is a state to count it in.

@@ -74,9 +74,14 @@ class Ask(Message):
 
 @dataclass(frozen=True, slots=True)
 class Answer(Message):
-    """Whether the exchange begins; if not, the sender is busy: in another one, or between two rounds."""
+    """Whether the exchange begins; if not, the sender is busy: in another one, or between two rounds.
+
+    Attributes:
+        round: that the sender has come to the end of last; the asker's is in its question.
+    """
 
     accepted: bool = flag()
+    round: int = uint(1 << 40)
 
 
 @dataclass(frozen=True, slots=True)

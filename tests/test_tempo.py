@@ -1,0 +1,72 @@
+"""How far the others are: who is slow keeps up with most of them, and no liar takes anybody anywhere alone."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from protocols.tempo import WITNESSES, Tempo
+from tests.sim.gossiping import Swarm
+
+
+def heard(**said: int) -> Tempo:
+    tempo = Tempo()
+    for peer, number in said.items():
+        tempo.hear(peer, number)
+    return tempo
+
+
+@pytest.mark.parametrize(
+    "said, others, expected",
+    [
+        ({}, "", 3),
+        ({}, "abc", 3),
+        ({"a": 7}, "a", 7),  # of two, the other
+        ({"a": 7}, "ab", 3),  # one of them may lie
+        ({"a": 10**6, "b": 7}, "ab", 7),
+        ({"a": 10**6, "b": 7, "c": 6}, "abc", 7),
+        ({"a": 10**6, "b": 10**6, "c": 6, "d": 5}, "abcd", 6),
+        ({"a": 9, "b": 2, "c": 2}, "abc", 3),  # nobody goes back
+        ({"a": 9, "b": 8}, "", 8),  # they have come to the end, and left
+        ({"a": 9, "b": 1, "c": 1}, "a", 9),  # the others have died behind us
+        ({"a": 9}, "abcdefghijkl", 3),
+    ],
+)
+def test_most_of_those_who_were_heard_say_which_round_it_is(said: dict[str, int], others: str, expected: int) -> None:
+    assert heard(**said).round(3, tuple(others)) == expected
+
+
+def test_what_a_peer_said_last_counts_and_no_more_are_remembered_than_a_few() -> None:
+    tempo = heard(a=9, b=9)
+    tempo.hear("a", 2)
+    assert tempo.round(0, ("a", "b")) == 2
+    for index in range(WITNESSES):
+        tempo.hear(f"p{index}", 4)
+    assert tempo.round(0, ()) == 4
+
+
+def test_who_is_slow_is_in_the_round_of_the_others() -> None:
+    """Three do six rounds while the fourth does one: it ends that in the last of theirs."""
+    swarm, sessions = Swarm(4), list[Any]()
+    swarm.gossips[3].tempo.hear("p0", 10**6)  # which one says, and takes back
+    opened = swarm.gossips[3].pairing.open
+
+    def open_round(session: Any) -> None:
+        sessions.append(session)
+        opened(session)
+
+    swarm.gossips[3].pairing.open = open_round
+
+    async def life(index: int) -> None:
+        for number in range(6):
+            await swarm.round(index, number)
+
+    async def play() -> None:
+        slow = swarm.start(3, swarm.round(3, 0, train_seconds=12.0))
+        await asyncio.wait([*(swarm.start(index, life(index)) for index in range(3)), slow])
+
+    swarm.run(play)
+    (session,) = sessions
+    assert session.round == session.key.round == 5
