@@ -9,6 +9,9 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from protocols.base import Contribution, Host, LooseAverager, Mean, Outcome, PeerId, PeerSilent, Settings, Vector, Work
+from protocols.post import Ledger
+from protocols.tempo import Tempo
+from tests.checkers import Report, Violation
 from tests.sim import crashes
 from tests.sim import world as worlds
 from tests.sim.__main__ import main as simulate
@@ -182,7 +185,50 @@ def test_points_are_those_of_the_second_round() -> None:
     assert all(point.number > 1 for point in points)
 
 
+@pytest.mark.parametrize(
+    "protocol, lie, seed",
+    [
+        ("gossip", "scaled", 0), ("gossip", "replayed", 1), ("gossip", "hanging", 3),
+        ("gossip", "ahead", 4), ("moshpit", "scaled", 0), ("moshpit", "other-sender", 1), ("push_sum", "weight", 0),
+    ],
+)  # fmt: skip
+def test_the_honest_come_through_beside_a_liar(protocol: str, lie: str, seed: int) -> None:
+    """All that is refused is named, and no clock is moved; what this judge finds, the next tests say."""
+    scenario = Scenario(protocol=protocol, peers=4, rounds=4, seed=seed, fault="lies", lie=lie)
+    outcome = play(scenario, CountingWorld)
+    assert outcome.violations == [] and CountingWorld.lies and len(outcome.liars) == 1
+
+
+class CountingWorld(LooseWorld):
+    """Knows how many lies were told."""
+
+    lies = 0
+
+    def check(self, histories: dict[PeerId, list[Report]]) -> list[Violation]:
+        CountingWorld.lies = sum(liar.lies for liar in self.told.values())
+        return super().check(histories)
+
+
+def test_a_lie_that_nobody_names_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Ledger, "name", lambda self, peer, why: None)
+    scenario = Scenario(protocol="gossip", peers=4, rounds=4, seed=0, fault="lies", lie="scaled")
+    assert found(play(scenario, LooseWorld)) == {"named"}
+
+
+def test_a_clock_that_one_liar_moves_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tempo, "round", lambda self, mine, others: max([mine, *self._said.values()]))
+    scenario = Scenario(protocol="gossip", peers=4, rounds=4, seed=4, fault="lies", lie="ahead")
+    assert "clock" in found(play(scenario, LooseWorld))
+
+
+def test_who_is_slow_ends_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    scenario = Scenario(protocol="gossip", peers=4, rounds=5, fault="slow")
+    assert play(scenario, LooseWorld).violations == []
+    monkeypatch.setattr(Tempo, "round", lambda self, mine, others: mine)
+    assert "spread" in found(play(scenario, LooseWorld)), "alone for as long as the others took together, many times"
+
+
 def test_seeds_in_which_nobody_would_lie_are_not_played_as_lies(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        simulate(["--protocol", "gossip", "--faults", "lies"])
-    assert "lies alter the frames of a vote, gossip has none" in capsys.readouterr().err
+        simulate(["--protocol", "ring", "--faults", "lies"])
+    assert "ring is not made to bear lies" in capsys.readouterr().err

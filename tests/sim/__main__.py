@@ -20,6 +20,7 @@ from protocols.wire import MAX_ROSTER
 from tests.checkers import Violation
 from tests.sim.arguments import Parser, at_least_one, seeds
 from tests.sim.families import BREAKING, CALM, FAULTS
+from tests.sim.liars import LOOSE_LIES
 from tests.sim.process import prepare
 from tests.sim.scenario import Scenario
 from tests.sim.trace import Trace
@@ -48,14 +49,14 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--inner-steps", type=at_least_one, default=10)
     parser.add_argument("--json", action="store_true", help="print nothing but the JSON object on stdout")
     options = parser.parse_args(arguments)
-    if options.faults == LIES and options.protocol in LOOSE:
-        parser.error(f"argument --faults: {LIES} alter the frames of a vote, {options.protocol} has none")
+    if options.faults == LIES and options.protocol not in (*PROTOCOLS, *LOOSE_LIES):
+        parser.error(f"argument --faults: {options.protocol} is not made to bear {LIES}")
     return options
 
 
 def _scenarios(options: argparse.Namespace) -> Iterable[Scenario]:
     for fault in GROUPS.get(options.faults, (options.faults,)):
-        if fault == LIES and options.protocol in LOOSE:
+        if fault == LIES and options.protocol not in (*PROTOCOLS, *LOOSE_LIES):
             continue  # nobody would lie: a seed that cannot fail
         for seed in options.seeds:
             yield Scenario(

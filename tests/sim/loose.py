@@ -22,6 +22,7 @@ from protocols.standing import Standings
 from protocols.tasks import together
 from tests import checkers, checkers_loose
 from tests.sim.account import Head
+from tests.sim.liars import Liar
 from tests.sim.network import SimNetwork
 from tests.sim.scenario import Scenario
 from tests.sim.transport import SimTransport
@@ -54,8 +55,8 @@ class Wander(Paced):
 class LooseAccount:
     """What became of each peer's rounds: which could have met somebody, and which did."""
 
-    def __init__(self, network: SimNetwork) -> None:
-        self._network = network
+    def __init__(self, network: SimNetwork, liars: tuple[PeerId, ...]) -> None:
+        self._network, self._liars = network, liars
         self._began: dict[PeerId, float] = {}
         self._committed: dict[PeerId, list[float]] = {}
         self.could: Counter[PeerId] = Counter()
@@ -68,7 +69,7 @@ class LooseAccount:
         peer, committed = report["peer"], report["outcome"] == "committed"
         if report["outcome"] == "superseded":
             return
-        here = [node.member for node in self._network.nodes.values()]
+        here = [node.member for peer, node in self._network.nodes.items() if peer not in self._liars]
         could = self._network.contacts.outages.connected(here, 2, self._began[peer], now, peer)
         self.could[peer] += could
         self.did[peer] += could and committed
@@ -92,8 +93,9 @@ class LooseWorld(World):
 
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
-        self.account = LooseAccount(self.network)
+        self.account = LooseAccount(self.network, self.liars)
         self.sketches: dict[PeerId, Sketch] = {}
+        self.told: dict[PeerId, Liar] = {}
 
     def learner(self, index: int) -> Paced:
         assert self.scenario.elements
@@ -127,6 +129,18 @@ class LooseWorld(World):
                 self.reported(asdict(report))
                 self.enters(replica)
             background.cancel()
+
+    def _host(self, transport: SimTransport) -> Host:
+        host, (me, scenario) = super()._host(transport), (transport.me, self.scenario)
+        if me in self.liars:
+            assert scenario.codec and scenario.lie
+            liar = Liar(scenario.protocol, scenario.lie, scenario.codec, scenario.chunk_elements)
+            self.told[me], transport.disguise = liar, liar.disguise
+        return host
+
+    def goes_on(self, peer: PeerId) -> bool:
+        """A run is so many rounds long, whoever has had how many of them."""
+        return self.scenario.breaks or self.replicas[peer].key.round < self.scenario.rounds
 
     def enters(self, replica: LooseReplica) -> None:
         self.entering(replica.averager.me.peer, replica.chain.head)
@@ -177,9 +191,20 @@ class LooseWorld(World):
             if self.account.could[peer] > 2 and not self.account.did[peer]:
                 what = f"it could mix in {self.account.could[peer]} rounds, and never did"
                 found.append(checkers.Violation("progress", peer, len(history), what))
-        return found + self._together()
+            if len(self.peers) > 2 and any(report["round"] >= self.scenario.rounds for report in history):
+                found.append(checkers.Violation("clock", peer, len(history), "a round that nobody has come to"))
+        return found + self._unnamed(honest) + self._together()
+
+    def _unnamed(self, honest: dict[PeerId, list[checkers.Report]]) -> list[checkers.Violation]:
+        """Lies that are refused are named, by somebody to whom they were told."""
+        blamed = {peer for history in honest.values() for report in history for peer in report["blamed"]}
+        found = []
+        for peer, liar in self.told.items():
+            if liar.refused and liar.lies and peer not in blamed:
+                found.append(checkers.Violation("named", peer, 0, f"nobody named the lie {liar.lie!r}"))
+        return found
 
     def _together(self) -> list[checkers.Violation]:
-        if (spread := self.spread()) <= SPREAD_BOUND:
+        if any(liar.parts for liar in self.told.values()) or (spread := self.spread()) <= SPREAD_BOUND:
             return []
         return [checkers.Violation("spread", "", 0, f"{spread:.3f} at the end, not at most {SPREAD_BOUND}")]

@@ -11,6 +11,7 @@ from protocols.codec import codec
 from tests.sim import families
 from tests.sim.families import BREAKING, FAULTS
 from tests.sim.faults import Faults, Message, Skew
+from tests.sim.liars import LOOSE_LIES
 from tests.sim.lies import LIES
 
 DRAWN_CODECS = ("bf16", "fp16", "fp32", "int8")
@@ -90,6 +91,8 @@ def resolve(scenario: Scenario) -> Scenario:
         if later != "topk" or (scenario.protocol == "butterfly" and scenario.fault != "lies"):
             chosen = later
     lie = rng.choice(LIES)
+    if scenario.protocol in LOOSE_LIES:
+        lie = random.Random(f"lie/{scenario.seed}").choice(LOOSE_LIES[scenario.protocol])
     if scenario.fault == "slow":
         for index in rng.sample(range(scenario.peers), max(1, scenario.peers // 3)):
             steps[index] *= 10
