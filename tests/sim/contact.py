@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -29,10 +29,10 @@ Pair = tuple[PeerId, PeerId]
 class View:
     """The members that one peer, in one life, believes alive; itself always."""
 
-    def __init__(self, me: Member) -> None:
+    def __init__(self, me: Member, known: Mapping[PeerId, Member]) -> None:
         self.version = 0
         self.changed = Bell()
-        self._known = {me.peer: me}
+        self._known = {**known, me.peer: me}
         self._live: tuple[Member, ...] | None = None
 
     def live(self) -> tuple[Member, ...]:
@@ -109,6 +109,7 @@ class Contacts:
 
     def __init__(self, network: SimNetwork) -> None:
         self.views: dict[PeerId, View] = {}
+        self._alive: dict[PeerId, Member] = {}
         self.outages = Outages()
         self._network = network
         self._expiries: dict[Pair, asyncio.TimerHandle] = {}
@@ -126,19 +127,20 @@ class Contacts:
 
     def joined(self, node: Node, acquainted: bool) -> None:
         """A new life begins. Acquainted: as in a swarm that stands already; else it meets the others first."""
-        self.views[node.peer] = View(node.member)
-        for peer, other in self._network.nodes.items():
-            if peer == node.peer or not other.process.alive:
+        self.views[node.peer] = View(node.member, self._alive if acquainted else {})
+        for peer in self._network.nodes:
+            if peer == node.peer or peer not in self._alive:
                 continue
             if acquainted:
-                self.views[node.peer].meet(other.member)
                 self.views[peer].meet(node.member)
             else:
                 self._meet(node.peer, peer)
+        self._alive[node.peer] = node.member
 
     def died(self, node: Node) -> None:
         """The end of its streams tells the others, as far as the links let it."""
         self.outages.deaths[node.member] = _now()
+        self._alive.pop(node.peer, None)
         for peer in self._network.nodes:
             if peer != node.peer:
                 _cancel(self._expiries, (node.peer, peer))
