@@ -173,6 +173,8 @@ class LockstepSession:
         """Why a stream cannot be served, now that this peer has come to average; empty if it can."""
         if self.meeting is None or hello.round != self.head.key.round:
             return "has left that round"
+        if hello.members == self.meeting.digest and peer not in self.meeting.peers:
+            return "sees no member in the caller"  # one that says so is not the members' affair: nothing is spoilt
         if why := self.meeting.misfit(hello):
             self.meeting.spoil(why, peer)
             return why
@@ -182,7 +184,7 @@ class LockstepSession:
         """A member's stream to this meeting.
 
         Raises:
-            BadPayload, PeerError, Spoilt: the round is spoilt.
+            BadPayload, PeerError: the round is spoilt.
         """
         meeting, exchange = self.meeting, self.exchange
         assert meeting is not None and exchange is not None
@@ -193,6 +195,8 @@ class LockstepSession:
         except (BadPayload, PeerError) as error:
             meeting.spoil(str(error), peer)
             raise
+        except Spoilt as error:
+            raise PeerSilent(peer, f"the round is spoilt: {error}") from None
         except TimeoutError:
             raise PeerSilent(peer, "the round's deadline passed") from None
 

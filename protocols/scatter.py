@@ -79,6 +79,7 @@ class Scatter:
     def __init__(self, meeting: Meeting, reducers: Sequence[int]) -> None:
         self._meeting, self._reducers = meeting, tuple(reducers)
         self._mixtures = {part: self._mixture(part) for part, at in enumerate(reducers) if at == meeting.place}
+        self._begun: set[tuple[int, PeerId]] = set()
         self._brought: set[tuple[int, PeerId]] = set()
 
     def _mixture(self, part: int) -> Mixture:
@@ -107,8 +108,9 @@ class Scatter:
 
     async def serve(self, peer: PeerId, stream: Stream, hello: Attend) -> None:
         meeting, mixture = self._meeting, self._mixtures.get(hello.part)
-        if mixture is None or not mixture.held.chunks or (hello.part, peer) in self._brought:
-            raise BadPayload(f"part {hello.part} is not for this peer to reduce, or was brought already")
+        if mixture is None or not mixture.held.chunks or (hello.part, peer) in self._begun:
+            raise BadPayload(f"part {hello.part} is not for this peer to reduce, or is brought already")
+        self._begun.add((hello.part, peer))
         held = mixture.held
         data = memoryview(bytearray(held.size(0)))
         for index in range(held.chunks):

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from protocols.base import BadPayload, Deadline, Handler, PeerId, ProtocolError, Stream
+from protocols.base import BadPayload, Deadline, Handler, PeerError, PeerId, Stream
 from protocols.framing import FramedStream, accepted, opened
 from tests.sim.pipe import SimPipe
 
@@ -50,9 +50,10 @@ class SimTransport:
                 return end.reset()
             await self.node.handlers[method](peer, self.disguise(method, stream, end))
             end.close()
-        except ProtocolError as error:
-            if isinstance(error, BadPayload):
-                self._refuse(peer, error)
+        except BadPayload as error:
+            self._refuse(peer, error)
+            end.reset()
+        except PeerError:  # as over libp2p: any other is a bug, of which a person would see the traceback
             end.reset()
         except asyncio.CancelledError:
             end.reset()
