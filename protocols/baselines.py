@@ -2,11 +2,13 @@
 
 They are small, and made for laboratories and local networks: one lost member costs everybody the round. They fail
 cleanly, which is all that is promised: a round without a result ends by its deadline and says whom it was for; nothing
-hangs and nothing is left over. They average states, (parameters, momentum) after each peer's own outer step, weighted
-by tokens. An outer step of SGD is linear: the mean of stepped states, from equal states, is the step by the mean
-gradient. So with one inner step of SGD at rate 1 a round, `data_parallel` is the all-reduce of gradients with one step
-of SGD, with or without momentum, after it. An outer AdamW is not linear: that one is in `benchmarks.protocols`, where
-gradients are averaged before the step.
+hangs and nothing is left over. Members are believed what they say: their tokens, their vectors, which round it is.
+
+They average states, (parameters, momentum) after each peer's own outer step, weighted by tokens, in fp32, or in fp16
+where that is the run's codec. An outer step of SGD is linear: the mean of stepped states, from equal states, is the
+step by the mean gradient. So with one inner step of SGD at rate 1 a round, `data_parallel` is the all-reduce of
+gradients with one step of SGD, with or without momentum, after it. An outer AdamW is not linear: that one is in
+`benchmarks.protocols`, where gradients are averaged before the step.
 
     data_parallel             each member reduces one part, reduce-scatter and all-gather in one hop each
     ring                      the same round a ring: less memory and fewer streams, 2 (N - 1) steps

@@ -26,7 +26,7 @@ from protocols.coding import PIECE, Codec, finite_range, received, refuse_non_fi
 from protocols.lowbit import E3M0, Int4, Int8
 from protocols.sparse import TopK
 
-__all__ = ["CODECS", "Codec", "codec"]
+__all__ = ["CODECS", "Codec", "codec", "state_codec"]
 
 
 class Float32(Codec):
@@ -99,6 +99,15 @@ CODECS: Final[dict[str, Codec]] = {
     "e3m0": E3M0(),
     "topk": TopK(),
 }
+
+
+STATE_CODECS = ("fp32", "fp16")
+"""What loses more than a round's work changes in a state would undo that work, in every group again."""
+
+
+def state_codec(name: str) -> Codec:
+    """In what form states travel in a run whose codec that is: whole, where it is made for pseudo-gradients."""
+    return codec(name if name in STATE_CODECS else "fp32")
 
 
 def codec(name: str) -> Codec:

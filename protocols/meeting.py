@@ -13,7 +13,7 @@ from typing import Protocol
 
 from protocols import wire
 from protocols.base import Deadline, Head, Header, Host, PeerId, ProtocolError, Settings, Stream, Vector, Work
-from protocols.codec import codec
+from protocols.codec import state_codec
 from protocols.parts import HeldPart, Shape
 from protocols.post import Ledger
 from protocols.tasks import Bell
@@ -119,7 +119,7 @@ class Meeting:
         self.place = self.peers.index(host.me)
         self.mine, self.into = Flat(mine), Flat(into)
         self.weight = float(max(1, work.tokens))
-        self.codec, self.chunk_elements = codec(settings.codec), settings.chunk_elements
+        self.codec, self.chunk_elements = state_codec(settings.codec), settings.chunk_elements
         self.arrived: set[PeerId] = set()
         self.over = False
         self.why = ""

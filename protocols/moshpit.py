@@ -20,7 +20,7 @@ from functools import partial
 from protocols import wire
 from protocols.base import BadPayload, Deadline, Head, Header, Host, Member, PeerId, PeerSilent, Settings, Stream
 from protocols.census import Census, Here, check
-from protocols.codec import Codec, codec
+from protocols.codec import state_codec
 from protocols.gathering import Desk
 from protocols.grid import GROUP_MOST
 from protocols.mixing import DATA, PART, Mixing
@@ -35,15 +35,6 @@ TOLD = 64
 """Where more are live, a peer speaks with those of its line only."""
 ENTER_SECONDS = 10.0
 """Who was called opens streams to others that may not have heard of it yet."""
-
-
-STATE_CODECS = ("fp32", "fp16")
-"""What loses more than a round's work changes in a state would undo that work, in every group again."""
-
-
-def state_codec(name: str) -> Codec:
-    """In what form states travel in a run whose codec that is: whole, where it is made for pseudo-gradients."""
-    return codec(name if name in STATE_CODECS else "fp32")
 
 
 class Moshpit:

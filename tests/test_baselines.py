@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from protocols.base import Host, Outcome, Settings
+from protocols.base import Host, Outcome, PeerId, Settings, Vector
 from protocols.baselines import data_parallel, parameter_server, ring
 from protocols.lockstep import Lockstep
+from protocols.scatter import Scatter
+from protocols.tasks import together
 from tests.sim.loosely import Came, Loosely
 from tests.sim.network import SimNetwork
 
@@ -54,9 +56,22 @@ def test_all_hold_the_same_weighted_mean(name: str, count: int, elements: int) -
 
 
 @everyone
-@pytest.mark.parametrize("codec", ["bf16", "int8"])
-def test_a_lossy_codec_leaves_all_with_the_same_bits(name: str, codec: str) -> None:
-    played = swarm(name, 4, codec=codec).play()
+@pytest.mark.parametrize("codec", ["int8", "topk"])
+def test_a_codec_for_pseudo_gradients_leaves_states_whole(name: str, codec: str) -> None:
+    """Steps of a thousandth: eight bits an element, of states, would round each of them away again."""
+
+    def lower(index: int, number: int, state: list[Vector]) -> None:
+        state[0].sub_(1e-3)
+
+    played = swarm(name, 3, codec=codec, rounds=5, step=lower)
+    start = expected(played)[0]
+    for rounds in played.play().came.values():
+        torch.testing.assert_close(rounds[-1].state[0].double(), start - 5e-3, rtol=0, atol=1e-5)
+
+
+@everyone
+def test_a_lossy_codec_leaves_all_with_the_same_bits(name: str) -> None:
+    played = swarm(name, 4, codec="fp16").play()
     assert {came.mean.outcome for came in results(played)} == {Outcome.COMMITTED}
     assert len(bits(results(played))) == 1
     wanted = expected(played)[0]
@@ -144,3 +159,27 @@ def test_peers_that_see_other_members_do_not_mix(name: str) -> None:
     assert len(results(played)) == 3
     assert {came.mean.outcome for came in results(played)} == {Outcome.SKIPPED}
     assert all(came.mean.blamed for came in results(played))
+
+
+@pytest.mark.parametrize("name", ["data_parallel", "parameter_server"])
+def test_who_brings_a_part_twice_at_once_counts_for_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    once = Scatter._hand_in
+
+    async def twice(self: Scatter, part: int, peer: PeerId) -> None:
+        async with together() as group:
+            for _ in range(1 + (self._meeting.host.me == "p02")):
+                group.create_task(once(self, part, peer))
+
+    monkeypatch.setattr(Scatter, "_hand_in", twice)
+    came = results(swarm(name, 3).play())
+    assert {each.mean.outcome for each in came} == {Outcome.SKIPPED}
+    assert "p02" in {blame.peer for blame in came[0].mean.blamed}
+
+
+@everyone
+def test_a_stream_of_somebody_who_is_no_member_fits_no_meeting(name: str) -> None:
+    """Though it names the same members: it may have come a moment later."""
+    averager = swarm(name, 2).play().averagers[0]
+    assert isinstance(averager, Lockstep) and (session := averager._session) and (meeting := session.meeting)
+    assert session.misfit("p01", meeting.hello(0)) == ""
+    assert "no member" in session.misfit("p09", meeting.hello(0))
