@@ -284,13 +284,13 @@ class HogwildSession:
     async def _ask(self, peer: PeerId) -> PeerId:
         """Who the server is, as that peer knows."""
         async with self._opened(peer, asks=True) as stream, within(STALL_SECONDS, peer, "asked who serves"):
-            return wire.expect(await stream.receive(_ANSWER_LIMIT), Served).server
+            return (await _told(stream)).server
 
     async def _push(self, peer: PeerId, vector: Vector) -> PeerId:
         """Trade with a peer, or learn from it who the server is; empty if it was that one."""
         averager, flat, compute = self._averager, Flat([vector]), self._host.compute
         async with self._opened(peer, asks=False) as stream:
-            told = wire.expect(await stream.receive(_ANSWER_LIMIT), Served)
+            told = await _told(stream)
             if not told.here:
                 return told.server
             self._brought = True
@@ -298,3 +298,14 @@ class HogwildSession:
             await take(compute, stream, averager.shape("fp32"), flat)
             self._brought = False
             return ""
+
+
+async def _told(stream: Stream) -> Served:
+    """
+    Raises:
+        BadPayload: no such answer, or one that names nobody.
+    """
+    told = wire.expect(await stream.receive(_ANSWER_LIMIT), Served)
+    if not told.server:
+        raise BadPayload("names nobody who serves")
+    return told

@@ -124,6 +124,18 @@ def test_silence_at_any_message_costs_the_worker_its_round_at_most() -> None:
     assert halves > 2
 
 
+def test_a_server_that_names_nobody_is_not_taken_for_one_that_has_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker would go on from what it had brought: from next to nothing."""
+    real = Hogwild.choose
+    monkeypatch.setattr(Hogwild, "choose", lambda self: "" if self.me.peer == "p00" else real(self))
+    swarm = together(2, rounds=1)
+    start = swarm.states[1][0].clone()
+    swarm.play()
+    (came,) = swarm.came[1]
+    assert came.mean.outcome is Outcome.SKIPPED and [blame.peer for blame in came.mean.blamed] == ["p00"]
+    assert float((came.state[0] - start).abs().max()) <= 1.0
+
+
 # -- arrivals ---------------------------------------------------------------------------------------------------------
 
 
