@@ -48,7 +48,8 @@ class _Blockwise(Codec):
         if not len(into):
             return
         low, high = (float(end) for end in torch.aminmax(scales))
-        if not (low >= 0 and high <= self._MOST):  # also where they are NaN
+        unused = (scales > 0) & (scales < self._LEAST)  # of these come denormal numbers
+        if not (low >= 0 and high <= self._MOST) or bool(unused.any()):  # also where they are NaN
             raise BadPayload(f"{self.name} scales from {low:g} to {high:g}")
         self._get(codes, into)
         for start, stop, width in _spans(0, len(into)):

@@ -49,6 +49,15 @@ def test_the_layout_of_the_bytes() -> None:
     assert bytes(encoded(codec("e3m0"), given)) == struct.pack("<f", 8.0) + bytes([0xF7, 0x06, 0x09])
 
 
+@pytest.mark.parametrize("name, scale", [("int8", 2**-127), ("int4", 2**-149), ("e3m0", 2**-127), ("e3m0", 2**-121)])
+def test_scales_that_make_denormal_numbers_are_refused(name: str, scale: float) -> None:
+    """No encoder writes them; and those who flush such numbers to zero would hold other bits."""
+    data = encoded(codec(name), torch.ones(300))
+    struct.pack_into("<f", data, 4, scale)
+    with pytest.raises(BadPayload, match="scales"):
+        decoded(codec(name), data, 300)
+
+
 @four_bits
 @pytest.mark.parametrize("scale", [math.nan, math.inf, -math.inf, -1.0, -(2**-149)])
 def test_bad_scales_are_refused(name: str, scale: float) -> None:
