@@ -89,7 +89,7 @@ class Feedback:
         except (OSError, tensors.Unreadable) as error:
             log.warning("what was not sent yet of former rounds is lost: %s", getattr(error, "strerror", None) or error)
             self.forget()
-        self._norm = norm([self.owed])
+        self._norm = await self._compute.run(lambda: norm([self.owed]), self.bytes)
 
 
 def feedback(codec: Codec, elements: int, compute: Compute) -> Feedback | None:

@@ -136,6 +136,16 @@ def test_what_is_left_of_a_run_is_no_room_for_another(here: StateDir, left: str)
     assert "\n" not in str(caught.value)
 
 
+def test_a_sample_is_the_one_that_the_manifest_names_or_none_where_it_names_none(here: StateDir) -> None:
+    choice = Choice(PeerConfig(state_dir=here.path), PROTOCOLS, print)
+    (_, named), (_, without) = sealed(here), sealed(here, b"")
+    choice.judge(Run(named, SAMPLE))
+    choice.judge(Run(without, b""))
+    for data, sample in ((named, b"another"), (named, b""), (without, SAMPLE)):
+        with pytest.raises(ManifestError, match="the evaluation sample is not the one that the manifest names"):
+            choice.judge(Run(data, sample))
+
+
 class Nobody:
     """An entry that leads nowhere, or to what it is told."""
 
