@@ -67,6 +67,11 @@ class Here(Header):
     def progress(self) -> tuple[int, int]:
         return self.axis, self.stage
 
+    @property
+    def coming(self) -> RoundKey:
+        """Of the group that it is in, or comes to next, where coordinates change on the way."""
+        return self.key(self.holds - 1)
+
     def key(self, axis: int) -> RoundKey:
         """What the frames of its group along an axis are bound to."""
         return group_key(self.run, self.scope, self.round, self.shape, axis, self.index)

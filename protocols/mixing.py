@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from protocols import wire
@@ -204,3 +204,15 @@ class Mixing:
 def _counted(bit: int, held: Mapping[int, HeldPart]) -> int:
     """In how many chunks a member is."""
     return sum(mask >> bit & 1 for each in held.values() for mask in each.masks)
+
+
+def counted(results: Sequence[Result]) -> dict[PeerId, Contribution]:
+    """Of whom the groups of a round had something, all together."""
+    found: dict[PeerId, Contribution] = {}
+    for result in results:
+        for peer, new in result.contributions.items():
+            old = found.get(peer, Contribution(0, 0))
+            found[peer] = Contribution(
+                old.chunks_counted + new.chunks_counted, old.chunks + new.chunks, old.messages + new.messages
+            )
+    return found

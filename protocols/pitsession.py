@@ -14,8 +14,8 @@ from protocols.census import DONE, TRAINING, UNHEARD_SECONDS, WAITING, Here
 from protocols.exchange import next_claim
 from protocols.gathering import Gathering, Patience, Stake
 from protocols.grid import drawn, moved
-from protocols.mixing import Mixing, Result
-from protocols.pit import MAX_FOUND, Pit
+from protocols.mixing import Mixing, Result, counted
+from protocols.pit import Pit
 from protocols.tasks import Bell
 from protocols.vectors import Flat, norm
 
@@ -51,6 +51,7 @@ class PitSession:
         self._grid, self._index = pit.sit(head.key, self.round)
         pit.numbered += 1
         self._mine = self._word()
+        pit.coming = self._mine.coming.lineage
         self._late = asyncio.get_running_loop().call_at(deadline, self._end)
 
     # -- the contract -------------------------------------------------------------------------------------------------
@@ -89,7 +90,7 @@ class PitSession:
         names, sent, received = self._desk.ledger.take()
         return Mean(
             Outcome.COMMITTED if results else Outcome.SKIPPED,
-            contributions=_all_of(results),
+            contributions=counted(results),
             weights={peer: weight for result in reversed(results) for peer, weight in result.weights.items()},
             blamed=names,
             bytes_sent=sent,
@@ -125,11 +126,15 @@ class PitSession:
         """The group along one axis; None if there is none, or it fails here."""
         pit, desk = self._pit, self._desk
         self._axis = axis
+        pit.narrow(self._mine.key(axis).lineage)
         self._gathering = gathering = Gathering(desk, self._mine, axis, stake, self._wait, self.deadline)
         expected = 0 if pit.sees_all else self._mine.shape[axis]
         patience = Patience(spent_seconds, HASTE * (self._cut_at - self._began), expected)
         terms = await gathering.terms_of(patience)
         if terms:
+            for peer in terms.peers:  # its caller knew them, if this peer did not
+                pit.meet(peer, gathering.key.lineage)
+            self._look()
             self._mixing = Mixing(desk, gathering.key, terms, source, target, self.deadline)
             pit.keep(self._mixing)
         pit.close(gathering.key.lineage)
@@ -205,21 +210,21 @@ class PitSession:
 
     async def search(self) -> None:
         """Where not all are in sight: say in the directory which group we come to, and ask who else does."""
-        desk, loop = self._desk, asyncio.get_running_loop()
+        pit, directory, loop = self._pit, self._desk.host.directory, asyncio.get_running_loop()
         said = b""
-        while not self._pit.sees_all and loop.time() < self.deadline:
-            key = self._mine.key(min(self._mine.holds - 1, len(self._mine.shape) - 1))
-            scope, until = f"moshpit/{key.lineage.hex()}", min(self.deadline, loop.time() + 10 * SEARCH_SECONDS)
-            if key.lineage != said:
-                said = key.lineage
+        while not pit.sees_all and loop.time() < self.deadline:
+            lineage = pit.coming
+            scope, until = f"moshpit/{lineage.hex()}", min(self.deadline, loop.time() + 10 * SEARCH_SECONDS)
+            if lineage != said:
+                said = lineage
                 seconds = min(600.0, max(1.0, self.deadline - loop.time()))
-                await desk.host.directory.announce(scope, b"", seconds, until)
-            for peer, _ in await desk.host.directory.find(scope, FIND_LIMIT, until):
-                if peer != desk.me.peer and len(self._pit.found) < MAX_FOUND:
-                    self._pit.found[peer] = None
+                await directory.announce(scope, b"", seconds, until)
+            for peer, _ in await directory.find(scope, FIND_LIMIT, until):
+                pit.meet(peer, lineage)
             self._look()
             self._say()
-            await asyncio.sleep(SEARCH_SECONDS)
+            again = min(self.deadline, loop.time() + SEARCH_SECONDS)
+            await self._until(lambda: pit.coming != lineage, again)  # noqa: B023
 
     def close(self) -> None:
         self._late.cancel()
@@ -231,7 +236,7 @@ class PitSession:
 
     def gone(self, peer: PeerId) -> None:
         """A peer cannot be reached."""
-        self._pit.found.pop(peer, None)
+        self._pit.lose(peer)
         self._look()
 
     # -- what others say ----------------------------------------------------------------------------------------------
@@ -292,20 +297,11 @@ class PitSession:
         if self._word() != self._mine:
             self._pit.numbered += 1
             self._mine = self._word()
+            if self._mine.coming.lineage != self._pit.coming:
+                self._pit.coming = self._mine.coming.lineage
+                self._news.ring()
         for peer in self._pit.in_sight():
             member = self._census.sight.get(peer)
             if member and self._told.get(member) != self._mine.number:
                 self._told[member] = self._mine.number
                 self._desk.post.send(peer, self._mine)
-
-
-def _all_of(results: Sequence[Result]) -> dict[PeerId, Contribution]:
-    """Of whom the groups of a round had something, all together."""
-    found: dict[PeerId, Contribution] = {}
-    for result in results:
-        for peer, new in result.contributions.items():
-            old = found.get(peer, Contribution(0, 0))
-            found[peer] = Contribution(
-                old.chunks_counted + new.chunks_counted, old.chunks + new.chunks, old.messages + new.messages
-            )
-    return found

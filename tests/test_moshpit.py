@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from protocols.base import Buffer, Deadline, Header, Host, Member, Outcome, PeerId, Vector
+from protocols.base import Buffer, Deadline, Header, Host, Member, Outcome, PeerId, Settings, Vector
 from protocols.census import Here, group_key
 from protocols.framing import FramedStream
 from protocols.grid import drawn
+from protocols.moshpit import Moshpit
+from protocols.pit import ACQUAINTANCES, Pit
 from protocols.wire import Contribute, Plan, WantPart
-from tests.sim.network import SimNetwork
+from tests.sim.host import sim_host
+from tests.sim.network import SimNetwork, Trace
 from tests.sim.pits import RUN, Pits, Told
 
 LOSSES = ("nan", "infinity", "norm", "size", "huge-length", "endless-header", "garbage", "twice", "codec", "stale")
@@ -311,6 +314,80 @@ def test_peers_that_see_nobody_find_their_groups_in_the_directory() -> None:
     assert all("committed" in outcomes(history) for history in histories.values())
     assert max(off(state, mean_of(pits)) for state in pits.states) < 0.5 * apart
     same_bits_in_a_group(histories)
+
+
+def test_peers_whose_rounds_have_come_apart_meet_again() -> None:
+    """Each finds its line in the directory, under its round: only acquaintances can say that it is another by now."""
+    pits = swarm(4, most=2, told=0, train_seconds=(4.0,) * 4, starts=(0, 0, 3, 3))
+    apart = max(off(state, mean_of(pits)) for state in pits.states)
+    histories = pits.play(rounds=7)
+    assert [told.round for told in histories["p00"]][:2] == [3, 4], "at once"
+    assert max(off(state, mean_of(pits)) for state in pits.states) < 0.2 * apart
+    same_bits_in_a_group(histories)
+
+
+def test_who_tells_not_all_tells_its_line_and_some_acquaintances() -> None:
+    """Sixteen in groups of four, told by the directory: what they know of each other stays small, and they mix."""
+    pits = swarm(16, most=4, told=8, elements=16, train_seconds=(4.0,) * 16)
+    apart, most = max(off(state, mean_of(pits)) for state in pits.states), 0
+
+    def watch(peer: PeerId, number: int, way: str, other: PeerId) -> None:
+        nonlocal most
+        if way == "sent":
+            most = max(most, len(pits.averagers[peer]._pit.in_sight()))
+
+    def begin(network: SimNetwork) -> None:
+        network.watch = watch
+
+    pits.before = begin
+    histories = pits.play(rounds=3)
+    assert most < 15
+    assert all("committed" in outcomes(history) for history in histories.values())
+    assert max(off(state, mean_of(pits)) for state in pits.states) < 0.3 * apart
+    same_bits_in_a_group(histories)
+
+
+@pytest.fixture
+def pit() -> Pit:
+    """That of p00, who is to tell one other at most, before its first round."""
+    network = SimNetwork(Trace())
+    hosts = [sim_host(network, network.join(f"p{index:02}"), 1, {}) for index in range(6)]
+    return Moshpit(hosts[0], Settings("fp32", (8,), 8), most=2, told=1)._pit
+
+
+async def test_acquaintances_are_others_in_each_round(pit: Pit) -> None:
+    met = []
+    for number in range(4):
+        pit.begin(number)
+        met.append(tuple(pit.in_sight()))
+    assert all(len(each) == ACQUAINTANCES for each in met) and len(set(met)) > 1
+
+
+async def test_who_died_is_not_looked_for_again_until_it_lives(pit: Pit) -> None:
+    """The directory goes on naming it for as long as it said that it would come."""
+    pit.begin(0)
+    network = pit.desk.host.transport.network  # type: ignore[attr-defined]
+    pit.meet("p03", b"line")
+    network.contacts.views["p00"].lose("p03")
+    pit.look()
+    pit.meet("p03", b"line")
+    assert "p03" not in pit.in_sight() and "p03" not in pit.desk.census.sight
+    network.contacts.views["p00"].meet(Member("p03", 1))
+    pit.meet("p03", b"line")
+    pit.look()
+    assert pit.desk.census.sight["p03"] == Member("p03", 1)
+
+
+async def test_those_of_a_line_that_is_done_with_need_not_hear_more(pit: Pit) -> None:
+    pit.begin(0)
+    acquaintances = set(pit.in_sight())
+    others = sorted({f"p{index:02}" for index in range(1, 6)} - acquaintances)
+    pit.meet(others[0], b"first")
+    pit.meet(others[1], b"second")
+    pit.narrow(b"second")
+    assert set(pit.in_sight()) == {*acquaintances, others[1]}
+    pit.meet(others[1])
+    assert pit.found[others[1]] == b"second", "it is no mere acquaintance"
 
 
 def test_the_grid_follows_those_who_go() -> None:

@@ -47,8 +47,11 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--faults", choices=(*FAULTS, *GROUPS), default="none", help="a family, or a group of them")
     parser.add_argument("--codec", choices=sorted(CODECS), help="default: the seed decides")
     parser.add_argument("--inner-steps", type=at_least_one, default=10)
+    parser.add_argument("--directory", action="store_true", help="Moshpit: in pairs, found in the directory")
     parser.add_argument("--json", action="store_true", help="print nothing but the JSON object on stdout")
     options = parser.parse_args(arguments)
+    if options.directory and options.protocol != "moshpit":
+        parser.error(f"argument --directory: {options.protocol} finds nobody there, moshpit does")
     if options.faults == LIES and options.protocol not in (*PROTOCOLS, *LOOSE_LIES):
         parser.error(f"argument --faults: {options.protocol} is not made to bear {LIES}")
     return options
@@ -67,15 +70,17 @@ def _scenarios(options: argparse.Namespace) -> Iterable[Scenario]:
                 fault=fault,
                 codec=options.codec,
                 inner_steps=options.inner_steps,
+                directory=options.directory,
             )
 
 
 def replay(scenario: Scenario) -> str:
     """The command that plays this scenario again."""
     codec = f" --codec {scenario.codec}" if scenario.codec else ""
+    directory = " --directory" if scenario.directory else ""
     return (
         f"python -m tests.sim --protocol {scenario.protocol} --peers {scenario.peers} --rounds {scenario.rounds}"
-        f" --seeds {scenario.seed} --faults {scenario.fault} --inner-steps {scenario.inner_steps}{codec}"
+        f" --seeds {scenario.seed} --faults {scenario.fault} --inner-steps {scenario.inner_steps}{codec}{directory}"
     )
 
 

@@ -22,6 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -61,18 +62,23 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--peers", type=partial(at_least, 2), default=3)
     parser.add_argument("--kind", choices=KINDS, default="crash")
     parser.add_argument("--seed", type=int, default=0, help="of latencies and of the order of messages")
+    parser.add_argument("--directory", action="store_true", help="Moshpit: in pairs, found in the directory")
     parser.add_argument("--pairs", action="store_true", help="two at once, at two peers")
     parser.add_argument("--sample", type=at_least_one, help=f"play so many, drawn; of pairs, {PAIRS} unless given")
     parser.add_argument("--jobs", type=at_least_one, default=1, help="processes that play")
     parser.add_argument("--only", help="one point, or a pair: p1:17 or p1:17,p2:30; prints its trace")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.directory and options.protocol != "moshpit":
+        parser.error(f"argument --directory: {options.protocol} finds nobody there, moshpit does")
+    return options
 
 
 def replay(options: argparse.Namespace, verdict: Verdict) -> str:
     where = ",".join(str(point) for point in verdict.points)
+    directory = " --directory" if options.directory else ""
     return (
         f"python -m tests.sim.crashes --protocol {options.protocol} --peers {options.peers} --kind {options.kind}"
-        f" --seed {options.seed} --only {where}"
+        f" --seed {options.seed} --only {where}{directory}"
     )
 
 
@@ -107,7 +113,7 @@ def main(arguments: list[str] | None = None, world_type: type[World] | None = No
     world_type = world_type or world_of(options.protocol)
     prepare()
     began = time.monotonic()
-    scenario = small(options.peers, options.protocol, options.seed)
+    scenario = replace(small(options.peers, options.protocol, options.seed), directory=options.directory)
     points = enumerate_points(scenario, world_type)
     try:
         chosen = (

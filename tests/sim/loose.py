@@ -17,6 +17,7 @@ from node.tasks.paced import Paced
 from node.trainer import Step
 from protocols import LOOSE
 from protocols.base import Host, LooseAverager, Member, PeerId, RoundKey, Settings
+from protocols.moshpit import Moshpit
 from protocols.snapshot import Snapshots
 from protocols.standing import Standings
 from protocols.tasks import together
@@ -103,6 +104,8 @@ class LooseWorld(World):
 
     def averager(self, host: Host, settings: Settings) -> LooseAverager:
         """How the peers mix."""
+        if self.scenario.directory:
+            return Moshpit(host, settings, most=2, told=0)
         return LOOSE[self.scenario.protocol](host, settings)
 
     async def _peer(self, index: int, transport: SimTransport) -> None:

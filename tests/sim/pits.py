@@ -40,6 +40,7 @@ class Pits:
         states: of each peer: its vectors, replaced by what its rounds lead to.
         tokens: of each peer, in every round.
         train_seconds: before its work is complete.
+        starts: the rounds in which peers begin; 0 unless given.
         codec, chunk_elements, most, told: as of `Moshpit`.
         lies: peer index -> lie (`tests.sim.lies`).
         before: called with the network when everybody has joined.
@@ -49,6 +50,7 @@ class Pits:
     states: Sequence[list[Vector]]
     tokens: Sequence[int]
     train_seconds: Sequence[float] = ()
+    starts: Sequence[int] = ()
     codec: str = "fp32"
     chunk_elements: int = 1 << 10
     most: int = 8
@@ -100,7 +102,7 @@ class Pits:
         settings = Settings(self.codec, (len(state[0]),), self.chunk_elements)
         averager = self.averagers[peer] = Moshpit(host, settings, self.most, self.told)
         history = self.histories.setdefault(peer, [])
-        number = 0
+        number = self.starts[index] if self.starts else 0
         while number < rounds:
             began = loop.time()
             key = RoundKey(RUN, "run", bytes(32), number)

@@ -33,6 +33,8 @@ class Scenario:
         step_seconds: of each peer's inner step.
         jitter: whether messages of different streams may overtake each other.
         breaking_seconds: for how long things break, if they do, before all is healed.
+        directory: Moshpit's peers tell nobody where they stand whom they have not found in the directory, and meet in
+            pairs: what it does where there are too many to tell.
     """
 
     protocol: str = "butterfly"
@@ -50,6 +52,7 @@ class Scenario:
     lie: str | None = None
     jitter: bool | None = None
     breaking_seconds: float | None = None
+    directory: bool = False
 
     def __post_init__(self) -> None:
         for name, known in (("protocol", (*PROTOCOLS, *LOOSE)), ("fault", FAULTS)):
@@ -59,6 +62,8 @@ class Scenario:
             raise ValueError(f"peers and rounds must be at least 1, not {self.peers} and {self.rounds}")
         if self.inner_steps < 1:
             raise ValueError(f"inner steps must be at least 1, not {self.inner_steps}")
+        if self.directory and self.protocol != "moshpit":
+            raise ValueError(f"{self.protocol} finds nobody in the directory")
         strangers = (self.faults or Faults()).peers() - set(self.names())
         if strangers:
             raise ValueError(f"faults of {', '.join(sorted(strangers))}, who is none of {', '.join(self.names())}")
