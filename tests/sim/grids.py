@@ -105,6 +105,21 @@ def lots(count: int, size: int, axes: int) -> Plan:
     return plan
 
 
+def failing(plan: Plan, probability: float, again: bool) -> Plan:
+    """Each member of a group dies while it averages, with that probability, and comes back: the group has no mean,
+    which is what its members are left with if nobody has the part of a dead one; or it averages again without them."""
+
+    def drawn(rng: random.Random) -> list[Groups]:
+        axes: list[Groups] = []
+        for groups in plan(rng):
+            living = [[peer for peer in group if rng.random() >= probability] for group in groups]
+            pairs = zip(groups, living, strict=True)
+            axes.append([left for group, left in pairs if left and (again or len(left) == len(group))])
+        return axes
+
+    return drawn
+
+
 def left(count: int, plan: Plan, trials: int, seed: int = 0) -> float:
     """What is left of the variance after one round, on the average."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
@@ -129,6 +144,15 @@ def table(trials: int) -> None:
         print(count, *(f"{left(count, plan, trials):.4f}" for plan in plans), flush=True)
 
 
+def losses(trials: int) -> None:
+    """What deaths in the midst of groups leave of the variance, if a group is given up for them or averages again."""
+    print("deaths  groups without a mean  left of the variance  left if such a group averages again")
+    for probability in (0.001, 0.005, 0.01, 0.05):
+        full, share = seated(64, (8, 8)), 1 - (1 - probability) ** 8
+        ways = [left(64, failing(full, probability, again), trials) for again in (False, True)]
+        print(probability, f"{share:.4f}", *(f"{way:.5f}" for way in ways), flush=True)
+
+
 def contraction(trials: int) -> None:
     """One round of N peers in r groups by lot contracts the expected variance by exactly (r - 1) / (N - 1)."""
     for count, size in ((16, 4), (24, 8), (36, 6)):
@@ -140,4 +164,5 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     trials = int(sys.argv[1]) if len(sys.argv) > 1 else 20_000
     contraction(trials)
+    losses(trials // 20)
     table(trials // 20)
