@@ -65,6 +65,6 @@ class Parts:
         replica.lacks_state, replica.spread_limit = newcomer, self.config.spread_limit
         replica.compare, hints = self.membership.compare, self.membership.peers
         standings = Standings(
-            host, self.settings, keeper.snapshots, lambda: course.key, hints, lambda: not replica.lacks_state
+            host, self.settings, keeper.snapshots, lambda: course.key, hints, lambda: not replica.seeks_state
         )
         return Way(replica, standings, partial(loose_rounds, replica, standings))

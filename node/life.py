@@ -72,7 +72,7 @@ async def loose_rounds(
     loop = asyncio.get_running_loop()
     tried: RoundReport | None = None
     while goes_on():
-        if replica.lacks_state or replica.astray:
+        if replica.seeks_state:
             tell("syncing", "fetching a state from a peer that has one")
             report = await replica.catch_up(standings, wall, loop.time() + CATCH_UP_SECONDS)
             report = report.after(tried) if tried else report

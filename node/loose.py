@@ -18,7 +18,7 @@ import torch
 
 from node.course import OwnCourse
 from node.keeper import Keeper
-from node.labour import Labour, diverged
+from node.labour import FIRST_ROUND_LIMIT_SECONDS, Labour, diverged
 from node.outer import OuterSGD, pseudo_gradient
 from node.report import RoundReport, Watch
 from node.sketch import Sketch, distance, furthest, sketch, spread
@@ -47,6 +47,8 @@ log = logging.getLogger(__name__)
 
 ASTRAY_FACTOR = 10.0
 """Times the spread that is borne: a peer that is as far from the mean of all fetches another's state."""
+LATE_SHARE = 0.5
+"""Of a round's limit: who trained for longer had little time left to mix, or none."""
 
 
 class LooseReplica(Labour):
@@ -88,6 +90,11 @@ class LooseReplica(Labour):
         """Of the next round: the number is this peer's own, the lineage the root of its state."""
         return self.chain.key
 
+    @property
+    def seeks_state(self) -> bool:
+        """Whether this peer is to fetch another's state: its own is for nobody to start from."""
+        return self.lacks_state or self.astray
+
     def took_part(self, report: RoundReport) -> bool:
         """Whether that was a round of this peer's: all are, but fetching another's state."""
         return report.outcome != Outcome.SUPERSEDED
@@ -109,10 +116,16 @@ class LooseReplica(Labour):
         """Take up a state, one's own of a former life or another peer's, and its round; `settle` follows.
 
         Raises:
-            OSError: it cannot be read.
+            OSError: it cannot be read; nothing has changed.
         """
+        await self._compute.run(lambda: self._delta.copy_(self.velocity), 8 * len(self._delta))
+        try:
+            await self.state.take(snapshot)
+        except OSError:  # what was taken by then is no state
+            self.anchor.copy_(self._origin)
+            self.velocity.copy_(self._delta)
+            raise
         self.chain.key = replace(self.key, round=max(self.key.round, snapshot.round))
-        await self.state.take(snapshot)
         await self._write()
 
     async def _write(self) -> None:
@@ -135,8 +148,7 @@ class LooseReplica(Labour):
             mean = await self._mix(session, work)
             self._offer_again = lambda: None
             watch.lap("average")
-        if mean.outcome is Outcome.COMMITTED:  # a round that ran into its limit must not raise it
-            self._took(watch)
+        self._timed(mean, work, watch)
         await self._write()
         self.chain.key = replace(key, round=session.round + 1)
         await self.settle()
@@ -144,6 +156,14 @@ class LooseReplica(Labour):
             mine = Blame(self.averager.me.peer, "its own step led to parameters that are not finite: it is left out")
             mean = replace(mean, blamed=(*mean.blamed, mine))
         return await self._told(key, session, _with(mean, held), work, watch.seconds, wall())
+
+    def _timed(self, mean: Mean, work: Work, watch: Watch) -> None:
+        """How long the next round may take. A whole one is the measure, and none that others have cut short: who comes
+        in at the end of a round would be cut in all that follow, before it can mix."""
+        if mean.outcome is Outcome.COMMITTED and work.complete:
+            self._took(watch)
+        elif watch.seconds["train"] > LATE_SHARE * self._limit_seconds:
+            self._limit_seconds = min(FIRST_ROUND_LIMIT_SECONDS, 2 * self._limit_seconds)
 
     async def _step(self, work: Work) -> bool:
         """Our own outer step along what was trained, if it was anything; False if it led nowhere, and is undone."""
@@ -228,7 +248,10 @@ class LooseReplica(Labour):
         return sorted(donors, key=lambda donor: known.get(donor, math.inf))  # of those unknown, the newest first
 
     def _take(self, snapshot: Snapshot) -> None:
-        """Keep what was fetched, for others as well."""
+        """Keep what was fetched, for others as well; what was kept before is of a state that was given up."""
+        if self._snapshots:
+            for each in self._snapshots.held():
+                self._snapshots.drop(each)
         if self._keeper:
             self._keeper.take(snapshot)
         elif self._snapshots:

@@ -70,7 +70,9 @@ def spread(sketches: Sequence[Sketch]) -> float:
 
 
 def pack(numbers: Sketch) -> bytes:
-    """As it travels: float32, little-endian, `PACKED_BYTES`."""
+    """As it travels: float32, little-endian, `PACKED_BYTES`; nothing where a number is not finite."""
+    if not all(map(math.isfinite, numbers)):
+        return b""
     return struct.pack(f"<{NUMBERS}f", *(max(-_MOST, min(_MOST, number)) for number in numbers))
 
 

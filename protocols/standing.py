@@ -12,7 +12,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeAlias
+
+import torch
 
 from protocols import wire
 from protocols.base import (
@@ -28,6 +31,7 @@ from protocols.base import (
     Settings,
     Stream,
 )
+from protocols.coding import finite_range
 from protocols.contacts import Contacts
 from protocols.donor import Donor
 from protocols.download import Download, Unavailable
@@ -43,7 +47,7 @@ from protocols.wire import blob, digest, flag, many, one, register, uint
 ASK_SECONDS = 5.0
 TIDY_SECONDS = 10.0
 COMPLAIN_AFTER = 5
-"""Attempts in vain, of which the first few belong to a start."""
+"""Attempts in vain, one after the other, of which the first few belong to a start."""
 DONORS = 8
 """So many are tried, one after the other, before all are asked anew."""
 Order: TypeAlias = Callable[[Sequence[PeerId]], Sequence[PeerId]]
@@ -67,7 +71,7 @@ class Standing(Header):
         key: of the sender's next round.
         sender: in this life.
         states: that it hands out, the newest first.
-        whole: whether it has a state; else it is a newcomer that looks for one.
+        whole: whether it has a state; else it looks for one itself.
     """
 
     key: RoundKey = one(RoundKey)
@@ -106,7 +110,7 @@ class Standings:
             snapshots: what we hand out, and where there is room for what we fetch.
             key: of our next round.
             hints: peers that may be in the run; any of them may lie.
-            whole: whether we have a state; a newcomer has yet to fetch its first.
+            whole: whether we have a state that others may start from; a newcomer has yet to fetch its first.
         """
         self.ledger, self.fetching, self._whole = Ledger(), Fetching(_now), whole
         self._host, self._me, self._snapshots, self._key = host, Member(host.me, settings.incarnation), snapshots, key
@@ -171,10 +175,11 @@ class Standings:
 
         Raises:
             Unavailable: nobody has one, or brings it.
+            OSError: one is here, and cannot be read.
         """
         self.fetching.begin(0, 0)
         try:
-            return await self._from_one(eligible(await self.ask(deadline)), order, deadline)
+            snapshot = await self._from_one(eligible(await self.ask(deadline)), order, deadline)
         except Unavailable as error:
             self._fruitless += 1
             if self._fruitless == COMPLAIN_AFTER:
@@ -182,22 +187,39 @@ class Standings:
             raise
         finally:
             self.fetching.end()
+        self._fruitless = 0
+        return snapshot
 
     async def _from_one(self, donors: Mapping[PeerId, Vouched], order: Order, deadline: Deadline) -> Snapshot:
-        tried = order(sorted(donors, key=lambda donor: (-donors[donor].round, donor)))[:DONORS]
-        for number, donor in enumerate(tried):
-            state = donors[donor]
-            key = replace(self._key(), round=state.round, lineage=state.root)
-            head = Head(key, (), state.root, state.root)
-            download = Download(self._host, self.ledger, self._snapshots, self.fetching, head, self._elements)
-            share = (deadline - _now()) / (len(tried) - number)  # one that brings nothing leaves time for the next
-            try:
-                return await download.run(lambda: [donor], _now() + share)  # noqa: B023 - awaited here
-            except Unavailable:
-                self.ledger.name(donor, "did not bring its state")
-            finally:
-                self._downloaded_bytes += download.bytes_received
-        raise Unavailable(f"none of {len(tried)} donors brought its state" if tried else "nobody here has a state")
+        tried = 0
+        due = order(sorted(donors, key=lambda donor: (-donors[donor].round, donor)))[:DONORS]
+        for donor in due:
+            if _now() >= deadline:
+                break
+            share = (deadline - _now()) / (len(due) - tried)  # one that brings nothing leaves time for the next
+            tried += 1
+            if snapshot := await self._brought(donor, donors[donor], _now() + share):
+                return snapshot
+        raise Unavailable(f"none of {tried} donors brought its state" if due else "nobody here has a state")
+
+    async def _brought(self, donor: PeerId, state: Vouched, deadline: Deadline) -> Snapshot | None:
+        """That state, whole and finite; None, and the donor is named: it did not bring it."""
+        key = replace(self._key(), round=state.round, lineage=state.root)
+        head = Head(key, (), state.root, state.root)
+        download = Download(self._host, self.ledger, self._snapshots, self.fetching, head, self._elements)
+        try:
+            snapshot = await download.run(lambda: [donor], deadline)
+            await self._host.compute.run(partial(_refuse_non_finite, snapshot), 8 * self._elements)
+        except Unavailable:
+            self.ledger.name(donor, "did not bring its state")
+        except ValueError:  # nobody would mix with it, and no sketch would show that it is far away
+            self._contacts.distrust(donor)
+            self.ledger.name(donor, "hands out a state that is not finite")
+        else:
+            return snapshot
+        finally:
+            self._downloaded_bytes += download.bytes_received
+        return None
 
     async def ask(self, deadline: Deadline) -> Mapping[PeerId, Standing]:
         """Where all are that answer; who lies is named, and not asked for a while."""
@@ -241,6 +263,16 @@ def eligible(standings: Mapping[PeerId, Standing]) -> dict[PeerId, Vouched]:
     rounds = sorted(state.round for state in newest.values())
     median = rounds[len(rounds) // 2] if len(rounds) % 2 else rounds[len(rounds) // 2 - 1]
     return {peer: state for peer, state in newest.items() if state.round <= median}
+
+
+def _refuse_non_finite(snapshot: Snapshot) -> None:
+    """
+    Raises:
+        ValueError: a number of it is NaN or infinite.
+        OSError: it cannot be read.
+    """
+    for chunk in range(len(snapshot.index.digests)):
+        finite_range(torch.frombuffer(snapshot.chunk(chunk), dtype=torch.float32))
 
 
 def _now() -> float:

@@ -163,7 +163,7 @@ class LoosePeer(Peer):
         replica = LooseReplica(self.own, self.trainer, averager, outer, host.compute, anchor, snapshots)
         replica.lacks_state = Member(self.name) not in self.town.founders
         replica.compare, replica.spread_limit = self.members.compare, SPREAD_LIMIT
-        peers, whole = self.members.peers, lambda: not replica.lacks_state
+        peers, whole = self.members.peers, lambda: not replica.seeks_state
         standings = Standings(host, settings, snapshots, lambda: self.own.key, peers, whole)
         return Way(replica, standings, partial(loose_rounds, replica, standings))
 

@@ -7,10 +7,12 @@ import math
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import cast
 
 import pytest
 import torch
 
+from node import labour
 from node.course import OwnCourse
 from node.loose import LooseReplica
 from node.outer import OuterSGD
@@ -18,7 +20,9 @@ from node.round import RoundReport
 from node.sketch import Sketch, sketch
 from node.trainer import InlineTrainer, Step
 from protocols.base import Contribution, Deadline, Head, Layout, Mean, Member, Outcome, PeerId, RoundKey, Vector, Work
-from protocols.snapshot import Snapshots
+from protocols.post import Ledger
+from protocols.snapshot import Anonymous, Index, Room, Snapshot, Snapshots, room_bytes
+from protocols.standing import Order, Standings
 from tests.sim import loop as simloop
 from tests.sim.host import SimClock, SimCompute
 
@@ -56,11 +60,13 @@ class Script:
         meanwhile: what others do to the state while it is lent; returns of whom it holds something.
         average: what the others make of ours; None: nobody is there.
         rounds: by how many the others are ahead.
+        hurried: they call the round after this peer's first step.
     """
 
     meanwhile: Callable[[Sequence[Vector]], Mapping[PeerId, Contribution]] = lambda state: {}
     average: Callable[[Sequence[Vector], Sequence[Vector]], object] | None = None
     rounds: int = 0
+    hurried: bool = False
 
 
 @dataclass
@@ -73,12 +79,18 @@ class Scripted:
     heads: list[Head] = field(default_factory=list)
     works: list[Work] = field(default_factory=list)
     brought: list[list[Vector]] = field(default_factory=list)
+    limits_seconds: list[float] = field(default_factory=list)
 
     @asynccontextmanager
     async def enter(self, head: Head, deadline: Deadline) -> AsyncIterator[Session]:
-        assert deadline > asyncio.get_running_loop().time()
+        loop = asyncio.get_running_loop()
+        assert deadline > loop.time()
+        self.limits_seconds.append(deadline - loop.time())
         self.heads.append(head)
-        yield Session(self, self.scripts.pop(0), head.key.round)
+        session = Session(self, self.scripts.pop(0), head.key.round)
+        late = loop.call_at(deadline, session.cut.set)
+        yield session
+        late.cancel()
 
 
 class Session:
@@ -89,7 +101,7 @@ class Session:
         self._lent: Sequence[Vector] = ()
 
     def ready(self, work: Work) -> None:
-        if work.complete:
+        if work.complete or (self._script.hurried and work.tokens):
             self.cut.set()
 
     def awaited(self) -> tuple[PeerId, ...]:
@@ -273,3 +285,99 @@ def test_it_starts_from_a_state_that_was_kept() -> None:
     assert (again.parent, again.round) == (report.lineage, 1)
     theta, _ = stepped(1)
     assert not holds(peer.replica.anchor, theta)
+
+
+# -- how long a round may take ----------------------------------------------------------------------------------------
+
+
+def test_a_round_that_others_cut_short_is_no_measure_of_a_whole_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else who joins at the end of a round is cut in each of its own, with no time left to mix, for ever."""
+    monkeypatch.setattr(labour, "ROUND_LIMIT_FLOOR_SECONDS", 0.0)
+    peer = Peer(Script(average=half, hurried=True), Script(average=half), Script(average=half))
+    peer.play(3)
+    first, second, third = peer.averager.limits_seconds
+    assert pytest.approx(first) == second == labour.FIRST_ROUND_LIMIT_SECONDS
+    assert third == pytest.approx(labour.ROUND_LIMIT_MULTIPLE * STEPS * 0.5, rel=0.01)
+
+
+def test_who_was_cut_by_its_own_limit_has_longer_for_the_next_round() -> None:
+    """Its machine has become slow: it would never mix again."""
+    peer = Peer(*(Script() for _ in range(4)))
+    peer.replica._limit_seconds = 1.5
+    peer.play(4)
+    assert peer.averager.limits_seconds == pytest.approx([1.5, 3.0, 6.0, 6.0])
+
+
+# -- another's state --------------------------------------------------------------------------------------------------
+
+
+class Torn(Anonymous):
+    """Room on a disk that fails after the parameters."""
+
+    def read(self, offset: int, into: memoryview) -> None:
+        if offset:
+            raise OSError(5, "Input/output error")
+        super().read(offset, into)
+
+
+class OneDonor:
+    """`protocols.standing.Standings`, as far as a replica asks it."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self.ledger, self._snapshot = Ledger(), snapshot
+
+    async def fetch(self, order: Order, deadline: Deadline) -> Snapshot:
+        return self._snapshot
+
+    def take_bytes(self) -> int:
+        return 0
+
+
+def another(round_number: int, room: type[Anonymous] = Anonymous) -> Snapshot:
+    """The state of somebody who stands at nine."""
+    theta, velocity = torch.full((ELEMENTS,), 9.0), torch.full((ELEMENTS,), 1.0)
+    index = Index.of(theta, velocity)
+    held: Room = room(room_bytes(ELEMENTS))
+    snapshot = Snapshot(index.state_root(round_number), round_number, index, held)
+    snapshot.fill(theta, velocity)
+    return snapshot
+
+
+def fetched(peer: Peer, rounds: int, snapshot: Snapshot) -> RoundReport:
+    """After so many rounds of its own, the peer fetches that."""
+
+    async def main() -> RoundReport:
+        await peer.replica.settle()
+        for _ in range(rounds):
+            await peer.replica.run_round(SimClock().wall)
+        until = asyncio.get_running_loop().time() + 10.0
+        return await peer.replica.catch_up(cast(Standings, OneDonor(snapshot)), SimClock().wall, until)
+
+    return simloop.run(main())
+
+
+def test_a_state_that_cannot_be_read_to_its_end_changes_nothing() -> None:
+    peer = Peer(Script())
+    report = fetched(peer, 1, another(7, Torn))
+    theta, velocity = stepped(1)
+    assert report.outcome == "undecided" and peer.replica.key.round == 1
+    assert holds(peer.replica.anchor, theta) and holds(peer.replica.velocity, velocity)
+    assert holds(peer.learner.vectors[0], theta)
+
+
+def test_who_went_over_to_anothers_state_hands_out_its_own_no_more() -> None:
+    """And does not go back to it when it is started again."""
+    snapshots = Snapshots(every_rounds=1, keep=3)
+    peer, donors = Peer(Script(), Script(), snapshots=snapshots), another(1)
+    report = fetched(peer, 2, donors)
+    assert report.outcome == "superseded" and holds(peer.replica.anchor, 9.0) and peer.replica.key.round == 2
+    assert [each.lineage for each in snapshots.held()] == [peer.replica.key.lineage, donors.lineage]
+
+
+def test_who_looks_for_a_state_has_none_for_others() -> None:
+    replica = Peer().replica
+    assert not replica.seeks_state
+    replica.astray = True
+    assert replica.seeks_state
+    replica.astray, replica.lacks_state = False, True
+    assert replica.seeks_state

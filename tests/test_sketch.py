@@ -57,3 +57,11 @@ def test_one_alone_has_no_spread_and_none_has_none() -> None:
     assert spread([sketch(torch.ones(10), b"run")]) == 0.0
     assert math.isnan(spread([]))
     assert math.isnan(spread([sketch(torch.zeros(10), b"run")] * 2)), "of nothing"
+
+
+def test_what_is_not_finite_is_not_told() -> None:
+    """Else it would pass for a peer that is far away, and draw the mean of all to itself."""
+    for bad in (math.nan, math.inf):
+        assert sketches.pack((*[1.0] * (NUMBERS - 1), bad)) == b""
+    assert sketches.unpack(b"") is None
+    assert sketches.unpack(sketches.pack((1e38,) * NUMBERS)) is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 
 import pytest
@@ -20,6 +21,8 @@ from node.tasks.paced import Paced
 from node.trainer import InlineTrainer
 from protocols.base import Mean, Member, Outcome, PeerId, RoundKey, Settings, Vector, Work
 from protocols.download import Unavailable
+from protocols.reception import MAX_STREAMS
+from protocols.requests import SYNC
 from protocols.snapshot import Index, Snapshot, Snapshots
 from protocols.standing import Standing, Standings, Vouched, eligible
 from tests.sim import loop as simloop
@@ -164,6 +167,63 @@ def test_a_donor_whose_index_makes_another_root_than_it_signed_is_left() -> None
     play(body, anna=state(1.0, 4), liar=state(9.0, 4))
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_state_that_is_not_finite_is_not_taken(value: float) -> None:
+    """It would be the newcomer's for good: nobody mixes with it, and its distance from others is no number."""
+
+    async def body(town: Town) -> None:
+        assert value_of(await town.fetch(60.0, "liar", "anna")) == 1.0
+        named, _, _ = town.newcomer.ledger.take()
+        assert [blame.peer for blame in named] == ["liar"] and "not finite" in named[0].why
+
+    play(body, anna=state(1.0, 4), liar=state(value, 4))
+
+
+def test_who_could_not_be_asked_in_time_is_not_named() -> None:
+    async def body(town: Town) -> None:
+        asyncio.get_running_loop().call_later(1.7, town.network.kill, "anna")
+        with pytest.raises(Unavailable, match="none of 1 donors"):
+            await town.fetch(1.0, "anna", "bert")
+        named, _, _ = town.newcomer.ledger.take()
+        assert {blame.peer for blame in named} == {"anna"}
+
+    play(body, anna=state(1.0, 4), bert=state(2.0, 4))
+
+
+def test_a_person_is_told_when_it_was_in_vain_five_times_in_a_row() -> None:
+    async def body(town: Town) -> None:
+        said: list[str] = []
+        town.newcomer.complain_to(said.append)
+        snapshots, mine = town.standings["anna"]._snapshots, state(1.0, 4)
+        for rounds in (4, 5):
+            for _ in range(rounds):
+                assert said == []
+                with pytest.raises(Unavailable):
+                    await town.fetch()
+            snapshots.put(mine)
+            await town.fetch()
+            snapshots.drop(mine)
+            town.standings["anna"]._donor._loans.clear()
+        assert said == ["nobody here has a state: waiting for a peer that has one"]
+
+    def away(town: Town) -> Awaitable[None]:
+        town.standings["anna"]._snapshots._held.clear()
+        return body(town)
+
+    play(away, anna=state(0.0, 4))
+
+
+def test_one_caller_leaves_room_for_others() -> None:
+    async def body(town: Town) -> None:
+        until = asyncio.get_running_loop().time() + 60.0
+        async with AsyncExitStack() as held:
+            for _ in range(MAX_STREAMS):
+                await held.enter_async_context(town.network.transports["hog"].open("anna", SYNC, until))
+            assert value_of(await town.fetch(20.0, "anna")) == 1.0
+
+    play(body, anna=state(1.0, 4), hog=None)
+
+
 @pytest.mark.parametrize(
     "rounds, taken",
     [([3], [3]), ([3, 9], [3]), ([3, 4, 1 << 39], [3, 4]), ([1, 2, 3, 4], [1, 2]), ([], [])],
@@ -209,7 +269,7 @@ def lives(spread_limit: float, start: float, rounds: int) -> dict[PeerId, list[R
             sketches.update({name: mine}) or {peer: each for peer, each in sketches.items() if peer != name}
         )
         standings = Standings(
-            host, settings, snapshots, lambda: replica.key, lambda: told, lambda: not replica.lacks_state
+            host, settings, snapshots, lambda: replica.key, lambda: told, lambda: not replica.seeks_state
         )
         await replica.settle()
         goes_on = lambda: len(told[name]) < rounds  # noqa: E731
