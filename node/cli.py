@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -39,8 +40,15 @@ app.add_typer(offline.app)
 
 
 @app.callback(invoke_without_command=True)
-def starling(ctx: typer.Context) -> None:
+def starling(
+    ctx: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Show which version this is, and exit.")] = False,
+) -> None:
     """Train a share of a model together with everybody else's, over ordinary internet links."""
+    if version:
+        installed = [each.version for each in metadata.distributions(name="starling")]
+        typer.echo(f"starling {installed[0] if installed else '(not installed)'}")
+        raise typer.Exit
     if ctx.invoked_subcommand is None:
         typer.echo(ctx.get_help())
 

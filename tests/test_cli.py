@@ -6,6 +6,7 @@ import json
 import math
 import os
 import pty
+import re
 import shutil
 import signal
 import subprocess
@@ -131,6 +132,12 @@ def test_help_and_status_do_not_load_torch() -> None:
     for arguments in (["join", "--help"], ["status"]):
         done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=HOUSE, capture_output=True, timeout=30)
         assert done.returncode == 0
+
+
+def test_which_version_this_is_can_be_compared_with_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    done = here(capsys, "--version")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.fullmatch(r"starling (\d+\.\S+|\(not installed\))\n", done.stdout)
 
 
 @pytest.mark.parametrize(
