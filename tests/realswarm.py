@@ -259,14 +259,14 @@ class RealSwarm:
     def found(self, name: str, *arguments: str, seconds: float = START_SECONDS) -> RealPeer:
         """Start the run, and wait until others can join it."""
         peer = self.peer(name).start("--run", str(self.home / "run.toml"), *arguments)
-        wait(f"{name} founds a run", peer.meet, seconds)
+        _in_the_run(peer, f"{name} founds a run", seconds)
         return peer
 
     def join(self, *names: str, via: RealPeer, seconds: float = START_SECONDS) -> list[RealPeer]:
         """Start peers with nothing but an address, side by side, and wait until they know which run it is."""
         joining = [self.peer(name).start("--bootstrap", via.address) for name in names]
         for peer in joining:
-            wait(f"{peer.name} gets into the run", peer.meet, seconds)
+            _in_the_run(peer, f"{peer.name} gets into the run", seconds)
         return joining
 
     def four(self, seconds: float) -> list[RealPeer]:
@@ -305,6 +305,12 @@ class RealSwarm:
         if not full:
             return None
         return next((report for lineage, report in full[0].items() if all(lineage in each for each in full)), None)
+
+
+def _in_the_run(peer: RealPeer, what: str, seconds: float) -> None:
+    """Wait until others can dial it, or it has ended, which is not waited out."""
+    wait(what, lambda: not peer.running or peer.meet(), seconds)
+    assert peer.running, f"{what}: ended with {peer.code}: {(peer.said().splitlines() or [''])[-1]}"
 
 
 def deciding(peers: Iterable[RealPeer], since: float, decisions: Collection[str] = DECIDED) -> list[Report]:

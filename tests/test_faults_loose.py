@@ -150,6 +150,15 @@ def test_peers_that_train_are_within_what_the_run_bears() -> None:
     assert found(spread(play, LIMIT, 25)) == []
 
 
+def test_peers_that_hold_the_same_are_not_apart_whatever_they_heard_last() -> None:
+    play = spread(replace(healthy(), task="gpt"), 0.3, 0)
+    for name in PEERS:
+        history(play, name)[28].update(params_hash="all of them")
+    assert found(play) == [] and judge(play).measures["spread_at_the_end"]["worst"] == 0.0
+    history(play, "bert")[28].update(params_hash="its own")
+    assert found(play) == [("spread", "")]
+
+
 def test_a_spread_that_nobody_knows_is_none_that_is_borne() -> None:
     assert found(spread(healthy(), None, 0)) == [("spread", "")]
     assert found(spread(replace(healthy(), task="gpt"), math.nan, 0)) == [("spread", "")]

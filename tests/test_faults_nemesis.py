@@ -18,7 +18,7 @@ from tests.faults.nemesis import Nemesis
 from tests.faults.scenarios import STRUCK, Step
 from tests.faults.straggler import Straggler
 from tests.faults.tracing import Watch
-from tests.realswarm import _MARK, RealPeer, RealSwarm, wait
+from tests.realswarm import _MARK, RealPeer, RealSwarm, _in_the_run, wait
 
 pytestmark = pytest.mark.real
 
@@ -156,6 +156,12 @@ def test_who_was_never_started_has_not_ended(nemesis: Nemesis) -> None:
     nemesis.began("zoe")  # all are told of before the first is started, and then that fails
     nemesis.unseen()
     assert nemesis.lives == {}
+
+
+def test_who_ends_at_its_start_is_not_waited_for(swarm: RealSwarm) -> None:
+    run(swarm.peer("d"), "raise SystemExit(3)")
+    with pytest.raises(AssertionError, match="d founds a run: ended with 3"):
+        _in_the_run(swarm["d"], "d founds a run", 60)
 
 
 def test_a_straggler_runs_for_its_share_and_then_as_it_can(swarm: RealSwarm) -> None:

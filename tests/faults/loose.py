@@ -84,16 +84,28 @@ def measures(play: Play) -> dict[str, list[float]]:
 
 
 def _spreads(play: Play, since: float, until: float) -> list[float]:
-    """Of each peer, the median of what it reported in that time, oldest first."""
-    told = (
-        [each["spread"] for each in history if since < each["time"] <= until and _known(each)][-LAST_REPORTS:]
-        for history in (play.histories.get(name, ()) for name in play.ids)
-    )
+    """Of each peer, the median of what it reported last in that time."""
+    told = ([each["spread"] for each in last] for last in _last(play, since, until))
     return [median(each) for each in told if each]
 
 
 def _last_spreads(play: Play) -> list[float]:
-    return _spreads(play, play.healed, play.ended)
+    """The same at the end; each compares itself with what others told last, so that all hold the same is known better.
+
+    That they are apart by nothing is seen from a hash of parameters that all who should had among their last.
+    """
+    ends = _spreads(play, play.healed, play.ended)
+    held = [{each["params_hash"] for each in last} for last in _last(play, play.healed, play.ended) if last]
+    same = len(held) >= len(play.should) and bool(set.intersection(*held)) if held else False
+    return [0.0 for _ in ends] if same else ends
+
+
+def _last(play: Play, since: float, until: float) -> list[list[Report]]:
+    """Of each peer, the last reports of that time that tell a spread, oldest first."""
+    histories = [play.histories.get(name, ()) for name in play.ids]
+    return [
+        [each for each in told if since < each["time"] <= until and _known(each)][-LAST_REPORTS:] for told in histories
+    ]
 
 
 def _known(report: Report) -> bool:
