@@ -225,7 +225,7 @@ class Stay:
     async def _wait_for_others(self) -> None:
         members, wanted = self._means.membership, self._limits.wait_for_peers
         while not self._leave.is_set() and (here := len(members.live())) < wanted:
-            self._portrait.becomes("waiting", f"for {wanted} peers to be here: {here} are")
+            self._portrait.becomes("waiting", f"for {wanted} peers to be here: {here} so far")
             await members.changed(members.version, asyncio.get_running_loop().time() + WAIT_SECONDS)
 
     async def _report(self, report: RoundReport) -> None:
