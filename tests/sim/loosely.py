@@ -107,7 +107,7 @@ class Loosely:
         loop, state = asyncio.get_running_loop(), self.states[index]
         number = self.starts.get(index, 0)
         for _ in range(self.rounds):
-            key = RoundKey(RUN, "run", bytes([index]) * 32, number)
+            key = RoundKey(RUN, "run", index.to_bytes(32, "big"), number)
             into = [torch.full((self.elements,), torch.nan) for _ in range(2)]
             head, deadline = Head(key, (averager.me,), bytes(32), bytes(32)), loop.time() + self.deadline_seconds
             async with averager.enter(head, deadline) as session:
