@@ -121,7 +121,7 @@ class LooseWorld(World):
         replica.spread_limit = SPREAD_LIMIT
         replica.lacks_state = not await self.restored(replica) and transport.node.incarnation > 0
         standings = Standings(
-            host, settings, snapshots, lambda: replica.key, lambda: self.peers, lambda: not replica.lacks_state
+            host, settings, snapshots, lambda: replica.key, lambda: self.peers, lambda: not replica.seeks_state
         )
         await replica.settle()
         async with together() as group:
