@@ -93,7 +93,7 @@ def plain_line(report: RoundReport, rounds: int = 0, alone: bool = False) -> str
 def _mixed(report: RoundReport) -> str:
     """What a round came to where no anchor is shared."""
     others = len([peer for peer in report.peers if peer != report.peer])
-    met = f"mixed with {others}" if others else "met nobody"
+    met = f"mixed with {others}" if others else "mixed with nobody"
     return f"{met}, at most {percent(report.spread)} from the mean"
 
 

@@ -152,7 +152,7 @@ def test_how_far_apart_peers_are_that_share_no_anchor() -> None:
     assert "protocol   butterfly" in alike and "from the mean" not in alike
     met = report(3, peers=("p", PEER), spread=1.504, spread_limit=0.02)
     assert plain_line(met).endswith("mixed with 1, at most 150 % from the mean")
-    assert plain_line(replace(met, peers=(), spread=0.0)).endswith("met nobody, at most 0 % from the mean")
+    assert plain_line(replace(met, peers=(), spread=0.0)).endswith("mixed with nobody, at most 0 % from the mean")
 
 
 def test_plain_lines_are_aligned() -> None:
