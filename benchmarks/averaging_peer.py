@@ -33,7 +33,7 @@ import uvloop
 from node import identity
 from node.clock import WallClock
 from node.compute import ThreadCompute
-from node.libp2p import LibP2PConfig, LibP2PTransport
+from node.network.libp2p import LibP2PConfig, LibP2PTransport
 from protocols import PROTOCOLS, wire
 from protocols.base import (
     CHUNK_BYTES,
@@ -47,9 +47,9 @@ from protocols.base import (
     Vector,
     Work,
 )
-from protocols.chain import Chain
 from protocols.codec import codec
 from protocols.fixed import FixedMembers
+from protocols.history.chain import Chain
 from protocols.tasks import alongside
 from protocols.vectors import norm
 

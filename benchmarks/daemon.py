@@ -31,7 +31,7 @@ import psutil  # type: ignore[import-untyped]
 import uvloop
 
 from node import identity
-from node.libp2p import LibP2PConfig, LibP2PTransport
+from node.network.libp2p import LibP2PConfig, LibP2PTransport
 from protocols import wire
 from protocols.base import PeerId, Transport
 from tests.conformance.other_process import echo
@@ -114,7 +114,7 @@ async def _tenths(watch: _Watch, what: str, many: int, together: int, one: Calla
 
 
 async def _measure(home: Path, streams: int, peers: int) -> list[dict[str, Any]]:
-    heard, words = _Heard(), logging.getLogger("node.daemon")
+    heard, words = _Heard(), logging.getLogger("node.network.daemon")
     words.addHandler(heard)
     words.setLevel(logging.DEBUG)
     words.propagate = False

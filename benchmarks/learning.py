@@ -35,9 +35,9 @@ from benchmarks.book import Book, History, perform_all
 from node.outer import OuterSGD
 from node.tasks.gpt import DEFAULT_PRESET, GptTask, preset
 from node.tasks.text import Text, load
-from node.trainer import AdamWLearner, InlineTrainer, Shift, Step
+from node.training.trainer import AdamWLearner, InlineTrainer, Shift, Step
 from protocols.base import RoundKey, Work
-from protocols.clipping import allowances, clip_factors
+from protocols.reducing.clipping import allowances, clip_factors
 from protocols.vectors import norm
 from tests.sim.arguments import Parser
 from tests.sim.world import Scenario, World, play

@@ -15,8 +15,8 @@ from functools import cache
 
 import torch
 
-from protocols import matching
-from protocols.grid import Shape, cell, line, shape_for
+from protocols.groups.grid import Shape, cell, line, shape_for
+from protocols.pairs import matching
 
 Mixer = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
 Maker = Callable[[int, random.Random], Mixer]
@@ -91,7 +91,7 @@ def pushed(pushing: torch.Tensor, up: torch.Tensor, mass: torch.Tensor) -> torch
 
 
 def gossip(schedule: str) -> Maker:
-    """Rounds in lockstep by the matrices of `protocols.matching`."""
+    """Rounds in lockstep by the matrices of `protocols.pairs.matching`."""
 
     def make(peers: int, rng: random.Random) -> Mixer:
         members, seed = names(peers), str(rng.getrandbits(63))
@@ -185,7 +185,7 @@ def moshpit_cells(shape: Shape) -> Maker:
 
 
 def moshpit_seats(most: int) -> Maker:
-    """Seats without gaps on the grid that `protocols.grid` lays out, in an order drawn anew after each pass."""
+    """Seats without gaps on the grid that `protocols.groups.grid` lays out, in an order drawn anew after each pass."""
 
     def make(peers: int, rng: random.Random) -> Mixer:
         shape = shape_for(peers, most)

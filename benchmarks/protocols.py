@@ -38,8 +38,8 @@ from benchmarks.mixers import MIXERS, Mixer, moshpit_seats
 from node.outer import OuterSGD
 from node.tasks.gpt import GptTask, preset
 from node.tasks.text import load
-from node.trainer import AdamWLearner, Shift
-from protocols.grid import shape_for
+from node.training.trainer import AdamWLearner, Shift
+from protocols.groups.grid import shape_for
 from tests.sim.arguments import Parser, at_least, at_least_one
 
 ARMS = ("one-worker", "data-parallel", "butterfly", "moshpit", "gossip")

@@ -28,10 +28,10 @@ import torch
 
 from benchmarks.book import Book, History, perform_all
 from benchmarks.learning import LabMember, LearningWorld, Run, through_the_protocol
-from node.trainer import InlineTrainer, Shift
-from protocols import plan as planning
+from node.training.trainer import InlineTrainer, Shift
 from protocols import robust
 from protocols.base import Settings, Vector
+from protocols.reducing import plan as planning
 from protocols.robust import RULES, Rule
 from tests.sim.arguments import Parser, at_least_one
 from tests.sim.poison import FACTOR, PoisonedTrainer, alie, ipm

@@ -26,10 +26,10 @@ import torch
 import uvloop
 
 from node.compute import ThreadCompute
-from node.remote import RemoteTrainer
 from node.tasks.gpt import DEFAULT_PRESET, GptTask, preset
 from node.tasks.spec import GptValues, WorkerSpec
 from node.tasks.text import load
+from node.training.remote import RemoteTrainer
 from protocols.base import RoundKey, Vector
 from tests.sim.arguments import Parser
 

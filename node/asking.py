@@ -53,7 +53,7 @@ def show(shown: Status) -> None:
     """For a person."""
     from rich.console import Console
 
-    from node.terminal import render
+    from node.view.terminal import render
 
     console = Console(highlight=False)
     console.print(render(replace(shown, addresses=()), (), console.width))
@@ -63,7 +63,7 @@ def show(shown: Status) -> None:
 
 
 async def _ask(state_dir: Path | None, what: str) -> dict[str, Any]:
-    from node.control import NoAnswer, ask
+    from node.view.control import NoAnswer, ask
 
     deadline = asyncio.get_running_loop().time() + ASK_SECONDS
     try:
@@ -73,7 +73,7 @@ async def _ask(state_dir: Path | None, what: str) -> dict[str, Any]:
 
 
 async def _the_one_here(deadline: float) -> Path:
-    from node.control import home, running
+    from node.view.control import home, running
 
     found = await running(home(), deadline)
     if not found:
@@ -84,10 +84,10 @@ async def _the_one_here(deadline: float) -> Path:
 
 
 def _ask_remote(address: str) -> dict[str, Any]:
-    from node.config import ConfigError
-    from node.daemon import DaemonError
     from node.identity import IdentityError
-    from node.peerconfig import load_peer
+    from node.network.daemon import DaemonError
+    from node.settings.config import ConfigError
+    from node.settings.peerconfig import load_peer
 
     try:
         load_peer({"bootstrap": [address]}, {}, None)

@@ -7,24 +7,24 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from node.archive import spool
-from node.course import OwnCourse
-from node.keeper import Keeper
-from node.life import loose_rounds, rounds
-from node.loose import LooseReplica
-from node.membership import Membership
+from node.members.membership import Membership
 from node.outer import OuterSGD
-from node.remote import RemoteTrainer
-from node.round import Replica
-from node.runconfig import RunConfig
+from node.rounds.course import OwnCourse
+from node.rounds.life import loose_rounds, rounds
+from node.rounds.loose import LooseReplica
+from node.rounds.round import Replica
+from node.settings.runconfig import RunConfig
 from node.stay import Way
+from node.storage.archive import spool
+from node.storage.keeper import Keeper
+from node.training.remote import RemoteTrainer
 from protocols import LOOSE, PROTOCOLS
 from protocols.base import Host, Settings
-from protocols.chain import Chain
+from protocols.catchup.standing import Standings
+from protocols.catchup.sync import Sync
 from protocols.gate import Gate
-from protocols.partstore import PartStore
-from protocols.standing import Standings
-from protocols.sync import Sync
+from protocols.history.chain import Chain
+from protocols.rounds.partstore import PartStore
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,8 @@ from node.status import SwarmOptions, printable, to_json
 from node.tasks.name import is_own
 
 if TYPE_CHECKING:
-    from node.peerconfig import PeerConfig
-    from node.runconfig import RunConfig
+    from node.settings.peerconfig import PeerConfig
+    from node.settings.runconfig import RunConfig
 
 _OPTIONS = {
     "--bandwidth-bytes-per-second": "--bandwidth",
@@ -148,7 +148,7 @@ def _join(given: dict[str, Any]) -> int:
         given["bandwidth_bytes_per_second"] = 1e6 * given.pop("bandwidth")
     if "disk_limit" in given:
         given["disk_limit_bytes"] = 1e9 * given.pop("disk_limit")
-    from node.peerconfig import load_peer
+    from node.settings.peerconfig import load_peer
 
     with _in_options():
         config = load_peer(given, os.environ, of_run.get("run"))
@@ -159,7 +159,7 @@ def _join(given: dict[str, Any]) -> int:
 @contextmanager
 def _in_options() -> Iterator[None]:
     """What is wrong with a value is said of the option that gave it."""
-    from node.config import ConfigError
+    from node.settings.config import ConfigError
 
     try:
         yield
@@ -172,7 +172,7 @@ def _in_options() -> Iterator[None]:
 
 @contextmanager
 def _held(state_dir: Path | None) -> Iterator[Path]:
-    from node.control import claimed
+    from node.view.control import claimed
 
     with ExitStack() as stack:
         try:
@@ -190,7 +190,7 @@ def _settled(config: PeerConfig, of_run: Mapping[str, Any], state_dir: Path) -> 
 
     Given with a directory that holds a run, it has to be that one: what started a run goes on with it.
     """
-    from node.statedir import holds_run
+    from node.storage.statedir import holds_run
 
     given = " and ".join(f"--{name}" for name in of_run)
     if config.bootstrap:
@@ -214,7 +214,7 @@ def _settled(config: PeerConfig, of_run: Mapping[str, Any], state_dir: Path) -> 
 
 
 def _load_run(of_run: Mapping[str, Any], rounds: int | None) -> RunConfig:
-    from node.runconfig import load_run
+    from node.settings.runconfig import load_run
     from protocols import LOOSE, PROTOCOLS
 
     overrides = {"task": of_run.get("task"), "protocol": of_run.get("protocol"), "recipe.rounds": rounds}
@@ -223,7 +223,7 @@ def _load_run(of_run: Mapping[str, Any], rounds: int | None) -> RunConfig:
 
 def _check(run: Path | None, task: str | None, protocol: str | None, rounds: int | None) -> None:
     """What a swarm's peers will be given."""
-    from node.peerconfig import load_peer
+    from node.settings.peerconfig import load_peer
 
     _load_run({"run": run, "task": task, "protocol": protocol}, rounds)
     load_peer({}, os.environ, run)
@@ -245,7 +245,7 @@ def _run(config: PeerConfig, run: RunConfig | None) -> int:
 def _in_words(error: typer.TyperException) -> str:
     if isinstance(error, Mistake):
         return error.format_message()
-    from node.config import plain  # it was typed wrong: there is time
+    from node.settings.config import plain  # it was typed wrong: there is time
 
     return plain(error.format_message())
 

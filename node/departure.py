@@ -12,8 +12,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from node.peerconfig import PeerConfig
-    from node.runconfig import RunConfig
+    from node.settings.peerconfig import PeerConfig
+    from node.settings.runconfig import RunConfig
 
 HAND_IN_SECONDS = 8.5
 CLEAN_UP_SECONDS = 1.5
@@ -29,9 +29,9 @@ def live(config: PeerConfig, run: RunConfig | None) -> int:
     """
     import uvloop  # here, because a swarm departs, too, and needs no PyTorch for that
 
-    from node import logs
     from node.peer import Peer
-    from node.terminal import Terminal
+    from node.view import logs
+    from node.view.terminal import Terminal
 
     terminal = Terminal(config.json)
     logs.set_up(config.log_level, terminal.log, terminal.is_terminal)

@@ -128,5 +128,5 @@ def workers_here() -> int:
     count = 0
     for process in psutil.process_iter(["cmdline"]):
         line = process.info["cmdline"] or ()
-        count += any(first == "-m" and second == "node.worker" for first, second in pairwise(line))
+        count += any(first == "-m" and second == "node.training.worker" for first, second in pairwise(line))
     return count

@@ -13,7 +13,7 @@ from node import options
 from node.asking import Mistake, Unavailable
 
 if TYPE_CHECKING:
-    from node.trained import Trained
+    from node.models.trained import Trained
 
 MAX_TOKENS = 1_000_000
 MAX_SEED = (1 << 63) - 1
@@ -26,7 +26,7 @@ def init(
     file: Annotated[Path, typer.Argument(metavar="FILE.toml", help="A file that is not there yet.")] = Path("run.toml"),
 ) -> int:
     """Write a run file with every setting of a new run, what it means and its default."""
-    from node.runfile import run_file
+    from node.settings.runfile import run_file
 
     try:
         with file.open("x", encoding="utf-8") as opened:
@@ -48,7 +48,7 @@ def export(
 ) -> int:
     """Take the model of the newest checkpoint out: a directory that Hugging Face transformers loads."""
     model = _trained(state_dir)
-    from node import export as exporting
+    from node.models import export as exporting
 
     try:
         exporting.export(model, out)
@@ -72,8 +72,8 @@ def generate(
     if temperature != temperature:
         raise Mistake("--temperature must be a number from 0 to 100")
     model = _trained(state_dir)
-    from node.trained import TrainedError
-    from node.writing import write
+    from node.models.trained import TrainedError
+    from node.models.writing import write
 
     try:
         for piece in write(model, prompt.encode(errors="surrogateescape"), tokens, temperature, seed):
@@ -85,7 +85,7 @@ def generate(
 
 
 def _trained(state_dir: Path | None) -> Trained:
-    from node.trained import TrainedError, trained
+    from node.models.trained import TrainedError, trained
 
     try:
         return trained(state_dir or _the_one_here())
@@ -94,7 +94,7 @@ def _trained(state_dir: Path | None) -> Trained:
 
 
 def _the_one_here() -> Path:
-    from node.control import home
+    from node.view.control import home
 
     found = [each.parent for each in sorted(home().glob("*/manifest.bin"))]
     if not found:

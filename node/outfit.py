@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from node.manifest import Manifest
 from node.metrics import workers_here
-from node.peerconfig import PeerConfig
-from node.runconfig import RunConfig
+from node.settings.manifest import Manifest
+from node.settings.peerconfig import PeerConfig
+from node.settings.runconfig import RunConfig
 from node.tasks.spec import GptValues, OwnValues, PacedValues, Values, WorkerSpec
 from protocols.base import Member, Settings
 

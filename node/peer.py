@@ -13,42 +13,42 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from node import resume
-from node.acquaintances import acquainted
-from node.addresses import shareable
 from node.assembly import Parts
-from node.choice import Choice, run_id
 from node.clock import WallClock
 from node.compute import ThreadCompute
-from node.config import ConfigError
-from node.control import Control
-from node.course import Course, OwnCourse
-from node.daemon import DaemonError
-from node.dht import DhtDirectory
-from node.entry import Door, Entry, Run, ask_run, ask_status
-from node.feedback import feedback
-from node.founding import found
+from node.entering import resume
+from node.entering.acquaintances import acquainted
+from node.entering.choice import Choice, run_id
+from node.entering.entry import Door, Entry, Run, ask_run, ask_status
+from node.entering.founding import found
 from node.identity import IdentityError, create, verify
-from node.keeper import Keeper
-from node.libp2p import LibP2PConfig, LibP2PTransport
-from node.manifest import Manifest, ManifestError, unseal
-from node.membership import Membership
+from node.members.addresses import shareable
+from node.members.membership import Membership
 from node.metrics import LoopLag
+from node.network.daemon import DaemonError
+from node.network.dht import DhtDirectory
+from node.network.libp2p import LibP2PConfig, LibP2PTransport
 from node.outfit import protocol_settings, stream_seed, worker_spec
-from node.peerconfig import PeerConfig
-from node.portrait import Portrait
-from node.remote import RemoteTrainer, WorkerError
-from node.runconfig import RunConfig
-from node.scratch import ScratchSpace
-from node.statedir import StateDir, StateError
+from node.rounds.course import Course, OwnCourse
+from node.settings.config import ConfigError
+from node.settings.manifest import Manifest, ManifestError, unseal
+from node.settings.peerconfig import PeerConfig
+from node.settings.runconfig import RunConfig
 from node.status import Status, View, join_command, public
 from node.stay import Limits, Means, Stay
+from node.storage.feedback import feedback
+from node.storage.keeper import Keeper
+from node.storage.scratch import ScratchSpace
+from node.storage.statedir import StateDir, StateError
 from node.trace import traced
+from node.training.remote import RemoteTrainer, WorkerError
+from node.view.control import Control
+from node.view.portrait import Portrait
 from protocols import LOOSE, PROTOCOLS
 from protocols.base import BadPayload, Host, Member, PeerError
 from protocols.codec import codec
 from protocols.gate import Gate
-from protocols.partstore import LEAST_ROUNDS, PartStore
+from protocols.rounds.partstore import LEAST_ROUNDS, PartStore
 
 log = logging.getLogger(__name__)
 

@@ -13,19 +13,19 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import NamedTuple, Protocol, TypeAlias
 
-from node.addresses import sound
-from node.journal import Journal
-from node.loose import LooseReplica
-from node.membership import Membership
+from node.members.addresses import sound
+from node.members.membership import Membership
 from node.metrics import LoopLag, vitals
-from node.portrait import Portrait
-from node.process import WorkerError
 from node.report import RoundReport
-from node.round import Replica
-from node.statedir import StateDir
+from node.rounds.loose import LooseReplica
+from node.rounds.round import Replica
 from node.status import View
+from node.storage.journal import Journal
+from node.storage.statedir import StateDir
+from node.training.process import WorkerError
+from node.view.portrait import Portrait
 from protocols.base import Clock, Compute, Deadline, Directory, PeerId
-from protocols.progress import Fetching
+from protocols.catchup.progress import Fetching
 from protocols.tasks import together
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class Evaluator(Protocol):
 
 
 class CatchingUp(Protocol):
-    """`protocols.sync.Sync`, or `protocols.standing.Standings` where no anchor is shared."""
+    """`protocols.catchup.sync.Sync`, or `protocols.catchup.standing.Standings` where no anchor is shared."""
 
     @property
     def fetching(self) -> Fetching: ...
@@ -97,7 +97,7 @@ class Means:
 
     Attributes:
         sync: asks and answers others beside the rounds.
-        rounds: those of the replica, `node.life`.
+        rounds: those of the replica, `node.rounds.life`.
         disk: runs what waits for the disk.
     """
 

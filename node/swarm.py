@@ -12,17 +12,17 @@ from pathlib import Path
 
 from rich.console import RenderableType
 
-from node import logs
 from node.child import Child
-from node.control import NoAnswer, ask
 from node.departure import Departure
-from node.peerconfig import variables
 from node.report import RoundReport
-from node.screen import Screen
+from node.settings.peerconfig import variables
 from node.status import Status, SwarmOptions, parse, printable, to_json
-from node.swarmview import picture, plain_line, sample, summary
-from node.tally import Tally
-from node.turning import older, turn
+from node.storage.turning import older, turn
+from node.view import logs
+from node.view.control import NoAnswer, ask
+from node.view.screen import Screen
+from node.view.swarmview import picture, plain_line, sample, summary
+from node.view.tally import Tally
 
 POLL_SECONDS = 0.25
 LOOK_SECONDS = 1.0

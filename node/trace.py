@@ -22,12 +22,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
-from node.journal import Journal
-from node.remote import RemoteTrainer
 from node.report import RoundReport
+from node.storage.journal import Journal
+from node.training.remote import RemoteTrainer
 from protocols.base import Buffer, Deadline, Handler, Header, PeerId, RoundKey, Stream, Transport, Vector, Work
-from protocols.requests import SYNC
-from protocols.shelf import PARTS
+from protocols.catchup.requests import SYNC
+from protocols.rounds.shelf import PARTS
 
 log = logging.getLogger(__name__)
 

@@ -23,10 +23,10 @@ Errors:
 
 from __future__ import annotations
 
-from protocols.errors import BadPayload, PeerError, PeerGone, PeerSilent, ProtocolError
-from protocols.host import Clock, Compute, Directory, Handler, Host, Members, Signer, Stream, Transport
-from protocols.strategy import Averager, LooseAverager, LooseSession, Session, Trainer
-from protocols.values import (
+from protocols.contract.errors import BadPayload, PeerError, PeerGone, PeerSilent, ProtocolError
+from protocols.contract.host import Clock, Compute, Directory, Handler, Host, Members, Signer, Stream, Transport
+from protocols.contract.strategy import Averager, LooseAverager, LooseSession, Session, Trainer
+from protocols.contract.values import (
     CHUNK_BYTES,
     Blame,
     Buffer,

@@ -13,17 +13,18 @@ gradients with one step of SGD, with or without momentum, after it. An outer Ada
     data_parallel             each member reduces one part, reduce-scatter and all-gather in one hop each
     ring                      the same round a ring: less memory and fewer streams, 2 (N - 1) steps
     parameter_server          the first member by its id reduces everything
-    parameter_server_async    it applies what comes in when it comes in, without any barrier (`protocols.hogwild`)
+    parameter_server_async    it applies what comes in when it comes in, without any barrier
+    (`protocols.literature.hogwild`)
 """
 
 from __future__ import annotations
 
 from protocols.base import Host, Settings
-from protocols.hogwild import Hogwild
-from protocols.lockstep import Lockstep
-from protocols.meeting import Meeting
-from protocols.ring import Ring
-from protocols.scatter import Scatter
+from protocols.literature.hogwild import Hogwild
+from protocols.literature.lockstep import Lockstep
+from protocols.literature.meeting import Meeting
+from protocols.literature.ring import Ring
+from protocols.literature.scatter import Scatter
 
 
 def data_parallel(host: Host, settings: Settings) -> Lockstep:

@@ -1,8 +1,8 @@
 """Butterfly all-reduce for a roster with one shared anchor: call, scatter, reduce, gather, vote.
 
-One session for each attempt at a round (`protocols.session`), one decision for each lineage (`protocols.deciding`),
-which outlives it: who comes late to an old round is told what was decided. Here is what stays from round to round, and
-where a peer's streams find the round that they are about.
+One session for each attempt at a round (`protocols.rounds.session`), one decision for each lineage
+(`protocols.rounds.deciding`), which outlives it: who comes late to an old round is told what was decided. Here is what
+stays from round to round, and where a peer's streams find the round that they are about.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 
-from protocols import record as records
 from protocols import wire
 from protocols.base import (
     BadPayload,
@@ -27,15 +26,16 @@ from protocols.base import (
     Stream,
 )
 from protocols.codec import codec
-from protocols.deciding import Decision
-from protocols.desk import Desk
-from protocols.exchange import DATA, next_claim
 from protocols.post import Ledger, Post, first_frame, hear
+from protocols.reducing.exchange import DATA, next_claim
 from protocols.robust import known
-from protocols.session import Session
-from protocols.shelf import Shelf
+from protocols.rounds.deciding import Decision
+from protocols.rounds.desk import Desk
+from protocols.rounds.session import Session
+from protocols.rounds.shelf import Shelf
 from protocols.tasks import Bell, together
-from protocols.votes import Ask, Message
+from protocols.vote import record as records
+from protocols.vote.votes import Ask, Message
 
 CONTROL = "starling/butterfly/control/1"
 FORGOTTEN_LIMIT = 1 << 16

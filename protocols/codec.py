@@ -7,11 +7,11 @@ Decoding is a widening or a look-up, then at most one separate multiplication: t
     fp32   4 bytes an element, exact
     fp16   2 bytes, to nearest even; beyond the largest float16 (65,504) it saturates there
     bf16   2 bytes, to nearest even; beyond the largest bfloat16 (about 3.39e38) it saturates there
-    int8   1.03125 bytes, .258 of fp32: blocks of 128 elements with a float32 scale each (`protocols.lowbit`)
+    int8   1.03125 bytes, .258 of fp32: blocks of 128 elements with a float32 scale each (`protocols.codecs.lowbit`)
     int4   .53125 bytes, .133 of fp32: the same with steps of a seventh of the largest
-    e3m0   .53125 bytes: a sign and a power of two (`protocols.lowbit`)
+    e3m0   .53125 bytes: a sign and a power of two (`protocols.codecs.lowbit`)
     topk   .0205 bytes, 1/195 of fp32: the 64 largest of each 4096, two bits each, with error feedback. A mean of N such
-           takes .032 bytes for N = 1, .111 for 4, .383 for 16 (`protocols.sparse`)
+           takes .032 bytes for N = 1, .111 for 4, .383 for 16 (`protocols.codecs.sparse`)
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from typing import Final
 import torch
 
 from protocols.base import Buffer, Vector
-from protocols.coding import PIECE, Codec, finite_range, received, refuse_non_finite, target, typed
-from protocols.lowbit import E3M0, Int4, Int8
-from protocols.sparse import TopK
+from protocols.codecs.coding import PIECE, Codec, finite_range, received, refuse_non_finite, target, typed
+from protocols.codecs.lowbit import E3M0, Int4, Int8
+from protocols.codecs.sparse import TopK
 
 __all__ = ["CODECS", "Codec", "codec", "state_codec"]
 

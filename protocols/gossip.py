@@ -1,13 +1,13 @@
 """Gossip: pairs of peers put their whole states at their mean; no group, no barrier, no vote.
 
-In each round a peer asks one other (or a few: `protocols.matching`) for an exchange of states, parameters and momentum
-alike (`protocols.swap`). Who is asked answers at once, while it trains, too: yes, or that it is busy, being in another
-exchange or between two rounds. This is randomised pairwise averaging (Boyd et al. 2006) of states
+In each round a peer asks one other (or a few: `protocols.pairs.matching`) for an exchange of states, parameters and
+momentum alike (`protocols.pairs.swap`). Who is asked answers at once, while it trains, too: yes, or that it is busy,
+being in another exchange or between two rounds. This is randomised pairwise averaging (Boyd et al. 2006) of states
 after an outer step, without waiting for the partner to finish its work, as in AD-PSGD (Lian et al. 2018).
 
 Who finds its partner busy or gone asks others. All of this together costs a peer at most what one exchange may take
-(`protocols.patience`), however many are slow or dead, and nobody else anything: who is asked meanwhile says that it is
-busy.
+(`protocols.pairs.patience`), however many are slow or dead, and nobody else anything: who is asked meanwhile says that
+it is busy.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
-from protocols import matching
-from protocols.answering import Answerer
-from protocols.asking import Asker, Verdict
 from protocols.base import Deadline, Head, Host, Member, PeerId, Settings
-from protocols.lending import LendingSession, cut_at
-from protocols.pairing import Pairing
+from protocols.pairs import matching
+from protocols.pairs.answering import Answerer
+from protocols.pairs.asking import Asker, Verdict
+from protocols.pairs.lending import LendingSession, cut_at
+from protocols.pairs.pairing import Pairing
 from protocols.post import Ledger
 from protocols.vectors import Flat
 
@@ -38,7 +38,7 @@ class Gossip:
 
     Attributes:
         pairing: this peer's exchanges, one at a time.
-        schedule: whom it asks (`protocols.matching`).
+        schedule: whom it asks (`protocols.pairs.matching`).
     """
 
     shares_anchor = False

@@ -1,10 +1,11 @@
 """Moshpit (Ryabinin et al. 2021, arXiv 2103.03239): small groups along the axes of a grid, one after the other, in each
 round; no vote, no barrier, and what befalls a group stays in it.
 
-A peer says where it stands (`protocols.census`), sits down on the grid (`protocols.grid`), trains until by its own view
-the round should be called, and then averages once along each axis with whoever comes to its line
-(`protocols.gathering`, `protocols.mixing`). Its state counts for its tokens in the first group; in the next one for
-those of the group whose mean it holds. Where a group fails, or nobody comes, a peer goes on with what it has.
+A peer says where it stands (`protocols.groups.census`), sits down on the grid (`protocols.groups.grid`), trains until
+by its own view the round should be called, and then averages once along each axis with whoever comes to its line
+(`protocols.groups.gathering`, `protocols.groups.mixing`). Its state counts for its tokens in the first group; in the
+next one for those of the group whose mean it holds. Where a group fails, or nobody comes, a peer goes on with what it
+has.
 
 To whom it says so: to all live members, up to `TOLD`. Where there are more, peers find those of their line in the
 directory, under the group's own name, and keep coordinates of their own.
@@ -19,15 +20,15 @@ from functools import partial
 
 from protocols import wire
 from protocols.base import BadPayload, Deadline, Head, Header, Host, Member, PeerId, PeerSilent, Settings, Stream
-from protocols.census import Census, Here, check
 from protocols.codec import state_codec
-from protocols.gathering import Desk
-from protocols.grid import GROUP_MOST
-from protocols.mixing import DATA, PART, Mixing
-from protocols.pit import Pit
-from protocols.pitsession import PitSession
-from protocols.plan import offer_message
+from protocols.groups.census import Census, Here, check
+from protocols.groups.gathering import Desk
+from protocols.groups.grid import GROUP_MOST
+from protocols.groups.mixing import DATA, PART, Mixing
+from protocols.groups.pit import Pit
+from protocols.groups.pitsession import PitSession
 from protocols.post import Ledger, Post, first_frame, hear
+from protocols.reducing.plan import offer_message
 from protocols.tasks import Bell, together
 
 CONTROL = "starling/moshpit/control/1"

@@ -11,8 +11,8 @@ take back what was given: a share is kept, encoded, until its receiver says that
 it is recalled in later rounds; if its receiver is in another life, it comes home. If its receiver has not been seen for
 `BURIAL_SECONDS` it comes home, too, and may then count twice: that is told, as half exchanges are.
 
-A state stands for x / w, the weights are in `protocols.pushsum.Book`; what travels is x / w, with the weight of the
-share. A peer's own step moves x / w, so that it counts by the peer's weight at that moment, which is 1 on average.
+A state stands for x / w, the weights are in `protocols.pairs.pushsum.Book`; what travels is x / w, with the weight of
+the share. A peer's own step moves x / w, so that it counts by the peer's weight at that moment, which is 1 on average.
 Sources: Kempe et al. 2003; Assran et al. 2019 (SGP).
 """
 
@@ -23,7 +23,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 
-from protocols import matching, wire
+from protocols import wire
 from protocols.base import (
     BadPayload,
     Deadline,
@@ -38,16 +38,17 @@ from protocols.base import (
     Stream,
 )
 from protocols.codec import codec
-from protocols.incoming import Incoming
-from protocols.lending import LendingSession, cut_at
-from protocols.parts import HeldPart
-from protocols.patience import Patience
+from protocols.pairs import matching
+from protocols.pairs.incoming import Incoming
+from protocols.pairs.lending import LendingSession, cut_at
+from protocols.pairs.patience import Patience
+from protocols.pairs.pushsum import Book, Share
+from protocols.pairs.shares import Give, Recall, Taken, blend, cast
+from protocols.pairs.swap import HEADER_LIMIT, hear
+from protocols.pairs.tempo import Tempo
 from protocols.post import Ledger
-from protocols.pushsum import Book, Share
-from protocols.shares import Give, Recall, Taken, blend, cast
-from protocols.swap import HEADER_LIMIT, hear
+from protocols.reducing.parts import HeldPart
 from protocols.tasks import Bell, within
-from protocols.tempo import Tempo
 from protocols.vectors import Flat
 
 PUSH = "starling/push-sum/share/1"

@@ -17,10 +17,10 @@ from types import ModuleType
 from typing import Any
 
 from node import cli
-from node.config import ConfigError
-from node.control import Control
 from node.report import RoundReport
+from node.settings.config import ConfigError
 from node.status import Status, View
+from node.view.control import Control
 
 HOW = os.environ.get("FAKE", "")
 ADDRESS = "/ip4/203.0.113.7/tcp/4000/p2p/12D3KooWGRUfuFwTaVcXCnUbTbVLYYEkYgjDM3Bd7q4RuRyTQhaP"
@@ -124,7 +124,7 @@ def module(name: str, **content: object) -> None:
 
 if __name__ == "__main__":
     module("node.peer", Peer=Peer, Refused=Refused)
-    module("node.peerconfig", load_peer=load_peer, PeerConfig=PeerConfig)
-    module("node.runconfig", load_run=load_run, RunConfig=object)
+    module("node.settings.peerconfig", load_peer=load_peer, PeerConfig=PeerConfig)
+    module("node.settings.runconfig", load_run=load_run, RunConfig=object)
     module("protocols", PROTOCOLS={"butterfly": None}, LOOSE={"gossip": None})
     sys.exit(cli.main())

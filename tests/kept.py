@@ -8,17 +8,17 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from node.checkpoint import OUTER, Checkpoint, Data
-from node.disk import outer_header
 from node.identity import Identity, load_or_create
-from node.manifest import Manifest, layout_digest
-from node.manifest import seal as sealed
-from node.runconfig import RunConfig, load_run
-from node.sealing import seal
+from node.settings.manifest import Manifest, layout_digest
+from node.settings.manifest import seal as sealed
+from node.settings.runconfig import RunConfig, load_run
+from node.storage.checkpoint import OUTER, Checkpoint, Data
+from node.storage.disk import outer_header
+from node.storage.sealing import seal
 from node.tasks.base import flatten
 from node.tasks.gpt import Gpt
 from protocols.base import Member
-from protocols.snapshot import Index
+from protocols.catchup.snapshot import Index
 
 SMALL = {
     "gpt.layers": 2,

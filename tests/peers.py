@@ -10,22 +10,22 @@ import torch
 
 from node.outer import OuterSGD
 from node.report import RoundReport
-from node.round import Replica
+from node.rounds.round import Replica
 from node.tasks.paced import Paced
-from node.trainer import InlineTrainer
-from protocols import record as records
+from node.training.trainer import InlineTrainer
 from protocols import wire
 from protocols.base import Buffer, Contribution, Header, Mean, Member, Outcome, PeerId, Settings, Vector, Work
-from protocols.chain import UNSETTLED, Chain, Link, follow
+from protocols.catchup.snapshot import Anonymous, Snapshots
+from protocols.catchup.sync import Sync
 from protocols.codec import codec
 from protocols.framing import FramedStream
-from protocols.parts import HeldPart, chunk_digest, seal
-from protocols.partstore import PartStore
-from protocols.record import Kind, Record
-from protocols.shelf import Shelf
-from protocols.snapshot import Anonymous, Snapshots
-from protocols.sync import Sync
+from protocols.history.chain import UNSETTLED, Chain, Link, follow
+from protocols.reducing.parts import HeldPart, chunk_digest, seal
+from protocols.rounds.partstore import PartStore
+from protocols.rounds.shelf import Shelf
 from protocols.vectors import Flat
+from protocols.vote import record as records
+from protocols.vote.record import Kind, Record
 from tests.rounds import RUN, SEED, certified
 from tests.sim import loop as simloop
 from tests.sim.host import sim_host

@@ -21,7 +21,7 @@ from typing import Any, Self, TypeVar
 
 import psutil
 
-from node.control import NoAnswer, ask
+from node.view.control import NoAnswer, ask
 from tests.checkers import DECIDED, Report, Violation, check
 
 T = TypeVar("T")
@@ -33,7 +33,7 @@ ASK_SECONDS = 2.0
 START_SECONDS = 60.0
 ORPHAN_SECONDS = 2.0
 _MARK = "STARLING_TEST_PEER"
-_ROLES = {"worker": "node.worker", "p2pd": "hivemind_cli/p2pd"}
+_ROLES = {"worker": "node.training.worker", "p2pd": "hivemind_cli/p2pd"}
 
 
 def paced(elements: int = 250_000, step_seconds: float = 0.1, inner_steps: int = 10, rounds: int = 10_000) -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from protocols import record as records
 from protocols import wire
 from protocols.base import Head, Member
-from protocols.chain import Link, follow
-from protocols.poll import Poll
-from protocols.record import Kind, Record
-from protocols.votes import Certificate, Signed
+from protocols.history.chain import Link, follow
+from protocols.vote import record as records
+from protocols.vote.poll import Poll
+from protocols.vote.record import Kind, Record
+from protocols.vote.votes import Certificate, Signed
 from protocols.wire import Part, Run
 from tests.sim.host import SimSigner
 

@@ -13,27 +13,27 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from node.course import Course, OwnCourse
-from node.greeter import Self
-from node.journal import Journal
-from node.life import loose_rounds, rounds
-from node.loose import LooseReplica
-from node.membership import Membership
+from node.members.greeter import Self
+from node.members.membership import Membership
 from node.metrics import LoopLag
 from node.outer import OuterSGD
-from node.portrait import Portrait
 from node.report import RoundReport
-from node.round import Replica
-from node.statedir import StateDir
+from node.rounds.course import Course, OwnCourse
+from node.rounds.life import loose_rounds, rounds
+from node.rounds.loose import LooseReplica
+from node.rounds.round import Replica
 from node.stay import Limits, Means, Stay, Way
+from node.storage.journal import Journal
+from node.storage.statedir import StateDir
 from node.tasks.paced import Paced
-from node.trainer import InlineTrainer
+from node.training.trainer import InlineTrainer
+from node.view.portrait import Portrait
 from protocols import LOOSE, PROTOCOLS
 from protocols.base import Deadline, Host, Member, PeerId, RoundKey, Settings
-from protocols.chain import Chain
-from protocols.snapshot import Snapshots
-from protocols.standing import Standings
-from protocols.sync import Sync
+from protocols.catchup.snapshot import Snapshots
+from protocols.catchup.standing import Standings
+from protocols.catchup.sync import Sync
+from protocols.history.chain import Chain
 from tests.rounds import RUN
 from tests.sim import loop as simloop
 from tests.sim.host import Entries, Hearsay, SimClock, SimCompute, SimDirectory, SimSigner

@@ -19,27 +19,27 @@ SOURCES = {
 ROOMS = {"node", "protocols", "tests", "benchmarks"}
 PEER = {"node/peer.py"}
 ONLY_IN: dict[str, set[str]] = {
-    "time": {"node/clock.py", "node/worker.py"},
-    "socket": {"node/process.py", "node/trace.py", "node/worker.py"},
+    "time": {"node/clock.py", "node/training/worker.py"},
+    "socket": {"node/training/process.py", "node/trace.py", "node/training/worker.py"},
     "threading": {"node/compute.py"},
     "concurrent": {"node/compute.py"},
-    "subprocess": {"node/child.py", "node/libp2p.py"},
-    "asyncio.subprocess": {"node/child.py", "node/libp2p.py"},
+    "subprocess": {"node/child.py", "node/network/libp2p.py"},
+    "asyncio.subprocess": {"node/child.py", "node/network/libp2p.py"},
     "multiprocessing": set(),
     "pickle": set(),
-    "hivemind": {"node/link.py", "node/kademlia.py"},
+    "hivemind": {"node/network/link.py", "node/network/kademlia.py"},
     "protocols.PROTOCOLS": PEER | {"node/assembly.py", "node/cli.py"},  # the root's workshop; who knows their names
     "protocols.LOOSE": PEER | {"node/assembly.py", "node/cli.py"},
     "psutil": {"node/metrics.py"},
     "signal": {"node/departure.py", "node/child.py"},  # the way out; ending a child
     "protocols.butterfly": PEER | {"protocols/__init__.py"},
-    "node.libp2p": PEER,
-    "node.dht": PEER,
+    "node.network.libp2p": PEER,
+    "node.network.dht": PEER,
     "node.compute": PEER,
     "node.clock": PEER,
 }
 # The stream handler's boundary; the root; code of users, who may raise anything.
-BROAD_EXCEPT = {"node/serving.py", "node/libp2p.py", "node/peer.py", "node/tasks/own.py"}
+BROAD_EXCEPT = {"node/network/serving.py", "node/network/libp2p.py", "node/peer.py", "node/tasks/own.py"}
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -104,22 +104,22 @@ def test_the_house_keeps_its_rules() -> None:
 @pytest.mark.parametrize(
     "file, source",
     [
-        ("protocols/gossip.py", "import node.trainer"),
+        ("protocols/gossip.py", "import node.training.trainer"),
         ("protocols/gossip.py", "def late():\n    from numpy import array"),
         ("protocols/gossip.py", "import time"),
         ("protocols/gossip.py", "from tests.sim import loop"),
-        ("node/round.py", "from node import libp2p"),
-        ("node/round.py", "from protocols import PROTOCOLS"),
-        ("node/round.py", "from protocols.butterfly import Butterfly"),
-        ("node/round.py", "from time import monotonic as now"),
-        ("node/round.py", "import concurrent.futures"),
-        ("node/round.py", "from asyncio import subprocess"),
+        ("node/rounds/round.py", "from node.network import libp2p"),
+        ("node/rounds/round.py", "from protocols import PROTOCOLS"),
+        ("node/rounds/round.py", "from protocols.butterfly import Butterfly"),
+        ("node/rounds/round.py", "from time import monotonic as now"),
+        ("node/rounds/round.py", "import concurrent.futures"),
+        ("node/rounds/round.py", "from asyncio import subprocess"),
         ("node/peer.py", "import hivemind.p2p"),
         ("node/peer.py", "from . import libp2p"),
         ("node/peer.py", "from random import shuffle"),
         ("node/peer.py", "import random\nrandom.seed(1)"),
-        ("node/round.py", "try:\n    pass\nexcept (OSError, Exception):\n    pass"),
-        ("node/round.py", "try:\n    pass\nexcept:\n    raise ValueError from None"),
+        ("node/rounds/round.py", "try:\n    pass\nexcept (OSError, Exception):\n    pass"),
+        ("node/rounds/round.py", "try:\n    pass\nexcept:\n    raise ValueError from None"),
     ],
 )
 def test_a_planted_violation_is_caught(file: str, source: str) -> None:
@@ -130,9 +130,9 @@ def test_a_planted_violation_is_caught(file: str, source: str) -> None:
     "file, source",
     [
         ("node/clock.py", "import time"),
-        ("node/peer.py", "from node.libp2p import LibP2P\nfrom protocols import PROTOCOLS"),
-        ("node/round.py", "import random\ndef pick(rng: random.Random): ...\nfrom protocols import vectors"),
-        ("node/round.py", "try:\n    pass\nexcept BaseException:\n    undo()\n    raise"),
+        ("node/peer.py", "from node.network.libp2p import LibP2P\nfrom protocols import PROTOCOLS"),
+        ("node/rounds/round.py", "import random\ndef pick(rng: random.Random): ...\nfrom protocols import vectors"),
+        ("node/rounds/round.py", "try:\n    pass\nexcept BaseException:\n    undo()\n    raise"),
     ],
 )
 def test_what_is_allowed_passes(file: str, source: str) -> None:

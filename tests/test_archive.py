@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from node import archive as archives
-from node.archive import CertificateFile, spool
+from node.storage import archive as archives
+from node.storage.archive import CertificateFile, spool
 from protocols.base import Member
-from protocols.chain import Chain
+from protocols.history.chain import Chain
 from tests.rounds import ROOT, RUN, encoded, line
 
 ENTRIES = [bytes([number]) * (number + 1) for number in range(20)]

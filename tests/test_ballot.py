@@ -7,12 +7,13 @@ from typing import Any, TypeVar
 
 import pytest
 
-from protocols import record as records
-from protocols import votes, wire
-from protocols.ballot import Vote
+from protocols import wire
 from protocols.base import Member, PeerId, RoundKey
-from protocols.poll import Poll, majority
-from protocols.record import Kind, Record
+from protocols.vote import record as records
+from protocols.vote import votes
+from protocols.vote.ballot import Vote
+from protocols.vote.poll import Poll, majority
+from protocols.vote.record import Kind, Record
 from protocols.wire import Part, PartDone, Run
 from tests.sim.judging import Remembering, Seal
 from tests.sim.scheduling import play

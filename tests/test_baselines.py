@@ -10,8 +10,8 @@ import torch
 
 from protocols.base import Host, Outcome, PeerId, Settings, Vector
 from protocols.baselines import data_parallel, parameter_server, ring
-from protocols.lockstep import Lockstep
-from protocols.scatter import Scatter
+from protocols.literature.lockstep import Lockstep
+from protocols.literature.scatter import Scatter
 from protocols.tasks import together
 from tests.sim.loosely import Came, Loosely
 from tests.sim.network import SimNetwork

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocols import record as records
 from protocols.base import BadPayload, Head, Member
-from protocols.branches import Branch, Rules
-from protocols.chain import UNSETTLED, Chain, Link, genesis
-from protocols.poll import ONLOOKER, Poll
-from protocols.record import Kind
-from protocols.votes import Signed
+from protocols.history.branches import Branch, Rules
+from protocols.history.chain import UNSETTLED, Chain, Link, genesis
+from protocols.vote import record as records
+from protocols.vote.poll import ONLOOKER, Poll
+from protocols.vote.record import Kind
+from protocols.vote.votes import Signed
 from tests.rounds import ROOT, RUN, SEED, certified, decided, line, vote
 from tests.sim.host import SimSigner
 

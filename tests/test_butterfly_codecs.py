@@ -7,7 +7,7 @@ import torch
 
 from protocols.base import Outcome, Vector
 from protocols.codec import codec
-from protocols.coding import carry
+from protocols.codecs.coding import carry
 from protocols.vectors import weighted_mean
 from tests.sim.averaging import Averaged, Group
 

@@ -11,11 +11,11 @@ import pytest
 
 from protocols.base import Host, Member, Outcome, PeerError, RoundKey, Settings
 from protocols.butterfly import CONTROL, Butterfly
-from protocols.chain import genesis
-from protocols.exchange import DATA, MIN_BANDWIDTH, next_claim
 from protocols.fixed import FixedMembers
-from protocols.parts import chunk_digest
-from protocols.reduce import Reducer
+from protocols.history.chain import genesis
+from protocols.reducing.exchange import DATA, MIN_BANDWIDTH, next_claim
+from protocols.reducing.parts import chunk_digest
+from protocols.reducing.reduce import Reducer
 from protocols.wire import Offer, Ready
 from tests.sim import loop as simloop
 from tests.sim.averaging import RUN, Group

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from protocols import record as records
 from protocols import wire
 from protocols.base import (
     BadPayload,
@@ -28,15 +27,16 @@ from protocols.base import (
     Work,
 )
 from protocols.butterfly import CONTROL, Butterfly
-from protocols.chain import genesis
 from protocols.codec import codec
 from protocols.fixed import FixedMembers
-from protocols.parts import HeldPart, chunk_digest, seal
-from protocols.record import Kind, Record, coordinators
-from protocols.session import Session
-from protocols.shelf import IDLE_SECONDS, MAX_STREAMS, PARTS, fetch_part
+from protocols.history.chain import genesis
+from protocols.reducing.parts import HeldPart, chunk_digest, seal
+from protocols.rounds.session import Session
+from protocols.rounds.shelf import IDLE_SECONDS, MAX_STREAMS, PARTS, fetch_part
 from protocols.vectors import norm
-from protocols.votes import Propose
+from protocols.vote import record as records
+from protocols.vote.record import Kind, Record, coordinators
+from protocols.vote.votes import Propose
 from tests.sim import loop as simloop
 from tests.sim.averaging import RUN
 from tests.sim.host import sim_host

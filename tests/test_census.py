@@ -9,7 +9,7 @@ import pytest
 
 from protocols import wire
 from protocols.base import BadPayload, Member
-from protocols.census import DONE, TRAINING, UNHEARD_SECONDS, WAITING, Census, Here, check
+from protocols.groups.census import DONE, TRAINING, UNHEARD_SECONDS, WAITING, Census, Here, check
 from protocols.wire import Offer
 
 ME = Member("p0")

@@ -18,15 +18,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from node import keeper as keepers
-from node import tensors
-from node.checkpoint import INNER, MANIFEST, OUTER, Checkpoint, CheckpointError, Data, newest, whole
-from node.keeper import Keeper
 from node.outer import OuterSGD
-from node.process import WorkerError
-from node.state import OuterState
+from node.storage import keeper as keepers
+from node.storage import tensors
+from node.storage.checkpoint import INNER, MANIFEST, OUTER, Checkpoint, CheckpointError, Data, newest, whole
+from node.storage.keeper import Keeper
+from node.storage.state import OuterState
+from node.training.process import WorkerError
 from protocols.base import Layout, RoundKey
-from protocols.snapshot import Anonymous, Index
+from protocols.catchup.snapshot import Anonymous, Index
 from tests.sim.host import SimCompute
 
 RUN = "5f" * 32

@@ -20,8 +20,8 @@ from types import ModuleType
 import pytest
 
 from node.cli import main
-from node.daemon import DaemonError
 from node.identity import IdentityError
+from node.network.daemon import DaemonError
 from tests.fake_peer import ADDRESS
 
 pytestmark = pytest.mark.real

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from node import control
-from node.control import Control, NoAnswer, ask, claimed, running
 from node.status import Status, parse
+from node.view import control
+from node.view.control import Control, NoAnswer, ask, claimed, running
 
 STATUS = Status(
     "training", "", (), 3, 16, "ab", "default", "cd", "12D3KooWx", "ada", (), (), 5, 1.5, math.nan, 2.0, 7, 8, 9, 0.01,
@@ -141,7 +141,7 @@ async def test_a_damaged_file_is_no_peer(tmp_path: Path, content: str) -> None:
 _KILLED = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from node.control import Control
+from node.view.control import Control
 async def main():
     async with Control(Path(sys.argv[1]), None, None):
         os.kill(os.getpid(), signal.SIGKILL)

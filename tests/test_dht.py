@@ -28,11 +28,11 @@ from hypothesis import strategies as st
 
 from node import identity
 from node.clock import WallClock
-from node.dht import DhtDirectory
-from node.hints import MAX_HINTS_PER_KEY, Hint, Shelf, check, loads, name_of, unpack
 from node.identity import Identity
-from node.kademlia import StarlingDHT, place
-from node.libp2p import LibP2PConfig, LibP2PTransport
+from node.network.dht import DhtDirectory
+from node.network.hints import MAX_HINTS_PER_KEY, Hint, Shelf, check, loads, name_of, unpack
+from node.network.kademlia import StarlingDHT, place
+from node.network.libp2p import LibP2PConfig, LibP2PTransport
 from protocols.base import BadPayload
 from tests.conformance.worlds import running_daemons
 
@@ -350,8 +350,8 @@ from hivemind.proto import dht_pb2
 from hivemind.dht.routing import DHTID
 from node import identity
 from node.clock import WallClock
-from node.dht import DhtDirectory
-from node.libp2p import LibP2PConfig, LibP2PTransport
+from node.network.dht import DhtDirectory
+from node.network.libp2p import LibP2PConfig, LibP2PTransport
 
 def bomb(code, levels):
     packed = msgpack.packb([])

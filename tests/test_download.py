@@ -12,12 +12,12 @@ import pytest
 from node.report import RoundReport
 from protocols import wire
 from protocols.base import Buffer, Header
-from protocols.claims import WINDOW, Claims, Pace
-from protocols.donor import LEND_SECONDS, MAX_PAUSES, PAUSE_SECONDS
-from protocols.download import SLOWEST_BYTES_PER_SECOND, STALL_SECONDS
+from protocols.catchup.claims import WINDOW, Claims, Pace
+from protocols.catchup.donor import LEND_SECONDS, MAX_PAUSES, PAUSE_SECONDS
+from protocols.catchup.download import SLOWEST_BYTES_PER_SECOND, STALL_SECONDS
+from protocols.catchup.requests import Busy
+from protocols.catchup.snapshot import Anonymous, Snapshot
 from protocols.framing import FramedStream
-from protocols.requests import Busy
-from protocols.snapshot import Anonymous, Snapshot
 from tests import test_checkpoint as checkpoints
 from tests.peers import Disguise, Peer, Swarm
 

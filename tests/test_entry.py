@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from node.entry import (
+from node.entering.entry import (
     ASK_SECONDS,
     ATTEMPT_SECONDS,
     PAUSE_SECONDS,
@@ -24,8 +24,8 @@ from node.entry import (
     ask_status,
     reach,
 )
-from node.hello import ENTRY, MAX_RUN_BYTES, MAX_STATUS_BYTES, RunIs, StatusIs, WantRun, WantStatus
-from node.manifest import ManifestError
+from node.members.hello import ENTRY, MAX_RUN_BYTES, MAX_STATUS_BYTES, RunIs, StatusIs, WantRun, WantStatus
+from node.settings.manifest import ManifestError
 from protocols import wire
 from protocols.base import BadPayload, Deadline, Header, PeerError, PeerGone, PeerId, PeerSilent, Stream
 from tests.sim import loop as simloop

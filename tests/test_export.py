@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from node.export import ExportError, export
-from node.runconfig import load_run
-from node.trained import trained
+from node.models.export import ExportError, export
+from node.models.trained import trained
+from node.settings.runconfig import load_run
 from tests.kept import keep, kept_gpt
 
 

@@ -217,8 +217,8 @@ def test_that_nobody_should_recover_is_no_success() -> None:
 
 
 def test_an_orphan_is_found() -> None:
-    play = replace(healthy(), left={"bert": ("python -m node.worker 7 8",)})
-    assert found(play) == [("orphan", "bert")] and "node.worker 7 8" in detail(play)
+    play = replace(healthy(), left={"bert": ("python -m node.training.worker 7 8",)})
+    assert found(play) == [("orphan", "bert")] and "node.training.worker 7 8" in detail(play)
 
 
 def test_a_wrong_exit_code_is_found_and_told_in_words() -> None:
@@ -413,7 +413,7 @@ def troubled() -> Play:
     history(play, "bert")[17:18] = [missed, behind]
     events = [*play.events, Event(BEGAN + 15, "SIGKILL at send Chunk", ("cleo",), "fault")]
     limits = Limits(recovery_seconds=5.0, aims={"notice_seconds": 2.0})
-    left = {"cleo": ("python -m node.worker " + 30 * "--more-of-it ",)}
+    left = {"cleo": ("python -m node.training.worker " + 30 * "--more-of-it ",)}
     return replace(play, events=events, limits=limits, left=left, measures={"notice_seconds": (3.0,)})
 
 

@@ -119,7 +119,7 @@ def test_a_broken_invariant_is_found_by_the_name_of_its_peer(
 
 
 def test_an_orphan_is_found() -> None:
-    assert found(replace(healthy(), left={"bert": ("python -m node.worker 7 8",)})) == [("orphan", "bert")]
+    assert found(replace(healthy(), left={"bert": ("python -m node.training.worker 7 8",)})) == [("orphan", "bert")]
 
 
 def test_peers_of_one_anchor_are_judged_by_their_own_promise() -> None:

@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from node.checkpoint import FEEDBACK, newest
-from node.feedback import Feedback, feedback
-from node.keeper import Keeper
 from node.outer import OuterSGD
-from node.round import Replica
-from node.trainer import InlineTrainer, Step
+from node.rounds.round import Replica
+from node.storage.checkpoint import FEEDBACK, newest
+from node.storage.feedback import Feedback, feedback
+from node.storage.keeper import Keeper
+from node.training.trainer import InlineTrainer, Step
 from protocols.base import Contribution, Layout, Mean, Outcome, Vector, Work
-from protocols.chain import Chain
 from protocols.codec import codec
+from protocols.history.chain import Chain
 from protocols.vectors import norm
 from tests.sim.host import SimClock, SimCompute
 from tests.sim.scenario import Scenario

@@ -15,8 +15,8 @@ from protocols.base import Member, Outcome, PeerError, RoundKey, Settings
 from protocols.codec import codec
 from protocols.framing import FramedStream
 from protocols.gossip import Gossip
-from protocols.matching import pairwise
-from protocols.swap import EXCHANGE, HEADER_LIMIT, Answer, Ask, Message, Settle, Settled, Swap, Whole
+from protocols.pairs.matching import pairwise
+from protocols.pairs.swap import EXCHANGE, HEADER_LIMIT, Answer, Ask, Message, Settle, Settled, Swap, Whole
 from protocols.vectors import Flat
 from tests.sim.faults import Faults
 from tests.sim.faults import Message as At

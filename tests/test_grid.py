@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from protocols.grid import Grid, cell, drawn, home, line, moved, seat, settle, shape_for
+from protocols.groups.grid import Grid, cell, drawn, home, line, moved, seat, settle, shape_for
 from tests.sim.grids import Positions, average, diagonal, holes, left, lines, lots, seated
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from node.hive import enter
+from node.network.hive import enter
 
 PACKAGE = "straw_package"
 
@@ -68,7 +68,7 @@ def test_a_package_that_is_not_installed_is_nobodys_business() -> None:
 
 
 def test_a_peer_loads_none_of_hiveminds_trainers() -> None:
-    code = "import sys, node.kademlia; print([m for m in ('scipy', 'hivemind.optim') if m in sys.modules])"
+    code = "import sys, node.network.kademlia; print([m for m in ('scipy', 'hivemind.optim') if m in sys.modules])"
     house = Path(__file__).parents[1]
     done = subprocess.run([sys.executable, "-c", code], cwd=house, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr

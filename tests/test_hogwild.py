@@ -10,8 +10,8 @@ import torch
 
 from protocols.base import Outcome, Vector
 from protocols.baselines import parameter_server_async
-from protocols.delayed import Arrivals
-from protocols.hogwild import Hogwild
+from protocols.literature.delayed import Arrivals
+from protocols.literature.hogwild import Hogwild
 from tests.sim.loosely import Came, Loosely
 
 ELEMENTS = 700

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from node.journal import AT_ONCE, Journal
 from node.report import RoundReport
 from node.status import to_json
-from node.turning import KEEP_FILES
+from node.storage.journal import AT_ONCE, Journal
+from node.storage.turning import KEEP_FILES
 
 REPORT = RoundReport(
     "r", "p", 1, 0, "a", "b", "anchor0", "committed", ("p", "q"), {"q": ("a", 1, 2)}, {"q": "late"}, True, 0.5, 100,
@@ -96,7 +96,7 @@ def test_lines_that_wait_are_bounded_and_made_up_for_a_few_at_a_time(
     journal = Journal(path)
     journal.write(REPORT)
     assert journal.totals.tokens == 100
-    monkeypatch.setattr("node.journal.MAX_WAITING_BYTES", 25 * (len(to_json(REPORT)) + 9))
+    monkeypatch.setattr("node.storage.journal.MAX_WAITING_BYTES", 25 * (len(to_json(REPORT)) + 9))
     for number in range(1, 40):
         journal.write(replace(REPORT, round=number))
     path.rmdir()
@@ -131,7 +131,7 @@ def test_the_history_does_not_grow_for_ever(tmp_path: Path, monkeypatch: pytest.
     path = tmp_path / "rounds.jsonl"
     journal = Journal(path)
     journal.write(replace(REPORT, round=0))
-    monkeypatch.setattr("node.turning.FILE_BYTES", 3 * path.stat().st_size + 10)
+    monkeypatch.setattr("node.storage.turning.FILE_BYTES", 3 * path.stat().st_size + 10)
     for number in range(1, 30):
         journal.write(replace(REPORT, round=number))
     names = [*(f"rounds.{number}.jsonl" for number in range(KEEP_FILES, 0, -1)), "rounds.jsonl"]

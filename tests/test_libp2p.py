@@ -25,11 +25,11 @@ import pytest
 import uvloop
 
 from node import identity
-from node.addresses import is_silent, meaning, missing, shareable
-from node.daemon import DaemonError, arguments, with_ports
 from node.identity import IdentityError
-from node.libp2p import LibP2PConfig, LibP2PTransport
-from node.serving import ask
+from node.members.addresses import is_silent, meaning, missing, shareable
+from node.network.daemon import DaemonError, arguments, with_ports
+from node.network.libp2p import LibP2PConfig, LibP2PTransport
+from node.network.serving import ask
 from protocols import wire
 from protocols.base import PeerGone, PeerId, PeerSilent, Stream, Transport
 from tests.conformance.other_process import echo
@@ -549,7 +549,7 @@ class TestNat:
             await ping(a, b.me)
             assert "/p2p-circuit" in b._seen[a.me]
 
-        monkeypatch.setattr("node.libp2p.arguments", told)
+        monkeypatch.setattr("node.network.libp2p.arguments", told)
         run(directory, body)
 
     async def reached(self, transport: LibP2PTransport, peer: PeerId, relay: LibP2PTransport) -> bool:
@@ -562,7 +562,7 @@ class TestNat:
 ORPHAN = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from node.daemon import Daemon, arguments
+from node.network.daemon import Daemon, arguments
 
 async def main(directory: Path) -> None:
     daemon = await Daemon.start(arguments(directory / "control", directory / "peer", ["/ip4/127.0.0.1/tcp/0"]))
@@ -637,5 +637,5 @@ class TestProcesses:
             # Two belong to libp2p itself.
             assert max(counts) <= 4, counts
 
-        caplog.set_level(logging.DEBUG, "node.daemon")
+        caplog.set_level(logging.DEBUG, "node.network.daemon")
         LibP2PWorld().run(body)

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 import pytest
 import structlog
 
-from node import logs
-from node.logs import OUTLET_BYTES, Outlet
+from node.view import logs
+from node.view.logs import OUTLET_BYTES, Outlet
 
 
 @pytest.fixture(autouse=True)

@@ -12,17 +12,17 @@ from typing import cast
 import pytest
 import torch
 
-from node import labour
-from node.course import OwnCourse
-from node.loose import LooseReplica
 from node.outer import OuterSGD
-from node.round import RoundReport
-from node.sketch import Sketch, sketch
-from node.trainer import InlineTrainer, Step
+from node.rounds import labour
+from node.rounds.course import OwnCourse
+from node.rounds.loose import LooseReplica
+from node.rounds.round import RoundReport
+from node.rounds.sketch import Sketch, sketch
+from node.training.trainer import InlineTrainer, Step
 from protocols.base import Contribution, Deadline, Head, Layout, Mean, Member, Outcome, PeerId, RoundKey, Vector, Work
+from protocols.catchup.snapshot import Anonymous, Index, Room, Snapshot, Snapshots, room_bytes
+from protocols.catchup.standing import Order, Standings
 from protocols.post import Ledger
-from protocols.snapshot import Anonymous, Index, Room, Snapshot, Snapshots, room_bytes
-from protocols.standing import Order, Standings
 from tests.sim import loop as simloop
 from tests.sim.host import SimClock, SimCompute
 
@@ -321,7 +321,7 @@ class Torn(Anonymous):
 
 
 class OneDonor:
-    """`protocols.standing.Standings`, as far as a replica asks it."""
+    """`protocols.catchup.standing.Standings`, as far as a replica asks it."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self.ledger, self._snapshot = Ledger(), snapshot

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node import identity
-from node.config import MAX_BYTES
-from node.consent import require_consent
-from node.manifest import FORMAT, Manifest, ManifestError, layout_digest, seal, unseal
-from node.runconfig import GptTable, PacedTable, RunConfig, load_run
+from node.entering.consent import require_consent
+from node.settings.config import MAX_BYTES
+from node.settings.manifest import FORMAT, Manifest, ManifestError, layout_digest, seal, unseal
+from node.settings.runconfig import GptTable, PacedTable, RunConfig, load_run
 from node.tasks.base import Recipe
 from protocols.base import Layout, Member
 from tests.sim.host import SimSigner

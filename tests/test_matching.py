@@ -8,8 +8,8 @@ from itertools import permutations
 import pytest
 import torch
 
-from protocols import matching
-from protocols.matching import SCHEDULES, contraction, matrix, pairwise, partners
+from protocols.pairs import matching
+from protocols.pairs.matching import SCHEDULES, contraction, matrix, pairwise, partners
 
 
 def names(count: int) -> list[str]:

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from node.contact import MAX_FAILURES, Contact
-from node.contacts import MAX_CONTACTS, MAX_TOLD_OF
-from node.greeter import IDLE_SECONDS, Self
-from node.hello import HELLO, MAX_INTRODUCED, VERSION, Acquaintance, Hello, Pulse, Refusal, Welcome, signed_part
-from node.membership import Membership
-from node.suspicion import CEILING_SECONDS, FLOOR_SECONDS, Suspicion
+from node.members.contact import MAX_FAILURES, Contact
+from node.members.contacts import MAX_CONTACTS, MAX_TOLD_OF
+from node.members.greeter import IDLE_SECONDS, Self
+from node.members.hello import HELLO, MAX_INTRODUCED, VERSION, Acquaintance, Hello, Pulse, Refusal, Welcome, signed_part
+from node.members.membership import Membership
+from node.members.suspicion import CEILING_SECONDS, FLOOR_SECONDS, Suspicion
 from protocols import wire
 from protocols.base import Deadline, Header, Member, PeerError, PeerGone, PeerId, Stream, Transport
 from tests.sim import loop as simloop

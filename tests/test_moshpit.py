@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from protocols.base import Buffer, Deadline, Header, Host, Member, Outcome, PeerId, Settings, Vector
-from protocols.census import Here, group_key
 from protocols.framing import FramedStream
-from protocols.grid import drawn
+from protocols.groups.census import Here, group_key
+from protocols.groups.grid import drawn
+from protocols.groups.pit import ACQUAINTANCES, Pit
 from protocols.moshpit import Moshpit
-from protocols.pit import ACQUAINTANCES, Pit
 from protocols.wire import Contribute, Plan, WantPart
 from tests.sim.host import sim_host
 from tests.sim.network import SimNetwork, Trace

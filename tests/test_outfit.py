@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from node import outfit
-from node.config import ConfigError
 from node.outfit import stream_seed, worker_spec
-from node.peerconfig import PeerConfig, load_peer
-from node.runconfig import RunConfig, load_run
+from node.settings.config import ConfigError
+from node.settings.peerconfig import PeerConfig, load_peer
+from node.settings.runconfig import RunConfig, load_run
 from node.tasks.spec import GptValues, PacedValues, WorkerSpec
 from protocols import PROTOCOLS
 from protocols.base import Member

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from node.scratch import Scratch
+from node.storage.scratch import Scratch
 from protocols.base import Buffer
+from protocols.catchup.snapshot import Anonymous
 from protocols.codec import codec
 from protocols.gate import Gate
-from protocols.parts import HeldPart, chunk_digest, seal
-from protocols.partstore import GIVE_WAY_SECONDS, PartStore
-from protocols.snapshot import Anonymous
+from protocols.reducing.parts import HeldPart, chunk_digest, seal
+from protocols.rounds.partstore import GIVE_WAY_SECONDS, PartStore
 from tests.peers import Swarm
 from tests.sim import loop as simloop
 from tests.sim.host import SimCompute

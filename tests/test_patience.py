@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from protocols.base import BadPayload, Member
-from protocols.patience import MAX_PEERS, REST_MULTIPLE, TIMEOUT_MULTIPLE, WINDOW, Patience, Questions
+from protocols.pairs.patience import MAX_PEERS, REST_MULTIPLE, TIMEOUT_MULTIPLE, WINDOW, Patience, Questions
 
 SIZE = 1_000_000
 

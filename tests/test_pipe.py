@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from node.pipe import PIECE_BYTES, SocketPipe
+from node.network.pipe import PIECE_BYTES, SocketPipe
 
 
 @asynccontextmanager

@@ -12,9 +12,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from protocols import clipping, wire
-from protocols import plan as planning
+from protocols import wire
 from protocols.base import BadPayload, Complaint, Member, PeerId, RoundKey
+from protocols.reducing import clipping
+from protocols.reducing import plan as planning
 from protocols.wire import Offer, PartDone, Plan
 
 KEY = RoundKey(bytes(range(32)), "run", bytes(32), 3)

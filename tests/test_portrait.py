@@ -14,17 +14,17 @@ from typing import Any
 
 import pytest
 
-from node.contact import Contact
-from node.course import OwnCourse
-from node.hello import VERSION, Hello
-from node.journal import Journal
-from node.portrait import Portrait
+from node.members.contact import Contact
+from node.members.hello import VERSION, Hello
 from node.report import RoundReport
+from node.rounds.course import OwnCourse
 from node.status import Status, Syncing, parse, to_json
+from node.storage.journal import Journal
+from node.view.portrait import Portrait
 from protocols.base import Member, Work
-from protocols.chain import Chain
-from protocols.progress import Progress
-from protocols.record import Kind
+from protocols.catchup.progress import Progress
+from protocols.history.chain import Chain
+from protocols.vote.record import Kind
 from tests.rounds import RUN, line
 from tests.sim import loop as simloop
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from protocols.progress import LEAST_SECONDS, METER_SECONDS, SAY_SECONDS, Fetching, Progress, Pursuit
+from protocols.catchup.progress import LEAST_SECONDS, METER_SECONDS, SAY_SECONDS, Fetching, Progress, Pursuit
 
 MB = 1_000_000
 

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from protocols import proofs
 from protocols.base import Buffer, Header, Member
-from protocols.branches import Branch, Rules
-from protocols.chain import Chain, Link
+from protocols.catchup import proofs
+from protocols.catchup.proofs import ROUND_SECONDS, TRAIL_SECONDS
+from protocols.catchup.requests import Greet, Trail
 from protocols.framing import FramedStream
-from protocols.links import Links
-from protocols.proofs import ROUND_SECONDS, TRAIL_SECONDS
-from protocols.requests import Greet, Trail
-from protocols.votes import Certificate
+from protocols.history.branches import Branch, Rules
+from protocols.history.chain import Chain, Link
+from protocols.history.links import Links
+from protocols.vote.votes import Certificate
 from tests.peers import Disguise, Peer, Swarm
 from tests.rounds import RUN, line
 

@@ -12,8 +12,8 @@ import torch
 from protocols import pushing
 from protocols.base import Member, Outcome, Settings
 from protocols.codec import CODECS
+from protocols.pairs.shares import Give
 from protocols.pushing import PushSum
-from protocols.shares import Give
 from tests.sim.faults import Faults
 from tests.sim.faults import Message as At
 from tests.sim.gossiping import Swarm, flat

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from protocols import pushsum
 from protocols.base import BadPayload, Member
-from protocols.matching import matrix, partners
-from protocols.pushsum import WINDOW, Book, Share
+from protocols.pairs import pushsum
+from protocols.pairs.matching import matrix, partners
+from protocols.pairs.pushsum import WINDOW, Book, Share
 
 
 def book(index: int, life: int = 0) -> Book[Any]:

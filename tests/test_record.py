@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocols import record as records
 from protocols.base import BadPayload, Contribution, Member
-from protocols.record import Kind, Record
+from protocols.vote import record as records
+from protocols.vote.record import Kind, Record
 from protocols.wire import Part, Run
 from tests.test_plan import variants
 from tests.test_wire import headers, places

@@ -10,9 +10,9 @@ from typing import Any, cast
 
 import pytest
 
-from node.process import WorkerError, WorkerGone
-from node.remote import DISK_SECONDS, RemoteTrainer
 from node.tasks.spec import WorkerSpec
+from node.training.process import WorkerError, WorkerGone
+from node.training.remote import DISK_SECONDS, RemoteTrainer
 from protocols.base import Layout
 from tests.sim.host import SimCompute
 

@@ -11,24 +11,24 @@ from typing import Any, cast
 import pytest
 import torch
 
-from node import resume
-from node.archive import CertificateFile
-from node.checkpoint import Checkpoint, Data, whole
-from node.choice import Choice
-from node.entry import Entry, Run
-from node.keeper import Keeper
-from node.manifest import Manifest, ManifestError, layout_digest, seal
+from node.entering import resume
+from node.entering.choice import Choice
+from node.entering.entry import Entry, Run
 from node.outfit import stream_seed
-from node.peerconfig import PeerConfig
-from node.remote import RemoteTrainer, WorkerError
-from node.round import Replica
-from node.runconfig import load_run
-from node.statedir import StateDir, StateError
+from node.rounds.round import Replica
+from node.settings.manifest import Manifest, ManifestError, layout_digest, seal
+from node.settings.peerconfig import PeerConfig
+from node.settings.runconfig import load_run
+from node.storage.archive import CertificateFile
+from node.storage.checkpoint import Checkpoint, Data, whole
+from node.storage.keeper import Keeper
+from node.storage.statedir import StateDir, StateError
+from node.training.remote import RemoteTrainer, WorkerError
 from protocols import PROTOCOLS
 from protocols.base import Layout, Member
-from protocols.chain import Chain
-from protocols.record import Kind
-from protocols.snapshot import Snapshot
+from protocols.catchup.snapshot import Snapshot
+from protocols.history.chain import Chain
+from protocols.vote.record import Kind
 from tests.rounds import RUN, decided
 from tests.stays import View
 from tests.test_branches import ROSTER

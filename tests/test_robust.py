@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.robustness import table
-from node.trainer import InlineTrainer, Shift
+from node.training.trainer import InlineTrainer, Shift
 from protocols import robust
 from protocols.base import Outcome, Settings, Vector
 from protocols.robust import RULES, Judge

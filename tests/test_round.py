@@ -13,17 +13,17 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from node.labour import FIRST_ROUND_LIMIT_SECONDS
 from node.outer import OuterSGD
 from node.report import Totals, Trained
-from node.round import Replica, RoundReport
+from node.rounds.labour import FIRST_ROUND_LIMIT_SECONDS
+from node.rounds.round import Replica, RoundReport
 from node.status import to_json
-from node.trainer import InlineTrainer, Step
-from protocols import record as records
+from node.training.trainer import InlineTrainer, Step
 from protocols.base import Blame, Contribution, Head, Layout, Mean, Member, Outcome, PeerId, RoundKey, Vector, Work
-from protocols.chain import Chain, state_root
-from protocols.record import Kind, Record
+from protocols.history.chain import Chain, state_root
 from protocols.vectors import root
+from protocols.vote import record as records
+from protocols.vote.record import Kind, Record
 from protocols.wire import Offer, Part, Ready, Run, decode, encode
 from tests.rounds import certified
 from tests.sim import loop as simloop

@@ -7,9 +7,9 @@ import tomllib
 from dataclasses import fields, replace
 from pathlib import Path
 
-from node.peerconfig import KEYS, PeerConfig, load_peer
-from node.runconfig import GptTable, PacedTable, RunConfig, load_run
-from node.runfile import meanings, run_file
+from node.settings.peerconfig import KEYS, PeerConfig, load_peer
+from node.settings.runconfig import GptTable, PacedTable, RunConfig, load_run
+from node.settings.runfile import meanings, run_file
 from node.tasks.base import Recipe
 
 PROTOCOLS = ("butterfly",)

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import pytest
 
 from protocols.base import PeerId
-from protocols.deciding import Decision
-from protocols.record import Kind, decode
-from protocols.session import Session
-from protocols.votes import Decided, Instruction
+from protocols.rounds.deciding import Decision
+from protocols.rounds.session import Session
+from protocols.vote.record import Kind, decode
+from protocols.vote.votes import Decided, Instruction
 from tests.sim import contact
 from tests.sim.staged import Cast, Stage
 

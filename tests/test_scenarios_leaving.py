@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from node.labour import FIRST_STEP_SECONDS
+from node.rounds.labour import FIRST_STEP_SECONDS
 from protocols.base import PeerId
-from protocols.calling import LEAVER_SECONDS
-from protocols.record import Kind
+from protocols.rounds.calling import LEAVER_SECONDS
+from protocols.vote.record import Kind
 from tests.sim.parting import LongRounds, Parting
 
 STEP_SECONDS = 0.5

@@ -10,9 +10,9 @@ import pytest
 
 from protocols.base import Head, Member, Outcome, PeerError, PeerId, RoundKey
 from protocols.butterfly import CONTROL
-from protocols.chain import genesis
-from protocols.record import coordinators
-from protocols.votes import Accept, Message, Prepare, Promise, Propose
+from protocols.history.chain import genesis
+from protocols.vote.record import coordinators
+from protocols.vote.votes import Accept, Message, Prepare, Promise, Propose
 from tests.sim.averaging import RUN, Averaged, Group
 from tests.sim.host import sim_host
 from tests.sim.network import SimNetwork

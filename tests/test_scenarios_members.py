@@ -11,13 +11,13 @@ import pytest
 
 from protocols.base import Member, PeerError, PeerId
 from protocols.butterfly import CONTROL
-from protocols.chain import Link
-from protocols.exchange import Exchange
 from protocols.fixed import FixedMembers
-from protocols.leading import Leader
-from protocols.plan import Terms
-from protocols.record import Kind, Record
-from protocols.votes import Accept
+from protocols.history.chain import Link
+from protocols.reducing.exchange import Exchange
+from protocols.reducing.plan import Terms
+from protocols.rounds.leading import Leader
+from protocols.vote.record import Kind, Record
+from protocols.vote.votes import Accept
 from tests.sim.host import sim_host
 from tests.sim.staged import Cast, Stage
 

@@ -10,13 +10,13 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from protocols.deciding import Decision
-from protocols.exchange import Exchange
-from protocols.parts import HeldPart
+from protocols.catchup.snapshot import Snapshot
 from protocols.post import KEEP_MESSAGES
-from protocols.reduce import Reducer
-from protocols.session import Session
-from protocols.snapshot import Snapshot
+from protocols.reducing.exchange import Exchange
+from protocols.reducing.parts import HeldPart
+from protocols.reducing.reduce import Reducer
+from protocols.rounds.deciding import Decision
+from protocols.rounds.session import Session
 from tests.sim.host import SimCompute
 from tests.sim.staged import Cast, Stage
 

@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from protocols.base import PeerId
-from protocols.chain import Link
-from protocols.plan import BUDGET_FLOOR_SECONDS
-from protocols.record import Kind
+from protocols.history.chain import Link
+from protocols.reducing.plan import BUDGET_FLOOR_SECONDS
+from protocols.vote.record import Kind
 from tests.sim.durable import Durable
 from tests.sim.staged import Cast
 

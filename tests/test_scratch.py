@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from node import scratch
-from node.scratch import Scratch, ScratchSpace
+from node.storage import scratch
+from node.storage.scratch import Scratch, ScratchSpace
 from tests.sim.host import SimCompute
 
 

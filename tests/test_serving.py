@@ -6,12 +6,12 @@ import logging
 
 import pytest
 
-from node.serving import Serving
+from node.network.serving import Serving
 from protocols.base import BadPayload
 
 
 def test_who_breaks_rules_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, "node.serving")
+    caplog.set_level(logging.DEBUG, "node.network.serving")
     serving = Serving(4, 2)
     for number in range(100):
         serving._on_bad("liar", BadPayload(f"a body of {number} bytes"))

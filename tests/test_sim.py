@@ -10,8 +10,8 @@ import sys
 import pytest
 import torch
 
-from node.round import Replica
-from protocols.reduce import Reducer
+from node.rounds.round import Replica
+from protocols.reducing.reduce import Reducer
 from tests.sim import scheduling
 from tests.sim.__main__ import main
 from tests.sim.families import CALM

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from protocols.base import Contribution, Host, LooseAverager, Mean, Outcome, PeerId, PeerSilent, Settings, Vector, Work
+from protocols.pairs.tempo import Tempo
 from protocols.post import Ledger
-from protocols.tempo import Tempo
 from tests.checkers import Report, Violation
 from tests.sim import crashes
 from tests.sim import world as worlds

@@ -13,11 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from node.disk import FileRoom, outer_room
+from node.storage.disk import FileRoom, outer_room
 from protocols.base import CHUNK_BYTES, BadPayload, Vector
-from protocols.chain import Chain, state_root
-from protocols.requests import Kept
-from protocols.snapshot import Index, Snapshot, Snapshots, chunk_digests, root_of
+from protocols.catchup.requests import Kept
+from protocols.catchup.snapshot import Index, Snapshot, Snapshots, chunk_digests, root_of
+from protocols.history.chain import Chain, state_root
 from protocols.vectors import CHUNK_ELEMENTS, root
 from tests.rounds import RUN, line
 from tests.test_branches import ROSTER

@@ -9,10 +9,10 @@ from contextlib import suppress
 import pytest
 import torch
 
-from protocols import sparse
 from protocols.base import BadPayload, Vector
 from protocols.codec import CODECS, codec
-from protocols.coding import carry
+from protocols.codecs import sparse
+from protocols.codecs.coding import carry
 from protocols.vectors import weighted_mean
 from tests.test_codec import bits, decoded, encoded
 

@@ -11,20 +11,20 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from node.course import OwnCourse
-from node.life import loose_rounds
-from node.loose import ASTRAY_FACTOR, LooseReplica
 from node.outer import OuterSGD
 from node.report import RoundReport
-from node.sketch import Sketch, furthest, sketch
+from node.rounds.course import OwnCourse
+from node.rounds.life import loose_rounds
+from node.rounds.loose import ASTRAY_FACTOR, LooseReplica
+from node.rounds.sketch import Sketch, furthest, sketch
 from node.tasks.paced import Paced
-from node.trainer import InlineTrainer
+from node.training.trainer import InlineTrainer
 from protocols.base import Mean, Member, Outcome, PeerId, RoundKey, Settings, Vector, Work
-from protocols.download import Unavailable
-from protocols.reception import MAX_STREAMS
-from protocols.requests import SYNC
-from protocols.snapshot import Index, Snapshot, Snapshots
-from protocols.standing import Standing, Standings, Vouched, eligible
+from protocols.catchup.download import Unavailable
+from protocols.catchup.reception import MAX_STREAMS
+from protocols.catchup.requests import SYNC
+from protocols.catchup.snapshot import Index, Snapshot, Snapshots
+from protocols.catchup.standing import Standing, Standings, Vouched, eligible
 from tests.sim import loop as simloop
 from tests.sim.host import SimClock, sim_host
 from tests.sim.network import SimNetwork

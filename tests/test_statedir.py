@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from node import statedir
-from node.hello import MAX_ADDRESS_CHARACTERS, MAX_ADDRESSES
 from node.identity import IdentityError
-from node.statedir import MAX_CACHED_PEERS, MAX_INCARNATION, StateDir, StateError, holds_run, write_atomically
+from node.members.hello import MAX_ADDRESS_CHARACTERS, MAX_ADDRESSES
+from node.storage import statedir
+from node.storage.statedir import MAX_CACHED_PEERS, MAX_INCARNATION, StateDir, StateError, holds_run, write_atomically
 
 HERE = "/ip4/192.0.2.1/tcp/4001"
 

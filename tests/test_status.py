@@ -27,7 +27,7 @@ from node.status import (
     short,
     to_json,
 )
-from node.terminal import render
+from node.view.terminal import render
 
 PEER = "12D3KooWGRUfuFwTaVcXCnUbTbVLYYEkYgjDM3Bd7q4RuRyTQhaP"
 STATUS = Status(

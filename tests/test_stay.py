@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from node.portrait import Portrait
-from node.process import WorkerError
 from node.stay import FAREWELLS, FINISH_SECONDS, LINGER_SECONDS, LOOK_ON_SECONDS, SCOPE, Limits, Stay
+from node.training.process import WorkerError
+from node.view.portrait import Portrait
 from protocols.base import Member
-from protocols.parts import HeldPart
+from protocols.reducing.parts import HeldPart
 from tests.sim import loop as simloop
 from tests.sim.host import Hearsay, SimClock
 from tests.stays import Directory, Peer, Town, View, now, until

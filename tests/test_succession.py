@@ -8,9 +8,9 @@ from typing import Any, cast
 
 import pytest
 
-from node.process import WorkerError, WorkerProcess
-from node.succession import DEATHS, DEATHS_AN_HOUR, Succession
 from node.tasks.spec import WorkerSpec
+from node.training.process import WorkerError, WorkerProcess
+from node.training.succession import DEATHS, DEATHS_AN_HOUR, Succession
 from tests.sim import loop as simloop
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from protocols import wire
 from protocols.base import BadPayload, Header, Member, RoundKey
-from protocols.record import Kind
-from protocols.requests import MAX_KEPT, MAX_LOCATOR, MESSAGES, Greet, Kept, WantTrail
+from protocols.catchup.requests import MAX_KEPT, MAX_LOCATOR, MESSAGES, Greet, Kept, WantTrail
+from protocols.vote.record import Kind
 from tests.peers import TOKENS, Swarm
 from tests.test_wire import headers, places, replaced
 

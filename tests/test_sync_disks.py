@@ -12,7 +12,7 @@ import pytest
 
 import tests.peers
 from protocols.base import Buffer
-from protocols.snapshot import Anonymous, Snapshots
+from protocols.catchup.snapshot import Anonymous, Snapshots
 from tests.peers import Peer, Swarm
 from tests.sim.host import SimCompute
 

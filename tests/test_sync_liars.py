@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from node.report import RoundReport
-from node.state import OuterState
+from node.storage.state import OuterState
 from protocols import wire
 from protocols.base import Buffer, Header, Member
+from protocols.catchup.requests import Busy, Greet, Index, Kept, Trail
+from protocols.catchup.snapshot import Snapshot
 from protocols.framing import FramedStream
-from protocols.parts import HeldPart
-from protocols.record import Kind
-from protocols.requests import Busy, Greet, Index, Kept, Trail
-from protocols.snapshot import Snapshot
-from protocols.votes import Certificate, Signed
+from protocols.reducing.parts import HeldPart
+from protocols.vote.record import Kind
+from protocols.vote.votes import Certificate, Signed
 from tests.peers import Disguise, Peer, Swarm
 from tests.rounds import certified
 

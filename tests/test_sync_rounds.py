@@ -11,14 +11,14 @@ import torch
 
 from node.outer import OuterSGD
 from node.report import RoundReport
-from node.round import Replica
+from node.rounds.round import Replica
 from node.tasks.paced import Paced
-from node.trainer import InlineTrainer
+from node.training.trainer import InlineTrainer
 from protocols.base import Member, PeerId, Settings
 from protocols.butterfly import Butterfly
-from protocols.chain import Chain
-from protocols.snapshot import Snapshots
-from protocols.sync import Sync
+from protocols.catchup.snapshot import Snapshots
+from protocols.catchup.sync import Sync
+from protocols.history.chain import Chain
 from protocols.tasks import alongside
 from tests.checkers import check
 from tests.rounds import RUN

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from protocols.tempo import WITNESSES, Tempo
+from protocols.pairs.tempo import WITNESSES, Tempo
 from tests.sim.gossiping import Swarm
 
 

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import torch
 
-from node.journal import Journal
+from node.storage.journal import Journal
 from node.trace import POINTS, VARIABLE, Trace, TracedTransport, traced
 from protocols.base import Member, PeerSilent, RoundKey, Work
-from protocols.requests import SYNC
-from protocols.votes import Want
+from protocols.catchup.requests import SYNC
+from protocols.vote.votes import Want
 from protocols.wire import Chunk
 from tests.faults.tracing import Watch
 from tests.realswarm import START_SECONDS, RealPeer, RealSwarm, deciding, paced, wait

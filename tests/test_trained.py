@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from node import trained as room
-from node.checkpoint import Checkpoint, CheckpointError, newest
-from node.runconfig import load_run
-from node.trained import TrainedError, trained
+from node.models import trained as room
+from node.models.trained import TrainedError, trained
+from node.settings.runconfig import load_run
+from node.storage.checkpoint import Checkpoint, CheckpointError, newest
 from tests.kept import keep, kept_gpt, small_gpt
 
 

@@ -13,7 +13,7 @@ from node.tasks.base import Batch, Recipe
 from node.tasks.gpt import Preset, Shape
 from node.tasks.paced import Paced
 from node.tasks.text import Text
-from node.trainer import AdamWLearner, InlineTrainer, Shift, Step
+from node.training.trainer import AdamWLearner, InlineTrainer, Shift, Step
 from protocols.base import Layout, RoundKey, Trainer, Vector, Work
 from tests.sim.loop import run
 

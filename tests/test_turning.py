@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from node import turning
-from node.turning import KEEP_FILES, older, turn
+from node.storage import turning
+from node.storage.turning import KEEP_FILES, older, turn
 
 
 def test_a_full_file_makes_room_and_the_oldest_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from node.wake import Gap, Ticks, skew
+from node.members.wake import Gap, Ticks, skew
 
 
 def gap(now: float, wall: float) -> Gap | None:

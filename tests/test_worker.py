@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from node import shared, tensors, worker
-from node.shared import Shared
+from node.storage import tensors
 from node.tasks.base import Recipe
 from node.tasks.gpt import Shape
 from node.tasks.spec import GptValues, PacedValues, WorkerSpec, build
-from node.trainer import Shift
+from node.training import shared, worker
+from node.training.shared import Shared
+from node.training.trainer import Shift
 
 RECIPE = Recipe(4, 5, learning_rate=1e-2, outer_learning_rate=0.9, outer_momentum=0.5, warmup_steps=4)
 GPT = GptValues(Shape(layers=1, width=16, heads=2, context=16), rows=2)

@@ -22,13 +22,13 @@ import pytest
 import pytest_asyncio
 import torch
 
-from node import process, succession
 from node.compute import ThreadCompute
-from node.remote import RemoteTrainer, WorkerError
 from node.tasks.base import Recipe
 from node.tasks.gpt import Shape
 from node.tasks.spec import GptValues, PacedValues, WorkerSpec, build
-from node.trainer import Shift
+from node.training import process, succession
+from node.training.remote import RemoteTrainer, WorkerError
+from node.training.trainer import Shift
 from protocols.base import RoundKey, Trainer, Work
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
@@ -76,7 +76,7 @@ def workers() -> list[int]:
     return [
         each.pid
         for each in psutil.process_iter(["cmdline", "ppid"])
-        if "node.worker" in (each.info["cmdline"] or []) and each.info["ppid"] in (1, os.getpid())
+        if "node.training.worker" in (each.info["cmdline"] or []) and each.info["ppid"] in (1, os.getpid())
     ]
 
 
@@ -384,7 +384,7 @@ _PARENT = """
 import asyncio
 import sys
 from node.compute import ThreadCompute
-from node.remote import RemoteTrainer, WorkerSpec
+from node.training.remote import RemoteTrainer, WorkerSpec
 from protocols.base import RoundKey
 
 async def main():

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from node.runconfig import load_run
+from node.models.trained import TrainedError, trained
+from node.models.writing import harmless, write
+from node.settings.runconfig import load_run
 from node.tasks.gpt import Gpt
-from node.trained import TrainedError, trained
-from node.writing import harmless, write
 from tests.kept import keep, kept_gpt
 
 

@@ -1,8 +1,8 @@
 """The door for users' own tasks: what is trained, on which data, with which loss, by which values.
 
 A task is a torch module, a data stream and a loss. Everything else (flat vectors, the optimiser, the schedule, rounds)
-is put round it by `node.trainer`. The stream is a pure function of (seed, position): it is resumed by remembering one
-integer, and two peers differ by their seeds alone.
+is put round it by `node.training.trainer`. The stream is a pure function of (seed, position): it is resumed by
+remembering one integer, and two peers differ by their seeds alone.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A user's own task, `package.module:factory`: found on this machine, made, and looked over before it is trained.
 
 A run's manifest carries the name and the options, never code: each peer has to have the module itself. Only the worker
-imports it, and only once the person at this machine has named it, too (`node.consent`).
+imports it, and only once the person at this machine has named it, too (`node.entering.consent`).
 """
 
 from __future__ import annotations

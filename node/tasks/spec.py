@@ -16,7 +16,7 @@ from node.tasks.base import Given, Recipe, Value, require
 from node.tasks.gpt import GptTask, Preset, Shape
 from node.tasks.paced import Paced
 from node.tasks.text import load
-from node.trainer import AdamWLearner, Learner
+from node.training.trainer import AdamWLearner, Learner
 from protocols.base import Vector
 
 DEVICES = ("auto", "cpu", "cuda", "mps")

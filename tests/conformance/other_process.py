@@ -13,7 +13,7 @@ from pathlib import Path
 import uvloop
 
 from node import identity
-from node.libp2p import LibP2PConfig, LibP2PTransport
+from node.network.libp2p import LibP2PConfig, LibP2PTransport
 from protocols import wire
 from protocols.base import PeerId, Stream
 

@@ -9,8 +9,8 @@ import torch
 
 from protocols.base import BadPayload, PeerGone, PeerSilent
 from protocols.codec import codec
-from protocols.parts import HeldPart, chunk_digest, seal
-from protocols.shelf import Shelf, fetch_part
+from protocols.reducing.parts import HeldPart, chunk_digest, seal
+from protocols.rounds.shelf import Shelf, fetch_part
 from protocols.vectors import CHUNK_ELEMENTS, Flat
 from tests.conformance.hosts import Network, host
 from tests.conformance.worlds import Peers, World, soon

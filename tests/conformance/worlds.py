@@ -18,7 +18,7 @@ from typing import Protocol
 import uvloop
 
 from node import identity
-from node.libp2p import LibP2PConfig, LibP2PTransport
+from node.network.libp2p import LibP2PConfig, LibP2PTransport
 from protocols.base import Deadline, PeerId, Transport
 from tests.conformance.simulated import SimWorld
 

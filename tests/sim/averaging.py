@@ -11,8 +11,8 @@ import torch
 
 from protocols import PROTOCOLS
 from protocols.base import Deadline, Head, Host, Mean, Member, PeerId, Settings, Vector, Work
-from protocols.chain import genesis
 from protocols.framing import FramedStream
+from protocols.history.chain import genesis
 from protocols.vectors import norm
 from protocols.wire import Plan
 from tests.sim import loop as simloop

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from node.round import Replica
+from node.rounds.round import Replica
 from protocols.base import PeerId, Vector
-from protocols.chain import Chain, Link
-from protocols.record import genesis
+from protocols.history.chain import Chain, Link
+from protocols.vote.record import genesis
 from tests.sim.staged import Cast, Stage
 from tests.sim.world import RUN
 

@@ -82,9 +82,7 @@ class Swarm:
             if index in self.disguises:
                 transport.disguise = self.disguises[index]
             host = sim_host(self.network, transport, self.seed, {})
-            settings = Settings(
-                self.codec, (self.elements,), self.chunk_elements, self.uplink, schedule=self.schedule
-            )
+            settings = Settings(self.codec, (self.elements,), self.chunk_elements, self.uplink, schedule=self.schedule)
             self.gossips.append(self.protocol(host, settings))
 
     async def round(self, index: int, number: int = 0, train_seconds: float = 1.0) -> Told:
@@ -141,7 +139,7 @@ class Swarm:
         if self.network.bugs:
             raise self.network.bugs[0]
         for node in self.network.nodes.values():
-            assert not node.process.tasks and not node.ends, f"{node.peer}: {node.process.tasks} {node.ends}"
+            assert not node.process.tasks and not node.ends, f"{node.peer}: {node.training.process.tasks} {node.ends}"
         return over
 
     def rounds(self, count: int = 1, stagger_seconds: float = 0.0, train_seconds: float = 1.0) -> float:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from protocols.grid import Index, Shape, cell, line, moved
+from protocols.groups.grid import Index, Shape, cell, line, moved
 
 Groups = list[list[int]]
 Plan = Callable[[random.Random], list[Groups]]

@@ -6,12 +6,12 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from protocols import record as records
-from protocols import votes
-from protocols.ballot import Vote
 from protocols.base import Member, PeerId, RoundKey
-from protocols.poll import Poll, Value, majority
-from protocols.record import Kind
+from protocols.vote import record as records
+from protocols.vote import votes
+from protocols.vote.ballot import Vote
+from protocols.vote.poll import Poll, Value, majority
+from protocols.vote.record import Kind
 from protocols.wire import PartDone
 
 NOTHING = bytes(32)

@@ -27,12 +27,12 @@ import torch
 
 from protocols import wire
 from protocols.base import Buffer, Header, Member, PeerId
-from protocols.census import Here
 from protocols.codec import codec
 from protocols.framing import FramedStream
+from protocols.groups.census import Here
 from protocols.moshpit import state_codec
-from protocols.shares import Give
-from protocols.swap import Answer, Ask, Message
+from protocols.pairs.shares import Give
+from protocols.pairs.swap import Answer, Ask, Message
 from tests.sim.lies import LyingStream
 from tests.sim.pipe import SimPipe
 

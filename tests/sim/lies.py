@@ -13,7 +13,7 @@ import msgpack
 from protocols import wire
 from protocols.base import Buffer, Header, Signer
 from protocols.framing import FramedStream
-from protocols.plan import offer_message
+from protocols.reducing.plan import offer_message
 from tests.sim.pipe import SimPipe
 
 LIES = (

@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 
-from node.course import OwnCourse
-from node.life import loose_rounds
-from node.loose import LooseReplica
-from node.sketch import Sketch
+from node.rounds.course import OwnCourse
+from node.rounds.life import loose_rounds
+from node.rounds.loose import LooseReplica
+from node.rounds.sketch import Sketch
 from node.tasks.paced import Paced
-from node.trainer import Step
+from node.training.trainer import Step
 from protocols import LOOSE
 from protocols.base import Host, LooseAverager, Member, PeerId, RoundKey, Settings
+from protocols.catchup.snapshot import Snapshots
+from protocols.catchup.standing import Standings
 from protocols.moshpit import Moshpit
-from protocols.snapshot import Snapshots
-from protocols.standing import Standings
 from protocols.tasks import together
 from tests import checkers, checkers_loose
 from tests.sim.account import Head

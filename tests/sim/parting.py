@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import replace
 
 from protocols.base import Member, PeerId
-from protocols.chain import Link
+from protocols.history.chain import Link
 from tests.sim import loop as simloop
 from tests.sim.host import EPOCH
 from tests.sim.scenario import Scenario

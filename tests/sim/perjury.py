@@ -6,13 +6,13 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
-from protocols import record as records
 from protocols import wire
 from protocols.base import Buffer, Header, Member, PeerId, RoundKey, Signer
 from protocols.framing import FramedStream
-from protocols.parts import chunk_digest, part_message, seal
-from protocols.plan import plan_digest
-from protocols.votes import Accept, Certificate, Message, Propose, Signed
+from protocols.reducing.parts import chunk_digest, part_message, seal
+from protocols.reducing.plan import plan_digest
+from protocols.vote import record as records
+from protocols.vote.votes import Accept, Certificate, Message, Propose, Signed
 
 
 class PerjuredStream:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from protocols.base import Head, Host, Mean, Member, PeerId, RoundKey, Settings, Vector, Work
+from protocols.groups.pitsession import PitSession
 from protocols.moshpit import Moshpit
-from protocols.pitsession import PitSession
 from tests.sim import loop as simloop
 from tests.sim.host import Entries, sim_host
 from tests.sim.lies import LyingStream

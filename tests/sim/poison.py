@@ -17,7 +17,7 @@ from statistics import NormalDist
 
 import torch
 
-from node.trainer import InlineTrainer, Learner, Shift
+from node.training.trainer import InlineTrainer, Learner, Shift
 from protocols.base import RoundKey, Vector, Work
 
 FACTOR = -1000.0

@@ -18,10 +18,10 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from protocols import votes
-from protocols.ballot import Vote
 from protocols.base import Member
-from protocols.poll import majority
+from protocols.vote import votes
+from protocols.vote.ballot import Vote
+from protocols.vote.poll import majority
 from tests.sim.arguments import Parser, seeds
 from tests.sim.judging import Broken, Node, Remembering, Side
 from tests.sim.process import prepare

@@ -7,13 +7,13 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from node.trainer import InlineTrainer
+from node.training.trainer import InlineTrainer
 from protocols.base import Head, Member, PeerId, Settings
 from protocols.butterfly import Butterfly
-from protocols.chain import Chain
-from protocols.deciding import Decision
-from protocols.record import coordinators
-from protocols.session import Session
+from protocols.history.chain import Chain
+from protocols.rounds.deciding import Decision
+from protocols.rounds.session import Session
+from protocols.vote.record import coordinators
 from tests import checkers
 from tests.sim import loop as simloop
 from tests.sim.host import EPOCH
@@ -107,7 +107,7 @@ class Stage(World):
     def unclean(self) -> list[checkers.Violation]:
         """Tasks that outlive their process."""
         return [
-            checkers.Violation("no-leak", node.peer, 0, f"{len(node.process.tasks)} tasks are left over")
+            checkers.Violation("no-leak", node.peer, 0, f"{len(node.training.process.tasks)} tasks are left over")
             for node in (*self.network.past, *self.network.nodes.values())
             if node.process.tasks
         ]

@@ -8,12 +8,12 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from protocols import record as records
-from protocols import votes
-from protocols.ballot import Vote
 from protocols.base import Member, PeerId, RoundKey
-from protocols.poll import Value, admissions, kept, majority
-from protocols.record import Kind, Record
+from protocols.vote import record as records
+from protocols.vote import votes
+from protocols.vote.ballot import Vote
+from protocols.vote.poll import Value, admissions, kept, majority
+from protocols.vote.record import Kind, Record
 from protocols.wire import Part, PartDone, Run
 from tests.sim import judging
 from tests.sim.judging import NOTHING, Line, Node, Remembering, Seal, Side, short

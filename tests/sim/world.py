@@ -9,18 +9,18 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 
-from node.feedback import feedback
-from node.life import rounds
 from node.outer import OuterSGD
-from node.round import Replica
+from node.rounds.life import rounds
+from node.rounds.round import Replica
+from node.storage.feedback import feedback
 from node.tasks.paced import Paced
-from node.trainer import InlineTrainer, Learner
+from node.training.trainer import InlineTrainer, Learner
 from protocols import PROTOCOLS
 from protocols.base import Host, Member, PeerId, Settings
-from protocols.chain import Chain
+from protocols.catchup.snapshot import Snapshots
+from protocols.catchup.sync import Sync
 from protocols.codec import codec
-from protocols.snapshot import Snapshots
-from protocols.sync import Sync
+from protocols.history.chain import Chain
 from protocols.tasks import together
 from tests import checkers
 from tests.sim import loop as simloop
@@ -244,7 +244,7 @@ class World:
         found = []
         for node in (*self.network.past, *self.network.nodes.values()):
             if node.process.tasks or node.ends:
-                what = f"{len(node.process.tasks)} tasks and {len(node.ends)} streams are left over"
+                what = f"{len(node.training.process.tasks)} tasks and {len(node.ends)} streams are left over"
                 found.append(checkers.Violation("no-leak", node.peer, self.scenario.rounds, what))
         return found
 

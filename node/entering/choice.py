@@ -1,0 +1,120 @@
+"""Which run a peer takes part in: the one that it is led into, or the one that its directory holds."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Collection, Container, Sequence
+
+from node.entering import resume
+from node.entering.consent import require_consent
+from node.entering.entry import Entry, Run
+from node.identity import verify
+from node.settings.manifest import ManifestError, unseal
+from node.settings.peerconfig import PeerConfig
+from node.settings.runconfig import RunConfig
+from node.storage.statedir import StateDir, StateError
+from protocols.base import PeerId
+
+
+class Choice:
+    """What the user gave, what the directory holds and what others answer, put together.
+
+    Attributes:
+        alone: nobody answered.
+        own: the run is the one that is held here, and nobody was heard about it.
+    """
+
+    def __init__(self, config: PeerConfig, protocols: Collection[str], say: Callable[[str], None]) -> None:
+        """
+        Args:
+            config: of this machine.
+            protocols: names of those that this peer can take part in.
+            say: told one line for a person.
+        """
+        self.alone = self.own = False
+        self._config, self._protocols, self._say = config, protocols, say
+        self._expected, self._held = config.run_id, ""
+
+    def held(self, state: StateDir, wanted: RunConfig | None) -> resume.Held | None:
+        """The run that the directory holds, unless another is to be started.
+
+        Args:
+            wanted: what the user asked for; None: whatever there is.
+
+        Raises:
+            StateError: it holds another than that, or cannot be read.
+        """
+        held = None if self._config.new else resume.held(state, asks=bool(self._config.bootstrap))
+        if held and wanted not in (None, held.manifest.config):
+            raise StateError(
+                f"{state.path} is of another run, which is not over: --new starts the one that is asked for"
+            )
+        return held
+
+    def addresses(self, state: StateDir) -> tuple[str, ...]:
+        """Where to look: what the user gave; and whom this peer met when it was last here, if that is the same run."""
+        config = self._config
+        held = self._held = "" if config.new else run_id(state.manifest())
+        if config.bootstrap and not (config.run_id and held.startswith(config.run_id)):
+            return config.bootstrap
+        self._expected = config.run_id or held or None
+        return (*config.bootstrap, *(state.addresses() if held else ()))
+
+    def judge(self, run: Run) -> None:
+        """Whether to join this run.
+
+        Raises:
+            ManifestError: no.
+        """
+        manifest = unseal(run.sealed, verify, self._expected)
+        manifest.config.require_protocol(self._protocols)
+        require_consent(manifest, self._config.consent, self._held)
+        named = hashlib.sha256(run.sample).digest() == manifest.held_out if any(manifest.held_out) else not run.sample
+        if not named:
+            raise ManifestError("the evaluation sample is not the one that the manifest names: ask another peer")
+
+    async def ask(self, entry: Entry, state: StateDir, addresses: Sequence[str], held: resume.Held | None) -> Run:
+        """Which run this is, from whoever is found at one of these addresses; or the one that is held here.
+
+        Raises:
+            ManifestError: all lead into others.
+        """
+        if not self._config.bootstrap:
+            self._say(f"going back to the run {self._expected or ''}, to whom was met there; --new starts another")
+        meant = held is not None and held.has_state and self._is_meant(held.manifest.run_id, state.peers())
+        try:
+            async with asyncio.timeout(resume.ANSWER_SECONDS if meant else None):
+                return await entry.find(addresses)
+        except TimeoutError:
+            pass
+        except ManifestError as error:  # who was met here is in another run now
+            if not meant or self._config.bootstrap:
+                raise
+            self._say(str(error))
+        assert held is not None
+        entry.stop()
+        self.alone = True
+        return self.go_on(held)
+
+    def _is_meant(self, held: str, met: Container[PeerId]) -> bool:
+        """Whether the user may mean the run that is held here: whoever gave addresses may mean another."""
+        if self._config.run_id:
+            return held.startswith(self._config.run_id)
+        given = [address.rpartition("/p2p/")[2] for address in self._config.bootstrap]
+        return not given or any(peer in met for peer in given)
+
+    def go_on(self, held: resume.Held) -> Run:
+        """Go on with the run that is held here, whoever is there."""
+        self.judge(held.run)
+        self.own, why = True, "nobody answers: " if self.alone else ""
+        self._say(f"{why}going on with the run {held.manifest.run_id[:12]} that is held here; --new starts another")
+        return held.run
+
+
+def run_id(sealed: bytes) -> str:
+    """Of the run that a directory is of; empty if it is of none, or of one that cannot be read any more."""
+    try:
+        return unseal(sealed, verify).run_id if sealed else ""
+    except ManifestError:
+        return ""

@@ -1,0 +1,210 @@
+"""The way into a run: which one it is, asked of a peer at an address; and the answers that we give to newcomers.
+
+All addresses are tried side by side. Each that does not lead in is told of once, with its cause, and tried again, ever
+more rarely, for as long as none has led in; one that leads into another run is not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
+from typing import Any, Self
+
+from node.members.hello import ENTRY, MAX_STATUS_BYTES, RunIs, StatusIs, WantRun, WantStatus
+from node.settings.manifest import ManifestError
+from node.status import to_json
+from protocols import wire
+from protocols.base import BadPayload, Deadline, PeerError, PeerId, Stream, Transport
+from protocols.tasks import together, within
+
+ATTEMPT_SECONDS = 8.0
+ASK_SECONDS = 5.0
+TRANSFER_SECONDS = 60.0
+PAUSE_SECONDS = (1.0, 2.0, 5.0, 10.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a newcomer is told.
+
+    Attributes:
+        sealed: the manifest, in its founder's envelope.
+        sample: held-out text that everybody evaluates on; empty if the task has none.
+    """
+
+    sealed: bytes
+    sample: bytes
+
+
+class Door:
+    """Answers who asks which run this is, and how this peer is doing."""
+
+    def __init__(self, transport: Transport, run: Run, status: Callable[[], dict[str, Any]]) -> None:
+        self._run, self._status = run, status
+        transport.serve(ENTRY, self._serve)
+
+    async def _serve(self, peer: PeerId, stream: Stream) -> None:
+        async with within(ASK_SECONDS, peer, "it asks"):
+            request = await stream.receive(wire.MAX_HEADER_BYTES)
+        async with within(TRANSFER_SECONDS, peer, "it takes an answer"):
+            match request:
+                case WantRun():
+                    run = self._run
+                    await stream.send(RunIs(len(run.sealed), len(run.sample)), run.sealed + run.sample)
+                case WantStatus():
+                    data = _bounded(self._status())
+                    await stream.send(StatusIs(len(data)), data)
+                case _:
+                    raise BadPayload(f"{type(request).__name__} at the door")
+
+
+def _bounded(status: dict[str, Any]) -> bytes:
+    """As much of a status as may be sent: of a crowd of peers, some."""
+    while len(data := to_json(status).encode()) > MAX_STATUS_BYTES and status["peers"]:
+        status = status | {"peers": status["peers"][: len(status["peers"]) // 2]}
+    return data
+
+
+async def ask_run(transport: Transport, peer: PeerId, deadline: Deadline) -> Run:
+    """Which run a peer is in. What it says is not judged here.
+
+    Raises:
+        PeerError, BadPayload: no answer, or none that can be read.
+    """
+    async with transport.open(peer, ENTRY, deadline) as stream:
+        await stream.send(WantRun())
+        answer = wire.expect(await stream.receive(wire.MAX_HEADER_BYTES), RunIs)
+        data = bytearray(answer.manifest_bytes + answer.sample_bytes)
+        await stream.receive_into(memoryview(data))
+    return Run(bytes(data[: answer.manifest_bytes]), bytes(data[answer.manifest_bytes :]))
+
+
+async def ask_status(transport: Transport, peer: PeerId, deadline: Deadline) -> dict[str, Any]:
+    """How a peer says that it is doing.
+
+    Raises:
+        PeerError, BadPayload: no answer, or none that can be read.
+    """
+    async with transport.open(peer, ENTRY, deadline) as stream:
+        await stream.send(WantStatus())
+        answer = wire.expect(await stream.receive(wire.MAX_HEADER_BYTES), StatusIs)
+        data = bytearray(answer.size)
+        await stream.receive_into(memoryview(data))
+    try:
+        status = json.loads(data)
+    except (ValueError, RecursionError):
+        raise BadPayload("a status that is not JSON") from None
+    if not isinstance(status, dict):
+        raise BadPayload("a status that is not an object")
+    return status
+
+
+async def reach(
+    connect: Callable[[str, Deadline], Awaitable[PeerId]], peer: PeerId, addresses: Sequence[str], deadline: Deadline
+) -> None:
+    """Connect to a peer at the first of its addresses that works; if none does, libp2p may still know a way."""
+    tries = [asyncio.ensure_future(connect(f"{address}/p2p/{peer}", deadline)) for address in addresses]
+    try:
+        for each in asyncio.as_completed(tries):
+            with suppress(PeerError, ValueError):
+                await each
+                return
+    finally:
+        for left in tries:
+            left.cancel()
+
+
+class Entry:
+    """Tries addresses until one has led in; the others are tried on, once each at least. An async context manager.
+
+    Attributes:
+        met: peers that answered, and the address that led to them.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[str, Deadline], Awaitable[PeerId]],
+        ask: Callable[[PeerId, Deadline], Awaitable[Run]],
+        judge: Callable[[Run], None],
+        say: Callable[[str], None],
+    ) -> None:
+        """
+        Args:
+            judge: raises a ValueError of one line for a run that is not the one to join.
+            say: told one line for a person.
+        """
+        self.met: dict[PeerId, str] = {}
+        self._connect, self._ask, self._judge, self._say = connect, ask, judge, say
+        self._exit = AsyncExitStack()
+        self._tries: list[asyncio.Task[None]] = []
+        self._useless = 0
+
+    async def __aenter__(self) -> Self:
+        self._found: asyncio.Future[Run] = asyncio.get_running_loop().create_future()
+        self._group = await self._exit.enter_async_context(together())
+        return self
+
+    async def __aexit__(self, *error: Any) -> bool | None:
+        self.stop()
+        return await self._exit.__aexit__(*error)
+
+    async def find(self, addresses: Iterable[str]) -> Run:
+        """The run, as soon as one address has led to it.
+
+        Raises:
+            ManifestError: all lead into others.
+        """
+        self._tries += [self._group.create_task(self._try(address)) for address in dict.fromkeys(addresses)]
+        return await asyncio.shield(self._found)
+
+    def stop(self) -> None:
+        """Try no further: who asked goes on without an answer."""
+        for each in self._tries:
+            each.cancel()
+
+    async def _try(self, address: str) -> None:
+        told, attempt = "", 0
+        while True:
+            try:
+                why = await self._attempt(address)
+            except ValueError as error:
+                return self._give_up(address, str(error))
+            if why and why != told:
+                again = "" if self._found.done() else " (it is tried again)"
+                self._say(f"{address}: {why}{again}")
+                told = why
+            if self._found.done():
+                return
+            await asyncio.sleep(PAUSE_SECONDS[min(attempt, len(PAUSE_SECONDS) - 1)])
+            attempt += 1
+
+    def _give_up(self, address: str, why: str) -> None:
+        """It does not lead where we want to go, and never will; once that is so of all, there is no way in."""
+        self._useless += 1
+        if self._useless == len(self._tries) and not self._found.done():
+            self._found.set_exception(ManifestError(f"{address}: {why}"))
+        else:
+            self._say(f"{address}: {why}")
+
+    async def _attempt(self, address: str) -> str:
+        """Try an address; returns why it does not lead in, or nothing.
+
+        Raises:
+            ValueError: it leads into a run that is not the one to join.
+        """
+        deadline = asyncio.get_running_loop().time() + ATTEMPT_SECONDS
+        try:
+            peer = await self._connect(address, deadline)
+            run = await self._ask(peer, deadline)
+            self._judge(run)
+        except PeerError as error:
+            return error.why
+        except BadPayload as error:
+            return str(error)
+        self.met[peer] = address
+        if not self._found.done():
+            self._found.set_result(run)
+        return ""

@@ -1,0 +1,1 @@
+"""Who is here: greetings, pulses, silences, and this machine's own clocks."""

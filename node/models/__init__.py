@@ -1,0 +1,1 @@
+"""What a run has trained, taken out and tried."""

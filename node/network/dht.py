@@ -1,0 +1,194 @@
+"""`protocols.base.Directory` on hivemind's DHT: signed, bounded, short-lived hints, never decisions."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from typing import Any, Protocol, Self, TypeVar
+
+from node.bounded import count, renew
+from node.network.daemon import DaemonError
+from node.network.hints import TTL_SECONDS, Hint, Shelf, check, loads, name_of, unpack
+from node.network.kademlia import Key, Node, place, running_node
+from node.network.link import LINK_ERRORS, Link
+from protocols.base import BadPayload, Clock, Deadline, PeerId, Signer
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_AGAIN_SECONDS = 10.0
+_RETRY_SECONDS = 1.0
+_MAX_ANNOUNCED = 64
+_MAX_MET = 64
+
+
+class Carrier(Protocol):
+    """What is needed of `node.network.libp2p.LibP2PTransport`."""
+
+    me: PeerId
+
+    async def link(self) -> Link: ...
+
+
+class DhtDirectory:
+    """Where peers of one run find each other. Does nothing before `async with`, which the transport's must enclose.
+
+    Whoever is met (`meet`) makes the others known. If p2pd is restarted, those who were met are met again, and what was
+    announced is announced again. Nothing raises for the network's failures.
+
+    Attributes:
+        refused: (peer, why) -> what this peer sent that broke the rules; the latest 1,024 such pairs.
+    """
+
+    def __init__(
+        self,
+        transport: Carrier,
+        signer: Signer,
+        clock: Clock,
+        run: bytes,
+        offset_seconds: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """
+        Args:
+            run: hash of the manifest; hints of other runs are refused.
+            offset_seconds: what to add to the clock for the time that the others have.
+        """
+        self.refused: Counter[tuple[PeerId, str]] = Counter()
+        self._transport, self._signer, self._clock, self._run = transport, signer, clock, run
+        self._offset_seconds = offset_seconds
+        self._shelf = Shelf(self._now)
+        self._node: Node | None = None
+        self._up = asyncio.Event()
+        self._announced: dict[str, Hint] = {}
+        self._met: dict[PeerId, None] = {}
+        self._keeping: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._keeping = asyncio.create_task(self._keep(), name="dht")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.gather(self._keeping, return_exceptions=True)
+
+    async def announce(self, scope: str, value: bytes, ttl_seconds: float, deadline: Deadline) -> None:
+        """Say `value` of ourselves, for at most ten minutes; replaces what was said before in this scope.
+
+        Raises:
+            ValueError: the value or the scope is too long (4 KiB, 128 bytes), or the time is.
+        """
+        if not 0 < ttl_seconds <= TTL_SECONDS:
+            raise ValueError(f"a hint is good for at most {TTL_SECONDS:g} s, not for {ttl_seconds:g} s")
+        draft = Hint(self._transport.me, scope, self._now() + ttl_seconds, value)
+        message = draft.message(self._run)
+        hint = Hint(draft.peer, scope, draft.expires, value, self._signer.sign(message))
+        hint.pack()
+        renew(self._announced, scope, hint, _MAX_ANNOUNCED)
+        await self._ask(deadline, lambda node: self._store(node, hint))
+
+    async def find(self, scope: str, limit: int, deadline: Deadline) -> Sequence[tuple[PeerId, bytes]]:
+        """What peers, this one included, say in a scope, the latest first; at the deadline, what is known by then."""
+        name = name_of(self._run, scope)
+        await self._ask(deadline, lambda node: node.search(name))
+        entries = sorted(self._shelf.live(place(name)).items(), key=lambda pair: pair[1].expires, reverse=True)
+        return [(peer, unpack(_content(entry.value)).value) for peer, entry in entries[:limit]]
+
+    async def meet(self, peer: PeerId, deadline: Deadline) -> bool:
+        """Make our nodes known to each other, once the transport can reach the peer; False if it does not answer."""
+        renew(self._met, peer, None, _MAX_MET)
+        return bool(await self._ask(deadline, lambda node: node.meet(peer)))
+
+    def _now(self) -> float:
+        return self._clock.wall() + self._offset_seconds()
+
+    async def _store(self, node: Node, hint: Hint) -> None:
+        await node.store(name_of(self._run, hint.scope), hint.peer, hint.pack(), hint.expires)
+
+    async def _ask(self, deadline: Deadline, question: Callable[[Node], Coroutine[Any, Any, T]]) -> T | None:
+        """Ask the node, and if p2pd ends meanwhile the next one; None if there is no answer by the deadline."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(deadline):
+                while True:
+                    await self._up.wait()
+                    assert self._node is not None
+                    task = self._node.spawn(question(self._node))
+                    try:
+                        await asyncio.wait({task})
+                    finally:
+                        task.cancel()
+                    if not task.cancelled():
+                        return _result(task)
+        return None
+
+    async def _keep(self) -> None:
+        """Keep a node running on whichever p2pd there is."""
+        while True:
+            try:
+                link = await self._transport.link()
+                async with running_node(link, self._shelf, self._is_sound, self._refuse) as node:
+                    await self._serve(node, link)
+            except DaemonError:
+                return  # the transport is closed
+            except LINK_ERRORS as error:
+                log.warning("no DHT node: %s", error or type(error).__name__)
+                await asyncio.sleep(_RETRY_SECONDS)
+
+    async def _serve(self, node: Node, link: Link) -> None:
+        self._node = node
+        self._up.set()
+        again = node.spawn(self._again(node))
+        try:
+            await link.gone.wait()
+        finally:
+            again.cancel()
+            self._up.clear()
+            self._node = None
+            for peer in node.peers[:_MAX_MET]:
+                renew(self._met, peer, None, _MAX_MET)
+
+    async def _again(self, node: Node) -> None:
+        """Tell a new node what the one before it knew."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_AGAIN_SECONDS):
+                await asyncio.gather(*(node.meet(peer) for peer in self._met), return_exceptions=True)
+                current = [hint for hint in self._announced.values() if hint.expires > self._now()]
+                await asyncio.gather(*(self._store(node, hint) for hint in current))
+
+    def _is_sound(self, sender: PeerId, key: Key, subkey: str, packed: bytes, expires: float) -> bool:
+        """Whether what `sender` handed us is a hint of this run, of the peer and in the place that it claims."""
+        try:
+            hint = unpack(_content(packed))
+            if (hint.peer, hint.expires, place(name_of(self._run, hint.scope))) != (subkey, expires, key):
+                raise BadPayload("a hint of another run, or in a place not its own")
+            check(hint, self._run, self._now(), self._signer)
+        except BadPayload as error:
+            self._refuse(sender, str(error))
+            return False
+        return True
+
+    def _refuse(self, peer: PeerId, why: str) -> None:
+        log.debug("refused from %s: %s", peer, why)
+        count(self.refused, (peer, why))
+
+
+def _content(packed: bytes) -> bytes:
+    """What hivemind has packed once more."""
+    try:
+        content = loads(packed)
+    except ValueError:
+        content = None
+    if not isinstance(content, bytes):
+        raise BadPayload("not a hint")
+    return content
+
+
+def _result(task: asyncio.Task[T]) -> T | None:
+    if error := task.exception():
+        log.warning("the DHT failed: %s", error or type(error).__name__)
+        return None
+    return task.result()

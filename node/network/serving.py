@@ -1,0 +1,170 @@
+"""Both ends of opening a stream by method, and the server's duties: slots, the handler's boundary, orderly ends.
+
+An opener names a method and waits for one byte that says it is accepted; nothing of its caller's is sent before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Coroutine
+from typing import Any
+
+from node.bounded import count
+from node.network.pipe import SocketPipe
+from protocols.base import BadPayload, Handler, PeerError, PeerId, Stream
+from protocols.framing import accepted
+
+log = logging.getLogger(__name__)
+
+METHOD_BYTES = 64
+_ACCEPTED = b"\x01"
+_OPENING_SECONDS = 10.0
+_LINGER_SECONDS = 30.0
+_FAREWELL_SECONDS = 1.0
+
+
+async def ask(pipe: SocketPipe, method: str) -> None:
+    """Ask the other side to serve `method`; on failure breaks off.
+
+    Raises:
+        OSError, EOFError: it did not accept; nothing but the method's name has reached it.
+    """
+    name = method.encode()
+    try:
+        await pipe.write(bytes((len(name),)) + name)
+        await pipe.read_into(memoryview(bytearray(len(_ACCEPTED))))
+    except BaseException:
+        pipe.abort()
+        raise
+
+
+class Serving:
+    """Answers incoming streams by their method, and sees all streams to their end.
+
+    Attributes:
+        refused: (peer, why) -> streams turned away or reset for breaking the rules; the latest 1,024 such pairs.
+    """
+
+    def __init__(self, max_streams: int, max_streams_per_peer: int) -> None:
+        self.refused: Counter[tuple[PeerId, str]] = Counter()
+        self._max_streams = max_streams
+        self._max_streams_per_peer = max_streams_per_peer
+        self._handlers: dict[str, Handler] = {}
+        self._active: Counter[PeerId] = Counter()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._lingering: set[asyncio.Task[Any]] = set()
+        self._closed = False
+
+    def serve(self, method: str, handler: Handler) -> None:
+        """Answer streams for `method`, a name of at most 64 bytes that is not served yet."""
+        if method in self._handlers or not 0 < len(method.encode()) <= METHOD_BYTES:
+            raise ValueError(f"{method!r} is served already, or is not a name of 1 to {METHOD_BYTES} bytes")
+        self._handlers[method] = handler
+
+    def take(self, peer: PeerId, pipe: SocketPipe) -> None:
+        """Serve an incoming stream to its end, if there is a slot for it."""
+        full = self._active.total() >= self._max_streams
+        if self._closed or full or self._active[peer] >= self._max_streams_per_peer:
+            self._refuse(peer, "too many streams")
+            pipe.abort()
+            return
+        self._active[peer] += 1
+        task = self.spawn(self._answer(peer, pipe))
+
+        def release(_: object) -> None:
+            pipe.abort()
+            self._active -= Counter((peer,))  # forgets the peer at zero
+
+        # Not in the task itself: one that is cancelled before its first step runs no line of it.
+        task.add_done_callback(release)
+
+    def finish(self, pipe: SocketPipe) -> asyncio.Task[None]:
+        """See a stream to its orderly end: all that was sent on it arrives, if the peer takes it within 30 seconds."""
+        return self._see_out(pipe, pipe.close(_LINGER_SECONDS))
+
+    def reset(self, pipe: SocketPipe) -> asyncio.Task[None]:
+        """Break a stream off."""
+        return self._see_out(pipe, pipe.reset())
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run `work` beside, until it is done or this is closed."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            log.error("%s failed", task.get_coro(), exc_info=error)
+
+    async def close(self) -> None:
+        """Take no more; give streams at their end another second, then break off everything."""
+        self._closed = True
+        if self._lingering:
+            await asyncio.wait(self._lingering, timeout=_FAREWELL_SECONDS)
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _see_out(self, pipe: SocketPipe, end: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self.spawn(end)
+        self._lingering.add(task)
+        task.add_done_callback(self._lingering.discard)
+        task.add_done_callback(lambda _: pipe.abort())
+        return task
+
+    async def _answer(self, peer: PeerId, pipe: SocketPipe) -> None:
+        # Either way the slot stays taken until the stream has ended.
+        if await self._handled(peer, pipe):
+            await self.finish(pipe)
+        else:
+            await self.reset(pipe)
+
+    async def _handled(self, peer: PeerId, pipe: SocketPipe) -> bool:
+        try:
+            admitted = await self._admit(peer, pipe)
+            if admitted is None:
+                return False
+            handler, stream = admitted
+            await handler(peer, stream)
+        except BadPayload as error:
+            self._on_bad(peer, error)
+        except PeerError as error:
+            log.debug("a handler gave up: %s", error)
+        except Exception:
+            log.exception("a handler failed; its stream from %s is reset", peer)
+        else:
+            return True
+        return False
+
+    async def _admit(self, peer: PeerId, pipe: SocketPipe) -> tuple[Handler, Stream] | None:
+        try:
+            async with asyncio.timeout(_OPENING_SECONDS):
+                handler = self._handlers.get(await _read_method(pipe))
+                if handler is None:
+                    self._refuse(peer, "method not served")
+                    return None
+                await pipe.write(_ACCEPTED)
+        except (OSError, EOFError):  # TimeoutError is an OSError
+            return None
+        stream = await accepted(peer, pipe, _OPENING_SECONDS, self._on_bad)
+        return None if stream is None else (handler, stream)
+
+    def _on_bad(self, peer: PeerId, error: BadPayload) -> None:
+        new = self._refuse(peer, "bad payload")  # anybody can do it, as often as they like
+        log.log(logging.WARNING if new else logging.DEBUG, "%s broke the rules: %s", peer, error)
+
+    def _refuse(self, peer: PeerId, why: str) -> bool:
+        return count(self.refused, (peer, why))
+
+
+async def _read_method(pipe: SocketPipe) -> str:
+    size = bytearray(1)
+    await pipe.read_into(memoryview(size))
+    name = bytearray(size[0])
+    await pipe.read_into(memoryview(name))
+    return name.decode(errors="replace")

@@ -1,0 +1,1 @@
+"""What people set: the run's configuration, this machine's, and the files that hold them."""

@@ -1,0 +1,1 @@
+"""What a peer keeps on its disk: checkpoints, certificates, its history, room for what is large."""

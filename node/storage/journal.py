@@ -1,0 +1,89 @@
+"""A peer's history on disk: one RoundReport a line in `rounds.jsonl`, and what all of them add up to.
+
+The last lines are kept, some hundred megabytes (`node.storage.turning`); `totals.json` beside them counts those before,
+too, and those of former lives in this directory.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+from collections import deque
+from pathlib import Path
+
+from node.report import RoundReport, Totals
+from node.status import to_json
+from node.storage.turning import turn
+
+log = logging.getLogger(__name__)
+
+_MAX_LINE_BYTES = 1 << 20
+_MAX_TOTALS_BYTES = 4096
+MAX_WAITING_BYTES = 8 << 20
+AT_ONCE = 16
+"""Lines that are made up for with one new one: each is an access to the file."""
+
+
+class Journal:
+    """Appends reports. On a full disk they wait in memory, some thousands of them; rounds go on.
+
+    Attributes:
+        totals: of all reports so far, former lives' among them.
+        last: the latest report.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.last: RoundReport | None = None
+        self._path, self._totals_path = path, path.with_name("totals.json")
+        self.totals = self._remembered()
+        self._failing = False
+        self._waiting: deque[bytes] = deque()
+
+    def write(self, report: RoundReport) -> None:
+        """Add a line.
+
+        It stays on the event loop: one line, no more than a megabyte read back, nothing waited for: no file is flushed
+        here, so it is the cache that takes them, and a line that a power cut costs is no state.
+        """
+        self.last = report
+        self.totals.add(report)
+        self._waiting.append(f"{to_json(report)}\n".encode())
+        while sum(map(len, self._waiting)) > MAX_WAITING_BYTES:
+            self._waiting.popleft()
+        try:
+            for _ in range(min(AT_ONCE, len(self._waiting))):
+                self._append(self._waiting[0])
+                self._waiting.popleft()
+            self._remember()
+            self._failing = False
+        except OSError as error:
+            if not self._failing:
+                why = error.strerror or error
+                log.warning("cannot write %s (%s): rounds go on, their lines wait in memory", self._path, why)
+            self._failing = True
+
+    def _append(self, line: bytes) -> None:
+        """After the last whole line: a disk that was full, or a crash, may have left a piece of one behind it."""
+        turn(self._path, len(line))
+        with self._path.open("a+b", buffering=0) as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(0, end - _MAX_LINE_BYTES))
+            tail = file.read(_MAX_LINE_BYTES)
+            file.truncate(end - len(tail) + tail.rfind(b"\n") + 1)
+            if file.write(line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def _remembered(self) -> Totals:
+        """What the file says; nothing if it is not there, or was damaged."""
+        try:
+            with self._totals_path.open("rb") as file:
+                return Totals.of(json.loads(file.read(_MAX_TOTALS_BYTES)))
+        except (OSError, ValueError, TypeError):
+            return Totals()
+
+    def _remember(self) -> None:
+        draft = self._totals_path.with_suffix(".new")
+        draft.write_text(json.dumps(vars(self.totals)))
+        draft.replace(self._totals_path)

@@ -1,0 +1,88 @@
+"""The outer state of a peer: parameters, momentum, and the digests that others hold it to."""
+
+from __future__ import annotations
+
+import logging
+
+from node.outer import OuterSGD
+from protocols.base import Compute, RoundKey, Vector
+from protocols.catchup.snapshot import Index, Snapshot, Snapshots
+
+log = logging.getLogger(__name__)
+
+
+class OuterState:
+    """Parameters and momentum, and how they step.
+
+    Attributes:
+        anchor: outer parameters θ, float32 (n).
+        velocity: outer momentum m, float32 (n).
+        index: of both, as they were hashed last; empty before that.
+    """
+
+    def __init__(self, anchor: Vector, velocity: Vector, outer: OuterSGD, compute: Compute) -> None:
+        self.anchor, self.velocity, self.outer = anchor, velocity, outer
+        self.index = Index(len(anchor), ())
+        self._compute = compute
+
+    def root(self, round_number: int) -> bytes:
+        """The state root, were this the state before that round."""
+        return self.index.state_root(round_number)
+
+    async def hash(self) -> None:
+        """Compute the digests of the state as it stands."""
+        self.index = await self._compute.run(lambda: Index.of(self.anchor, self.velocity), 8 * len(self.anchor))
+
+    async def step(self, delta: Vector) -> bool:
+        """Take the outer step along a mean pseudo-gradient, float32 (n); returns whether all parameters are finite."""
+        finite = await self.advance(delta)
+        await self.hash()
+        return finite
+
+    async def advance(self, delta: Vector) -> bool:
+        """As `step`, where more is to come before the state is hashed."""
+        return await self._compute.run(
+            lambda: self.outer.step(self.anchor, self.velocity, delta), 12 * len(self.anchor)
+        )
+
+    async def copy(self) -> OuterState:
+        """A state of its own with the same bits."""
+        other = await self._compute.run(self._copied, 16 * len(self.anchor))
+        other.index = self.index
+        return other
+
+    def _copied(self) -> OuterState:
+        return OuterState(self.anchor.clone(), self.velocity.clone(), self.outer, self._compute)
+
+    async def take(self, source: OuterState | Snapshot) -> None:
+        """Become what `source`, of the same size, is; its vectors are copied.
+
+        Raises:
+            OSError: a snapshot's file fails; the vectors are then undefined.
+        """
+
+        def copy() -> None:
+            if isinstance(source, Snapshot):
+                source.copy(self.anchor, self.velocity)
+            else:
+                self.anchor.copy_(source.anchor)
+                self.velocity.copy_(source.velocity)
+
+        await self._compute.run(copy, 16 * len(self.anchor))
+        self.index = source.index
+
+    async def keep(self, snapshots: Snapshots, key: RoundKey) -> Snapshot | None:
+        """Put an immutable copy with the snapshots, as the state before a round; none where its file fails."""
+
+        def fill() -> Snapshot:
+            snapshot = snapshots.new(key.lineage, key.round, self.index)
+            snapshot.fill(self.anchor, self.velocity)
+            return snapshot
+
+        try:
+            snapshot = await self._compute.run(fill, 16 * len(self.anchor))
+        except OSError as error:
+            log.warning("no snapshot is kept before round %d: %s", key.round + 1, error.strerror or error)
+            return None
+        snapshots.put(snapshot)
+        return snapshot

@@ -1,0 +1,1 @@
+"""Inner steps in a process of their own."""

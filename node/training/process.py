@@ -1,0 +1,144 @@
+"""One worker process as its peer sees it: commands, answers, and how long to wait for them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from node.child import Child
+from node.tasks.spec import WorkerSpec
+from node.training.shared import Shared
+from node.training.worker import MAX_LINE_BYTES
+from protocols.base import Layout
+
+log = logging.getLogger(__name__)
+
+START_SECONDS = 120.0
+"""Reading the data takes its time on a slow disk."""
+FIRST_STEP_SECONDS = 60.0
+PATIENCE_SECONDS = 5.0
+PATIENCE_STEPS = 20
+
+Hear = Callable[[dict[str, Any]], None]
+
+
+class WorkerError(Exception):
+    """The worker cannot be started, refuses, or dies each time; one line for a person."""
+
+
+class WorkerGone(Exception):
+    """This worker is dead, or as good as dead."""
+
+
+class WorkerProcess:
+    """One worker process, from its start to its end.
+
+    Attributes:
+        useful: it has carried out a command, or taken a step.
+    """
+
+    def __init__(self, child: Child, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.child = child
+        self.useful = False
+        self.layout = Layout(())
+        self._reader, self._writer = reader, writer
+
+    @classmethod
+    async def start(cls, spec: WorkerSpec, memory: int) -> WorkerProcess:
+        """
+        Raises:
+            WorkerError: it refused, and said why, or did not come up.
+            OSError: no process can be had.
+        """
+        ours, theirs = socket.socketpair()
+        # `-P` and the path: what lies in the current directory is not ours to import.
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "node.training.worker",
+            *map(str, (os.getpid(), memory, theirs.fileno())),
+        ]
+        path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
+        with theirs:
+            reader, writer = await asyncio.open_unix_connection(sock=ours, limit=MAX_LINE_BYTES)
+            try:
+                descriptors = (memory, theirs.fileno())
+                child = await Child.start("worker", command, _log_line, {"PYTHONPATH": path}, descriptors)
+            except BaseException:
+                writer.close()
+                raise
+        life = cls(child, reader, writer)
+        try:
+            await life._introduce(spec)
+        except BaseException:
+            await life.end()
+            raise
+        return life
+
+    async def _introduce(self, spec: WorkerSpec) -> None:
+        self._writer.write(spec.to_json().encode() + b"\n")
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                fragments = (await self._next())["done"]
+        except TimeoutError:
+            raise WorkerError(f"the worker did not start within {START_SECONDS:g} s: {self.child.last_words}") from None
+        except WorkerGone:
+            self.child.strike()  # in case it has closed its socket and lives on
+            raise WorkerError(f"the worker did not start: {await self.child.ended()}") from None
+        self.layout = Layout(tuple(tuple((name, tuple(shape)) for name, shape in each) for each in fragments))
+
+    async def ask(self, command: dict[str, Any], memory: Shared, extra_seconds: float, hear: Hear) -> Any:
+        """The answer to a command; progress is heard meanwhile.
+
+        Raises:
+            WorkerError: it refused.
+            WorkerGone: it died, or took no step for too long.
+        """
+        self._writer.write(json.dumps(command).encode() + b"\n")
+        while True:
+            steps = memory.steps
+            try:
+                async with asyncio.timeout(_patience_seconds(memory) + extra_seconds):
+                    answer = await self._next()
+            except TimeoutError:
+                if memory.steps != steps:
+                    continue
+                log.warning("worker %d does not move and is killed", self.child.pid)
+                raise WorkerGone from None
+            if "done" in answer:
+                self.useful = True
+                return answer["done"]
+            self.useful |= answer["progress"]["tokens"] > 0
+            hear(answer["progress"])
+
+    async def _next(self) -> dict[str, Any]:
+        try:
+            answer: dict[str, Any] = json.loads(await self._reader.readline())
+        except (ValueError, OSError):  # an end in the middle of a line, or at its beginning
+            raise WorkerGone from None
+        if "refused" in answer:
+            raise WorkerError(answer["refused"])
+        return answer
+
+    async def end(self) -> None:
+        """End it at once."""
+        self._writer.close()
+        await self.child.kill()
+
+
+def _log_line(line: str | None) -> None:
+    if line:
+        log.warning("worker: %s", line)
+
+
+def _patience_seconds(memory: Shared) -> float:
+    longest = memory.longest_step_seconds
+    return max(PATIENCE_SECONDS, PATIENCE_STEPS * longest) if longest else FIRST_STEP_SECONDS

@@ -1,0 +1,216 @@
+"""The worker: a process of its own that owns model, optimiser and device. `node.training.remote` starts it.
+
+    python -m node.training.worker PARENT MEMORY SOCKET      # a process id, two inherited file descriptors
+
+Lines of JSON over the socket, one command at a time, each answered by `done` or `refused`:
+
+    a WorkerSpec                                        -> done: the layout's fragments
+    do: train, round, begin, surplus                    -> progress: work, ...; done: work
+    do: evaluate                                        -> done: loss
+    do: held_out                                        -> done: base64
+    do: generate, prompt, tokens, temperature, seed     -> done: base64
+    do: save, path                                      -> done: bytes of a file of the optimiser's state
+    do: load, path or null, position                    -> done: null
+
+`carried` in a command: the shared vectors were written, and hold work worth so many tokens. Between two steps no line
+is read: `Shared.attention` ends training. The process ends with the socket; a traceback is its last word to the log.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from node.storage import tensors
+from node.tasks.spec import Job, WorkerSpec, build
+from node.training.shared import Shared
+from node.training.trainer import Shift
+from protocols.base import Layout, Vector, Work
+
+MAX_LINE_BYTES = 1 << 20
+_OOM_SCORE = 500  # where memory runs out the kernel is to take the worker, which is replaced, not the peer
+
+
+class Refused(Exception):
+    """A command that cannot be carried out and has changed nothing; one line."""
+
+
+class Worker:
+    """Carries out commands on one job, in vectors that are shared with the peer.
+
+    On a device the learner's vectors are its own: they are copied in where `carried` says so, and out after training.
+    """
+
+    def __init__(self, job: Job, shared: Shared, spec: WorkerSpec, tell: Callable[[str, Any], None]) -> None:
+        self._job, self._shared, self._tell = job, shared, tell
+        self._batches = spec.recipe.batches
+        self._apart = job.learner.vectors[0].device.type != "cpu"
+        if shared.fresh:
+            for vector, local, anchor in zip(job.learner.vectors, shared.local, shared.anchor, strict=True):
+                local.copy_(vector)
+                anchor.copy_(vector)
+        self._anchors = tuple(map(torch.empty_like, job.learner.vectors)) if self._apart else shared.anchor
+        self._shift = Shift(job.learner, spec.recipe.inner_steps, self._anchors)
+        self._take(0)
+        job.learner.position = shared.position
+        self._parent = os.getppid()
+
+    def carry_out(self, command: dict[str, Any]) -> Any:
+        """What the command is answered with.
+
+        Raises:
+            Refused: it cannot be carried out.
+        """
+        if "carried" in command:
+            self._take(command["carried"])
+        match command["do"]:
+            case "train":
+                return self._train(command["round"], command["begin"], command["surplus"])
+            case "evaluate":
+                return self._shift.evaluate()
+            case "held_out":
+                return base64.b64encode(self._job.held_out).decode()
+            case "generate":
+                return self._generate(command)
+            case "save":
+                return self._save(Path(command["path"]))
+            case "load":
+                return self._load(command["path"], command["position"])
+        raise Refused(f"no command {command['do']!r}")
+
+    def _train(self, round_number: int, begin: bool, surplus: bool) -> dict[str, Any]:
+        shift, shared = self._shift, self._shared
+        if begin:
+            shift.begin(round_number)
+            self._tell("progress", as_json(shift.work()))
+        mark = time.perf_counter()
+        while not shared.attention and os.getppid() == self._parent and (surplus or not shift.complete):
+            time.sleep(self._job.rest_seconds)
+            shared.claim(self._job.learner.position + self._batches)
+            shift.step()
+            now = time.perf_counter()
+            shift.spend(now - mark)
+            shared.stepped(now - mark)
+            mark = now
+            if shift.due():
+                self._tell("progress", as_json(shift.work()))
+        if self._apart:
+            _copy(shift.learner.vectors, shared.local)
+        return as_json(shift.work())
+
+    def _take(self, carried: int) -> None:
+        if self._apart:
+            _copy(self._shared.local, self._shift.learner.vectors)
+            _copy(self._shared.anchor, self._anchors)
+        self._shift.reset(carried)
+
+    def _save(self, path: Path) -> int:
+        try:
+            return tensors.write(path, self._job.learner.moments(), {"format": "starling inner state 1"})
+        except OSError as error:
+            raise Refused(f"the inner state cannot be written: {error.strerror or error}") from error
+
+    def _load(self, path: str | None, position: int) -> None:
+        try:
+            if path is not None and tensors.names(Path(path)):
+                tensors.read(Path(path), self._job.learner.moments(make=True))
+        except (OSError, tensors.Unreadable) as error:
+            raise Refused(f"the inner state cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        self._job.learner.position = position
+        self._shared.claim(position)
+
+    def _generate(self, command: dict[str, Any]) -> str:
+        if self._job.generate is None:
+            raise Refused("this task generates no text")
+        prompt = base64.b64decode(command["prompt"])
+        with self._shift.outer():
+            try:
+                text = self._job.generate(prompt, command["tokens"], command["temperature"], command["seed"])
+            except ValueError as error:
+                raise Refused(_one_line(error)) from error
+        return base64.b64encode(text).decode()
+
+
+def _copy(sources: tuple[Vector, ...], targets: tuple[Vector, ...]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source)
+
+
+def as_json(work: Work) -> dict[str, Any]:
+    """What a worker knows of its work: all but the state root, which is the peer's."""
+    values = asdict(work)
+    del values["state_root"]
+    return values
+
+
+def _start(spec: WorkerSpec, memory: int, tell: Callable[[str, Any], None]) -> tuple[Worker, Layout]:
+    """
+    Raises:
+        ValueError, OSError, RuntimeError, MemoryError: data, device or memory are not to be had.
+    """
+    torch.set_num_threads(spec.thread_count())
+    kept: list[Shared] = []
+
+    def allocate(elements: int) -> Vector:
+        kept.append(Shared(memory, (elements,)))
+        return kept[0].local[0]
+
+    resume = os.fstat(memory).st_size > 0
+    job = build(spec, allocate, resume)
+    shared = kept[0] if kept else Shared(memory, job.learner.layout.sizes())
+    return Worker(job, shared, spec, tell), job.learner.layout
+
+
+def _one_line(error: Exception) -> str:
+    first = (str(error) or type(error).__name__).splitlines()[0]
+    if isinstance(error, MemoryError) or "alloc" in first or "out of memory" in first:
+        return f"not enough memory for this task: {first}"
+    return first
+
+
+def serve(lines: BinaryIO, tell: Callable[[str, Any], None], memory: int) -> int:
+    """Read the spec and then commands until the lines end; returns the exit code."""
+    try:
+        worker, layout = _start(WorkerSpec.from_json(lines.readline(MAX_LINE_BYTES).decode()), memory, tell)
+    except (ValueError, OSError, RuntimeError, MemoryError) as error:
+        tell("refused", _one_line(error))
+        return 1
+    tell("done", layout.fragments)
+    while line := lines.readline(MAX_LINE_BYTES):
+        try:
+            tell("done", worker.carry_out(json.loads(line)))
+        except Refused as error:
+            tell("refused", str(error))
+    return 0
+
+
+def main(arguments: list[str]) -> int:
+    parent, memory, descriptor = map(int, arguments)
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
+        score.write(str(_OOM_SCORE))
+    with socket.socket(fileno=descriptor) as link, link.makefile("rb") as lines:
+
+        def tell(kind: str, value: Any) -> None:
+            link.sendall(json.dumps({kind: value}).encode() + b"\n")
+
+        if os.getppid() != parent:
+            return 1
+        try:
+            return serve(lines, tell, memory)
+        except (BrokenPipeError, ConnectionResetError):  # the peer is gone
+            return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""Standing where the others stand: who is where, snapshots, and the means since."""

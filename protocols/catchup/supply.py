@@ -1,0 +1,135 @@
+"""Where a state comes from: the snapshots that others hand out, and the means of the rounds since."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from protocols.base import Deadline, Head, Host, PeerId, Settings, Vector
+from protocols.catchup.contacts import Contacts
+from protocols.catchup.download import Download, Unavailable
+from protocols.catchup.progress import Fetching, Pursuit
+from protocols.catchup.replay import Replay
+from protocols.catchup.snapshot import Snapshot, Snapshots
+from protocols.codec import codec
+from protocols.history.chain import UNSETTLED, Chain, Link
+from protocols.post import Ledger
+from protocols.reducing.parts import HeldPart
+from protocols.rounds.shelf import Shelf
+
+
+class Supply:
+    """Attributes:
+    fetching: how far this peer is with catching up.
+    pursuit, on_slow: whether it comes nearer; called with one line for a person if it does not.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        ledger: Ledger,
+        settings: Settings,
+        snapshots: Snapshots,
+        contacts: Contacts,
+        shelf: Shelf | None,
+    ) -> None:
+        self.fetching, self.pursuit = Fetching(_now), Pursuit()
+        self.on_slow: Callable[[str], None] = lambda line: None
+        self._host, self._ledger, self._snapshots, self._contacts = host, ledger, snapshots, contacts
+        self._elements = sum(settings.elements)
+        self._replay = Replay(host, ledger, codec(settings.codec), settings.chunk_elements, shelf, self.fetching)
+        self._begun: Download | None = None
+        self._downloaded_bytes = 0
+
+    # -- means --------------------------------------------------------------------------------------------------------
+
+    async def parts(self, link: Link, deadline: Deadline) -> list[HeldPart]:
+        """The parts of the mean of a judged round, one that has some.
+
+        Raises:
+            Unavailable: they are not to be had.
+        """
+        voters = [vote.voter.peer for vote in link.certificate.votes]  # each of them held all parts when it voted
+        sources = self._contacts.others(voters, self._contacts.everybody())
+        return await self._replay.parts(link.record, self._elements, sources, deadline)
+
+    async def decode(self, parts: Sequence[HeldPart], into: Vector) -> None:
+        """Put the mean that these parts make up, float32 (n), into `into`.
+
+        Raises:
+            Unavailable: it does not decode; `into` is then undefined.
+        """
+        await self._replay.decode(parts, into)
+
+    @property
+    def mean_bytes(self) -> int:
+        """About what fetching the mean of one round costs."""
+        return self._replay.encoded_bytes(self._elements)
+
+    # -- snapshots ----------------------------------------------------------------------------------------------------
+
+    def offered(self, chain: Chain) -> list[Head]:
+        """Heads of a judged chain whose state can be had and whose root is vouched for, the least costly first.
+
+        What a snapshot costs is what is missing of it, and the means since. So one that was begun is gone on with,
+        until that is dearer than a newer one from its first byte.
+        """
+        lineages = [*self._contacts.stock(), *([self._begun.at.key.lineage] if self._begun else [])]
+        heads = [head for lineage in dict.fromkeys(lineages) if (head := chain.at(lineage))]
+        sound = [head for head in heads if head.state_root != UNSETTLED]
+        return sorted(sound, key=lambda head: (self.cost_bytes(chain, head), -head.key.round))
+
+    def cost_bytes(self, chain: Chain, head: Head) -> int:
+        """About what has to be fetched to come from a snapshot at this head to the head of the chain."""
+        if self._begun and self._begun.at == head:
+            missing_bytes = self._begun.missing_bytes
+        else:
+            missing_bytes = 8 * self._elements
+            if self._snapshots.has_begun(head.key.lineage, head.key.round):
+                missing_bytes //= 2  # nobody knows how much of it a former life has left
+        return missing_bytes + self.mean_bytes * (chain.head.key.round - head.key.round)
+
+    async def download(self, chain: Chain, deadline: Deadline) -> Snapshot:
+        """Fetch the first snapshot that is `offered`, or else the next; what came of one is there the next time.
+
+        Args:
+            deadline: past it, it goes on only while it moves.
+
+        Raises:
+            Unavailable: nobody has one, or can bring it.
+        """
+        offered = self.offered(chain)
+        for tried, head in enumerate(offered):
+            download = self._download(head)
+            share = (deadline - _now()) / (len(offered) - tried)  # a head that nobody brings leaves time for the next
+            try:
+                return await download.run(lambda: self._donors(head), _now() + share)  # noqa: B023 - awaited here
+            except Unavailable:
+                continue
+            finally:
+                self._downloaded_bytes += download.bytes_received
+                download.bytes_received = 0
+                self._begun = download if download.begun else self._begun
+        raise Unavailable("nobody brought a snapshot of this chain")
+
+    def _download(self, head: Head) -> Download:
+        if self._begun and self._begun.at == head:
+            return self._begun
+        return Download(self._host, self._ledger, self._snapshots, self.fetching, head, self._elements)
+
+    def _donors(self, head: Head) -> list[PeerId]:
+        return self._contacts.stock().get(head.key.lineage, [])
+
+    def caught_up(self) -> None:
+        """What was fetched is in use."""
+        self._begun = None
+
+    def take_bytes(self) -> tuple[int, int]:
+        """Bytes of snapshots, and of parts, fetched since the last call."""
+        taken = self._downloaded_bytes, self._replay.bytes_received
+        self._downloaded_bytes = self._replay.bytes_received = 0
+        return taken
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,209 @@
+"""Codecs of eight bits and fewer: a scale for each block of 128 elements, a code for each element. Pure.
+
+First all scales, float32, then all codes (blockwise absmax quantisation, Dettmers et al. 2021, arXiv 2110.02861,
+section 2.1, with the codes below). Decoding looks a code up and multiplies once: the same bits on every machine. A
+block so small that a decoded number would be denormal becomes zeros with scale 0: a denormal is too coarse for a bound,
+and processors differ in how they treat one. A scale is held where its largest product is still finite.
+
+    int8   a byte, -127..127 times absmax / 127
+    int4   half a byte, -7..7 times absmax / 7; the even element in the low half
+    e3m0   half a byte, a sign and three bits of exponent: 0 or ±absmax / 2**k with k in 0..6 (Streaming DiLoCo sends
+           its outer gradients so: Douillard et al. 2025, arXiv 2501.18512)
+"""
+
+from __future__ import annotations
+
+import torch
+
+from protocols.base import BadPayload, Buffer, Vector
+from protocols.codecs.coding import PIECE, Codec, finite_range, received, target, typed
+
+BLOCK = 128
+_TINY = torch.finfo(torch.float32).tiny
+_LARGEST = torch.finfo(torch.float32).max
+_UNUSED = 8  # the code that no encoder writes: minus eight, or minus zero
+
+
+class _Blockwise(Codec):
+    """A scale, absmax / `_TOP`, for each block; what a quotient in [-_TOP, _TOP] becomes is the codec's own."""
+
+    _TOP: float
+    _LEAST: float  # a smaller scale is zero
+    _MOST: float
+
+    def encode(self, source: Vector, into: memoryview) -> None:
+        scales, codes = self._split(target(self, source, into), len(source))
+        scratch = torch.empty(min(PIECE, len(source)))
+        for low in range(0, len(source), PIECE):
+            high = min(low + PIECE, len(source))
+            for start, stop, width in _spans(low, high):
+                block = source[start:stop].view(-1, width)
+                work = scratch[start - low : stop - low].view(-1, width)
+                scale = self._scales(block, work, scales[start // BLOCK : -(-stop // BLOCK)])
+                torch.div(block, scale.masked_fill(scale == 0, 1.0)[:, None], out=work)
+            self._put(scratch[: high - low], codes, low)
+
+    def decode(self, data: Buffer, into: Vector) -> None:
+        scales, codes = self._split(received(self, data, into), len(into))
+        if not len(into):
+            return
+        low, high = (float(end) for end in torch.aminmax(scales))
+        unused = (scales > 0) & (scales < self._LEAST)  # of these come denormal numbers
+        if not (low >= 0 and high <= self._MOST) or bool(unused.any()):  # also where they are NaN
+            raise BadPayload(f"{self.name} scales from {low:g} to {high:g}")
+        self._get(codes, into)
+        for start, stop, width in _spans(0, len(into)):
+            scale = scales[start // BLOCK : -(-stop // BLOCK)]
+            into[start:stop].view(-1, width).mul_(scale[:, None])
+
+    def error_bound(self, source: Vector) -> Vector:
+        bound = source.abs()
+        for start, stop, width in _spans(0, len(source)):
+            block = bound[start:stop].view(-1, width)
+            scale = self._scales(block, torch.empty_like(block), torch.empty(len(block)))[:, None]
+            block.copy_(torch.where(scale == 0, block, self._off_by(block, scale)))
+        return bound
+
+    def _put(self, quotients: Vector, codes: torch.Tensor, low: int) -> None:
+        """Write the codes of these quotients, of elements from `low` on; destroys them."""
+        raise NotImplementedError
+
+    def _get(self, codes: torch.Tensor, into: Vector) -> None:
+        """What all codes stand for.
+
+        Raises:
+            BadPayload: one of them is none.
+        """
+        raise NotImplementedError
+
+    def _off_by(self, sizes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """What elements of these magnitudes may be off by."""
+        raise NotImplementedError
+
+    def _split(self, data: torch.Tensor, elements: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scales, and codes as bytes, as views of the encoded bytes."""
+        scales = _scale_bytes(elements)
+        return typed(data[:scales], torch.float32), data[scales:]
+
+    def _scales(self, block: torch.Tensor, scratch: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
+        """The scale of each row of `block`, written to `into`.
+
+        Raises:
+            ValueError: an element is not finite.
+        """
+        torch.amax(torch.abs(block, out=scratch), dim=1, out=into)
+        finite_range(into)
+        into.div_(self._TOP).clamp_(max=self._MOST)
+        return into.masked_fill_(into < self._LEAST, 0.0)
+
+
+class Int8(_Blockwise):
+    """An element is off by at most half a step, which is absmax / 254 of its block, and a little for rounding."""
+
+    name = "int8"
+    _TOP, _LEAST = 127.0, _TINY
+    _MOST = float.fromhex("0x1.020406p+121")  # the largest float32 whose product with 127, rounded, is finite
+    _STEP = 0.50002  # half a step; quotient and product each round off by at most 127 * 2**-24 of a step
+
+    def encoded_bytes(self, elements: int) -> int:
+        return _scale_bytes(elements) + elements
+
+    def _put(self, quotients: Vector, codes: torch.Tensor, low: int) -> None:
+        typed(codes, torch.int8)[low : low + len(quotients)].copy_(quotients.round_())
+
+    def _get(self, codes: torch.Tensor, into: Vector) -> None:
+        signed = typed(codes, torch.int8)
+        if int(signed.amin()) < -127:
+            raise BadPayload("int8 code -128")
+        into.copy_(signed)
+
+    def _off_by(self, sizes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return scale * self._STEP
+
+
+class _FourBit(_Blockwise):
+    """Two codes a byte; of an odd number of elements the last half is zero."""
+
+    _LEVELS: tuple[float, ...]  # by code, without that of `_UNUSED`
+
+    def __init__(self) -> None:
+        levels = torch.tensor([*self._LEVELS[:_UNUSED], torch.nan, *self._LEVELS[_UNUSED:]])
+        byte = torch.arange(256)
+        self._pairs = torch.stack((levels[byte & 15], levels[byte >> 4]), dim=1)
+
+    def encoded_bytes(self, elements: int) -> int:
+        return _scale_bytes(elements) + -(-elements // 2)
+
+    def _codes(self, quotients: Vector) -> torch.Tensor:
+        """Their codes, integers in 0..15, of any integer type."""
+        raise NotImplementedError
+
+    def _put(self, quotients: Vector, codes: torch.Tensor, low: int) -> None:
+        halves = torch.zeros(len(quotients) + len(quotients) % 2, dtype=torch.uint8)
+        halves[: len(quotients)].copy_(self._codes(quotients))
+        torch.bitwise_or(halves[0::2], halves[1::2] << 4, out=codes[low // 2 : low // 2 + len(halves) // 2])
+
+    def _get(self, codes: torch.Tensor, into: Vector) -> None:
+        whole = len(into) // 2
+        for low in range(0, whole, PIECE):
+            piece = codes[low : min(low + PIECE, whole)]
+            pairs = into[2 * low : 2 * (low + len(piece))].view(-1, 2)
+            torch.index_select(self._pairs, 0, piece.to(torch.int32), out=pairs)
+        if len(into) % 2:
+            last, beyond = self._pairs[int(codes[-1])].tolist()
+            if beyond != 0:
+                raise BadPayload(f"{self.name} code beyond the last element")
+            into[-1] = last
+        try:
+            finite_range(into)
+        except ValueError:
+            raise BadPayload(f"{self.name} code {_UNUSED}") from None
+
+
+class Int4(_FourBit):
+    """An element is off by at most half a step, which is absmax / 14 of its block, and a little for rounding."""
+
+    name = "int4"
+    _TOP, _LEAST, _STEP = 7.0, _TINY, 0.50002
+    _MOST = float.fromhex("0x1.249248p+125")  # the largest float32 whose product with 7, rounded, is finite
+    _LEVELS = (*range(8), *range(-7, 0))
+
+    def _codes(self, quotients: Vector) -> torch.Tensor:
+        return quotients.round_().to(torch.int8).bitwise_and_(15)
+
+    def _off_by(self, sizes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return scale * self._STEP
+
+
+class E3M0(_FourBit):
+    """To the nearest of a sign and a power of two, or zero: an element is off by at most a third of itself, or by
+    absmax / 128 of its block where that is more, and a little for rounding. The largest of a block is exact.
+    """
+
+    name = "e3m0"
+    _TOP, _LEAST, _MOST = 1.0, 64 * _TINY, _LARGEST
+    _LEVELS = (0.0, *(2.0**k for k in range(-6, 1)), *(-(2.0**k) for k in range(-6, 1)))
+    _RELATIVE, _FLOOR = 0.333334, 0.0078126
+
+    def _codes(self, quotients: Vector) -> torch.Tensor:
+        bits = typed(quotients, torch.int32)
+        signs = (bits >> 28).bitwise_and_(_UNUSED)
+        bits.bitwise_and_(0x7FFF_FFFF)
+        least = (bits >= 120 << 23).to(torch.int32)  # half of 2**-6: nearer to it than to zero
+        levels = bits.add_(1 << 22).bitwise_right_shift_(23).sub_(120)  # to the nearest exponent; 2**-6 is 1
+        codes = torch.maximum(levels, least, out=levels).bitwise_or_(signs)
+        return codes.masked_fill_(codes == _UNUSED, 0)
+
+    def _off_by(self, sizes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return torch.maximum(sizes * self._RELATIVE, scale * self._FLOOR)
+
+
+def _scale_bytes(elements: int) -> int:
+    return 4 * -(-elements // BLOCK)
+
+
+def _spans(low: int, high: int) -> list[tuple[int, int, int]]:
+    """(start, stop, width): the whole blocks, then the short last one. `low` starts a block."""
+    whole = high - (high - low) % BLOCK
+    spans = ((low, whole, BLOCK), (whole, high, high - whole))
+    return [span for span in spans if span[0] < span[1]]

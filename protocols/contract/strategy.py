@@ -1,0 +1,117 @@
+"""The two axes of a run: how replicas agree, an averager and its sessions; and who computes, a trainer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
+
+from protocols.contract.values import Contribution, Deadline, Head, Layout, Mean, Member, PeerId, RoundKey, Vector, Work
+
+
+class Session(Protocol):
+    """One peer's side of one round of averaging."""
+
+    cut: asyncio.Event
+    """Set when the round is called, or has reached its deadline: start no further step, hand in."""
+
+    def ready(self, work: Work) -> None:
+        """Tell the others what there is to hand in; again as the work grows."""
+
+    def awaited(self) -> tuple[PeerId, ...]:
+        """Whom the round waits for, as far as this peer can tell: what a person who wonders is shown."""
+
+    async def mean(self, mine: Sequence[Vector], work: Work, into: Sequence[Vector]) -> Mean:
+        """Average `mine` with the others into `into` (same shapes). `mine` is lent, and unchanged until return.
+
+        Never raises for a peer's failure: the outcome says what became of the round.
+        """
+
+
+class Averager(Protocol):
+    """How replicas agree."""
+
+    me: Member
+
+    def enter(self, head: Head, deadline: Deadline) -> AbstractAsyncContextManager[Session]:
+        """Take part in the round that extends `head`, from its first moment: peers may call from then on.
+
+        Who is not in the roster looks on, asks to be admitted, and learns what was decided.
+        """
+
+
+class LooseSession(Session, Protocol):
+    """A session of a protocol without a shared anchor: what travels is a peer's state, its parameters and momentum.
+
+    `mean` is given the state after this peer's own outer step. Committed, `into` holds the state to go on from;
+    skipped, nobody averaged with us, and `into` is undefined. Others may average with a peer that still trains, too.
+
+    Attributes:
+        round: that this session ended in: a later one than it was entered for if others were ahead.
+        group: names the last group that this peer completed in it: all who name it hold the same bits. Empty: none,
+            or there are no groups.
+        half_exchanges: that this peer began or answered and does not know to be over at both ends: one end may have
+            moved alone.
+        mass_drift: by how much these may have moved the mean of all, at most: the sum over them of
+            ‖what this end moved, or would have moved‖ / ‖its state‖.
+    """
+
+    round: int
+    group: str
+    half_exchanges: int
+    mass_drift: float
+
+    def lend(self, state: Sequence[Vector]) -> None:
+        """Let others average with this state, in place, until it is taken back: all of it at once, or nothing."""
+
+    async def take_back(self) -> Mapping[PeerId, Contribution]:
+        """From now on the state is the caller's alone; waits for an exchange under way, which has its own deadline.
+
+        Returns:
+            Of whom the state holds something, since it was lent; empty: it is as it was.
+        """
+
+
+class LooseAverager(Protocol):
+    """How replicas that share no anchor come near each other.
+
+    `enter` is given the number of this peer's own round, and as lineage the root of its own last state. The class says
+    `shares_anchor = False`.
+    """
+
+    me: Member
+    shares_anchor: bool
+
+    def enter(self, head: Head, deadline: Deadline) -> AbstractAsyncContextManager[LooseSession]:
+        """Take part in a round: peers may call from then on, for this one or for an exchange with what was lent."""
+
+
+class Trainer(Protocol):
+    """Who computes: the inner steps between two rounds, behind a process boundary in a node."""
+
+    layout: Layout
+
+    async def train(
+        self, key: RoundKey, cut: asyncio.Event, progress: Callable[[Work], None], surplus: bool = True
+    ) -> Work:
+        """Train from where the parameters stand until `cut` is set; the cut is seen at every inner step.
+
+        `progress` is called at once, with what earlier rounds left over, after the first inner step, when the round's
+        inner steps are complete, and whenever the work has grown by a tenth since the last call.
+
+        Args:
+            surplus: go on when the round's inner steps are complete; else wait for the cut.
+        """
+
+    async def read(self, into: Vector, fragment: int = 0) -> None:
+        """Copy the local parameters out, at a step boundary."""
+
+    async def write(self, source: Vector, fragment: int = 0, anchor: Vector | None = None, tokens: int = 0) -> None:
+        """Replace the local parameters; the inner optimiser's state stays, the account of work starts again.
+
+        Args:
+            anchor: what the pseudo-gradient is measured from, if not `source`: where work is kept that no round has
+                counted, `source` is the new anchor less that work.
+            tokens: how many tokens that work is worth.
+        """

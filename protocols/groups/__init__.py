@@ -1,0 +1,1 @@
+"""Small groups along the lines of a grid. `protocols.moshpit` is the door."""

@@ -1,0 +1,218 @@
+"""The data phase of one Moshpit group: that of the butterfly, without a vote.
+
+A part whose reducer is lost is asked of the other members: only what its reducer made and signed counts, so that all
+who have all parts hold the same bits. Who lacks one keeps its own state, and nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from protocols import wire
+from protocols.base import BadPayload, Contribution, Deadline, PeerError, PeerId, PeerSilent, RoundKey, Stream
+from protocols.groups.gathering import WEIGHT_SCALE, Desk
+from protocols.groups.grid import drawn
+from protocols.reducing.exchange import Exchange
+from protocols.reducing.parts import HeldPart, Task
+from protocols.reducing.plan import BUDGET_FLOOR_SECONDS, BUDGET_MULTIPLE, Terms
+from protocols.reducing.reduce import Reducer, contribute
+from protocols.tasks import Bell, together
+from protocols.vectors import Flat, norm
+
+DATA = "starling/moshpit/data/1"
+PART = "starling/moshpit/part/1"
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a completed group came to.
+
+    Attributes:
+        weight: the mean of its members' weights: what each of them speaks for from now on.
+        torn: somebody's state is not in every chunk: all together count for less than before.
+    """
+
+    contributions: Mapping[PeerId, Contribution]
+    weights: Mapping[PeerId, float]
+    weight: float
+    torn: bool
+
+
+class Mixing:
+    """One peer's data phase in a called group. It serves others when it is over here.
+
+    Attributes:
+        name: of the group: all who complete it hold the same bits.
+    """
+
+    def __init__(self, desk: Desk, key: RoundKey, terms: Terms, source: Flat, target: Flat, deadline: Deadline) -> None:
+        """
+        Args:
+            source: this peer's state, unchanged until `run` returns.
+            target: takes the mean; undefined while there is none.
+        """
+        self.key, self.terms, self.name = key, terms, terms.digest.hex()
+        self._desk, self._deadline, self._over, self._bell = desk, deadline, False, Bell()
+        now, budget_seconds = asyncio.get_running_loop().time(), terms.plan.budget_seconds
+        phase_seconds = (budget_seconds - BUDGET_FLOOR_SECONDS) / BUDGET_MULTIPLE
+        self._patience_seconds = 2 * desk.answer_seconds + phase_seconds
+        task = Task(
+            key=key,
+            terms=terms,
+            me=desk.me.peer,
+            mine=source,
+            into=target,
+            codec=desk.codec,
+            chunk_elements=desk.settings.chunk_elements,
+            compute=desk.host.compute,
+            signer=desk.host.signer,
+            silent=now + self._patience_seconds,
+            patience_seconds=self._patience_seconds,
+            deadline=min(deadline, now + budget_seconds),
+            progress=lambda: None,
+        )
+        self._exchange = Exchange(desk.host, desk.ledger, task, self._bell.ring, DATA)
+        for peer in terms.peers:
+            if peer not in desk.census.sight and peer != desk.me.peer:
+                self.lose(peer)
+
+    def missing(self) -> tuple[PeerId, ...]:
+        """Whose parts are not here."""
+        parts = range(len(self.terms.plan.reducers))
+        return tuple(dict.fromkeys(self.terms.reducer(part) for part in parts if part not in self._exchange.parts))
+
+    def lose(self, peer: PeerId, why: str = "gone") -> None:
+        """Expect nothing more of a peer."""
+        self._exchange.lose(peer, why)
+
+    @property
+    def in_time(self) -> bool | None:
+        """Whether all parts came within the budget; None if it was not time that was short."""
+        if self._exchange.complete:
+            return True
+        return None if asyncio.get_running_loop().time() < self._exchange.task.deadline else False
+
+    async def run(self) -> Result | None:
+        """Average; None if a part is not to be had."""
+        exchange, parts = self._exchange, range(len(self.terms.plan.reducers))
+        try:
+            async with together() as group:
+                running = group.create_task(exchange.run())
+                await self._until(lambda: all(self._known(part) for part in parts), exchange.task.deadline)
+                running.cancel()  # nothing may write to the target any more
+            for part in parts:
+                if part not in exchange.parts and not await self._obtain(part):
+                    return None
+            return self._result()
+        finally:
+            self._over = True
+            self._bell.ring()
+
+    def _known(self, part: int) -> bool:
+        return part in self._exchange.parts or part in self._exchange.failed
+
+    async def _until(self, condition: Callable[[], bool], deadline: Deadline) -> None:
+        try:
+            await self._bell.until(condition, deadline)
+        except TimeoutError:
+            return
+
+    async def _obtain(self, part: int) -> bool:
+        """Get a part from a member that has it of its reducer."""
+        desk, exchange, loop = self._desk, self._exchange, asyncio.get_running_loop()
+        for peer in drawn(self.terms.digest, self.terms.peers):
+            if peer in (desk.me.peer, self.terms.reducer(part)) or peer not in desk.census.sight:
+                continue
+            deadline = min(self._deadline, loop.time() + self._patience_seconds)
+            try:
+                async with desk.host.transport.open(peer, PART, deadline) as stream, desk.ledger.counting(stream):
+                    held = await contribute(exchange.task, part, stream, again=True)
+                    if held.done is None or held.done.reducer != self.terms.plan.reducers[part]:
+                        raise BadPayload("a part that its reducer did not make")
+                    exchange.adopt(part, held)
+                    return True
+            except (BadPayload, PeerError):
+                continue  # named, where it broke a rule
+        return False
+
+    def _result(self) -> Result | None:
+        terms, held = self.terms, self._exchange.parts
+        for part, each in held.items():
+            if not all(each.masks):
+                self._desk.ledger.name(terms.reducer(part), "refused: its part holds chunks of nobody")
+                return None
+        chunks = sum(each.chunks for each in held.values())
+        weights = {peer: weight / WEIGHT_SCALE for peer, weight in zip(terms.peers, terms.weights, strict=True)}
+        counted = {peer: _counted(bit, held) for bit, peer in enumerate(terms.peers) if weights[peer]}
+        total = math.fsum(weights[peer] * count / chunks for peer, count in counted.items()) if chunks else 0.0
+        return Result(
+            contributions={
+                peer: Contribution(count, chunks, (f"{self.name}/{peer}",)) for peer, count in counted.items() if count
+            },
+            weights=weights,
+            weight=total / len(terms.peers),
+            torn=any(count < chunks for count in counted.values()),
+        )
+
+    # -- for the others -----------------------------------------------------------------------------------------------
+
+    async def serve(self, peer: PeerId, stream: Stream, opening: wire.Contribute) -> None:
+        """A member's data stream.
+
+        Raises:
+            BadPayload: it broke a rule.
+            PeerSilent: the part is not ours to reduce, or the stream broke off.
+        """
+        try:
+            await self._exchange.serve(peer, stream, opening)
+        except BadPayload as error:
+            self._exchange.lose(peer, f"refused: {error}")
+            raise
+
+    async def serve_part(self, peer: PeerId, stream: Stream, opening: wire.Contribute) -> None:
+        """Give a member a part of another reducer, as soon as it is known whether it is here.
+
+        Raises:
+            BadPayload: it is not in the plan.
+            PeerSilent: the part is not here, or the stream broke off.
+        """
+        await self._until(lambda: self._over or self._known(opening.part), stream.deadline)
+        held = self._exchange.parts.get(opening.part)
+        if held is None or held.done is None or not held.done.signature:
+            raise PeerSilent(peer, f"part {opening.part} is not here")
+        await Reducer(self._exchange.task, opening.part, held).serve(peer, stream)
+
+    # -- afterwards ---------------------------------------------------------------------------------------------------
+
+    def moved(self, source: Flat, target: Flat) -> float:
+        """By what share of its norm the state moved, or would have; judged by the parts that are here."""
+        squares, whole = 0.0, 0.0
+        for held in self._exchange.parts.values():
+            scratch, apart = held.room(), held.room()
+            for index in range(held.chunks):
+                low, high = held.elements(index)
+                before = source.read(low, high, scratch)
+                whole += norm([before]) ** 2
+                apart[: high - low].copy_(before)
+                squares += norm([apart[: high - low].sub_(target.read(low, high, scratch))]) ** 2
+        return math.sqrt(squares / whole) if whole else 0.0
+
+
+def _counted(bit: int, held: Mapping[int, HeldPart]) -> int:
+    """In how many chunks a member is."""
+    return sum(mask >> bit & 1 for each in held.values() for mask in each.masks)
+
+
+def counted(results: Sequence[Result]) -> dict[PeerId, Contribution]:
+    """Of whom the groups of a round had something, all together."""
+    found: dict[PeerId, Contribution] = {}
+    for result in results:
+        for peer, new in result.contributions.items():
+            old = found.get(peer, Contribution(0, 0))
+            found[peer] = Contribution(
+                old.chunks_counted + new.chunks_counted, old.chunks + new.chunks, old.messages + new.messages
+            )
+    return found

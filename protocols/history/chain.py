@@ -1,0 +1,332 @@
+"""The chain of decided rounds as one peer sees it, and its head: what the next round extends. Pure.
+
+A chain says nothing of whether a certificate is right: who adds one has judged it (`protocols.history.branches`), or
+has just helped to decide it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
+from weakref import WeakSet
+
+from protocols import wire
+from protocols.base import Head, Member, RoundKey
+from protocols.history.links import UNSETTLED, Archive, Forgotten, Link, Links, follow, steps
+from protocols.vote import record as records
+from protocols.vote.record import Record
+from protocols.vote.votes import Certificate
+
+__all__ = ["UNSETTLED", "Archive", "Chain", "Link", "certificate_in", "follow", "genesis", "state_root"]
+
+PIECE = 16
+"""Certificates that are looked up at once: fast enough to be done between two others' turns."""
+
+
+def state_root(parameters_root: bytes, velocity_root: bytes, round_number: int) -> bytes:
+    """One hash for the whole outer state: parameters, momentum and the round that comes next."""
+    number = round_number.to_bytes(8, "big")
+    return hashlib.sha256(b"starling state" + parameters_root + velocity_root + number).digest()
+
+
+def genesis(run: bytes, scope: str, roster: tuple[Member, ...], root: bytes = UNSETTLED) -> Head:
+    """The head of a chain without records.
+
+    Args:
+        run: hash of the manifest, 32 bytes.
+        root: state root that the run starts from, 32 bytes.
+    """
+    lineage = records.genesis(run)
+    return Head(RoundKey(run, scope, lineage, 0), roster, root, anchor=lineage)
+
+
+def certificate_in(head: Head, data: bytes) -> Certificate:
+    """The certificate that an averager hands over, of the round after `head`.
+
+    Raises:
+        BadPayload: no certificate.
+        ValueError: of another round.
+    """
+    certificate, key = wire.expect(wire.decode(data), Certificate), head.key
+    if certificate.key != key:
+        raise ValueError(f"certificate of round {certificate.key.round} does not extend the head at round {key.round}")
+    return certificate
+
+
+class Chain:
+    """The head, and the rounds that led to it since the genesis, as far as they can be read.
+
+    The rounds are a trunk that the copies of a chain share with it; what only a copy has is its own.
+
+    Attributes:
+        head: its state root is this peer's own, as it was settled last; `UNSETTLED` before that.
+    """
+
+    def __init__(
+        self,
+        run: bytes,
+        scope: str,
+        roster: tuple[Member, ...],
+        root: bytes = UNSETTLED,
+        archive: Archive | None = None,
+    ) -> None:
+        """A chain at its genesis, or where the archive leads from there; what does not is cut off there.
+
+        Args:
+            run, scope, roster, root: as for `genesis`. Unsettled, the root is what the first record says.
+            archive: where the certificates are kept, whose votes have been judged; None: in memory.
+        """
+        self._trunk = Links(genesis(run, scope, roster, root), archive)
+        self._shared = len(self._trunk)  # rounds of the trunk that are ours
+        self._own: Links | None = None  # those after them; None: the trunk is ours
+        self._lent = False  # whether they are somebody else's, too
+        self._copies: WeakSet[Chain] = WeakSet()  # of the trunk
+        self.head = self._head(len(self))
+
+    def copy(self) -> Chain:
+        """A chain of its own with the same rounds, which never writes to the archive."""
+        other = Chain.__new__(Chain)
+        other._trunk, other._shared, other._copies = self._trunk, self._shared, self._copies
+        other._own, other._lent = Links(self._trunk.head(self._shared)), False
+        other._own.extend(self._own or ())
+        other.head = self.head
+        self._copies.add(other)
+        return other
+
+    def __len__(self) -> int:
+        return self._shared + len(self._own or ())
+
+    def __bool__(self) -> bool:
+        return True  # one without rounds is a chain all the same
+
+    @property
+    def trained(self) -> int:
+        """Rounds up to the head that were rounds of training, whatever became of them: all but FORKs without a mean.
+
+        What a run is long, and what its learning rate goes by: who goes on after a restart trains what it would have.
+        """
+        own = self._own.idle(len(self._own)) if self._own else 0
+        return self.head.key.round - self._trunk.idle(self._shared) - own
+
+    @property
+    def refused(self) -> int:
+        """Certificates that the archive held at the beginning, and that did not lead on from the genesis."""
+        return self._trunk.refused
+
+    @property
+    def records(self) -> tuple[bytes, ...]:
+        """The encoded records that can be read, oldest first."""
+        return tuple(link.certificate.record for link in self._read(self._trunk.floor, len(self)))
+
+    # -- looking ------------------------------------------------------------------------------------------------------
+
+    def __contains__(self, lineage: bytes) -> bool:
+        return self._place(lineage) is not None
+
+    def _place(self, lineage: bytes) -> int | None:
+        """How many rounds come before this lineage's child."""
+        place = self._trunk.place(lineage)
+        if place is not None and place <= self._shared:
+            return place
+        own = self._own.place(lineage) if self._own else None
+        return None if own is None else self._shared + own
+
+    def _read(self, place: int, count: int) -> list[Link]:
+        """
+        Raises:
+            Forgotten: one of them cannot be.
+        """
+        shared = self._trunk.read(place, min(count, self._shared - place)) if place < self._shared else []
+        if self._own is None or len(shared) == count:
+            return shared
+        return shared + self._own.read(max(0, place - self._shared), count - len(shared))
+
+    def _head(self, place: int) -> Head:
+        """
+        Raises:
+            Forgotten: it cannot be told.
+        """
+        return self._read(place - 1, 1)[0].head if place else self._trunk.start
+
+    def _lineage(self, place: int) -> bytes:
+        return (
+            self._trunk.lineage(place)
+            if place <= self._shared or self._own is None
+            else self._own.lineage(place - self._shared)
+        )
+
+    def child(self, lineage: bytes) -> Link | None:
+        """The round that extends this lineage, if we have it."""
+        return next(iter(self.since(lineage, 1)), None)
+
+    def since(self, lineage: bytes, limit: int | None = None) -> tuple[Link, ...]:
+        """The rounds after this lineage, oldest first, at most `limit`; none if it is not on this chain."""
+        place = self._place(lineage)
+        if place is None:
+            return ()
+        try:
+            return tuple(self._read(place, len(self) - place if limit is None else limit))
+        except Forgotten:
+            return ()
+
+    def walk(self, lineage: bytes) -> Iterator[Link]:
+        """As `since`, a few at a time; ends early where one cannot be read."""
+        while some := self.since(lineage, PIECE):
+            yield from some
+            lineage = some[-1].lineage
+
+    def count_since(self, lineage: bytes) -> int:
+        """How many rounds there are after this lineage; 0 if it is not on this chain."""
+        place = self._place(lineage)
+        return 0 if place is None else len(self) - place
+
+    def certificates(self, lineage: bytes) -> list[Certificate]:
+        """Of some rounds after this lineage, at least one if there is one: what is quickly looked up."""
+        place = self._place(lineage)
+        if place is None or place == len(self):
+            return []
+        try:
+            if place < self._shared:
+                return self._trunk.certificates(place, min(PIECE, self._shared - place))
+            return self._own.certificates(place - self._shared, PIECE) if self._own else []
+        except Forgotten:
+            return []
+
+    def at(self, lineage: bytes) -> Head | None:
+        """The head at a lineage of this chain; its state root as the certificates have it, not as we computed it."""
+        place = self._place(lineage)
+        if place is None:
+            return None
+        try:
+            head, after = self._head(place), self._read(place, 1)
+        except Forgotten:
+            return None
+        return replace(head, state_root=after[0].record.state_root) if after else head
+
+    def locator(self) -> tuple[bytes, ...]:
+        """Lineages from the head down, ever farther apart, the last one the oldest kept: where do we part?"""
+        return tuple(self._lineage(place) for place in steps(len(self), self._trunk.floor))
+
+    def common(self, locator: Sequence[bytes]) -> bytes | None:
+        """The first lineage of another peer's locator that is on this chain."""
+        return next((lineage for lineage in locator if lineage in self), None)
+
+    def members(self, limit: int) -> tuple[Member, ...]:
+        """Who was in a roster, the latest first, one life of each peer, at most `limit`; not of all times, of a chain
+        whose roster changed more than a thousand times."""
+        found: dict[str, Member] = {}
+        own = () if self._own is None else self._own.rosters(len(self._own))
+        for roster in chain(own, self._trunk.rosters(self._shared)):
+            for member in roster:
+                found.setdefault(member.peer, member)
+            if len(found) >= limit:
+                break
+        return tuple(found.values())[:limit]
+
+    # -- moving -------------------------------------------------------------------------------------------------------
+
+    def extend(self, certificate: bytes) -> Record:
+        """Move the head to a decided round, `wire.encode(certificate)`; its state root follows with `settle`.
+
+        Raises:
+            BadPayload: no certificate.
+            ValueError: it does not extend the head: applying it would break the chain.
+        """
+        link = follow(self.head, certificate_in(self.head, certificate))
+        self._append(link, certificate)
+        self.head = link.head
+        return link.record
+
+    def settle(self, root: bytes) -> None:
+        """The state that the head's record led to is computed, or the round in its root has changed (after a SKIP)."""
+        self.head = replace(self.head, state_root=root)
+
+    def switch(self, lineage: bytes, links: Sequence[Link]) -> tuple[Link, ...]:
+        """Go over to another branch, which leaves this one at a lineage of it; the head's state is to be settled.
+
+        Returns:
+            The rounds that are given up, oldest first.
+
+        Raises:
+            ValueError: the lineage is not on this chain, or the links do not follow it; nothing has changed then.
+        """
+        place = self._place(lineage)
+        if place is None or not _follows(lineage, links):
+            raise ValueError("a branch that does not leave this chain where it is said to")
+        try:
+            lost = self._cut(place)
+        except Forgotten:
+            raise ValueError("a branch that leaves this chain where it cannot be read any more") from None
+        try:
+            self._extend(links)
+        except Forgotten:
+            if lost and lost[0].certificate.key.lineage == lineage:
+                self._extend(lost)
+            raise ValueError("a branch that cannot be read any more") from None
+        finally:
+            self.head = self._head(len(self))
+        return lost
+
+    def _extend(self, links: Sequence[Link]) -> None:
+        """
+        Raises:
+            Forgotten: some of them cannot be read any more.
+        """
+        if self._own is None:
+            self._trunk.extend(links)
+            self._shared = len(self._trunk)
+        elif isinstance(links, Links) and not self._own:
+            self._own, self._lent = links, True  # a copy is for judging: it rarely goes on from there
+        else:
+            self._unshare()
+            self._own.extend(links)
+
+    def _unshare(self) -> None:
+        """Before what is our own changes: if it is somebody else's, too, it becomes ours alone."""
+        if self._lent and self._own is not None:
+            before, self._own, self._lent = self._own, Links(self._own.start), False
+            self._own.extend(before)
+
+    def _append(self, link: Link, encoded: bytes | None = None) -> None:
+        if self._own is None:
+            self._trunk.append(link, encoded)
+            self._shared += 1
+        else:
+            self._unshare()
+            self._own.append(link, encoded)
+
+    def _cut(self, place: int) -> tuple[Link, ...]:
+        """Give up what comes after so many rounds.
+
+        Raises:
+            Forgotten: the head there cannot be told; nothing has changed.
+        """
+        if self._own is not None and place >= self._shared:
+            self._unshare()
+            return self._own.cut(place - self._shared)
+        if self._own is not None:
+            head, given_up = self._trunk.head(place), self._read(place, len(self) - place)
+            self._shared, self._own, self._lent = place, Links(head), False
+            return tuple(given_up)
+        head, lost = self._trunk.head(place), self._trunk.cut(place)
+        for each in self._copies:
+            each._part(head, place, lost)
+        self._shared = place
+        return lost
+
+    def _part(self, head: Head, place: int, lost: tuple[Link, ...]) -> None:
+        """The trunk is given up from there on: what of that is ours too, becomes our own."""
+        if place < self._shared and self._own is not None:
+            before, self._own, self._lent = self._own, Links(head), False
+            self._own.extend((*lost[: self._shared - place], *before))
+            self._shared = place
+
+
+def _follows(lineage: bytes, links: Sequence[Link]) -> bool:
+    """Whether these rounds follow each other from a lineage."""
+    if isinstance(links, Links):
+        return links.start.key.lineage == lineage
+    parents = [lineage, *(link.lineage for link in links)]
+    return all(link.certificate.key.lineage == parent for link, parent in zip(links, parents, strict=False))

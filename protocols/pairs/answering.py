@@ -1,0 +1,142 @@
+"""The answerer's end of exchanges of states: who asks is told yes or busy at once, and no question counts twice."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from contextlib import suppress
+
+from protocols.base import BadPayload, PeerError, PeerId, PeerSilent, Stream
+from protocols.pairs.asking import Asker
+from protocols.pairs.pairing import Exchange, Pairing
+from protocols.pairs.patience import MAX_PEERS, Questions
+from protocols.pairs.swap import EXCHANGE, HEADER_LIMIT, Answer, Ask, Settle, Settled, Whole, hear
+from protocols.tasks import alongside, within
+
+FIRST_FRAME_SECONDS = 10.0
+
+
+class Answerer:
+    """Serves `EXCHANGE`."""
+
+    def __init__(self, pairing: Pairing, asker: Asker) -> None:
+        self._pairing, self._asker = pairing, asker
+        self._questions = Questions()
+        self._moved: OrderedDict[str, None] = OrderedDict()  # questions after which we have
+        self._doubted: dict[str, Exchange] = {}  # of these, where we do not know yet that the asker has, too
+        pairing.host.transport.serve(EXCHANGE, self._serve)
+
+    async def _serve(self, peer: PeerId, stream: Stream) -> None:
+        pairing = self._pairing
+        async with pairing.ledger.counting(stream):
+            async with within(FIRST_FRAME_SECONDS, peer, "waiting for its first word"):
+                message = await stream.receive(HEADER_LIMIT)
+            if not isinstance(message, Ask | Settle):
+                raise BadPayload(f"{type(message).__name__} opens no exchange")
+            self._admit(peer, message)
+            if isinstance(message, Settle):
+                return await stream.send(Settled(message.key, pairing.me, message.sequence, self._settle(message)))
+            exchange = self._accept(message, stream)
+            try:
+                accepted = exchange is not None
+                await stream.send(Answer(message.key, pairing.me, message.sequence, accepted, pairing.round))
+                if exchange is None:
+                    return
+                await self._follow(exchange, stream)
+            finally:
+                if exchange:
+                    pairing.end(exchange)
+            await self._last_word(exchange, stream)
+
+    def _admit(self, peer: PeerId, message: Ask | Settle) -> None:
+        """
+        Raises:
+            BadPayload: of another sender, run, scope or codec, or asked before.
+            PeerSilent: of nobody who is known to be alive, in this life.
+        """
+        pairing, key = self._pairing, message.key
+        if message.sender.peer != peer:
+            raise BadPayload(f"a question of {message.sender.peer}")
+        if message.sender not in pairing.host.members.live():
+            raise PeerSilent(peer, "not a live member")
+        here = pairing.owner.key if pairing.owner else key
+        if (key.run, key.scope) != (here.run, here.scope):
+            raise BadPayload("a question of another run or scope")
+        if isinstance(message, Ask):
+            self._questions.hear(message.sender, message.sequence, key.round)
+            if message.codec != pairing.codec.name:
+                raise BadPayload(f"codec {message.codec!r} where the run uses {pairing.codec.name}")
+            pairing.tempo.hear(peer, key.round)
+
+    def _accept(self, ask: Ask, stream: Stream) -> Exchange | None:
+        """Begin the exchange, unless we are busy.
+
+        Raises:
+            BadPayload: a state of another size.
+        """
+        pairing, now = self._pairing, asyncio.get_running_loop().time()
+        owner, patience = pairing.owner, pairing.patience
+        if owner is None or owner.state is None or pairing.exchange or patience.resting(stream.peer, now):
+            return None
+        if ask.key.fragment != owner.key.fragment:
+            return None
+        if ask.elements != owner.state.size:
+            raise BadPayload(f"a state of {ask.elements} elements; the run's have {owner.state.size}")
+        if not self._asker.gives_way(ask):
+            return None
+        size_bytes = pairing.codec.encoded_bytes(owner.state.size)
+        deadline = min(stream.deadline, owner.deadline, now + patience.timeout_seconds(stream.peer, size_bytes))
+        return pairing.begin(owner, ask, ask.sender, deadline)
+
+    async def _follow(self, exchange: Exchange, stream: Stream) -> None:
+        """Our part, until we have moved."""
+        pairing = self._pairing
+        try:
+            await alongside(self._hear_out(exchange, stream), pairing.watch(exchange.partner, exchange.deadline))
+            pairing.check(exchange)
+        except BadPayload:
+            pairing.distrust(stream.peer)
+            raise
+        except PeerError as error:
+            if exchange.swap.begun or asyncio.get_running_loop().time() >= exchange.deadline:  # else: taken back
+                pairing.failed(stream.peer, exchange.began, exchange.deadline, error.why)
+            raise
+        self._moved[exchange.ask.name] = None
+        if len(self._moved) > MAX_PEERS:
+            self._moved.popitem(last=False)
+        await pairing.move(exchange)
+
+    async def _hear_out(self, exchange: Exchange, stream: Stream) -> None:
+        await exchange.swap.trade(stream)
+        await hear(stream, Whole, exchange.ask)
+
+    async def _last_word(self, exchange: Exchange, stream: Stream) -> None:
+        """Our state is free. What is left is to know whether the asker has moved: it says so, or asks us."""
+        pairing, ask = self._pairing, exchange.ask
+        seconds = pairing.patience.answer_seconds(stream.peer)
+        self._doubted[ask.name] = exchange
+        try:
+            async with within(seconds, stream.peer, "waiting for its last word"):
+                await stream.send(Whole(ask.key, pairing.me, ask.sequence))
+                await hear(stream, Whole, ask)
+        except (PeerError, BadPayload):
+            with suppress(TimeoutError):
+                until = asyncio.get_running_loop().time() + seconds
+                return await pairing.bell.until(lambda: exchange.settled, until)
+            pairing.half(await exchange.swap.drift())
+            raise
+        finally:
+            del self._doubted[ask.name]
+
+    def _settle(self, message: Settle) -> bool:
+        """Whether we have moved; if not, we never will."""
+        exchange = self._pairing.exchange
+        if exchange and exchange.ask.name == message.name and not exchange.moving:
+            exchange.given_up = True
+        if message.name not in self._moved:
+            return False
+        for each in (exchange, self._doubted.get(message.name)):
+            if each and each.ask.name == message.name:
+                each.settled = True
+        self._pairing.bell.ring()
+        return True

@@ -1,0 +1,126 @@
+"""The asker's end of exchanges of states."""
+
+from __future__ import annotations
+
+import asyncio
+from enum import Enum, auto
+
+from protocols.base import BadPayload, Deadline, Member, PeerError, Stream
+from protocols.pairs.pairing import Exchange, Owner, Pairing
+from protocols.pairs.swap import EXCHANGE, Answer, Ask, Settle, Settled, Whole, hear
+from protocols.tasks import alongside, together
+
+
+class Verdict(Enum):
+    """What became of a question."""
+
+    HELD = auto()
+    BUSY = auto()
+    WITHDRAWN = auto()  # another's came first
+    FAILED = auto()
+
+
+class Asker:
+    """Asks one question at a time."""
+
+    def __init__(self, pairing: Pairing) -> None:
+        self._pairing = pairing
+        self._open: tuple[Ask, asyncio.Task[Verdict]] | None = None  # not answered yet
+        self._asked = 0
+
+    def gives_way(self, other: Ask) -> bool:
+        """Whether another's question may be said yes to: ours, if one is unanswered, is taken back for it."""
+        if self._open is None:
+            return True
+        ours, job = self._open
+        if ours.rank() < other.rank():
+            return False
+        self._open = None
+        job.cancel()
+        return True
+
+    async def ask(self, owner: Owner, partner: Member, until: Deadline) -> Verdict:
+        """Ask for an exchange, and have it; whatever fails is named. Nobody may be in one with us."""
+        assert owner.state is not None
+        self._asked += 1
+        ask = Ask(owner.key, self._pairing.me, self._asked, owner.state.size, self._pairing.codec.name)
+        async with together() as group:
+            job = group.create_task(self._ask(owner, ask, partner, until))
+            self._open = ask, job
+            try:
+                await asyncio.wait([job])
+            finally:
+                self._open = None
+        return Verdict.WITHDRAWN if job.cancelled() else job.result()
+
+    async def _ask(self, owner: Owner, ask: Ask, partner: Member, until: Deadline) -> Verdict:
+        pairing, peer, began = self._pairing, partner.peer, asyncio.get_running_loop().time()
+        answer_by = min(until, began + pairing.patience.answer_seconds(peer))
+        exchange: Exchange | None = None
+        try:
+            async with (
+                asyncio.timeout_at(answer_by) as limit,
+                pairing.host.transport.open(peer, EXCHANGE, until) as stream,
+                pairing.ledger.counting(stream),
+            ):
+                await stream.send(ask)
+                answer = await hear(stream, Answer, ask)
+                pairing.tempo.hear(peer, answer.round)
+                if not answer.accepted:
+                    return Verdict.BUSY
+                limit.reschedule(None)  # from here on it is watched
+                pairing.patience.answered(peer, asyncio.get_running_loop().time() - began)
+                self._open, exchange = None, pairing.begin(owner, ask, partner, until)
+                await alongside(self._lead(exchange, stream), pairing.watch(partner, until))
+                return Verdict.HELD
+        except (PeerError, BadPayload, TimeoutError) as error:
+            if exchange and await self._held(exchange, error):
+                return Verdict.HELD
+            if isinstance(error, BadPayload):
+                pairing.distrust(peer)
+            elif exchange is None and isinstance(error, TimeoutError) and answer_by == until:
+                return Verdict.BUSY  # it was our own time that was short
+            else:
+                why = error.why if isinstance(error, PeerError) else "it did not answer in time"
+                pairing.failed(peer, began, until if exchange else answer_by, why)
+            return Verdict.FAILED
+        except asyncio.CancelledError:
+            if exchange and exchange.in_doubt:
+                pairing.half(exchange.swap.most)
+            raise
+        finally:
+            if exchange:
+                pairing.end(exchange)
+
+    async def _lead(self, exchange: Exchange, stream: Stream) -> None:
+        """Our part. From our first `Whole` to the answer to it, it is in doubt whether the partner has moved."""
+        pairing, ask = self._pairing, exchange.ask
+        await exchange.swap.trade(stream)
+        pairing.check(exchange)
+        exchange.moving = True
+        await stream.send(Whole(ask.key, pairing.me, ask.sequence))
+        await hear(stream, Whole, ask)
+        await pairing.move(exchange)
+        await stream.send(Whole(ask.key, pairing.me, ask.sequence))
+
+    async def _held(self, exchange: Exchange, error: Exception) -> bool:
+        """Whether an exchange that broke off has held; where that is in doubt, the partner is asked, once."""
+        pairing, ask, peer = self._pairing, exchange.ask, exchange.partner.peer
+        if not exchange.in_doubt:
+            return exchange.swap.moved is not None  # then only our last word is lost
+        deadline = asyncio.get_running_loop().time() + pairing.patience.answer_seconds(peer)
+        try:
+            if isinstance(error, BadPayload):
+                raise error
+            async with (
+                pairing.host.transport.open(peer, EXCHANGE, deadline) as stream,
+                pairing.ledger.counting(stream),
+            ):
+                await stream.send(Settle(ask.key, pairing.me, ask.sequence))
+                if not (await hear(stream, Settled, ask)).moved:
+                    return False
+        except (PeerError, BadPayload):
+            pairing.half(await exchange.swap.drift())
+            return False
+        await pairing.move(exchange)
+        return True

@@ -1,0 +1,142 @@
+"""A round of a peer whose state others may average with: lent while it trains, open while it mixes, its own between."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Protocol
+
+from protocols.base import Contribution, Deadline, Head, Host, Mean, Member, Outcome, PeerId, RoundKey, Vector, Work
+from protocols.pairs.tempo import Tempo
+from protocols.post import Ledger
+from protocols.vectors import Flat
+
+
+class Mixer(Protocol):
+    """How states are averaged, as a session sees it."""
+
+    me: Member
+    host: Host
+    ledger: Ledger
+    tempo: Tempo
+
+    async def mix(self, session: LendingSession, state: Flat) -> None:
+        """Average the state, which is open to others meanwhile, in place."""
+
+    def partners(self) -> tuple[PeerId, ...]:
+        """Who averages with the state at this moment."""
+
+    def opened(self) -> None:
+        """A session has a state now."""
+
+    async def at_rest(self) -> None:
+        """Wait for whatever is changing the state; nothing new begins where a session has no state."""
+
+
+class LendingSession:
+    """`protocols.base.LooseSession`.
+
+    Attributes:
+        key: of this peer's round.
+        deadline: of the round.
+        state: what others may average with; None: nothing, at the moment.
+        held: of whom the state holds something, since it was lent or given to `mean`.
+        weights: how much of the state each peer's makes up, by all that was averaged in this round.
+    """
+
+    group = ""
+
+    def __init__(self, mixer: Mixer, head: Head, deadline: Deadline) -> None:
+        self.cut = asyncio.Event()
+        self.key: RoundKey = head.key
+        self.deadline: Deadline = deadline
+        self.round = head.key.round
+        self.half_exchanges, self.mass_drift = 0, 0.0
+        self.state: Flat | None = None
+        self.held: dict[PeerId, Contribution] = {}
+        self.weights = {mixer.me.peer: 1.0}
+        self._mixer = mixer
+
+    # -- the contract -------------------------------------------------------------------------------------------------
+
+    def ready(self, work: Work) -> None:
+        if work.complete or work.leaving:
+            self.cut.set()
+
+    def awaited(self) -> tuple[PeerId, ...]:
+        return self._mixer.partners()
+
+    def lend(self, state: Sequence[Vector]) -> None:
+        self._open(Flat(state))
+
+    async def take_back(self) -> Mapping[PeerId, Contribution]:
+        self.state = None
+        await self._mixer.at_rest()
+        return self.held
+
+    async def mean(self, mine: Sequence[Vector], work: Work, into: Sequence[Vector]) -> Mean:
+        """As the contract has it. Others may come meanwhile: they average with `into`, where `mine` is copied first.
+
+        Raises:
+            ValueError: the sizes of `mine` and `into` differ.
+        """
+        if [len(each) for each in mine] != [len(each) for each in into]:
+            raise ValueError(f"{[len(each) for each in mine]} elements into {[len(each) for each in into]}")
+        early, target = await self.take_back(), Flat(into)
+        self._keep_up()
+        await self._mixer.host.compute.run(partial(_copy, mine, into), 8 * target.size)
+        self._open(target)
+        try:
+            await self._mixer.mix(self, target)
+        except BaseException:
+            self.state = None  # who leaves in a hurry does not wait for what is under way
+            raise
+        held = await self.take_back()
+        names, sent, received = self._mixer.ledger.take()
+        outcome = Outcome.COMMITTED if held or early else Outcome.SKIPPED
+        weights = self.weights if outcome is Outcome.COMMITTED else {}
+        return Mean(
+            outcome, contributions=held, weights=weights, blamed=names, bytes_sent=sent, bytes_received=received
+        )
+
+    def _keep_up(self) -> None:
+        """Who is behind most of the others goes to their round."""
+        others = [member.peer for member in self._mixer.host.members.live() if member.peer != self._mixer.me.peer]
+        self.round = self._mixer.tempo.round(self.round, others)
+        self.key = replace(self.key, round=self.round)
+
+    def _open(self, state: Flat) -> None:
+        self.state, self.held = state, {}
+        self._mixer.opened()
+
+    # -- what came of it ----------------------------------------------------------------------------------------------
+
+    def count(self, peer: PeerId, chunks: int, name: str, share: float) -> None:
+        """So much of our state is this peer's now, the rest as it was."""
+        before = self.held.get(peer)
+        self.held[peer] = Contribution(chunks, chunks, (*(before.messages if before else ()), name))
+        self.weights = {each: (1 - share) * weight for each, weight in self.weights.items()}
+        self.weights[peer] = self.weights.get(peer, 0.0) + share
+
+    def count_half(self, drift: float) -> None:
+        """An exchange that may have moved one end only, by this share of its norm."""
+        self.half_exchanges += 1
+        self.mass_drift += drift
+
+
+@asynccontextmanager
+async def cut_at(session: LendingSession) -> AsyncIterator[LendingSession]:
+    """The round is cut at its deadline at the latest."""
+    timer = asyncio.get_running_loop().call_at(session.deadline, session.cut.set)
+    try:
+        yield session
+    finally:
+        timer.cancel()
+
+
+def _copy(source: Sequence[Vector], into: Sequence[Vector]) -> None:
+    for each, target in zip(source, into, strict=True):
+        target.copy_(each)

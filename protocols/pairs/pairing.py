@@ -1,0 +1,172 @@
+"""What a peer knows of its exchanges of states: the one that it is in, whose state it is, what became of the others.
+
+One at a time: nobody touches the state of a peer that is in an exchange but that exchange (`protocols.pairs.asking`,
+`protocols.pairs.answering`: its two ends).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from protocols.base import Deadline, Host, Member, PeerId, PeerSilent, RoundKey, Settings
+from protocols.codec import codec
+from protocols.pairs.patience import Patience
+from protocols.pairs.swap import Ask, Swap, told
+from protocols.pairs.tempo import Tempo
+from protocols.post import Ledger
+from protocols.tasks import Bell
+from protocols.vectors import Flat
+
+DISTRUST_SECONDS = 60.0
+"""Who broke a rule is neither asked nor answered for so long."""
+
+
+class Owner(Protocol):
+    """Whose state is exchanged, for one round.
+
+    Attributes:
+        state: what others may average with; None: nothing, at the moment.
+        deadline: of the round.
+    """
+
+    key: RoundKey
+    deadline: Deadline
+    state: Flat | None
+
+    def count(self, peer: PeerId, chunks: int, name: str, share: float) -> None:
+        """An exchange held: so much of the state is this peer's now."""
+
+    def count_half(self, drift: float) -> None:
+        """One that may have moved one end only, by this share of its norm."""
+
+
+@dataclass(slots=True, eq=False)
+class Exchange:
+    """An exchange that this peer is in.
+
+    Attributes:
+        ask: the question that began it, ours or the partner's.
+        moving: one end may move, or has: it is not to be broken off any more.
+        given_up: the asker has been told that we did not move, so we must not.
+        settled: the asker knows that we have moved, by asking.
+        done: our state is free again.
+    """
+
+    ask: Ask
+    partner: Member
+    owner: Owner
+    swap: Swap
+    deadline: Deadline
+    began: float
+    moving: bool = False
+    given_up: bool = False
+    settled: bool = False
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def in_doubt(self) -> bool:
+        """One end may have moved, and ours has not."""
+        return self.moving and self.swap.moved is None
+
+
+class Pairing:
+    """Attributes:
+    owner: of the round that this peer is in; None between two rounds.
+    exchange: the one under way.
+    half_exchanges: that were counted, in all.
+    tempo: how far the others are.
+    round: that this peer has come to the end of last.
+    bell: rings when an exchange has ended.
+    """
+
+    def __init__(self, host: Host, settings: Settings, me: Member, ledger: Ledger) -> None:
+        self.host, self.me, self.ledger, self.codec = host, me, ledger, codec(settings.codec)
+        self.patience, self.bell = Patience(settings.bandwidth), Bell()
+        self.half_exchanges = 0
+        self.tempo, self.round = Tempo(), 0
+        self.owner: Owner | None = None
+        self.exchange: Exchange | None = None
+        self._chunk_elements = settings.chunk_elements
+        self._untold: list[float] = []  # drifts of half exchanges that ended between two rounds
+
+    def open(self, owner: Owner) -> None:
+        """A round begins."""
+        self.owner = owner
+        for drift in self._untold:
+            owner.count_half(drift)
+        self._untold.clear()
+
+    async def close(self) -> None:
+        """It is over; what is under way breaks off, unless it cannot: then this waits until the state is at rest."""
+        owner, self.owner = self.owner, None
+        if owner:
+            owner.state = None
+        if self.exchange and self.exchange.moving:
+            await self.exchange.done.wait()
+
+    def begin(self, owner: Owner, ask: Ask, partner: Member, deadline: Deadline) -> Exchange:
+        """Nobody else may touch the owner's state from now on, until `end`."""
+        assert owner.state is not None and self.exchange is None
+        swap = Swap(owner.state, self.codec, self._chunk_elements, self.host.compute)
+        self.exchange = Exchange(ask, partner, owner, swap, deadline, asyncio.get_running_loop().time())
+        return self.exchange
+
+    def end(self, exchange: Exchange) -> None:
+        if self.exchange is exchange:
+            self.exchange = None
+            exchange.done.set()
+            self.bell.ring()
+
+    def check(self, exchange: Exchange) -> None:
+        """
+        Raises:
+            PeerSilent: our end may not move: the round was left meanwhile, or the asker told that we have not.
+        """
+        if self.owner is not exchange.owner:
+            raise PeerSilent(exchange.partner.peer, "our round was left before the exchange was over")
+        if exchange.given_up:
+            raise PeerSilent(exchange.partner.peer, "the exchange was given up before we had everything")
+
+    async def move(self, exchange: Exchange) -> None:
+        """Both have everything: our end moves, and it is counted, even if we are cancelled."""
+        exchange.moving = True
+        swap, partner = exchange.swap, exchange.partner.peer
+        try:
+            await swap.move()
+        finally:
+            if swap.moved is not None:
+                exchange.owner.count(partner, swap.chunks, told(partner, exchange.ask), 0.5)
+        self.patience.took(partner, swap.size_bytes, asyncio.get_running_loop().time() - exchange.began)
+
+    def half(self, drift: float) -> None:
+        """An exchange may have moved one end only."""
+        self.half_exchanges += 1
+        if self.owner:
+            self.owner.count_half(drift)
+        else:
+            self._untold.append(drift)
+
+    def failed(self, peer: PeerId, began: float, until: Deadline, why: str) -> None:
+        """An exchange came to nothing; who took all of its time is left alone for a while."""
+        now = asyncio.get_running_loop().time()
+        self.ledger.name(peer, f"no exchange: {why}")
+        if now >= until:
+            self.patience.late(peer, now, now - began)
+
+    def distrust(self, peer: PeerId) -> None:
+        self.patience.avoid(peer, asyncio.get_running_loop().time() + DISTRUST_SECONDS)
+
+    async def watch(self, partner: Member, deadline: Deadline) -> None:
+        """
+        Raises:
+            PeerSilent: the deadline has passed, or the partner is not believed alive any more.
+        """
+        members, loop = self.host.members, asyncio.get_running_loop()
+        while loop.time() < deadline:
+            version = members.version
+            if partner not in members.live():
+                raise PeerSilent(partner.peer, "lost in the middle of it")
+            await members.changed(version, deadline)
+        raise PeerSilent(partner.peer, "it did not end in time")

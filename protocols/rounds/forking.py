@@ -1,0 +1,83 @@
+"""Where the majority is gone for long: those who are left go on by a FORK, if the run allows it.
+
+Where nobody is left, as when a whole swarm was killed and started again, those who were in the roster in a former life
+do (`protocols.vote.poll`): from a state that they hold, which may be older than what their former lives decided last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+
+from protocols.base import Head, Member
+from protocols.reducing.plan import BUDGET_FLOOR_SECONDS
+from protocols.rounds.desk import Desk
+from protocols.rounds.seat import Seat
+from protocols.vote import record as records
+from protocols.vote.record import Kind, Record
+
+FORK_BUDGETS = 3
+"""The majority has been gone for so many budgets of a round; for one, if the roster is of two."""
+COMPLETE_SECONDS = 5.0
+"""Where all of the roster are here in later lives, nobody of it can come back; so long, for others who know more."""
+WATCH_SECONDS = 0.5
+
+
+async def watch_majority(desk: Desk, seat: Seat) -> None:
+    """Until the round is over, want a fork of all whom we reach when it is time, and none when the majority is back."""
+    loop, decision = asyncio.get_running_loop(), seat.decision
+    wanted: tuple[Member, ...] = ()
+    while not seat.over() and loop.time() < seat.deadline:
+        left = _heirs(desk, seat) if decision.inherits else _survivors(desk, seat)
+        due: tuple[Member, ...] = ()
+        if not decision.poll.may_fork(left):
+            decision.left_since = None
+        elif decision.left_since is None:
+            decision.left_since = loop.time()
+        elif loop.time() - decision.left_since >= _patience_seconds(desk, seat, left):
+            due = left
+        if due != wanted:
+            wanted = due
+            decision.fork(fork(seat.head, wanted) if wanted else b"")
+        await seat.until(seat.over, min(seat.deadline, loop.time() + WATCH_SECONDS))
+
+
+def _survivors(desk: Desk, seat: Seat) -> tuple[Member, ...]:
+    """The members that are here; nobody, if they are a majority."""
+    poll, live = seat.decision.poll, {*desk.host.members.live(), desk.me}
+    here = tuple(sorted(member for member in poll.roster if member in live))
+    return here if len(here) < poll.quorum else ()
+
+
+def _heirs(desk: Desk, seat: Seat) -> tuple[Member, ...]:
+    """The heirs that are here with our state."""
+    poll, live = seat.decision.poll, {*desk.host.members.live(), desk.me}
+    waiting = (desk.me, *seat.decision.onlookers.values())
+    return tuple(sorted(member for member in waiting if member in live and poll.inherits(member)))
+
+
+def _patience_seconds(desk: Desk, seat: Seat, left: Sequence[Member]) -> float:
+    terms, roster = seat.call.terms, seat.head.roster
+    if seat.decision.inherits and len(left) == len(roster):
+        return COMPLETE_SECONDS
+    budget_seconds = terms.plan.budget_seconds if terms else BUDGET_FLOOR_SECONDS
+    patience_seconds = budget_seconds * (1 if len(roster) == 2 else FORK_BUDGETS)
+    # A member that is here may fork, and admit its heirs: unless it stands elsewhere, or is one of too few.
+    first = seat.decision.inherits and any(member in desk.host.members.live() for member in roster)
+    return (2 if first else 1) * patience_seconds
+
+
+def fork(head: Head, members: Iterable[Member]) -> bytes:
+    """The record by which these members go on without the others."""
+    return records.encode(
+        Record(
+            parent=head.key.lineage,
+            state_root=head.state_root,
+            round=head.key.round,
+            kind=Kind.FORK,
+            plan=bytes(32),
+            parts=(),
+            roster=tuple(sorted(members)),
+            complaints=head.complaints,
+        )
+    )

@@ -1,0 +1,1 @@
+"""How a roster decides on one record: the vote, a pure machine without clock or voice."""
