@@ -16,6 +16,7 @@ from protocols.base import (
     BadPayload,
     Deadline,
     Head,
+    Host,
     Mean,
     Member,
     Outcome,
@@ -30,9 +31,10 @@ from protocols.butterfly import CONTROL, Butterfly
 from protocols.codec import codec
 from protocols.fixed import FixedMembers
 from protocols.history.chain import genesis
+from protocols.places import MAX_STREAMS, MAX_STREAMS_OF_ONE
 from protocols.reducing.parts import HeldPart, chunk_digest, seal
 from protocols.rounds.session import Session
-from protocols.rounds.shelf import IDLE_SECONDS, MAX_STREAMS, PARTS, fetch_part
+from protocols.rounds.shelf import IDLE_SECONDS, PARTS, fetch_part
 from protocols.vectors import norm
 from protocols.vote import record as records
 from protocols.vote.record import Kind, Record, coordinators
@@ -151,19 +153,20 @@ def test_strangers_do_not_hold_streams_for_parts() -> None:
     company = Company(1, Settings("fp32", (1 << 22,)))
     network, (me,), lineage = company.network, company.peers, company.head.key.lineage
     stranger, held = sim_host(network, network.join("zoe"), 1, {}), _part(0, 1 << 22)
+    others = [sim_host(network, network.join(name), 1, {}) for name in ("yan", "xia")]
     wanted = held.result
     assert wanted is not None
 
-    async def stays(asks: bool) -> None:
+    async def stays(host: Host, asks: bool) -> None:
         with suppress(PeerError):
-            async with stranger.transport.open(me, PARTS, asyncio.get_running_loop().time() + 1e5) as stream:
+            async with host.transport.open(me, PARTS, asyncio.get_running_loop().time() + 1e5) as stream:
                 if asks:
                     await stream.send(wire.WantPart(wanted.digest))
                 await asyncio.sleep(1e5)
 
-    async def streams(asks: bool, count: int) -> list[int]:
+    async def streams(asks: bool, count: int, *hosts: Host) -> list[int]:
         """Held by us at first, and after that time."""
-        tasks = [asyncio.get_running_loop().create_task(stays(asks)) for _ in range(count)]
+        tasks = [asyncio.get_running_loop().create_task(stays(host, asks)) for host in hosts for _ in range(count)]
         counts = []
         for seconds in (5.0, 2 * IDLE_SECONDS):
             await asyncio.sleep(seconds)
@@ -174,8 +177,9 @@ def test_strangers_do_not_hold_streams_for_parts() -> None:
 
     async def main() -> HeldPart:
         company.averagers[me].shelf.put(lineage, held)
-        assert await streams(False, 4 * MAX_STREAMS) == [MAX_STREAMS, 0]
-        assert await streams(True, 1) == [1, 0]
+        assert await streams(False, 4 * MAX_STREAMS, stranger) == [MAX_STREAMS_OF_ONE, 0]
+        assert await streams(False, MAX_STREAMS, stranger, *others) == [MAX_STREAMS, 0]
+        assert await streams(True, 1, stranger) == [1, 0]
         deadline = asyncio.get_running_loop().time() + 100.0
         return await fetch_part(stranger, me, wanted, held.codec, (0, held.high, held.chunk_elements), deadline)
 

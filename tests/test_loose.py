@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from node.outer import OuterSGD
+from node.report import RoundReport
 from node.rounds import labour
 from node.rounds.course import OwnCourse
 from node.rounds.loose import LooseReplica
-from node.rounds.round import RoundReport
 from node.rounds.sketch import Sketch, sketch
 from node.training.trainer import InlineTrainer, Step
 from protocols.base import Contribution, Deadline, Head, Layout, Mean, Member, Outcome, PeerId, RoundKey, Vector, Work
@@ -268,6 +268,13 @@ def test_snapshots_are_kept_by_its_own_rounds() -> None:
     newest = snapshots.held()[0]
     assert (newest.round, newest.lineage.hex()) == (2, second.lineage)
     assert newest.index.state_root(2) == newest.lineage
+
+
+def test_who_jumps_over_the_round_in_which_a_snapshot_is_due_keeps_one_behind_it() -> None:
+    snapshots = Snapshots(every_rounds=5)
+    peer = Peer(Script(average=half, rounds=2), Script(average=half, rounds=3), Script(), Script(), snapshots=snapshots)
+    peer.play(4)
+    assert [each.round for each in snapshots.held()] == [7, 0]
 
 
 def test_it_starts_from_a_state_that_was_kept() -> None:

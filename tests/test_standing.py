@@ -21,10 +21,10 @@ from node.tasks.paced import Paced
 from node.training.trainer import InlineTrainer
 from protocols.base import Mean, Member, Outcome, PeerId, RoundKey, Settings, Vector, Work
 from protocols.catchup.download import Unavailable
-from protocols.catchup.reception import MAX_STREAMS
 from protocols.catchup.requests import SYNC
 from protocols.catchup.snapshot import Index, Snapshot, Snapshots
 from protocols.catchup.standing import Standing, Standings, Vouched, eligible
+from protocols.places import MAX_STREAMS
 from tests.sim import loop as simloop
 from tests.sim.host import SimClock, sim_host
 from tests.sim.network import SimNetwork

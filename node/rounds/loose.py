@@ -82,6 +82,7 @@ class LooseReplica(Labour):
         self.compare: Callable[[Sketch], Mapping[PeerId, Sketch]] = lambda mine: {}
         self.spread_limit, self.astray, self.lacks_state = math.inf, False, False
         self._sketches: dict[PeerId, Sketch] = {}  # of the others, as of the last round
+        self._kept_round = -1
         self._origin = anchor.clone()  # what the trainer was written with
         self._delta = torch.empty_like(anchor)
 
@@ -104,7 +105,9 @@ class LooseReplica(Labour):
         await self.state.hash()
         self.chain.key = replace(self.key, lineage=self.state.root(self.key.round))
         snapshots = None if self.lacks_state else self._snapshots
-        if snapshots and self.key.round % snapshots.every_rounds == 0:
+        # A peer that goes by others' rounds may jump over the one in which a checkpoint is due.
+        if snapshots and self.key.round // snapshots.every_rounds > self._kept_round // snapshots.every_rounds:
+            self._kept_round = self.key.round
             await self._keep(snapshots, self.key)
 
     async def keep(self) -> None:
@@ -126,6 +129,7 @@ class LooseReplica(Labour):
             self.velocity.copy_(self._delta)
             raise
         self.chain.key = replace(self.key, round=max(self.key.round, snapshot.round))
+        self._kept_round = self.key.round - 1
         await self._write()
 
     async def _write(self) -> None:

@@ -14,6 +14,7 @@ from protocols import wire
 from protocols.base import BadPayload, Buffer, Deadline, Host, PeerGone, PeerId, Stream
 from protocols.codec import Codec
 from protocols.gate import Gate
+from protocols.places import Places
 from protocols.reducing.parts import HeldPart, chunk_digest, seal
 from protocols.rounds.partstore import PartStore, Stored
 from protocols.tasks import within
@@ -21,8 +22,6 @@ from protocols.tasks import within
 PARTS = "starling/parts/1"
 IDLE_SECONDS = 30.0
 """Who asks for nothing, or takes nothing of what it asked for, for so long is sent away."""
-MAX_STREAMS = 64
-"""Served at a time; whoever comes then finds the stream closed."""
 GIVE_WAY_SECONDS = 5.0
 """A chunk of a past round waits so long for a data phase: who asked for it has a deadline."""
 _LIMIT = 256
@@ -41,7 +40,7 @@ class Shelf:
         self.gate = Gate()
         self._parts: dict[bytes, dict[bytes, HeldPart]] = {}
         self._waiting: dict[bytes, None] = {}  # decided, and to be stored
-        self._serving = 0
+        self._places = Places()
         host.transport.serve(PARTS, self._serve)
 
     def get(self, digest: bytes) -> HeldPart | None:
@@ -97,19 +96,18 @@ class Shelf:
         self._parts[lineage] = {digest: part for digest, part in parts.items() if digest in digests}
 
     async def _serve(self, peer: PeerId, stream: Stream) -> None:
-        if self._serving >= MAX_STREAMS:
-            return
-        self._serving += 1
-        try:
-            async with within(IDLE_SECONDS, peer, "it asks for a part"):
-                wanted = wire.expect(await stream.receive(_LIMIT), wire.WantPart)
-            part = self._find(wanted.digest)
-            async with within(IDLE_SECONDS, peer, "it takes a part"):
-                await stream.send(wire.Having(part is not None))
-            if part:
-                await self._give(stream, part)
-        finally:
-            self._serving -= 1
+        with self._places.one_for(peer) as served:
+            if served:
+                await self._answer(peer, stream)
+
+    async def _answer(self, peer: PeerId, stream: Stream) -> None:
+        async with within(IDLE_SECONDS, peer, "it asks for a part"):
+            wanted = wire.expect(await stream.receive(_LIMIT), wire.WantPart)
+        part = self._find(wanted.digest)
+        async with within(IDLE_SECONDS, peer, "it takes a part"):
+            await stream.send(wire.Having(part is not None))
+        if part:
+            await self._give(stream, part)
 
     async def _give(self, stream: Stream, part: HeldPart | Stored) -> None:
         assert part.result is not None
