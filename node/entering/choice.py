@@ -81,7 +81,8 @@ class Choice:
             ManifestError: all lead into others.
         """
         if not self._config.bootstrap:
-            self._say(f"going back to the run {self._expected or ''}, to whom was met there; --new starts another")
+            run = f"run {self._expected}" if self._expected else "the run of before"
+            self._say(f"going back to {run}: asking the peers met there; --new starts another")
         meant = held is not None and held.has_state and self._is_meant(held.manifest.run_id, state.peers())
         try:
             async with asyncio.timeout(resume.ANSWER_SECONDS if meant else None):
