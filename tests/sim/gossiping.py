@@ -139,7 +139,7 @@ class Swarm:
         if self.network.bugs:
             raise self.network.bugs[0]
         for node in self.network.nodes.values():
-            assert not node.process.tasks and not node.ends, f"{node.peer}: {node.training.process.tasks} {node.ends}"
+            assert not node.process.tasks and not node.ends, f"{node.peer}: {node.process.tasks} {node.ends}"
         return over
 
     def rounds(self, count: int = 1, stagger_seconds: float = 0.0, train_seconds: float = 1.0) -> float:

@@ -107,7 +107,7 @@ class Stage(World):
     def unclean(self) -> list[checkers.Violation]:
         """Tasks that outlive their process."""
         return [
-            checkers.Violation("no-leak", node.peer, 0, f"{len(node.training.process.tasks)} tasks are left over")
+            checkers.Violation("no-leak", node.peer, 0, f"{len(node.process.tasks)} tasks are left over")
             for node in (*self.network.past, *self.network.nodes.values())
             if node.process.tasks
         ]

@@ -244,7 +244,7 @@ class World:
         found = []
         for node in (*self.network.past, *self.network.nodes.values()):
             if node.process.tasks or node.ends:
-                what = f"{len(node.training.process.tasks)} tasks and {len(node.ends)} streams are left over"
+                what = f"{len(node.process.tasks)} tasks and {len(node.ends)} streams are left over"
                 found.append(checkers.Violation("no-leak", node.peer, self.scenario.rounds, what))
         return found
 
