@@ -35,6 +35,8 @@ SPREAD_BOUND = 0.25
 SPREAD_LIMIT = 0.05
 HEALED_ROUNDS = 10
 """So many rounds are committed by everybody after all is healed: enough to see whether the spread falls."""
+ENDLESS = 10
+"""Times as many rounds as a run has: who has reported those gets no further."""
 
 
 class Wander(Paced):
@@ -142,8 +144,9 @@ class LooseWorld(World):
         return host
 
     def goes_on(self, peer: PeerId) -> bool:
-        """A run is so many rounds long, whoever has had how many of them."""
-        return self.scenario.breaks or self.replicas[peer].key.round < self.scenario.rounds
+        """A run is so many rounds long, whoever has had how many of them; one whose rounds go back has no end."""
+        rounds, had = self.scenario.rounds, len(self.histories[peer])
+        return self.scenario.breaks or (self.replicas[peer].key.round < rounds and had < ENDLESS * rounds)
 
     def enters(self, replica: LooseReplica) -> None:
         self.entering(replica.averager.me.peer, replica.chain.head)
