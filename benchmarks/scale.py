@@ -85,7 +85,8 @@ def draw(found: Sequence[dict[str, Any]], file: Path) -> None:
     for axes, kind in zip(figure.subplots(1, 2), ("messages", "bytes"), strict=True):
         for protocol in dict.fromkeys(each["protocol"] for each in found):
             mine = [each for each in found if each["protocol"] == protocol]
-            axes.loglog([e["peers"] for e in mine], [e[kind][0] for e in mine], marker="o", label=protocol)
+            axes.semilogx([e["peers"] for e in mine], [e[kind][0] for e in mine], marker="o", label=protocol)
+        axes.set_ylim(bottom=0)  # whether it is flat is what it is to show
         axes.set(title=f"{kind} of a peer in a round, mean", xlabel="peers")
         axes.grid(alpha=0.3)
         axes.legend(frameon=False)
