@@ -86,7 +86,10 @@ def draw(found: Sequence[dict[str, Any]], file: Path) -> None:
         for protocol in dict.fromkeys(each["protocol"] for each in found):
             mine = [each for each in found if each["protocol"] == protocol]
             axes.semilogx([e["peers"] for e in mine], [e[kind][0] for e in mine], marker="o", label=protocol)
-        axes.set_ylim(bottom=0)  # whether it is flat is what it is to show
+        axes.set_ylim(0, 1.1 * axes.get_ylim()[1])  # whether it is flat is what it is to show
+        sizes = sorted({each["peers"] for each in found})
+        axes.set_xticks(sizes, [str(size) for size in sizes])
+        axes.set_xticks([], minor=True)
         axes.set(title=f"{kind} of a peer in a round, mean", xlabel="peers")
         axes.grid(alpha=0.3)
         axes.legend(frameon=False)
