@@ -105,7 +105,27 @@ def test_one_liar_does_not_move_the_clock() -> None:
     assert census(word("p1", round=5)).ahead(3) == 5
     assert census(*(word(f"p{n}", round=3) for n in range(1, 5)), liar).ahead(3) == 3
     assert census(*(word(f"p{n}", round=6) for n in range(1, 5)), liar).ahead(3) == 6
+    assert census(word("p1", round=3), word("p2", round=3), liar).ahead(3) == 3
+    assert census(word("p1", round=3), liar).ahead(3) == 3, "one of the only two others, neither"
     assert census(word("p1", round=1), word("p2", round=2)).ahead(3) == 3, "the clock does not go back"
+
+
+@pytest.mark.parametrize("others", range(8))
+def test_who_is_ahead_is_followed_or_waits(others: int) -> None:
+    """However many of the peers are ahead: those behind go to them, or they wait for those behind."""
+    for ahead in range(1, others + 1):  # others besides this peer, which is behind in the one and ahead in the other
+        behind = census(*(word(f"p{n}", round=9 if n <= ahead else 3) for n in range(1, others + 1)))
+        before = census(*(word(f"p{n}", round=9 if n < ahead else 3) for n in range(1, others + 1)))
+        assert (behind.ahead(3) == 9) != before.leads(9)
+    assert not census(*(word(f"p{n}", round=3) for n in range(1, others + 1))).leads(3)
+
+
+def test_who_leads_trains_on_until_others_come() -> None:
+    mine = replace(HERE, sender=ME, round=9, complete=True)
+    behind = [word(f"p{n}", complete=True) for n in (1, 2)]
+    assert census(*behind).due(mine, 10.0, 0.0, True, 10.0) is None
+    assert census(word("p1", round=9, complete=True), behind[1]).due(mine, 10.0, 0.0, True, 10.0) == 0.0
+    assert census(*behind).due(replace(mine, leaving=True), 10.0, 0.0, True, 10.0) == 0.0
 
 
 def test_when_training_stops() -> None:

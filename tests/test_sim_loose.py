@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from protocols.base import Contribution, Host, LooseAverager, Mean, Outcome, PeerId, PeerSilent, Settings, Vector, Work
+from protocols.groups.census import Census
 from protocols.pairs.tempo import Tempo
 from protocols.post import Ledger
 from tests.checkers import Report, Violation
@@ -189,7 +190,8 @@ def test_points_are_those_of_the_second_round() -> None:
     "protocol, lie, seed",
     [
         ("gossip", "scaled", 0), ("gossip", "replayed", 1), ("gossip", "hanging", 3),
-        ("gossip", "ahead", 4), ("moshpit", "scaled", 0), ("moshpit", "other-sender", 1), ("push_sum", "weight", 0),
+        ("gossip", "ahead", 4), ("moshpit", "scaled", 0), ("moshpit", "other-sender", 1),
+        ("moshpit", "ahead", 14), ("push_sum", "weight", 0),
     ],
 )  # fmt: skip
 def test_the_honest_come_through_beside_a_liar(protocol: str, lie: str, seed: int) -> None:
@@ -219,6 +221,13 @@ def test_a_clock_that_one_liar_moves_is_found(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Tempo, "round", lambda self, mine, others: max([mine, *self._said.values()]))
     scenario = Scenario(protocol="gossip", peers=4, rounds=4, seed=4, fault="lies", lie="ahead")
     assert "clock" in found(play(scenario, LooseWorld))
+
+
+def test_without_waiting_for_those_behind_one_ahead_is_never_met_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    scenario = Scenario(protocol="moshpit", peers=3, rounds=5, seed=11, fault="partition")
+    assert play(scenario, LooseWorld).violations == []
+    monkeypatch.setattr(Census, "leads", lambda self, round: False)
+    assert "progress" in found(play(scenario, LooseWorld))
 
 
 def test_who_is_slow_ends_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,9 @@ from protocols.wire import MAX_SECONDS, Offer, digest, flag, many, one, peer_id,
 TRAINING, WAITING, DONE = 0, 1, 2
 """Along an axis: not there yet; waiting for the others of the line; in a group, or without one for good."""
 AHEAD_SHARE = 1 / 3
-"""So many of the others have to be in a later round before a peer goes there: one liar cannot move the clock."""
+"""So many of the others have to be in a later round before a peer goes there. Those who are ahead and too few wait."""
+LEAST_WITNESSES = 2
+"""So many in any case, where there are as many others: one liar cannot move the clock."""
 MAX_MISSED = 16
 UNHEARD_SECONDS = 2.0
 """Who has been in sight for longer and said nothing is not counted: it fetches the state, or does something else."""
@@ -194,8 +196,12 @@ class Census:
     def ahead(self, round: int) -> int:
         """The round that it is: that of this peer, or the latest one that enough others have reached."""
         rounds = sorted((here.round for here in self.words()), reverse=True)
-        enough = max(1, math.ceil(AHEAD_SHARE * len(rounds)))
-        return max(round, rounds[enough - 1]) if rounds else round
+        return max(round, rounds[_enough(len(rounds)) - 1]) if rounds else round
+
+    def leads(self, round: int) -> bool:
+        """Whether this peer is in a round to which those behind will not jump: too few are there, it included."""
+        rounds = [here.round for here in self.words()]
+        return 1 + sum(each >= round for each in rounds) < _enough(len(rounds))
 
     def due(self, mine: Here, complete_at: float, began: float, worked: bool, now: float) -> Deadline | None:
         """When to stop training: as a coordinator calls a round (`protocols.reducing.plan.call_after`), each by its own
@@ -209,6 +215,8 @@ class Census:
         others = [self._heard[here.sender.peer] for here in self.words() if here.round >= mine.round]
         if mine.leaving or any(heard.here.leaving for heard in others):
             return began if worked else began + LEAVER_SECONDS
+        if self.leads(mine.round):  # by itself or nearly, after a split: the others have to come here round by round
+            return None
         times = [complete_at, *(heard.complete_at for heard in others)]
         after = call_after([max(0.0, at - began) for at in times if at < math.inf], len(self.present(mine.round, now)))
         return None if after is None else began + after
@@ -246,3 +254,8 @@ class Census:
             step_seconds = here.step_seconds if here.progress == (0, TRAINING) else 0.0
             longest = max(longest, min(most_seconds, max(late.seconds, step_seconds)) / 2**late.missed)
         return PATIENCE * longest
+
+
+def _enough(others: int) -> int:
+    """How many have to be in a round before somebody who has so many others in sight goes there."""
+    return max(min(LEAST_WITNESSES, others), math.ceil(AHEAD_SHARE * others))
