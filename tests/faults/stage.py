@@ -25,6 +25,8 @@ CALM_ROUNDS = 5
 LATER_ROUNDS = 2
 PROCESS_SECONDS, START_SECONDS = 60.0, 120.0
 ROUNDS_SECONDS = 90.0
+STEPS_TOLD = 40
+"""Of a schedule, before it is played: the timeline has all of them."""
 _RUNS = {
     "paced": paced(elements=1_000_000, inner_steps=8),
     "gpt": 'task = "gpt"\n[recipe]\ninner_steps = 8\nrounds = 10000\n',
@@ -76,7 +78,8 @@ def play(name: str, scenario: Scenario, seed: int, options: Options, home: Path,
         Unplayable: this machine cannot.
     """
     schedule = scenario.schedule(name, seed, options.names)
-    say(f"{name}, seed {seed}: " + "; ".join(str(step) for step in schedule))
+    rest = f"; and {len(schedule) - STEPS_TOLD} more" if len(schedule) > STEPS_TOLD else ""
+    say(f"{name}, seed {seed}: " + "; ".join(str(step) for step in schedule[:STEPS_TOLD]) + rest)
     if options.loose and left(schedule, options.names) < 2:
         what = f"{name} leaves one of {options.peers} peers: by {options.protocol} it has nobody to mix with"
         raise Unplayable(f"{what}; take more peers, or another scenario")
