@@ -100,7 +100,10 @@ def swarm(
     task: options.TaskOfSwarm = None,
     run: options.RunFile = None,
     dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Keeps the peers' state directories. Default: a new one.")
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Keeps the peers' state directories. Default: a new one.", parser=options.place
+        ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
 ) -> int:

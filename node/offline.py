@@ -43,7 +43,7 @@ def init(
 
 @app.command()
 def export(
-    out: Annotated[Path, typer.Option(metavar="DIR", help="A directory that is not there yet.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="A directory that is not there yet.", parser=options.place)],
     state_dir: options.Kept = None,
 ) -> int:
     """Take the model of the newest checkpoint out: a directory that Hugging Face transformers loads."""

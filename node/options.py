@@ -15,8 +15,15 @@ def option(panel: str, text: str, *names: str, **more: Any) -> Any:
     return typer.Option(*names, help=text, rich_help_panel=panel, show_default=False, **more)
 
 
+def place(text: str) -> Path:
+    """A path that somebody named: an empty one would be the current directory, which is `.`."""
+    if not text.strip():
+        raise typer.BadParameter("it is empty; name a place, or leave the option out")
+    return Path(text)
+
+
 RunFile = Annotated[
-    Path | None, option(RUN, "Settings of a new run; in \\[peer], of this machine.", metavar="FILE.toml")
+    Path | None, option(RUN, "Settings of a new run; in \\[peer], of this machine.", metavar="FILE.toml", parser=place)
 ]
 Task = Annotated[
     str | None,
@@ -39,11 +46,17 @@ TaskOfSwarm = Annotated[
     str | None, option(RUN, "What they train: gpt (the default), paced, or your own, module:factory.", metavar="NAME")
 ]
 Running = Annotated[
-    Path | None, typer.Option(metavar="DIR", envvar="NODE_STATE_DIR", help="Which peer. Default: the one here.")
+    Path | None,
+    typer.Option(metavar="DIR", envvar="NODE_STATE_DIR", help="Which peer. Default: the one here.", parser=place),
 ]
 Kept = Annotated[
     Path | None,
-    typer.Option(metavar="DIR", envvar="NODE_STATE_DIR", help="Which peer's, running or not. Default: the one here."),
+    typer.Option(
+        metavar="DIR",
+        envvar="NODE_STATE_DIR",
+        help="Which peer's, running or not. Default: the one here.",
+        parser=place,
+    ),
 ]
 
 Bootstrap = Annotated[
@@ -65,7 +78,9 @@ WaitForPeers = Annotated[
 New = Annotated[bool | None, option(RUN, "Start a new run even if the state directory holds one.", "--new")]
 StateDir = Annotated[
     Path | None,
-    option(MACHINE, "Identity and run. Default: a free peer-N in ~/.local/state/starling.", metavar="DIR"),
+    option(
+        MACHINE, "Identity and run. Default: a free peer-N in ~/.local/state/starling.", metavar="DIR", parser=place
+    ),
 ]
 Listen = Annotated[
     list[str] | None, option(MACHINE, "Multiaddr to listen on; repeatable. Default: any port.", metavar="MADDR")
@@ -87,7 +102,7 @@ Threads = Annotated[str | None, option(MACHINE, "Threads that train: a number, o
 Precision = Annotated[str | None, option(MACHINE, "Of training: auto, the default, float32, bfloat16.", metavar="NAME")]
 Data = Annotated[
     Path | None,
-    option(MACHINE, "Text to train on: file or folder. Default: Python's own source.", metavar="PATH"),
+    option(MACHINE, "Text to train on: file or folder. Default: Python's own source.", metavar="PATH", parser=place),
 ]
 Nickname = Annotated[str | None, option(SHOWN, "A name for people.", metavar="NAME")]
 Json = Annotated[bool | None, option(SHOWN, "Print each round's report on stdout, a line of JSON.", "--json")]

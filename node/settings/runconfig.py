@@ -151,7 +151,8 @@ class RunConfig:
             they mix: gossip, moshpit, push_sum, and the baselines data_parallel, ring, parameter_server and
             parameter_server_async. See docs/protocols.md.
         codec: in what form vectors travel: fp32, fp16, bf16, int8, int4, e3m0; or topk, which sends the largest 1.6 %
-            and owes the rest, best with recipe.outer_learning_rate 1 and recipe.outer_momentum 0.
+            and owes the rest, best with recipe.outer_learning_rate 1 and recipe.outer_momentum 0. By moshpit and the
+            baselines states travel in fp32, unless fp16 is named here.
         robust: by what rule reducers average, against peers that send what is wrong, at some cost: centered_clip,
             trimmed_mean, median, krum, multi_krum. Without one: the mean, of norms clipped to the median.
         schedule: whom a peer of gossip or push_sum turns to: ring, the next one; exponential, all at 1, 2, 4, … places;
