@@ -204,6 +204,12 @@ def test_recovery_is_when_the_last_of_them_has_reported() -> None:
     assert found(late) == [("progress", "")] and "after 1.8 s" in detail(late)
 
 
+def test_a_swarm_of_long_rounds_may_take_as_long_again() -> None:
+    aims = {"recovery_seconds": 30.0}
+    assert Limits(aims=aims).beside((5.0, 10.0)) == Limits(aims=aims), "a minute is enough for rounds of one second"
+    assert Limits(aims=aims).beside((5.0, 125.0)) == Limits(120.0, aims)
+
+
 def test_what_was_not_played_as_it_was_written_fails() -> None:
     play = replace(healthy(), stuck=("trap send Chunk: not within 60 s",))
     assert found(play) == [("stuck", "")] and detail(play) == "trap send Chunk: not within 60 s"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tests.checkers import Report
 
@@ -54,6 +54,10 @@ class Limits:
 
     recovery_seconds: float = 60.0
     aims: Mapping[str, float] = field(default_factory=dict)
+
+    def beside(self, calm: tuple[float, float]) -> Limits:
+        """The same for a swarm whose first rounds took so long: it may take as long again, where that is longer."""
+        return replace(self, recovery_seconds=max(self.recovery_seconds, calm[1] - calm[0]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,8 +128,8 @@ class _Stage:
         if calm[1] > calm[0]:
             nemesis.play(schedule)
         nemesis.unseen()
-        healed, should = nemesis.last, swarm.running
-        self._recover(should, healed)
+        healed, should, limits = nemesis.last, swarm.running, self._scenario.limits.beside(calm)
+        self._recover(should, healed, limits.recovery_seconds)
         ended = nemesis.tell("asked to finish", [peer.name for peer in should], "end")
         self._end(should)
         return Play(
@@ -137,7 +137,7 @@ class _Stage:
             seed=seed,
             protocol=options.protocol,
             task=options.task,
-            limits=self._scenario.limits,
+            limits=limits,
             calm=calm,
             healed=healed,
             ended=ended,
@@ -170,11 +170,10 @@ class _Stage:
             return began, began
         return began, time.time()
 
-    def _recover(self, should: Sequence[RealPeer], healed: float) -> None:
+    def _recover(self, should: Sequence[RealPeer], healed: float, within: float) -> None:
         """Until all who should have committed together, which the judge looks for, and for a few rounds more."""
-        limit = self._scenario.limits.recovery_seconds
         with suppress(AssertionError):
-            wait("a mean of all", lambda: self._swarm.all_in_one_mean(should, healed), limit)
+            wait("a mean of all", lambda: self._swarm.all_in_one_mean(should, healed), within)
         try:
             self._rounds(should, time.time(), LATER_ROUNDS)
         except TROUBLE as error:
