@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from protocols import pushing
 from protocols.base import Member, Outcome, Settings
 from protocols.codec import CODECS
-from protocols.pairs.shares import Give
+from protocols.pairs import giving
+from protocols.pairs.shares import PUSH, Give
+from protocols.pairs.taking import MAX_TAKING
 from protocols.pushing import PushSum
 from tests.sim.faults import Faults
 from tests.sim.faults import Message as At
-from tests.sim.gossiping import Swarm, flat
+from tests.sim.gossiping import DONE, ROUND_SECONDS, Swarm, flat, head
 from tests.sim.host import Hearsay, sim_host
 from tests.sim.injection import Injector
 from tests.sim.lies import LyingStream
@@ -31,7 +33,7 @@ def pushers(count: int, **options: Any) -> Swarm:
 
 
 def weights(swarm: Swarm) -> list[float]:
-    return [each.book.weight for each in swarm.gossips]
+    return [each.holding.book.weight for each in swarm.gossips]
 
 
 def mass(swarm: Swarm) -> torch.Tensor:
@@ -41,7 +43,7 @@ def mass(swarm: Swarm) -> torch.Tensor:
 
 def is_conserved(swarm: Swarm) -> bool:
     """Nothing is under way any more, and all is as it was."""
-    assert not any(each._kept for each in swarm.gossips)
+    assert not any(each.giver.kept for each in swarm.gossips)
     off = float((mass(swarm) - torch.stack(swarm.first).sum(0)).abs().max())
     return abs(sum(weights(swarm)) - swarm.count) < 1e-12 and off < 1e-5 * swarm.count
 
@@ -145,10 +147,10 @@ def test_silence_at_any_message_costs_one_timeout_and_no_mass(both: bool) -> Non
         assert all(each.ended - each.asked < 5.0 for told in swarm.told for each in told)
 
 
-async def until_given(swarm: Swarm) -> None:
-    """Until p0 has given something that nobody has answered for."""
-    while not swarm.gossips[0]._kept:  # noqa: ASYNC110 - it tells nobody
-        await asyncio.sleep(0.01)
+async def until_counted(swarm: Swarm) -> None:
+    """Until p1 has counted what p0 gave, of which p0 does not know yet."""
+    while swarm.gossips[1].holding.book.weight == 1.0:  # noqa: ASYNC110 - it tells nobody
+        await asyncio.sleep(0.001)
 
 
 def test_a_share_whose_receiver_is_in_another_life_comes_home() -> None:
@@ -157,10 +159,10 @@ def test_a_share_whose_receiver_is_in_another_life_comes_home() -> None:
     async def main() -> None:
         lending = swarm.start(1, swarm.lending(1, 50.0))
         giving = swarm.start(0, swarm.round(0))
-        await until_given(swarm)
+        await until_counted(swarm)
         swarm.network.block("p1", "p0")
         await asyncio.wait([giving])
-        assert swarm.gossips[0].book.weight == 0.5
+        assert swarm.gossips[0].holding.book.weight == 0.5
         swarm.network.kill("p1")
         await asyncio.wait([lending])
         swarm.network.heal("p1", "p0")
@@ -169,7 +171,7 @@ def test_a_share_whose_receiver_is_in_another_life_comes_home() -> None:
         await swarm.start(0, swarm.round(0, 1))
 
     swarm.run(main)
-    assert swarm.gossips[0].book.weight == 1.0 and not swarm.gossips[0]._kept
+    assert swarm.gossips[0].holding.book.weight == 1.0 and not swarm.gossips[0].giver.kept
     second = swarm.told[0][1]
     assert second.mean.outcome is Outcome.COMMITTED and list(second.mean.contributions) == ["p0"], "its own, of before"
     assert float((flat(swarm.state[0]) - swarm.first[0]).abs().max()) < 1e-6
@@ -178,20 +180,20 @@ def test_a_share_whose_receiver_is_in_another_life_comes_home() -> None:
 def test_of_who_is_gone_for_good_the_share_comes_home_in_the_end_and_that_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(pushing, "BURIAL_SECONDS", 20.0)
+    monkeypatch.setattr(giving, "BURIAL_SECONDS", 20.0)
     swarm = pushers(2)
 
     async def main() -> None:
         lending = swarm.start(1, swarm.lending(1, 50.0))
         giving = swarm.start(0, swarm.round(0))
-        await until_given(swarm)
+        await until_counted(swarm)
         swarm.network.block("p1", "p0")
         await asyncio.wait([giving, lending])
         for number in range(1, 6):
             await swarm.start(0, swarm.round(0, number, train_seconds=10.0))
 
     swarm.run(main)
-    assert swarm.gossips[0].book.weight == 1.0 and swarm.gossips[0].half_exchanges == 1
+    assert swarm.gossips[0].holding.book.weight == 1.0 and swarm.gossips[0].half_exchanges == 1
     assert sum(told.half_exchanges for told in swarm.told[0]) == 1
     assert sum(told.mass_drift for told in swarm.told[0]) == 0.5
 
@@ -238,6 +240,127 @@ def test_a_share_that_cannot_be_is_refused_and_named(change: Any, why: str) -> N
     swarm.rounds()
     (told,) = swarm.told[0]
     assert not swarm.moved(0) and any(why in blame.why for blame in told.mean.blamed)
+
+
+def test_who_is_busy_says_so_before_a_whole_state_has_been_sent() -> None:
+    """p1 is between two rounds; the state is 4.8 MB, of which 1 MiB is under way at most."""
+    swarm = pushers(2, elements=600_000, chunk_elements=100_000)
+    swarm.run(lambda: swarm.round(0))  # type: ignore[arg-type, return-value]
+    (told,) = swarm.told[0]
+    assert weights(swarm) == [1.0, 1.0] and is_conserved(swarm) and not told.mean.blamed
+    assert told.ended - told.asked < 1.0 and told.mean.bytes_sent < 2e6
+
+
+async def hang(swarm: Swarm, count: int) -> None:
+    """p1 promises p0 so many shares, and sends none."""
+    loop, key = asyncio.get_running_loop(), head(0).key
+    async with AsyncExitStack() as stack:
+        for number in range(count):
+            opened = swarm.network.transports["p1"].open("p0", PUSH, loop.time() + 1e5)
+            stream = await stack.enter_async_context(opened)
+            await stream.send(Give(key, Member("p1"), number, Member("p0"), 0.5, 48, "fp32"))
+        await asyncio.sleep(ROUND_SECONDS)
+
+
+def test_a_giver_that_hangs_takes_one_place_and_not_for_longer_than_a_round() -> None:
+    swarm = pushers(3)
+
+    async def main() -> None:
+        lending = swarm.start(0, swarm.lending(0, 90.0))
+        hanging = swarm.start(1, hang(swarm, 2 * MAX_TAKING))
+        await asyncio.sleep(1.0)
+        await swarm.start(2, swarm.round(2))
+        assert weights(swarm) == [1.5, 1.0, 0.5]
+        await asyncio.wait([lending, hanging])
+        assert not swarm.network.nodes["p0"].ends
+
+    swarm.run(main)
+
+
+def test_a_state_that_is_not_finite_is_not_given_away() -> None:
+    swarm = pushers(2)
+    swarm.state[0][1][3] = torch.inf  # and not NaN, which is not even equal to itself
+    swarm.rounds()
+    assert not swarm.moved(1) and swarm.told[1][0].mean.outcome is Outcome.SKIPPED and not swarm.told[0][0].mean.blamed
+
+
+def test_what_was_not_sent_is_home_at_once_and_who_cannot_be_reached_is_left_alone() -> None:
+    """No stream can be opened to p1: not a byte of the share has reached it."""
+    swarm = pushers(2)
+    swarm.network.link("p1", "p0").blocked = True
+
+    async def main() -> None:
+        for number in range(2):
+            await swarm.start(0, swarm.round(0, number, train_seconds=0.1))
+
+    swarm.run(main)
+    assert weights(swarm) == [1.0, 1.0] and is_conserved(swarm)
+    first, second = swarm.told[0]
+    assert first.mean.blamed[0].peer == "p1" and first.ended - first.asked < 3.0
+    assert second.ended - second.asked < 0.01
+
+
+def test_a_round_that_is_over_asks_nobody_what_became_of_shares() -> None:
+    swarm = pushers(2)
+
+    async def late() -> None:
+        loop = asyncio.get_running_loop()
+        async with swarm.gossips[0].enter(head(1), loop.time() + 20.0) as session:
+            session.lend(swarm.state[0])
+            await asyncio.sleep(20.0)  # who cost a timeout may be spoken to again
+            await session.mean(swarm.state[0], DONE, [torch.empty_like(each) for each in swarm.state[0]])
+            assert loop.time() - session.deadline < 0.01
+
+    async def main() -> None:
+        lending = swarm.start(1, swarm.lending(1, 60.0))
+        giving = swarm.start(0, swarm.round(0))
+        await until_counted(swarm)
+        swarm.network.link("p1", "p0").blocked = True
+        await asyncio.wait([giving])
+        await swarm.start(0, late())
+        await asyncio.wait([lending])
+
+    swarm.run(main)
+
+
+def test_a_broken_stream_says_nothing_of_how_fast_a_line_is() -> None:
+    swarm = pushers(2)
+    before = swarm.gossips[0].holding.patience.timeout_seconds("p1", 10**6)
+
+    async def main() -> None:
+        lending = swarm.start(1, swarm.lending(1, 60.0))
+        giving = swarm.start(0, swarm.round(0))
+        await until_counted(swarm)
+        swarm.network.reset_streams("p0")
+        await asyncio.wait([giving, lending])
+
+    swarm.run(main)
+    (told,) = swarm.told[0]
+    assert told.mean.blamed[0].why == "no share: no word of what became of it"
+    assert swarm.gossips[0].holding.patience.timeout_seconds("p1", 10**6) < before + 1.0
+
+
+def test_who_stalls_costs_its_own_timeout_and_not_that_of_a_slower_peer() -> None:
+    """The lines to p1 are said to be very slow, and p1 is not to be spoken to; p2 takes a share and never says so."""
+
+    class Mute(LyingStream):
+        async def send(self, header: Any, payload: Any = b"") -> None:
+            await asyncio.Event().wait()
+
+    swarm = pushers(3, disguises={2: lambda method, stream, pipe: Mute(stream, pipe, "", None)})  # type: ignore[arg-type]
+    patience = swarm.gossips[0].holding.patience
+    for _ in range(12):
+        patience.late("p1", 0.0, 1000.0)
+        patience.took("p2", 384, 1e-4)
+
+    async def main() -> None:
+        lending = swarm.start(2, swarm.lending(2, 60.0))
+        await swarm.start(0, swarm.round(0))
+        await asyncio.wait([lending])
+
+    swarm.run(main)
+    (told,) = swarm.told[0]
+    assert 2.0 < told.ended - told.asked < 3.0
 
 
 def test_settings_that_cannot_work_are_refused() -> None:

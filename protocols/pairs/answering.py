@@ -10,7 +10,7 @@ from protocols.base import BadPayload, PeerError, PeerId, PeerSilent, Stream
 from protocols.pairs.asking import Asker
 from protocols.pairs.pairing import Exchange, Pairing
 from protocols.pairs.patience import MAX_PEERS, Questions
-from protocols.pairs.swap import EXCHANGE, HEADER_LIMIT, Answer, Ask, Settle, Settled, Whole, hear
+from protocols.pairs.swap import EXCHANGE, HEADER_LIMIT, Answer, Ask, Settle, Settled, Whole, hear, watch
 from protocols.tasks import alongside, within
 
 FIRST_FRAME_SECONDS = 10.0
@@ -92,7 +92,8 @@ class Answerer:
         """Our part, until we have moved."""
         pairing = self._pairing
         try:
-            await alongside(self._hear_out(exchange, stream), pairing.watch(exchange.partner, exchange.deadline))
+            watching = watch(pairing.host.members, exchange.partner, exchange.deadline)
+            await alongside(self._hear_out(exchange, stream), watching)
             pairing.check(exchange)
         except BadPayload:
             pairing.distrust(stream.peer)

@@ -7,7 +7,7 @@ from enum import Enum, auto
 
 from protocols.base import BadPayload, Deadline, Member, PeerError, Stream
 from protocols.pairs.pairing import Exchange, Owner, Pairing
-from protocols.pairs.swap import EXCHANGE, Answer, Ask, Settle, Settled, Whole, hear
+from protocols.pairs.swap import EXCHANGE, Answer, Ask, Settle, Settled, Whole, hear, watch
 from protocols.tasks import alongside, together
 
 
@@ -71,7 +71,7 @@ class Asker:
                 limit.reschedule(None)  # from here on it is watched
                 pairing.patience.answered(peer, asyncio.get_running_loop().time() - began)
                 self._open, exchange = None, pairing.begin(owner, ask, partner, until)
-                await alongside(self._lead(exchange, stream), pairing.watch(partner, until))
+                await alongside(self._lead(exchange, stream), watch(pairing.host.members, partner, until))
                 return Verdict.HELD
         except (PeerError, BadPayload, TimeoutError) as error:
             if exchange and await self._held(exchange, error):

@@ -7,7 +7,6 @@ from functools import partial
 
 from protocols import wire
 from protocols.base import BadPayload, Compute, PeerSilent, Stream, Vector
-from protocols.codec import Codec
 from protocols.reducing.parts import HeldPart
 from protocols.vectors import Flat, norm
 
@@ -18,13 +17,13 @@ CHUNK_LIMIT = 512
 
 class Incoming:
     """Attributes:
-    part: their state, encoded.
+    part: their state, encoded; at first room for it.
     begun: something of it has come.
     ours: the norm of the state that it is to be averaged with.
     """
 
-    def __init__(self, codec: Codec, elements: int, chunk_elements: int, compute: Compute) -> None:
-        self.part = HeldPart(codec, 0, elements, chunk_elements)
+    def __init__(self, part: HeldPart, compute: Compute) -> None:
+        self.part = part
         self.begun, self.ours = False, math.nan
         self._compute, self._squares, self._limit = compute, 0.0, 0.0
 
@@ -39,7 +38,7 @@ class Incoming:
         Raises:
             PeerSilent: it is not finite, and not for others.
         """
-        self.ours = await self._compute.run(partial(_norm, state, self.part), 4 * state.size)
+        self.ours = await self._compute.run(partial(state_norm, state, self.part), 4 * state.size)
         if not math.isfinite(self.ours):
             raise PeerSilent(stream.peer, "our own state is not finite: it is not for others")
         self._limit = NORM_SPREAD * self.ours if self.ours > 0 else wire.MAX_NORM
@@ -67,7 +66,8 @@ class Incoming:
             raise BadPayload(f"a state of norm above {self._limit:.3g}, {NORM_SPREAD:g} times ours")
 
 
-def _norm(state: Flat, part: HeldPart) -> float:
+def state_norm(state: Flat, part: HeldPart) -> float:
+    """Of a state that is cut as that part is; not finite if it is not."""
     room = part.room()
     pieces = (state.read(*part.elements(index), room) for index in range(part.chunks))
     return math.sqrt(math.fsum(norm([piece]) ** 2 for piece in pieces))

@@ -157,16 +157,3 @@ class Pairing:
 
     def distrust(self, peer: PeerId) -> None:
         self.patience.avoid(peer, asyncio.get_running_loop().time() + DISTRUST_SECONDS)
-
-    async def watch(self, partner: Member, deadline: Deadline) -> None:
-        """
-        Raises:
-            PeerSilent: the deadline has passed, or the partner is not believed alive any more.
-        """
-        members, loop = self.host.members, asyncio.get_running_loop()
-        while loop.time() < deadline:
-            version = members.version
-            if partner not in members.live():
-                raise PeerSilent(partner.peer, "lost in the middle of it")
-            await members.changed(version, deadline)
-        raise PeerSilent(partner.peer, "it did not end in time")

@@ -14,6 +14,8 @@ from protocols.reducing.parts import HeldPart
 from protocols.vectors import Flat
 from protocols.wire import flag, one, real, register, text, uint
 
+PUSH = "starling/push-sum/share/1"
+
 
 @dataclass(frozen=True, slots=True)
 class Give(Message):

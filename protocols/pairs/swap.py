@@ -28,10 +28,22 @@ from typing import TypeVar
 import torch
 
 from protocols import wire
-from protocols.base import BadPayload, Compute, Header, Member, PeerId, RoundKey, Stream
+from protocols.base import (
+    BadPayload,
+    Compute,
+    Deadline,
+    Header,
+    Member,
+    Members,
+    PeerId,
+    PeerSilent,
+    RoundKey,
+    Stream,
+)
 from protocols.codec import Codec
 from protocols.pairs.incoming import Incoming
-from protocols.tasks import together
+from protocols.reducing.parts import HeldPart
+from protocols.tasks import together, until_gone
 from protocols.vectors import Flat, norm
 from protocols.wire import flag, one, register, text, uint
 
@@ -120,6 +132,15 @@ async def hear(stream: Stream, kind: type[MessageType], ask: Message) -> Message
     return message
 
 
+async def watch(members: Members, partner: Member, deadline: Deadline) -> None:
+    """
+    Raises:
+        PeerSilent: the partner is not believed alive any more, in this life, or the deadline has passed.
+    """
+    gone = await until_gone(members, [partner], deadline)
+    raise PeerSilent(partner.peer, "lost in the middle of it" if gone else "it did not end in time")
+
+
 class Swap:
     """One end of an exchange. `state` is read until it is moved, and nobody else may change it meanwhile.
 
@@ -141,7 +162,7 @@ class Swap:
     def __init__(self, state: Flat, codec: Codec, chunk_elements: int, compute: Compute) -> None:
         self.state = state
         self.moved: float | None = None
-        self._theirs = Incoming(codec, state.size, chunk_elements, compute)
+        self._theirs = Incoming(HeldPart(codec, 0, state.size, chunk_elements), compute)
         self._part, self._codec, self._compute = self._theirs.part, codec, compute
         self.size_bytes = self._part.size_bytes
 

@@ -1,0 +1,56 @@
+"""A state that has a weight, which who gives shares of it and who takes those of others change in turn."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from functools import partial
+
+from protocols.base import Host, Member, Settings
+from protocols.codec import codec
+from protocols.pairs.incoming import state_norm
+from protocols.pairs.lending import LendingSession
+from protocols.pairs.patience import Patience
+from protocols.pairs.pushsum import Book
+from protocols.pairs.shares import blend
+from protocols.pairs.tempo import Tempo
+from protocols.post import Ledger
+from protocols.reducing.parts import HeldPart
+from protocols.tasks import Bell
+from protocols.vectors import Flat
+
+
+class Holding:
+    """Attributes:
+    book: the weights of this peer and of its shares; its values are 0: states stand elsewhere.
+    session: of the round that this peer is in; None between two rounds.
+    turn: whoever changes the state has it, and nobody who waits for another peer.
+    bell: rings when there is a state.
+    tempo: how far the others are.
+    """
+
+    def __init__(self, host: Host, settings: Settings) -> None:
+        """
+        Raises:
+            ValueError: there is no such codec.
+        """
+        self.host, self.me = host, Member(host.me, settings.incarnation)
+        self.codec, self.ledger, self.patience = codec(settings.codec), Ledger(), Patience(settings.bandwidth)
+        self.book, self.tempo = Book(self.me, 0.0), Tempo()
+        self.session: LendingSession | None = None
+        self.turn, self.bell = asyncio.Lock(), Bell()
+        self._chunk_elements = settings.chunk_elements
+
+    def part(self, elements: int) -> HeldPart:
+        """Room for an encoded state."""
+        return HeldPart(self.codec, 0, elements, self._chunk_elements)
+
+    async def is_finite(self, state: Flat) -> bool:
+        """Whether the state is one to give away."""
+        part = self.part(state.size)
+        async with self.turn:
+            return math.isfinite(await self.host.compute.run(partial(state_norm, state, part), 4 * state.size))
+
+    async def blend(self, state: Flat, part: HeldPart, share: float) -> None:
+        """So much of the state is theirs now; whoever asks for this has its turn."""
+        await self.host.compute.run(partial(blend, state, part, share), 16 * state.size)

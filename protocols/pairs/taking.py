@@ -1,0 +1,110 @@
+"""The taker's end of shares: a few come in at once, and each is counted once, as soon as there is a state for it."""
+
+from __future__ import annotations
+
+from protocols.base import BadPayload, PeerId, PeerSilent, Stream
+from protocols.pairs.holding import Holding
+from protocols.pairs.incoming import Incoming
+from protocols.pairs.lending import LendingSession
+from protocols.pairs.pushsum import Share
+from protocols.pairs.shares import PUSH, Give, Recall, Taken
+from protocols.pairs.swap import HEADER_LIMIT, watch
+from protocols.reducing.parts import HeldPart
+from protocols.tasks import alongside, within
+from protocols.vectors import Flat
+
+FIRST_FRAME_SECONDS = 10.0
+MAX_TAKING = 4
+"""Peers whose shares come in at once, one of each; others are told to go elsewhere."""
+WEIGHT_SPREAD = 64.0
+"""A share may weigh so many times as much as we do, and as a peer does at first."""
+
+
+class Taker:
+    """Serves `PUSH`."""
+
+    def __init__(self, holding: Holding) -> None:
+        self._holding = holding
+        self._taking: set[PeerId] = set()
+        holding.host.transport.serve(PUSH, self._serve)
+
+    async def _serve(self, peer: PeerId, stream: Stream) -> None:
+        holding = self._holding
+        async with holding.ledger.counting(stream):
+            async with within(FIRST_FRAME_SECONDS, peer, "waiting for its first word"):
+                message = await stream.receive(HEADER_LIMIT)
+            if not isinstance(message, Give | Recall):
+                raise BadPayload(f"{type(message).__name__} opens no share")
+            self._admit(peer, message)
+            session = holding.session
+            if isinstance(message, Recall) or session is None or session.state is None or self._is_busy(peer):
+                counted = holding.book.recalled(message.sender, message.sequence)
+            else:
+                self._taking.add(peer)
+                try:
+                    counted = await self._take(session, session.state, message, stream)
+                finally:
+                    self._taking.remove(peer)
+            await stream.send(Taken(message.key, holding.me, message.sequence, counted))
+
+    def _is_busy(self, peer: PeerId) -> bool:
+        return peer in self._taking or len(self._taking) >= MAX_TAKING
+
+    def _admit(self, peer: PeerId, message: Give | Recall) -> None:
+        """
+        Raises:
+            BadPayload: of another sender, run or scope, or of another codec or weight than can be.
+            PeerSilent: of nobody who is known to be alive, or for another life of ours.
+        """
+        holding = self._holding
+        if message.sender.peer != peer or message.to.peer != holding.me.peer:
+            raise BadPayload(f"a share of {message.sender.peer} for {message.to.peer}")
+        if message.sender not in holding.host.members.live() or message.to != holding.me:
+            raise PeerSilent(peer, "not of a live member, or not for this life of ours")
+        session = holding.session
+        if session and (message.key.run, message.key.scope) != (session.key.run, session.key.scope):
+            raise BadPayload("a share of another run or scope")
+        if isinstance(message, Give):
+            if message.codec != holding.codec.name:
+                raise BadPayload(f"codec {message.codec!r} where the run uses {holding.codec.name}")
+            if message.weight > WEIGHT_SPREAD * max(1.0, holding.book.weight):
+                raise BadPayload(f"a share of weight {message.weight:g}, where we have {holding.book.weight:g}")
+            holding.tempo.hear(peer, message.key.round)
+
+    async def _take(self, session: LendingSession, state: Flat, give: Give, stream: Stream) -> bool:
+        """Take a share in, and count it as soon as there is a state to count it in; by the end of this round.
+
+        Raises:
+            BadPayload: it broke a rule.
+            PeerSilent: the stream broke off, its giver was lost, or time ran out.
+        """
+        holding = self._holding
+        if give.elements != state.size:
+            raise BadPayload(f"a state of {give.elements} elements; the run's have {state.size}")
+        deadline = min(stream.deadline, session.deadline)
+        theirs = Incoming(holding.part(state.size), holding.host.compute)
+        async with holding.turn:
+            await theirs.measure(stream, state)
+        await alongside(theirs.take(stream), watch(holding.host.members, give.sender, deadline))
+        while True:
+            try:
+                await holding.bell.until(lambda: holding.session is not None and bool(holding.session.state), deadline)
+            except TimeoutError:
+                raise PeerSilent(stream.peer, "no state to count it in") from None
+            async with holding.turn:
+                session_now = holding.session
+                if session_now and session_now.state:
+                    return await self._count(session_now, session_now.state, give, theirs.part)
+
+    async def _count(self, session: LendingSession, state: Flat, give: Give, part: HeldPart) -> bool:
+        book = self._holding.book
+        before = book.weight
+        counted = book.take(Share(give.sender, give.to, give.sequence, 0.0, give.weight))
+        if book.weight == before:
+            return counted  # recalled, or counted earlier
+        part_of_us = give.weight / book.weight
+        try:
+            await self._holding.blend(state, part, part_of_us)
+        finally:
+            session.count(give.sender.peer, part.chunks, give.told, part_of_us)
+        return counted
