@@ -97,28 +97,35 @@ class Gossip:
             return
         until = min(session.deadline, loop.time() + pairing.patience.timeout_seconds(due[0].peer, size_bytes))
         tries = 0
-        while (due and tries < TRIES) or (others and not session.held):
+        while loop.time() < until and ((due and tries < TRIES) or (others and not session.held)):
+            if tries:
+                await self._pause(session, until)
             tries += 1
-            for partner in [*due, *self.rng.sample(others, min(OTHERS, len(others)))]:
+            more = [each for each in others if each not in due]
+            for partner in [*due, *self.rng.sample(more, min(OTHERS, len(more)))]:
                 await self.at_rest()
-                if session.held and (partner not in due or partner.peer in session.held):
+                now, peer = loop.time(), partner.peer
+                if session.held and (partner not in due or peer in session.held):
                     verdict = Verdict.HELD  # somebody has asked us
-                elif loop.time() + pairing.patience.expected_seconds(partner.peer, size_bytes) >= until:
-                    return
+                elif now + pairing.patience.expected_seconds(peer, size_bytes) >= until:
+                    verdict = Verdict.FAILED  # what time is left is not enough for this one
                 else:
-                    verdict = await self._asker.ask(session, partner, until)
+                    its_own = now + pairing.patience.timeout_seconds(peer, size_bytes)
+                    verdict = await self._asker.ask(session, partner, min(until, its_own))
                 if verdict in (Verdict.HELD, Verdict.FAILED):
                     due, others = ([each for each in group if each != partner] for group in (due, others))
-            if session.held and (tries == TRIES or not due):
-                return
-            pause_seconds = self.rng.uniform(PAUSE_SECONDS, 2 * PAUSE_SECONDS)
-            with suppress(TimeoutError):
-                await pairing.bell.until(lambda: bool(session.held), min(until, loop.time() + pause_seconds))
+
+    async def _pause(self, session: LendingSession, until: Deadline) -> None:
+        """Give those who are busy time, or until somebody has asked us."""
+        held, seconds = dict(session.held), self.rng.uniform(PAUSE_SECONDS, 2 * PAUSE_SECONDS)
+        with suppress(TimeoutError):
+            resumes = min(until, asyncio.get_running_loop().time() + seconds)
+            await self.pairing.bell.until(lambda: session.held != held, resumes)
 
     def _candidates(self, session: LendingSession) -> tuple[list[Member], list[Member]]:
         """Those whom the schedule names, and the others; without those who cost us a timeout of late."""
         now = asyncio.get_running_loop().time()
-        live = {member.peer: member for member in self.host.members.live() if member != self.me}
+        live = {member.peer: member for member in self.host.members.live() if member.peer != self.me.peer}
         seed = f"{session.key.run.hex()}/{session.key.scope}"
         named = matching.partners(self.schedule, tuple(live), self.me.peer, session.round, seed)
         up = [member for member in live.values() if not self.pairing.patience.resting(member.peer, now)]

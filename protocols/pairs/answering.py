@@ -37,16 +37,16 @@ class Answerer:
             if isinstance(message, Settle):
                 return await stream.send(Settled(message.key, pairing.me, message.sequence, self._settle(message)))
             exchange = self._accept(message, stream)
+            if exchange is None:
+                return await stream.send(self._answer(message, False))
             try:
-                accepted = exchange is not None
-                await stream.send(Answer(message.key, pairing.me, message.sequence, accepted, pairing.round))
-                if exchange is None:
-                    return
                 await self._follow(exchange, stream)
             finally:
-                if exchange:
-                    pairing.end(exchange)
+                pairing.end(exchange)
             await self._last_word(exchange, stream)
+
+    def _answer(self, ask: Ask, accepted: bool) -> Answer:
+        return Answer(ask.key, self._pairing.me, ask.sequence, accepted, self._pairing.round)
 
     def _admit(self, peer: PeerId, message: Ask | Settle) -> None:
         """
@@ -108,6 +108,7 @@ class Answerer:
         await pairing.move(exchange)
 
     async def _hear_out(self, exchange: Exchange, stream: Stream) -> None:
+        await stream.send(self._answer(exchange.ask, True))
         await exchange.swap.trade(stream)
         await hear(stream, Whole, exchange.ask)
 

@@ -84,12 +84,10 @@ class Asker:
                 why = error.why if isinstance(error, PeerError) else "it did not answer in time"
                 pairing.failed(peer, began, until if exchange else answer_by, why)
             return Verdict.FAILED
-        except asyncio.CancelledError:
-            if exchange and exchange.in_doubt:
-                pairing.half(exchange.swap.most)
-            raise
         finally:
             if exchange:
+                if exchange.in_doubt:  # we are not to wait for an answer
+                    pairing.half(exchange.swap.most)
                 pairing.end(exchange)
 
     async def _lead(self, exchange: Exchange, stream: Stream) -> None:
@@ -117,10 +115,10 @@ class Asker:
                 pairing.ledger.counting(stream),
             ):
                 await stream.send(Settle(ask.key, pairing.me, ask.sequence))
-                if not (await hear(stream, Settled, ask)).moved:
-                    return False
+                exchange.moving = (await hear(stream, Settled, ask)).moved
         except (PeerError, BadPayload):
             pairing.half(await exchange.swap.drift())
-            return False
-        await pairing.move(exchange)
-        return True
+            exchange.moving = False
+        if exchange.moving:
+            await pairing.move(exchange)
+        return exchange.moving

@@ -114,8 +114,10 @@ class Pairing:
         return self.exchange
 
     def end(self, exchange: Exchange) -> None:
+        """Our state is free, and what came of theirs is not needed any more."""
         if self.exchange is exchange:
             self.exchange = None
+            exchange.swap.drop()
             exchange.done.set()
             self.bell.ring()
 

@@ -156,7 +156,7 @@ class Swap:
 
     Attributes:
         moved: the norm of what the state was moved by; None: it was not.
-        size_bytes: of one state, encoded.
+        size_bytes, chunks: of one state, encoded.
     """
 
     def __init__(self, state: Flat, codec: Codec, chunk_elements: int, compute: Compute) -> None:
@@ -164,16 +164,12 @@ class Swap:
         self.moved: float | None = None
         self._theirs = Incoming(HeldPart(codec, 0, state.size, chunk_elements), compute)
         self._part, self._codec, self._compute = self._theirs.part, codec, compute
-        self.size_bytes = self._part.size_bytes
+        self.size_bytes, self.chunks = self._part.size_bytes, self._part.chunks
 
     @property
     def begun(self) -> bool:
         """Whether something of the partner's state has come."""
         return self._theirs.begun
-
-    @property
-    def chunks(self) -> int:
-        return self._part.chunks
 
     @property
     def most(self) -> float:
@@ -203,6 +199,10 @@ class Swap:
         if moved is None:
             moved = await self._compute.run(partial(self._mix, False), 24 * self.state.size)
         return moved / ours if ours else 0.0
+
+    def drop(self) -> None:
+        """Their state is needed no more; what is known of it, and of the move, stays."""
+        self._part = self._theirs.part = HeldPart(self._codec, 0, 0)
 
     def _encoded(self) -> memoryview:
         """Room for one encoded chunk."""
