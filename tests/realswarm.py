@@ -22,7 +22,7 @@ from typing import Any, Self, TypeVar
 import psutil
 
 from node.view.control import NoAnswer, ask
-from tests.checkers import DECIDED, Report, Violation, check
+from tests.checkers import DECIDED, Report, Violation, began, check
 
 T = TypeVar("T")
 
@@ -290,7 +290,7 @@ class RealSwarm:
         assert not violations, "\n".join(str(each.as_dict()) for each in violations[:5])
 
     def all_in_one_mean(self, peers: Iterable[RealPeer], since: float = 0.0) -> Report | None:
-        """A round whose mean holds work of them all and of nobody else, and that each reported later than at that wall
+        """A round whose mean holds work of them all and of nobody else, and that each began later than at that wall
         time; None: not yet."""
         wanted = list(peers)
         everybody = {peer.id for peer in wanted}
@@ -298,7 +298,7 @@ class RealSwarm:
             {
                 each["lineage"]: each
                 for each in peer.reports()
-                if each["time"] > since and everybody == {*each["peers"]} and (each["weight"] or 0) > 0
+                if began(each) > since and everybody == {*each["peers"]} and (each["weight"] or 0) > 0
             }
             for peer in wanted
         ]

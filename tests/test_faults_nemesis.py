@@ -98,6 +98,18 @@ def test_all_processes_of_a_peer_are_stopped(nemesis: Nemesis, swarm: RealSwarm)
     wait("both", lambda: {str(each.status()) for each in swarm["d"].left()} == {psutil.STATUS_STOPPED}, 2)
 
 
+def test_a_mean_counts_from_the_beginning_of_its_round(swarm: RealSwarm) -> None:
+    """One that was under way when a peer was cut off holds that peer's work all the same."""
+    spent = {"seconds_train": 0.5, "seconds_wait": 0.25, "seconds_average": 0.25}
+    for name, peer in swarm.peers.items():
+        peer.id = name
+        report = {"lineage": "L1", "peers": [*swarm.peers], "weight": 8.0, "time": 100.0} | spent
+        peer.reports = lambda report=report: [report]  # type: ignore[method-assign,misc]
+    peers = list(swarm.peers.values())
+    assert swarm.all_in_one_mean(peers, 98.9)
+    assert swarm.all_in_one_mean(peers, 99.1) is None
+
+
 def test_who_hears_nobody_and_whom_nobody_hears(nemesis: Nemesis, network: Network) -> None:
     nemesis.play([Step("deafen", ("b",)), Step("mute", ("c",)), Step("part", ("a",)), Step("heal")])
     assert network.calls[:3] == [
