@@ -215,3 +215,22 @@ def test_numbers_that_never_come_hold_nothing_up() -> None:
         counted = number % 2 == 0 and taker.take(share)
         giver.answered(taker.me, number, counted)
     assert not taker.recalled(giver.me, 3 * WINDOW - 1) and taker.recalled(giver.me, 3 * WINDOW - 2)
+
+
+def test_receivers_are_forgotten_and_what_they_are_given_later_counts() -> None:
+    """In a long life a peer gives to more lives than it can know of; numbers are not used again where they may be."""
+    giver, taker = book(1), book(2)
+    giver.weight = Fraction(1 << 400)  # type: ignore[assignment]
+    for index in range(3 * pushsum.MAX_RECEIVERS):
+        others = [Member(f"q{index}")] * (1 + index % 3)
+        for to in (*others, *[taker.me] * (index == 0)):
+            share = giver.give(to)
+            assert share is not None
+            giver.answered(to, share.sequence, to == taker.me and taker.take(share))
+    assert len(giver._next) <= pushsum.MAX_RECEIVERS and not giver._outstanding and taker.me not in giver._next
+    before = taker.weight
+    again = giver.give(taker.me)
+    assert again is not None and taker.take(again) and taker.weight > before
+    owing = [giver.give(Member(f"r{index}")) for index in range(2 * pushsum.MAX_RECEIVERS)]
+    assert len(giver._next) <= pushsum.MAX_RECEIVERS + len(owing), "who owes an answer is not forgotten"
+    assert all(share in giver.outstanding(share.to) for share in owing if share)

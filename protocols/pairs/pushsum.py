@@ -27,6 +27,8 @@ WINDOW = 64
 """Shares that one receiver has not acknowledged: a giver keeps their values, and gives it no more."""
 MAX_GIVERS = 256
 """Lives of peers whose numbers are known; the one that gave least recently goes first."""
+MAX_RECEIVERS = 256
+"""Lives of peers of which it is known which number comes next, besides those that owe an answer."""
 LEAST_WEIGHT = 2.0**-20
 """Who has less gives nothing: x / w would be noise."""
 
@@ -83,7 +85,8 @@ class Book(Generic[V]):
     def __init__(self, me: Member, value: V, weight: float = 1.0) -> None:
         self.me, self.value, self.weight = me, value, weight
         self._outstanding: dict[Member, dict[int, Share[V]]] = {}
-        self._next: dict[Member, int] = {}
+        self._next: OrderedDict[Member, int] = OrderedDict()
+        self._unused = 0  # no receiver that is forgotten has been given this number, or a later one
         self._givers: OrderedDict[Member, _Numbers] = OrderedDict()
 
     @property
@@ -96,15 +99,23 @@ class Book(Generic[V]):
 
     def give(self, to: Member) -> Share[V] | None:
         """Half of what is here, for this receiver; None if it has too much unacknowledged, or too little is here."""
-        waiting = self._outstanding.setdefault(to, {})
-        first = min(waiting, default=self._next.get(to, 0))
-        if self._next.get(to, 0) >= first + WINDOW or self.weight < LEAST_WEIGHT or to == self.me:
+        number = self._next.get(to, self._unused)
+        first = min(self._outstanding.get(to, ()), default=number)
+        if number >= first + WINDOW or self.weight < LEAST_WEIGHT or to == self.me:
             return None
         self.value, self.weight = self.value / 2, self.weight / 2
-        share = Share(self.me, to, self._next.get(to, 0), self.value, self.weight)
-        self._next[to] = share.sequence + 1
-        waiting[share.sequence] = share
+        share = Share(self.me, to, number, self.value, self.weight)
+        self._outstanding.setdefault(to, {})[number] = share
+        self._next[to] = number + 1
+        self._next.move_to_end(to)
+        self._forget()
         return share
+
+    def _forget(self) -> None:
+        """Whoever was given something longest ago and owes no answer."""
+        if len(self._next) >= MAX_RECEIVERS + len(self._outstanding):
+            oldest = next(each for each in self._next if each not in self._outstanding)
+            self._unused = max(self._unused, self._next.pop(oldest))
 
     def outstanding(self, to: Member) -> tuple[Share[V], ...]:
         """What to send again: given, and neither acknowledged nor home."""
@@ -112,11 +123,11 @@ class Book(Generic[V]):
 
     def acknowledged(self, by: Member, sequence: int) -> None:
         """It is the receiver's now. Of what is not outstanding: nothing changes."""
-        self._outstanding.get(by, {}).pop(sequence, None)
+        self._answered(by, sequence)
 
     def answered(self, by: Member, sequence: int, counted: bool) -> None:
         """What the receiver says to a recall: it counted the share, or never will."""
-        share = self._outstanding.get(by, {}).pop(sequence, None)
+        share = self._answered(by, sequence)
         if share is not None and not counted:
             self._home(share)
 
@@ -125,6 +136,13 @@ class Book(Generic[V]):
         for share in self._outstanding.pop(member, {}).values():
             self._home(share)
         self._next.pop(member, None)
+
+    def _answered(self, by: Member, sequence: int) -> Share[V] | None:
+        waiting = self._outstanding.get(by, {})
+        share = waiting.pop(sequence, None)
+        if not waiting:
+            self._outstanding.pop(by, None)
+        return share
 
     def _home(self, share: Share[V]) -> None:
         self.value, self.weight = self.value + share.value, self.weight + share.weight
