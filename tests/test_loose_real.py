@@ -1,4 +1,4 @@
-"""Real peers that share no anchor: they mix, one is killed and comes back from its checkpoint, all come to the end."""
+"""Real peers that share no anchor: they mix, one is killed and comes back from its checkpoint, all leave in peace."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tests.looseswarm import LooseSwarm
 from tests.realswarm import RealPeer, paced, wait
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
-ROUNDS, PATIENT_SECONDS = 36, 120.0
-RUN = 'protocol = "gossip"\nspread_limit = 1.0\n' + paced(50_000, 0.1, 5, ROUNDS)
+PATIENT_SECONDS = 120.0
+RUN = 'protocol = "gossip"\nspread_limit = 1.0\n' + paced(50_000, 0.1, 5)
 
 
 def often(peer: RealPeer) -> None:
@@ -39,7 +39,7 @@ def test_three_peers_mix_though_one_of_them_is_killed(tmp_path: Path) -> None:
         wait("it mixes again", lambda: mixed(c) > sum(e["outcome"] == "committed" for e in before), PATIENT_SECONDS)
         again = c.reports()[len(before)]
         assert again["outcome"] != "superseded" and again["round"] >= 2, "from its own checkpoint"
-        assert [peer.ends(PATIENT_SECONDS) for peer in (founder, b, c)] == [0, 0, 0]
-        last = founder.last()
-        assert last["round"] == ROUNDS - 1 and last["spread_limit"] == 1.0
+        for peer in (b, c, founder):
+            assert peer.ask("finish")["ok"] and peer.ends(PATIENT_SECONDS) == 0
+        assert founder.last()["spread_limit"] == 1.0
         assert all(math.isfinite(each["spread"]) for each in founder.reports() if each["outcome"] != "superseded")
