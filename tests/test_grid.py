@@ -126,6 +126,7 @@ def test_a_newcomer_stands_where_the_others_do() -> None:
     assert settle(13, 0, ()) == Grid(0, (4, 4))
     assert settle(13, 0, [Grid(7, (5, 4)), Grid(0, (4, 4))]) == Grid(7, (5, 4))
     assert settle(13, 5, [Grid(7, (5, 4)), Grid(1 << 40, (8, 8, 8))]) == Grid(7, (5, 4))
+    assert settle(13, 5, [Grid(7, (5, 4)), Grid(1 << 40, (13,))]) == Grid(7, (5, 4)), "larger groups than the run's"
 
 
 # -- where one stands --------------------------------------------------------------------------------------------------
