@@ -149,6 +149,19 @@ def test_who_leaves_is_not_kept_waiting() -> None:
     assert census(word("p2")).due(replace(mine, leaving=True), math.inf, 7.0, True, 10.0) == 7.0
 
 
+def test_nobody_leaves_twice() -> None:
+    """A round that a leaver ends has one step in it; who says in every round that it leaves ends one."""
+    found = census(word("p1", leaving=True), word("p2"))
+    mine = replace(HERE, sender=ME)
+    assert [found.due(mine, math.inf, 7.0, True, 10.0) for _ in range(2)] == [7.0, 7.0]
+    found.take(word("p1", 2, round=4, leaving=True), 20.0)
+    found.take(word("p2", 2, round=4), 20.0)
+    assert found.due(replace(mine, round=4), math.inf, 20.0, True, 21.0) is None
+    found.look([ME, Member("p1", 1), Member("p2")], (), 22.0)
+    found.take(replace(word("p1", round=4, leaving=True), sender=Member("p1", 1)), 22.0)
+    assert found.due(replace(mine, round=4), math.inf, 20.0, True, 23.0) == 20.0, "in another life it may"
+
+
 def test_who_may_come_to_a_line() -> None:
     """Those of the same round and grid whose cell is on it, and who are not past it."""
     mine = replace(HERE, sender=ME, index=(0, 2))

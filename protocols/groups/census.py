@@ -142,6 +142,7 @@ class Census:
         self._late: dict[PeerId, Late] = {}
         self._heard: dict[PeerId, Heard] = {}
         self._seen: dict[Member, float] = {}
+        self._hurried: dict[Member, int] = {}
 
     def take(self, here: Here, now: float) -> bool:
         """A peer's word; False if it said something later already."""
@@ -164,6 +165,7 @@ class Census:
             self._late.pop(peer, None)
         members = set(self.sight.values())
         self._seen = {member: at for member, at in self._seen.items() if member in members}
+        self._hurried = {member: round for member, round in self._hurried.items() if member in members}
         for member in self.sight.values():
             self._seen.setdefault(member, now)
 
@@ -213,7 +215,10 @@ class Census:
             worked: whether it has done a step.
         """
         others = [self._heard[here.sender.peer] for here in self.words() if here.round >= mine.round]
-        if mine.leaving or any(heard.here.leaving for heard in others):
+        # Nobody leaves twice: who says so in every round would have each of them end with its first step.
+        leavers = [heard.here.sender for heard in others if heard.here.leaving]
+        hurried = [self._hurried.setdefault(leaver, mine.round) == mine.round for leaver in leavers]
+        if mine.leaving or any(hurried):
             return began if worked else began + LEAVER_SECONDS
         if self.leads(mine.round):  # by itself or nearly, after a split: the others have to come here round by round
             return None

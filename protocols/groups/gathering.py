@@ -258,8 +258,14 @@ class Gathering:
         if self.terms is not None or peer not in self._followed:
             return
         members = [offer.member for offer in plan.offers]
-        if self._offer not in plan.offers or peer not in {member.peer for member in members}:
+        peers = [member.peer for member in members]
+        if self._offer not in plan.offers or peer not in peers:
             raise BadPayload("a group without its caller, or without whom it calls")
+        if plan.ballot or plan.version:
+            raise BadPayload("a second call, which could have one part reduced by several")
+        for each in peers:
+            if peers.count(each) > 1:
+                raise BadPayload(f"a group that would count one peer several times: {each} is in it twice")
         planning.check(plan, self._ground, members, self._desk.host.signer.verify)
         if len(self._alike(plan.offers)) < len(plan.offers) or not any(offer.tokens for offer in plan.offers):
             raise BadPayload("a group of states that are not alike, or count for nothing")
@@ -268,7 +274,8 @@ class Gathering:
     def _accept(self, plan: wire.Plan) -> None:
         terms = planning.terms(plan, self._desk.settings.robust)
         count = len(terms.peers)
-        self.terms = replace(terms, factors=(1.0,) * count, allowances=(UNCLIPPED,) * count)
+        # A state does not grow after its offer, as a pseudo-gradient does: its own norm is its limit, not the others'.
+        self.terms = replace(terms, factors=(1.0,) * count, allowances=(UNCLIPPED,) * count, median_norm=0.0)
         for offer, weight in zip(plan.offers, terms.weights, strict=True):
             if weight < offer.tokens and self._desk.settings.robust == "mean":
                 self._desk.ledger.name(offer.member.peer, "its weight was clamped: it is far above that of the others")

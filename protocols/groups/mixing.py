@@ -56,6 +56,7 @@ class Mixing:
         """
         self.key, self.terms, self.name = key, terms, terms.digest.hex()
         self._desk, self._deadline, self._over, self._bell = desk, deadline, False, Bell()
+        self._gone: set[PeerId] = set()
         now, budget_seconds = asyncio.get_running_loop().time(), terms.plan.budget_seconds
         phase_seconds = (budget_seconds - BUDGET_FLOOR_SECONDS) / BUDGET_MULTIPLE
         self._patience_seconds = 2 * desk.answer_seconds + phase_seconds
@@ -82,10 +83,16 @@ class Mixing:
     def missing(self) -> tuple[PeerId, ...]:
         """Whose parts are not here."""
         parts = range(len(self.terms.plan.reducers))
-        return tuple(dict.fromkeys(self.terms.reducer(part) for part in parts if part not in self._exchange.parts))
+        return tuple(dict.fromkeys(self.terms.reducer(part) for part in parts if not self._held(part)))
+
+    def _held(self, part: int) -> HeldPart | None:
+        """A part, if it is here, and its own reducer has signed it."""
+        held = self._exchange.parts.get(part)
+        return held if held and held.done and held.done.reducer == self.terms.plan.reducers[part] else None
 
     def lose(self, peer: PeerId, why: str = "gone") -> None:
-        """Expect nothing more of a peer."""
+        """Expect nothing more of a peer, neither its state nor the part that it reduces."""
+        self._gone.add(peer)
         self._exchange.lose(peer, why)
 
     @property
@@ -101,18 +108,36 @@ class Mixing:
         try:
             async with together() as group:
                 running = group.create_task(exchange.run())
-                await self._until(lambda: all(self._known(part) for part in parts), exchange.task.deadline)
+                while self._hopes():
+                    again = min(exchange.task.deadline, asyncio.get_running_loop().time() + self._desk.answer_seconds)
+                    await self._until(lambda: all(self._known(part) for part in parts), again)
                 running.cancel()  # nothing may write to the target any more
-            for part in parts:
-                if part not in exchange.parts and not await self._obtain(part):
-                    return None
-            return self._result()
         finally:
-            self._over = True
+            self._over = True  # two who lack the same part do not wait for each other
             self._bell.ring()
+        for part in parts:
+            if not self._held(part):
+                self._name_reducer(part)
+                if not await self._obtain(part):
+                    return None
+        return self._result()
+
+    def _name_reducer(self, part: int) -> None:
+        reducer, given = self.terms.reducer(part), part in self._exchange.parts
+        if reducer != self._desk.me.peer:
+            why = "it did not make what it gave" if given else "its part did not come"
+            self._desk.ledger.name(reducer, f"lost as a reducer: {why}")
 
     def _known(self, part: int) -> bool:
         return part in self._exchange.parts or part in self._exchange.failed
+
+    def _hopes(self) -> bool:
+        """Whether to wait for more. Who is believed gone may still be sending: heartbeats are late on a busy line."""
+        now, exchange = asyncio.get_running_loop().time(), self._exchange
+        owing = [part for part in range(len(self.terms.plan.reducers)) if not self._known(part)]
+        moving = now < exchange.moved + self._desk.answer_seconds
+        hoped = [part for part in owing if moving or self.terms.reducer(part) not in self._gone]
+        return bool(hoped) and now < exchange.task.deadline
 
     async def _until(self, condition: Callable[[], bool], deadline: Deadline) -> None:
         try:
@@ -140,8 +165,9 @@ class Mixing:
 
     def _result(self) -> Result | None:
         terms, held = self.terms, self._exchange.parts
+        bringing = sum(1 << bit for bit, weight in enumerate(terms.weights) if weight)
         for part, each in held.items():
-            if not all(each.masks):
+            if not all(mask & bringing for mask in each.masks):
                 self._desk.ledger.name(terms.reducer(part), "refused: its part holds chunks of nobody")
                 return None
         chunks = sum(each.chunks for each in held.values())
@@ -179,8 +205,10 @@ class Mixing:
             BadPayload: it is not in the plan.
             PeerSilent: the part is not here, or the stream broke off.
         """
+        if opening.part >= len(self.terms.plan.reducers):
+            raise BadPayload(f"part {opening.part} of {len(self.terms.plan.reducers)}")
         await self._until(lambda: self._over or self._known(opening.part), stream.deadline)
-        held = self._exchange.parts.get(opening.part)
+        held = self._held(opening.part)
         if held is None or held.done is None or not held.done.signature:
             raise PeerSilent(peer, f"part {opening.part} is not here")
         await Reducer(self._exchange.task, opening.part, held).serve(peer, stream)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 
-from protocols.base import Member, PeerId, RoundKey, Vector
+from protocols.base import Deadline, Member, PeerId, RoundKey, Vector
 from protocols.groups.census import Here
 from protocols.groups.gathering import Desk
 from protocols.groups.grid import Grid, Index, home, seat, settle
 from protocols.groups.mixing import Mixing
+from protocols.tasks import Bell
 
 MAX_FOUND = 256
 ACQUAINTANCES = 2
@@ -21,6 +23,10 @@ come apart meet in no line, and would never hear of it."""
 KEEP_GROUPS = 2
 """The parts of so many groups stay at hand for members that lack one."""
 MAX_CLOSED = 64
+SEARCH_SECONDS = 1.0
+FIND_LIMIT = 64
+LISTED_SECONDS = 600.0
+"""What this peer says in the directory is good for so long, and said again before."""
 
 
 class Pit:
@@ -48,6 +54,7 @@ class Pit:
         self.spare: list[Vector] = []
         self._live: dict[PeerId, Member] = {}
         self._version = -1
+        self._turned = Bell()
         self._lost: set[PeerId] = set()
         self._rng = desk.host.rng("moshpit")
 
@@ -108,6 +115,33 @@ class Pit:
         """Nothing is to be had of a peer, whatever the directory says, while it is not known to live again."""
         self.found.pop(peer, None)
         self._lost.add(peer)
+
+    def come_to(self, lineage: bytes) -> None:
+        """This peer is in that group, or comes to it next."""
+        if lineage != self.coming:
+            self.coming = lineage
+            self._turned.ring()
+
+    async def search(self, deadline: Deadline, found: Callable[[], None]) -> None:
+        """Where not all are told: say in the directory which group this peer comes to, and ask who else does; `found`
+        is called after each answer."""
+        directory, loop = self.desk.host.directory, asyncio.get_running_loop()
+        said, again = b"", 0.0
+        while not self.sees_all and loop.time() < deadline:
+            lineage = self.coming
+            scope, until = f"moshpit/{lineage.hex()}", min(deadline, loop.time() + 10 * SEARCH_SECONDS)
+            if lineage != said or loop.time() >= again:
+                said, again = lineage, loop.time() + LISTED_SECONDS / 2
+                await directory.announce(scope, b"", min(LISTED_SECONDS, max(1.0, deadline - loop.time())), until)
+            for peer, _ in await directory.find(scope, FIND_LIMIT, until):
+                if lineage == self.coming:  # an answer about a group that is over would bring back whom it had
+                    self.meet(peer, lineage)
+            found()
+            with suppress(TimeoutError):
+                await self._turned.until(
+                    lambda lineage=lineage: self.coming != lineage,  # type: ignore[misc]
+                    min(deadline, loop.time() + SEARCH_SECONDS),
+                )
 
     def narrow(self, lineage: bytes) -> None:
         """This peer comes to that group: those of earlier ones need not hear of it any more."""

@@ -21,8 +21,6 @@ from protocols.vectors import Flat, norm
 
 SETTLE_SECONDS = 0.25
 """Between two looks at who is here: a hundred newcomers are not told of one by one."""
-SEARCH_SECONDS = 1.0
-FIND_LIMIT = 64
 HASTE = 0.5
 """No single peer is waited for much longer than this share of what training took."""
 
@@ -51,7 +49,7 @@ class PitSession:
         self._grid, self._index = pit.sit(head.key, self.round)
         pit.numbered += 1
         self._mine = self._word()
-        pit.coming = self._mine.coming.lineage
+        pit.come_to(self._mine.coming.lineage)
         self._late = asyncio.get_running_loop().call_at(deadline, self._end)
 
     # -- the contract -------------------------------------------------------------------------------------------------
@@ -118,6 +116,8 @@ class PitSession:
                 results.append(result)
                 weight = result.weight
                 state, free = free, spare if free is into else into
+        self._axis, self._stage = len(self._mine.shape) - 1, DONE  # also where it ended early: nobody waits for us
+        self._say()
         if results and state is not into:
             await compute.run(lambda: [a.copy_(b) for a, b in zip(into, state, strict=True)], 2 * cost_bytes)
         return results
@@ -209,22 +209,12 @@ class PitSession:
         self._news.ring()
 
     async def search(self) -> None:
-        """Where not all are in sight: say in the directory which group we come to, and ask who else does."""
-        pit, directory, loop = self._pit, self._desk.host.directory, asyncio.get_running_loop()
-        said = b""
-        while not pit.sees_all and loop.time() < self.deadline:
-            lineage = pit.coming
-            scope, until = f"moshpit/{lineage.hex()}", min(self.deadline, loop.time() + 10 * SEARCH_SECONDS)
-            if lineage != said:
-                said = lineage
-                seconds = min(600.0, max(1.0, self.deadline - loop.time()))
-                await directory.announce(scope, b"", seconds, until)
-            for peer, _ in await directory.find(scope, FIND_LIMIT, until):
-                pit.meet(peer, lineage)
-            self._look()
-            self._say()
-            again = min(self.deadline, loop.time() + SEARCH_SECONDS)
-            await self._until(lambda: pit.coming != lineage, again)  # noqa: B023
+        """Look for those who come to the same group, where not all are in sight."""
+        await self._pit.search(self.deadline, self._found)
+
+    def _found(self) -> None:
+        self._look()
+        self._say()
 
     def close(self) -> None:
         self._late.cancel()
@@ -297,9 +287,7 @@ class PitSession:
         if self._word() != self._mine:
             self._pit.numbered += 1
             self._mine = self._word()
-            if self._mine.coming.lineage != self._pit.coming:
-                self._pit.coming = self._mine.coming.lineage
-                self._news.ring()
+            self._pit.come_to(self._mine.coming.lineage)
         for peer in self._pit.in_sight():
             member = self._census.sight.get(peer)
             if member and self._told.get(member) != self._mine.number:

@@ -1,0 +1,227 @@
+"""Moshpit among liars: what they say, call and hand in is refused, and they are named; the others come through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+
+from protocols.base import Buffer, Header, Member, PeerId
+from protocols.framing import FramedStream
+from protocols.groups.census import Here, group_key
+from protocols.groups.gathering import Gathering
+from protocols.groups.grid import drawn
+from protocols.reducing.parts import chunk_digest, part_message
+from protocols.reducing.plan import Ground, draw, offer_message
+from protocols.reducing.reduce import Reducer
+from protocols.wire import Contribute, Offer, PartDone, Plan, WantPart
+from tests.sim.host import SimSigner
+from tests.sim.network import SimNetwork
+from tests.sim.pits import RUN, Pits, Told
+from tests.test_moshpit import named, outcomes, same_bits_in_a_group, swarm
+
+LOSSES = ("nan", "infinity", "norm", "size", "huge-length", "endless-header", "garbage", "twice", "codec", "stale")
+
+
+@pytest.mark.parametrize("lie", LOSSES)
+def test_a_liar_is_named_and_the_others_come_through(lie: str) -> None:
+    pits = swarm(4, elements=3000, lies={1: lie})
+    before = {peer: torch.cat(state) for peer, state in zip(pits.peers, pits.states, strict=True)}
+    histories = pits.play(rounds=2)
+    assert named(histories, "p01"), lie
+    for peer in ("p00", "p02", "p03"):
+        state = torch.cat(histories[peer][-1].states)
+        assert bool(torch.isfinite(state).all()) and float(state.norm()) < 2 * float(before[peer].norm())
+
+
+def test_a_state_of_another_length_is_left_out_and_named() -> None:
+    """Ten times as long is no state of this run; the others average without it."""
+    pits = swarm(4)
+    for vector in pits.states[2]:
+        vector.mul_(10.0)
+    histories = pits.play()
+    said = [blame for history in histories.values() for blame in history[0].mean.blamed]
+    assert any(blame.peer == "p02" and "norm" in blame.why for blame in said), "by others, or by itself as their caller"
+    assert outcomes(histories["p02"]) == ["skipped"]
+    for peer in ("p00", "p01", "p03"):
+        assert histories[peer][0].mean.peers == ("p00", "p01", "p03")
+
+
+# -- frames that are refused -------------------------------------------------------------------------------------------
+
+
+Change: TypeAlias = Callable[[PeerId, Header], Header]
+"""To whom, what the truth is -> what is said."""
+
+
+class Twisted:
+    """A stream whose owner says everything as `change` puts it."""
+
+    def __init__(self, stream: FramedStream, change: Change) -> None:
+        self._stream, self._change = stream, change
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    async def send(self, header: Header, payload: Buffer = b"") -> None:
+        await self._stream.send(self._change(self._stream.peer, header), payload)
+
+
+def twist(pits: Pits, peer: PeerId, change: Change) -> None:
+    """From the start, that peer says everything as `change` puts it."""
+
+    def dress(network: SimNetwork) -> None:
+        network.transports[peer].disguise = lambda method, stream, pipe: Twisted(stream, change)
+
+    pits.before = dress
+
+
+def spoken(change: Change) -> dict[PeerId, list[Told]]:
+    """One round of three, of whom p02, which is the one to call the others, says everything as `change` puts it."""
+    pits = swarm(3)
+    assert drawn(group_key(RUN, "run", 0, (8,), 0, (0,)).lineage, pits.peers)[0] == "p02"
+    twist(pits, "p02", change)
+    return pits.play()
+
+
+def of_kind(kind: type[Header], change: Callable[[Any], Header]) -> Change:
+    return lambda peer, header: change(header) if isinstance(header, kind) else header
+
+
+def forged(message: Any, field: str) -> Any:
+    """A message whose offers nobody signed."""
+    offers = tuple(replace(offer, signature=b"forged") for offer in getattr(message, field))
+    return replace(message, **{field: offers})
+
+
+def forged_first(plan: Plan) -> Plan:
+    return replace(plan, offers=(replace(plan.offers[0], signature=b"forged"), *plan.offers[1:]))
+
+
+def many_times(plan: Plan) -> Plan:
+    """With its caller in so many lives that it alone is the median, signed by it all of them."""
+    (mine,) = [offer for offer in plan.offers if offer.member.peer == "p02"]
+    lives = [replace(mine, member=Member("p02", life), tokens=1) for life in range(1, 6)]
+    signer = SimSigner("p02", 1)
+    offers = [replace(offer, signature=signer.sign(offer_message(plan.key, offer))) for offer in lives]
+    return draw(Ground(plan.key, plan.bounds[-1], 4.0), [*plan.offers, *offers], 0.0)
+
+
+def without_you(plan: Plan) -> Plan:
+    return replace(plan, offers=plan.offers[-1:], bounds=plan.bounds[:1] + plan.bounds[-1:], reducers=(0,))
+
+
+@pytest.mark.parametrize(
+    "change, why",
+    (
+        (of_kind(Here, lambda here: replace(here, run=bytes(32))), "another run"),
+        (of_kind(Here, lambda here: replace(here, scope="other")), "another run or scope"),
+        (of_kind(Here, lambda here: replace(here, sender=Member("p01"))), "says where p01 is"),
+        (of_kind(Here, lambda here: replace(here, index=(31,))), "stands at"),
+        (of_kind(Here, lambda here: forged(here, "offer")), "forged signature"),
+        (of_kind(Plan, lambda plan: forged(plan, "offers")), "whom it calls"),
+        (of_kind(Plan, forged_first), "a forged offer of p00"),
+        (of_kind(Plan, without_you), "whom it calls"),
+        (of_kind(Plan, many_times), "p02 is in it twice"),
+        (of_kind(Plan, lambda plan: replace(plan, budget_seconds=1e5)), "times are not those"),
+        (of_kind(Plan, lambda plan: replace(plan, reducers=(2, 2, 2))), "parts are not those"),
+        (of_kind(Plan, lambda plan: replace(plan, ballot=1, reducers=(2, 2, 2))), "a second call"),
+        (of_kind(Plan, lambda plan: replace(plan, version=1, reducers=(2, 2, 2))), "a second call"),
+        (of_kind(Here, lambda here: WantPart(bytes(32))), "on a control stream"),
+        (of_kind(Contribute, lambda opening: replace(opening, key=replace(opening.key, run=bytes(32)))), "another run"),
+        (of_kind(Contribute, lambda opening: replace(opening, codec="bf16")), "codec"),
+    ),
+)
+def test_a_frame_that_lies_is_refused_and_its_sender_named(change: Change, why: str) -> None:
+    histories = spoken(change)
+    assert any(why in said for said in named(histories, "p02")), named(histories, "p02")
+    assert {"p00", "p01"} <= set(histories["p00"][0].mean.peers) or outcomes(histories["p00"]) == ["skipped"]
+    assert all(told.seconds < 30.0 for peer in ("p00", "p01") for told in histories[peer])
+
+
+def test_who_calls_others_with_lies_is_left_alone() -> None:
+    """The others give it up, and the next one calls."""
+    histories = spoken(of_kind(Plan, lambda plan: forged(plan, "offers")))
+    assert histories["p00"][0].mean.peers == histories["p01"][0].mean.peers == ("p00", "p01")
+    assert outcomes(histories["p02"]) == ["skipped"]
+
+
+def test_a_caller_cannot_have_one_part_reduced_by_two() -> None:
+    """Each of the honest would hold what another made of it, under one name of the group."""
+
+    def two_ways(peer: PeerId, header: Header) -> Header:
+        if isinstance(header, Plan) and peer == "p01":
+            return replace(header, ballot=1, reducers=(1, 1, 2))
+        return header
+
+    same_bits_in_a_group(spoken(two_ways))
+
+
+# -- what is handed in, given back and said of oneself -----------------------------------------------------------------
+
+
+def test_a_state_is_no_longer_than_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who declares what the others have and hands in ten times that is out."""
+    signed = Gathering._signed
+
+    def understated(gathering: Gathering) -> Offer:
+        if gathering._desk.me.peer == "p01":
+            gathering._stake = replace(gathering._stake, norm=gathering._stake.norm / 10)
+        return signed(gathering)
+
+    monkeypatch.setattr(Gathering, "_signed", understated)
+    pits = swarm(4, elements=3000)
+    for vector in pits.states[1]:
+        vector.mul_(10.0)
+    histories = pits.play()
+    assert any("norm above" in why for why in named(histories, "p01"))
+    for peer in ("p00", "p02", "p03"):
+        share = histories[peer][0].mean.contributions["p01"]
+        assert share.chunks_counted <= share.chunks / 4, "of the part that it reduces"
+
+
+def test_a_part_counts_as_its_own_reducer_signed_it() -> None:
+    """Another's signature makes two parts of one possible without a trace, and those whom its taker hands it to would
+    blame the taker."""
+    pits = swarm(3)
+
+    def under_another_name(peer: PeerId, header: Header) -> Header:
+        if not isinstance(header, PartDone):
+            return header
+        (mixing,) = pits.averagers["p02"]._pit.mixings.values()
+        false = replace(header, reducer=0)
+        return replace(false, signature=SimSigner("p00", 1).sign(part_message(mixing.key, mixing.terms.digest, false)))
+
+    twist(pits, "p02", under_another_name)
+    histories = pits.play()
+    assert any("did not make" in why for why in named(histories, "p02"))
+    assert not named(histories, "p00") and not named(histories, "p01")
+    assert outcomes(histories["p00"]) == outcomes(histories["p01"]) == ["skipped"]
+
+
+def test_a_mean_of_those_who_bring_nothing_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The only one with work, who reduces all there is, says that it is the other's."""
+    close = Reducer._close
+
+    def nobodys(reducer: Reducer, index: int) -> tuple[int, dict[PeerId, str]]:
+        mask, refused = close(reducer, index)
+        reducer._digests[-1] = chunk_digest(mask ^ 3, reducer.held.chunk(index))
+        return mask ^ 3, refused
+
+    monkeypatch.setattr(Reducer, "_close", nobodys)
+    pits = swarm(2)
+    pits.tokens = [0, 1000]
+    histories = pits.play()
+    assert outcomes(histories["p00"]) == ["skipped"] and any("of nobody" in why for why in named(histories, "p01"))
+
+
+def test_who_says_in_every_round_that_it_leaves_hurries_nobody_twice() -> None:
+    """A round that is called at once is one step of training."""
+    pits = swarm(4, train_seconds=(10.0,) * 4)
+    twist(pits, "p01", of_kind(Here, lambda here: replace(here, leaving=True)))
+    histories = pits.play(rounds=4)
+    for peer in ("p00", "p02", "p03"):
+        assert all(told.seconds > 9.0 for told in histories[peer][1:]), [told.seconds for told in histories[peer]]
