@@ -107,7 +107,7 @@ class Gossip:
                 now, peer = loop.time(), partner.peer
                 if session.held and (partner not in due or peer in session.held):
                     verdict = Verdict.HELD  # somebody has asked us
-                elif now + pairing.patience.expected_seconds(peer, size_bytes) >= until:
+                elif not session.has_time(pairing.patience.expected_seconds(peer, size_bytes), until):
                     verdict = Verdict.FAILED  # what time is left is not enough for this one
                 else:
                     its_own = now + pairing.patience.timeout_seconds(peer, size_bytes)

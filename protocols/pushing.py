@@ -52,7 +52,7 @@ class PushSum:
         self.holding = Holding(host, settings)
         self.me, self.ledger, self.tempo = self.holding.me, self.holding.ledger, self.holding.tempo
         self.giver = Giver(self.holding)
-        Taker(self.holding)
+        Taker(self.holding, settings.bandwidth)
 
     @property
     def half_exchanges(self) -> int:
@@ -101,6 +101,6 @@ class PushSum:
         for peer in awake:
             if not due or len(self.giver.kept) >= MAX_KEPT or loop.time() >= until:
                 break
-            if loop.time() + patience.expected_seconds(peer, size_bytes) <= until:
+            if session.has_time(patience.expected_seconds(peer, size_bytes), until):
                 its_own = loop.time() + patience.timeout_seconds(peer, size_bytes)
                 due -= await self.giver.give(session, live[peer], min(until, its_own))

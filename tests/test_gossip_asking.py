@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from protocols.base import Outcome
-from protocols.gossip import PAUSE_SECONDS
+from protocols.gossip import PAUSE_SECONDS, Gossip
+from protocols.pairs.patience import Patience
 from protocols.pairs.swap import Whole
-from tests.sim.gossiping import Swarm
+from protocols.pushing import PushSum
+from tests.sim.gossiping import ROUND_SECONDS, Swarm, head
 from tests.sim.lies import LyingStream
 
 
@@ -135,3 +137,63 @@ def test_whose_state_is_free_again_keeps_nothing_of_the_other(monkeypatch: pytes
         await asyncio.wait([lending])
 
     swarm.run(main)
+
+
+def test_who_has_no_time_left_for_an_exchange_is_busy() -> None:
+    """p1 is asked when its round is over, while it still trains: it says no, and nobody is named."""
+    swarm = Swarm(2)
+
+    async def late() -> None:
+        loop = asyncio.get_running_loop()
+        async with swarm.gossips[1].enter(head(0), loop.time() + 0.5) as session:
+            session.lend(swarm.state[1])
+            await asyncio.sleep(20.0)
+
+    async def main() -> None:
+        lending = swarm.start(1, late())
+        await asyncio.gather(swarm.start(0, swarm.round(0)), lending)
+
+    swarm.run(main)
+    assert not swarm.told[0][0].mean.blamed and not any(gossip.ledger.take()[0] for gossip in swarm.gossips)
+
+
+@pytest.mark.parametrize("protocol", (Gossip, PushSum))
+def test_after_a_long_silence_two_find_each_other_again(protocol: Any) -> None:
+    """However often each has waited for the other in vain: that says nothing of how long a share or a state takes."""
+    swarm = Swarm(2, 25_000, chunk_elements=5_000, protocol=protocol)
+
+    async def life(index: int) -> None:
+        for number in range(30):
+            await swarm.round(index, number, train_seconds=10.0)
+
+    async def main() -> None:
+        lives = [swarm.start(index, life(index)) for index in range(2)]
+        for one, other in (("p0", "p1"), ("p1", "p0")):
+            swarm.network.link(one, other).blocked = True  # and nobody is told
+        await asyncio.sleep(200.0)
+        assert not swarm.messages(0) and not swarm.messages(1)
+        for one, other in (("p0", "p1"), ("p1", "p0")):
+            swarm.network.heal(one, other)
+        await asyncio.wait(lives)
+
+    swarm.run(main)
+    assert len(swarm.messages(0)) > 2 and len(swarm.messages(1)) > 2
+    for gossip in swarm.gossips:
+        assert patience_of(gossip).timeout_seconds("p0", 200_000) < 5.0
+
+
+@pytest.mark.parametrize("protocol", (Gossip, PushSum))
+def test_who_is_thought_too_slow_for_a_round_is_tried_all_the_same(protocol: Any) -> None:
+    """Two whose line carried next to nothing for some hours: nobody else would tell them that it is mended."""
+    swarm = Swarm(2, 25_000, chunk_elements=5_000, protocol=protocol)
+    for gossip, other in zip(swarm.gossips, ("p1", "p0"), strict=True):
+        for _ in range(20):
+            patience_of(gossip).late(other, -1e6, 0.0)
+        assert patience_of(gossip).expected_seconds(other, 200_000) > ROUND_SECONDS
+    swarm.rounds(3, stagger_seconds=0.5)
+    assert swarm.messages(0) and swarm.messages(1)
+
+
+def patience_of(averager: Any) -> Patience:
+    found: Patience = averager.pairing.patience if isinstance(averager, Gossip) else averager.holding.patience
+    return found

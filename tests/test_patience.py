@@ -40,6 +40,15 @@ def test_over_a_slow_line_the_time_doubles_until_it_is_enough() -> None:
     assert patience.timeout_seconds("other", SIZE) > 100.0, "but if all are slow, the line is ours"
 
 
+def test_who_does_not_answer_is_left_alone_and_thought_no_slower() -> None:
+    patience = Patience(1e6)
+    before = patience.timeout_seconds("p", SIZE), patience.timeout_seconds("q", SIZE)
+    for number in range(30):
+        patience.late("p", now=number * 100.0, cost_seconds=2.0, slow=False)
+        assert patience.resting("p", number * 100.0 + 7.9)
+    assert before == (patience.timeout_seconds("p", SIZE), patience.timeout_seconds("q", SIZE))
+
+
 def test_one_that_was_late_is_left_alone_for_as_long_as_it_cost() -> None:
     patience = Patience(1e6)
     patience.late("p", now=100.0, cost_seconds=5.0)

@@ -262,17 +262,23 @@ async def hang(swarm: Swarm, count: int) -> None:
         await asyncio.sleep(ROUND_SECONDS)
 
 
-def test_a_giver_that_hangs_takes_one_place_and_not_for_longer_than_a_round() -> None:
+def test_a_giver_that_hangs_takes_one_place_for_one_timeout_and_then_none_for_a_while() -> None:
     swarm = pushers(3)
 
     async def main() -> None:
         lending = swarm.start(0, swarm.lending(0, 90.0))
         hanging = swarm.start(1, hang(swarm, 2 * MAX_TAKING))
         await asyncio.sleep(1.0)
+        assert len(swarm.network.nodes["p0"].ends) == 1
         await swarm.start(2, swarm.round(2))
         assert weights(swarm) == [1.5, 1.0, 0.5]
-        await asyncio.wait([lending, hanging])
+        await asyncio.sleep(1.0)
         assert not swarm.network.nodes["p0"].ends
+        again = swarm.start(1, hang(swarm, 1))
+        await asyncio.sleep(1.0)
+        assert not swarm.network.nodes["p0"].ends
+        again.cancel()
+        await asyncio.wait([lending, hanging, again])
 
     swarm.run(main)
 

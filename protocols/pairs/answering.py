@@ -69,7 +69,7 @@ class Answerer:
             pairing.tempo.hear(peer, key.round)
 
     def _accept(self, ask: Ask, stream: Stream) -> Exchange | None:
-        """Begin the exchange, unless we are busy.
+        """Begin the exchange, unless we are busy, or there is no time for it.
 
         Raises:
             BadPayload: a state of another size.
@@ -82,10 +82,10 @@ class Answerer:
             return None
         if ask.elements != owner.state.size:
             raise BadPayload(f"a state of {ask.elements} elements; the run's have {owner.state.size}")
-        if not self._asker.gives_way(ask):
-            return None
         size_bytes = pairing.codec.encoded_bytes(owner.state.size)
         deadline = min(stream.deadline, owner.deadline, now + patience.timeout_seconds(stream.peer, size_bytes))
+        if now >= deadline or not self._asker.gives_way(ask):
+            return None
         return pairing.begin(owner, ask, ask.sender, deadline)
 
     async def _follow(self, exchange: Exchange, stream: Stream) -> None:
@@ -100,7 +100,7 @@ class Answerer:
             raise
         except PeerError as error:
             if exchange.swap.begun or asyncio.get_running_loop().time() >= exchange.deadline:  # else: taken back
-                pairing.failed(stream.peer, exchange.began, exchange.deadline, error.why)
+                pairing.failed(stream.peer, exchange.began, exchange.deadline, error.why, exchange.swap.begun)
             raise
         self._moved[exchange.ask.name] = None
         if len(self._moved) > MAX_PEERS:

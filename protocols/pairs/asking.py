@@ -82,7 +82,8 @@ class Asker:
                 return Verdict.BUSY  # it was our own time that was short
             else:
                 why = error.why if isinstance(error, PeerError) else "it did not answer in time"
-                pairing.failed(peer, began, until if exchange else answer_by, why)
+                slow = exchange is not None and exchange.swap.begun
+                pairing.failed(peer, began, until if exchange else answer_by, why, slow)
             return Verdict.FAILED
         finally:
             if exchange:

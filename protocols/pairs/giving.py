@@ -80,7 +80,7 @@ class Giver:
             now = loop.time()
             holding.ledger.name(peer, f"no share: {'no word of what became of it' if told else 'it was not reached'}")
             if now >= (until if told else answer_by):
-                patience.late(peer, now, now - began)
+                patience.late(peer, now, now - began, slow=told)
             return None if told else False
         if counted:
             patience.took(peer, part.size_bytes, loop.time() - began)
@@ -139,7 +139,7 @@ class Giver:
         except (PeerError, BadPayload):
             now = asyncio.get_running_loop().time()
             if now >= answer_by:
-                holding.patience.late(peer, now, now - began)
+                holding.patience.late(peer, now, now - began, slow=False)
             return None
 
 

@@ -41,6 +41,11 @@ class Holding:
         self.turn, self.bell = asyncio.Lock(), Bell()
         self._chunk_elements = settings.chunk_elements
 
+    @property
+    def state(self) -> Flat | None:
+        """What shares are given of, and taken into; None: nothing, at the moment."""
+        return self.session.state if self.session else None
+
     def part(self, elements: int) -> HeldPart:
         """Room for an encoded state."""
         return HeldPart(self.codec, 0, elements, self._chunk_elements)

@@ -14,6 +14,9 @@ from protocols.pairs.tempo import Tempo
 from protocols.post import Ledger
 from protocols.vectors import Flat
 
+SLOWEST_SHARE = 0.25
+"""Nothing is thought to take a larger share of a round's time: it would not be tried again, and nobody would know."""
+
 
 class Mixer(Protocol):
     """How states are averaged, as a session sees it."""
@@ -54,6 +57,7 @@ class LendingSession:
         self.key: RoundKey = head.key
         self.deadline: Deadline = deadline
         self.round = head.key.round
+        self._longest_seconds = SLOWEST_SHARE * (deadline - asyncio.get_running_loop().time())
         self.half_exchanges, self.mass_drift = 0, 0.0
         self.state: Flat | None = None
         self.held: dict[PeerId, Contribution] = {}
@@ -111,6 +115,10 @@ class LendingSession:
     def _open(self, state: Flat) -> None:
         self.state, self.held = state, {}
         self._mixer.opened()
+
+    def has_time(self, seconds: float, until: Deadline) -> bool:
+        """Whether what should take so long may begin now, if it is to end by then."""
+        return asyncio.get_running_loop().time() + min(seconds, self._longest_seconds) < until
 
     # -- what came of it ----------------------------------------------------------------------------------------------
 

@@ -150,12 +150,16 @@ class Pairing:
         else:
             self._untold.append(drift)
 
-    def failed(self, peer: PeerId, began: float, until: Deadline, why: str) -> None:
-        """An exchange came to nothing; who took all of its time is left alone for a while."""
+    def failed(self, peer: PeerId, began: float, until: Deadline, why: str, slow: bool) -> None:
+        """An exchange came to nothing; who took all of its time is left alone for a while.
+
+        Args:
+            slow: it was under way; else there was no answer.
+        """
         now = asyncio.get_running_loop().time()
         self.ledger.name(peer, f"no exchange: {why}")
         if now >= until:
-            self.patience.late(peer, now, now - began)
+            self.patience.late(peer, now, now - began, slow)
 
     def distrust(self, peer: PeerId) -> None:
         self.patience.avoid(peer, asyncio.get_running_loop().time() + DISTRUST_SECONDS)

@@ -52,9 +52,9 @@ class _Seen:
 class Patience:
     """What exchanges took, by peer, and what follows for the next one. Times are the loop's.
 
-    A peer's rate follows what was observed, and is halved by every timeout: over a line that is slower than anybody
-    said, the time given doubles until it is enough. It starts as that of all others together, and theirs as our own
-    bandwidth: if the line that is slow is ours, that is not learnt anew with everybody.
+    A peer's rate follows what was observed, and is halved by every timeout of what was under way: over a line that is
+    slower than anybody said, the time given doubles until it is enough. It starts as that of all others together, and
+    theirs as our own bandwidth: if the line that is slow is ours, that is not learnt anew with everybody.
     """
 
     def __init__(self, bandwidth: float) -> None:
@@ -89,11 +89,16 @@ class Patience:
         seen.rate, self._usual = _towards(seen.rate or self._usual, observed), _towards(self._usual, observed)
         seen.rest_until = 0.0
 
-    def late(self, peer: PeerId, now: float, cost_seconds: float) -> None:
-        """An exchange cost us so many seconds and came to nothing."""
+    def late(self, peer: PeerId, now: float, cost_seconds: float, slow: bool = True) -> None:
+        """An exchange cost us so many seconds and came to nothing.
+
+        Args:
+            slow: it was under way, so that it takes longer than was thought; else there was no answer.
+        """
         seen = self._of(peer)
-        seen.rate = max(LEAST_RATE, (seen.rate or self._usual) / 2)
-        self._usual = max(LEAST_RATE, 0.8 * self._usual)
+        if slow:
+            seen.rate = max(LEAST_RATE, (seen.rate or self._usual) / 2)
+            self._usual = max(LEAST_RATE, 0.8 * self._usual)
         seen.rest_until = now + REST_MULTIPLE * cost_seconds
 
     def avoid(self, peer: PeerId, until: float) -> None:

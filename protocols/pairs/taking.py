@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from protocols.base import BadPayload, PeerId, PeerSilent, Stream
 from protocols.pairs.holding import Holding
 from protocols.pairs.incoming import Incoming
 from protocols.pairs.lending import LendingSession
+from protocols.pairs.patience import Patience
 from protocols.pairs.pushsum import Share
 from protocols.pairs.shares import PUSH, Give, Recall, Taken
 from protocols.pairs.swap import HEADER_LIMIT, watch
@@ -23,8 +26,9 @@ WEIGHT_SPREAD = 64.0
 class Taker:
     """Serves `PUSH`."""
 
-    def __init__(self, holding: Holding) -> None:
+    def __init__(self, holding: Holding, bandwidth: float) -> None:
         self._holding = holding
+        self._patience = Patience(bandwidth)  # with lines as they are this way
         self._taking: set[PeerId] = set()
         holding.host.transport.serve(PUSH, self._serve)
 
@@ -36,19 +40,20 @@ class Taker:
             if not isinstance(message, Give | Recall):
                 raise BadPayload(f"{type(message).__name__} opens no share")
             self._admit(peer, message)
-            session = holding.session
-            if isinstance(message, Recall) or session is None or session.state is None or self._is_busy(peer):
+            state = holding.state
+            if isinstance(message, Recall) or state is None or self._is_busy(peer):
                 counted = holding.book.recalled(message.sender, message.sequence)
             else:
                 self._taking.add(peer)
                 try:
-                    counted = await self._take(session, session.state, message, stream)
+                    counted = await self._take(state, message, stream)
                 finally:
                     self._taking.remove(peer)
             await stream.send(Taken(message.key, holding.me, message.sequence, counted))
 
     def _is_busy(self, peer: PeerId) -> bool:
-        return peer in self._taking or len(self._taking) >= MAX_TAKING
+        now = asyncio.get_running_loop().time()
+        return peer in self._taking or len(self._taking) >= MAX_TAKING or self._patience.resting(peer, now)
 
     def _admit(self, peer: PeerId, message: Give | Recall) -> None:
         """
@@ -71,30 +76,46 @@ class Taker:
                 raise BadPayload(f"a share of weight {message.weight:g}, where we have {holding.book.weight:g}")
             holding.tempo.hear(peer, message.key.round)
 
-    async def _take(self, session: LendingSession, state: Flat, give: Give, stream: Stream) -> bool:
-        """Take a share in, and count it as soon as there is a state to count it in; by the end of this round.
+    async def _take(self, state: Flat, give: Give, stream: Stream) -> bool:
+        """Take a share in, and count it as soon as there is a state to count it in.
 
         Raises:
             BadPayload: it broke a rule.
-            PeerSilent: the stream broke off, its giver was lost, or time ran out.
+            PeerSilent: the stream broke off, its giver was lost, or it took too long.
         """
         holding = self._holding
         if give.elements != state.size:
             raise BadPayload(f"a state of {give.elements} elements; the run's have {state.size}")
-        deadline = min(stream.deadline, session.deadline)
         theirs = Incoming(holding.part(state.size), holding.host.compute)
         async with holding.turn:
             await theirs.measure(stream, state)
-        await alongside(theirs.take(stream), watch(holding.host.members, give.sender, deadline))
+        await self._hear_out(theirs, give, stream)
         while True:
             try:
-                await holding.bell.until(lambda: holding.session is not None and bool(holding.session.state), deadline)
+                await holding.bell.until(lambda: holding.state is not None, stream.deadline)
             except TimeoutError:
                 raise PeerSilent(stream.peer, "no state to count it in") from None
             async with holding.turn:
-                session_now = holding.session
-                if session_now and session_now.state:
-                    return await self._count(session_now, session_now.state, give, theirs.part)
+                if holding.session and holding.session.state:
+                    return await self._count(holding.session, holding.session.state, give, theirs.part)
+
+    async def _hear_out(self, theirs: Incoming, give: Give, stream: Stream) -> None:
+        loop, patience, peer, size_bytes = (
+            asyncio.get_running_loop(),
+            self._patience,
+            stream.peer,
+            theirs.part.size_bytes,
+        )
+        began = loop.time()
+        deadline = min(stream.deadline, began + patience.timeout_seconds(peer, size_bytes))
+        try:
+            await alongside(theirs.take(stream), watch(self._holding.host.members, give.sender, deadline))
+        except PeerSilent as error:
+            if loop.time() >= deadline:
+                self._holding.ledger.name(peer, f"no share: {error.why}")
+                patience.late(peer, loop.time(), loop.time() - began, theirs.begun)
+            raise
+        patience.took(peer, size_bytes, loop.time() - began)
 
     async def _count(self, session: LendingSession, state: Flat, give: Give, part: HeldPart) -> bool:
         book = self._holding.book
