@@ -160,6 +160,9 @@ def test_nobody_leaves_twice() -> None:
     found.look([ME, Member("p1", 1), Member("p2")], (), 22.0)
     found.take(replace(word("p1", round=4, leaving=True), sender=Member("p1", 1)), 22.0)
     assert found.due(replace(mine, round=4), math.inf, 20.0, True, 23.0) == 20.0, "in another life it may"
+    ahead = census(word("p1", round=9, leaving=True), word("p2"))
+    assert ahead.due(mine, math.inf, 7.0, True, 10.0) is None, "it hurries nobody whom it does not meet"
+    assert ahead.due(replace(mine, round=9), math.inf, 7.0, True, 10.0) == 7.0
 
 
 def test_who_may_come_to_a_line() -> None:

@@ -215,8 +215,9 @@ class Census:
             worked: whether it has done a step.
         """
         others = [self._heard[here.sender.peer] for here in self.words() if here.round >= mine.round]
-        # Nobody leaves twice: who says so in every round would have each of them end with its first step.
-        leavers = [heard.here.sender for heard in others if heard.here.leaving]
+        # Nobody leaves twice: who says so in every round would have each of them end with its first step. Who does so
+        # in a later round than ours waits for nobody, and will be gone.
+        leavers = [heard.here.sender for heard in others if heard.here.leaving and heard.here.round == mine.round]
         hurried = [self._hurried.setdefault(leaver, mine.round) == mine.round for leaver in leavers]
         if mine.leaving or any(hurried):
             return began if worked else began + LEAVER_SECONDS
