@@ -28,6 +28,13 @@ def test_it_follows_what_was_observed() -> None:
     assert patience.answer_seconds("far") < 2.2 < patience.answer_seconds("near") + 0.3
 
 
+def test_who_answers_as_late_as_it_may_is_not_waited_for_longer_each_time() -> None:
+    patience = Patience(1e6)
+    for _ in range(20):
+        patience.answered("p", 0.99 * patience.answer_seconds("p"))
+    assert patience.answer_seconds("p") < 60.0
+
+
 def test_over_a_slow_line_the_time_doubles_until_it_is_enough() -> None:
     patience, needed, tries = Patience(1e6), 300.0, 0
     while patience.timeout_seconds("slow", SIZE) < needed:

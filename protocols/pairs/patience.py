@@ -12,6 +12,8 @@ from protocols.base import BadPayload, Member, PeerId
 ANSWER_FLOOR_SECONDS = 2.0
 ROUND_TRIPS = 8.0
 """An answer is given at once: it is late after the floor and so many round trips."""
+MAX_ROUND_TRIP_SECONDS = 5.0
+"""No line is thought to be longer: who answers late each time would be waited for longer and longer."""
 TIMEOUT_MULTIPLE = 4.0
 """An exchange may take so many times as long as it should."""
 REST_MULTIPLE = 4.0
@@ -80,7 +82,8 @@ class Patience:
     def answered(self, peer: PeerId, seconds: float) -> None:
         """A stream was opened and answered in that time: two round trips."""
         seen = self._of(peer)
-        seen.round_trip_seconds = max(seconds / 2, (seen.round_trip_seconds + seconds / 2) / 2)
+        observed = min(seconds / 2, MAX_ROUND_TRIP_SECONDS)
+        seen.round_trip_seconds = max(observed, (seen.round_trip_seconds + observed) / 2)
 
     def took(self, peer: PeerId, size_bytes: int, seconds: float) -> None:
         """An exchange held."""

@@ -100,13 +100,8 @@ class Taker:
                     return await self._count(holding.session, holding.session.state, give, theirs.part)
 
     async def _hear_out(self, theirs: Incoming, give: Give, stream: Stream) -> None:
-        loop, patience, peer, size_bytes = (
-            asyncio.get_running_loop(),
-            self._patience,
-            stream.peer,
-            theirs.part.size_bytes,
-        )
-        began = loop.time()
+        loop, patience, peer = asyncio.get_running_loop(), self._patience, stream.peer
+        began, size_bytes = loop.time(), theirs.part.size_bytes
         deadline = min(stream.deadline, began + patience.timeout_seconds(peer, size_bytes))
         try:
             await alongside(theirs.take(stream), watch(self._holding.host.members, give.sender, deadline))
