@@ -180,6 +180,31 @@ def test_who_may_come_to_a_line() -> None:
     assert set(census(*on, word("p8", index=(0, 1), holds=1), word("p9", index=(0, 0))).line(mine, 1)) == {"p9"}
 
 
+def test_who_kept_its_part_is_in_no_group_for_some_rounds() -> None:
+    """One, then two, then four; less each time that it gives one; nothing in another life."""
+    mine, other = replace(HERE, sender=ME, index=(0, 2)), word("p1", index=(1, 2))
+    found = census(other)
+
+    def left_out(after: int) -> int:
+        rounds = 0
+        while "p1" not in found.line(replace(mine, round=after + 1 + rounds), 0):
+            rounds += 1
+            found.take(replace(other, number=100 * after + rounds, round=after + 1 + rounds), 10.0)
+        return rounds
+
+    for after, times in ((3, 1), (10, 2), (20, 4)):
+        found.take(replace(other, number=100 * after, round=after + 1), 10.0)
+        found.kept(Member("p1"), after)
+        assert left_out(after) == times
+    found.gave(Member("p1"))
+    found.take(replace(other, number=4000, round=41), 10.0)
+    found.kept(Member("p1"), 40)
+    assert left_out(40) == 4
+    found.look([ME, Member("p1", 1)], (), 50.0)
+    found.take(replace(other, sender=Member("p1", 1), number=1, round=41), 50.0)
+    assert "p1" in found.line(replace(mine, round=41), 0)
+
+
 def test_patience_follows_what_was_seen() -> None:
     """Half as long again as the slowest took, bounded by what training took; less for who has not come before."""
     slow = word("p1", step_seconds=8.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -17,7 +18,7 @@ from protocols.groups.grid import drawn
 from protocols.reducing.parts import chunk_digest, part_message
 from protocols.reducing.plan import Ground, draw, offer_message
 from protocols.reducing.reduce import Reducer
-from protocols.wire import Contribute, Offer, PartDone, Plan, WantPart
+from protocols.wire import Contribute, Offer, PartDone, Plan, Reduced, WantPart
 from tests.sim.host import SimSigner
 from tests.sim.network import SimNetwork
 from tests.sim.pits import RUN, Pits, Told
@@ -225,3 +226,33 @@ def test_who_says_in_every_round_that_it_leaves_hurries_nobody_twice() -> None:
     histories = pits.play(rounds=4)
     for peer in ("p00", "p02", "p03"):
         assert all(told.seconds > 9.0 for told in histories[peer][1:]), [told.seconds for told in histories[peer]]
+
+
+class Withholding:
+    """A stream on which no reduced chunk is ever sent."""
+
+    def __init__(self, stream: FramedStream) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    async def send(self, header: Header, payload: Buffer = b"") -> None:
+        if isinstance(header, Reduced):
+            await asyncio.Event().wait()
+        await self._stream.send(header, payload)
+
+
+def test_who_lives_and_keeps_its_part_does_not_spoil_every_group() -> None:
+    """It would end all averaging in a swarm of one group, and with each time budgets grow."""
+    pits = swarm(4, elements=60_000, train_seconds=(5.0,) * 4)
+
+    def dress(network: SimNetwork) -> None:
+        network.transports["p02"].disguise = lambda method, stream, pipe: Withholding(stream)
+
+    pits.before = dress
+    histories = pits.play(rounds=8)
+    for peer in ("p00", "p01", "p03"):
+        assert outcomes(histories[peer]).count("committed") >= 5
+    assert named(histories, "p02")
+    same_bits_in_a_group(histories)

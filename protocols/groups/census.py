@@ -26,6 +26,7 @@ AHEAD_SHARE = 1 / 3
 LEAST_WITNESSES = 2
 """So many in any case, where there are as many others: one liar cannot move the clock."""
 MAX_MISSED = 16
+MAX_KEPT = 5
 UNHEARD_SECONDS = 2.0
 """Who has been in sight for longer and said nothing is not counted: it fetches the state, or does something else."""
 
@@ -129,8 +130,19 @@ class Late:
     missed: int = 0
 
 
+@dataclass(slots=True)
+class Kept:
+    """Attributes:
+    times: how often its part of a group has not come, though it was in sight, less how often it has come since.
+    until: the round before which it is in no group of ours.
+    """
+
+    times: int = 0
+    until: int = 0
+
+
 class Census:
-    """What the others said last.
+    """What the others said last, and how they did in groups.
 
     Attributes:
         sight: who is counted at all: the live members, and those that were found otherwise.
@@ -143,6 +155,7 @@ class Census:
         self._heard: dict[PeerId, Heard] = {}
         self._seen: dict[Member, float] = {}
         self._hurried: dict[Member, int] = {}
+        self._kept: dict[Member, Kept] = {}
 
     def take(self, here: Here, now: float) -> bool:
         """A peer's word; False if it said something later already."""
@@ -166,6 +179,7 @@ class Census:
         members = set(self.sight.values())
         self._seen = {member: at for member, at in self._seen.items() if member in members}
         self._hurried = {member: round for member, round in self._hurried.items() if member in members}
+        self._kept = {member: kept for member, kept in self._kept.items() if member in members}
         for member in self.sight.values():
             self._seen.setdefault(member, now)
 
@@ -228,14 +242,27 @@ class Census:
         return None if after is None else began + after
 
     def line(self, mine: Here, axis: int) -> dict[PeerId, Here]:
-        """Who may still come to our group along an axis, or is there; not this peer."""
+        """Who may still come to our group along an axis, or is there; not this peer, nor who kept its part lately."""
         ours = line(mine.index, axis)
         return {
             here.sender.peer: here
             for here in self.words()
             if here.round == mine.round and here.holds > axis and here.progress <= (axis, WAITING)
             and here.shape == mine.shape and line(here.index, axis) == ours
+            and self._kept.get(here.sender, Kept()).until <= mine.round
         }  # fmt: skip
+
+    def kept(self, member: Member, round: int) -> None:
+        """Its part of a group did not come. It is in no group of ours in the next round, and in twice as many each
+        time: a single peer that lives and gives nothing would have all of its groups fail, for good."""
+        kept = self._kept.setdefault(member, Kept())
+        kept.times = min(kept.times + 1, MAX_KEPT)
+        kept.until = round + 1 + 2 ** (kept.times - 1)
+
+    def gave(self, member: Member) -> None:
+        """Its part of a group came."""
+        if member in self._kept:
+            self._kept[member].times = max(0, self._kept[member].times - 1)
 
     def came(self, peer: PeerId, seconds: float) -> None:
         """It has come to a group that this peer is waiting in, or was, so long after it."""

@@ -115,12 +115,23 @@ class Mixing:
         finally:
             self._over = True  # two who lack the same part do not wait for each other
             self._bell.ring()
+        self._remember()
         for part in parts:
             if not self._held(part):
                 self._name_reducer(part)
                 if not await self._obtain(part):
                     return None
         return self._result()
+
+    def _remember(self) -> None:
+        """Who gave its part, and who did not. If nobody did, it is this peer that was cut off, or too slow."""
+        census, missing = self._desk.census, self.missing()
+        others = [offer.member for offer in self.terms.plan.offers if offer.member != self._desk.me]
+        for member in others:
+            if member.peer not in missing:
+                census.gave(member)
+            elif not {each.peer for each in others} <= set(missing):
+                census.kept(member, self.key.round)
 
     def _name_reducer(self, part: int) -> None:
         reducer, given = self.terms.reducer(part), part in self._exchange.parts
