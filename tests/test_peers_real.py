@@ -170,7 +170,9 @@ def interrupt(peer: RealPeer) -> None:
 def test_of_two_with_one_identity_one_is_told_and_goes(swarm: RealSwarm, tmp_path: Path) -> None:
     original = swarm.four(ROUND_SECONDS)[1]
     twin = RealPeer("twin", tmp_path)
+    original.strike(number=signal.SIGSTOP)  # files come and go while a checkpoint is made
     shutil.copytree(original.directory, twin.directory)
+    original.strike(number=signal.SIGCONT)
     twin.start("--bootstrap", swarm.running[0].address)
     try:
         wait("one of them goes", lambda: not (twin.running and original.running), 30)
