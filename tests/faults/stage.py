@@ -22,7 +22,8 @@ from tests.looseswarm import LooseSwarm
 from tests.realswarm import RealPeer, RealSwarm, paced, wait
 
 CALM_ROUNDS = 5
-LATER_ROUNDS = 2
+LATER_ROUNDS, LATER_MIXINGS = 2, 8
+"""After the recovery: who averages with all at once is together then; who mixes halves what is left round by round."""
 PROCESS_SECONDS, START_SECONDS = 60.0, 120.0
 ROUNDS_SECONDS = 90.0
 STEPS_TOLD = 40
@@ -110,7 +111,7 @@ def play(name: str, scenario: Scenario, seed: int, options: Options, home: Path,
         nemesis = Nemesis(swarm, watch, network)
         stack.callback(_clear, swarm)
         stack.callback(nemesis.heal)
-        return _Stage(swarm, nemesis, scenario, options.patience).run(name, seed, options, schedule)
+        return _Stage(swarm, nemesis, scenario, options).run(name, seed, options, schedule)
 
 
 def _clear(swarm: RealSwarm) -> None:
@@ -119,8 +120,9 @@ def _clear(swarm: RealSwarm) -> None:
 
 
 class _Stage:
-    def __init__(self, swarm: RealSwarm, nemesis: Nemesis, scenario: Scenario, patience: float) -> None:
-        self._swarm, self._nemesis, self._scenario, self._patience = swarm, nemesis, scenario, patience
+    def __init__(self, swarm: RealSwarm, nemesis: Nemesis, scenario: Scenario, options: Options) -> None:
+        self._swarm, self._nemesis, self._scenario, self._patience = swarm, nemesis, scenario, options.patience
+        self._later_rounds = LATER_MIXINGS if options.loose else LATER_ROUNDS
 
     def run(self, name: str, seed: int, options: Options, schedule: Sequence[Step]) -> Play:
         nemesis, swarm = self._nemesis, self._swarm
@@ -175,7 +177,7 @@ class _Stage:
         with suppress(AssertionError):
             wait("a mean of all", lambda: self._swarm.all_in_one_mean(should, healed), within)
         try:
-            self._rounds(should, time.time(), LATER_ROUNDS)
+            self._rounds(should, time.time(), self._later_rounds)
         except TROUBLE as error:
             self._nemesis.stuck.append(f"after the faults: {error or type(error).__name__}")
 
