@@ -61,7 +61,9 @@ class Ledger:
         return taken
 
 
-async def first_frame(host: Host, stream: Stream, known: Collection[PeerId] = ()) -> Header:
+async def first_frame(
+    host: Host, stream: Stream, known: Collection[PeerId] = (), limit_bytes: int = wire.MAX_HEADER_BYTES
+) -> Header:
     """The first frame of a stream, which its opener has at hand when it opens it.
 
     Only live members are heard, and who is `known` otherwise: a stranger would hold a stream for nothing.
@@ -72,7 +74,7 @@ async def first_frame(host: Host, stream: Stream, known: Collection[PeerId] = ()
     """
     try:
         async with asyncio.timeout(FIRST_FRAME_SECONDS):
-            message = await stream.receive(wire.MAX_HEADER_BYTES)
+            message = await stream.receive(limit_bytes)
     except TimeoutError:
         raise PeerSilent(stream.peer, "opened a stream and said nothing") from None
     if stream.peer not in known and all(member.peer != stream.peer for member in host.members.live()):

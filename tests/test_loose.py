@@ -210,6 +210,7 @@ def test_an_exchange_while_it_trains_loses_none_of_its_work() -> None:
 def test_both_kinds_of_exchange_are_told() -> None:
     (report,) = Peer(Script(lambda state: FROM_BERT, half)).play()
     assert report.peers == ("cora", "bert") and report.messages == ("cora/1", "bert/7")
+    assert {lineage for lineage, *_ in report.contributions.values()} == {""}, "what their states were is not known"
 
 
 def test_it_jumps_to_the_round_in_which_the_others_are() -> None:

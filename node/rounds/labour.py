@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 
@@ -34,6 +35,9 @@ class Labour:
         awaited: whom the round waits for, as far as this peer can tell.
         on_phase: called with `training` or `averaging` and what was trained so far, as a round goes on.
     """
+
+    SHARES_ANCHOR: ClassVar[bool] = True
+    """Whether all measure their work from one state."""
 
     def __init__(
         self, trainer: Trainer, outer: OuterSGD, compute: Compute, anchor: Vector, snapshots: Snapshots | None,
@@ -130,7 +134,10 @@ class Labour:
     ) -> RoundReport:  # fmt: skip
         """What became of the round that extends `key.lineage`, now that this peer stands at `lineage`."""
         trained_tokens, trained_seconds = self._trained.take()
-        counted = {p: (anchor.hex(), c.chunks_counted, c.chunks) for p, c in mean.contributions.items()}
+        known = mean.contributions if self.SHARES_ANCHOR else {me.peer}  # else a state comes without its lineage
+        counted = {
+            p: (anchor.hex() if p in known else "", c.chunks_counted, c.chunks) for p, c in mean.contributions.items()
+        }
         return RoundReport(
             run=key.run.hex(),
             peer=me.peer,

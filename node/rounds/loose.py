@@ -62,6 +62,8 @@ class LooseReplica(Labour):
         astray: whether this peer is further than mixing should have to cure: it is to fetch another's state.
     """
 
+    SHARES_ANCHOR = False
+
     def __init__(
         self,
         chain: OwnCourse,
@@ -207,10 +209,8 @@ class LooseReplica(Labour):
         report = self._report(
             self.averager.me, key, self.key.lineage, key.lineage, mean, work, seconds, time,
         )  # fmt: skip
-        lineages = {self.averager.me.peer: report.anchor_lineage}  # a state comes without the name of what it was
         return replace(
             report,
-            contributions={p: (lineages.get(p, ""), *of[1:]) for p, of in report.contributions.items()},
             round=session.round,
             group=session.group,
             messages=tuple(name for each in mean.contributions.values() for name in each.messages),

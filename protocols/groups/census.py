@@ -131,13 +131,19 @@ class Late:
 
 
 @dataclass(slots=True)
-class Kept:
-    """Attributes:
-    times: how often its part of a group has not come, though it was in sight, less how often it has come since.
-    until: the round before which it is in no group of ours.
+class Past:
+    """What is remembered of a peer in this life, as long as it is in sight.
+
+    Attributes:
+        seen: since when.
+        hurried: the round of ours that it has cut short because it left.
+        kept: how often its part of a group has not come, though it was in sight, less how often it has come since.
+        until: the round before which it is in no group of ours.
     """
 
-    times: int = 0
+    seen: float
+    hurried: int | None = None
+    kept: int = 0
     until: int = 0
 
 
@@ -153,9 +159,7 @@ class Census:
         self.sight: dict[PeerId, Member] = {}
         self._late: dict[PeerId, Late] = {}
         self._heard: dict[PeerId, Heard] = {}
-        self._seen: dict[Member, float] = {}
-        self._hurried: dict[Member, int] = {}
-        self._kept: dict[Member, Kept] = {}
+        self._past: dict[Member, Past] = {}
 
     def take(self, here: Here, now: float) -> bool:
         """A peer's word; False if it said something later already."""
@@ -176,12 +180,7 @@ class Census:
         for peer in [peer for peer in self._heard if peer not in self.sight]:
             del self._heard[peer]
             self._late.pop(peer, None)
-        members = set(self.sight.values())
-        self._seen = {member: at for member, at in self._seen.items() if member in members}
-        self._hurried = {member: round for member, round in self._hurried.items() if member in members}
-        self._kept = {member: kept for member, kept in self._kept.items() if member in members}
-        for member in self.sight.values():
-            self._seen.setdefault(member, now)
+        self._past = {member: self._past.get(member) or Past(now) for member in self.sight.values()}
 
     def _life(self, peer: PeerId) -> Member:
         heard = self._heard.get(peer)
@@ -204,7 +203,7 @@ class Census:
         found = [self.me.peer]
         for peer, member in self.sight.items():
             here = self.here(peer)
-            new = now < self._seen[member] + UNHEARD_SECONDS
+            new = now < self._past[member].seen + UNHEARD_SECONDS
             if (here and here.round + 1 >= round) or (not here and new):
                 found.append(peer)
         return sorted(found)
@@ -229,17 +228,22 @@ class Census:
             worked: whether it has done a step.
         """
         others = [self._heard[here.sender.peer] for here in self.words() if here.round >= mine.round]
-        # Nobody leaves twice: who says so in every round would have each of them end with its first step. Who does so
-        # in a later round than ours waits for nobody, and will be gone.
+        # A leaver in a later round than ours waits for nobody, and will be gone.
         leavers = [heard.here.sender for heard in others if heard.here.leaving and heard.here.round == mine.round]
-        hurried = [self._hurried.setdefault(leaver, mine.round) == mine.round for leaver in leavers]
-        if mine.leaving or any(hurried):
+        if mine.leaving or any([self._hurries(leaver, mine.round) for leaver in leavers]):
             return began if worked else began + LEAVER_SECONDS
         if self.leads(mine.round):  # by itself or nearly, after a split: the others have to come here round by round
             return None
         times = [complete_at, *(heard.complete_at for heard in others)]
         after = call_after([max(0.0, at - began) for at in times if at < math.inf], len(self.present(mine.round, now)))
         return None if after is None else began + after
+
+    def _hurries(self, leaver: Member, round: int) -> bool:
+        """Whether a round is cut short for its sake. Nobody leaves twice: who says so in every round would have each of
+        them end with its first step."""
+        past = self._past[leaver]
+        past.hurried = round if past.hurried is None else past.hurried
+        return past.hurried == round
 
     def line(self, mine: Here, axis: int) -> dict[PeerId, Here]:
         """Who may still come to our group along an axis, or is there; not this peer, nor who kept its part lately."""
@@ -249,20 +253,20 @@ class Census:
             for here in self.words()
             if here.round == mine.round and here.holds > axis and here.progress <= (axis, WAITING)
             and here.shape == mine.shape and line(here.index, axis) == ours
-            and self._kept.get(here.sender, Kept()).until <= mine.round
+            and self._past[here.sender].until <= mine.round
         }  # fmt: skip
 
     def kept(self, member: Member, round: int) -> None:
         """Its part of a group did not come. It is in no group of ours in the next round, and in twice as many each
         time: a single peer that lives and gives nothing would have all of its groups fail, for good."""
-        kept = self._kept.setdefault(member, Kept())
-        kept.times = min(kept.times + 1, MAX_KEPT)
-        kept.until = round + 1 + 2 ** (kept.times - 1)
+        if past := self._past.get(member):
+            past.kept = min(past.kept + 1, MAX_KEPT)
+            past.until = round + 1 + 2 ** (past.kept - 1)
 
     def gave(self, member: Member) -> None:
         """Its part of a group came."""
-        if member in self._kept:
-            self._kept[member].times = max(0, self._kept[member].times - 1)
+        if past := self._past.get(member):
+            past.kept = max(0, past.kept - 1)
 
     def came(self, peer: PeerId, seconds: float) -> None:
         """It has come to a group that this peer is waiting in, or was, so long after it."""

@@ -11,9 +11,8 @@ from protocols.pairs.asking import Asker
 from protocols.pairs.pairing import Exchange, Pairing
 from protocols.pairs.patience import MAX_PEERS, Questions
 from protocols.pairs.swap import EXCHANGE, HEADER_LIMIT, Answer, Ask, Settle, Settled, Whole, hear, watch
+from protocols.post import first_frame
 from protocols.tasks import alongside, within
-
-FIRST_FRAME_SECONDS = 10.0
 
 
 class Answerer:
@@ -29,8 +28,7 @@ class Answerer:
     async def _serve(self, peer: PeerId, stream: Stream) -> None:
         pairing = self._pairing
         async with pairing.ledger.counting(stream):
-            async with within(FIRST_FRAME_SECONDS, peer, "waiting for its first word"):
-                message = await stream.receive(HEADER_LIMIT)
+            message = await first_frame(pairing.host, stream, limit_bytes=HEADER_LIMIT)
             if not isinstance(message, Ask | Settle):
                 raise BadPayload(f"{type(message).__name__} opens no exchange")
             self._admit(peer, message)

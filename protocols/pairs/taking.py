@@ -12,11 +12,11 @@ from protocols.pairs.patience import Patience
 from protocols.pairs.pushsum import Share
 from protocols.pairs.shares import PUSH, Give, Recall, Taken
 from protocols.pairs.swap import HEADER_LIMIT, watch
+from protocols.post import first_frame
 from protocols.reducing.parts import HeldPart
-from protocols.tasks import alongside, within
+from protocols.tasks import alongside
 from protocols.vectors import Flat
 
-FIRST_FRAME_SECONDS = 10.0
 MAX_TAKING = 4
 """Peers whose shares come in at once, one of each; others are told to go elsewhere."""
 WEIGHT_SPREAD = 64.0
@@ -35,8 +35,7 @@ class Taker:
     async def _serve(self, peer: PeerId, stream: Stream) -> None:
         holding = self._holding
         async with holding.ledger.counting(stream):
-            async with within(FIRST_FRAME_SECONDS, peer, "waiting for its first word"):
-                message = await stream.receive(HEADER_LIMIT)
+            message = await first_frame(holding.host, stream, limit_bytes=HEADER_LIMIT)
             if not isinstance(message, Give | Recall):
                 raise BadPayload(f"{type(message).__name__} opens no share")
             self._admit(peer, message)
