@@ -66,7 +66,8 @@ chaos-table: install
 soak: install
 	$(BIN)/python -m tests.faults.soak
 
-# The figures in benchmarks/RESULTS.md. An hour on two cores; what was done before is not done again.
+# The figures in benchmarks/RESULTS.md. An hour on two cores; what was done before is not done again. What is learnt by
+# each protocol takes hours more: only what is done of it is shown (without --show, it goes on).
 bench: install
 	mkdir -p build
 	$(BIN)/python -m benchmarks.averaging --peers 4 --megabytes 100 --codec fp32 --rounds 3
@@ -78,6 +79,7 @@ bench: install
 	$(BIN)/python -m benchmarks.lasting level
 	$(BIN)/python -m benchmarks.swarms --seeds 0:5 --json build/swarms.json
 	$(BIN)/python -m benchmarks.learning all --json build/learning.json --resume
+	$(BIN)/python -m benchmarks.protocols --json benchmarks/runs/protocols.json --resume --inner-steps 25 --show
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -47,7 +47,7 @@ class Book:
             try:
                 self.runs = dict(json.loads(path.read_text())["runs"])
             except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{path} is not a laboratory's file") from error
+                raise ValueError(f"{path} holds no runs of a benchmark: name another file") from error
 
     def enter(self, run: Named, history: History, seconds: float) -> None:
         self.runs[run.name()] = {"history": history, "seconds": round(seconds, 1)}
