@@ -235,6 +235,20 @@ def test_a_mean_that_is_not_finite_is_not_taken() -> None:
     (report,) = peer.play()
     assert holds(peer.replica.anchor, stepped(1)[0])
     assert (report.outcome, report.messages) == ("skipped", ()) and "not finite" in report.blamed["anna"]
+    assert report.half_exchanges == 2 + 1, "the others have moved"
+
+
+def test_a_step_that_leads_nowhere_takes_back_what_came_in_while_it_trained() -> None:
+    def meanwhile(state: Sequence[Vector]) -> Mapping[PeerId, Contribution]:
+        state[0].fill_(-3.4e38)  # finite, and too large for one more step
+        state[1].fill_(3.4e38)
+        return FROM_BERT
+
+    peer = Peer(Script(meanwhile))
+    (report,) = peer.play()
+    assert holds(peer.replica.anchor, 1.0)
+    assert (report.outcome, report.messages) == ("skipped", ()) and "not finite" in report.blamed["anna"]
+    assert report.half_exchanges == 2 + 1, "bert has moved"
 
 
 def test_the_spread_is_told_by_the_sketches_of_those_who_are_here() -> None:

@@ -85,6 +85,7 @@ class LooseReplica(Labour):
         self.spread_limit, self.astray, self.lacks_state = math.inf, False, False
         self._sketches: dict[PeerId, Sketch] = {}  # of the others, as of the last round
         self._kept_round = -1
+        self._undone = 0  # exchanges of this round that are in nothing of ours any more
         self._origin = anchor.clone()  # what the trainer was written with
         self._delta = torch.empty_like(anchor)
 
@@ -149,7 +150,9 @@ class LooseReplica(Labour):
             held = await session.take_back()
             watch.lap("train")
             self._show("averaging", work)
-            stepped = await self._step(work)
+            self._undone, stepped = 0, not diverged(work)
+            if stepped and not await self._step(work):
+                held, stepped = self._undo(held), False
             work = self._offered(work if stepped else replace(work, tokens=0, norm=0.0), key.lineage)
             mean = await self._mix(session, work)
             self._offer_again = lambda: None
@@ -172,9 +175,8 @@ class LooseReplica(Labour):
             self._limit_seconds = min(FIRST_ROUND_LIMIT_SECONDS, 2 * self._limit_seconds)
 
     async def _step(self, work: Work) -> bool:
-        """Our own outer step along what was trained, if it was anything; False if it led nowhere, and is undone."""
-        if diverged(work):
-            return False
+        """Our own outer step along what was trained, if it was anything; False if it led nowhere: then we stand where
+        the training began, and nothing that came in meanwhile is in our state."""
         if not work.tokens:
             return True
         await self.trainer.read(self._delta)
@@ -194,10 +196,17 @@ class LooseReplica(Labour):
             return replace(mean, outcome=Outcome.SKIPPED)
         if not await self._compute.run(lambda: math.isfinite(norm(into)), 8 * len(self._delta)):
             blame = Blame(self.averager.me.peer, "the mean is not finite: it keeps its own state")
-            return replace(mean, outcome=Outcome.SKIPPED, contributions={}, blamed=(*mean.blamed, blame))
+            none = self._undo(mean.contributions)
+            return replace(mean, outcome=Outcome.SKIPPED, contributions=none, blamed=(*mean.blamed, blame))
         state.anchor, self._origin = self._origin, state.anchor
         state.velocity, self._delta = self._delta, state.velocity
         return mean
+
+    def _undo(self, held: Mapping[PeerId, Contribution]) -> Mapping[PeerId, Contribution]:
+        """What was averaged with these is given up: they have moved, and we have not. Returns of whom we hold anything
+        now: nobody."""
+        self._undone += sum(len(each.messages) for each in held.values())
+        return {}
 
     async def _told(
         self, key: RoundKey, session: LooseSession, mean: Mean, work: Work, seconds: Mapping[str, float], time: float
@@ -214,7 +223,7 @@ class LooseReplica(Labour):
             round=session.round,
             group=session.group,
             messages=tuple(name for each in mean.contributions.values() for name in each.messages),
-            half_exchanges=session.half_exchanges,
+            half_exchanges=session.half_exchanges + self._undone,
             mass_drift=session.mass_drift,
             spread_limit=self.spread_limit,
             spread=spread([ours, *self._sketches.values()]),
