@@ -49,8 +49,8 @@ def drawn(*offers: Offer, elements: int = ELEMENTS, elapsed_seconds: float = 100
     return planning.draw(ground(elements), offers or [offer(m.peer) for m in ROSTER], elapsed_seconds)
 
 
-def checked(plan: Plan, elements: int = ELEMENTS) -> None:
-    planning.check(plan, ground(elements), ROSTER, verify)
+def checked(plan: Plan, elements: int = ELEMENTS, roster: Sequence[Member] = ROSTER) -> None:
+    planning.check(plan, ground(elements), roster, verify)
 
 
 def variants(value: Any) -> Iterator[Any]:
@@ -496,6 +496,12 @@ def test_a_plan_that_breaks_a_rule_is_refused(broken: Break, why: str) -> None:
     checked(plan)
     with pytest.raises(BadPayload, match=why):
         checked(broken(plan))
+
+
+def test_a_peer_counts_once_in_a_plan_where_all_its_lives_are_known() -> None:
+    lives = (offer("anna"), offer("anna", incarnation=1), offer("bert"))
+    with pytest.raises(BadPayload, match="one peer several times"):
+        checked(drawn(*lives), roster=tuple(each.member for each in lives))
 
 
 @pytest.mark.parametrize("index", range(len(ROSTER)))

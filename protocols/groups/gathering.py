@@ -258,14 +258,10 @@ class Gathering:
         if self.terms is not None or peer not in self._followed:
             return
         members = [offer.member for offer in plan.offers]
-        peers = [member.peer for member in members]
-        if self._offer not in plan.offers or peer not in peers:
+        if self._offer not in plan.offers or peer not in [member.peer for member in members]:
             raise BadPayload("a group without its caller, or without whom it calls")
         if plan.ballot or plan.version:
             raise BadPayload("a second call, which could have one part reduced by several")
-        for each in peers:
-            if peers.count(each) > 1:
-                raise BadPayload(f"a group that would count one peer several times: {each} is in it twice")
         planning.check(plan, self._ground, members, self._desk.host.signer.verify)
         if len(self._alike(plan.offers)) < len(plan.offers) or not any(offer.tokens for offer in plan.offers):
             raise BadPayload("a group of states that are not alike, or count for nothing")

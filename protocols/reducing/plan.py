@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -273,6 +274,9 @@ def check(plan: Plan, ground: Ground, roster: Sequence[Member], verify: Callable
     members = [offer.member for offer in plan.offers]
     if not members or members != sorted(set(members)) or not set(members) <= set(roster):
         raise BadPayload("the plan's members are not distinct members of the roster, in order")
+    for one, other in itertools.pairwise(members):
+        if one.peer == other.peer:
+            raise BadPayload(f"the plan counts one peer several times: {one.peer} is in it twice")
     for offer in plan.offers:
         if not verify(offer.member.peer, offer_message(plan.key, offer), offer.signature):
             raise BadPayload(f"the plan holds a forged offer of {offer.member.peer}")
