@@ -350,6 +350,14 @@ def test_flags_over_environment_over_file_over_defaults(file: Path) -> None:
     assert set(config.origins) == set(KEYS)
 
 
+@pytest.mark.parametrize("line", [f"bootstrap = ['{ADDRESS}']", "run_id = '0123456789ab'"])
+def test_a_run_file_starts_a_run_and_joins_none(file: Path, line: str) -> None:
+    file.write_text(f"[peer]\n{line}\n")
+    flag = "--" + line.split()[0].replace("_", "-")
+    with pytest.raises(ConfigError, match=f"who joins one gives {flag}"):
+        load_peer({}, {}, file)
+
+
 def test_without_a_word_it_listens_everywhere() -> None:
     config = load_peer({}, {}, None)
     assert config.listen == ("/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0")

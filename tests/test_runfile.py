@@ -7,7 +7,7 @@ import tomllib
 from dataclasses import fields, replace
 from pathlib import Path
 
-from node.settings.peerconfig import KEYS, PeerConfig, load_peer
+from node.settings.peerconfig import FILE_KEYS, PeerConfig, load_peer
 from node.settings.runconfig import GptTable, PacedTable, RunConfig, load_run
 from node.settings.runfile import meanings, run_file
 from node.tasks.base import Recipe
@@ -54,7 +54,7 @@ def test_every_setting_is_in_it_with_what_it_means() -> None:
     assert {each for each in tables if each not in (*SCHEMAS, "options", "peer")} | {*SCHEMAS, "options"} == {
         field.name for field in fields(RunConfig)
     }
-    assert tables["gpt"].keys() == names["gpt"] | {"preset"} and tables["peer"].keys() == {*KEYS}
+    assert tables["gpt"].keys() == names["gpt"] | {"preset"} and tables["peer"].keys() == {*FILE_KEYS}
     assert tables["recipe"].keys() == names["recipe"] and tables["paced"].keys() == names["paced"]
     for schema in (RunConfig, PeerConfig, *SCHEMAS.values()):
         told = meanings(schema)

@@ -116,7 +116,7 @@ class PeerConfig:
     Attributes:
         bootstrap: multiaddrs of peers of the run, each ending in /p2p/<peer id>; none: found a run.
         run_id: of the run that is meant, 64 hex digits or at least the first 12; others are refused.
-        state_dir: where identity and checkpoints are kept; None: a place that follows from the run.
+        state_dir: where identity and checkpoints are kept; None: the first free peer-N of this user.
         rounds: leave after so many.
         listen: multiaddrs to listen on.
         announce: multiaddrs to tell others, instead of those that are found.
@@ -168,6 +168,9 @@ _OF_THE_MACHINE = (
     "log_level",
 )  # fmt: skip
 KEYS = tuple(field.name for field in fields(PeerConfig) if field.name not in ("consent", "origins"))
+_OF_JOINERS = ("bootstrap", "run_id")
+FILE_KEYS = tuple(key for key in KEYS if key not in _OF_JOINERS)
+"""What `[peer]` may hold: a run file starts a run, or goes on with it."""
 
 
 def load_peer(flags: Mapping[str, object], environment: Mapping[str, str], file: Path | None) -> PeerConfig:
@@ -224,7 +227,11 @@ def _file_table(file: Path | None) -> dict[str, Any]:
     try:
         if not isinstance(table, dict):
             raise ConfigError('"peer" must be a table, [peer]', "peer")
-        check_keys(table, KEYS, "peer")
+        for key in table:
+            if key in _OF_JOINERS:
+                flag = "--" + key.replace("_", "-")
+                raise ConfigError(f'"peer.{key}": a run file is for who starts a run; who joins one gives {flag}', key)
+        check_keys(table, FILE_KEYS, "peer")
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}", error.key) from None
     return table

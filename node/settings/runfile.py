@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from node.settings.peerconfig import KEYS, PeerConfig
+from node.settings.peerconfig import FILE_KEYS, PeerConfig
 from node.settings.runconfig import GptTable, PacedTable, RunConfig
 from node.tasks.base import Recipe
 from node.tasks.gpt import DEFAULT_PRESET, PRESETS
@@ -55,7 +55,7 @@ def run_file() -> str:
         (*_table("gpt", _GPT), f"preset = {_toml(DEFAULT_PRESET)}", "", *_settings(GptTable, _values(gpt), off=True)),
         (*_table("paced", _PACED), *_settings(PacedTable, _values(PacedTable()))),
         (*_table("options", _OPTIONS), ""),
-        (*_table("peer", _PEER), *_settings(PeerConfig, _values(PeerConfig(), KEYS))),
+        (*_table("peer", _PEER), *_settings(PeerConfig, _values(PeerConfig(), FILE_KEYS))),
     ]
     return "\n".join(line for part in parts for line in part)
 
