@@ -116,6 +116,8 @@ def same_bits(reports: Iterable[Report]) -> Iterator[Violation]:
         first = standing.setdefault(report["lineage"], report)
         if first["params_hash"] != report["params_hash"]:
             yield _violation("same-bits", report, f"parameters differ from those of {first['peer']}")
+        if report["outcome"] == "superseded" and (why := report.get("blamed", {}).get(report["peer"])):
+            yield _violation("same-bits", report, why)  # its momentum, where the hash agrees
         if report["outcome"] in DECIDED:
             first = deciding.setdefault(report["lineage"], report)
             if first["contributions"] != report["contributions"]:

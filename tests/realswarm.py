@@ -16,6 +16,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -313,9 +314,15 @@ def _in_the_run(peer: RealPeer, what: str, seconds: float) -> None:
     assert peer.running, f"{what}: ended with {peer.code}: {(peer.said().splitlines() or [''])[-1]}"
 
 
-def deciding(peers: Iterable[RealPeer], since: float, decisions: Collection[str] = DECIDED) -> list[Report]:
-    """Of each peer the first decision that it reported later than at that wall time; empty until all have one."""
+def deciding(
+    peers: Iterable[RealPeer],
+    since: float,
+    decisions: Collection[str] = DECIDED,
+    moment: Callable[[Report], float] = itemgetter("time"),
+) -> list[Report]:
+    """Of each peer the first decision of whose moment, the report's if nothing is said, is later than that wall time;
+    empty until all have one."""
     wanted = list(peers)
-    later = [[each for each in peer.reports() if each["time"] > since] for peer in wanted]
+    later = [[each for each in peer.reports() if moment(each) > since] for peer in wanted]
     found = [end for ends in later if (end := next((each for each in ends if each["outcome"] in decisions), None))]
     return found if len(found) == len(wanted) else []

@@ -131,7 +131,24 @@ class Twice(StandIn):
         return next(iter(self.ledger.children)).hex()
 
 
+class Backwards(StandIn):
+    """Leaves the living out of the roster, and keeps the dead."""
+
+    FORKS = True
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        ledger_child = self.ledger.child
+
+        def child(parent: Head, present: list[Member]) -> Any:
+            gone = [member for member in parent.roster if member not in present]
+            return ledger_child(parent, [present[0], *gone] if gone else present)
+
+        self.ledger.child = child  # type: ignore[method-assign]
+
+
 BUGS: list[tuple[type[World], str, str]] = [
+    (Backwards, "crash", "goes-on"),
     (Partial, "crash", "goes-on"),
     (Faithful, "crash", "left-out"),
     (Faithful, "silence", "left-out"),

@@ -354,6 +354,64 @@ def test_a_missed_aim_is_told_and_is_no_failure() -> None:
     assert verdict.as_dict()["measures"]["endless"] == {"median": None, "worst": None, "trials": 2}
 
 
+def test_nobody_goes_on_without_a_majority_that_is_there() -> None:
+    play = healthy()
+    for name in PEERS:
+        for number in range(11, 14):
+            history(play, name)[number]["outcome"] = "fork"
+    assert found(play) == [("fork", "anna")] * 3, "one of each lineage"
+    assert found(replace(play, limits=Limits(5.0, forks=True))) == []
+
+
+def test_a_state_that_differs_where_no_hash_shows_it() -> None:
+    """Cleo's parameters are those of the others and its momentum is not: it says so, and fetches theirs."""
+    play = healthy()
+    why = {IDS["cleo"]: "its state is not the one that the others hold"}
+    history(play, "cleo")[12].update(outcome="superseded", peers=(), contributions={}, blamed=why)
+    assert found(play) == [("same-bits", "cleo")]
+
+
+def test_children_that_die_by_themselves() -> None:
+    ends = (
+        "worker 31 ended (killed by signal 11; last output: none): another is started",
+        "p2pd 32 ended (exit code 2; …)",
+    )
+    for event in ends:
+        line = json.dumps({"event": event, "level": "warning"})
+        assert found(replace(healthy(), logs={"anna": line})) == [("log", "anna")]
+    struck = json.dumps({"event": ends[0].replace("signal 11", "signal 9"), "level": "warning"})
+    assert found(replace(healthy(), logs={"anna": struck})) == []
+
+
+def test_how_long_nothing_was_decided() -> None:
+    aims = Limits(5.0, aims={"standstill_seconds": 3})
+    assert judge(replace(healthy(), limits=aims)).missed == {}
+    assert judge(replace(after_death(4.0), limits=aims)).missed == {"standstill_seconds": [5.0, 3]}
+    play = replace(healthy(), limits=aims)
+    for name in PEERS:
+        del history(play, name)[20:]
+    assert judge(play).missed == {"standstill_seconds": [10.0, 3]}, "up to the end"
+
+
+def test_the_rate_of_a_calm_that_was_given_up_is_known() -> None:
+    """All are killed at 11.5 s and go on from round 3, alone: 8 rounds are lost, and 9 of 3 peers come after them."""
+    play = healthy()
+    for name in PEERS:
+        del history(play, name)[11:]
+        for number in range(3, 12):
+            told = {"parent": f"F{number}", "lineage": f"F{number + 1}", "time": BEGAN + number + 18, "incarnation": 1}
+            whole = {IDS[each]: (f"F{number}", 4, 4) for each in PEERS}
+            again = report(name, number, **told, params_hash=f"f{number + 1}", anchor_lineage=f"F{number}")
+            again["contributions"] = whole
+            if number == 3:
+                again.update(parent="L3", outcome="fork", peers=(), contributions={}, weight=0.0)
+            history(play, name).append(again)
+    lives = (Life(BEGAN - 9, BEGAN + 11.5, -9, -9), Life(BEGAN + 14, BEGAN + 31, 0, 0))
+    verdict = judge(replace(play, lives=dict.fromkeys(PEERS, lives), limits=Limits(60, forks=True)))
+    assert verdict.violations == []
+    assert verdict.goodput == pytest.approx(8 / 17.5, rel=0.1)  # eight rounds of three, in 17.5 s of three
+
+
 def test_goodput_by_hand() -> None:
     """In the calm 9 rounds of 300 tokens in 27 seconds of peers: 100 tokens each. Cleo dies 5 s after it.
 
@@ -385,7 +443,7 @@ def test_what_was_given_up_does_not_count() -> None:
     back = report("cleo", 15, (), parent="C15", lineage="L15", outcome="superseded", params_hash="params 15")
     back.update(lost_rounds=3, lost_tokens=300, weight=0.0, time=BEGAN + 15.5)
     history(play, "cleo")[12:15] = [*mine, back]
-    verdict = judge(play)
+    verdict = judge(replace(play, limits=Limits(5.0, forks=True)))
     assert verdict.violations == [] and verdict.rounds_committed == 33
     assert verdict.goodput == pytest.approx(5_700 / 6_000)
 

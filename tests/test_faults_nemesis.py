@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -162,6 +164,7 @@ def test_an_end_without_anybodys_doing_is_a_life_too(nemesis: Nemesis, swarm: Re
     assert {name: [(each.code, each.expected) for each in lives] for name, lives in nemesis.lives.items()} == {
         "c": [(-signal.SIGSEGV, 0)]
     }
+    assert nemesis.stuck == ["c ended, and nobody had asked it to"], "nor does exit code 0 make that right"
 
 
 def test_who_was_never_started_has_not_ended(nemesis: Nemesis) -> None:
@@ -191,3 +194,38 @@ def test_a_straggler_runs_for_its_share_and_then_as_it_can(swarm: RealSwarm) -> 
 def test_a_straggler_without_a_worker_is_noted(nemesis: Nemesis) -> None:
     nemesis.play([Step("straggle", ("a",), 0.5), Step("wait", amount=0.1)])  # a sleeper has no worker
     assert nemesis.stuck == ["there was no worker to hold up"]
+
+
+def _says(peer: RealPeer, *reports: dict[str, Any]) -> None:
+    """Let these follow in its history."""
+    peer.directory.mkdir(exist_ok=True)
+    with (peer.directory / "rounds.jsonl").open("a") as file:
+        file.writelines(json.dumps(each) + "\n" for each in reports)
+
+
+@pytest.mark.parametrize("late, lost", [(-1.0, 1.0), (60.0, 0.0)])
+def test_work_that_its_peer_gave_up_in_leaving_is_lost(
+    late: float, lost: float, nemesis: Nemesis, swarm: RealSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reports nothing more: the last that it said was of the round before."""
+    run(swarm.peer("d"), "pass")
+    nemesis.began("d")
+    monkeypatch.setattr(swarm["d"], "ask", lambda what: {"ok": True})
+    _says(swarm["d"], {"time": time.time() + late, "outcome": "committed", "weight": 8.0, "round": 3})
+    nemesis.play([Step("finish", ("d",))])
+    assert nemesis.stuck == [] and nemesis.measures["contributions_lost"] == [lost]
+
+
+def test_what_all_together_lost_is_the_most_that_one_did(
+    nemesis: Nemesis, swarm: RealSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One stands where they were; the others go on from an older state, and win."""
+    for name, first in (("a", 50), ("b", 30), ("c", 30)):
+        peer, again = swarm[name], {"round": first, "time": time.time() + 60, "outcome": "fork"}
+        _says(peer, {"round": 49, "time": 1.0, "outcome": "committed"})
+        peer.strike()
+        nemesis.over(name, -signal.SIGKILL, 3)
+        monkeypatch.setattr(peer, "start", partial(_says, peer, again))
+        monkeypatch.setattr(peer, "meet", lambda: True)
+    nemesis.play([Step("back", ("a", "b", "c"))])
+    assert nemesis.stuck == [] and nemesis.measures == {"rounds_lost": [20]}

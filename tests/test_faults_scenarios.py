@@ -84,8 +84,17 @@ def test_half_a_table_is_a_table(tmp_path: Path) -> None:
     found = load(path)
     assert [each["seed"] for each in found] == [0, 1]
     (row,) = table(found)[2:]
-    assert row.startswith("| `stop` | 1 of 2 | 3.0, 3.0 | unknown | 3 of 20 |")
+    assert row.startswith("| `stop` | 1 of 2 | 3.0, 3.0; never in 1 | unknown | 3 of 20 |")
     assert "suspected 2.0, 7.5 (aim 6, missed 2 of 2)" in row
+
+
+def test_a_table_holds_what_ended_nowhere() -> None:
+    unknown = {"spread_at_the_end": {"median": None, "worst": None, "trials": 0}}
+    told = {"goodput": None, "rounds_skipped": 0, "rounds_committed": 3, "missed": {}, "measures": unknown}
+    failed = {"scenario": "partition", "seed": 0, "verdict": "fail", "recovery_seconds": None, **told}
+    assert table([failed], "gossip")[-1].startswith("| `partition` | 0 of 1 | none |")
+    rows = table([failed, {**failed, "seed": 1, "verdict": "pass", "recovery_seconds": 4.0}], "gossip")
+    assert rows[-1].startswith("| `partition` | 1 of 2 | 4.0, 4.0; never in 1 |")
 
 
 @pytest.mark.parametrize(

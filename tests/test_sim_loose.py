@@ -140,6 +140,7 @@ class Lingering(PairSession):
         (Grouped, "none", "one-group"),
         (Back, "none", "never-back"),
         (Lingering, "none", "no-leak"),
+        (Lingering, "crash", "no-leak"),
     ],
 )
 def test_a_planted_bug_is_found(

@@ -27,25 +27,26 @@ def goodput(play: Play) -> float:
     At the other end one may be: what was under way at `ended` is not in it. A peer is up from its start to its end,
     its imports and its way into the run included: that is part of the price of a restart.
     """
-    counted = _counted(play)
-    calm = [time for time, _ in counted if play.calm[0] <= time <= play.calm[1]]
+    counted, ever = _counted(play), _counted(play, given_up=True)  # the rate is what it was, whatever became of it
+    calm = [time for time, _ in ever if play.calm[0] <= time <= play.calm[1]]
     if not calm:
         return math.nan
     first, last = calm[0], calm[-1]
     calm_peer_seconds, peer_seconds = _peer_seconds(play, first, last), _peer_seconds(play, last, play.ended)
-    usual = sum(tokens for time, tokens in counted if first < time <= last)
+    usual = sum(tokens for time, tokens in ever if first < time <= last)
     if not (usual and calm_peer_seconds and peer_seconds):
         return math.nan
     brought = sum(tokens for time, tokens in counted if last < time <= play.ended)
     return brought / (usual / calm_peer_seconds * peer_seconds)
 
 
-def _counted(play: Play) -> list[tuple[float, float]]:
-    """Times and tokens of contributions to the means of the branch on which it ended, oldest first."""
+def _counted(play: Play, given_up: bool = False) -> list[tuple[float, float]]:
+    """Times and tokens of contributions to the means of the branch on which it ended, oldest first; with those of
+    others, if what was given up is asked for, too."""
     tree, times = Tree(reports(play, DECIDED)), first_told(play, MEANS)
     ends = [history[-1]["lineage"] for name in play.should if (history := play.histories.get(name))]
     end = max(ends, key=lambda lineage: tree.rounds.get(lineage, 0), default="")
-    lost = {lineage for lineage in times if tree.apart(lineage, end)}
+    lost = {lineage for lineage in times if tree.apart(lineage, end) and not given_up}
     found: dict[tuple[str, str], tuple[float, float]] = {}
     for report in reports(play, MEANS):
         if report["lineage"] not in lost and (tokens := _tokens(report)):

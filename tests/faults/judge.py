@@ -6,6 +6,7 @@ aim that was missed is told, and fails nothing.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -18,7 +19,7 @@ from typing import Any
 from protocols import LOOSE
 from tests.checkers import DECIDED, Violation, began, check, one_branch
 from tests.faults import loose
-from tests.faults.goodput import MEANS, first_told, goodput
+from tests.faults.goodput import MEANS, first_told, goodput, reports
 from tests.faults.play import Play
 
 NO_ROUND = -1
@@ -27,6 +28,7 @@ LEVEL_REPORTS = 3
 QUOTED_CHARACTERS = 160
 _ALARMS = re.compile(
     r'Traceback|never retrieved|Task was destroyed|was never awaited|Fatal Python error|"level": "(error|critical)"'
+    r"|(worker|p2pd) \d+ ended \((?!killed by signal 9;)"  # by SIGKILL a nemesis ends them, or a lack of memory does
 )
 
 
@@ -89,11 +91,22 @@ def judge(play: Play) -> Verdict:
     promise = promise_of(play)
     recovery = promise.recovery_seconds(play)
     measures = {name: _summary(values) for name, values in {**play.measures, **promise.measures(play)}.items()}
-    worst = {"recovery_seconds": recovery} | _skipped(play) | {name: each["worst"] for name, each in measures.items()}
+    worst = (
+        {"recovery_seconds": recovery, "standstill_seconds": _standstill(play)}
+        | _skipped(play)
+        | {name: each["worst"] for name, each in measures.items()}
+    )
     ends = {name: worst.get(name, math.nan) for name in play.limits.aims}
     found = [*promise.broken(play)]
     found += [Violation("stuck", "", NO_ROUND, _short(step)) for step in play.stuck]  # it tried something else
-    found += [*_progress(play, recovery), *_strangers(play), *_endings(play), *_alarms(play), *_levels(play)]
+    found += [
+        *_progress(play, recovery),
+        *_forks(play),
+        *_strangers(play),
+        *_endings(play),
+        *_alarms(play),
+        *_levels(play),
+    ]
     return Verdict(
         scenario=play.scenario,
         seed=play.seed,
@@ -151,6 +164,16 @@ def _skipped(play: Play) -> dict[str, float]:
     return {"rounds_skipped": skipped, "skipped_share": skipped / max(1, skipped + means)}
 
 
+def _standstill(play: Play) -> float:
+    """The longest time, after the calm, in which nobody told of a mean."""
+    times = [
+        play.calm[1],
+        *sorted(time for time in first_told(play, MEANS).values() if time > play.calm[1]),
+        play.ended,
+    ]
+    return max(later - earlier for earlier, later in itertools.pairwise(times))
+
+
 def _progress(play: Play, recovery: float) -> Iterator[Violation]:
     """Who should commits a round with all the others who should, in time. That nobody should is a mistake."""
     limit, whom = play.limits.recovery_seconds, ", ".join(play.should) or "nobody"
@@ -158,6 +181,19 @@ def _progress(play: Play, recovery: float) -> Iterator[Violation]:
         together = promise_of(play).together
         what = f"no {together}" if math.isnan(recovery) else f"the first {together} after {recovery:.1f} s"
         yield Violation("progress", "", NO_ROUND, f"{what} with {whom} in it; due within {limit:g} s")
+
+
+def _forks(play: Play) -> Iterator[Violation]:
+    """Nobody leaves most of its roster behind where that was there all the time."""
+    if play.limits.forks:
+        return
+    told: set[str] = set()
+    for report in reports(play, ("fork",)):
+        if report["time"] > play.calm[1] and report["lineage"] not in told:
+            told.add(report["lineage"])
+            yield Violation(
+                "fork", report["peer"], report["round"], "it went on without most of its roster, which was there"
+            )
 
 
 def _strangers(play: Play) -> Iterator[Violation]:

@@ -61,7 +61,9 @@ def from_shell(command: Callable[[], int]) -> int:
         signal.signal(number, signal.SIG_IGN)  # cleaning up takes seconds; who asks twice is not answered twice
         sys.exit(128 + number)
 
-    signal.signal(signal.SIGTERM, stop)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup
+            signal.signal(number, stop)
     try:
         return command()
     except KeyboardInterrupt:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import errno
 import os
 import random
+import shutil
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from tests.checkers import Report
+from tests.checkers import Report, began
 from tests.faults.network import Namespaces
 from tests.faults.notes import Notes
 from tests.faults.scenarios import Step
@@ -36,7 +38,18 @@ def small_disk(directory: Path) -> Callable[[], None]:
     directory.mkdir(parents=True)
     options = f"size={SMALL_BYTES},mode=0700"
     subprocess.run(["mount", "-t", "tmpfs", "-o", options, "starling", str(directory)], check=True, timeout=10)
-    return lambda: subprocess.run(["umount", "--lazy", str(directory)], check=False, timeout=10) and None
+    return lambda: _to_disk(directory)
+
+
+def _to_disk(directory: Path) -> None:
+    """Take a small disk away; what was on it, but for what filled it, stays in the directory."""
+    with TemporaryDirectory() as elsewhere:
+        kept = Path(elsewhere, directory.name)
+        with suppress(OSError):  # `shutil.Error` is one: what cannot be read is not kept
+            shutil.copytree(directory, kept, ignore=shutil.ignore_patterns(_BALLAST))
+        subprocess.run(["umount", "--lazy", str(directory)], check=False, timeout=10)
+        with suppress(OSError):
+            shutil.copytree(kept, directory, dirs_exist_ok=True)
 
 
 class Machines:
@@ -57,6 +70,8 @@ class Machines:
             (peer.directory / _BALLAST).unlink(missing_ok=True)
         for peer, seconds, first in self._wrong:
             set_clock(peer, 0.0)
+            if not _felt(peer.reports(), first, seconds):
+                self._notes.stuck.append(f"the clock of {peer.name} was never {seconds:+g} s off")
             self._clocks.append((peer.name, slice(first, len(peer.reports())), seconds))
         self._full, self._wrong = [], []
 
@@ -119,6 +134,14 @@ class Machines:
         for name in whom:
             place = self._network.move(name)
             self._notes.tell(f"its address is {place.address} now", (name,), "fault")
+
+
+def _felt(reports: Sequence[Report], first: int, seconds: float) -> bool:
+    """Whether the clock that reports are timed by jumped by so much before the first of these."""
+    if not 0 < first < len(reports):
+        return False
+    jump = began(reports[first]) - reports[first - 1]["time"]
+    return abs(jump - seconds) < abs(seconds) / 2
 
 
 def clock_file(peer: RealPeer) -> Path:

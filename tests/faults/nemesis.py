@@ -6,11 +6,12 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import psutil
 
+from tests.checkers import began
 from tests.faults.goodput import MEANS
 from tests.faults.machines import Act, Machines
 from tests.faults.network import Namespaces
@@ -18,7 +19,7 @@ from tests.faults.notes import DEATH_SECONDS, Notes
 from tests.faults.scenarios import STRUCK, Step
 from tests.faults.straggler import Straggler
 from tests.faults.tracing import Watch
-from tests.realswarm import RealSwarm, deciding, wait
+from tests.realswarm import RealSwarm, T, deciding, wait
 
 TROUBLE = (AssertionError, LookupError, ValueError, OSError, RuntimeError, psutil.Error, subprocess.SubprocessError)
 """What a step may end with, where peers do not do what they should."""
@@ -31,8 +32,13 @@ LEAVE_SECONDS = 15.0
 class Nemesis(Notes):
     """Does what a schedule says, and notes it."""
 
-    def __init__(self, swarm: RealSwarm, watch: Watch, network: Namespaces | None) -> None:
+    def __init__(self, swarm: RealSwarm, watch: Watch, network: Namespaces | None, patience: float = 1.0) -> None:
+        """
+        Args:
+            patience: how many times as long as usual it waits for what peers should do.
+        """
         super().__init__(swarm)
+        self._patience = patience
         self._watch, self._network = watch, network
         self.machines = Machines(self, swarm, network)
         self._stragglers: list[Straggler] = []
@@ -67,6 +73,10 @@ class Nemesis(Notes):
     def _names(self, but: Sequence[str]) -> list[str]:
         return [peer.name for peer in self.running(but)]
 
+    def awaits(self, what: str, condition: Callable[[], T | None], seconds: float = SETTLE_SECONDS) -> T:
+        """What `tests.realswarm.wait` returns, with this nemesis's patience."""
+        return wait(what, condition, self._patience * seconds)
+
     # -- processes ----------------------------------------------------------------------------------------------------
 
     def _wait(self, whom: tuple[str, ...], step: Step) -> None:
@@ -75,7 +85,7 @@ class Nemesis(Notes):
     def _kill(self, whom: tuple[str, ...], step: Step) -> None:
         for name in whom:
             if step.role != "peer":
-                wait(f"{name} has a {step.role}", lambda name=name: self._swarm[name].child(step.role), 5)  # type: ignore[misc]
+                self.awaits(f"{name} has a {step.role}", lambda name=name: self._swarm[name].child(step.role), 5)  # type: ignore[misc]
             self._swarm[name].strike(step.role)
         killed = self.tell(f"SIGKILL to {step.role}", whom, "fault")
         if step.role == "peer":
@@ -87,7 +97,7 @@ class Nemesis(Notes):
         self._struck = ""
         now = max(peer.last()["round"] for peer in self.running())
         trap = self._watch.arm(step.role, now + 2, lambda name: self._spring(name, step.role), whom or None)
-        if not trap.fired.wait(TRAP_SECONDS):
+        if not trap.fired.wait(self._patience * TRAP_SECONDS):
             self._watch.disarm(trap)
             raise AssertionError(f"nobody came to {step.role} within {TRAP_SECONDS:g} s")
         assert trap.struck
@@ -100,12 +110,16 @@ class Nemesis(Notes):
         self.tell(f"SIGKILL at {point}", (name,), "fault")
 
     def _decided(self, dead: Sequence[str], killed: float) -> None:
-        """Measure when the last of the survivors has decided a round after that."""
+        """Measure when the last of the survivors has decided a round after that: the one that was under way, and then
+        the first that began without the dead."""
         survivors = self.running(dead)
         if not survivors:
             return
-        ends = wait("the survivors decide", lambda: deciding(survivors, killed, self._swarm.decisions), SETTLE_SECONDS)
+        ends = self.awaits("the survivors decide", lambda: deciding(survivors, killed, self._swarm.decisions))
         self.measure("decided_seconds", max(each["time"] for each in ends) - killed)
+        decisions = self._swarm.decisions
+        ends = self.awaits("they go on", lambda: deciding(survivors, killed, decisions, began))
+        self.measure("next_round_seconds", max(each["time"] for each in ends) - killed)
 
     def _stop(self, whom: tuple[str, ...], step: Step) -> None:
         self._signal(whom, step.role, signal.SIGSTOP)
@@ -173,10 +187,10 @@ class Nemesis(Notes):
         for name in whom:
             self.began(name)
         via = self.running()[-1]
-        wait(f"{via.name} says where it is", via.meet, SETTLE_SECONDS)  # it may have moved
+        self.awaits(f"{via.name} says where it is", via.meet)  # it may have moved
         self.tell(f"started, through {via.name}", whom, "start")
         began = self.last
-        self._swarm.join(*whom, via=via, seconds=SETTLE_SECONDS)
+        self._swarm.join(*whom, via=via, seconds=self._patience * SETTLE_SECONDS)
         self.measure("in_the_run_seconds", time.time() - began)
 
     def _restart(self, whom: tuple[str, ...], step: Step) -> None:
@@ -192,11 +206,9 @@ class Nemesis(Notes):
             self._swarm[name].start()
         again = self.tell("started again, with nothing but what they had", whom, "start")
         for name in whom:
-            wait(f"{name} is back", self._swarm[name].meet, SETTLE_SECONDS)
-        one = self._swarm[whom[0]]
-        first = wait(
-            "a round after that", lambda: [each for each in one.reports() if each["time"] > again], SETTLE_SECONDS
-        )
+            self.awaits(f"{name} is back", self._swarm[name].meet)
+        peers = [self._swarm[name] for name in whom]
+        first = self.awaits("a round after that", lambda: deciding(peers, again, self._swarm.decisions))
         self.measure("rounds_lost", max(0, reached - min(each["round"] for each in first)))
 
     def _finish(self, whom: tuple[str, ...], step: Step) -> None:
@@ -205,13 +217,13 @@ class Nemesis(Notes):
             self.leave(name)
             self.measure("leaving_seconds", time.time() - asked)
             last = self._swarm[name].last()
-            handed_in = last["outcome"] in MEANS and (last["weight"] or 0) > 0
+            handed_in = last.get("time", 0) > asked and last["outcome"] in MEANS and (last["weight"] or 0) > 0
             self.measure("contributions_lost", 0.0 if handed_in else 1.0)
 
     def leave(self, name: str) -> None:
         """Ask a peer to finish, and see it off."""
-        wait(f"{name} is asked to finish", lambda: self._swarm[name].ask("finish").get("ok"), LEAVE_SECONDS)
-        self.over(name, 0, LEAVE_SECONDS)
+        self.awaits(f"{name} is asked to finish", lambda: self._swarm[name].ask("finish").get("ok"), LEAVE_SECONDS)
+        self.over(name, 0, self._patience * LEAVE_SECONDS)
 
     def _suspected(self, whom: tuple[str, ...], step: Step) -> None:
         self._seen(whom, "live")
@@ -223,12 +235,13 @@ class Nemesis(Notes):
 
     def _seen(self, whom: Sequence[str], what: str) -> None:
         others, gone = self.running(whom), [self._swarm[name] for name in whom]
-        wait(
+        self.awaits(
             f"no other sees {', '.join(whom)} as {what}",
             lambda: all(other.sees(peer).get(what) is False for other in others for peer in gone),
             SUSPECTED_SECONDS,
         )
 
     def _settle(self, whom: tuple[str, ...], step: Step) -> None:
-        since = self.last
-        wait("all who run are in one mean", lambda: self._swarm.all_in_one_mean(self.running(), since), SETTLE_SECONDS)
+        since, asked = self.last, time.time()
+        self.awaits("all who run are in one mean", lambda: self._swarm.all_in_one_mean(self.running(), since))
+        self.measure("settled_seconds", time.time() - asked)

@@ -71,6 +71,7 @@ class Notes:
         """Note whose process has ended without anybody's doing."""
         for name in [name for name in self._began if name in self._swarm.peers]:
             if not self._swarm[name].running:
+                self.stuck.append(f"{name} ended, and nobody had asked it to")
                 self.ended(name, 0)
 
     def running(self, but: Sequence[str] = ()) -> list[RealPeer]:

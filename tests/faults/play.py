@@ -50,10 +50,12 @@ class Limits:
             a violation: no progress.
         aims: measure -> the most that it should be. More is a miss, which is told, and no violation: how fast this
             machine is decides with.
+        forks: whether most of a roster may be gone, or seem so, for long enough to go on without it.
     """
 
     recovery_seconds: float = 60.0
     aims: Mapping[str, float] = field(default_factory=dict)
+    forks: bool = False
 
     def beside(self, calm: tuple[float, float]) -> Limits:
         """The same for a swarm whose first rounds took so long: it may take as long again, where that is longer."""

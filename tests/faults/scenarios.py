@@ -201,6 +201,9 @@ def _lasting(act: str, amount: float, everybody: bool = False, seconds: float = 
     return draw
 
 
+_GOES_ON = Limits(aims={"standstill_seconds": 10})
+"""Of trouble that lasts, and is no reason to stand still meanwhile."""
+
 SCENARIOS: Mapping[str, Scenario] = {
     "kill": Scenario(
         "SIGKILL at a named point of a round", _kill(POINTS["butterfly"]), Limits(aims={"decided_seconds": 2})
@@ -222,16 +225,19 @@ SCENARIOS: Mapping[str, Scenario] = {
         _bootstrap,
         Limits(aims={"recovery_seconds": 30}),
     ),
-    "kill-two": Scenario("two are killed at once", _many(2)),
-    "all-but-one": Scenario("all but one are killed at once", _many(-1)),
+    "kill-two": Scenario("two are killed at once", _many(2), Limits(forks=True)),
+    "all-but-one": Scenario("all but one are killed at once", _many(-1), Limits(forks=True)),
     "partition": Scenario(
         "halves, or one and the others, do not hear each other for 10 s",
         _partition,
-        Limits(aims={"recovery_seconds": 30}),
+        Limits(aims={"recovery_seconds": 30}, forks=True),
         network=True,
     ),
     "one-way": Scenario(
-        "for 10 s one hears nobody, or nobody hears one", _one_way, Limits(aims={"recovery_seconds": 30}), network=True
+        "for 10 s one hears nobody, or nobody hears one",
+        _one_way,
+        Limits(aims={"recovery_seconds": 30}, forks=True),
+        network=True,
     ),
     "joiners": Scenario("eight join at once", _joiners, Limits(180, aims={"recovery_seconds": 120})),
     "rolling": Scenario(
@@ -239,31 +245,38 @@ SCENARIOS: Mapping[str, Scenario] = {
         _rolling,
         Limits(aims={"rounds_skipped": 0, "contributions_lost": 0}),
     ),
-    "slow-link": Scenario("one line carries 10 Mbit/s for 10 s", _lasting("slow", 10e6), network=True),
+    "slow-link": Scenario("one line carries 10 Mbit/s for 10 s", _lasting("slow", 10e6), _GOES_ON, network=True),
     "loss": Scenario(
         "1 % of all packets are lost for 20 s",
         _lasting("lose", 0.01, everybody=True, seconds=20),
-        Limits(aims={"skipped_share": 0.01}),
+        Limits(aims={"skipped_share": 0.01, "standstill_seconds": 10}),
         network=True,
     ),
-    "loss-20": Scenario("20 % of all packets are lost for 10 s", _lasting("lose", 0.2, everybody=True), network=True),
+    "loss-20": Scenario(
+        "20 % of all packets are lost for 10 s",
+        _lasting("lose", 0.2, everybody=True),
+        Limits(aims={"standstill_seconds": 30}, forks=True),
+        network=True,
+    ),
     "everyone": Scenario(
         "all are killed at once, and started again 3 s later",
         _everyone,
-        Limits(aims={"rounds_lost": 5, "recovery_seconds": 60}),
+        Limits(aims={"rounds_lost": 5, "recovery_seconds": 60}, forks=True),
     ),
-    "disk": Scenario("one disk is full for 10 s", _lasting("fill", 0)),
+    "disk": Scenario("one disk is full for 10 s", _lasting("fill", 0), _GOES_ON),
     "checkpoint": Scenario(
         "one is killed, and its newest checkpoint damaged before it is started again",
         _checkpoint,
         Limits(aims={"recovery_seconds": 30}),
     ),
-    "suspend": Scenario("one or two machines sleep for 20 s", _suspend, Limits(aims={"recovery_seconds": 30})),
+    "suspend": Scenario(
+        "one or two machines sleep for 20 s", _suspend, Limits(aims={"recovery_seconds": 30}, forks=True)
+    ),
     "skew": Scenario("one clock is 5 s to 10 min off", _skew, Limits(aims={"rounds_skipped": 0})),
     "new-address": Scenario(
         "one machine gets another address", _new_address, Limits(aims={"recovery_seconds": 30}), network=True
     ),
-    "straggler": Scenario("one worker runs a fifth of the time for 10 s", _lasting("straggle", 0.2)),
+    "straggler": Scenario("one worker runs a fifth of the time for 10 s", _lasting("straggle", 0.2), _GOES_ON),
 }
 
 

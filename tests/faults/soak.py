@@ -108,7 +108,7 @@ def soak(minutes: int) -> Scenario:
             steps += [Step("until", amount=turn * EVERY_SECONDS), *crowd.draw(rng)]
         return [*steps, Step("until", amount=60.0 * minutes)]
 
-    return Scenario(f"something every {EVERY_SECONDS:g} s, for {minutes} minutes", draw, Limits(120))
+    return Scenario(f"something every {EVERY_SECONDS:g} s, for {minutes} minutes", draw, Limits(120, forks=True))
 
 
 def growth(play: Play) -> Mapping[str, Mapping[str, Growth]]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from protocols import LOOSE
 from tests.faults.goodput import MEANS
@@ -47,7 +48,7 @@ class Options:
 
     Attributes:
         peers: how many there are before anything is done to them.
-        patience: times as long is waited for them to start, and for rounds in peace: on a machine with other work.
+        patience: times as long is waited for what they should do, but for their recovery: on a machine with other work.
     """
 
     peers: int = 4
@@ -92,11 +93,13 @@ def play(name: str, scenario: Scenario, seed: int, options: Options, home: Path,
     with ExitStack() as stack:
         network = None if why else stack.enter_context(Namespaces())
         watch = stack.enter_context(Watch())
+        # Who is killed leaves its sockets behind. A short path: that of a socket has some hundred bytes at most.
+        sockets = stack.enter_context(TemporaryDirectory(prefix="play-", dir="/tmp", ignore_cleanup_errors=True))
         acts = {step.act for step in schedule}
         small = {name for step in schedule if step.act == "fill" for name in step.whom}
 
         def prepare(peer: RealPeer) -> None:
-            peer.environment = watch.environment(peer.name) if "trap" in acts else {}
+            peer.environment = {"TMPDIR": sockets} | (watch.environment(peer.name) if "trap" in acts else {})
             if "skew" in acts:
                 set_clock(peer, 0.0)
                 peer.environment |= {CLOCK: str(clock_file(peer))}
@@ -108,7 +111,7 @@ def play(name: str, scenario: Scenario, seed: int, options: Options, home: Path,
                 peer.inside, peer.listen = place.inside, f"/ip4/{address}/tcp/0"
 
         swarm = (LooseSwarm if options.loose else RealSwarm)(home, options.run, prepare)
-        nemesis = Nemesis(swarm, watch, network)
+        nemesis = Nemesis(swarm, watch, network, options.patience)
         stack.callback(_clear, swarm)
         stack.callback(nemesis.heal)
         return _Stage(swarm, nemesis, scenario, options).run(name, seed, options, schedule)

@@ -71,6 +71,7 @@ def _row(name: str, played: Sequence[Result], protocol: str) -> str:
     goodputs = [each["goodput"] for each in played if each["goodput"] is not None]
     skipped, rounds = (sum(each[f"rounds_{what}"] for each in played) for what in ("skipped", "committed"))
     recovery = f"{median(recoveries):.1f}, {max(recoveries):.1f}" if recoveries else "none"
+    recovery += f"; never in {never}" if (never := len(played) - len(recoveries)) and recoveries else ""
     goodput = f"{median(goodputs):.0%}" if goodputs else "unknown"
     cells = [f"`{name}`", f"{passed} of {len(played)}", recovery, goodput, f"{skipped} of {skipped + rounds}"]
     return f"| {' | '.join([*cells, _measured(name, played, protocol)])} |"
@@ -81,7 +82,7 @@ def _measured(name: str, played: Sequence[Result], protocol: str) -> str:
     told = []
     aims = scenario_of(name, protocol).limits.aims
     for what in sorted({what for each in played for what in each["measures"]} | set(aims)):
-        figures = [each["measures"][what] for each in played if what in each["measures"]]
+        figures = [figure for each in played if (figure := each["measures"].get(what)) and figure["worst"] is not None]
         words = what.removesuffix("_seconds").replace("_", " ")
         if figures:
             words += f" {median(each['median'] for each in figures):.1f}, {max(each['worst'] for each in figures):.1f}"

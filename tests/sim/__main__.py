@@ -28,7 +28,7 @@ from tests.sim.world import Outcome, play
 from tests.sim.worlds import world_of
 
 MAX_VIOLATIONS = 50
-LIES = "lies"
+LIES, SKEW, DIRECTORY = "lies", "skew", "directory"
 GROUPS = {"calm": CALM, "breaking": tuple(BREAKING), "all": FAULTS}
 
 
@@ -59,8 +59,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def _scenarios(options: argparse.Namespace) -> Iterable[Scenario]:
     for fault in GROUPS.get(options.faults, (options.faults,)):
-        if fault == LIES and options.protocol not in (*PROTOCOLS, *LOOSE_LIES):
-            continue  # nobody would lie: a seed that cannot fail
+        if fault != options.faults and not _felt(fault, options):
+            continue  # a seed that cannot fail
         for seed in options.seeds:
             yield Scenario(
                 protocol=options.protocol,
@@ -72,6 +72,15 @@ def _scenarios(options: argparse.Namespace) -> Iterable[Scenario]:
                 inner_steps=options.inner_steps,
                 directory=options.directory,
             )
+
+
+def _felt(fault: str, options: argparse.Namespace) -> bool:
+    """Whether a family does anything to these peers that another does not."""
+    if fault == LIES:
+        return options.protocol in (*PROTOCOLS, *LOOSE_LIES)
+    if fault == SKEW:
+        return False  # no protocol reads a wall clock: it is for code that comes to do so
+    return fault != DIRECTORY or options.directory  # else nobody asks it: a crash under another name
 
 
 def replay(scenario: Scenario) -> str:

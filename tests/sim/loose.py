@@ -104,6 +104,15 @@ class LooseWorld(World):
         assert self.scenario.elements
         return Wander(self.scenario.elements, self.scenario.seed * 1000 + index, 256)
 
+    def met_since(self, peer: PeerId, number: int) -> bool:
+        reports, nodes = self.histories[peer], self.network.nodes
+        alone = not any(
+            nodes[other].process.alive and self.network.contacts.open(peer, other)
+            for other in self.peers
+            if other != peer
+        )
+        return alone or any(each["outcome"] == "committed" and each["round"] >= number for each in reports)
+
     def averager(self, host: Host, settings: Settings) -> LooseAverager:
         """How the peers mix."""
         if self.scenario.directory:

@@ -63,6 +63,8 @@ class Ledger:
 class StandIn(World):
     """A world of stand-ins. `_peer` is what a real one does with a `Replica`."""
 
+    FORKS = False
+
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
         self.ledger = Ledger()

@@ -127,8 +127,17 @@ class Struck(World):
                 able.append(peer)
         return able
 
+    def could(self) -> bool:
+        """Whether a majority of all live and are in touch, each with each: whatever rosters they made of that."""
+
+        def near(some: Sequence[PeerId]) -> bool:
+            return all(self.network.contacts.open(*pair) for pair in itertools.combinations(some, 2))
+
+        alive = [peer for peer in self.peers if self.network.nodes[peer].process.alive]
+        return any(near(some) for some in itertools.combinations(alive, majority(len(self.peers))))
+
     def went_on(self, peer: PeerId) -> bool:
-        return peer in self.at and self.at[peer].key.round >= self.due
+        return peer in self.at and self.at[peer].key.round >= self.due and self.met_since(peer, self.due - 1)
 
     def absent(self, peer: PeerId) -> list[PeerId]:
         """Members of its roster that are dead or out of touch."""
@@ -139,10 +148,14 @@ class Struck(World):
         """What must hold when the run is over, before everybody is killed."""
         if not self.injector.struck:
             yield Violation("missed", "", ROUND, "the fault never happened: the run differs from the one without it")
+        if self.FORKS and not self.able() and self.could():
+            yield Violation(
+                "goes-on", "", ROUND, "nobody is in touch with a majority of its roster, though most are there"
+            )
         for peer in self.able():
             where = self.at[peer].key.round if peer in self.at else 0
             if not self.went_on(peer):
-                what = f"at round {where}, not {self.due}, {LIMIT_SECONDS:g} s after all began"
+                what = f"at round {where}, not {self.due}, or with nobody, {LIMIT_SECONDS:g} s after all began"
                 yield Violation("goes-on", peer, where, f"in touch with a majority, and {what}")
             elif absent := self.absent(peer):
                 yield Violation("left-out", peer, where, f"{', '.join(absent)} still in the roster")

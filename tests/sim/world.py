@@ -39,6 +39,8 @@ GRACE_SECONDS = 120.0
 HEALED_SECONDS = 600.0
 """So long after all is healed, everybody is in the roster again and has committed `HEALED_ROUNDS` further rounds."""
 HEALED_ROUNDS = 2
+LEVEL_ROUNDS, LEVEL_TASKS = 3, 4
+"""In its last rounds a peer may hold so many tasks more than in its first ones: rounds of others are under way."""
 
 
 @dataclass(slots=True)
@@ -67,6 +69,9 @@ class Outcome:
 class World:
     """One run in progress."""
 
+    FORKS = True
+    """Whether its peers go on without most of a roster that is gone."""
+
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario = resolve(scenario)
         assert scenario.uplinks and scenario.step_seconds and scenario.faults
@@ -86,6 +91,7 @@ class World:
         self._done = asyncio.Event()
         self._left: list[checkers.Violation] = []
         self._entries: Entries = {}
+        self._tasks: dict[Member, list[int]] = {}  # of each life, as it enters each of its rounds
 
     def learner(self, index: int) -> Learner:
         """What peer `index` trains."""
@@ -209,6 +215,9 @@ class World:
     def entering(self, peer: PeerId, head: Head) -> None:
         """A peer begins a round at this head."""
         self.account.entered(peer, head, asyncio.get_running_loop().time())
+        if peer in self.network.nodes:
+            node = self.network.nodes[peer]
+            self._tasks.setdefault(node.member, []).append(len(node.process.tasks))
 
     def reported(self, report: checkers.Report) -> None:
         """A peer's round is over; the dead report nothing."""
@@ -225,6 +234,10 @@ class World:
     def satisfied(self) -> bool:
         """Whether nothing more is to be seen."""
         return self.healed_at is not None and self.account.whole(self.peers, self.healed_at) >= HEALED_ROUNDS
+
+    def met_since(self, peer: PeerId, number: int) -> bool:
+        """Whether a peer has averaged with others in that round or a later one; where rounds are decided, it has."""
+        return True
 
     async def restored(self, replica: Replica) -> None:
         """For worlds in which something outlives a process: the state that this life starts from."""
@@ -246,6 +259,10 @@ class World:
             if node.process.tasks or node.ends:
                 what = f"{len(node.process.tasks)} tasks and {len(node.ends)} streams are left over"
                 found.append(checkers.Violation("no-leak", node.peer, self.scenario.rounds, what))
+        for member, counts in self._tasks.items():  # who was killed leaves none, whatever it held by then
+            if (now := min(counts[-LEVEL_ROUNDS:])) > max(counts[:LEVEL_ROUNDS]) + LEVEL_TASKS:
+                what = f"{now} tasks at the beginning of its last rounds, {max(counts[:LEVEL_ROUNDS])} of its first"
+                found.append(checkers.Violation("no-leak", member.peer, len(counts), what))
         return found
 
     def progress(self, honest: dict[PeerId, list[checkers.Report]]) -> list[checkers.Violation]:
