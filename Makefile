@@ -53,6 +53,7 @@ sim: install
 	$(BIN)/python -m tests.sim.crashes --peers 5 --kind crash --pairs --sample 500 --jobs 2
 	$(BIN)/python -m tests.sim --protocol gossip --peers 4 --rounds 5 --seeds 0:6 --faults breaking
 	$(BIN)/python -m tests.sim --protocol moshpit --peers 4 --rounds 5 --seeds 0:8 --faults breaking
+	$(BIN)/python -m tests.sim --protocol moshpit --directory --peers 6 --rounds 5 --seeds 0:8 --faults directory
 
 # Real peers under a nemesis, every scenario once: twenty minutes. With root, iproute2 and iptables, on a network.
 chaos: install

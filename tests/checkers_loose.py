@@ -20,10 +20,12 @@ from tests.checkers import Report, Violation, began, finite, lives
 OUTCOMES = ("committed", "skipped", "superseded")
 
 
-def check(histories: Mapping[str, Sequence[Report]]) -> list[Violation]:
-    """Every violation in these histories: peer -> its reports, oldest first."""
+def check(histories: Mapping[str, Sequence[Report]], protocol: str = "") -> list[Violation]:
+    """Every violation in these histories: peer -> its reports, oldest first; also of what one protocol promises."""
     reports = [report for history in histories.values() for report in history]
     found = [*finite(reports), *one_group(reports), *outcomes(reports)]
+    if protocol == "moshpit":
+        found += named_groups(reports)
     for history in histories.values():
         found += counted_once(history)
         for life in lives(history):
@@ -40,6 +42,13 @@ def one_group(reports: Iterable[Report]) -> Iterator[Violation]:
             same_round = held["round"] == report["round"]  # a root is that of a state before a round
             if held["params_hash"] != report["params_hash"] or (same_round and held["lineage"] != report["lineage"]):
                 yield _violation("one-group", report, f"it holds another state than {held['peer']} of the same group")
+
+
+def named_groups(reports: Iterable[Report]) -> Iterator[Violation]:
+    """Who committed a round has completed a group: without its name nobody could compare what its members hold."""
+    for report in reports:
+        if report["outcome"] == "committed" and not report["group"]:
+            yield _violation("one-group", report, "it committed, and names no group")
 
 
 def outcomes(reports: Iterable[Report]) -> Iterator[Violation]:

@@ -44,6 +44,12 @@ def test_nothing_is_found_where_nothing_is_wrong() -> None:
     assert check(histories()) == []
 
 
+def test_where_all_mix_in_groups_a_round_without_a_group_is_none() -> None:
+    assert {violation.peer for violation in check(histories(), "moshpit")} == {"a", "b"}
+    assert check(histories(), "gossip") == []
+    assert check({peer: history[-1:] for peer, history in histories().items()}, "moshpit") == []
+
+
 @pytest.mark.parametrize(
     "peer, index, change, invariant",
     [

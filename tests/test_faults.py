@@ -113,7 +113,7 @@ def test_mixed_faults_are_of_several_families() -> None:
     kinds = {type(fault) for seed in range(40) for fault in BREAKING["mixed"](random.Random(seed), PEERS, 60.0).events}
     assert kinds == {Crash, Cut, Reset, Slow, Mislead, Skew}
     assert {type(fault) for fault in skew(random.Random(1), PEERS, 60.0).events} == {Skew}
-    assert (*CALM, *BREAKING) == FAULTS and len(set(FAULTS)) == len(FAULTS)
+    assert {*CALM, *BREAKING} < {*FAULTS} and len(set(FAULTS)) == len(FAULTS)
 
 
 # -- as they happen ---------------------------------------------------------------------------------------------------

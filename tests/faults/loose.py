@@ -23,7 +23,7 @@ LAST_REPORTS = 3
 
 def broken(play: Play) -> list[Violation]:
     """Every violation of what such a protocol promises."""
-    return [*check(play.histories), *_apart(play)]
+    return [*check(play.histories, play.protocol), *_apart(play)]
 
 
 def recovery_seconds(play: Play) -> float:

@@ -106,6 +106,7 @@ def main(arguments: list[str] | None = None) -> int:
     stage = Options(protocol=options.protocol)
     path = options.results or Path("build", "-".join(["faults"] + [stage.protocol] * stage.loose)).with_suffix(".jsonl")
     results = load(path)
+    unplayed = False
     done = {(each["scenario"], each["seed"]) for each in results}
     for name, seed in order(scenarios, options.seeds, stage.protocol):
         if (name, seed) in done:
@@ -114,13 +115,14 @@ def main(arguments: list[str] | None = None) -> int:
             result = one(name, seed, stage, home_of(DIRECTORY, name, seed, stage), lambda line: None)
         except Unplayable as why:
             print(f"not played: {name}: {why}", file=sys.stderr)
+            unplayed = True
             continue
         add(path, result)
         results.append(result)
         violations = "; ".join(f"{each['invariant']}: {each['detail']}" for each in result["violations"])
         print(f"{name}, seed {seed}: {result['verdict']} {violations}", file=sys.stderr, flush=True)
     print("\n".join(table(results, stage.protocol)))
-    return 1 if any(each["verdict"] == "fail" for each in results) else 0
+    return 1 if any(each["verdict"] == "fail" for each in results) else 2 if unplayed else 0
 
 
 if __name__ == "__main__":

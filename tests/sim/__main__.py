@@ -28,7 +28,7 @@ from tests.sim.world import Outcome, play
 from tests.sim.worlds import world_of
 
 MAX_VIOLATIONS = 50
-LIES, SKEW, DIRECTORY = "lies", "skew", "directory"
+LIES, DIRECTORY = "lies", "directory"
 GROUPS = {"calm": CALM, "breaking": tuple(BREAKING), "all": FAULTS}
 
 
@@ -78,8 +78,6 @@ def _felt(fault: str, options: argparse.Namespace) -> bool:
     """Whether a family does anything to these peers that another does not."""
     if fault == LIES:
         return options.protocol in (*PROTOCOLS, *LOOSE_LIES)
-    if fault == SKEW:
-        return False  # no protocol reads a wall clock: it is for code that comes to do so
     return fault != DIRECTORY or options.directory  # else nobody asks it: a crash under another name
 
 

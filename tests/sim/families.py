@@ -135,7 +135,8 @@ BREAKING: dict[str, Draw] = {
 }
 """Families after which there is something to heal; during them a round may fail."""
 
-CALM = ("none", "lies", "slow", "skew")
+CALM = ("none", "lies", "slow")
 """Families under which every round of every honest peer commits."""
 
-FAULTS = (*CALM, *BREAKING)
+FAULTS = (*CALM, "skew", *BREAKING)
+"""`skew` changes nothing by itself, as no protocol reads a wall clock: it is there for what may come to read one."""

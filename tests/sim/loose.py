@@ -188,7 +188,7 @@ class LooseWorld(World):
         return self.account.whole(self.peers, self.healed_at or 0.0)
 
     def check(self, histories: dict[PeerId, list[checkers.Report]]) -> list[checkers.Violation]:
-        return checkers_loose.check(histories)
+        return checkers_loose.check(histories, self.scenario.protocol)
 
     def _healed(self, honest: dict[PeerId, list[checkers.Report]]) -> list[checkers.Violation]:
         found, rounds = [], self._rounds_since()
