@@ -81,7 +81,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--protocol", choices=tuple(POINTS), default="butterfly")
     parser.add_argument("--task", choices=TASKS, default="paced", help="paced: peers do not compete for the cores")
     parser.add_argument("--seed", type=lambda text: at_least(0, text), default=0, metavar="S")
-    slow = "a busy machine: wait X times as long for peers to start; recovery is judged as ever"
+    slow = "a busy machine: wait X times as long for what peers should do; recovery is judged as ever"
     parser.add_argument("--patience", type=lambda text: float(at_least(1, text)), default=1.0, metavar="X", help=slow)
     parser.add_argument("--dir", type=Path, default=DIRECTORY, help=f"where plays are kept: {DIRECTORY} if not given")
     parser.add_argument("--json", action="store_true", help="only the JSON object on stdout")
