@@ -34,7 +34,7 @@ from node.network.hints import MAX_HINTS_PER_KEY, Hint, Shelf, check, loads, nam
 from node.network.kademlia import StarlingDHT, place
 from node.network.libp2p import LibP2PConfig, LibP2PTransport
 from protocols.base import BadPayload
-from tests.conformance.worlds import running_daemons
+from tests.conformance.worlds import freeze, running_daemons
 
 RUN = bytes(range(32))
 TTL = 60.0
@@ -196,7 +196,7 @@ class TestDirectory:
         async def body(make: Make) -> None:
             a, b = await chain(make, 2)
             await b.directory.announce("all", b"b", TTL, soon())
-            os.kill(b.transport.daemon_pid or 0, signal.SIGSTOP)
+            await freeze(b.transport.daemon_pid)
             started = asyncio.get_running_loop().time()
             await a.directory.announce("all", b"a", TTL, soon(0.5))
             assert (await a.find(seconds=0.5))[a.transport.me] == b"a"
@@ -230,7 +230,7 @@ class TestDirectory:
     def test_closing_in_the_middle_leaves_nothing(self) -> None:
         async def body(make: Make) -> None:
             peers = await chain(make, 3)
-            os.kill(peers[1].transport.daemon_pid or 0, signal.SIGSTOP)
+            await freeze(peers[1].transport.daemon_pid)
             calls = [asyncio.ensure_future(peer.find("x", seconds=0.3)) for peer in peers]
             calls += [asyncio.ensure_future(peer.find("y", seconds=0.3)) for peer in peers]
             await asyncio.sleep(0.1)

@@ -33,7 +33,7 @@ from node.network.serving import ask
 from protocols import wire
 from protocols.base import PeerGone, PeerId, PeerSilent, Stream, Transport
 from tests.conformance.other_process import echo
-from tests.conformance.worlds import LibP2PPeers, LibP2PWorld, is_stopped, running_daemons
+from tests.conformance.worlds import LibP2PPeers, LibP2PWorld, freeze, running_daemons
 
 pytestmark = pytest.mark.real
 
@@ -261,7 +261,7 @@ class TestSupervision:
 
     def test_a_frozen_daemon_is_closed_too(self, directory: Path) -> None:
         async def body(make: Make) -> None:
-            os.kill(pid_of(await make()), signal.SIGSTOP)
+            await freeze((await make()).daemon_pid)
 
         run(directory, body)
 
@@ -271,7 +271,7 @@ class TestSupervision:
             await a.connect(b.addresses[0], soon())
             b.serve("echo", echo)
             await ping(a, b.me)
-            os.kill(pid_of(b), signal.SIGSTOP)
+            await freeze(b.daemon_pid)
             await until(lambda: b.restarts == 1, 15)
             await ping(a, b.me)
 
@@ -347,8 +347,7 @@ class TestAddresses:
                 await a.connect(f"/ip4/127.0.0.1/tcp/1/p2p/{c.me}", soon())
             with pytest.raises(PeerGone):
                 await ping(a, a.me)
-            os.kill(pid_of(b), signal.SIGSTOP)
-            await until(lambda: is_stopped(b.daemon_pid), 5)
+            await freeze(b.daemon_pid)
             with pytest.raises(PeerSilent):
                 await a.connect(b.addresses[0], soon(0.5))
             os.kill(pid_of(b), signal.SIGCONT)

@@ -30,6 +30,7 @@ from node.training import process, succession
 from node.training.remote import RemoteTrainer, WorkerError
 from node.training.trainer import Shift
 from protocols.base import RoundKey, Trainer, Work
+from tests.conformance.worlds import freeze
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
 
@@ -224,7 +225,7 @@ async def test_killed_while_it_evaluates(words: WorkerSpec, compute: ThreadCompu
     async with RemoteTrainer(words, compute) as trainer:
         anchor = await vector(trainer)
         before = await trainer.evaluate()
-        os.kill(trainer.pid or 0, signal.SIGSTOP)
+        await freeze(trainer.pid)
         asked = asyncio.create_task(trainer.evaluate())
         await asyncio.sleep(0.1)
         os.kill(trainer.pid or 0, signal.SIGKILL)
@@ -256,7 +257,7 @@ async def test_one_that_does_not_move_is_replaced(
         if not busy:
             await training.end()
             await trainer.write(anchor)
-        os.kill(trainer.pid or 0, signal.SIGSTOP)
+        await freeze(trainer.pid)
         began = time.perf_counter()
         if busy:
             assert torch.equal(await vector(trainer), anchor)

@@ -82,12 +82,7 @@ class LibP2PPeers:
                 await asyncio.sleep(0.02)
 
     async def freeze_peer(self, index: int) -> None:
-        self._signal(index, signal.SIGSTOP)
-        pid = self.transports[index].daemon_pid
-        async with asyncio.timeout(20):
-            # A signal takes its time to reach every thread.
-            while not is_stopped(pid):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await freeze(self.transports[index].daemon_pid)
 
     def thaw(self) -> None:
         for index, transport in enumerate(self.transports):
@@ -122,8 +117,16 @@ class LibP2PWorld:
         assert asyncio.all_tasks() == {asyncio.current_task()}, "a task was left behind"
 
 
-def is_stopped(pid: int | None) -> bool:
-    """Whether all threads of a process are stopped."""
+async def freeze(pid: int | None) -> None:
+    """Stop a process. The signal only asks for it: on a busy machine its threads go on, and answer, for a while yet."""
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    async with asyncio.timeout(20):
+        while not _is_stopped(pid):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+def _is_stopped(pid: int) -> bool:
     stats = [thread.joinpath("stat").read_text() for thread in Path(f"/proc/{pid}/task").iterdir()]
     return all(stat.rpartition(") ")[2].startswith("T") for stat in stats)
 
