@@ -83,6 +83,14 @@ def told(nemesis: Nemesis) -> list[tuple[str, tuple[str, ...], str]]:
     return [(each.what, each.whom, each.kind) for each in nemesis.events]
 
 
+def test_a_patient_one_waits_longer(nemesis: Nemesis) -> None:
+    begun = time.monotonic()
+    nemesis._patience = 0.01
+    with pytest.raises(AssertionError, match="moon"):
+        nemesis.awaits("the moon", lambda: None, 20)
+    assert 0.2 <= time.monotonic() - begun < 10
+
+
 def test_who_is_stopped_stands_still_and_goes_on_when_woken(nemesis: Nemesis, swarm: RealSwarm) -> None:
     nemesis.play([Step("stop", ("b",), role="peer")])
     wait("b is stopped", lambda: state(swarm["b"]) == psutil.STATUS_STOPPED, 2)

@@ -19,7 +19,7 @@ from tests.sim.__main__ import main as simulate
 from tests.sim.loose import LooseWorld
 from tests.sim.pairs import Pairs, PairSession
 from tests.sim.scenario import Scenario
-from tests.sim.striking import enumerate_points, small
+from tests.sim.striking import ROUND, enumerate_points, small, strike
 from tests.sim.world import Outcome as Played
 from tests.sim.world import World, play
 from tests.sim.worlds import world_of
@@ -179,6 +179,20 @@ def test_a_bug_that_only_a_silence_brings_out_is_found(capsys: pytest.CaptureFix
     world = type("Planted", (PairWorld,), {"session": Endless})
     assert crashes.main(["--peers", "2", "--kind", "silence", "--sample", "4"], world) == 1
     assert "goes-on" in capsys.readouterr().out
+
+
+class Shy(PairSession):
+    """Meets nobody once the round is over at whose messages faults happen."""
+
+    async def mean(self, mine: Sequence[Vector], work: Work, into: Sequence[Vector]) -> Mean:
+        return await super().mean(mine, work, into) if self.round <= ROUND else Mean(Outcome.SKIPPED)
+
+
+@pytest.mark.parametrize("session, wrong", [(PairSession, set()), (Shy, {"goes-on"})])
+def test_who_goes_on_alone_after_a_fault_is_found(session: type[PairSession], wrong: set[str]) -> None:
+    point = enumerate_points(small(3), PairWorld)[0]
+    verdict = strike(small(3), "stall", (point,), type("Planted", (PairWorld,), {"session": session}))
+    assert {violation.invariant for violation in verdict.violations} == wrong
 
 
 def test_points_are_those_of_the_second_round() -> None:

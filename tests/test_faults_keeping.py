@@ -1,0 +1,63 @@
+"""A command that plays, told to stop, cleans up once, and says by its exit code why it ended."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.real
+
+COMMAND = """
+import signal, sys, time
+from tests.faults.keeping import from_shell
+
+def command():
+    try:
+        print("begun", flush=True)
+        time.sleep(60)
+    finally:
+        print("cleaning up", flush=True)
+        sys.stdin.readline()
+        print("done", flush=True)
+    return 0
+
+if "nohup" in sys.argv:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+sys.exit(from_shell(command))
+"""
+
+
+def told(first: signal.Signals, *more: signal.Signals) -> tuple[int, str]:
+    """What becomes of a command that gets a signal, and more while it cleans up: its exit code, and its last word."""
+    command = [sys.executable, "-c", COMMAND]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        process.send_signal(first)
+        assert process.stdout.readline() == "cleaning up\n"
+        for number in more:
+            process.send_signal(number)
+        said, _ = process.communicate("\n", 30)
+        return process.returncode, said
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)])
+def test_who_is_told_to_stop_cleans_up(number: signal.Signals, code: int) -> None:
+    assert told(number) == (code, "done\n")
+
+
+def test_who_is_told_twice_goes_on_cleaning_up() -> None:
+    assert told(signal.SIGTERM, signal.SIGTERM) == (143, "done\n")
+
+
+def test_started_by_nohup_the_end_of_a_terminal_is_not_heard() -> None:
+    with subprocess.Popen([sys.executable, "-c", COMMAND, "nohup"], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        process.send_signal(signal.SIGHUP)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.5)
+        process.kill()
