@@ -9,7 +9,6 @@ Source: https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import stat
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from pathlib import Path
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
+from node.locks import hold
 from protocols.base import PeerId
 
 _KEY_BYTES = 32
@@ -104,18 +104,16 @@ class Identity:
         Raises:
             IdentityError: another process on this machine holds it.
         """
-        descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        held = hold(self.path)
+        if held is None:
+            raise IdentityError(
+                f"{self.path} is in use by another running peer: two peers cannot share one identity; "
+                "stop that peer, or give this one another identity file"
+            )
         try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise IdentityError(
-                    f"{self.path} is in use by another running peer: two peers cannot share one identity; "
-                    "stop that peer, or give this one another identity file"
-                ) from None
             yield
         finally:
-            os.close(descriptor)
+            os.close(held)
 
 
 def _identity(path: Path, key: Ed25519PrivateKey) -> Identity:

@@ -13,7 +13,6 @@ import asyncio
 import logging
 import os
 import re
-import tempfile
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,7 +25,6 @@ _START_SECONDS = 20.0
 _GOGC = "50"
 """p2pd keeps 23 MB alive, nearly all of it a table of the world's networks, and each stream leaves 64 KB of garbage. Go
 by itself collects when as much again has gathered; at half of it p2pd takes 15 MB less, for .1 ms a stream."""
-_MAX_SOCKET_DIRECTORY = 76  # Linux allows a socket's path 107 bytes, macOS 103; hivemind's file names take 26
 
 
 class DaemonError(Exception):
@@ -68,22 +66,6 @@ def arguments(
     if announce:
         flags["announceAddrs"] = ",".join(announce)
     return [f"-{name}={value}" for name, value in flags.items()]
-
-
-def socket_directory(parent: Path | None) -> Path:
-    """A new directory that only this user can enter.
-
-    Raises:
-        DaemonError: its path is too long for a socket's.
-    """
-    directory = Path(tempfile.mkdtemp(prefix="starling-", dir=parent))
-    if len(bytes(directory)) > _MAX_SOCKET_DIRECTORY:
-        directory.rmdir()
-        raise DaemonError(
-            f"{directory} is too long a path for sockets (over {_MAX_SOCKET_DIRECTORY} bytes): "
-            "set TMPDIR, or the runtime directory, to a shorter one"
-        )
-    return directory
 
 
 _IP_PORT = re.compile(r"/(?P<family>ip[46])/(?P<host>[^/]+)/(?P<kind>tcp|udp)/(?P<port>\d+)(?P<rest>.*)")

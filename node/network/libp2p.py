@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import shutil
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -27,10 +26,11 @@ from multiaddr import Multiaddr  # type: ignore[import-untyped]
 from node.bounded import renew
 from node.identity import Identity
 from node.members.addresses import BACKOFF, is_silent, meaning, missing, not_listening
-from node.network.daemon import DaemonError, arguments, socket_directory, with_ports
+from node.network.daemon import DaemonError, arguments, with_ports
 from node.network.link import LINK_ERRORS, Link
 from node.network.pipe import SocketPipe
 from node.network.serving import Serving, ask
+from node.network.sockets import socket_directory
 from protocols.base import Deadline, Handler, PeerGone, PeerId, PeerSilent, Stream
 from protocols.framing import opened
 
@@ -103,8 +103,7 @@ class LibP2PTransport:
         """
         async with AsyncExitStack() as stack:
             stack.enter_context(self._config.identity.held())
-            self._directory = socket_directory(self._config.runtime_directory)
-            stack.callback(shutil.rmtree, self._directory, ignore_errors=True)
+            self._directory = stack.enter_context(socket_directory(self._config.runtime_directory))
             stack.callback(self._up.set)  # whoever waits for the daemon learns that there will be none
             stack.push_async_callback(self._close_link)
             link = await self._first_launch()

@@ -7,17 +7,18 @@ one answers. A file that a killed peer left behind is recognised by its socket, 
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import json
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from node.network.daemon import DaemonError, socket_directory
+from node.locks import hold
+from node.network.daemon import DaemonError
+from node.network.sockets import socket_directory
 from node.status import Status, to_json
 
 log = logging.getLogger(__name__)
@@ -45,14 +46,13 @@ class Control:
         self._file = state_dir / FILE
         self._status, self._finish = status, finish
         self._clients: set[asyncio.Task[None]] = set()
-        self._directory: Path | None = None
+        self._exit = ExitStack()
         self._server: asyncio.Server | None = None
 
     async def __aenter__(self) -> Control:
         try:
-            _clear(self._file)
-            self._directory = socket_directory(None)
-            path = self._directory / "control"
+            self._file.unlink(missing_ok=True)
+            path = self._exit.enter_context(socket_directory()) / "control"
             self._server = await asyncio.start_unix_server(self._accept, path, limit=MAX_REQUEST_BYTES)
             _write(self._file, {"pid": os.getpid(), "socket": str(path)})
         except (OSError, DaemonError) as error:
@@ -69,10 +69,8 @@ class Control:
         if clients:
             await asyncio.wait(clients, timeout=1)
         with suppress(OSError):
-            _clear(self._file)
-        if self._directory:
-            with suppress(OSError):
-                self._directory.rmdir()
+            self._file.unlink(missing_ok=True)
+        self._exit.close()
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if len(self._clients) >= MAX_CLIENTS:
@@ -179,26 +177,13 @@ def claimed(state_dir: Path | None) -> Iterator[Path]:
         home().mkdir(mode=0o700, parents=True, exist_ok=True)  # `parents` alone would let everybody in
     for directory in candidates:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if (held := _hold(directory)) is not None:
+        if (held := hold(directory)) is not None:
             try:
                 yield directory
             finally:
                 os.close(held)
             return
     raise BlockingIOError(f"another running peer holds {candidates[-1]}")
-
-
-def _hold(directory: Path) -> int | None:
-    """A descriptor that locks the directory while it is open; None if another process has one."""
-    held = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(held)
-        if isinstance(error, BlockingIOError):
-            return None
-        raise
-    return held
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -217,27 +202,3 @@ def _write(file: Path, place: dict[str, Any]) -> None:
     temporary.touch(0o600)
     temporary.write_text(json.dumps(place) + "\n")
     temporary.replace(file)
-
-
-def _runs(pid: object) -> bool:
-    """Whether another process of that number runs: the directory may be a copy of a running peer's."""
-    if not isinstance(pid, int) or not 0 < pid < 1 << 31 or pid == os.getpid():
-        return False
-    try:
-        os.kill(pid, 0)
-    except OSError:
-        return False
-    return True
-
-
-def _clear(file: Path) -> None:
-    """Remove the file and the socket that it names: ours, or a killed peer's. The directory goes if it is empty."""
-    if not (place := _read(file)):
-        return
-    socket = Path(place["socket"])
-    ours = socket.name == "control" and socket.parent.name.startswith("starling-")
-    if ours and not _runs(place.get("pid")):
-        socket.unlink(missing_ok=True)
-        with suppress(OSError):
-            socket.parent.rmdir()
-    file.unlink(missing_ok=True)

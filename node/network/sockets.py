@@ -1,0 +1,75 @@
+"""Directories for unix sockets. They go with whoever made them; of one that was killed, the next one removes them."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from itertools import islice
+from pathlib import Path
+
+from node.locks import hold
+from node.network.daemon import DaemonError
+
+_PREFIX = "starling-"
+_LOCK = "lock"
+_MAX_LENGTH = 76  # Linux allows a socket's path 107 bytes, macOS 103; hivemind's file names take 26
+_MAX_SWEPT = 100
+_TRIES = 8
+
+
+@contextmanager
+def socket_directory(parent: Path | None = None) -> Iterator[Path]:
+    """A new directory that only this user can enter, until left; None: in the system's place.
+
+    Raises:
+        DaemonError: its path is too long for a socket's.
+        OSError: it cannot be made.
+    """
+    directory, held = _made(parent)
+    try:
+        _sweep(directory.parent)
+        yield directory
+    finally:
+        _remove(directory)
+        os.close(held)
+
+
+def _made(parent: Path | None) -> tuple[Path, int]:
+    """A directory, and the descriptor by which it is known to be in use."""
+    for _ in range(_TRIES):
+        directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+        if len(bytes(directory)) > _MAX_LENGTH:
+            directory.rmdir()
+            raise DaemonError(
+                f"{directory} is too long a path for sockets (over {_MAX_LENGTH} bytes): "
+                "set TMPDIR, or the runtime directory, to a shorter one"
+            )
+        lock = directory / _LOCK
+        lock.touch(0o600)
+        with suppress(FileNotFoundError):  # swept before it was locked
+            if (held := hold(lock)) is not None:
+                if lock.exists():
+                    return directory, held
+                os.close(held)
+    raise DaemonError(f"no directory for sockets can be made beside {directory}: something removes them at once")
+
+
+def _sweep(parent: Path) -> None:
+    """Remove what was left by those of this user who were killed: directories that nobody locks any more."""
+    for lock in islice(parent.glob(f"{_PREFIX}*/{_LOCK}"), _MAX_SWEPT):
+        with suppress(OSError):
+            if lock.parent.lstat().st_uid == os.getuid() and (held := hold(lock)) is not None:
+                _remove(lock.parent)
+                os.close(held)
+
+
+def _remove(directory: Path) -> None:
+    """Its sockets and its lock, and the directory if it holds nothing else."""
+    with suppress(OSError):
+        for each in directory.iterdir():
+            if each.is_socket():
+                each.unlink(missing_ok=True)
+        (directory / _LOCK).unlink(missing_ok=True)
+        directory.rmdir()

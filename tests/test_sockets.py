@@ -1,0 +1,90 @@
+"""Directories for sockets: gone with whoever made them, and swept by the next one if that was killed."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from node.locks import hold
+from node.network import sockets
+from node.network.daemon import DaemonError
+from node.network.sockets import socket_directory
+
+KILLED = """
+import os, signal, socket, sys
+from pathlib import Path
+from node.network.sockets import socket_directory
+
+with socket_directory(Path(sys.argv[1])) as directory:
+    socket.socket(socket.AF_UNIX).bind(str(directory / "control"))
+    print(directory, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def parent() -> Iterator[Path]:
+    """A short path: that of a socket has some hundred bytes at most."""
+    with tempfile.TemporaryDirectory(prefix="st") as made:
+        yield Path(made)
+
+
+def left_by_a_killed_process(parent: Path) -> Path:
+    died = subprocess.run((sys.executable, "-c", KILLED, str(parent)), capture_output=True, text=True)
+    assert died.returncode == -signal.SIGKILL, died.stderr
+    left = Path(died.stdout.strip())
+    assert (left / "control").is_socket()
+    return left
+
+
+def test_one_goes_when_it_is_left_with_all_its_sockets(parent: Path) -> None:
+    with socket_directory(parent) as directory:
+        assert directory.parent == parent and directory.stat().st_mode & 0o777 == 0o700
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(str(directory / "s"))
+    assert list(parent.iterdir()) == []
+
+
+def test_what_a_killed_process_left_goes_with_the_next(parent: Path) -> None:
+    left = left_by_a_killed_process(parent)
+    with socket_directory(parent) as first, socket_directory(parent) as second:
+        assert set(parent.iterdir()) == {first, second} and not left.exists()
+
+
+def test_what_is_in_use_or_nobodys_or_holds_more_stays(parent: Path) -> None:
+    foreign, kept = parent / "starling-swarm-x", parent / "starling-kept"
+    for directory in (foreign, kept):
+        directory.mkdir()
+        (directory / "precious").write_text("mine")
+    (kept / "lock").touch()
+    with socket_directory(parent) as first:
+        with socket_directory(parent):
+            assert (first / "lock").exists()
+        assert first.exists()
+    assert (foreign / "precious").exists() and (kept / "precious").exists()
+
+
+def test_one_that_is_swept_before_it_is_locked_is_made_again(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = 0
+
+    def swept(lock: Path) -> int | None:
+        nonlocal lost
+        if lost < limit:
+            lost += 1
+            sockets._remove(lock.parent)
+        return hold(lock)
+
+    monkeypatch.setattr(sockets, "hold", swept)
+    limit = 2
+    with socket_directory(parent) as directory:
+        assert list(parent.iterdir()) == [directory] and lost == 2
+    limit = 1000
+    with pytest.raises(DaemonError, match="removes them at once"), socket_directory(parent):
+        pass
