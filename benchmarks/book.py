@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import multiprocessing
 import os
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Protocol, TypeVar
+
+from node.tasks.text import load
 
 History = list[tuple[int, float]]
 """(inner steps so far, held-out loss)."""
@@ -29,8 +33,18 @@ class Named(Protocol):
 R = TypeVar("R", bound=Named)
 
 
+def text_digest() -> str:
+    """Of the text that laboratories train on: the standard library's source, which another Python has another of."""
+    text = load()
+    return hashlib.sha256(text.training.numpy().tobytes() + text.held_out.numpy().tobytes()).hexdigest()[:16]
+
+
 class Book:
-    """The runs that are done, in a JSON file that is written after each: name -> {history, seconds}."""
+    """The runs that are done, in a JSON file that is written after each: name -> {history, seconds}.
+
+    Attributes:
+        text: digest of what they were trained on; empty if there are none.
+    """
 
     def __init__(self, path: Path, resume: bool) -> None:
         """
@@ -39,20 +53,22 @@ class Book:
         """
         self._path = path
         self.runs: dict[str, dict[str, object]] = {}
+        self.text = ""
         if not path.parent.is_dir() or path.is_dir():
             raise ValueError(f"{path} cannot be written: name a file in a directory that exists")
         if path.exists():
             if not resume:
                 raise ValueError(f"{path} is there already: go on with --resume, or name another file")
             try:
-                self.runs = dict(json.loads(path.read_text())["runs"])
+                kept = json.loads(path.read_text())
+                self.runs, self.text = dict(kept["runs"]), str(kept["text"])
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"{path} holds no runs of a benchmark: name another file") from error
 
     def enter(self, run: Named, history: History, seconds: float) -> None:
         self.runs[run.name()] = {"history": history, "seconds": round(seconds, 1)}
         fresh = self._path.with_suffix(".new")
-        fresh.write_text(json.dumps({"runs": self.runs}, indent=1))
+        fresh.write_text(json.dumps({"text": self.text, "runs": self.runs}, indent=1))
         fresh.replace(self._path)
 
     def __contains__(self, run: Named) -> bool:
@@ -73,7 +89,11 @@ def perform_all(
     runs: Sequence[R], book: Book, perform: Callable[[R], tuple[History, float]], workers: int | None = None
 ) -> None:
     """Do what is due, so many at a time: by default as many as there are cores."""
-    todo = due(runs, book)
+    todo, text = due(runs, book), text_digest()
+    if todo and text != (book.text or text):
+        print("the runs in that file were trained on another Python's text: name another file", file=sys.stderr)
+        sys.exit(2)
+    book.text = text
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers or os.cpu_count() or 1, mp_context=spawn) as pool:
         futures = {pool.submit(perform, run): run for run in todo}

@@ -104,6 +104,19 @@ def gossip(schedule: str) -> Maker:
     return make
 
 
+def pairs(peers: int, rng: random.Random) -> Mixer:
+    """As `gossip("random")`, but who finds its partner down asks another: pairs are drawn among those that are up."""
+    members, seed = names(peers), str(rng.getrandbits(63))
+
+    def mix(number: int, up: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        here = [name for name, is_up in zip(members, up.tolist(), strict=True) if is_up]
+        mixed = values.clone()
+        mixed[up] = matching.matrix("random", here, number, seed) @ values[up]
+        return mixed
+
+    return mix
+
+
 def torus(peers: int, rng: random.Random) -> Mixer:
     """A fifth each for oneself and one's four neighbours, on the torus nearest to a square."""
     rows = next(side for side in range(math.isqrt(peers), 0, -1) if peers % side == 0)

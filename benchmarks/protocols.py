@@ -4,18 +4,22 @@
                                    [--inner-steps H] [--show]
 
 one-worker      as many tokens as all peers together, one step after the other: plain AdamW, nobody fails
+alone           one peer that meets nobody: as many steps as each of the others, a share of the tokens. What the others
+                are better by is what meeting is worth
 data-parallel   the gradient is averaged in every step, and one AdamW step follows it (`protocols.baselines` says why
                 that one is here): H times the messages of the others
 butterfly       DiLoCo: one mean of the pseudo-gradients in each round, one outer step of all
-moshpit         each peer steps by itself; states are averaged in groups of four, along both axes of a grid
-gossip          the same, in pairs that each round draws
+moshpit         each peer steps by itself; states are averaged in small groups along both axes of a grid: eight peers
+                on 3 x 3 cells, one of which is empty
+gossip          the same, in pairs that each round draws among those who are up: who is not answered asks another
 
 Real training on real text, averaged in memory by the pure schedules of `protocols`: what peers and networks do to that
-is measured elsewhere. In each round each peer is down with the same probability, the same peers for all protocols
-(drawn again if nobody would be up). Who is down trains, but does not meet anybody: by the butterfly its work is lost,
-and it goes on with the others' anchor; by Moshpit and gossip it goes on from its own state; data parallel it has no
-part in any step of the round, and the others do not stop for it, which a barrier would. Losses are held out, in nats
-per byte: of the one model, or the mean over the peers' own.
+is measured elsewhere: no votes, no waiting for a majority, no rounds that a peer needs to be let in again. In each
+round each peer is down with the same probability, the same peers for all protocols (drawn again if nobody would be
+up). Who is down trains, but does not meet anybody: by the butterfly its work is lost, and it goes on with the others'
+anchor; by Moshpit and gossip it goes on from its own state, and nothing is lost; data parallel it has no part in any
+step of the round, and the others do not stop for it, which a barrier would. Losses are held out, in nats per byte: of
+the one model, or the mean over all peers' own, those included that were down.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ import torch
 
 from benchmarks.book import Book, History, perform_all
 from benchmarks.learning import LabMember, Run, alone, in_memory
-from benchmarks.mixers import MIXERS, Mixer, moshpit_seats
+from benchmarks.mixers import Mixer, moshpit_seats, pairs
 from node.outer import OuterSGD
 from node.tasks.gpt import GptTask, preset
 from node.tasks.text import load
@@ -42,7 +46,8 @@ from node.training.trainer import AdamWLearner, Shift
 from protocols.groups.grid import shape_for
 from tests.sim.arguments import Parser, at_least, at_least_one
 
-ARMS = ("one-worker", "data-parallel", "butterfly", "moshpit", "gossip")
+ARMS = ("one-worker", "alone", "data-parallel", "butterfly", "moshpit", "gossip")
+NOBODY_FAILS = ("one-worker", "alone")
 GROUP_MOST = 4
 """Of Moshpit: eight peers are one group by default, which is the butterfly without a vote."""
 EVALUATE_EVERY = 4
@@ -165,6 +170,8 @@ def perform(arm: Arm) -> tuple[History, float]:
     began, rng = time.perf_counter(), random.Random(f"{arm.seed}/mixing")
     if arm.protocol == "one-worker":
         history = alone(replace(arm.run(), peers=0, rounds=arm.rounds * arm.peers))
+    elif arm.protocol == "alone":
+        history = alone(replace(arm.run(), peers=0))
     elif arm.protocol == "data-parallel":
         history = data_parallel(arm)
     elif arm.protocol == "butterfly":
@@ -172,18 +179,18 @@ def perform(arm: Arm) -> tuple[History, float]:
     elif arm.protocol == "moshpit":
         history = loose(arm, moshpit_seats(GROUP_MOST)(arm.peers, rng), len(shape_for(arm.peers, GROUP_MOST)))
     else:
-        history = loose(arm, MIXERS["random matching"](arm.peers, rng), 1)
+        history = loose(arm, pairs(arm.peers, rng), 1)
     return history, time.perf_counter() - began
 
 
 def wanted(options: argparse.Namespace) -> Iterator[Arm]:
-    """Seed by seed, and of each the calm ones first; the one worker, of whom nobody fails, more than once."""
+    """Seed by seed, and of each the calm ones first; those of whom nobody fails more than once."""
     recipe = preset(options.preset).recipe
     rounds, steps = options.rounds or recipe.rounds, options.inner_steps or recipe.inner_steps
     for seed in range(options.seeds):
         for failure in options.failures:
             for protocol in options.only or ARMS:
-                risk = failure if protocol != "one-worker" else 0.0
+                risk = failure if protocol not in NOBODY_FAILS else 0.0
                 yield Arm(protocol, options.peers, rounds, steps, options.preset, seed, risk)
 
 
@@ -194,15 +201,18 @@ def print_all(arms: Sequence[Arm], book: Book) -> None:
         if arm in book:
             found.setdefault((arm.protocol, arm.failure), {})[arm.seed] = book.loss(arm)
     seeds = sorted({arm.seed for arm in arms})
+    whole = [seed for seed in seeds if all(seed in losses for losses in found.values())]
     heads = "".join(f"  seed {seed:>2}" for seed in seeds)
-    print(f"\nheld-out loss, nats per byte; {sum(map(len, found.values()))} of {len(arms)} runs are done")
+    done = f"{sum(map(len, found.values()))} of {len(arms)} runs are done; means over {len(whole)} whole seeds"
+    print(f"\nheld-out loss, nats per byte; {done}")
     print(f"{'protocol':<15} {'failure':>7}{heads}     mean    to data-parallel      to no failures")
     for protocol, failure in sorted(found, key=lambda kind: (ARMS.index(kind[0]), kind[1])):
         losses = found[protocol, failure]
         cells = "".join(f"{losses[seed]:>9.4f}" if seed in losses else f"{'-':>9}" for seed in seeds)
+        mean = f"{fmean(losses[seed] for seed in whole):>9.4f}" if whole else f"{'-':>9}"
         beside = [found.get(("data-parallel", 0.0)), found.get((protocol, 0.0)) if failure else None]
         paired = "".join(f"{_paired(losses, other or {}):>20}" for other in beside)
-        print(f"{protocol:<15} {failure:>7g}{cells}{fmean(losses.values()):>9.4f}{paired}")
+        print(f"{protocol:<15} {failure:>7g}{cells}{mean}{paired}")
 
 
 def _paired(losses: Mapping[int, float], others: Mapping[int, float]) -> str:

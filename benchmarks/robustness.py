@@ -7,9 +7,10 @@
 table      the error of an aggregate of 16 vectors of 1000 elements, a signal and noise of norm 1 each, beside what was
            found with other code: within 5 %
 training   16 simulated peers train a GPT on real text, through the real protocol, in virtual time. Attacked, three of
-           them hand in -1000 times their work (reversed), or seven something that is made to look honest (alie, ipm:
-           see `tests.sim.poison`). Final held-out losses in nats per byte, and what that is to the clean run's; with
-           the default, three reversed ones may cost 5 %. "plain" is the mean without any clip
+           them hand in -1000 times their work (reversed), or -10 times without saying so (understated), or seven
+           something that is made to look honest (alie, ipm): see `tests.sim.poison`. Final held-out losses in nats per
+           byte, and what that is to the clean run's, seed by seed; with the default, three such peers may cost 5 % in
+           the mean over the seeds. "plain" is the mean without any clip
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 
 import torch
 
@@ -40,6 +41,9 @@ from tests.sim.transport import SimTransport
 
 PEERS = 16
 LIARS = {"none": 0, "reversed": 3, "alie": 7, "ipm": 7}
+IN_TRAINING = {**LIARS, "understated": 3}
+"""On vectors alone nothing is declared."""
+JUDGED = ("reversed", "understated")
 TABLE_BOUND = 0.05
 DEFAULT_BOUND = 0.05
 DIVERGED = 1.0
@@ -128,7 +132,7 @@ class Trial:
 
     Attributes:
         rule: of `RULES`, or "plain": the mean without any clip.
-        attack: of `LIARS`.
+        attack: of `IN_TRAINING`.
     """
 
     rule: str
@@ -157,7 +161,7 @@ class _World(LearningWorld):
         self._honest: list[Shift] = []
 
     def trainer(self, index: int) -> InlineTrainer:
-        trial, liars = self._trial, LIARS[self._trial.attack]
+        trial, liars = self._trial, IN_TRAINING[self._trial.attack]
         if index < trial.peers - liars:
             honest = super().trainer(index)
             self._honest.append(honest.shift)
@@ -194,16 +198,16 @@ def perform(trial: Trial) -> tuple[History, float]:
 
 def _trials(base: Trial, seeds: range, only: Sequence[str]) -> list[Trial]:
     wanted = [("mean", "none")]
-    wanted += [(rule, attack) for attack in LIARS if attack != "none" for rule in ("plain", *RULES)]
+    wanted += [(rule, attack) for attack in IN_TRAINING if attack != "none" for rule in ("plain", *RULES)]
     wanted += [(rule, "none") for rule in RULES if rule != "mean"]
     chosen = [each for each in wanted if each == ("mean", "none") or not only or "/".join(each) in only]
     return [replace(base, rule=rule, attack=attack, seed=seed) for seed in seeds for rule, attack in chosen]
 
 
 def print_training(trials: Sequence[Trial], book: Book) -> bool:
-    """Every trial that is done, as its clean one is; False if the default does not bear what it has to."""
+    """Every trial that is done, as its clean one is; whether the default bears what it has to."""
     print(f"\n{'attack':10} {'rule':14} {'seed':>4} {'loss':>8} {'to clean':>9}")
-    judged = []
+    found: dict[tuple[str, str], list[float]] = {}
     for trial in trials:
         clean = replace(trial, rule="mean", attack="none")
         if trial not in book or clean not in book:
@@ -212,11 +216,18 @@ def print_training(trials: Sequence[Trial], book: Book) -> bool:
         change = loss / book.loss(clean) - 1
         told = f"{loss:>8.4f} {change:>+9.1%}" if change < DIVERGED else f"{loss:>8.2g}  diverged"
         print(f"{trial.attack:10} {trial.rule:14} {trial.seed:>4} {told}")
-        if (trial.rule, trial.attack) == ("mean", "reversed"):
-            judged.append(change)
-    held = max(judged, default=0.0) <= DEFAULT_BOUND
-    verdict = ("held" if held else "BROKEN") if judged else "not played yet"
-    print(f"the default under three reversed ones, bound {DEFAULT_BOUND:+.0%}: {verdict}")
+        found.setdefault((trial.attack, trial.rule), []).append(change)
+    for (attack, rule), changes in found.items():
+        if len(changes) > 1 and max(changes) < DIVERGED:
+            print(f"{attack:10} {rule:14} mean {fmean(changes):>+18.1%} ± {stdev(changes):.1%}, {len(changes)} seeds")
+    held = [_judged(attack, found.get((attack, "mean"))) for attack in JUDGED]
+    return all(held)
+
+
+def _judged(attack: str, changes: Sequence[float] | None) -> bool:
+    held = bool(changes) and fmean(changes or ()) <= DEFAULT_BOUND
+    verdict = ("held" if held else "BROKEN") if changes else "not played yet"
+    print(f"the default, three peers {attack}, bound {DEFAULT_BOUND:+.0%} in the mean: {verdict}")
     return held
 
 

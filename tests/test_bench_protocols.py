@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.book import Book, due
 from benchmarks.learning import LabMember
-from benchmarks.mixers import all_reduce
+from benchmarks.mixers import all_reduce, gossip, pairs
 from benchmarks.protocols import ARMS, Arm, Pooled, loose, main, parse, up, wanted
 
 
@@ -49,16 +49,35 @@ def test_a_laboratory_that_is_stopped_has_whole_seeds_to_show(
     path = tmp_path / "runs.json"
     options, book = parse(["--json", str(path), "--seeds", "2"]), Book(path, resume=False)
     todo = due(list(wanted(options)), book)
-    assert len(todo) == 26 and {each.seed for each in todo[:13]} == {0}
+    assert len(todo) == 28 and {each.seed for each in todo[:14]} == {0}
     for protocol, seed, loss in (("data-parallel", 0, 2.0), ("data-parallel", 1, 1.0), ("gossip", 0, 2.2)):
         done = replace(arm(protocol, 8, rounds=12), inner_steps=100, seed=seed)
         book.enter(done, [(1200, loss)], 1.0)
-    assert len(due(todo, book)) == 23
+    assert len(due(todo, book)) == 25
     assert main(["--json", str(path), "--show", "--seeds", "2"]) == 0
     shown = capsys.readouterr().out
-    assert "3 of 26 runs" in shown
+    assert "3 of 28 runs" in shown
     lines = [line.split() for line in shown.splitlines()]
     assert ["gossip", "0", "2.2000", "-", "2.2000", "+10.00%"] in lines
+
+
+def test_runs_on_another_text_are_not_gone_on_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "runs.json"
+    path.write_text('{"text": "of another Python", "runs": {}}')
+    with pytest.raises(SystemExit, match="2"):
+        main(["--json", str(path), "--resume", "--seeds", "1", "--only", "alone"])
+    assert "another Python's text" in capsys.readouterr().err
+    assert main(["--json", str(path), "--show"]) == 0
+
+
+def test_who_finds_its_partner_down_meets_another() -> None:
+    here, values = torch.tensor([True, False, True, True, False, True]), torch.eye(6, dtype=torch.float64)
+    calm = gossip("random")(6, random.Random(1))(3, torch.ones(6, dtype=torch.bool), values)
+    assert torch.equal(calm, pairs(6, random.Random(1))(3, torch.ones(6, dtype=torch.bool), values))
+    for number in range(20):
+        mixed = pairs(6, random.Random(1))(number, here, values)
+        assert torch.equal(mixed[~here], values[~here])
+        assert sorted(mixed[here].max(1).values.tolist()) == [0.5] * 4 and torch.equal(mixed.sum(0), torch.ones(6))
 
 
 def test_what_is_wrong_takes_one_line(capsys: pytest.CaptureFixture[str]) -> None:

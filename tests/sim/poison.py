@@ -1,6 +1,7 @@
 """Peers that train as all do, and hand in something else: attacks on the mean itself, by the rules of the protocol.
 
     reversed    -1000 times its own pseudo-gradient, its norm declared as it is
+    understated -10 times it, its norm declared as that of its own work; were it 1000 times that, nothing would be taken
     alie        the honest mean less z standard deviations in each coordinate, z as large as hides among the honest ones
                 (Baruch et al. 2019, arXiv 1902.06156, algorithm 3)
     ipm         -0.5 times the honest mean (Xie et al. 2019, arXiv 1903.03936)
@@ -21,8 +22,9 @@ from node.training.trainer import InlineTrainer, Learner, Shift
 from protocols.base import RoundKey, Vector, Work
 
 FACTOR = -1000.0
+UNDERSTATED_FACTOR = -10.0
 IPM_SHARE = 0.5
-ATTACKS = ("reversed", "alie", "ipm")
+ATTACKS = ("reversed", "understated", "alie", "ipm")
 
 
 def alie(honest: torch.Tensor, liars: int) -> Vector:
@@ -88,5 +90,7 @@ class PoisonedTrainer(InlineTrainer):
     def _forged(self) -> Vector:
         if self._attack == "reversed":
             return FACTOR * pseudo_gradient(self.shift)
+        if self._attack == "understated":
+            return UNDERSTATED_FACTOR * pseudo_gradient(self.shift)
         honest = torch.stack([pseudo_gradient(shift) for shift in self._honest()])
         return alie(honest, self._liars) if self._attack == "alie" else ipm(honest)
