@@ -218,7 +218,7 @@ def print_training(trials: Sequence[Trial], book: Book) -> bool:
         print(f"{trial.attack:10} {trial.rule:14} {trial.seed:>4} {told}")
         found.setdefault((trial.attack, trial.rule), []).append(change)
     for (attack, rule), changes in found.items():
-        if len(changes) > 1 and max(changes) < DIVERGED:
+        if attack != "none" and len(changes) > 1 and max(changes) < DIVERGED:
             print(f"{attack:10} {rule:14} mean {fmean(changes):>+18.1%} ± {stdev(changes):.1%}, {len(changes)} seeds")
     held = [_judged(attack, found.get((attack, "mean"))) for attack in JUDGED]
     return all(held)
