@@ -24,8 +24,8 @@ def command():
         print("done", flush=True)
     return 0
 
-if "nohup" in sys.argv:
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+signal.signal(signal.SIGHUP, signal.SIG_IGN if "nohup" in sys.argv else signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 sys.exit(from_shell(command))
 """
 
@@ -54,10 +54,12 @@ def test_who_is_told_twice_goes_on_cleaning_up() -> None:
 
 
 def test_started_by_nohup_the_end_of_a_terminal_is_not_heard() -> None:
-    with subprocess.Popen([sys.executable, "-c", COMMAND, "nohup"], stdout=subprocess.PIPE, text=True) as process:
+    command = [sys.executable, "-c", COMMAND, "nohup"]
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "begun\n"
         process.send_signal(signal.SIGHUP)
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(0.5)
         process.kill()
+        assert process.stdout.read() == ""

@@ -242,11 +242,25 @@ def test_who_sends_more_than_was_declared_is_brought_down_and_named(name: str) -
     result, named = judged(name, rows)
     assert list(named) == [3]
     if name == "mean":
-        limit = robust.MEASURED_SLACK * sorted(float(row[:200].norm()) for row in rows)[4]
+        limit = robust.MEASURED_SLACK * sorted(float(row[:200].norm()) for row in rows)[3]
         kept = rows.clone()
         kept[3, :200] *= limit / rows[3, :200].norm()
         assert torch.allclose(result[:200], kept[:, :200].mean(0), atol=1e-5)
         assert "sent" in named[3] and "times what counts" in named[3]
+
+
+@pytest.mark.parametrize("others", [1, 2, 5])
+@pytest.mark.parametrize("silent", [0, 1])
+def test_half_of_those_that_bring_something_set_no_measure(others: int, silent: int) -> None:
+    """As many wrong as right: they are brought down to what the right ones have, or to twice that of one, and named."""
+    rows = cloud(2 * others + silent, 400, 1)
+    rows[others : 2 * others] *= -20
+    rows[2 * others :] = 0
+    result, named = judged("mean", rows)
+    assert list(named) == list(range(others, 2 * others))
+    most = max(float(row.norm()) for row in rows[:others])
+    slack = robust.MEASURED_SLACK if others > 1 else robust.PAIR_SLACK
+    assert float(result.norm()) <= slack * most
 
 
 def test_who_has_an_allowance_uses_it() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 import socket
 import subprocess
@@ -69,6 +70,26 @@ def test_what_is_in_use_or_nobodys_or_holds_more_stays(parent: Path) -> None:
             assert (first / "lock").exists()
         assert first.exists()
     assert (foreign / "precious").exists() and (kept / "precious").exists()
+
+
+def test_whatever_else_lies_there_stops_nobody(parent: Path) -> None:
+    left = left_by_a_killed_process(parent)
+    (parent / "starling-file").touch()
+    (parent / "starling-loop").symlink_to(parent / "starling-loop")
+    (parent / "starling-long").symlink_to("a" * 300)
+    (parent / "long").symlink_to("a" * 300)
+    with socket_directory(parent):
+        assert not left.exists()
+
+
+def test_where_nothing_can_be_locked_there_are_directories_too(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(lock: Path) -> int | None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(sockets, "hold", refused)
+    with socket_directory(parent) as first, socket_directory(parent) as second:
+        assert set(parent.iterdir()) == {first, second}
+    assert list(parent.iterdir()) == []
 
 
 def test_one_that_is_swept_before_it_is_locked_is_made_again(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from itertools import islice
 from pathlib import Path
 
 from node.locks import hold
@@ -15,13 +14,15 @@ from node.network.daemon import DaemonError
 _PREFIX = "starling-"
 _LOCK = "lock"
 _MAX_LENGTH = 76  # Linux allows a socket's path 107 bytes, macOS 103; hivemind's file names take 26
-_MAX_SWEPT = 100
+_MAX_SWEPT = 2000
 _TRIES = 8
 
 
 @contextmanager
 def socket_directory(parent: Path | None = None) -> Iterator[Path]:
     """A new directory that only this user can enter, until left; None: in the system's place.
+
+    Where nothing can be locked it is as good as any other, only that nobody removes it if this process is killed.
 
     Raises:
         DaemonError: its path is too long for a socket's.
@@ -33,11 +34,12 @@ def socket_directory(parent: Path | None = None) -> Iterator[Path]:
         yield directory
     finally:
         _remove(directory)
-        os.close(held)
+        if held is not None:
+            os.close(held)
 
 
-def _made(parent: Path | None) -> tuple[Path, int]:
-    """A directory, and the descriptor by which it is known to be in use."""
+def _made(parent: Path | None) -> tuple[Path, int | None]:
+    """A directory, and the descriptor by which it is known to be in use; None if there is no such thing here."""
     for _ in range(_TRIES):
         directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
         if len(bytes(directory)) > _MAX_LENGTH:
@@ -47,22 +49,28 @@ def _made(parent: Path | None) -> tuple[Path, int]:
                 "set TMPDIR, or the runtime directory, to a shorter one"
             )
         lock = directory / _LOCK
-        lock.touch(0o600)
-        with suppress(FileNotFoundError):  # swept before it was locked
+        try:
+            lock.touch(0o600)
             if (held := hold(lock)) is not None:
                 if lock.exists():
                     return directory, held
                 os.close(held)
+        except FileNotFoundError:
+            pass  # swept before it was locked
+        except OSError:
+            return directory, None
     raise DaemonError(f"no directory for sockets can be made beside {directory}: something removes them at once")
 
 
 def _sweep(parent: Path) -> None:
     """Remove what was left by those of this user who were killed: directories that nobody locks any more."""
-    for lock in islice(parent.glob(f"{_PREFIX}*/{_LOCK}"), _MAX_SWEPT):
-        with suppress(OSError):
-            if lock.parent.lstat().st_uid == os.getuid() and (held := hold(lock)) is not None:
-                _remove(lock.parent)
-                os.close(held)
+    with suppress(OSError):
+        names = [name for name in os.listdir(parent) if name.startswith(_PREFIX)]
+        for left in (parent / name for name in names[:_MAX_SWEPT]):
+            with suppress(OSError):
+                if left.lstat().st_uid == os.getuid() and (held := hold(left / _LOCK)) is not None:
+                    _remove(left)
+                    os.close(held)
 
 
 def _remove(directory: Path) -> None:
