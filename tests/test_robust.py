@@ -343,7 +343,7 @@ def test_honest_peers_are_not_blamed() -> None:
 
 
 def test_who_declares_little_and_sends_much_is_brought_down_by_every_reducer_and_named() -> None:
-    """Itself included, in its own part. What it sends would not be refused in any; it counts for two."""
+    """Itself included, in its own part. What it sends would not be refused in any; it counts for 1.4."""
     rows = cloud(7, 3500, 2)
     rows[4] *= -10
     result = averaged("mean", rows, declared={4: 1.0})
