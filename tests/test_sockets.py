@@ -92,6 +92,11 @@ def test_where_nothing_can_be_locked_there_are_directories_too(parent: Path, mon
     assert list(parent.iterdir()) == []
 
 
+def test_where_none_can_be_made_one_line_says_what_to_do(parent: Path) -> None:
+    with pytest.raises(DaemonError, match="No such file.*set TMPDIR"), socket_directory(parent / "gone"):
+        pass
+
+
 def test_one_that_is_swept_before_it_is_locked_is_made_again(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lost = 0
 

@@ -25,8 +25,7 @@ def socket_directory(parent: Path | None = None) -> Iterator[Path]:
     Where nothing can be locked it is as good as any other, only that nobody removes it if this process is killed.
 
     Raises:
-        DaemonError: its path is too long for a socket's.
-        OSError: it cannot be made.
+        DaemonError: it cannot be made, or its path is too long for a socket's.
     """
     directory, held = _made(parent)
     try:
@@ -41,7 +40,7 @@ def socket_directory(parent: Path | None = None) -> Iterator[Path]:
 def _made(parent: Path | None) -> tuple[Path, int | None]:
     """A directory, and the descriptor by which it is known to be in use; None if there is no such thing here."""
     for _ in range(_TRIES):
-        directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+        directory = _new(parent)
         if len(bytes(directory)) > _MAX_LENGTH:
             directory.rmdir()
             raise DaemonError(
@@ -60,6 +59,16 @@ def _made(parent: Path | None) -> tuple[Path, int | None]:
         except OSError:
             return directory, None
     raise DaemonError(f"no directory for sockets can be made beside {directory}: something removes them at once")
+
+
+def _new(parent: Path | None) -> Path:
+    try:
+        return Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+    except OSError as error:
+        place = parent or tempfile.gettempdir()
+        raise DaemonError(
+            f"no directory for sockets can be made in {place}: {error.strerror}: make room there, or set TMPDIR"
+        ) from None
 
 
 def _sweep(parent: Path) -> None:
