@@ -93,7 +93,7 @@ def test_where_nothing_can_be_locked_there_are_directories_too(parent: Path, mon
 
 
 def test_where_none_can_be_made_one_line_says_what_to_do(parent: Path) -> None:
-    with pytest.raises(DaemonError, match="No such file.*set TMPDIR"), socket_directory(parent / "gone"):
+    with pytest.raises(DaemonError, match=r"No such file.*set TMPDIR"), socket_directory(parent / "gone"):
         pass
 
 

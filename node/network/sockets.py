@@ -65,9 +65,9 @@ def _new(parent: Path | None) -> Path:
     try:
         return Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
     except OSError as error:
-        place = parent or tempfile.gettempdir()
+        place = parent or "the temporary directory"
         raise DaemonError(
-            f"no directory for sockets can be made in {place}: {error.strerror}: make room there, or set TMPDIR"
+            f"no directory for sockets can be made in {place} ({error.strerror}): make room there, or set TMPDIR"
         ) from None
 
 
