@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -127,9 +128,11 @@ class TestLife:
             transport = await make()
             pid = pid_of(transport)
             assert os.getsid(pid) == pid
-            (sockets,) = [path for path in directory.iterdir() if path.is_dir()]
+            with os.scandir(directory) as entries:
+                (sockets,) = [path for path in entries if path.is_dir()]
             assert sockets.stat().st_mode & 0o777 == 0o700
-            assert [path.name for path in sockets.iterdir() if not path.is_socket()] == ["lock"]
+            with os.scandir(sockets) as entries:
+                assert [path.name for path in entries if not stat.S_ISSOCK(path.stat().st_mode)] == ["lock"]
             assert re.fullmatch(rf"/ip4/127\.0\.0\.1/tcp/[1-9]\d*/p2p/{transport.me}", transport.addresses[0])
 
         run(directory, body)
