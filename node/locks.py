@@ -16,10 +16,9 @@ def hold(path: Path) -> int | None:
     held = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except OSError as error:
         os.close(held)
-        return None
-    except BaseException:
-        os.close(held)
+        if isinstance(error, BlockingIOError):
+            return None
         raise
     return held
