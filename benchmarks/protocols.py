@@ -195,24 +195,27 @@ def wanted(options: argparse.Namespace) -> Iterator[Arm]:
 
 
 def print_all(arms: Sequence[Arm], book: Book) -> None:
-    """Every seed as far as it is done; and each arm paired with data parallel training and with its own calm run."""
+    """Every seed as far as it is done; each arm paired with data parallel training, its own calm run and one alone."""
     found: dict[tuple[str, float], dict[int, float]] = {}
     for arm in arms:
         if arm in book:
             found.setdefault((arm.protocol, arm.failure), {})[arm.seed] = book.loss(arm)
     seeds = sorted({arm.seed for arm in arms})
-    whole = [seed for seed in seeds if all(seed in losses for losses in found.values())]
+    whole = [seed for seed in seeds if found and all(seed in losses for losses in found.values())]
     heads = "".join(f"  seed {seed:>2}" for seed in seeds)
     done = f"{sum(map(len, found.values()))} of {len(arms)} runs are done; means over {len(whole)} whole seeds"
     print(f"\nheld-out loss, nats per byte; {done}")
-    print(f"{'protocol':<15} {'failure':>7}{heads}     mean    to data-parallel      to no failures")
+    columns = f"{'to data-parallel':>20}{'to no failures':>20}{'to alone':>20}{'of the gain':>16}"
+    print(f"{'protocol':<15} {'failure':>7}{heads}     mean{columns}")
+    calm = {protocol: found.get((protocol, 0.0), {}) for protocol in ARMS}
     for protocol, failure in sorted(found, key=lambda kind: (ARMS.index(kind[0]), kind[1])):
         losses = found[protocol, failure]
         cells = "".join(f"{losses[seed]:>9.4f}" if seed in losses else f"{'-':>9}" for seed in seeds)
         mean = f"{fmean(losses[seed] for seed in whole):>9.4f}" if whole else f"{'-':>9}"
-        beside = [found.get(("data-parallel", 0.0)), found.get((protocol, 0.0)) if failure else None]
-        paired = "".join(f"{_paired(losses, other or {}):>20}" for other in beside)
-        print(f"{protocol:<15} {failure:>7g}{cells}{mean}{paired}")
+        beside = [calm["data-parallel"], calm[protocol] if failure else {}, calm["alone"]]
+        paired = "".join(f"{_paired(losses, other):>20}" for other in beside)
+        share = _share(losses, calm["alone"], calm["butterfly"])
+        print(f"{protocol:<15} {failure:>7g}{cells}{mean}{paired}{share:>16}")
 
 
 def _paired(losses: Mapping[int, float], others: Mapping[int, float]) -> str:
@@ -220,6 +223,17 @@ def _paired(losses: Mapping[int, float], others: Mapping[int, float]) -> str:
     found = [losses[seed] / others[seed] - 1 for seed in losses if seed in others]
     spread = f" ± {stdev(found):.2%}" if len(found) > 1 else ""
     return f"{fmean(found):+.2%}{spread}" if found else ""
+
+
+def _share(losses: Mapping[int, float], alone: Mapping[int, float], butterfly: Mapping[int, float]) -> str:
+    """What was gained over one that is alone, as a share of what the butterfly gains where nobody fails."""
+    found = [
+        (alone[seed] - losses[seed]) / (alone[seed] - butterfly[seed])
+        for seed in losses
+        if seed in alone and seed in butterfly
+    ]
+    spread = f" ± {stdev(found):.0%}" if len(found) > 1 else ""
+    return f"{fmean(found):.0%}{spread}" if found else ""
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

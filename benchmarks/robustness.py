@@ -250,6 +250,10 @@ def main(arguments: list[str] | None = None) -> int:
     if options.json is None:
         parser.error("--json FILE is needed")
     base = Trial("mean", "none", options.rounds, options.inner_steps, options.preset, 0)
+    known = {f"{trial.rule}/{trial.attack}" for trial in _trials(base, range(1), ())}
+    if unknown := [name for name in options.only if name not in known]:
+        names = f"rules are plain, {', '.join(RULES)}; attacks are {', '.join(IN_TRAINING)}"
+        parser.error(f"argument --only: no {unknown[0]!r}: {names}")
     trials = _trials(base, range(options.seeds or 1), options.only)
     try:
         book = Book(options.json, options.resume or options.show)

@@ -59,6 +59,11 @@ def test_a_laboratory_that_is_stopped_has_whole_seeds_to_show(
     assert "3 of 28 runs" in shown
     lines = [line.split() for line in shown.splitlines()]
     assert ["gossip", "0", "2.2000", "-", "2.2000", "+10.00%"] in lines
+    for protocol, loss in (("alone", 3.0), ("butterfly", 2.0)):
+        book.enter(replace(arm(protocol, 8, rounds=12), inner_steps=100), [(1200, loss)], 1.0)
+    main(["--json", str(path), "--show", "--seeds", "2"])
+    (gossip_line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("gossip")]
+    assert gossip_line.endswith("80%"), "of what the butterfly gains over one that is alone"
 
 
 def test_runs_on_another_text_are_not_gone_on_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

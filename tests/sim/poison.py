@@ -22,7 +22,8 @@ from node.training.trainer import InlineTrainer, Learner, Shift
 from protocols.base import RoundKey, Vector, Work
 
 FACTOR = -1000.0
-UNDERSTATED_FACTOR = -10.0
+FACTORS = {"reversed": FACTOR, "understated": -10.0}
+"""What some make of their own work; the others make theirs of that of the honest."""
 IPM_SHARE = 0.5
 ATTACKS = ("reversed", "understated", "alie", "ipm")
 
@@ -88,9 +89,7 @@ class PoisonedTrainer(InlineTrainer):
         into.copy_(self.shift.learner.vectors[fragment] + pseudo_gradient(self.shift) - self._forged())
 
     def _forged(self) -> Vector:
-        if self._attack == "reversed":
-            return FACTOR * pseudo_gradient(self.shift)
-        if self._attack == "understated":
-            return UNDERSTATED_FACTOR * pseudo_gradient(self.shift)
+        if factor := FACTORS.get(self._attack):
+            return factor * pseudo_gradient(self.shift)
         honest = torch.stack([pseudo_gradient(shift) for shift in self._honest()])
         return alie(honest, self._liars) if self._attack == "alie" else ipm(honest)
