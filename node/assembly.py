@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from node.members.membership import Membership
+from node.noloco import NoLoCo
 from node.outer import OuterSGD
 from node.rounds.course import OwnCourse
 from node.rounds.life import loose_rounds, rounds
@@ -41,6 +42,12 @@ class Parts:
     def _outer(self) -> OuterSGD:
         return OuterSGD(self.config.recipe.outer_learning_rate, self.config.recipe.outer_momentum)
 
+    def _rule(self) -> NoLoCo | None:
+        recipe = self.config.recipe
+        if recipe.outer_pull is None:
+            return None
+        return NoLoCo(recipe.outer_momentum, recipe.outer_learning_rate, recipe.outer_pull)
+
     def anchored(self, chain: Chain, past: Callable[[Gate], PartStore], home: Path) -> Way:
         """One that shares its anchor with the others."""
         host, keeper, anchor = self.host, self.keeper, self.trainer.anchor()
@@ -60,7 +67,7 @@ class Parts:
         host, keeper, anchor = self.host, self.keeper, self.trainer.anchor().clone()
         averager = LOOSE[self.config.protocol](host, self.settings)
         replica = LooseReplica(
-            course, self.trainer, averager, self._outer(), host.compute, anchor, keeper.snapshots, keeper
+            course, self.trainer, averager, self._outer(), host.compute, anchor, keeper.snapshots, keeper, self._rule()
         )
         replica.lacks_state, replica.spread_limit = newcomer, self.config.spread_limit
         replica.compare, hints = self.membership.compare, self.membership.peers

@@ -70,6 +70,13 @@ def test_partners_are_drawn_where_no_schedule_is_named() -> None:
     assert config.schedule == "ring" and RunConfig.from_canonical(config.to_canonical()) == config
 
 
+def test_states_are_averaged_where_no_pull_is_named() -> None:
+    gossip = run({"protocol": "gossip"})
+    assert gossip.recipe.outer_pull is None and b"pull" not in gossip.to_canonical()
+    config = run({"protocol": "gossip", "recipe.outer_pull": 0.3})
+    assert config.recipe.outer_pull == 0.3 and RunConfig.from_canonical(config.to_canonical()) == config
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_is_held_by_its_values(name: str) -> None:
     config = run({"gpt.preset": name})
@@ -207,6 +214,13 @@ def test_who_may_go_on_alone() -> None:
         ("[recipe]\nbetas = 1", '"betas" in [recipe] must be a list, not 1'),
         ("codec = 1979-05-27", "unknown codec '1979-05-27'"),
         ("[recipe]\nouter_momentum = 1", "outer_momentum must be in [0, 1), not 1.0"),
+        ("[recipe]\nouter_pull = 0.3", "outer_pull is for gossip, whose pairs pull each other: not for butterfly"),
+        (
+            "protocol = 'gossip'\n[recipe]\nouter_pull = 1.5",
+            "above 0 and, with this momentum, below 1.5, not 1.5",
+        ),
+        ("protocol = 'gossip'\n[recipe]\nouter_pull = 0", "outer_pull must be above 0 and, with this"),
+        ("protocol = 'gossip'\n[recipe]\nouter_pull = true", '"outer_pull" in [recipe] must be a number, not true'),
         ("min_peers = true", '"min_peers" must be a whole number, not true'),
         ("min_peers = 33", '"min_peers" must be at most 32'),
         ("spread_limit = 0", '"spread_limit" must be more than 0'),

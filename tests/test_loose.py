@@ -4,162 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import pytest
 import torch
 
-from node.outer import OuterSGD
 from node.report import RoundReport
 from node.rounds import labour
-from node.rounds.course import OwnCourse
-from node.rounds.loose import LooseReplica
 from node.rounds.sketch import Sketch, sketch
-from node.training.trainer import InlineTrainer, Step
-from protocols.base import Contribution, Deadline, Head, Layout, Mean, Member, Outcome, PeerId, RoundKey, Vector, Work
+from protocols.base import Contribution, Deadline, PeerId, Vector
 from protocols.catchup.snapshot import Anonymous, Index, Room, Snapshot, Snapshots, room_bytes
 from protocols.catchup.standing import Order, Standings
 from protocols.post import Ledger
+from tests.loosepeer import ELEMENTS, FROM_BERT, KEY, ME, OUTER, STEP, STEPS, Peer, Script, half, holds, stepped
 from tests.sim import loop as simloop
-from tests.sim.host import SimClock, SimCompute
-
-ME = Member("anna", 2)
-KEY = RoundKey(b"r" * 32, "run", bytes(32), 0)
-ELEMENTS, STEPS, STEP = 10, 4, 0.125
-OUTER = OuterSGD(0.5, 0.5)  # sums of eighths stay exact
-FROM_BERT = {"bert": Contribution(1, 1, ("bert/7",))}
-
-
-class Slope:
-    """A `Learner` that moves every element down by an eighth at each step."""
-
-    def __init__(self) -> None:
-        self.layout = Layout(((("slope", (ELEMENTS,)),),))
-        self.vectors: tuple[Vector, ...] = (torch.ones(ELEMENTS),)
-        self.step_size = STEP
-
-    def step(self, round_number: int, step: int) -> Step:
-        self.vectors[0].sub_(self.step_size)
-        return Step(2.5, 100)
-
-    def moments(self, make: bool = False) -> dict[str, torch.Tensor]:
-        return {}
-
-    def evaluate(self) -> float:
-        return 0.0
-
-
-@dataclass
-class Script:
-    """What becomes of one round.
-
-    Attributes:
-        meanwhile: what others do to the state while it is lent; returns of whom it holds something.
-        average: what the others make of ours; None: nobody is there.
-        rounds: by how many the others are ahead.
-        hurried: they call the round after this peer's first step.
-    """
-
-    meanwhile: Callable[[Sequence[Vector]], Mapping[PeerId, Contribution]] = lambda state: {}
-    average: Callable[[Sequence[Vector], Sequence[Vector]], object] | None = None
-    rounds: int = 0
-    hurried: bool = False
-
-
-@dataclass
-class Scripted:
-    """An averager, and each of its sessions."""
-
-    scripts: list[Script]
-    me: Member = ME
-    shares_anchor: bool = False
-    heads: list[Head] = field(default_factory=list)
-    works: list[Work] = field(default_factory=list)
-    brought: list[list[Vector]] = field(default_factory=list)
-    limits_seconds: list[float] = field(default_factory=list)
-
-    @asynccontextmanager
-    async def enter(self, head: Head, deadline: Deadline) -> AsyncIterator[Session]:
-        loop = asyncio.get_running_loop()
-        assert deadline > loop.time()
-        self.limits_seconds.append(deadline - loop.time())
-        self.heads.append(head)
-        session = Session(self, self.scripts.pop(0), head.key.round)
-        late = loop.call_at(deadline, session.cut.set)
-        yield session
-        late.cancel()
-
-
-class Session:
-    def __init__(self, averager: Scripted, script: Script, number: int) -> None:
-        self.cut, self.round, self.group = asyncio.Event(), number + script.rounds, "g" * script.rounds
-        self.half_exchanges, self.mass_drift = 2, 0.25
-        self._averager, self._script = averager, script
-        self._lent: Sequence[Vector] = ()
-
-    def ready(self, work: Work) -> None:
-        if work.complete or (self._script.hurried and work.tokens):
-            self.cut.set()
-
-    def awaited(self) -> tuple[PeerId, ...]:
-        return ()
-
-    def lend(self, state: Sequence[Vector]) -> None:
-        self._lent = state
-
-    async def take_back(self) -> Mapping[PeerId, Contribution]:
-        assert self.cut.is_set(), "it is lent for as long as its peer trains"
-        lent, self._lent = self._lent, ()
-        return self._script.meanwhile(lent)
-
-    async def mean(self, mine: Sequence[Vector], work: Work, into: Sequence[Vector]) -> Mean:
-        self._averager.works.append(work)
-        self._averager.brought.append([each.clone() for each in mine])
-        if self._script.average is None:
-            for each in into:
-                each.fill_(math.nan)  # undefined
-            return Mean(Outcome.SKIPPED)
-        self._script.average(mine, into)
-        return Mean(Outcome.COMMITTED, contributions={"cora": Contribution(1, 1, ("cora/1",))}, bytes_sent=7)
-
-
-class Peer:
-    """A replica, and what it is made of."""
-
-    def __init__(self, *scripts: Script, snapshots: Snapshots | None = None) -> None:
-        self.learner = Slope()
-        self.trainer = InlineTrainer(self.learner, STEPS, 0.5)
-        self.averager = Scripted(list(scripts))
-        course, anchor = OwnCourse(ME, KEY), torch.ones(ELEMENTS)
-        self.replica = LooseReplica(course, self.trainer, self.averager, OUTER, SimCompute(), anchor, snapshots)
-
-    def play(self, rounds: int = 1) -> list[RoundReport]:
-        async def main() -> list[RoundReport]:
-            await self.replica.settle()
-            return [await self.replica.run_round(SimClock().wall) for _ in range(rounds)]
-
-        return simloop.run(main())
-
-
-def stepped(rounds: int, start: float = 1.0) -> tuple[float, float]:
-    """Parameters and momentum after so many rounds alone."""
-    theta, velocity = torch.full((1,), start), torch.zeros(1)
-    for _ in range(rounds):
-        OUTER.step(theta, velocity, torch.full((1,), STEPS * STEP))
-    return float(theta), float(velocity)
-
-
-def holds(vector: Vector, value: float) -> bool:
-    return bool((vector == value).all())
-
-
-def half(mine: Sequence[Vector], into: Sequence[Vector]) -> None:
-    """A partner that stands at zero."""
-    for source, target in zip(mine, into, strict=True):
-        torch.mul(source, 0.5, out=target)
+from tests.sim.host import SimClock
 
 
 def test_without_others_a_peer_goes_on_by_itself() -> None:

@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from protocols.base import BadPayload, Member
-from protocols.pairs.patience import MAX_PEERS, REST_MULTIPLE, TIMEOUT_MULTIPLE, WINDOW, Patience, Questions
+from protocols.pairs.patience import (
+    DISTRUST_SECONDS,
+    MAX_PEERS,
+    REST_MULTIPLE,
+    TIMEOUT_MULTIPLE,
+    WINDOW,
+    Patience,
+    Questions,
+)
 
 SIZE = 1_000_000
 
@@ -64,8 +72,9 @@ def test_one_that_was_late_is_left_alone_for_as_long_as_it_cost() -> None:
     assert not patience.resting("q", 100.0)
     patience.took("p", SIZE, 1.0)
     assert not patience.resting("p", 101.0)
-    patience.avoid("q", 160.0)
-    assert patience.resting("q", 159.0)
+    patience.distrust("q", 100.0)
+    patience.took("q", SIZE, 1.0)
+    assert patience.resting("q", 100.0 + DISTRUST_SECONDS - 0.1) and not patience.resting("q", 100.0 + DISTRUST_SECONDS)
 
 
 def test_what_is_remembered_is_bounded() -> None:

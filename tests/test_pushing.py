@@ -220,6 +220,15 @@ def test_a_liar_is_refused_and_named(lie: str) -> None:
     assert not swarm.moved(0) and told.mean.blamed[0].peer == "p1" and told.mean.blamed[0].why.startswith("refused")
 
 
+def test_who_sent_what_is_wrong_is_given_nothing_more() -> None:
+    """Each share takes half of what is left to us along."""
+    disguise = {1: lambda method, stream, pipe: LyingStream(stream, pipe, "norm", None)}  # type: ignore[arg-type]
+    swarm = pushers(2, disguises=disguise)
+    swarm.rounds(4)
+    refused = [number for number, told in enumerate(swarm.told[0]) if told.mean.blamed]
+    assert refused == [0] and weights(swarm)[0] >= 0.25
+
+
 @pytest.mark.parametrize(
     "change, why",
     [

@@ -1,8 +1,7 @@
 """One outer round of a peer that shares no anchor with the others: train, step by itself, and mix with whom it meets.
 
-What travels is the state after the peer's own outer step. That step is linear, so that to average stepped states is to
-step the averages; and others may average with a state whose owner still trains, because a pseudo-gradient is measured
-from the parameters that the trainer was written with, wherever the state has moved meanwhile.
+What travels, and what comes of it, is `node.rounds.mixing`'s: the state after the peer's own outer step, unless the run
+says otherwise.
 
 There is no chain but the peer's own: `parent` and `lineage` of a report are the roots of its state before and after.
 """
@@ -14,17 +13,16 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-import torch
-
-from node.outer import OuterSGD, pseudo_gradient
+from node.noloco import NoLoCo
+from node.outer import OuterSGD
 from node.report import RoundReport, Watch
 from node.rounds.course import OwnCourse
-from node.rounds.labour import FIRST_ROUND_LIMIT_SECONDS, Labour, diverged
+from node.rounds.labour import FIRST_ROUND_LIMIT_SECONDS, Labour
+from node.rounds.mixing import Mixing, PullMixing, StateMixing
 from node.rounds.sketch import Sketch, distance, furthest, sketch, spread
 from node.rounds.sketch import mean as middle
 from node.storage.keeper import Keeper
 from protocols.base import (
-    Blame,
     Compute,
     Contribution,
     Deadline,
@@ -41,7 +39,6 @@ from protocols.base import (
 from protocols.catchup.download import Unavailable
 from protocols.catchup.snapshot import Snapshot, Snapshots
 from protocols.catchup.standing import Standings
-from protocols.vectors import norm
 
 log = logging.getLogger(__name__)
 
@@ -74,10 +71,12 @@ class LooseReplica(Labour):
         anchor: Vector,
         snapshots: Snapshots | None = None,
         keeper: Keeper | None = None,
+        rule: NoLoCo | None = None,
     ) -> None:
         """
         Args:
             anchor, snapshots, keeper: as of `node.rounds.round.Replica`. The trainer stands at the anchor.
+            rule: by which it steps and mixes, both at once; None: it takes its own outer step, and averages states.
         """
         super().__init__(trainer, outer, compute, anchor, snapshots, keeper)
         self.chain, self.averager = chain, averager
@@ -85,9 +84,10 @@ class LooseReplica(Labour):
         self.spread_limit, self.astray, self.lacks_state = math.inf, False, False
         self._sketches: dict[PeerId, Sketch] = {}  # of the others, as of the last round
         self._kept_round = -1
-        self._undone = 0  # exchanges of this round that are in nothing of ours any more
-        self._origin = anchor.clone()  # what the trainer was written with
-        self._delta = torch.empty_like(anchor)
+        me = averager.me.peer
+        self._mixing: Mixing = StateMixing(self.state, trainer, compute, me)
+        if rule:
+            self._mixing = PullMixing(self.state, trainer, compute, me, rule)
 
     @property
     def key(self) -> RoundKey:
@@ -124,47 +124,29 @@ class LooseReplica(Labour):
         Raises:
             OSError: it cannot be read; nothing has changed.
         """
-        await self._compute.run(lambda: self._delta.copy_(self.velocity), 8 * len(self._delta))
-        try:
-            await self.state.take(snapshot)
-        except OSError:  # what was taken by then is no state
-            self.anchor.copy_(self._origin)
-            self.velocity.copy_(self._delta)
-            raise
+        await self._mixing.take(snapshot)
         self.chain.key = replace(self.key, round=max(self.key.round, snapshot.round))
         self._kept_round = self.key.round - 1
-        await self._write()
-
-    async def _write(self) -> None:
-        await self.trainer.write(self.anchor)
-        await self._compute.run(lambda: self._origin.copy_(self.anchor), 8 * len(self.anchor))
 
     # -- a round ------------------------------------------------------------------------------------------------------
 
     async def run_round(self, wall: Callable[[], float]) -> RoundReport:
         """Train, step, mix with whom one meets. There is always a next state: without the others, the peer's own."""
-        key, watch = self.key, Watch()
+        key, watch, mixing = self.key, Watch(), self._mixing
         async with self.averager.enter(self.chain.head, watch.began + self._limit_seconds) as session:
-            session.lend([self.state.anchor, self.state.velocity])
+            mixing.lend(session)
             work, _ = await self._train(session, key, key.lineage, surplus=True)
-            held = await session.take_back()
+            await mixing.take_back(session)
             watch.lap("train")
             self._show("averaging", work)
-            self._undone, stepped = 0, not diverged(work)
-            if stepped and not await self._step(work):
-                held, stepped = self._undo(held), False
-            work = self._offered(work if stepped else replace(work, tokens=0, norm=0.0), key.lineage)
-            mean = await self._mix(session, work)
+            mean, work = await mixing.mix(session, work, lambda work: self._offered(work, key.lineage))
             self._offer_again = lambda: None
             watch.lap("average")
         self._timed(mean, work, watch)
-        await self._write()
+        await mixing.begin()
         self.chain.key = replace(key, round=session.round + 1)
         await self.settle()
-        if not stepped:
-            mine = Blame(self.averager.me.peer, "its own step led to parameters that are not finite: it is left out")
-            mean = replace(mean, blamed=(*mean.blamed, mine))
-        return await self._told(key, session, _with(mean, held), work, watch.seconds, wall())
+        return await self._told(key, session, _with(mean, mixing.held), work, watch.seconds, wall())
 
     def _timed(self, mean: Mean, work: Work, watch: Watch) -> None:
         """How long the next round may take. A whole one is the measure, and none that others have cut short: who comes
@@ -173,40 +155,6 @@ class LooseReplica(Labour):
             self._took(watch)
         elif watch.seconds["train"] > LATE_SHARE * self._limit_seconds:
             self._limit_seconds = min(FIRST_ROUND_LIMIT_SECONDS, 2 * self._limit_seconds)
-
-    async def _step(self, work: Work) -> bool:
-        """Our own outer step along what was trained, if it was anything; False if it led nowhere: then we stand where
-        the training began, and nothing that came in meanwhile is in our state."""
-        if not work.tokens:
-            return True
-        await self.trainer.read(self._delta)
-        cost_bytes = 4 * len(self._delta)
-        await self._compute.run(lambda: pseudo_gradient(self._origin, self._delta, self._delta), cost_bytes)
-        if await self.state.advance(self._delta):
-            return True
-        self.state.anchor.copy_(self._origin)
-        self.state.velocity.zero_()
-        return False
-
-    async def _mix(self, session: LooseSession, work: Work) -> Mean:
-        """Average with others; what comes of it is our state, if anything good does."""
-        state, into = self.state, [self._origin, self._delta]
-        mean = await session.mean([state.anchor, state.velocity], work, into)
-        if mean.outcome is not Outcome.COMMITTED:
-            return replace(mean, outcome=Outcome.SKIPPED)
-        if not await self._compute.run(lambda: math.isfinite(norm(into)), 8 * len(self._delta)):
-            blame = Blame(self.averager.me.peer, "the mean is not finite: it keeps its own state")
-            none = self._undo(mean.contributions)
-            return replace(mean, outcome=Outcome.SKIPPED, contributions=none, blamed=(*mean.blamed, blame))
-        state.anchor, self._origin = self._origin, state.anchor
-        state.velocity, self._delta = self._delta, state.velocity
-        return mean
-
-    def _undo(self, held: Mapping[PeerId, Contribution]) -> Mapping[PeerId, Contribution]:
-        """What was averaged with these is given up: they have moved, and we have not. Returns of whom we hold anything
-        now: nobody."""
-        self._undone += sum(len(each.messages) for each in held.values())
-        return {}
 
     async def _told(
         self, key: RoundKey, session: LooseSession, mean: Mean, work: Work, seconds: Mapping[str, float], time: float
@@ -223,7 +171,7 @@ class LooseReplica(Labour):
             round=session.round,
             group=session.group,
             messages=tuple(name for each in mean.contributions.values() for name in each.messages),
-            half_exchanges=session.half_exchanges + self._undone,
+            half_exchanges=session.half_exchanges + self._mixing.undone,
             mass_drift=session.mass_drift,
             spread_limit=self.spread_limit,
             spread=spread([ours, *self._sketches.values()]),

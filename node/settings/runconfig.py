@@ -196,6 +196,8 @@ class RunConfig:
             raise ValueError(f"codec {used.name} is for protocol butterfly: {self.protocol} needs vectors whole")
         if self.chunk_elements % used.grain:
             raise ValueError(f"with codec {used.name}, chunk_elements must be a multiple of {used.grain}")
+        if self.recipe.outer_pull and self.protocol != "gossip":
+            raise ValueError(f"recipe.outer_pull is for gossip, whose pairs pull each other: not for {self.protocol}")
         if self.protocol != "butterfly" and (self.fork == "never" or self.min_peers > 1):
             raise ValueError(f"fork and min_peers are for butterfly: by {self.protocol} nobody votes, all just go on")
 

@@ -16,6 +16,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import nn
 
+from node.noloco import most_pull
 from protocols.base import Layout, Vector
 
 MAX_ELEMENTS = 1 << 31
@@ -77,6 +78,8 @@ class Recipe:
         warmup_steps: global inner steps in which the rate rises linearly.
         final_fraction: what the cosine leaves of the rate at the end.
         outer_learning_rate, outer_momentum: of the outer step (Douillard et al. 2023, algorithm 1).
+        outer_pull: of gossip alone: the outer step is NoLoCo's (Kolehmainen et al. 2025), with this as its gamma, and
+            pulls pairs of peers together by so much, instead of averaging their states. None: it averages.
     """
 
     inner_steps: int
@@ -90,6 +93,7 @@ class Recipe:
     clip_norm: float = 1.0
     warmup_steps: int = 20
     final_fraction: float = 0.1
+    outer_pull: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("inner_steps", "rounds", "batches"):
@@ -100,6 +104,11 @@ class Recipe:
             require(self, name, lambda value: 0 <= value < math.inf, "0 or more")
         require(self, "outer_momentum", lambda value: 0 <= value < 1, "in [0, 1)")
         require(self, "final_fraction", lambda value: 0 <= value <= 1, "in [0, 1]")
+        if self.outer_pull is not None:
+            most = most_pull(self.outer_momentum)
+            require(
+                self, "outer_pull", lambda value: 0 < value < most, f"above 0 and, with this momentum, below {most:g}"
+            )
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must be two numbers in [0, 1), not {self.betas}")
 

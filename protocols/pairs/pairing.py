@@ -19,9 +19,6 @@ from protocols.post import Ledger
 from protocols.tasks import Bell
 from protocols.vectors import Flat
 
-DISTRUST_SECONDS = 60.0
-"""Who broke a rule is neither asked nor answered for so long."""
-
 
 class Owner(Protocol):
     """Whose state is exchanged, for one round.
@@ -162,4 +159,4 @@ class Pairing:
             self.patience.late(peer, now, now - began, slow)
 
     def distrust(self, peer: PeerId) -> None:
-        self.patience.avoid(peer, asyncio.get_running_loop().time() + DISTRUST_SECONDS)
+        self.patience.distrust(peer, asyncio.get_running_loop().time())

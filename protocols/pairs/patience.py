@@ -18,6 +18,8 @@ TIMEOUT_MULTIPLE = 4.0
 """An exchange may take so many times as long as it should."""
 REST_MULTIPLE = 4.0
 """Who cost us a timeout is left alone for so many times as long."""
+DISTRUST_SECONDS = 60.0
+"""Who broke a rule is neither spoken to nor answered for so long."""
 LEAST_RATE = 1e3
 MAX_RATE_GAIN = 1.5
 MAX_PEERS = 256
@@ -44,11 +46,13 @@ class _Seen:
     """Attributes:
     rate: bytes/s that exchanges with this peer came to; None: there was none.
     rest_until: when it may be spoken to again, in the loop's time.
+    distrust_until: the same, whatever else it does well meanwhile.
     """
 
     rate: float | None = None
     round_trip_seconds: float = 0.0
     rest_until: float = 0.0
+    distrust_until: float = 0.0
 
 
 class Patience:
@@ -104,13 +108,14 @@ class Patience:
             self._usual = max(LEAST_RATE, 0.8 * self._usual)
         seen.rest_until = now + REST_MULTIPLE * cost_seconds
 
-    def avoid(self, peer: PeerId, until: float) -> None:
-        """A peer is to be left alone until then."""
-        self._of(peer).rest_until = until
+    def distrust(self, peer: PeerId, now: float) -> None:
+        """A peer broke a rule: it is to be left alone."""
+        self._of(peer).distrust_until = now + DISTRUST_SECONDS
 
     def resting(self, peer: PeerId, now: float) -> bool:
         """Whether it is to be left alone."""
-        return peer in self._peers and now < self._peers[peer].rest_until
+        seen = self._peers.get(peer)
+        return seen is not None and now < max(seen.rest_until, seen.distrust_until)
 
 
 def _towards(rate: float, observed: float) -> float:

@@ -46,6 +46,10 @@ class Taker:
                 self._taking.add(peer)
                 try:
                     counted = await self._take(state, message, stream)
+                except BadPayload:  # what is given to it would be lost to us as well
+                    for patience in (self._patience, holding.patience):
+                        patience.distrust(peer, asyncio.get_running_loop().time())
+                    raise
                 finally:
                     self._taking.remove(peer)
             await stream.send(Taken(message.key, holding.me, message.sequence, counted))

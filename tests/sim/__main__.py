@@ -22,7 +22,7 @@ from tests.sim.arguments import Parser, at_least_one, seeds
 from tests.sim.families import BREAKING, CALM, FAULTS
 from tests.sim.liars import LOOSE_LIES
 from tests.sim.process import prepare
-from tests.sim.scenario import Scenario
+from tests.sim.scenario import MOST_PULL, Scenario
 from tests.sim.trace import Trace
 from tests.sim.world import Outcome, play
 from tests.sim.worlds import world_of
@@ -48,10 +48,13 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--codec", choices=sorted(CODECS), help="default: the seed decides")
     parser.add_argument("--inner-steps", type=at_least_one, default=10)
     parser.add_argument("--directory", action="store_true", help="Moshpit: in pairs, found in the directory")
+    parser.add_argument("--pull", type=float, help="gossip by NoLoCo's rule, with this as its gamma")
     parser.add_argument("--json", action="store_true", help="print nothing but the JSON object on stdout")
     options = parser.parse_args(arguments)
     if options.directory and options.protocol != "moshpit":
         parser.error(f"argument --directory: {options.protocol} finds nobody there, moshpit does")
+    if options.pull is not None and (options.protocol != "gossip" or not 0 < options.pull < MOST_PULL):
+        parser.error(f"argument --pull: of gossip, above 0 and below {MOST_PULL:g}")
     if options.faults == LIES and options.protocol not in (*PROTOCOLS, *LOOSE_LIES):
         parser.error(f"argument --faults: {options.protocol} is not made to bear {LIES}")
     return options
@@ -71,6 +74,7 @@ def _scenarios(options: argparse.Namespace) -> Iterable[Scenario]:
                 codec=options.codec,
                 inner_steps=options.inner_steps,
                 directory=options.directory,
+                pull=options.pull,
             )
 
 
@@ -84,10 +88,10 @@ def _felt(fault: str, options: argparse.Namespace) -> bool:
 def replay(scenario: Scenario) -> str:
     """The command that plays this scenario again."""
     codec = f" --codec {scenario.codec}" if scenario.codec else ""
-    directory = " --directory" if scenario.directory else ""
+    rest = (" --directory" if scenario.directory else "") + (f" --pull {scenario.pull:g}" if scenario.pull else "")
     return (
         f"python -m tests.sim --protocol {scenario.protocol} --peers {scenario.peers} --rounds {scenario.rounds}"
-        f" --seeds {scenario.seed} --faults {scenario.fault} --inner-steps {scenario.inner_steps}{codec}{directory}"
+        f" --seeds {scenario.seed} --faults {scenario.fault} --inner-steps {scenario.inner_steps}{codec}{rest}"
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from node.noloco import NoLoCo
 from node.rounds.course import OwnCourse
 from node.rounds.life import loose_rounds
 from node.rounds.loose import LooseReplica
@@ -35,6 +36,8 @@ SPREAD_BOUND = 0.25
 SPREAD_LIMIT = 0.05
 HEALED_ROUNDS = 10
 """So many rounds are committed by everybody after all is healed: enough to see whether the spread falls."""
+LIARS_ROUNDS = 12
+"""In a row, to be drawn for the one liar of four: twice in a million."""
 ENDLESS = 10
 """Times as many rounds as a run has: who has reported those gets no further."""
 
@@ -126,7 +129,10 @@ class LooseWorld(World):
         anchor = torch.empty(trainer.layout.sizes()[0])
         await trainer.read(anchor)
         course = OwnCourse(averager.me, RoundKey(RUN, "run", bytes(32), 0))
-        replica = LooseReplica(course, trainer, averager, self.outer(), host.compute, anchor, snapshots)
+        outer, rule = self.outer(), None
+        if self.scenario.pull:
+            rule = NoLoCo(outer.momentum, outer.learning_rate, self.scenario.pull)
+        replica = LooseReplica(course, trainer, averager, outer, host.compute, anchor, snapshots, rule=rule)
         replica.compare = lambda mine: self._compare(me, mine, host.members.live())
         self.replicas[me] = replica
         replica.spread_limit = SPREAD_LIMIT
@@ -203,12 +209,16 @@ class LooseWorld(World):
         for peer, history in honest.items():
             if not history or history[-1]["round"] < self.scenario.rounds - 1:
                 found.append(checkers.Violation("progress", peer, len(history), "it does not come to the end"))
-            if self.account.could[peer] > 2 and not self.account.did[peer]:
+            if self.account.could[peer] > self._bad_luck() and not self.account.did[peer]:
                 what = f"it could mix in {self.account.could[peer]} rounds, and never did"
                 found.append(checkers.Violation("progress", peer, len(history), what))
             if len(self.peers) > 2 and any(report["round"] >= self.scenario.rounds for report in history):
                 found.append(checkers.Violation("clock", peer, len(history), "a round that nobody has come to"))
         return found + self._unnamed(honest) + self._together()
+
+    def _bad_luck(self) -> int:
+        """In so many rounds a peer may meet nobody. By push-sum, who is drawn for a liar is given nothing by others."""
+        return LIARS_ROUNDS if self.scenario.protocol == "push_sum" and self.liars else 2
 
     def _unnamed(self, honest: dict[PeerId, list[checkers.Report]]) -> list[checkers.Violation]:
         """Lies that are refused are named, by somebody to whom they were told."""

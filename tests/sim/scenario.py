@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
+from node.noloco import most_pull
 from protocols import LOOSE, PROTOCOLS
 from protocols.base import PeerId
 from protocols.codec import codec
@@ -17,6 +18,8 @@ from tests.sim.lies import LIES
 DRAWN_CODECS = ("bf16", "fp16", "fp32", "int8")
 LATER_CODECS = ("e3m0", "int4", "topk")
 """Drawn apart from all else that a seed decides, so that older seeds go on meaning what they meant."""
+OUTER_RATE, OUTER_MOMENTUM = 0.9, 0.5
+MOST_PULL = most_pull(OUTER_MOMENTUM)
 BREAKING_SECONDS = 40.0
 """Things break for so long at least, and for 1.5 times what the scenario's rounds take undisturbed."""
 
@@ -35,6 +38,7 @@ class Scenario:
         breaking_seconds: for how long things break, if they do, before all is healed.
         directory: Moshpit's peers tell nobody where they stand whom they have not found in the directory, and meet in
             pairs: what it does where there are too many to tell.
+        pull: of NoLoCo, by which gossip's peers step and mix then.
     """
 
     protocol: str = "butterfly"
@@ -53,6 +57,7 @@ class Scenario:
     jitter: bool | None = None
     breaking_seconds: float | None = None
     directory: bool = False
+    pull: float | None = None
 
     def __post_init__(self) -> None:
         for name, known in (("protocol", (*PROTOCOLS, *LOOSE)), ("fault", FAULTS)):
@@ -64,6 +69,8 @@ class Scenario:
             raise ValueError(f"inner steps must be at least 1, not {self.inner_steps}")
         if self.directory and self.protocol != "moshpit":
             raise ValueError(f"{self.protocol} finds nobody in the directory")
+        if self.pull is not None and not (self.protocol == "gossip" and 0 < self.pull < MOST_PULL):
+            raise ValueError(f"a pull is of gossip, above 0 and below {MOST_PULL:g}: {self.protocol}, {self.pull}")
         strangers = (self.faults or Faults()).peers() - set(self.names())
         if strangers:
             raise ValueError(f"faults of {', '.join(sorted(strangers))}, who is none of {', '.join(self.names())}")

@@ -29,7 +29,7 @@ from tests.sim.host import Entries, Hearsay, sim_host
 from tests.sim.injection import Injector
 from tests.sim.lies import LyingStream
 from tests.sim.network import SimNetwork
-from tests.sim.scenario import Scenario, resolve
+from tests.sim.scenario import OUTER_MOMENTUM, OUTER_RATE, Scenario, resolve
 from tests.sim.trace import Trace
 from tests.sim.transport import SimTransport
 
@@ -104,7 +104,7 @@ class World:
         return InlineTrainer(self.learner(index), self.scenario.inner_steps, self.scenario.step_seconds[index])
 
     def outer(self) -> OuterSGD:
-        return OuterSGD(0.9, 0.5)
+        return OuterSGD(OUTER_RATE, OUTER_MOMENTUM)
 
     async def run(self) -> None:
         """Join everybody and play: rounds until the last one, or until what broke is healed and the swarm whole."""

@@ -1,0 +1,177 @@
+"""One round of a peer by NoLoCo's rule: what it brings, what it steps by, and partners that come while it trains."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import pytest
+
+from node.noloco import NoLoCo
+from node.report import RoundReport
+from protocols.base import Contribution, PeerId, Vector
+from protocols.catchup.snapshot import Snapshots
+from tests.loosepeer import FROM_BERT, STEP, STEPS, Peer, Script, half, holds
+from tests.sim import loop as simloop
+from tests.sim.host import SimClock
+
+RATE, MOMENTUM, PULL = 0.5, 0.5, 0.5  # sums of eighths stay exact
+DELTA = STEPS * STEP
+Meanwhile = Callable[[Sequence[Vector]], Mapping[PeerId, Contribution]]
+
+
+def puller(*scripts: Script, snapshots: Snapshots | None = None) -> Peer:
+    return Peer(*scripts, snapshots=snapshots, rule=NoLoCo(MOMENTUM, RATE, PULL))
+
+
+def stepped(phi: float, velocity: float, mean: float) -> tuple[float, float]:
+    velocity = MOMENTUM * velocity + PULL * phi + mean
+    return phi - velocity, velocity
+
+
+def own(phi: float) -> float:
+    """What a peer brings that stands there."""
+    return RATE * DELTA - PULL * phi
+
+
+def moved(by: float, lent: list[float] | None = None) -> Meanwhile:
+    """A partner that asks while we train."""
+
+    def meanwhile(vectors: Sequence[Vector]) -> Mapping[PeerId, Contribution]:
+        (vector,) = vectors
+        if lent is not None:
+            lent.append(float(vector[0]))
+        vector.add_(by)
+        return FROM_BERT
+
+    return meanwhile
+
+
+def nothing_lent(vectors: Sequence[Vector]) -> Mapping[PeerId, Contribution]:
+    assert not vectors
+    return {}
+
+
+def stands(peer: Peer, state: tuple[float, float]) -> bool:
+    replica = peer.replica
+    return holds(replica.anchor, state[0]) and holds(replica.velocity, state[1])
+
+
+def test_without_others_it_steps_by_its_own_work() -> None:
+    peer = puller(Script(nothing_lent), Script())
+    first, second = peer.play(2)
+    state = stepped(1.0, 0.0, own(1.0))
+    assert stands(peer, stepped(*state, own(state[0])))
+    assert holds(peer.learner.vectors[0], float(peer.replica.anchor[0])), "it trains on from there"
+    assert [first.outcome, second.outcome] == ["skipped", "skipped"]
+
+
+def test_what_it_brings_is_one_vector_and_it_steps_by_the_mean() -> None:
+    peer = puller(Script(average=half))
+    (report,) = peer.play()
+    (brought,) = peer.averager.brought[0]
+    assert holds(brought, own(1.0))
+    assert stands(peer, stepped(1.0, 0.0, own(1.0) / 2))
+    assert (report.outcome, report.peers, report.messages) == ("committed", ("cora",), ("cora/1",))
+
+
+@pytest.mark.parametrize("before", (None, half))
+def test_a_partner_that_comes_while_it_trains_is_made_good(before: Callable[..., object] | None) -> None:
+    """Whether it met somebody before, or nobody: the state is as if this one had come to the last step, and the work
+    of the round under way loses nothing."""
+    lent = list[float]()
+    peer = puller(Script(average=before), Script(moved(0.125, lent)))
+    _, second = peer.play(2)
+    mean = own(1.0) / 2 if before else own(1.0)
+    assert lent == [mean], "what others may still move is the mean that it stepped by"
+    phi, velocity = stepped(1.0, 0.0, mean + 0.125)
+    assert stands(peer, stepped(phi, velocity, own(phi)))
+    assert (second.outcome, second.peers, second.messages) == ("committed", ("bert",), ("bert/7",))
+
+
+def test_an_exchange_that_came_too_late_is_for_the_last_step_alone() -> None:
+    """What was lent once is not lent again: each round has its own."""
+    lent = list[float]()
+    peer = puller(Script(), Script(moved(0.125)), Script(moved(0.0, lent)))
+    peer.play(3)
+    phi, _ = stepped(1.0, 0.0, own(1.0) + 0.125)
+    assert lent == [own(phi)]
+
+
+@pytest.mark.parametrize("step_size", [math.nan, math.inf, 3e38])
+def test_work_that_diverged_is_left_out(step_size: float) -> None:
+    peer = puller(Script(average=half))
+    peer.learner.step_size = step_size
+    (report,) = peer.play()
+    (brought,) = peer.averager.brought[0]
+    assert holds(brought, -PULL * 1.0) and peer.averager.works[0].tokens == 0, "it is pulled, and brings no work"
+    assert stands(peer, stepped(1.0, 0.0, -PULL / 2))
+    assert report.finite and "not finite" in report.blamed["anna"]
+
+
+def test_a_mean_that_is_not_finite_is_not_taken() -> None:
+    peer = puller(Script(average=lambda mine, into: [each.fill_(math.inf) for each in into]))
+    (report,) = peer.play()
+    assert stands(peer, stepped(1.0, 0.0, own(1.0)))
+    assert (report.outcome, report.messages) == ("skipped", ()) and "not finite" in report.blamed["anna"]
+    assert report.half_exchanges == 2 + 1, "the others have moved"
+
+
+def test_what_is_not_finite_and_came_while_it_trained_is_not_taken() -> None:
+    peer = puller(Script(), Script(moved(math.inf)))
+    _, report = peer.play(2)
+    state = stepped(1.0, 0.0, own(1.0))
+    assert stands(peer, stepped(*state, own(state[0])))
+    assert (report.outcome, report.half_exchanges) == ("skipped", 2 + 1)
+
+
+def test_a_step_that_leads_nowhere_is_not_taken_and_nothing_is_lent() -> None:
+    def far(mine: Sequence[Vector], into: Sequence[Vector]) -> None:
+        for each in into:
+            each.fill_(3.4e38)  # finite, and so is one step by it
+
+    peer = puller(Script(average=far), Script(average=far), Script(nothing_lent))
+    first, second, _ = peer.play(3)
+    assert first.outcome == "committed" and first.finite
+    assert (second.outcome, second.messages) == ("skipped", ()) and "not finite" in second.blamed["anna"]
+    assert second.half_exchanges == 2 + 1
+    assert bool(peer.replica.anchor.isfinite().all()) and bool(peer.replica.velocity.isfinite().all())
+
+
+def test_who_takes_up_a_state_has_brought_nothing_yet() -> None:
+    snapshots = Snapshots(every_rounds=1)
+    former = puller(Script(average=half), snapshots=snapshots)
+    (report,) = former.play()
+    peer = puller(Script(), Script(nothing_lent))
+
+    async def main() -> RoundReport:
+        await peer.replica.settle()
+        await peer.replica.run_round(SimClock().wall)
+        await peer.replica.start_from(snapshots.held()[0])
+        await peer.replica.settle()
+        return await peer.replica.run_round(SimClock().wall)
+
+    again = simloop.run(main())
+    assert (again.parent, again.round) == (report.lineage, 1)
+    state = stepped(1.0, 0.0, own(1.0) / 2)
+    assert stands(peer, stepped(*state, own(state[0])))
+
+
+def test_rounds_that_end_in_nothing_do_not_stop_the_clock() -> None:
+    peer = puller(Script(average=half, rounds=3), Script())
+    peer.learner.step_size = math.nan
+    first, second = peer.play(2)
+    assert (first.round, second.round) == (3, 4)
+
+
+def test_who_leaves_hands_in_what_there_is() -> None:
+    peer = puller(Script(average=half))
+
+    async def main() -> RoundReport:
+        await peer.replica.settle()
+        asyncio.get_running_loop().call_later(0.7, peer.replica.leave)
+        return await peer.replica.run_round(SimClock().wall)
+
+    report = simloop.run(main())
+    assert peer.averager.works[0].leaving and report.tokens == 200

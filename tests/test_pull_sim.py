@@ -1,0 +1,95 @@
+"""Gossip by NoLoCo's rule, whole peers in virtual time: nothing is lost or made, whoever meets whom and when."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from node.rounds.loose import LooseReplica
+from protocols.base import PeerId, Vector
+from tests.sim.__main__ import main as simulate
+from tests.sim.loose import LooseWorld, Wander
+from tests.sim.scenario import OUTER_MOMENTUM, OUTER_RATE, Scenario
+from tests.sim.world import play
+
+STEPS = {"even": (0.2, 0.2, 0.2, 0.2, 0.2), "uneven": (0.2, 0.21, 0.25, 0.3, 0.2)}
+
+
+class Walked(Wander):
+    """Knows how far it has walked by itself, in all."""
+
+    def __init__(self, elements: int, seed: int) -> None:
+        super().__init__(elements, seed, 256)
+        self.far = torch.zeros(elements, dtype=torch.float64)
+
+    def step(self, round_number: int, step: int) -> object:  # type: ignore[override]
+        before = self.vectors[0].double()
+        done = super().step(round_number, step)
+        self.far += self.vectors[0].double() - before
+        return done
+
+
+class WalkedWorld(LooseWorld):
+    def __init__(self, scenario: Scenario) -> None:
+        super().__init__(scenario)
+        self.walkers: list[Walked] = []
+        self.starts: dict[PeerId, Vector] = {}
+
+    def learner(self, index: int) -> Walked:
+        assert self.scenario.elements
+        self.walkers.append(Walked(self.scenario.elements, 1000 + index))
+        return self.walkers[-1]
+
+    def enters(self, replica: LooseReplica) -> None:
+        self.starts.setdefault(replica.averager.me.peer, replica.anchor.clone())
+        super().enters(replica)
+
+
+def balance(world: WalkedWorld) -> float:
+    """How far the mean of φ − α/(1 − α)δ is from where the work of all has led it, as a share of that way.
+
+    Each step takes it g / (1 − α) further, with g = γφ + ū, and so does every amendment by what it amends: what one
+    gets of a partner the partner has given, whichever of their steps that falls into.
+    """
+    keeps = 1 / (1 - OUTER_MOMENTUM)
+    states = [(replica.anchor.double(), replica.velocity.double()) for replica in world.replicas.values()]
+    ends = torch.stack([phi - OUTER_MOMENTUM * keeps * velocity for phi, velocity in states]).mean(dim=0)
+    starts = torch.stack([start.double() for start in world.starts.values()]).mean(dim=0)
+    way = torch.stack([walker.far for walker in world.walkers]).mean(dim=0) * OUTER_RATE * keeps
+    return float((ends - starts - way).norm() / way.norm())
+
+
+@pytest.mark.parametrize("pace", STEPS)
+@pytest.mark.parametrize("pull", (0.3, 0.9))
+def test_the_mean_of_all_goes_where_their_work_leads_it(pace: str, pull: float) -> None:
+    worlds: list[WalkedWorld] = []
+
+    class Kept(WalkedWorld):
+        def __init__(self, scenario: Scenario) -> None:
+            super().__init__(scenario)
+            worlds.append(self)
+
+    scenario = Scenario(
+        protocol="gossip", peers=5, rounds=8, codec="fp32", elements=300, step_seconds=STEPS[pace], pull=pull
+    )
+    outcome = play(scenario, Kept)
+    assert outcome.violations == []
+    met = [report for history in outcome.histories.values() for report in history if report["outcome"] == "committed"]
+    assert len(met) > 30
+    assert balance(worlds[0]) < 1e-4
+
+
+@pytest.mark.parametrize("fault", ("crash", "partition", "lies"))
+def test_it_comes_through_faults(fault: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--protocol", "gossip", "--pull", "0.3", "--peers", "4", "--rounds", "4", "--seeds", "0"]
+    assert simulate([*options, "--faults", fault, "--json"]) == 0, capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    "options",
+    (["--pull", "0.3"], ["--protocol", "gossip", "--pull", "1.5"], ["--protocol", "push_sum", "--pull", "0.3"]),
+)
+def test_a_pull_that_cannot_be_is_refused(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        simulate(options)
+    assert "argument --pull: of gossip, above 0 and below 1.5" in capsys.readouterr().err
