@@ -12,12 +12,13 @@ butterfly       DiLoCo: one mean of the pseudo-gradients in each round, one oute
 moshpit         each peer steps by itself; states are averaged in small groups along both axes of a grid: eight peers
                 on 3 x 3 cells, one of which is empty
 gossip          the same, in pairs that each round draws among those who are up: who is not answered asks another
+noloco          the same pairs, which pull each other by NoLoCo's rule instead of averaging states; gamma is .3
 
 Real training on real text, averaged in memory by the pure schedules of `protocols`: what peers and networks do to that
 is measured elsewhere: no votes, no waiting for a majority, no rounds that a peer needs to be let in again. In each
 round each peer is down with the same probability, the same peers for all protocols (drawn again if nobody would be
 up). Who is down trains, but does not meet anybody: by the butterfly its work is lost, and it goes on with the others'
-anchor; by Moshpit and gossip it goes on from its own state, and nothing is lost; data parallel it has no part in any
+anchor; by the others it goes on from its own state, and nothing is lost; data parallel it has no part in any
 step of the round, and the others do not stop for it, which a barrier would. Losses are held out, in nats per byte: of
 the one model, or the mean over all peers' own, those included that were down.
 """
@@ -39,6 +40,7 @@ import torch
 from benchmarks.book import Book, History, perform_all
 from benchmarks.learning import LabMember, Run, alone, in_memory
 from benchmarks.mixers import Mixer, moshpit_seats, pairs
+from node.noloco import NoLoCo
 from node.outer import OuterSGD
 from node.tasks.gpt import GptTask, preset
 from node.tasks.text import load
@@ -46,8 +48,9 @@ from node.training.trainer import AdamWLearner, Shift
 from protocols.groups.grid import shape_for
 from tests.sim.arguments import Parser, at_least, at_least_one
 
-ARMS = ("one-worker", "alone", "data-parallel", "butterfly", "moshpit", "gossip")
+ARMS = ("one-worker", "alone", "data-parallel", "butterfly", "moshpit", "gossip", "noloco")
 NOBODY_FAILS = ("one-worker", "alone")
+PULL = 0.3
 GROUP_MOST = 4
 """Of Moshpit: eight peers are one group by default, which is the butterfly without a vote."""
 EVALUATE_EVERY = 4
@@ -131,33 +134,70 @@ def butterfly(arm: Arm) -> History:
     return in_memory(arm.run(), [[float(here) for here in up(arm, number)] for number in range(arm.rounds)])
 
 
-def loose(arm: Arm, mixer: Mixer, passes: int) -> History:
-    """Peers that step by themselves and average states.
+def loose(arm: Arm, mixer: Mixer, passes: int, pull: float | None = None) -> History:
+    """Peers that step by themselves and average states; or that pull each other, by NoLoCo's rule.
 
     Args:
         passes: how often the mixer is applied in each round.
+        pull: of NoLoCo; what is averaged then is what they bring to its step.
     """
     shifts = [Shift(LabMember(arm.run(), index), arm.inner_steps) for index in range(arm.peers)]
-    recipe, history = preset(arm.preset).recipe, History()
-    outer = OuterSGD(recipe.outer_learning_rate, recipe.outer_momentum)
-    states = torch.stack([shift.learner.vectors[0] for shift in shifts])
-    states = torch.cat([states, torch.zeros_like(states)], dim=1)
-    size = states.shape[1] // 2
+    travelling, history = _travelling(arm, torch.stack([shift.learner.vectors[0] for shift in shifts]), pull), History()
     for number in range(arm.rounds):
-        for shift, state in zip(shifts, states, strict=True):
+        for peer, shift in enumerate(shifts):
             shift.begin(number)
             for _ in range(arm.inner_steps):
                 shift.step()
-            outer.step(state[:size], state[size:], state[:size] - shift.learner.vectors[0])
-        here, mixed = torch.tensor(up(arm, number)), states.double()
+            travelling.bring(peer, shift.learner.vectors[0])
+        here, mixed = torch.tensor(up(arm, number)), travelling.brought.double()
         for step in range(passes):
             mixed = mixer(number * passes + step, here, mixed)
-        states = mixed.float()
-        for shift, state in zip(shifts, states, strict=True):
-            shift.write(state[:size])
+        for peer, (shift, row) in enumerate(zip(shifts, mixed.float(), strict=True)):
+            shift.write(travelling.take(peer, row))
         if _evaluated(arm, number):
             history.append(((number + 1) * arm.inner_steps, fmean(shift.evaluate() for shift in shifts)))
     return history
+
+
+class _States:
+    """Stepped states travel, as by `node.rounds.mixing.StateMixing`.
+
+    Attributes:
+        brought: what each peer brings, a row each.
+    """
+
+    def __init__(self, starts: torch.Tensor, outer: OuterSGD) -> None:
+        self.brought = torch.cat([starts, torch.zeros_like(starts)], dim=1)
+        self._outer, self._size = outer, starts.shape[1]
+
+    def bring(self, peer: int, local: torch.Tensor) -> None:
+        phi, velocity = self.brought[peer].split(self._size)
+        self._outer.step(phi, velocity, phi - local)
+
+    def take(self, peer: int, mixed: torch.Tensor) -> torch.Tensor:
+        self.brought[peer] = mixed
+        return mixed[: self._size]
+
+
+class _Pulls:
+    """As by `node.rounds.mixing.PullMixing`, where all meet at the end of a round."""
+
+    def __init__(self, starts: torch.Tensor, rule: NoLoCo) -> None:
+        self.brought, self._phis, self._velocities = torch.zeros_like(starts), starts, torch.zeros_like(starts)
+        self._rule = rule
+
+    def bring(self, peer: int, local: torch.Tensor) -> None:
+        self._rule.offer(self._phis[peer], self._phis[peer] - local, self.brought[peer])
+
+    def take(self, peer: int, mixed: torch.Tensor) -> torch.Tensor:
+        self._rule.step(self._phis[peer], self._velocities[peer], mixed)
+        return self._phis[peer]
+
+
+def _travelling(arm: Arm, starts: torch.Tensor, pull: float | None) -> _States | _Pulls:
+    recipe = preset(arm.preset).recipe
+    rate, momentum = recipe.outer_learning_rate, recipe.outer_momentum
+    return _States(starts, OuterSGD(rate, momentum)) if pull is None else _Pulls(starts, NoLoCo(momentum, rate, pull))
 
 
 def _evaluated(arm: Arm, number: int) -> bool:
@@ -179,7 +219,7 @@ def perform(arm: Arm) -> tuple[History, float]:
     elif arm.protocol == "moshpit":
         history = loose(arm, moshpit_seats(GROUP_MOST)(arm.peers, rng), len(shape_for(arm.peers, GROUP_MOST)))
     else:
-        history = loose(arm, pairs(arm.peers, rng), 1)
+        history = loose(arm, pairs(arm.peers, rng), 1, PULL if arm.protocol == "noloco" else None)
     return history, time.perf_counter() - began
 
 

@@ -35,10 +35,11 @@ def test_data_parallel_with_one_peer_is_plain_training() -> None:
     assert torch.equal(pooled.vectors[0], plain.vectors[0])
 
 
-def test_peers_that_average_all_states_hold_one_model() -> None:
+@pytest.mark.parametrize("pull", (None, 0.3))
+def test_peers_that_average_all_states_hold_one_model(pull: float | None) -> None:
     """And then the mean over their losses is the loss of each."""
-    averaged = loose(arm("moshpit", 2), all_reduce(2, random.Random(0)), 1)[-1][1]
-    apart = loose(arm("moshpit", 2), lambda number, here, values: values, 1)[-1][1]
+    averaged = loose(arm("moshpit", 2), all_reduce(2, random.Random(0)), 1, pull)[-1][1]
+    apart = loose(arm("moshpit", 2), lambda number, here, values: values, 1, pull)[-1][1]
     assert averaged != apart and averaged == pytest.approx(apart, rel=0.01)
 
 
@@ -49,14 +50,14 @@ def test_a_laboratory_that_is_stopped_has_whole_seeds_to_show(
     path = tmp_path / "runs.json"
     options, book = parse(["--json", str(path), "--seeds", "2"]), Book(path, resume=False)
     todo = due(list(wanted(options)), book)
-    assert len(todo) == 28 and {each.seed for each in todo[:14]} == {0}
+    assert len(todo) == 34 and {each.seed for each in todo[:17]} == {0}
     for protocol, seed, loss in (("data-parallel", 0, 2.0), ("data-parallel", 1, 1.0), ("gossip", 0, 2.2)):
         done = replace(arm(protocol, 8, rounds=12), inner_steps=100, seed=seed)
         book.enter(done, [(1200, loss)], 1.0)
-    assert len(due(todo, book)) == 25
+    assert len(due(todo, book)) == 31
     assert main(["--json", str(path), "--show", "--seeds", "2"]) == 0
     shown = capsys.readouterr().out
-    assert "3 of 28 runs" in shown
+    assert "3 of 34 runs" in shown
     lines = [line.split() for line in shown.splitlines()]
     assert ["gossip", "0", "2.2000", "-", "2.2000", "+10.00%"] in lines
     for protocol, loss in (("alone", 3.0), ("butterfly", 2.0)):
