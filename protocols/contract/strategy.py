@@ -42,10 +42,10 @@ class Averager(Protocol):
 
 
 class LooseSession(Session, Protocol):
-    """A session of a protocol without a shared anchor: what travels is a peer's state, its parameters and momentum.
+    """A session of a protocol without a shared anchor: what travels is a peer's state, or what it brings to its step.
 
-    `mean` is given the state after this peer's own outer step. Committed, `into` holds the state to go on from;
-    skipped, nobody averaged with us, and `into` is undefined. Others may average with a peer that still trains, too.
+    `mean` is given that at the end of this peer's round. Committed, `into` holds the mean; skipped, nobody averaged
+    with us, and `into` is undefined. Others may average with a peer that still trains, too.
 
     Attributes:
         round: that this session ended in: a later one than it was entered for if others were ahead.
@@ -63,7 +63,8 @@ class LooseSession(Session, Protocol):
     mass_drift: float
 
     def lend(self, state: Sequence[Vector]) -> None:
-        """Let others average with this state, in place, until it is taken back: all of it at once, or nothing."""
+        """Let others average with this, in place, until it is taken back: all of it at once, or nothing. Who lends
+        nothing is busy to those who ask."""
 
     async def take_back(self) -> Mapping[PeerId, Contribution]:
         """From now on the state is the caller's alone; waits for an exchange under way, which has its own deadline.
