@@ -12,7 +12,7 @@ butterfly       DiLoCo: one mean of the pseudo-gradients in each round, one oute
 moshpit         each peer steps by itself; states are averaged in small groups along both axes of a grid: eight peers
                 on 3 x 3 cells, one of which is empty
 gossip          the same, in pairs that each round draws among those who are up: who is not answered asks another
-noloco          the same pairs, which pull each other by NoLoCo's rule instead of averaging states; gamma is .3
+noloco          the same pairs, which pull each other by NoLoCo's rule instead of averaging states; gamma is .75
 
 Real training on real text, averaged in memory by the pure schedules of `protocols`: what peers and networks do to that
 is measured elsewhere: no votes, no waiting for a majority, no rounds that a peer needs to be let in again. In each
@@ -50,7 +50,8 @@ from tests.sim.arguments import Parser, at_least, at_least_one
 
 ARMS = ("one-worker", "alone", "data-parallel", "butterfly", "moshpit", "gossip", "noloco")
 NOBODY_FAILS = ("one-worker", "alone")
-PULL = 0.3
+PULL = 0.75
+"""Half of the largest for the presets' momentum of .5: `node.noloco`."""
 GROUP_MOST = 4
 """Of Moshpit: eight peers are one group by default, which is the butterfly without a vote."""
 EVALUATE_EVERY = 4

@@ -79,7 +79,8 @@ class Recipe:
         final_fraction: what the cosine leaves of the rate at the end.
         outer_learning_rate, outer_momentum: of the outer step (Douillard et al. 2023, algorithm 1).
         outer_pull: of gossip alone: the outer step is NoLoCo's (Kolehmainen et al. 2025), with this as its gamma, and
-            pulls pairs of peers together by so much, instead of averaging their states. None: it averages.
+            pulls pairs of peers together by so much, best by 1 - outer_momentum², instead of averaging their states.
+            None: it averages.
     """
 
     inner_steps: int
