@@ -14,8 +14,8 @@ and both stand where they would if they had met before the step: nobody has to w
 
 Which pulls hold peers together, for 0 <= α < 1: two that always meet each other, 0 < γ < 2(1 + α), since their
 difference follows e'' = (1 + α − γ)e' − αe. Partners that are drawn anew in each round, however many peers there are:
-0 < γ < 2(1 − α²), which is less, and so the bound here. Half of it, γ = 1 − α², is best against what work drives apart:
-in the long run squares of φ − mean are then 1/((1 − α)²(1 + α)) times those of the work, βΔ − its mean. Both follow from
+0 < γ < 2(1 − α²), which is less, and so the bound here. Half of it, γ = 1 − α², is best against what work drives
+apart: in the long run squares of φ − mean are then 1/((1 − α)²(1 + α)) times those of β(Δ − mean). Both follow from
 three linear recurrences, of the second moments of φ − mean and δ, with partners and work that are independent.
 """
 
