@@ -15,36 +15,18 @@ from node.outer import OuterSGD
 from node.report import RoundReport
 from node.rounds.course import OwnCourse
 from node.rounds.loose import LooseReplica
-from node.training.trainer import InlineTrainer, Step
-from protocols.base import Contribution, Deadline, Head, Layout, Mean, Member, Outcome, PeerId, RoundKey, Vector, Work
+from node.training.trainer import InlineTrainer
+from protocols.base import Contribution, Deadline, Head, Mean, Member, Outcome, PeerId, RoundKey, Vector, Work
 from protocols.catchup.snapshot import Snapshots
 from tests.sim import loop as simloop
 from tests.sim.host import SimClock, SimCompute
+from tests.slope import ELEMENTS, STEP, Slope
 
 ME = Member("anna", 2)
 KEY = RoundKey(b"r" * 32, "run", bytes(32), 0)
-ELEMENTS, STEPS, STEP = 10, 4, 0.125
+STEPS = 4
 OUTER = OuterSGD(0.5, 0.5)  # sums of eighths stay exact
 FROM_BERT = {"bert": Contribution(1, 1, ("bert/7",))}
-
-
-class Slope:
-    """A `Learner` that moves every element down by an eighth at each step."""
-
-    def __init__(self) -> None:
-        self.layout = Layout(((("slope", (ELEMENTS,)),),))
-        self.vectors: tuple[Vector, ...] = (torch.ones(ELEMENTS),)
-        self.step_size = STEP
-
-    def step(self, round_number: int, step: int) -> Step:
-        self.vectors[0].sub_(self.step_size)
-        return Step(2.5, 100)
-
-    def moments(self, make: bool = False) -> dict[str, torch.Tensor]:
-        return {}
-
-    def evaluate(self) -> float:
-        return 0.0
 
 
 @dataclass

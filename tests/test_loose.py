@@ -17,9 +17,10 @@ from protocols.base import Contribution, Deadline, PeerId, Vector
 from protocols.catchup.snapshot import Anonymous, Index, Room, Snapshot, Snapshots, room_bytes
 from protocols.catchup.standing import Order, Standings
 from protocols.post import Ledger
-from tests.loosepeer import ELEMENTS, FROM_BERT, KEY, ME, OUTER, STEP, STEPS, Peer, Script, half, holds, stepped
+from tests.loosepeer import FROM_BERT, KEY, ME, OUTER, STEPS, Peer, Script, half, holds, stepped
 from tests.sim import loop as simloop
 from tests.sim.host import SimClock
+from tests.slope import ELEMENTS, STEP
 
 
 def test_without_others_a_peer_goes_on_by_itself() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -12,9 +11,10 @@ from node.noloco import NoLoCo
 from node.report import RoundReport
 from protocols.base import Contribution, PeerId, Vector
 from protocols.catchup.snapshot import Snapshots
-from tests.loosepeer import FROM_BERT, STEP, STEPS, Peer, Script, half, holds
+from tests.loosepeer import FROM_BERT, STEPS, Peer, Script, half, holds
 from tests.sim import loop as simloop
 from tests.sim.host import SimClock
+from tests.slope import STEP
 
 RATE, MOMENTUM, PULL = 0.5, 0.5, 0.5  # sums of eighths stay exact
 DELTA = STEPS * STEP
@@ -163,15 +163,3 @@ def test_rounds_that_end_in_nothing_do_not_stop_the_clock() -> None:
     peer.learner.step_size = math.nan
     first, second = peer.play(2)
     assert (first.round, second.round) == (3, 4)
-
-
-def test_who_leaves_hands_in_what_there_is() -> None:
-    peer = puller(Script(average=half))
-
-    async def main() -> RoundReport:
-        await peer.replica.settle()
-        asyncio.get_running_loop().call_later(0.7, peer.replica.leave)
-        return await peer.replica.run_round(SimClock().wall)
-
-    report = simloop.run(main())
-    assert peer.averager.works[0].leaving and report.tokens == 200

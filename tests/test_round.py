@@ -18,8 +18,8 @@ from node.report import Totals, Trained
 from node.rounds.labour import FIRST_ROUND_LIMIT_SECONDS
 from node.rounds.round import Replica, RoundReport
 from node.status import to_json
-from node.training.trainer import InlineTrainer, Step
-from protocols.base import Blame, Contribution, Head, Layout, Mean, Member, Outcome, PeerId, RoundKey, Vector, Work
+from node.training.trainer import InlineTrainer
+from protocols.base import Blame, Contribution, Head, Mean, Member, Outcome, PeerId, RoundKey, Vector, Work
 from protocols.history.chain import Chain, state_root
 from protocols.vectors import root
 from protocols.vote import record as records
@@ -28,31 +28,13 @@ from protocols.wire import Offer, Part, Ready, Run, decode, encode
 from tests.rounds import certified
 from tests.sim import loop as simloop
 from tests.sim.host import EPOCH, SimClock, SimCompute
+from tests.slope import ELEMENTS, STEP, Slope
 
 T = TypeVar("T")
 
 ME, OTHER = Member("anna"), Member("bert", 4)
 RUN = b"r" * 32
-ELEMENTS = 10
-STEP = 0.125
 STEP_SECONDS = 0.5
-TOKENS = 100
-
-
-class Slope:
-    """A `Learner` that moves every element down by an eighth at each step: sums of it are exact."""
-
-    def __init__(self) -> None:
-        self.layout = Layout(((("slope", (ELEMENTS,)),),))
-        self.vectors: tuple[Vector, ...] = (torch.ones(ELEMENTS),)
-        self.step_size = STEP
-
-    def step(self, round_number: int, step: int) -> Step:
-        self.vectors[0].sub_(self.step_size)
-        return Step(2.5, TOKENS)
-
-    def evaluate(self) -> float:
-        return 0.0
 
 
 @dataclass
