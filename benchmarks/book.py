@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 from node.tasks.text import load
+from tests.sim.process import workers as processes
 
 History = list[tuple[int, float]]
 """(inner steps so far, held-out loss)."""
@@ -94,8 +94,7 @@ def perform_all(
         print("the runs in that file were trained on another Python's text: name another file", file=sys.stderr)
         sys.exit(2)
     book.text = text
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers or os.cpu_count() or 1, mp_context=spawn) as pool:
+    with processes(workers or os.cpu_count() or 1) as pool:
         futures = {pool.submit(perform, run): run for run in todo}
         for number, future in enumerate(as_completed(futures), start=1):
             run, (history, seconds) = futures[future], future.result()

@@ -16,19 +16,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from protocols import LOOSE, PROTOCOLS
 from tests.sim.arguments import Parser, at_least, at_least_one
-from tests.sim.process import prepare
+from tests.sim.process import prepare, workers
 from tests.sim.scenario import Scenario
 from tests.sim.striking import KINDS, PAIRS, Point, Verdict, combinations, enumerate_points, named, small, strike
 from tests.sim.world import World
@@ -103,8 +101,7 @@ def _verdicts(
     if jobs == 1:
         yield from map(judge, chosen)
         return
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, spawn, initializer=prepare) as pool:
+    with workers(jobs) as pool:
         yield from pool.map(judge, chosen, chunksize=16)
 
 

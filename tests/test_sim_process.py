@@ -1,0 +1,42 @@
+"""Processes that work for another end with it, even if it is killed."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
+HOUSE = Path(__file__).parents[1]
+PARENT = """
+import time
+from tests.sim.process import workers
+with workers(2) as pool:
+    found = [pool.submit(time.sleep, 0.2) for _ in range(4)]
+    [each.result() for each in found]
+    print("up", flush=True)
+    pool.submit(time.sleep, 600).result()
+"""
+
+
+@pytest.mark.parametrize("how", (signal.SIGKILL, signal.SIGTERM))
+def test_they_end_with_who_was_killed(how: signal.Signals) -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT], cwd=HOUSE, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout
+        assert parent.stdout.readline() == "up\n"
+        children = psutil.Process(parent.pid).children(recursive=True)
+        parent.send_signal(how)
+    assert len(children) >= 2
+    _, left = psutil.wait_procs(children, timeout=20)
+    for each in left:
+        each.kill()
+    assert not left
+
+
+def test_they_do_not_outstay_their_work() -> None:
+    script = PARENT.replace("600", "0")
+    subprocess.run([sys.executable, "-c", script], cwd=HOUSE, check=True, capture_output=True, timeout=100)
