@@ -13,10 +13,12 @@ It is linear in ū. A partner that comes later, while we train on, is made good 
 and both stand where they would if they had met before the step: nobody has to wait for the other's work to be done.
 
 Which pulls hold peers together, for 0 <= α < 1: two that always meet each other, 0 < γ < 2(1 + α), since their
-difference follows e'' = (1 + α − γ)e' − αe. Partners that are drawn anew in each round, however many peers there are:
-0 < γ < 2(1 − α²), which is less, and so the bound here. Half of it, γ = 1 − α², is best against what work drives
-apart: in the long run squares of φ − mean are then 1/((1 − α)²(1 + α)) times those of β(Δ − mean). Both follow from
-three linear recurrences, of the second moments of φ − mean and δ, with partners and work that are independent.
+difference follows e'' = (1 + α − γ)e' − αe. Partners that are drawn anew, of whom one is met in a share p of all
+rounds: 0 < γ < 2(1 − α²)/(1 + α(1 − p)), because momentum goes on with a pull while nobody is there to correct it.
+That is 2(1 − α²) where somebody is met in every round, and 2(1 − α), the bound here, however seldom anybody is. Against
+what work drives apart γ = 1 − α² is best where somebody always is: in the long run squares of φ − mean are then
+1/((1 − α)²(1 + α)) times those of β(Δ − mean). All this is for many peers, and follows from three linear recurrences,
+of the second moments of φ − mean and δ, with partners and work that are independent.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ _PIECE_ELEMENTS = 1 << 18
 
 
 def most_pull(momentum: float) -> float:
-    """Of γ, for this α: from there on, peers that meet in drawn pairs go apart."""
-    return 2 * (1 - momentum**2)
+    """Of γ, for this α: from there on, peers that seldom meet go apart."""
+    return 2 * (1 - momentum)
 
 
 class NoLoCo:
@@ -47,7 +49,7 @@ class NoLoCo:
             pull: γ.
 
         Raises:
-            ValueError: α outside [0, 1), β not positive and finite, or γ outside (0, 2(1 − α²)).
+            ValueError: α outside [0, 1), β not positive and finite, or γ outside (0, 2(1 − α)).
         """
         if not 0 <= momentum < 1:
             raise ValueError(f"outer momentum must be in [0, 1), not {momentum}")

@@ -216,8 +216,8 @@ def test_who_may_go_on_alone() -> None:
         ("[recipe]\nouter_momentum = 1", "outer_momentum must be in [0, 1), not 1.0"),
         ("[recipe]\nouter_pull = 0.3", "outer_pull is for gossip, whose pairs pull each other: not for butterfly"),
         (
-            "protocol = 'gossip'\n[recipe]\nouter_pull = 1.5",
-            "above 0 and, with this momentum, below 1.5, not 1.5",
+            "protocol = 'gossip'\n[recipe]\nouter_pull = 1",
+            "above 0 and, with this momentum, below 1, not 1",
         ),
         ("protocol = 'gossip'\n[recipe]\nouter_pull = 0", "outer_pull must be above 0 and, with this"),
         ("protocol = 'gossip'\n[recipe]\nouter_pull = true", '"outer_pull" in [recipe] must be a number, not true'),

@@ -26,7 +26,7 @@ def slow_line(swarm: Swarm, peer: str) -> None:
     for other in swarm.names:
         if other not in ("p0", peer):
             for _ in range(12):
-                patience.took(other, 10**6, 1.0)
+                patience.took(other, 10**6, 0.0, 1.0)
 
 
 def play(swarm: Swarm, *lenders: int) -> None:

@@ -28,7 +28,7 @@ def test_it_follows_what_was_observed() -> None:
     patience = Patience(1e6)
     for _ in range(40):
         patience.answered("far", 4.0)
-        patience.took("far", SIZE, 0.1)
+        patience.took("far", SIZE, 0.0, 0.1)
     assert 8.0 < patience.expected_seconds("far", SIZE) < 8.2, "four round trips of two seconds"
     assert patience.answer_seconds("far") > 17.0
     for _ in range(40):
@@ -70,10 +70,10 @@ def test_one_that_was_late_is_left_alone_for_as_long_as_it_cost() -> None:
     rest = 5.0 * REST_MULTIPLE
     assert patience.resting("p", 100.0 + rest - 0.1) and not patience.resting("p", 100.0 + rest)
     assert not patience.resting("q", 100.0)
-    patience.took("p", SIZE, 1.0)
+    patience.took("p", SIZE, 0.0, 1.0)
     assert not patience.resting("p", 101.0)
     patience.distrust("q", 100.0)
-    patience.took("q", SIZE, 1.0)
+    patience.took("q", SIZE, 0.0, 1.0)
     assert patience.resting("q", 100.0 + DISTRUST_SECONDS - 0.1) and not patience.resting("q", 100.0 + DISTRUST_SECONDS)
 
 

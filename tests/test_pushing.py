@@ -366,7 +366,7 @@ def test_who_stalls_costs_its_own_timeout_and_not_that_of_a_slower_peer() -> Non
     patience = swarm.gossips[0].holding.patience
     for _ in range(12):
         patience.late("p1", 0.0, 1000.0)
-        patience.took("p2", 384, 1e-4)
+        patience.took("p2", 384, 0.0, 1e-4)
 
     async def main() -> None:
         lending = swarm.start(2, swarm.lending(2, 60.0))

@@ -39,6 +39,7 @@ from protocols.base import (
 from protocols.catchup.download import Unavailable
 from protocols.catchup.snapshot import Snapshot, Snapshots
 from protocols.catchup.standing import Standings
+from protocols.vectors import norm
 
 log = logging.getLogger(__name__)
 
@@ -159,7 +160,9 @@ class LooseReplica(Labour):
     async def _told(
         self, key: RoundKey, session: LooseSession, mean: Mean, work: Work, seconds: Mapping[str, float], time: float
     ) -> RoundReport:
-        ours = await self._compute.run(lambda: sketch(self.anchor, key.run), 4 * len(self.anchor))
+        anchor = self.anchor
+        finite = await self._compute.run(lambda: math.isfinite(norm([anchor])), 4 * len(anchor))
+        ours = await self._compute.run(lambda: sketch(anchor, key.run), 4 * len(anchor))
         self._sketches = dict(self.compare(ours))
         far = furthest({**self._sketches, self.averager.me.peer: ours})
         self.astray = far[0] == self.averager.me.peer and far[1] > ASTRAY_FACTOR * self.spread_limit
@@ -169,6 +172,7 @@ class LooseReplica(Labour):
         return replace(
             report,
             round=session.round,
+            finite=finite,
             group=session.group,
             messages=tuple(name for each in mean.contributions.values() for name in each.messages),
             half_exchanges=session.half_exchanges + self._mixing.undone,
@@ -222,9 +226,10 @@ class LooseReplica(Labour):
 
 
 def _with(mean: Mean, held: Mapping[PeerId, Contribution]) -> Mean:
-    """With what came in while the state was lent: that is an exchange, too."""
+    """With what came in while the state was lent: that is an exchange, too, unless it is given up since."""
     if not held:
-        return mean
+        nothing = mean.outcome is Outcome.COMMITTED and not mean.contributions
+        return replace(mean, outcome=Outcome.SKIPPED, weights={}) if nothing else mean
     whole = dict(mean.contributions)
     for peer, early in held.items():
         late = whole.get(peer, early)

@@ -102,7 +102,8 @@ class Mixing(ABC):
 
     def _given_up(self, mean: Mean, me: PeerId, why: str) -> Mean:
         self._undo(mean.contributions)
-        return replace(mean, outcome=Outcome.SKIPPED, contributions={}, blamed=(*mean.blamed, Blame(me, why)))
+        blamed = (*mean.blamed, Blame(me, why))
+        return replace(mean, outcome=Outcome.SKIPPED, contributions={}, weights={}, blamed=blamed)
 
 
 class StateMixing(Mixing):

@@ -25,6 +25,8 @@ AHEAD_SHARE = 1 / 3
 """So many of the others have to be in a later round before a peer goes there. Those who are ahead and too few wait."""
 LEAST_WITNESSES = 2
 """So many in any case, where there are as many others: one liar cannot move the clock."""
+MAX_GONE = 64
+"""Words that are kept of those who are out of sight."""
 MAX_MISSED = 16
 MAX_KEPT = 5
 UNHEARD_SECONDS = 2.0
@@ -174,10 +176,12 @@ class Census:
         return True
 
     def look(self, live: Iterable[Member], found: Iterable[PeerId], now: float) -> None:
-        """Who is in sight now; the others are forgotten."""
+        """Who is in sight now; of the others some words are kept: nobody says the same again to who has lost sight of
+        it for a moment."""
         self.sight = {peer: self._life(peer) for peer in found} | {member.peer: member for member in live}
         self.sight.pop(self.me.peer, None)
-        for peer in [peer for peer in self._heard if peer not in self.sight]:
+        gone = [peer for peer in self._heard if peer not in self.sight]
+        for peer in gone[: max(0, len(gone) - MAX_GONE)]:
             del self._heard[peer]
             self._late.pop(peer, None)
         self._past = {member: self._past.get(member) or Past(now) for member in self.sight.values()}
@@ -209,9 +213,13 @@ class Census:
         return sorted(found)
 
     def ahead(self, round: int) -> int:
-        """The round that it is: that of this peer, or the latest one that enough others have reached."""
+        """The round that it is: that of this peer, or the latest one that enough others have reached.
+
+        Enough of those in sight, heard or not: where most have not spoken yet, who speaks first is not enough.
+        """
         rounds = sorted((here.round for here in self.words()), reverse=True)
-        return max(round, rounds[_enough(len(rounds)) - 1]) if rounds else round
+        need = max(_enough(len(rounds)), min(LEAST_WITNESSES, len(self.sight)))
+        return max(round, rounds[need - 1]) if 0 < need <= len(rounds) else round
 
     def leads(self, round: int) -> bool:
         """Whether this peer is in a round to which those behind will not jump: too few are there, it included."""

@@ -30,7 +30,7 @@ NORM_SPREAD = 4.0
 run, and would drown the others."""
 WEIGHT_SCALE = 1 << 20
 """Weights travel as whole numbers, and along the second axis they are means."""
-UNCLIPPED = 1e30
+UNCLIPPED = math.inf
 """A state that is scaled is another state: it counts whole or not at all."""
 
 

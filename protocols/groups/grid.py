@@ -100,9 +100,9 @@ def settle(count: int, round: int, told: Iterable[Grid], most: int = GROUP_MOST)
     Args:
         count: peers in sight, this one included.
         told: the grids of all of them, this one's included if it has one.
-        most: places along an axis, for all peers of a run: what has more is nobody's grid.
+        most: places along an axis, for all peers of a run: a shape that nobody's count would give is nobody's grid.
     """
-    known = [grid for grid in told if grid.suits(count) and len(grid.shape) <= MAX_AXES and max(grid.shape) <= most]
+    known = [grid for grid in told if grid.suits(count) and grid.shape == shape_for(grid.cells, most)]
     return max(known, default=Grid(round, shape_for(count, most)))
 
 

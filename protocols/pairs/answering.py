@@ -9,10 +9,13 @@ from contextlib import suppress
 from protocols.base import BadPayload, PeerError, PeerId, PeerSilent, Stream
 from protocols.pairs.asking import Asker
 from protocols.pairs.pairing import Exchange, Pairing
-from protocols.pairs.patience import MAX_PEERS, Questions
+from protocols.pairs.patience import CHEAP_SECONDS, MAX_PEERS, Questions
 from protocols.pairs.swap import EXCHANGE, HEADER_LIMIT, Answer, Ask, Settle, Settled, Whole, hear, watch
 from protocols.post import first_frame
 from protocols.tasks import alongside, within
+
+MOST_MEETINGS = 4
+"""So often one peer may average with a state that is lent: half of it is that peer's each time."""
 
 
 class Answerer:
@@ -78,6 +81,8 @@ class Answerer:
             return None
         if ask.key.fragment != owner.key.fragment:
             return None
+        if stream.peer in owner.held and len(owner.held[stream.peer].messages) >= MOST_MEETINGS:
+            return None
         if ask.elements != owner.state.size:
             raise BadPayload(f"a state of {ask.elements} elements; the run's have {owner.state.size}")
         size_bytes = pairing.codec.encoded_bytes(owner.state.size)
@@ -97,7 +102,8 @@ class Answerer:
             pairing.distrust(stream.peer)
             raise
         except PeerError as error:
-            if exchange.swap.begun or asyncio.get_running_loop().time() >= exchange.deadline:  # else: taken back
+            costly = min(exchange.deadline, exchange.began + CHEAP_SECONDS)
+            if exchange.swap.begun or asyncio.get_running_loop().time() >= costly:  # else: taken back
                 pairing.failed(stream.peer, exchange.began, exchange.deadline, error.why, exchange.swap.begun)
             raise
         self._moved[exchange.ask.name] = None

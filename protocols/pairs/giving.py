@@ -10,6 +10,7 @@ from protocols import wire
 from protocols.base import BadPayload, Deadline, Member, PeerError, PeerId, Stream
 from protocols.pairs.holding import Holding
 from protocols.pairs.lending import LendingSession
+from protocols.pairs.patience import CHEAP_SECONDS
 from protocols.pairs.pushsum import Share
 from protocols.pairs.shares import PUSH, Give, Recall, Taken, cast
 from protocols.pairs.swap import hear, watch
@@ -17,7 +18,7 @@ from protocols.reducing.parts import HeldPart
 from protocols.tasks import alongside, together
 
 BURIAL_SECONDS = 120.0
-"""The share of a receiver that has not been seen for so long comes home."""
+"""A share of which there has been no word for so long comes home, whether its receiver is there or not."""
 MAX_KEPT = 2
 """Shares of which nobody knows what became of them: who has so many gives no more until that is known."""
 
@@ -36,7 +37,7 @@ class Giver:
         self.giving: tuple[PeerId, ...] = ()
         self.half_exchanges = 0
         self._holding = holding
-        self._unseen: dict[Member, float] = {}  # since when
+        self._untold: dict[tuple[Member, int], float] = {}  # since when there is no word of a share
 
     async def give(self, session: LendingSession, to: Member, until: Deadline) -> bool:
         """Give half of what is here; False: it is home again, and somebody else may have it."""
@@ -79,11 +80,13 @@ class Giver:
         except (PeerError, BadPayload, TimeoutError):
             now = loop.time()
             holding.ledger.name(peer, f"no share: {'no word of what became of it' if told else 'it was not reached'}")
-            if now >= (until if told else answer_by):
-                patience.late(peer, now, now - began, slow=told)
-            return None if told else False
+            if told:  # ours is with it, and we know nothing: nothing more, for a while
+                patience.late(peer, now, max(CHEAP_SECONDS, now - began), slow=now >= until)
+                return None
+            patience.failed(peer, began, now, answer_by, slow=False)
+            return False
         if counted:
-            patience.took(peer, part.size_bytes, loop.time() - began)
+            patience.took(peer, part.size_bytes, loop.time(), loop.time() - began)
         return counted
 
     async def _answered(self, session: LendingSession, share: Share[float], counted: bool) -> None:
@@ -102,19 +105,17 @@ class Giver:
         """Settle them: by their receivers' word, or without it where those are gone."""
         now, book, me = asyncio.get_running_loop().time(), self._holding.book, self._holding.me
         live = {member.peer: member for member in self._holding.host.members.live()}
-        self._unseen = {to: self._unseen.get(to, now) for to, _ in self.kept if live.get(to.peer) != to}
+        self._untold = {key: self._untold.get(key, now) for key in self.kept}
         for share, _ in list(self.kept.values()):
-            to = share.to
-            if to not in self._unseen:
+            to, counted = share.to, None
+            if live.get(to.peer) == to:
                 counted = await self._recall(session, share)
             elif to.peer in live:
                 counted = False  # of an earlier life: it is over
-            elif now - self._unseen[to] >= BURIAL_SECONDS:
+            if counted is None and now - self._untold[to, share.sequence] >= BURIAL_SECONDS:
                 counted = False
                 self.half_exchanges += 1
                 session.count_half(share.weight / (book.weight + share.weight))
-            else:
-                continue
             if counted is not None:
                 await self._answered(session, share, counted)
             if counted is False:  # a state of ours of an earlier round is in ours again
@@ -138,8 +139,7 @@ class Giver:
                 return (await hear(stream, Taken, recall)).counted
         except (PeerError, BadPayload):
             now = asyncio.get_running_loop().time()
-            if now >= answer_by:
-                holding.patience.late(peer, now, now - began, slow=False)
+            holding.patience.late(peer, now, max(CHEAP_SECONDS, now - began), slow=False)
             return None
 
 

@@ -10,7 +10,7 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from protocols.base import Deadline, Host, Member, PeerId, PeerSilent, RoundKey, Settings
+from protocols.base import Contribution, Deadline, Host, Member, PeerId, PeerSilent, RoundKey, Settings
 from protocols.codec import codec
 from protocols.pairs.patience import Patience
 from protocols.pairs.swap import Ask, Swap, told
@@ -26,11 +26,13 @@ class Owner(Protocol):
     Attributes:
         state: what others may average with; None: nothing, at the moment.
         deadline: of the round.
+        held: of whom the state holds something.
     """
 
     key: RoundKey
     deadline: Deadline
     state: Flat | None
+    held: dict[PeerId, Contribution]
 
     def count(self, peer: PeerId, chunks: int, name: str, share: float) -> None:
         """An exchange held: so much of the state is this peer's now."""
@@ -137,7 +139,8 @@ class Pairing:
         finally:
             if swap.moved is not None:
                 exchange.owner.count(partner, swap.chunks, told(partner, exchange.ask), 0.5)
-        self.patience.took(partner, swap.size_bytes, asyncio.get_running_loop().time() - exchange.began)
+        now = asyncio.get_running_loop().time()
+        self.patience.took(partner, swap.size_bytes, now, now - exchange.began)
 
     def half(self, drift: float) -> None:
         """An exchange may have moved one end only."""
@@ -148,15 +151,13 @@ class Pairing:
             self._untold.append(drift)
 
     def failed(self, peer: PeerId, began: float, until: Deadline, why: str, slow: bool) -> None:
-        """An exchange came to nothing; who took all of its time is left alone for a while.
+        """An exchange came to nothing; who cost us time is left alone for a while.
 
         Args:
             slow: it was under way; else there was no answer.
         """
-        now = asyncio.get_running_loop().time()
         self.ledger.name(peer, f"no exchange: {why}")
-        if now >= until:
-            self.patience.late(peer, now, now - began, slow)
+        self.patience.failed(peer, began, asyncio.get_running_loop().time(), until, slow)
 
     def distrust(self, peer: PeerId) -> None:
         self.patience.distrust(peer, asyncio.get_running_loop().time())

@@ -17,7 +17,9 @@ MAX_ROUND_TRIP_SECONDS = 5.0
 TIMEOUT_MULTIPLE = 4.0
 """An exchange may take so many times as long as it should."""
 REST_MULTIPLE = 4.0
-"""Who cost us a timeout is left alone for so many times as long."""
+"""Who cost us time for nothing, or more than was to be expected, is left alone for so many times as long."""
+CHEAP_SECONDS = 1.0
+"""What comes to nothing sooner has cost nothing: a partner may have gone on to another round."""
 DISTRUST_SECONDS = 60.0
 """Who broke a rule is neither spoken to nor answered for so long."""
 LEAST_RATE = 1e3
@@ -89,12 +91,22 @@ class Patience:
         observed = min(seconds / 2, MAX_ROUND_TRIP_SECONDS)
         seen.round_trip_seconds = max(observed, (seen.round_trip_seconds + observed) / 2)
 
-    def took(self, peer: PeerId, size_bytes: int, seconds: float) -> None:
-        """An exchange held."""
+    def took(self, peer: PeerId, size_bytes: int, now: float, seconds: float) -> None:
+        """An exchange held. Who was slow is met seldom: one that does it on purpose has a fifth of our time at most."""
         seen = self._of(peer)
+        slow = seconds > ANSWER_FLOOR_SECONDS + 2 * self.expected_seconds(peer, size_bytes)
         observed = size_bytes / max(seconds, 1e-6)
         seen.rate, self._usual = _towards(seen.rate or self._usual, observed), _towards(self._usual, observed)
-        seen.rest_until = 0.0
+        seen.rest_until = now + REST_MULTIPLE * seconds if slow else 0.0
+
+    def failed(self, peer: PeerId, began: float, now: float, until: float, slow: bool) -> None:
+        """What began then came to nothing, and had until then. Who breaks off just before costs as much as who is late.
+
+        Args:
+            slow: it was under way.
+        """
+        if now >= until or now - began >= CHEAP_SECONDS:
+            self.late(peer, now, now - began, slow and now >= until)
 
     def late(self, peer: PeerId, now: float, cost_seconds: float, slow: bool = True) -> None:
         """An exchange cost us so many seconds and came to nothing.

@@ -29,8 +29,9 @@ MAX_GIVERS = 256
 """Lives of peers whose numbers are known; the one that gave least recently goes first."""
 MAX_RECEIVERS = 256
 """Lives of peers of which it is known which number comes next, besides those that owe an answer."""
-LEAST_WEIGHT = 2.0**-20
-"""Who has less gives nothing: x / w would be noise."""
+LEAST_WEIGHT = 2.0**-900
+"""Who has less gives nothing. Far below what is reached: one that only takes draws all weight to itself, and the others
+go on with what is left to them."""
 
 
 class Mass(Protocol):
@@ -94,6 +95,12 @@ class Book(Generic[V]):
         """x / w: what this peer takes the mean of all to be."""
         mean: V = self.value / self.weight
         return mean
+
+    @property
+    def mass(self) -> float:
+        """What is here, and what is given and not acknowledged: at most so much can be here again."""
+        given = (share.weight for shares in self._outstanding.values() for share in shares.values())
+        return self.weight + sum(given)
 
     # -- giving -------------------------------------------------------------------------------------------------------
 

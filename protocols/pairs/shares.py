@@ -22,7 +22,7 @@ class Give(Message):
     """A share for this life of the receiver; its chunks follow. `sequence` counts what was given to it."""
 
     to: Member = one(Member)
-    weight: float = real(1e-9, 1e9)
+    weight: float = real(1e-280, 1e9)
     elements: int = uint(1 << 48)
     codec: str = text(16)
 

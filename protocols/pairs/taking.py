@@ -8,7 +8,7 @@ from protocols.base import BadPayload, PeerId, PeerSilent, Stream
 from protocols.pairs.holding import Holding
 from protocols.pairs.incoming import Incoming
 from protocols.pairs.lending import LendingSession
-from protocols.pairs.patience import Patience
+from protocols.pairs.patience import CHEAP_SECONDS, Patience
 from protocols.pairs.pushsum import Share
 from protocols.pairs.shares import PUSH, Give, Recall, Taken
 from protocols.pairs.swap import HEADER_LIMIT, watch
@@ -19,8 +19,9 @@ from protocols.vectors import Flat
 
 MAX_TAKING = 4
 """Peers whose shares come in at once, one of each; others are told to go elsewhere."""
-WEIGHT_SPREAD = 64.0
-"""A share may weigh so many times as much as we do, and as a peer does at first."""
+MOST_SHARE = 64.0
+"""Times what a peer weighs at first: no share weighs more. A peer that would come to twice that takes none, so that it
+never has more to give than others take."""
 
 
 class Taker:
@@ -40,7 +41,7 @@ class Taker:
                 raise BadPayload(f"{type(message).__name__} opens no share")
             self._admit(peer, message)
             state = holding.state
-            if isinstance(message, Recall) or state is None or self._is_busy(peer):
+            if isinstance(message, Recall) or state is None or self._is_busy(peer) or self._is_full(message.weight):
                 counted = holding.book.recalled(message.sender, message.sequence)
             else:
                 self._taking.add(peer)
@@ -57,6 +58,9 @@ class Taker:
     def _is_busy(self, peer: PeerId) -> bool:
         now = asyncio.get_running_loop().time()
         return peer in self._taking or len(self._taking) >= MAX_TAKING or self._patience.resting(peer, now)
+
+    def _is_full(self, weight: float) -> bool:
+        return self._holding.book.mass + weight > 2 * MOST_SHARE
 
     def _admit(self, peer: PeerId, message: Give | Recall) -> None:
         """
@@ -75,8 +79,8 @@ class Taker:
         if isinstance(message, Give):
             if message.codec != holding.codec.name:
                 raise BadPayload(f"codec {message.codec!r} where the run uses {holding.codec.name}")
-            if message.weight > WEIGHT_SPREAD * max(1.0, holding.book.weight):
-                raise BadPayload(f"a share of weight {message.weight:g}, where we have {holding.book.weight:g}")
+            if message.weight > MOST_SHARE:
+                raise BadPayload(f"a share of weight {message.weight:g}, more than {MOST_SHARE:g}")
             holding.tempo.hear(peer, message.key.round)
 
     async def _take(self, state: Flat, give: Give, stream: Stream) -> bool:
@@ -109,11 +113,12 @@ class Taker:
         try:
             await alongside(theirs.take(stream), watch(self._holding.host.members, give.sender, deadline))
         except PeerSilent as error:
-            if loop.time() >= deadline:
+            now = loop.time()
+            if now >= min(deadline, began + CHEAP_SECONDS):
                 self._holding.ledger.name(peer, f"no share: {error.why}")
-                patience.late(peer, loop.time(), loop.time() - began, theirs.begun)
+            patience.failed(peer, began, now, deadline, theirs.begun)
             raise
-        patience.took(peer, size_bytes, loop.time() - began)
+        patience.took(peer, size_bytes, loop.time(), loop.time() - began)
 
     async def _count(self, session: LendingSession, state: Flat, give: Give, part: HeldPart) -> bool:
         book = self._holding.book

@@ -105,6 +105,7 @@ class Reducer:
             raise BadPayload("not in the plan")
         first = peer not in self._served
         self._served.add(peer)
+        self._bell.ring()
         try:
             if first and peer in self._expected and not self.held.done:
                 await alongside(self._give(stream), self._take(peer, stream))
