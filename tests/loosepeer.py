@@ -76,6 +76,7 @@ class Session:
         self.half_exchanges, self.mass_drift = 2, 0.25
         self._averager, self._script = averager, script
         self._lent: Sequence[Vector] = ()
+        self._came = False
 
     def ready(self, work: Work) -> None:
         if work.complete or (self._script.hurried and work.tokens):
@@ -90,7 +91,9 @@ class Session:
     async def take_back(self) -> Mapping[PeerId, Contribution]:
         assert self.cut.is_set(), "it is lent for as long as its peer trains"
         lent, self._lent = self._lent, ()
-        return self._script.meanwhile(lent)
+        held = self._script.meanwhile(lent)
+        self._came = bool(held)
+        return held
 
     async def mean(self, mine: Sequence[Vector], work: Work, into: Sequence[Vector]) -> Mean:
         self._averager.works.append(work)
@@ -98,7 +101,10 @@ class Session:
         if self._script.average is None:
             for each in into:
                 each.fill_(math.nan)  # undefined
-            return Mean(Outcome.SKIPPED)
+            # A real session counts what came while the state was lent as well.
+            return Mean(
+                Outcome.COMMITTED if self._came else Outcome.SKIPPED, weights={"bert": 0.5} if self._came else {}
+            )
         self._script.average(mine, into)
         return Mean(Outcome.COMMITTED, contributions={"cora": Contribution(1, 1, ("cora/1",))}, bytes_sent=7)
 

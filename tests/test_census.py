@@ -9,7 +9,7 @@ import pytest
 
 from protocols import wire
 from protocols.base import BadPayload, Member
-from protocols.groups.census import DONE, TRAINING, UNHEARD_SECONDS, WAITING, Census, Here, check
+from protocols.groups.census import DONE, MAX_GONE, TRAINING, UNHEARD_SECONDS, WAITING, Census, Here, check
 from protocols.wire import Offer
 
 ME = Member("p0")
@@ -92,6 +92,21 @@ def test_who_is_out_of_sight_is_forgotten() -> None:
     assert [each.sender.peer for each in found.words()] == ["p2"], "found in the directory, it is in sight"
 
 
+def test_a_moment_out_of_sight_costs_no_words() -> None:
+    """Nobody repeats them to the same life."""
+    found = census(word("p1"), word("p2"))
+    found.look([ME], (), 20.0)
+    assert not found.words()
+    found.look([ME, Member("p1"), Member("p2", 1)], (), 20.5)
+    assert [each.sender.peer for each in found.words()] == ["p1"], "of the other there is another life"
+
+
+def test_of_those_who_are_gone_so_many_words_are_kept() -> None:
+    found = census(*(word(f"p{number}") for number in range(1, MAX_GONE + 10)))
+    found.look([ME], (), 20.0)
+    assert len(found._heard) == MAX_GONE
+
+
 def test_who_is_present() -> None:
     """Those of this round and of the one before; who has just come and not yet spoken; nobody who says nothing."""
     found = census(word("p1", round=3), word("p2", round=2), word("p3", round=1), word("p4", round=9), live=1)
@@ -108,6 +123,15 @@ def test_one_liar_does_not_move_the_clock() -> None:
     assert census(word("p1", round=3), word("p2", round=3), liar).ahead(3) == 3
     assert census(word("p1", round=3), liar).ahead(3) == 3, "one of the only two others, neither"
     assert census(word("p1", round=1), word("p2", round=2)).ahead(3) == 3, "the clock does not go back"
+
+
+def test_who_speaks_first_is_no_witness_for_those_who_have_not_spoken() -> None:
+    """Where a run begins, and after a moment in which everybody was out of sight."""
+    liar = word("p9", round=1 << 40)
+    assert census(liar, live=1).ahead(3) == census(liar, live=4).ahead(3) == 3
+    assert census(word("p1", round=5), word("p2", round=5), live=3).ahead(3) == 5
+    assert census(word("p1", round=5), liar, live=3).ahead(3) == 5, "what both have reached"
+    assert not census(live=2).leads(3), "nor does anybody wait for those who say nothing"
 
 
 @pytest.mark.parametrize("others", range(8))

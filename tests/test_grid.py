@@ -129,6 +129,14 @@ def test_a_newcomer_stands_where_the_others_do() -> None:
     assert settle(13, 5, [Grid(7, (5, 4)), Grid(1 << 40, (13,))]) == Grid(7, (5, 4)), "larger groups than the run's"
 
 
+def test_a_grid_that_no_number_of_peers_would_give_is_nobodys() -> None:
+    """Else one liar has all meet in pairs, and its grid outlives it: the latest wins."""
+    assert settle(8, 3, [Grid(0, (8,)), Grid(1 << 40, (2, 2, 2))]) == Grid(0, (8,))
+    for count in range(1, 200):
+        shape = shape_for(count)
+        assert settle(count, 3, [Grid(2, shape)]) == Grid(2, shape)
+
+
 # -- where one stands --------------------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from protocols.base import BadPayload, Member
-from protocols.pairs.patience import (
+from protocols.pairs.patience import CHEAP_SECONDS, (
     DISTRUST_SECONDS,
     MAX_PEERS,
     REST_MULTIPLE,
@@ -75,6 +75,28 @@ def test_one_that_was_late_is_left_alone_for_as_long_as_it_cost() -> None:
     patience.distrust("q", 100.0)
     patience.took("q", SIZE, 0.0, 1.0)
     assert patience.resting("q", 100.0 + DISTRUST_SECONDS - 0.1) and not patience.resting("q", 100.0 + DISTRUST_SECONDS)
+
+
+def test_who_takes_longer_than_it_should_is_met_seldom() -> None:
+    """It completes what it begins, and so is never late; what time it is given doubles each time."""
+    patience = Patience(1e6)
+    quick = 2.0 + 2 * patience.expected_seconds("p", SIZE)
+    patience.took("p", SIZE, 100.0, quick - 0.1)
+    assert not patience.resting("p", 100.0)
+    patience = Patience(1e6)
+    patience.took("p", SIZE, 100.0, quick + 0.1)
+    assert patience.resting("p", 100.0 + REST_MULTIPLE * quick) and not patience.resting("q", 100.0)
+
+
+def test_who_breaks_off_costs_what_it_cost_and_says_nothing_of_the_line() -> None:
+    patience = Patience(1e6)
+    before = patience.expected_seconds("p", SIZE)
+    patience.failed("p", 100.0, 100.0 + CHEAP_SECONDS / 2, 110.0, slow=True)
+    assert not patience.resting("p", 101.0)
+    patience.failed("p", 100.0, 109.0, 110.0, slow=True)
+    assert patience.resting("p", 109.0 + REST_MULTIPLE * 9 - 0.1) and patience.expected_seconds("p", SIZE) == before
+    patience.failed("p", 200.0, 210.0, 210.0, slow=True)
+    assert patience.expected_seconds("p", SIZE) > before
 
 
 def test_what_is_remembered_is_bounded() -> None:

@@ -17,6 +17,7 @@ from benchmarks.robustness import table
 from node.training.trainer import InlineTrainer, Shift
 from protocols import robust
 from protocols.base import Outcome, Settings, Vector
+from protocols.groups.gathering import UNCLIPPED
 from protocols.robust import RULES, Judge
 from tests.sim.averaging import Averaged, Group
 from tests.sim.poison import ATTACKS, PoisonedTrainer
@@ -397,3 +398,12 @@ def test_a_swarm_under_attack_commits_and_all_hold_the_same(rule: str, attack: s
     blamed = {peer for history in played.histories.values() for report in history for peer in report["blamed"]}
     if attack in ("reversed", "understated"):
         assert blamed == {"p4"}
+
+
+@pytest.mark.parametrize("small", (1e-45, 0.0))
+def test_one_of_two_that_brings_next_to_nothing_does_not_take_the_other_along(small: float) -> None:
+    """In a group of states nothing is brought down to the median of what arrived, which is the lower of two."""
+    rows, into = torch.stack([torch.ones(1024), torch.full((1024,), small)]), torch.empty(1024)
+    judge = Judge("mean", (UNCLIPPED, UNCLIPPED))
+    judge.average([0, 1], [float(row.norm()) for row in rows], rows, [1.0, 1.0], into)
+    assert torch.equal(into, torch.full((1024,), 0.5)) and not judge.named()
