@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from protocols.base import BadPayload, Member
-from protocols.pairs.patience import CHEAP_SECONDS, (
+from protocols.pairs.patience import (
+    CHEAP_SECONDS,
     DISTRUST_SECONDS,
     MAX_PEERS,
     REST_MULTIPLE,
