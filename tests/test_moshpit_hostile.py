@@ -18,7 +18,7 @@ from protocols.groups.grid import drawn
 from protocols.reducing.parts import chunk_digest, part_message
 from protocols.reducing.plan import Ground, draw, offer_message
 from protocols.reducing.reduce import Reducer
-from protocols.wire import Contribute, Offer, PartDone, Plan, Reduced, WantPart
+from protocols.wire import Chunk, Contribute, Offer, PartDone, Plan, Reduced, WantPart
 from tests.sim.host import SimSigner
 from tests.sim.network import SimNetwork
 from tests.sim.pits import RUN, Pits, Told
@@ -254,5 +254,30 @@ def test_who_lives_and_keeps_its_part_does_not_spoil_every_group() -> None:
     histories = pits.play(rounds=8)
     for peer in ("p00", "p01", "p03"):
         assert outcomes(histories[peer]).count("committed") >= 5
+    assert named(histories, "p02")
+    same_bits_in_a_group(histories)
+
+
+class Stalling(Withholding):
+    """A stream on which no chunk of its own is ever sent."""
+
+    async def send(self, header: Header, payload: Buffer = b"") -> None:
+        if isinstance(header, Chunk):
+            await asyncio.Event().wait()
+        await self._stream.send(header, payload)
+
+
+def test_who_lives_and_brings_nothing_does_not_hold_up_every_group() -> None:
+    """A group waits for what is late for half of its budget, which is seconds at least."""
+    pits = swarm(4, elements=60_000, train_seconds=(3.0,) * 4)
+
+    def dress(network: SimNetwork) -> None:
+        network.transports["p02"].disguise = lambda method, stream, pipe: Stalling(stream)
+
+    pits.before = dress
+    histories = pits.play(rounds=8)
+    for peer in ("p00", "p01", "p03"):
+        assert sum(told.seconds > 6.0 for told in histories[peer]) <= 4, [told.seconds for told in histories[peer]]
+        assert outcomes(histories[peer]).count("committed") == 8
     assert named(histories, "p02")
     same_bits_in_a_group(histories)

@@ -124,13 +124,13 @@ class Mixing:
         return self._result()
 
     def _remember(self) -> None:
-        """Who gave its part, and who did not. If nobody did, it is this peer that was cut off, or too slow."""
-        census, missing = self._desk.census, self.missing()
+        """Who gave its state and its part, and who did not. If nobody did, it is this peer that was cut off or slow."""
+        census, kept = self._desk.census, self._exchange.withheld.union(self.missing())
         others = [offer.member for offer in self.terms.plan.offers if offer.member != self._desk.me]
         for member in others:
-            if member.peer not in missing:
+            if member.peer not in kept:
                 census.gave(member)
-            elif not {each.peer for each in others} <= set(missing):
+            elif not {each.peer for each in others} <= kept:
                 census.kept(member, self.key.round)
 
     def _name_reducer(self, part: int) -> None:

@@ -60,6 +60,11 @@ class Exchange:
     def complete(self) -> bool:
         return len(self.parts) == len(self.task.terms.plan.reducers)
 
+    @property
+    def withheld(self) -> set[PeerId]:
+        """Who brought nothing in time for the parts that are reduced here, or gave no answer."""
+        return {peer for peer, why in self._lost.items() if why.startswith(("silent", "late"))}
+
     def _on_chunk(self) -> None:
         self.moved = asyncio.get_running_loop().time()
         self._progress()
