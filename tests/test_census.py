@@ -101,10 +101,20 @@ def test_a_moment_out_of_sight_costs_no_words() -> None:
     assert [each.sender.peer for each in found.words()] == ["p1"], "of the other there is another life"
 
 
+def test_a_moment_out_of_sight_wipes_nothing_out() -> None:
+    found, member = census(word("p1")), Member("p1")
+    for round in range(3):
+        found.kept(member, round)
+    found.look([ME], (), 20.0)
+    found.look([ME, member], (), 21.0)
+    mine = replace(HERE, sender=ME)
+    assert not found.line(mine, 0) and "p1" in census(word("p1")).line(mine, 0)
+
+
 def test_of_those_who_are_gone_so_many_words_are_kept() -> None:
     found = census(*(word(f"p{number}") for number in range(1, MAX_GONE + 10)))
     found.look([ME], (), 20.0)
-    assert len(found._heard) == MAX_GONE
+    assert len(found._heard) == len(found._past) == MAX_GONE
 
 
 def test_who_is_present() -> None:

@@ -26,7 +26,7 @@ AHEAD_SHARE = 1 / 3
 LEAST_WITNESSES = 2
 """So many in any case, where there are as many others: one liar cannot move the clock."""
 MAX_GONE = 64
-"""Words that are kept of those who are out of sight."""
+"""Of so many of those who are out of sight it is kept what they said, and what they did to others."""
 MAX_MISSED = 16
 MAX_KEPT = 5
 UNHEARD_SECONDS = 2.0
@@ -134,10 +134,10 @@ class Late:
 
 @dataclass(slots=True)
 class Past:
-    """What is remembered of a peer in this life, as long as it is in sight.
+    """What is remembered of a peer in this life.
 
     Attributes:
-        seen: since when.
+        seen: since when it is in sight, or was.
         hurried: the round of ours that it has cut short because it left.
         kept: how often its part of a group has not come, though it was in sight, less how often it has come since.
         until: the round before which it is in no group of ours.
@@ -178,13 +178,19 @@ class Census:
     def look(self, live: Iterable[Member], found: Iterable[PeerId], now: float) -> None:
         """Who is in sight now; of the others some words are kept: nobody says the same again to who has lost sight of
         it for a moment."""
+        before = set(self.sight.values())
         self.sight = {peer: self._life(peer) for peer in found} | {member.peer: member for member in live}
         self.sight.pop(self.me.peer, None)
         gone = [peer for peer in self._heard if peer not in self.sight]
         for peer in gone[: max(0, len(gone) - MAX_GONE)]:
             del self._heard[peer]
             self._late.pop(peer, None)
-        self._past = {member: self._past.get(member) or Past(now) for member in self.sight.values()}
+        here = set(self.sight.values())
+        for member in here - before:
+            self._past.setdefault(member, Past(now)).seen = now
+        lost = [member for member in self._past if member not in here]
+        for member in lost[: max(0, len(lost) - MAX_GONE)]:
+            del self._past[member]
 
     def _life(self, peer: PeerId) -> Member:
         heard = self._heard.get(peer)
