@@ -51,7 +51,7 @@ from tests.sim.arguments import Parser, at_least, at_least_one
 ARMS = ("one-worker", "alone", "data-parallel", "butterfly", "moshpit", "gossip", "noloco")
 NOBODY_FAILS = ("one-worker", "alone")
 PULL = 0.75
-"""Half of the largest for the presets' momentum of .5: `node.noloco`."""
+"""Best against what work drives apart, with the presets' momentum of .5: `node.noloco`."""
 GROUP_MOST = 4
 """Of Moshpit: eight peers are one group by default, which is the butterfly without a vote."""
 EVALUATE_EVERY = 4

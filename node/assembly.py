@@ -42,10 +42,11 @@ class Parts:
     def _outer(self) -> OuterSGD:
         return OuterSGD(self.config.recipe.outer_learning_rate, self.config.recipe.outer_momentum)
 
-    def _rule(self) -> NoLoCo | None:
+    def _own_outer(self) -> OuterSGD | NoLoCo:
+        """Of a peer with a state of its own: a run may say that pairs pull each other."""
         recipe = self.config.recipe
         if recipe.outer_pull is None:
-            return None
+            return self._outer()
         return NoLoCo(recipe.outer_momentum, recipe.outer_learning_rate, recipe.outer_pull)
 
     def anchored(self, chain: Chain, past: Callable[[Gate], PartStore], home: Path) -> Way:
@@ -67,7 +68,7 @@ class Parts:
         host, keeper, anchor = self.host, self.keeper, self.trainer.anchor().clone()
         averager = LOOSE[self.config.protocol](host, self.settings)
         replica = LooseReplica(
-            course, self.trainer, averager, self._outer(), host.compute, anchor, keeper.snapshots, keeper, self._rule()
+            course, self.trainer, averager, self._own_outer(), host.compute, anchor, keeper.snapshots, keeper
         )
         replica.lacks_state, replica.spread_limit = newcomer, self.config.spread_limit
         replica.compare, hints = self.membership.compare, self.membership.peers

@@ -117,9 +117,7 @@ class Peer:
         self.trainer = InlineTrainer(self.learner, STEPS, 0.5)
         self.averager = Scripted(list(scripts))
         course, anchor = OwnCourse(ME, KEY), torch.ones(ELEMENTS)
-        self.replica = LooseReplica(
-            course, self.trainer, self.averager, OUTER, SimCompute(), anchor, snapshots, None, rule
-        )
+        self.replica = LooseReplica(course, self.trainer, self.averager, rule or OUTER, SimCompute(), anchor, snapshots)
 
     def play(self, rounds: int = 1) -> list[RoundReport]:
         async def main() -> list[RoundReport]:

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import torch
 
+from node.noloco import NoLoCo
 from node.outer import OuterSGD
 from node.report import RoundReport, Trained, Watch
 from node.storage.keeper import Keeper
@@ -40,7 +41,7 @@ class Labour:
     """Whether all measure their work from one state."""
 
     def __init__(
-        self, trainer: Trainer, outer: OuterSGD, compute: Compute, anchor: Vector, snapshots: Snapshots | None,
+        self, trainer: Trainer, outer: OuterSGD | NoLoCo, compute: Compute, anchor: Vector, snapshots: Snapshots | None,
         keeper: Keeper | None,
     ) -> None:  # fmt: skip
         self.trainer = trainer

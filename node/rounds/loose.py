@@ -67,17 +67,16 @@ class LooseReplica(Labour):
         chain: OwnCourse,
         trainer: Trainer,
         averager: LooseAverager,
-        outer: OuterSGD,
+        outer: OuterSGD | NoLoCo,
         compute: Compute,
         anchor: Vector,
         snapshots: Snapshots | None = None,
         keeper: Keeper | None = None,
-        rule: NoLoCo | None = None,
     ) -> None:
         """
         Args:
             anchor, snapshots, keeper: as of `node.rounds.round.Replica`. The trainer stands at the anchor.
-            rule: by which it steps and mixes, both at once; None: it takes its own outer step, and averages states.
+            outer: its own step, after which it averages states; or NoLoCo's, which is both at once.
         """
         super().__init__(trainer, outer, compute, anchor, snapshots, keeper)
         self.chain, self.averager = chain, averager
@@ -87,8 +86,8 @@ class LooseReplica(Labour):
         self._kept_round = -1
         me = averager.me.peer
         self._mixing: Mixing = StateMixing(self.state, trainer, compute, me)
-        if rule:
-            self._mixing = PullMixing(self.state, trainer, compute, me, rule)
+        if isinstance(outer, NoLoCo):
+            self._mixing = PullMixing(self.state, trainer, compute, me, outer)
 
     @property
     def key(self) -> RoundKey:

@@ -39,10 +39,10 @@ class Mixing(ABC):
         undone: exchanges of this round that are in nothing of ours any more: the others have moved, and we have not.
     """
 
-    def __init__(self, state: OuterState, trainer: Trainer, compute: Compute) -> None:
+    def __init__(self, state: OuterState, trainer: Trainer, compute: Compute, me: PeerId) -> None:
         self.held: Mapping[PeerId, Contribution] = {}
         self.undone = 0
-        self._state, self._trainer, self._compute = state, trainer, compute
+        self._state, self._trainer, self._compute, self._me = state, trainer, compute, me
         self._origin = state.anchor.clone()  # what the trainer was written with
         self._delta = torch.empty_like(state.anchor)
 
@@ -100,18 +100,14 @@ class Mixing(ABC):
         """What was averaged with these is given up."""
         self.undone += sum(len(each.messages) for each in held.values())
 
-    def _given_up(self, mean: Mean, me: PeerId, why: str) -> Mean:
+    def _given_up(self, mean: Mean, why: str) -> Mean:
         self._undo(mean.contributions)
-        blamed = (*mean.blamed, Blame(me, why))
+        blamed = (*mean.blamed, Blame(self._me, why))
         return replace(mean, outcome=Outcome.SKIPPED, contributions={}, weights={}, blamed=blamed)
 
 
 class StateMixing(Mixing):
     """Stepped states travel, parameters and momentum."""
-
-    def __init__(self, state: OuterState, trainer: Trainer, compute: Compute, me: PeerId) -> None:
-        super().__init__(state, trainer, compute)
-        self._me = me
 
     def lend(self, session: LooseSession) -> None:
         session.lend([self._state.anchor, self._state.velocity])
@@ -139,7 +135,7 @@ class StateMixing(Mixing):
         if mean.outcome is not Outcome.COMMITTED:
             return replace(mean, outcome=Outcome.SKIPPED)
         if not await self._compute.run(lambda: math.isfinite(norm(into)), 8 * len(self._delta)):
-            return self._given_up(mean, self._me, NO_MEAN)
+            return self._given_up(mean, NO_MEAN)
         state.anchor, self._origin = self._origin, state.anchor
         state.velocity, self._delta = self._delta, state.velocity
         return mean
@@ -152,8 +148,8 @@ class PullMixing(Mixing):
     """
 
     def __init__(self, state: OuterState, trainer: Trainer, compute: Compute, me: PeerId, rule: NoLoCo) -> None:
-        super().__init__(state, trainer, compute)
-        self._me, self._rule = me, rule
+        super().__init__(state, trainer, compute, me)
+        self._rule = rule
         self._lent = torch.empty_like(state.anchor)  # the mean that the last step was taken by, as others move it
         self._stepped = False  # whether there is one; as it was, it is in `_delta`
 
@@ -188,7 +184,7 @@ class PullMixing(Mixing):
         mean = await self._average(session, work)
         if not await self._step():
             self._stand_still()
-            return self._given_up(mean, self._me, NOWHERE), work
+            return self._given_up(mean, NOWHERE), work
         return (mean if whole else replace(mean, blamed=(*mean.blamed, Blame(self._me, NOWHERE)))), work
 
     async def _bring(self, work: Work) -> bool:
@@ -210,17 +206,14 @@ class PullMixing(Mixing):
         if mean.outcome is not Outcome.COMMITTED:
             mean = replace(mean, outcome=Outcome.SKIPPED)
         elif not await self._compute.run(lambda: math.isfinite(norm([self._lent])), 4 * len(self._lent)):
-            mean = self._given_up(mean, self._me, NO_MEAN)
+            mean = self._given_up(mean, NO_MEAN)
         if mean.outcome is Outcome.SKIPPED:
             await self._compute.run(lambda: self._lent.copy_(self._delta), 8 * len(self._lent))
         return mean
 
     async def _step(self) -> bool:
         """Step by the mean; False if that led nowhere."""
-        state = self._state
-        if not await self._compute.run(
-            lambda: self._rule.step(state.anchor, state.velocity, self._lent), 20 * len(self._lent)
-        ):
+        if not await self._state.advance(self._lent):
             return False
         await self._compute.run(lambda: self._delta.copy_(self._lent), 8 * len(self._lent))
         self._stepped = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from node.noloco import NoLoCo
 from node.outer import OuterSGD
 from protocols.base import Compute, RoundKey, Vector
 from protocols.catchup.snapshot import Index, Snapshot, Snapshots
@@ -20,7 +21,7 @@ class OuterState:
         index: of both, as they were hashed last; empty before that.
     """
 
-    def __init__(self, anchor: Vector, velocity: Vector, outer: OuterSGD, compute: Compute) -> None:
+    def __init__(self, anchor: Vector, velocity: Vector, outer: OuterSGD | NoLoCo, compute: Compute) -> None:
         self.anchor, self.velocity, self.outer = anchor, velocity, outer
         self.index = Index(len(anchor), ())
         self._compute = compute
@@ -40,7 +41,7 @@ class OuterState:
         return finite
 
     async def advance(self, delta: Vector) -> bool:
-        """As `step`, where more is to come before the state is hashed."""
+        """As `step`, where more is to come before the state is hashed; by NoLoCo, along what came of `offer`."""
         return await self._compute.run(
             lambda: self.outer.step(self.anchor, self.velocity, delta), 12 * len(self.anchor)
         )

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from node.noloco import NoLoCo
+from node.outer import OuterSGD
 from node.rounds.course import OwnCourse
 from node.rounds.life import loose_rounds
 from node.rounds.loose import LooseReplica
@@ -116,6 +117,10 @@ class LooseWorld(World):
         )
         return alone or any(each["outcome"] == "committed" and each["round"] >= number for each in reports)
 
+    def _own_outer(self) -> OuterSGD | NoLoCo:
+        outer, pull = self.outer(), self.scenario.pull
+        return NoLoCo(outer.momentum, outer.learning_rate, pull) if pull else outer
+
     def averager(self, host: Host, settings: Settings) -> LooseAverager:
         """How the peers mix."""
         if self.scenario.directory:
@@ -129,10 +134,8 @@ class LooseWorld(World):
         anchor = torch.empty(trainer.layout.sizes()[0])
         await trainer.read(anchor)
         course = OwnCourse(averager.me, RoundKey(RUN, "run", bytes(32), 0))
-        outer, rule = self.outer(), None
-        if self.scenario.pull:
-            rule = NoLoCo(outer.momentum, outer.learning_rate, self.scenario.pull)
-        replica = LooseReplica(course, trainer, averager, outer, host.compute, anchor, snapshots, rule=rule)
+        outer = self._own_outer()
+        replica = LooseReplica(course, trainer, averager, outer, host.compute, anchor, snapshots)
         replica.compare = lambda mine: self._compare(me, mine, host.members.live())
         self.replicas[me] = replica
         replica.spread_limit = SPREAD_LIMIT
