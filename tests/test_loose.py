@@ -91,6 +91,20 @@ def test_work_that_diverged_is_left_out(step_size: float) -> None:
     assert peer.averager.works[0].tokens == 0
 
 
+def test_a_report_tells_of_parameters_that_are_not_finite() -> None:
+    """Nothing should lead there; if anything does, it is seen."""
+    peer = Peer(Script(average=half), Script())
+    (report,) = peer.play()
+    assert report.finite
+
+    async def spoilt() -> RoundReport:
+        peer.replica.anchor[3] = math.nan
+        peer.replica._mixing._origin[3] = math.nan
+        return await peer.replica.run_round(SimClock().wall)
+
+    assert not simloop.run(spoilt()).finite
+
+
 def test_a_mean_that_is_not_finite_is_not_taken() -> None:
     peer = Peer(Script(average=lambda mine, into: [each.fill_(math.inf) for each in into]))
     (report,) = peer.play()

@@ -243,15 +243,22 @@ class Withholding:
         await self._stream.send(header, payload)
 
 
-def test_who_lives_and_keeps_its_part_does_not_spoil_every_group() -> None:
-    """It would end all averaging in a swarm of one group, and with each time budgets grow."""
-    pits = swarm(4, elements=60_000, train_seconds=(5.0,) * 4)
+def beside(
+    stream_of: type[Withholding], count: int, seconds: float, rounds: int, **options: Any
+) -> dict[PeerId, list[Told]]:
+    """What peers told that train for so long, of whom the last but one has such streams."""
+    pits = swarm(count, elements=60_000, train_seconds=(seconds,) * count, **options)
 
     def dress(network: SimNetwork) -> None:
-        network.transports["p02"].disguise = lambda method, stream, pipe: Withholding(stream)
+        network.transports[pits.peers[-2]].disguise = lambda method, stream, pipe: stream_of(stream)
 
     pits.before = dress
-    histories = pits.play(rounds=8)
+    return pits.play(rounds=rounds)
+
+
+def test_who_lives_and_keeps_its_part_does_not_spoil_every_group() -> None:
+    """It would end all averaging in a swarm of one group, and with each time budgets grow."""
+    histories = beside(Withholding, 4, 5.0, 8)
     for peer in ("p00", "p01", "p03"):
         assert outcomes(histories[peer]).count("committed") >= 5
     assert named(histories, "p02")
@@ -269,15 +276,16 @@ class Stalling(Withholding):
 
 def test_who_lives_and_brings_nothing_does_not_hold_up_every_group() -> None:
     """A group waits for what is late for half of its budget, which is seconds at least."""
-    pits = swarm(4, elements=60_000, train_seconds=(3.0,) * 4)
-
-    def dress(network: SimNetwork) -> None:
-        network.transports["p02"].disguise = lambda method, stream, pipe: Stalling(stream)
-
-    pits.before = dress
-    histories = pits.play(rounds=8)
+    histories = beside(Stalling, 4, 3.0, 8)
     for peer in ("p00", "p01", "p03"):
         assert sum(told.seconds > 6.0 for told in histories[peer]) <= 4, [told.seconds for told in histories[peer]]
         assert outcomes(histories[peer]).count("committed") == 8
     assert named(histories, "p02")
     same_bits_in_a_group(histories)
+
+
+def test_who_has_opened_a_stream_and_brings_nothing_is_late_and_not_silent() -> None:
+    """A claim of next to nothing stretches both; a group of two would have no mean at all before its round is over."""
+    histories = beside(Stalling, 2, 3.0, 1, claims=(1.0, 12.5e6), round_seconds=600.0)
+    assert outcomes(histories["p01"]) == ["committed"]
+    assert any("late" in why for why in named(histories, "p00"))

@@ -42,6 +42,7 @@ class Pits:
         train_seconds: before its work is complete.
         starts: the rounds in which peers begin; 0 unless given.
         codec, chunk_elements, most, told: as of `Moshpit`.
+        claims: what peers say that they can send, bytes/s; 12.5e6 unless given.
         lies: peer index -> lie (`tests.sim.lies`).
         before: called with the network when everybody has joined.
         dress: changes a peer's host.
@@ -55,6 +56,7 @@ class Pits:
     chunk_elements: int = 1 << 10
     most: int = 8
     told: int = 64
+    claims: Sequence[float] = ()
     lies: dict[int, str] = field(default_factory=dict)
     before: Callable[[SimNetwork], None] = lambda network: None
     dress: Callable[[Host], Host] = lambda host: host
@@ -99,7 +101,8 @@ class Pits:
     async def _peer(self, index: int, host: Host, rounds: int) -> None:
         loop, peer = asyncio.get_running_loop(), self.peers[index]
         state = self.states[index]
-        settings = Settings(self.codec, (len(state[0]),), self.chunk_elements)
+        claim = self.claims[index] if self.claims else 12.5e6
+        settings = Settings(self.codec, (len(state[0]),), self.chunk_elements, bandwidth=claim)
         averager = self.averagers[peer] = Moshpit(host, settings, self.most, self.told)
         history = self.histories.setdefault(peer, [])
         number = self.starts[index] if self.starts else 0
