@@ -194,6 +194,20 @@ def test_two_lines_do_not_disturb_each_other() -> None:
     assert len(completed) >= 2, "those in the other line"
 
 
+def test_a_line_far_slower_than_was_said_still_averages() -> None:
+    """Budgets follow claims, which come down until a group has the time that it takes, and then hardly miss it."""
+    pits = swarm(2, elements=60_000, train_seconds=(60.0,) * 2)
+
+    def slow(network: SimNetwork) -> None:
+        for node in network.nodes.values():
+            node.slowness = 400.0
+
+    pits.before = slow
+    histories = pits.play(rounds=26)
+    assert outcomes(histories["p00"])[:2] == ["skipped"] * 2, "or nothing had to come down"
+    assert outcomes(histories["p00"])[-20:].count("committed") >= 18
+
+
 @pytest.mark.parametrize("sent_bytes", (400_000, 600_000))
 def test_who_falls_silent_in_the_midst_costs_no_more_than_it_takes_to_miss_it(sent_bytes: int) -> None:
     """Its streams stay open, and its part does not come: nobody waits for the budget's end, nor for another's answer

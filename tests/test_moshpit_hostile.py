@@ -12,7 +12,7 @@ import torch
 
 from protocols.base import Buffer, Header, Member, PeerId
 from protocols.framing import FramedStream
-from protocols.groups.census import Here, group_key
+from protocols.groups.census import TRAINING, Here, group_key
 from protocols.groups.gathering import Gathering
 from protocols.groups.grid import drawn
 from protocols.reducing.parts import chunk_digest, part_message
@@ -226,6 +226,17 @@ def test_who_says_in_every_round_that_it_leaves_hurries_nobody_twice() -> None:
     histories = pits.play(rounds=4)
     for peer in ("p00", "p02", "p03"):
         assert all(told.seconds > 9.0 for told in histories[peer][1:]), [told.seconds for told in histories[peer]]
+
+
+def test_who_is_always_about_to_come_is_waited_for_less_each_time() -> None:
+    """It says that it trains in the round of the others, and for how long: nobody can tell that from one that is slow."""
+    pits = swarm(4, train_seconds=(10.0,) * 4)
+    word = {"axis": 0, "stage": TRAINING, "holds": 1, "follows": "", "offer": (), "step_seconds": 1e3}
+    twist(pits, "p01", of_kind(Here, lambda here: replace(here, round=len(pits.histories["p00"]), **word)))
+    histories = pits.play(rounds=5)
+    for peer in ("p00", "p02", "p03"):
+        assert histories[peer][0].seconds > 15.0, "or nobody waited"
+        assert histories[peer][-1].seconds < 12.0, [told.seconds for told in histories[peer]]
 
 
 class Withholding:
