@@ -229,7 +229,7 @@ def test_who_says_in_every_round_that_it_leaves_hurries_nobody_twice() -> None:
 
 
 def test_who_is_always_about_to_come_is_waited_for_less_each_time() -> None:
-    """It says that it trains in the round of the others, and for how long: nobody can tell that from one that is slow."""
+    """It says that it trains in the round of the others, and for how long: nobody can tell it from one that is slow."""
     pits = swarm(4, train_seconds=(10.0,) * 4)
     word = {"axis": 0, "stage": TRAINING, "holds": 1, "follows": "", "offer": (), "step_seconds": 1e3}
     twist(pits, "p01", of_kind(Here, lambda here: replace(here, round=len(pits.histories["p00"]), **word)))
