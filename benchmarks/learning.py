@@ -33,6 +33,7 @@ import torch
 
 from benchmarks.book import Book, History, perform_all
 from node.outer import OuterSGD
+from node.tasks.base import Recipe
 from node.tasks.gpt import DEFAULT_PRESET, GptTask, preset
 from node.tasks.text import Text, load
 from node.training.trainer import AdamWLearner, InlineTrainer, Shift, Step
@@ -62,6 +63,7 @@ class Run:
         keep: what was lost stays with its peer for the next round, instead of being thrown away.
         codec: in which vectors travel.
         outer: learning rate and momentum of the outer steps; None: the preset's.
+        rate: times the preset's learning rate of the inner steps.
     """
 
     peers: int
@@ -73,12 +75,21 @@ class Run:
     keep: bool = False
     codec: str = "fp32"
     outer: tuple[float, float] | None = None
+    rate: float = 1.0
 
     def name(self) -> str:
         lost_ = f"{self.drop} kept" if self.keep else f"{self.drop}"
         name = f"{self.preset} peers={self.peers} rounds={self.rounds} H={self.inner_steps} drop={lost_} {self.seed}"
         outer = " outer={:g},{:g}".format(*self.outer) if self.outer else ""
-        return name + (f" {self.codec}" if self.codec != "fp32" else "") + outer
+        rate = f" rate={self.rate:g}" if self.rate != 1.0 else ""
+        return name + (f" {self.codec}" if self.codec != "fp32" else "") + outer + rate
+
+    @property
+    def recipe(self) -> Recipe:
+        """The preset's, with what this run does otherwise."""
+        recipe = preset(self.preset).recipe
+        rate = self.rate * recipe.learning_rate
+        return replace(recipe, inner_steps=self.inner_steps, rounds=self.rounds, learning_rate=rate)
 
 
 @cache
@@ -93,10 +104,9 @@ class LabMember:
     """
 
     def __init__(self, run: Run, index: int) -> None:
-        settings = preset(run.preset)
-        recipe = replace(settings.recipe, inner_steps=run.inner_steps, rounds=run.rounds)
+        task = GptTask(preset(run.preset), _text(), run.seed)
         # The initial weights are the run's; the stream is the peer's.
-        self._learner = AdamWLearner(GptTask(settings, _text(), run.seed), recipe, seed=1000 * run.seed + index)
+        self._learner = AdamWLearner(task, run.recipe, seed=1000 * run.seed + index)
         self._run, self._index = run, index
         self.layout, self.vectors, self.evaluate = self._learner.layout, self._learner.vectors, self._learner.evaluate
 

@@ -1,7 +1,7 @@
 """What peers learn by each protocol at equal tokens, and what it costs them when some fail in every round.
 
     python -m benchmarks.protocols --json FILE [--resume] [--seeds 5] [--preset w64] [--peers 8] [--failures 0 .1 .3]
-                                   [--inner-steps H] [--show]
+                                   [--inner-steps H] [--rate TIMES] [--show]
 
 one-worker      as many tokens as all peers together, one step after the other: plain AdamW, nobody fails
 alone           one peer that meets nobody: as many steps as each of the others, a share of the tokens. What the others
@@ -69,14 +69,16 @@ class Arm:
     preset: str
     seed: int
     failure: float
+    rate: float = 1.0
 
     def name(self) -> str:
         sizes = f"peers={self.peers} rounds={self.rounds} H={self.inner_steps}"
-        return f"{self.preset} {self.protocol} {sizes} failure={self.failure:g} {self.seed}"
+        rate = f" rate={self.rate:g}" if self.rate != 1.0 else ""
+        return f"{self.preset} {self.protocol} {sizes} failure={self.failure:g} {self.seed}{rate}"
 
     def run(self) -> Run:
         """The same for the laboratory of one anchor."""
-        return Run(self.peers, self.rounds, self.inner_steps, self.preset, self.seed)
+        return Run(self.peers, self.rounds, self.inner_steps, self.preset, self.seed, rate=self.rate)
 
 
 def up(arm: Arm, number: int) -> list[bool]:
@@ -109,9 +111,8 @@ class Pooled(AdamWLearner):
     """One AdamW step by the mean gradient over a batch of each peer that is up: synchronous data parallel training."""
 
     def __init__(self, arm: Arm) -> None:
-        settings = preset(arm.preset)
-        self._one = replace(settings.recipe, inner_steps=arm.inner_steps, rounds=arm.rounds)
-        self._streams = _Streams(GptTask(settings, load(), arm.seed), arm.seed, arm.peers)
+        self._one = arm.run().recipe
+        self._streams = _Streams(GptTask(preset(arm.preset), load(), arm.seed), arm.seed, arm.peers)
         super().__init__(self._streams, self._one, seed=arm.seed)
 
     def among(self, peers: Sequence[int]) -> None:
@@ -232,7 +233,7 @@ def wanted(options: argparse.Namespace) -> Iterator[Arm]:
         for failure in options.failures:
             for protocol in options.only or ARMS:
                 risk = failure if protocol not in NOBODY_FAILS else 0.0
-                yield Arm(protocol, options.peers, rounds, steps, options.preset, seed, risk)
+                yield Arm(protocol, options.peers, rounds, steps, options.preset, seed, risk, options.rate)
 
 
 def print_all(arms: Sequence[Arm], book: Book) -> None:
@@ -287,12 +288,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--failures", type=float, nargs="+", default=(0.0, 0.1, 0.3), help="default %(default)s")
     parser.add_argument("--rounds", type=at_least_one, help="default: the preset's")
     parser.add_argument("--inner-steps", type=at_least_one, help="default: the preset's")
+    parser.add_argument("--rate", type=float, default=1.0, help="of the inner steps, times the preset's")
     parser.add_argument("--only", choices=ARMS, nargs="+", help="these alone")
     parser.add_argument("--workers", type=at_least_one, help="runs at a time; default: as many as there are cores")
     parser.add_argument("--show", action="store_true", help="print what is done, run nothing")
     options = parser.parse_args(arguments)
     if not all(0 <= failure < 1 for failure in options.failures):
         parser.error("argument --failures: probabilities from 0 to below 1")
+    if not 0 < options.rate <= 1000:
+        parser.error("argument --rate: above 0, at most 1000")
     return options
 
 

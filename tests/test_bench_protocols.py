@@ -35,6 +35,19 @@ def test_data_parallel_with_one_peer_is_plain_training() -> None:
     assert torch.equal(pooled.vectors[0], plain.vectors[0])
 
 
+def test_another_rate_is_another_run_and_half_of_it_moves_half_as_far() -> None:
+    """A first step of AdamW is as long as its rate, without decay."""
+    one, half = arm("alone", 1), replace(arm("alone", 1), rate=0.5)
+    assert one.name() != half.name() and one.run().name() != half.run().name()
+    moved = []
+    for each in (one, half):
+        member = LabMember(each.run(), 0)
+        before = member.vectors[0].clone()
+        member.step(0, 0)
+        moved.append(float((member.vectors[0] - before).norm()))
+    assert moved[1] == pytest.approx(moved[0] / 2, rel=0.01)
+
+
 @pytest.mark.parametrize("pull", (None, 0.3))
 def test_peers_that_average_all_states_hold_one_model(pull: float | None) -> None:
     """And then the mean over their losses is the loss of each."""
