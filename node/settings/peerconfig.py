@@ -117,7 +117,7 @@ class PeerConfig:
         bootstrap: multiaddrs of peers of the run, each ending in /p2p/<peer id>; none: found a run.
         run_id: of the run that is meant, 64 hex digits or at least the first 12; others are refused.
         state_dir: where identity and checkpoints are kept; None: the first free peer-N of this user.
-        rounds: leave after so many.
+        rounds: leave after so many; of who starts a run: the run has so many, whatever [recipe] says.
         listen: multiaddrs to listen on.
         announce: multiaddrs to tell others, instead of those that are found.
         device: where to train; auto takes cuda or mps where there is one.

@@ -154,7 +154,8 @@ class RunConfig:
             and owes the rest, best with recipe.outer_learning_rate 1 and recipe.outer_momentum 0. By moshpit and the
             baselines states travel in fp32, unless fp16 is named here.
         robust: by what rule reducers average, against peers that send what is wrong, at some cost: centered_clip,
-            trimmed_mean, median, krum, multi_krum. Without one: the mean, of norms clipped to the median.
+            trimmed_mean, median, krum, multi_krum. Without one: the mean, by the butterfly of norms clipped to the
+            median.
         schedule: whom a peer of gossip or push_sum turns to: ring, the next one; exponential, all at 1, 2, 4, … places;
             one-peer-exponential, one of these in turn. Without one: random, pairs drawn anew in each round.
         fork: whether a minority may go on alone once the majority of the roster is gone.
