@@ -178,8 +178,8 @@ def test_after_a_long_silence_two_find_each_other_again(protocol: Any) -> None:
 
     swarm.run(main)
     assert len(swarm.messages(0)) > 2 and len(swarm.messages(1)) > 2
-    for gossip in swarm.gossips:
-        assert patience_of(gossip).timeout_seconds("p0", 200_000) < 5.0
+    for gossip, other in zip(swarm.gossips, ("p1", "p0"), strict=True):
+        assert patience_of(gossip).timeout_seconds(other, 200_000) < 5.0
 
 
 @pytest.mark.parametrize("protocol", (Gossip, PushSum))

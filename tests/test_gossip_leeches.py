@@ -16,7 +16,7 @@ from protocols.pairs.patience import DISTRUST_SECONDS
 from protocols.pairs.shares import PUSH, Give
 from protocols.pairs.swap import EXCHANGE, HEADER_LIMIT, Ask, Swap, Whole
 from protocols.pairs.taking import MOST_SHARE
-from protocols.pushing import PushSum
+from protocols.pushing import MAX_KEPT, PushSum
 from protocols.vectors import Flat
 from tests.sim.gossiping import RUN, Swarm
 from tests.sim.lies import LyingStream
@@ -150,24 +150,46 @@ def test_one_that_only_takes_does_not_stop_the_others() -> None:
         assert sum(bool(each.early or each.mean.contributions) for each in told[-30:]) > 10
 
 
+class Mute(LyingStream):
+    async def send(self, header: Any, payload: Any = b"") -> None:
+        raise PeerSilent("p1", "it says nothing")
+
+
+def mute(method: str, stream: Any, pipe: Any) -> Mute:
+    return Mute(stream, pipe, "", None)  # type: ignore[arg-type]
+
+
+def test_so_many_shares_are_kept_and_no_more() -> None:
+    """Each is a state in memory, and nobody says what became of any."""
+    swarm, most = Swarm(6, protocol=PushSum, disguises=dict.fromkeys(range(1, 6), mute)), [0]
+
+    async def main() -> None:
+        others = [swarm.start(index, swarm.lending(index, 60.0)) for index in range(1, 6)]
+
+        async def life() -> None:
+            for number in range(12):
+                await swarm.round(0, number, train_seconds=1.0)
+                most[0] = max(most[0], len(swarm.gossips[0].giver.kept))
+
+        await asyncio.wait([swarm.start(0, life()), *others])
+
+    swarm.run(main)
+    assert most[0] == MAX_KEPT
+
+
 def test_one_that_says_nothing_of_its_shares_does_not_stop_the_others() -> None:
     """They are kept for two minutes, and then come home: that is told."""
-
-    class Mute(LyingStream):
-        async def send(self, header: Any, payload: Any = b"") -> None:
-            raise PeerSilent("p1", "it says nothing")
-
-    swarm = Swarm(4, protocol=PushSum, disguises={1: lambda method, stream, pipe: Mute(stream, pipe, "", None)})  # type: ignore[arg-type]
+    swarm = Swarm(4, protocol=PushSum, disguises={1: mute})
 
     async def main() -> None:
         async def life(index: int) -> None:
             for number in range(90):
                 await swarm.round(index, number, train_seconds=3.0)
 
-        mute = swarm.start(1, swarm.lending(1, 1e4))
+        silent = swarm.start(1, swarm.lending(1, 1e4))
         await asyncio.wait([swarm.start(index, life(index)) for index in (0, 2, 3)])
-        mute.cancel()
-        await asyncio.wait([mute])
+        silent.cancel()
+        await asyncio.wait([silent])
 
     swarm.run(main)
     for index in (0, 2, 3):
@@ -194,3 +216,25 @@ def test_shares_make_nobody_so_heavy_that_others_refuse_its_own() -> None:
     swarm.run(main)
     assert answers == [True, False, False, False]
     assert swarm.gossips[0].holding.book.weight == 1 + MOST_SHARE
+
+
+def test_a_share_that_is_sent_again_counts_once() -> None:
+    """It would draw the state over, and weigh nothing."""
+    swarm, after = Swarm(2, protocol=PushSum), []
+
+    async def give() -> None:
+        async with swarm.network.transports["p1"].open("p0", PUSH, asyncio.get_running_loop().time() + 500) as stream:
+            await stream.send(Give(KEY, Member("p1"), 0, Member("p0"), 0.5, ELEMENTS, "fp32"))
+            for index in range(ELEMENTS // CHUNK):
+                await stream.send(wire.Chunk(index, 4 * CHUNK), bytes(4 * CHUNK))
+            await stream.receive(HEADER_LIMIT)
+
+    async def main() -> None:
+        lending = swarm.start(0, swarm.lending(0, 30.0))
+        for _ in range(3):
+            await swarm.start(1, give())
+            after.append(torch.cat(swarm.state[0]))
+        await asyncio.wait([lending])
+
+    swarm.run(main)
+    assert swarm.moved(0) and torch.equal(after[0], after[2]) and len(swarm.messages(0)) == 1

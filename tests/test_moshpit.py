@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 
 from protocols.base import Deadline, Host, Member, Outcome, PeerId, Settings, Vector
+from protocols.groups.mixing import Mixing
 from protocols.groups.pit import ACQUAINTANCES, Pit
 from protocols.moshpit import Moshpit
 from tests.sim.contact import LIVENESS_SECONDS
@@ -236,29 +237,57 @@ def points(pits: Pits, victim: PeerId) -> int:
     return pits.network.nodes[victim].messages
 
 
+def death_of(victim: PeerId, number: int) -> Callable[[SimNetwork], None]:
+    """At its message of that number."""
+
+    def kill(network: SimNetwork) -> None:
+        def watch(who: PeerId, message: int, way: str, other: PeerId) -> None:
+            if (who, message) == (victim, number):
+                network.kill(who)
+
+        network.watch = watch
+
+    return kill
+
+
 @pytest.mark.parametrize("first", range(4))
 def test_a_member_dies_at_every_message(first: int) -> None:
     """The others end their round soon, and those who complete a group hold the same bits; every message is in
     `python -m tests.sim.crashes --protocol moshpit`, here is every one of a group of three in four shares."""
     count = points(swarm(3, elements=60), "p01")
     assert count > 40
-    for number in range(1 + first, count + 1, 12):
+    for number in range(1 + first, count + 1, 4):
         pits = swarm(3, elements=60)
-
-        def kill(network: SimNetwork, number: int = number) -> None:
-            def watch(who: PeerId, message: int, way: str, other: PeerId) -> None:
-                if (who, message) == ("p01", number):
-                    network.kill(who)
-
-            network.watch = watch
-
-        pits.before = kill
+        pits.before = death_of("p01", number)
         histories = pits.play(rounds=2)
         same_bits_in_a_group(histories)
         for peer in ("p00", "p02"):
             assert outcomes(histories[peer])[-1] == "committed", number
             assert all(told.seconds < 30.0 for told in histories[peer]), number
             assert all(bool(torch.isfinite(torch.cat(told.states)).all()) for told in histories[peer])
+
+
+def test_a_part_whose_reducer_dies_is_had_of_another_member(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it has given it to one of them; only what its reducer made counts."""
+    had: list[bool] = []
+    obtain = Mixing._obtain
+
+    async def watched(mixing: Mixing, part: int) -> bool:
+        had.append(await obtain(mixing, part))
+        return had[-1]
+
+    monkeypatch.setattr(Mixing, "_obtain", watched)
+    for number in range(45, points(swarm(3, elements=60), "p01") + 1):
+        had.clear()
+        pits = swarm(3, elements=60)
+        pits.before = death_of("p01", number)
+        histories = pits.play()
+        same_bits_in_a_group(histories)
+        if had == [True]:
+            assert all(outcomes(histories[peer]) == ["committed"] for peer in ("p00", "p02"))
+            assert not any(histories[peer][0].half_exchanges for peer in ("p00", "p02"))
+            return
+    pytest.fail("no part was had of another member")
 
 
 @pytest.mark.parametrize("way", ("both", "from", "to"))

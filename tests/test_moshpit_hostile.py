@@ -34,6 +34,7 @@ def test_a_liar_is_named_and_the_others_come_through(lie: str) -> None:
     histories = pits.play(rounds=2)
     assert named(histories, "p01"), lie
     for peer in ("p00", "p02", "p03"):
+        assert outcomes(histories[peer]) == ["committed"] * 2
         state = torch.cat(histories[peer][-1].states)
         assert bool(torch.isfinite(state).all()) and float(state.norm()) < 2 * float(before[peer].norm())
 
@@ -49,6 +50,30 @@ def test_a_state_of_another_length_is_left_out_and_named() -> None:
     assert outcomes(histories["p02"]) == ["skipped"]
     for peer in ("p00", "p01", "p03"):
         assert histories[peer][0].mean.peers == ("p00", "p01", "p03")
+
+
+def test_a_group_averages_by_the_rule_of_the_run() -> None:
+    """By the mean a state with its sign turned is a fifth of what all hold."""
+    far = {}
+    for rule in ("mean", "median"):
+        pits = swarm(5, robust=rule)
+        pits.tokens = [1000] * 5
+        for vector in pits.states[4]:
+            vector.neg_()
+        honest = torch.stack([torch.cat(state) for state in pits.states[:4]]).mean(0)
+        histories = pits.play()
+        far[rule] = float((torch.cat(histories["p00"][0].states) - honest).norm() / honest.norm())
+        assert bool(named(histories, "p04")) == (rule == "median")
+    assert far["median"] < 0.9 * far["mean"]
+
+
+def test_tokens_count_for_sixteen_median_weights_at_most() -> None:
+    pits = swarm(5)
+    pits.tokens = [1000] * 4 + [10**6]
+    histories = pits.play()
+    for peer in pits.peers[:4]:
+        assert histories[peer][0].mean.weights["p04"] == 16_000
+    assert named(histories, "p04")
 
 
 # -- frames that are refused -------------------------------------------------------------------------------------------

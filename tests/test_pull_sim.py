@@ -1,4 +1,4 @@
-"""Gossip by NoLoCo's rule, whole peers in virtual time: nothing is lost or made, whoever meets whom and when."""
+"""Gossip of whole peers in virtual time, of states and by NoLoCo's rule: nothing is lost or made."""
 
 from __future__ import annotations
 
@@ -46,22 +46,24 @@ class WalkedWorld(LooseWorld):
 
 
 def balance(world: WalkedWorld) -> float:
-    """How far the mean of φ − α/(1 − α)δ is from where the work of all has led it, as a share of that way.
+    """How far the mean of φ − α/(1 − α)δ is from where the work of all has led it, as a share of that way; of averaged
+    states, that of φ − βα²/(1 − α)v, with Nesterov's momentum v.
 
-    Each step takes it g / (1 − α) further, with g = γφ + ū, and so does every amendment by what it amends: what one
-    gets of a partner the partner has given, whichever of their steps that falls into.
+    Each step of NoLoCo takes it g / (1 − α) further, with g = γφ + ū, and so does every amendment by what it amends:
+    what one gets of a partner the partner has given, whichever of their steps that falls into.
     """
     keeps = 1 / (1 - OUTER_MOMENTUM)
+    owed = (OUTER_MOMENTUM if world.scenario.pull else OUTER_RATE * OUTER_MOMENTUM**2) * keeps
     states = [(replica.anchor.double(), replica.velocity.double()) for replica in world.replicas.values()]
-    ends = torch.stack([phi - OUTER_MOMENTUM * keeps * velocity for phi, velocity in states]).mean(dim=0)
+    ends = torch.stack([phi - owed * velocity for phi, velocity in states]).mean(dim=0)
     starts = torch.stack([start.double() for start in world.starts.values()]).mean(dim=0)
     way = torch.stack([walker.far for walker in world.walkers]).mean(dim=0) * OUTER_RATE * keeps
     return float((ends - starts - way).norm() / way.norm())
 
 
 @pytest.mark.parametrize("pace", STEPS)
-@pytest.mark.parametrize("pull", (0.3, 0.9))
-def test_the_mean_of_all_goes_where_their_work_leads_it(pace: str, pull: float) -> None:
+@pytest.mark.parametrize("pull, codec", ((None, "fp32"), (None, "int8"), (0.3, "fp32"), (0.9, "fp32")))
+def test_the_mean_of_all_goes_where_their_work_leads_it(pace: str, pull: float | None, codec: str) -> None:
     worlds: list[WalkedWorld] = []
 
     class Kept(WalkedWorld):
@@ -70,7 +72,7 @@ def test_the_mean_of_all_goes_where_their_work_leads_it(pace: str, pull: float) 
             worlds.append(self)
 
     scenario = Scenario(
-        protocol="gossip", peers=5, rounds=8, codec="fp32", elements=300, step_seconds=STEPS[pace], pull=pull
+        protocol="gossip", peers=5, rounds=8, codec=codec, elements=300, step_seconds=STEPS[pace], pull=pull
     )
     outcome = play(scenario, Kept)
     assert outcome.violations == []

@@ -61,6 +61,7 @@ class Pits:
     before: Callable[[SimNetwork], None] = lambda network: None
     dress: Callable[[Host], Host] = lambda host: host
     round_seconds: float = 600.0
+    robust: str = "mean"
     histories: dict[PeerId, list[Told]] = field(default_factory=dict)
     network: SimNetwork = field(init=False)
     averagers: dict[PeerId, Moshpit] = field(default_factory=dict)
@@ -102,7 +103,7 @@ class Pits:
         loop, peer = asyncio.get_running_loop(), self.peers[index]
         state = self.states[index]
         claim = self.claims[index] if self.claims else 12.5e6
-        settings = Settings(self.codec, (len(state[0]),), self.chunk_elements, bandwidth=claim)
+        settings = Settings(self.codec, (len(state[0]),), self.chunk_elements, bandwidth=claim, robust=self.robust)
         averager = self.averagers[peer] = Moshpit(host, settings, self.most, self.told)
         history = self.histories.setdefault(peer, [])
         number = self.starts[index] if self.starts else 0
