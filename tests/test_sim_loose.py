@@ -34,9 +34,11 @@ class PairWorld(LooseWorld):
         return Pairs(host, settings, self.session)
 
 
-def played(fault: str = "none", seed: int = 0, session: type[PairSession] = PairSession, peers: int = 4) -> Played:
+def played(
+    fault: str = "none", seed: int = 0, session: type[PairSession] = PairSession, peers: int = 4, rounds: int = 4
+) -> Played:
     world = type("Planted", (PairWorld,), {"session": session})
-    return play(Scenario(peers=peers, rounds=4, seed=seed, fault=fault), world)
+    return play(Scenario(peers=peers, rounds=rounds, seed=seed, fault=fault), world)
 
 
 def found(outcome: Played) -> set[str]:
@@ -92,6 +94,21 @@ class Deaf(PairSession):
         return Mean(Outcome.SKIPPED)
 
 
+class Seldom(PairSession):
+    """Meets others in its first round, and in no other."""
+
+    async def mean(self, mine: Sequence[Vector], work: Work, into: Sequence[Vector]) -> Mean:
+        return await super().mean(mine, work, into) if self.round == 0 else Mean(Outcome.SKIPPED)
+
+
+class Hasty(PairSession):
+    """Goes from its first round to the last one."""
+
+    async def take_back(self) -> Mapping[PeerId, Contribution]:
+        self.round = max(self.round, 5)
+        return await super().take_back()
+
+
 class Apart(PairSession):
     """States are exchanged, and nothing is made of them."""
 
@@ -135,6 +152,8 @@ class Lingering(PairSession):
     "session, fault, invariant",
     [
         (Deaf, "none", "progress"),
+        (Seldom, "none", "progress"),
+        (Hasty, "none", "progress"),
         (Apart, "partition", "spread"),
         (Twice, "none", "counted-once"),
         (Grouped, "none", "one-group"),
@@ -147,7 +166,7 @@ def test_a_planted_bug_is_found(
     session: type[PairSession], fault: str, invariant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worlds, "HEALED_SECONDS", 200.0)
-    assert invariant in found(played(fault, session=session))
+    assert invariant in found(played(fault, session=session, rounds=6))
 
 
 def test_who_does_not_commit_again_after_all_is_healed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,15 +233,17 @@ def test_the_honest_come_through_beside_a_liar(protocol: str, lie: str, seed: in
     scenario = Scenario(protocol=protocol, peers=4, rounds=4, seed=seed, fault="lies", lie=lie)
     outcome = play(scenario, CountingWorld)
     assert outcome.violations == [] and CountingWorld.lies and len(outcome.liars) == 1
+    assert CountingWorld.apart < 0.11, "three that meet nobody are .14 apart"
 
 
 class CountingWorld(LooseWorld):
-    """Knows how many lies were told."""
+    """Knows how many lies were told, and how far the honest are apart in the end."""
 
-    lies = 0
+    lies, apart = 0, 0.0
 
     def check(self, histories: dict[PeerId, list[Report]]) -> list[Violation]:
         CountingWorld.lies = sum(liar.lies for liar in self.told.values())
+        CountingWorld.apart = self.spread()
         return super().check(histories)
 
 

@@ -39,6 +39,8 @@ HEALED_ROUNDS = 10
 """So many rounds are committed by everybody after all is healed: enough to see whether the spread falls."""
 LIARS_ROUNDS = 12
 """In a row, to be drawn for the one liar of four: twice in a million."""
+SELDOM = 0.2
+"""Who could mix in more than a few rounds did so in such a share of them; who is slow comes when others are busy."""
 ENDLESS = 10
 """Times as many rounds as a run has: who has reported those gets no further."""
 
@@ -212,9 +214,13 @@ class LooseWorld(World):
         for peer, history in honest.items():
             if not history or history[-1]["round"] < self.scenario.rounds - 1:
                 found.append(checkers.Violation("progress", peer, len(history), "it does not come to the end"))
-            if self.account.could[peer] > self._bad_luck() and not self.account.did[peer]:
-                what = f"it could mix in {self.account.could[peer]} rounds, and never did"
+            could, did = self.account.could[peer], self.account.did[peer]
+            seldom = self.scenario.fault != "slow" and did < SELDOM * could
+            if could > self._bad_luck() and (seldom or not did):
+                what = f"it could mix in {could} rounds, and did so in {did}"
                 found.append(checkers.Violation("progress", peer, len(history), what))
+            if self.scenario.fault == "none" and len(history) < self.scenario.rounds:
+                found.append(checkers.Violation("progress", peer, len(history), "it leaves rounds out"))
             if len(self.peers) > 2 and any(report["round"] >= self.scenario.rounds for report in history):
                 found.append(checkers.Violation("clock", peer, len(history), "a round that nobody has come to"))
         return found + self._unnamed(honest) + self._together()
