@@ -219,8 +219,8 @@ class LooseWorld(World):
             if could > self._bad_luck() and (seldom or not did):
                 what = f"it could mix in {could} rounds, and did so in {did}"
                 found.append(checkers.Violation("progress", peer, len(history), what))
-            if self.scenario.fault == "none" and len(history) < self.scenario.rounds:
-                found.append(checkers.Violation("progress", peer, len(history), "it leaves rounds out"))
+            if self.scenario.fault == "none" and len(history) < self.scenario.rounds / 2:  # nobody is that slow
+                found.append(checkers.Violation("progress", peer, len(history), "it leaves most rounds out"))
             if len(self.peers) > 2 and any(report["round"] >= self.scenario.rounds for report in history):
                 found.append(checkers.Violation("clock", peer, len(history), "a round that nobody has come to"))
         return found + self._unnamed(honest) + self._together()
