@@ -18,7 +18,7 @@ from asyncio.subprocess import PIPE
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil  # type: ignore[import-untyped]
 import pytest
@@ -29,6 +29,7 @@ from node.identity import IdentityError
 from node.members.addresses import is_silent, meaning, missing, shareable
 from node.network.daemon import DaemonError, arguments, with_ports
 from node.network.libp2p import LibP2PConfig, LibP2PTransport
+from node.network.link import LINK_ERRORS
 from node.network.serving import ask
 from protocols import wire
 from protocols.base import PeerGone, PeerId, PeerSilent, Stream, Transport
@@ -102,6 +103,16 @@ def steal(thief: socket.socket, port: int) -> None:
             return thief.listen()
         time.sleep(0.01)
     raise AssertionError("the daemon does not die")
+
+
+class Mirror(asyncio.Protocol):
+    """Says back what it hears: so it is for two that dial at the same instant, and talk to each other's opening."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._transport.write(data)
 
 
 def is_running(pid: int) -> bool:
@@ -383,6 +394,27 @@ class TestAddresses:
             with pytest.raises(ValueError, match="must end in /p2p/"):
                 await a.connect(f"{b.addresses[0]}/p2p-circuit", soon())
             silent.close()
+
+        run(directory, body)
+
+    def test_dials_that_crossed_or_that_p2pd_made_by_itself_are_made_again(self, directory: Path) -> None:
+        async def body(make: Make) -> None:
+            a, key = await make(), identity.create(directory / "b")
+            stranger, nowhere = identity.create(directory / "stranger").peer_id, "/ip4/127.0.0.1/tcp/1"
+            mirror = await asyncio.get_running_loop().create_server(Mirror, "127.0.0.1", 0)
+            where = f"/ip4/127.0.0.1/tcp/{mirror.sockets[0].getsockname()[1]}"
+            with pytest.raises(PeerGone, match="both sides dialled at the same instant"):
+                await a.connect(f"{where}/p2p/{key.peer_id}", soon(0.5))
+            with pytest.raises(LINK_ERRORS, match="connection refused"):
+                await (await a.link()).connect(stranger, nowhere, 5)
+            mirror.close()
+            b = await make(identity=key, listen=(where,))
+            b.serve("echo", echo)
+            dials = (f"{where}/p2p/{b.me}", f"{nowhere}/p2p/{stranger}")
+            met, refused = await asyncio.gather(*(a.connect(each, soon()) for each in dials), return_exceptions=True)
+            assert met == b.me
+            assert isinstance(refused, PeerGone) and "nothing listens there" in refused.why
+            await ping(a, b.me)
 
         run(directory, body)
 

@@ -13,6 +13,8 @@ SILENT = ("context deadline exceeded", "i/o timeout", "connection timed out")
 
 BACKOFF = "it failed a moment ago and is not tried again so soon: wait ten seconds"
 
+CROSSED = "both sides dialled at the same instant, and neither got through: wait ten seconds"
+
 # What p2pd says -> what it means, and what to do about it; the first that occurs in its words counts.
 _MEANINGS = (
     ("connection refused", "nothing listens there (connection refused): is the peer running, is the port right?"),
@@ -28,6 +30,7 @@ _MEANINGS = (
     ("not found", "nobody who is connected knows where it is: connect to its address first"),
     ("no good addresses", "none of its addresses can be dialled from here"),
     *((words, "no answer: a firewall, or the peer is down or hangs; try another address of it") for words in SILENT),
+    ("noise: message is too short", CROSSED),  # where an answer is due there is the other's opening
     ("failed to negotiate", "what answers there is no libp2p peer: is the port right?"),
 )
 _MISMATCH = re.compile(r"remote key matches (\w+)")

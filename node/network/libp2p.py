@@ -14,18 +14,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import random
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeVar
 
 from multiaddr import Multiaddr  # type: ignore[import-untyped]
 
 from node.bounded import renew
 from node.identity import Identity
-from node.members.addresses import BACKOFF, is_silent, meaning, missing, not_listening
+from node.members.addresses import BACKOFF, CROSSED, is_silent, meaning, missing, not_listening
 from node.network.daemon import DaemonError, arguments, with_ports
 from node.network.link import LINK_ERRORS, Link
 from node.network.pipe import SocketPipe
@@ -41,6 +42,15 @@ _BACKOFF_SECONDS = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 _STEADY_SECONDS = 30.0
 _KEPT_PORT_ATTEMPTS = 4
 _MAX_KNOWN = 64
+_MAX_CAUSES = 256
+_PAUSE_SECONDS = (0.1, 0.6)
+"""After a dial that crossed the other's, tries are as far apart, by chance: those two shall not cross again."""
+
+T = TypeVar("T")
+
+
+class _NotNow(PeerGone):
+    """The dial says nothing about whether the peer is there: it crossed the peer's own, or was none at all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +185,7 @@ class LibP2PTransport:
             ) from None
         if not where or "/" in peer:
             raise ValueError(f"{address!s:.200} does not say who is there: it must end in /p2p/<peer id>")
-        async with self._reaching(peer, deadline, where) as (link, seconds):
-            await link.connect(peer, where, seconds)
+        await self._calling(peer, deadline, lambda link, seconds: link.connect(peer, where, seconds), where)
         renew(self._known, peer, where, _MAX_KNOWN)
         return peer
 
@@ -192,15 +201,31 @@ class LibP2PTransport:
             await link.disconnect(peer)
 
     async def _dial(self, peer: PeerId, method: str, deadline: Deadline) -> SocketPipe:
+        pipe = await self._calling(peer, deadline, lambda link, seconds: link.stream(peer, seconds))
+        async with self._reaching(peer, deadline):
+            await ask(pipe, method)
+        return pipe
+
+    async def _calling(
+        self, peer: PeerId, deadline: Deadline, call: Callable[[Link, int], Awaitable[T]], where: str = ""
+    ) -> T:
+        """Have p2pd dial; again when it died meanwhile, or when the peer dialled us at the same instant.
+
+        Both dial from the port on which they listen, so that TCP makes one connection of the two, at whose ends both
+        wait for the other's answer. Both give up, and do not dial the other again for five seconds.
+        """
         while True:
-            async with self._reaching(peer, deadline) as (link, seconds):
-                try:
-                    pipe = await link.stream(peer, seconds)
-                except (ConnectionError, FileNotFoundError, EOFError):
-                    await link.gone.wait()  # our daemon's fault, not the peer's: ask the next one
-                    continue
-                await ask(pipe, method)
-                return pipe
+            try:
+                async with self._reaching(peer, deadline, where) as (link, seconds):
+                    try:
+                        return await call(link, seconds)
+                    except (ConnectionError, FileNotFoundError, EOFError):
+                        await link.gone.wait()  # our daemon's fault, not the peer's: ask the next one
+            except _NotNow:
+                pause = random.uniform(*_PAUSE_SECONDS)
+                if asyncio.get_running_loop().time() + pause >= deadline:
+                    raise
+                await asyncio.sleep(pause)
 
     @asynccontextmanager
     async def _reaching(self, peer: PeerId, deadline: Deadline, where: str = "") -> AsyncIterator[tuple[Link, int]]:
@@ -217,13 +242,17 @@ class LibP2PTransport:
             raise PeerGone(peer, "did not accept the stream: method not served, too many streams, or gone") from None
         except (ValueError, *LINK_ERRORS) as error:
             words = str(error) or type(error).__name__
-            kind = PeerSilent if is_silent(words) else PeerGone
-            raise kind(peer, f"cannot be reached: {self._cause(peer, where, meaning(words, where))}") from None
+            is_known, cause = peer in self._causes, self._cause(peer, where, meaning(words, where))
+            # p2pd dials of its own accord, too: whoever gives an address wants to know more than that it has.
+            not_now = cause == CROSSED or (cause == BACKOFF and where != "" and not is_known)
+            kind = PeerSilent if is_silent(words) else _NotNow if not_now else PeerGone
+            raise kind(peer, f"cannot be reached: {cause}") from None
 
     def _cause(self, peer: PeerId, where: str, why: str) -> str:
         """For some seconds after a dial that failed, p2pd says only that one did: what counts is why."""
         if why != BACKOFF:
-            renew(self._causes, where + peer, why, _MAX_KNOWN)
+            for each in {where + peer, peer}:
+                renew(self._causes, each, why, _MAX_CAUSES)
         return self._causes.get(where + peer, why)
 
     def _incoming(self, peer: PeerId, address: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
