@@ -102,6 +102,7 @@ class LibP2PTransport:
         self._known: dict[PeerId, str] = {}
         self._seen: dict[PeerId, str] = {}
         self._causes: dict[str, str] = {}
+        self._chance = random.Random(self.me)  # another for each peer: that is what it is for
         self._exit = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -222,7 +223,7 @@ class LibP2PTransport:
                     except (ConnectionError, FileNotFoundError, EOFError):
                         await link.gone.wait()  # our daemon's fault, not the peer's: ask the next one
             except _NotNow:
-                pause = random.uniform(*_PAUSE_SECONDS)
+                pause = self._chance.uniform(*_PAUSE_SECONDS)
                 if asyncio.get_running_loop().time() + pause >= deadline:
                     raise
                 await asyncio.sleep(pause)
