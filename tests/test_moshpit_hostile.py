@@ -12,7 +12,7 @@ import torch
 
 from protocols.base import Buffer, Header, Member, PeerId
 from protocols.framing import FramedStream
-from protocols.groups.census import TRAINING, Here, group_key
+from protocols.groups.census import DONE, TRAINING, Here, group_key
 from protocols.groups.gathering import Gathering
 from protocols.groups.grid import drawn
 from protocols.reducing.parts import chunk_digest, part_message
@@ -22,7 +22,7 @@ from protocols.wire import Chunk, Contribute, Offer, PartDone, Plan, Reduced, Wa
 from tests.sim.host import SimSigner
 from tests.sim.network import SimNetwork
 from tests.sim.pits import RUN, Pits, Told
-from tests.test_moshpit import named, outcomes, same_bits_in_a_group, swarm
+from tests.test_moshpit import death_of, handed_on, named, outcomes, same_bits_in_a_group, swarm
 
 LOSSES = ("nan", "infinity", "norm", "size", "huge-length", "endless-header", "garbage", "twice", "codec", "stale")
 
@@ -175,6 +175,29 @@ def test_who_calls_others_with_lies_is_left_alone() -> None:
     assert outcomes(histories["p02"]) == ["skipped"]
 
 
+class Mute(Twisted):
+    """A stream of one that calls nobody, and says that it waits."""
+
+    async def send(self, header: Header, payload: Buffer = b"") -> None:
+        if not isinstance(header, Plan) and not (isinstance(header, Here) and header.stage == DONE):
+            await self._stream.send(header, payload)
+
+
+@pytest.mark.parametrize("mute, outcome", ((2, "committed"), (3, "skipped")))
+def test_who_does_not_call_costs_moments_and_so_many_the_round(mute: int, outcome: str) -> None:
+    pits = swarm(7)
+    order = drawn(group_key(RUN, "run", 0, (8,), 0, (0,)).lineage, pits.peers)
+
+    def dress(network: SimNetwork) -> None:
+        for peer in order[:mute]:
+            network.transports[peer].disguise = lambda method, stream, pipe: Mute(stream, lambda peer, header: header)
+
+    pits.before = dress
+    histories = pits.play()
+    assert {outcomes(histories[peer])[0] for peer in order[mute:]} == {outcome}
+    assert all(histories[peer][0].seconds < 10.0 for peer in order[mute:])
+
+
 def test_a_caller_cannot_have_one_part_reduced_by_two() -> None:
     """Each of the honest would hold what another made of it, under one name of the group."""
 
@@ -226,6 +249,28 @@ def test_a_part_counts_as_its_own_reducer_signed_it() -> None:
     assert any("did not make" in why for why in named(histories, "p02"))
     assert not named(histories, "p00") and not named(histories, "p01")
     assert outcomes(histories["p00"]) == outcomes(histories["p01"]) == ["skipped"]
+
+
+def test_a_part_is_had_of_another_member_as_its_own_reducer_signed_it() -> None:
+    """Where its reducer died: who hands it on could have made it."""
+    number, giver, taker = handed_on()
+    pits, kill = swarm(3, elements=60), death_of("p01", number)
+
+    def its_own(peer: PeerId, header: Header) -> Header:
+        if not isinstance(header, PartDone) or header.reducer != 1:
+            return header
+        (mixing,) = pits.averagers[giver]._pit.mixings.values()
+        false = replace(header, reducer=mixing.terms.peers.index(giver))
+        return replace(false, signature=SimSigner(giver, 1).sign(part_message(mixing.key, mixing.terms.digest, false)))
+
+    def dress(network: SimNetwork) -> None:
+        kill(network)
+        network.transports[giver].disguise = lambda method, stream, pipe: Twisted(stream, its_own)
+
+    pits.before = dress
+    histories = pits.play()
+    assert outcomes(histories[taker]) == ["skipped"] and outcomes(histories[giver]) == ["committed"]
+    assert any("did not make" in why for why in named(histories, giver))
 
 
 def test_a_mean_of_those_who_bring_nothing_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

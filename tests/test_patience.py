@@ -56,6 +56,18 @@ def test_over_a_slow_line_the_time_doubles_until_it_is_enough() -> None:
     assert patience.timeout_seconds("other", SIZE) > 100.0, "but if all are slow, the line is ours"
 
 
+def test_no_line_is_thought_faster_than_it_may_have_become_or_slower_than_any() -> None:
+    """Else one exchange that came in a moment, or a hundred that did not, would leave no time, or all there is."""
+    patience = Patience(1e6)
+    patience.took("p", SIZE, 0.0, 1e-6)
+    assert patience.expected_seconds("p", SIZE) == patience.expected_seconds("other", SIZE) == 1.0 / 1.5
+    for _ in range(100):
+        patience.late("p", 0.0, 1.0)
+        patience.took("q", SIZE, 0.0, 1e9)
+    assert patience.expected_seconds("p", SIZE) == patience.expected_seconds("q", SIZE) == 1000.0
+    assert patience.expected_seconds("other", SIZE) == 1000.0
+
+
 def test_who_does_not_answer_is_left_alone_and_thought_no_slower() -> None:
     patience = Patience(1e6)
     before = patience.timeout_seconds("p", SIZE), patience.timeout_seconds("q", SIZE)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from statistics import median_low
 
@@ -24,7 +25,7 @@ FLOOR_SECONDS = 1.0
 """What anybody is given to answer, beside round trips and what was observed."""
 ROUND_TRIP_LIMIT_SECONDS = 2.0
 CALLERS = 3
-"""So many may fail to call before those who wait go without a group."""
+"""If so many fail to call, those who wait go without a group."""
 NORM_SPREAD = 4.0
 """States that have drifted apart are still about as long: what is longer than so many median ones is no state of this
 run, and would drown the others."""
@@ -165,6 +166,7 @@ class Gathering:
                 desk.census.missed(word.sender.peer for word in missing)
             called_by = self._caller([*here] if callable_at <= now else [*line])
             if called_by is None:
+                await self._called_after_all()
                 break
             until = late
             if callable_at <= now:
@@ -188,12 +190,16 @@ class Gathering:
             self._tell(order[0], self._offer)
         return order[0]
 
+    async def _called_after_all(self) -> None:
+        """Who is given up last calls at the moment at which it is, if not all follow it: its call is on its way."""
+        with suppress(TimeoutError):
+            until = min(self._deadline, asyncio.get_running_loop().time() + self._desk.answer_seconds)
+            await self._bell.until(lambda: self.terms is not None, until)
+
     async def _news(self, until: Deadline) -> None:
         stirred = self._stirred
-        try:
+        with suppress(TimeoutError):
             await self._bell.until(lambda: self._stirred != stirred, min(until, self._deadline))
-        except TimeoutError:
-            return
 
     def _signed(self) -> wire.Offer:
         desk, stake = self._desk, self._stake
