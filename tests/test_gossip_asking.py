@@ -110,8 +110,8 @@ def test_who_leaves_while_it_asks_what_became_of_an_exchange_tells_that_it_does_
     assert swarm.moved(1) and not swarm.moved(0) and swarm.gossips[0].half_exchanges == 1
 
 
-def test_whose_state_is_free_again_keeps_nothing_of_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """p1 has moved and waits for p0's last word, for seconds in which others may ask."""
+def breathless() -> Swarm:
+    """Two, of whom p0 says everything but its last word."""
 
     class Breathless(LyingStream):
         async def send(self, header: Any, payload: Any = b"") -> None:
@@ -119,6 +119,29 @@ def test_whose_state_is_free_again_keeps_nothing_of_the_other(monkeypatch: pytes
                 await self._stream.send(header, payload)
 
     swarm = Swarm(2, disguises={0: lambda method, stream, pipe: Breathless(stream, pipe, "", None)})  # type: ignore[arg-type]
+    return swarm
+
+
+def test_what_may_have_moved_one_end_is_told_in_the_next_round_if_there_is_none() -> None:
+    """p1 has moved, and gives up waiting for p0's last word when its round is over."""
+    swarm = breathless()
+
+    async def main() -> None:
+        lending = swarm.start(1, swarm.lending(1, 1.5))
+        await swarm.start(0, swarm.round(0))
+        await asyncio.wait([lending])
+        assert swarm.moved(1) and not swarm.gossips[1].pairing.half_exchanges
+        await asyncio.sleep(10.0)
+        await swarm.start(1, swarm.lending(1, 1.0))
+        await swarm.start(1, swarm.lending(1, 1.0))
+
+    swarm.run(main)
+    assert [told.half_exchanges for told in swarm.told[1]] == [0, 1, 0] and swarm.told[1][1].mass_drift > 0
+
+
+def test_whose_state_is_free_again_keeps_nothing_of_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """p1 has moved and waits for p0's last word, for seconds in which others may ask."""
+    swarm = breathless()
     kept, pairing = list[Any](), swarm.gossips[1].pairing
     begin = pairing.begin
 
