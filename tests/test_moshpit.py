@@ -284,7 +284,7 @@ def handed_on() -> tuple[int, PeerId, PeerId]:
             pits.before = death_of("p01", number)
             pits.play()
             if had:
-                (giver,) = had
+                giver = had[0]
                 return number, giver, "p02" if giver == "p00" else "p00"
     pytest.fail("no part was had of another member")
 

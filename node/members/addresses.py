@@ -13,7 +13,7 @@ SILENT = ("context deadline exceeded", "i/o timeout", "connection timed out")
 
 BACKOFF = "it failed a moment ago and is not tried again so soon: wait ten seconds"
 
-CROSSED = "both sides dialled at the same instant, and neither got through: wait ten seconds"
+CROSSED = "both sides dialled at the same instant, and neither got through: wait ten seconds; or no libp2p peer"
 
 # What p2pd says -> what it means, and what to do about it; the first that occurs in its words counts.
 _MEANINGS = (

@@ -11,7 +11,8 @@ from protocols.base import Member, PeerId
 
 AGAIN_SECONDS = 2.0
 """A peer whose stream broke has so long to take another, before it counts as gone."""
-DIAL_SECONDS = 5.0
+DIAL_SECONDS = 7.0
+"""More than the five for which libp2p does not dial again after two dials that crossed."""
 NUDGED_SECONDS = 0.25
 """Before who calls us is tried again: it decides how often it calls."""
 WANTED_PAUSE_SECONDS = 10.0

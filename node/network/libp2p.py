@@ -42,7 +42,7 @@ _BACKOFF_SECONDS = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 _STEADY_SECONDS = 30.0
 _KEPT_PORT_ATTEMPTS = 4
 _MAX_KNOWN = 64
-_MAX_CAUSES = 256
+_MAX_CAUSES, _MAX_CAUSES_PER_PEER = 256, 8
 _PAUSE_SECONDS = (0.1, 0.6)
 """After a dial that crossed the other's, tries are as far apart, by chance: those two shall not cross again."""
 
@@ -101,7 +101,7 @@ class LibP2PTransport:
         self._starts_in_a_row = 0
         self._known: dict[PeerId, str] = {}
         self._seen: dict[PeerId, str] = {}
-        self._causes: dict[str, str] = {}
+        self._causes: dict[PeerId, dict[str, str]] = {}
         self._chance = random.Random(self.me)  # another for each peer: that is what it is for
         self._exit = AsyncExitStack()
 
@@ -219,9 +219,12 @@ class LibP2PTransport:
             try:
                 async with self._reaching(peer, deadline, where) as (link, seconds):
                     try:
-                        return await call(link, seconds)
+                        result = await call(link, seconds)
                     except (ConnectionError, FileNotFoundError, EOFError):
                         await link.gone.wait()  # our daemon's fault, not the peer's: ask the next one
+                    else:
+                        self._causes.pop(peer, None)
+                        return result
             except _NotNow:
                 pause = self._chance.uniform(*_PAUSE_SECONDS)
                 if asyncio.get_running_loop().time() + pause >= deadline:
@@ -243,18 +246,26 @@ class LibP2PTransport:
             raise PeerGone(peer, "did not accept the stream: method not served, too many streams, or gone") from None
         except (ValueError, *LINK_ERRORS) as error:
             words = str(error) or type(error).__name__
-            is_known, cause = peer in self._causes, self._cause(peer, where, meaning(words, where))
+            is_known = peer in self._causes
+            cause = self._cause(peer, where, CROSSED if self._has_crossed(peer, words) else meaning(words, where))
             # p2pd dials of its own accord, too: whoever gives an address wants to know more than that it has.
             not_now = cause == CROSSED or (cause == BACKOFF and where != "" and not is_known)
-            kind = PeerSilent if is_silent(words) else _NotNow if not_now else PeerGone
+            kind = _NotNow if not_now else PeerSilent if is_silent(words) else PeerGone
             raise kind(peer, f"cannot be reached: {cause}") from None
+
+    def _has_crossed(self, peer: PeerId, words: str) -> bool:
+        """Whether a dial to one of its addresses did, whatever became of those to its others."""
+        waits = "dial backoff" in words and self._causes.get(peer, {}).get("") == CROSSED
+        return waits or "noise: message is too short" in words
 
     def _cause(self, peer: PeerId, where: str, why: str) -> str:
         """For some seconds after a dial that failed, p2pd says only that one did: what counts is why."""
+        causes = self._causes.get(peer, {})
         if why != BACKOFF:
-            for each in {where + peer, peer}:
-                renew(self._causes, each, why, _MAX_CAUSES)
-        return self._causes.get(where + peer, why)
+            for each in {where, ""}:
+                renew(causes, each, why, _MAX_CAUSES_PER_PEER)
+            renew(self._causes, peer, causes, _MAX_CAUSES)
+        return causes.get(where, why)
 
     def _incoming(self, peer: PeerId, address: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if address:
