@@ -13,6 +13,8 @@ SILENT = ("context deadline exceeded", "i/o timeout", "connection timed out")
 
 BACKOFF = "it failed a moment ago and is not tried again so soon: wait ten seconds"
 
+_WAITING, _OPENING = "dial backoff", "noise: message is too short"
+
 CROSSED = "both sides dialled at the same instant, and neither got through: wait ten seconds; or no libp2p peer"
 
 # What p2pd says -> what it means, and what to do about it; the first that occurs in its words counts.
@@ -24,13 +26,13 @@ _MEANINGS = (
     ("NO_RESERVATION", "the relay does not carry for this peer (any more): ask the peer for its present address"),
     ("invalid p2p multiaddr", "the relay is not named: it must read …/p2p/<the relay's id>/p2p-circuit/p2p/<peer id>"),
     ("no transport for protocol", "this kind of address is not spoken here: give one with /tcp/"),
-    ("dial backoff", BACKOFF),
+    (_WAITING, BACKOFF),
     ("no addresses", "nobody who is connected knows where it is: connect to its address first"),
     ("failed to find any peer", "nobody who is connected knows where it is: connect to its address first"),
     ("not found", "nobody who is connected knows where it is: connect to its address first"),
     ("no good addresses", "none of its addresses can be dialled from here"),
     *((words, "no answer: a firewall, or the peer is down or hangs; try another address of it") for words in SILENT),
-    ("noise: message is too short", CROSSED),  # where an answer is due there is the other's opening
+    (_OPENING, CROSSED),  # where an answer is due there is the other's opening
     ("failed to negotiate", "what answers there is no libp2p peer: is the port right?"),
 )
 _MISMATCH = re.compile(r"remote key matches (\w+)")
@@ -78,7 +80,7 @@ def meaning(words: str, where: str = "") -> str:
     said = {found["address"]: found["words"] for found in _DIALLED.finditer(words)}
     if said and where.startswith("/dns") and not any(where.startswith(address) for address in said):
         return "its name has no address (DNS): is it spelt right, is this machine online?"
-    fresh = next((each for each in said.values() if "dial backoff" not in each), words)
+    fresh = next((each for each in said.values() if _WAITING not in each), words)
     about = said.get(where, fresh)
     if other := _MISMATCH.search(about):
         return f"another peer is there, {other[1]}: the address is old or mistyped, ask for the present one"
@@ -91,6 +93,16 @@ def meaning(words: str, where: str = "") -> str:
 def is_silent(words: str) -> bool:
     """Whether p2pd's words are of an answer that did not come, rather than of a refusal."""
     return any(sign in words for sign in SILENT)
+
+
+def has_crossed(words: str, before: str | None) -> bool:
+    """Whether a dial to one of its addresses crossed the peer's own, or waits because one did.
+
+    Args:
+        words: p2pd's, about all addresses: the others may have failed in any other way.
+        before: what the last dial to it meant; None if none is known.
+    """
+    return _OPENING in words or (_WAITING in words and before == CROSSED)
 
 
 def not_listening(words: str) -> str | None:

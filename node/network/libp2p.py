@@ -26,7 +26,7 @@ from multiaddr import Multiaddr  # type: ignore[import-untyped]
 
 from node.bounded import renew
 from node.identity import Identity
-from node.members.addresses import BACKOFF, CROSSED, is_silent, meaning, missing, not_listening
+from node.members.addresses import BACKOFF, CROSSED, has_crossed, is_silent, meaning, missing, not_listening
 from node.network.daemon import DaemonError, arguments, with_ports
 from node.network.link import LINK_ERRORS, Link
 from node.network.pipe import SocketPipe
@@ -246,20 +246,18 @@ class LibP2PTransport:
             raise PeerGone(peer, "did not accept the stream: method not served, too many streams, or gone") from None
         except (ValueError, *LINK_ERRORS) as error:
             words = str(error) or type(error).__name__
-            is_known = peer in self._causes
-            cause = self._cause(peer, where, CROSSED if self._has_crossed(peer, words) else meaning(words, where))
+            before = self._causes.get(peer, {}).get("")
+            cause = self._cause(peer, where, CROSSED if has_crossed(words, before) else meaning(words, where))
             # p2pd dials of its own accord, too: whoever gives an address wants to know more than that it has.
-            not_now = cause == CROSSED or (cause == BACKOFF and where != "" and not is_known)
+            not_now = cause == CROSSED or (cause == BACKOFF and where != "" and before is None)
             kind = _NotNow if not_now else PeerSilent if is_silent(words) else PeerGone
             raise kind(peer, f"cannot be reached: {cause}") from None
 
-    def _has_crossed(self, peer: PeerId, words: str) -> bool:
-        """Whether a dial to one of its addresses did, whatever became of those to its others."""
-        waits = "dial backoff" in words and self._causes.get(peer, {}).get("") == CROSSED
-        return waits or "noise: message is too short" in words
-
     def _cause(self, peer: PeerId, where: str, why: str) -> str:
-        """For some seconds after a dial that failed, p2pd says only that one did: what counts is why."""
+        """For some seconds after a dial that failed, p2pd says only that one did: what counts is why.
+
+        The last cause stands under no address, too: for `open`, which names none.
+        """
         causes = self._causes.get(peer, {})
         if why != BACKOFF:
             for each in {where, ""}:
