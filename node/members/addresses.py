@@ -15,7 +15,7 @@ BACKOFF = "it failed a moment ago and is not tried again so soon: wait ten secon
 
 _WAITING, _OPENING = "dial backoff", "noise: message is too short"
 
-CROSSED = "both sides dialled at the same instant, and neither got through: wait ten seconds; or no libp2p peer"
+CROSSED = "both sides dialled at the same instant: wait ten seconds; if it stays so, no libp2p peer answers there"
 
 # What p2pd says -> what it means, and what to do about it; the first that occurs in its words counts.
 _MEANINGS = (
