@@ -216,7 +216,7 @@ class Peer:
         found = await tools.disk.run(start, 0)
         if line := found.words():
             self._view.say(line)
-        if self._choice.own and (line := found.strange(tools.me)):
+        if self._choice.own and (line := found.strange(tools.me, manifest.config.fork_peers)):
             self._view.say(line)
         return found
 

@@ -215,6 +215,53 @@ def test_as_many_heirs_fork_as_the_run_wants_or_all_of_a_small_roster(fork_peers
     assert not poll.may_fork([heirs[0], BERT]) and not poll.may_fork([*heirs, replace(OUTSIDER, incarnation=1)])
 
 
+FIVE = tuple(Member(f"m{number}", 1) for number in range(5))
+BACK = tuple(replace(member, incarnation=2) for member in FIVE)
+
+
+def shrunk(*rosters: tuple[Member, ...]) -> Head:
+    """The head after rounds that led from the first of these rosters to the last."""
+    head = replace(start(), roster=rosters[0])
+    for roster in rosters[1:]:
+        head = decided(head, roster=roster, voters=head.roster).head
+    return head
+
+
+@pytest.mark.parametrize(
+    "rosters, back, may",
+    (
+        ((FIVE, FIVE[2:], FIVE[4:]), BACK[2:4], True),
+        ((FIVE, FIVE[2:], FIVE[4:]), BACK[:3], True),
+        ((FIVE, FIVE[2:], FIVE[4:]), BACK[1:3], False),  # most of none
+        ((FIVE, FIVE[2:], FIVE[4:]), BACK[3:4], False),
+        ((FIVE, FIVE[2:], FIVE[4:]), (BACK[3], FIVE[4]), False),  # one of them still votes
+        ((FIVE, FIVE[2:], FIVE[4:]), (BACK[3], BACK[4]), True),  # with an heir
+        ((FIVE, FIVE[2:], FIVE[3:]), BACK[2:4], False),  # no more than they replace
+        ((FIVE[:3], FIVE[2:3], (*FIVE[2:], OUTSIDER)), BACK[:2], False),  # it has grown again since
+        ((FIVE, FIVE[4:]), (*BACK[:2], replace(OUTSIDER, incarnation=2)), False),
+        ((FIVE, FIVE[4:]), FIVE[:3], True),  # who was evicted and never restarted
+    ),
+)
+def test_most_of_a_roster_that_has_shrunk_may_fork(
+    rosters: tuple[tuple[Member, ...], ...], back: tuple[Member, ...], may: bool
+) -> None:
+    head = shrunk(*rosters)
+    poll = Poll(head.key, head.roster, SimSigner("m0", SEED), former=head.former)
+    assert poll.may_fork(back) == may
+    assert not Poll(head.key, head.roster, SimSigner("m0", SEED), fork_peers=0, former=head.former).may_fork(back)
+    if may and not any(map(poll.inherits, back)):
+        assert set(poll.former_majority(back)) <= set(back)
+        assert rules().judge(head, forked(head, *back).certificate).head.roster == back
+
+
+def test_a_fork_of_former_members_wins_over_the_few_they_replace() -> None:
+    head = shrunk(FIVE, FIVE[2:], FIVE[4:])
+    few, more = forked(head, *BACK[2:4]), forked(head, *BACK[:3])
+    alone, heir = decided(head, roster=FIVE[4:], voters=FIVE[4:]), forked(head, BACK[4])
+    order = [more, few, alone, heir]
+    assert sorted(order[::-1], key=lambda link: rules()._rank(head, link)) == order
+
+
 def test_a_tie_goes_to_the_lower_hash() -> None:
     head = start(4)
     pairs = sorted([forked(head, ANNA, BERT), forked(head, CLEO, DORA)], key=lambda link: link.lineage)

@@ -263,13 +263,22 @@ class Plain:
         ))[:limit]  # fmt: skip
 
 
+def former(heads: Sequence[Head]) -> list[tuple[Member, ...]]:
+    """Rosters before that of the last head that are larger than all that came after them, the latest first."""
+    rosters = [head.roster for head in heads]
+    larger = (at for at in range(len(rosters) - 1) if len(rosters[at]) > max(map(len, rosters[at + 1 :])))
+    return [rosters[at] for at in sorted(larger, reverse=True)]
+
+
 def same(chain: Chain, plain: Plain) -> None:
     heads, links = plain.heads, plain.links
+    assert list(chain.head.former) == former(heads)
     assert chain.head == heads[-1] and len(chain) == len(links)
     assert chain.records == tuple(link.certificate.record for link in links)
     for place, head in enumerate(heads):
         lineage = head.key.lineage
         assert lineage in chain and chain.at(lineage) == head and chain.count_since(lineage) == len(links) - place
+        assert list(getattr(chain.at(lineage), "former", ())) == former(heads[: place + 1])
         assert chain.since(lineage) == tuple(links[place:]) and chain.since(lineage, 2) == tuple(links[place:][:2])
         assert tuple(chain.walk(lineage)) == tuple(links[place:])
         assert chain.child(lineage) == next(iter(links[place:]), None)

@@ -303,7 +303,7 @@ def test_where_no_anchor_is_shared_checkpoints_stand_on_their_own(here: StateDir
     again = resume.start(here, manifest, Member("anna", 2), alone=True, shares_anchor=False)
     assert [each.path for each in again.checkpoints] == paths[::-1]
     assert again.words() == "from the checkpoint before round 5"
-    assert again.strange(Member("anna", 2)) == "" and again.chain.head.key.round == 0
+    assert again.strange(Member("anna", 2), 1) == "" and again.chain.head.key.round == 0
     for path in paths:
         (path / "manifest.json").write_bytes(b'{"format": 2}')
     with pytest.raises(StateError, match="none of the checkpoints"):
@@ -430,8 +430,8 @@ def test_where_a_peer_begins_is_told_and_what_keeps_it_waiting(tmp_path: Path, c
     begun = resume.Start(chain, cast(CertificateFile, None), kept, kept[0].data)
     assert begun.words() == "from the checkpoint before round 5"
     assert replace(begun, checkpoints=()).words() == ""
-    assert begun.strange(Member(ROSTER[0].peer, 7)) == ""
-    line = begun.strange(Member("zoe", 1))
+    assert begun.strange(Member(ROSTER[0].peer, 7), 1) == ""
+    line = begun.strange(Member("zoe", 1), 1)
     assert line.startswith("this peer, zoe, is not among those who made that state (") and "\n" not in line
     assert all(member.peer in line for member in chain.head.roster) and "identity.key" in line
 

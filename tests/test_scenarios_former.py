@@ -6,33 +6,15 @@ import asyncio
 
 import pytest
 
-from protocols.base import PeerId
-from protocols.history.chain import Link
-from protocols.vote.record import Kind
-from tests.sim.durable import Durable
-from tests.sim.parting import LongRounds, Parting
+from protocols.reducing.plan import BUDGET_FLOOR_SECONDS
+from tests.sim.leaving import PACE_SECONDS, Leaving, Play
+from tests.sim.parting import LongRounds
 
-PACE_SECONDS = 0.3
 AGAIN_SECONDS = 45.0
-"""From the start of the former members to a roster of all of them: patience, a vote, and the next round."""
+"""From the start of those who go on to a roster of all of them: patience, a vote, the rounds that admit the rest."""
 
 
-class Leaving(Durable, Parting):
-    """Peers that write a checkpoint when they leave, and may come back."""
-
-    async def leave_in_turn(self, peers: list[PeerId], pause_seconds: float = 0.0) -> None:
-        for peer in peers:
-            self.leave(peer)
-            await self.gone(peer, seconds=60.0)
-            await asyncio.sleep(pause_seconds)
-
-    def forks(self, peer: PeerId) -> list[Link]:
-        chain = self.chain(peer)
-        return [link for link in chain.since(chain.locator()[-1]) if link.record.kind == Kind.FORK]
-
-
-@pytest.mark.parametrize("pause_seconds", (0.0, 12.0))
-@pytest.mark.parametrize("peers", (3, 4, 5, 6))
+@pytest.mark.parametrize(("peers", "pause_seconds"), ((3, 0.0), (4, 12.0), (5, 0.0), (6, 3.0)))
 def test_all_but_the_last_to_leave_go_on(peers: int, pause_seconds: float) -> None:
     """By one FORK of a majority of a roster that several were in; the last one follows it when it is back."""
     stage = Leaving(LongRounds(peers, pace_seconds=PACE_SECONDS))
@@ -54,3 +36,34 @@ def test_all_but_the_last_to_leave_go_on(peers: int, pause_seconds: float) -> No
         assert {link.lineage for peer in stage.peers for link in stage.forks(peer)} == {fork.lineage}
 
     stage.play(story)
+
+
+@pytest.mark.parametrize(
+    ("fork_peers", "back"), ((1, ("p0", "p3")), (1, ("p0",)), (4, ("p0", "p1", "p2")), (0, ("p0", "p1", "p2")))
+)
+def test_too_few_former_members_wait_for_the_last(fork_peers: int, back: tuple[str, ...]) -> None:
+    """Two of five are no majority of any roster; and a run may want more, or forbid forks."""
+    stage = Leaving(LongRounds(5, pace_seconds=PACE_SECONDS, fork_peers=fork_peers))
+
+    async def story() -> None:
+        await stage.rounds(2)
+        await stage.leave_in_turn(stage.peers, 2.0)
+        heads = {stage.disks[peer].links[-1].lineage for peer in back}
+        for peer in back:
+            stage.revive(peer)
+        await asyncio.sleep(6 * BUDGET_FLOOR_SECONDS)
+        assert {stage.head(peer).key.lineage for peer in back} <= heads
+        stage.revive("p4")
+        await asyncio.sleep(0.0)
+        if fork_peers == 1:
+            await stage.until(stage.whole, AGAIN_SECONDS, "a roster with the last one")
+
+    stage.play(story)
+
+
+def test_a_crash_on_the_way_costs_no_branch() -> None:
+    """Every hundredth message; `python -m tests.sim.leaving` plays them all."""
+    calm = Play(3)
+    calm.run()
+    for at in range(50, calm.messages, 100):
+        Play(3, "crash", at).run()

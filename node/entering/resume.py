@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,10 +27,11 @@ from node.storage.checkpoint import DIRECTORY, Checkpoint, CheckpointError, Data
 from node.storage.keeper import Keeper
 from node.storage.statedir import StateDir, StateError, holds_run
 from node.training.remote import RemoteTrainer, WorkerError
-from protocols.base import Layout, Member
+from protocols.base import Layout, Member, PeerId
 from protocols.catchup.snapshot import Index
 from protocols.history.chain import UNSETTLED, Chain
 from protocols.vote import record as records
+from protocols.vote.poll import majority
 
 log = logging.getLogger(__name__)
 
@@ -122,18 +123,23 @@ class Start:
         """Where that is, for a person; empty where there is nothing yet."""
         return f"from {_listed(self.checkpoints[:1])}" if self.checkpoints else ""
 
-    def strange(self, me: Member) -> str:
+    def strange(self, me: Member, fork_peers: int) -> str:
         """What keeps this peer waiting if nobody comes: the state is of others. Empty where it is its own, too.
 
-        So it is with a new identity in an old directory: nobody there is a former life of it.
+        So it is where this peer left and others went on, and with a new identity in an old directory.
+
+        Args:
+            fork_peers: so many members at least may fork; 0: none may.
         """
-        roster = {member.peer for member in self.chain.head.roster}
+        head = self.chain.head
+        roster = {member.peer for member in head.roster}
         if me.peer in roster or not self.shares_anchor:
             return ""
-        who = ", ".join(sorted(map(short, roster))[:4])
+        if mine := next((each for each in head.former if me.peer in {member.peer for member in each}), None):
+            return _left_before(roster, {member.peer for member in mine}, fork_peers)
         return (
-            f"this peer, {short(me.peer)}, is not among those who made that state ({who}), and waits for one of them: "
-            "if its identity.key was replaced, put the old one back; --new starts another run"
+            f"this peer, {short(me.peer)}, is not among those who made that state ({_named(roster)}), and waits for "
+            "one of them: if its identity.key was replaced, put the old one back; --new starts another run"
         )
 
     def like(self, run: str, layout: Layout) -> Checkpoint:
@@ -151,6 +157,24 @@ class Start:
             carried=0,
             files={},
         )
+
+
+def _left_before(last: set[PeerId], before: set[PeerId], fork_peers: int) -> str:
+    """What a peer waits for that left a run before its last members did.
+
+    Args:
+        before: the smallest roster that this peer was in.
+        fork_peers: as for `Start.strange`.
+    """
+    line = f"this peer left the run before its last members ({_named(last)}) and waits until one of them is back"
+    if not fork_peers:
+        return f"{line}: the run forbids forks, so nobody may go on without them"
+    enough = max(majority(len(before)), len(last) + 1, fork_peers)
+    return f"{line}, or until {enough} of {_named(before)} are here to go on without them"
+
+
+def _named(peers: Collection[PeerId]) -> str:
+    return ", ".join(sorted(map(short, peers))[:8])
 
 
 def start(state: StateDir, manifest: Manifest, me: Member, alone: bool = False, shares_anchor: bool = True) -> Start:

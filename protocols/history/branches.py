@@ -125,8 +125,8 @@ class Rules:
         return max(first, second, key=lambda branch: len(branch.links))
 
     def _rank(self, head: Head, child: Link) -> tuple[int, int, bytes]:
-        """The lower wins. A FORK of members or heirs loses to what a quorum decided; one of former members wins over it.
-        Of two FORKs the larger wins, of two equal ones that of members."""
+        """The lower wins. A FORK of members or heirs loses to what a quorum decided, one of former members does not. Of
+        two FORKs the larger wins, of two equal ones that of members."""
         record, members = child.record, set(head.roster)
         if record.kind != Kind.FORK:
             return -1 - len(members), 0, child.lineage

@@ -135,7 +135,7 @@ class Vote:
         What the record says of state, plan and parts gives way to what one of its roster has accepted.
 
         Raises:
-            ValueError: not a FORK of this lineage by fewer than a majority, this member among them.
+            ValueError: not a FORK of this lineage by such as may fork, this member among them.
         """
         value = self.poll.value(0, data) if data else None
         if data and (value is None or not value.is_fork or self.me not in value.record.roster):

@@ -77,10 +77,11 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """What is true of a lineage: who votes, where it stands, what was accepted and decided."""
+    """What is true of a lineage: who votes, whose roster it shrank from, what was accepted and decided."""
 
     key: RoundKey
     roster: tuple[Member, ...]
+    former: tuple[tuple[Member, ...], ...] = ()
     parent: bytes = NOTHING
     is_fork: bool = False
     accepted: dict[tuple[Member, int], Value] = field(default_factory=dict)
@@ -120,8 +121,10 @@ def judge_proposal(line: Line, message: votes.Propose) -> None:
     """One record in a ballot, unless it is a fork's."""
     value = records.decode(message.record)
     digest = records.lineage(message.record)
+    if message.sender not in line.roster and value.kind != Kind.FORK:
+        raise Broken("proposal", f"{message.sender} has no vote, and proposes another record than a FORK")
     if message.sender not in line.roster:
-        return _judge_heirs(line, value.roster)
+        return _judge_successors(line, value.roster)
     if line.proposed.setdefault(message.ballot, digest) != digest:
         raise Broken("proposal", f"two in ballot {message.ballot}")
     if value.kind == Kind.FORK:
@@ -167,18 +170,23 @@ def _judge_proposals(line: Line) -> None:
                 raise Broken("proposal", f"another in ballot {ballot} than was chosen in {lowest}")
 
 
-def _judge_heirs(line: Line, members: Sequence[Member]) -> None:
-    """Only who was of the roster in a former life may fork without being of it."""
+def _judge_successors(line: Line, members: Sequence[Member]) -> None:
+    """Without being of the roster may fork: later lives of it; most of a larger roster, more than they replace."""
     lives = {member.peer: member.incarnation for member in line.roster}
-    if not all(lives.get(member.peer, member.incarnation) < member.incarnation for member in members):
-        raise Broken("fork", f"{len(members)} fork, and are not all heirs")
+    if all(lives.get(member.peer, member.incarnation) < member.incarnation for member in members):
+        return
+    peers = {member.peer for member in members}
+    if any(member in line.roster for member in members) or len(members) <= len(line.roster):
+        raise Broken("fork", f"{len(members)} fork, for a roster of {len(line.roster)}")
+    if not any(peers <= {each.peer for each in former} and 2 * len(peers) > len(former) for former in line.former):
+        raise Broken("fork", f"{len(members)} fork, and are most of no former roster")
 
 
 def _judge_fork(line: Line, fork: Value, voters: set[Member]) -> None:
     """A fork: all of its roster, fewer than a majority; it takes over what the last of them accepted before it."""
     members = fork.record.roster
     if not set(members) <= set(line.roster):
-        _judge_heirs(line, members)
+        _judge_successors(line, members)
     elif len(members) >= majority(len(line.roster)):
         raise Broken("fork", f"{len(members)} of {len(line.roster)} fork, who could decide")
     if voters != set(members):

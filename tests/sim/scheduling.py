@@ -75,6 +75,7 @@ class Schedule:
             self.split: rng.choice((0.0, 0.0, 0.0, 0.5)),
             self.rejoin: 0.1,
             self.inherit: rng.choice((0.0, 0.0, 0.0, 0.5)),
+            self.lose_a_roster: rng.choice((0.0, 0.0, 0.0, 0.3)),
         }
 
     def run(self) -> None:
@@ -132,6 +133,15 @@ class Schedule:
             node.alive = False
             self.world.note(node, "crashes")
 
+    def lose_a_roster(self) -> None:
+        """All of a small roster crash, as where most have left and the last go too."""
+        last = self.world.lines[list(self.world.lines)[-1]].roster
+        nodes = [self.world.nodes[member.peer] for member in last]
+        if 2 * len(nodes) < sum(node.alive for node in self.world.nodes.values()):
+            for node in nodes:
+                node.alive = False
+                self.world.note(node, "crashes")
+
     def restart(self) -> None:
         """A dead peer is back: another member, that has forgotten all, and may not know that it does not vote."""
         peer = self.rng.choice(list(self.world.nodes))
@@ -175,12 +185,13 @@ class Schedule:
                     self.world.obey(there, mate, mate.vote.fork(self.world.fork_record(mate, members)))
 
     def inherit(self) -> None:
-        """Hosts believe that nobody is left of a roster, rightly or not: some of its heirs fork."""
-        lineages = [lineage for lineage in self.world.lines if self.world.heirs(lineage)]
+        """Hosts believe that nobody is left of a roster, rightly or not: some of its heirs or former members fork."""
+        lineages = [lineage for lineage in self.world.lines if self.world.successors(lineage)]
         if lineages:
             lineage = self.rng.choice(lineages)
-            heirs = self.world.heirs(lineage)
-            self.world.inherit(lineage, self.rng.sample(heirs, self.rng.randint(1, len(heirs))))
+            some = self.rng.choice((self.world.heirs, self.world.successors))(lineage)
+            if some:
+                self.world.inherit(lineage, self.rng.sample(some, self.rng.randint(1, len(some))))
 
     def rejoin(self) -> None:
         if found := self._sides(lambda side: not side.vote.decided):
@@ -212,12 +223,12 @@ class Schedule:
         self._leave_to_heirs()
 
     def _leave_to_heirs(self) -> None:
-        """Where nobody of a roster is left, its heirs' hosts will see that it is time to fork."""
+        """Where nobody of a roster is left, the hosts of those who may fork will see that it is time."""
         for lineage, line in self.world.lines.items():
-            if not (line.children or self.world.able(lineage)) and (heirs := self.world.heirs(lineage)):
-                self.left[lineage] = heirs
+            if not (line.children or self.world.able(lineage)) and (some := self.world.successors(lineage)):
+                self.left[lineage] = some
                 for turn in range(HEIRS_TRY):
-                    self.world.later(turn * TIMEOUT, lambda at=(lineage, heirs): self.world.inherit(*at))
+                    self.world.later(turn * TIMEOUT, lambda at=(lineage, some): self.world.inherit(*at))
 
     def _meet(self, lineage: bytes, ballot: int) -> None:
         """A ballot that was known when the faults stopped."""
@@ -240,6 +251,9 @@ class Schedule:
         sides = [self.world.nodes[member.peer].sides.get((lineage, False)) for member in able]
         if line.key.round >= self.world.depth or not any(sides):
             return
+        accepted = [value.record.roster for value in line.accepted.values() if not value.is_fork]
+        if any(set(roster).isdisjoint(able) for roster in accepted):
+            return  # all whom it keeps are gone: those who leave have nobody to leave it to
         majority_left = len(able) >= majority(len(line.roster))
         if not all(side and side.vote.decided for side in sides):
             raise Broken("progress", f"{len(able)} of {len(line.roster)} are there and do not decide")

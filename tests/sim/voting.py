@@ -22,6 +22,7 @@ DELAY = 1.0
 TIMEOUT = 12.0
 """What a ballot needs: ask, prepare, promise, choose, propose, fetch, accept."""
 MAX_FLYING = 120
+LEAVE_CHANCE = 0.2
 MAX_PARKED = 40
 
 
@@ -79,7 +80,7 @@ class World:
         if at in node.sides:
             return node.sides[at]
         roster = tuple(node.me if member == ghost else member for member in line.roster)
-        poll = self.poll(line.key, roster, Seal(node.me.peer))
+        poll = self.poll(line.key, roster, Seal(node.me.peer), former=line.former)
         poll.read = {} if ghost else line.read
         side = node.sides[at] = Side(self.vote(node.me, poll), ghost is not None)
         if poll.counts(node.me):
@@ -178,7 +179,10 @@ class World:
         value = judging.judge_child(self.lines[key.lineage], certificate)
         if value.digest not in self.lines:
             child = self._key(value.digest, key.round + 1)
-            self.lines[value.digest] = Line(child, value.record.roster, key.lineage, value.is_fork)
+            line, roster = self.lines[key.lineage], value.record.roster
+            larger = [each for each in (line.roster, *line.former) if len(each) > len(roster)]
+            former = [each for at, each in enumerate(larger) if all(len(each) > len(after) for after in larger[:at])]
+            self.lines[value.digest] = Line(child, roster, tuple(former), key.lineage, value.is_fork)
         return value
 
     def go_on(self, node: Node, value: Value) -> None:
@@ -251,9 +255,11 @@ class World:
             self.later(2 * DELAY, lambda: self.supply(node, side), limit=200)
 
     def next_roster(self, roster: tuple[Member, ...]) -> tuple[Member, ...]:
-        """Most of those who live stay, some newcomers are admitted."""
+        """Most of those who live stay, some newcomers are admitted; now and then, many leave."""
         rng, least = self.rng, kept(len(roster), majority(len(roster)))
         chances = {member: 0.95 if self.lives(member) else 0.5 for member in roster}
+        if rng.random() < LEAVE_CHANCE:
+            chances, least = dict.fromkeys(roster, 0.3), 1
         stay = [member for member, chance in chances.items() if rng.random() < chance] or [rng.choice(roster)]
         others = rng.sample(roster, len(roster))
         stay += [member for member in others if member not in stay][: max(0, least - len(stay))]
@@ -275,12 +281,29 @@ class World:
         alive = [node for node in self.nodes.values() if node.alive]
         return [node for node in alive if lives.get(node.me.peer, node.me.incarnation) < node.me.incarnation]
 
+    def successors(self, lineage: bytes) -> list[Node]:
+        """Who lives, has no vote there, and may fork: most of a former roster, if they are there; else the heirs."""
+        line = self.lines[lineage]
+        if line.key.round >= self.depth:
+            return []
+        heirs, voters = self.heirs(lineage), {member.peer for member in line.roster}
+        for former in line.former:
+            lives = {member.peer: member.incarnation for member in former if member.peer not in voters}
+            there = [
+                node for node in self.nodes.values()
+                if node.alive and node.me.incarnation >= lives.get(node.me.peer, 1 << 30)
+            ]  # fmt: skip
+            there += [node for node in heirs if node.me.peer in {member.peer for member in former}]
+            if 2 * len(there) > len(former) and len(there) > len(line.roster):
+                return there
+        return heirs
+
     def inherit(self, lineage: bytes, heirs: Sequence[Node]) -> None:
-        """The hosts of these heirs say that it is time to fork."""
+        """The hosts of these say that it is time to fork."""
         for node in heirs:
-            side = self.enter(node, lineage)
-            if node.alive and not side.vote.decided:
-                self.obey(node, side, side.vote.fork(self.fork_record(side, [each.me for each in heirs])))
+            side, members = self.enter(node, lineage), [each.me for each in heirs]
+            if node.alive and not side.vote.decided and side.vote.poll.may_fork(members):
+                self.obey(node, side, side.vote.fork(self.fork_record(side, members)))
 
     # -- who is there, what flies -------------------------------------------------------------------------------------
 

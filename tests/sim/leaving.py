@@ -1,0 +1,165 @@
+"""`python -m tests.sim.leaving`: members leave one after the other, and something happens at every message on the way.
+
+All leave in turn, the last one too. All but that one start again from their checkpoints, and have to go on without it.
+Then it comes back, and all have to be one branch. That is played once for each message that a peer sends or receives
+from the first leave until the former members go on, with a fault just before it:
+
+    crash      the peer is killed; where it was to stay, it starts again twenty seconds later
+    silence    the peer neither hears nor is heard for forty seconds
+
+Judged are the invariants of `tests.checkers` on all histories, and that the swarm becomes whole both times. The last
+thing printed is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from protocols.base import PeerId
+from protocols.history.chain import Link
+from protocols.vote.record import Kind
+from tests.sim.arguments import Parser, at_least, at_least_one
+from tests.sim.durable import Durable
+from tests.sim.parting import LongRounds, Parting
+from tests.sim.process import prepare, workers
+
+KINDS = ("crash", "silence")
+PACE_SECONDS = 0.3
+LEAVE_SECONDS = 10.0
+"""Whoever has not left by then goes without the others, as a real peer does."""
+DOWN_SECONDS, SILENT_SECONDS = 20.0, 40.0
+WHOLE_SECONDS = 240.0
+"""From the start of the former members, or of the last one, until all who are there vote on one branch."""
+MAX_VIOLATIONS = 20
+
+
+class Leaving(Durable, Parting):
+    """Peers that leave, and come back from the checkpoints that they wrote then."""
+
+    async def leave_in_turn(self, peers: Sequence[PeerId], pause_seconds: float = 0.0) -> None:
+        for peer in peers:
+            if peer in self.alive():
+                self.leave(peer)
+                with suppress(AssertionError):
+                    await self.gone(peer, seconds=LEAVE_SECONDS)
+            if peer in self.alive():
+                self.kill(peer)
+            await asyncio.sleep(pause_seconds)
+
+    def forks(self, peer: PeerId) -> list[Link]:
+        """The FORKs on a peer's branch."""
+        chain = self.chain(peer)
+        return [link for link in chain.since(chain.locator()[-1]) if link.record.kind == Kind.FORK]
+
+
+class Play:
+    """One play, with a fault at a message, or without one.
+
+    Attributes:
+        messages: so many crossed the peers on the way.
+    """
+
+    def __init__(self, peers: int, kind: str = "crash", at: int | None = None) -> None:
+        self.messages = 0
+        self._kind, self._at = kind, at
+        self._stage = Leaving(LongRounds(peers, pace_seconds=PACE_SECONDS))
+        self._watching = self._starting = False
+
+    def run(self) -> None:
+        """
+        Raises:
+            AssertionError: an invariant is broken, or the swarm does not become whole.
+            Exception: a bug in protocol or round code, as itself.
+        """
+        self._stage.play(self._story)
+
+    async def _story(self) -> None:
+        stage = self._stage
+        await stage.rounds(2)
+        stage.network.watch, self._watching = self._watch, True
+        await stage.leave_in_turn(stage.peers)
+        self._starting = True
+        *early, last = stage.peers
+        for peer in early:
+            if peer not in stage.alive():
+                stage.revive(peer)
+        await asyncio.sleep(0.0)
+        await stage.until(lambda: len(stage.alive()) == len(early) and stage.whole(), WHOLE_SECONDS, "all but the last")
+        self._watching = False
+        stage.revive(last)
+        await asyncio.sleep(0.0)
+        await stage.until(lambda: len(stage.alive()) == len(stage.peers) and stage.whole(), WHOLE_SECONDS, "all")
+        await stage.rounds(2)
+
+    def _watch(self, peer: PeerId, number: int, way: str, other: PeerId) -> None:
+        if not self._watching or not self._stage.network.nodes[peer].process.alive:
+            return
+        self.messages += 1
+        if self.messages == self._at:
+            self._strike(peer)
+
+    def _strike(self, peer: PeerId) -> None:
+        stage, loop = self._stage, asyncio.get_running_loop()
+        others = [each for each in stage.peers if each != peer]
+        if self._kind == "silence":
+            stage.silence(peer)
+            loop.call_later(SILENT_SECONDS, partial(stage.heal, [peer], others))
+            return
+        stage.kill(peer)
+        if self._starting:
+            loop.call_later(DOWN_SECONDS, partial(stage.revive, peer))
+
+
+def judged(peers: int, kind: str, at: int) -> str:
+    """What a play broke; empty if nothing."""
+    try:
+        Play(peers, kind, at).run()
+    except Exception as error:  # noqa: BLE001 - whatever it is, the point must not be lost
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = Parser(prog="python -m tests.sim.leaving", description="Members leave in turn; a fault at every message.")
+    parser.add_argument("--peers", type=partial(at_least, 3), default=3)
+    parser.add_argument("--kind", choices=KINDS, default="crash")
+    parser.add_argument("--every", type=at_least_one, default=1, help="play every so many messages only")
+    parser.add_argument("--jobs", type=at_least_one, default=1, help="processes that play")
+    parser.add_argument("--only", type=at_least_one, help="one message, by its number")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit 1 if a rule broke."""
+    options = _parse(arguments)
+    prepare()
+    began = time.monotonic()
+    calm = Play(options.peers)
+    calm.run()
+    points = [options.only] if options.only else list(range(1, calm.messages + 1, options.every))
+    judge = partial(judged, options.peers, options.kind)
+    if options.jobs == 1:
+        found = list(map(judge, points))
+    else:
+        with workers(options.jobs) as pool:
+            found = list(pool.map(judge, points, chunksize=8))
+    broken = [(at, why) for at, why in zip(points, found, strict=True) if why]
+    for at, why in broken[:MAX_VIOLATIONS]:
+        print(f"message {at}: {why}")
+        print(f"replay: python -m tests.sim.leaving --peers {options.peers} --kind {options.kind} --only {at}")
+    result: dict[str, Any] = {"peers": options.peers, "kind": options.kind, "messages": calm.messages}
+    seconds = round(time.monotonic() - began, 1)
+    print(json.dumps({**result, "points": len(points), "failed": len(broken), "real_seconds": seconds}))
+    return bool(broken)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
