@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from node.training.trainer import InlineTrainer
 from protocols.reducing.plan import BUDGET_FLOOR_SECONDS
 from tests.sim.leaving import PACE_SECONDS, Leaving, Play
 from tests.sim.parting import LongRounds
@@ -57,6 +58,25 @@ def test_too_few_former_members_wait_for_the_last(fork_peers: int, back: tuple[s
         await asyncio.sleep(0.0)
         if fork_peers == 1:
             await stage.until(stage.whole, AGAIN_SECONDS, "a roster with the last one")
+
+    stage.play(story)
+
+
+def test_former_members_wait_for_a_member_in_a_long_round() -> None:
+    """It is there and trains: they are admitted when its round is over, and nobody forks."""
+    stage = Leaving(LongRounds(4, pace_seconds=PACE_SECONDS))
+
+    async def story() -> None:
+        await stage.rounds(1)
+        await stage.leave_in_turn(stage.peers[:3])
+        trainer = stage.replicas["p3"].trainer
+        assert isinstance(trainer, InlineTrainer)
+        trainer.step_seconds = 20.0
+        for peer in stage.peers[:3]:
+            stage.revive(peer)
+        await asyncio.sleep(0.0)
+        await stage.until(stage.whole, 600.0, "a roster of all")
+        assert stage.now > 12 * BUDGET_FLOOR_SECONDS and not stage.forks("p3")
 
     stage.play(story)
 

@@ -55,13 +55,16 @@ def _successors(desk: Desk, seat: Seat) -> tuple[Member, ...]:
     """Who is here with our state and may fork with us, where we have no vote; nobody, if we may not.
 
     Heirs of all of the roster, since nobody of it can come back. Else a majority of a former roster, which wins over
-    whatever those who are missing may decide. Else the heirs that are here.
+    whatever those who are missing decide: so not while a member is here, whose round may just be a long one. Else the
+    heirs that are here.
     """
     poll, live = seat.decision.poll, {*desk.host.members.live(), desk.me}
     waiting = [member for member in (desk.me, *seat.decision.onlookers.values()) if member in live]
-    heirs, many = tuple(sorted(filter(poll.inherits, waiting))), poll.former_majority(waiting)
-    if desk.me in many and len(heirs) < len(poll.roster):
-        return many
+    heirs = tuple(sorted(filter(poll.inherits, waiting)))
+    if len(heirs) < len(poll.roster) and live.isdisjoint(poll.roster):
+        many = poll.former_majority(waiting)
+        if desk.me in many:
+            return many
     return heirs if desk.me in heirs else ()
 
 
