@@ -145,9 +145,12 @@ def test_the_last_loss_that_is_known_stays(tmp_path: Path) -> None:
 
 
 def test_one_that_is_not_in_the_roster_says_so(tmp_path: Path) -> None:
-    portrait = in_a_run(tmp_path, roster=ROSTER[:2])
+    portrait = in_a_run(tmp_path, roster=ROSTER[:2], contacts=(contact("anna", "Anna"),))
     portrait.works("training", WORK)
     assert "admitted" in shown(portrait).reason
+    alone = in_a_run(tmp_path, roster=ROSTER[:2], contacts=(contact("anna", "Anna", live=False),))
+    alone.works("training", WORK)
+    assert "(Anna, bert): waiting for one" in shown(alone).reason
     member = in_a_run(tmp_path)
     member.works("training", WORK)
     assert shown(member).reason == ""

@@ -61,9 +61,20 @@ class Portrait:
     def works(self, phase: str, work: Work) -> None:
         """How far the round is."""
         self._work = work
-        here = self.chain.head if self.chain else None
-        looking_on = here is not None and all(member.peer != self.peer for member in here.roster)
-        self.becomes(phase, "not in the roster yet: it is admitted at the end of a round" if looking_on else "")
+        self.becomes(phase, self._looks_on())
+
+    def _looks_on(self) -> str:
+        """Why this peer has no vote, and what it waits for; empty if it has one."""
+        roster = {member.peer for member in self.chain.head.roster} if self.chain else {self.peer}
+        if self.peer in roster:
+            return ""
+        live = {each.peer for each in self.membership.contacts() if each.live} if self.membership else roster
+        if roster & live:
+            return "not in the roster yet: it is admitted at the end of a round"
+        names = ", ".join(self._names(sorted(roster))[:4])
+        return (
+            f"the members of the last roster are not here ({names}): waiting for one, or for most of those before them"
+        )
 
     def reported(self, report: RoundReport) -> None:
         """A round is over."""
