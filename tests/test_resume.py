@@ -434,6 +434,11 @@ def test_where_a_peer_begins_is_told_and_what_keeps_it_waiting(tmp_path: Path, c
     line = begun.strange(Member("zoe", 1), 1)
     assert line.startswith("this peer, zoe, is not among those who made that state (") and "\n" not in line
     assert all(member.peer in line for member in chain.head.roster) and "identity.key" in line
+    first, *others = chain.head.roster
+    chain.switch(chain.head.key.lineage, [decided(chain.head, roster=tuple(others))])
+    left = begun.strange(first, 1)
+    assert "left the run before its last members" in left and left.endswith("or for most of the peers that left")
+    assert begun.strange(first, 0).endswith("the run forbids forks")
 
 
 def test_a_fork_without_a_mean_is_no_round_of_training(chain: Chain) -> None:

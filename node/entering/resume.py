@@ -31,7 +31,6 @@ from protocols.base import Layout, Member, PeerId
 from protocols.catchup.snapshot import Index
 from protocols.history.chain import UNSETTLED, Chain
 from protocols.vote import record as records
-from protocols.vote.poll import majority
 
 log = logging.getLogger(__name__)
 
@@ -135,8 +134,9 @@ class Start:
         roster = {member.peer for member in head.roster}
         if me.peer in roster or not self.shares_anchor:
             return ""
-        if mine := next((each for each in head.former if me.peer in {member.peer for member in each}), None):
-            return _left_before(roster, {member.peer for member in mine}, fork_peers)
+        if any(me.peer == member.peer for each in head.former for member in each):
+            line = f"this peer left the run before its last members ({_named(roster)}). It waits for one of them"
+            return f"{line}, or for most of the peers that left" if fork_peers else f"{line}: the run forbids forks"
         return (
             f"this peer, {short(me.peer)}, is not among those who made that state ({_named(roster)}), and waits for "
             "one of them: if its identity.key was replaced, put the old one back; --new starts another run"
@@ -157,20 +157,6 @@ class Start:
             carried=0,
             files={},
         )
-
-
-def _left_before(last: set[PeerId], before: set[PeerId], fork_peers: int) -> str:
-    """What a peer waits for that left a run before its last members did.
-
-    Args:
-        before: the smallest roster that this peer was in.
-        fork_peers: as for `Start.strange`.
-    """
-    line = f"this peer left the run before its last members ({_named(last)}) and waits until one of them is back"
-    if not fork_peers:
-        return f"{line}: the run forbids forks, so nobody may go on without them"
-    enough = max(majority(len(before)), len(last) + 1, fork_peers)
-    return f"{line}, or until {enough} of {_named(before)} are here to go on without them"
 
 
 def _named(peers: Collection[PeerId]) -> str:

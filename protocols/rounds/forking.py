@@ -20,6 +20,8 @@ from protocols.vote.record import Kind, Record
 
 FORK_BUDGETS = 3
 """The majority has been gone for so many budgets of a round; for one, if the roster is of two."""
+FORMER_BUDGETS = 2
+"""Former members wait for so many: what a last member decided alone, and may lose, is little."""
 COMPLETE_SECONDS = 5.0
 """Where all of the roster are here in later lives, nobody of it can come back; so long, for others who know more."""
 WATCH_SECONDS = 0.5
@@ -73,6 +75,8 @@ def _patience_seconds(desk: Desk, seat: Seat, left: Sequence[Member]) -> float:
     if len(left) == len(roster) and all(map(poll.inherits, left)):
         return COMPLETE_SECONDS
     budget_seconds = terms.plan.budget_seconds if terms else BUDGET_FLOOR_SECONDS
+    if len(left) > len(roster):  # no others outnumber the members
+        return budget_seconds * FORMER_BUDGETS
     patience_seconds = budget_seconds * (1 if len(roster) == 2 else FORK_BUDGETS)
     # A member that is here may fork, and admit us: unless it stands elsewhere, or is one of too few.
     first = seat.decision.forks_only and any(member in desk.host.members.live() for member in roster)
