@@ -37,7 +37,7 @@ _MEANINGS = (
     ("no good addresses", "none of its addresses can be dialled from here"),
     *((words, "no answer: a firewall, or the peer is down or hangs; try another address of it") for words in SILENT),
     (_OPENING, CROSSED),  # where an answer is due there is the other's opening
-    *((f"security protocol: {words}", _CLOSED) for words in ("EOF", "read", "write")),
+    *((words, _CLOSED) for words in ("security protocol: EOF", "connection reset by peer", "broken pipe")),
     (
         "failed to negotiate",
         "what answers there is no libp2p peer: another program, a proxy or a gateway; is that address still right?",
