@@ -87,8 +87,10 @@ def _ask_remote(address: str) -> dict[str, Any]:
     from node.identity import IdentityError
     from node.network.daemon import DaemonError
     from node.settings.config import ConfigError
-    from node.settings.peerconfig import load_peer
+    from node.settings.peerconfig import FILE_SIGN, load_peer
 
+    if address.startswith(FILE_SIGN):
+        raise Mistake(f"--bootstrap {address}: one peer is asked: give one of the addresses in that file")
     try:
         load_peer({"bootstrap": [address]}, {}, None)
     except ConfigError as error:

@@ -134,6 +134,11 @@ class Peer:
         self._portrait.becomes("finished", self._portrait.reason)
         return 0
 
+    def _end(self, line: str) -> None:
+        """There is nothing to take part in any more: no fault of anybody's."""
+        self._view.say(line)
+        self._portrait.becomes("finished", "the run is over")
+
     def _fail(self, why: str) -> None:
         self._failure = why
         if self._living:
@@ -141,6 +146,8 @@ class Peer:
 
     async def _live(self, state: StateDir) -> None:
         config, portrait = self._config, self._portrait
+        if line := self._choice.over(state, self._wanted):
+            return self._end(line)
         portrait.peer, portrait.incarnation = state.identity.peer_id, state.incarnation
         kept = state.listening(config.listen)
         link = LibP2PConfig(state.identity, config.listen, kept, config.announce, nat=config.nat)
@@ -160,7 +167,10 @@ class Peer:
             held = self._choice.held(state, self._wanted)
             if addresses := self._choice.addresses(state):
                 portrait.becomes("joining", asks(addresses))
-                await self._join(tools, await self._choice.ask(entry, state, addresses, held))
+                run = await self._choice.ask(entry, state, addresses, held)
+                if line := self._choice.is_over(state, run):
+                    return self._end(line)
+                await self._join(tools, run)
             elif held and held.has_state:
                 await self._join(tools, self._choice.go_on(held))
             else:

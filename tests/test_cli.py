@@ -423,7 +423,7 @@ def test_of_several_peers_one_must_be_chosen(straws: list[Straw], own_home: Path
     assert json.loads(starling("status", "--json", "--state-dir", str(own_home / "peer-2")).stdout)["round"] == 1
 
 
-@pytest.mark.parametrize("address", ["192.0.2.1:4000", "/ip4/192.0.2.1/tcp/4000", "nonsense"])
+@pytest.mark.parametrize("address", ["192.0.2.1:4000", "/ip4/192.0.2.1/tcp/4000", "nonsense", "@file"])
 def test_a_mistyped_address_to_ask_gets_one_line(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "--bootstrap" in one_line(here(capsys, "status", "--bootstrap", address))
 

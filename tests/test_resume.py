@@ -19,7 +19,7 @@ from node.outfit import stream_seed
 from node.rounds.round import Replica
 from node.settings.manifest import Manifest, ManifestError, layout_digest, seal
 from node.settings.peerconfig import PeerConfig
-from node.settings.runconfig import load_run
+from node.settings.runconfig import RunConfig, load_run
 from node.storage.archive import CertificateFile
 from node.storage.checkpoint import Checkpoint, Data, whole
 from node.storage.keeper import Keeper
@@ -135,6 +135,29 @@ def test_what_is_left_of_a_run_is_no_room_for_another(here: StateDir, left: str)
     with pytest.raises(StateError, match=words) as caught:
         resume.require_none(here)
     assert "\n" not in str(caught.value)
+
+
+def test_a_run_that_is_over_is_no_fault_where_it_is_the_one_that_is_meant(here: StateDir) -> None:
+    manifest = begin(here)
+
+    def over(wanted: RunConfig | None = None, **given: Any) -> str:
+        return Choice(PeerConfig(state_dir=here.path, **given), PROTOCOLS, print).over(here, wanted)
+
+    other = replace(manifest.config, name="another")
+    assert not over() and not over(other)
+    here.forget()
+    line = f"the run {manifest.run_id[:12]} in {here.path} is over: {resume.ANOTHER}"
+    for said in (over(), over(manifest.config), over(bootstrap=(ADDRESS,), run_id=manifest.run_id[:12])):
+        assert said == line
+    assert not over(new=True) and not over(other, new=True)
+    assert not over(bootstrap=(ADDRESS,)), "which may lead into another"
+    with pytest.raises(StateError, match=r"is of another run, which is over: --new"):
+        over(other)
+    with pytest.raises(StateError, match=r"is of another run, .*: --bootstrap joins run 0123456789ab"):
+        over(run_id="0123456789ab")
+    choice = Choice(PeerConfig(bootstrap=(ADDRESS,)), PROTOCOLS, print)
+    assert choice.is_over(here, Run(here.manifest(), SAMPLE)) == line
+    assert choice.is_over(here, Run(sealed(here, b"")[1], b"")) == ""
 
 
 def test_a_sample_is_the_one_that_the_manifest_names_or_none_where_it_names_none(here: StateDir) -> None:

@@ -52,6 +52,33 @@ class Choice:
             )
         return held
 
+    def over(self, state: StateDir, wanted: RunConfig | None) -> str:
+        """One line if the run that is meant is the one that the directory holds, and that is over; else nothing.
+
+        Args:
+            wanted: as of `held`.
+
+        Raises:
+            StateError: another is asked for, and that one is in the way.
+        """
+        held, config = run_id(state.manifest()), self._config
+        if config.new or not held or not state.is_over:
+            return ""
+        if config.run_id and held.startswith(config.run_id):
+            return _over(held, state)
+        if config.bootstrap:
+            return ""
+        if config.run_id:
+            raise StateError(f"{state.path} is of another run, {held[:12]}: --bootstrap joins run {config.run_id[:12]}")
+        if wanted not in (None, unseal(state.manifest(), verify).config):
+            raise StateError(f"{state.path} is of another run, which is over: {resume.ANOTHER}")
+        return _over(held, state)
+
+    def is_over(self, state: StateDir, run: Run) -> str:
+        """The same of a run that others are still in."""
+        there = unseal(run.sealed, verify).run_id
+        return _over(there, state) if state.is_over and there == run_id(state.manifest()) else ""
+
     def addresses(self, state: StateDir) -> tuple[str, ...]:
         """Where to look: what the user gave; and whom this peer met when it was last here, if that is the same run."""
         config = self._config
@@ -83,6 +110,8 @@ class Choice:
         if not self._config.bootstrap:
             run = f"run {self._expected[:12]}" if self._expected else "the run of before"
             self._say(f"going back to {run}: asking the peers met there; --new starts another")
+        elif state.is_over:
+            self._say(f"the run in {state.path} is over: waiting for the addresses given to lead into another")
         met = state.peers()
 
         def is_meant() -> bool:
@@ -129,6 +158,10 @@ class Choice:
         self.own, why = True, "nobody answers: " if self.alone else ""
         self._say(f"{why}going on with the run {held.manifest.run_id[:12]} that is held here; --new starts another")
         return held.run
+
+
+def _over(run: str, state: StateDir) -> str:
+    return f"the run {run[:12]} in {state.path} is over: {resume.ANOTHER}"
 
 
 def asks(sources: Sequence[str]) -> str:
