@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from node.status import Status, join_command, parse
+from node.status import Status, join_command, parse, who_joins
 
 ASK_SECONDS = 5.0
 
@@ -58,8 +58,8 @@ def show(shown: Status) -> None:
     console = Console(highlight=False)
     console.print(render(replace(shown, addresses=()), (), console.width))
     if command := join_command(shown):
-        line, everywhere = command
-        print(f"\nOthers join{'' if everywhere else ', from this machine only,'} with:\n{line}")
+        line, where = command
+        print(f"\n{who_joins(where)}\n{line}")
 
 
 async def _ask(state_dir: Path | None, what: str) -> dict[str, Any]:

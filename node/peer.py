@@ -35,7 +35,7 @@ from node.settings.config import ConfigError
 from node.settings.manifest import Manifest, ManifestError, unseal
 from node.settings.peerconfig import PeerConfig
 from node.settings.runconfig import RunConfig
-from node.status import Status, View, join_command, public
+from node.status import Status, View, join_command, narrow, public
 from node.stay import Limits, Means, Stay
 from node.storage.feedback import feedback
 from node.storage.keeper import Keeper
@@ -215,8 +215,8 @@ class Peer:
             self._view.say(f"started the run {manifest.config.name} ({manifest.run_id[:12]})")
             if command := join_command(self.status()):
                 self._view.say(f"others join by: {command[0]}")
-                if not command[1]:
-                    self._view.say("this address works on this machine only: --listen on another for others to join")
+                if why := narrow(command[1], bool(self._config.announce)):
+                    self._view.say(why)
             await self._settle(tools, trainer, manifest, run, await self._start(tools, manifest))
 
     async def _begin(self, tools: _Tools, manifest: Manifest, run: Run) -> None:

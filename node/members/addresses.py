@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from ipaddress import ip_address
 
 from node.members.hello import MAX_ADDRESS_CHARACTERS, MAX_ADDRESSES
+from node.scope import Scope, scope
 
 SILENT = ("context deadline exceeded", "i/o timeout", "connection timed out")
 """p2pd's words when nobody has answered: whoever is there may have heard us."""
@@ -62,25 +62,9 @@ def shareable(addresses: Sequence[str]) -> tuple[str, ...]:
 
     Loopback, unspecified, link-local and multicast ones are of no use to others.
     """
-    ranked = [(rank, address) for address in addresses if (rank := _reach(address)) is not None]
-    return tuple(dict.fromkeys(address for _, address in sorted(ranked, key=lambda pair: pair[0])))
-
-
-def _reach(address: str) -> int | None:
-    """The order in which to show an address; None: not at all."""
-    parts = address.split("/")
-    if len(parts) < 3:
-        return None
-    is_relayed = "p2p-circuit" in parts
-    if parts[1] not in {"ip4", "ip6"}:
-        return int(is_relayed) if parts[1].startswith("dns") and parts[2] != "localhost" else None
-    try:
-        host = ip_address(parts[2].partition("%")[0])
-    except ValueError:
-        return None
-    if host.is_loopback or host.is_unspecified or host.is_link_local or host.is_multicast:
-        return None
-    return 2 + int(is_relayed) if not host.is_global else int(is_relayed)
+    ranked = [(scope(address), "/p2p-circuit" in address, address) for address in addresses]
+    useful = sorted((each for each in ranked if each[0] <= Scope.NETWORK), key=lambda each: each[:2])
+    return tuple(dict.fromkeys(address for *_, address in useful))
 
 
 def meaning(words: str, where: str = "", stands_for: Sequence[str] | None = None) -> str:
