@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from node.entering.acquaintances import hinted
 from node.entering.addressfile import (
     AGAIN_SECONDS,
     LOOK_SECONDS,
@@ -18,8 +21,10 @@ from node.entering.addressfile import (
     read_addresses,
     require_usable,
 )
+from node.members.membership import Membership
 from node.settings.config import ConfigError
 from node.settings.peerconfig import load_peer
+from protocols.base import Member
 from tests.sim import loop as simloop
 from tests.sim.host import SimCompute
 
@@ -98,6 +103,11 @@ def test_the_file_follows_the_addresses_and_a_disk_that_is_full(tmp_path: Path) 
         path.parent.mkdir()
         await asyncio.sleep(AGAIN_SECONDS)
         assert path.read_text() == f"{FIRST}\n"
+        path.unlink()
+        path.parent.rmdir()
+        here[:] = [SECOND]
+        await asyncio.sleep(2 * LOOK_SECONDS)
+        path.parent.mkdir()
         here[:] = [SECOND, FIRST]
         await asyncio.sleep(2 * LOOK_SECONDS)
         assert read_addresses(ME, path) == Named((SECOND, FIRST))
@@ -108,7 +118,18 @@ def test_the_file_follows_the_addresses_and_a_disk_that_is_full(tmp_path: Path) 
         assert read_addresses(ME, path) == Named((SECOND, FIRST)) and [*path.parent.iterdir()] == [path]
 
     simloop.run(body(), limit_seconds=3600.0)
-    assert said == [
+    assert said == 2 * [
         f"{path}: this peer's addresses cannot be written (No such file or directory): it is tried again",
         f"{path}: this peer's addresses could be written",
     ]
+
+
+def test_a_file_hints_only_while_no_other_peer_is_live() -> None:
+    here, hints = [Member(ME, 1)], list[tuple[str, tuple[str, ...]]]()
+    membership = SimpleNamespace(live=lambda: here, hint=lambda peer, addresses: hints.append((peer, addresses)))
+    hint = hinted(cast(Membership, membership))
+    hint((FIRST, SECOND))
+    assert hints == [(OTHER, (each.rpartition("/p2p/")[0],)) for each in (FIRST, SECOND)]
+    here.append(Member(OTHER, 1))
+    hint((FIRST,))
+    assert len(hints) == 2

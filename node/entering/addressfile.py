@@ -136,17 +136,17 @@ class AddressesFile:
     async def run(self) -> None:
         """Write it, again when the addresses change, for ever."""
         loop = asyncio.get_running_loop()
-        written: tuple[str, ...] = ()
+        tried: tuple[str, ...] = ()
         again, told = 0.0, ""
         while True:
             here = tuple(self._addresses())[:MAX_ADDRESSES]
-            if here and here != written and (not told or loop.time() >= again):
+            if here and (here != tried or (told and loop.time() >= again)):
                 why = await self._write(here)
                 if why and why != told:
                     self._say(f"{self._path}: this peer's addresses cannot be written ({why}): it is tried again")
                 elif told and not why:
                     self._say(f"{self._path}: this peer's addresses could be written")
-                written, told, again = (written if why else here), why, loop.time() + AGAIN_SECONDS
+                tried, told, again = here, why, loop.time() + AGAIN_SECONDS
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _write(self, addresses: Sequence[str]) -> str:
