@@ -267,6 +267,9 @@ def test_a_file_of_addresses_is_asked_and_counts_by_whom_it_names(here: StateDir
     entry.named["@/nowhere/file"] = (ADDRESS,)
     entry.on_find = lambda: entry.on_named((ADDRESS,))
     assert ask(here, entry, bootstrap=("@/nowhere/file",))[0].sealed == here.manifest() and entry.stopped
+    ask(here, answered := Nobody(Run(here.manifest(), SAMPLE)), bootstrap=("@/nowhere/file",))
+    answered.named = entry.named
+    answered.on_named((ADDRESS,))  # the file is read on, after the way in was found
 
 
 # -- from which state -------------------------------------------------------------------------------------------------

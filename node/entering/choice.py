@@ -136,6 +136,8 @@ class Choice:
             if not is_meant() or self._config.bootstrap:
                 raise
             self._say(str(error))
+        finally:
+            entry.on_named = lambda named: None
         assert held is not None
         entry.stop()
         self.alone = True

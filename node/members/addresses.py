@@ -19,7 +19,7 @@ _WAITING, _OPENING = "dial backoff", "noise: message is too short"
 
 CROSSED = "both sides dialled at the same instant: wait ten seconds; if it stays so, no libp2p peer answers there"
 
-_CLOSED = "what is there takes connections and closes them: a peer that starts or ends, a proxy, or another program"
+_CLOSED = "what is there takes connections and closes them: a peer that starts, a proxy, or no peer? is it its address?"
 
 # What p2pd says -> what it means, and what to do about it; the first that occurs in its words counts.
 _MEANINGS = (
