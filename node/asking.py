@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from node.status import Status, join_command, parse
+from node.status import Status, join_command, parse, who_joins
 
 ASK_SECONDS = 5.0
 
@@ -58,8 +58,8 @@ def show(shown: Status) -> None:
     console = Console(highlight=False)
     console.print(render(replace(shown, addresses=()), (), console.width))
     if command := join_command(shown):
-        line, everywhere = command
-        print(f"\nOthers join{'' if everywhere else ', from this machine only,'} with:\n{line}")
+        line, where = command
+        print(f"\n{who_joins(where)}\n{line}")
 
 
 async def _ask(state_dir: Path | None, what: str) -> dict[str, Any]:
@@ -87,8 +87,10 @@ def _ask_remote(address: str) -> dict[str, Any]:
     from node.identity import IdentityError
     from node.network.daemon import DaemonError
     from node.settings.config import ConfigError
-    from node.settings.peerconfig import load_peer
+    from node.settings.peerconfig import FILE_SIGN, load_peer
 
+    if address.startswith(FILE_SIGN):
+        raise Mistake(f"--bootstrap {address}: one peer is asked: give one of the addresses in that file")
     try:
         load_peer({"bootstrap": [address]}, {}, None)
     except ConfigError as error:

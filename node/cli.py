@@ -67,6 +67,7 @@ def join(
     state_dir: options.StateDir = None,
     listen: options.Listen = None,
     announce: options.Announce = None,
+    addresses_file: options.AddressesFile = None,
     nat: options.Nat = None,
     checkpoint_every: options.CheckpointEvery = None,
     disk_limit: options.DiskLimit = None,
@@ -193,7 +194,7 @@ def _settled(config: PeerConfig, of_run: Mapping[str, Any], state_dir: Path) -> 
 
     Given with a directory that holds a run, it has to be that one: what started a run goes on with it.
     """
-    from node.storage.statedir import holds_run
+    from node.storage.statedir import holds_run, is_over
 
     given = " and ".join(f"--{name}" for name in of_run)
     if config.bootstrap:
@@ -205,8 +206,8 @@ def _settled(config: PeerConfig, of_run: Mapping[str, Any], state_dir: Path) -> 
                 "what is of this machine goes by options, or by variables NODE_*"
             )
         return config, None
-    held = not config.new and holds_run(state_dir)
-    if held and not of_run:
+    held, over = not config.new and holds_run(state_dir), not config.new and is_over(state_dir)
+    if not of_run and (held or (over and config.rounds is None)):
         return config, None
     if config.run_id and not held:
         raise Mistake(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from node.scope import Scope, scope
 from node.tasks.name import is_own
 
 if TYPE_CHECKING:
@@ -229,17 +230,34 @@ def short(peer: str) -> str:
     return peer if len(peer) <= 8 else f"…{peer[-6:]}"
 
 
-_LOOPBACK = re.compile(r"/(ip4/127\.|ip6/::1/|ip6/0:0:0:0:0:0:0:1/|dns[46]?/localhost/)")
-
-
-def join_command(status: Status) -> tuple[str, bool] | None:
-    """What others type to join, and whether it works from other machines; None while no address is known."""
+def join_command(status: Status) -> tuple[str, Scope] | None:
+    """What others type to join, and from where that works; None while no address is known."""
     if not status.addresses:
         return None
-    ours = sorted(status.addresses, key=lambda each: bool(_LOOPBACK.match(each)))
-    command = f"python -m node join --bootstrap {ours[0]}"
+    best = min(status.addresses, key=scope)
+    command = f"python -m node join --bootstrap {best}"
     if status.run_id:
         command += f" --run-id {status.run_id}"
     if is_own(status.task):  # it may be a stranger's word, and somebody's shell reads this line
         command += f" --task {status.task}"
-    return command, not _LOOPBACK.match(ours[0])
+    return command, scope(best)
+
+
+def who_joins(where: Scope) -> str:
+    """Before a join command: who can use it."""
+    if where == Scope.ANYWHERE:
+        return "Others join with:"
+    which = "the same network" if where == Scope.NETWORK else "this machine"
+    return f"Others join, from {which} only, with:"
+
+
+def narrow(where: Scope, announced: bool) -> str:
+    """What keeps others from joining by this peer's best address, if something does that nobody asked for."""
+    if where >= Scope.MACHINE:
+        return "this address works on this machine only: --listen on another for others to join"
+    if where == Scope.NETWORK and not announced:
+        return (
+            "this address is private, and works in its own network only: for others, forward or publish a fixed port "
+            "(--listen /ip4/0.0.0.0/tcp/4001), and say where it is found (--announce)"
+        )
+    return ""

@@ -111,6 +111,21 @@ def test_no_address_lives(joiner: RealPeer, black_hole: int, dead_port: int) -> 
     print(f"left {time.time() - asked:.1f} s after Ctrl-C\n{joiner.said()}")
 
 
+def test_a_file_leads_in_and_a_run_that_is_over_is_no_failure(joiner: RealPeer, tmp_path: Path) -> None:
+    founder, file, run = RealPeer("first", tmp_path), tmp_path / "addresses", tmp_path / "run.toml"
+    run.write_text(paced(elements=10_000, rounds=2, inner_steps=5))
+    joiner.start("--bootstrap", f"@{file}")
+    try:
+        for _ in range(2):
+            founder.start("--run", str(run), "--wait-for", "2", "--addresses-file", str(file))
+            assert founder.ends(REFUSED_SECONDS) == 0, founder.said()
+        assert joiner.ends(IN_SECONDS) == 0 and joiner.last()["params_hash"] == founder.last()["params_hash"]
+        assert founder.said().count("others join by") == 1 and " is over: --new starts another" in founder.said()
+    finally:
+        founder.clear()
+    founder.leaves_nothing()
+
+
 def refused(joiner: RealPeer, *arguments: str) -> str:
     """Start it; the one line with which it ends."""
     joiner.start(*arguments)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -18,7 +19,7 @@ from node.outfit import stream_seed
 from node.rounds.round import Replica
 from node.settings.manifest import Manifest, ManifestError, layout_digest, seal
 from node.settings.peerconfig import PeerConfig
-from node.settings.runconfig import load_run
+from node.settings.runconfig import RunConfig, load_run
 from node.storage.archive import CertificateFile
 from node.storage.checkpoint import Checkpoint, Data, whole
 from node.storage.keeper import Keeper
@@ -136,6 +137,29 @@ def test_what_is_left_of_a_run_is_no_room_for_another(here: StateDir, left: str)
     assert "\n" not in str(caught.value)
 
 
+def test_a_run_that_is_over_is_no_fault_where_it_is_the_one_that_is_meant(here: StateDir) -> None:
+    manifest = begin(here)
+
+    def over(wanted: RunConfig | None = None, **given: Any) -> str:
+        return Choice(PeerConfig(state_dir=here.path, **given), PROTOCOLS, print).over(here, wanted)
+
+    other = replace(manifest.config, name="another")
+    assert not over() and not over(other)
+    here.forget()
+    line = f"the run {manifest.run_id[:12]} in {here.path} is over: {resume.ANOTHER}"
+    for said in (over(), over(manifest.config), over(bootstrap=(ADDRESS,), run_id=manifest.run_id[:12])):
+        assert said == line
+    assert not over(new=True) and not over(other, new=True)
+    assert not over(bootstrap=(ADDRESS,)), "which may lead into another"
+    with pytest.raises(StateError, match=r"is of another run, which is over: --new"):
+        over(other)
+    with pytest.raises(StateError, match=r"is of another run, .*: --bootstrap joins run 0123456789ab"):
+        over(run_id="0123456789ab")
+    choice = Choice(PeerConfig(bootstrap=(ADDRESS,)), PROTOCOLS, print)
+    assert choice.is_over(here, Run(here.manifest(), SAMPLE)) == line
+    assert choice.is_over(here, Run(sealed(here, b"")[1], b"")) == ""
+
+
 def test_a_sample_is_the_one_that_the_manifest_names_or_none_where_it_names_none(here: StateDir) -> None:
     choice = Choice(PeerConfig(state_dir=here.path), PROTOCOLS, print)
     (_, named), (_, without) = sealed(here), sealed(here, b"")
@@ -151,9 +175,13 @@ class Nobody:
 
     def __init__(self, answer: Run | Exception | None = None) -> None:
         self.answer, self.asked, self.stopped = answer, list[str](), False
+        self.named: dict[str, tuple[str, ...]] = {}
+        self.on_named: Callable[[Sequence[str]], None] = lambda addresses: None
+        self.on_find: Callable[[], None] = lambda: None
 
-    async def find(self, addresses: tuple[str, ...]) -> Run:
+    async def find(self, addresses: tuple[str, ...], remembered: Sequence[str]) -> Run:
         self.asked += addresses
+        self.on_find()
         if isinstance(self.answer, Exception):
             raise self.answer
         if self.answer:
@@ -227,6 +255,21 @@ def test_else_it_is_asked_for_as_long_as_it_takes(here: StateDir, tmp_path: Path
     meant: dict[str, Any] = {"run_id": "ab" * 32} if why == "another run is meant" else {}
     with pytest.raises(TimeoutError):
         ask(here, Nobody(), bootstrap=(ADDRESS,), **meant)
+
+
+def test_a_file_of_addresses_is_asked_and_counts_by_whom_it_names(here: StateDir) -> None:
+    begin(here)
+    here.remember({ADDRESS.rpartition("/p2p/")[2]: ["/ip4/192.0.2.1/tcp/1"]})
+    entry = Nobody()
+    with pytest.raises(TimeoutError):  # the file is missing: whom it will name, nobody knows
+        ask(here, entry, bootstrap=("@/nowhere/file",))
+    assert entry.asked == ["@/nowhere/file"] and not entry.stopped
+    entry.named["@/nowhere/file"] = (ADDRESS,)
+    entry.on_find = lambda: entry.on_named((ADDRESS,))
+    assert ask(here, entry, bootstrap=("@/nowhere/file",))[0].sealed == here.manifest() and entry.stopped
+    ask(here, answered := Nobody(Run(here.manifest(), SAMPLE)), bootstrap=("@/nowhere/file",))
+    answered.named = entry.named
+    answered.on_named((ADDRESS,))  # the file is read on, after the way in was found
 
 
 # -- from which state -------------------------------------------------------------------------------------------------

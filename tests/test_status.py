@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from node.scope import Scope, scope
 from node.status import (
     MAX_LISTED,
     MAX_NUMBER,
@@ -22,10 +23,12 @@ from node.status import (
     PeerLine,
     Status,
     join_command,
+    narrow,
     parse,
     printable,
     short,
     to_json,
+    who_joins,
 )
 from node.view.terminal import render
 
@@ -138,13 +141,52 @@ def test_peer_ids_are_told_apart_by_their_ends() -> None:
 
 def test_the_join_command_has_an_address_that_others_reach() -> None:
     command = join_command(STATUS)
-    assert command == (f"python -m node join --bootstrap {STATUS.addresses[1]} --run-id {'cd' * 32}", True)
+    assert command == (f"python -m node join --bootstrap {STATUS.addresses[1]} --run-id {'cd' * 32}", Scope.ANYWHERE)
 
 
 @pytest.mark.parametrize("host", ["/ip4/127.0.0.1", "/ip4/127.8.8.8", "/ip6/::1", "/dns4/localhost"])
 def test_a_loopback_address_is_never_offered_as_if_others_reached_it(host: str) -> None:
     command = join_command(replace(STATUS, addresses=(f"{host}/tcp/1/p2p/{PEER}",)))
-    assert command and command[1] is False
+    assert command and command[1] is Scope.MACHINE and "this machine only" in who_joins(command[1])
+
+
+@pytest.mark.parametrize(
+    "host, where",
+    [
+        ("/ip4/8.8.8.8", Scope.ANYWHERE),
+        ("/ip6/2a00:1450::1", Scope.ANYWHERE),
+        ("/dns/example.org", Scope.ANYWHERE),
+        ("/ip4/172.17.0.2", Scope.NETWORK),
+        ("/ip4/172.32.0.2", Scope.ANYWHERE),
+        ("/ip4/192.168.1.7", Scope.NETWORK),
+        ("/ip4/100.64.0.1", Scope.NETWORK),
+        ("/ip6/fd00::2", Scope.NETWORK),
+        ("/dns4/founder", Scope.NETWORK),
+        ("/ip4/10.0.0.1/tcp/1/p2p/Q/p2p-circuit", Scope.NETWORK),
+        ("/ip6/::1", Scope.MACHINE),
+        ("/ip6/fe80::1%eth0", Scope.NOWHERE),
+        ("/ip4/0.0.0.0", Scope.NOWHERE),
+        ("/ip4/x", Scope.NOWHERE),
+        ("/unix/x", Scope.NOWHERE),
+        ("", Scope.NOWHERE),
+        ("/dns4/", Scope.NOWHERE),
+    ],
+)
+def test_from_where_an_address_works(host: str, where: Scope) -> None:
+    assert scope(f"{host}/tcp/1" if host else "") == where
+
+
+def test_who_can_be_reached_from_its_own_network_only_is_told_what_to_do() -> None:
+    assert "--announce" in narrow(Scope.NETWORK, announced=False) and not narrow(Scope.NETWORK, announced=True)
+    assert "--listen" in narrow(Scope.MACHINE, announced=True) and not narrow(Scope.ANYWHERE, announced=False)
+
+
+def test_the_join_command_takes_the_widest_address_and_says_who_can_use_it() -> None:
+    private, public = f"/ip4/172.17.0.2/tcp/1/p2p/{PEER}", f"/ip4/8.8.8.8/tcp/1/p2p/{PEER}"
+    command = join_command(replace(STATUS, addresses=(private, public)))
+    assert command and public in command[0] and who_joins(command[1]) == "Others join with:"
+    command = join_command(replace(STATUS, addresses=(private,)))
+    assert command and who_joins(command[1]) == "Others join, from the same network only, with:"
 
 
 def test_who_joins_has_to_name_a_task_of_somebodys_own() -> None:

@@ -11,7 +11,7 @@ from node.entering.consent import require_consent
 from node.entering.entry import Entry, Run
 from node.identity import verify
 from node.settings.manifest import ManifestError, unseal
-from node.settings.peerconfig import PeerConfig
+from node.settings.peerconfig import FILE_SIGN, PeerConfig
 from node.settings.runconfig import RunConfig
 from node.storage.statedir import StateDir, StateError
 from protocols.base import PeerId
@@ -52,6 +52,33 @@ class Choice:
             )
         return held
 
+    def over(self, state: StateDir, wanted: RunConfig | None) -> str:
+        """One line if the run that is meant is the one that the directory holds, and that is over; else nothing.
+
+        Args:
+            wanted: as of `held`.
+
+        Raises:
+            StateError: another is asked for, and that one is in the way.
+        """
+        held, config = run_id(state.manifest()), self._config
+        if config.new or not held or not state.is_over:
+            return ""
+        if config.run_id and held.startswith(config.run_id):
+            return _over(held, state)
+        if config.bootstrap:
+            return ""
+        if config.run_id:
+            raise StateError(f"{state.path} is of another run, {held[:12]}: --bootstrap joins run {config.run_id[:12]}")
+        if wanted not in (None, unseal(state.manifest(), verify).config):
+            raise StateError(f"{state.path} is of another run, which is over: {resume.ANOTHER}")
+        return _over(held, state)
+
+    def is_over(self, state: StateDir, run: Run) -> str:
+        """The same of a run that others are still in."""
+        there = unseal(run.sealed, verify).run_id
+        return _over(there, state) if state.is_over and there == run_id(state.manifest()) else ""
+
     def addresses(self, state: StateDir) -> tuple[str, ...]:
         """Where to look: what the user gave; and whom this peer met when it was last here, if that is the same run."""
         config = self._config
@@ -81,29 +108,51 @@ class Choice:
             ManifestError: all lead into others.
         """
         if not self._config.bootstrap:
-            run = f"run {self._expected}" if self._expected else "the run of before"
+            run = f"run {self._expected[:12]}" if self._expected else "the run of before"
             self._say(f"going back to {run}: asking the peers met there; --new starts another")
-        meant = held is not None and held.has_state and self._is_meant(held.manifest.run_id, state.peers())
+        elif state.is_over:
+            self._say(f"the run in {state.path} is over: waiting for the addresses given to lead into another")
+        met = state.peers()
+
+        def is_meant() -> bool:
+            if held is None or not held.has_state:
+                return False
+            return self._is_meant(held.manifest.run_id, met, self.given(entry))
+
         try:
-            async with asyncio.timeout(resume.ANSWER_SECONDS if meant else None):
-                return await entry.find(addresses)
+            async with asyncio.timeout(None) as limit:
+
+                def heard(named: Sequence[str] = ()) -> None:
+                    """From the moment on when the run held here may be meant, others have so long to answer."""
+                    if limit.when() is None and is_meant():
+                        limit.reschedule(asyncio.get_running_loop().time() + resume.ANSWER_SECONDS)
+
+                entry.on_named = heard
+                heard()
+                return await entry.find(addresses, [each for each in addresses if each not in self._config.bootstrap])
         except TimeoutError:
             pass
         except ManifestError as error:  # who was met here is in another run now
-            if not meant or self._config.bootstrap:
+            if not is_meant() or self._config.bootstrap:
                 raise
             self._say(str(error))
+        finally:
+            entry.on_named = lambda named: None
         assert held is not None
         entry.stop()
         self.alone = True
         return self.go_on(held)
 
-    def _is_meant(self, held: str, met: Container[PeerId]) -> bool:
+    def given(self, entry: Entry) -> tuple[str, ...]:
+        """The multiaddrs that the user gave, those in files as they were read last."""
+        plain = (each for each in self._config.bootstrap if not each.startswith(FILE_SIGN))
+        return (*plain, *(address for named in entry.named.values() for address in named))
+
+    def _is_meant(self, held: str, met: Container[PeerId], given: Sequence[str]) -> bool:
         """Whether the user may mean the run that is held here: whoever gave addresses may mean another."""
         if self._config.run_id:
             return held.startswith(self._config.run_id)
-        given = [address.rpartition("/p2p/")[2] for address in self._config.bootstrap]
-        return not given or any(peer in met for peer in given)
+        return not self._config.bootstrap or any(address.rpartition("/p2p/")[2] in met for address in given)
 
     def go_on(self, held: resume.Held) -> Run:
         """Go on with the run that is held here, whoever is there."""
@@ -111,6 +160,17 @@ class Choice:
         self.own, why = True, "nobody answers: " if self.alone else ""
         self._say(f"{why}going on with the run {held.manifest.run_id[:12]} that is held here; --new starts another")
         return held.run
+
+
+def _over(run: str, state: StateDir) -> str:
+    return f"the run {run[:12]} in {state.path} is over: {resume.ANOTHER}"
+
+
+def asks(sources: Sequence[str]) -> str:
+    """What a peer does that seeks a way in, for its status."""
+    files = [each.removeprefix(FILE_SIGN) for each in sources if each.startswith(FILE_SIGN)]
+    places = [f"{len(sources) - len(files)} addresses"] if len(files) < len(sources) else []
+    return f"asking at {' and '.join([*places, *(f'those in {each}' for each in files)])} which run this is"
 
 
 def run_id(sealed: bytes) -> str:

@@ -34,6 +34,7 @@ from protocols.vote import record as records
 
 log = logging.getLogger(__name__)
 
+ANOTHER = "--new starts another run, and moves what is here to past/"
 ANSWER_SECONDS = 10.0
 """Others have so long to say which run they are in before a peer that knows one goes on with that."""
 
@@ -87,9 +88,8 @@ def require_none(state: StateDir) -> None:
     Raises:
         StateError: there is.
     """
-    out = "--new starts another run, and moves what is here to past/"
     if state.is_over:
-        raise StateError(f"the run in {state.path} is over: {out}")
+        raise StateError(f"the run in {state.path} is over: {ANOTHER}")
     why, kept = "", state.certificates.exists() and state.certificates.stat().st_size > 0
     try:
         unseal(state.manifest(), verify)
@@ -97,7 +97,7 @@ def require_none(state: StateDir) -> None:
         there = (state.path / "manifest.bin").exists()
         why, kept = f" ({error})" if there else " (manifest.bin is missing)", kept or there
     if kept or (state.path / DIRECTORY).exists():
-        raise StateError(f"the run in {state.path} cannot be gone on with{why}: --bootstrap joins it again, {out}")
+        raise StateError(f"the run in {state.path} cannot be gone on with{why}: --bootstrap joins it again, {ANOTHER}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ they come as one string; an empty variable counts as not set.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import fields
@@ -17,6 +18,7 @@ from multiaddr.exceptions import StringParseError  # type: ignore[import-untyped
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from node.members.hello import MAX_ADDRESS_CHARACTERS
 from node.settings.config import ConfigError, check_keys, one_line, read_toml, shown, suggestion
 from protocols.wire import MAX_ROSTER
 
@@ -25,7 +27,12 @@ _NOT_OURS = re.compile("NODE_(ENV|OPTIONS|PATH|VERSION|HOME|DEBUG|EXTRA_CA_CERTS
 """Variables that Node.js, Kubernetes, Jenkins and launchers of torch set for themselves."""
 _PLACE = "/ip4/192.0.2.7/tcp/31337"
 _EXAMPLE = f"{_PLACE}/p2p/12D3Koo…"
+_CODEPOINT = re.compile(r"Codepoint U\+([0-9A-F]{4,6})")
+_NUMBER_AS_NAME = re.compile(r"/dns[46]?/(\d+\.\d+\.\d+\.\d+)/")
+_OPEN_PORT = re.compile("/(tcp|udp)/0(/|$)")
 _ANYWHERE = re.compile(r"/ip4/0\.0\.0\.0/|/ip6/::/")
+FILE_SIGN = "@"
+"""What `bootstrap` has before the path of a file that holds addresses."""
 
 
 def _split(value: object) -> object:
@@ -40,9 +47,12 @@ def _multiaddr(address: str, example: str) -> str:
     try:
         parsed = str(Multiaddr(address))
     except StringParseError as error:
-        raise ValueError(f"{address!r}: {' '.join(error.message.split())}; give one like {example}") from None
+        why = _CODEPOINT.sub(lambda found: ascii(chr(int(found[1], 16))), " ".join(error.message.split()))
+        raise ValueError(f"{address!r}: {why}; give one like {example}") from None
     if not parsed:
         raise ValueError(f"{address!r} is empty: give one like {example}")
+    if number := _NUMBER_AS_NAME.match(parsed):
+        raise ValueError(f"{parsed}: {number[1]} is an address and no name: write /ip4/ in place of /dns/")
     return parsed
 
 
@@ -57,7 +67,32 @@ def _rewritten(address: str, example: str) -> str:
     return f": write /{kind}/{host.strip('[]')}/tcp/{port}{who}"
 
 
-def _bootstrap(address: str) -> str:
+def _bootstrap(source: str) -> str:
+    if source.startswith(FILE_SIGN):
+        return _file(source)
+    try:
+        return peer_address(source)
+    except ValueError as error:
+        if os.path.isfile(source):
+            raise ValueError(
+                f"{source!r} is a file: to have addresses read from it, write {FILE_SIGN}{source}"
+            ) from None
+        raise error
+
+
+def _file(source: str) -> str:
+    path = _home(Path(source.removeprefix(FILE_SIGN)))
+    if os.path.isdir(path):  # an empty name, too
+        raise ValueError(f"{source!r} names no file: write {FILE_SIGN} and the path of a file that holds addresses")
+    return f"{FILE_SIGN}{path}"
+
+
+def peer_address(address: str) -> str:
+    """A multiaddr at which others can be asked, as it is spelt.
+
+    Raises:
+        ValueError: it is none; one line says what it should be.
+    """
     address = _multiaddr(address, _EXAMPLE)
     if not re.search("/p2p/[^/]+$", address):
         why = "does not say which peer it is: it must end in /p2p/<its peer id>"
@@ -77,9 +112,17 @@ def _listen(address: str) -> str:
 
 
 def _announce(address: str) -> str:
-    address = _listen(address)
-    if _ANYWHERE.match(address) or re.search("/(tcp|udp)/0(/|$)", address):
+    address = _multiaddr(address, _PLACE)
+    if "/p2p/" in address:
+        raise ValueError(f"{address} names a peer: announce the part before /p2p/")
+    if _ANYWHERE.match(address) or _OPEN_PORT.search(address):
         raise ValueError(f"others cannot reach {address}: announce a public address and a fixed port")
+    if not re.search("/(tcp|udp)/", address):
+        raise ValueError(f"{address} has no port: write {address.rstrip('/')}/tcp/<the port that others dial>")
+    if not address.isascii():
+        raise ValueError(f"{address}: others take names in ASCII only: write the one that begins with xn--")
+    if len(address) > MAX_ADDRESS_CHARACTERS:
+        raise ValueError(f"{address[:60]}… is longer than {MAX_ADDRESS_CHARACTERS} characters: others do not take it")
     return address
 
 
@@ -97,6 +140,8 @@ def _run_id(text: str) -> str:
 
 
 def _home(path: Path) -> Path:
+    if "\0" in str(path):
+        raise ValueError(f"{str(path)!r} is no path")
     try:
         return path.expanduser()
     except RuntimeError:
@@ -114,12 +159,14 @@ class PeerConfig:
     """This machine's side of a run. Made by `load_peer`.
 
     Attributes:
-        bootstrap: multiaddrs of peers of the run, each ending in /p2p/<peer id>; none: found a run.
+        bootstrap: multiaddrs of peers of the run, each ending in /p2p/<peer id>, or @ and the path of a file that holds
+            such, one a line, and may come later; none: found a run.
         run_id: of the run that is meant, 64 hex digits or at least the first 12; others are refused.
         state_dir: where identity and checkpoints are kept; None: the first free peer-N of this user.
         rounds: leave after so many; of who starts a run: the run has so many, whatever [recipe] says.
         listen: multiaddrs to listen on.
         announce: multiaddrs to tell others, instead of those that are found.
+        addresses_file: where this peer keeps its addresses, for others to read by --bootstrap @PATH.
         device: where to train; auto takes cuda or mps where there is one.
         threads: of the worker: a number, or auto.
         precision: of training; auto is bfloat16 where that pays, else float32.
@@ -145,6 +192,7 @@ class PeerConfig:
         tuple[Annotated[str, AfterValidator(_listen)], ...], BeforeValidator(_split), Field(min_length=1)
     ] = ("/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0")
     announce: Annotated[tuple[Annotated[str, AfterValidator(_announce)], ...], BeforeValidator(_split)] = ()
+    addresses_file: Annotated[Path, AfterValidator(_home)] | None = None
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     threads: Annotated[Literal["auto"] | int, BeforeValidator(_threads)] = "auto"
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -194,12 +242,17 @@ def load_peer(flags: Mapping[str, object], environment: Mapping[str, str], file:
         values.update(table)
         origins.update((key, _origin(origin, key)) for key in table)
     try:
-        return _PEER.validate_python({**values, "origins": origins})
+        config = _PEER.validate_python({**values, "origins": origins})
     except ValidationError as error:
         bad = one_line(error)
         origin = origins[bad.key.partition(".")[0]]  # of a table where none belongs, it names what is in it, too
         text = str(bad) if origin.endswith("[peer]") else str(bad).removeprefix(f'"{bad.key}"').lstrip(": ")
         raise ConfigError(f"{origin}: {text}", bad.key) from None
+    if config.announce and all(_OPEN_PORT.search(each) for each in config.listen):
+        port = (re.findall(r"/(?:tcp|udp)/(\d+)", config.announce[0]) or [4001])[0]
+        what = f"{config.announce[0]} has a fixed port, and this peer would listen on any that is free"
+        raise ConfigError(f"{origins['announce']}: {what}: give --listen /ip4/0.0.0.0/tcp/{port}, too", "announce")
+    return config
 
 
 def variables(file: Path, environment: Mapping[str, str]) -> dict[str, str]:

@@ -92,7 +92,7 @@ class StateDir:
     @property
     def is_over(self) -> bool:
         """Whether the run that this directory is of is over, as far as was seen here."""
-        return (self.path / "over").exists()
+        return is_over(self.path)
 
     def begin(self, run_id: str, before: str, sealed: bytes, sample: bytes) -> None:
         """Make it the directory of a run. The files of another, `before`, are moved aside, never deleted.
@@ -236,9 +236,14 @@ class StateDir:
 
 def holds_run(directory: Path) -> bool:
     """Whether a directory is of a run to go on with: not over, and with somebody to ask, or a state of its own."""
-    if not (directory / "manifest.bin").exists() or (directory / "over").exists():
+    if not (directory / "manifest.bin").exists() or is_over(directory):
         return False
     return (directory / "peers.json").exists() or (directory / "checkpoints").exists()
+
+
+def is_over(directory: Path) -> bool:
+    """Whether a directory is of a run that is over, as far as was seen there."""
+    return (directory / "over").exists()
 
 
 def _read(path: Path, limit: int) -> bytes:

@@ -7,15 +7,18 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from node.report import RoundReport
-from node.status import PeerLine, Status, join_command, printable, short, to_json
+from node.status import PeerLine, Status, join_command, printable, short, to_json, who_joins
 from node.view.screen import Screen
+
+if TYPE_CHECKING:  # it would load PyTorch, for which `status` does not wait
+    from node.report import RoundReport
 
 MAX_REPORTS = 1000
 _SHOWN_PEERS = 8
@@ -224,11 +227,8 @@ def _invitation(status: Status) -> list[RenderableType]:
     command = join_command(status)
     if status.peers or command is None or status.state == "finished":
         return []
-    line, everywhere = command
-    heading = (
-        "Nobody else is here yet. Others join with:" if everywhere else "Others join, from this machine only, with:"
-    )
-    return [Text(f"\n{heading}", style="dim"), Text(line, overflow="fold")]
+    line, where = command
+    return [Text(f"\nNobody else is here yet. {who_joins(where)}", style="dim"), Text(line, overflow="fold")]
 
 
 _BARS = "▁▂▃▄▅▆▇█"
