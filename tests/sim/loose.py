@@ -55,7 +55,8 @@ class Wander(Paced):
 
     def step(self, round_number: int, step: int) -> Step:
         (vector,) = self.vectors
-        self._generator.manual_seed((self._seed * 1_000_003 + round_number) * 1_000_003 + step)
+        # A generator takes 64 bits: of larger numbers, the lowest.
+        self._generator.manual_seed(((self._seed * 1_000_003 + round_number) * 1_000_003 + step) % (1 << 64))
         noise = torch.rand(len(vector), generator=self._generator)
         vector.add_(noise.sub_(0.5).mul_(2 * STEP_SIZE))
         return Step(float(vector.square().mean()), self._tokens)
