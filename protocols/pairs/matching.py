@@ -103,13 +103,23 @@ CLOSING_SEARCH = 64
 """Of so many drawn sequences of pairs the one that mixes best is taken; of more peers than these, the first."""
 
 
+@lru_cache(maxsize=4)
 def closing_hops(count: int) -> tuple[int, ...]:
-    """How many places on a peer gives in each step: exact for a power of two, ⌈log₂ n⌉ + 1 steps for each number.
+    """How many places on a peer gives in each of ⌈log₂ n⌉ + 1 steps: 1, 2, 4, …, and a last one.
 
-    The last step repeats the first, which is the one that peers miss where some begin later than others.
+    For a power of two all is even before the last step, which repeats the first: the one that is missed where some
+    begin later than others. Else it is the one that leaves least of deviations: at most .13.
     """
     every = hops(count)
-    return (*every, *every[:1])
+    if count & (count - 1) == 0:
+        return (*every, *every[:1])
+    spread = torch.zeros(count, dtype=torch.float64)
+    spread[0] = 1.0
+    for hop in every:
+        spread = (spread + spread.roll(hop)) / 2
+    # A matrix that is the same for all is as long as its Fourier transform is high, beside the mean.
+    left = [float(torch.fft.fft(spread + spread.roll(hop)).abs()[1:].max()) for hop in range(1, count)]
+    return (*every, 1 + left.index(min(left)))
 
 
 @lru_cache(maxsize=4)
@@ -118,7 +128,7 @@ def closing_pairs(count: int) -> tuple[tuple[int, ...], ...]:
 
     For a power of two, distances 1, 2, 4, … in both directions (index xor distance): after them all hold the mean. Each
     of these steps can be made good by repeating it at the end, because they commute: the last repeats the first. With
-    other numbers no sequence of halves leads to the mean; what is left of deviations, at most, is 0.05 to 0.25.
+    other numbers no sequence of halves leads to the mean; at most .13 to .36 of deviations are left, up to 64 peers.
     """
     if count & (count - 1) == 0:
         return tuple(tuple(index ^ hop for index in range(count)) for hop in closing_hops(count))
