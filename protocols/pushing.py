@@ -126,10 +126,12 @@ class PushSum:
             if giver:
                 session.closing_exchanges += await self._is_given(session, giver, before, until)
 
-        await self.giver.reclaim(session)
+        if not session.cut.is_set():
+            await self.giver.reclaim(session)
         if await self.holding.is_finite(state):
             await self._steps.run(session, size_bytes, steps, step)
-        await self.giver.reclaim(session)
+        if not session.cut.is_set():
+            await self.giver.reclaim(session)
 
     async def _is_given(self, session: LendingSession, giver: Member, before: int, until: Deadline) -> bool:
         """Wait for a share of a peer that is at our step, too; whether it is counted."""
