@@ -52,6 +52,9 @@ sim: install
 		$(BIN)/python -m tests.sim.crashes --peers 4 --kind $$kind --jobs 2 || exit 1; done
 	$(BIN)/python -m tests.sim.crashes --peers 5 --kind crash --pairs --sample 500 --jobs 2
 	$(BIN)/python -m tests.sim --protocol gossip --peers 4 --rounds 5 --seeds 0:6 --faults breaking
+	$(BIN)/python -m tests.sim.closing --rounds 4,14 --seeds 0:2
+	for protocol in gossip push_sum; do \
+		$(BIN)/python -m tests.sim.crashes --protocol $$protocol --peers 3 --end --sample 100 --jobs 2 || exit 1; done
 	$(BIN)/python -m tests.sim --protocol moshpit --peers 4 --rounds 5 --seeds 0:8 --faults breaking
 	$(BIN)/python -m tests.sim --protocol moshpit --directory --peers 6 --rounds 5 --seeds 0:8 --faults directory
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from node.members.membership import Membership
 from node.noloco import NoLoCo
 from node.outer import OuterSGD
+from node.rounds.closing import Closing
 from node.rounds.course import OwnCourse
 from node.rounds.life import loose_rounds, rounds
 from node.rounds.loose import LooseReplica
@@ -20,7 +21,7 @@ from node.storage.archive import spool
 from node.storage.keeper import Keeper
 from node.training.remote import RemoteTrainer
 from protocols import LOOSE, PROTOCOLS
-from protocols.base import Host, Settings
+from protocols.base import ClosingAverager, Host, Settings
 from protocols.catchup.standing import Standings
 from protocols.catchup.sync import Sync
 from protocols.gate import Gate
@@ -71,6 +72,8 @@ class Parts:
             course, self.trainer, averager, self._own_outer(), host.compute, anchor, keeper.snapshots, keeper
         )
         replica.lacks_state, replica.spread_limit = newcomer, self.config.spread_limit
+        if isinstance(averager, ClosingAverager):
+            replica.closing = Closing(averager, self.config.recipe.rounds, self.membership.rounds)
         replica.compare, hints = self.membership.compare, self.membership.peers
         standings = Standings(
             host, self.settings, keeper.snapshots, lambda: course.key, hints, lambda: not replica.seeks_state

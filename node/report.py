@@ -34,6 +34,8 @@ class RoundReport:
         bytes_downloaded: of snapshots' chunks.
         group, messages, half_exchanges, mass_drift: where no anchor is shared, as `protocols.base.LooseSession` and
             `Contribution` have them; messages of all peers.
+        closing_exchanges: in the report of a run's last round: of those after it, without training, so many held. Their
+            seconds, bytes, messages and contributions are in the same report.
         spread: where none is shared, about max ‖θ_i − mean‖ / ‖mean‖ over the peers that are here, by their sketches.
         spread_limit: what the run bears of that.
         held_out_loss: of the outer parameters after the round, nats per token of data that no peer trains on.
@@ -72,6 +74,7 @@ class RoundReport:
     messages: tuple[str, ...] = ()
     half_exchanges: int = 0
     mass_drift: float = 0.0
+    closing_exchanges: int = 0
     spread: float = math.nan
     spread_limit: float = math.nan
     held_out_loss: float = math.nan

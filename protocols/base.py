@@ -25,7 +25,15 @@ from __future__ import annotations
 
 from protocols.contract.errors import BadPayload, PeerError, PeerGone, PeerSilent, ProtocolError
 from protocols.contract.host import Clock, Compute, Directory, Handler, Host, Members, Signer, Stream, Transport
-from protocols.contract.strategy import Averager, LooseAverager, LooseSession, Session, Trainer
+from protocols.contract.strategy import (
+    Averager,
+    ClosingAverager,
+    ClosingSession,
+    LooseAverager,
+    LooseSession,
+    Session,
+    Trainer,
+)
 from protocols.contract.values import (
     CHUNK_BYTES,
     Blame,
@@ -53,6 +61,8 @@ __all__ = [
     "Blame",
     "Buffer",
     "Clock",
+    "ClosingAverager",
+    "ClosingSession",
     "Complaint",
     "Compute",
     "Contribution",

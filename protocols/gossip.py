@@ -13,13 +13,14 @@ it is busy.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager, suppress
 
 from protocols.base import Deadline, Head, Host, Member, PeerId, Settings
 from protocols.pairs import matching
 from protocols.pairs.answering import Answerer
 from protocols.pairs.asking import Asker, Verdict
+from protocols.pairs.closing import Steps
 from protocols.pairs.lending import LendingSession, cut_at
 from protocols.pairs.pairing import Pairing
 from protocols.post import Ledger
@@ -34,7 +35,7 @@ PAUSE_SECONDS = 0.25
 
 
 class Gossip:
-    """`protocols.base.LooseAverager`.
+    """`protocols.base.ClosingAverager`.
 
     Attributes:
         pairing: this peer's exchanges, one at a time.
@@ -42,6 +43,7 @@ class Gossip:
     """
 
     shares_anchor = False
+    closes = True
 
     def __init__(self, host: Host, settings: Settings) -> None:
         """
@@ -56,6 +58,7 @@ class Gossip:
         self.tempo = self.pairing.tempo
         self._asker = Asker(self.pairing)
         Answerer(self.pairing, self._asker)
+        self._steps = Steps(host, self.me, self.ledger, self.pairing.patience)
 
     @property
     def half_exchanges(self) -> int:
@@ -114,6 +117,37 @@ class Gossip:
                     verdict = await self._asker.ask(session, partner, min(until, its_own))
                 if verdict in (Verdict.HELD, Verdict.FAILED):
                     due, others = ([each for each in group if each != partner] for group in (due, others))
+
+    async def close(self, session: LendingSession, state: Flat, here: Collection[PeerId]) -> None:
+        """In each step an exchange with one partner; what of it fails is not tried with another."""
+        self.pairing.round = session.round
+        everybody = sorted({*here, self.me.peer})
+        place, size_bytes = everybody.index(self.me.peer), self.pairing.codec.encoded_bytes(state.size)
+        steps = [(everybody[partner_of[place]],) for partner_of in matching.closing_pairs(len(everybody))]
+
+        async def step(there: tuple[Member | None, ...], until: Deadline) -> None:
+            (partner,) = there
+            if partner and await self._steps.meets(partner, until):
+                session.closing_exchanges += await self._exchange(session, partner, size_bytes, until)
+
+        await self._steps.run(session, size_bytes, steps, step)
+
+    async def _exchange(self, session: LendingSession, partner: Member, size_bytes: int, until: Deadline) -> bool:
+        """One exchange with a partner that wants it, too, whoever of the two asks; whether it held."""
+        loop, peer, before = asyncio.get_running_loop(), partner.peer, session.counted(partner.peer)
+        while loop.time() < until and not session.cut.is_set():
+            await self.at_rest()
+            if session.counted(peer) > before:
+                break
+            its_own = loop.time() + self.pairing.patience.timeout_seconds(peer, size_bytes)
+            verdict = await self._asker.ask(session, partner, min(until, its_own))
+            if verdict in (Verdict.HELD, Verdict.FAILED):
+                break
+            if verdict is Verdict.BUSY:
+                with suppress(TimeoutError):
+                    again = min(until, loop.time() + PAUSE_SECONDS)
+                    await self.pairing.bell.until(lambda: session.counted(peer) > before, again)
+        return session.counted(peer) > before
 
     async def _pause(self, session: LendingSession, until: Deadline) -> None:
         """Give those who are busy time, or until somebody has asked us."""

@@ -20,11 +20,12 @@ Sources: Kempe et al. 2003; Assran et al. 2019 (SGP).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager, suppress
 
-from protocols.base import Deadline, Head, Host, PeerId, Settings
+from protocols.base import Deadline, Head, Host, Member, PeerId, Settings
 from protocols.pairs import matching
+from protocols.pairs.closing import PAUSE_SECONDS, Steps
 from protocols.pairs.giving import MAX_KEPT, Giver
 from protocols.pairs.holding import Holding
 from protocols.pairs.lending import LendingSession, cut_at
@@ -33,7 +34,7 @@ from protocols.vectors import Flat
 
 
 class PushSum:
-    """`protocols.base.LooseAverager`.
+    """`protocols.base.ClosingAverager`.
 
     Attributes:
         holding: this peer's state and its weight.
@@ -42,6 +43,7 @@ class PushSum:
     """
 
     shares_anchor = False
+    closes = True
 
     def __init__(self, host: Host, settings: Settings) -> None:
         """
@@ -53,6 +55,7 @@ class PushSum:
         self.me, self.ledger, self.tempo = self.holding.me, self.holding.ledger, self.holding.tempo
         self.giver = Giver(self.holding)
         Taker(self.holding, settings.bandwidth)
+        self._steps = Steps(host, self.me, self.ledger, self.holding.patience)
 
     @property
     def half_exchanges(self) -> int:
@@ -104,3 +107,36 @@ class PushSum:
             if session.has_time(patience.expected_seconds(peer, size_bytes), until):
                 its_own = loop.time() + patience.timeout_seconds(peer, size_bytes)
                 due -= await self.giver.give(session, live[peer], min(until, its_own))
+
+    async def close(self, session: LendingSession, state: Flat, here: Collection[PeerId]) -> None:
+        """In each step half of what is here goes one distance on, and a share of as far back is waited for."""
+        everybody = sorted({*here, self.me.peer})
+        place, count = everybody.index(self.me.peer), len(everybody)
+        size_bytes = self.holding.codec.encoded_bytes(state.size)
+        steps = [
+            (everybody[(place + hop) % count], everybody[(place - hop) % count])
+            for hop in matching.closing_hops(count)
+        ]  # fmt: skip
+
+        async def step(there: tuple[Member | None, ...], until: Deadline) -> None:
+            to, giver = there
+            before = session.counted(giver.peer) if giver else 0
+            if to and len(self.giver.kept) < MAX_KEPT:
+                await self.giver.give(session, to, until, lambda: self._steps.meets(to, until))
+            if giver:
+                session.closing_exchanges += await self._is_given(session, giver, before, until)
+
+        if not session.cut.is_set():
+            await self.giver.reclaim(session)
+        if await self.holding.is_finite(state):
+            await self._steps.run(session, size_bytes, steps, step)
+        if not session.cut.is_set():
+            await self.giver.reclaim(session)
+
+    async def _is_given(self, session: LendingSession, giver: Member, before: int, until: Deadline) -> bool:
+        """Wait for a share of a peer that is at our step, too; whether it is counted."""
+        while session.counted(giver.peer) == before and await self._steps.meets(giver, until):
+            with suppress(TimeoutError):
+                again = min(until, asyncio.get_running_loop().time() + PAUSE_SECONDS)
+                await session.bell.until(lambda: session.counted(giver.peer) > before, again)
+        return session.counted(giver.peer) > before

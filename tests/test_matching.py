@@ -9,7 +9,16 @@ import pytest
 import torch
 
 from protocols.pairs import matching
-from protocols.pairs.matching import SCHEDULES, contraction, matrix, pairwise, partners
+from protocols.pairs.matching import (
+    SCHEDULES,
+    closing_hops,
+    closing_pairs,
+    contraction,
+    matrix,
+    pairwise,
+    partners,
+    stepped,
+)
 
 
 def names(count: int) -> list[str]:
@@ -126,3 +135,27 @@ def test_pairs_one_after_the_other_keep_the_mean_and_order_matters() -> None:
 def test_an_unknown_schedule_is_refused_in_one_line() -> None:
     with pytest.raises(ValueError, match="unknown schedule 'torus': there are random, ring"):
         partners("torus", names(3), "p000", 0, "")
+
+
+@pytest.mark.parametrize("count", (*range(1, 18), 31, 33, 64, 65, 100))
+def test_closing_steps_bring_all_to_the_mean(count: int) -> None:
+    """Exactly for a power of two; else within what the manual says."""
+    steps, most = closing_pairs(count), (count - 1).bit_length() + 1 if count > 1 else 0
+    assert len(steps) == len(closing_hops(count)) == most
+    power = count & (count - 1) == 0
+    for partner_of in steps:
+        assert all(partner_of[partner_of[index]] == index for index in range(count)), "of two, both know it"
+        assert sum(partner_of[index] == index for index in range(count)) <= count % 2
+    given = torch.eye(count, dtype=torch.float64)
+    for hop in closing_hops(count):
+        given = (given + given.roll(hop, 0)) / 2
+    if count > 1:
+        assert contraction(stepped(steps)) < (1e-12 if power else 0.45)
+        assert contraction(given) < (1e-12 if power else 0.15)
+
+
+@pytest.mark.parametrize("count", (2, 4, 8, 16))
+def test_a_first_closing_step_that_some_miss_is_made_good(count: int) -> None:
+    first, *rest = closing_pairs(count)
+    missed = tuple(index if index // 2 % 2 else partner for index, partner in enumerate(first))
+    assert contraction(stepped([missed, *rest])) < 1e-12

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from protocols import LOOSE, PROTOCOLS
 from protocols.base import Contribution, Host, LooseAverager, Mean, Outcome, PeerId, PeerSilent, Settings, Vector, Work
 from protocols.groups.census import Census
 from protocols.pairs.tempo import Tempo
 from protocols.post import Ledger
 from tests.checkers import Report, Violation
-from tests.sim import crashes
+from tests.sim import crashes, scheduling
 from tests.sim import world as worlds
 from tests.sim.__main__ import main as simulate
 from tests.sim.loose import LooseWorld
@@ -58,6 +63,25 @@ def test_peers_that_mix_come_through_every_family(fault: str) -> None:
 def test_the_same_seed_gives_the_same_trace() -> None:
     assert len({played("none", 3).trace.digest() for _ in range(2)}) == 1
     assert len({played("none", seed).trace.digest() for seed in range(2)}) == 2
+
+
+SEEDS = st.integers(0, 2**63 - 1)
+
+
+@settings(max_examples=25)
+@given(protocol=st.sampled_from(sorted([*PROTOCOLS, *LOOSE])), seed=SEEDS)
+def test_any_63_bit_seed_plays(protocol: str, seed: int) -> None:
+    outcome = play(Scenario(protocol=protocol, peers=2, rounds=2, seed=seed, inner_steps=2), world_of(protocol))
+    assert outcome.violations == []
+
+
+@settings(max_examples=5)
+@given(seed=SEEDS)
+def test_every_command_takes_any_63_bit_seed(seed: int) -> None:
+    with redirect_stdout(io.StringIO()):
+        assert simulate(["--protocol", "gossip", "--peers", "2", "--rounds", "1", "--seeds", str(seed)]) == 0
+        assert crashes.main(["--protocol", "gossip", "--seed", str(seed), "--sample", "1"]) == 0
+        assert scheduling.main(["--seeds", str(seed)]) == 0
 
 
 def test_one_alone_goes_on_and_is_at_one_with_itself() -> None:

@@ -152,6 +152,10 @@ class Membership:
         told = {each.peer: sketches.unpack(each.sketch) for each in self._contacts if each.live}
         return {peer: numbers for peer, numbers in told.items() if numbers}
 
+    def rounds(self) -> dict[PeerId, int]:
+        """Of each of the others who is live, and not about to leave, the round that it says it is in."""
+        return {each.peer: each.round for each in self._contacts if each.live and not each.leaving}
+
     def hint(self, peer: PeerId, addresses: Sequence[str] = (), told_by: PeerId = "") -> Contact | None:
         """A peer may be found there; returns its contact, if it can have one.
 

@@ -8,6 +8,7 @@ There is no chain but the peer's own: `parent` and `lineage` of a report are the
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,7 @@ from dataclasses import replace
 from node.noloco import NoLoCo
 from node.outer import OuterSGD
 from node.report import RoundReport, Watch
+from node.rounds.closing import LOOK_SECONDS, TOLD_SECONDS, Closed, Closing, joined
 from node.rounds.course import OwnCourse
 from node.rounds.labour import FIRST_ROUND_LIMIT_SECONDS, Labour
 from node.rounds.mixing import Mixing, PullMixing, StateMixing
@@ -23,11 +25,10 @@ from node.rounds.sketch import Sketch, distance, furthest, sketch, spread
 from node.rounds.sketch import mean as middle
 from node.storage.keeper import Keeper
 from protocols.base import (
+    ClosingSession,
     Compute,
-    Contribution,
     Deadline,
     LooseAverager,
-    LooseSession,
     Mean,
     Outcome,
     PeerId,
@@ -55,6 +56,7 @@ class LooseReplica(Labour):
     Attributes:
         chain: its own; there is no other.
         compare: tells the others our sketch, and returns those of the others that are here, as each told it last.
+        closing: how the run ends here; None: with its last round.
         spread_limit: how far apart, as reports have it, peers may be.
         lacks_state: whether it has yet to fetch its first state, and what it holds is nobody's.
         astray: whether this peer is further than mixing should have to cure: it is to fetch another's state.
@@ -82,7 +84,9 @@ class LooseReplica(Labour):
         self.chain, self.averager = chain, averager
         self.compare: Callable[[Sketch], Mapping[PeerId, Sketch]] = lambda mine: {}
         self.spread_limit, self.astray, self.lacks_state = math.inf, False, False
+        self.closing: Closing | None = None
         self._sketches: dict[PeerId, Sketch] = {}  # of the others, as of the last round
+        self._sketch: Sketch | None = None  # our own, as the others have been told
         self._kept_round = -1
         me = averager.me.peer
         self._mixing: Mixing = StateMixing(self.state, trainer, compute, me)
@@ -143,10 +147,42 @@ class LooseReplica(Labour):
             self._offer_again = lambda: None
             watch.lap("average")
         self._timed(mean, work, watch)
-        await mixing.begin()
         self.chain.key = replace(key, round=session.round + 1)
+        mean, undone = joined(mean, mixing.held), mixing.undone
+        closed = await self._close(replace(key, round=session.round), watch)
+        mean = closed.follows(mean)
+        await mixing.begin()
         await self.settle()
-        return await self._told(key, session, _with(mean, mixing.held), work, watch.seconds, wall())
+        me, lineage = self.averager.me, self.key.lineage
+        report = self._report(me, key, lineage, key.lineage, mean, work, watch.seconds, wall())
+        report = replace(
+            report,
+            round=session.round,
+            group=session.group,
+            messages=tuple(name for each in mean.contributions.values() for name in each.messages),
+            half_exchanges=session.half_exchanges + undone + closed.half_exchanges,
+            mass_drift=session.mass_drift + closed.mass_drift,
+            closing_exchanges=closed.exchanges,
+        )
+        return await self._compared(report, key, closed.told)
+
+    async def _close(self, key: RoundKey, watch: Watch) -> Closed:
+        """Closing exchanges, if that was the run's last round and this peer is not asked to leave."""
+        if self.closing is None or self.leaving or not self.closing.is_due(self.key.round):
+            return Closed()
+        closing, mixing = self.closing, self._mixing
+
+        def entered(session: ClosingSession) -> None:
+            self._offer_again, self.awaited = session.cut.set, closing.behind
+
+        def told() -> Mapping[PeerId, Sketch]:
+            return self.compare(self._sketch) if self._sketch else {}
+
+        closed = await closing.run(mixing, key, (watch.seconds["train"], self._limit_seconds), entered, told)
+        self._offer_again, self.awaited = (lambda: None), tuple
+        watch.lap("close")
+        watch.seconds["average"] += watch.seconds["close"]
+        return closed
 
     def _timed(self, mean: Mean, work: Work, watch: Watch) -> None:
         """How long the next round may take. A whole one is the measure, and none that others have cut short: who comes
@@ -156,28 +192,28 @@ class LooseReplica(Labour):
         elif watch.seconds["train"] > LATE_SHARE * self._limit_seconds:
             self._limit_seconds = min(FIRST_ROUND_LIMIT_SECONDS, 2 * self._limit_seconds)
 
-    async def _told(
-        self, key: RoundKey, session: LooseSession, mean: Mean, work: Work, seconds: Mapping[str, float], time: float
+    async def _compared(
+        self, report: RoundReport, key: RoundKey, before: Mapping[PeerId, Sketch | None]
     ) -> RoundReport:
-        anchor = self.anchor
+        """The report, and how far this peer is from the others, by the sketches that are here.
+
+        Args:
+            before: of those who are about to tell another sketch, what they told before.
+        """
+        anchor, loop = self.anchor, asyncio.get_running_loop()
         finite = await self._compute.run(lambda: math.isfinite(norm([anchor])), 4 * len(anchor))
-        ours = await self._compute.run(lambda: sketch(anchor, key.run), 4 * len(anchor))
+        ours = self._sketch = await self._compute.run(lambda: sketch(anchor, key.run), 4 * len(anchor))
+        until = loop.time() + TOLD_SECONDS
         self._sketches = dict(self.compare(ours))
+        while any(self._sketches.get(peer) == told for peer, told in before.items()):
+            if loop.time() >= until or self.leaving:
+                break
+            await asyncio.sleep(LOOK_SECONDS)
+            self._sketches = dict(self.compare(ours))
         far = furthest({**self._sketches, self.averager.me.peer: ours})
         self.astray = far[0] == self.averager.me.peer and far[1] > ASTRAY_FACTOR * self.spread_limit
-        report = self._report(
-            self.averager.me, key, self.key.lineage, key.lineage, mean, work, seconds, time,
-        )  # fmt: skip
         return replace(
-            report,
-            round=session.round,
-            finite=finite,
-            group=session.group,
-            messages=tuple(name for each in mean.contributions.values() for name in each.messages),
-            half_exchanges=session.half_exchanges + self._mixing.undone,
-            mass_drift=session.mass_drift,
-            spread_limit=self.spread_limit,
-            spread=spread([ours, *self._sketches.values()]),
+            report, finite=finite, spread_limit=self.spread_limit, spread=spread([ours, *self._sketches.values()])
         )
 
     # -- another's state ----------------------------------------------------------------------------------------------
@@ -222,16 +258,3 @@ class LooseReplica(Labour):
             self._keeper.take(snapshot)
         elif self._snapshots:
             self._snapshots.put(snapshot)
-
-
-def _with(mean: Mean, held: Mapping[PeerId, Contribution]) -> Mean:
-    """With what came in while the state was lent: that is an exchange, too, unless it is given up since."""
-    if not held:
-        nothing = mean.outcome is Outcome.COMMITTED and not mean.contributions
-        return replace(mean, outcome=Outcome.SKIPPED, weights={}) if nothing else mean
-    whole = dict(mean.contributions)
-    for peer, early in held.items():
-        late = whole.get(peer, early)
-        messages = early.messages if late is early else early.messages + late.messages
-        whole[peer] = Contribution(late.chunks_counted, late.chunks, messages)
-    return replace(mean, outcome=Outcome.COMMITTED, contributions=whole)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
 import torch
@@ -21,7 +21,18 @@ from node.noloco import NoLoCo
 from node.outer import pseudo_gradient
 from node.rounds.labour import diverged
 from node.storage.state import OuterState
-from protocols.base import Blame, Compute, Contribution, LooseSession, Mean, Outcome, PeerId, Trainer, Work
+from protocols.base import (
+    Blame,
+    ClosingSession,
+    Compute,
+    Contribution,
+    LooseSession,
+    Mean,
+    Outcome,
+    PeerId,
+    Trainer,
+    Work,
+)
 from protocols.catchup.snapshot import Snapshot
 from protocols.vectors import norm
 
@@ -83,6 +94,25 @@ class Mixing(ABC):
             What became of the averaging, and the work as it counts: nothing, where it led nowhere.
         """
 
+    async def close(self, session: ClosingSession, here: Collection[PeerId]) -> Mean:
+        """Closing exchanges with those who are here: whole states are averaged, parameters and momentum.
+
+        Whatever travels in a round: nothing is made of it afterwards any more.
+        """
+        into = [self._origin, self._delta]
+        return await self._adopted(await session.close([self._state.anchor, self._state.velocity], into, here))
+
+    async def _adopted(self, mean: Mean) -> Mean:
+        """What was averaged into `_origin` and `_delta` is our state, if it is anything good."""
+        state, into = self._state, [self._origin, self._delta]
+        if mean.outcome is not Outcome.COMMITTED:
+            return replace(mean, outcome=Outcome.SKIPPED)
+        if not await self._compute.run(lambda: math.isfinite(norm(into)), 8 * len(self._delta)):
+            return self._given_up(mean, NO_MEAN)
+        state.anchor, self._origin = self._origin, state.anchor
+        state.velocity, self._delta = self._delta, state.velocity
+        return mean
+
     async def _read(self) -> None:
         """The pseudo-gradient of this round, into `_delta`."""
         delta = self._delta
@@ -130,15 +160,8 @@ class StateMixing(Mixing):
 
     async def _average(self, session: LooseSession, work: Work) -> Mean:
         """What comes of it is our state, if anything good does."""
-        state, into = self._state, [self._origin, self._delta]
-        mean = await session.mean([state.anchor, state.velocity], work, into)
-        if mean.outcome is not Outcome.COMMITTED:
-            return replace(mean, outcome=Outcome.SKIPPED)
-        if not await self._compute.run(lambda: math.isfinite(norm(into)), 8 * len(self._delta)):
-            return self._given_up(mean, NO_MEAN)
-        state.anchor, self._origin = self._origin, state.anchor
-        state.velocity, self._delta = self._delta, state.velocity
-        return mean
+        into = [self._origin, self._delta]
+        return await self._adopted(await session.mean([self._state.anchor, self._state.velocity], work, into))
 
 
 class PullMixing(Mixing):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from protocols.contract.values import Contribution, Deadline, Head, Layout, Mean, Member, PeerId, RoundKey, Vector, Work
 
@@ -74,6 +74,25 @@ class LooseSession(Session, Protocol):
         """
 
 
+class ClosingSession(LooseSession, Protocol):
+    """A session of a protocol that ends a run with closing exchanges: a few, without training, one after the other.
+
+    Attributes:
+        closing_exchanges: that held.
+    """
+
+    closing_exchanges: int
+
+    async def close(self, mine: Sequence[Vector], into: Sequence[Vector], here: Collection[PeerId]) -> Mean:
+        """Average `mine` with the states of those who have come to the run's end, into `into`, as `mean` does.
+
+        At most ⌈log₂ n⌉ + 1 exchanges, n with this peer. It ends early when `cut` is set.
+
+        Args:
+            here: the others that are there for it; the same at all of them, if it is to come to the mean of all.
+        """
+
+
 class LooseAverager(Protocol):
     """How replicas that share no anchor come near each other.
 
@@ -86,6 +105,15 @@ class LooseAverager(Protocol):
 
     def enter(self, head: Head, deadline: Deadline) -> AbstractAsyncContextManager[LooseSession]:
         """Take part in a round: peers may call from then on, for this one or for an exchange with what was lent."""
+
+
+@runtime_checkable
+class ClosingAverager(LooseAverager, Protocol):
+    """One that ends a run with closing exchanges: its class says `closes = True`."""
+
+    closes: bool
+
+    def enter(self, head: Head, deadline: Deadline) -> AbstractAsyncContextManager[ClosingSession]: ...
 
 
 class Trainer(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 
@@ -39,8 +40,19 @@ class Giver:
         self._holding = holding
         self._untold: dict[tuple[Member, int], float] = {}  # since when there is no word of a share
 
-    async def give(self, session: LendingSession, to: Member, until: Deadline) -> bool:
-        """Give half of what is here; False: it is home again, and somebody else may have it."""
+    async def give(
+        self,
+        session: LendingSession,
+        to: Member,
+        until: Deadline,
+        ready: Callable[[], Awaitable[bool]] | None = None,
+    ) -> bool:
+        """Give half of what is here; False: it is home again, and somebody else may have it.
+
+        Args:
+            ready: whether the receiver may have it, asked when it has been set apart: what comes in from then on is
+                not in it.
+        """
         holding = self._holding
         async with holding.turn:
             state = session.state
@@ -52,7 +64,7 @@ class Giver:
             await holding.host.compute.run(partial(cast, state, part), 16 * state.size)
         self.giving = (to.peer,)
         try:
-            counted = await self._send(session, share, part, until)
+            counted = await self._send(session, share, part, until) if ready is None or await ready() else False
         finally:
             self.giving = ()
         if counted is not None:

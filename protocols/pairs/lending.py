@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -12,6 +12,7 @@ from typing import Protocol
 from protocols.base import Contribution, Deadline, Head, Host, Mean, Member, Outcome, PeerId, RoundKey, Vector, Work
 from protocols.pairs.tempo import Tempo
 from protocols.post import Ledger
+from protocols.tasks import Bell
 from protocols.vectors import Flat
 
 SLOWEST_SHARE = 0.25
@@ -29,6 +30,9 @@ class Mixer(Protocol):
     async def mix(self, session: LendingSession, state: Flat) -> None:
         """Average the state, which is open to others meanwhile, in place."""
 
+    async def close(self, session: LendingSession, state: Flat, here: Collection[PeerId]) -> None:
+        """The same by the closing exchanges of a run, with those who are here."""
+
     def partners(self) -> tuple[PeerId, ...]:
         """Who averages with the state at this moment."""
 
@@ -40,7 +44,7 @@ class Mixer(Protocol):
 
 
 class LendingSession:
-    """`protocols.base.LooseSession`.
+    """`protocols.base.ClosingSession`.
 
     Attributes:
         key: of this peer's round.
@@ -48,6 +52,8 @@ class LendingSession:
         state: what others may average with; None: nothing, at the moment.
         held: of whom the state holds something, since it was lent or given to `mean`.
         weights: how much of the state each peer's makes up, by all that was averaged in this round.
+        bell: rings when something is counted.
+        closing: whether it is in closing exchanges.
     """
 
     group = ""
@@ -59,8 +65,10 @@ class LendingSession:
         self.round = head.key.round
         self._longest_seconds = SLOWEST_SHARE * (deadline - asyncio.get_running_loop().time())
         self.half_exchanges, self.mass_drift = 0, 0.0
+        self.closing, self.closing_exchanges = False, 0
         self.state: Flat | None = None
         self.held: dict[PeerId, Contribution] = {}
+        self.bell = Bell()
         self.weights = {mixer.me.peer: 1.0}
         self._mixer = mixer
 
@@ -87,14 +95,33 @@ class LendingSession:
         Raises:
             ValueError: the sizes of `mine` and `into` differ.
         """
+        early = await self.take_back()
+        self._keep_up()
+        return await self._averaged(mine, into, early, lambda target: self._mixer.mix(self, target))
+
+    async def close(self, mine: Sequence[Vector], into: Sequence[Vector], here: Collection[PeerId]) -> Mean:
+        """As the contract has it.
+
+        Raises:
+            ValueError: as `mean` does.
+        """
+        early, self.closing = await self.take_back(), True
+        return await self._averaged(mine, into, early, lambda target: self._mixer.close(self, target, here))
+
+    async def _averaged(
+        self,
+        mine: Sequence[Vector],
+        into: Sequence[Vector],
+        early: Mapping[PeerId, Contribution],
+        average: Callable[[Flat], Awaitable[None]],
+    ) -> Mean:
         if [len(each) for each in mine] != [len(each) for each in into]:
             raise ValueError(f"{[len(each) for each in mine]} elements into {[len(each) for each in into]}")
-        early, target = await self.take_back(), Flat(into)
-        self._keep_up()
+        target = Flat(into)
         await self._mixer.host.compute.run(partial(_copy, mine, into), 8 * target.size)
         self._open(target)
         try:
-            await self._mixer.mix(self, target)
+            await average(target)
         except BaseException:
             self.state = None  # who leaves in a hurry does not wait for what is under way
             raise
@@ -128,6 +155,11 @@ class LendingSession:
         self.held[peer] = Contribution(chunks, chunks, (*(before.messages if before else ()), name))
         self.weights = {each: (1 - share) * weight for each, weight in self.weights.items()}
         self.weights[peer] = self.weights.get(peer, 0.0) + share
+        self.bell.ring()
+
+    def counted(self, peer: PeerId) -> int:
+        """How often something of this peer was counted, since the state was lent or given to average."""
+        return len(self.held[peer].messages) if peer in self.held else 0
 
     def count_half(self, drift: float) -> None:
         """An exchange that may have moved one end only, by this share of its norm."""

@@ -9,6 +9,9 @@ are sorted first, so their order does not matter.
     exponential            everybody 1, 2, 4, … places on: log2 N exchanges a round (static exponential graph)
     one-peer-exponential   one of these, another distance each round (Assran et al. 2019; Ying et al. 2021)
 
+    closing_pairs          at the end of a run, step by step: who exchanges states with whom
+    closing_hops           the same for shares that travel one way: how many places on
+
 The mixing matrices are those of the literature, for rounds in lockstep: x ← Wx, doubly stochastic, so that the mean
 stays where it is. `pairwise` is what exchanges one after the other do: that is what peers without a barrier get.
 """
@@ -91,6 +94,64 @@ def matching_factor(count: int) -> float:
 def hops(count: int) -> tuple[int, ...]:
     """1, 2, 4, …: the powers of two below `count`."""
     return tuple(1 << power for power in range((count - 1).bit_length()))
+
+
+# -- the end of a run -------------------------------------------------------------------------------------------------
+
+CLOSING_DRAWS = 32
+CLOSING_SEARCH = 64
+"""Of so many drawn sequences of pairs the one that mixes best is taken; of more peers than these, the first."""
+
+
+@lru_cache(maxsize=4)
+def closing_hops(count: int) -> tuple[int, ...]:
+    """How many places on a peer gives in each of ⌈log₂ n⌉ + 1 steps: 1, 2, 4, …, and a last one.
+
+    For a power of two all is even before the last step, which repeats the first: the one that is missed where some
+    begin later than others. Else it is the one that leaves least of deviations: at most .13.
+    """
+    every = hops(count)
+    if count & (count - 1) == 0:
+        return (*every, *every[:1])
+    spread = torch.zeros(count, dtype=torch.float64)
+    spread[0] = 1.0
+    for hop in every:
+        spread = (spread + spread.roll(hop)) / 2
+    # A matrix that is the same for all is as long as its Fourier transform is high, beside the mean.
+    left = [float(torch.fft.fft(spread + spread.roll(hop)).abs()[1:].max()) for hop in range(1, count)]
+    return (*every, 1 + left.index(min(left)))
+
+
+@lru_cache(maxsize=4)
+def closing_pairs(count: int) -> tuple[tuple[int, ...], ...]:
+    """Of each of ⌈log₂ n⌉ + 1 steps, the partner of each index; itself: it has none.
+
+    For a power of two, distances 1, 2, 4, … in both directions (index xor distance): after them all hold the mean. Each
+    of these steps can be made good by repeating it at the end, because they commute: the last repeats the first. With
+    other numbers no sequence of halves leads to the mean; at most .13 to .36 of deviations are left, up to 64 peers.
+    """
+    if count & (count - 1) == 0:
+        return tuple(tuple(index ^ hop for index in range(count)) for hop in closing_hops(count))
+    draws = CLOSING_DRAWS if count <= CLOSING_SEARCH else 1
+    return min((_drawn_steps(count, draw) for draw in range(draws)), key=lambda steps: contraction(stepped(steps)))
+
+
+def stepped(steps: Sequence[Sequence[int]]) -> torch.Tensor:
+    """What steps of pairs do, one after the other: each takes the mean with its partner. float64 (n, n)."""
+    product = torch.eye(len(steps[0]), dtype=torch.float64)
+    for partner_of in steps:
+        product = (product + product[list(partner_of)]) / 2
+    return product
+
+
+def _drawn_steps(count: int, draw: int) -> tuple[tuple[int, ...], ...]:
+    names, steps = tuple(map(str, range(count))), []
+    for step in range(len(closing_hops(count))):
+        order, partner_of = _matched(names, step, f"closing/{draw}"), list(range(count))
+        for one, other in zip(order[::2], order[1::2], strict=False):
+            partner_of[one], partner_of[other] = other, one
+        steps.append(tuple(partner_of))
+    return tuple(steps)
 
 
 # -- the schedules ----------------------------------------------------------------------------------------------------

@@ -27,8 +27,10 @@ class Owner(Protocol):
         state: what others may average with; None: nothing, at the moment.
         deadline: of the round.
         held: of whom the state holds something.
+        closing: whether this is the end of the run, and not a round.
     """
 
+    closing: bool
     key: RoundKey
     deadline: Deadline
     state: Flat | None

@@ -8,6 +8,9 @@ again for each of them, with a fault just before it takes effect:
     one-way    the link that the message crosses carries nothing any more, in that direction
     stall      that link delays everything for some seconds
 
+With `--end`, of gossip and push-sum, the same at every message of the closing exchanges with which a run ends
+(`tests.sim.ending`).
+
 Judged are the invariants of `tests.checkers` on all histories, those of the dead included, and that every peer in touch
 with a majority decides that round and the next, and leaves the dead out. The last thing printed is one JSON object.
 """
@@ -19,20 +22,33 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from protocols import LOOSE, PROTOCOLS
 from tests.sim.arguments import Parser, at_least, at_least_one
+from tests.sim.ending import RecordingEnd, StruckEnd
 from tests.sim.process import prepare, workers
-from tests.sim.scenario import Scenario
-from tests.sim.striking import KINDS, PAIRS, Point, Verdict, combinations, enumerate_points, named, small, strike
+from tests.sim.striking import (
+    KINDS,
+    PAIRS,
+    Point,
+    Recording,
+    Struck,
+    Verdict,
+    combinations,
+    enumerate_points,
+    named,
+    small,
+    strike,
+)
 from tests.sim.world import World
 from tests.sim.worlds import world_of
 
 MAX_VIOLATIONS = 20
+CLOSING = ("gossip", "push_sum")
 
 
 def survey(verdicts: Iterable[Verdict]) -> dict[str, Any]:
@@ -61,6 +77,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--kind", choices=KINDS, default="crash")
     parser.add_argument("--seed", type=int, default=0, help="of latencies and of the order of messages")
     parser.add_argument("--directory", action="store_true", help="Moshpit: in pairs, found in the directory")
+    parser.add_argument("--end", action="store_true", help="gossip and push_sum: in the closing exchanges of the run")
     parser.add_argument("--pairs", action="store_true", help="two at once, at two peers")
     parser.add_argument("--sample", type=at_least_one, help=f"play so many, drawn; of pairs, {PAIRS} unless given")
     parser.add_argument("--jobs", type=at_least_one, default=1, help="processes that play")
@@ -68,12 +85,14 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.directory and options.protocol != "moshpit":
         parser.error(f"argument --directory: {options.protocol} finds nobody there, moshpit does")
+    if options.end and options.protocol not in CLOSING:
+        parser.error(f"argument --end: {options.protocol} has no closing exchanges, {' and '.join(CLOSING)} have")
     return options
 
 
 def replay(options: argparse.Namespace, verdict: Verdict) -> str:
     where = ",".join(str(point) for point in verdict.points)
-    directory = " --directory" if options.directory else ""
+    directory = (" --directory" if options.directory else "") + (" --end" if options.end else "")
     return (
         f"python -m tests.sim.crashes --protocol {options.protocol} --peers {options.peers} --kind {options.kind}"
         f" --seed {options.seed} --only {where}{directory}"
@@ -94,10 +113,9 @@ def _told(options: argparse.Namespace, verdicts: Iterable[Verdict]) -> Iterator[
 
 
 def _verdicts(
-    scenario: Scenario, kind: str, chosen: list[tuple[Point, ...]], world_type: type[World], jobs: int
+    judge: Callable[[tuple[Point, ...]], Verdict], chosen: list[tuple[Point, ...]], jobs: int
 ) -> Iterator[Verdict]:
     """One after the other, or in so many processes; in the order of the points either way."""
-    judge = partial(strike, scenario, kind, world_type=world_type)
     if jobs == 1:
         yield from map(judge, chosen)
         return
@@ -111,7 +129,8 @@ def main(arguments: list[str] | None = None, world_type: type[World] | None = No
     prepare()
     began = time.monotonic()
     scenario = replace(small(options.peers, options.protocol, options.seed), directory=options.directory)
-    points = enumerate_points(scenario, world_type)
+    recording, struck = (RecordingEnd, StruckEnd) if options.end else (Recording, Struck)
+    points = enumerate_points(scenario, world_type, recording)
     try:
         chosen = (
             named(points, options.only)
@@ -121,7 +140,8 @@ def main(arguments: list[str] | None = None, world_type: type[World] | None = No
     except ValueError as error:
         print(f"python -m tests.sim.crashes: {error}", file=sys.stderr)
         return 2
-    result = survey(_told(options, _verdicts(scenario, options.kind, chosen, world_type, options.jobs)))
+    judge = partial(strike, scenario, options.kind, world_type=world_type, struck_type=struck)
+    result = survey(_told(options, _verdicts(judge, chosen, options.jobs)))
     seconds = time.monotonic() - began
     about = {"protocol": options.protocol, "peers": options.peers, "kind": options.kind, "pairs": options.pairs}
     rates = {"real_seconds": round(seconds, 3), "points_per_minute": round(60.0 * result["points"] / seconds, 1)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,6 +104,19 @@ class Swarm:
         told = Told(mean, early, session.half_exchanges, session.mass_drift, began, asked, loop.time())
         self.told[index].append(told)
         return told
+
+    async def close(self, index: int, here: Collection[int] | None = None, number: int = 9) -> int:
+        """The end of a run at a peer, by closing exchanges: with all, unless told; returns how many held."""
+        loop, state = asyncio.get_running_loop(), self.state[index]
+        began, others = loop.time(), range(self.count) if here is None else here
+        async with self.gossips[index].enter(head(number), began + ROUND_SECONDS) as session:
+            into = [torch.full_like(each, torch.nan) for each in state]
+            mean = await session.close(state, into, [self.names[other] for other in others if other != index])
+            if mean.outcome == "committed":
+                self.state[index] = into
+        told = Told(mean, {}, session.half_exchanges, session.mass_drift, began, began, loop.time())
+        self.told[index].append(told)
+        return int(session.closing_exchanges)
 
     async def lending(self, index: int, seconds: float) -> None:
         """A peer that trains for so long, and lends its state meanwhile."""

@@ -11,6 +11,7 @@ import torch
 
 from node.noloco import NoLoCo
 from node.outer import OuterSGD
+from node.rounds.closing import Closing
 from node.rounds.course import OwnCourse
 from node.rounds.life import loose_rounds
 from node.rounds.loose import LooseReplica
@@ -18,7 +19,7 @@ from node.rounds.sketch import Sketch
 from node.tasks.paced import Paced
 from node.training.trainer import Step
 from protocols import LOOSE
-from protocols.base import Host, LooseAverager, Member, PeerId, RoundKey, Settings
+from protocols.base import ClosingAverager, Host, LooseAverager, Member, PeerId, RoundKey, Settings
 from protocols.catchup.snapshot import Snapshots
 from protocols.catchup.standing import Standings
 from protocols.moshpit import Moshpit
@@ -55,7 +56,8 @@ class Wander(Paced):
 
     def step(self, round_number: int, step: int) -> Step:
         (vector,) = self.vectors
-        self._generator.manual_seed((self._seed * 1_000_003 + round_number) * 1_000_003 + step)
+        # A generator takes 64 bits: of larger numbers, the lowest.
+        self._generator.manual_seed(((self._seed * 1_000_003 + round_number) * 1_000_003 + step) % (1 << 64))
         noise = torch.rand(len(vector), generator=self._generator)
         vector.add_(noise.sub_(0.5).mul_(2 * STEP_SIZE))
         return Step(float(vector.square().mean()), self._tokens)
@@ -97,12 +99,15 @@ class LooseAccount:
 class LooseWorld(World):
     """One run in progress."""
 
+    CLOSES = True
+    """Whether its peers end a run with closing exchanges, if their protocol has them."""
     replicas: dict[PeerId, LooseReplica]  # type: ignore[assignment]
     account: LooseAccount  # type: ignore[assignment]
 
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
         self.account = LooseAccount(self.network, self.liars)
+        self.endless = scenario.breaks
         self.sketches: dict[PeerId, Sketch] = {}
         self.told: dict[PeerId, Liar] = {}
 
@@ -141,6 +146,8 @@ class LooseWorld(World):
         replica.compare = lambda mine: self._compare(me, mine, host.members.live())
         self.replicas[me] = replica
         replica.spread_limit = SPREAD_LIMIT
+        if self.CLOSES and isinstance(averager, ClosingAverager) and not self.endless:
+            replica.closing = Closing(averager, self.scenario.rounds, lambda: self.rounds(me))
         replica.lacks_state = not await self.restored(replica) and transport.node.incarnation > 0
         standings = Standings(
             host, settings, snapshots, lambda: replica.key, lambda: self.peers, lambda: not replica.seeks_state
@@ -166,7 +173,7 @@ class LooseWorld(World):
     def goes_on(self, peer: PeerId) -> bool:
         """A run is so many rounds long, whoever has had how many of them; one whose rounds go back has no end."""
         rounds, had = self.scenario.rounds, len(self.histories[peer])
-        return self.scenario.breaks or (self.replicas[peer].key.round < rounds and had < ENDLESS * rounds)
+        return self.endless or (self.replicas[peer].key.round < rounds and had < ENDLESS * rounds)
 
     def enters(self, replica: LooseReplica) -> None:
         self.entering(replica.averager.me.peer, replica.chain.head)
@@ -180,6 +187,12 @@ class LooseWorld(World):
         self.sketches[me] = mine
         near = [member.peer for member in live if member.peer != me]
         return {peer: self.sketches[peer] for peer in near if peer in self.sketches}
+
+    def rounds(self, me: PeerId) -> dict[PeerId, int]:
+        """As pulses tell them; of a link that is blocked, nothing."""
+        nodes, contacts = self.network.nodes, self.network.contacts
+        near = [peer for peer in self.replicas if peer != me and nodes[peer].process.alive and contacts.open(me, peer)]
+        return {peer: self.replicas[peer].key.round for peer in near}
 
     # -- judging ------------------------------------------------------------------------------------------------------
 

@@ -86,7 +86,10 @@ class Recording(World):
 
     def _watch(self, peer: PeerId, number: int, way: str, other: PeerId) -> None:
         if self._rounds.get(peer) == ROUND:
-            self.points.append(Point(peer, number, way, other))
+            self.record(peer, number, way, other)
+
+    def record(self, peer: PeerId, number: int, way: str, other: PeerId) -> None:
+        self.points.append(Point(peer, number, way, other))
 
 
 class Struck(World):
@@ -171,13 +174,15 @@ class Verdict:
     trace: list[str]
 
 
-def enumerate_points(scenario: Scenario, world_type: type[World] = World) -> list[Point]:
+def enumerate_points(
+    scenario: Scenario, world_type: type[World] = World, recording_type: type[Recording] = Recording
+) -> list[Point]:
     """Every message of every peer in the round, from a run without faults.
 
     Raises:
         RuntimeError: the run without faults does not get through.
     """
-    recording = type("Recorded", (Recording, world_type), {})(scenario)
+    recording = type("Recorded", (recording_type, world_type), {})(scenario)
     simloop.run(recording.run())
     if recording.network.bugs or any(len(history) < scenario.rounds for history in recording.histories.values()):
         raise RuntimeError(f"the run without faults fails: {recording.network.bugs}")
@@ -185,10 +190,16 @@ def enumerate_points(scenario: Scenario, world_type: type[World] = World) -> lis
     return points
 
 
-def strike(scenario: Scenario, kind: str, points: tuple[Point, ...], world_type: type[World] = World) -> Verdict:
+def strike(
+    scenario: Scenario,
+    kind: str,
+    points: tuple[Point, ...],
+    world_type: type[World] = World,
+    struck_type: type[Struck] = Struck,
+) -> Verdict:
     """Play the round with a fault at each of the points, and judge."""
     faults = sum((point.fault(kind, scenario.names()) for point in points), start=Faults())
-    world = type("Played", (Struck, world_type), {})(replace(scenario, faults=faults))
+    world = type("Played", (struck_type, world_type), {})(replace(scenario, faults=faults))
     found: list[Violation] = []
 
     async def end() -> None:

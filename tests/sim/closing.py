@@ -1,0 +1,117 @@
+"""`python -m tests.sim.closing`: how far apart peers are at the end of a run, with closing exchanges and without.
+
+One line for each protocol, number of peers and length of the run: over the seeds, the largest true distance of a peer
+from the mean of all, as a share of that mean's norm, without closing exchanges and with them; the largest that a report
+says with them; the most closing exchanges of a peer, and how long after the last of them to end its last round all is
+over. Exit 1 if a distance with them, true or told, is above the limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass, replace
+
+from tests.sim import loop as simloop
+from tests.sim.arguments import Parser, at_least_one, seeds
+from tests.sim.loose import LooseWorld
+from tests.sim.process import prepare
+from tests.sim.scenario import MOST_PULL, Scenario
+
+LIMIT = 0.02
+"""What a run bears unless its file says otherwise."""
+
+
+class Unclosed(LooseWorld):
+    """A run that ends with its last round."""
+
+    CLOSES = False
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How a run ended.
+
+    Attributes:
+        spread: exactly.
+        told: the largest that a last report says.
+        exchanges: the most closing exchanges of a peer.
+        seconds: that the last peer to end its last round spent on what came after it, virtual.
+        violations: in words.
+    """
+
+    spread: float
+    told: float
+    exchanges: int
+    seconds: float
+    violations: tuple[str, ...]
+
+
+def end_of(scenario: Scenario, world_type: type[LooseWorld] = LooseWorld) -> End:
+    """Play a run without faults to its end.
+
+    Raises:
+        Exception: a bug in protocol or round code, as itself.
+    """
+    world = world_type(scenario)
+    simloop.run(world.run())
+    if world.network.bugs:
+        raise world.network.bugs[0]
+    last = [history[-1] for history in world.histories.values()]
+    found = world.check(world.histories) + world.leaks() + world.progress(world.histories)
+    return End(
+        world.spread(),
+        max(report["spread"] for report in last),
+        max(report["closing_exchanges"] for report in last),
+        min(report["seconds_average"] for report in last),
+        tuple(map(str, found)),
+    )
+
+
+def _numbers(text: str) -> list[int]:
+    return [at_least_one(each) for each in text.split(",")]
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = Parser(prog="python -m tests.sim.closing", description="How far apart peers are at the end of a run.")
+    parser.add_argument("--protocol", choices=("gossip", "push_sum"), help="default: both")
+    parser.add_argument("--peers", type=_numbers, default=[4, 8], help="numbers with commas between them")
+    parser.add_argument("--rounds", type=_numbers, default=[3, 4, 5, 14])
+    parser.add_argument("--seeds", type=seeds, default=range(5))
+    parser.add_argument("--codec", default="fp32")
+    parser.add_argument("--pull", type=float, help="gossip by NoLoCo's rule, with this as its gamma")
+    options = parser.parse_args(arguments)
+    if options.pull is not None and (options.protocol != "gossip" or not 0 < options.pull < MOST_PULL):
+        parser.error(f"argument --pull: of gossip, above 0 and below {MOST_PULL:g}")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _parse(arguments)
+    prepare()
+    failed = 0
+    print("protocol  peers  rounds  without    with    told  exchanges  seconds")
+    for protocol in [options.protocol] if options.protocol else ["gossip", "push_sum"]:
+        for peers, rounds in ((peers, rounds) for peers in options.peers for rounds in options.rounds):
+            first = Scenario(
+                protocol, peers, rounds, codec=options.codec, elements=5000, chunk_elements=1024, pull=options.pull
+            )
+            played = [replace(first, seed=seed) for seed in options.seeds]
+            without = max(end_of(each, Unclosed).spread for each in played)
+            ends = [end_of(each) for each in played]
+            spread, told = max(each.spread for each in ends), max(each.told for each in ends)
+            exchanges, seconds = max(each.exchanges for each in ends), max(each.seconds for each in ends)
+            print(
+                f"{protocol:9} {peers:5}  {rounds:6}  {without:7.2%} {spread:7.2%} {told:7.2%}  {exchanges:9}"
+                f"  {seconds:7.1f}",
+                flush=True,
+            )
+            failed += max(spread, told) > LIMIT
+            for violation in (violation for each in ends for violation in each.violations):
+                print(violation, file=sys.stderr)
+                failed += 1
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

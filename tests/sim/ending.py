@@ -1,0 +1,77 @@
+"""Something happens at one message of the closing exchanges of a run, and what must hold after it.
+
+Whoever lives ends its run in the time that there is for it, whatever becomes of the others; nothing counts twice; by
+push-sum no weight is made, and none is lost but with those who died.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from protocols.base import PeerId
+from protocols.pushing import PushSum
+from tests.checkers import Violation
+from tests.sim.loose import SPREAD_BOUND, LooseWorld
+from tests.sim.scenario import Scenario
+from tests.sim.striking import LIMIT_SECONDS, Recording, Struck
+
+ENDS_SECONDS = 120.0
+"""In these runs, whose rounds take three seconds: a wait of twenty, twice, and three steps of some seven."""
+FAR = 1e-9
+"""Of sums of weights, which are sums of halves."""
+
+
+class RecordingEnd(Recording):
+    """The messages of each peer from the end of its last round on."""
+
+    def _watch(self, peer: PeerId, number: int, way: str, other: PeerId) -> None:
+        replica = self.replicas.get(peer)
+        if replica is not None and replica.key.round >= self.scenario.rounds:  # type: ignore[attr-defined]
+            self.record(peer, number, way, other)
+
+
+class StruckEnd(Struck, LooseWorld):
+    """A run in whose closing exchanges something happens, until all who live have ended it."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        super().__init__(scenario)
+        self.endless = False
+
+    def satisfied(self) -> bool:
+        return all(self.ended(peer) for peer in self.able())
+
+    def ended(self, peer: PeerId) -> bool:
+        history = self.histories[peer]
+        return bool(history) and history[-1]["round"] >= self.scenario.rounds - 1
+
+    def judge(self) -> Iterator[Violation]:
+        last = self.scenario.rounds - 1
+        if not self.injector.struck:
+            yield Violation("missed", "", last, "the fault never happened: the run differs from the one without it")
+        for peer in self.able():
+            if not self.ended(peer):
+                yield Violation("ends", peer, last, f"its run is not over {LIMIT_SECONDS:g} s after all began")
+            elif (seconds := self.histories[peer][-1]["seconds_average"]) > ENDS_SECONDS:
+                yield Violation("ends", peer, last, f"it ends {seconds:.0f} s after its last training")
+        if (spread := self.spread()) > SPREAD_BOUND:
+            yield Violation("spread", "", last, f"{spread:.3f} at the end, not at most {SPREAD_BOUND}")
+        yield from self._conserved()
+
+    def spread(self) -> float:
+        """Of those who live."""
+        dead = {peer for peer in self.peers if not self.network.nodes[peer].process.alive}
+        kept, self.replicas = self.replicas, {peer: each for peer, each in self.replicas.items() if peer not in dead}
+        try:
+            return super().spread()
+        finally:
+            self.replicas = kept
+
+    def _conserved(self) -> Iterator[Violation]:
+        """What is here is no more than there was, and with what is on its way, no less."""
+        held = [replica.averager for replica in self.replicas.values()]
+        books = [averager.holding.book for averager in held if isinstance(averager, PushSum)]
+        if books:
+            here, whole = sum(book.weight for book in books), sum(book.mass for book in books)
+            if not here - FAR <= len(books) <= whole + FAR:
+                what = f"weights of {here} are here, {whole} with what is on its way, and {len(books)} there were"
+                yield Violation("conserved", "", self.scenario.rounds - 1, what)

@@ -1,0 +1,140 @@
+"""`python -m tests.sim.reducers`: what it costs a Moshpit group that one of its members, who reduces a part, dies.
+
+A group of k averages for three rounds, again and again; each time one member is killed at another of the messages of
+its first averaging, from the first word that its training is over, until each of them has been killed at each of its
+messages. One line for each k:
+
+    points      messages at which one was killed
+    none lost   share of the points at which all survivors had the mean of that round nevertheless
+    all lost    share at which none of them had
+    rounds      share of the survivors' rounds without a mean, of all in which one died
+    seconds     the longest that a survivor's round took beyond one without a death
+    after       share of the survivors' next rounds without a mean
+    later       the same of the rounds after those
+
+No work is lost in any of them: who has no mean goes on with its own stepped state. Exit 1 if a mean is lost later.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import sys
+from dataclasses import dataclass
+
+import torch
+
+from protocols.base import PeerId
+from tests.sim.arguments import Parser, at_least, at_least_one
+from tests.sim.faults import Faults
+from tests.sim.host import Hearsay
+from tests.sim.injection import Injector
+from tests.sim.network import SimNetwork
+from tests.sim.pits import Pits
+from tests.sim.process import prepare
+
+ELEMENTS, CHUNK_ELEMENTS = 96, 16
+TRAIN_SECONDS = 1.0
+ROUNDS = 3
+
+
+@dataclass(slots=True)
+class Losses:
+    """Counts over deaths in groups of one size."""
+
+    points: int = 0
+    none_lost: int = 0
+    all_lost: int = 0
+    rounds: int = 0
+    lost_rounds: int = 0
+    lost_after: int = 0
+    lost_later: int = 0
+    most_seconds: float = 0.0
+
+    def add(self, outcomes: list[list[str]], seconds: float) -> None:
+        """One death: the outcomes of each survivor's rounds, and the longest of the first."""
+        lost = sum(each[0] != "committed" for each in outcomes)
+        self.points += 1
+        self.none_lost += not lost
+        self.all_lost += lost == len(outcomes)
+        self.rounds += len(outcomes)
+        self.lost_rounds += lost
+        self.lost_after += sum(each[1] != "committed" for each in outcomes)
+        self.lost_later += sum(each[2] != "committed" for each in outcomes)
+        self.most_seconds = max(self.most_seconds, seconds)
+
+
+def group(size: int) -> Pits:
+    generator = torch.Generator().manual_seed(size)
+    states = [[torch.randn(ELEMENTS, generator=generator)] for _ in range(size)]
+    return Pits(states, [1000] * size, [TRAIN_SECONDS] * size, chunk_elements=CHUNK_ELEMENTS)
+
+
+def messages(size: int) -> tuple[list[tuple[PeerId, int]], float]:
+    """Those of each peer's first averaging, in a play without deaths; and how long its first round takes."""
+    pits, found = group(size), []
+
+    def watch(network: SimNetwork) -> None:
+        def heard(peer: PeerId, number: int, way: str, other: PeerId) -> None:
+            over = any(pits.histories.values())
+            if asyncio.get_running_loop().time() >= TRAIN_SECONDS and not over:
+                found.append((peer, number))
+
+        network.watch = heard
+
+    pits.before = watch
+    histories = pits.play(1)
+    return found, max(told[0].seconds for told in histories.values())
+
+
+def losses(size: int, sample: int | None = None) -> Losses:
+    """One death at every message of a group's first averaging, or at so many that are drawn."""
+    points, whole_seconds = messages(size)
+    if sample and sample < len(points):
+        points = random.Random(f"sample/{size}").sample(points, sample)
+    found = Losses()
+    for peer, number in points:
+        pits = group(size)
+        faults = Faults().crash(peer, at_message=number)
+
+        def kill(network: SimNetwork, faults: Faults = faults) -> None:
+            Injector(faults, network, Hearsay(), lambda peer: None).start()
+
+        pits.before = kill
+        survivors = [history for each, history in pits.play(ROUNDS).items() if each != peer]
+        outcomes = [[str(told.mean.outcome) for told in history] for history in survivors]
+        found.add(outcomes, max(history[0].seconds for history in survivors) - whole_seconds)
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = Parser(prog="python -m tests.sim.reducers", description="Deaths of reducers in Moshpit's groups.")
+    parser.add_argument("--sizes", type=_sizes, default=[3, 4, 6, 8], help="of groups, with commas between them")
+    parser.add_argument("--sample", type=at_least_one, help="play so many of the points, drawn")
+    options = parser.parse_args(arguments)
+    prepare()
+    later = 0
+    print("size  points  none lost  all lost  rounds  seconds  after  later")
+    for size in options.sizes:
+        found = losses(size, options.sample)
+        none, all_of_it = found.none_lost / found.points, found.all_lost / found.points
+        now, after, at_last = (each / found.rounds for each in (found.lost_rounds, found.lost_after, found.lost_later))
+        print(
+            f"{size:4}  {found.points:6}  {none:9.1%}  {all_of_it:8.1%}  {now:6.1%}"
+            f"  {found.most_seconds:7.1f}  {after:5.1%}  {at_last:5.1%}",
+            flush=True,
+        )
+        later += found.lost_later
+    return 1 if later else 0
+
+
+def _sizes(text: str) -> list[int]:
+    sizes = [at_least(3, each) for each in text.split(",")]
+    if max(sizes) > 8:
+        raise argparse.ArgumentTypeError(f"a group has at most 8 members, not {max(sizes)}")
+    return sizes
+
+
+if __name__ == "__main__":
+    sys.exit(main())
