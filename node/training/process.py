@@ -8,7 +8,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,12 @@ START_SECONDS = 120.0
 FIRST_STEP_SECONDS = 60.0
 PATIENCE_SECONDS = 5.0
 PATIENCE_STEPS = 20
+
+SPIN = {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "1"}
+"""How long a thread that waits for others keeps its core before it sleeps: of libgomp in turns, of LLVM's and Intel's
+libomp in milliseconds. By default libgomp's threads spin for seconds where there are no more of them than cores: once
+another program takes a core, each step waits for a thread that cannot run."""
+_WAITING = (*SPIN, "OMP_WAIT_POLICY", "KMP_LIBRARY")
 
 Hear = Callable[[dict[str, Any]], None]
 
@@ -71,7 +77,8 @@ class WorkerProcess:
             reader, writer = await asyncio.open_unix_connection(sock=ours, limit=MAX_LINE_BYTES)
             try:
                 descriptors = (memory, theirs.fileno())
-                child = await Child.start("worker", command, _log_line, {"PYTHONPATH": path}, descriptors)
+                environment = {"PYTHONPATH": path, **bounded_spin(os.environ)}
+                child = await Child.start("worker", command, _log_line, environment, descriptors, spec.nice)
             except BaseException:
                 writer.close()
                 raise
@@ -132,6 +139,11 @@ class WorkerProcess:
         """End it at once."""
         self._writer.close()
         await self.child.kill()
+
+
+def bounded_spin(environment: Mapping[str, str]) -> dict[str, str]:
+    """What bounds the spinning of a worker's threads; nothing where the user has said how they are to wait."""
+    return {} if any(environment.get(name) for name in _WAITING) else SPIN
 
 
 def _log_line(line: str | None) -> None:
