@@ -16,17 +16,20 @@ BLOCK_STEPS, BLOCK_SECONDS = 3, 0.25
 GAIN = 0.9
 """More threads are kept if a step takes at most so much of its time with fewer."""
 LOSS = 1.03
-"""Fewer threads are kept if a step takes at most so much of its time with more: others have use for a core, too. Between
-the two bounds the number stays as it is, whichever it is."""
+"""Fewer threads are kept if a step takes at most so much of its time with more: others have use for a core, too.
+Between the two bounds the number stays as it is, whichever it is."""
 CHANGE = 1.3
 """Steps that take so many times as long as they did, or that much less, are a reason to try another number at once."""
 FIRST_SECONDS, LAST_SECONDS = 2.0, 20.0
 """Until another number is tried where nothing has changed: after a change of the number, and at the longest. It doubles
 with each trial that fails."""
 SHARE = 0.02
-"""Of the time may be lost to the slower steps of trials where nothing has changed; and as much where something has."""
-HOPELESS, HOPELESS_SECONDS = 3.0, 1.0
-"""A trial ends early once it has lost so many times what a block takes, and so many seconds."""
+"""Of the time may be lost to the slower steps of trials: so much to each kind of them, with more threads or fewer,
+after a change or because it is due. A dear trial of one kind does not keep those of another waiting."""
+MOST_CREDIT_SECONDS = 1.0
+"""Are saved up for later trials. What a trial loses beyond that is waited for afterwards."""
+HOPELESS_SECONDS = 1.0
+"""A trial that has lost so much, and more than a block takes, ends early."""
 
 
 @dataclass(slots=True)
@@ -62,7 +65,11 @@ class ThreadTuner:
             limit: there are never more.
         """
         self._limit = max(1, limit)
-        self._credits = {True: 0.0, False: 0.0}  # seconds that trials may lose: after a change, and without one
+        # (upwards, after a change) -> seconds that such a trial may lose
+        self._credits = {(way, why): 0.0 for way in (True, False) for why in (True, False)}
+        self._usual: float | None = None  # seconds of a step with the kept number, when that was looked at last
+        self._waited, self._interval = 0.0, FIRST_SECONDS  # seconds since the last trial, and until the next
+        self._lost, self._changed = 0.0, False  # of the trial: seconds so far, and whether a change was its reason
         self.begin(start)
 
     def begin(self, threads: int) -> None:
@@ -79,7 +86,7 @@ class ThreadTuner:
         else:
             self._waited += seconds
             for kind in self._credits:
-                self._credits[kind] = min(HOPELESS_SECONDS, self._credits[kind] + SHARE * seconds)
+                self._credits[kind] = min(MOST_CREDIT_SECONDS, self._credits[kind] + SHARE * seconds)
             if mean is not None:
                 self._look(mean)
         return self.threads
@@ -87,32 +94,44 @@ class ThreadTuner:
     def _look(self, mean: float) -> None:
         """A block with the kept number is complete: whether to try another number."""
         usual = mean if self._usual is None else self._usual
-        slower, faster = mean > CHANGE * usual, CHANGE * mean < usual
-        changed, due = slower or faster, self._waited >= self._interval
         self._usual, self._block = usual, _Block(0)
-        if (changed or due) and self._credits[changed] >= 0:
-            self._begin_trial(mean, faster if changed else not self._upwards, changed)
+        if mean > CHANGE * usual or CHANGE * mean < usual:
+            way = mean < usual
+            if self._next(way) is None:  # what steps take now is what they take
+                self._usual = mean
+            elif self._credits[way, True] >= 0:
+                self._begin_trial(mean, way, changed=True)
+        elif self._waited >= self._interval:
+            for way in (not self._upwards, self._upwards):
+                if self._next(way) and self._credits[way, False] >= 0:
+                    self._begin_trial(mean, way, changed=False)
+                    break
+
+    def _next(self, upwards: bool) -> int | None:
+        """The next number of threads above or below the kept one; None: there is none."""
+        rungs = {*(rung for rung in RUNGS if rung < self._limit), self._limit}
+        if upwards:
+            return min((rung for rung in rungs if rung > self._kept), default=None)
+        return max((rung for rung in rungs if rung < self._kept), default=None)
 
     def _begin_trial(self, mean: float, upwards: bool, changed: bool) -> None:
-        """Take the next steps with one rung more or less; where there is none, the other way, unless it changed."""
-        rungs = sorted({*(rung for rung in RUNGS if rung < self._limit), self._limit})
-        above, below = ([r for r in rungs if r > self._kept], [r for r in reversed(rungs) if r < self._kept])
-        if not changed and not (above if upwards else below):
-            upwards = not upwards
+        """Take the next steps with another number of threads.
+
+        Args:
+            mean: seconds of a step with the kept number, now.
+        """
         self._usual, self._waited, self._upwards = mean, 0.0, upwards
         self._lost, self._changed = 0.0, changed
-        if there := above if upwards else below:
-            self.threads, self._block = there[0], _Block(1)
+        self.threads, self._block = self._next(upwards) or self._kept, _Block(1)
 
     def _try(self, seconds: float, mean: float | None) -> None:
         """A step of a trial was taken."""
         assert self._usual is not None
         self._lost += seconds - self._usual
-        block_seconds = max(BLOCK_SECONDS, BLOCK_STEPS * self._usual)
-        hopeless = self._lost > max(HOPELESS_SECONDS, HOPELESS * block_seconds)
+        hopeless = self._lost > max(HOPELESS_SECONDS, BLOCK_STEPS * self._usual)
         if mean is None and not hopeless:
             return
-        self._credits[self._changed] -= max(0.0, self._lost)
+        self._credits[self._upwards, self._changed] -= max(0.0, self._lost)
         bound = (GAIN if self.threads > self._kept else LOSS) * self._usual
         if mean is not None and mean <= bound:
             self._kept = self.threads
@@ -126,7 +145,5 @@ class ThreadTuner:
 
     def _settle(self, warming: int) -> None:
         """The kept number is new: what steps take with it is not known, and it is doubted soon."""
-        self._usual: float | None = None
-        self._block = _Block(warming)
+        self._usual, self._block = None, _Block(warming)
         self._waited, self._interval = 0.0, FIRST_SECONDS
-        self._lost, self._changed = 0.0, False
