@@ -21,27 +21,14 @@ _LINE_CHARACTERS = 300
 
 # Becomes the program after asking the kernel to kill it with its parent. A program of its own, because code between
 # fork and exec (preexec_fn) is unsafe once threads exist. The parent may have died before the request: hence the
-# second look. The priority is set here because threads inherit it from the one that starts them. A session of its own
-# is a scheduling group of its own where the kernel has autogroups: between groups the group's priority acts, and the
-# process's does not. The kernel takes ten such requests a second from all users (EAGAIN).
+# second look.
 _SHIM = """
-import ctypes, os, sys, time
+import ctypes, os, sys
 if sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)
 if os.getppid() != int(sys.argv[1]):
     sys.exit("the parent is gone")
-if int(sys.argv[2]):
-    level = os.nice(int(sys.argv[2]))
-    for _ in range(20):
-        try:
-            with open("/proc/self/autogroup", "w") as group:
-                group.write(str(level))
-            break
-        except BlockingIOError:
-            time.sleep(0.11)
-        except OSError:
-            break
-os.execv(sys.argv[3], sys.argv[3:])
+os.execv(sys.argv[2], sys.argv[2:])
 """
 
 
@@ -76,7 +63,6 @@ class Child:
         on_line: Callable[[str | None], None],
         environment: Mapping[str, str] | None = None,
         pass_fds: Sequence[int] = (),
-        nice: int = 0,
     ) -> Child:
         """
         Args:
@@ -84,13 +70,12 @@ class Child:
             on_line: called with each line of its output, cut at 300 characters, and with None when that has ended.
             environment: what differs from ours.
             pass_fds: file descriptors that it inherits, under the same numbers.
-            nice: added to our own niceness; its session's scheduling group stands back by the sum. 0: neither.
 
         Raises:
             OSError: no process can be had.
         """
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", "-c", _SHIM, str(os.getpid()), str(nice)),
+            *(sys.executable, "-I", "-S", "-c", _SHIM, str(os.getpid())),
             *command,
             stdin=DEVNULL,
             stdout=PIPE,

@@ -35,6 +35,7 @@ import torch
 from node.storage import tensors
 from node.tasks.spec import Job, PacedValues, WorkerSpec, build
 from node.training.cores import usable_cores
+from node.training.priority import stand_back
 from node.training.shared import Shared
 from node.training.trainer import Shift
 from node.training.tuning import ThreadTuner
@@ -199,10 +200,12 @@ def _one_line(error: Exception) -> str:
 def serve(lines: BinaryIO, tell: Callable[[str, Any], None], memory: int) -> int:
     """Read the spec and then commands until the lines end; returns the exit code."""
     try:
-        worker, layout = _start(WorkerSpec.from_json(lines.readline(MAX_LINE_BYTES).decode()), memory, tell)
+        spec = WorkerSpec.from_json(lines.readline(MAX_LINE_BYTES).decode())
+        worker, layout = _start(spec, memory, tell)
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
         tell("refused", _one_line(error))
         return 1
+    stand_back(spec.nice, time.sleep)  # not before: on a busy machine a start would take minutes
     tell("done", layout.fragments)
     while line := lines.readline(MAX_LINE_BYTES):
         try:
