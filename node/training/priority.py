@@ -42,7 +42,7 @@ def stand_back(nice: int, sleep: Callable[[float], None]) -> None:
 def ready_seconds(pid: int) -> float:
     """How long the threads of a process, together, were ready to run while no core was free for them.
 
-    0 where the kernel does not tell. It grows while others take the cores, and not while the process hangs or is stopped.
+    0 where the kernel does not tell. It grows while others take the cores, not while the process hangs or is stopped.
     """
     nanoseconds = 0
     with suppress(OSError):
