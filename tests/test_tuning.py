@@ -87,3 +87,8 @@ def test_what_a_former_life_found_is_gone_on_with() -> None:
     assert tuner.took(0.1) == 2
     tuner.begin(99)
     assert tuner.threads == 4, "no more than there are cores now"
+    tuner.confine(1)
+    assert tuner.threads == 1
+    tuner.confine(4)
+    play(tuner, lambda at, threads: 0.1 / threads, 20.0)
+    assert tuner.threads == 4, "the other peers have left"

@@ -183,8 +183,12 @@ def test_measured_threads_are_gone_on_with(memory: int, text: Path, monkeypatch:
     assert mine.threads == 3
     serve(memory, spec, train)
     assert mine.threads == counts[-1] == 3, "what the worker before had"
-    serve(memory, replace(spec, threads=2), load, train)
-    assert mine.threads == 2
+    monkeypatch.setattr(worker, "_CONFINE_SECONDS", 0.0)
+    monkeypatch.setattr(worker, "workers_here", lambda: 4)
+    serve(memory, spec, train)
+    assert mine.threads == 2, "its share of the cores, now that there are four peers"
+    serve(memory, replace(spec, threads=5), load, train)
+    assert mine.threads == 5
 
 
 def test_an_inner_state_that_cannot_be_had_is_refused(memory: int, text: Path, tmp_path: Path) -> None:

@@ -78,6 +78,13 @@ class ThreadTuner:
         self._upwards = True  # the direction of the trial before
         self._settle(warming=2)
 
+    def confine(self, limit: int) -> None:
+        """There are never more threads than that, from now on."""
+        if limit != self._limit:
+            self._limit = max(1, limit)
+            if self._kept > self._limit or self.threads > self._limit:
+                self.begin(self._kept)
+
     def took(self, seconds: float) -> int:
         """Take the time of a step into account; returns the threads of the next one."""
         mean = self._block.add(seconds)

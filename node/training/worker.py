@@ -32,6 +32,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from node.metrics import workers_here
 from node.storage import tensors
 from node.tasks.spec import Job, PacedValues, WorkerSpec, build
 from node.training.cores import usable_cores
@@ -43,6 +44,9 @@ from protocols.base import Layout, Vector, Work
 
 MAX_LINE_BYTES = 1 << 20
 _OOM_SCORE = 500  # where memory runs out the kernel is to take the worker, which is replaced, not the peer
+
+_CONFINE_SECONDS = 20.0
+"""Between two looks at how many other workers there are; each reads the command lines of all processes."""
 
 
 class Refused(Exception):
@@ -69,7 +73,8 @@ class Worker:
         job.learner.position = shared.position
         self._parent = os.getppid()
         measured = spec.threads == 0 and not self._apart and not isinstance(spec.values, PacedValues)
-        self._tuner = ThreadTuner(spec.thread_count(), usable_cores()) if measured else None
+        self._tuner = ThreadTuner(spec.thread_count(), spec.thread_count()) if measured else None
+        self._confined = time.perf_counter()
         if self._tuner and shared.threads:  # the worker before this one had found it
             self._tuner.begin(shared.threads)
         self._compute_with(self._tuner.threads if self._tuner else spec.thread_count())
@@ -111,13 +116,24 @@ class Worker:
             shift.spend(now - mark)
             shared.stepped(now - mark)
             if self._tuner:
-                self._compute_with(self._tuner.took(now - mark))
+                self._tune(self._tuner, now - mark, now)
             mark = now
             if shift.due():
                 self._tell("progress", as_json(shift.work()))
         if self._apart:
             _copy(shift.learner.vectors, shared.local)
         return as_json(shift.work())
+
+    def _tune(self, tuner: ThreadTuner, seconds: float, now: float) -> None:
+        """Choose the threads of the next step.
+
+        No peer takes more than its share of a machine: each by itself would find more better, at the others' cost.
+        """
+        tuner.took(seconds)
+        if now - self._confined >= _CONFINE_SECONDS:
+            self._confined = now
+            tuner.confine(usable_cores() // max(1, workers_here()))
+        self._compute_with(tuner.threads)
 
     def _compute_with(self, threads: int) -> None:
         if threads != torch.get_num_threads():
