@@ -77,6 +77,7 @@ bench: install
 	$(BIN)/python -m benchmarks.averaging --peers 4 --megabytes 100 --codec fp32 --rounds 3
 	$(BIN)/python -m benchmarks.averaging --peers 4 --megabytes 100 --codec int8 --rounds 3
 	$(BIN)/python -m benchmarks.training
+	$(BIN)/python -m benchmarks.neighbour
 	$(BIN)/python -m benchmarks.killing --megabytes 100 --trials 5
 	$(BIN)/python -m benchmarks.killing --megabytes 100 --trials 1 --stop
 	$(BIN)/python -m benchmarks.lasting join

@@ -74,6 +74,7 @@ def join(
     bandwidth: options.Bandwidth = None,
     device: options.Device = None,
     threads: options.Threads = None,
+    nice: options.Nice = None,
     precision: options.Precision = None,
     data: options.Data = None,
     nickname: options.Nickname = None,

@@ -124,7 +124,7 @@ def tasks() -> int:
 
 
 def workers_here() -> int:
-    """Workers of other peers on this machine, as far as this user can see: they share its cores."""
+    """Workers of peers on this machine, one's own included, as far as this user can see: they share its cores."""
     count = 0
     for process in psutil.process_iter(["cmdline"]):
         line = process.info["cmdline"] or ()

@@ -105,7 +105,15 @@ Bandwidth = Annotated[
     option(MACHINE, "Upload of this machine, megabytes per second. Default: 12.5.", min=0.001, metavar="MB/S"),
 ]
 Device = Annotated[str | None, option(MACHINE, "Where to train: auto (the default), cpu, cuda or mps.", metavar="NAME")]
-Threads = Annotated[str | None, option(MACHINE, "Threads that train: a number, or auto, the default.", metavar="N")]
+Threads = Annotated[
+    str | None, option(MACHINE, "Threads that train: a number, or auto, which measures; the default.", metavar="N")
+]
+Nice = Annotated[
+    int | None,
+    option(
+        MACHINE, "How far training stands back for other programs, 0 to 19. Default: 10.", min=0, max=19, metavar="N"
+    ),
+]
 Precision = Annotated[str | None, option(MACHINE, "Of training: auto, the default, float32, bfloat16.", metavar="NAME")]
 Data = Annotated[
     Path | None,

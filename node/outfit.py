@@ -34,6 +34,7 @@ def worker_spec(run: RunConfig, mine: PeerConfig, seed: int, sample: Path | None
         threads=0 if mine.threads == "auto" else mine.threads,
         peers_here=1 + workers_here(),
         precision=mine.precision,
+        nice=mine.nice,
     )
 
 

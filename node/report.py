@@ -38,6 +38,7 @@ class RoundReport:
             seconds, bytes, messages and contributions are in the same report.
         spread: where none is shared, about max ‖θ_i − mean‖ / ‖mean‖ over the peers that are here, by their sketches.
         spread_limit: what the run bears of that.
+        threads: that the worker computed with when the round was over; 0: not known.
         held_out_loss: of the outer parameters after the round, nats per token of data that no peer trains on.
         loop_lag_p99_seconds, loop_lag_max_seconds: of the event loop, since the last report.
         rss_bytes: of the peer's processes: its own, the worker's, p2pd's.
@@ -77,6 +78,7 @@ class RoundReport:
     closing_exchanges: int = 0
     spread: float = math.nan
     spread_limit: float = math.nan
+    threads: int = 0
     held_out_loss: float = math.nan
     loop_lag_p99_seconds: float = 0.0
     loop_lag_max_seconds: float = 0.0

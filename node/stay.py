@@ -59,7 +59,10 @@ class Meeting(Directory, Protocol):
 
 
 class Evaluator(Protocol):
-    """What can tell how good the outer parameters are."""
+    """What can tell how good the outer parameters are, and how many threads it computes with."""
+
+    @property
+    def threads(self) -> int: ...
 
     async def evaluate(self) -> float: ...
 
@@ -235,7 +238,7 @@ class Stay:
             self._evaluated = report.params_hash
             report = replace(report, held_out_loss=await self._held_out_loss())
         pids = self._portrait.pids()
-        report = replace(report, **asdict(vitals(means.lag, pids)))
+        report = replace(report, threads=means.trainer.threads, **asdict(vitals(means.lag, pids)))
         means.journal.write(report)
         self._portrait.reported(report)
         self._view.report(report)

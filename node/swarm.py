@@ -18,6 +18,7 @@ from node.report import RoundReport
 from node.settings.peerconfig import variables
 from node.status import Status, SwarmOptions, parse, printable, to_json
 from node.storage.turning import older, turn
+from node.training.cores import usable_cores
 from node.view import logs
 from node.view.control import NoAnswer, ask
 from node.view.screen import Screen
@@ -257,8 +258,7 @@ class Swarm:
         return f"{late} Its last words: {founder.last_words}"
 
     def _threads(self) -> tuple[str, str]:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return "--threads", str(max(1, cores // self._options.peers))
+        return "--threads", str(max(1, usable_cores() // self._options.peers))
 
     async def _join(self, founder: Participant) -> None:
         assert founder.status is not None

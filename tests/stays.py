@@ -56,6 +56,7 @@ class Trainer(InlineTrainer):
 
     broken: Exception | None = None
     evaluated = 0
+    threads = 3
 
     async def evaluate(self) -> float:
         await asyncio.sleep(EVALUATE_SECONDS)

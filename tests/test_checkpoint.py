@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import hashlib
 import itertools
 import json
 import os
@@ -21,7 +22,7 @@ from safetensors.torch import load_file
 from node.outer import OuterSGD
 from node.storage import keeper as keepers
 from node.storage import tensors
-from node.storage.checkpoint import INNER, MANIFEST, OUTER, Checkpoint, CheckpointError, Data, newest, whole
+from node.storage.checkpoint import INNER, MANIFEST, OUTER, Checkpoint, CheckpointError, Data, encode, newest, whole
 from node.storage.keeper import Keeper
 from node.storage.state import OuterState
 from node.training.process import WorkerError
@@ -46,7 +47,7 @@ class Disk:
 class Worker:
     """What a worker has; `how` it saves."""
 
-    position, carried = 42, 0
+    position, carried, threads = 42, 0, 3
 
     def __init__(self, how: str = "well") -> None:
         self.how = how
@@ -132,7 +133,8 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     found, was = newest(tmp_path), state(5)
     assert (found.run, found.round, found.lineage, found.layout) == (RUN, 5, lineage_of(5), LAYOUT)
     assert found.index == was.index and found.state_root == was.root(5)
-    assert found.data == Data(1234, 3, 42) and found.path == tmp_path / "checkpoints" / "000005-050505050505"
+    assert found.data == Data(1234, 3, 42) and found.threads == 3
+    assert found.path == tmp_path / "checkpoints" / "000005-050505050505"
     assert torch.equal(found.parameters()[0], was.anchor)
     parameters, velocity = torch.empty(ELEMENTS), torch.empty(ELEMENTS)
     found.snapshot().copy(parameters, velocity)
@@ -275,6 +277,16 @@ def test_another_runs_or_another_versions_is_not_used(tmp_path: Path) -> None:
     for nonsense in (b"", b"[]", b"\xff", b'{"digest": 1}', b"[" * 100_000, b"null"):
         manifest.write_bytes(nonsense)
         assert rounds(tmp_path) == []
+
+
+def test_one_of_before_threads_were_measured_is_used(tmp_path: Path) -> None:
+    keep(tmp_path, 5)
+    manifest = newest(tmp_path).path / MANIFEST
+    fields = json.loads(manifest.read_text())
+    for changed, found in (({}, 0), ({"threads": 7}, 7), ({"threads": "7"}, None)):
+        old = {name: value for name, value in fields.items() if name not in ("digest", "threads")} | changed
+        manifest.write_bytes(encode(old | {"digest": hashlib.sha256(encode(old)).hexdigest()}))
+        assert [each.threads for each in whole(tmp_path, lambda line: None)] == ([] if found is None else [found])
 
 
 def test_one_under_another_name_is_not_used(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from node.tasks.spec import WorkerSpec
-from node.training.process import WorkerError, WorkerGone
+from node.training.process import SPIN, WorkerError, WorkerGone, bounded_spin
 from node.training.remote import DISK_SECONDS, RemoteTrainer
 from protocols.base import Layout
 from tests.sim.host import SimCompute
@@ -62,3 +62,9 @@ def test_a_worker_that_dies_while_it_saves_costs_that_file_and_says_so() -> None
 
 def test_where_there_is_no_worker_there_is_nothing_to_save() -> None:
     assert run(lambda: trainer(None).save(Path("inner"))) is False
+
+
+@pytest.mark.parametrize("name", ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME", "KMP_LIBRARY"])
+def test_how_threads_wait_is_ours_unless_the_user_said(name: str) -> None:
+    assert bounded_spin({"PATH": "/bin", name: ""}) == SPIN, "an empty variable counts as not set"
+    assert bounded_spin({name: "1"}) == {}

@@ -431,13 +431,13 @@ class Stand:
     """A replica and a trainer, as far as they are put where a checkpoint was made; `broken`: the inner state."""
 
     def __init__(self, broken: bool = False) -> None:
-        self.parameters, self.loads, self.broken = torch.zeros(301), list[tuple[Path | None, int]](), broken
+        self.parameters, self.loads, self.broken = torch.zeros(301), list[tuple[Path | None, int, int]](), broken
 
     async def start_from(self, snapshot: Snapshot) -> None:
         snapshot.copy(self.parameters, torch.zeros(301))
 
-    async def load(self, path: Path | None, position: int) -> None:
-        self.loads.append((path, position))
+    async def load(self, path: Path | None, position: int, threads: int) -> None:
+        self.loads.append((path, position, threads))
         if path and self.broken:
             raise WorkerError("it holds other tensors")
 
@@ -451,7 +451,7 @@ def test_a_peer_is_put_where_its_last_checkpoint_was_made(
     kept, stand = keeper(tmp_path), Stand(broken)
     asyncio.run(resume.take_up(begun, cast(Replica, stand), cast(RemoteTrainer, stand), kept))
     assert torch.equal(stand.parameters, state(4).anchor)
-    assert stand.loads == [(newer.inner, 42), (None, 42)][: 1 + broken]
+    assert stand.loads == [(newer.inner, 42, 3), (None, 42, 3)][: 1 + broken]
     assert [each.round for each in kept.snapshots.held()] == [4]
     assert len(caplog.records) == broken
 

@@ -49,7 +49,7 @@ def test_a_stay_ends_with_the_run(play: Play) -> None:
         for peer in peers:
             assert peer.outcomes == ["committed"] * 4
             assert [line["round"] for line in peer.lines()] == [0, 1, 2, 3]
-            assert all(line["held_out_loss"] is not None for line in peer.lines())
+            assert all(line["held_out_loss"] is not None and line["threads"] == 3 for line in peer.lines())
             assert (peer.portrait.state, peer.portrait.reason) == ("finished", "the run is over")
             assert (peer.state.path / "sample.txt").read_bytes() == b"def something"
             assert not (peer.state.path / "peers.json").exists()

@@ -161,15 +161,39 @@ def test_what_was_saved_goes_on_to_the_bit(memory: int, text: Path, tmp_path: Pa
     mine, position = Shared(memory, build(spec, torch.empty, False).learner.layout.sizes()), 4
     assert mine.position == mine.steps == position, "no surplus steps"
     mine.claim(0)
-    told = serve(memory, spec, {"do": "load", "path": path, "position": position}, train(1))
+    told = serve(memory, spec, {"do": "load", "path": path, "position": position, "threads": 0}, train(1))
     expected = Shared(whole, mine.local[0].shape)
     assert told[0] == {"done": None} and torch.equal(mine.local[0], expected.local[0]) and mine.position == 8
     os.close(whole)
 
 
+def test_measured_threads_are_gone_on_with(memory: int, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the worker after one that died, and after a restart, from its checkpoint; told ones are not touched."""
+    monkeypatch.setattr("node.training.worker.usable_cores", lambda: 8)
+    monkeypatch.setattr("node.tasks.spec.usable_cores", lambda: 8)
+    counts: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", counts.append)
+    spec = WorkerSpec(GPT, RECIPE, 3, 9, text, device="cpu", peers_here=2)
+    load = {"do": "load", "path": None, "position": 0, "threads": 3}
+    train = {"do": "train", "round": 0, "begin": True, "surplus": False}
+    serve(memory, spec)
+    mine = Shared(memory, build(spec, torch.empty, False).learner.layout.sizes())
+    assert mine.threads == 4, "its share of the cores, to begin with"
+    serve(memory, spec, load)
+    assert mine.threads == 3
+    serve(memory, spec, train)
+    assert mine.threads == counts[-1] == 3, "what the worker before had"
+    monkeypatch.setattr(worker, "_CONFINE_SECONDS", 0.0)
+    monkeypatch.setattr(worker, "workers_here", lambda: 4)
+    serve(memory, spec, train)
+    assert mine.threads == 2, "its share of the cores, now that there are four peers"
+    serve(memory, replace(spec, threads=5), load, train)
+    assert mine.threads == 5
+
+
 def test_an_inner_state_that_cannot_be_had_is_refused(memory: int, text: Path, tmp_path: Path) -> None:
     spec, path = WorkerSpec(GPT, RECIPE, 3, 9, text, device="cpu", threads=1), tmp_path / "inner.safetensors"
-    save, load = {"do": "save", "path": str(path)}, {"do": "load", "path": str(path), "position": 7}
+    save, load = {"do": "save", "path": str(path)}, {"do": "load", "path": str(path), "position": 7, "threads": 0}
     none, save_none, load_none = serve(memory, spec, load, save, load)
     assert none == {"refused": "the inner state cannot be read: No such file or directory"}
     assert save_none["done"] > 0 and load_none == {"done": None}, "before the first step there is none"

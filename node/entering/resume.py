@@ -260,7 +260,7 @@ async def take_up(begin: Start, replica: Replica | LooseReplica, trainer: Remote
 async def _load(checkpoint: Checkpoint, trainer: RemoteTrainer) -> None:
     """The inner optimiser's state; where that cannot be had, it begins anew."""
     try:
-        await trainer.load(checkpoint.inner, checkpoint.data.position)
+        await trainer.load(checkpoint.inner, checkpoint.data.position, checkpoint.threads)
     except WorkerError as error:
         log.warning("the inner optimiser begins anew: %s", error)
-        await trainer.load(None, checkpoint.data.position)
+        await trainer.load(None, checkpoint.data.position, checkpoint.threads)

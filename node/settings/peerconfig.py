@@ -25,6 +25,7 @@ from protocols.wire import MAX_ROSTER
 PREFIX = "NODE_"
 _NOT_OURS = re.compile("NODE_(ENV|OPTIONS|PATH|VERSION|HOME|DEBUG|EXTRA_CA_CERTS|TLS_.*|NAME|IP|LABELS|RANK)")
 """Variables that Node.js, Kubernetes, Jenkins and launchers of torch set for themselves."""
+DEFAULT_NICE = 10
 _PLACE = "/ip4/192.0.2.7/tcp/31337"
 _EXAMPLE = f"{_PLACE}/p2p/12D3Koo…"
 _CODEPOINT = re.compile(r"Codepoint U\+([0-9A-F]{4,6})")
@@ -168,7 +169,8 @@ class PeerConfig:
         announce: multiaddrs to tell others, instead of those that are found.
         addresses_file: where this peer keeps its addresses, for others to read by --bootstrap @PATH.
         device: where to train; auto takes cuda or mps where there is one.
-        threads: of the worker: a number, or auto.
+        threads: of the worker: a number, or auto, which measures.
+        nice: the worker leaves busy cores to other programs: 0 not at all, 19 the most.
         precision: of training; auto is bfloat16 where that pays, else float32.
         data: text file or folder to train on; None: the standard library's source.
         nickname: of this peer, for people.
@@ -195,6 +197,7 @@ class PeerConfig:
     addresses_file: Annotated[Path, AfterValidator(_home)] | None = None
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     threads: Annotated[Literal["auto"] | int, BeforeValidator(_threads)] = "auto"
+    nice: int = Field(default=DEFAULT_NICE, ge=0, le=19)
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     data: Annotated[Path, AfterValidator(_home)] | None = None
     nickname: Annotated[str, AfterValidator(_nickname)] = ""
@@ -212,8 +215,8 @@ class PeerConfig:
 
 _PEER = TypeAdapter(PeerConfig)
 _OF_THE_MACHINE = (
-    "device", "threads", "precision", "data", "bandwidth_bytes_per_second", "checkpoint_every", "disk_limit_bytes",
-    "log_level",
+    "device", "threads", "nice", "precision", "data", "bandwidth_bytes_per_second", "checkpoint_every",
+    "disk_limit_bytes", "log_level",
 )  # fmt: skip
 KEYS = tuple(field.name for field in fields(PeerConfig) if field.name not in ("consent", "origins"))
 _OF_JOINERS = ("bootstrap", "run_id")

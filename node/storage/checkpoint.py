@@ -81,6 +81,7 @@ class Checkpoint:
         data: where the worker's data go on.
         carried: tokens of work that the local parameters held beyond the outer ones, and that is not kept.
         files: name -> what it is.
+        threads: that the worker computed with; 0: not known.
     """
 
     path: Path
@@ -93,6 +94,7 @@ class Checkpoint:
     data: Data
     carried: int
     files: Mapping[str, File]
+    threads: int = 0
 
     @property
     def name(self) -> str:
@@ -259,6 +261,9 @@ def parse(path: Path, fields: Mapping[str, Any]) -> Checkpoint:
     layout = Layout(
         tuple(tuple((name, tuple(shape)) for name, shape in fragment) for fragment in fields["layout"]),
     )
+    threads = fields.get("threads", 0)  # checkpoints of before threads were measured have none
+    if type(threads) is not int or threads < 0:
+        raise ValueError
     if list(layout.sizes()) != fields["elements"] or not fields["files"].keys() <= {OUTER, INNER, FEEDBACK}:
         raise ValueError
     files = {name: File(each["size"], each["sha256"]) for name, each in fields["files"].items()}
@@ -273,6 +278,7 @@ def parse(path: Path, fields: Mapping[str, Any]) -> Checkpoint:
         data=Data(**fields["data"]),
         carried=fields["carried_tokens"],
         files=files,
+        threads=threads,
     )
     start = len(outer_header(layout.sizes(), made.round, made.lineage))
     if files[OUTER].size != start + 8 * made.index.elements or made.index.state_root(made.round) != made.state_root:

@@ -49,6 +49,7 @@ class Inner(Protocol):
     Attributes:
         position: batches drawn from this peer's stream of data.
         carried: tokens of work in the local parameters that no round has counted.
+        threads: that it computes with.
     """
 
     @property
@@ -56,6 +57,9 @@ class Inner(Protocol):
 
     @property
     def carried(self) -> int: ...
+
+    @property
+    def threads(self) -> int: ...
 
     async def save(self, path: Path) -> bool:
         """Put it into a file; False where there is none to be had just now.
@@ -175,6 +179,7 @@ class Keeper:
                 index=snapshot.index,
                 data=replace(self._like.data, position=self._inner.position),
                 carried=self._inner.carried,
+                threads=self._inner.threads,
             )
             work = partial(seal, made, inner, feedback)
             self._sealing = asyncio.create_task(self._seal(made, work, self._sealing), name="checkpoint")

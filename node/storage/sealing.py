@@ -71,6 +71,7 @@ def _describe(made: Checkpoint, files: Mapping[str, File]) -> dict[str, Any]:
         "outer_digests": made.index.pack().hex(),
         "data": {"seed": made.data.seed, "incarnation": made.data.incarnation, "position": made.data.position},
         "carried_tokens": made.carried,
+        "threads": made.threads,
         "error_feedback": FEEDBACK if FEEDBACK in files else None,
         "files": {name: {"size": file.size, "sha256": file.sha256} for name, file in files.items()},
     }

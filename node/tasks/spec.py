@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ from node.tasks.base import Given, Recipe, Value, require
 from node.tasks.gpt import GptTask, Preset, Shape
 from node.tasks.paced import Paced
 from node.tasks.text import load
+from node.training.cores import usable_cores
 from node.training.trainer import AdamWLearner, Learner
 from protocols.base import Vector
 
@@ -67,8 +67,10 @@ class WorkerSpec:
         data: a text file or a folder of them; None: the standard library's source.
         held_out: the run's evaluation sample, a file; None: what one's own text holds out, as a founder's.
         device: "auto" takes cuda or mps where there is one.
-        threads: of the worker's arithmetic; 0: its share of the cores, `peers_here` peers sharing them.
+        threads: of the worker's arithmetic; 0: they are measured, beginning with its share of the cores, of which
+            `peers_here` peers have one each.
         precision: of the forward pass. "auto" is bfloat16 where it was measured to pay, float32 elsewhere.
+        nice: how much less than the peer's own processes the worker is to get of busy cores: 0 to 19 as `nice` has it.
     """
 
     values: Values
@@ -81,10 +83,12 @@ class WorkerSpec:
     threads: int = 0
     peers_here: int = 1
     precision: str = "auto"
+    nice: int = 0
 
     def __post_init__(self) -> None:
         require(self, "threads", lambda value: value >= 0, "0 or more")
         require(self, "peers_here", lambda value: value >= 1, "at least 1")
+        require(self, "nice", lambda value: 0 <= value <= 19, "0 to 19")
         for name, words in (("device", DEVICES), ("precision", PRECISIONS)):
             if getattr(self, name) not in words:
                 raise ValueError(f"{name} must be one of {', '.join(words)}, not {getattr(self, name)!r}")
@@ -103,9 +107,8 @@ class WorkerSpec:
         return cls(recipe=Recipe(**recipe | {"betas": tuple(recipe["betas"])}), **fields)
 
     def thread_count(self) -> int:
-        """Threads of torch: this worker's share of the cores that this process may use, unless they were given."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return self.threads or max(1, cores // self.peers_here)
+        """Threads of torch to begin with: this worker's share of the usable cores, unless they were given."""
+        return self.threads or max(1, usable_cores() // self.peers_here)
 
 
 def _read_values(kind: str, values: dict[str, Any]) -> Values:

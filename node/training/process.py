@@ -8,12 +8,13 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from node.child import Child
 from node.tasks.spec import WorkerSpec
+from node.training.priority import ready_seconds
 from node.training.shared import Shared
 from node.training.worker import MAX_LINE_BYTES
 from protocols.base import Layout
@@ -25,6 +26,14 @@ START_SECONDS = 120.0
 FIRST_STEP_SECONDS = 60.0
 PATIENCE_SECONDS = 5.0
 PATIENCE_STEPS = 20
+STARVED, STARVED_TIMES = 0.25, 20
+"""A worker that was ready for so much of its time, but had no core, does not hang: it has so many times as long."""
+
+SPIN = {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "1"}
+"""How long a thread that waits for others keeps its core before it sleeps: of libgomp in turns, of LLVM's and Intel's
+libomp in milliseconds. Left to themselves they spin thirty times, or two hundred times, as long: once another program
+takes a core, each operation waits for a thread that cannot run. With fewer turns the quiet machine pays: RESULTS.md."""
+_WAITING = (*SPIN, "OMP_WAIT_POLICY", "KMP_LIBRARY")
 
 Hear = Callable[[dict[str, Any]], None]
 
@@ -71,7 +80,8 @@ class WorkerProcess:
             reader, writer = await asyncio.open_unix_connection(sock=ours, limit=MAX_LINE_BYTES)
             try:
                 descriptors = (memory, theirs.fileno())
-                child = await Child.start("worker", command, _log_line, {"PYTHONPATH": path}, descriptors)
+                environment = {"PYTHONPATH": path, **bounded_spin(os.environ)}
+                child = await Child.start("worker", command, _log_line, environment, descriptors)
             except BaseException:
                 writer.close()
                 raise
@@ -103,13 +113,19 @@ class WorkerProcess:
             WorkerGone: it died, or took no step for too long.
         """
         self._writer.write(json.dumps(command).encode() + b"\n")
+        starved = 0
         while True:
-            steps = memory.steps
+            steps, ready = memory.steps, ready_seconds(self.child.pid)
+            patience_seconds = _patience_seconds(memory) + extra_seconds
             try:
-                async with asyncio.timeout(_patience_seconds(memory) + extra_seconds):
+                async with asyncio.timeout(patience_seconds):
                     answer = await self._next()
             except TimeoutError:
                 if memory.steps != steps:
+                    starved = 0
+                    continue
+                if ready_seconds(self.child.pid) - ready > STARVED * patience_seconds and starved < STARVED_TIMES:
+                    starved += 1
                     continue
                 log.warning("worker %d does not move and is killed", self.child.pid)
                 raise WorkerGone from None
@@ -132,6 +148,11 @@ class WorkerProcess:
         """End it at once."""
         self._writer.close()
         await self.child.kill()
+
+
+def bounded_spin(environment: Mapping[str, str]) -> dict[str, str]:
+    """What bounds the spinning of a worker's threads; nothing where the user has said how they are to wait."""
+    return {} if any(environment.get(name) for name in _WAITING) else SPIN
 
 
 def _log_line(line: str | None) -> None:

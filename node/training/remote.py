@@ -145,6 +145,11 @@ class RemoteTrainer:
         """Tokens of work in the local parameters that no round has counted."""
         return self._carried
 
+    @property
+    def threads(self) -> int:
+        """Threads that the worker computes with."""
+        return self._shared.threads
+
     async def save(self, path: Path) -> bool:
         """Have the worker write its optimiser's state to a file, between two steps; False if there is no worker now.
 
@@ -160,15 +165,17 @@ class RemoteTrainer:
             raise WorkerError("the worker was gone before the inner state was written") from None
         return True
 
-    async def load(self, path: Path | None, position: int) -> None:
+    async def load(self, path: Path | None, position: int, threads: int = 0) -> None:
         """Have the worker take up an optimiser's state that `save` wrote, None for none, and go on at a position.
+
+        Args:
+            threads: to begin with, where they are measured; 0: as if it were new.
 
         Raises:
             WorkerError: it cannot be read, or is of another model.
         """
-        await self._order(
-            {"do": "load", "path": str(path) if path else None, "position": position}, self._disk_seconds()
-        )
+        command = {"do": "load", "path": str(path) if path else None, "position": position, "threads": threads}
+        await self._order(command, self._disk_seconds())
 
     def _disk_seconds(self) -> float:
         moments_bytes = 8 * sum(self.layout.sizes())  # two float32 of AdamW for each parameter

@@ -20,7 +20,7 @@ import torch
 from protocols.base import Vector
 
 _PAGE_BYTES = 4096
-_ATTENTION, _STEPS, _POSITION, _LONGEST_STEP = range(4)
+_ATTENTION, _STEPS, _POSITION, _LONGEST_STEP, _THREADS = range(5)
 
 
 def create() -> int:
@@ -88,6 +88,15 @@ class Shared:
     def longest_step_seconds(self) -> float:
         """0 before the first step."""
         return self._numbers[_LONGEST_STEP] / 1e6
+
+    @property
+    def threads(self) -> int:
+        """Threads that the worker computes with; 0 before the first one has begun."""
+        return self._numbers[_THREADS]
+
+    @threads.setter
+    def threads(self, count: int) -> None:
+        self._numbers[_THREADS] = count
 
     def claim(self, position: int) -> None:
         """Set by the worker before a step: data before `position` are drawn."""

@@ -10,7 +10,7 @@ Lines of JSON over the socket, one command at a time, each answered by `done` or
     do: held_out                                        -> done: base64
     do: generate, prompt, tokens, temperature, seed     -> done: base64
     do: save, path                                      -> done: bytes of a file of the optimiser's state
-    do: load, path or null, position                    -> done: null
+    do: load, path or null, position, threads           -> done: null; threads: to begin with, 0: not known
 
 `carried` in a command: the shared vectors were written, and hold work worth so many tokens. Between two steps no line
 is read: `Shared.attention` ends training. The process ends with the socket; a traceback is its last word to the log.
@@ -32,14 +32,21 @@ from typing import Any, BinaryIO
 
 import torch
 
+from node.metrics import workers_here
 from node.storage import tensors
-from node.tasks.spec import Job, WorkerSpec, build
+from node.tasks.spec import Job, PacedValues, WorkerSpec, build
+from node.training.cores import usable_cores
+from node.training.priority import stand_back
 from node.training.shared import Shared
 from node.training.trainer import Shift
+from node.training.tuning import ThreadTuner
 from protocols.base import Layout, Vector, Work
 
 MAX_LINE_BYTES = 1 << 20
 _OOM_SCORE = 500  # where memory runs out the kernel is to take the worker, which is replaced, not the peer
+
+_CONFINE_SECONDS = 20.0
+"""Between two looks at how many other workers there are; each reads the command lines of all processes."""
 
 
 class Refused(Exception):
@@ -65,6 +72,12 @@ class Worker:
         self._take(0)
         job.learner.position = shared.position
         self._parent = os.getppid()
+        measured = spec.threads == 0 and not self._apart and not isinstance(spec.values, PacedValues)
+        self._tuner = ThreadTuner(spec.thread_count(), spec.thread_count()) if measured else None
+        self._confined = time.perf_counter()
+        if self._tuner and shared.threads:  # the worker before this one had found it
+            self._tuner.begin(shared.threads)
+        self._compute_with(self._tuner.threads if self._tuner else spec.thread_count())
 
     def carry_out(self, command: dict[str, Any]) -> Any:
         """What the command is answered with.
@@ -86,7 +99,7 @@ class Worker:
             case "save":
                 return self._save(Path(command["path"]))
             case "load":
-                return self._load(command["path"], command["position"])
+                return self._load(command["path"], command["position"], command["threads"])
         raise Refused(f"no command {command['do']!r}")
 
     def _train(self, round_number: int, begin: bool, surplus: bool) -> dict[str, Any]:
@@ -102,12 +115,30 @@ class Worker:
             now = time.perf_counter()
             shift.spend(now - mark)
             shared.stepped(now - mark)
+            if self._tuner:
+                self._tune(self._tuner, now - mark, now)
             mark = now
             if shift.due():
                 self._tell("progress", as_json(shift.work()))
         if self._apart:
             _copy(shift.learner.vectors, shared.local)
         return as_json(shift.work())
+
+    def _tune(self, tuner: ThreadTuner, seconds: float, now: float) -> None:
+        """Choose the threads of the next step.
+
+        No peer takes more than its share of a machine: each by itself would find more better, at the others' cost.
+        """
+        tuner.took(seconds)
+        if now - self._confined >= _CONFINE_SECONDS:
+            self._confined = now
+            tuner.confine(usable_cores() // max(1, workers_here()))
+        self._compute_with(tuner.threads)
+
+    def _compute_with(self, threads: int) -> None:
+        if threads != torch.get_num_threads():
+            torch.set_num_threads(threads)
+        self._shared.threads = threads
 
     def _take(self, carried: int) -> None:
         if self._apart:
@@ -121,7 +152,7 @@ class Worker:
         except OSError as error:
             raise Refused(f"the inner state cannot be written: {error.strerror or error}") from error
 
-    def _load(self, path: str | None, position: int) -> None:
+    def _load(self, path: str | None, position: int, threads: int) -> None:
         try:
             if path is not None and tensors.names(Path(path)):
                 tensors.read(Path(path), self._job.learner.moments(make=True))
@@ -129,6 +160,9 @@ class Worker:
             raise Refused(f"the inner state cannot be read: {getattr(error, 'strerror', None) or error}") from error
         self._job.learner.position = position
         self._shared.claim(position)
+        if self._tuner and threads:
+            self._tuner.begin(threads)
+            self._compute_with(self._tuner.threads)
 
     def _generate(self, command: dict[str, Any]) -> str:
         if self._job.generate is None:
@@ -182,10 +216,12 @@ def _one_line(error: Exception) -> str:
 def serve(lines: BinaryIO, tell: Callable[[str, Any], None], memory: int) -> int:
     """Read the spec and then commands until the lines end; returns the exit code."""
     try:
-        worker, layout = _start(WorkerSpec.from_json(lines.readline(MAX_LINE_BYTES).decode()), memory, tell)
+        spec = WorkerSpec.from_json(lines.readline(MAX_LINE_BYTES).decode())
+        worker, layout = _start(spec, memory, tell)
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
         tell("refused", _one_line(error))
         return 1
+    stand_back(spec.nice, time.sleep)  # not before: on a busy machine a start would take minutes
     tell("done", layout.fragments)
     while line := lines.readline(MAX_LINE_BYTES):
         try:
