@@ -47,16 +47,18 @@ class RemoteTrainer:
     """A `protocols.base.Trainer` over a worker process. Use as an async context manager, from the main thread.
 
     A worker that dies or hangs is replaced, at the anchor if it was busy, else where it stood. All methods raise
-    `WorkerError` once that has failed for good.
+    `WorkerError` once that has failed for good; but with `on_given_up`, `train` trains nothing until it is cut.
 
     Attributes:
         layout: of the parameters.
         restarts: how often a worker was replaced.
+        on_given_up: called with one line when there will be no other worker; whoever sets it ends this trainer soon.
     """
 
     layout: Layout
 
     def __init__(self, spec: WorkerSpec, compute: Compute) -> None:
+        self.on_given_up: Callable[[str], None] | None = None
         self.restarts = 0
         self._spec, self._compute = spec, compute
         self._life: WorkerProcess | None = None
@@ -291,7 +293,10 @@ class RemoteTrainer:
         if self._minding.cancelled():
             raise WorkerError("the worker was sent home")
         if self._minding.done():
-            self._minding.result()
+            if cut is None or self.on_given_up is None:
+                self._minding.result()
+            else:  # the last rounds of a peer that leaves: others need it in them
+                await cut.wait()
         return self._life is not None
 
     async def _mind(self, life: WorkerProcess) -> None:
@@ -307,7 +312,12 @@ class RemoteTrainer:
                 if self._life is life:
                     self._life = None
                 await life.end()
-                life = await succession.after(life, how)
+                try:
+                    life = await succession.after(life, how)
+                except WorkerError as error:
+                    if self.on_given_up:
+                        self.on_given_up(str(error))
+                    raise
                 self.restarts += 1
                 self._life, self._untold = life, True
                 self._bell.ring()
