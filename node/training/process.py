@@ -24,7 +24,7 @@ START_SECONDS = 120.0
 """Reading the data takes its time on a slow disk."""
 FIRST_STEP_SECONDS = 60.0
 OOM_SCORE = 1000
-"""Where memory runs out the kernel is to take the worker, which is replaced: whatever it holds, and from its start on."""
+"""Where memory runs out the kernel is to take the worker, which is replaced: whatever it holds, from its start on."""
 PATIENCE_SECONDS = 5.0
 PATIENCE_STEPS = 20
 

@@ -167,6 +167,16 @@ class Namespaces:
     def __exit__(self, *_: object) -> None:
         self._clear()
 
+    @property
+    def inside(self) -> tuple[str, ...]:
+        """Put before a command, runs it on the router."""
+        return ("ip", "netns", "exec", self._router)
+
+    def redirect(self, port: int) -> None:
+        """Whatever connection a peer opens to another from now on goes to this port on the router."""
+        rule = ("PREROUTING", "-p", "tcp", "-j", "REDIRECT", "--to-ports", str(port))
+        _run(*self.inside, "iptables", "-w", "5", "-t", "nat", "-A", *rule)
+
     def add(self, name: str) -> Place:
         """A place for one more peer; of the faults there are, it meets those that concern everybody."""
         if name in self.places or len(self.places) == MOST_PLACES:
