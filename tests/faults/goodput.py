@@ -45,15 +45,15 @@ def participation(play: Play) -> float:
     """Contributors of a round over peers that were up when it was decided; the mean of all rounds since the calm began.
 
     A round that was skipped has none. One that was decided on two branches counts on both. Who is in a mean with no
-    weight is no contributor. nan if there was no round.
+    weight, or of whom no chunk was counted, is no contributor. nan if there was no round.
     """
     told = [report for report in reports(play, DECIDED) if play.calm[0] <= report["time"] <= play.ended]
     weightless = {(report["peer"], report["lineage"]) for report in told if report["weight"] == 0}
     first = {report["lineage"]: report for report in reversed(told)}
     shares = []
     for lineage, report in first.items():
-        peers = report["peers"] if report["outcome"] in MEANS else ()
-        contributors = sum((peer, lineage) not in weightless for peer in peers)
+        counted = report["contributions"].items() if report["outcome"] in MEANS else ()
+        contributors = sum(chunks > 0 and (peer, lineage) not in weightless for peer, (_, chunks, _) in counted)
         shares.append(min(1.0, contributors / max(1, _up(play, report["time"]))))
     return fmean(shares) if shares else math.nan
 
