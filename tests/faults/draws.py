@@ -197,7 +197,7 @@ def latency(rng: random.Random, seed: int, names: Sequence[str]) -> list[Step]:
 
 def bit_flips(rng: random.Random, seed: int, names: Sequence[str]) -> list[Step]:
     whom = (rng.choice(names),) if seed % 2 else ()
-    every_bytes = rng.choice((1e6, 4e6, 16e6))
+    every_bytes = rng.choice((1e6, 2e6, 4e6))
     return [moment(rng), Step("corrupt", whom, every_bytes), Step("wait", amount=10), Step("heal")]
 
 
