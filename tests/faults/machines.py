@@ -27,6 +27,8 @@ SMALL_BYTES = 256 << 20
 """Of a disk that can be filled without harm to anybody else."""
 CHOKES = 5
 CHECKPOINT_SECONDS, SAID_SECONDS = 30.0, 3.0
+_GLANCE_SECONDS = 0.002
+"""A checkpoint is written within some hundredths of a second."""
 _BALLAST = "ballast"
 _PIECE_BYTES = 1 << 20
 
@@ -104,7 +106,10 @@ class Machines:
     def _choked(self, peer: RealPeer, home: Path, room_bytes: int) -> bool:
         """Whether the next checkpoint was cut short; it may have been whole before the disk was full."""
         _weigh_down(peer.directory, room_bytes)
-        wait(f"{peer.name} begins a checkpoint", lambda: [*home.glob(".[0-9]*")], CHECKPOINT_SECONDS)
+        until = time.monotonic() + CHECKPOINT_SECONDS
+        while not any(home.glob(".[0-9]*")):
+            assert time.monotonic() < until, f"{peer.name} begins no checkpoint within {CHECKPOINT_SECONDS:g} s"
+            time.sleep(_GLANCE_SECONDS)
         _weigh_down(peer.directory)
         with suppress(AssertionError):
             return wait("it is none", lambda: "no checkpoint before round" in peer.said(), SAID_SECONDS)
