@@ -303,8 +303,8 @@ async def test_last_words_are_told(
     )
     launch = process.Child.start
 
-    async def start(name: str, command: Any, on_line: Any, environment: Any, fds: Any) -> process.Child:
-        return await launch(name, command, on_line, {"PYTHONPATH": str(tmp_path)}, fds)
+    async def start(name: str, command: Any, on_line: Any, environment: Any, *rest: Any) -> process.Child:
+        return await launch(name, command, on_line, {"PYTHONPATH": str(tmp_path)}, *rest)
 
     monkeypatch.setattr(process.Child, "start", start)
     with pytest.raises(WorkerError) as error:

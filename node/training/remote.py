@@ -73,6 +73,7 @@ class RemoteTrainer:
             WorkerError: data, device or memory are not to be had, or the worker does not start; one line.
         """
         self._descriptor = shared.create()
+        self._succession = Succession(self._spec, self._descriptor)
         try:
             life = self._life = await WorkerProcess.start(self._spec, self._descriptor)
             self.layout = life.layout
@@ -81,6 +82,8 @@ class RemoteTrainer:
             os.close(self._descriptor)
             if isinstance(error, OSError):
                 raise WorkerError(f"the worker cannot be started: {error.strerror}") from error
+            if isinstance(error, WorkerError) and error.is_killed:
+                raise WorkerError(self._succession.explained(str(error), True)) from error
             raise
         self._minding = asyncio.create_task(self._mind(life), name="worker")
         self._minding.add_done_callback(lambda _: self._bell.ring())
@@ -305,7 +308,6 @@ class RemoteTrainer:
         Raises:
             WorkerError: it dies again and again.
         """
-        succession = Succession(self._spec, self._descriptor)
         try:
             while True:
                 how = await life.child.ended()
@@ -313,7 +315,7 @@ class RemoteTrainer:
                     self._life = None
                 await life.end()
                 try:
-                    life = await succession.after(life, how)
+                    life = await self._succession.after(life, how)
                 except WorkerError as error:
                     if self.on_given_up:
                         self.on_given_up(str(error))

@@ -57,7 +57,7 @@ class Succession:
         """
         self._in_a_row = 1 if life.useful else self._in_a_row + 1
         self._ends.append(asyncio.get_running_loop().time())
-        how = self._explained(how, life.child.is_killed)
+        how = self.explained(how, life.child.is_killed)
         what = f"worker {life.child.pid} ended ({how})"
         while not (why := self._why_no_other(how)):
             log.warning("%s: another is started", what)
@@ -66,12 +66,12 @@ class Succession:
                 return await WorkerProcess.start(self._spec, self._memory)
             except (WorkerError, OSError) as error:
                 self._in_a_row += 1
-                how = self._explained(str(error), isinstance(error, WorkerError) and error.is_killed)
+                how = self.explained(str(error), isinstance(error, WorkerError) and error.is_killed)
                 what = f"no worker came up ({how})"
         log.warning("%s: no other is started", what)
         raise WorkerError(why)
 
-    def _explained(self, how: str, is_killed: bool) -> str:
+    def explained(self, how: str, is_killed: bool) -> str:
         """How a worker ended, with what is known of memory: only a counter that has risen shows that it ran out."""
         before, self._kills = self._kills, self._group.kills()
         if not is_killed:
