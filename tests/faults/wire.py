@@ -84,9 +84,10 @@ class Wire:
             felt = self._proxied.suffer(Faults())
             if not any(felt.values()):
                 self._notes.stuck.append("nothing on the wire met the fault")
-            for what, count in felt.items():
-                if count:
-                    self._notes.measure(what, count)
+            if felt["delayed_bytes"]:
+                self._notes.measure("delayed_megabytes", felt["delayed_bytes"] / 1e6)
+            if felt["flipped_bits"]:
+                self._notes.measure("flipped_bits", felt["flipped_bits"])
             self._faults = Faults()
 
     def delay(self, whom: tuple[str, ...], step: Step) -> None:
