@@ -58,7 +58,7 @@ sim: install
 	$(BIN)/python -m tests.sim --protocol moshpit --peers 4 --rounds 5 --seeds 0:8 --faults breaking
 	$(BIN)/python -m tests.sim --protocol moshpit --directory --peers 6 --rounds 5 --seeds 0:8 --faults directory
 
-# Real peers under a nemesis, every scenario once: twenty minutes. With root, iproute2 and iptables, on a network.
+# Real peers under a nemesis, every scenario once: half an hour. With root, iproute2, iptables and nsenter, on a network.
 chaos: install
 	$(BIN)/python -m tests.faults --scenario matrix
 

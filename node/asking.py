@@ -19,6 +19,11 @@ class Mistake(typer.TyperException):
 
     exit_code = 2
 
+    def __init__(self, why: str, exit_code: int | None = None) -> None:
+        super().__init__(why)
+        if exit_code is not None:
+            self.exit_code = exit_code
+
 
 class Unavailable(Mistake):
     """Nobody is there to do it."""

@@ -28,7 +28,13 @@ if sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)
 if os.getppid() != int(sys.argv[1]):
     sys.exit("the parent is gone")
-os.execv(sys.argv[2], sys.argv[2:])
+if sys.argv[2] != "0":
+    try:
+        with open("/proc/self/oom_score_adj", "w") as score:
+            score.write(sys.argv[2])
+    except OSError:
+        pass
+os.execv(sys.argv[3], sys.argv[3:])
 """
 
 
@@ -55,6 +61,11 @@ class Child:
         """Its exit code; minus the signal that killed it; None while it runs."""
         return self._process.returncode
 
+    @property
+    def is_killed(self) -> bool:
+        """Whether SIGKILL has ended it: ours, that of a person, or the kernel's where memory has run out."""
+        return self.code == -signal.SIGKILL
+
     @classmethod
     async def start(
         cls,
@@ -63,6 +74,7 @@ class Child:
         on_line: Callable[[str | None], None],
         environment: Mapping[str, str] | None = None,
         pass_fds: Sequence[int] = (),
+        oom_score: int = 0,
     ) -> Child:
         """
         Args:
@@ -70,12 +82,13 @@ class Child:
             on_line: called with each line of its output, cut at 300 characters, and with None when that has ended.
             environment: what differs from ours.
             pass_fds: file descriptors that it inherits, under the same numbers.
+            oom_score: how much rather than others the kernel is to take it where memory runs out, up to 1000; Linux.
 
         Raises:
             OSError: no process can be had.
         """
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", "-c", _SHIM, str(os.getpid())),
+            *(sys.executable, "-I", "-S", "-c", _SHIM, str(os.getpid()), str(oom_score)),
             *command,
             stdin=DEVNULL,
             stdout=PIPE,

@@ -241,7 +241,7 @@ def _run(config: PeerConfig, run: RunConfig | None) -> int:
     try:
         return live(config, run)
     except Refused as error:
-        raise Mistake(str(error)) from None
+        raise Mistake(str(error), error.code) from None
 
 
 # -- the way out ------------------------------------------------------------------------------------------------------

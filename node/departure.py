@@ -104,12 +104,12 @@ class Departure:
             self._code = task.result()
         return self._code
 
-    def finish(self) -> None:
+    def finish(self, why: str = "asked to finish") -> None:
         """What the first signal does, for who asks in another way; a signal that follows is the second."""
         if not self._asked:
             self._asked = 1
             self._set_alarm(signal.SIGTERM)
-            self._hand_in("asked to finish: handing in this round, then leaving")
+            self._hand_in(f"{why}: handing in this round, then leaving")
 
     @contextmanager
     def _listening(self) -> Iterator[None]:

@@ -61,8 +61,20 @@ KEEP_CHECKPOINTS = 2
 """The parts of the rounds since so many checkpoints are kept at least: whoever takes one finds the rounds since."""
 
 
+NO_WORKER = 3
+"""The exit code of a peer that left in good order because its worker could not be kept alive."""
+
+
 class Refused(Exception):
-    """This peer cannot go on, for what its user or its machine gave it; one line says what, why and what to do."""
+    """This peer cannot go on, for what its user or its machine gave it; one line says what, why and what to do.
+
+    Attributes:
+        code: the process's exit code.
+    """
+
+    def __init__(self, why: str, code: int = 2) -> None:
+        super().__init__(why)
+        self.code = code
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +96,8 @@ class Peer:
     """A volunteer's peer. `run` is its whole life.
 
     Attributes:
-        on_asked: called when the control door is asked to let the peer finish.
+        on_asked: called when the control door is asked to let the peer finish, and, with what has happened, when it
+            has to leave for want of a worker.
     """
 
     def __init__(self, config: PeerConfig, run: RunConfig | None, view: View) -> None:
@@ -93,16 +106,16 @@ class Peer:
             config: of this machine; its state directory is given.
             run: what to start, if no address leads into a run, and what a run in its state directory has to be.
         """
-        self.on_asked: Callable[[], None] = self.finish
+        self.on_asked: Callable[..., None] = self.finish
         self._config, self._wanted, self._view = config, run, view
         self._portrait = Portrait(config.nickname)
         self._clock = WallClock()
         self._stay: Stay | None = None
         self._living: asyncio.Task[None] | None = None
         self._choice = Choice(config, (*PROTOCOLS, *LOOSE), view.say)
-        self._finishing, self._failure = False, ""
+        self._finishing, self._failure, self._no_worker = False, "", ""
 
-    def finish(self) -> None:
+    def finish(self, why: str = "") -> None:
         """End the round, hand in, leave; at once where there is no round yet."""
         if self._stay:
             self._stay.leave()
@@ -133,6 +146,8 @@ class Peer:
             raise Refused(str(error)) from None
         if self._failure:
             raise Refused(self._failure)
+        if self._no_worker:
+            raise Refused(self._no_worker, NO_WORKER)
         self._portrait.becomes("finished", self._portrait.reason)
         return 0
 
@@ -145,6 +160,11 @@ class Peer:
         self._failure = why
         if self._living:
             self._living.cancel()
+
+    def _give_up_training(self, why: str) -> None:
+        """There will be no other worker: leave as if asked to, and say why at the end."""
+        self._no_worker = why
+        self.on_asked("there is no worker any more")
 
     async def _live(self, state: StateDir) -> None:
         config, portrait = self._config, self._portrait
@@ -258,6 +278,7 @@ class Peer:
             self._keeper(tools, trainer, manifest, start) as keeper,
         ):
             portrait.checkpoint_age_seconds = lambda: keeper.age_seconds(self._clock.wall())
+            remote = trainer
             frames, trainer, portrait.journal = traced(transport, trainer, state.rounds)
             host = Host(frames, directory, membership, tools.compute, self._clock, state.identity, config.seed)
             settings = protocol_settings(manifest, self._config, state.incarnation)
@@ -278,6 +299,7 @@ class Peer:
             wait_for = self._config.wait_for_peers if course.head.key.round == 0 else 1
             limits = Limits(config.recipe.rounds, self._config.rounds, wait_for)
             self._stay = Stay(means, limits, portrait, self._view)
+            remote.on_given_up = self._give_up_training
             await self._told(self._stay.run(), tools.files)
 
     async def _told(self, stay: Coroutine[Any, Any, None], files: ThreadCompute) -> None:

@@ -32,7 +32,7 @@ def tell(*words: object) -> None:
 
 
 class Refused(Exception):
-    pass
+    code = 2
 
 
 @dataclasses.dataclass(frozen=True)

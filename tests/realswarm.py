@@ -64,9 +64,11 @@ class RealPeer:
         inside: what its command is started by: `nice`, `ip netns exec …`; one that keeps the process id.
         listen: the multiaddr that it listens on.
         environment: more of it, for all its lives.
+        program: the module that is run.
     """
 
     def __init__(self, name: str, home: Path) -> None:
+        self.program = "node"
         self.inside: tuple[str, ...] = ()
         self.listen = LISTEN
         self.environment: dict[str, str] = {}
@@ -83,8 +85,19 @@ class RealPeer:
 
     def start(self, *arguments: str) -> Self:
         """Run `join` with these arguments; what it says is added to the log."""
-        command = [*self.inside, sys.executable, "-P", "-m", "node", "join", "--state-dir", str(self.directory)]
-        command += ["--no-nat", "--listen", self.listen, "--nickname", self.name, "--threads", "1", "--json"]
+        command = [*self.inside, sys.executable, "-P", "-m", self.program, "join"]
+        command += [
+            "--state-dir",
+            str(self.directory),
+            "--no-nat",
+            "--listen",
+            self.listen,
+            "--nickname",
+            self.name,
+            "--threads",
+            "1",
+            "--json",
+        ]
         command += arguments
         given = {name: value for name, value in os.environ.items() if not name.startswith("NODE_")}
         environment = given | {_MARK: self._mark, "PYTHONPATH": str(HOUSE)} | self.environment

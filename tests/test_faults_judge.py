@@ -112,7 +112,7 @@ def detail(play: Play) -> str:
 def test_a_healthy_play_passes() -> None:
     verdict = judge(healthy())
     assert replace(verdict, goodput=round(verdict.goodput, 9)) == Verdict(
-        "made-up", 7, "pass", [], 30, 0, 1.0, 1.0, {}, {}
+        "made-up", 7, "pass", [], 30, 0, 1.0, 1.0, 1.0, {}, {}
     )
 
 
@@ -412,6 +412,15 @@ def test_the_rate_of_a_calm_that_was_given_up_is_known() -> None:
     assert verdict.goodput == pytest.approx(8 / 17.5, rel=0.1)  # eight rounds of three, in 17.5 s of three
 
 
+def test_participation_by_hand() -> None:
+    """Cleo is killed in round 15 of 30, and brings nothing to round 3; round 20 is skipped."""
+    play = after_death()
+    history(play, "cleo")[3]["weight"] = 0.0
+    for name in ("anna", "bert"):
+        history(play, name)[20].update(outcome="skipped", peers=(), contributions={})
+    assert judge(play).participation == pytest.approx((2 / 3 + 28) / 30)
+
+
 def test_goodput_by_hand() -> None:
     """In the calm 9 rounds of 300 tokens in 27 seconds of peers: 100 tokens each. Cleo dies 5 s after it.
 
@@ -506,7 +515,9 @@ def test_the_timeline_is_in_the_order_of_time() -> None:
 
 def test_a_play_of_which_nothing_is_known_has_a_timeline() -> None:
     play = replace(healthy(), events=(), histories={}, lives={}, logs={}, left={})
-    assert "recovery unknown s of 5 s; goodput unknown" in "\n".join(timeline(play, judge(play)))
+    assert "recovery unknown s of 5 s; goodput unknown, participation unknown" in " ".join(
+        " ".join(timeline(play, judge(play))).split()
+    )
 
 
 def test_a_mean_of_many_is_told_by_who_is_missing() -> None:

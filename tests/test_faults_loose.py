@@ -19,8 +19,9 @@ from tests.faults.loose import APART
 from tests.faults.picture import draw
 from tests.faults.play import Life, Limits, Play
 from tests.faults.points import POINTS
-from tests.faults.scenarios import SCENARIOS, Step, left, scenario_of
+from tests.faults.scenarios import SCENARIOS, scenario_of
 from tests.faults.stage import Options
+from tests.faults.steps import Step, left
 from tests.faults.table import order
 from tests.faults.timeline import timeline
 from tests.test_faults_judge import BEGAN, IDS, PEERS, detail, found, history

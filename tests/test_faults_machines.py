@@ -9,7 +9,7 @@ import pytest
 
 from tests.faults.machines import Machines, clock_file, small_disk
 from tests.faults.notes import Notes
-from tests.faults.scenarios import Step
+from tests.faults.steps import Step
 from tests.realswarm import RealSwarm
 
 

@@ -116,7 +116,7 @@ def test_why_not_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert why_not() == "network namespaces need root: run this as root"
     monkeypatch.setattr(shutil, "which", lambda tool: None if tool == "tc" else tool)
-    assert why_not() == "tc not found: install iproute2 and iptables"
+    assert why_not() == "tc not found: install iproute2, iptables and util-linux"
     monkeypatch.setattr(sys, "platform", "darwin")
     assert why_not() == "network namespaces need Linux; this is darwin"
 

@@ -16,8 +16,8 @@ from typing import Any, cast
 import psutil
 import pytest
 
-from tests.faults.nemesis import Nemesis
-from tests.faults.scenarios import STRUCK, Step
+from tests.faults.nemesis import Nemesis, Tools
+from tests.faults.steps import STRUCK, Step
 from tests.faults.straggler import Straggler
 from tests.faults.tracing import Watch
 from tests.realswarm import _MARK, RealPeer, RealSwarm, _in_the_run, wait
@@ -64,7 +64,7 @@ def network() -> Network:
 @pytest.fixture
 def nemesis(swarm: RealSwarm, network: Network) -> Iterator[Nemesis]:
     with Watch() as watch:
-        nemesis = Nemesis(swarm, watch, cast(Any, network))
+        nemesis = Nemesis(swarm, Tools(watch, cast(Any, network)))
         for name in swarm.peers:
             nemesis.began(name)
         yield nemesis

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from node.tasks.spec import WorkerSpec
+from node.training.cgroup import MemoryGroup, own_group
 from node.training.process import WorkerError, WorkerProcess
 from node.training.succession import DEATHS, DEATHS_AN_HOUR, Succession
 from tests.sim import loop as simloop
 
 
 def worker(useful: bool) -> WorkerProcess:
-    return cast(WorkerProcess, SimpleNamespace(useful=useful, child=SimpleNamespace(pid=1)))
+    return cast(WorkerProcess, SimpleNamespace(useful=useful, child=SimpleNamespace(pid=1, is_killed=True)))
 
 
 @pytest.fixture
@@ -30,13 +34,16 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return made
 
 
-def lives(count: int, seconds: float, useful: bool) -> None:
-    """So many workers live so long each."""
+def lives(
+    count: int, seconds: float, useful: bool, group: MemoryGroup | None = None, die: Callable[[], None] = lambda: None
+) -> None:
+    """So many workers live so long each; `die` is what the kernel does then."""
 
     async def main() -> None:
-        succession = Succession(cast(WorkerSpec, None), 0)
+        succession = Succession(cast(WorkerSpec, None), 0, group)
         for _ in range(count):
             await asyncio.sleep(seconds)
+            die()
             await succession.after(worker(useful), "killed by signal 9; last output: farewell")
 
     simloop.run(main())
@@ -63,3 +70,71 @@ def test_who_does_nothing_before_it_dies_is_given_up_soon_with_growing_pauses(st
     with pytest.raises(WorkerError, match=f"died {DEATHS} times in a row: killed by signal 9; .*; see to what"):
         lives(100, 0.0, useful=False)
     assert starts == [0.0, 0.5, 1.5, 3.5]
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+class Kernel:
+    """A memory control group of that version, in which the kernel kills."""
+
+    def __init__(self, path: Path, version: int) -> None:
+        self.group, self._count = MemoryGroup(path, version), 3
+        self._file = path / ("memory.events" if version == 2 else "memory.oom_control")
+        (path / ("memory.max" if version == 2 else "memory.limit_in_bytes")).write_text("512000000\n")
+        self._tell()
+
+    def kill(self) -> None:
+        self._count += 1
+        self._tell()
+
+    def _tell(self) -> None:
+        self._file.write_text(f"low 0\nunder_oom 0\noom_kill {self._count}\n")
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_three_deaths_for_want_of_memory_end_the_peer_in_words(
+    version: int, starts: list[float], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kernel = Kernel(tmp_path, version)
+    with pytest.raises(WorkerError, match=r"memory has probably run out of 512 MB: .* 3 times within 10 minutes; give"):
+        lives(100, 60.0, useful=True, group=kernel.group, die=kernel.kill)
+    assert starts == [61.0, 126.0]
+    told = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+    assert len(told) == 3 and all("memory has probably run out" in line for line in told)
+
+
+def test_want_of_memory_is_claimed_only_where_the_kernel_has_killed(
+    starts: list[float], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lives(10, 60.0, useful=True, group=Kernel(tmp_path, 2).group)
+    assert "memory" not in caplog.text
+    lives(10, 60.0, useful=True, group=MemoryGroup())
+    assert caplog.text.count("memory may have run out") == 10 and "probably" not in caplog.text
+
+
+def test_memory_that_is_scarce_now_and_then_ends_nobody(starts: list[float], tmp_path: Path) -> None:
+    kernel = Kernel(tmp_path, 2)
+    lives(100, 301.0, useful=True, group=kernel.group, die=kernel.kill)
+    assert len(starts) == 100
+
+
+_V1 = "9:name=systemd:/\n4:memory:/docker/{}\n0::/\n"
+_V1_MOUNT = "35 31 0:32 {} /sys/fs/cgroup/memory rw,relatime shared:7 - cgroup cgroup rw,memory\n"
+_V2_MOUNT = "31 23 0:28 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw,nsdelegate\n"
+
+
+@pytest.mark.parametrize(
+    "groups, mounts, path, version",
+    [
+        (_V1.format("ab"), _V1_MOUNT.format("/"), "/sys/fs/cgroup/memory/docker/ab", 1),
+        (_V1.format("ab"), _V1_MOUNT.format("/docker/ab"), "/sys/fs/cgroup/memory", 1),  # in the container
+        ("0::/user.slice/a.scope\n", _V2_MOUNT, "/sys/fs/cgroup/user.slice/a.scope", 2),
+        ("0::/\n", _V2_MOUNT, "/sys/fs/cgroup", 2),
+        ("0::/\n", "23 1 8:1 / / rw - ext4 /dev/sda1 rw\n", None, 2),
+    ],
+)
+def test_the_own_group_is_found(groups: str, mounts: str, path: str | None, version: int, tmp_path: Path) -> None:
+    (tmp_path / "cgroup").write_text(groups)
+    (tmp_path / "mountinfo").write_text(mounts)
+    assert own_group(tmp_path) == MemoryGroup(Path(path) if path else None, version)

@@ -274,15 +274,24 @@ async def test_who_dies_at_once_again_and_again_is_given_up(
     compute: ThreadCompute, monkeypatch: pytest.MonkeyPatch, text: Path, words: WorkerSpec
 ) -> None:
     monkeypatch.setattr(succession, "BACKOFF_SECONDS", (0.0,) * 5)
+    told: list[str] = []
     async with RemoteTrainer(words, compute) as trainer:
         before = await vector(trainer)
+        trainer.on_given_up = told.append
         os.unlink(text)
         os.kill(trainer.pid or 0, signal.SIGKILL)
         with pytest.raises(WorkerError) as error:
-            await Training(trainer).task
-        assert str(error.value).startswith(f"the worker died 5 times in a row: no file or folder {text}: ")
-        with pytest.raises(WorkerError):
             await trainer.evaluate()
+        assert str(error.value).startswith(f"the worker died 5 times in a row: no file or folder {text}: ")
+        assert told == [str(error.value)]
+        training = Training(trainer)
+        await until(lambda: training.said)
+        await asyncio.sleep(0)
+        assert not training.task.done(), "who leaves waits for the end of its round, without a worker"
+        assert (await training.end()).tokens == 0
+        trainer.on_given_up = None
+        with pytest.raises(WorkerError):
+            await Training(trainer).task
         assert torch.equal(await vector(trainer), before) and trainer.pid is None
 
 
@@ -294,8 +303,8 @@ async def test_last_words_are_told(
     )
     launch = process.Child.start
 
-    async def start(name: str, command: Any, on_line: Any, environment: Any, fds: Any) -> process.Child:
-        return await launch(name, command, on_line, {"PYTHONPATH": str(tmp_path)}, fds)
+    async def start(name: str, command: Any, on_line: Any, environment: Any, *rest: Any) -> process.Child:
+        return await launch(name, command, on_line, {"PYTHONPATH": str(tmp_path)}, *rest)
 
     monkeypatch.setattr(process.Child, "start", start)
     with pytest.raises(WorkerError) as error:

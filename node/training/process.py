@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 START_SECONDS = 120.0
 """Reading the data takes its time on a slow disk."""
 FIRST_STEP_SECONDS = 60.0
+OOM_SCORE = 1000
+"""Where memory runs out the kernel is to take the worker, which is replaced: whatever it holds, from its start on."""
 PATIENCE_SECONDS = 5.0
 PATIENCE_STEPS = 20
 STARVED, STARVED_TIMES = 0.25, 20
@@ -39,7 +41,15 @@ Hear = Callable[[dict[str, Any]], None]
 
 
 class WorkerError(Exception):
-    """The worker cannot be started, refuses, or dies each time; one line for a person."""
+    """The worker cannot be started, refuses, or dies each time; one line for a person.
+
+    Attributes:
+        is_killed: it was killed (SIGKILL) before it had come up.
+    """
+
+    def __init__(self, why: str, is_killed: bool = False) -> None:
+        super().__init__(why)
+        self.is_killed = is_killed
 
 
 class WorkerGone(Exception):
@@ -81,7 +91,7 @@ class WorkerProcess:
             try:
                 descriptors = (memory, theirs.fileno())
                 environment = {"PYTHONPATH": path, **bounded_spin(os.environ)}
-                child = await Child.start("worker", command, _log_line, environment, descriptors)
+                child = await Child.start("worker", command, _log_line, environment, descriptors, OOM_SCORE)
             except BaseException:
                 writer.close()
                 raise
@@ -102,7 +112,8 @@ class WorkerProcess:
             raise WorkerError(f"the worker did not start within {START_SECONDS:g} s: {self.child.last_words}") from None
         except WorkerGone:
             self.child.strike()  # in case it has closed its socket and lives on
-            raise WorkerError(f"the worker did not start: {await self.child.ended()}") from None
+            how = await self.child.ended()
+            raise WorkerError(f"the worker did not start: {how}", self.child.is_killed) from None
         self.layout = Layout(tuple(tuple((name, tuple(shape)) for name, shape in each) for each in fragments))
 
     async def ask(self, command: dict[str, Any], memory: Shared, extra_seconds: float, hear: Hear) -> Any:

@@ -47,16 +47,18 @@ class RemoteTrainer:
     """A `protocols.base.Trainer` over a worker process. Use as an async context manager, from the main thread.
 
     A worker that dies or hangs is replaced, at the anchor if it was busy, else where it stood. All methods raise
-    `WorkerError` once that has failed for good.
+    `WorkerError` once that has failed for good; but with `on_given_up`, `train` trains nothing until it is cut.
 
     Attributes:
         layout: of the parameters.
         restarts: how often a worker was replaced.
+        on_given_up: called with one line when there will be no other worker; whoever sets it ends this trainer soon.
     """
 
     layout: Layout
 
     def __init__(self, spec: WorkerSpec, compute: Compute) -> None:
+        self.on_given_up: Callable[[str], None] | None = None
         self.restarts = 0
         self._spec, self._compute = spec, compute
         self._life: WorkerProcess | None = None
@@ -71,6 +73,7 @@ class RemoteTrainer:
             WorkerError: data, device or memory are not to be had, or the worker does not start; one line.
         """
         self._descriptor = shared.create()
+        self._succession = Succession(self._spec, self._descriptor)
         try:
             life = self._life = await WorkerProcess.start(self._spec, self._descriptor)
             self.layout = life.layout
@@ -79,6 +82,8 @@ class RemoteTrainer:
             os.close(self._descriptor)
             if isinstance(error, OSError):
                 raise WorkerError(f"the worker cannot be started: {error.strerror}") from error
+            if isinstance(error, WorkerError) and error.is_killed:
+                raise WorkerError(self._succession.explained(str(error), True)) from error
             raise
         self._minding = asyncio.create_task(self._mind(life), name="worker")
         self._minding.add_done_callback(lambda _: self._bell.ring())
@@ -298,7 +303,10 @@ class RemoteTrainer:
         if self._minding.cancelled():
             raise WorkerError("the worker was sent home")
         if self._minding.done():
-            self._minding.result()
+            if cut is None or self.on_given_up is None:
+                self._minding.result()
+            else:  # the last rounds of a peer that leaves: others need it in them
+                await cut.wait()
         return self._life is not None
 
     async def _mind(self, life: WorkerProcess) -> None:
@@ -307,14 +315,18 @@ class RemoteTrainer:
         Raises:
             WorkerError: it dies again and again.
         """
-        succession = Succession(self._spec, self._descriptor)
         try:
             while True:
                 how = await life.child.ended()
                 if self._life is life:
                     self._life = None
                 await life.end()
-                life = await succession.after(life, how)
+                try:
+                    life = await self._succession.after(life, how)
+                except WorkerError as error:
+                    if self.on_given_up:
+                        self.on_given_up(str(error))
+                    raise
                 self.restarts += 1
                 self._life, self._untold = life, True
                 self._bell.ring()

@@ -25,7 +25,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -43,7 +42,6 @@ from node.training.tuning import ThreadTuner
 from protocols.base import Layout, Vector, Work
 
 MAX_LINE_BYTES = 1 << 20
-_OOM_SCORE = 500  # where memory runs out the kernel is to take the worker, which is replaced, not the peer
 
 _CONFINE_SECONDS = 20.0
 """Between two looks at how many other workers there are; each reads the command lines of all processes."""
@@ -233,8 +231,6 @@ def serve(lines: BinaryIO, tell: Callable[[str, Any], None], memory: int) -> int
 
 def main(arguments: list[str]) -> int:
     parent, memory, descriptor = map(int, arguments)
-    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
-        score.write(str(_OOM_SCORE))
     with socket.socket(fileno=descriptor) as link, link.makefile("rb") as lines:
 
         def tell(kind: str, value: Any) -> None:

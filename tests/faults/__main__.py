@@ -61,19 +61,20 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _line(result: dict[str, Any]) -> str:
-    recovery, goodput = result.get("recovery_seconds"), result.get("goodput")
+    recovery = result.get("recovery_seconds")
     told = "" if recovery is None else f"recovery {recovery:5.1f} s"
-    told += "" if goodput is None else f"  goodput {goodput:4.0%}"
+    for what in ("goodput", "participation"):
+        told += "" if (share := result.get(what)) is None else f"  {what} {share:4.0%}"
     missed = ", ".join(result.get("missed", ()))
-    return f"{result['scenario']:<14}{result['verdict']:<11}{told}{'  missed ' + missed if missed else ''}"
+    return f"{result['scenario']:<17}{result['verdict']:<11}{told}{'  missed ' + missed if missed else ''}"
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    names = "\n".join(f"  {name:<14}{scenario.about}" for name, scenario in SCENARIOS.items())
+    names = "\n".join(f"  {name:<17}{scenario.about}" for name, scenario in SCENARIOS.items())
     parser = Parser(
         prog=PROGRAM,
         description=__doc__,
-        epilog=f"scenarios:\n{names}\n  {MATRIX:<14}all of them",
+        epilog=f"scenarios:\n{names}\n  {MATRIX:<17}all of them",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--scenario", required=True, choices=(*SCENARIOS, MATRIX), metavar="NAME")

@@ -1,9 +1,10 @@
-"""How much of what a swarm could have brought has counted, in spite of all that was done to it."""
+"""How much of what a swarm could have brought has counted, in spite of what was done to it, and how many took part."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import fmean
 
 from tests.checkers import DECIDED, Report, Tree
 from tests.faults.play import Play
@@ -38,6 +39,27 @@ def goodput(play: Play) -> float:
         return math.nan
     brought = sum(tokens for time, tokens in counted if last < time <= play.ended)
     return brought / (usual / calm_peer_seconds * peer_seconds)
+
+
+def participation(play: Play) -> float:
+    """Contributors of a round over peers that were up when it was decided; the mean of all rounds since the calm began.
+
+    A round that was skipped has none. One that was decided on two branches counts on both. Who is in a mean with no
+    weight, or of whom no chunk was counted, is no contributor. nan if there was no round.
+    """
+    told = [report for report in reports(play, DECIDED) if play.calm[0] <= report["time"] <= play.ended]
+    weightless = {(report["peer"], report["lineage"]) for report in told if report["weight"] == 0}
+    first = {report["lineage"]: report for report in reversed(told)}
+    shares = []
+    for lineage, report in first.items():
+        counted = report["contributions"].items() if report["outcome"] in MEANS else ()
+        contributors = sum(chunks > 0 and (peer, lineage) not in weightless for peer, (_, chunks, _) in counted)
+        shares.append(min(1.0, contributors / max(1, _up(play, report["time"]))))
+    return fmean(shares) if shares else math.nan
+
+
+def _up(play: Play, time: float) -> int:
+    return sum(life.began <= time <= life.ended for each in play.lives.values() for life in each)
 
 
 def _counted(play: Play, given_up: bool = False) -> list[tuple[float, float]]:

@@ -19,7 +19,7 @@ from typing import Any
 from protocols import LOOSE
 from tests.checkers import DECIDED, Violation, began, check, one_branch
 from tests.faults import loose
-from tests.faults.goodput import MEANS, first_told, goodput, reports
+from tests.faults.goodput import MEANS, first_told, goodput, participation, reports
 from tests.faults.play import Play
 
 NO_ROUND = -1
@@ -43,6 +43,8 @@ class Verdict:
             the calm began; rounds_skipped: as skipped.
         goodput: tokens that counted after the calm, over those that the peers that were up would have brought at the
             calm's rate: see `goodput`. nan if the calm is too short to know its rate.
+        participation: contributors of a round over peers that were up, the mean of all rounds since the calm began; by
+            protocols without a shared anchor the share of rounds in which a peer mixed. nan without a round.
         recovery_seconds: from the end of the faults until the last of those who should had reported the first round
             that holds them all; nan if there was none.
         measures: name -> `median`, `worst` (the highest) and `trials`.
@@ -56,6 +58,7 @@ class Verdict:
     rounds_committed: int
     rounds_skipped: int
     goodput: float
+    participation: float
     recovery_seconds: float
     measures: dict[str, dict[str, float]]
     missed: dict[str, list[float]]
@@ -74,7 +77,7 @@ class Promise:
         broken: the violations in the histories.
         recovery_seconds: from the end of the faults until all who should were together again; nan: they were not.
         back, together: what they have done then, and what they have done it in, in words.
-        goodput: see `tests.faults.goodput`.
+        goodput, participation: see `tests.faults.goodput`.
         measures: what histories say of themselves: name -> values.
     """
 
@@ -83,6 +86,7 @@ class Promise:
     back: str
     together: str
     goodput: Callable[[Play], float]
+    participation: Callable[[Play], float]
     measures: Callable[[Play], Mapping[str, Sequence[float]]]
 
 
@@ -115,6 +119,7 @@ def judge(play: Play) -> Verdict:
         rounds_committed=sum(time >= play.calm[0] for time in first_told(play, MEANS).values()),
         rounds_skipped=sum(time >= play.calm[0] for time in first_told(play, ("skipped",)).values()),
         goodput=promise.goodput(play),
+        participation=promise.participation(play),
         recovery_seconds=recovery,
         measures=measures,
         missed={name: [ends[name], aim] for name, aim in play.limits.aims.items() if not ends[name] <= aim},
@@ -254,11 +259,12 @@ def _levels(play: Play) -> Iterator[Violation]:
 
 
 _ONE = Promise(
-    _one_story, _recovery_seconds, "have reported a round that holds them all", "round", goodput, lambda play: {}
-)
+    _one_story, _recovery_seconds, "have reported a round that holds them all", "round",
+    goodput, participation, lambda play: {},
+)  # fmt: skip
 _APART = Promise(
     loose.broken, loose.recovery_seconds, "have mixed, each with any other or through others", "mixing",
-    loose.goodput, loose.measures,
+    loose.goodput, loose.participation, loose.measures,
 )  # fmt: skip
 
 

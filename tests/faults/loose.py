@@ -58,6 +58,17 @@ def goodput(play: Play) -> float:
     return brought / (usual / calm_seconds * seconds)
 
 
+def participation(play: Play) -> float:
+    """The share of all peers' own rounds since the calm began in which they mixed; nan if there was none."""
+    told = [
+        report["outcome"] == "committed"
+        for history in play.histories.values()
+        for report in history
+        if play.calm[0] <= report["time"] <= play.ended and report["outcome"] in ("committed", "skipped")
+    ]
+    return sum(told) / len(told) if told else math.nan
+
+
 def _counted(history: Sequence[Report]) -> Iterator[tuple[float, float]]:
     """When how many of a peer's own tokens counted."""
     for life in lives(history):

@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from tests.checkers import Report, began
 from tests.faults.network import Namespaces
 from tests.faults.notes import Notes
-from tests.faults.scenarios import Step
+from tests.faults.steps import Step
 from tests.realswarm import RealPeer, RealSwarm, wait
 
 Act = Callable[[tuple[str, ...], Step], None]
@@ -25,6 +25,10 @@ CLOCK = "STARLING_CLOCK_FILE"
 """Names the file that holds what a peer's wall clock is off by."""
 SMALL_BYTES = 256 << 20
 """Of a disk that can be filled without harm to anybody else."""
+CHOKES = 5
+CHECKPOINT_SECONDS, SAID_SECONDS = 30.0, 3.0
+_GLANCE_SECONDS = 0.002
+"""A checkpoint is written within some hundredths of a second."""
 _BALLAST = "ballast"
 _PIECE_BYTES = 1 << 20
 
@@ -83,15 +87,40 @@ class Machines:
 
     def fill(self, whom: tuple[str, ...], step: Step) -> None:
         for name in whom:
-            peer = self._swarm[name]
-            disk = os.statvfs(peer.directory)
-            if disk.f_blocks * disk.f_frsize > 2 * SMALL_BYTES:
-                raise OSError(errno.EPERM, f"{name} has no small disk of its own")
+            peer = self._small(name)
             self._full.append(peer)
-            with (peer.directory / _BALLAST).open("wb", buffering=0) as file, suppress(OSError):
-                while True:
-                    file.write(bytes(_PIECE_BYTES))
+            _weigh_down(peer.directory)
         self._notes.tell("its disk is full", whom, "fault")
+
+    def choke(self, whom: tuple[str, ...], step: Step) -> None:
+        """Fill it as soon as the files of a checkpoint are there, before it is whole; its peer says that it is none."""
+        for name in whom:
+            peer = self._small(name)
+            self._full.append(peer)
+            home = peer.directory / "checkpoints"
+            newest = max((each for each in home.glob("[0-9]*") if each.is_dir()), key=lambda each: each.name)
+            room_bytes = 2 * sum(file.stat().st_size for file in newest.iterdir())
+            assert any(self._choked(peer, home, room_bytes) for _ in range(CHOKES)), f"{name} was always faster"
+        self._notes.tell("its disk is full in the middle of a checkpoint", whom, "fault")
+
+    def _choked(self, peer: RealPeer, home: Path, room_bytes: int) -> bool:
+        """Whether the next checkpoint was cut short; it may have been whole before the disk was full."""
+        _weigh_down(peer.directory, room_bytes)
+        until = time.monotonic() + CHECKPOINT_SECONDS
+        while not any(home.glob(".[0-9]*")):
+            assert time.monotonic() < until, f"{peer.name} begins no checkpoint within {CHECKPOINT_SECONDS:g} s"
+            time.sleep(_GLANCE_SECONDS)
+        _weigh_down(peer.directory)
+        with suppress(AssertionError):
+            return wait("it is none", lambda: "no checkpoint before round" in peer.said(), SAID_SECONDS)
+        return False
+
+    def _small(self, name: str) -> RealPeer:
+        """A peer whose disk may be filled."""
+        disk = os.statvfs(self._swarm[name].directory)
+        if disk.f_blocks * disk.f_frsize > 2 * SMALL_BYTES:
+            raise OSError(errno.EPERM, f"{name} has no small disk of its own")
+        return self._swarm[name]
 
     def flip(self, whom: tuple[str, ...], step: Step) -> None:
         """One bit of the newest checkpoint, whatever file it is in."""
@@ -134,6 +163,22 @@ class Machines:
         for name in whom:
             place = self._network.move(name)
             self._notes.tell(f"its address is {place.address} now", (name,), "fault")
+
+
+def _weigh_down(disk: Path, but_bytes: int = 0) -> None:
+    """Fill a disk until so much is free; what filled it before makes place if that is too much."""
+    ballast = disk / _BALLAST
+    with ballast.open("ab", buffering=0) as file:
+
+        def free_bytes() -> int:
+            found = os.statvfs(disk)
+            return found.f_bavail * found.f_frsize
+
+        if (more := but_bytes - free_bytes()) > 0:
+            os.truncate(ballast, max(0, ballast.stat().st_size - more))
+        with suppress(OSError):
+            while free_bytes() > but_bytes:
+                file.write(bytes(_PIECE_BYTES))
 
 
 def _felt(reports: Sequence[Report], first: int, seconds: float) -> bool:

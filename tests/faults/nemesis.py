@@ -6,19 +6,23 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 import psutil
 
 from tests.checkers import began
 from tests.faults.goodput import MEANS
+from tests.faults.lying import Liars
 from tests.faults.machines import Act, Machines
+from tests.faults.memory import Group, Memory
 from tests.faults.network import Namespaces
 from tests.faults.notes import DEATH_SECONDS, Notes
-from tests.faults.scenarios import STRUCK, Step
+from tests.faults.steps import STRUCK, Step
 from tests.faults.straggler import Straggler
 from tests.faults.tracing import Watch
+from tests.faults.wire import Proxied, Wire
 from tests.realswarm import RealSwarm, T, deciding, wait
 
 TROUBLE = (AssertionError, LookupError, ValueError, OSError, RuntimeError, psutil.Error, subprocess.SubprocessError)
@@ -29,18 +33,41 @@ SUSPECTED_SECONDS = 30.0
 LEAVE_SECONDS = 15.0
 
 
+HANDS = (Machines, Memory, Wire, Liars)
+"""What does the steps that a nemesis does not do itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """What a nemesis strikes with.
+
+    Attributes:
+        network: None where peers run on the loopback.
+        groups: of the peers whose memory can be limited, by name.
+        proxied: None where peers reach each other without a proxy.
+    """
+
+    watch: Watch
+    network: Namespaces | None = None
+    groups: Mapping[str, Group] = field(default_factory=dict)
+    proxied: Proxied | None = None
+
+
 class Nemesis(Notes):
     """Does what a schedule says, and notes it."""
 
-    def __init__(self, swarm: RealSwarm, watch: Watch, network: Namespaces | None, patience: float = 1.0) -> None:
+    def __init__(self, swarm: RealSwarm, tools: Tools, patience: float = 1.0) -> None:
         """
         Args:
             patience: how many times as long as usual it waits for what peers should do.
         """
         super().__init__(swarm)
         self._patience = patience
-        self._watch, self._network = watch, network
-        self.machines = Machines(self, swarm, network)
+        self._watch, self._network = tools.watch, tools.network
+        self.machines = Machines(self, swarm, tools.network)
+        self._hands = (
+            self.machines, Memory(self, swarm, tools.groups), Wire(self, tools.proxied), Liars(self, swarm),
+        )  # fmt: skip
         self._stragglers: list[Straggler] = []
         self._struck = ""
 
@@ -57,7 +84,11 @@ class Nemesis(Notes):
 
     def act(self, name: str) -> Act:
         """What does the steps of that name. Raises AttributeError where there are none."""
-        return getattr(self, f"_{name}", None) or getattr(self.machines, name)  # type: ignore[no-any-return]
+        found = (getattr(hand, name) for hand in self._hands if hasattr(hand, name))
+        act: Act | None = getattr(self, f"_{name}", None) or next(found, None)
+        if act is None:
+            raise AttributeError(name)
+        return act
 
     def heal(self) -> None:
         """All that lasts is over."""
@@ -66,7 +97,8 @@ class Nemesis(Notes):
             if not straggler.signals:
                 self.stuck.append("there was no worker to hold up")
         self._stragglers.clear()
-        self.machines.heal()
+        for hand in self._hands:
+            hand.heal()
         if self._network:
             self._network.heal()
 
@@ -76,6 +108,10 @@ class Nemesis(Notes):
     def awaits(self, what: str, condition: Callable[[], T | None], seconds: float = SETTLE_SECONDS) -> T:
         """What `tests.realswarm.wait` returns, with this nemesis's patience."""
         return wait(what, condition, self._patience * seconds)
+
+    def _suffers(self) -> bool:
+        """Whether something lasts."""
+        return bool(self._stragglers or (self._network and self._network.suffers()))
 
     # -- processes ----------------------------------------------------------------------------------------------------
 
@@ -113,7 +149,7 @@ class Nemesis(Notes):
         """Measure when the last of the survivors has decided a round after that: the one that was under way, and then
         the first that began without the dead."""
         survivors = self.running(dead)
-        if not survivors:
+        if not survivors or self._suffers():  # the one is told of what is done to them beside it
             return
         ends = self.awaits("the survivors decide", lambda: deciding(survivors, killed, self._swarm.decisions))
         self.measure("decided_seconds", max(each["time"] for each in ends) - killed)

@@ -32,7 +32,7 @@ BURST_SECONDS = 0.02
 LEAST_BURST_BYTES = 3_200
 """Two frames; fewer than one would never leave."""
 _ROUTER = "10.77.0.1"
-_TOOLS = ("ip", "tc", "iptables", "iptables-restore")
+_TOOLS = ("ip", "tc", "iptables", "iptables-restore", "nsenter")
 _GSO_SEGMENTS = 65_535
 
 
@@ -128,7 +128,7 @@ class Place:
     @property
     def inside(self) -> tuple[str, ...]:
         """Put before a command, runs it here; the process keeps its id, so that signals meet the command itself."""
-        return ("ip", "netns", "exec", self.namespace)
+        return ("nsenter", f"--net=/run/netns/{self.namespace}")  # `ip netns exec` hides the control groups
 
     @property
     def device(self) -> str:
@@ -166,6 +166,16 @@ class Namespaces:
 
     def __exit__(self, *_: object) -> None:
         self._clear()
+
+    @property
+    def inside(self) -> tuple[str, ...]:
+        """Put before a command, runs it on the router."""
+        return ("ip", "netns", "exec", self._router)
+
+    def redirect(self, port: int) -> None:
+        """Whatever connection a peer opens to another from now on goes to this port on the router."""
+        rule = ("PREROUTING", "-p", "tcp", "-j", "REDIRECT", "--to-ports", str(port))
+        _run(*self.inside, "iptables", "-w", "5", "-t", "nat", "-A", *rule)
 
     def add(self, name: str) -> Place:
         """A place for one more peer; of the faults there are, it meets those that concern everybody."""
@@ -294,7 +304,7 @@ def why_not() -> str:
     if sys.platform != "linux":
         return f"network namespaces need Linux; this is {sys.platform}"
     if missing := [tool for tool in _TOOLS if not shutil.which(tool)]:
-        return f"{', '.join(missing)} not found: install iproute2 and iptables"
+        return f"{', '.join(missing)} not found: install iproute2, iptables and util-linux"
     if os.geteuid():
         return "network namespaces need root: run this as root"
     try:

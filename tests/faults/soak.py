@@ -23,8 +23,9 @@ from typing import NamedTuple
 from tests.checkers import DECIDED
 from tests.faults.keeping import DIRECTORY, from_shell, kept
 from tests.faults.play import Limits, Play
-from tests.faults.scenarios import Scenario, Step
+from tests.faults.scenarios import Scenario
 from tests.faults.stage import Options, Unplayable
+from tests.faults.steps import Step
 from tests.sim.arguments import Parser, at_least
 
 PROGRAM = "python -m tests.faults.soak"

@@ -5,20 +5,25 @@ from __future__ import annotations
 import os
 import string
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from protocols import LOOSE
+from tests.faults import memory
 from tests.faults.goodput import MEANS
+from tests.faults.lying import can_lie
 from tests.faults.machines import CLOCK, clock_file, set_clock, small_disk
-from tests.faults.nemesis import TROUBLE, Nemesis
+from tests.faults.nemesis import TROUBLE, Nemesis, Tools
 from tests.faults.network import Namespaces, why_not
 from tests.faults.play import Play
-from tests.faults.scenarios import Scenario, Step, left
+from tests.faults.scenarios import Scenario
+from tests.faults.steps import Step, left
 from tests.faults.tracing import Watch
+from tests.faults.wire import ACTS as PROXIED
+from tests.faults.wire import Proxied
 from tests.looseswarm import LooseSwarm
 from tests.realswarm import RealPeer, RealSwarm, paced, wait
 
@@ -34,6 +39,8 @@ _RUNS = {
     "gpt": 'task = "gpt"\n[recipe]\ninner_steps = 8\nrounds = 10000\n',
 }
 TASKS = tuple(_RUNS)
+_DISKS, _LIMITED = frozenset(("fill", "choke")), frozenset(("squeeze", "confine"))
+"""Steps that need a small disk, a memory limit."""
 _APART = "spread_limit = 1.0\n"
 """Paced peers walk at random, each by itself: they are as far apart as they are, and none is astray."""
 
@@ -82,39 +89,65 @@ def play(name: str, scenario: Scenario, seed: int, options: Options, home: Path,
     schedule = scenario.schedule(name, seed, options.names)
     rest = f"; and {len(schedule) - STEPS_TOLD} more" if len(schedule) > STEPS_TOLD else ""
     say(f"{name}, seed {seed}: " + "; ".join(str(step) for step in schedule[:STEPS_TOLD]) + rest)
-    if options.loose and left(schedule, options.names) < 2:
-        what = f"{name} leaves one of {options.peers} peers: by {options.protocol} it has nobody to mix with"
-        raise Unplayable(f"{what}; take more peers, or another scenario")
-    why = why_not()
-    if why and scenario.network:
-        raise Unplayable(f"{name} needs a network of its own: {why}")
-    if os.geteuid() and any(step.act == "fill" for step in schedule):
-        raise Unplayable(f"{name} needs a small disk of its own: run it as root")
+    acts = {step.act for step in schedule}
+    why = _required(name, scenario, schedule, options)
     with ExitStack() as stack:
         network = None if why else stack.enter_context(Namespaces())
         watch = stack.enter_context(Watch())
         # Who is killed leaves its sockets behind. A short path: that of a socket has some hundred bytes at most.
         sockets = stack.enter_context(TemporaryDirectory(prefix="play-", dir="/tmp", ignore_cleanup_errors=True))
-        acts = {step.act for step in schedule}
-        small = {name for step in schedule if step.act == "fill" for name in step.whom}
+        struck = _struck(schedule)
+        proxied = stack.enter_context(Proxied(network, seed)) if network and acts & {*PROXIED} else None
+        groups: dict[str, memory.Group] = {}
 
         def prepare(peer: RealPeer) -> None:
             peer.environment = {"TMPDIR": sockets} | (watch.environment(peer.name) if "trap" in acts else {})
             if "skew" in acts:
                 set_clock(peer, 0.0)
                 peer.environment |= {CLOCK: str(clock_file(peer))}
-            if peer.name in small:
+            if peer.name in struck(_DISKS):
                 stack.callback(small_disk(peer.directory))
+            if peer.name in struck({"lie"}):
+                can_lie(peer)
+            if peer.name in struck(_LIMITED):
+                groups[peer.name] = memory.group(peer.name)
+                stack.callback(groups[peer.name].remove)
+                peer.inside = groups[peer.name].inside
             if network:
                 place = network.add(peer.name)
                 address = "0.0.0.0" if "move" in acts else place.address
-                peer.inside, peer.listen = place.inside, f"/ip4/{address}/tcp/0"
+                peer.inside, peer.listen = (*peer.inside, *place.inside), f"/ip4/{address}/tcp/0"
 
         swarm = (LooseSwarm if options.loose else RealSwarm)(home, options.run, prepare)
-        nemesis = Nemesis(swarm, watch, network, options.patience)
+        nemesis = Nemesis(swarm, Tools(watch, network, groups, proxied), options.patience)
         stack.callback(_clear, swarm)
         stack.callback(nemesis.heal)
         return _Stage(swarm, nemesis, scenario, options).run(name, seed, options, schedule)
+
+
+def _required(name: str, scenario: Scenario, schedule: Sequence[Step], options: Options) -> str:
+    """Why this machine has no network of namespaces, where that does not matter; empty if it has one.
+
+    Raises:
+        Unplayable: this machine cannot play it.
+    """
+    acts = {step.act for step in schedule}
+    if options.loose and left(schedule, options.names) < 2:
+        what = f"{name} leaves one of {options.peers} peers: by {options.protocol} it has nobody to mix with"
+        raise Unplayable(f"{what}; take more peers, or another scenario")
+    why = why_not()
+    if why and scenario.network:
+        raise Unplayable(f"{name} needs a network of its own: {why}")
+    if os.geteuid() and acts & _DISKS:
+        raise Unplayable(f"{name} needs a small disk of its own: run it as root")
+    if acts & _LIMITED and (why_unlimited := memory.why_not()):
+        raise Unplayable(f"{name} needs a memory limit: {why_unlimited}")
+    return why
+
+
+def _struck(schedule: Sequence[Step]) -> Callable[[Collection[str]], set[str]]:
+    """acts -> those to whom one of them is done."""
+    return lambda acts: {name for step in schedule if step.act in acts for name in step.whom}
 
 
 def _clear(swarm: RealSwarm) -> None:

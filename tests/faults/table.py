@@ -11,6 +11,7 @@ what was played by one protocol.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -60,21 +61,33 @@ def table(results: Iterable[Result], protocol: str = VOTED) -> list[str]:
     by_name: dict[str, list[Result]] = {}
     for each in results:
         by_name.setdefault(each["scenario"], []).append(each)
-    lines = ["| scenario | passed | recovery seconds: median, worst | goodput, median | rounds skipped | measured |"]
-    lines.append("|---|---|---|---|---|---|")
+    shares = "goodput, median | participation, median"
+    lines = [f"| scenario | passed | recovery seconds: median, p90, worst | {shares} | rounds skipped | measured |"]
+    lines.append("|---|---|---|---|---|---|---|")
     return lines + [_row(name, by_name[name], protocol) for name in SCENARIOS if name in by_name]
 
 
 def _row(name: str, played: Sequence[Result], protocol: str) -> str:
     passed = sum(each["verdict"] == "pass" for each in played)
     recoveries = [each["recovery_seconds"] for each in played if each["recovery_seconds"] is not None]
-    goodputs = [each["goodput"] for each in played if each["goodput"] is not None]
     skipped, rounds = (sum(each[f"rounds_{what}"] for each in played) for what in ("skipped", "committed"))
-    recovery = f"{median(recoveries):.1f}, {max(recoveries):.1f}" if recoveries else "none"
+    recovery = ", ".join(f"{each:.1f}" for each in _spread(recoveries)) if recoveries else "none"
     recovery += f"; never in {never}" if (never := len(played) - len(recoveries)) and recoveries else ""
-    goodput = f"{median(goodputs):.0%}" if goodputs else "unknown"
-    cells = [f"`{name}`", f"{passed} of {len(played)}", recovery, goodput, f"{skipped} of {skipped + rounds}"]
+    shares = [_share(what, played) for what in ("goodput", "participation")]
+    cells = [f"`{name}`", f"{passed} of {len(played)}", recovery, *shares, f"{skipped} of {skipped + rounds}"]
     return f"| {' | '.join([*cells, _measured(name, played, protocol)])} |"
+
+
+def _spread(values: Sequence[float]) -> tuple[float, float, float]:
+    """Median, 90th percentile (the least that nine of ten do not exceed) and worst."""
+    ranked = sorted(values)
+    return median(ranked), ranked[math.ceil(0.9 * len(ranked)) - 1], ranked[-1]
+
+
+def _share(what: str, played: Sequence[Result]) -> str:
+    """Results of an earlier harness do not have all of them."""
+    known = [value for each in played if (value := each.get(what)) is not None]
+    return f"{median(known):.0%}" if known else "unknown"
 
 
 def _measured(name: str, played: Sequence[Result], protocol: str) -> str:

@@ -103,7 +103,8 @@ def _round(report: Report) -> str:
 def _verdict(play: Play, verdict: Verdict) -> Iterator[str]:
     figures = f"{verdict.rounds_committed} rounds committed, {verdict.rounds_skipped} skipped"
     figures += f"; recovery {_number(verdict.recovery_seconds)} s of {play.limits.recovery_seconds:g} s"
-    yield f"{verdict.verdict.upper()}  {play.scenario}, seed {play.seed}: {figures}; goodput {_number(verdict.goodput)}"
+    shares = f"goodput {_number(verdict.goodput)}, participation {_number(verdict.participation)}"
+    yield from _wrapped(f"{verdict.verdict.upper()}  ", f"{play.scenario}, seed {play.seed}: {figures}; {shares}")
     for each in verdict.violations:
         where = f"{each['peer'] or 'all'}, round {each['round']}" if each["round"] >= 0 else each["peer"] or "all"
         yield from _wrapped(f"  {each['invariant']:<13}  ", f"{where}: {each['detail']}")
