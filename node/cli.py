@@ -67,6 +67,7 @@ def join(
     state_dir: options.StateDir = None,
     listen: options.Listen = None,
     announce: options.Announce = None,
+    addresses_file: options.AddressesFile = None,
     nat: options.Nat = None,
     checkpoint_every: options.CheckpointEvery = None,
     disk_limit: options.DiskLimit = None,

@@ -63,7 +63,8 @@ Bootstrap = Annotated[
     list[str] | None,
     option(
         RUN,
-        "A peer's address; repeatable. Without one, a new run starts, or one held here goes on.",
+        "A peer's address, or @FILE that names some, perhaps later; repeatable. Without, a new run starts, or one held "
+        "here goes on.",
         metavar="ADDR",
     ),
 ]
@@ -86,6 +87,12 @@ Listen = Annotated[
     list[str] | None, option(MACHINE, "Multiaddr to listen on; repeatable. Default: any port.", metavar="MADDR")
 ]
 Announce = Annotated[list[str] | None, option(MACHINE, "Multiaddr to tell others; repeatable.", metavar="MADDR")]
+AddressesFile = Annotated[
+    Path | None,
+    option(
+        MACHINE, "Keep this peer's addresses in a file, for --bootstrap @FILE of others.", metavar="FILE", parser=place
+    ),
+]
 Nat = Annotated[bool | None, option(MACHINE, "Map ports at the router and use relays.", "--nat/--no-nat")]
 CheckpointEvery = Annotated[
     int | None, option(MACHINE, "Rounds between two checkpoints. Default: 5.", min=1, metavar="ROUNDS")

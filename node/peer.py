@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -17,8 +17,9 @@ from node.assembly import Parts
 from node.clock import WallClock
 from node.compute import ThreadCompute
 from node.entering import resume
-from node.entering.acquaintances import acquainted
-from node.entering.choice import Choice, run_id
+from node.entering.acquaintances import acquainted, hinted
+from node.entering.addressfile import AddressesFile, Named, read_addresses, require_usable
+from node.entering.choice import Choice, asks, run_id
 from node.entering.entry import Door, Entry, Run, ask_run, ask_status
 from node.entering.founding import found
 from node.identity import IdentityError, create, verify
@@ -49,6 +50,7 @@ from protocols.base import BadPayload, Host, Member, PeerError
 from protocols.codec import codec
 from protocols.gate import Gate
 from protocols.rounds.partstore import LEAST_ROUNDS, PartStore
+from protocols.tasks import alongside
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +69,7 @@ class _Tools:
     transport: LibP2PTransport
     compute: ThreadCompute
     disk: ThreadCompute
+    files: ThreadCompute
     entry: Entry
     lag: LoopLag
 
@@ -118,6 +121,7 @@ class Peer:
         assert self._config.state_dir is not None
         me = asyncio.current_task()
         try:
+            require_usable(self._config)
             self._living = asyncio.create_task(self._live(StateDir.open(self._config.state_dir)))
             await self._living
         except asyncio.CancelledError:
@@ -145,16 +149,17 @@ class Peer:
             LoopLag() as lag,
             ThreadCompute() as compute,
             ThreadCompute() as disk,
+            ThreadCompute() as files,
             LibP2PTransport(link) as transport,
-            Entry(transport.connect, partial(ask_run, transport), self._choice.judge, self._view.say) as entry,
+            self._entry(transport, files) as entry,
         ):
             await disk.run(partial(state.listens, config.listen, transport.listening), 0)
             portrait.addresses = lambda: shareable(transport.addresses) or transport.addresses
             portrait.lag = lag
-            tools = _Tools(state, transport, compute, disk, entry, lag)
+            tools = _Tools(state, transport, compute, disk, files, entry, lag)
             held = self._choice.held(state, self._wanted)
             if addresses := self._choice.addresses(state):
-                portrait.becomes("joining", f"asking at {len(addresses)} addresses which run this is")
+                portrait.becomes("joining", asks(addresses))
                 await self._join(tools, await self._choice.ask(entry, state, addresses, held))
             elif held and held.has_state:
                 await self._join(tools, self._choice.go_on(held))
@@ -162,6 +167,12 @@ class Peer:
                 if not config.new:
                     resume.require_none(state)
                 await self._found(tools)
+
+    def _entry(self, transport: LibP2PTransport, files: ThreadCompute) -> Entry:
+        async def read(path: Path) -> Named | str:
+            return await files.run(partial(read_addresses, transport.me, path), 0)
+
+        return Entry(transport.connect, partial(ask_run, transport), self._choice.judge, self._view.say, read)
 
     # -- into a run ---------------------------------------------------------------------------------------------------
 
@@ -253,7 +264,15 @@ class Peer:
             wait_for = self._config.wait_for_peers if course.head.key.round == 0 else 1
             limits = Limits(config.recipe.rounds, self._config.rounds, wait_for)
             self._stay = Stay(means, limits, portrait, self._view)
-            await self._stay.run()
+            await self._told(self._stay.run(), tools.files)
+
+    async def _told(self, stay: Coroutine[Any, Any, None], files: ThreadCompute) -> None:
+        """While this peer can let others in, its addresses are where others look for them."""
+        if path := self._config.addresses_file:
+            kept = AddressesFile(path, self._portrait.addresses, files, self._view.say)
+            await alongside(stay, kept.run())
+        else:
+            await stay
 
     def _keeper(self, tools: _Tools, trainer: RemoteTrainer, manifest: Manifest, start: resume.Start) -> Keeper:
         every_rounds, limit_bytes = self._config.checkpoint_every, int(self._config.disk_limit_bytes)
@@ -266,11 +285,12 @@ class Peer:
         return PartStore(scratch.room, tools.disk, gate, least_rounds=least_rounds)
 
     def _membership(self, tools: _Tools, course: Course) -> Membership:
-        unanswered = self._config.bootstrap if self._choice.alone else ()
+        unanswered = self._choice.given(tools.entry) if self._choice.alone else ()
         made = acquainted(
             tools.transport, self._clock, tools.state, self._portrait, course, tools.entry.met, unanswered
         )
         made.on_twin, made.vigil.say = self._fail, self._view.say
+        tools.entry.on_named = hinted(made)
         return made
 
 

@@ -35,7 +35,9 @@ READ_BYTES = 1 << 20
 _SAMPLE_BYTES = 4096
 _LISTEN = "/ip4/127.0.0.1/tcp/0"
 # Of the user's environment, what would lead a peer elsewhere than to this swarm; empty counts as not given.
-_ENVIRONMENT = dict.fromkeys(("NODE_BOOTSTRAP", "NODE_RUN_ID", "NODE_ANNOUNCE", "NODE_ROUNDS"), "")
+_ENVIRONMENT = dict.fromkeys(
+    ("NODE_BOOTSTRAP", "NODE_RUN_ID", "NODE_ANNOUNCE", "NODE_ROUNDS", "NODE_ADDRESSES_FILE"), ""
+)
 
 
 async def run_swarm(options: SwarmOptions) -> int:

@@ -382,7 +382,7 @@ def test_the_environment_speaks_in_strings() -> None:
     config = load_peer(
         {},
         {
-            "NODE_BOOTSTRAP": f"{ADDRESS}, /dns4/example.org/tcp/1/p2p/{PEER},",
+            "NODE_BOOTSTRAP": f"{ADDRESS}, /dns4/example.org/tcp/1/p2p/{PEER},@~/addresses",
             "NODE_NAT": "0",
             "NODE_JSON": "true",
             "NODE_ROUNDS": "7",
@@ -393,7 +393,7 @@ def test_the_environment_speaks_in_strings() -> None:
         },
         None,
     )
-    assert config.bootstrap == (ADDRESS, f"/dns4/example.org/tcp/1/p2p/{PEER}")
+    assert config.bootstrap == (ADDRESS, f"/dns4/example.org/tcp/1/p2p/{PEER}", f"@{Path.home()}/addresses")
     assert (config.nat, config.json, config.rounds, config.bandwidth_bytes_per_second) == (False, True, 7, 1e6)
     assert config.run_id == "abcdef012345"
     assert config.data == Path.home() / "text"
@@ -419,6 +419,9 @@ def test_saidof_others_are_left_alone() -> None:
         (f"/ip4/999.0.2.7/tcp/80/p2p/{PEER}", "is not IPv4"),
         ("/ip4/192.0.2.7/tcp/80/p2p/12D3Koo…", "Invalid CID"),
         ("/", "is empty"),
+        ("@", "'@' names no file: write @ and the path of a file that holds addresses"),
+        ("@/tmp", "'@/tmp' names no file"),
+        (__file__, f"is a file: to have addresses read from it, write @{__file__}"),
     ],
 )
 def test_a_bad_bootstrap_address_says_what_to_write(address: str, words: str) -> None:

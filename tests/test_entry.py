@@ -8,10 +8,12 @@ import json
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from node.entering.addressfile import Named
 from node.entering.entry import (
     ASK_SECONDS,
     ATTEMPT_SECONDS,
@@ -57,6 +59,7 @@ class Addresses:
         self.seconds = dict.fromkeys(there, 0.1)
         self.tried: dict[str, list[float]] = {name: [] for name in there}
         self.said: list[str] = []
+        self.files: dict[str, list[tuple[float, Named | str]]] = {}  # since when it says what
 
     async def connect(self, address: str, deadline: Deadline) -> PeerId:
         self.tried[address].append(now())
@@ -83,7 +86,11 @@ class Addresses:
             raise ManifestError("is another run than the one that you named")
 
     def entry(self) -> Entry:
-        return Entry(self.connect, self.ask, self.judge, self.said.append)
+        return Entry(self.connect, self.ask, self.judge, self.said.append, self.read)
+
+    async def read(self, path: Path) -> Named | str:
+        says = [said for since, said in self.files[str(path)] if since <= now()]
+        return says[-1]
 
 
 def gone(why: str) -> PeerGone:
@@ -203,6 +210,46 @@ def test_who_stops_looking_leaves_nothing_behind() -> None:
         task.cancel()
         await asyncio.wait([task])
         assert task.cancelled() and len(asyncio.all_tasks()) == 1
+
+    play(body)
+
+
+# -- files of addresses -----------------------------------------------------------------------------------------------
+
+
+def test_a_file_that_comes_late_leads_in() -> None:
+    async def body() -> None:
+        addresses = Addresses(a=RUN)
+        addresses.files["/f"] = [
+            (0.0, "no such file yet"),
+            (600.0, Named((), "names no peer yet")),
+            (700.0, Named(("a",))),
+        ]
+        async with addresses.entry() as entry:
+            assert await entry.find(["@/f"]) == RUN
+        assert 700.0 <= now() <= 702.0 and entry.met == {"peer-a": "a"}
+        waits = "this peer waits for others' addresses there, and starts no run of its own (it is read again)"
+        assert addresses.said == [f"@/f: no such file yet; {waits}", f"@/f: names no peer yet; {waits}"]
+
+    play(body)
+
+
+def test_what_a_file_names_no_more_is_tried_no_more() -> None:
+    async def body() -> None:
+        addresses = Addresses(a=gone("refused"), b=gone("refused"), c=RUN, d=OTHER)
+        first, line = Named(("a", "b", "d")), "line 4: is nonsense"
+        addresses.files["/f"] = [(0.0, first), (60.0, "cannot be read"), (90.0, Named(("b", "c"), line))]
+        named: list[Sequence[str]] = []
+        async with addresses.entry() as entry:
+            entry.on_named = named.append
+            assert await entry.find(["a", "@/f"]) == RUN, "all may lead elsewhere: the file may name others"
+            assert (until := now()) >= 90.0 and entry.met == {"peer-c": "c"}
+            assert addresses.tried["d"] == [pytest.approx(0.0)]
+            assert max(addresses.tried["a"]) > 60.0 and max(addresses.tried["b"]) > 60.0, "what it named last holds"
+            await asyncio.sleep(100.0)
+            assert not [each for each in addresses.tried["b"] if each > until + 20.0]
+        assert named[0] == first.addresses and named[-1] == ("b", "c"), "whoever is alone later is told of them"
+        assert addresses.said[-2:] == ["@/f: cannot be read (it is read again)", f"@/f: {line} (it is read again)"]
 
     play(body)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -151,9 +152,13 @@ class Nobody:
 
     def __init__(self, answer: Run | Exception | None = None) -> None:
         self.answer, self.asked, self.stopped = answer, list[str](), False
+        self.named: dict[str, tuple[str, ...]] = {}
+        self.on_named: Callable[[Sequence[str]], None] = lambda addresses: None
+        self.on_find: Callable[[], None] = lambda: None
 
     async def find(self, addresses: tuple[str, ...]) -> Run:
         self.asked += addresses
+        self.on_find()
         if isinstance(self.answer, Exception):
             raise self.answer
         if self.answer:
@@ -227,6 +232,18 @@ def test_else_it_is_asked_for_as_long_as_it_takes(here: StateDir, tmp_path: Path
     meant: dict[str, Any] = {"run_id": "ab" * 32} if why == "another run is meant" else {}
     with pytest.raises(TimeoutError):
         ask(here, Nobody(), bootstrap=(ADDRESS,), **meant)
+
+
+def test_a_file_of_addresses_is_asked_and_counts_by_whom_it_names(here: StateDir) -> None:
+    begin(here)
+    here.remember({ADDRESS.rpartition("/p2p/")[2]: ["/ip4/192.0.2.1/tcp/1"]})
+    entry = Nobody()
+    with pytest.raises(TimeoutError):  # the file is missing: whom it will name, nobody knows
+        ask(here, entry, bootstrap=("@/nowhere/file",))
+    assert entry.asked == ["@/nowhere/file"] and not entry.stopped
+    entry.named["@/nowhere/file"] = (ADDRESS,)
+    entry.on_find = lambda: entry.on_named((ADDRESS,))
+    assert ask(here, entry, bootstrap=("@/nowhere/file",))[0].sealed == here.manifest() and entry.stopped
 
 
 # -- from which state -------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -23,6 +23,18 @@ class Dialling(Transport, Protocol):
     async def connect(self, address: str, deadline: Deadline) -> PeerId: ...
 
     async def forget(self, peer: PeerId, deadline: Deadline) -> None: ...
+
+
+def hinted(membership: Membership) -> Callable[[Sequence[str]], None]:
+    """What becomes of the multiaddrs in a file once a run is entered: they are tried while no other peer is live."""
+
+    def hint(addresses: Sequence[str]) -> None:
+        if len(membership.live()) > 1:
+            return
+        for where, _, peer in (each.rpartition("/p2p/") for each in addresses):
+            membership.hint(peer, (where,))
+
+    return hint
 
 
 def acquainted(

@@ -11,7 +11,7 @@ from node.entering.consent import require_consent
 from node.entering.entry import Entry, Run
 from node.identity import verify
 from node.settings.manifest import ManifestError, unseal
-from node.settings.peerconfig import PeerConfig
+from node.settings.peerconfig import FILE_SIGN, PeerConfig
 from node.settings.runconfig import RunConfig
 from node.storage.statedir import StateDir, StateError
 from protocols.base import PeerId
@@ -83,14 +83,28 @@ class Choice:
         if not self._config.bootstrap:
             run = f"run {self._expected}" if self._expected else "the run of before"
             self._say(f"going back to {run}: asking the peers met there; --new starts another")
-        meant = held is not None and held.has_state and self._is_meant(held.manifest.run_id, state.peers())
+        met = state.peers()
+
+        def is_meant() -> bool:
+            if held is None or not held.has_state:
+                return False
+            return self._is_meant(held.manifest.run_id, met, self.given(entry))
+
         try:
-            async with asyncio.timeout(resume.ANSWER_SECONDS if meant else None):
+            async with asyncio.timeout(None) as limit:
+
+                def heard(named: Sequence[str] = ()) -> None:
+                    """From the moment on when the run held here may be meant, others have so long to answer."""
+                    if limit.when() is None and is_meant():
+                        limit.reschedule(asyncio.get_running_loop().time() + resume.ANSWER_SECONDS)
+
+                entry.on_named = heard
+                heard()
                 return await entry.find(addresses)
         except TimeoutError:
             pass
         except ManifestError as error:  # who was met here is in another run now
-            if not meant or self._config.bootstrap:
+            if not is_meant() or self._config.bootstrap:
                 raise
             self._say(str(error))
         assert held is not None
@@ -98,12 +112,16 @@ class Choice:
         self.alone = True
         return self.go_on(held)
 
-    def _is_meant(self, held: str, met: Container[PeerId]) -> bool:
+    def given(self, entry: Entry) -> tuple[str, ...]:
+        """The multiaddrs that the user gave, those in files as they were read last."""
+        plain = (each for each in self._config.bootstrap if not each.startswith(FILE_SIGN))
+        return (*plain, *(address for named in entry.named.values() for address in named))
+
+    def _is_meant(self, held: str, met: Container[PeerId], given: Sequence[str]) -> bool:
         """Whether the user may mean the run that is held here: whoever gave addresses may mean another."""
         if self._config.run_id:
             return held.startswith(self._config.run_id)
-        given = [address.rpartition("/p2p/")[2] for address in self._config.bootstrap]
-        return not given or any(peer in met for peer in given)
+        return not self._config.bootstrap or any(address.rpartition("/p2p/")[2] in met for address in given)
 
     def go_on(self, held: resume.Held) -> Run:
         """Go on with the run that is held here, whoever is there."""
@@ -111,6 +129,13 @@ class Choice:
         self.own, why = True, "nobody answers: " if self.alone else ""
         self._say(f"{why}going on with the run {held.manifest.run_id[:12]} that is held here; --new starts another")
         return held.run
+
+
+def asks(sources: Sequence[str]) -> str:
+    """What a peer does that seeks a way in, for its status."""
+    files = [each.removeprefix(FILE_SIGN) for each in sources if each.startswith(FILE_SIGN)]
+    places = [f"{len(sources) - len(files)} addresses"] if len(files) < len(sources) else []
+    return f"asking at {' and '.join([*places, *(f'those in {each}' for each in files)])} which run this is"
 
 
 def run_id(sealed: bytes) -> str:

@@ -1,7 +1,8 @@
 """The way into a run: which one it is, asked of a peer at an address; and the answers that we give to newcomers.
 
 All addresses are tried side by side. Each that does not lead in is told of once, with its cause, and tried again, ever
-more rarely, for as long as none has led in; one that leads into another run is not.
+more rarely, for as long as none has led in; one that leads into another run is not. A file of addresses is read again
+and again, and what it names then is tried.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ import json
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
+from node.entering.addressfile import Named
 from node.members.hello import ENTRY, MAX_STATUS_BYTES, RunIs, StatusIs, WantRun, WantStatus
 from node.settings.manifest import ManifestError
+from node.settings.peerconfig import FILE_SIGN
 from node.status import to_json
 from protocols import wire
 from protocols.base import BadPayload, Deadline, PeerError, PeerId, Stream, Transport
@@ -24,6 +28,11 @@ ATTEMPT_SECONDS = 8.0
 ASK_SECONDS = 5.0
 TRANSFER_SECONDS = 60.0
 PAUSE_SECONDS = (1.0, 2.0, 5.0, 10.0)
+READ_SECONDS = 1.0
+LATER_SECONDS = 10.0
+"""Between two looks at a file of addresses: while a way in is sought, and for who is alone after that."""
+
+_WAITS = "; this peer waits for others' addresses there, and starts no run of its own"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +131,8 @@ class Entry:
 
     Attributes:
         met: peers that answered, and the address that led to them.
+        named: file of addresses -> what it named when it was read last.
+        on_named: called with that after each reading, for as long as this lasts.
     """
 
     def __init__(
@@ -130,17 +141,23 @@ class Entry:
         ask: Callable[[PeerId, Deadline], Awaitable[Run]],
         judge: Callable[[Run], None],
         say: Callable[[str], None],
+        read: Callable[[Path], Awaitable[Named | str]],
     ) -> None:
         """
         Args:
             judge: raises a ValueError of one line for a run that is not the one to join.
             say: told one line for a person.
+            read: what a file of addresses says, or why it cannot be read.
         """
         self.met: dict[PeerId, str] = {}
+        self.named: dict[str, tuple[str, ...]] = {}
+        self.on_named: Callable[[Sequence[str]], None] = lambda addresses: None
+        self._read = read
         self._connect, self._ask, self._judge, self._say = connect, ask, judge, say
         self._exit = AsyncExitStack()
-        self._tries: list[asyncio.Task[None]] = []
-        self._useless = 0
+        self._tries: dict[str, asyncio.Task[None]] = {}
+        self._readers: list[asyncio.Task[None]] = []
+        self._useless, self._stopped = 0, False
 
     async def __aenter__(self) -> Self:
         self._found: asyncio.Future[Run] = asyncio.get_running_loop().create_future()
@@ -149,21 +166,58 @@ class Entry:
 
     async def __aexit__(self, *error: Any) -> bool | None:
         self.stop()
+        for each in self._readers:
+            each.cancel()
         return await self._exit.__aexit__(*error)
 
     async def find(self, addresses: Iterable[str]) -> Run:
         """The run, as soon as one address has led to it.
 
+        Args:
+            addresses: multiaddrs, or @ and the path of a file that holds some, sooner or later.
+
         Raises:
-            ManifestError: all lead into others.
+            ManifestError: all lead into others, and no file can name more.
         """
-        self._tries += [self._group.create_task(self._try(address)) for address in dict.fromkeys(addresses)]
+        for each in dict.fromkeys(addresses):
+            if each.startswith(FILE_SIGN):
+                self._readers.append(self._group.create_task(self._follow(each)))
+            else:
+                self._tries[each] = self._group.create_task(self._try(each))
         return await asyncio.shield(self._found)
 
     def stop(self) -> None:
         """Try no further: who asked goes on without an answer."""
-        for each in self._tries:
+        self._stopped = True
+        for each in self._tries.values():
             each.cancel()
+
+    async def _follow(self, source: str) -> None:
+        """Try what a file names, as long as it names it and no way in is found; tell what it names for ever."""
+        mine: set[str] = set()
+        told = ""
+        while True:
+            said = await self._read(Path(source.removeprefix(FILE_SIGN)))
+            if isinstance(said, Named):
+                self.named[source] = said.addresses
+            named = self.named.get(source, ())
+            if seeks := not (self._found.done() or self._stopped):
+                self._turn_to(named, mine)
+            if seeks and (why := said if isinstance(said, str) else said.complaint) != told:
+                told = why
+                if why:
+                    self._say(f"{source}: {why}{'' if self._tries else _WAITS} (it is read again)")
+            self.on_named(named)
+            await asyncio.sleep(READ_SECONDS if seeks else LATER_SECONDS)
+
+    def _turn_to(self, addresses: Sequence[str], mine: set[str]) -> None:
+        """Have a file's addresses tried, and no others of that file's (`mine`) any more."""
+        for address in mine.difference(addresses):
+            self._tries.pop(address).cancel()
+            mine.remove(address)
+        for address in [each for each in addresses if each not in self._tries]:
+            self._tries[address] = self._group.create_task(self._try(address))
+            mine.add(address)
 
     async def _try(self, address: str) -> None:
         told, attempt = "", 0
@@ -184,7 +238,7 @@ class Entry:
     def _give_up(self, address: str, why: str) -> None:
         """It does not lead where we want to go, and never will; once that is so of all, there is no way in."""
         self._useless += 1
-        if self._useless == len(self._tries) and not self._found.done():
+        if self._useless == len(self._tries) and not self._readers and not self._found.done():
             self._found.set_exception(ManifestError(f"{address}: {why}"))
         else:
             self._say(f"{address}: {why}")

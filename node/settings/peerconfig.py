@@ -6,6 +6,7 @@ they come as one string; an empty variable counts as not set.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import fields
@@ -26,6 +27,8 @@ _NOT_OURS = re.compile("NODE_(ENV|OPTIONS|PATH|VERSION|HOME|DEBUG|EXTRA_CA_CERTS
 _PLACE = "/ip4/192.0.2.7/tcp/31337"
 _EXAMPLE = f"{_PLACE}/p2p/12D3Koo…"
 _ANYWHERE = re.compile(r"/ip4/0\.0\.0\.0/|/ip6/::/")
+FILE_SIGN = "@"
+"""What `bootstrap` has before the path of a file that holds addresses."""
 
 
 def _split(value: object) -> object:
@@ -57,7 +60,32 @@ def _rewritten(address: str, example: str) -> str:
     return f": write /{kind}/{host.strip('[]')}/tcp/{port}{who}"
 
 
-def _bootstrap(address: str) -> str:
+def _bootstrap(source: str) -> str:
+    if source.startswith(FILE_SIGN):
+        return _file(source)
+    try:
+        return peer_address(source)
+    except ValueError as error:
+        if os.path.isfile(source):
+            raise ValueError(
+                f"{source!r} is a file: to have addresses read from it, write {FILE_SIGN}{source}"
+            ) from None
+        raise error
+
+
+def _file(source: str) -> str:
+    path = _home(Path(source.removeprefix(FILE_SIGN)))
+    if os.path.isdir(path):  # an empty name, too
+        raise ValueError(f"{source!r} names no file: write {FILE_SIGN} and the path of a file that holds addresses")
+    return f"{FILE_SIGN}{path}"
+
+
+def peer_address(address: str) -> str:
+    """A multiaddr at which others can be asked, as it is spelt.
+
+    Raises:
+        ValueError: it is none; one line says what it should be.
+    """
     address = _multiaddr(address, _EXAMPLE)
     if not re.search("/p2p/[^/]+$", address):
         why = "does not say which peer it is: it must end in /p2p/<its peer id>"
@@ -97,6 +125,8 @@ def _run_id(text: str) -> str:
 
 
 def _home(path: Path) -> Path:
+    if "\0" in str(path):
+        raise ValueError(f"{str(path)!r} is no path")
     try:
         return path.expanduser()
     except RuntimeError:
@@ -114,12 +144,14 @@ class PeerConfig:
     """This machine's side of a run. Made by `load_peer`.
 
     Attributes:
-        bootstrap: multiaddrs of peers of the run, each ending in /p2p/<peer id>; none: found a run.
+        bootstrap: multiaddrs of peers of the run, each ending in /p2p/<peer id>, or @ and the path of a file that holds
+            such, one a line, and may come later; none: found a run.
         run_id: of the run that is meant, 64 hex digits or at least the first 12; others are refused.
         state_dir: where identity and checkpoints are kept; None: the first free peer-N of this user.
         rounds: leave after so many; of who starts a run: the run has so many, whatever [recipe] says.
         listen: multiaddrs to listen on.
         announce: multiaddrs to tell others, instead of those that are found.
+        addresses_file: where this peer keeps its addresses, for others to read by --bootstrap @PATH.
         device: where to train; auto takes cuda or mps where there is one.
         threads: of the worker: a number, or auto.
         precision: of training; auto is bfloat16 where that pays, else float32.
@@ -145,6 +177,7 @@ class PeerConfig:
         tuple[Annotated[str, AfterValidator(_listen)], ...], BeforeValidator(_split), Field(min_length=1)
     ] = ("/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0")
     announce: Annotated[tuple[Annotated[str, AfterValidator(_announce)], ...], BeforeValidator(_split)] = ()
+    addresses_file: Annotated[Path, AfterValidator(_home)] | None = None
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     threads: Annotated[Literal["auto"] | int, BeforeValidator(_threads)] = "auto"
     precision: Literal["auto", "float32", "bfloat16"] = "auto"

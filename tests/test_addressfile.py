@@ -1,0 +1,114 @@
+"""Files of addresses: what is read from one, what is written into one, and which place is none for one."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from node.entering.addressfile import (
+    AGAIN_SECONDS,
+    LOOK_SECONDS,
+    MAX_ADDRESSES,
+    MAX_BYTES,
+    AddressesFile,
+    Named,
+    parse_addresses,
+    read_addresses,
+    require_usable,
+)
+from node.settings.config import ConfigError
+from node.settings.peerconfig import load_peer
+from tests.sim import loop as simloop
+from tests.sim.host import SimCompute
+
+ME = "12D3KooWGC6TvWhfapngX6wvJHMYvKpDMXPb3ZnCZ6dMoaMtimQ5"
+OTHER = "12D3KooWGRUfuFwTaVcXCnUbTbVLYYEkYgjDM3Bd7q4RuRyTQhaP"
+FIRST, SECOND = (f"/{where}/tcp/4001/p2p/{OTHER}" for where in ("ip4/203.0.113.7", "dns4/founder"))
+
+
+def test_one_address_a_line_with_blanks_and_comments() -> None:
+    text = f"# the founder\n\n  {FIRST}\r\n{SECOND} # by name\n{FIRST}\n/ip4/10.0.0.1/tcp/1/p2p/{ME}\n"
+    assert parse_addresses(ME, text.encode()) == Named((FIRST, SECOND))
+
+
+@pytest.mark.parametrize(
+    "data, words",
+    [
+        (b"", "names no peer yet"),
+        (b"\n # nothing\n", "names no peer yet"),
+        (f"/ip4/10.0.0.1/tcp/1/p2p/{ME}".encode(), "names this peer alone"),
+        (b"10.0.0.1:4001", "line 1: '10.0.0.1:4001' is not a multiaddr: write /ip4/10.0.0.1/tcp/4001"),
+        (b"\n/ip4/10.0.0.1/tcp/4001", "line 2: /ip4/10.0.0.1/tcp/4001 does not say which peer it is"),
+        (b"\xff\x00\x1b[2J", "line 1: '\ufffd\\x00\\x1b[2J' is not a multiaddr"),
+        (b"/" * 5000, "line 1: longer than 325 characters: is it an address?"),
+    ],
+)
+def test_a_file_without_an_address_says_what_it_lacks(data: bytes, words: str) -> None:
+    named = parse_addresses(ME, data)
+    assert isinstance(named, Named) and named.addresses == ()
+    assert named.complaint.startswith(words) and named.complaint.isprintable()
+
+
+def test_a_bad_line_costs_no_good_one_and_sizes_are_bounded() -> None:
+    named = parse_addresses(ME, f"nonsense\n{FIRST}".encode())
+    assert isinstance(named, Named) and named.addresses == (FIRST,) and named.complaint.startswith("line 1: ")
+    many = "".join(f"/ip4/10.0.0.1/tcp/{port}/p2p/{OTHER}\n" for port in range(1, MAX_ADDRESSES + 2))
+    named = parse_addresses(ME, many.encode())
+    assert isinstance(named, Named) and len(named.addresses) == MAX_ADDRESSES and "the first 64" in named.complaint
+    assert parse_addresses(ME, b"#" * (MAX_BYTES + 1)) == "longer than 64 KiB: is it a file of addresses?"
+
+
+def test_what_cannot_be_read_says_why(tmp_path: Path) -> None:
+    assert read_addresses(ME, tmp_path / "f") == "no such file yet"
+    assert read_addresses(ME, tmp_path / "d" / "f") == f"no such file yet, nor the directory {tmp_path / 'd'}"
+    assert read_addresses(ME, tmp_path) == "is no regular file"
+    assert read_addresses(ME, Path("/dev/zero")) == "is no regular file"
+
+
+@pytest.mark.parametrize(
+    "path, words",
+    [
+        ("", "is no regular file"),
+        ("missing/file", "there is no directory"),
+        ("read", "is read by --bootstrap"),
+        ("/proc/file", "nothing can be written in /proc"),
+        ("/dev/null", "/dev/null is no regular file"),
+    ],
+)
+def test_a_place_where_nothing_can_be_written_is_refused(tmp_path: Path, path: str, words: str) -> None:
+    flags = {"addresses_file": tmp_path / path, "bootstrap": [f"@{tmp_path}/./read"]}
+    with pytest.raises(ConfigError, match=r"^flag --addresses-file: ") as caught:
+        require_usable(load_peer(flags, {}, None))
+    assert words in str(caught.value) and "name" in str(caught.value)
+    require_usable(load_peer({"addresses_file": tmp_path / "file"}, {}, None))
+
+
+def test_the_file_follows_the_addresses_and_a_disk_that_is_full(tmp_path: Path) -> None:
+    path, said = tmp_path / "there" / "addresses", list[str]()
+    here = list[str]()
+
+    async def body() -> None:
+        task = asyncio.create_task(AddressesFile(path, lambda: here, SimCompute(), said.append).run())
+        await asyncio.sleep(10.0)
+        assert not said, "there is nothing to say yet"
+        here.append(FIRST)
+        await asyncio.sleep(2 * LOOK_SECONDS)
+        path.parent.mkdir()
+        await asyncio.sleep(AGAIN_SECONDS)
+        assert path.read_text() == f"{FIRST}\n"
+        here[:] = [SECOND, FIRST]
+        await asyncio.sleep(2 * LOOK_SECONDS)
+        assert read_addresses(ME, path) == Named((SECOND, FIRST))
+        here.clear()  # p2pd is down
+        await asyncio.sleep(2 * LOOK_SECONDS)
+        task.cancel()
+        await asyncio.wait([task])
+        assert read_addresses(ME, path) == Named((SECOND, FIRST)) and [*path.parent.iterdir()] == [path]
+
+    simloop.run(body(), limit_seconds=3600.0)
+    assert said == [
+        f"{path}: this peer's addresses cannot be written (No such file or directory): it is tried again",
+        f"{path}: this peer's addresses could be written",
+    ]
