@@ -122,11 +122,12 @@ def test_help_goes_to_stdout(arguments: list[str]) -> None:
     assert "Usage: python -m node" in done.stdout
 
 
-def test_help_and_status_do_not_load_torch() -> None:
-    code = "import sys; from node.cli import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
-    for arguments in (["join", "--help"], ["status"]):
-        done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=HOUSE, capture_output=True, timeout=30)
-        assert done.returncode == 0
+def test_help_and_status_do_not_load_torch(running: Straw) -> None:
+    code = "import sys; from node.cli import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
+    for arguments in (["join", "--help"], ["status"], ["status", "--json"]):
+        command = [sys.executable, "-c", code, *arguments]
+        done = subprocess.run(command, cwd=HOUSE, capture_output=True, text=True, timeout=30)
+        assert len(lines := done.stdout.splitlines()) > 1 and lines[-1] == "0 False", arguments
 
 
 def test_which_version_this_is_can_be_compared_with_the_others(capsys: pytest.CaptureFixture[str]) -> None:

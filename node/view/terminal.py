@@ -7,15 +7,18 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from node.report import RoundReport
 from node.status import PeerLine, Status, join_command, printable, short, to_json
 from node.view.screen import Screen
+
+if TYPE_CHECKING:  # it would load PyTorch, for which `status` does not wait
+    from node.report import RoundReport
 
 MAX_REPORTS = 1000
 _SHOWN_PEERS = 8
