@@ -38,7 +38,8 @@ class History:
 class Reporter(Protocol):
     """Whoever has a peer id and a history."""
 
-    id: str
+    @property
+    def id(self) -> str: ...
 
     def reports(self) -> list[Report]: ...
 

@@ -1,7 +1,8 @@
 """A Docker engine to test with: the one that runs here, or one of our own, in a network namespace of its own.
 
-An engine changes the firewall of the network that it runs in (the policy of FORWARD, chains, a bridge), and leaves these
-changes behind. So ours is given a network of its own, which goes when it does; `firewall` tells whether that held.
+An engine changes the firewall of the network that it runs in (the policy of FORWARD, chains, a bridge), and leaves
+these changes behind. So ours is given a network of its own, which goes when it does; `firewall` tells whether that
+held.
 """
 
 from __future__ import annotations
@@ -72,10 +73,10 @@ class Engine:
         return True
 
     def _run(self, command: tuple[str, ...], seconds: float, environment: Mapping[str, str], **more: Any) -> str:
+        streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | more
         done = subprocess.run(
-            command, env=environment, stdin=more.pop("stdin", subprocess.DEVNULL), capture_output=True, text=True,
-            errors="replace", timeout=seconds, check=True, **more,
-        )  # fmt: skip
+            command, env=environment, text=True, errors="replace", timeout=seconds, check=True, **streams
+        )
         return done.stdout
 
 
@@ -156,7 +157,7 @@ def _unmount(home: Path) -> None:
 
 
 def firewall() -> list[str]:
-    """What an engine changes in the network that it runs in, as lines: policies, Docker's rules and bridges, settings."""
+    """What an engine changes in the network that it runs in: policies, its rules and bridges, settings; as lines."""
     found = []
     for table in ("filter", "nat"):
         listed = subprocess.run(["iptables", "-t", table, "-S"], capture_output=True, text=True, timeout=10, check=True)
