@@ -30,7 +30,9 @@ from node.network.daemon import DaemonError
 from node.network.dht import DhtDirectory
 from node.network.libp2p import LibP2PConfig, LibP2PTransport
 from node.outfit import protocol_settings, stream_seed, worker_spec
+from node.report import tokens_counted
 from node.rounds.course import Course, OwnCourse
+from node.rounds.round import Replica
 from node.settings.config import ConfigError
 from node.settings.manifest import Manifest, ManifestError, unseal
 from node.settings.peerconfig import PeerConfig
@@ -260,6 +262,8 @@ class Peer:
             portrait.pids = lambda: [pid for pid in (os.getpid(), trainer.pid, transport.daemon_pid) if pid]
             Door(transport, run, lambda: asdict(public(self.status())))
             journal, clock, disk = portrait.journal, self._clock, tools.disk
+            if isinstance(replica, Replica):
+                replica.recall(tokens_counted(await disk.run(journal.recent, 0)))
             means = Means(*way, trainer, membership, directory, state, journal, tools.lag, clock, disk)
             wait_for = self._config.wait_for_peers if course.head.key.round == 0 else 1
             limits = Limits(config.recipe.rounds, self._config.rounds, wait_for)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Self
 
@@ -105,6 +105,23 @@ class RoundReport:
             raise ValueError("not a report of this version") from None
         unknown = [each.name for each in fields(cls) if each.type == "float" and given[each.name] is None]
         return cls(**given | dict.fromkeys(unknown, math.nan))
+
+
+def tokens_counted(reports: Iterable[RoundReport]) -> dict[bytes, int]:
+    """Lineage -> tokens of a peer's work in the round that led to it.
+
+    Args:
+        reports: of one peer, oldest first; former lives' among them.
+    """
+    counted: dict[bytes, int] = {}
+    tokens = 0
+    for each in reports:
+        tokens += each.tokens
+        if each.outcome in ("committed", "alone", "fork") and each.peer in each.peers:
+            counted[bytes.fromhex(each.lineage)], tokens = tokens, 0
+        elif each.outcome == "superseded":
+            tokens = 0  # what was trained since the anchor is dropped
+    return counted
 
 
 class Totals:

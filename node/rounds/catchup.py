@@ -62,7 +62,7 @@ class CatchUp:
     deadline: Deadline
 
     async def run(self) -> Reached | None:
-        """Try the cheaper way first, then the other; None if neither leads there."""
+        """Try the cheaper way first, then the other, then the last resort; None if none leads there."""
         supply, loop = self.supply, asyncio.get_running_loop()
         ways: list[tuple[int, Callable[[], Awaitable[Reached]]]] = []
         if offered := supply.offered(self.chain):
@@ -73,7 +73,7 @@ class CatchUp:
         if line := supply.pursuit.begins(loop.time(), goal, supply.fetching.fetched_bytes, supply.mean_bytes):
             supply.on_slow(line)
         try:
-            for _, way in sorted(ways, key=lambda each: each[0]):
+            for way in (*(way for _, way in sorted(ways, key=lambda each: each[0])), self._from_former):
                 try:
                     reached = await way()
                 except Unavailable as error:
@@ -108,6 +108,12 @@ class CatchUp:
         snapshot = await self.supply.download(self.chain, self.deadline)
         fetching.rounds_whole = self.chain.count_since(snapshot.lineage)
         return await self._replay(await self._copy(snapshot), snapshot.lineage, snapshot)
+
+    async def _from_former(self) -> Reached:
+        """The last resort: see `Supply.from_former`."""
+        self.supply.fetching.begin(0, self.supply.mean_bytes)
+        snapshot = await self.supply.from_former(self.chain, self.deadline)
+        return Reached(await self._copy(snapshot), 0, True, snapshot)
 
     async def _copy(self, source: OuterState | Snapshot) -> OuterState:
         """A state of its own that is what `source` is.

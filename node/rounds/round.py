@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -80,6 +80,10 @@ class Replica(Labour):
         self.chain, self.averager, self.feedback = chain, averager, feedback
         self._delta, self._mean = torch.empty_like(anchor), torch.empty_like(anchor)
         self._counted: dict[bytes, int] = {}  # lineage -> tokens of ours in the round that led to it
+
+    def recall(self, counted: Mapping[bytes, int]) -> None:
+        """Tokens of this peer's work that former lives had counted, by lineage: what a switch of branch would cost."""
+        self._counted.update(list(counted.items())[-KEEP_COUNTED:])
 
     async def settle(self) -> None:
         """Compute the state root of the outer state as it stands."""

@@ -11,16 +11,18 @@ import json
 import logging
 import os
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 
 from node.report import RoundReport, Totals
 from node.status import to_json
-from node.storage.turning import turn
+from node.storage.turning import older, turn
 
 log = logging.getLogger(__name__)
 
 _MAX_LINE_BYTES = 1 << 20
 _MAX_TOTALS_BYTES = 4096
+_RECENT_BYTES = 8 << 20
 MAX_WAITING_BYTES = 8 << 20
 AT_ONCE = 16
 """Lines that are made up for with one new one: each is an access to the file."""
@@ -64,6 +66,18 @@ class Journal:
                 log.warning("cannot write %s (%s): rounds go on, their lines wait in memory", self._path, why)
             self._failing = True
 
+    def recent(self) -> list[RoundReport]:
+        """The last reports on the disk, oldest first, some megabytes of them; what cannot be read is left out."""
+        tail = b""
+        for path in (self._path, older(self._path)):
+            if len(tail) < _RECENT_BYTES:
+                tail = _tail(path, _RECENT_BYTES - len(tail)) + tail
+        found: list[RoundReport] = []
+        for line in tail.splitlines():
+            with suppress(ValueError):
+                found.append(RoundReport.from_json(line))
+        return found
+
     def _append(self, line: bytes) -> None:
         """After the last whole line: a disk that was full, or a crash, may have left a piece of one behind it."""
         turn(self._path, len(line))
@@ -87,3 +101,13 @@ class Journal:
         draft = self._totals_path.with_suffix(".new")
         draft.write_text(json.dumps(vars(self.totals)))
         draft.replace(self._totals_path)
+
+
+def _tail(path: Path, size_bytes: int) -> bytes:
+    """The last bytes of a file; none where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - size_bytes))
+            return file.read(size_bytes)
+    except OSError:
+        return b""

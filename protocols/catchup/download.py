@@ -13,6 +13,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -33,6 +34,7 @@ from protocols.catchup.progress import Fetching
 from protocols.catchup.requests import SYNC, Busy, WantChunk, WantSnapshot
 from protocols.catchup.requests import Index as Shown
 from protocols.catchup.snapshot import Index, Snapshot, Snapshots
+from protocols.history.links import UNSETTLED
 from protocols.post import Ledger
 from protocols.tasks import Bell, together, within
 
@@ -81,7 +83,7 @@ class Download:
         Args:
             snapshots: makes room for it.
             fetching: is told how far it is.
-            at: its state root as certificates have it.
+            at: its state root as certificates have it; unsettled, where the first donor's word has to do.
             elements: of the parameters, n.
         """
         self.at, self.bytes_received = at, 0
@@ -216,7 +218,9 @@ class Download:
     async def _check(self, index: Index) -> None:
         at = self.at
         root = await self._host.compute.run(lambda: index.state_root(at.key.round), 32 * len(index.digests))
-        if root != at.state_root:
+        if self.at.state_root == UNSETTLED:
+            self.at = replace(at, state_root=root)
+        if root != self.at.state_root:
             raise BadPayload("an index that does not make the state root")
         async with self._beginning:  # others bring the same index
             if self._snapshot is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from protocols.base import Deadline, Head, Host, PeerId, Settings, Vector
 from protocols.catchup.contacts import Contacts
@@ -111,6 +112,34 @@ class Supply:
                 download.bytes_received = 0
                 self._begun = download if download.begun else self._begun
         raise Unavailable("nobody brought a snapshot of this chain")
+
+    async def from_former(self, chain: Chain, deadline: Deadline) -> Snapshot:
+        """The state at the head of a chain, on the word of a former member or an heir: no record vouches for it yet.
+
+        Where the last members are gone, others have to go on from there, and one of them may be alone in holding it. A
+        FORK of a majority of them then vouches for it (`protocols.vote.poll`).
+
+        Raises:
+            Unavailable: we are neither of them, a member of the roster is here, or nobody brings it.
+        """
+        donors = self._former_donors(chain.head)
+        if not donors:
+            raise Unavailable("nobody here who was a member has the state at the head of the chain")
+        head = replace(chain.head, state_root=UNSETTLED)
+        download = Download(self._host, self._ledger, self._snapshots, self.fetching, head, self._elements)
+        try:
+            return await download.run(lambda: donors, deadline)
+        finally:
+            self._downloaded_bytes += download.bytes_received
+
+    def _former_donors(self, head: Head) -> list[PeerId]:
+        """Of the latest roster that has one: who left last is nearest to what the last members did."""
+        live = self._host.members.live()
+        rosters = [{member.peer for member in each} for each in (head.roster, *head.former)]
+        if not set(head.roster).isdisjoint(live) or not any(self._host.me in each for each in rosters):
+            return []
+        offering = set(self._donors(head)) & {member.peer for member in live}
+        return next((sorted(offering & each) for each in rosters if offering & each), [])
 
     def _download(self, head: Head) -> Download:
         if self._begun and self._begun.at == head:

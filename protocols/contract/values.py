@@ -70,6 +70,8 @@ class Head:
         state_root: root of the outer state after the last decided round, 32 bytes.
         anchor: lineage of the last record that changed the outer state: what pseudo-gradients are measured from.
         complaints: links that are known not to carry contributions.
+        former: rosters that the present one has shrunk from, the latest first, each larger than the one before it. It
+            follows from the chain, so two heads of one lineage never differ in it.
     """
 
     key: RoundKey
@@ -77,6 +79,7 @@ class Head:
     state_root: bytes
     anchor: bytes
     complaints: tuple[Complaint, ...] = ()
+    former: tuple[tuple[Member, ...], ...] = field(default=(), compare=False)
 
 
 class Header:

@@ -6,6 +6,9 @@ and a FORK as its own roster, whatever votes a certificate happens to hold: two 
 same records must come to the same answer. A FORK of heirs (`protocols.vote.poll`) counts as its roster, too, may be
 larger than a quorum, and loses to what a quorum decided all the same. A longer branch wins over its own beginning.
 
+A FORK of former members outnumbers the whole roster that it replaces, and wins over what that roster decided: one peer
+that left last, and comes back, does not undo what all the others have trained since.
+
 One thing has to be kept from who has no child yet where a branch goes on with a FORK: any single member can make one.
 While those whom the fork leaves out are enough to decide, it does not win over their waiting for each other; it does
 for a peer that is `stranded`: undecided for so long that it might fork itself.
@@ -73,7 +76,7 @@ class Rules:
         if head.key.round == 0 and head.state_root not in (UNSETTLED, value.record.state_root):
             raise BadPayload("a first record that starts from another state than the run")
         for vote in certificate.votes:
-            if not poll.counts(vote.voter) and not (value.is_fork and poll.inherits(vote.voter)):
+            if not poll.counts(vote.voter) and not (value.is_fork and poll.forks_only(vote.voter)):
                 raise BadPayload(f"a vote of {vote.voter}, who has none after {_named(head)}")
             if not poll.add(value.ballot, value.digest, vote.voter, vote.signature):
                 raise BadPayload(f"a forged vote of {vote.voter} after {_named(head)}")
@@ -122,11 +125,14 @@ class Rules:
         return max(first, second, key=lambda branch: len(branch.links))
 
     def _rank(self, head: Head, child: Link) -> tuple[int, int, bytes]:
-        """The lower wins. A FORK loses to any other child; of two, the larger, of two equal ones that of members."""
-        record = child.record
+        """The lower wins. A FORK of members or heirs loses to what a quorum decided; one of former members wins over it.
+        Of two FORKs the larger wins, of two equal ones that of members."""
+        record, members = child.record, set(head.roster)
         if record.kind != Kind.FORK:
-            return -1 - len(head.roster), 0, child.lineage
-        return -len(record.roster), int(not set(record.roster) <= set(head.roster)), child.lineage
+            return -1 - len(members), 0, child.lineage
+        if not {each.peer for each in record.roster} <= {each.peer for each in members}:
+            return -1 - len(record.roster), 0, child.lineage  # there are more of them than members: see `Poll.may_fork`
+        return -len(record.roster), int(not set(record.roster) <= members), child.lineage
 
     def _first_hasty(self, head: Head, links: Sequence[Link], start: int, since: int) -> int:
         """The place of the first FORK, from `since` on, that we need not follow yet; `head` is what `start` follows."""
@@ -144,8 +150,7 @@ class Rules:
         return record.kind == Kind.FORK and left_out and others >= self._poll(head).quorum
 
     def _poll(self, head: Head) -> Poll:
-        quorum = self.quorum(len(head.roster)) if self.quorum else None
-        return Poll(head.key, head.roster, self.signer, quorum, self.fork_peers)
+        return Poll(head.key, head.roster, self.signer, self.quorum, self.fork_peers, head.former)
 
 
 def _forks(links: Sequence[Link]) -> Iterable[int]:

@@ -6,13 +6,13 @@ Of each round some fifty bytes stay in memory: its lineage, where to find that, 
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, overload
+from typing import NamedTuple, Protocol, overload
 
 from protocols import wire
-from protocols.base import BadPayload, Head, Member
+from protocols.base import BadPayload, Head, Member, RoundKey
 from protocols.history.lineages import Lineages
 from protocols.vote import record as records
 from protocols.vote.record import Kind, Record
@@ -63,6 +63,14 @@ class ListArchive:
         del self._kept[length:]
 
 
+class _Roster(NamedTuple):
+    """A roster, from which place on it is the one of the heads, and those that it has shrunk from."""
+
+    since: int
+    members: tuple[Member, ...]
+    former: tuple[tuple[Member, ...], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Link:
     """One decided round.
@@ -106,8 +114,18 @@ def _followed(head: Head, certificate: Certificate) -> tuple[Link, Record]:
         state_root=UNSETTLED,
         anchor=lineage if record.averaged else head.anchor,
         complaints=record.complaints,
+        former=shrunk_from((head.roster, *head.former), record.roster),
     )
     return Link(certificate, after), record
+
+
+def shrunk_from(rosters: Sequence[tuple[Member, ...]], roster: tuple[Member, ...]) -> tuple[tuple[Member, ...], ...]:
+    """Those of some earlier rosters, the latest first, that are larger than this one and all after it: at most 31."""
+    found: list[tuple[Member, ...]] = []
+    for each in rosters:
+        if len(each) > len(found[-1] if found else roster):
+            found.append(each)
+    return tuple(found)
 
 
 def steps(last: int, first: int) -> Iterator[int]:
@@ -145,7 +163,7 @@ class Links(Sequence[Link]):
         self._lineages = Lineages()
         self._lineages.append(start.key.lineage)
         self._anchors = array("Q", [0])  # place -> that of the lineage which the state there is measured from
-        self._rosters: list[tuple[int, tuple[Member, ...]]] = [(0, start.roster)]
+        self._rosters = [_Roster(0, start.roster, start.former)]
         self._recent: list[Link] = []
         self.refused = self._restore()
 
@@ -194,7 +212,7 @@ class Links(Sequence[Link]):
 
     def rosters(self, place: int) -> Iterator[tuple[Member, ...]]:
         """Those of the heads up to a place, the latest first, each that differs from the one after it."""
-        return (roster for at, roster in reversed(self._rosters) if at <= place)
+        return (each.members for each in reversed(self._rosters) if each.since <= place)
 
     @overload
     def __getitem__(self, place: int) -> Link: ...
@@ -258,15 +276,22 @@ class Links(Sequence[Link]):
         return found
 
     def _link(self, place: int, certificate: Certificate) -> Link:
-        anchor = self._anchors[place]
         key = replace(self.start.key, lineage=self.lineage(place), round=self.start.key.round + place)
         try:
-            link = follow(Head(key, (), UNSETTLED, self.lineage(anchor) if anchor else self.start.anchor), certificate)
+            link = follow(self._before(key, place), certificate)
         except (BadPayload, ValueError):
             raise self._forget(place) from None
         if link.lineage != self.lineage(place + 1):
             raise self._forget(place)
         return link
+
+    def _before(self, key: RoundKey, place: int) -> Head:
+        """What a round at this place extends, as far as that says what it leads to."""
+        known = bisect_right(self._rosters, place, key=lambda each: each.since)
+        roster, former = self._rosters[known - 1][1:] if known else ((), ())
+        anchor = self._anchors[place]
+        at = self.lineage(anchor) if anchor else self.start.anchor
+        return Head(key, roster, UNSETTLED, at, former=former)
 
     def _forget(self, place: int) -> Forgotten:
         self.floor = max(self.floor, place + 2)  # neither what it follows nor what it leads to can be told
@@ -311,9 +336,9 @@ class Links(Sequence[Link]):
         if end < stop:
             self._shrink(before)
             raise other._forget(end)
-        for at, roster in other._rosters:
-            if start < at <= stop:
-                self._meet(before + at - start, roster)
+        for each in other._rosters:
+            if start < each.since <= stop:
+                self._meet(before + each.since - start, each.members)
         self._recent = [*self._recent, *last][-RECENT:]
 
     def _take(self, link: Link, record: Record) -> None:
@@ -331,10 +356,11 @@ class Links(Sequence[Link]):
         self._lineages.append(lineage)
 
     def _meet(self, place: int, roster: tuple[Member, ...]) -> None:
-        before = self._rosters[-1][1]
-        if roster != before:
-            known = {member: member for member in before}  # a member is held once, however many rosters it is in
-            self._rosters.append((place, tuple(known.get(member, member) for member in roster)))
+        before = self._rosters[-1]
+        if roster != before.members:
+            known = {each: each for each in before.members}  # a member is held once, however many rosters it is in
+            former = shrunk_from((before.members, *before.former), roster)
+            self._rosters.append(_Roster(place, tuple(known.get(member, member) for member in roster), former))
             del self._rosters[:-MAX_ROSTERS]
 
     def cut(self, length: int) -> tuple[Link, ...]:
@@ -348,7 +374,8 @@ class Links(Sequence[Link]):
         at_hand = len(self) - len(self._recent)
         self._recent = self._recent[: max(0, length - at_hand)] or self._at_hand(length)
         self._shrink(length)
-        self._rosters = [each for each in self._rosters if each[0] <= length] or [(length, self._last.roster)]
+        kept = [each for each in self._rosters if each.since <= length]
+        self._rosters = kept or [_Roster(length, self._last.roster, self._last.former)]
         return lost
 
     def _shrink(self, length: int) -> None:

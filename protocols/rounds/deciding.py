@@ -51,7 +51,7 @@ class Decision:
 
     Attributes:
         votes: whether we have one.
-        inherits: whether we had one in a former life, and may fork with others of whom that is so.
+        forks_only: whether we have none, and may fork with others like us: heirs, or former members.
         leaving: who goes when the round is over, by its own word; nobody takes that back.
         called: the last ballot in which we sent a plan.
         leading: the ballot in which we coordinate and are free to choose; None if there is none.
@@ -72,9 +72,9 @@ class Decision:
         """
         me, settings = desk.me if may_vote else Member(desk.me.peer, ONLOOKER), desk.settings
         self.votes = me in head.roster
-        quorum = settings.quorum(len(head.roster)) if settings.quorum else None
-        self.head, self.poll = head, Poll(head.key, head.roster, desk.host.signer, quorum, settings.fork_peers)
-        self.vote, self.inherits = Vote(me, self.poll), self.poll.inherits(me)
+        signer, fork_peers = desk.host.signer, settings.fork_peers
+        self.head, self.poll = head, Poll(head.key, head.roster, signer, settings.quorum, fork_peers, head.former)
+        self.vote, self.forks_only = Vote(me, self.poll), self.poll.forks_only(me)
         self.leading = 0 if self.votes and self.poll.coordinator(0) == me.peer else None
         self.called = -1
         self.leaving: set[PeerId] = set()
@@ -153,8 +153,8 @@ class Decision:
             raise BadPayload("a promise with a record that may not be put to the vote, or of another state")
 
     def _has_a_voice(self, sender: Member) -> bool:
-        """A member has; an heir among heirs."""
-        return self.poll.counts(sender) or (self.inherits and self.poll.inherits(sender))
+        """A member has; among those who may only fork, one of them."""
+        return self.poll.counts(sender) or (self.forks_only and self.poll.forks_only(sender))
 
     def _examine(self, proposal: Propose) -> None:
         """Refuse a record that may not be voted on, starts from another state, or does not fit the vector.

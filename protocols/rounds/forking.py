@@ -2,6 +2,8 @@
 
 Where nobody is left, as when a whole swarm was killed and started again, those who were in the roster in a former life
 do (`protocols.vote.poll`): from a state that they hold, which may be older than what their former lives decided last.
+Where members left one after the other, and the last of them is gone, former members do: a majority of a roster that the
+last one has shrunk from.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ async def watch_majority(desk: Desk, seat: Seat) -> None:
     loop, decision = asyncio.get_running_loop(), seat.decision
     wanted: tuple[Member, ...] = ()
     while not seat.over() and loop.time() < seat.deadline:
-        left = _heirs(desk, seat) if decision.inherits else _survivors(desk, seat)
+        left = _survivors(desk, seat) if decision.votes else _successors(desk, seat)
         due: tuple[Member, ...] = ()
         if not decision.poll.may_fork(left):
             decision.left_since = None
@@ -49,21 +51,28 @@ def _survivors(desk: Desk, seat: Seat) -> tuple[Member, ...]:
     return here if len(here) < poll.quorum else ()
 
 
-def _heirs(desk: Desk, seat: Seat) -> tuple[Member, ...]:
-    """The heirs that are here with our state."""
+def _successors(desk: Desk, seat: Seat) -> tuple[Member, ...]:
+    """Who is here with our state and may fork with us, where we have no vote; nobody, if we may not.
+
+    Heirs of all of the roster, since nobody of it can come back. Else a majority of a former roster, which wins over
+    whatever those who are missing may decide. Else the heirs that are here.
+    """
     poll, live = seat.decision.poll, {*desk.host.members.live(), desk.me}
-    waiting = (desk.me, *seat.decision.onlookers.values())
-    return tuple(sorted(member for member in waiting if member in live and poll.inherits(member)))
+    waiting = [member for member in (desk.me, *seat.decision.onlookers.values()) if member in live]
+    heirs, many = tuple(sorted(filter(poll.inherits, waiting))), poll.former_majority(waiting)
+    if desk.me in many and len(heirs) < len(poll.roster):
+        return many
+    return heirs if desk.me in heirs else ()
 
 
 def _patience_seconds(desk: Desk, seat: Seat, left: Sequence[Member]) -> float:
-    terms, roster = seat.call.terms, seat.head.roster
-    if seat.decision.inherits and len(left) == len(roster):
+    terms, roster, poll = seat.call.terms, seat.head.roster, seat.decision.poll
+    if len(left) == len(roster) and all(map(poll.inherits, left)):
         return COMPLETE_SECONDS
     budget_seconds = terms.plan.budget_seconds if terms else BUDGET_FLOOR_SECONDS
     patience_seconds = budget_seconds * (1 if len(roster) == 2 else FORK_BUDGETS)
-    # A member that is here may fork, and admit its heirs: unless it stands elsewhere, or is one of too few.
-    first = seat.decision.inherits and any(member in desk.host.members.live() for member in roster)
+    # A member that is here may fork, and admit us: unless it stands elsewhere, or is one of too few.
+    first = seat.decision.forks_only and any(member in desk.host.members.live() for member in roster)
     return (2 if first else 1) * patience_seconds
 
 

@@ -104,7 +104,7 @@ class Session:
             group.create_task(self._watch_members())
             if not self._votes:
                 self._knock()
-            if not (self._votes or self.decision.inherits):
+            if not (self._votes or self.decision.forks_only):
                 return
             self.decision.wake()
             group.create_task(watch_majority(self._desk, self))
@@ -163,9 +163,15 @@ class Session:
             peers |= {member.peer for member in self.head.roster} & {member.peer for member in members.live()}
 
     def _knock(self) -> None:
-        for member in self.head.roster:
-            if member.peer != self._desk.me.peer:
-                self._desk.post.send(member.peer, wire.Knock(self.head.key, self._desk.me, self.head.state_root))
+        """Ask the roster for admission. Former members who are here are told, too: we may have to fork with them."""
+        poll, live = self.decision.poll, self._host.members.live()
+        former = [member.peer for member in live if self.decision.forks_only and poll.was_member(member)]
+        for peer in dict.fromkeys((*(member.peer for member in self.head.roster), *former)):
+            self._knock_at(peer)
+
+    def _knock_at(self, peer: PeerId) -> None:
+        if peer != self._desk.me.peer:
+            self._desk.post.send(peer, wire.Knock(self.head.key, self._desk.me, self.head.state_root))
 
     # -- events -------------------------------------------------------------------------------------------------------
 
@@ -208,6 +214,8 @@ class Session:
         if root != self.head.state_root:
             raise BadPayload("asks for admission with another state")
         self._leader.candidates[peer] = member
+        if self.decision.forks_only and self.decision.onlookers.get(peer) != member:
+            self._knock_at(peer)  # it may have come after we told those who were here
         self.decision.onlookers[peer] = member
         if self.decision.certificate:
             self._desk.post.send(peer, self.decision.certificate)

@@ -5,7 +5,7 @@ what the host must do about it comes back as instructions (`protocols.vote.votes
 owns ballot b, and proposes one record in it at most (`protocols.vote.chair`); ballot 0 needs no promises. Only who
 holds all of a record accepts it, so it can be had for as long as one who accepted it lives. Timers and lost peers
 decide nothing: they open ballots. A fork is a ballot too: of those who are left, all of whom must promise and accept;
-or of heirs, where none is left (`protocols.vote.poll`), who speak of nothing else.
+or of heirs, or of former members, where none is left (`protocols.vote.poll`), who speak of nothing else.
 
 A `Vote` forgets nothing, and is made once for a member and a lineage: who restarts is another member.
 """
@@ -154,11 +154,11 @@ class Vote:
             self._handlers[type(message)](message)
 
     def _concerns_us(self, message: Message) -> bool:
-        """Members hear members; heirs hear heirs, and of forks only."""
-        poll = self.poll
+        """Members hear members; heirs and former members hear each other, and of forks only."""
+        poll, sender = self.poll, message.sender
         if poll.counts(self.me):
-            return poll.counts(message.sender)
-        if not (poll.inherits(self.me) and poll.inherits(message.sender)):
+            return poll.counts(sender)
+        if not (poll.forks_only(self.me) and poll.forks_only(sender)):
             return False
         if isinstance(message, Propose):
             value = poll.value(message.ballot, message.record)
@@ -214,7 +214,7 @@ class Vote:
             return
         self._waiting, self._standing.promised = False, value.ballot
         self.accepted, self.forked = (self.accepted, value) if value.is_fork else (value, self.forked)
-        self._cast(value, peers(self.poll.roster))
+        self._cast(value, peers(self.poll.roster if self.poll.counts(self.me) else value.record.roster))
 
     def _missing(self, record: Record) -> tuple[bytes, ...]:
         return tuple(part.digest for part in record.parts if part.digest not in self._parts)

@@ -59,7 +59,7 @@ class Standing:
         """Whether its ballot is below our promise, as we then tell its sender, or not its owner's."""
         if message.ballot < self.promised:
             self.send([message.sender.peer], Stale(self.poll.key, self.me, self.promised))
-        return message.ballot < self.promised or self.poll.coordinator(message.ballot) != owner
+        return message.ballot < self.promised or not self.poll.owns(message.ballot, owner)
 
     def reach(self, ballot: int) -> None:
         """Go on to a ballot, if it is above ours."""
@@ -181,7 +181,7 @@ class Chair:
         if first != standing.me.peer:
             standing.arm()
             return standing.send([first], Ask(self._poll.key, standing.me, standing.ballot, members))
-        while self._poll.coordinator(ballot) != first:
+        while not self._poll.owns(ballot, first):
             ballot += 1
         self._prepare(ballot, members)
 

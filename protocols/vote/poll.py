@@ -3,13 +3,17 @@
 A roster's members vote, each in its life of then. A later life of one is its heir: it has no part in the members' vote,
 whose promises it does not remember, but that life is over, for certain. Heirs may FORK, all of them heirs.
 
+A roster shrinks as members leave, and the last of them may be gone for good. Peers of the larger rosters before it are
+its former members. A majority of one of those rosters may FORK, heirs among them, if they outnumber the members that
+they replace.
+
 Signatures are checked here and nowhere else: votes come by three ways (accepts, certificates, answers), and all are
 counted in one place. `Signer.verify` is a function of its arguments, so the poll stays pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from protocols.base import BadPayload, Member, PeerId, RoundKey, Signer
@@ -62,18 +66,28 @@ class Poll:
         key: of the round; `key.lineage` is what the record extends.
         roster: the members whose votes count, each in its life.
         signer: signs our votes, checks those of others.
-        quorum: votes that decide; None: `majority`.
+        quorum: votes that decide, by the size of a roster; None: `majority`.
         fork_peers: so many members at least may fork; 0: none may.
+        former: rosters that this one has shrunk from, the latest first.
     """
 
     def __init__(
-        self, key: RoundKey, roster: Sequence[Member], signer: Signer, quorum: int | None = None, fork_peers: int = 1
+        self,
+        key: RoundKey,
+        roster: Sequence[Member],
+        signer: Signer,
+        quorum: Callable[[int], int] | None = None,
+        fork_peers: int = 1,
+        former: Sequence[Sequence[Member]] = (),
     ) -> None:
         self.key, self.roster, self.signer, self.fork_peers = key, tuple(roster), signer, fork_peers
-        self.quorum = majority(len(self.roster)) if quorum is None else quorum
+        self._former, self._quorum = former, quorum or majority
+        self.quorum = self._quorum(len(self.roster))
         self._signed = b"starling accept" + body(key)
         self._order = records.coordinators(key.lineage, self.roster)
         self._lives = {member.peer: member.incarnation for member in self.roster}
+        gone = {each for some in former for each in some if each.peer not in self._lives}
+        self._former_order = records.coordinators(key.lineage, sorted(gone))
         self._votes: dict[tuple[int, bytes], dict[Member, bytes]] = {}
 
     def counts(self, member: Member) -> bool:
@@ -84,14 +98,27 @@ class Poll:
         """Whether this is a later life of one of the roster."""
         return self._lives.get(member.peer, ONLOOKER) < member.incarnation < ONLOOKER
 
+    def was_member(self, member: Member) -> bool:
+        """Whether this is a former member that is in the roster in no life."""
+        lives = [each.incarnation for some in self._former for each in some if each.peer == member.peer]
+        return member.peer not in self._lives and bool(lives) and min(lives) <= member.incarnation < ONLOOKER
+
+    def forks_only(self, member: Member) -> bool:
+        """Whether this one has no vote, and may FORK with others like it: an heir or a former member."""
+        return self.inherits(member) or self.was_member(member)
+
     def coordinator(self, ballot: int) -> PeerId:
-        """Who owns a ballot."""
+        """Who owns a ballot of the roster."""
         return self._order[ballot % len(self._order)]
+
+    def owns(self, ballot: int, peer: PeerId) -> bool:
+        """Whether a ballot is this peer's: the roster's, or one in which former members fork."""
+        former = self._former_order
+        return peer == self.coordinator(ballot) or bool(former and peer == former[ballot % len(former)])
 
     def first(self, members: Sequence[Member]) -> PeerId:
         """Who coordinates the fork of these members."""
-        peers = {member.peer for member in members}
-        return next(peer for peer in self._order if peer in peers)
+        return records.coordinators(self.key.lineage, members)[0]
 
     def value(self, ballot: int, data: bytes) -> Value | None:
         """The record in these bytes; None if it may not be put to the vote."""
@@ -114,13 +141,29 @@ class Poll:
         return admitted <= admissions(len(self.roster)) and members > admitted
 
     def may_fork(self, left: Sequence[Member]) -> bool:
-        """Whether these may go on without the others: too few members to decide, or heirs; and as many as it takes.
+        """Whether these may go on without the others: members that are too few to decide, or heirs, or former members.
 
-        Heirs of a whole roster are enough, however small it was.
+        They are as many as it takes; heirs of a whole roster are enough, however small it was.
         """
         if left and all(map(self.inherits, left)):
             return self.fork_peers > 0 and min(self.fork_peers, len(self.roster)) <= len(left)
+        if left and all(map(self.forks_only, left)):
+            return 0 < self.fork_peers <= len(left) and any(self._majority_of(each, left) for each in self._former)
         return all(map(self.counts, left)) and 0 < self.fork_peers <= len(left) < self.quorum
+
+    def former_majority(self, here: Collection[Member]) -> tuple[Member, ...]:
+        """Those of these that are a majority of one former roster: of the latest that has one; nobody, if none has."""
+        for each in self._former:
+            peers = {member.peer for member in each}
+            left = tuple(sorted(member for member in here if member.peer in peers and self.forks_only(member)))
+            if self._majority_of(each, left):
+                return left
+        return ()
+
+    def _majority_of(self, roster: Sequence[Member], left: Sequence[Member]) -> bool:
+        """Whether these are a majority of a former roster, and more than the members whom they would replace."""
+        within = {member.peer for member in left} <= {member.peer for member in roster}
+        return within and len(left) >= self._quorum(len(roster)) and len(left) > len(self.roster)
 
     def message(self, ballot: int, digest: bytes, voter: Member) -> bytes:
         """What a voter signs."""
@@ -135,7 +178,7 @@ class Poll:
         if voter in self._votes.get((ballot, digest), ()):
             return True
         message = self.message(ballot, digest, voter)
-        votes = self.counts(voter) or self.inherits(voter)
+        votes = self.counts(voter) or self.forks_only(voter)
         if not votes or not self.signer.verify(voter.peer, message, signature):
             return False
         self._votes.setdefault((ballot, digest), {})[voter] = signature

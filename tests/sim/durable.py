@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from node.report import RoundReport, tokens_counted
 from node.rounds.round import Replica
 from protocols.base import PeerId, Vector
 from protocols.history.chain import Chain, Link
@@ -38,6 +39,9 @@ class Durable(Stage):
             replica.anchor.copy_(kept.anchor)
             replica.velocity.copy_(kept.velocity)
             await replica.trainer.write(replica.anchor)
+            await replica.state.hash()
+            await replica.state.keep(replica._snapshots, replica.chain.head.key)
+            replica.recall(tokens_counted(RoundReport(**each) for each in self.histories[replica.averager.me.peer]))
 
     def entering(self, peer: PeerId, head: object) -> None:
         super().entering(peer, self.head(peer))
