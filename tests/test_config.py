@@ -445,6 +445,14 @@ def test_any_address_is_taken_or_refused_in_one_line(address: str) -> None:
         ("listen", (ADDRESS,), "names a peer: listen on the part before /p2p/"),
         ("announce", ("/ip4/192.0.2.7/tcp/0",), "announce a public address and a fixed port"),
         ("announce", ("/ip4/0.0.0.0/tcp/80",), "announce a public address and a fixed port"),
+        ("announce", (ADDRESS,), "names a peer: announce the part before /p2p/"),
+        ("announce", ("/dns4/founder",), "has no port: write /dns4/founder/tcp/<the port that others dial>"),
+        ("announce", ("/dns4/my_founder/tcp/1",), "Invalid domain name: '_' at position 3 of 'my_founder'"),
+        ("announce", ("/dns4/192.0.2.7/tcp/1",), "192.0.2.7 is an address and no name: write /ip4/"),
+        ("announce", ("/dns4/bücher.example/tcp/1",), "write the one that begins with xn--"),
+        ("announce", (f"/dns4/{'.'.join(['a' * 49] * 5)}/tcp/1",), "is longer than 256 characters"),
+        ("announce", ("founder:4001",), "is not a multiaddr: write /dns/founder/tcp/4001"),
+        ("announce", ("/dns4/founder/tcp/7",), "on any that is free: give --listen /ip4/0.0.0.0/tcp/7, too"),
         ("run_id", "abc", "64 hex digits, or at least the first 12 of them"),
         ("nickname", "x" * 33, "at most 32 printable characters"),
         ("nickname", "a\nb", "at most 32 printable characters"),
@@ -469,7 +477,17 @@ def test_a_bad_value_names_its_flag(key: str, value: object, words: str) -> None
 def test_where_to_listen_is_suggested_without_a_peer_id_which_would_be_refused(key: str) -> None:
     for address in ("x", "192.0.2.9:4001", "/ip4/192.0.2.300/tcp/1"):
         suggested = peer_refusal({key: (address,)}).split()[-1]
-        assert getattr(load_peer({key: (suggested,)}, {}, None), key) == (suggested,)
+        fixed = {"listen": (suggested,)}
+        assert getattr(load_peer(fixed | {key: (suggested,)}, {}, None), key) == (suggested,)
+
+
+@pytest.mark.parametrize("kind", ["dns", "dns4", "dns6"])
+def test_names_can_be_announced_and_dialled(kind: str) -> None:
+    where = f"/{kind}/founder/tcp/4001"
+    config = load_peer(
+        {"announce": (where,), "bootstrap": (f"{where}/p2p/{PEER}",)}, {"NODE_LISTEN": "/ip4/0.0.0.0/tcp/4001"}, None
+    )
+    assert (config.announce, config.bootstrap) == ((where,), (f"{where}/p2p/{PEER}",))
 
 
 def test_what_a_file_says_of_the_machine_reaches_peers_that_are_not_given_it(file: Path) -> None:

@@ -254,6 +254,25 @@ def test_what_a_file_names_no_more_is_tried_no_more() -> None:
     play(body)
 
 
+def test_addresses_that_nobody_gave_one_by_one_are_told_of_in_one_line() -> None:
+    async def body() -> None:
+        refused, other = gone("cannot be reached: refused: is it up?"), gone("cannot be reached: no route, or worse")
+        addresses = Addresses(a=refused, b=[refused, other, RUN], c=refused, d=other, e=OTHER, f=refused, g=refused)
+        addresses.files["/f"] = [(0.0, Named(("f", "g")))]
+        async with addresses.entry() as entry:
+            assert await entry.find(["a", "b", "c", "d", "e", "@/f"], remembered="bcde") == RUN
+            await asyncio.sleep(30.0)
+        another = "is another run than the one that you named"
+        assert sorted(addresses.said) == [
+            "@/f: none of its 2 addresses leads in: 2 × refused (they are tried again)",
+            "a: cannot be reached: refused: is it up? (it is tried again)",
+            f"none of the 4 addresses where peers were met before leads in: 2 × refused, 1 × {another}, "
+            "1 × no route (they are tried again)",
+        ]
+
+    play(body)
+
+
 # -- reaching a peer that is known ------------------------------------------------------------------------------------
 
 

@@ -26,10 +26,11 @@ import uvloop
 
 from node import identity
 from node.identity import IdentityError
-from node.members.addresses import is_silent, meaning, missing, shareable
+from node.members.addresses import NAMELESS, is_silent, meaning, missing, shareable
 from node.network.daemon import DaemonError, arguments, with_ports
 from node.network.libp2p import LibP2PConfig, LibP2PTransport
 from node.network.link import LINK_ERRORS
+from node.network.names import stands_for
 from node.network.serving import ask
 from protocols import wire
 from protocols.base import PeerGone, PeerId, PeerSilent, Stream, Transport
@@ -480,7 +481,14 @@ class TestAddresses:
         run(directory, body)
 
     def test_what_is_worth_sharing(self) -> None:
-        worthless = ("/ip4/127.0.0.1/tcp/1", "/ip6/::1/tcp/1", "/ip4/0.0.0.0/tcp/1", "/ip6/fe80::1/tcp/1", "/unix/x")
+        worthless = (
+            "/dns4/localhost/tcp/1",
+            "/ip4/127.0.0.1/tcp/1",
+            "/ip6/::1/tcp/1",
+            "/ip4/0.0.0.0/tcp/1",
+            "/ip6/fe80::1/tcp/1",
+            "/unix/x",
+        )
         relayed = "/ip4/8.8.4.4/tcp/1/p2p/12D3KooWGcbDLU2ShHsJN7tGS1iA98ub6vsTY6kS5GNzs8UFaKTh/p2p-circuit"
         found = (
             *worthless,
@@ -508,7 +516,29 @@ class TestAddresses:
         assert "no libp2p peer" in meaning(
             "failed to negotiate security protocol: message did not have trailing newline"
         )
+        closed = "failed to negotiate security protocol: EOF"
+        assert "takes connections and closes them" in meaning(closed)
         assert meaning("something\nnew") == "something" and meaning("") == "p2pd gave no reason"
+
+    def test_words_of_a_name_are_those_of_the_addresses_that_it_stands_for(self) -> None:
+        old = "all dials failed\n  * [/ip4/3.3.3.3/tcp/1] no route to host"
+        refused, waits = "\n  * [/ip4/2.2.2.2/tcp/1] connection refused", "\n  * [/ip6/::2/tcp/1] dial backoff"
+        name, places = "/dns/x/tcp/1", ("/ip4/2.2.2.2/tcp/1", "/ip6/::2/tcp/1")
+        assert meaning(old, name, ()) == meaning("failed to dial: no good addresses", name, ()) == NAMELESS
+        assert "nothing listens there" in meaning(f"{old}{waits}{refused}", name, places)
+        assert "failed a moment ago" in meaning(f"{old}{waits}", name, places)
+        assert "none of its addresses" in meaning("failed to dial: no good addresses", name, places)
+
+    def test_a_name_stands_for_the_addresses_of_its_kind(self) -> None:
+        async def found(where: str, seconds: float = 5.0) -> tuple[str, ...] | None:
+            return await stands_for(where, asyncio.get_running_loop().time() + seconds)
+
+        assert asyncio.run(found("/dns4/localhost/tcp/1")) == ("/ip4/127.0.0.1/tcp/1",)
+        assert "/ip4/127.0.0.1/tcp/1/ws" in (asyncio.run(found("/dns/localhost/tcp/1/ws")) or ())
+        assert asyncio.run(found("/dns4/nobody.invalid/tcp/1")) == asyncio.run(found("/dns4/a..b/tcp/1")) == ()
+        for unknown in ("/ip4/127.0.0.1/tcp/1", "/dnsaddr/x", "", "/"):
+            assert asyncio.run(found(unknown)) is None
+        assert asyncio.run(found("/dns4/localhost/tcp/1", -1.0)) is None
 
     def test_what_is_missing_of_what_was_wanted(self) -> None:
         found = ("/ip4/127.0.0.1/tcp/4001", "/ip4/10.0.0.7/tcp/4001")

@@ -156,7 +156,7 @@ class Nobody:
         self.on_named: Callable[[Sequence[str]], None] = lambda addresses: None
         self.on_find: Callable[[], None] = lambda: None
 
-    async def find(self, addresses: tuple[str, ...]) -> Run:
+    async def find(self, addresses: tuple[str, ...], remembered: Sequence[str]) -> Run:
         self.asked += addresses
         self.on_find()
         if isinstance(self.answer, Exception):

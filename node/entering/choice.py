@@ -81,7 +81,7 @@ class Choice:
             ManifestError: all lead into others.
         """
         if not self._config.bootstrap:
-            run = f"run {self._expected}" if self._expected else "the run of before"
+            run = f"run {self._expected[:12]}" if self._expected else "the run of before"
             self._say(f"going back to {run}: asking the peers met there; --new starts another")
         met = state.peers()
 
@@ -100,7 +100,7 @@ class Choice:
 
                 entry.on_named = heard
                 heard()
-                return await entry.find(addresses)
+                return await entry.find(addresses, [each for each in addresses if each not in self._config.bootstrap])
         except TimeoutError:
             pass
         except ManifestError as error:  # who was met here is in another run now

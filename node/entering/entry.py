@@ -2,14 +2,17 @@
 
 All addresses are tried side by side. Each that does not lead in is told of once, with its cause, and tried again, ever
 more rarely, for as long as none has led in; one that leads into another run is not. A file of addresses is read again
-and again, and what it names then is tried.
+and again, and what it names then is tried. Of addresses that no person gave one by one, all are told of in one line.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+import logging
+import re
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +26,8 @@ from node.status import to_json
 from protocols import wire
 from protocols.base import BadPayload, Deadline, PeerError, PeerId, Stream, Transport
 from protocols.tasks import together, within
+
+log = logging.getLogger(__name__)
 
 ATTEMPT_SECONDS = 8.0
 ASK_SECONDS = 5.0
@@ -126,6 +131,22 @@ async def reach(
             left.cancel()
 
 
+class _Crowd:
+    """Addresses of one source, of which one line tells, once each of them has failed."""
+
+    def __init__(self, what: str, addresses: Iterable[str]) -> None:
+        self._what, self._left, self._causes = what, set(addresses), Counter[str]()
+
+    def failed(self, address: str, why: str) -> str:
+        """Returns the line, if there is one now."""
+        if address not in self._left:
+            return ""
+        self._left.remove(address)
+        self._causes[re.split("[:,;]", why.removeprefix("cannot be reached: "))[0]] += 1
+        causes = ", ".join(f"{number} × {cause}" for cause, number in self._causes.most_common())
+        return "" if self._left else f"{self._what} leads in: {causes} (they are tried again)"
+
+
 class Entry:
     """Tries addresses until one has led in; the others are tried on, once each at least. An async context manager.
 
@@ -170,11 +191,12 @@ class Entry:
             each.cancel()
         return await self._exit.__aexit__(*error)
 
-    async def find(self, addresses: Iterable[str]) -> Run:
+    async def find(self, addresses: Sequence[str], remembered: Collection[str] = ()) -> Run:
         """The run, as soon as one address has led to it.
 
         Args:
             addresses: multiaddrs, or @ and the path of a file that holds some, sooner or later.
+            remembered: those of them where peers were met before; nobody gave them.
 
         Raises:
             ManifestError: all lead into others, and no file can name more.
@@ -182,8 +204,8 @@ class Entry:
         for each in dict.fromkeys(addresses):
             if each.startswith(FILE_SIGN):
                 self._readers.append(self._group.create_task(self._follow(each)))
-            else:
-                self._tries[each] = self._group.create_task(self._try(each))
+        self._begin([each for each in addresses if each not in remembered and not each.startswith(FILE_SIGN)])
+        self._begin(remembered, f"none of the {len(remembered)} addresses where peers were met before")
         return await asyncio.shield(self._found)
 
     def stop(self) -> None:
@@ -202,7 +224,7 @@ class Entry:
                 self.named[source] = said.addresses
             named = self.named.get(source, ())
             if seeks := not (self._found.done() or self._stopped):
-                self._turn_to(named, mine)
+                self._turn_to(source, named, mine)
             if seeks and (why := said if isinstance(said, str) else said.complaint) != told:
                 told = why
                 if why:
@@ -210,38 +232,54 @@ class Entry:
             self.on_named(named)
             await asyncio.sleep(READ_SECONDS if seeks else LATER_SECONDS)
 
-    def _turn_to(self, addresses: Sequence[str], mine: set[str]) -> None:
+    def _begin(self, addresses: Iterable[str], together: str = "") -> list[str]:
+        """Try those that are not tried yet; returns them.
+
+        Args:
+            together: who they are, if one line is to tell of all.
+        """
+        new = [each for each in dict.fromkeys(addresses) if each not in self._tries]
+        crowd = _Crowd(together, new) if together and len(new) > 1 else None
+        self._tries |= {each: self._group.create_task(self._try(each, crowd)) for each in new}
+        return new
+
+    def _turn_to(self, source: str, addresses: Sequence[str], mine: set[str]) -> None:
         """Have a file's addresses tried, and no others of that file's (`mine`) any more."""
         for address in mine.difference(addresses):
             self._tries.pop(address).cancel()
             mine.remove(address)
-        for address in [each for each in addresses if each not in self._tries]:
-            self._tries[address] = self._group.create_task(self._try(address))
-            mine.add(address)
+        mine.update(self._begin(addresses, f"{source}: none of its {len(addresses)} addresses"))
 
-    async def _try(self, address: str) -> None:
+    async def _try(self, address: str, crowd: _Crowd | None) -> None:
         told, attempt = "", 0
         while True:
             try:
                 why = await self._attempt(address)
             except ValueError as error:
-                return self._give_up(address, str(error))
+                return self._give_up(address, str(error), crowd)
             if why and why != told:
                 again = "" if self._found.done() else " (it is tried again)"
-                self._say(f"{address}: {why}{again}")
+                self._tell(address, why, again, crowd)
                 told = why
             if self._found.done():
                 return
             await asyncio.sleep(PAUSE_SECONDS[min(attempt, len(PAUSE_SECONDS) - 1)])
             attempt += 1
 
-    def _give_up(self, address: str, why: str) -> None:
+    def _tell(self, address: str, why: str, again: str, crowd: _Crowd | None) -> None:
+        line = crowd.failed(address, why) if crowd else f"{address}: {why}{again}"
+        if crowd:
+            log.debug("%s: %s", address, why)
+        if line and not (crowd and self._found.done()):
+            self._say(line)
+
+    def _give_up(self, address: str, why: str, crowd: _Crowd | None) -> None:
         """It does not lead where we want to go, and never will; once that is so of all, there is no way in."""
         self._useless += 1
         if self._useless == len(self._tries) and not self._readers and not self._found.done():
             self._found.set_exception(ManifestError(f"{address}: {why}"))
         else:
-            self._say(f"{address}: {why}")
+            self._tell(address, why, "", crowd)
 
     async def _attempt(self, address: str) -> str:
         """Try an address; returns why it does not lead in, or nothing.

@@ -13,9 +13,13 @@ SILENT = ("context deadline exceeded", "i/o timeout", "connection timed out")
 
 BACKOFF = "it failed a moment ago and is not tried again so soon: wait ten seconds"
 
+NAMELESS = "its name has no address (DNS): is it spelt right, is its machine or container up, is this machine online?"
+
 _WAITING, _OPENING = "dial backoff", "noise: message is too short"
 
 CROSSED = "both sides dialled at the same instant: wait ten seconds; if it stays so, no libp2p peer answers there"
+
+_CLOSED = "what is there takes connections and closes them: a peer that starts or ends, a proxy, or another program"
 
 # What p2pd says -> what it means, and what to do about it; the first that occurs in its words counts.
 _MEANINGS = (
@@ -33,7 +37,11 @@ _MEANINGS = (
     ("no good addresses", "none of its addresses can be dialled from here"),
     *((words, "no answer: a firewall, or the peer is down or hangs; try another address of it") for words in SILENT),
     (_OPENING, CROSSED),  # where an answer is due there is the other's opening
-    ("failed to negotiate", "what answers there is no libp2p peer: is the port right?"),
+    *((words, _CLOSED) for words in ("security protocol: EOF", "connection reset by peer", "broken pipe")),
+    (
+        "failed to negotiate",
+        "what answers there is no libp2p peer: another program, a proxy or a gateway; is that address still right?",
+    ),
 )
 _MISMATCH = re.compile(r"remote key matches (\w+)")
 _DIALLED = re.compile(r"^ *\* \[(?P<address>\S+)\] (?P<words>.*)$", re.MULTILINE)
@@ -65,7 +73,7 @@ def _reach(address: str) -> int | None:
         return None
     is_relayed = "p2p-circuit" in parts
     if parts[1] not in {"ip4", "ip6"}:
-        return int(is_relayed) if parts[1].startswith("dns") else None
+        return int(is_relayed) if parts[1].startswith("dns") and parts[2] != "localhost" else None
     try:
         host = ip_address(parts[2].partition("%")[0])
     except ValueError:
@@ -75,11 +83,18 @@ def _reach(address: str) -> int | None:
     return 2 + int(is_relayed) if not host.is_global else int(is_relayed)
 
 
-def meaning(words: str, where: str = "") -> str:
-    """One line for a person: why dialling `where` failed and what to do, from p2pd's words about all addresses."""
+def meaning(words: str, where: str = "", stands_for: Sequence[str] | None = None) -> str:
+    """One line for a person: why dialling `where` failed and what to do, from p2pd's words about all addresses.
+
+    Args:
+        stands_for: if `where` has a name, the addresses that it stands for; None: it has none, or that is not known.
+    """
     said = {found["address"]: found["words"] for found in _DIALLED.finditer(words)}
-    if said and where.startswith("/dns") and not any(where.startswith(address) for address in said):
-        return "its name has no address (DNS): is it spelt right, is this machine online?"
+    if stands_for is not None:
+        said = {address: why for address, why in said.items() if address in stands_for}
+        words = "\n".join(said.values()) or words
+        if not stands_for:
+            return NAMELESS
     fresh = next((each for each in said.values() if _WAITING not in each), words)
     about = said.get(where, fresh)
     if other := _MISMATCH.search(about):

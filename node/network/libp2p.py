@@ -29,6 +29,7 @@ from node.identity import Identity
 from node.members.addresses import BACKOFF, CROSSED, has_crossed, is_silent, meaning, missing, not_listening
 from node.network.daemon import DaemonError, arguments, with_ports
 from node.network.link import LINK_ERRORS, Link
+from node.network.names import stands_for
 from node.network.pipe import SocketPipe
 from node.network.serving import Serving, ask
 from node.network.sockets import socket_directory
@@ -247,7 +248,8 @@ class LibP2PTransport:
         except (ValueError, *LINK_ERRORS) as error:
             words = str(error) or type(error).__name__
             before = self._causes.get(peer, {}).get("")
-            cause = self._cause(peer, where, CROSSED if has_crossed(words, before) else meaning(words, where))
+            means = CROSSED if has_crossed(words, before) else meaning(words, where, await stands_for(where, deadline))
+            cause = self._cause(peer, where, means)
             # p2pd dials of its own accord, too: whoever gives an address wants to know more than that it has.
             not_now = cause == CROSSED or (cause == BACKOFF and where != "" and before is None)
             kind = _NotNow if not_now else PeerSilent if is_silent(words) else PeerGone
@@ -276,7 +278,7 @@ class LibP2PTransport:
         if kept := self._config.kept:
             with suppress(DaemonError, *LINK_ERRORS):
                 link = await self._launch(kept)
-                if not missing([each for each in kept if each not in self._config.listen], link.addresses):
+                if not self._unserved([each for each in kept if each not in self._config.listen], link):
                     return link
             await self._close_link()
             log.warning("the port of the last life is taken: others have to find this peer at another")
@@ -288,9 +290,13 @@ class LibP2PTransport:
             raise
         except LINK_ERRORS as error:
             raise DaemonError(f"p2pd started but does not answer: {error or type(error).__name__}") from error
-        for address in missing(self._config.listen, link.addresses):
+        for address in self._unserved(self._config.listen, link):
             log.warning("not listening on %s: the port is taken, or this machine has no such interface", address)
         return link
+
+    def _unserved(self, listen: Sequence[str], link: Link) -> tuple[str, ...]:
+        """Where p2pd was to listen and does not. Told what to announce, it shows that, and nobody can tell."""
+        return () if self._config.announce else missing(listen, link.addresses)
 
     async def _launch(self, listen: Sequence[str]) -> Link:
         config, control = self._config, self._directory / "control"

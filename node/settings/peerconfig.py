@@ -18,6 +18,7 @@ from multiaddr.exceptions import StringParseError  # type: ignore[import-untyped
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from node.members.hello import MAX_ADDRESS_CHARACTERS
 from node.settings.config import ConfigError, check_keys, one_line, read_toml, shown, suggestion
 from protocols.wire import MAX_ROSTER
 
@@ -26,6 +27,9 @@ _NOT_OURS = re.compile("NODE_(ENV|OPTIONS|PATH|VERSION|HOME|DEBUG|EXTRA_CA_CERTS
 """Variables that Node.js, Kubernetes, Jenkins and launchers of torch set for themselves."""
 _PLACE = "/ip4/192.0.2.7/tcp/31337"
 _EXAMPLE = f"{_PLACE}/p2p/12D3Koo…"
+_CODEPOINT = re.compile(r"Codepoint U\+([0-9A-F]{4,6})")
+_NUMBER_AS_NAME = re.compile(r"/dns[46]?/(\d+\.\d+\.\d+\.\d+)/")
+_OPEN_PORT = re.compile("/(tcp|udp)/0(/|$)")
 _ANYWHERE = re.compile(r"/ip4/0\.0\.0\.0/|/ip6/::/")
 FILE_SIGN = "@"
 """What `bootstrap` has before the path of a file that holds addresses."""
@@ -43,9 +47,12 @@ def _multiaddr(address: str, example: str) -> str:
     try:
         parsed = str(Multiaddr(address))
     except StringParseError as error:
-        raise ValueError(f"{address!r}: {' '.join(error.message.split())}; give one like {example}") from None
+        why = _CODEPOINT.sub(lambda found: ascii(chr(int(found[1], 16))), " ".join(error.message.split()))
+        raise ValueError(f"{address!r}: {why}; give one like {example}") from None
     if not parsed:
         raise ValueError(f"{address!r} is empty: give one like {example}")
+    if number := _NUMBER_AS_NAME.match(parsed):
+        raise ValueError(f"{parsed}: {number[1]} is an address and no name: write /ip4/ in place of /dns/")
     return parsed
 
 
@@ -105,9 +112,17 @@ def _listen(address: str) -> str:
 
 
 def _announce(address: str) -> str:
-    address = _listen(address)
-    if _ANYWHERE.match(address) or re.search("/(tcp|udp)/0(/|$)", address):
+    address = _multiaddr(address, _PLACE)
+    if "/p2p/" in address:
+        raise ValueError(f"{address} names a peer: announce the part before /p2p/")
+    if _ANYWHERE.match(address) or _OPEN_PORT.search(address):
         raise ValueError(f"others cannot reach {address}: announce a public address and a fixed port")
+    if not re.search("/(tcp|udp)/", address):
+        raise ValueError(f"{address} has no port: write {address.rstrip('/')}/tcp/<the port that others dial>")
+    if not address.isascii():
+        raise ValueError(f"{address}: others take names in ASCII only: write the one that begins with xn--")
+    if len(address) > MAX_ADDRESS_CHARACTERS:
+        raise ValueError(f"{address[:60]}… is longer than {MAX_ADDRESS_CHARACTERS} characters: others do not take it")
     return address
 
 
@@ -227,12 +242,17 @@ def load_peer(flags: Mapping[str, object], environment: Mapping[str, str], file:
         values.update(table)
         origins.update((key, _origin(origin, key)) for key in table)
     try:
-        return _PEER.validate_python({**values, "origins": origins})
+        config = _PEER.validate_python({**values, "origins": origins})
     except ValidationError as error:
         bad = one_line(error)
         origin = origins[bad.key.partition(".")[0]]  # of a table where none belongs, it names what is in it, too
         text = str(bad) if origin.endswith("[peer]") else str(bad).removeprefix(f'"{bad.key}"').lstrip(": ")
         raise ConfigError(f"{origin}: {text}", bad.key) from None
+    if config.announce and all(_OPEN_PORT.search(each) for each in config.listen):
+        port = (re.findall(r"/(?:tcp|udp)/(\d+)", config.announce[0]) or [4001])[0]
+        what = f"{config.announce[0]} has a fixed port, and this peer would listen on any that is free"
+        raise ConfigError(f"{origins['announce']}: {what}: give --listen /ip4/0.0.0.0/tcp/{port}, too", "announce")
+    return config
 
 
 def variables(file: Path, environment: Mapping[str, str]) -> dict[str, str]:
