@@ -23,7 +23,7 @@ _PULL_SECONDS, _BASE_SECONDS, _WHEELS_SECONDS, _BUILD_SECONDS = 60.0, 600.0, 600
 _SOURCES = ("pyproject.toml", "constraints.txt", "README.md", "LICENSE", ".dockerignore", "node", "protocols", "docker")
 _LOOK = (
     "ls -d /wheels /build /root/.config/pip /root/.cache/pip /etc/pip.conf 2>/dev/null; "
-    "env | grep -E '^(PIP_|.*_CERT|.*PROXY)'; find / -xdev -name '*.whl' 2>/dev/null; "
+    "env | grep -E '^(PIP_|.*_CERT|.*PROXY)'; find /opt /root /home /state /tmp /var -name '*.whl' 2>/dev/null; "
     "python3 -m pip --version 2>/dev/null; exit 0"
 )
 """Prints what an image should not hold."""
