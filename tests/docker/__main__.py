@@ -66,6 +66,9 @@ def main(arguments: list[str] | None = None) -> int:
     except NotHere as why:
         print(f"docker-test: not here: {why}", file=sys.stderr)
         return NOT_HERE
+    except AssertionError as error:  # what was waited for in vain
+        print(f"docker-test: FAIL: {error}", file=sys.stderr)
+        return 1
     except subprocess.SubprocessError as error:
         said = getattr(error, "stderr", None) or getattr(error, "stdout", None) or ""
         said = said.decode(errors="replace") if isinstance(said, bytes) else said
@@ -84,7 +87,6 @@ class _Clock:
 
 
 def _test(options: argparse.Namespace, place: Path, say: Callable[[str], None]) -> int:
-    before = firewall()
     failed: list[str] = []
     with ExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="starling-docker-", dir="/var/tmp")))
@@ -100,8 +102,8 @@ def _test(options: argparse.Namespace, place: Path, say: Callable[[str], None]) 
         failed += found.pop("failed")
         seconds = time.monotonic() - began
         found["figures"]["test_seconds"] = seconds
-    if running.own and (after := firewall()) != before:
-        failed.append(f"the machine's firewall has changed: {set(before) ^ set(after)}")
+    if running.before is not None and (after := firewall()) != running.before:
+        failed.append(f"the machine's firewall has changed: {set(running.before) ^ set(after)}")
     lines = verdict.table(found["figures"])
     (place / "table.md").write_text("\n".join(lines) + "\n")
     (place / "result.json").write_text(json.dumps(found | {"failed": failed}, default=list) + "\n")

@@ -32,11 +32,11 @@ class Engine:
     """The `docker` command, and compose's, against one engine.
 
     Attributes:
-        own: whether it was started for this test.
+        before: of one that was started for this test, what `firewall` told before; None: it ran already.
     """
 
-    def __init__(self, environment: Mapping[str, str], own: bool) -> None:
-        self.environment, self.own = dict(environment), own
+    def __init__(self, environment: Mapping[str, str], before: list[str] | None = None) -> None:
+        self.environment, self.before = dict(environment), before
         self._compose = ("docker", "compose") if self._runs("docker", "compose", "version") else ("docker-compose",)
 
     def run(self, *arguments: str, seconds: float = _ASK_SECONDS, **more: Any) -> str:
@@ -51,6 +51,11 @@ class Engine:
     def compose(self, *arguments: str, seconds: float, variables: Mapping[str, str]) -> str:
         """The same of `docker compose`, or Debian's `docker-compose` where there is no other."""
         return self._run((*self._compose, *arguments), seconds, self.environment | dict(variables))
+
+    @property
+    def own(self) -> bool:
+        """Whether it was started for this test."""
+        return self.before is not None
 
     @property
     def versions(self) -> str:
@@ -91,7 +96,7 @@ def engine(home: Path) -> Iterator[Engine]:
         raise NotHere("it needs root, to strike processes in containers: run it as root")
     if not shutil.which("docker"):
         raise NotHere("there is no docker: install it (Debian: docker.io)")
-    running = Engine(os.environ, own=False)
+    running = Engine(os.environ)
     if not running._runs(*running._compose, "version"):
         raise NotHere("there is no compose: install it (Debian: docker-compose)")
     if running._runs("docker", "version", "--format", "{{.Server.Version}}"):
@@ -109,14 +114,16 @@ def engine(home: Path) -> Iterator[Engine]:
 @contextmanager
 def _own(home: Path) -> Iterator[Engine]:
     """An engine with its own files, in its own network."""
-    address = f"unix://{home}/docker.sock"
+    before, address = firewall(), f"unix://{home}/docker.sock"
     command = [*_OWN_NETWORK, "dockerd", "--host", address, "--pidfile", f"{home}/docker.pid"]
     command += ["--data-root", f"{home}/data", "--exec-root", f"{home}/exec"]
     environment = {name: value for name, value in os.environ.items() if name not in ("DOCKER_HOST", "DOCKER_CONTEXT")}
     with (home / "dockerd.log").open("wb") as log:
-        process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        process = subprocess.Popen(  # Ctrl-C is not for it: it is ended last
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
     try:
-        started = Engine(environment | {"DOCKER_HOST": address}, own=True)
+        started = Engine(environment | {"DOCKER_HOST": address}, before)
         until = time.monotonic() + START_SECONDS
         while not started._runs("docker", "version", "--format", "{{.Server.Version}}"):
             if process.poll() is not None or time.monotonic() > until:
