@@ -93,7 +93,8 @@ def _test(options: argparse.Namespace, place: Path, say: Callable[[str], None]) 
         running = stack.enter_context(engine(home))
         say(f"{running.versions}{', one of our own' if running.own else ''}")
         tag = f"starling-test:{uuid.uuid4().hex[:12]}"
-        stack.callback(_forget, running, tag)
+        if not running.own:  # else it goes with the engine
+            stack.callback(_forget, running, tag)
         built = _build(running, tag, options, home, say)
         failed += image.faults(running, tag)
         began = time.monotonic()

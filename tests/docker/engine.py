@@ -19,6 +19,10 @@ from typing import Any
 import psutil
 
 START_SECONDS, STOP_SECONDS = 60.0, 40.0
+WEIGHT = 8
+"""The kernel shares processors out among control groups: without this, all containers together would count as a single
+process beside the others of the machine. So they count as eight, as many as there are outside of containers."""
+_GROUPS = Path("/sys/fs/cgroup")
 _ASK_SECONDS = 20.0
 _OWN_NETWORK = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
 _SETTINGS = ("bridge/bridge-nf-call-iptables", "bridge/bridge-nf-call-ip6tables", "ipv4/ip_forward")
@@ -116,7 +120,8 @@ def _own(home: Path) -> Iterator[Engine]:
     """An engine with its own files, in its own network."""
     before, address = firewall(), f"unix://{home}/docker.sock"
     command = [*_OWN_NETWORK, "dockerd", "--host", address, "--pidfile", f"{home}/docker.pid"]
-    command += ["--data-root", f"{home}/data", "--exec-root", f"{home}/exec"]
+    command += ["--data-root", f"{home}/data", "--exec-root", f"{home}/exec", "--cgroup-parent", f"/{home.name}"]
+    _weigh(home.name)
     environment = {name: value for name, value in os.environ.items() if name not in ("DOCKER_HOST", "DOCKER_CONTEXT")}
     with (home / "dockerd.log").open("wb") as log:
         process = subprocess.Popen(  # Ctrl-C is not for it: it is ended last
@@ -133,6 +138,18 @@ def _own(home: Path) -> Iterator[Engine]:
     finally:
         _end(process)
         _unmount(home)
+        for place in (_GROUPS / home.name, *_GROUPS.glob(f"*/{home.name}")):
+            with suppress(OSError):
+                place.rmdir()
+
+
+def _weigh(group: str) -> None:
+    """Make the control group of all containers as heavy as they are."""
+    second = (_GROUPS / "cgroup.controllers").exists()  # of control groups' two versions
+    file, usual = (_GROUPS / group / "cpu.weight", 100) if second else (_GROUPS / "cpu" / group / "cpu.shares", 1024)
+    with suppress(OSError):
+        file.parent.mkdir()
+        file.write_text(f"{WEIGHT * usual}")
 
 
 def _last_line(home: Path) -> str:

@@ -19,7 +19,7 @@ _USUAL_BASE, _OWN_BASE = "python:3.11-slim-bookworm", "starling-base:bookworm"
 _SUITE, _PACKAGES = "bookworm", "python3,python3-venv,ca-certificates"
 _UNUSED = ("var/cache/apt/archives/*.deb", "var/cache/apt/*.bin", "var/lib/apt/lists/*", "usr/share/doc/*",
            "usr/share/man/*", "usr/share/locale/*")  # fmt: skip
-_PULL_SECONDS, _BASE_SECONDS, _WHEELS_SECONDS, _BUILD_SECONDS = 60.0, 600.0, 600.0, 1200.0
+_PULL_SECONDS, _BASE_SECONDS, _WHEELS_SECONDS, _BUILD_SECONDS = 60.0, 600.0, 600.0, 1800.0
 _SOURCES = ("pyproject.toml", "constraints.txt", "README.md", "LICENSE", ".dockerignore", "node", "protocols", "docker")
 _LOOK = (
     "ls -d /wheels /build /root/.config/pip /root/.cache/pip /etc/pip.conf 2>/dev/null; "
