@@ -13,7 +13,7 @@ NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for each in python3 python3.11 python3.12 python3.13 python3.14 python; do \
 	$$each -c '$(NEW_ENOUGH)' 2>/dev/null && { echo $$each; break; }; done)
 
-.PHONY: install swarm lint check test sim chaos chaos-table soak bench clean
+.PHONY: install swarm lint check test sim chaos chaos-table soak docker-test bench clean
 
 install: $(STAMP)
 
@@ -69,6 +69,11 @@ chaos-table: install
 # Half an hour in which something is done to somebody every fifteen seconds.
 soak: install
 	$(BIN)/python -m tests.faults.soak
+
+# The image is built, and the swarm of docker/compose.yaml started, struck and judged: ten minutes. With root and Docker;
+# exit code 77 where that is not to be had. BASE and PIP_ARGS are the image's build arguments.
+docker-test: install
+	$(BIN)/python -m tests.docker $(if $(BASE),--base "$(BASE)") $(if $(filter undefined,$(origin PIP_ARGS)),,--pip-args="$(PIP_ARGS)")
 
 # The figures in benchmarks/RESULTS.md. An hour on two cores; what was done before is not done again. What is learnt by
 # each protocol takes hours more: only what is done of it is shown (without --show, it goes on).

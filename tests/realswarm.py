@@ -7,7 +7,6 @@ process of a peer carries a mark in its environment, which its children inherit:
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
@@ -23,7 +22,8 @@ from typing import Any, Self, TypeVar
 import psutil
 
 from node.view.control import NoAnswer, ask
-from tests.checkers import DECIDED, Report, Violation, began, check
+from tests.checkers import DECIDED, Report, Violation, check
+from tests.history import History, one_mean
 
 T = TypeVar("T")
 
@@ -45,13 +45,13 @@ def paced(elements: int = 250_000, step_seconds: float = 0.1, inner_steps: int =
     )
 
 
-def wait(what: str, condition: Callable[[], T | None], seconds: float) -> T:
+def wait(what: str, condition: Callable[[], T | None], seconds: float, poll_seconds: float = POLL_SECONDS) -> T:
     """What the condition returns as soon as it is truthy; fails in these words after so many seconds."""
     until = time.monotonic() + seconds
     while not (value := condition()):
         if time.monotonic() > until:
             raise AssertionError(f"{what}: not within {seconds:g} s")
-        time.sleep(POLL_SECONDS)
+        time.sleep(poll_seconds)
     return value
 
 
@@ -78,8 +78,7 @@ class RealPeer:
         self._out = home / f"{name}.out"
         self._mark = f"{name}-{uuid.uuid4().hex}"
         self._process: subprocess.Popen[bytes] | None = None
-        self._reports: list[Report] = []
-        self._read_bytes = 0
+        self._history = History(self.directory / "rounds.jsonl")
 
     # -- its process --------------------------------------------------------------------------------------------------
 
@@ -189,19 +188,8 @@ class RealPeer:
         return next((line for line in lines if line["peer"] == other.id), {})
 
     def reports(self) -> list[Report]:
-        """Its history so far; what was read once is not read again."""
-        try:
-            with (self.directory / "rounds.jsonl").open("rb") as file:
-                if file.seek(0, os.SEEK_END) < self._read_bytes:  # another run's
-                    self._reports, self._read_bytes = [], 0
-                file.seek(self._read_bytes)
-                data = file.read()
-        except OSError:
-            return []
-        whole = data[: data.rfind(b"\n") + 1]
-        self._reports += [json.loads(line) for line in whole.splitlines()]
-        self._read_bytes += len(whole)
-        return list(self._reports)
+        """Its history so far."""
+        return self._history.reports()
 
     def last(self) -> Report:
         """Its last report; an empty one before the first."""
@@ -306,19 +294,7 @@ class RealSwarm:
     def all_in_one_mean(self, peers: Iterable[RealPeer], since: float = 0.0) -> Report | None:
         """A round whose mean holds work of them all and of nobody else, and that each began later than at that wall
         time; None: not yet."""
-        wanted = list(peers)
-        everybody = {peer.id for peer in wanted}
-        full = [
-            {
-                each["lineage"]: each
-                for each in peer.reports()
-                if began(each) > since and everybody == {*each["peers"]} and (each["weight"] or 0) > 0
-            }
-            for peer in wanted
-        ]
-        if not full:
-            return None
-        return next((report for lineage, report in full[0].items() if all(lineage in each for each in full)), None)
+        return one_mean(peers, since)
 
 
 def _in_the_run(peer: RealPeer, what: str, seconds: float) -> None:

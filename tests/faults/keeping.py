@@ -54,7 +54,7 @@ def kept(
     return played, result
 
 
-def from_shell(command: Callable[[], int]) -> int:
+def from_shell(command: Callable[[], int], program: str = PROGRAM) -> int:
     """Run a command so that nothing is left behind when it is told to stop; returns its exit code."""
 
     def stop(number: int, _: object) -> None:
@@ -69,5 +69,5 @@ def from_shell(command: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         return 130
     except OSError as error:
-        print(f"{PROGRAM}: {error}: give another directory by --dir", file=sys.stderr)
+        print(f"{program}: {error}: give another directory by --dir", file=sys.stderr)
         return 2

@@ -1,0 +1,1 @@
+"""The swarm of docker/compose.yaml, built, started, struck and judged: `__main__.py` first."""

@@ -1,0 +1,280 @@
+"""What is done to the swarm, one after the other. A case tells when its fault was over; what came after is recovery."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from tests.checkers import began
+from tests.docker.swarm import FOUNDER, POLL_SECONDS, Swarm
+from tests.faults.goodput import MEANS
+from tests.faults.play import Event
+from tests.history import one_mean
+from tests.realswarm import wait
+
+KILL_SECONDS = CUT_SECONDS = 90.0
+TOGETHER_SECONDS = 120.0
+NEXT_ROUND_SECONDS = 30.0
+LIFE_SECONDS = 30.0
+ONE_BY_ONE_SECONDS = 60.0
+LEAVE_SECONDS = 15.0
+UNPLUGGED_SECONDS, PAUSED_SECONDS, STAYS_DEAD_SECONDS = 20.0, 15.0, 6.0
+PEERS, MORE_PEERS = 3, 5
+# Takes memory by 8 MB until the kernel has ended the process that trains.
+_HOG = """
+import os, sys, time
+worker, held = int(sys.argv[1]), []
+while len(held) < 400 and os.path.exists(f"/proc/{worker}"):
+    held.append(b"x" * (8 << 20))
+    time.sleep(0.01)
+sys.exit(os.path.exists(f"/proc/{worker}"))
+"""
+_FIND_WORKER = """
+import glob
+for path in glob.glob("/proc/[0-9]*/cmdline"):
+    if b"node.training.worker" in open(path, "rb").read(): print(path.split("/")[2])
+"""
+
+
+@dataclass(slots=True)
+class Struck:
+    """What became of a case.
+
+    Attributes:
+        whom: names of the peers that something was done to.
+        began, over: wall times of the beginning of the case and of the end of the fault.
+        should: names of the peers that have to be in one mean afterwards.
+        figures: what else was measured, in seconds unless its name says otherwise.
+        failed: what was not as it should be, in words.
+    """
+
+    name: str
+    whom: tuple[str, ...] = ()
+    began: float = field(default_factory=time.time)
+    over: float = 0.0
+    should: tuple[str, ...] = ()
+    figures: dict[str, float] = field(default_factory=dict)
+    failed: list[str] = field(default_factory=list)
+
+
+class Cases:
+    """Attributes:
+    struck: what has been done so far; events: the same, for a timeline.
+    """
+
+    def __init__(self, swarm: Swarm, say: Callable[[str], None]) -> None:
+        self.struck: list[Struck] = []
+        self.events: list[Event] = []
+        self._swarm, self._say = swarm, say
+
+    def all(self) -> Iterator[Callable[[], None]]:
+        """One after the other; of those that follow upon a peer, each has another."""
+        yield lambda: self._killed("kill -9 of the container's first process", "peer-1", self._swarm.pid)
+        python = "node join"
+        yield lambda: self._killed(
+            "kill -9 of Python under it", "peer-2", lambda name: self._swarm.process(name, python).pid
+        )
+        yield lambda: self._killed("founder: kill -9", FOUNDER, self._swarm.pid)
+        yield self._docker_kill
+        yield self._disconnect
+        yield self._pause
+        yield self._out_of_memory
+        yield self._one_by_one
+        yield self._scale
+        yield self._down_and_up
+
+    def up(self) -> None:
+        """The first start: a founder and peers of their own directories, all in one mean."""
+        with self._case(f"compose up, founder and {PEERS} peers", KILL_SECONDS) as case:
+            case.over = self._swarm.up(PEERS)
+            case.whom = tuple(self._swarm.names)
+            self._tell("start", "compose up", *case.whom, at=case.over)
+            if len(self._ids()) != 1 + PEERS:
+                case.failed.append(f"{len(self._ids())} peers hold {1 + PEERS} directories")
+
+    def leave(self) -> tuple[float, float]:
+        """All are stopped together, and leave in good order; wall time at which they were asked to, and how long it
+        took them."""
+        swarm, names = self._swarm, self._swarm.names
+        asked = self._tell("end", "docker stop", *names)
+        seconds = swarm.stop(*names)
+        if seconds > LEAVE_SECONDS:
+            self.struck[-1].failed.append(f"leaving took {seconds:.1f} s, more than {LEAVE_SECONDS:g}")
+        return asked, seconds
+
+    # -- crashes ------------------------------------------------------------------------------------------------------
+
+    def _killed(self, name: str, whom: str, pid: Callable[[str], int]) -> None:
+        """A process dies; the engine starts the container again, which is the same peer in its next life."""
+        swarm = self._swarm
+        with self._case(name, KILL_SECONDS, whom) as case:
+            before, running = swarm.peer(whom).incarnation, len(swarm.running)
+            case.over = self._tell("fault", f"SIGKILL: {name}", whom, at=swarm.die(whom, pid(whom)))
+            wait(f"{whom} has died", lambda: whom not in swarm.names, 10.0, POLL_SECONDS)
+            case.figures["next_round_seconds"] = self._next_round(case.over, whom)
+            swarm.identify(running)
+            again = f"{whom} is the same peer in its next life"
+            wait(again, lambda: swarm.peer(whom).incarnation == before + 1, LIFE_SECONDS, POLL_SECONDS)
+
+    def _docker_kill(self) -> None:
+        """That is an end by hand: the engine starts nothing; `docker start` does."""
+        swarm, whom = self._swarm, "peer-3"
+        with self._case("docker kill, docker start", KILL_SECONDS, whom) as case:
+            container = swarm.container(whom)
+            swarm.expect([whom], -9)
+            swarm.engine.run("kill", container)
+            killed = self._tell("fault", "docker kill", whom)
+            case.figures["next_round_seconds"] = self._next_round(killed, whom)
+            time.sleep(max(0.0, killed + STAYS_DEAD_SECONDS - time.time()))
+            if swarm.inspect(container)["State"]["Status"] != "exited":
+                case.failed.append("the engine started a container that docker kill had ended")
+            case.over = self._tell("start", "docker start", whom, at=swarm.start(whom))
+
+    # -- away for a while ---------------------------------------------------------------------------------------------
+
+    def _disconnect(self) -> None:
+        swarm, whom = self._swarm, "peer-1"
+        with self._case(f"network: disconnected for {UNPLUGGED_SECONDS:g} s", CUT_SECONDS, whom) as case:
+            network, container = f"{swarm.project}_default", swarm.container(whom)
+            swarm.engine.run("network", "disconnect", network, container)
+            cut = self._tell("fault", "disconnected", whom)
+            case.figures["next_round_seconds"] = self._next_round(cut, whom)
+            time.sleep(max(0.0, cut + UNPLUGGED_SECONDS - time.time()))
+            swarm.engine.run("network", "connect", network, container)
+            case.over = self._tell("heal", "connected", whom)
+
+    def _pause(self) -> None:
+        swarm, whom = self._swarm, "peer-2"
+        with self._case(f"docker pause for {PAUSED_SECONDS:g} s", CUT_SECONDS, whom) as case:
+            swarm.engine.run("pause", swarm.container(whom))
+            paused = self._tell("fault", "paused", whom)
+            case.figures["next_round_seconds"] = self._next_round(paused, whom)
+            time.sleep(max(0.0, paused + PAUSED_SECONDS - time.time()))
+            swarm.engine.run("unpause", swarm.container(whom))
+            case.over = self._tell("heal", "unpaused", whom)
+
+    def _out_of_memory(self) -> None:
+        """The kernel takes the process that trains, and the peer another."""
+        swarm, whom = self._swarm, "peer-3"
+        with self._case("out of memory: the kernel ends the worker", KILL_SECONDS, whom) as case:
+            incarnation, old = swarm.peer(whom).incarnation, swarm.process(whom, "node.training.worker").pid
+            container = swarm.container(whom)
+            inside = swarm.engine.run("exec", container, "python", "-c", _FIND_WORKER).split()
+            swarm.engine.run("exec", container, "python", "-c", _HOG, inside[0], seconds=60)
+            case.over = self._tell("fault", "its worker was killed: no memory", whom)
+            new = wait("another worker", lambda: self._worker(whom, old), 30.0, POLL_SECONDS)
+            if new == old or swarm.peer(whom).incarnation != incarnation or whom not in swarm.names:
+                case.failed.append("the peer itself did not live through it")
+
+    def _worker(self, name: str, old: int) -> int:
+        """Process id of the worker; 0 if there is none, or it is still that one."""
+        try:
+            found = self._swarm.process(name, "node.training.worker").pid
+        except AssertionError:
+            return 0
+        return found if found != old else 0
+
+    # -- many at once -------------------------------------------------------------------------------------------------
+
+    def _one_by_one(self) -> None:
+        """All leave in good order, one after the other; all but the last come back, and go on; then it returns.
+
+        The last is the peer with the highest directory, so that no other's container takes that.
+        """
+        swarm, names = self._swarm, self._swarm.names
+        *others, last = names
+        with self._case("left one by one; the last returns last", TOGETHER_SECONDS, *names) as case:
+            for name in names:
+                swarm.stop(name)
+                self._tell("end", "stopped", name)
+            began = self._tell("start", "started, all but the last to leave", *others, at=swarm.start(*others))
+            try:
+                self._together(others, began, ONE_BY_ONE_SECONDS)
+                case.figures["without_the_last_seconds"] = self._latest(others, began) - began
+            except AssertionError as error:
+                case.failed.append(f"without the last to leave: {error}")
+            case.over = self._tell("start", "started", last, at=swarm.start(last))
+
+    def _scale(self) -> None:
+        swarm = self._swarm
+        with self._case(f"scaled from {PEERS} to {MORE_PEERS} peers", TOGETHER_SECONDS) as case:
+            before = set(swarm.names)
+            case.over = swarm.up(MORE_PEERS)
+            case.whom = tuple(sorted(set(swarm.names) - before))
+            self._tell("start", "compose up --scale", *case.whom, at=case.over)
+
+    def _down_and_up(self) -> None:
+        """The containers go, the volumes stay; new containers are the same peers, and go on where those were."""
+        swarm = self._swarm
+        with self._case("compose down, compose up", TOGETHER_SECONDS, *swarm.names) as case:
+            ids, rounds = self._ids(), self._rounds()
+            self._tell("end", "compose down", *case.whom)
+            seconds = time.monotonic()
+            swarm.down()
+            case.figures["down_seconds"] = time.monotonic() - seconds
+            case.over = self._tell("start", "compose up", *case.whom, at=swarm.up(len(ids) - 1))
+            if self._ids() != ids:
+                case.failed.append("other peers came up than went down")
+            case.should = tuple(swarm.names)
+            self._together(case.should, case.over, TOGETHER_SECONDS)
+            if self._rounds() < rounds:
+                case.failed.append(f"it went back from round {rounds} to {self._rounds()}")
+
+    def _ids(self) -> set[str]:
+        return {peer.id for peer in self._swarm.peers}
+
+    def _rounds(self) -> int:
+        return min(peer.reports()[-1]["round"] for peer in self._swarm.peers)
+
+    # -- what all have in common --------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _case(self, name: str, within_seconds: float, *whom: str) -> Iterator[Struck]:
+        """Something is done within; then all have to be in one mean that began after it."""
+        case = Struck(name, tuple(whom))
+        self.struck.append(case)
+        try:
+            yield case
+            case.should = tuple(self._swarm.names)
+            self._together(case.should, case.over, within_seconds)
+            case.figures["recovery_seconds"] = self._latest(case.should, case.over) - case.over
+        except AssertionError as error:
+            case.failed.append(str(error))
+        figures = ", ".join(f"{what.removesuffix('_seconds')} {value:.1f} s" for what, value in case.figures.items())
+        self._say(f"{'FAIL' if case.failed else 'ok':<5} {name}: {'; '.join([*case.failed, figures])}")
+
+    def _tell(self, kind: str, what: str, *whom: str, at: float | None = None) -> float:
+        """Note what was done; returns its wall time."""
+        self.events.append(Event(time.time() if at is None else at, what, whom, kind))
+        return self.events[-1].time
+
+    def _together(self, names: Sequence[str], since: float, within_seconds: float) -> None:
+        """All of these in one mean that each began later than that."""
+        peers = [self._swarm.peer(name) for name in names]
+        left = max(1.0, since + within_seconds - time.time())
+        wait(f"a mean of {len(names)}", lambda: one_mean(peers, since), left, POLL_SECONDS)
+
+    def _latest(self, names: Sequence[str], since: float) -> float:
+        """When the last of them reported the first such mean."""
+        peers = [self._swarm.peer(name) for name in names]
+        found = one_mean(peers, since)
+        assert found
+        return max(each["time"] for peer in peers for each in peer.reports() if each["lineage"] == found["lineage"])
+
+    def _next_round(self, since: float, without: str) -> float:
+        """How long the others took to decide a mean that began after that, and does not hold the one that is gone."""
+        gone = self._swarm.peer(without).id
+        others = [self._swarm.peer(name) for name in self._swarm.names if name != without]
+
+        def decided() -> list[float]:
+            return [
+                each["time"]
+                for peer in others
+                for each in peer.reports()
+                if each["outcome"] in MEANS and began(each) > since and gone not in each["peers"]
+            ]
+
+        found = wait("a round of the others", decided, NEXT_ROUND_SECONDS, POLL_SECONDS)
+        return min(found) - since

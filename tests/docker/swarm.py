@@ -1,0 +1,340 @@
+"""The swarm of docker/compose.yaml as seen from the machine that it runs on: containers, their lives, their journals.
+
+A container is not a peer: which of the directories in the common volume a container holds may change with every start.
+What lives here is therefore named by its directory: `founder`, `peer-1`, `peer-2` …
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from node.identity import peer_id_of
+from tests.checkers import Report
+from tests.docker.engine import Engine
+from tests.docker.image import HOUSE
+from tests.faults.play import Life
+from tests.history import History
+from tests.realswarm import wait
+
+FOUNDER = "founder"
+POLL_SECONDS = 0.25
+UP_SECONDS, STOP_SECONDS, IDENTITY_SECONDS = 120.0, 60.0, 60.0
+GRACE_SECONDS = 20
+_KEY_BYTES = 32
+_HELD = re.compile(r"/state/starling/(peer-\d+)(/|$)")
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """An identity: a directory in a volume, whichever container holds it."""
+
+    name: str
+    id: str
+    directory: Path
+    history: History
+
+    def reports(self) -> list[Report]:
+        return self.history.reports()
+
+    @property
+    def incarnation(self) -> int:
+        """How often it was started."""
+        return int((self.directory / "incarnation").read_text())
+
+
+@dataclass(slots=True)
+class Spell:
+    """A container from a start to its end.
+
+    Attributes:
+        name: of the peer that it was; empty as long as that is not known.
+        expected: the exit code that it should end with; minus a signal.
+        ended, code: None while it runs.
+    """
+
+    container: str
+    began: float
+    name: str = ""
+    expected: int = 0
+    ended: float | None = None
+    code: int = 0
+
+
+@dataclass(slots=True)
+class Swarm:
+    """One compose project. Nothing of it is left after `remove`.
+
+    Attributes:
+        spells: all lives of all its containers so far, oldest first.
+        logs: peer -> what containers that were removed had written.
+        health: (container, when its check began) -> the exit code of the check.
+    """
+
+    engine: Engine
+    project: str
+    variables: Mapping[str, str]
+    home: Path
+    spells: list[Spell] = field(default_factory=list)
+    logs: dict[str, str] = field(default_factory=dict)
+    health: dict[tuple[str, str], int] = field(default_factory=dict)
+    _peers: dict[str, Peer] = field(default_factory=dict)
+    _volumes: dict[str, Path] = field(default_factory=dict)
+    _watch: subprocess.Popen[bytes] | None = None
+    _read_bytes: int = 0
+
+    # -- compose ------------------------------------------------------------------------------------------------------
+
+    def compose(self, *arguments: str, seconds: float = UP_SECONDS) -> str:
+        file = str(HOUSE / "docker/compose.yaml")
+        return self.engine.compose(
+            "-p", self.project, "-f", file, *arguments, seconds=seconds, variables=self.variables
+        )
+
+    def up(self, peers: int) -> float:
+        """Start the founder and so many peers, or more, or as many as there were; returns the wall time before."""
+        if not self._watch:
+            filters = ("type=container", "event=start", "event=die", f"label=com.docker.compose.project={self.project}")
+            self._watch = self.engine.events(self.home / "events.jsonl", *filters)
+        began = time.time()
+        self.compose("up", "--detach", "--no-build", "--no-recreate", "--scale", f"peer={peers}")
+        self.identify(1 + peers)
+        return began
+
+    def down(self) -> None:
+        """Remove the containers and the network; the volumes stay."""
+        self.keep_logs()
+        self.compose("down", "--timeout", str(GRACE_SECONDS), seconds=STOP_SECONDS)
+
+    def remove(self) -> None:
+        """Remove whatever there is of it."""
+        with suppress(OSError, subprocess.SubprocessError):
+            self.keep_logs()
+        try:
+            self.compose("down", "--volumes", "--timeout", "5", seconds=STOP_SECONDS)
+        finally:
+            if self._watch:
+                self._watch.kill()
+                self._watch.wait()
+
+    # -- containers ---------------------------------------------------------------------------------------------------
+
+    def container(self, name: str) -> str:
+        """The id of the container that this peer was last seen in."""
+        return next(spell.container for spell in reversed(self.spells) if spell.name == name)
+
+    def inspect(self, container: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.engine.run("container", "inspect", container))[0]
+        return found
+
+    def pid(self, name: str) -> int:
+        """Process id, on this machine, of the first process in a peer's container."""
+        return int(self.inspect(self.container(name))["State"]["Pid"])
+
+    def process(self, name: str, command: str) -> psutil.Process:
+        """The process in a peer's container whose command line holds these words, and whose parent's does not."""
+        for each in psutil.Process(self.pid(name)).children(recursive=True):
+            with suppress(psutil.Error):
+                if command in " ".join(each.cmdline()):
+                    return each
+        raise AssertionError(f"{name} has no process {command!r} now")
+
+    def die(self, name: str, pid: int) -> float:
+        """Send SIGKILL to a process, with which the peer's container ends; returns the wall time."""
+        self.expect([name], -signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
+        return time.time()
+
+    def expect(self, names: Collection[str], code: int) -> None:
+        """That the containers of these peers end now, and how."""
+        for spell in self.running:
+            if spell.name in names:
+                spell.expected = code
+
+    def stop(self, *names: str) -> float:
+        """Stop peers as people do, side by side; returns the seconds that it took."""
+        began = time.monotonic()
+        containers = [self.container(name) for name in names]
+        self.engine.run("stop", "--time", str(GRACE_SECONDS), *containers, seconds=STOP_SECONDS)
+        wait("all that were stopped have ended", lambda: not {*names} & {*self.names}, STOP_SECONDS, POLL_SECONDS)
+        return time.monotonic() - began
+
+    def start(self, *names: str) -> float:
+        """Start the containers of these peers again; returns the wall time before."""
+        began, running = time.time(), len(self.running)
+        self.engine.run("start", *(self.container(name) for name in names), seconds=UP_SECONDS)
+        self.identify(running + len(names))
+        return began
+
+    def privileges(self) -> list[str]:
+        """Those that a container has and should not have, in words."""
+        found = []
+        for spell in self.running:
+            state = self.inspect(spell.container)
+            status = Path(f"/proc/{state['State']['Pid']}/status").read_text()
+            lines = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
+            if not state["HostConfig"]["ReadonlyRootfs"]:
+                found.append(f"{spell.name} may write to its image")
+            if any(int(lines[kind], 16) for kind in ("CapEff", "CapPrm", "CapBnd")):
+                found.append(f"{spell.name} has capabilities: {lines['CapBnd']}")
+            if lines["NoNewPrivs"] != "1" or "0" in lines["Uid"].split():
+                found.append(f"{spell.name} is root, or may become it")
+        return found
+
+    # -- lives --------------------------------------------------------------------------------------------------------
+
+    @property
+    def running(self) -> list[Spell]:
+        self._read_events()
+        return [spell for spell in self.spells if spell.ended is None]
+
+    @property
+    def names(self) -> list[str]:
+        """Of the peers that run, the founder first."""
+        return sorted(spell.name for spell in self.running if spell.name)
+
+    @property
+    def peers(self) -> list[Peer]:
+        return [self.peer(name) for name in self.names]
+
+    def identify(self, count: int) -> None:
+        """Wait until so many containers run, and it is known which peer each of them is."""
+
+        def known() -> bool:
+            running = self.running
+            for spell in running:
+                spell.name = spell.name or self._held(spell)
+            return len(running) == count and all(spell.name for spell in running)
+
+        wait(f"{count} peers hold their directories", known, IDENTITY_SECONDS, POLL_SECONDS)
+
+    def peer(self, name: str) -> Peer:
+        """One that has been seen."""
+        if name not in self._peers:
+            path = self._directory(name)
+            key = (path / "identity.key").read_bytes()[-_KEY_BYTES:]  # the public half
+            self._peers[name] = Peer(name, peer_id_of(key), path, History(path / "rounds.jsonl"))
+        return self._peers[name]
+
+    def everybody(self) -> dict[str, Peer]:
+        """All peers that were ever seen."""
+        return {name: self.peer(name) for name in sorted({spell.name for spell in self.spells if spell.name})}
+
+    def lives(self) -> dict[str, list[Life]]:
+        """Of each peer, those that have ended."""
+        found: dict[str, list[Life]] = {}
+        for spell in self.spells:
+            if spell.ended is not None and spell.name:
+                found.setdefault(spell.name, []).append(Life(spell.began, spell.ended, spell.code, spell.expected))
+        return found
+
+    def _read_events(self) -> None:
+        try:
+            data = (self.home / "events.jsonl").read_bytes()[self._read_bytes :]
+        except OSError:
+            return
+        whole = data[: data.rfind(b"\n") + 1]
+        self._read_bytes += len(whole)
+        for event in map(json.loads, whole.splitlines()):
+            container, moment = event["Actor"]["ID"], event["timeNano"] / 1e9
+            if event["Action"] == "start":
+                self.spells.append(Spell(container, moment))
+                continue
+            for spell in self.spells:
+                if spell.container == container and spell.ended is None:
+                    code = int(event["Actor"]["Attributes"]["exitCode"])
+                    spell.ended, spell.code = moment, 128 - code if code > 128 else code
+
+    def _held(self, spell: Spell) -> str:
+        """The name of the peer whose directory a container holds; empty: none yet, or it is gone."""
+        with suppress(OSError, subprocess.SubprocessError, psutil.Error):
+            state = self.inspect(spell.container)
+            founder = state["Config"]["Labels"]["com.docker.compose.service"] == FOUNDER
+            for directory in directories(int(state["State"]["Pid"])):
+                name = FOUNDER if founder else directory
+                if (self._directory(name) / "identity.key").exists():
+                    return name
+        return ""
+
+    def _directory(self, name: str) -> Path:
+        service, directory = (FOUNDER, "peer-1") if name == FOUNDER else ("peers", name)
+        return self._volume(service) / "starling" / directory
+
+    def _volume(self, name: str) -> Path:
+        if name not in self._volumes:
+            said = self.engine.run("volume", "inspect", "--format", "{{.Mountpoint}}", f"{self.project}_{name}")
+            self._volumes[name] = Path(said.strip())
+        return self._volumes[name]
+
+    # -- what they say ------------------------------------------------------------------------------------------------
+
+    def keep_logs(self) -> None:
+        """Note what the containers have written, before they are removed."""
+        latest = {spell.container: spell.name for spell in self.spells}
+        listed = self.engine.run("ps", "--all", "--quiet", "--no-trunc", f"--filter=label={self._label}").split()
+        for container in listed:
+            name = latest.get(container) or container[:12]
+            said = self.engine.run("logs", container, stderr=subprocess.STDOUT)
+            self.logs[name] = self.logs.get(name, "") + said
+            with (self.home / f"{name}.log").open("a") as file:
+                file.write(said)
+
+    @property
+    def _label(self) -> str:
+        return f"com.docker.compose.project={self.project}"
+
+    def look_at_health(self) -> dict[str, str]:
+        """The state of each peer's health, `healthy` if all is well; its last checks are noted."""
+        found = {}
+        for spell in self.running:
+            health = self.inspect(spell.container)["State"].get("Health") or {}
+            found[spell.name] = health.get("Status", "none")
+            self.health |= {(spell.container, each["Start"]): each["ExitCode"] for each in health.get("Log") or ()}
+        return found
+
+    def memory_bytes(self) -> dict[str, float]:
+        """Of each container that runs, as `docker stats` has it."""
+        names = {spell.container: spell.name for spell in self.running}
+        command = ("stats", "--no-stream", "--no-trunc", "--format", "{{.ID}} {{.MemUsage}}", *names)
+        lines = [line.split() for line in self.engine.run(*command, seconds=UP_SECONDS).splitlines()]
+        return {names[each[0]]: bytes_of(each[1]) for each in lines}
+
+    def left(self) -> dict[str, list[str]]:
+        """Command lines of processes in the control groups of containers that have ended."""
+        found: dict[str, list[str]] = {}
+        ended = {spell.container: spell.name for spell in self.spells}
+        for container in {spell.container for spell in self.running}:
+            ended.pop(container, None)
+        for process in psutil.process_iter():
+            with suppress(OSError, psutil.Error):
+                groups = Path(f"/proc/{process.pid}/cgroup").read_text()
+                for container in (each for each in ended if each in groups):
+                    found.setdefault(ended[container], []).append(" ".join(process.cmdline()))
+        return found
+
+
+def bytes_of(text: str) -> float:
+    """A size as Docker writes it: `604.4MiB`."""
+    number, unit = re.fullmatch(r"([\d.]+)\s*([kKMGT]?i?B)", text).groups()  # type: ignore[union-attr]
+    power = "BkMGT".index(unit[0].replace("K", "k"))
+    return float(number) * (1024 if "i" in unit else 1000) ** power
+
+
+def directories(pid: int) -> Iterator[str]:
+    """Names of state directories that the peer under this first process holds: it has its own open while it lives."""
+    for process in psutil.Process(pid).children():
+        for descriptor in Path(f"/proc/{process.pid}/fd").iterdir():
+            with suppress(OSError):
+                if found := _HELD.match(os.readlink(descriptor)):
+                    yield found[1]
