@@ -211,6 +211,7 @@ class Cases:
         with self._case("compose down, compose up", TOGETHER_SECONDS, *swarm.names) as case:
             ids, rounds = self._ids(), self._rounds()
             self._tell("end", "compose down", *case.whom)
+            swarm.keep_logs()
             seconds = time.monotonic()
             swarm.down()
             case.figures["down_seconds"] = time.monotonic() - seconds

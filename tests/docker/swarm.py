@@ -113,8 +113,7 @@ class Swarm:
         return began
 
     def down(self) -> None:
-        """Remove the containers and the network; the volumes stay."""
-        self.keep_logs()
+        """Remove the containers, whose logs go with them, and the network; the volumes stay."""
         self.compose("down", "--timeout", str(GRACE_SECONDS), seconds=STOP_SECONDS)
 
     def remove(self) -> None:
