@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from node.tasks.spec import WorkerSpec
-from node.training.cgroup import MemoryGroup, own_group
+from node.training.cgroup import ControlGroup, memory_group
 from node.training.process import WorkerError, WorkerProcess
 from node.training.succession import DEATHS, DEATHS_AN_HOUR, Succession
 from tests.sim import loop as simloop
@@ -35,7 +35,7 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def lives(
-    count: int, seconds: float, useful: bool, group: MemoryGroup | None = None, die: Callable[[], None] = lambda: None
+    count: int, seconds: float, useful: bool, group: ControlGroup | None = None, die: Callable[[], None] = lambda: None
 ) -> None:
     """So many workers live so long each; `die` is what the kernel does then."""
 
@@ -79,7 +79,7 @@ class Kernel:
     """A memory control group of that version, in which the kernel kills."""
 
     def __init__(self, path: Path, version: int) -> None:
-        self.group, self._count = MemoryGroup(path, version), 3
+        self.group, self._count = ControlGroup(path, version), 3
         self._file = path / ("memory.events" if version == 2 else "memory.oom_control")
         (path / ("memory.max" if version == 2 else "memory.limit_in_bytes")).write_text("512000000\n")
         self._tell()
@@ -109,7 +109,7 @@ def test_want_of_memory_is_claimed_only_where_the_kernel_has_killed(
 ) -> None:
     lives(10, 60.0, useful=True, group=Kernel(tmp_path, 2).group)
     assert "memory" not in caplog.text
-    lives(10, 60.0, useful=True, group=MemoryGroup())
+    lives(10, 60.0, useful=True, group=ControlGroup())
     assert caplog.text.count("memory may have run out") == 10 and "probably" not in caplog.text
 
 
@@ -137,4 +137,4 @@ _V2_MOUNT = "31 23 0:28 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw,nsdelegate\n"
 def test_the_own_group_is_found(groups: str, mounts: str, path: str | None, version: int, tmp_path: Path) -> None:
     (tmp_path / "cgroup").write_text(groups)
     (tmp_path / "mountinfo").write_text(mounts)
-    assert own_group(tmp_path) == MemoryGroup(Path(path) if path else None, version)
+    assert memory_group(tmp_path) == ControlGroup(Path(path) if path else None, version)

@@ -1,22 +1,28 @@
-"""What this process's control group says of memory: its limit, and how often the kernel has killed for want of it.
+"""What this process's control groups say: which limits hold, and how often the kernel has killed for want of memory.
 
 Both versions of Linux control groups are read, from inside a container too. What cannot be read is not known.
+
+Source: https://docs.kernel.org/admin-guide/cgroup-v2.html and, for version 1, Documentation/admin-guide/cgroup-v1.
 """
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
-_SELF = Path("/proc/self")
+PROCESS = Path("/proc/self")
+_MAX_FILE_BYTES = 1 << 20
+_MAX_DEPTH = 32
+"""Levels of groups that are looked at, from the process's own upwards."""
+_OCTAL = {"\\040": " ", "\\011": "\t", "\\012": "\n", "\\134": "\\"}
 _UNLIMITED_BYTES = 1 << 60
 """What version 1 shows where there is no limit is more than this."""
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryGroup:
-    """A memory control group.
+class ControlGroup:
+    """A control group.
 
     Attributes:
         path: its directory; None if none is known.
@@ -26,59 +32,80 @@ class MemoryGroup:
     path: Path | None = None
     version: int = 2
 
-    def kills(self) -> int | None:
-        """How many processes of it the kernel has killed for want of memory; None: not known."""
-        name = "memory.events" if self.version == 2 else "memory.oom_control"
-        for line in self._read(name).splitlines():
-            word, _, count = line.partition(" ")
-            if word == "oom_kill" and count.isdigit():
-                return int(count)
-        return None
+    def read(self, name: str) -> str:
+        """One of its files; empty where it cannot be read."""
+        return _text(self.path / name) if self.path else ""
 
-    def limit_bytes(self) -> int | None:
-        """The most memory that its processes may have together; None: no limit, or not known."""
-        text = self._read("memory.max" if self.version == 2 else "memory.limit_in_bytes").strip()
-        return int(text) if text.isdigit() and int(text) < _UNLIMITED_BYTES else None
 
-    def _read(self, name: str) -> str:
-        with suppress(OSError):
-            return (self.path / name).read_text() if self.path else ""
+def groups(controller: str, process: Path = PROCESS) -> Iterator[ControlGroup]:
+    """The groups by which a controller may limit a process: of each hierarchy its own first, then those above it.
+
+    Args:
+        controller: `cpu` or `memory`. Version 1 has a hierarchy for each, and comes first.
+        process: the directory in /proc to read from.
+    """
+    mounts = _text(process / "mountinfo")
+    memberships = [line.split(":", 2) for line in _text(process / "cgroup").splitlines()]
+    for version in (1, 2):
+        for fields in memberships:
+            controllers = fields[1].split(",") if len(fields) == 3 and fields[1] else []
+            if len(fields) == 3 and (controller in controllers if version == 1 else not controllers):
+                for root, point in _mounted(mounts, controller, version):
+                    yield from (ControlGroup(path, version) for path in _upwards(root, point, PurePosixPath(fields[2])))
+                    break
+
+
+def _mounted(mounts: str, controller: str, version: int) -> Iterator[tuple[PurePosixPath, Path]]:
+    """(the part of the hierarchy that is mounted, where): a container sees its own part only."""
+    for line in mounts.splitlines():
+        fields, _, source = line.partition(" - ")
+        place, kind = fields.split(), source.split()
+        if len(place) < 5 or len(kind) < 3:
+            continue
+        if kind[0] == "cgroup2" if version == 2 else kind[0] == "cgroup" and controller in kind[2].split(","):
+            yield PurePosixPath(_plain(place[3])), Path(_plain(place[4]))
+
+
+def _upwards(root: PurePosixPath, point: Path, path: PurePosixPath) -> Iterator[Path]:
+    """A group's directory and those above it, as far as they are mounted."""
+    inside = path.relative_to(root) if path.is_relative_to(root) and ".." not in path.parts else PurePosixPath()
+    levels = [inside, *inside.parents]
+    yield from (point / level for level in levels[:_MAX_DEPTH])
+
+
+def _plain(field: str) -> str:
+    """A path of mountinfo, where some characters are octal."""
+    for octal, character in _OCTAL.items():
+        field = field.replace(octal, character)
+    return field
+
+
+def _text(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return file.read(_MAX_FILE_BYTES).decode(errors="replace")
+    except OSError:
         return ""
 
 
-def own_group(process: Path = _SELF) -> MemoryGroup:
-    """The group of this process; one without a path where there is none, or not on Linux.
-
-    Args:
-        process: the directory in /proc to read from.
-    """
-    try:
-        groups = [line.split(":", 2) for line in (process / "cgroup").read_text().splitlines()]
-        mounts = [line.split() for line in (process / "mountinfo").read_text().splitlines()]
-    except OSError:
-        return MemoryGroup()
-    first = {"memory" in controllers.split(","): path for number, controllers, path in groups if number != "0"}
-    if True in first:
-        return MemoryGroup(_directory(mounts, "cgroup", first[True]), 1)
-    unified = next((path for number, _, path in groups if number == "0"), None)
-    return MemoryGroup(_directory(mounts, "cgroup2", unified)) if unified is not None else MemoryGroup()
+# -- memory -----------------------------------------------------------------------------------------------------------
 
 
-def _directory(mounts: list[list[str]], kind: str, group: str) -> Path | None:
-    """Where that group is mounted; a container sees its own as the root of the mount, whatever the path says.
+def memory_group(process: Path = PROCESS) -> ControlGroup:
+    """The memory group of this process; one without a path where there is none, or not on Linux."""
+    return next(groups("memory", process), ControlGroup())
 
-    Args:
-        mounts: the fields of each line of mountinfo: the fourth is the mount's root, the fifth its place; after a dash
-            come its type, its source and its options.
-    """
-    for fields in mounts:
-        if "-" not in fields[6:]:
-            continue
-        after = fields[fields.index("-", 6) + 1 :]
-        if after[:1] != [kind] or (kind == "cgroup" and "memory" not in after[-1].split(",")):
-            continue
-        root, place = fields[3].rstrip("/"), Path(fields[4])
-        if group.startswith(f"{root}/") and ".." not in group.split("/"):
-            return place / group[len(root) + 1 :]
-        return place
+
+def memory_kills(group: ControlGroup) -> int | None:
+    """How many processes of it the kernel has killed for want of memory; None: not known."""
+    for line in group.read("memory.events" if group.version == 2 else "memory.oom_control").splitlines():
+        word, _, count = line.partition(" ")
+        if word == "oom_kill" and count.isdigit():
+            return int(count)
     return None
+
+
+def memory_limit_bytes(group: ControlGroup) -> int | None:
+    """The most memory that its processes may have together; None: no limit, or not known."""
+    text = group.read("memory.max" if group.version == 2 else "memory.limit_in_bytes").strip()
+    return int(text) if text.isdigit() and int(text) < _UNLIMITED_BYTES else None

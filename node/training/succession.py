@@ -7,7 +7,7 @@ import logging
 from collections import deque
 
 from node.tasks.spec import WorkerSpec
-from node.training.cgroup import MemoryGroup, own_group
+from node.training.cgroup import ControlGroup, memory_group, memory_kills, memory_limit_bytes
 from node.training.process import START_SECONDS, WorkerError, WorkerProcess
 
 log = logging.getLogger(__name__)
@@ -32,15 +32,15 @@ _REMEDY = f"see to what it says or, where it says nothing, to memory; {_AGAIN}"
 class Succession:
     """The workers of one peer, which share one memory."""
 
-    def __init__(self, spec: WorkerSpec, memory: int, group: MemoryGroup | None = None) -> None:
+    def __init__(self, spec: WorkerSpec, memory: int, group: ControlGroup | None = None) -> None:
         """
         Args:
             memory: file descriptor of the vectors (`node.training.shared`).
             group: says whether the kernel has killed for want of memory; this process's own if none is given.
         """
         self._spec, self._memory = spec, memory
-        self._group = own_group() if group is None else group
-        self._kills = self._group.kills()
+        self._group = memory_group() if group is None else group
+        self._kills = memory_kills(self._group)
         self._in_a_row = 0
         self._ends: deque[float] = deque(maxlen=DEATHS_AN_HOUR)
         self._starved: deque[float] = deque(maxlen=MEMORY_DEATHS)
@@ -73,7 +73,7 @@ class Succession:
 
     def explained(self, how: str, is_killed: bool) -> str:
         """How a worker ended, with what is known of memory: only a counter that has risen shows that it ran out."""
-        before, self._kills = self._kills, self._group.kills()
+        before, self._kills = self._kills, memory_kills(self._group)
         if not is_killed:
             return how
         if before is None or self._kills is None:
@@ -86,7 +86,7 @@ class Succession:
     def _why_no_other(self, how: str) -> str:
         """Why there is no point in another, in one line; empty if there is one."""
         if len(self._starved) == MEMORY_DEATHS and self._starved[-1] - self._starved[0] <= MEMORY_SECONDS:
-            limit = self._group.limit_bytes()
+            limit = memory_limit_bytes(self._group)
             allowed = f" of {limit / 1e6:,.0f} MB" if limit else ""
             return (
                 f"memory has probably run out{allowed}: the kernel killed the worker for want of it {MEMORY_DEATHS} "

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from node.peer import NO_WORKER
-from node.training.cgroup import MemoryGroup, own_group
+from node.training.cgroup import ControlGroup, memory_group, memory_kills
 from tests.faults.notes import Notes
 from tests.faults.steps import Step
 from tests.realswarm import RealSwarm, wait
@@ -48,7 +48,7 @@ class Group:
 
     def __init__(self, path: Path, version: int) -> None:
         self.path, self._version = path, version
-        self._memory = MemoryGroup(path, version)
+        self._memory = ControlGroup(path, version)
 
     @property
     def inside(self) -> tuple[str, ...]:
@@ -56,7 +56,7 @@ class Group:
         return ("/bin/sh", "-c", _ENTER, str(self.path))
 
     def kills(self) -> int:
-        return self._memory.kills() or 0
+        return memory_kills(self._memory) or 0
 
     def used_bytes(self) -> int:
         return int((self.path / _USED[self._version]).read_text())
@@ -86,7 +86,7 @@ def group(name: str) -> Group:
     Raises:
         OSError: there can be none; one line says why.
     """
-    own = own_group()
+    own = memory_group()
     version = own.version
     for parent in _parents(own):
         path = parent / f"starling-{uuid.uuid4().hex[:8]}-{name}"
@@ -105,7 +105,7 @@ def group(name: str) -> Group:
     raise OSError(f"no memory limits can be set {where}: run this as root, where memory control groups can be written")
 
 
-def _parents(own: MemoryGroup) -> Iterator[Path]:
+def _parents(own: ControlGroup) -> Iterator[Path]:
     """Where a group may be made: by version 2 not beside processes, so that the root of all is the likelier place."""
     if own.path:
         yield own.path
