@@ -19,6 +19,7 @@ than a few hundredths there is no evidence. Five and a half minutes; on a machin
 from __future__ import annotations
 
 import asyncio
+import math
 import mmap
 import os
 import struct
@@ -46,6 +47,8 @@ from tests.sim.arguments import Parser
 
 LIBGOMP_SPIN = 300_000
 MOST_BUSY = 2
+NOISE = 0.1
+"""Cores that other programs may take before a table is no evidence."""
 _LONE_SECONDS = 2.0
 _START_SECONDS = 120.0
 _BUSY = """
@@ -212,6 +215,10 @@ def _line(setting: Setting, turn: Turn) -> str:
     )
 
 
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else math.nan
+
+
 def _summary(settings: Sequence[Setting], turns: dict[Setting, list[Turn]]) -> None:
     """A table of medians, and what is asked of the defaults."""
     print("\n| median of turns | alone | beside one | beside two | first seconds | one keeps | two keep |")
@@ -225,8 +232,10 @@ def _summary(settings: Sequence[Setting], turns: dict[Setting, list[Turn]]) -> N
         print(f"| {setting.name} | {speeds} | {kept} |")
     before, now = settings[:2]
     kept_one = median(turn.kept(1) for turn in turns[now])
-    print(f"\nalone: {middle[now][0] / middle[before][0]:.0%} of before (95 % is asked)")
-    print(f"beside one: {middle[now][1] / middle[now][0]:.0%} of alone (45 %); it keeps {kept_one:.0%} (90 %)")
+    print(f"\nalone: {_share(middle[now][0], middle[before][0]):.0%} of before (95 % is asked)")
+    print(f"beside one: {_share(middle[now][1], middle[now][0]):.0%} of alone (45 %); it keeps {kept_one:.0%} (90 %)")
+    if (worst := max(each.others for all_of in turns.values() for turn in all_of for each in turn.windows)) > NOISE:
+        print(f"no evidence: other programs took up to {worst:.2f} cores meanwhile")
 
 
 async def main(arguments: Sequence[str]) -> int:
