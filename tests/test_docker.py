@@ -7,7 +7,7 @@ import time
 
 from tests.docker.cases import Struck
 from tests.docker.image import HOUSE
-from tests.docker.swarm import bytes_of
+from tests.docker.lives import bytes_of
 from tests.docker.verdict import forks, table
 from tests.faults.play import Limits, Play
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,9 +20,9 @@ from typing import Any
 import psutil
 
 from node.identity import peer_id_of
-from tests.checkers import Report
 from tests.docker.engine import Engine
 from tests.docker.image import HOUSE
+from tests.docker.lives import Peer, Spell, bytes_of, directories
 from tests.faults.play import Life
 from tests.history import History
 from tests.realswarm import wait
@@ -33,43 +32,6 @@ POLL_SECONDS = 0.25
 UP_SECONDS, STOP_SECONDS, IDENTITY_SECONDS = 120.0, 60.0, 60.0
 GRACE_SECONDS = 20
 _KEY_BYTES = 32
-_HELD = re.compile(r"/state/starling/(peer-\d+)(/|$)")
-
-
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """An identity: a directory in a volume, whichever container holds it."""
-
-    name: str
-    id: str
-    directory: Path
-    history: History
-
-    def reports(self) -> list[Report]:
-        return self.history.reports()
-
-    @property
-    def incarnation(self) -> int:
-        """How often it was started."""
-        return int((self.directory / "incarnation").read_text())
-
-
-@dataclass(slots=True)
-class Spell:
-    """A container from a start to its end.
-
-    Attributes:
-        name: of the peer that it was; empty as long as that is not known.
-        expected: the exit code that it should end with; minus a signal.
-        ended, code: None while it runs.
-    """
-
-    container: str
-    began: float
-    name: str = ""
-    expected: int = 0
-    ended: float | None = None
-    code: int = 0
 
 
 @dataclass(slots=True)
@@ -321,19 +283,3 @@ class Swarm:
                 for container in (each for each in ended if each in groups):
                     found.setdefault(ended[container], []).append(" ".join(process.cmdline()))
         return found
-
-
-def bytes_of(text: str) -> float:
-    """A size as Docker writes it: `604.4MiB`."""
-    number, unit = re.fullmatch(r"([\d.]+)\s*([kKMGT]?i?B)", text).groups()  # type: ignore[union-attr]
-    power = "BkMGT".index(unit[0].replace("K", "k"))
-    return float(number) * (1024 if "i" in unit else 1000) ** power
-
-
-def directories(pid: int) -> Iterator[str]:
-    """Names of state directories that the peer under this first process holds: it has its own open while it lives."""
-    for process in psutil.Process(pid).children():
-        for descriptor in Path(f"/proc/{process.pid}/fd").iterdir():
-            with suppress(OSError):
-                if found := _HELD.match(os.readlink(descriptor)):
-                    yield found[1]
