@@ -115,17 +115,21 @@ class RoundReport:
 def tokens_counted(reports: Iterable[RoundReport]) -> dict[bytes, int]:
     """Lineage -> tokens of a peer's work in the round that led to it.
 
+    Work of several rounds is counted together where the ones before were skipped or undecided.
+
     Args:
         reports: of one peer, oldest first; former lives' among them.
     """
     counted: dict[bytes, int] = {}
-    tokens = 0
+    tokens, life = 0, ("", -1)
     for each in reports:
+        if (each.peer, each.incarnation) != life:
+            tokens, life = 0, (each.peer, each.incarnation)
         tokens += each.tokens
         if each.outcome in ("committed", "alone", "fork") and each.peer in each.peers:
-            counted[bytes.fromhex(each.lineage)], tokens = tokens, 0
-        elif each.outcome == "superseded":
-            tokens = 0  # what was trained since the anchor is dropped
+            counted[bytes.fromhex(each.lineage)] = tokens
+        if each.outcome in ("committed", "alone", "superseded") or each.peers:
+            tokens = 0  # spent, or dropped with the anchor that it was measured from
     return counted
 
 

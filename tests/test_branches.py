@@ -219,12 +219,13 @@ FIVE = tuple(Member(f"m{number}", 1) for number in range(5))
 BACK = tuple(replace(member, incarnation=2) for member in FIVE)
 
 
-def shrunk(*rosters: tuple[Member, ...]) -> Head:
-    """The head after rounds that led from the first of these rosters to the last."""
-    head = replace(start(), roster=rosters[0])
-    for roster in rosters[1:]:
-        head = decided(head, roster=roster, voters=head.roster).head
-    return head
+def shrinking(*rosters: tuple[Member, ...]) -> list[Link]:
+    """Rounds that lead from the first of these rosters to the last."""
+    links: list[Link] = []
+    for before, roster in itertools.pairwise(rosters):
+        head = links[-1].head if links else genesis(RUN, "run", before)
+        links.append(decided(head, roster=roster, voters=before))
+    return links
 
 
 @pytest.mark.parametrize(
@@ -245,7 +246,7 @@ def shrunk(*rosters: tuple[Member, ...]) -> Head:
 def test_most_of_a_roster_that_has_shrunk_may_fork(
     rosters: tuple[tuple[Member, ...], ...], back: tuple[Member, ...], may: bool
 ) -> None:
-    head = shrunk(*rosters)
+    head = shrinking(*rosters)[-1].head
     poll = Poll(head.key, head.roster, SimSigner("m0", SEED), former=head.former)
     assert poll.may_fork(back) == may
     assert not Poll(head.key, head.roster, SimSigner("m0", SEED), fork_peers=0, former=head.former).may_fork(back)
@@ -254,12 +255,26 @@ def test_most_of_a_roster_that_has_shrunk_may_fork(
         assert rules().judge(head, forked(head, *back).certificate).head.roster == back
 
 
-def test_a_fork_of_former_members_wins_over_the_few_they_replace() -> None:
-    head = shrunk(FIVE, FIVE[2:], FIVE[4:])
-    few, more = forked(head, *BACK[2:4]), forked(head, *BACK[:3])
-    alone, heir = decided(head, roster=FIVE[4:], voters=FIVE[4:]), forked(head, BACK[4])
-    order = [more, few, alone, heir]
-    assert sorted(order[::-1], key=lambda link: rules()._rank(head, link)) == order
+def test_of_former_members_and_others_the_larger_branch_wins() -> None:
+    """Whoever looks, and however long they are; of two equal ones, not that of the former members."""
+    before = shrinking(FIVE, FIVE[2:], FIVE[4:])
+    head = before[-1].head
+    two, three, heir = [forked(head, *BACK[2:4])], [forked(head, *BACK[:3])], [forked(head, BACK[4])]
+    alone = line(head, 5, voters=FIVE[4:])
+    grown = [*alone, decided(alone[-1].head, roster=(FIVE[4], *ROSTER[:2]), voters=FIVE[4:])]
+    grown += line(grown[-1].head, 2)
+    for order in ([three, two, alone, heir], [grown, three, two, heir]):
+        for better, worse in itertools.combinations(order, 2):
+            for kept, shown in ((better, worse), (worse, better)):
+                chain = Chain(RUN, "run", FIVE)
+                chain.switch(chain.head.key.lineage, [*before, *kept])
+                branch = rules().beating(chain, head.key.lineage, shown)
+                assert (branch is not None) == (shown is better)
+            both = Branch(head, better), Branch(head, worse)
+            assert rules().better(*both) is rules().better(*both[::-1]) is both[0]
+    chain = Chain(RUN, "run", FIVE)
+    chain.switch(chain.head.key.lineage, [*before, *three])
+    assert rules().depends_on_growth(chain, head.key.lineage, grown[:3]), "its growth is still to come"
 
 
 def test_a_tie_goes_to_the_lower_hash() -> None:

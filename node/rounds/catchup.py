@@ -22,6 +22,9 @@ from protocols.tasks import together
 
 log = logging.getLogger(__name__)
 
+VOUCHED_SECONDS = 30.0
+"""For a state that records vouch for, where former members have a later one."""
+
 
 @dataclass(frozen=True, slots=True)
 class Reached:
@@ -73,10 +76,12 @@ class CatchUp:
         if line := supply.pursuit.begins(loop.time(), goal, supply.fetching.fetched_bytes, supply.mean_bytes):
             supply.on_slow(line)
         try:
+            last_resort = bool(supply.former_donors(self.chain.head))
             for way in (*(way for _, way in sorted(ways, key=lambda each: each[0])), self._from_former):
-                try:
-                    reached = await way()
-                except Unavailable as error:
+                try:  # where there is another way, one that leads nowhere may not take the time of all
+                    async with asyncio.timeout(VOUCHED_SECONDS if last_resort and way != self._from_former else None):
+                        reached = await way()
+                except (Unavailable, TimeoutError) as error:
                     log.info("the state before round %d is not reached: %s", goal + 1, error)
                     continue
                 supply.pursuit.ends(loop.time())
@@ -112,7 +117,7 @@ class CatchUp:
     async def _from_former(self) -> Reached:
         """The last resort: see `Supply.from_former`."""
         self.supply.fetching.begin(0, self.supply.mean_bytes)
-        snapshot = await self.supply.from_former(self.chain, self.deadline)
+        snapshot = await self.supply.from_former(self.chain, self._until())
         return Reached(await self._copy(snapshot), 0, True, snapshot)
 
     async def _copy(self, source: OuterState | Snapshot) -> OuterState:

@@ -12,6 +12,7 @@ import logging
 import os
 from collections import deque
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from node.report import RoundReport, Totals
@@ -74,8 +75,10 @@ class Journal:
                 tail = _tail(path, _RECENT_BYTES - len(tail)) + tail
         found: list[RoundReport] = []
         for line in tail.splitlines():
-            with suppress(ValueError):
-                found.append(RoundReport.from_json(line))
+            with suppress(ValueError, TypeError):
+                report = RoundReport.from_json(line)
+                bytes.fromhex(report.lineage)  # a disk may have changed a letter
+                found.append(replace(report, tokens=int(report.tokens)))
         return found
 
     def _append(self, line: bytes) -> None:

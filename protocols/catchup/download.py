@@ -13,7 +13,6 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -34,7 +33,6 @@ from protocols.catchup.progress import Fetching
 from protocols.catchup.requests import SYNC, Busy, WantChunk, WantSnapshot
 from protocols.catchup.requests import Index as Shown
 from protocols.catchup.snapshot import Index, Snapshot, Snapshots
-from protocols.history.links import UNSETTLED
 from protocols.post import Ledger
 from protocols.tasks import Bell, together, within
 
@@ -83,7 +81,7 @@ class Download:
         Args:
             snapshots: makes room for it.
             fetching: is told how far it is.
-            at: its state root as certificates have it; unsettled, where the first donor's word has to do.
+            at: its state root as certificates have it, or as most donors say.
             elements: of the parameters, n.
         """
         self.at, self.bytes_received = at, 0
@@ -193,19 +191,10 @@ class Download:
         Returns:
             Seconds to wait, if it is busy.
         """
-        async with within(CHUNK_SECONDS, stream.peer, "it shows an index"):
-            await stream.send(WantSnapshot(self.at.key.lineage))
-            answer = await stream.receive(_LIMIT)
-            if isinstance(answer, Busy):
-                return min(max(PAUSE_SECONDS, answer.seconds), BUSY_LIMIT_SECONDS)
-            if isinstance(answer, wire.Having) and not answer.here:
-                raise Unavailable("the snapshot has made room for a later one")
-            shown = wire.expect(answer, Shown)
-            if shown.elements != self._elements:
-                raise BadPayload(f"a snapshot of {shown.elements} elements where the run has {self._elements}")
-            data = bytearray(Index.packed_bytes(shown.elements))
-            await stream.receive_into(memoryview(data))
-        await self._check(Index.unpack(shown.elements, bytes(data)))
+        index = await shown_index(stream, self.at.key.lineage, self._elements)
+        if isinstance(index, Busy):
+            return min(max(PAUSE_SECONDS, index.seconds), BUSY_LIMIT_SECONDS)
+        await self._check(index)
         self._fetching.donors += 1
         try:
             await self._chunks(stream, pace)
@@ -218,9 +207,7 @@ class Download:
     async def _check(self, index: Index) -> None:
         at = self.at
         root = await self._host.compute.run(lambda: index.state_root(at.key.round), 32 * len(index.digests))
-        if self.at.state_root == UNSETTLED:
-            self.at = replace(at, state_root=root)
-        if root != self.at.state_root:
+        if root != at.state_root:
             raise BadPayload("an index that does not make the state root")
         async with self._beginning:  # others bring the same index
             if self._snapshot is None:
@@ -322,6 +309,29 @@ class Download:
         except OSError as error:
             log.warning("there is nowhere to put the state that is fetched: %s", error.strerror or error)
             raise Unavailable("there is nowhere to put a snapshot") from error
+
+
+async def shown_index(stream: Stream, lineage: bytes, elements: int) -> Index | Busy:
+    """Ask a donor for the snapshot at a lineage; its index, or how long it sends us away.
+
+    Raises:
+        Unavailable: it does not have that snapshot.
+        BadPayload: what it shows is none, or of another model.
+        PeerSilent: it showed none in time.
+    """
+    async with within(CHUNK_SECONDS, stream.peer, "it shows an index"):
+        await stream.send(WantSnapshot(lineage))
+        answer = await stream.receive(_LIMIT)
+        if isinstance(answer, Busy):
+            return answer
+        if isinstance(answer, wire.Having) and not answer.here:
+            raise Unavailable("the snapshot has made room for a later one")
+        shown = wire.expect(answer, Shown)
+        if shown.elements != elements:
+            raise BadPayload(f"a snapshot of {shown.elements} elements where the run has {elements}")
+        data = bytearray(Index.packed_bytes(shown.elements))
+        await stream.receive_into(memoryview(data))
+    return Index.unpack(shown.elements, bytes(data))
 
 
 def _holds(snapshot: Snapshot, index: int) -> bool:

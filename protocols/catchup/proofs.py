@@ -136,6 +136,9 @@ class Proofs:
             return None
         return self._rules.beating(self._chain, way.links.start.key.lineage, way.links, stranded)
 
+    def _may_grow(self, links: Links) -> bool:
+        return self._rules.depends_on_growth(self._chain, links.start.key.lineage, links)
+
     async def _leg(self, stream: Stream, way: _Way, stranded: bool) -> bool:
         """Follow it for as long as one stream lasts; returns whether it goes on.
 
@@ -146,7 +149,7 @@ class Proofs:
             raise BadPayload(f"does not prove the head at round {way.shown.round} that it shows: no run lasts so long")
         for _ in range(MAX_PIECES):
             more = await self._piece(stream, way)
-            if way.links and not self._beating(way, stranded):
+            if way.links and not self._beating(way, stranded) and not self._may_grow(way.links):
                 return False  # it has lost, or may not be followed, however it goes on
             if not more and (way.end is None or way.end.key.round < way.shown.round):
                 raise BadPayload(f"does not prove the head at round {way.shown.round} that it shows")

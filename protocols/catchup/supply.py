@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
-from protocols.base import Deadline, Head, Host, PeerId, Settings, Vector
+from protocols.base import Deadline, Head, Host, PeerError, PeerId, Settings, Vector
 from protocols.catchup.contacts import Contacts
-from protocols.catchup.download import Download, Unavailable
+from protocols.catchup.download import Download, Unavailable, shown_index
 from protocols.catchup.progress import Fetching, Pursuit
 from protocols.catchup.replay import Replay
-from protocols.catchup.snapshot import Snapshot, Snapshots
+from protocols.catchup.requests import SYNC
+from protocols.catchup.snapshot import Index, Snapshot, Snapshots
 from protocols.codec import codec
 from protocols.history.chain import UNSETTLED, Chain, Link
 from protocols.post import Ledger
 from protocols.reducing.parts import HeldPart
 from protocols.rounds.shelf import Shelf
+from protocols.tasks import together
+
+INDEX_SECONDS = 10.0
+"""Former members have so long to show which state they hold."""
+MAX_FAILED = 16
 
 
 class Supply:
@@ -41,6 +48,7 @@ class Supply:
         self._replay = Replay(host, ledger, codec(settings.codec), settings.chunk_elements, shelf, self.fetching)
         self._begun: Download | None = None
         self._downloaded_bytes = 0
+        self._failed: set[bytes] = set()  # roots that no former member brought a state of
 
     # -- means --------------------------------------------------------------------------------------------------------
 
@@ -52,6 +60,8 @@ class Supply:
         """
         voters = [vote.voter.peer for vote in link.certificate.votes]  # each of them held all parts when it voted
         sources = self._contacts.others(voters, self._contacts.everybody())
+        live = {member.peer for member in self._host.members.live()}
+        sources = [peer for peer in sources if peer in live] or sources  # who is silent would take its time
         return await self._replay.parts(link.record, self._elements, sources, deadline)
 
     async def decode(self, parts: Sequence[HeldPart], into: Vector) -> None:
@@ -122,18 +132,40 @@ class Supply:
         Raises:
             Unavailable: we are neither of them, a member of the roster is here, or nobody brings it.
         """
-        donors = self._former_donors(chain.head)
-        if not donors:
+        donors = self.former_donors(chain.head)
+        roots = await self._roots(chain.head, donors, min(deadline, _now() + INDEX_SECONDS))
+        if not roots:
             raise Unavailable("nobody here who was a member has the state at the head of the chain")
-        head = replace(chain.head, state_root=UNSETTLED)
+        # Whoever asks these donors takes the same state, also where one of them is wrong: else nobody agrees on a FORK.
+        root = min(roots, key=lambda root: (root in self._failed, -len(roots[root]), root))
+        head = replace(chain.head, state_root=root)
         download = Download(self._host, self._ledger, self._snapshots, self.fetching, head, self._elements)
         try:
-            return await download.run(lambda: donors, deadline)
+            return await download.run(lambda: roots[root], deadline)
+        except Unavailable:
+            self._failed = {*self._failed, root} if len(self._failed) < MAX_FAILED else {root}
+            raise
         finally:
             self._downloaded_bytes += download.bytes_received
 
-    def _former_donors(self, head: Head) -> list[PeerId]:
-        """Of the latest roster that has one: who left last is nearest to what the last members did."""
+    async def _roots(self, head: Head, donors: Sequence[PeerId], deadline: Deadline) -> dict[bytes, list[PeerId]]:
+        """State roots that these show for the head of the chain, and who shows them."""
+        found: dict[bytes, list[PeerId]] = {}
+
+        async def one(donor: PeerId) -> None:
+            with suppress(PeerError, Unavailable):
+                async with self._host.transport.open(donor, SYNC, deadline) as stream, self._ledger.counting(stream):
+                    index = await shown_index(stream, head.key.lineage, self._elements)
+                if isinstance(index, Index):
+                    found.setdefault(index.state_root(head.key.round), []).append(donor)
+
+        async with together() as group:
+            for donor in donors:
+                group.create_task(one(donor))
+        return found
+
+    def former_donors(self, head: Head) -> list[PeerId]:
+        """Whom to ask for a state that no record vouches for, of the latest roster that has one: see `from_former`."""
         live = self._host.members.live()
         rosters = [{member.peer for member in each} for each in (head.roster, *head.former)]
         if not set(head.roster).isdisjoint(live) or not any(self._host.me in each for each in rosters):

@@ -6,8 +6,9 @@ and a FORK as its own roster, whatever votes a certificate happens to hold: two 
 same records must come to the same answer. A FORK of heirs (`protocols.vote.poll`) counts as its roster, too, may be
 larger than a quorum, and loses to what a quorum decided all the same. A longer branch wins over its own beginning.
 
-A FORK of former members outnumbers the whole roster that it replaces, and wins over what that roster decided: one peer
-that left last, and comes back, does not undo what all the others have trained since.
+A FORK of former members outnumbers the whole roster that it replaces. Beside another child, the branch wins that came
+to the larger roster, and the other child's of two equal ones. So one peer that left last, and comes back, does not undo
+what all the others have trained since; nor do a few that start far from the others undo what has grown without them.
 
 One thing has to be kept from who has no child yet where a branch goes on with a FORK: any single member can make one.
 While those whom the fork leaves out are enough to decide, it does not win over their waiting for each other; it does
@@ -103,8 +104,10 @@ class Rules:
         if head is None or shared == len(links):
             return None
         ours, first = chain.child(head.key.lineage), links[shared]
-        if ours and self._rank(head, ours) < self._rank(head, first):
-            return None
+        if ours:
+            sizes = _largest(links, shared), chain.largest(head.key.lineage)
+            if not self._wins(head, (first, ours), sizes):
+                return None
         own = 1 if ours or stranded else 0  # where we hold another child, or have waited in vain, a FORK is not hasty
         end = self._first_hasty(head, links, shared, shared + own)
         if end == shared:
@@ -121,18 +124,30 @@ class Rules:
         parted = bisect_left(both, True, key=lambda place: mine[place].lineage != others[place].lineage)
         if parted < len(both):
             head = mine[parted - 1].head if parted else first.ancestor
-            return first if self._rank(head, mine[parted]) < self._rank(head, others[parted]) else second
+            sizes = _largest(mine, parted), _largest(others, parted)
+            return first if self._wins(head, (mine[parted], others[parted]), sizes) else second
         return max(first, second, key=lambda branch: len(branch.links))
 
-    def _rank(self, head: Head, child: Link) -> tuple[int, int, bytes]:
-        """The lower wins. A FORK of members or heirs loses to what a quorum decided, one of former members does not. Of
-        two FORKs the larger wins, of two equal ones that of members."""
-        record, members = child.record, set(head.roster)
-        if record.kind != Kind.FORK:
-            return -1 - len(members), 0, child.lineage
-        if not {each.peer for each in record.roster} <= {each.peer for each in members}:
-            return -1 - len(record.roster), 0, child.lineage  # there are more of them than members: see `Poll.may_fork`
-        return -len(record.roster), int(not set(record.roster) <= members), child.lineage
+    def depends_on_growth(self, chain: Chain, ancestor: bytes, links: Sequence[Link]) -> bool:
+        """Whether these rounds, which do not beat the chain, may do so with those that follow them."""
+        shared = bisect_left(range(len(links)), True, key=lambda place: links[place].lineage not in chain)
+        head = chain.at(links[shared - 1].lineage if shared else ancestor)
+        ours = chain.child(head.key.lineage) if head else None
+        if head is None or ours is None or shared == len(links):
+            return False
+        return _of_former(head, ours) != _of_former(head, links[shared])
+
+    def _wins(self, head: Head, children: tuple[Link, Link], sizes: tuple[int, int]) -> bool:
+        """Whether the first of two children of a head is to be followed.
+
+        Args:
+            sizes: members of the largest roster that the branch of each came to.
+        """
+        former = tuple(_of_former(head, child) for child in children)
+        if former[0] == former[1]:
+            return _rank(head, children[0]) < _rank(head, children[1])
+        one, other = (size if fork else max(size, len(head.roster)) for fork, size in zip(former, sizes, strict=True))
+        return one > other if former[0] else one >= other
 
     def _first_hasty(self, head: Head, links: Sequence[Link], start: int, since: int) -> int:
         """The place of the first FORK, from `since` on, that we need not follow yet; `head` is what `start` follows."""
@@ -151,6 +166,28 @@ class Rules:
 
     def _poll(self, head: Head) -> Poll:
         return Poll(head.key, head.roster, self.signer, self.quorum, self.fork_peers, head.former)
+
+
+def _rank(head: Head, child: Link) -> tuple[int, int, bytes]:
+    """The lower wins. A FORK loses to any other child; of two, the larger, of two equal ones that of members."""
+    record = child.record
+    if record.kind != Kind.FORK:
+        return -1 - len(head.roster), 0, child.lineage
+    return -len(record.roster), int(not set(record.roster) <= set(head.roster)), child.lineage
+
+
+def _of_former(head: Head, child: Link) -> bool:
+    """Whether it is a FORK of former members: not of members and heirs alone."""
+    peers = {member.peer for member in head.roster}
+    record = child.record
+    return record.kind == Kind.FORK and any(member.peer not in peers for member in record.roster)
+
+
+def _largest(links: Sequence[Link], start: int) -> int:
+    """Members of the largest roster that these rounds, from a place on, led to."""
+    if isinstance(links, Links):
+        return links.largest(start, len(links))
+    return max(len(link.head.roster) for link in links[start:])
 
 
 def _forks(links: Sequence[Link]) -> Iterable[int]:

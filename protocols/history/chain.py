@@ -213,6 +213,15 @@ class Chain:
         """The first lineage of another peer's locator that is on this chain."""
         return next((lineage for lineage in locator if lineage in self), None)
 
+    def largest(self, lineage: bytes) -> int:
+        """Members of the largest roster that there was after this lineage; 0 where it is not on this chain."""
+        place = self._place(lineage)
+        if place is None:
+            return 0
+        trunk = self._trunk.largest(place, self._shared) if place < self._shared else 0
+        own = self._own.largest(max(0, place - self._shared), len(self._own)) if self._own else 0
+        return max(trunk, own)
+
     def members(self, limit: int) -> tuple[Member, ...]:
         """Who was in a roster, the latest first, one life of each peer, at most `limit`; not of all times, of a chain
         whose roster changed more than a thousand times."""

@@ -214,6 +214,12 @@ class Links(Sequence[Link]):
         """Those of the heads up to a place, the latest first, each that differs from the one after it."""
         return (each.members for each in reversed(self._rosters) if each.since <= place)
 
+    def largest(self, place: int, stop: int) -> int:
+        """Members of the largest roster of the heads after one place, up to another."""
+        first = max(1, bisect_right(self._rosters, place + 1, key=lambda each: each.since))
+        last = bisect_right(self._rosters, stop, key=lambda each: each.since)
+        return max((len(each.members) for each in self._rosters[first - 1 : last]), default=0)
+
     @overload
     def __getitem__(self, place: int) -> Link: ...
 

@@ -86,8 +86,6 @@ class Poll:
         self._signed = b"starling accept" + body(key)
         self._order = records.coordinators(key.lineage, self.roster)
         self._lives = {member.peer: member.incarnation for member in self.roster}
-        gone = {each for some in former for each in some if each.peer not in self._lives}
-        self._former_order = records.coordinators(key.lineage, sorted(gone))
         self._votes: dict[tuple[int, bytes], dict[Member, bytes]] = {}
 
     def counts(self, member: Member) -> bool:
@@ -113,8 +111,11 @@ class Poll:
 
     def owns(self, ballot: int, peer: PeerId) -> bool:
         """Whether a ballot is this peer's: the roster's, or one in which former members fork."""
-        former = self._former_order
-        return peer == self.coordinator(ballot) or bool(former and peer == former[ballot % len(former)])
+        if peer == self.coordinator(ballot) or peer in self._lives:
+            return peer == self.coordinator(ballot)
+        former = records.coordinators(self.key.lineage, sorted({each for some in self._former for each in some}))
+        gone = [each for each in dict.fromkeys(former) if each not in self._lives]
+        return bool(gone) and peer == gone[ballot % len(gone)]
 
     def first(self, members: Sequence[Member]) -> PeerId:
         """Who coordinates the fork of these members."""
