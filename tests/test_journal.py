@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from node.report import RoundReport
+from node.report import RoundReport, tokens_counted
 from node.status import to_json
 from node.storage.journal import AT_ONCE, Journal
 from node.storage.turning import KEEP_FILES
@@ -139,3 +139,28 @@ def test_the_history_does_not_grow_for_ever(tmp_path: Path, monkeypatch: pytest.
     kept = [line["round"] for name in names for line in lines(tmp_path / name)]
     assert kept == list(range(30 - len(kept), 30)) and len(kept) > 3 * KEEP_FILES
     assert journal.totals.tokens == 3000
+
+
+def test_recent_reports_leave_out_what_a_disk_has_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "rounds.jsonl"
+    good = replace(REPORT, lineage="b0")
+    for _ in range(3):
+        Journal(path).write(good)
+    whole = path.read_bytes().splitlines()
+    damaged = [whole[0].replace(b'"b0"', b'"z0"'), whole[1].replace(b'"tokens":100', b'"tokens":null'), b"{", whole[2]]
+    assert damaged[0] != whole[0] and damaged[1] != whole[1]
+    path.write_bytes(b"\n".join(damaged) + b"\n")
+    assert len(Journal(path).recent()) == 1
+
+
+def test_tokens_are_counted_by_the_round_that_took_them() -> None:
+    """Those of rounds without a decision with the next; what was dropped, or trained in a life before, with none."""
+    rounds: list[tuple[str, tuple[str, ...], int, int]] = [
+        ("committed", ("p",), 50, 1), ("skipped", (), 50, 1), ("committed", ("p",), 50, 1), ("committed", ("q",), 50, 1),
+        ("committed", ("p",), 50, 1), ("undecided", (), 50, 1), ("fork", (), 50, 2), ("alone", ("p",), 50, 2),
+    ]  # fmt: skip
+    told = [
+        replace(REPORT, outcome=outcome, peers=peers, tokens=tokens, incarnation=life, lineage=f"{number:02x}")
+        for number, (outcome, peers, tokens, life) in enumerate(rounds)
+    ]
+    assert tokens_counted(told) == {b"\x00": 50, b"\x02": 100, b"\x04": 50, b"\x07": 100}

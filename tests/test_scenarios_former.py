@@ -81,6 +81,48 @@ def test_former_members_wait_for_a_member_in_a_long_round() -> None:
     stage.play(story)
 
 
+def test_former_members_reach_the_head_past_silent_hosts() -> None:
+    """Of seven, the last three do not even refuse: those who were told to ask them first lose no time by it."""
+    stage = Leaving(LongRounds(7, pace_seconds=PACE_SECONDS))
+
+    async def story() -> None:
+        await stage.rounds(2)
+        await stage.leave_in_turn(stage.peers, 0.5)
+        stage.cut(stage.peers[:4], stage.peers[4:])
+        for peer in stage.peers[:4]:
+            stage.revive(peer)
+        await asyncio.sleep(0.0)
+        await stage.until(stage.whole, AGAIN_SECONDS, "a roster of four")
+
+    stage.play(story)
+
+
+def test_a_fork_from_a_small_roster_does_not_undo_a_grown_swarm() -> None:
+    """Two of three leave; the third is joined by others. The two fork where they cannot reach them, and follow then."""
+    stage = Leaving(LongRounds(5, founders=3, pace_seconds=PACE_SECONDS))
+
+    async def story() -> None:
+        await stage.rounds(2)
+        await stage.leave_in_turn(["p0", "p1"])
+        for peer in ("p3", "p4"):
+            stage.begin(peer)
+        await asyncio.sleep(0.0)
+        await stage.until(stage.whole, AGAIN_SECONDS, "a roster with the newcomers")
+        swarm = stage.alive()
+        await stage.rounds(3)
+        stage.cut(["p0", "p1"], swarm)
+        for peer in ("p0", "p1"):
+            stage.revive(peer)
+        await asyncio.sleep(0.0)
+        await stage.until(lambda: bool(stage.forks("p0")), 120.0, "a fork of the two")
+        kept = stage.head("p2").key.lineage
+        stage.heal(["p0", "p1"], swarm)
+        await stage.until(stage.whole, AGAIN_SECONDS, "a roster of all")
+        assert all(kept in stage.chain(peer) and not stage.forks(peer) for peer in stage.peers)
+
+    stage.play(story)
+
+
 def test_a_crash_on_the_way_costs_no_branch() -> None:
     """Every hundredth message; `python -m tests.sim.leaving` plays them all."""
     calm = Play(3)
