@@ -156,8 +156,9 @@ def test_recent_reports_leave_out_what_a_disk_has_damaged(tmp_path: Path) -> Non
 def test_tokens_are_counted_by_the_round_that_took_them() -> None:
     """Those of rounds without a decision with the next; what was dropped, or trained in a life before, with none."""
     rounds: list[tuple[str, tuple[str, ...], int, int]] = [
-        ("committed", ("p",), 50, 1), ("skipped", (), 50, 1), ("committed", ("p",), 50, 1), ("committed", ("q",), 50, 1),
-        ("committed", ("p",), 50, 1), ("undecided", (), 50, 1), ("fork", (), 50, 2), ("alone", ("p",), 50, 2),
+        ("committed", ("p",), 50, 1), ("skipped", (), 50, 1), ("committed", ("p",), 50, 1),
+        ("committed", ("q",), 50, 1), ("committed", ("p",), 50, 1), ("undecided", (), 50, 1),
+        ("fork", (), 50, 2), ("alone", ("p",), 50, 2),
     ]  # fmt: skip
     told = [
         replace(REPORT, outcome=outcome, peers=peers, tokens=tokens, incarnation=life, lineage=f"{number:02x}")
