@@ -34,23 +34,23 @@ from node import identity
 from node.clock import WallClock
 from node.compute import ThreadCompute
 from node.network.libp2p import LibP2PConfig, LibP2PTransport
-from protocols import PROTOCOLS, wire
+from protocols import REPLICATED_PROTOCOLS, wire
 from protocols.base import (
     CHUNK_BYTES,
     Deadline,
     Host,
+    LocalProgress,
     Member,
     Outcome,
     PeerId,
     Settings,
     Stream,
     Vector,
-    Work,
 )
 from protocols.codec import codec
-from protocols.fixed import FixedMembers
+from protocols.fixed import StaticMembers
 from protocols.history.chain import Chain
-from protocols.tasks import alongside
+from protocols.tasks import run_with_helper
 from protocols.vectors import norm
 
 RUN = hashlib.sha256(b"benchmarks.averaging").digest()
@@ -177,14 +177,14 @@ class Peer:
         host = Host(
             transport=self.transport,
             directory=NoDirectory(),
-            members=FixedMembers(roster),
+            members=StaticMembers(roster),
             compute=self._compute,
             clock=WallClock(),
             signer=self._key,
             seed=self.setup.seed,
         )
         settings = Settings(self.setup.codec, (self.setup.elements,), bandwidth=self.setup.bandwidth)
-        self._averager = PROTOCOLS["butterfly"](host, settings)
+        self._averager = REPLICATED_PROTOCOLS["butterfly"](host, settings)
         return {}
 
     async def make(self, round: int) -> dict[str, Any]:
@@ -217,16 +217,18 @@ class Peer:
         await stream.send(wire.Chunk(0, 0))
 
     async def average(self, round: int, mark: float | None = None) -> dict[str, Any]:
-        work = Work(tokens=self.setup.tokens(self.setup.rank), loss=0.0, seconds=1.0, norm=self._norm, complete=True)
+        work = LocalProgress(
+            tokens=self.setup.tokens(self.setup.rank), loss=0.0, seconds=1.0, norm=self._norm, complete=True
+        )
         deadline = asyncio.get_running_loop().time() + self.setup.deadline_seconds
         lag = Lag()
         async with self._averager.enter(self._chain.head, deadline) as session:
-            session.ready(work)
+            session.offer(work)
             await session.cut.wait()
             say(event="cut")
             async with lag.watched(), self._marking(mark):
                 began = time.monotonic()
-                mean = await session.mean([self._mine], work, [self._into])
+                mean = await session.average([self._mine], work, [self._into])
                 ended = time.monotonic()
         if mean.outcome in (Outcome.COMMITTED, Outcome.SKIPPED):
             self._chain.extend(mean.certificate)
@@ -295,7 +297,7 @@ async def main(setup: Setup) -> None:
         peer = Peer(setup, transport, compute, key)
         say(event="up", peer=transport.me, address=transport.addresses[0], pid=os.getpid(), daemon=transport.daemon_pid)
         commands: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        await alongside(listen(commands), peer.obey(commands))
+        await run_with_helper(listen(commands), peer.obey(commands))
 
 
 if __name__ == "__main__":

@@ -36,8 +36,8 @@ from node.outer import OuterSGD
 from node.tasks.base import Recipe
 from node.tasks.gpt import DEFAULT_PRESET, GptTask, preset
 from node.tasks.text import Text, load
-from node.training.trainer import AdamWLearner, InlineTrainer, Shift, Step
-from protocols.base import RoundKey, Work
+from node.training.trainer import AdamWLearner, InlineTrainer, LocalTraining, Step
+from protocols.base import LocalProgress, RoundKey
 from protocols.reducing.clipping import allowances, clip_factors
 from protocols.vectors import norm
 from tests.sim.arguments import Parser
@@ -126,9 +126,9 @@ class _KeepingTrainer(InlineTrainer):
         self._run, self._index = run, index
 
     async def train(
-        self, key: RoundKey, cut: asyncio.Event, progress: Callable[[Work], None], surplus: bool = True
-    ) -> Work:
-        def hidden(work: Work) -> None:
+        self, key: RoundKey, cut: asyncio.Event, progress: Callable[[LocalProgress], None], surplus: bool = True
+    ) -> LocalProgress:
+        def hidden(work: LocalProgress) -> None:
             progress(replace(work, tokens=0, norm=0.0))
 
         return await super().train(key, cut, hidden if self._index in lost(self._run, key.round) else progress)
@@ -167,7 +167,7 @@ def in_memory(run: Run, weights: Sequence[Sequence[float]] | None = None) -> His
     Args:
         weights: of every peer in every round; equal ones for all that have tokens to show unless given.
     """
-    shifts = [Shift(LabMember(run, index), run.inner_steps) for index in range(run.peers)]
+    shifts = [LocalTraining(LabMember(run, index), run.inner_steps) for index in range(run.peers)]
     outer, history = _outer(run), History()
     anchor = shifts[0].learner.vectors[0].clone()
     velocity = torch.zeros_like(anchor)

@@ -15,7 +15,7 @@ from functools import cache
 
 import torch
 
-from protocols.groups.grid import Shape, cell, line, shape_for
+from protocols.groups.grid import GridShape, cell, line, shape_for
 from protocols.pairs import matching
 
 Mixer = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -111,7 +111,7 @@ def pairs(peers: int, rng: random.Random) -> Mixer:
     def mix(number: int, up: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         here = [name for name, is_up in zip(members, up.tolist(), strict=True) if is_up]
         mixed = values.clone()
-        mixed[up] = matching.matrix("random", here, number, seed) @ values[up]
+        mixed[up] = matching.mixing_matrix("random", here, number, seed) @ values[up]
         return mixed
 
     return mix
@@ -160,10 +160,10 @@ _static: dict[tuple[str, int, int], torch.Tensor] = {}
 def _matrix(schedule: str, members: Sequence[str], number: int, seed: str) -> torch.Tensor:
     """`matching.matrix`; those that come again and again are made once."""
     if schedule == "random":
-        return matching.matrix(schedule, members, number, seed)
+        return matching.mixing_matrix(schedule, members, number, seed)
     key = (schedule, len(members), number % len(matching.hops(len(members))))
     if key not in _static:
-        _static[key] = matching.matrix(schedule, members, number, seed)
+        _static[key] = matching.mixing_matrix(schedule, members, number, seed)
     return _static[key]
 
 
@@ -171,17 +171,17 @@ def _matrix(schedule: str, members: Sequence[str], number: int, seed: str) -> to
 
 
 @cache
-def _lines(shape: Shape) -> tuple[torch.Tensor, ...]:
+def _lines(shape: GridShape) -> tuple[torch.Tensor, ...]:
     """For each axis: the line, as a number, of the n-th cell."""
     found = []
     for axis in range(len(shape)):
-        seen: dict[Shape, int] = {}
+        seen: dict[GridShape, int] = {}
         at = (line(cell(number, shape), axis) for number in range(math.prod(shape)))
         found.append(torch.tensor([seen.setdefault(each, len(seen)) for each in at]))
     return tuple(found)
 
 
-def moshpit_cells(shape: Shape) -> Maker:
+def moshpit_cells(shape: GridShape) -> Maker:
     """Cells by lot, once and for all, holes as they fall: what the paper simulates."""
 
     def make(peers: int, rng: random.Random) -> Mixer:

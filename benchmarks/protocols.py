@@ -44,7 +44,7 @@ from node.noloco import NoLoCo
 from node.outer import OuterSGD
 from node.tasks.gpt import GptTask, preset
 from node.tasks.text import load
-from node.training.trainer import AdamWLearner, Shift
+from node.training.trainer import AdamWLearner, LocalTraining
 from protocols.groups.grid import shape_for
 from tests.sim.arguments import Parser, at_least, at_least_one
 
@@ -143,7 +143,7 @@ def loose(arm: Arm, mixer: Mixer, passes: int, pull: float | None = None) -> His
         passes: how often the mixer is applied in each round.
         pull: of NoLoCo; what is averaged then is what they bring to its step.
     """
-    shifts = [Shift(LabMember(arm.run(), index), arm.inner_steps) for index in range(arm.peers)]
+    shifts = [LocalTraining(LabMember(arm.run(), index), arm.inner_steps) for index in range(arm.peers)]
     travelling, history = _travelling(arm, torch.stack([shift.learner.vectors[0] for shift in shifts]), pull), History()
     for number in range(arm.rounds):
         for peer, shift in enumerate(shifts):

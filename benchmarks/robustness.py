@@ -29,7 +29,7 @@ import torch
 
 from benchmarks.book import Book, History, perform_all
 from benchmarks.learning import LabMember, LearningWorld, Run, through_the_protocol
-from node.training.trainer import InlineTrainer, Shift
+from node.training.trainer import InlineTrainer, LocalTraining
 from protocols import robust
 from protocols.base import Settings, Vector
 from protocols.reducing import plan as planning
@@ -158,7 +158,7 @@ class _World(LearningWorld):
     def __init__(self, trial: Trial, run: Run, history: History, scenario: Scenario) -> None:
         super().__init__(run, history, scenario)
         self._trial = trial
-        self._honest: list[Shift] = []
+        self._honest: list[LocalTraining] = []
 
     def trainer(self, index: int) -> InlineTrainer:
         trial, liars = self._trial, IN_TRAINING[self._trial.attack]

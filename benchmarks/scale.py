@@ -22,7 +22,7 @@ import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from protocols import LOOSE
+from protocols import INDEPENDENT_PROTOCOLS
 from protocols.base import Outcome
 from tests.sim.arguments import Parser, at_least_one
 from tests.sim.loosely import Loosely
@@ -38,7 +38,7 @@ def measure(protocol: str, peers: int, rounds: int) -> dict[str, Any]:
     began = time.perf_counter()
     swarm = Loosely(
         peers,
-        LOOSE[protocol],
+        INDEPENDENT_PROTOCOLS[protocol],
         ELEMENTS,
         rounds=rounds,
         work_seconds=lambda index: WORK_SECONDS + SPREAD_SECONDS * index / peers,
@@ -99,7 +99,13 @@ def draw(found: Sequence[dict[str, Any]], file: Path) -> None:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser("python -m benchmarks.scale", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--peers", type=at_least_one, nargs="+", default=[32, 128], help="default %(default)s")
-    parser.add_argument("--protocols", choices=tuple(LOOSE), nargs="+", default=tuple(LOOSE), help="default: all")
+    parser.add_argument(
+        "--protocols",
+        choices=tuple(INDEPENDENT_PROTOCOLS),
+        nargs="+",
+        default=tuple(INDEPENDENT_PROTOCOLS),
+        help="default: all",
+    )
     parser.add_argument("--rounds", type=at_least_one, default=3, help="default %(default)s")
     parser.add_argument("--file", type=Path, help="draw it there, too")
     parser.add_argument("--json", action="store_true", help="one JSON object with everything, as the last line")

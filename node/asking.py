@@ -14,7 +14,7 @@ from node.status import Status, join_command, parse, who_joins
 ASK_SECONDS = 5.0
 
 
-class Mistake(typer.TyperException):
+class CommandError(typer.TyperException):
     """What was asked for cannot be done: one line for whoever asked."""
 
     exit_code = 2
@@ -25,7 +25,7 @@ class Mistake(typer.TyperException):
             self.exit_code = exit_code
 
 
-class Unavailable(Mistake):
+class PeerUnreachable(CommandError):
     """Nobody is there to do it."""
 
     exit_code = 1
@@ -42,7 +42,7 @@ def status(state_dir: Path | None, bootstrap: str | None) -> Status:
     try:
         return parse(answer)
     except ValueError as error:
-        raise Unavailable(f"the peer's answer cannot be read ({error}): is it of another version?") from None
+        raise PeerUnreachable(f"the peer's answer cannot be read ({error}): is it of another version?") from None
 
 
 def finish(state_dir: Path | None) -> None:
@@ -68,13 +68,13 @@ def show(shown: Status) -> None:
 
 
 async def _ask(state_dir: Path | None, what: str) -> dict[str, Any]:
-    from node.view.control import NoAnswer, ask
+    from node.view.control import ControlUnavailable, ask
 
     deadline = asyncio.get_running_loop().time() + ASK_SECONDS
     try:
         return await ask(state_dir or await _the_one_here(deadline), what, deadline)
-    except (NoAnswer, OSError) as error:
-        raise Unavailable(str(error)) from None
+    except (ControlUnavailable, OSError) as error:
+        raise PeerUnreachable(str(error)) from None
 
 
 async def _the_one_here(deadline: float) -> Path:
@@ -82,9 +82,9 @@ async def _the_one_here(deadline: float) -> Path:
 
     found = await running(home(), deadline)
     if not found:
-        raise Unavailable(f"no peer runs in {home()}: start one with `python -m node join`, or give --state-dir")
+        raise PeerUnreachable(f"no peer runs in {home()}: start one with `python -m node join`, or give --state-dir")
     if len(found) > 1:
-        raise Mistake(f"{len(found)} peers run here: choose one by --state-dir {' or '.join(map(str, found))}")
+        raise CommandError(f"{len(found)} peers run here: choose one by --state-dir {' or '.join(map(str, found))}")
     return found[0]
 
 
@@ -95,14 +95,14 @@ def _ask_remote(address: str) -> dict[str, Any]:
     from node.settings.peerconfig import FILE_SIGN, load_peer
 
     if address.startswith(FILE_SIGN):
-        raise Mistake(f"--bootstrap {address}: one peer is asked: give one of the addresses in that file")
+        raise CommandError(f"--bootstrap {address}: one peer is asked: give one of the addresses in that file")
     try:
         load_peer({"bootstrap": [address]}, {}, None)
     except ConfigError as error:
-        raise Mistake(str(error)) from None
-    from node.peer import Refused, remote_status
+        raise CommandError(str(error)) from None
+    from node.peer import FatalPeerError, remote_status
 
     try:
         return asyncio.run(remote_status(address))
-    except (Refused, DaemonError, IdentityError, OSError) as error:
-        raise Unavailable(str(error)) from None
+    except (FatalPeerError, DaemonError, IdentityError, OSError) as error:
+        raise PeerUnreachable(str(error)) from None

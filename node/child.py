@@ -38,8 +38,8 @@ os.execv(sys.argv[3], sys.argv[3:])
 """
 
 
-class Child:
-    """One running program. `Child.start` makes it.
+class ChildProcess:
+    """One running program. `ChildProcess.start` makes it.
 
     Start it from the main thread: the kernel's die-with-parent follows the thread that started it, and exists on Linux
     alone; elsewhere the program itself has to notice that its parent is gone.
@@ -75,7 +75,7 @@ class Child:
         environment: Mapping[str, str] | None = None,
         pass_fds: Sequence[int] = (),
         oom_score: int = 0,
-    ) -> Child:
+    ) -> ChildProcess:
         """
         Args:
             command: the program's full path, and its arguments.
@@ -100,7 +100,7 @@ class Child:
         return cls(name, process, on_line)
 
     @property
-    def last_words(self) -> str:
+    def output_tail(self) -> str:
         return " | ".join(self._last_lines) or "(no output)"
 
     async def ended(self) -> str:
@@ -109,7 +109,7 @@ class Child:
         # What it wrote may still be on its way; a process of its own may hold the pipe, and need not end.
         await asyncio.wait([self._reading], timeout=_LAST_WORDS_SECONDS)
         how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-        return f"{how}; last output: {self.last_words}"
+        return f"{how}; last output: {self.output_tail}"
 
     async def stop(self) -> None:
         """End it in good order, within 3 seconds, by force after that."""
@@ -126,7 +126,7 @@ class Child:
         """Have it end in good order (SIGTERM), and do not wait for that."""
         self._signal(signal.SIGTERM)
 
-    def strike(self) -> None:
+    def send_kill(self) -> None:
         """Have it killed, and do not wait for its end."""
         self._signal(signal.SIGKILL)
 
@@ -138,7 +138,7 @@ class Child:
 
     async def kill(self) -> None:
         """End it at once."""
-        self.strike()
+        self.send_kill()
         await self.ended()
         self._reading.cancel()
         await asyncio.wait([self._reading])

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from node import asking, offline, options
-from node.asking import Mistake
-from node.departure import at_once
+from node.asking import CommandError
+from node.departure import exit_on_signal
 from node.status import SwarmOptions, printable, to_json
 from node.tasks.name import is_own
 
@@ -56,35 +56,35 @@ def starling(
 @app.command()
 def join(
     ctx: typer.Context,
-    bootstrap: options.Bootstrap = None,
-    run_id: options.RunId = None,
-    run: options.RunFile = None,
-    task: options.Task = None,
-    protocol: options.Protocol = None,
-    rounds: options.Rounds = None,
-    wait_for_peers: options.WaitForPeers = None,
-    new: options.New = None,
-    state_dir: options.StateDir = None,
-    listen: options.Listen = None,
-    announce: options.Announce = None,
-    addresses_file: options.AddressesFile = None,
-    nat: options.Nat = None,
-    checkpoint_every: options.CheckpointEvery = None,
-    disk_limit: options.DiskLimit = None,
-    bandwidth: options.Bandwidth = None,
-    device: options.Device = None,
-    threads: options.Threads = None,
-    nice: options.Nice = None,
-    precision: options.Precision = None,
-    data: options.Data = None,
-    nickname: options.Nickname = None,
-    json: options.Json = None,
-    log_level: options.LogLevel = None,
+    bootstrap: options.BootstrapOption = None,
+    run_id: options.RunIdOption = None,
+    run: options.RunFileOption = None,
+    task: options.TaskOption = None,
+    protocol: options.ProtocolOption = None,
+    rounds: options.RoundsOption = None,
+    wait_for_peers: options.WaitForPeersOption = None,
+    new: options.NewOption = None,
+    state_dir: options.StateDirOption = None,
+    listen: options.ListenOption = None,
+    announce: options.AnnounceOption = None,
+    addresses_file: options.AddressesFileOption = None,
+    nat: options.NatOption = None,
+    checkpoint_every: options.CheckpointEveryOption = None,
+    disk_limit: options.DiskLimitOption = None,
+    bandwidth: options.BandwidthOption = None,
+    device: options.DeviceOption = None,
+    threads: options.ThreadsOption = None,
+    nice: options.NiceOption = None,
+    precision: options.PrecisionOption = None,
+    data: options.DataOption = None,
+    nickname: options.NicknameOption = None,
+    json: options.JsonOption = None,
+    log_level: options.LogLevelOption = None,
 ) -> int:
     """Start a run, or join one by the address of any of its peers; Ctrl-C hands in the round and leaves."""
     gc.disable()  # while modules are loaded: it would take a fifth of that time; a living peer has it on
     try:
-        with at_once():
+        with exit_on_signal():
             return _join({name: value for name, value in ctx.params.items() if value not in (None, (), [])})
     finally:
         gc.enable()
@@ -98,9 +98,9 @@ def swarm(
     rounds: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Rounds of the run.", show_default=False)
     ] = None,
-    protocol: options.Protocol = None,
-    task: options.TaskOfSwarm = None,
-    run: options.RunFile = None,
+    protocol: options.ProtocolOption = None,
+    task: options.TaskOfSwarmOption = None,
+    run: options.RunFileOption = None,
     dir: Annotated[
         Path | None,
         typer.Option(
@@ -110,7 +110,7 @@ def swarm(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
 ) -> int:
     """Run a whole swarm of real peers on this machine, and tell whether they agree."""
-    with at_once():
+    with exit_on_signal():
         from node.swarm import run_swarm
 
         if run or task or protocol:
@@ -121,7 +121,7 @@ def swarm(
 
 @app.command()
 def status(
-    state_dir: options.Running = None,
+    state_dir: options.RunningPeerOption = None,
     bootstrap: Annotated[
         str | None, typer.Option(metavar="ADDR", help="Ask the peer at this address instead, anywhere.")
     ] = None,
@@ -137,7 +137,7 @@ def status(
 
 
 @app.command()
-def finish(state_dir: options.Running = None) -> int:
+def finish(state_dir: options.RunningPeerOption = None) -> int:
     """Let a peer end its round, hand in its work and leave, as its first Ctrl-C does."""
     asking.finish(state_dir)
     print("it hands in its round, then leaves", file=sys.stderr)
@@ -172,7 +172,7 @@ def _in_options() -> Iterator[None]:
         text = str(error)
         for value, option in _OPTIONS.items():
             text = text.replace(value, option)
-        raise Mistake(text) from None
+        raise CommandError(text) from None
 
 
 @contextmanager
@@ -183,10 +183,10 @@ def _held(state_dir: Path | None) -> Iterator[Path]:
         try:
             directory = stack.enter_context(claimed(state_dir))
         except BlockingIOError as error:
-            raise Mistake(f"{error}: give another by --state-dir, or none, for one that is free") from None
+            raise CommandError(f"{error}: give another by --state-dir, or none, for one that is free") from None
         except OSError as error:
             why = f"{error.filename}: {error.strerror}" if error.filename else error
-            raise Mistake(f"no state directory ({why}): give one that can be written by --state-dir") from None
+            raise CommandError(f"no state directory ({why}): give one that can be written by --state-dir") from None
         yield directory
 
 
@@ -202,7 +202,7 @@ def _settled(config: PeerConfig, of_run: Mapping[str, Any], state_dir: Path) -> 
         if [*of_run] == ["task"] and is_own(of_run["task"]):  # not to set it: to agree to it
             return replace(config, consent=of_run["task"]), None
         if of_run:
-            raise Mistake(
+            raise CommandError(
                 f"{given} cannot be given with --bootstrap: everything about the run comes from the swarm; "
                 "what is of this machine goes by options, or by variables NODE_*"
             )
@@ -211,7 +211,7 @@ def _settled(config: PeerConfig, of_run: Mapping[str, Any], state_dir: Path) -> 
     if not of_run and (held or (over and config.rounds is None)):
         return config, None
     if config.run_id and not held:
-        raise Mistake(
+        raise CommandError(
             f"{state_dir} holds no run to go on with: to join run {config.run_id[:12]}, give the address of one of its "
             "peers by --bootstrap; to start a new run, leave --run-id out"
         )
@@ -220,10 +220,10 @@ def _settled(config: PeerConfig, of_run: Mapping[str, Any], state_dir: Path) -> 
 
 def _load_run(of_run: Mapping[str, Any], rounds: int | None) -> RunConfig:
     from node.settings.runconfig import load_run
-    from protocols import LOOSE, PROTOCOLS
+    from protocols import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
 
     overrides = {"task": of_run.get("task"), "protocol": of_run.get("protocol"), "recipe.rounds": rounds}
-    return load_run(of_run.get("run"), overrides, (*PROTOCOLS, *LOOSE))
+    return load_run(of_run.get("run"), overrides, (*REPLICATED_PROTOCOLS, *INDEPENDENT_PROTOCOLS))
 
 
 def _check(run: Path | None, task: str | None, protocol: str | None, rounds: int | None) -> None:
@@ -235,20 +235,20 @@ def _check(run: Path | None, task: str | None, protocol: str | None, rounds: int
 
 
 def _run(config: PeerConfig, run: RunConfig | None) -> int:
-    from node.departure import live
-    from node.peer import Refused
+    from node.departure import run_peer
+    from node.peer import FatalPeerError
 
     try:
-        return live(config, run)
-    except Refused as error:
-        raise Mistake(str(error), error.code) from None
+        return run_peer(config, run)
+    except FatalPeerError as error:
+        raise CommandError(str(error), error.code) from None
 
 
 # -- the way out ------------------------------------------------------------------------------------------------------
 
 
 def _in_words(error: typer.TyperException) -> str:
-    if isinstance(error, Mistake):
+    if isinstance(error, CommandError):
         return error.format_message()
     from node.settings.config import plain  # it was typed wrong: there is time
 
@@ -264,7 +264,7 @@ def main(arguments: list[str] | None = None) -> int:
     except typer.TyperException as error:
         with suppress(OSError):
             print(f"starling: {printable(_in_words(error), 2000)}", file=sys.stderr)
-        return 2 if not isinstance(error, Mistake) else error.exit_code
+        return 2 if not isinstance(error, CommandError) else error.exit_code
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `| head`; nothing may be left that is flushed at exit

@@ -21,7 +21,7 @@ EXIT_SECONDS = 5.0
 NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 
 
-def live(config: PeerConfig, run: RunConfig | None) -> int:
+def run_peer(config: PeerConfig, run: RunConfig | None) -> int:
     """Run a peer for all of its life, before a person's eyes; returns the process's exit code.
 
     Raises:
@@ -36,7 +36,7 @@ def live(config: PeerConfig, run: RunConfig | None) -> int:
     terminal = Terminal(config.json)
     logs.set_up(config.log_level, terminal.log, terminal.is_terminal)
     peer = Peer(config, run, terminal)
-    departure = Departure(peer.finish, terminal.say, terminal.close)
+    departure = GracefulShutdown(peer.finish, terminal.say, terminal.close)
     peer.on_asked = departure.finish
     # What has been loaded by now stays: PyTorch's quarter of a million objects, which the collector of cycles would go
     # through again and again, .14 s each time, on the loop.
@@ -55,8 +55,8 @@ def live(config: PeerConfig, run: RunConfig | None) -> int:
 
 
 @contextmanager
-def at_once() -> Iterator[None]:
-    """Until a `Departure` listens, a signal ends the process there and then: nothing has begun yet."""
+def exit_on_signal() -> Iterator[None]:
+    """Until a `GracefulShutdown` listens, a signal ends the process there and then: nothing has begun yet."""
     before = {number: signal.signal(number, _leave_at_once) for number in NAMES}
     try:
         yield
@@ -72,7 +72,7 @@ def _leave_at_once(number: int, frame: FrameType | None) -> None:
     os._exit(0)  # an exception would be raised amid somebody's import, where it may be swallowed
 
 
-class Departure:
+class GracefulShutdown:
     """Two ways out. The first signal asks the peer to finish, within 10 s; the second cancels it, within 2 s.
 
     Whoever overstays is ended by the process's own alarm, which works even if the event loop is stuck or a thread

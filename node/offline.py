@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from node import options
-from node.asking import Mistake, Unavailable
+from node.asking import CommandError, PeerUnreachable
 
 if TYPE_CHECKING:
-    from node.models.trained import Trained
+    from node.models.trained import TrainedModel
 
 MAX_TOKENS = 1_000_000
 MAX_SEED = (1 << 63) - 1
@@ -32,11 +32,11 @@ def init(
         with file.open("x", encoding="utf-8") as opened:
             opened.write(run_file())
     except FileExistsError:
-        raise Mistake(f"{file} is there already, and nothing is overwritten: give another name") from None
+        raise CommandError(f"{file} is there already, and nothing is overwritten: give another name") from None
     except OSError as error:
         with suppress(OSError):
             file.unlink()  # what fitted on a full disk is no run file
-        raise Mistake(f"{file} cannot be written ({error.strerror}): give a path that can") from None
+        raise CommandError(f"{file} cannot be written ({error.strerror}): give a path that can") from None
     print(f"wrote {file}: edit it, then: python -m node join --run {file}", file=sys.stderr)
     return 0
 
@@ -44,7 +44,7 @@ def init(
 @app.command()
 def export(
     out: Annotated[Path, typer.Option(metavar="DIR", help="A directory that is not there yet.", parser=options.place)],
-    state_dir: options.Kept = None,
+    state_dir: options.StateDirToReadOption = None,
 ) -> int:
     """Take the model of the newest checkpoint out: a directory that Hugging Face transformers loads."""
     model = _trained(state_dir)
@@ -53,7 +53,7 @@ def export(
     try:
         exporting.export(model, out)
     except exporting.ExportError as error:
-        raise Mistake(str(error)) from None
+        raise CommandError(str(error)) from None
     print(f"wrote {out}: run {model.manifest.run_id[:12]} after {model.checkpoint.round} rounds", file=sys.stderr)
     return 0
 
@@ -61,7 +61,7 @@ def export(
 @app.command()
 def generate(
     prompt: Annotated[str, typer.Argument(help="The beginning of a text.")],
-    state_dir: options.Kept = None,
+    state_dir: options.StateDirToReadOption = None,
     tokens: Annotated[int, typer.Option(min=1, max=MAX_TOKENS, metavar="N", help="Bytes to write.")] = 400,
     temperature: Annotated[
         float, typer.Option(min=0, max=100, metavar="T", help="0: always the likeliest byte.")
@@ -70,7 +70,7 @@ def generate(
 ) -> int:
     """Let the model of the newest checkpoint continue a text, on this machine."""
     if temperature != temperature:
-        raise Mistake("--temperature must be a number from 0 to 100")
+        raise CommandError("--temperature must be a number from 0 to 100")
     model = _trained(state_dir)
     from node.models.trained import TrainedError
     from node.models.writing import write
@@ -79,18 +79,18 @@ def generate(
         for piece in write(model, prompt.encode(errors="surrogateescape"), tokens, temperature, seed):
             print(piece, end="", flush=True)
     except TrainedError as error:
-        raise Mistake(str(error)) from None
+        raise CommandError(str(error)) from None
     print()
     return 0
 
 
-def _trained(state_dir: Path | None) -> Trained:
-    from node.models.trained import TrainedError, trained
+def _trained(state_dir: Path | None) -> TrainedModel:
+    from node.models.trained import TrainedError, load_trained
 
     try:
-        return trained(state_dir or _the_one_here())
+        return load_trained(state_dir or _the_one_here())
     except (TrainedError, OSError) as error:
-        raise Unavailable(str(error)) from None
+        raise PeerUnreachable(str(error)) from None
 
 
 def _the_one_here() -> Path:
@@ -98,8 +98,8 @@ def _the_one_here() -> Path:
 
     found = [each.parent for each in sorted(home().glob("*/manifest.bin"))]
     if not found:
-        raise Unavailable(f"no peer was in a run in {home()}: give its directory by --state-dir")
+        raise PeerUnreachable(f"no peer was in a run in {home()}: give its directory by --state-dir")
     if len(found) > 1:
         shown = " or ".join(map(str, found[:8]))
-        raise Mistake(f"{len(found)} peers were in runs here: choose one by --state-dir {shown}")
+        raise CommandError(f"{len(found)} peers were in runs here: choose one by --state-dir {shown}")
     return found[0]

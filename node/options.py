@@ -22,10 +22,10 @@ def place(text: str) -> Path:
     return Path(text)
 
 
-RunFile = Annotated[
+RunFileOption = Annotated[
     Path | None, option(RUN, "Settings of a new run; in \\[peer], of this machine.", metavar="FILE.toml", parser=place)
 ]
-Task = Annotated[
+TaskOption = Annotated[
     str | None,
     option(
         RUN,
@@ -33,7 +33,7 @@ Task = Annotated[
         metavar="NAME",
     ),
 ]
-Protocol = Annotated[
+ProtocolOption = Annotated[
     str | None,
     option(
         RUN,
@@ -42,14 +42,14 @@ Protocol = Annotated[
         metavar="NAME",
     ),
 ]
-TaskOfSwarm = Annotated[
+TaskOfSwarmOption = Annotated[
     str | None, option(RUN, "What they train: gpt (the default), paced, or your own, module:factory.", metavar="NAME")
 ]
-Running = Annotated[
+RunningPeerOption = Annotated[
     Path | None,
     typer.Option(metavar="DIR", envvar="NODE_STATE_DIR", help="Which peer. Default: the one here.", parser=place),
 ]
-Kept = Annotated[
+StateDirToReadOption = Annotated[
     Path | None,
     typer.Option(
         metavar="DIR",
@@ -59,7 +59,7 @@ Kept = Annotated[
     ),
 ]
 
-Bootstrap = Annotated[
+BootstrapOption = Annotated[
     list[str] | None,
     option(
         RUN,
@@ -68,57 +68,61 @@ Bootstrap = Annotated[
         metavar="ADDR",
     ),
 ]
-RunId = Annotated[str | None, option(RUN, "Join this run only: its id, or the first 12 digits.", metavar="HEX")]
-Rounds = Annotated[
+RunIdOption = Annotated[str | None, option(RUN, "Join this run only: its id, or the first 12 digits.", metavar="HEX")]
+RoundsOption = Annotated[
     int | None, option(RUN, "Rounds of a new run; with --bootstrap, leave after so many.", min=1, metavar="N")
 ]
-WaitForPeers = Annotated[
+WaitForPeersOption = Annotated[
     int | None,
     option(RUN, "Start a new run's first round when so many peers are there.", "--wait-for", min=1, metavar="N"),
 ]
-New = Annotated[bool | None, option(RUN, "Start a new run even if the state directory holds one.", "--new")]
-StateDir = Annotated[
+NewOption = Annotated[bool | None, option(RUN, "Start a new run even if the state directory holds one.", "--new")]
+StateDirOption = Annotated[
     Path | None,
     option(
         MACHINE, "Identity and run. Default: a free peer-N in ~/.local/state/starling.", metavar="DIR", parser=place
     ),
 ]
-Listen = Annotated[
+ListenOption = Annotated[
     list[str] | None, option(MACHINE, "Multiaddr to listen on; repeatable. Default: any port.", metavar="MADDR")
 ]
-Announce = Annotated[list[str] | None, option(MACHINE, "Multiaddr to tell others; repeatable.", metavar="MADDR")]
-AddressesFile = Annotated[
+AnnounceOption = Annotated[list[str] | None, option(MACHINE, "Multiaddr to tell others; repeatable.", metavar="MADDR")]
+AddressesFileOption = Annotated[
     Path | None,
     option(
         MACHINE, "Keep this peer's addresses in a file, for --bootstrap @FILE of others.", metavar="FILE", parser=place
     ),
 ]
-Nat = Annotated[bool | None, option(MACHINE, "Map ports at the router and use relays.", "--nat/--no-nat")]
-CheckpointEvery = Annotated[
+NatOption = Annotated[bool | None, option(MACHINE, "Map ports at the router and use relays.", "--nat/--no-nat")]
+CheckpointEveryOption = Annotated[
     int | None, option(MACHINE, "Rounds between two checkpoints. Default: 5.", min=1, metavar="ROUNDS")
 ]
-DiskLimit = Annotated[
+DiskLimitOption = Annotated[
     float | None, option(MACHINE, "What checkpoints may take of the disk. Default: 20.", min=0.001, metavar="GB")
 ]
-Bandwidth = Annotated[
+BandwidthOption = Annotated[
     float | None,
     option(MACHINE, "Upload of this machine, megabytes per second. Default: 12.5.", min=0.001, metavar="MB/S"),
 ]
-Device = Annotated[str | None, option(MACHINE, "Where to train: auto (the default), cpu, cuda or mps.", metavar="NAME")]
-Threads = Annotated[
+DeviceOption = Annotated[
+    str | None, option(MACHINE, "Where to train: auto (the default), cpu, cuda or mps.", metavar="NAME")
+]
+ThreadsOption = Annotated[
     str | None, option(MACHINE, "Threads that train: a number, or auto, which measures; the default.", metavar="N")
 ]
-Nice = Annotated[
+NiceOption = Annotated[
     int | None,
     option(
         MACHINE, "How far training stands back for other programs, 0 to 19. Default: 10.", min=0, max=19, metavar="N"
     ),
 ]
-Precision = Annotated[str | None, option(MACHINE, "Of training: auto, the default, float32, bfloat16.", metavar="NAME")]
-Data = Annotated[
+PrecisionOption = Annotated[
+    str | None, option(MACHINE, "Of training: auto, the default, float32, bfloat16.", metavar="NAME")
+]
+DataOption = Annotated[
     Path | None,
     option(MACHINE, "Text to train on: file or folder. Default: Python's own source.", metavar="PATH", parser=place),
 ]
-Nickname = Annotated[str | None, option(SHOWN, "A name for people.", metavar="NAME")]
-Json = Annotated[bool | None, option(SHOWN, "Print each round's report on stdout, a line of JSON.", "--json")]
-LogLevel = Annotated[str | None, option(SHOWN, "debug, info, warning or error. Default: info.", metavar="LEVEL")]
+NicknameOption = Annotated[str | None, option(SHOWN, "A name for people.", metavar="NAME")]
+JsonOption = Annotated[bool | None, option(SHOWN, "Print each round's report on stdout, a line of JSON.", "--json")]
+LogLevelOption = Annotated[str | None, option(SHOWN, "debug, info, warning or error. Default: info.", metavar="LEVEL")]

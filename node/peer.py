@@ -13,15 +13,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from node.assembly import Parts
+from node.assembly import OuterLoopFactory
 from node.clock import WallClock
 from node.compute import ThreadCompute
 from node.entering import resume
-from node.entering.acquaintances import acquainted, hinted
-from node.entering.addressfile import AddressesFile, Named, read_addresses, require_usable
-from node.entering.choice import Choice, asks, run_id
-from node.entering.entry import Door, Entry, Run, ask_run, ask_status
-from node.entering.founding import found
+from node.entering.acquaintances import build_membership, hinted
+from node.entering.addressfile import AddressesFile, AddressLine, read_addresses, require_usable
+from node.entering.choice import RunSelector, asks, run_id
+from node.entering.entry import BootstrapClient, BootstrapServer, RunInfo, ask_run, ask_status
+from node.entering.founding import found_run
 from node.identity import IdentityError, create, verify
 from node.members.addresses import shareable
 from node.members.membership import Membership
@@ -31,28 +31,28 @@ from node.network.dht import DhtDirectory
 from node.network.libp2p import LibP2PConfig, LibP2PTransport
 from node.outfit import protocol_settings, stream_seed, worker_spec
 from node.report import tokens_counted
-from node.rounds.course import Course, OwnCourse
-from node.rounds.round import Replica
+from node.rounds.course import LocalHistory, RoundHistory
+from node.rounds.round import ReplicatedOuterLoop
 from node.settings.config import ConfigError
 from node.settings.manifest import Manifest, ManifestError, unseal
 from node.settings.peerconfig import PeerConfig
 from node.settings.runconfig import RunConfig
-from node.status import Status, View, join_command, narrow, public
-from node.stay import Limits, Means, Stay
+from node.status import EventSink, Status, join_command, narrow, public
+from node.stay import PeerSession, PeerSessionDeps, SessionLimits
 from node.storage.feedback import feedback
-from node.storage.keeper import Keeper
+from node.storage.keeper import CheckpointManager
 from node.storage.scratch import ScratchSpace
 from node.storage.statedir import StateDir, StateError
-from node.trace import traced
+from node.trace import with_failpoints
 from node.training.remote import RemoteTrainer, WorkerError
-from node.view.control import Control
-from node.view.portrait import Portrait
-from protocols import LOOSE, PROTOCOLS
+from node.view.control import ControlServer
+from node.view.portrait import StatusTracker
+from protocols import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
 from protocols.base import BadPayload, Host, Member, PeerError
 from protocols.codec import codec
 from protocols.gate import Gate
 from protocols.rounds.partstore import LEAST_ROUNDS, PartStore
-from protocols.tasks import alongside
+from protocols.tasks import run_with_helper
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ NO_WORKER = 3
 """The exit code of a peer that left in good order because its worker could not be kept alive."""
 
 
-class Refused(Exception):
+class FatalPeerError(Exception):
     """This peer cannot go on, for what its user or its machine gave it; one line says what, why and what to do.
 
     Attributes:
@@ -78,13 +78,13 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _Tools:
+class _PeerResources:
     state: StateDir
     transport: LibP2PTransport
     compute: ThreadCompute
     disk: ThreadCompute
     files: ThreadCompute
-    entry: Entry
+    entry: BootstrapClient
     lag: LoopLag
 
     @property
@@ -100,7 +100,7 @@ class Peer:
             has to leave for want of a worker.
     """
 
-    def __init__(self, config: PeerConfig, run: RunConfig | None, view: View) -> None:
+    def __init__(self, config: PeerConfig, run: RunConfig | None, view: EventSink) -> None:
         """
         Args:
             config: of this machine; its state directory is given.
@@ -108,11 +108,11 @@ class Peer:
         """
         self.on_asked: Callable[..., None] = self.finish
         self._config, self._wanted, self._view = config, run, view
-        self._portrait = Portrait(config.nickname)
+        self._portrait = StatusTracker(config.nickname)
         self._clock = WallClock()
-        self._stay: Stay | None = None
+        self._stay: PeerSession | None = None
         self._living: asyncio.Task[None] | None = None
-        self._choice = Choice(config, (*PROTOCOLS, *LOOSE), view.say)
+        self._choice = RunSelector(config, (*REPLICATED_PROTOCOLS, *INDEPENDENT_PROTOCOLS), view.say)
         self._finishing, self._failure, self._no_worker = False, "", ""
 
     def finish(self, why: str = "") -> None:
@@ -143,18 +143,18 @@ class Peer:
             if me is None or me.cancelling() or not (self._finishing or self._failure):
                 raise
         except (StateError, IdentityError, DaemonError, WorkerError, ManifestError, ConfigError) as error:
-            raise Refused(str(error)) from None
+            raise FatalPeerError(str(error)) from None
         if self._failure:
-            raise Refused(self._failure)
+            raise FatalPeerError(self._failure)
         if self._no_worker:
-            raise Refused(self._no_worker, NO_WORKER)
-        self._portrait.becomes("finished", self._portrait.reason)
+            raise FatalPeerError(self._no_worker, NO_WORKER)
+        self._portrait.set_state("finished", self._portrait.reason)
         return 0
 
     def _end(self, line: str) -> None:
         """There is nothing to take part in any more: no fault of anybody's."""
         self._view.say(line)
-        self._portrait.becomes("finished", "the run is over")
+        self._portrait.set_state("finished", "the run is over")
 
     def _fail(self, why: str) -> None:
         self._failure = why
@@ -174,7 +174,7 @@ class Peer:
         kept = state.listening(config.listen)
         link = LibP2PConfig(state.identity, config.listen, kept, config.announce, nat=config.nat)
         async with (
-            Control(state.path, self.status, lambda: self.on_asked()),
+            ControlServer(state.path, self.status, lambda: self.on_asked()),
             LoopLag() as lag,
             ThreadCompute() as compute,
             ThreadCompute() as disk,
@@ -185,10 +185,10 @@ class Peer:
             await disk.run(partial(state.listens, config.listen, transport.listening), 0)
             portrait.addresses = lambda: shareable(transport.addresses) or transport.addresses
             portrait.lag = lag
-            tools = _Tools(state, transport, compute, disk, files, entry, lag)
+            tools = _PeerResources(state, transport, compute, disk, files, entry, lag)
             held = self._choice.held(state, self._wanted)
             if addresses := self._choice.addresses(state):
-                portrait.becomes("joining", asks(addresses))
+                portrait.set_state("joining", asks(addresses))
                 run = await self._choice.ask(entry, state, addresses, held)
                 if line := self._choice.is_over(state, run):
                     return self._end(line)
@@ -200,15 +200,15 @@ class Peer:
                     resume.require_none(state)
                 await self._found(tools)
 
-    def _entry(self, transport: LibP2PTransport, files: ThreadCompute) -> Entry:
-        async def read(path: Path) -> Named | str:
+    def _entry(self, transport: LibP2PTransport, files: ThreadCompute) -> BootstrapClient:
+        async def read(path: Path) -> AddressLine | str:
             return await files.run(partial(read_addresses, transport.me, path), 0)
 
-        return Entry(transport.connect, partial(ask_run, transport), self._choice.judge, self._view.say, read)
+        return BootstrapClient(transport.connect, partial(ask_run, transport), self._choice.judge, self._view.say, read)
 
     # -- into a run ---------------------------------------------------------------------------------------------------
 
-    async def _join(self, tools: _Tools, run: Run) -> None:
+    async def _join(self, tools: _PeerResources, run: RunInfo) -> None:
         """Take part in a run that others started, or a former life of this peer."""
         manifest, state = unseal(run.sealed, verify), tools.state
         await self._begin(tools, manifest, run)
@@ -223,16 +223,16 @@ class Peer:
                 raise
             await self._settle(tools, trainer, manifest, run, start)
 
-    async def _found(self, tools: _Tools) -> None:
+    async def _found(self, tools: _PeerResources) -> None:
         """Start a run: the initial state is drawn here, once, and downloaded by everybody else."""
         config = self._wanted
         if config is None:
-            raise Refused("no address leads to a run: give one by --bootstrap, or start a run by --new")
-        self._portrait.becomes("starting", "the model is built")
+            raise FatalPeerError("no address leads to a run: give one by --bootstrap, or start a run by --new")
+        self._portrait.set_state("starting", "the model is built")
         seed = stream_seed(tools.me)
         async with RemoteTrainer(worker_spec(config, self._config, seed), tools.compute) as trainer:
             created = self._clock.wall()
-            manifest, run = await found(config, tools.me, tools.state.identity, trainer, tools.compute, created)
+            manifest, run = await found_run(config, tools.me, tools.state.identity, trainer, tools.compute, created)
             await self._begin(tools, manifest, run)
             self._view.say(f"started the run {manifest.config.name} ({manifest.run_id[:12]})")
             if command := join_command(self.status()):
@@ -241,7 +241,7 @@ class Peer:
                     self._view.say(why)
             await self._settle(tools, trainer, manifest, run, await self._start(tools, manifest))
 
-    async def _begin(self, tools: _Tools, manifest: Manifest, run: Run) -> None:
+    async def _begin(self, tools: _PeerResources, manifest: Manifest, run: RunInfo) -> None:
         """This peer's directory, and what it shows, are of this run now."""
         state = tools.state
         begin = partial(state.begin, manifest.run_id, run_id(state.manifest()), run.sealed, run.sample)
@@ -250,10 +250,10 @@ class Peer:
         portrait.run, portrait.run_id, portrait.rounds = config.name, manifest.run_id, config.recipe.rounds
         portrait.task, portrait.protocol = config.own_task, config.protocol
 
-    async def _start(self, tools: _Tools, manifest: Manifest) -> resume.Start:
+    async def _start(self, tools: _PeerResources, manifest: Manifest) -> resume.RestartPoint:
         """From where, which is told: a worker takes seconds to come up."""
-        shares_anchor = manifest.config.protocol not in LOOSE
-        start = partial(resume.start, tools.state, manifest, tools.me, self._choice.own, shares_anchor)
+        shares_anchor = manifest.config.protocol not in INDEPENDENT_PROTOCOLS
+        start = partial(resume.load_restart_point, tools.state, manifest, tools.me, self._choice.own, shares_anchor)
         found = await tools.disk.run(start, 0)
         if line := found.words():
             self._view.say(line)
@@ -264,12 +264,17 @@ class Peer:
     # -- in the run ---------------------------------------------------------------------------------------------------
 
     async def _settle(
-        self, tools: _Tools, trainer: RemoteTrainer, manifest: Manifest, run: Run, start: resume.Start
+        self,
+        tools: _PeerResources,
+        trainer: RemoteTrainer,
+        manifest: Manifest,
+        run: RunInfo,
+        start: resume.RestartPoint,
     ) -> None:
         """Put together what a peer in a run is made of, and stay until it is over."""
         config, portrait, state, transport = manifest.config, self._portrait, tools.state, tools.transport
         key = start.chain.head.key
-        course = start.chain if start.shares_anchor else OwnCourse(tools.me, key)
+        course = start.chain if start.shares_anchor else LocalHistory(tools.me, key)
         portrait.chain = course
         membership = portrait.membership = self._membership(tools, course)
         async with (
@@ -279,26 +284,28 @@ class Peer:
         ):
             portrait.checkpoint_age_seconds = lambda: keeper.age_seconds(self._clock.wall())
             remote = trainer
-            frames, trainer, portrait.journal = traced(transport, trainer, state.rounds)
+            frames, trainer, portrait.journal = with_failpoints(transport, trainer, state.rounds)
             host = Host(frames, directory, membership, tools.compute, self._clock, state.identity, config.seed)
             settings = protocol_settings(manifest, self._config, state.incarnation)
-            made = Parts(host, settings, config, trainer, keeper, membership)
-            if isinstance(course, OwnCourse):
-                way = made.loose(course, newcomer=not start.checkpoints and manifest.founder.peer != tools.me.peer)
+            made = OuterLoopFactory(host, settings, config, trainer, keeper, membership)
+            if isinstance(course, LocalHistory):
+                way = made.independent(
+                    course, newcomer=not start.checkpoints and manifest.founder.peer != tools.me.peer
+                )
             else:
-                way = made.anchored(course, partial(self._past, scratch, tools), state.path)
+                way = made.replicated(course, partial(self._past, scratch, tools), state.path)
             replica = way.replica
-            await resume.take_up(start, replica, trainer, keeper)
-            replica.on_phase, portrait.awaited = portrait.works, lambda: replica.awaited()
+            await resume.restore(start, replica, trainer, keeper)
+            replica.on_phase, portrait.waiting_for = portrait.on_progress, lambda: replica.waiting_for()
             portrait.pids = lambda: [pid for pid in (os.getpid(), trainer.pid, transport.daemon_pid) if pid]
-            Door(transport, run, lambda: asdict(public(self.status())))
+            BootstrapServer(transport, run, lambda: asdict(public(self.status())))
             journal, clock, disk = portrait.journal, self._clock, tools.disk
-            if isinstance(replica, Replica):
+            if isinstance(replica, ReplicatedOuterLoop):
                 replica.recall(tokens_counted(await disk.run(journal.recent, 0)))
-            means = Means(*way, trainer, membership, directory, state, journal, tools.lag, clock, disk)
+            means = PeerSessionDeps(*way, trainer, membership, directory, state, journal, tools.lag, clock, disk)
             wait_for = self._config.wait_for_peers if course.head.key.round == 0 else 1
-            limits = Limits(config.recipe.rounds, self._config.rounds, wait_for)
-            self._stay = Stay(means, limits, portrait, self._view)
+            limits = SessionLimits(config.recipe.rounds, self._config.rounds, wait_for)
+            self._stay = PeerSession(means, limits, portrait, self._view)
             remote.on_given_up = self._give_up_training
             await self._told(self._stay.run(), tools.files)
 
@@ -306,23 +313,27 @@ class Peer:
         """While this peer can let others in, its addresses are where others look for them."""
         if path := self._config.addresses_file:
             kept = AddressesFile(path, self._portrait.addresses, files, self._view.say)
-            await alongside(stay, kept.run())
+            await run_with_helper(stay, kept.run())
         else:
             await stay
 
-    def _keeper(self, tools: _Tools, trainer: RemoteTrainer, manifest: Manifest, start: resume.Start) -> Keeper:
+    def _keeper(
+        self, tools: _PeerResources, trainer: RemoteTrainer, manifest: Manifest, start: resume.RestartPoint
+    ) -> CheckpointManager:
         every_rounds, limit_bytes = self._config.checkpoint_every, int(self._config.disk_limit_bytes)
         like = start.like(manifest.run_id, trainer.layout)
         owed = feedback(codec(manifest.config.codec), sum(trainer.layout.sizes()), tools.compute)
-        return Keeper(tools.state.path, every_rounds, limit_bytes, like, trainer, tools.disk, start.archive.sync, owed)
+        return CheckpointManager(
+            tools.state.path, every_rounds, limit_bytes, like, trainer, tools.disk, start.archive.sync, owed
+        )
 
-    def _past(self, scratch: ScratchSpace, tools: _Tools, gate: Gate) -> PartStore:
+    def _past(self, scratch: ScratchSpace, tools: _PeerResources, gate: Gate) -> PartStore:
         least_rounds = max(LEAST_ROUNDS, KEEP_CHECKPOINTS * self._config.checkpoint_every)
         return PartStore(scratch.room, tools.disk, gate, least_rounds=least_rounds)
 
-    def _membership(self, tools: _Tools, course: Course) -> Membership:
+    def _membership(self, tools: _PeerResources, course: RoundHistory) -> Membership:
         unanswered = self._choice.given(tools.entry) if self._choice.alone else ()
-        made = acquainted(
+        made = build_membership(
             tools.transport, self._clock, tools.state, self._portrait, course, tools.entry.met, unanswered
         )
         made.on_twin, made.vigil.say = self._fail, self._view.say
@@ -343,6 +354,6 @@ async def remote_status(address: str, seconds: float = STATUS_SECONDS) -> dict[s
             try:
                 return await ask_status(transport, await transport.connect(address, deadline), deadline)
             except PeerError as error:
-                raise Refused(f"{address}: {error.why}") from None
+                raise FatalPeerError(f"{address}: {error.why}") from None
             except (BadPayload, ValueError) as error:
-                raise Refused(f"{address}: {error}") from None
+                raise FatalPeerError(f"{address}: {error}") from None

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Self
 
-from protocols.base import Work
+from protocols.base import LocalProgress
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +161,7 @@ class Totals:
         self.bytes_received += report.bytes_received
 
 
-class Trained:
+class TrainingDelta:
     """What was trained since the last report, out of what a trainer says of all its work since the anchor.
 
     Attributes:
@@ -172,7 +172,7 @@ class Trained:
         self.tokens, self.seconds = 0, 0.0
         self._heard = 0, 0.0
 
-    def hear(self, work: Work) -> None:
+    def hear(self, work: LocalProgress) -> None:
         """A trainer says how much there is now; of an account that starts again, because of a new anchor or a new
         worker, it first says that there is nothing but what was carried over.
         """
@@ -190,7 +190,7 @@ class Trained:
         return taken
 
 
-class Watch:
+class LapTimer:
     """Laps of the loop's time."""
 
     def __init__(self) -> None:

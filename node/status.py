@@ -25,7 +25,7 @@ MAX_NUMBER = 1 << 63
 
 
 @dataclass(frozen=True, slots=True)
-class PeerLine:
+class PeerStatus:
     """Another peer, as this one sees it.
 
     Attributes:
@@ -43,7 +43,7 @@ class PeerLine:
 
 
 @dataclass(frozen=True, slots=True)
-class Syncing:
+class SyncStatus:
     """How far a peer is with catching up.
 
     Attributes:
@@ -97,7 +97,7 @@ class Status:
     run_id: str
     peer: str
     nickname: str
-    peers: tuple[PeerLine, ...]
+    peers: tuple[PeerStatus, ...]
     addresses: tuple[str, ...]
     tokens: int
     tokens_per_second: float
@@ -111,7 +111,7 @@ class Status:
     pid: int
     incarnation: int
     task: str = ""
-    syncing: Syncing | None = None
+    syncing: SyncStatus | None = None
     clock: str = ""
     checkpoint_age_seconds: float | None = None
     protocol: str = ""
@@ -126,7 +126,7 @@ def public(status: Status) -> Status:
     )
 
 
-class View(Protocol):
+class EventSink(Protocol):
     """Where a peer tells people what happens. Never raises, never blocks."""
 
     def say(self, line: str) -> None:
@@ -200,11 +200,11 @@ def _value(kind: str, value: object, where: str) -> object:
         if not isinstance(value, list) or len(value) > MAX_LISTED:
             raise ValueError(f"{where} is not a list of at most {MAX_LISTED}")
         item = kind.removeprefix("tuple[").removesuffix(", ...]")
-        if item == "PeerLine":
-            return tuple(_parsed(PeerLine, each, where) for each in value)
+        if item == "PeerStatus":
+            return tuple(_parsed(PeerStatus, each, where) for each in value)
         return tuple(_value(item, each, where) for each in value)
-    if kind == "Syncing | None":
-        return None if value is None else _parsed(Syncing, value, where)
+    if kind == "SyncStatus | None":
+        return None if value is None else _parsed(SyncStatus, value, where)
     if value is None and kind.startswith("float"):
         return None if kind.endswith("None") else math.nan
     kinds = _KINDS[kind.removesuffix(" | None")]

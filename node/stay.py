@@ -17,16 +17,16 @@ from node.members.addresses import sound
 from node.members.membership import Membership
 from node.metrics import LoopLag, vitals
 from node.report import RoundReport
-from node.rounds.loose import LooseReplica
-from node.rounds.round import Replica
-from node.status import View
+from node.rounds.loose import IndependentOuterLoop
+from node.rounds.round import ReplicatedOuterLoop
+from node.status import EventSink
 from node.storage.journal import Journal
 from node.storage.statedir import StateDir
 from node.training.process import WorkerError
-from node.view.portrait import Portrait
+from node.view.portrait import StatusTracker
 from protocols.base import Clock, Compute, Deadline, Directory, PeerId
-from protocols.catchup.progress import Fetching
-from protocols.tasks import together
+from protocols.catchup.progress import SyncProgress
+from protocols.tasks import task_group
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ MAX_FOUND = 64
 SAMPLE_PROMPT, SAMPLE_TOKENS, SAMPLE_TEMPERATURE = b"def ", 400, 0.7
 
 
-class Meeting(Directory, Protocol):
+class BootstrapDirectory(Directory, Protocol):
     """A directory that grows by peers whom we know."""
 
     async def meet(self, peer: PeerId, deadline: Deadline) -> bool: ...
@@ -69,11 +69,11 @@ class Evaluator(Protocol):
     async def generate(self, prompt: bytes, tokens: int, temperature: float = 0.0, seed: int = 0) -> bytes: ...
 
 
-class CatchingUp(Protocol):
+class SyncService(Protocol):
     """`protocols.catchup.sync.Sync`, or `protocols.catchup.standing.Standings` where no anchor is shared."""
 
     @property
-    def fetching(self) -> Fetching: ...
+    def fetching(self) -> SyncProgress: ...
 
     def complain_to(self, say: Callable[[str], None]) -> None: ...
 
@@ -86,16 +86,16 @@ Rounds: TypeAlias = Callable[
 """(wall time, whether to go on, who is told what the peer does) -> reports."""
 
 
-class Way(NamedTuple):
-    """How a peer comes from round to round; see `Means`."""
+class OuterLoopStack(NamedTuple):
+    """How a peer comes from round to round; see `PeerSessionDeps`."""
 
-    replica: Replica | LooseReplica
-    sync: CatchingUp
+    replica: ReplicatedOuterLoop | IndependentOuterLoop
+    sync: SyncService
     rounds: Rounds
 
 
 @dataclass(frozen=True, slots=True)
-class Means:
+class PeerSessionDeps:
     """What a stay is made of.
 
     Attributes:
@@ -104,12 +104,12 @@ class Means:
         disk: runs what waits for the disk.
     """
 
-    replica: Replica | LooseReplica
-    sync: CatchingUp
+    replica: ReplicatedOuterLoop | IndependentOuterLoop
+    sync: SyncService
     rounds: Rounds
     trainer: Evaluator
     membership: Membership
-    directory: Meeting
+    directory: BootstrapDirectory
     state: StateDir
     journal: Journal
     lag: LoopLag
@@ -118,7 +118,7 @@ class Means:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class SessionLimits:
     """How long a stay lasts.
 
     Attributes:
@@ -132,10 +132,10 @@ class Limits:
     wait_for_peers: int
 
 
-class Stay:
+class PeerSession:
     """Runs rounds until the run is over, this peer has done its share of them, or its user wants to leave."""
 
-    def __init__(self, means: Means, limits: Limits, portrait: Portrait, view: View) -> None:
+    def __init__(self, means: PeerSessionDeps, limits: SessionLimits, portrait: StatusTracker, view: EventSink) -> None:
         self._means, self._limits, self._portrait, self._view = means, limits, portrait, view
         self._done = self._farewells = 0
         self._evaluated = ""  # hash of the parameters whose loss was told, or that the run starts from
@@ -144,7 +144,7 @@ class Stay:
     def leave(self) -> None:
         """End the round under way, and go."""
         self._leave.set()
-        self._portrait.becomes("leaving", "the round ends, its work is handed in")
+        self._portrait.set_state("leaving", "the round ends, its work is handed in")
         self._means.membership.goodbye()
         self._means.replica.leave()
 
@@ -153,7 +153,7 @@ class Stay:
         means = self._means
         self._portrait.progress = means.sync.fetching.progress
         means.sync.complain_to(self._view.say)
-        async with together() as group:
+        async with task_group() as group:
             helpers = [
                 group.create_task(means.membership.run()),
                 group.create_task(means.sync.run()),
@@ -202,7 +202,7 @@ class Stay:
         self._evaluated = means.replica.state.index.parameters_root.hex()
         await self._wait_for_others()
         means.replica.last = self._limits.rounds == 1
-        async for report in means.rounds(means.clock.wall, self._goes_on, self._portrait.becomes):
+        async for report in means.rounds(means.clock.wall, self._goes_on, self._portrait.set_state):
             await self._report(report)
             if self._limits.rounds is not None:
                 means.replica.last = self._done >= self._limits.rounds - 1
@@ -214,7 +214,7 @@ class Stay:
             await self._sample()
         if self._over():
             await means.disk.run(means.state.forget, 0)
-        self._portrait.becomes("finished", "the run is over" if self._over() else "")
+        self._portrait.set_state("finished", "the run is over" if self._over() else "")
 
     async def _sample(self) -> None:
         """Keep something that the model writes at the end of the run, if it writes: for people."""
@@ -228,7 +228,7 @@ class Stay:
     async def _wait_for_others(self) -> None:
         members, wanted = self._means.membership, self._limits.wait_for_peers
         while not self._leave.is_set() and (here := len(members.live())) < wanted:
-            self._portrait.becomes("waiting", f"for {wanted} peers to be here: {here} so far")
+            self._portrait.set_state("waiting", f"for {wanted} peers to be here: {here} so far")
             await members.changed(members.version, asyncio.get_running_loop().time() + WAIT_SECONDS)
 
     async def _report(self, report: RoundReport) -> None:

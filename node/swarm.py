@@ -12,18 +12,18 @@ from pathlib import Path
 
 from rich.console import RenderableType
 
-from node.child import Child
-from node.departure import Departure
+from node.child import ChildProcess
+from node.departure import GracefulShutdown
 from node.report import RoundReport
 from node.settings.peerconfig import variables
 from node.status import Status, SwarmOptions, parse, printable, to_json
-from node.storage.turning import older, turn
+from node.storage.turning import rotate, rotated_path
 from node.training.cores import usable_cores
 from node.view import logs
-from node.view.control import NoAnswer, ask
+from node.view.control import ControlUnavailable, ask
 from node.view.screen import Screen
 from node.view.swarmview import picture, plain_line, sample, summary
-from node.view.tally import Tally
+from node.view.tally import SwarmSummary
 
 POLL_SECONDS = 0.25
 LOOK_SECONDS = 1.0
@@ -56,7 +56,7 @@ async def run_swarm(options: SwarmOptions) -> int:
         return 2
     swarm = Swarm(options, directory, screen)
     try:
-        return await Departure(swarm.leave, screen.say, screen.close).run(swarm.run())
+        return await GracefulShutdown(swarm.leave, screen.say, screen.close).run(swarm.run())
     finally:
         screen.close()
 
@@ -87,7 +87,7 @@ class Participant:
         self.status: Status | None = None
         self._log = home / f"{name}.log"
         self._words = ""
-        self._child: Child | None = None
+        self._child: ChildProcess | None = None
         self._read_bytes = 0
 
     async def start(self, arguments: Sequence[str]) -> None:
@@ -98,13 +98,15 @@ class Participant:
         path = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))))
         place = ("--state-dir", str(self.directory), "--listen", _LISTEN, "--no-nat", "--nickname", self.name)
         command = (sys.executable, "-P", "-m", "node", "join", *place, *arguments)
-        self._child = await Child.start(self.name, command, self._hear, {**self._environment, "PYTHONPATH": path})
+        self._child = await ChildProcess.start(
+            self.name, command, self._hear, {**self._environment, "PYTHONPATH": path}
+        )
 
     def _hear(self, line: str | None) -> None:
         if line:
             self._words = line
             with suppress(OSError):
-                turn(self._log)
+                rotate(self._log)
                 with self._log.open("a") as file:
                     file.write(f"{line}\n")
 
@@ -131,7 +133,7 @@ class Participant:
         return "left" if code == 0 else f"killed by signal {-code}" if code < 0 else f"exit code {code}"
 
     @property
-    def last_words(self) -> str:
+    def output_tail(self) -> str:
         """The last line that it wrote: for a person."""
         return printable(self._words.removeprefix("starling: "), 300) or "it said nothing"
 
@@ -147,7 +149,7 @@ class Participant:
 
     async def look(self, seconds: float) -> None:
         """Ask it how it is doing."""
-        with suppress(NoAnswer, ValueError):
+        with suppress(ControlUnavailable, ValueError):
             self.status = parse(await ask(self.directory, "status", asyncio.get_running_loop().time() + seconds))
 
     def reports(self) -> list[RoundReport]:
@@ -155,7 +157,7 @@ class Participant:
         path = self.directory / "rounds.jsonl"
         try:
             if path.stat().st_size < self._read_bytes:  # it was put aside: what is left of it comes first
-                if left := self._lines(older(path)):
+                if left := self._lines(rotated_path(path)):
                     return left
                 self._read_bytes = 0
             return self._lines(path)
@@ -191,7 +193,7 @@ class Swarm:
         names = [f"peer-{number}" for number in range(1, options.peers + 1)]
         said = variables(options.run, os.environ) if options.run else {}  # only the founder is given the file
         self._peers = [Participant(name, directory, _ENVIRONMENT | said) for name in names]
-        self._tally = Tally(names)
+        self._tally = SwarmSummary(names)
         self._ended: set[str] = set()
         self._leaving, self._until = False, float("inf")
 
@@ -253,9 +255,9 @@ class Swarm:
         if self._leaving:
             return "asked to leave before the run had begun"
         if not founder.running:
-            return founder.last_words
+            return founder.output_tail
         late = f"{founder.name} has not started the run within {START_SECONDS:g} s: is this machine too busy?"
-        return f"{late} Its last words: {founder.last_words}"
+        return f"{late} Its last words: {founder.output_tail}"
 
     def _threads(self) -> tuple[str, str]:
         return "--threads", str(max(1, usable_cores() // self._options.peers))
@@ -282,7 +284,7 @@ class Swarm:
             await asyncio.sleep(POLL_SECONDS)
         for each in self._peers:
             if each.running:
-                self._screen.say(f"{each.name} does not leave and is killed: {each.last_words}")
+                self._screen.say(f"{each.name} does not leave and is killed: {each.output_tail}")
                 self._ended.add(each.name)
                 await each.kill()
         self._read()
@@ -305,7 +307,7 @@ class Swarm:
         if peer.well:
             self._hurry(LAST_SECONDS)
         elif not self._leaving:
-            self._screen.say(f"{peer.name} {peer.end}, the others go on; its last words: {peer.last_words}")
+            self._screen.say(f"{peer.name} {peer.end}, the others go on; its last words: {peer.output_tail}")
 
     @property
     def _rounds(self) -> int:

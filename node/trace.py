@@ -25,7 +25,7 @@ from typing import Any, cast
 from node.report import RoundReport
 from node.storage.journal import Journal
 from node.training.remote import RemoteTrainer
-from protocols.base import Buffer, Deadline, Handler, Header, PeerId, RoundKey, Stream, Transport, Vector, Work
+from protocols.base import Buffer, Deadline, Handler, Header, LocalProgress, PeerId, RoundKey, Stream, Transport, Vector
 from protocols.catchup.requests import SYNC
 from protocols.rounds.shelf import PARTS
 
@@ -45,16 +45,18 @@ beside one of these each: read, receive Ready, receive Contribute, receive PartD
 may be sent only when the next round has begun at its sender."""
 
 
-def traced(transport: Transport, trainer: RemoteTrainer, rounds: Path) -> tuple[Transport, RemoteTrainer, Journal]:
+def with_failpoints(
+    transport: Transport, trainer: RemoteTrainer, rounds: Path
+) -> tuple[Transport, RemoteTrainer, Journal]:
     """What a peer meets the world by, with a journal at that path: as it is, or telling of its points if asked to."""
     if not (path := os.environ.get(VARIABLE)):
         return transport, trainer, Journal(rounds)
-    trace = Trace(path)
-    told = TracedTransport(trace, transport), TracedTrainer(trace, trainer), TracedJournal(trace, rounds)
+    trace = FailpointClient(path)
+    told = FailpointTransport(trace, transport), FailpointTrainer(trace, trainer), FailpointJournal(trace, rounds)
     return cast(tuple[Transport, RemoteTrainer, Journal], told)
 
 
-class Trace:
+class FailpointClient:
     """The line to the harness. It connects at the first point; without a harness everything goes on, untold.
 
     Attributes:
@@ -106,14 +108,14 @@ class Trace:
 class _Around:
     """Stands for something else, and is the same but for the methods that a subclass has."""
 
-    def __init__(self, trace: Trace, inner: Any, where: str = "") -> None:
+    def __init__(self, trace: FailpointClient, inner: Any, where: str = "") -> None:
         self._trace, self._inner, self._where = trace, inner, where
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
 
-class TracedStream(_Around):
+class FailpointStream(_Around):
     async def send(self, header: Header, payload: Buffer = b"") -> None:
         self._trace.point(f"{self._where}send", header)
         await self._inner.send(header, payload)
@@ -124,7 +126,7 @@ class TracedStream(_Around):
         return header
 
 
-class TracedTransport(_Around):
+class FailpointTransport(_Around):
     def serve(self, method: str, handler: Handler) -> None:
         self._inner.serve(method, lambda peer, stream: handler(peer, self._stream(method, stream)))
 
@@ -135,16 +137,16 @@ class TracedTransport(_Around):
 
     def _stream(self, method: str, stream: Stream) -> Stream:
         where = {SYNC: "sync: ", PARTS: "parts: "}.get(method, "")
-        return cast(Stream, TracedStream(self._trace, stream, where))
+        return cast(Stream, FailpointStream(self._trace, stream, where))
 
 
-class TracedTrainer(_Around):
+class FailpointTrainer(_Around):
     async def train(
-        self, key: RoundKey, cut: asyncio.Event, progress: Callable[[Work], None], surplus: bool = True
-    ) -> Work:
+        self, key: RoundKey, cut: asyncio.Event, progress: Callable[[LocalProgress], None], surplus: bool = True
+    ) -> LocalProgress:
         self._trace.round = key.round
         self._trace.point("train")
-        work: Work = await self._inner.train(key, cut, progress, surplus)
+        work: LocalProgress = await self._inner.train(key, cut, progress, surplus)
         self._trace.point("trained")
         return work
 
@@ -161,8 +163,8 @@ class TracedTrainer(_Around):
         return float(await self._inner.evaluate())
 
 
-class TracedJournal(Journal):
-    def __init__(self, trace: Trace, path: Path) -> None:
+class FailpointJournal(Journal):
+    def __init__(self, trace: FailpointClient, path: Path) -> None:
         super().__init__(path)
         self._trace = trace
 

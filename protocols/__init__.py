@@ -2,17 +2,17 @@
 
 from collections.abc import Callable
 
-from protocols.base import Host, LooseAverager, Settings
+from protocols.base import Host, IndependentAverager, Settings
 from protocols.baselines import data_parallel, parameter_server, parameter_server_async, ring
 from protocols.butterfly import Butterfly
 from protocols.gossip import Gossip
 from protocols.moshpit import Moshpit
 from protocols.pushing import PushSum
 
-PROTOCOLS: dict[str, Callable[[Host, Settings], Butterfly]] = {"butterfly": Butterfly}
+REPLICATED_PROTOCOLS: dict[str, Callable[[Host, Settings], Butterfly]] = {"butterfly": Butterfly}
 """Every protocol by which peers share one anchor, by its name."""
 
-LOOSE: dict[str, Callable[[Host, Settings], LooseAverager]] = {
+INDEPENDENT_PROTOCOLS: dict[str, Callable[[Host, Settings], IndependentAverager]] = {
     "gossip": Gossip,
     "moshpit": Moshpit,
     "push_sum": PushSum,

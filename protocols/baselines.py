@@ -20,36 +20,36 @@ gradients with one step of SGD, with or without momentum, after it. An outer Ada
 from __future__ import annotations
 
 from protocols.base import Host, Settings
-from protocols.literature.hogwild import Hogwild
-from protocols.literature.lockstep import Lockstep
-from protocols.literature.meeting import Meeting
+from protocols.literature.hogwild import AsyncParameterServer
+from protocols.literature.lockstep import SynchronousAverager
+from protocols.literature.meeting import SynchronousRound
 from protocols.literature.ring import Ring
-from protocols.literature.scatter import Scatter
+from protocols.literature.scatter import ScatterReduce
 
 
-def data_parallel(host: Host, settings: Settings) -> Lockstep:
+def data_parallel(host: Host, settings: Settings) -> SynchronousAverager:
     """Synchronous data parallel training: an all-reduce among all who are live."""
-    return Lockstep(host, settings, "starling/data-parallel/1", _all_reduce)
+    return SynchronousAverager(host, settings, "starling/data-parallel/1", _all_reduce)
 
 
-def ring(host: Host, settings: Settings) -> Lockstep:
+def ring(host: Host, settings: Settings) -> SynchronousAverager:
     """Ring all-reduce among all who are live."""
-    return Lockstep(host, settings, "starling/ring/1", Ring)
+    return SynchronousAverager(host, settings, "starling/ring/1", Ring)
 
 
-def parameter_server(host: Host, settings: Settings) -> Lockstep:
+def parameter_server(host: Host, settings: Settings) -> SynchronousAverager:
     """Everything goes to one member and comes back from there: 2 (N - 1) S through one link (Li et al. 2014)."""
-    return Lockstep(host, settings, "starling/parameter-server/1", _through_the_first)
+    return SynchronousAverager(host, settings, "starling/parameter-server/1", _through_the_first)
 
 
-def parameter_server_async(host: Host, settings: Settings) -> Hogwild:
-    """Updates are applied as they come. The peers' outer step has the momentum; for a delayed one: `Hogwild`."""
-    return Hogwild(host, settings)
+def parameter_server_async(host: Host, settings: Settings) -> AsyncParameterServer:
+    """Updates are applied as they come. The peers' outer step has the momentum; for a delayed one: `AsyncParameterServer`."""
+    return AsyncParameterServer(host, settings)
 
 
-def _all_reduce(meeting: Meeting) -> Scatter:
-    return Scatter(meeting, range(len(meeting.peers)))
+def _all_reduce(meeting: SynchronousRound) -> ScatterReduce:
+    return ScatterReduce(meeting, range(len(meeting.peers)))
 
 
-def _through_the_first(meeting: Meeting) -> Scatter:
-    return Scatter(meeting, (0,))
+def _through_the_first(meeting: SynchronousRound) -> ScatterReduce:
+    return ScatterReduce(meeting, (0,))

@@ -26,16 +26,16 @@ from protocols.base import (
     Stream,
 )
 from protocols.codec import codec
-from protocols.post import Ledger, Post, first_frame, hear
+from protocols.post import ControlChannel, RoundAccounting, first_frame, serve_control_stream
 from protocols.reducing.exchange import DATA, next_claim
 from protocols.robust import known
-from protocols.rounds.deciding import Decision
-from protocols.rounds.desk import Desk
-from protocols.rounds.session import Session
-from protocols.rounds.shelf import Shelf
-from protocols.tasks import Bell, together
+from protocols.rounds.deciding import ConsensusDriver
+from protocols.rounds.desk import ButterflyContext
+from protocols.rounds.session import ButterflySession
+from protocols.rounds.shelf import PartCache
+from protocols.tasks import Notifier, task_group
 from protocols.vote import record as records
-from protocols.vote.votes import Ask, Message
+from protocols.vote.votes import StartBallot, VoteMessage
 
 CONTROL = "starling/butterfly/control/1"
 FORGOTTEN_LIMIT = 1 << 16
@@ -58,40 +58,42 @@ class Butterfly:
     def __init__(self, host: Host, settings: Settings) -> None:
         self.host, self.settings = host, settings
         self.me = Member(host.me, settings.incarnation)
-        self.ledger = Ledger()
+        self.ledger = RoundAccounting()
         known(settings.robust)
         self.bandwidth = settings.bandwidth
-        self.shelf = Shelf(host)
+        self.shelf = PartCache(host)
         self.on_ahead: Callable[[PeerId], None] = lambda peer: None
-        self._post = Post(host, CONTROL, self.ledger)
-        self._desk = Desk(host, settings, codec(settings.codec), self.me, self.ledger, self._post, self.shelf)
-        self._decisions: dict[bytes, Decision] = {}
+        self._post = ControlChannel(host, CONTROL, self.ledger)
+        self._desk = ButterflyContext(
+            host, settings, codec(settings.codec), self.me, self.ledger, self._post, self.shelf
+        )
+        self._decisions: dict[bytes, ConsensusDriver] = {}
         # Who comes back to such a lineage, on another branch, has forgotten its promises there: it looks on.
         self._forgotten: dict[bytes, None] = {}
         # The last round's session stays: who was slow to hand in fetches the reduced parts from it.
-        self._sessions: dict[bytes, Session] = {}
-        self._session: Session | None = None
+        self._sessions: dict[bytes, ButterflySession] = {}
+        self._session: ButterflySession | None = None
         self._parked: dict[PeerId, list[Header]] = {}
-        self._entered = Bell()
+        self._entered = Notifier()
         host.transport.serve(CONTROL, self._on_control)
         host.transport.serve(DATA, self._on_data)
 
     @asynccontextmanager
-    async def enter(self, head: Head, deadline: Deadline) -> AsyncIterator[Session]:
+    async def enter(self, head: Head, deadline: Deadline) -> AsyncIterator[ButterflySession]:
         lineage = head.key.lineage
         if lineage not in self._decisions:
-            self._decisions[lineage] = Decision(self._desk, head, may_vote=lineage not in self._forgotten)
+            self._decisions[lineage] = ConsensusDriver(self._desk, head, may_vote=lineage not in self._forgotten)
         self._decisions[lineage].head = head  # its state may be another than when we were here before
-        session = Session(self._desk, head, self._decisions[lineage], self.bandwidth, deadline)
+        session = ButterflySession(self._desk, head, self._decisions[lineage], self.bandwidth, deadline)
         self._forget(head.key)
         self._session = self._sessions[lineage] = session
         self._post.on_gone = session.gone
         session.decision.on_rival = self.on_ahead
         everybody = {member.peer for member in (*head.roster, *self.host.members.live())}
         try:
-            async with together() as group, self._post.run(group, deadline, everybody):
+            async with task_group() as group, self._post.run(group, deadline, everybody):
                 background = [group.create_task(session.live()), group.create_task(self.shelf.save())]
-                self._entered.ring()
+                self._entered.notify()
                 self._unpark(session)
                 try:
                     yield session
@@ -137,7 +139,7 @@ class Butterfly:
     # -- control ------------------------------------------------------------------------------------------------------
 
     async def _on_control(self, peer: PeerId, stream: Stream) -> None:
-        await hear(self.host, self.ledger, stream, partial(self._take, peer))
+        await serve_control_stream(self.host, self.ledger, stream, partial(self._take, peer))
 
     def _take(self, peer: PeerId, message: Header) -> None:
         """A message goes to the round that it is about; what is wrong with it is held against its sender.
@@ -145,7 +147,7 @@ class Butterfly:
         Raises:
             BadPayload: not a control message, or of another run.
         """
-        if not isinstance(message, wire.Ready | wire.Plan | wire.Knock | Message):
+        if not isinstance(message, wire.Ready | wire.Plan | wire.AdmissionRequest | VoteMessage):
             raise BadPayload(f"{type(message).__name__} on a control stream")
         session = self._session
         if session is None:
@@ -160,15 +162,15 @@ class Butterfly:
                 self._on_past(peer, message, self._decisions[key.lineage])
             elif key.round == here.round + 1:
                 self._park(peer, message)
-                self._post.send(peer, Ask(here, self.me, session.decision.vote.ballot, ()))
+                self._post.send(peer, StartBallot(here, self.me, session.decision.vote.ballot, ()))
             else:
                 self.on_ahead(peer)
         except BadPayload as error:
             self.ledger.name(peer, f"refused: {error}")
 
-    def _on_past(self, peer: PeerId, message: Header, decision: Decision) -> None:
+    def _on_past(self, peer: PeerId, message: Header, decision: ConsensusDriver) -> None:
         """Of a round that is over here: its certificate is the answer."""
-        if isinstance(message, Message):
+        if isinstance(message, VoteMessage):
             decision.receive(peer, message)
         elif decision.certificate:
             self._post.send(peer, decision.certificate)
@@ -178,7 +180,7 @@ class Butterfly:
         parked.append(message)
         del parked[:-PARKED_LIMIT]
 
-    def _unpark(self, session: Session) -> None:
+    def _unpark(self, session: ButterflySession) -> None:
         parked, self._parked = self._parked, {}
         for peer, messages in parked.items():
             for message in messages:
@@ -195,7 +197,7 @@ class Butterfly:
             session = await self._session_for(stream, opening.key)
             await session.serve(peer, stream, opening)
 
-    async def _session_for(self, stream: Stream, key: RoundKey) -> Session:
+    async def _session_for(self, stream: Stream, key: RoundKey) -> ButterflySession:
         """The session that a data stream is bound to, waited for if its opener is a round ahead of us.
 
         Raises:

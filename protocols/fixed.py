@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from protocols.base import Deadline, Member
 
 
-class FixedMembers:
+class StaticMembers:
     """`protocols.base.Members` that are believed alive, come what may: a broken stream shows a death, nothing else."""
 
     version = 0

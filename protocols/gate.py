@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from protocols.base import Deadline
-from protocols.tasks import Bell
+from protocols.tasks import Notifier
 
 
 class Gate:
@@ -13,7 +13,7 @@ class Gate:
 
     def __init__(self) -> None:
         self._until = float("-inf")
-        self._bell = Bell()
+        self._bell = Notifier()
 
     @property
     def closed(self) -> bool:
@@ -26,7 +26,7 @@ class Gate:
     def open(self) -> None:
         """Let all pass who wait."""
         self._until = float("-inf")
-        self._bell.ring()
+        self._bell.notify()
 
     async def passed(self, seconds: float) -> bool:
         """Wait until it is open, at most so long; returns whether it is."""

@@ -18,13 +18,13 @@ from contextlib import asynccontextmanager, suppress
 
 from protocols.base import Deadline, Head, Host, Member, PeerId, Settings
 from protocols.pairs import matching
-from protocols.pairs.answering import Answerer
-from protocols.pairs.asking import Asker, Verdict
-from protocols.pairs.closing import Steps
-from protocols.pairs.lending import LendingSession, cut_at
-from protocols.pairs.pairing import Pairing
-from protocols.post import Ledger
-from protocols.vectors import Flat
+from protocols.pairs.answering import ExchangeResponder
+from protocols.pairs.asking import ExchangeInitiator, ExchangeOutcome
+from protocols.pairs.closing import ClosingExchanges
+from protocols.pairs.lending import SharedStateSession, cut_at
+from protocols.pairs.pairing import ExchangeState
+from protocols.post import RoundAccounting
+from protocols.vectors import VectorView
 
 OTHERS = 2
 """Who finds its partners busy asks so many more before it pauses."""
@@ -53,12 +53,12 @@ class Gossip:
         matching.known(settings.schedule)
         self.host, self.schedule = host, settings.schedule
         self.me = Member(host.me, settings.incarnation)
-        self.ledger, self.rng = Ledger(), host.rng("gossip")
-        self.pairing = Pairing(host, settings, self.me, self.ledger)
+        self.ledger, self.rng = RoundAccounting(), host.rng("gossip")
+        self.pairing = ExchangeState(host, settings, self.me, self.ledger)
         self.tempo = self.pairing.tempo
-        self._asker = Asker(self.pairing)
-        Answerer(self.pairing, self._asker)
-        self._steps = Steps(host, self.me, self.ledger, self.pairing.patience)
+        self._asker = ExchangeInitiator(self.pairing)
+        ExchangeResponder(self.pairing, self._asker)
+        self._steps = ClosingExchanges(host, self.me, self.ledger, self.pairing.patience)
 
     @property
     def half_exchanges(self) -> int:
@@ -66,8 +66,8 @@ class Gossip:
         return self.pairing.half_exchanges
 
     @asynccontextmanager
-    async def enter(self, head: Head, deadline: Deadline) -> AsyncIterator[LendingSession]:
-        session = LendingSession(self, head, deadline)
+    async def enter(self, head: Head, deadline: Deadline) -> AsyncIterator[SharedStateSession]:
+        session = SharedStateSession(self, head, deadline)
         self.pairing.open(session)
         try:
             async with cut_at(session):
@@ -81,13 +81,13 @@ class Gossip:
         return (self.pairing.exchange.partner.peer,) if self.pairing.exchange else ()
 
     def opened(self) -> None:
-        self.pairing.bell.ring()
+        self.pairing.bell.notify()
 
     async def at_rest(self) -> None:
         while exchange := self.pairing.exchange:
             await exchange.done.wait()
 
-    async def mix(self, session: LendingSession, state: Flat) -> None:
+    async def mix(self, session: SharedStateSession, state: VectorView) -> None:
         """Ask each partner that the schedule names; where that comes to nothing, others, as long as there is time.
 
         All of it takes what one exchange may take, at most: who is late or dead is not waited for twice.
@@ -109,16 +109,16 @@ class Gossip:
                 await self.at_rest()
                 now, peer = loop.time(), partner.peer
                 if session.held and (partner not in due or peer in session.held):
-                    verdict = Verdict.HELD  # somebody has asked us
+                    verdict = ExchangeOutcome.HELD  # somebody has asked us
                 elif not session.has_time(pairing.patience.expected_seconds(peer, size_bytes), until):
-                    verdict = Verdict.FAILED  # what time is left is not enough for this one
+                    verdict = ExchangeOutcome.FAILED  # what time is left is not enough for this one
                 else:
                     its_own = now + pairing.patience.timeout_seconds(peer, size_bytes)
                     verdict = await self._asker.ask(session, partner, min(until, its_own))
-                if verdict in (Verdict.HELD, Verdict.FAILED):
+                if verdict in (ExchangeOutcome.HELD, ExchangeOutcome.FAILED):
                     due, others = ([each for each in group if each != partner] for group in (due, others))
 
-    async def close(self, session: LendingSession, state: Flat, here: Collection[PeerId]) -> None:
+    async def close(self, session: SharedStateSession, state: VectorView, here: Collection[PeerId]) -> None:
         """In each step an exchange with one partner; what of it fails is not tried with another."""
         self.pairing.round = session.round
         everybody = sorted({*here, self.me.peer})
@@ -132,7 +132,7 @@ class Gossip:
 
         await self._steps.run(session, size_bytes, steps, step)
 
-    async def _exchange(self, session: LendingSession, partner: Member, size_bytes: int, until: Deadline) -> bool:
+    async def _exchange(self, session: SharedStateSession, partner: Member, size_bytes: int, until: Deadline) -> bool:
         """One exchange with a partner that wants it, too, whoever of the two asks; whether it held."""
         loop, peer, before = asyncio.get_running_loop(), partner.peer, session.counted(partner.peer)
         while loop.time() < until and not session.cut.is_set():
@@ -141,27 +141,27 @@ class Gossip:
                 break
             its_own = loop.time() + self.pairing.patience.timeout_seconds(peer, size_bytes)
             verdict = await self._asker.ask(session, partner, min(until, its_own))
-            if verdict in (Verdict.HELD, Verdict.FAILED):
+            if verdict in (ExchangeOutcome.HELD, ExchangeOutcome.FAILED):
                 break
-            if verdict is Verdict.BUSY:
+            if verdict is ExchangeOutcome.BUSY:
                 with suppress(TimeoutError):
                     again = min(until, loop.time() + PAUSE_SECONDS)
                     await self.pairing.bell.until(lambda: session.counted(peer) > before, again)
         return session.counted(peer) > before
 
-    async def _pause(self, session: LendingSession, until: Deadline) -> None:
+    async def _pause(self, session: SharedStateSession, until: Deadline) -> None:
         """Give those who are busy time, or until somebody has asked us."""
         held, seconds = dict(session.held), self.rng.uniform(PAUSE_SECONDS, 2 * PAUSE_SECONDS)
         with suppress(TimeoutError):
             resumes = min(until, asyncio.get_running_loop().time() + seconds)
             await self.pairing.bell.until(lambda: session.held != held, resumes)
 
-    def _candidates(self, session: LendingSession) -> tuple[list[Member], list[Member]]:
+    def _candidates(self, session: SharedStateSession) -> tuple[list[Member], list[Member]]:
         """Those whom the schedule names, and the others; without those who cost us a timeout of late."""
         now = asyncio.get_running_loop().time()
         live = {member.peer: member for member in self.host.members.live() if member.peer != self.me.peer}
         seed = f"{session.key.run.hex()}/{session.key.scope}"
-        named = matching.partners(self.schedule, tuple(live), self.me.peer, session.round, seed)
+        named = matching.select_partners(self.schedule, tuple(live), self.me.peer, session.round, seed)
         up = [member for member in live.values() if not self.pairing.patience.resting(member.peer, now)]
         due = [member for member in up if member.peer in named]
         others = [member for member in up if member.peer not in named]

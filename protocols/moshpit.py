@@ -21,15 +21,15 @@ from functools import partial
 from protocols import wire
 from protocols.base import BadPayload, Deadline, Head, Header, Host, Member, PeerId, PeerSilent, Settings, Stream
 from protocols.codec import state_codec
-from protocols.groups.census import Census, Here, check
-from protocols.groups.gathering import Desk
+from protocols.groups.census import PeerTracker, PositionAnnouncement, check
+from protocols.groups.gathering import MoshpitContext
 from protocols.groups.grid import GROUP_MOST
-from protocols.groups.mixing import DATA, PART, Mixing
-from protocols.groups.pit import Pit
-from protocols.groups.pitsession import PitSession
-from protocols.post import Ledger, Post, first_frame, hear
+from protocols.groups.mixing import DATA, PART, GroupAllReduce
+from protocols.groups.pit import MoshpitState
+from protocols.groups.pitsession import MoshpitSession
+from protocols.post import ControlChannel, RoundAccounting, first_frame, serve_control_stream
 from protocols.reducing.plan import offer_message
-from protocols.tasks import Bell, together
+from protocols.tasks import Notifier, task_group
 
 CONTROL = "starling/moshpit/control/1"
 TOLD = 64
@@ -51,22 +51,22 @@ class Moshpit:
         """
         self.host, self.settings = host, settings
         self.me = Member(host.me, settings.incarnation)
-        self.ledger = Ledger()
-        self._post = Post(host, CONTROL, self.ledger)
-        used, census = state_codec(settings.codec), Census(self.me)
-        desk = Desk(host, settings, used, self.me, self.ledger, self._post, census, Bell())
-        self._pit = Pit(desk, most, told)
-        self._session: PitSession | None = None
+        self.ledger = RoundAccounting()
+        self._post = ControlChannel(host, CONTROL, self.ledger)
+        used, census = state_codec(settings.codec), PeerTracker(self.me)
+        desk = MoshpitContext(host, settings, used, self.me, self.ledger, self._post, census, Notifier())
+        self._pit = MoshpitState(desk, most, told)
+        self._session: MoshpitSession | None = None
         host.transport.serve(CONTROL, self._on_control)
         host.transport.serve(DATA, self._on_data)
         host.transport.serve(PART, self._on_part)
 
     @asynccontextmanager
-    async def enter(self, head: Head, deadline: Deadline) -> AsyncIterator[PitSession]:
-        session = self._session = PitSession(self._pit, head, deadline)
+    async def enter(self, head: Head, deadline: Deadline) -> AsyncIterator[MoshpitSession]:
+        session = self._session = MoshpitSession(self._pit, head, deadline)
         self._post.on_gone = session.gone
         try:
-            async with together() as group, self._post.run(group, deadline, [*self._pit.in_sight()]):
+            async with task_group() as group, self._post.run(group, deadline, [*self._pit.in_sight()]):
                 background = [group.create_task(each) for each in (session.live(), session.watch(), session.search())]
                 try:
                     yield session
@@ -79,7 +79,7 @@ class Moshpit:
     # -- what others say ----------------------------------------------------------------------------------------------
 
     async def _on_control(self, peer: PeerId, stream: Stream) -> None:
-        await hear(self.host, self.ledger, stream, partial(self._take, peer), self._pit.found)
+        await serve_control_stream(self.host, self.ledger, stream, partial(self._take, peer), self._pit.found)
 
     def _take(self, peer: PeerId, message: Header) -> None:
         """A message; what is wrong with one is held against its sender, who may say better ones.
@@ -87,25 +87,29 @@ class Moshpit:
         Raises:
             BadPayload: of another kind or run.
         """
-        if not isinstance(message, Here | wire.Plan):
+        if not isinstance(message, PositionAnnouncement | wire.Plan):
             raise BadPayload(f"{type(message).__name__} on a control stream")
         if self._session is None:
-            if isinstance(message, Here):
+            if isinstance(message, PositionAnnouncement):
                 self._hear(peer, message)
             return
         here = self._session.head.key
-        run, scope = (message.run, message.scope) if isinstance(message, Here) else (message.key.run, message.key.scope)
+        run, scope = (
+            (message.run, message.scope)
+            if isinstance(message, PositionAnnouncement)
+            else (message.key.run, message.key.scope)
+        )
         if (run, scope) != (here.run, here.scope):
             raise BadPayload("a frame of another run or scope")
         try:
-            if isinstance(message, Here):
+            if isinstance(message, PositionAnnouncement):
                 self._hear(peer, message)
             else:
                 self._session.on_plan(peer, message)
         except BadPayload as error:
             self.ledger.name(peer, f"refused: {error}")
 
-    def _hear(self, peer: PeerId, here: Here) -> None:
+    def _hear(self, peer: PeerId, here: PositionAnnouncement) -> None:
         check(here, peer)
         for offer in here.offer:
             if not self.host.signer.verify(peer, offer_message(here.key(here.axis), offer), offer.signature):
@@ -125,7 +129,7 @@ class Moshpit:
             mixing, opening = await self._mixing_for(peer, stream)
             await mixing.serve_part(peer, stream, opening)
 
-    async def _mixing_for(self, peer: PeerId, stream: Stream) -> tuple[Mixing, wire.Contribute]:
+    async def _mixing_for(self, peer: PeerId, stream: Stream) -> tuple[GroupAllReduce, wire.Contribute]:
         """The group that a stream is for, which its opener may have heard of before us.
 
         Raises:

@@ -14,7 +14,7 @@ MAX_STREAMS_OF_ONE = 32
 """Of these, for one peer: nobody keeps all others out by itself. Who was cut off for a while comes on many at once."""
 
 
-class Places:
+class StreamLimiter:
     """Who is being served."""
 
     def __init__(self) -> None:

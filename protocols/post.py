@@ -8,8 +8,19 @@ from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 
 from protocols import wire
-from protocols.base import BadPayload, Blame, Deadline, Header, Host, PeerError, PeerGone, PeerId, PeerSilent, Stream
-from protocols.tasks import alongside
+from protocols.base import (
+    BadPayload,
+    Deadline,
+    Header,
+    Host,
+    PeerError,
+    PeerFault,
+    PeerGone,
+    PeerId,
+    PeerSilent,
+    Stream,
+)
+from protocols.tasks import run_with_helper
 
 RETRY_SECONDS = 0.1
 RETRY_LIMIT_SECONDS = 5.0
@@ -20,7 +31,7 @@ KEEP_MESSAGES = 64
 """Messages that wait for one peer, or that a stream carried and may have lost; the oldest give way."""
 
 
-class Ledger:
+class RoundAccounting:
     """What is accounted for between two reports. The first reason that names a peer stays."""
 
     def __init__(self) -> None:
@@ -52,11 +63,11 @@ class Ledger:
         self._bytes_received += stream.bytes_received - received
         self._open[stream] = (stream.bytes_sent, stream.bytes_received)
 
-    def take(self) -> tuple[tuple[Blame, ...], int, int]:
+    def take(self) -> tuple[tuple[PeerFault, ...], int, int]:
         """Who was named, bytes sent, bytes received; since the last call."""
         for stream in self._open:
             self._count(stream)
-        taken = tuple(Blame(peer, why) for peer, why in self._names.items()), self._bytes_sent, self._bytes_received
+        taken = tuple(PeerFault(peer, why) for peer, why in self._names.items()), self._bytes_sent, self._bytes_received
         self._names, self._bytes_sent, self._bytes_received = {}, 0, 0
         return taken
 
@@ -82,8 +93,8 @@ async def first_frame(
     return message
 
 
-async def hear(
-    host: Host, ledger: Ledger, stream: Stream, take: Callable[[Header], None], known: Collection[PeerId] = ()
+async def serve_control_stream(
+    host: Host, ledger: RoundAccounting, stream: Stream, take: Callable[[Header], None], known: Collection[PeerId] = ()
 ) -> None:
     """Serve a control stream: `take` whatever its opener says, until its round is over, or it is.
 
@@ -101,7 +112,7 @@ async def hear(
                 return
 
 
-class _Line:
+class _Outbox:
     """What one peer is still to be told, and what it may not have heard."""
 
     def __init__(self) -> None:
@@ -117,7 +128,7 @@ class _Line:
         self.sent.clear()
 
 
-class Post:
+class ControlChannel:
     """Sends control messages in order, on one stream to each peer, which stays open.
 
     Opening a stream takes a round trip, a message on an open one half of it. What a broken stream carried is sent
@@ -129,18 +140,18 @@ class Post:
         round_trip_seconds: peer -> what opening a stream took last.
     """
 
-    def __init__(self, host: Host, method: str, ledger: Ledger) -> None:
+    def __init__(self, host: Host, method: str, ledger: RoundAccounting) -> None:
         self.on_gone: Callable[[PeerId], None] = lambda peer: None
         self.round_trip_seconds: dict[PeerId, float] = {}
         self._host, self._method, self._ledger = host, method, ledger
-        self._lines: dict[PeerId, _Line] = {}
+        self._lines: dict[PeerId, _Outbox] = {}
         self._group: asyncio.TaskGroup | None = None
         self._deadline = 0.0
         self._stopping = False
 
     def send(self, peer: PeerId, message: Header) -> None:
         """Send, again after a failure: messages may arrive twice, but are forgotten only when too many wait."""
-        line = self._lines.setdefault(peer, _Line())
+        line = self._lines.setdefault(peer, _Outbox())
         line.waiting.append(message)
         line.more.set()
         self._start(peer, line)
@@ -162,11 +173,11 @@ class Post:
                 if line.task and not line.idle:
                     line.task.cancel()
 
-    def _start(self, peer: PeerId, line: _Line) -> None:
+    def _start(self, peer: PeerId, line: _Outbox) -> None:
         if self._group and line.task is None:
             line.task = self._group.create_task(self._carry(peer, line))
 
-    async def _carry(self, peer: PeerId, line: _Line) -> None:
+    async def _carry(self, peer: PeerId, line: _Outbox) -> None:
         loop, pause_seconds = asyncio.get_running_loop(), RETRY_SECONDS
         try:
             while not self._stopping and loop.time() < self._deadline:
@@ -187,7 +198,7 @@ class Post:
             line.again()
             line.task, line.idle = None, False
 
-    async def _stream(self, peer: PeerId, line: _Line) -> None:
+    async def _stream(self, peer: PeerId, line: _Outbox) -> None:
         """Open a stream and carry on it what there is, until told to stop."""
         began = asyncio.get_running_loop().time()
         async with (
@@ -195,9 +206,9 @@ class Post:
             self._ledger.counting(stream),
         ):
             self.round_trip_seconds[peer] = asyncio.get_running_loop().time() - began
-            await alongside(self._feed(line, stream), _watch(stream))
+            await run_with_helper(self._feed(line, stream), _watch(stream))
 
-    async def _feed(self, line: _Line, stream: Stream) -> None:
+    async def _feed(self, line: _Outbox, stream: Stream) -> None:
         while not self._stopping:
             if line.waiting:
                 line.sent.append(message := line.waiting.popleft())

@@ -25,12 +25,12 @@ from contextlib import asynccontextmanager, suppress
 
 from protocols.base import Deadline, Head, Host, Member, PeerId, Settings
 from protocols.pairs import matching
-from protocols.pairs.closing import PAUSE_SECONDS, Steps
-from protocols.pairs.giving import MAX_KEPT, Giver
-from protocols.pairs.holding import Holding
-from protocols.pairs.lending import LendingSession, cut_at
-from protocols.pairs.taking import Taker
-from protocols.vectors import Flat
+from protocols.pairs.closing import PAUSE_SECONDS, ClosingExchanges
+from protocols.pairs.giving import MAX_KEPT, ShareSender
+from protocols.pairs.holding import WeightedState
+from protocols.pairs.lending import SharedStateSession, cut_at
+from protocols.pairs.taking import ShareReceiver
+from protocols.vectors import VectorView
 
 
 class PushSum:
@@ -51,11 +51,11 @@ class PushSum:
             ValueError: there is no such schedule, or no such codec.
         """
         self.host, self.schedule, self.rng = host, matching.known(settings.schedule), host.rng("push-sum")
-        self.holding = Holding(host, settings)
+        self.holding = WeightedState(host, settings)
         self.me, self.ledger, self.tempo = self.holding.me, self.holding.ledger, self.holding.tempo
-        self.giver = Giver(self.holding)
-        Taker(self.holding, settings.bandwidth)
-        self._steps = Steps(host, self.me, self.ledger, self.holding.patience)
+        self.giver = ShareSender(self.holding)
+        ShareReceiver(self.holding, settings.bandwidth)
+        self._steps = ClosingExchanges(host, self.me, self.ledger, self.holding.patience)
 
     @property
     def half_exchanges(self) -> int:
@@ -63,8 +63,8 @@ class PushSum:
         return self.giver.half_exchanges
 
     @asynccontextmanager
-    async def enter(self, head: Head, deadline: Deadline) -> AsyncIterator[LendingSession]:
-        self.holding.session = session = LendingSession(self, head, deadline)
+    async def enter(self, head: Head, deadline: Deadline) -> AsyncIterator[SharedStateSession]:
+        self.holding.session = session = SharedStateSession(self, head, deadline)
         try:
             async with cut_at(session):
                 yield session
@@ -78,13 +78,13 @@ class PushSum:
         return self.giver.giving
 
     def opened(self) -> None:
-        self.holding.bell.ring()
+        self.holding.bell.notify()
 
     async def at_rest(self) -> None:
         async with self.holding.turn:
             pass
 
-    async def mix(self, session: LendingSession, state: Flat) -> None:
+    async def mix(self, session: SharedStateSession, state: VectorView) -> None:
         """Settle earlier shares, then give one to each that the schedule names; what they do not take, to others.
 
         To give takes what one share may take, at most: who is late or dead is not waited for twice.
@@ -94,7 +94,7 @@ class PushSum:
         size_bytes = self.holding.codec.encoded_bytes(state.size)
         live = {member.peer: member for member in self.host.members.live() if member.peer != self.me.peer}
         seed = f"{session.key.run.hex()}/{session.key.scope}"
-        named = matching.partners(self.schedule, tuple(live), self.me.peer, session.round, seed)
+        named = matching.select_partners(self.schedule, tuple(live), self.me.peer, session.round, seed)
         others = self.rng.sample(sorted(set(live) - set(named)), len(live) - len(named))
         due = len(named)
         awake = [peer for peer in (*named, *others) if not patience.resting(peer, loop.time())]
@@ -108,7 +108,7 @@ class PushSum:
                 its_own = loop.time() + patience.timeout_seconds(peer, size_bytes)
                 due -= await self.giver.give(session, live[peer], min(until, its_own))
 
-    async def close(self, session: LendingSession, state: Flat, here: Collection[PeerId]) -> None:
+    async def close(self, session: SharedStateSession, state: VectorView, here: Collection[PeerId]) -> None:
         """In each step half of what is here goes one distance on, and a share of as far back is waited for."""
         everybody = sorted({*here, self.me.peer})
         place, count = everybody.index(self.me.peer), len(everybody)
@@ -133,7 +133,7 @@ class PushSum:
         if not session.cut.is_set():
             await self.giver.reclaim(session)
 
-    async def _is_given(self, session: LendingSession, giver: Member, before: int, until: Deadline) -> bool:
+    async def _is_given(self, session: SharedStateSession, giver: Member, before: int, until: Deadline) -> bool:
         """Wait for a share of a peer that is at our step, too; whether it is counted."""
         while session.counted(giver.peer) == before and await self._steps.meets(giver, until):
             with suppress(TimeoutError):

@@ -218,7 +218,7 @@ def _nearest(contributions: torch.Tensor) -> list[int]:
     return sorted(range(count), key=lambda index: scores[index])
 
 
-class Judge:
+class RobustAggregator:
     """Averages the chunks of one part, and says whose contribution was not like the others'.
 
     Declared norms were brought down already, by factors that all reducers share; here is what was really sent. Norms

@@ -12,13 +12,13 @@ from protocols.base import Deadline, Member, Members, PeerId, PeerSilent
 T = TypeVar("T")
 
 
-class Bell:
+class Notifier:
     """Wakes everyone who waits for a condition; state stays with its owner."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         self._event.set()
         self._event.clear()
 
@@ -33,13 +33,13 @@ class Bell:
                 await self._event.wait()
 
 
-async def alongside(main: Coroutine[Any, Any, T], helper: Coroutine[Any, Any, None]) -> T:
+async def run_with_helper(main: Coroutine[Any, Any, T], helper: Coroutine[Any, Any, None]) -> T:
     """Run `helper` while `main` runs; the helper is cancelled when `main` returns.
 
     Raises:
         whatever either raises first; the other is cancelled and awaited.
     """
-    async with together() as group:
+    async with task_group() as group:
         side = group.create_task(helper)
         result = await group.create_task(main)
         side.cancel()
@@ -66,7 +66,7 @@ class _Group(asyncio.TaskGroup):
 
 
 @asynccontextmanager
-async def together() -> AsyncIterator[asyncio.TaskGroup]:
+async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
     """A task group whose first error reaches the caller as itself, not in a group of errors.
 
     Python 3.11 forgets that a group was cancelled if one of its tasks fails in the same moment; and if one fails while
@@ -97,7 +97,7 @@ async def until_gone(members: Members, watched: Sequence[Member], deadline: Dead
 
 
 @asynccontextmanager
-async def within(seconds: float, peer: PeerId, doing: str) -> AsyncIterator[None]:
+async def peer_timeout(seconds: float, peer: PeerId, doing: str) -> AsyncIterator[None]:
     """A shorter deadline than the stream's own; the stream is not to be used after it.
 
     Raises:

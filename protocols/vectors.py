@@ -39,7 +39,7 @@ def check_vector(vector: Vector) -> None:
         raise ValueError("a vector is detached from autograd, this one requires a gradient")
 
 
-class Flat:
+class VectorView:
     """A sequence of vectors seen as one of `size` elements. Holds the vectors themselves, copies nothing.
 
     Raises:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import msgpack
 
-from protocols.base import BadPayload, Complaint, Header, Member, RoundKey
+from protocols.base import BadPayload, Header, LinkFault, Member, RoundKey
 
 VERSION = 1
 MAX_HEADER_BYTES = 1 << 16
@@ -151,7 +151,7 @@ _FOREIGN: dict[type, dict[str, Any]] = {
         "fragment": uint(1 << 16),
     },
     Member: {"peer": peer_id(), "incarnation": uint(1 << 40)},
-    Complaint: {"first": peer_id(), "second": peer_id(), "until": uint(1 << 40)},
+    LinkFault: {"first": peer_id(), "second": peer_id(), "until": uint(1 << 40)},
 }
 """Specs of the contract's own dataclasses, which know nothing of the wire."""
 
@@ -268,7 +268,7 @@ class Reduced(Header):
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ChunkSpan:
     """`count` chunks in a row that hold the same contributors."""
 
     count: int = uint(1 << 32)
@@ -276,11 +276,11 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PartDigest:
     """A reduced part: digest over its chunks' digests and masks, and who is in each chunk."""
 
     digest: bytes = digest()
-    runs: tuple[Run, ...] = many(one(Run), MAX_ITEMS)
+    runs: tuple[ChunkSpan, ...] = many(one(ChunkSpan), MAX_ITEMS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +293,7 @@ class PartDone(Header):
 
     part: int = uint(MAX_ROSTER)
     reducer: int = uint(MAX_ROSTER)
-    result: Part = one(Part)
+    result: PartDigest = one(PartDigest)
     signature: bytes = blob(128)
 
 
@@ -305,14 +305,14 @@ class WantPart(Header):
 
 
 @dataclass(frozen=True, slots=True)
-class Having(Header):
+class Availability(Header):
     """Answers whether what was asked for is here; if so, it follows."""
 
     here: bool = flag()
 
 
 @dataclass(frozen=True, slots=True)
-class Knock(Header):
+class AdmissionRequest(Header):
     """Who is not in the roster asks to be admitted: it stands where the round begins, and holds that state."""
 
     key: RoundKey = one(RoundKey)
@@ -321,7 +321,7 @@ class Knock(Header):
 
 
 _KINDS: dict[int, type[Header]] = dict(
-    enumerate((Opening, Ready, Plan, Contribute, Chunk, Reduced, PartDone, WantPart, Having, Knock))
+    enumerate((Opening, Ready, Plan, Contribute, Chunk, Reduced, PartDone, WantPart, Availability, AdmissionRequest))
 )
 _NUMBER = {kind: number for number, kind in _KINDS.items()}
 

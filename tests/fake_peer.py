@@ -19,8 +19,8 @@ from typing import Any
 from node import cli
 from node.report import RoundReport
 from node.settings.config import ConfigError
-from node.status import Status, View
-from node.view.control import Control
+from node.status import EventSink, Status
+from node.view.control import ControlServer
 
 HOW = os.environ.get("FAKE", "")
 ADDRESS = "/ip4/203.0.113.7/tcp/4000/p2p/12D3KooWGRUfuFwTaVcXCnUbTbVLYYEkYgjDM3Bd7q4RuRyTQhaP"
@@ -62,7 +62,7 @@ def load_run(path: Path | None, overrides: Mapping[str, object], protocols: Coll
 
 
 class Peer:
-    def __init__(self, config: PeerConfig, run: object, view: View) -> None:
+    def __init__(self, config: PeerConfig, run: object, view: EventSink) -> None:
         self.config, self.view = config, view
         self.finished = asyncio.Event()
         self.on_asked = self.finish
@@ -83,7 +83,7 @@ class Peer:
         if HOW == "refuse":
             raise Refused("the port is taken:\nfree it")
         try:
-            async with Control(self.config.state_dir, self.status, lambda: self.on_asked()):
+            async with ControlServer(self.config.state_dir, self.status, lambda: self.on_asked()):
                 for number in range(3):
                     self.view.report(report(number))
                 tell("running")

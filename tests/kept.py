@@ -12,13 +12,13 @@ from node.identity import Identity, load_or_create
 from node.settings.manifest import Manifest, layout_digest
 from node.settings.manifest import seal as sealed
 from node.settings.runconfig import RunConfig, load_run
-from node.storage.checkpoint import OUTER, Checkpoint, Data
+from node.storage.checkpoint import OUTER, Checkpoint, DataCursor
 from node.storage.disk import outer_header
-from node.storage.sealing import seal
+from node.storage.sealing import publish_checkpoint
 from node.tasks.base import flatten
 from node.tasks.gpt import Gpt
 from protocols.base import Member
-from protocols.catchup.snapshot import Index
+from protocols.catchup.snapshot import SnapshotIndex
 
 SMALL = {
     "gpt.layers": 2,
@@ -48,7 +48,7 @@ def keep(
     draft.mkdir(parents=True)
     start = outer_header(flat.layout.sizes(), round_number, lineage)
     (draft / OUTER).write_bytes(start + vector.detach().numpy().tobytes() + bytes(4 * len(vector)))
-    index = Index.of(vector.detach(), torch.zeros(len(vector)))
+    index = SnapshotIndex.of(vector.detach(), torch.zeros(len(vector)))
     made = Checkpoint(
         path=draft,
         run=manifest.run_id,
@@ -57,13 +57,13 @@ def keep(
         state_root=index.state_root(round_number),
         layout=flat.layout,
         index=index,
-        data=Data(1, 1, 0),
+        data=DataCursor(1, 1, 0),
         carried=0,
         files={},
     )
     with (directory / "rounds.jsonl").open("a") as reports:
         reports.write(json.dumps({"lineage": lineage.hex(), "held_out_loss": loss}) + "\n")
-    return seal(made, inner=False)
+    return publish_checkpoint(made, inner=False)
 
 
 def kept_gpt(directory: Path, round_number: int = 5, seed: int = 3) -> Gpt:

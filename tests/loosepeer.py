@@ -13,10 +13,21 @@ import torch
 from node.noloco import NoLoCo
 from node.outer import OuterSGD
 from node.report import RoundReport
-from node.rounds.course import OwnCourse
-from node.rounds.loose import LooseReplica
+from node.rounds.course import LocalHistory
+from node.rounds.loose import IndependentOuterLoop
 from node.training.trainer import InlineTrainer
-from protocols.base import Contribution, Deadline, Head, Mean, Member, Outcome, PeerId, RoundKey, Vector, Work
+from protocols.base import (
+    AveragingResult,
+    Contribution,
+    Deadline,
+    Head,
+    LocalProgress,
+    Member,
+    Outcome,
+    PeerId,
+    RoundKey,
+    Vector,
+)
 from protocols.catchup.snapshot import Snapshots
 from tests.sim import loop as simloop
 from tests.sim.host import SimClock, SimCompute
@@ -54,7 +65,7 @@ class Scripted:
     me: Member = ME
     shares_anchor: bool = False
     heads: list[Head] = field(default_factory=list)
-    works: list[Work] = field(default_factory=list)
+    works: list[LocalProgress] = field(default_factory=list)
     brought: list[list[Vector]] = field(default_factory=list)
     limits_seconds: list[float] = field(default_factory=list)
 
@@ -78,35 +89,35 @@ class Session:
         self._lent: Sequence[Vector] = ()
         self._came = False
 
-    def ready(self, work: Work) -> None:
+    def offer(self, work: LocalProgress) -> None:
         if work.complete or (self._script.hurried and work.tokens):
             self.cut.set()
 
-    def awaited(self) -> tuple[PeerId, ...]:
+    def waiting_for(self) -> tuple[PeerId, ...]:
         return ()
 
-    def lend(self, state: Sequence[Vector]) -> None:
+    def share(self, state: Sequence[Vector]) -> None:
         self._lent = state
 
-    async def take_back(self) -> Mapping[PeerId, Contribution]:
+    async def reclaim(self) -> Mapping[PeerId, Contribution]:
         assert self.cut.is_set(), "it is lent for as long as its peer trains"
         lent, self._lent = self._lent, ()
         held = self._script.meanwhile(lent)
         self._came = bool(held)
         return held
 
-    async def mean(self, mine: Sequence[Vector], work: Work, into: Sequence[Vector]) -> Mean:
+    async def average(self, mine: Sequence[Vector], work: LocalProgress, into: Sequence[Vector]) -> AveragingResult:
         self._averager.works.append(work)
         self._averager.brought.append([each.clone() for each in mine])
         if self._script.average is None:
             for each in into:
                 each.fill_(math.nan)  # undefined
             # A real session counts what came while the state was lent as well.
-            return Mean(
+            return AveragingResult(
                 Outcome.COMMITTED if self._came else Outcome.SKIPPED, weights={"bert": 0.5} if self._came else {}
             )
         self._script.average(mine, into)
-        return Mean(Outcome.COMMITTED, contributions={"cora": Contribution(1, 1, ("cora/1",))}, bytes_sent=7)
+        return AveragingResult(Outcome.COMMITTED, contributions={"cora": Contribution(1, 1, ("cora/1",))}, bytes_sent=7)
 
 
 class Peer:
@@ -116,8 +127,10 @@ class Peer:
         self.learner = Slope()
         self.trainer = InlineTrainer(self.learner, STEPS, 0.5)
         self.averager = Scripted(list(scripts))
-        course, anchor = OwnCourse(ME, KEY), torch.ones(ELEMENTS)
-        self.replica = LooseReplica(course, self.trainer, self.averager, rule or OUTER, SimCompute(), anchor, snapshots)
+        course, anchor = LocalHistory(ME, KEY), torch.ones(ELEMENTS)
+        self.replica = IndependentOuterLoop(
+            course, self.trainer, self.averager, rule or OUTER, SimCompute(), anchor, snapshots
+        )
 
     def play(self, rounds: int = 1) -> list[RoundReport]:
         async def main() -> list[RoundReport]:

@@ -10,20 +10,31 @@ import torch
 
 from node.outer import OuterSGD
 from node.report import RoundReport
-from node.rounds.round import Replica
+from node.rounds.round import ReplicatedOuterLoop
 from node.tasks.paced import Paced
 from node.training.trainer import InlineTrainer
 from protocols import wire
-from protocols.base import Buffer, Contribution, Header, Mean, Member, Outcome, PeerId, Settings, Vector, Work
-from protocols.catchup.snapshot import Anonymous, Snapshots
-from protocols.catchup.sync import Sync
+from protocols.base import (
+    AveragingResult,
+    Buffer,
+    Contribution,
+    Header,
+    LocalProgress,
+    Member,
+    Outcome,
+    PeerId,
+    Settings,
+    Vector,
+)
+from protocols.catchup.snapshot import MemoryBuffer, Snapshots
+from protocols.catchup.sync import ChainSync
 from protocols.codec import codec
 from protocols.framing import FramedStream
-from protocols.history.chain import UNSETTLED, Chain, Link, follow
-from protocols.reducing.parts import HeldPart, chunk_digest, seal
+from protocols.history.chain import UNSETTLED, Chain, DecidedRound, follow
+from protocols.reducing.parts import ReducedPart, chunk_digest, seal
 from protocols.rounds.partstore import PartStore
-from protocols.rounds.shelf import Shelf
-from protocols.vectors import Flat
+from protocols.rounds.shelf import PartCache
+from protocols.vectors import VectorView
 from protocols.vote import record as records
 from protocols.vote.record import Kind, Record
 from tests.rounds import RUN, SEED, certified
@@ -53,15 +64,15 @@ class Peer:
         self.host = sim_host(swarm.network, self.transport, SEED, {})
         self.settings = Settings(CODEC, (swarm.elements,), swarm.chunk_elements, incarnation=incarnation)
         self.chain = Chain(RUN, "run", swarm.founders, swarm.root)
-        self.shelf, self.snapshots = Shelf(self.host), Snapshots(swarm.every_rounds)
+        self.shelf, self.snapshots = PartCache(self.host), Snapshots(swarm.every_rounds)
         if swarm.store_rounds:
             self.shelf.past = PartStore(
-                Anonymous, self.host.compute, self.shelf.gate, most_rounds=swarm.store_rounds, least_rounds=1
+                MemoryBuffer, self.host.compute, self.shelf.gate, most_rounds=swarm.store_rounds, least_rounds=1
             )
         self.held: list[bytes] = []
         self.trainer = InlineTrainer(Paced(swarm.elements, SEED), 10, 0.1)
-        self.sync = Sync(self.host, self.chain, self.settings, self.snapshots, lambda: swarm.hints, self.shelf)
-        self.replica = Replica(
+        self.sync = ChainSync(self.host, self.chain, self.settings, self.snapshots, lambda: swarm.hints, self.shelf)
+        self.replica = ReplicatedOuterLoop(
             self.chain,
             self.trainer,
             Onlooker(self.me),  # type: ignore[arg-type]
@@ -75,7 +86,7 @@ class Peer:
     def round(self) -> int:
         return self.chain.head.key.round
 
-    async def keep(self, parts: Sequence[HeldPart], record: Record) -> None:
+    async def keep(self, parts: Sequence[ReducedPart], record: Record) -> None:
         """Put a round's parts on the shelf, and let those of rounds long past go, or move to the store."""
         for part in parts:
             self.shelf.put(record.parent, part)
@@ -145,7 +156,7 @@ class Swarm:
         voters: Sequence[Member] | None = None,
         root: bytes | None = None,
         parts: bool | None = None,
-    ) -> Link:
+    ) -> DecidedRound:
         """A round that these peers decide and apply; they stand at one head.
 
         Args:
@@ -173,16 +184,16 @@ class Swarm:
             await self._apply(peer, link, held)
         return link
 
-    async def rounds(self, names: str, count: int, **changes: Any) -> list[Link]:
+    async def rounds(self, names: str, count: int, **changes: Any) -> list[DecidedRound]:
         return [await self.decide(names, **changes) for _ in range(count)]
 
-    def _parts(self) -> list[HeldPart]:
+    def _parts(self) -> list[ReducedPart]:
         """The encoded mean of a round, in two parts, as reducers would have made it."""
         self._made += 1
         delta = torch.randn(self.elements, generator=torch.Generator().manual_seed(self._made)) / 100
         third, held = self.elements // 3, []
         for low, high in ((0, third), (third, self.elements)):
-            part = HeldPart(codec(CODEC), low, high, self.chunk_elements)
+            part = ReducedPart(codec(CODEC), low, high, self.chunk_elements)
             for index in range(part.chunks):
                 first, last = part.elements(index)
                 part.codec.encode(delta[first:last], part.chunk(index))
@@ -193,18 +204,18 @@ class Swarm:
             held.append(part)
         return held
 
-    async def _apply(self, peer: Peer, link: Link, held: Sequence[HeldPart]) -> None:
+    async def _apply(self, peer: Peer, link: DecidedRound, held: Sequence[ReducedPart]) -> None:
         replica, record = peer.replica, link.record
         await peer.keep(held, record)
         for part in held:
-            part.decode(Flat([replica._mean]))
-        mean = Mean(
+            part.decode(VectorView([replica._mean]))
+        mean = AveragingResult(
             Outcome.COMMITTED if held else Outcome.SKIPPED,
             record=records.encode(record),
             certificate=wire.encode(link.certificate),
             contributions={name: Contribution(1, 1) for name in record.peers},
         )
-        done = await replica._apply(replica.chain.head, mean, Work(TOKENS, 1.0, 1.0, 1.0), False)
+        done = await replica._apply(replica.chain.head, mean, LocalProgress(TOKENS, 1.0, 1.0, 1.0), False)
         assert done.mean.outcome == mean.outcome, done.mean.blamed
 
     def same(self, names: str) -> bool:

@@ -21,7 +21,7 @@ from typing import Any, Self, TypeVar
 
 import psutil
 
-from node.view.control import NoAnswer, ask
+from node.view.control import ControlUnavailable, ask
 from tests.checkers import DECIDED, Report, Violation, check
 from tests.history import History, one_mean
 
@@ -176,7 +176,7 @@ class RealPeer:
 
         try:
             return asyncio.run(answer())
-        except NoAnswer:
+        except ControlUnavailable:
             return {}
 
     def status(self) -> dict[str, Any]:

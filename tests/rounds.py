@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from protocols import wire
 from protocols.base import Head, Member
-from protocols.history.chain import Link, follow
+from protocols.history.chain import DecidedRound, follow
 from protocols.vote import record as records
-from protocols.vote.poll import Poll
+from protocols.vote.poll import VoteTally
 from protocols.vote.record import Kind, Record
 from protocols.vote.votes import Certificate, Signed
-from protocols.wire import Part, Run
+from protocols.wire import ChunkSpan, PartDigest
 from tests.sim.host import SimSigner
 
 RUN = bytes(range(32))
@@ -21,7 +21,7 @@ ROOT = b"0" * 32
 
 def vote(head: Head, ballot: int, record: bytes, voter: Member) -> Signed:
     """An honest vote of this member."""
-    poll = Poll(head.key, head.roster, SimSigner(voter.peer, SEED))
+    poll = VoteTally(head.key, head.roster, SimSigner(voter.peer, SEED))
     message = poll.message(ballot, records.lineage(record), voter)
     return Signed(voter, SimSigner(voter.peer, SEED).sign(message))
 
@@ -41,9 +41,9 @@ def decided(
     voters: Sequence[Member] | None = None,
     plan: bytes = b"d" * 32,
     root: bytes | None = None,
-) -> Link:
+) -> DecidedRound:
     """A round after `head`, and what it led to; a MEAN has one part."""
-    parts = (Part(b"p" * 32, (Run(1, 1),)),) if kind == Kind.MEAN else ()
+    parts = (PartDigest(b"p" * 32, (ChunkSpan(1, 1),)),) if kind == Kind.MEAN else ()
     record = Record(
         head.key.lineage, root or head.state_root, head.key.round, kind, plan, parts, roster or head.roster,
         bounds=(0, 10) if parts else (),
@@ -51,14 +51,14 @@ def decided(
     return follow(head, certified(head, record, voters))
 
 
-def line(head: Head, rounds: int, **changes: object) -> list[Link]:
+def line(head: Head, rounds: int, **changes: object) -> list[DecidedRound]:
     """So many rounds, one after the other."""
-    links: list[Link] = []
+    links: list[DecidedRound] = []
     for _ in range(rounds):
         links.append(decided(links[-1].head if links else head, **changes))  # type: ignore[arg-type]
     return links
 
 
-def encoded(link: Link) -> bytes:
+def encoded(link: DecidedRound) -> bytes:
     """As an averager hands it over."""
     return wire.encode(link.certificate)

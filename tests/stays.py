@@ -13,26 +13,26 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from node.members.greeter import Self
+from node.members.greeter import LocalPeer
 from node.members.membership import Membership
 from node.metrics import LoopLag
 from node.outer import OuterSGD
 from node.report import RoundReport
-from node.rounds.course import Course, OwnCourse
-from node.rounds.life import loose_rounds, rounds
-from node.rounds.loose import LooseReplica
-from node.rounds.round import Replica
-from node.stay import Limits, Means, Stay, Way
+from node.rounds.course import LocalHistory, RoundHistory
+from node.rounds.life import run_independent_rounds, run_replicated_rounds
+from node.rounds.loose import IndependentOuterLoop
+from node.rounds.round import ReplicatedOuterLoop
+from node.stay import OuterLoopStack, PeerSession, PeerSessionDeps, SessionLimits
 from node.storage.journal import Journal
 from node.storage.statedir import StateDir
 from node.tasks.paced import Paced
 from node.training.trainer import InlineTrainer
-from node.view.portrait import Portrait
-from protocols import LOOSE, PROTOCOLS
+from node.view.portrait import StatusTracker
+from protocols import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
 from protocols.base import Deadline, Host, Member, PeerId, RoundKey, Settings
 from protocols.catchup.snapshot import Snapshots
-from protocols.catchup.standing import Standings
-from protocols.catchup.sync import Sync
+from protocols.catchup.standing import IndependentStateSync
+from protocols.catchup.sync import ChainSync
 from protocols.history.chain import Chain
 from tests.rounds import RUN
 from tests.sim import loop as simloop
@@ -93,13 +93,13 @@ class View:
 class Peer:
     """One peer with everything that a stay is made of."""
 
-    def __init__(self, town: Town, name: PeerId, limits: Limits, step_seconds: float) -> None:
-        self.town, self.name, self.view, self.portrait = town, name, View(), Portrait(name)
+    def __init__(self, town: Town, name: PeerId, limits: SessionLimits, step_seconds: float) -> None:
+        self.town, self.name, self.view, self.portrait = town, name, View(), StatusTracker(name)
         transport = town.network.join(name)
         me, clock, state = Member(name), SimClock(), StateDir.open(town.path / name)
         self.portrait.peer, self.portrait.addresses = name, lambda: (f"/ip4/10.0.0.1/tcp/1/p2p/{name}",)
         course = self.portrait.chain = self.course(me)
-        who = Self(me, RUN, len(town.peers), f"nick-{name}", tuple, lambda: course.head.key.round)
+        who = LocalPeer(me, RUN, len(town.peers), f"nick-{name}", tuple, lambda: course.head.key.round)
         members = self.members = self.portrait.membership = Membership(
             transport,
             clock,
@@ -114,26 +114,28 @@ class Peer:
         self.trainer = Trainer(Paced(ELEMENTS, seed=len(town.peers), tokens_per_step=256), STEPS, step_seconds)
         way = self.way(host, settings)
         self.replica = way.replica
-        self.replica.on_phase, self.portrait.awaited = self.portrait.works, lambda: self.replica.awaited()
+        self.replica.on_phase, self.portrait.waiting_for = self.portrait.on_progress, lambda: self.replica.waiting_for()
         journal = self.portrait.journal = Journal(state.rounds)
         self.state = state
-        self.means = Means(*way, self.trainer, members, directory, state, journal, LoopLag(), clock, SimCompute())
-        self.stay = Stay(self.means, limits, self.portrait, self.view)
+        self.means = PeerSessionDeps(
+            *way, self.trainer, members, directory, state, journal, LoopLag(), clock, SimCompute()
+        )
+        self.stay = PeerSession(self.means, limits, self.portrait, self.view)
         self.ended: float | None = None
 
-    def course(self, me: Member) -> Course:
+    def course(self, me: Member) -> RoundHistory:
         self.chain = Chain(RUN, "run", self.town.founders, bytes(32))
         return self.chain
 
-    def way(self, host: Host, settings: Settings) -> Way:
+    def way(self, host: Host, settings: Settings) -> OuterLoopStack:
         """Its replica, and what belongs to its kind."""
-        averager, snapshots = PROTOCOLS["butterfly"](host, settings), Snapshots()
+        averager, snapshots = REPLICATED_PROTOCOLS["butterfly"](host, settings), Snapshots()
         anchor, outer = self.trainer.shift.learner.vectors[0].clone(), OuterSGD(0.9, 0.5)
-        replica = Replica(self.chain, self.trainer, averager, outer, host.compute, anchor, snapshots)
-        sync = Sync(host, self.chain, settings, snapshots, self.members.peers, averager.shelf)
+        replica = ReplicatedOuterLoop(self.chain, self.trainer, averager, outer, host.compute, anchor, snapshots)
+        sync = ChainSync(host, self.chain, settings, snapshots, self.members.peers, averager.shelf)
         sync.on_better = lambda branch: averager.supersede()
         averager.on_ahead = sync.hear
-        return Way(replica, sync, partial(rounds, replica, sync))
+        return OuterLoopStack(replica, sync, partial(run_replicated_rounds, replica, sync))
 
     async def live(self) -> None:
         await self.trainer.read(self.replica.anchor)
@@ -152,21 +154,21 @@ class Peer:
 class LoosePeer(Peer):
     """One with a state of its own; who is no founder is a newcomer."""
 
-    replica: LooseReplica
+    replica: IndependentOuterLoop
 
-    def course(self, me: Member) -> Course:
-        self.own = OwnCourse(me, RoundKey(RUN, "run", bytes(32), 0))
+    def course(self, me: Member) -> RoundHistory:
+        self.own = LocalHistory(me, RoundKey(RUN, "run", bytes(32), 0))
         return self.own
 
-    def way(self, host: Host, settings: Settings) -> Way:
+    def way(self, host: Host, settings: Settings) -> OuterLoopStack:
         anchor, outer = self.trainer.shift.learner.vectors[0].clone(), OuterSGD(0.9, 0.5)
-        averager, snapshots = LOOSE["gossip"](host, settings), Snapshots(every_rounds=1)
-        replica = LooseReplica(self.own, self.trainer, averager, outer, host.compute, anchor, snapshots)
+        averager, snapshots = INDEPENDENT_PROTOCOLS["gossip"](host, settings), Snapshots(every_rounds=1)
+        replica = IndependentOuterLoop(self.own, self.trainer, averager, outer, host.compute, anchor, snapshots)
         replica.lacks_state = Member(self.name) not in self.town.founders
         replica.compare, replica.spread_limit = self.members.compare, SPREAD_LIMIT
         peers, whole = self.members.peers, lambda: not replica.seeks_state
-        standings = Standings(host, settings, snapshots, lambda: self.own.key, peers, whole)
-        return Way(replica, standings, partial(loose_rounds, replica, standings))
+        standings = IndependentStateSync(host, settings, snapshots, lambda: self.own.key, peers, whole)
+        return OuterLoopStack(replica, standings, partial(run_independent_rounds, replica, standings))
 
 
 class Town:
@@ -182,7 +184,7 @@ class Town:
     def add(
         self, name: PeerId, run_rounds: int = 4, rounds: int | None = None, wait: int = 1, step_seconds: float = 0.2
     ) -> Peer:
-        peer = self.peers[name] = self.kind(self, name, Limits(run_rounds, rounds, wait), step_seconds)
+        peer = self.peers[name] = self.kind(self, name, SessionLimits(run_rounds, rounds, wait), step_seconds)
         token = simloop.PROCESS.set(self.network.nodes[name].process)
         self.tasks[name] = asyncio.get_running_loop().create_task(peer.live())
         simloop.PROCESS.reset(token)

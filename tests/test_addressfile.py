@@ -16,7 +16,7 @@ from node.entering.addressfile import (
     MAX_ADDRESSES,
     MAX_BYTES,
     AddressesFile,
-    Named,
+    AddressLine,
     parse_addresses,
     read_addresses,
     require_usable,
@@ -35,7 +35,7 @@ FIRST, SECOND = (f"/{where}/tcp/4001/p2p/{OTHER}" for where in ("ip4/203.0.113.7
 
 def test_one_address_a_line_with_blanks_and_comments() -> None:
     text = f"# the founder\n\n  {FIRST}\r\n{SECOND} # by name\n{FIRST}\n/ip4/10.0.0.1/tcp/1/p2p/{ME}\n"
-    assert parse_addresses(ME, text.encode()) == Named((FIRST, SECOND))
+    assert parse_addresses(ME, text.encode()) == AddressLine((FIRST, SECOND))
 
 
 @pytest.mark.parametrize(
@@ -52,16 +52,18 @@ def test_one_address_a_line_with_blanks_and_comments() -> None:
 )
 def test_a_file_without_an_address_says_what_it_lacks(data: bytes, words: str) -> None:
     named = parse_addresses(ME, data)
-    assert isinstance(named, Named) and named.addresses == ()
+    assert isinstance(named, AddressLine) and named.addresses == ()
     assert named.complaint.startswith(words) and named.complaint.isprintable()
 
 
 def test_a_bad_line_costs_no_good_one_and_sizes_are_bounded() -> None:
     named = parse_addresses(ME, f"nonsense\n{FIRST}".encode())
-    assert isinstance(named, Named) and named.addresses == (FIRST,) and named.complaint.startswith("line 1: ")
+    assert isinstance(named, AddressLine) and named.addresses == (FIRST,) and named.complaint.startswith("line 1: ")
     many = "".join(f"/ip4/10.0.0.1/tcp/{port}/p2p/{OTHER}\n" for port in range(1, MAX_ADDRESSES + 2))
     named = parse_addresses(ME, many.encode())
-    assert isinstance(named, Named) and len(named.addresses) == MAX_ADDRESSES and "the first 64" in named.complaint
+    assert (
+        isinstance(named, AddressLine) and len(named.addresses) == MAX_ADDRESSES and "the first 64" in named.complaint
+    )
     assert parse_addresses(ME, b"#" * (MAX_BYTES + 1)) == "longer than 64 KiB: is it a file of addresses?"
 
 
@@ -110,12 +112,12 @@ def test_the_file_follows_the_addresses_and_a_disk_that_is_full(tmp_path: Path) 
         path.parent.mkdir()
         here[:] = [SECOND, FIRST]
         await asyncio.sleep(2 * LOOK_SECONDS)
-        assert read_addresses(ME, path) == Named((SECOND, FIRST))
+        assert read_addresses(ME, path) == AddressLine((SECOND, FIRST))
         here.clear()  # p2pd is down
         await asyncio.sleep(2 * LOOK_SECONDS)
         task.cancel()
         await asyncio.wait([task])
-        assert read_addresses(ME, path) == Named((SECOND, FIRST)) and [*path.parent.iterdir()] == [path]
+        assert read_addresses(ME, path) == AddressLine((SECOND, FIRST)) and [*path.parent.iterdir()] == [path]
 
     simloop.run(body(), limit_seconds=3600.0)
     assert said == 2 * [

@@ -28,8 +28,9 @@ ONLY_IN: dict[str, set[str]] = {
     "multiprocessing": set(),
     "pickle": set(),
     "hivemind": {"node/network/link.py", "node/network/kademlia.py"},
-    "protocols.PROTOCOLS": PEER | {"node/assembly.py", "node/cli.py"},  # the root's workshop; who knows their names
-    "protocols.LOOSE": PEER | {"node/assembly.py", "node/cli.py"},
+    "protocols.REPLICATED_PROTOCOLS": PEER
+    | {"node/assembly.py", "node/cli.py"},  # the root's workshop; who knows their names
+    "protocols.INDEPENDENT_PROTOCOLS": PEER | {"node/assembly.py", "node/cli.py"},
     "psutil": {"node/metrics.py"},
     "signal": {"node/departure.py", "node/child.py"},  # the way out; ending a child
     "protocols.butterfly": PEER | {"protocols/__init__.py"},
@@ -109,7 +110,7 @@ def test_the_house_keeps_its_rules() -> None:
         ("protocols/gossip.py", "import time"),
         ("protocols/gossip.py", "from tests.sim import loop"),
         ("node/rounds/round.py", "from node.network import libp2p"),
-        ("node/rounds/round.py", "from protocols import PROTOCOLS"),
+        ("node/rounds/round.py", "from protocols import REPLICATED_PROTOCOLS"),
         ("node/rounds/round.py", "from protocols.butterfly import Butterfly"),
         ("node/rounds/round.py", "from time import monotonic as now"),
         ("node/rounds/round.py", "import concurrent.futures"),
@@ -130,7 +131,7 @@ def test_a_planted_violation_is_caught(file: str, source: str) -> None:
     "file, source",
     [
         ("node/clock.py", "import time"),
-        ("node/peer.py", "from node.network.libp2p import LibP2P\nfrom protocols import PROTOCOLS"),
+        ("node/peer.py", "from node.network.libp2p import LibP2P\nfrom protocols import REPLICATED_PROTOCOLS"),
         ("node/rounds/round.py", "import random\ndef pick(rng: random.Random): ...\nfrom protocols import vectors"),
         ("node/rounds/round.py", "try:\n    pass\nexcept BaseException:\n    undo()\n    raise"),
     ],

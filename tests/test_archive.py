@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from node.storage import archive as archives
-from node.storage.archive import CertificateFile, spool
+from node.storage.archive import CertificateLog, spool
 from protocols.base import Member
 from protocols.history.chain import Chain
 from tests.rounds import ROOT, RUN, encoded, line
@@ -24,25 +24,25 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "certificates.bin"
 
 
-def filled(path: Path, count: int = 20) -> CertificateFile:
-    file = CertificateFile(path)
+def filled(path: Path, count: int = 20) -> CertificateLog:
+    file = CertificateLog(path)
     for each in ENTRIES[:count]:
         file.extend([each])
     return file
 
 
-def content(file: CertificateFile) -> list[bytes]:
+def content(file: CertificateLog) -> list[bytes]:
     return list(file.read(0, len(file)))
 
 
 def test_what_was_appended_is_there_again(path: Path) -> None:
     for count in (0, 3, 8):
-        file = CertificateFile(path)
+        file = CertificateLog(path)
         assert content(file) == ENTRIES[: len(file)]
         for each in ENTRIES[len(file) : count]:
             file.extend([each])
         file.sync()
-    file = CertificateFile(path)
+    file = CertificateLog(path)
     assert len(file) == 8 and list(file.read(3, 2)) == ENTRIES[3:5] and list(file.read(6, 9)) == ENTRIES[6:8]
     assert path.stat().st_mode & 0o777 == 0o600
 
@@ -52,11 +52,11 @@ def test_what_is_cut_off_is_gone(path: Path) -> None:
     file.truncate(20)
     file.truncate(5)
     file.extend([b"new"])
-    assert content(file) == content(CertificateFile(path)) == [*ENTRIES[:5], b"new"]
+    assert content(file) == content(CertificateLog(path)) == [*ENTRIES[:5], b"new"]
     file.truncate(0)
-    assert len(CertificateFile(path)) == 0
+    assert len(CertificateLog(path)) == 0
     file.extend([b"first"])
-    assert content(CertificateFile(path)) == [b"first"]
+    assert content(CertificateLog(path)) == [b"first"]
 
 
 @pytest.mark.parametrize("torn", range(1, 12))
@@ -64,11 +64,11 @@ def test_a_torn_end_is_cut_off_with_one_line(path: Path, torn: int, caplog: pyte
     filled(path, 6)
     os.truncate(path, path.stat().st_size - torn)
     with caplog.at_level(logging.WARNING):
-        file = CertificateFile(path)
+        file = CertificateLog(path)
     assert content(file) == ENTRIES[:5] and len(caplog.records) == 1 and "cut off" in caplog.text
     file.extend([ENTRIES[5]])
     caplog.clear()
-    assert content(CertificateFile(path)) == ENTRIES[:6] and not caplog.records
+    assert content(CertificateLog(path)) == ENTRIES[:6] and not caplog.records
 
 
 @pytest.mark.parametrize("at", range(8, 60, 3))
@@ -77,7 +77,7 @@ def test_a_flipped_bit_ends_what_is_believed(path: Path, at: int) -> None:
     data = bytearray(path.read_bytes())
     data[at] ^= 4
     path.write_bytes(data)
-    file = CertificateFile(path)
+    file = CertificateLog(path)
     assert content(file) == ENTRIES[: len(file)] and len(file) < 8
     assert path.stat().st_size <= at, "it is off the disk, too"
 
@@ -86,7 +86,7 @@ def test_a_flipped_bit_ends_what_is_believed(path: Path, at: int) -> None:
 def test_another_file_is_not_believed(path: Path, foreign: bytes) -> None:
     path.write_bytes(foreign)
     assert len(filled(path, 3)) == 3
-    assert content(CertificateFile(path)) == ENTRIES[:3]
+    assert content(CertificateLog(path)) == ENTRIES[:3]
 
 
 def test_what_goes_bad_meanwhile_is_not_handed_out(path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -125,14 +125,14 @@ def test_a_full_disk_costs_one_line_and_nothing_else(
             file.extend([each])
     assert len(caplog.records) == 1 and str(path) in caplog.text
     assert content(file)[:4] == ENTRIES[:4] and list(file.read(4, 9)) == ENTRIES[4:8] and len(file) == 8
-    assert content(CertificateFile(path)) == ENTRIES[:4]
+    assert content(CertificateLog(path)) == ENTRIES[:4]
     with pytest.raises(OSError, match="is not whole"):
         file.sync()
     file.truncate(7)
     disk(None)
     file.extend([b"and on"])
     file.sync()
-    assert content(file) == content(CertificateFile(path)) == [*ENTRIES[:7], b"and on"]
+    assert content(file) == content(CertificateLog(path)) == [*ENTRIES[:7], b"and on"]
 
 
 def test_what_waits_for_the_disk_is_bounded(
@@ -149,11 +149,11 @@ def test_what_waits_for_the_disk_is_bounded(
     file.extend([b"more"])
     with pytest.raises(OSError, match="is not whole"):
         file.sync()
-    assert len(file) == 21 and content(CertificateFile(path)) == ENTRIES[:4], "a gap is not papered over"
+    assert len(file) == 21 and content(CertificateLog(path)) == ENTRIES[:4], "a gap is not papered over"
     file.truncate(10)
     file.truncate(4)
     file.extend([b"new"])
-    assert content(file) == content(CertificateFile(path)) == [*ENTRIES[:4], b"new"]
+    assert content(file) == content(CertificateLog(path)) == [*ENTRIES[:4], b"new"]
 
 
 def test_a_disk_that_was_full_from_the_beginning(path: Path, disk: Callable[[int | None], None]) -> None:
@@ -161,31 +161,31 @@ def test_a_disk_that_was_full_from_the_beginning(path: Path, disk: Callable[[int
     file = filled(path, 3)
     disk(None)
     file.extend([ENTRIES[3]])
-    assert content(CertificateFile(path)) == ENTRIES[:4]
+    assert content(CertificateLog(path)) == ENTRIES[:4]
 
 
 def test_one_without_a_name_leaves_nothing(tmp_path: Path) -> None:
-    file = CertificateFile.anonymous(tmp_path)
+    file = CertificateLog.anonymous(tmp_path)
     file.extend([b"one"])
     assert content(file) == [b"one"] and not list(tmp_path.iterdir())
 
 
 def test_a_chain_goes_on_from_its_file(path: Path) -> None:
     roster = (Member("anna"), Member("bert"))
-    chain = Chain(RUN, "run", roster, ROOT, CertificateFile(path))
+    chain = Chain(RUN, "run", roster, ROOT, CertificateLog(path))
     links = line(chain.head, 300)
     for link in links:
         chain.extend(encoded(link))
-    again = Chain(RUN, "run", roster, ROOT, CertificateFile(path))
+    again = Chain(RUN, "run", roster, ROOT, CertificateLog(path))
     assert again.head == chain.head and again.since(links[0].lineage, 9) == tuple(links[1:10])
     assert len(again.switch(links[99].lineage, ())) == 200
-    assert Chain(RUN, "run", roster, ROOT, CertificateFile(path)).head == links[99].head
+    assert Chain(RUN, "run", roster, ROOT, CertificateLog(path)).head == links[99].head
     os.truncate(path, path.stat().st_size - 1)
-    assert Chain(RUN, "run", roster, ROOT, CertificateFile(path)).head == links[98].head
+    assert Chain(RUN, "run", roster, ROOT, CertificateLog(path)).head == links[98].head
 
 
 def test_where_there_is_no_disk_there_is_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert isinstance(spool(tmp_path), CertificateFile) and not caplog.records
+    assert isinstance(spool(tmp_path), CertificateLog) and not caplog.records
     archive = spool(tmp_path / "missing")
     archive.extend([b"one"])
     assert list(archive.read(0, 1)) == [b"one"] and len(caplog.records) == 1

@@ -11,10 +11,10 @@ from protocols import wire
 from protocols.base import Member, PeerId, RoundKey
 from protocols.vote import record as records
 from protocols.vote import votes
-from protocols.vote.ballot import Vote
-from protocols.vote.poll import Poll, majority
+from protocols.vote.ballot import PaxosInstance
+from protocols.vote.poll import VoteTally, majority
 from protocols.vote.record import Kind, Record
-from protocols.wire import Part, PartDone, Run
+from protocols.wire import ChunkSpan, PartDigest, PartDone
 from tests.sim.judging import Remembering, Seal
 from tests.sim.scheduling import play
 
@@ -22,7 +22,7 @@ SEEDS = range(2000)
 """Of 50,000 by `python -m tests.sim.scheduling --seeds 0:50000`."""
 KEY = RoundKey(b"r" * 32, "all", b"l" * 32, 7)
 PLAN = b"p" * 32
-PART = PartDone(0, 0, Part(b"1" * 32, (Run(1, 3),)), b"")
+PART = PartDone(0, 0, PartDigest(b"1" * 32, (ChunkSpan(1, 3),)), b"")
 Some = TypeVar("Some")
 
 
@@ -30,7 +30,7 @@ Some = TypeVar("Some")
 class Flight:
     sender: PeerId
     to: PeerId
-    message: votes.Message
+    message: votes.VoteMessage
 
 
 class Table:
@@ -42,7 +42,8 @@ class Table:
         self.roster = tuple(roster)
         self.members = tuple(Member(peer) for peer in order)
         self.votes = {
-            m.peer: Vote(m, Poll(KEY, self.roster, Seal(m.peer), fork_peers=fork_peers)) for m in self.members
+            m.peer: PaxosInstance(m, VoteTally(KEY, self.roster, Seal(m.peer), fork_peers=fork_peers))
+            for m in self.members
         }
         self.flying: list[Flight] = []
         self.said: list[tuple[PeerId, votes.Instruction]] = []
@@ -50,7 +51,7 @@ class Table:
     def name(self, index: int) -> PeerId:
         return self.members[index].peer
 
-    def vote(self, index: int) -> Vote:
+    def vote(self, index: int) -> PaxosInstance:
         return self.votes[self.name(index)]
 
     def do(self, index: int, event: str, *arguments: Any) -> list[votes.Instruction]:
@@ -62,7 +63,7 @@ class Table:
                 self.flying += [Flight(self.name(index), to, each.message) for to in each.to]
         return out
 
-    def deliver(self, kind: type[votes.Message] | None = None, to: int | None = None, keep: bool = False) -> int:
+    def deliver(self, kind: type[votes.VoteMessage] | None = None, to: int | None = None, keep: bool = False) -> int:
         """Deliver all that flies, or one kind of it, or to one member, and what follows from it; how many."""
         count = 0
         while matching := [
@@ -136,7 +137,7 @@ def test_three_messages_decide_and_everybody_has_a_certificate() -> None:
     assert [vote.voter for vote in certificate.votes] == sorted(vote.voter for vote in certificate.votes)
     assert len(certificate.votes) >= majority(3)
     table.deliver()
-    assert not table.sent(votes.Prepare) and not table.heard(0, votes.Rival)
+    assert not table.sent(votes.Prepare) and not table.heard(0, votes.ConflictingCertificate)
 
 
 def test_alone_a_member_decides_at_once() -> None:
@@ -180,7 +181,7 @@ def test_a_record_admits_only_so_many_and_extends_this_lineage_only() -> None:
 @pytest.mark.parametrize("members", (1, 2, 3, 5))
 def test_a_record_keeps_a_member_however_many_newcomers_it_brings(members: int, kind: Kind) -> None:
     roster, new = tuple(Member(f"m{index}") for index in range(members)), Member("n0")
-    poll = Poll(KEY, roster, Seal("m0"))
+    poll = VoteTally(KEY, roster, Seal("m0"))
     for next_roster, allowed in ((roster[:1], True), ((roster[0], new), True), ((new,), False), ((), False)):
         record = Record(KEY.lineage, bytes(32), KEY.round, kind, PLAN, (), next_roster)
         assert (poll.value(0, records.encode(record)) is not None) is allowed
@@ -189,7 +190,7 @@ def test_a_record_keeps_a_member_however_many_newcomers_it_brings(members: int, 
 def test_those_who_leave_decide_nothing_without_one_who_stays() -> None:
     """They are a majority, and gone with the mean as soon as they have decided."""
     roster = tuple(Member(f"m{index}") for index in range(3))
-    polls = [Poll(KEY, roster, Seal(member.peer)) for member in roster]
+    polls = [VoteTally(KEY, roster, Seal(member.peer)) for member in roster]
     record = Record(KEY.lineage, bytes(32), KEY.round, Kind.SKIP, PLAN, (), roster[2:])
     value = polls[0].value(0, records.encode(record))
     assert value is not None
@@ -224,7 +225,7 @@ def test_a_coordinator_dies_before_it_proposes() -> None:
     table.do(2, "timeout", 0)
     assert table.heard(2, votes.SetTimer)[-1] == votes.SetTimer(1, 2)
     table.deliver()
-    (choose,) = table.heard(1, votes.Choose)
+    (choose,) = table.heard(1, votes.ProposalNeeded)
     assert choose.ballot == 1
     assert {promise.sender: promise.held for promise in choose.promises} == {
         table.members[1]: (),
@@ -259,7 +260,7 @@ def test_an_accepted_record_is_carried_over_when_its_coordinator_dies() -> None:
     table.deliver(votes.Prepare, to=3)
     table.deliver(votes.Prepare, to=4)
     table.deliver()
-    assert not table.heard(1, votes.Choose)
+    assert not table.heard(1, votes.ProposalNeeded)
     assert table.heard(1, votes.Fetch)[0].record == mean
     table.hold(1, 2, 4)
     table.deliver()
@@ -293,8 +294,8 @@ def test_a_late_coordinator_meets_promises_and_gives_up() -> None:
     table.lose(0)
     table.do(0, "chosen", 0, table.record())
     table.deliver(votes.Propose)
-    assert [each.ballot for each in table.sent(votes.Stale)] == [1, 1]
-    table.deliver(votes.Stale)
+    assert [each.ballot for each in table.sent(votes.BallotNack)] == [1, 1]
+    table.deliver(votes.BallotNack)
     assert table.vote(0).ballot == 1 and table.vote(0).promised == 0 and table.vote(2).accepted is None
     skip = table.record(without=0)
     table.do(1, "chosen", 1, skip)
@@ -349,7 +350,7 @@ def test_who_saw_the_votes_but_not_the_record_asks_the_voters() -> None:
         message = votes.Accept(KEY, table.members[index], 0, records.lineage(table.record()), accept)
         table.do(2, "receive", table.name(index), message)
     table.deliver(votes.Accept)
-    assert table.sent(votes.Want)
+    assert table.sent(votes.RecordRequest)
     table.deliver()
     assert table.vote(2).decided is not None
 
@@ -360,15 +361,15 @@ def test_an_onlooker_decides_by_a_certificate_only() -> None:
     table.deliver()
     certificate = table.vote(0).decided
     assert certificate
-    onlooker = Vote(Member("new"), Poll(KEY, table.roster, Seal("new")))
+    onlooker = PaxosInstance(Member("new"), VoteTally(KEY, table.roster, Seal("new")))
     assert onlooker.receive(table.name(0), table.sent(votes.Propose)[0]) == []
     few = replace(certificate, votes=certificate.votes[:1])
     assert onlooker.receive(table.name(0), few) == []
     forged = [replace(vote, signature=b"no") for vote in certificate.votes]
     accused = onlooker.receive(table.name(0), replace(certificate, votes=tuple(forged)))
-    assert accused == [votes.Accuse(table.name(0), "a certificate with votes that nobody cast")]
+    assert accused == [votes.ReportFault(table.name(0), "a certificate with votes that nobody cast")]
     accused = onlooker.receive(table.name(0), replace(certificate, record=table.record(roster=(onlooker.me,))))
-    assert accused == [votes.Accuse(table.name(0), "a certificate of a record that may not be decided")]
+    assert accused == [votes.ReportFault(table.name(0), "a certificate of a record that may not be decided")]
     assert isinstance(onlooker.receive(table.name(0), certificate)[0], votes.Decided)
 
 
@@ -383,7 +384,7 @@ def test_everything_said_twice_changes_nothing() -> None:
         table.deliver(kind, keep=True)
     assert table.decided() == [(0, table.record())] * 3
     assert all(len(table.heard(index, votes.Decided)) == 1 for index in range(3))
-    assert not any(table.heard(index, votes.Rival) for index in range(3))
+    assert not any(table.heard(index, votes.ConflictingCertificate) for index in range(3))
 
 
 def test_votes_of_strangers_and_of_other_lives_do_not_count() -> None:
@@ -393,12 +394,16 @@ def test_votes_of_strangers_and_of_other_lives_do_not_count() -> None:
     for member in (stranger, reborn):
         value = table.vote(0).accepted
         assert value
-        signature = Poll(KEY, table.roster, Seal(member.peer)).sign(value, member)
+        signature = VoteTally(KEY, table.roster, Seal(member.peer)).sign(value, member)
         table.do(0, "receive", member.peer, votes.Accept(KEY, member, 0, value.digest, signature))
     assert table.vote(0).decided is None
     table.do(0, "receive", "x", votes.Accept(KEY, table.members[2], 0, value.digest, b""))
     assert table.vote(0).decided is None
-    for message in (votes.Prepare(KEY, reborn, 1, ()), votes.Ask(KEY, stranger, 3, ()), votes.Stale(KEY, reborn, 9)):
+    for message in (
+        votes.Prepare(KEY, reborn, 1, ()),
+        votes.StartBallot(KEY, stranger, 3, ()),
+        votes.BallotNack(KEY, reborn, 9),
+    ):
         assert table.do(0, "receive", message.sender.peer, message) == []
     assert table.vote(0).ballot == 0
 
@@ -483,7 +488,7 @@ def test_a_majority_that_returns_is_not_bound_by_half_a_fork() -> None:
     table = Table(5)
     for index in (1, 3):
         table.do(index, "fork", table.fork(1, 3))
-    table.deliver(votes.Ask)
+    table.deliver(votes.StartBallot)
     table.deliver(votes.Prepare)
     table.deliver(votes.Promise)
     assert table.vote(1).forked
@@ -497,7 +502,7 @@ def test_a_majority_that_returns_is_not_bound_by_half_a_fork() -> None:
     table.lose()
     table.do(2, "timeout", ballot)
     table.deliver()
-    (choose,) = table.heard(2, votes.Choose)
+    (choose,) = table.heard(2, votes.ProposalNeeded)
     table.do(2, "chosen", choose.ballot, table.record())
     table.deliver()
     assert table.decided() == [(choose.ballot, table.record())] * 5
@@ -507,10 +512,14 @@ def test_a_fork_does_not_decide_for_others_they_are_told() -> None:
     table = Table()
     table.do(1, "fork", table.fork(1))
     table.deliver()
-    assert table.vote(0).decided is None and table.heard(0, votes.Rival) and table.heard(2, votes.Rival)
+    assert (
+        table.vote(0).decided is None
+        and table.heard(0, votes.ConflictingCertificate)
+        and table.heard(2, votes.ConflictingCertificate)
+    )
     table.do(0, "chosen", 0, table.record())
     table.deliver()
-    assert table.vote(0).decided and table.vote(2).decided and table.heard(1, votes.Rival)
+    assert table.vote(0).decided and table.vote(2).decided and table.heard(1, votes.ConflictingCertificate)
 
 
 # -- on the wire ------------------------------------------------------------------------------------------------------
@@ -519,14 +528,14 @@ def test_a_fork_does_not_decide_for_others_they_are_told() -> None:
 def test_every_message_comes_back_from_the_wire_as_it_went() -> None:
     me, record = Member("anna", 3), Table().record(Kind.MEAN, PART)
     signed = (votes.Signed(me, b"s" * 64),)
-    messages: list[votes.Message] = [
-        votes.Ask(KEY, me, 1, (me,)),
+    messages: list[votes.VoteMessage] = [
+        votes.StartBallot(KEY, me, 1, (me,)),
         votes.Prepare(KEY, me, 1, ()),
         votes.Promise(KEY, me, 2, 1, record, PLAN, (PART,)),
-        votes.Stale(KEY, me, 4),
+        votes.BallotNack(KEY, me, 4),
         votes.Propose(KEY, me, 5, record),
         votes.Accept(KEY, me, 6, records.lineage(record), b"s" * 64),
-        votes.Want(KEY, me, 7, records.lineage(record)),
+        votes.RecordRequest(KEY, me, 7, records.lineage(record)),
         votes.Certificate(KEY, me, 8, record, signed),
     ]
     assert {type(message) for message in messages} == set(votes.MESSAGES)
@@ -554,7 +563,7 @@ class CountsStrangers(Remembering):
 
 class CountsHeirs(Remembering):
     def counts(self, member: Member) -> bool:
-        return super().counts(member) or self.inherits(member)
+        return super().counts(member) or self.is_successor(member)
 
 
 class CountsAcrossBallots(Remembering):
@@ -567,38 +576,38 @@ class ForksWithoutAll(Remembering):
         return super().decides(value) or (value.is_fork and bool(self.voters(value.ballot, value.digest)))
 
 
-class AcceptsBelowItsPromise(Vote):
+class AcceptsBelowItsPromise(PaxosInstance):
     def _on_propose(self, message: votes.Propose) -> None:
         promised, self._standing.promised = self._standing.promised, 0
         super()._on_propose(message)
         self._standing.promised = max(promised, self._standing.promised)
 
 
-class PromiseForgetsAccepted(Vote):
+class PromiseForgetsAccepted(PaxosInstance):
     def _promise(self, fork: bool) -> votes.Promise:
         return replace(super()._promise(fork), accepted=0, record=b"")
 
 
-class ForkForgetsAccepted(Vote):
+class ForkForgetsAccepted(PaxosInstance):
     def _promise(self, fork: bool) -> votes.Promise:
         promise = super()._promise(fork)
         return replace(promise, accepted=0, record=b"") if fork else promise
 
 
-class CoordinatorIgnoresAccepted(Vote):
-    def _handle(self, message: votes.Message) -> None:
+class CoordinatorIgnoresAccepted(PaxosInstance):
+    def _handle(self, message: votes.VoteMessage) -> None:
         forgotten = isinstance(message, votes.Promise)
         super()._handle(replace(message, accepted=0, record=b"") if forgotten else message)  # type: ignore[call-arg]
 
 
-class CoordinatorTakesTheLowest(Vote):
-    def _handle(self, message: votes.Message) -> None:
+class CoordinatorTakesTheLowest(PaxosInstance):
+    def _handle(self, message: votes.VoteMessage) -> None:
         if isinstance(message, votes.Promise) and message.record:
             message = replace(message, accepted=votes.MAX_BALLOT - message.accepted)
         super()._handle(message)
 
 
-class AcceptsUnheld(Vote):
+class AcceptsUnheld(PaxosInstance):
     def _missing(self, record: Record) -> tuple[bytes, ...]:
         return ()
 

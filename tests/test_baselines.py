@@ -10,13 +10,13 @@ import torch
 
 from protocols.base import Host, Outcome, PeerId, Settings, Vector
 from protocols.baselines import data_parallel, parameter_server, ring
-from protocols.literature.lockstep import Lockstep
-from protocols.literature.scatter import Scatter
-from protocols.tasks import together
+from protocols.literature.lockstep import SynchronousAverager
+from protocols.literature.scatter import ScatterReduce
+from protocols.tasks import task_group
 from tests.sim.loosely import Came, Loosely
 from tests.sim.network import SimNetwork
 
-MAKERS: dict[str, Callable[[Host, Settings], Lockstep]] = {
+MAKERS: dict[str, Callable[[Host, Settings], SynchronousAverager]] = {
     "data_parallel": data_parallel,
     "ring": ring,
     "parameter_server": parameter_server,
@@ -163,14 +163,14 @@ def test_peers_that_see_other_members_do_not_mix(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["data_parallel", "parameter_server"])
 def test_who_brings_a_part_twice_at_once_counts_for_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    once = Scatter._hand_in
+    once = ScatterReduce._hand_in
 
-    async def twice(self: Scatter, part: int, peer: PeerId) -> None:
-        async with together() as group:
+    async def twice(self: ScatterReduce, part: int, peer: PeerId) -> None:
+        async with task_group() as group:
             for _ in range(1 + (self._meeting.host.me == "p02")):
                 group.create_task(once(self, part, peer))
 
-    monkeypatch.setattr(Scatter, "_hand_in", twice)
+    monkeypatch.setattr(ScatterReduce, "_hand_in", twice)
     came = results(swarm(name, 3).play())
     assert {each.mean.outcome for each in came} == {Outcome.SKIPPED}
     assert "p02" in {blame.peer for blame in came[0].mean.blamed}
@@ -180,6 +180,6 @@ def test_who_brings_a_part_twice_at_once_counts_for_nothing(name: str, monkeypat
 def test_a_stream_of_somebody_who_is_no_member_fits_no_meeting(name: str) -> None:
     """Though it names the same members: it may have come a moment later."""
     averager = swarm(name, 2).play().averagers[0]
-    assert isinstance(averager, Lockstep) and (session := averager._session) and (meeting := session.meeting)
+    assert isinstance(averager, SynchronousAverager) and (session := averager._session) and (meeting := session.meeting)
     assert session.misfit("p01", meeting.hello(0)) == ""
     assert "no member" in session.misfit("p09", meeting.hello(0))

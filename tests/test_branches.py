@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocols.base import BadPayload, Head, Member
-from protocols.history.branches import Branch, Rules
-from protocols.history.chain import UNSETTLED, Chain, Link, genesis
+from protocols.history.branches import Branch, ForkChoice
+from protocols.history.chain import UNSETTLED, Chain, DecidedRound, genesis
 from protocols.vote import record as records
-from protocols.vote.poll import ONLOOKER, Poll
+from protocols.vote.poll import ONLOOKER, VoteTally
 from protocols.vote.record import Kind
 from protocols.vote.votes import Signed
 from tests.rounds import ROOT, RUN, SEED, certified, decided, line, vote
@@ -23,15 +23,15 @@ ANNA, BERT, CLEO, DORA, EMIL = ROSTER = tuple(Member(name) for name in ("anna", 
 OUTSIDER = Member("zeno")
 
 
-def rules(me: Member = OUTSIDER, **changes: object) -> Rules:
-    return Rules(me, SimSigner(me.peer, SEED), **changes)  # type: ignore[arg-type]
+def rules(me: Member = OUTSIDER, **changes: object) -> ForkChoice:
+    return ForkChoice(me, SimSigner(me.peer, SEED), **changes)  # type: ignore[arg-type]
 
 
 def start(members: int = 3, root: bytes = UNSETTLED) -> Head:
     return genesis(RUN, "run", ROSTER[:members], root)
 
 
-def chain_of(members: int, links: list[Link]) -> Chain:
+def chain_of(members: int, links: list[DecidedRound]) -> Chain:
     chain = Chain(RUN, "run", ROSTER[:members])
     chain.switch(chain.head.key.lineage, links)
     return chain
@@ -153,14 +153,20 @@ def test_links_that_do_not_follow_each_other_are_refused() -> None:
 # -- which branch -----------------------------------------------------------------------------------------------------
 
 
-def beats(ours: list[Link], theirs: list[Link], members: int = 5, me: Member = OUTSIDER, stranded: bool = False) -> int:
+def beats(
+    ours: list[DecidedRound],
+    theirs: list[DecidedRound],
+    members: int = 5,
+    me: Member = OUTSIDER,
+    stranded: bool = False,
+) -> int:
     """How many rounds of theirs are to be followed."""
     chain = chain_of(members, ours)
     branch = rules(me).beating(chain, chain.locator()[-1], theirs, stranded)
     return len(branch.links) if branch else 0
 
 
-def forked(head: Head, *members: Member, plan: bytes = b"d" * 32) -> Link:
+def forked(head: Head, *members: Member, plan: bytes = b"d" * 32) -> DecidedRound:
     return decided(head, Kind.FORK, roster=members, plan=plan)
 
 
@@ -202,14 +208,14 @@ def test_a_fork_of_heirs_counts_as_its_roster_and_loses_to_what_was_decided() ->
 
 @pytest.mark.parametrize("incarnation, inherits", ((0, False), (4, False), (5, False), (6, True), (ONLOOKER, False)))
 def test_an_heir_is_a_later_life(incarnation: int, inherits: bool) -> None:
-    poll = Poll(start().key, (replace(ANNA, incarnation=5), BERT), SimSigner("anna", SEED))
-    assert poll.inherits(replace(ANNA, incarnation=incarnation)) == inherits
-    assert not poll.inherits(replace(OUTSIDER, incarnation=incarnation))
+    poll = VoteTally(start().key, (replace(ANNA, incarnation=5), BERT), SimSigner("anna", SEED))
+    assert poll.is_successor(replace(ANNA, incarnation=incarnation)) == inherits
+    assert not poll.is_successor(replace(OUTSIDER, incarnation=incarnation))
 
 
 @pytest.mark.parametrize("fork_peers, enough", ((0, 9), (1, 1), (2, 2), (3, 3), (4, 3)))
 def test_as_many_heirs_fork_as_the_run_wants_or_all_of_a_small_roster(fork_peers: int, enough: int) -> None:
-    poll = Poll(start().key, ROSTER[:3], SimSigner("anna", SEED), fork_peers=fork_peers)
+    poll = VoteTally(start().key, ROSTER[:3], SimSigner("anna", SEED), fork_peers=fork_peers)
     heirs = [replace(member, incarnation=1) for member in ROSTER[:3]]
     assert [poll.may_fork(heirs[:count]) for count in range(4)] == [count >= enough for count in range(4)]
     assert not poll.may_fork([heirs[0], BERT]) and not poll.may_fork([*heirs, replace(OUTSIDER, incarnation=1)])
@@ -219,9 +225,9 @@ FIVE = tuple(Member(f"m{number}", 1) for number in range(5))
 BACK = tuple(replace(member, incarnation=2) for member in FIVE)
 
 
-def shrinking(*rosters: tuple[Member, ...]) -> list[Link]:
+def shrinking(*rosters: tuple[Member, ...]) -> list[DecidedRound]:
     """Rounds that lead from the first of these rosters to the last."""
-    links: list[Link] = []
+    links: list[DecidedRound] = []
     for before, roster in itertools.pairwise(rosters):
         head = links[-1].head if links else genesis(RUN, "run", before)
         links.append(decided(head, roster=roster, voters=before))
@@ -247,10 +253,10 @@ def test_most_of_a_roster_that_has_shrunk_may_fork(
     rosters: tuple[tuple[Member, ...], ...], back: tuple[Member, ...], may: bool
 ) -> None:
     head = shrinking(*rosters)[-1].head
-    poll = Poll(head.key, head.roster, SimSigner("m0", SEED), former=head.former)
+    poll = VoteTally(head.key, head.roster, SimSigner("m0", SEED), former=head.former)
     assert poll.may_fork(back) == may
-    assert not Poll(head.key, head.roster, SimSigner("m0", SEED), fork_peers=0, former=head.former).may_fork(back)
-    if may and not any(map(poll.inherits, back)):
+    assert not VoteTally(head.key, head.roster, SimSigner("m0", SEED), fork_peers=0, former=head.former).may_fork(back)
+    if may and not any(map(poll.is_successor, back)):
         assert set(poll.former_majority(back)) <= set(back)
         assert rules().judge(head, forked(head, *back).certificate).head.roster == back
 
@@ -297,7 +303,7 @@ def test_how_many_votes_a_certificate_holds_does_not_matter() -> None:
     every = [decided(head, plan=bytes([plan]) * 32).record for plan in range(2)]
     answers = set()
     for many, few in itertools.product((ROSTER, ROSTER[:3]), repeat=2):
-        links = [Link(certified(head, each, voters), decided(head, plan=each.plan).head) for each, voters in zip(
+        links = [DecidedRound(certified(head, each, voters), decided(head, plan=each.plan).head) for each, voters in zip(
             every, (many, few), strict=True)]  # fmt: skip
         answers.add((beats(links[:1], links[1:]), beats(links[1:], links[:1])))
     assert len(answers) == 1 and sum(answers.pop()) == 1, "this takes liars; still, all agree"
@@ -351,9 +357,9 @@ def test_a_fork_of_others_beats_a_smaller_one_of_ours() -> None:
 
 
 @st.composite
-def trees(draw: st.DrawFn) -> list[list[Link]]:
+def trees(draw: st.DrawFn) -> list[list[DecidedRound]]:
     """Paths from the genesis through one tree: each forks off another, or goes on with it."""
-    paths: list[list[Link]] = [[]]
+    paths: list[list[DecidedRound]] = [[]]
     for number in range(draw(st.integers(1, 6))):
         base = draw(st.sampled_from(paths))
         path = base[: draw(st.integers(0, len(base)))]
@@ -367,8 +373,8 @@ def trees(draw: st.DrawFn) -> list[list[Link]]:
 
 
 @given(paths=trees(), data=st.data())
-def test_all_come_to_one_branch_whatever_they_hear_first(paths: list[list[Link]], data: st.DataObject) -> None:
-    def follow_all(ours: list[Link], order: list[list[Link]], at_once: bool) -> bytes:
+def test_all_come_to_one_branch_whatever_they_hear_first(paths: list[list[DecidedRound]], data: st.DataObject) -> None:
+    def follow_all(ours: list[DecidedRound], order: list[list[DecidedRound]], at_once: bool) -> bytes:
         chain = chain_of(5, ours)
         genesis_lineage = chain.locator()[-1]
         pending = [order] if at_once else [[each] for each in order]

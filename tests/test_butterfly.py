@@ -10,8 +10,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from protocols import PROTOCOLS
-from protocols.base import Head, Host, Mean, Member, Outcome, Session, Settings, Vector, Work
+from protocols import REPLICATED_PROTOCOLS
+from protocols.base import (
+    AveragingResult,
+    AveragingSession,
+    Head,
+    Host,
+    LocalProgress,
+    Member,
+    Outcome,
+    Settings,
+    Vector,
+)
 from protocols.codec import codec
 from protocols.history.chain import genesis as genesis_head
 from protocols.reducing.clipping import weights as plan_weights
@@ -236,33 +246,33 @@ def test_one_that_stalls_costs_nobody_else_a_chunk() -> None:
 
 def watched(
     count: int, late_seconds: dict[int, float], before: Callable[[SimNetwork], None] = lambda network: None
-) -> tuple[list[tuple[float, str, tuple[str, ...]]], list[Mean]]:
+) -> tuple[list[tuple[float, str, tuple[str, ...]]], list[AveragingResult]]:
     """Average; returns (seconds, peer, whom it waits for), each time that this changes, and the means."""
     seen: list[tuple[float, str, tuple[str, ...]]] = []
 
-    async def look(peer: str, session: Session) -> None:
+    async def look(peer: str, session: AveragingSession) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            if not (mine := [each for each in seen if each[1] == peer]) or mine[-1][2] != session.awaited():
-                seen.append((loop.time(), peer, session.awaited()))
+            if not (mine := [each for each in seen if each[1] == peer]) or mine[-1][2] != session.waiting_for():
+                seen.append((loop.time(), peer, session.waiting_for()))
             await asyncio.sleep(0.01)
 
-    async def member(host: Host, head: Head, index: int) -> Mean:
+    async def member(host: Host, head: Head, index: int) -> AveragingResult:
         given = vectors(count, 400_000, seed=1)[index]
-        work = Work(1000, 0.0, 1.0, norm([given]), complete=True)
-        averager = PROTOCOLS["butterfly"](host, Settings("fp32", (len(given),), 4096, 1e6))
+        work = LocalProgress(1000, 0.0, 1.0, norm([given]), complete=True)
+        averager = REPLICATED_PROTOCOLS["butterfly"](host, Settings("fp32", (len(given),), 4096, 1e6))
         async with averager.enter(head, asyncio.get_running_loop().time() + 600.0) as session:
             looking = asyncio.create_task(look(host.me, session))
-            session.ready(replace(work, complete=False))
+            session.offer(replace(work, complete=False))
             await asyncio.sleep(late_seconds.get(index, 0.0))
-            session.ready(work)
+            session.offer(work)
             await session.cut.wait()
-            mean = await session.mean([given], work, [torch.empty_like(given)])
+            mean = await session.average([given], work, [torch.empty_like(given)])
             await asyncio.sleep(0.02)
             looking.cancel()
             return mean
 
-    async def main() -> list[Mean]:
+    async def main() -> list[AveragingResult]:
         network = SimNetwork(Trace())
         peers = [f"p{index:02}" for index in range(count)]
         hosts = [sim_host(network, network.join(peer, 1e6), 1, {}) for peer in peers]

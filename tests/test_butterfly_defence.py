@@ -11,7 +11,7 @@ import pytest
 
 from protocols.base import Host, Member, Outcome, PeerError, RoundKey, Settings
 from protocols.butterfly import CONTROL, Butterfly
-from protocols.fixed import FixedMembers
+from protocols.fixed import StaticMembers
 from protocols.history.chain import genesis
 from protocols.reducing.exchange import DATA, MIN_BANDWIDTH, next_claim
 from protocols.reducing.parts import chunk_digest
@@ -65,7 +65,7 @@ def test_a_stranger_holds_no_stream(ahead: int) -> None:
     head = genesis(RUN, "run", roster, bytes(32))
 
     async def main() -> int:
-        host = replace(sim_host(network, network.join("p0"), 1, {}), members=FixedMembers(roster))
+        host = replace(sim_host(network, network.join("p0"), 1, {}), members=StaticMembers(roster))
         stranger = sim_host(network, network.join("zoe"), 1, {})
         loop = asyncio.get_running_loop()
         async with Butterfly(host, Settings("fp32", (10,))).enter(head, loop.time() + 3600):

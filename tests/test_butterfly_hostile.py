@@ -13,11 +13,12 @@ import torch
 
 from protocols import wire
 from protocols.base import (
+    AveragingResult,
     BadPayload,
     Deadline,
     Head,
     Host,
-    Mean,
+    LocalProgress,
     Member,
     Outcome,
     PeerError,
@@ -25,15 +26,14 @@ from protocols.base import (
     Settings,
     Stream,
     Vector,
-    Work,
 )
 from protocols.butterfly import CONTROL, Butterfly
 from protocols.codec import codec
-from protocols.fixed import FixedMembers
+from protocols.fixed import StaticMembers
 from protocols.history.chain import genesis
 from protocols.places import MAX_STREAMS, MAX_STREAMS_OF_ONE
-from protocols.reducing.parts import HeldPart, chunk_digest, seal
-from protocols.rounds.session import Session
+from protocols.reducing.parts import ReducedPart, chunk_digest, seal
+from protocols.rounds.session import ButterflySession
 from protocols.rounds.shelf import IDLE_SECONDS, PARTS, fetch_part
 from protocols.vectors import norm
 from protocols.vote import record as records
@@ -55,7 +55,7 @@ class Attempt:
     """What came of one attempt of one peer at the round."""
 
     peer: PeerId
-    mean: Mean
+    mean: AveragingResult
     into: Vector
 
 
@@ -84,18 +84,18 @@ class Company:
         tokens: int = 10,
         seconds: float = 100.0,
         complete: bool = True,
-        meanwhile: Callable[[Session], Coroutine[Any, Any, None]] | None = None,
+        meanwhile: Callable[[ButterflySession], Coroutine[Any, Any, None]] | None = None,
     ) -> Outcome:
         """Enter the round and average; `meanwhile` is called when it is entered."""
         into = torch.full_like(vector, STALE)
-        work = Work(tokens, 0.0, 1.0, norm([vector]) if tokens else 0.0, complete=complete)
+        work = LocalProgress(tokens, 0.0, 1.0, norm([vector]) if tokens else 0.0, complete=complete)
         deadline = asyncio.get_running_loop().time() + seconds
         async with self.averagers[peer].enter(self.head, deadline) as session, asyncio.TaskGroup() as group:
             if meanwhile:
                 group.create_task(meanwhile(session))
-            session.ready(work)
+            session.offer(work)
             await session.cut.wait()
-            mean = await session.mean([vector], work, [into])
+            mean = await session.average([vector], work, [into])
         self.attempts.append(Attempt(peer, mean, into))
         return mean.outcome
 
@@ -134,7 +134,7 @@ def test_a_frame_sent_back_on_a_control_stream_crashes_nobody() -> None:
     liar, honest = company.peers[-1], company.peers[:-1]
 
     async def answers(peer: PeerId, stream: Stream) -> None:
-        await stream.send(wire.Having(True))
+        await stream.send(wire.Availability(True))
         await asyncio.sleep(1.0)
 
     async def main() -> None:
@@ -175,7 +175,7 @@ def test_strangers_do_not_hold_streams_for_parts() -> None:
             task.cancel()
         return counts
 
-    async def main() -> HeldPart:
+    async def main() -> ReducedPart:
         company.averagers[me].shelf.put(lineage, held)
         assert await streams(False, 4 * MAX_STREAMS, stranger) == [MAX_STREAMS_OF_ONE, 0]
         assert await streams(False, MAX_STREAMS, stranger, *others) == [MAX_STREAMS, 0]
@@ -199,7 +199,7 @@ def test_streams_that_are_accepted_and_reset_are_not_reopened_without_pause() ->
     company = Company(2, Settings("fp32", (64,), 16), Counting(Trace(), latency_seconds=0.001))
     ours, theirs = company.peers
     averager = company.averagers[theirs]
-    averager.host = replace(averager.host, members=FixedMembers([Member(theirs)]))
+    averager.host = replace(averager.host, members=StaticMembers([Member(theirs)]))
 
     async def main() -> None:
         await company.attempt(ours, torch.ones(64), seconds=60.0)
@@ -212,9 +212,9 @@ def test_streams_that_are_accepted_and_reset_are_not_reopened_without_pause() ->
 # -- parts ------------------------------------------------------------------------------------------------------------
 
 
-def _part(low: int, high: int) -> HeldPart:
+def _part(low: int, high: int) -> ReducedPart:
     """Ones, reduced by one member."""
-    held = HeldPart(codec("fp32"), low, high)
+    held = ReducedPart(codec("fp32"), low, high)
     for index in range(held.chunks):
         first, end = held.elements(index)
         held.codec.encode(torch.ones(end - first), held.chunk(index))
@@ -294,7 +294,7 @@ def test_a_fork_takes_over_where_the_parts_of_an_accepted_mean_lie() -> None:
         head.key.lineage, head.state_root, 0, Kind.MEAN, b"p" * 32, parts, head.roster, peers=peers, bounds=bounds
     )
 
-    async def accepts(session: Session) -> None:
+    async def accepts(session: ButterflySession) -> None:
         session.decision.holds(bytes(32), [], company.averagers[ours].shelf.of(head.key.lineage))
         session.decision.receive(chair, Propose(head.key, Member(chair), 0, records.encode(mean)))
         assert session.decision.vote.accepted
@@ -335,7 +335,7 @@ def test_a_coordinator_that_comes_back_draws_no_second_plan_of_the_same_ballot()
     company = Company(3, Settings("fp32", (elements,), 1 << 16))
     chair = company.order[0]
 
-    async def superseded(session: Session) -> None:
+    async def superseded(session: ButterflySession) -> None:
         await session.cut.wait()
         await asyncio.sleep(0.2)
         company.averagers[chair].supersede()

@@ -9,24 +9,33 @@ import pytest
 
 from protocols import wire
 from protocols.base import BadPayload, Member
-from protocols.groups.census import DONE, MAX_GONE, TRAINING, UNHEARD_SECONDS, WAITING, Census, Here, check
+from protocols.groups.census import (
+    DONE,
+    MAX_GONE,
+    TRAINING,
+    UNHEARD_SECONDS,
+    WAITING,
+    PeerTracker,
+    PositionAnnouncement,
+    check,
+)
 from protocols.wire import Offer
 
 ME = Member("p0")
 OFFER = Offer(Member("p1"), 5, 1.0, 0.0, True, False, 1e6, bytes(32), b"s")
-HERE = Here(
+HERE = PositionAnnouncement(
     run=bytes(32), scope="run", round=3, sender=Member("p1"), number=1, since=2, shape=(4, 3), index=(3, 2), holds=2,
     axis=0, stage=TRAINING, complete=False, leaving=False, step_seconds=0.5, follows="", offer=(),
 )  # fmt: skip
 
 
-def word(peer: str, number: int = 1, **changes: object) -> Here:
+def word(peer: str, number: int = 1, **changes: object) -> PositionAnnouncement:
     return replace(HERE, sender=Member(peer), number=number, **changes)  # type: ignore[arg-type]
 
 
-def census(*words: Here, at: float = 10.0, live: int = 0) -> Census:
+def census(*words: PositionAnnouncement, at: float = 10.0, live: int = 0) -> PeerTracker:
     """One that has heard these, and sees so many others besides."""
-    found = Census(ME)
+    found = PeerTracker(ME)
     members = [ME, *(each.sender for each in words), *(Member(f"q{number}") for number in range(live))]
     found.look(members, (), at)
     for each in words:

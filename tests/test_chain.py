@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from protocols import wire
 from protocols.base import BadPayload, Head, Member, RoundKey
-from protocols.history.chain import UNSETTLED, Chain, Link, genesis, state_root
-from protocols.history.links import RECENT, Links, ListArchive
+from protocols.history.chain import UNSETTLED, Chain, DecidedRound, genesis, state_root
+from protocols.history.links import RECENT, ListArchive, RoundLog
 from protocols.vote import record as records
 from protocols.vote.record import Kind, Record
 from tests.rounds import ROOT, RUN, certified, decided, encoded, line
@@ -226,7 +226,11 @@ def test_a_switch_that_does_not_fit_changes_nothing() -> None:
     chain = grown(3)
     every, links = lineages(chain), line(fresh().head, 3, plan=b"e" * 32)
     before = state(chain)
-    bad: list[tuple[bytes, list[Link]]] = [(b"x" * 32, links), (every[1], links), (every[0], [links[0], links[2]])]
+    bad: list[tuple[bytes, list[DecidedRound]]] = [
+        (b"x" * 32, links),
+        (every[1], links),
+        (every[0], [links[0], links[2]]),
+    ]
     for lineage, branch in bad:
         with pytest.raises(ValueError, match="does not leave this chain"):
             chain.switch(lineage, branch)
@@ -247,7 +251,7 @@ def test_a_copy_goes_its_own_way() -> None:
 class Plain:
     """The rounds of a chain in one list: what it says of them, the long way round."""
 
-    def __init__(self, links: list[Link]) -> None:
+    def __init__(self, links: list[DecidedRound]) -> None:
         self.links = links
 
     @property
@@ -312,7 +316,7 @@ def test_a_chain_over_an_archive_is_what_a_list_would_be(steps: list[Any], recen
         patch.setattr("protocols.history.links.PIECE", piece)
         archive, plans = ListArchive(), iter(range(1000))
         pairs = [(Chain(RUN, "run", ROSTER, ROOT, archive), Plain([]))]
-        lent: list[tuple[Sequence[Link], list[Link]]] = []
+        lent: list[tuple[Sequence[DecidedRound], list[DecidedRound]]] = []
         for what, which, back, rounds, kind, roster in steps:
             at = which % len(pairs)
             chain, plain = pairs[at]
@@ -338,9 +342,9 @@ def test_a_chain_over_an_archive_is_what_a_list_would_be(steps: list[Any], recen
             assert all(list(branch) == links for branch, links in lent), "they are the contacts' still"
 
 
-def judged(start: Head, links: list[Link]) -> Links:
+def judged(start: Head, links: list[DecidedRound]) -> RoundLog:
     """As contacts prove them: in an archive of their own, some of them out of another's."""
-    other, branch = Links(start), Links(start)
+    other, branch = RoundLog(start), RoundLog(start)
     other.extend(links)
     branch.extend(links[: len(links) // 3])
     branch.adopt(other, len(links) // 3, len(links) // 2)
@@ -366,7 +370,7 @@ def test_a_copy_that_goes_on_from_a_judged_branch_leaves_that_as_it_was() -> Non
     assert list(branch) == links and len(other) == 2
 
 
-def archived(links: list[Link]) -> ListArchive:
+def archived(links: list[DecidedRound]) -> ListArchive:
     archive = ListArchive()
     for link in links:
         archive.extend([encoded(link)])
@@ -438,7 +442,7 @@ def test_a_branch_that_cannot_be_read_changes_nothing(copied: bool) -> None:
     chain = grown(5)
     chain, before = chain.copy() if copied else chain, state(chain)
     archive, start = ListArchive(), fresh().head
-    branch = Links(start, archive)
+    branch = RoundLog(start, archive)
     branch.extend(line(start, 300, plan=b"e" * 32, voters=ROSTER[:1]))
     del archive._kept[20:]
     if not copied:
@@ -494,6 +498,6 @@ def test_certificates_of_one_record_lead_to_one_head() -> None:
     ends = set()
     for voters in (ROSTER, ROSTER[:1]):
         chain = fresh()
-        chain.switch(head.key.lineage, [Link(certified(head, record, voters), decided(head).head)])
+        chain.switch(head.key.lineage, [DecidedRound(certified(head, record, voters), decided(head).head)])
         ends.add(chain.head.key.lineage)
     assert len(ends) == 1

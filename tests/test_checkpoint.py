@@ -22,12 +22,22 @@ from safetensors.torch import load_file
 from node.outer import OuterSGD
 from node.storage import keeper as keepers
 from node.storage import tensors
-from node.storage.checkpoint import INNER, MANIFEST, OUTER, Checkpoint, CheckpointError, Data, encode, newest, whole
-from node.storage.keeper import Keeper
+from node.storage.checkpoint import (
+    INNER,
+    MANIFEST,
+    OUTER,
+    Checkpoint,
+    CheckpointError,
+    DataCursor,
+    encode,
+    newest,
+    whole,
+)
+from node.storage.keeper import CheckpointManager
 from node.storage.state import OuterState
 from node.training.process import WorkerError
 from protocols.base import Layout, RoundKey
-from protocols.catchup.snapshot import Anonymous, Index
+from protocols.catchup.snapshot import MemoryBuffer, SnapshotIndex
 from tests.sim.host import SimCompute
 
 RUN = "5f" * 32
@@ -79,8 +89,8 @@ def like(path: Path) -> Checkpoint:
         lineage=b"",
         state_root=b"",
         layout=LAYOUT,
-        index=Index(0, ()),
-        data=Data(1234, 3, 0),
+        index=SnapshotIndex(0, ()),
+        data=DataCursor(1234, 3, 0),
         carried=0,
         files={},
     )
@@ -90,18 +100,20 @@ def state(seed: int = 1) -> OuterState:
     draw = torch.Generator().manual_seed(seed)
     vectors = torch.randn(ELEMENTS, generator=draw), torch.randn(ELEMENTS, generator=draw)
     made = OuterState(*vectors, OuterSGD(0.7, 0.9), SimCompute())
-    made.index = Index.of(*vectors)
+    made.index = SnapshotIndex.of(*vectors)
     return made
 
 
-def keeper(path: Path, worker: Worker | None = None, limit_bytes: int = 1 << 30) -> Keeper:
-    return Keeper(path, 5, limit_bytes, like(path), worker or Worker(), Disk())
+def keeper(path: Path, worker: Worker | None = None, limit_bytes: int = 1 << 30) -> CheckpointManager:
+    return CheckpointManager(path, 5, limit_bytes, like(path), worker or Worker(), Disk())
 
 
-def keep(path: Path, *numbers: int, of: Keeper | None = None, worker: Worker | None = None) -> Keeper:
+def keep(
+    path: Path, *numbers: int, of: CheckpointManager | None = None, worker: Worker | None = None
+) -> CheckpointManager:
     """Keep the state before each of these rounds."""
 
-    async def main() -> Keeper:
+    async def main() -> CheckpointManager:
         async with of or keeper(path, worker) as made:
             for number in numbers:
                 await made.keep(state(number), key(number))
@@ -133,7 +145,7 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     found, was = newest(tmp_path), state(5)
     assert (found.run, found.round, found.lineage, found.layout) == (RUN, 5, lineage_of(5), LAYOUT)
     assert found.index == was.index and found.state_root == was.root(5)
-    assert found.data == Data(1234, 3, 42) and found.threads == 3
+    assert found.data == DataCursor(1234, 3, 42) and found.threads == 3
     assert found.path == tmp_path / "checkpoints" / "000005-050505050505"
     assert torch.equal(found.parameters()[0], was.anchor)
     parameters, velocity = torch.empty(ELEMENTS), torch.empty(ELEMENTS)
@@ -186,7 +198,7 @@ def test_the_disk_has_the_chain_before_the_checkpoint_that_needs_it(tmp_path: Pa
 
         return call
 
-    synced = Keeper(tmp_path, 5, 1 << 30, like(tmp_path), Worker(), Disk(), step("chain", lambda: None))
+    synced = CheckpointManager(tmp_path, 5, 1 << 30, like(tmp_path), Worker(), Disk(), step("chain", lambda: None))
     with pytest.MonkeyPatch.context() as patch:
         for name in ("fsync", "rename"):
             patch.setattr(os, name, step(name, getattr(os, name)))
@@ -202,7 +214,7 @@ def test_where_the_disk_does_not_take_the_chain_there_is_no_checkpoint(
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     keep(tmp_path, 5)
-    keep(tmp_path, 10, of=Keeper(tmp_path, 5, 1 << 30, like(tmp_path), Worker(), Disk(), broken))
+    keep(tmp_path, 10, of=CheckpointManager(tmp_path, 5, 1 << 30, like(tmp_path), Worker(), Disk(), broken))
     assert rounds(tmp_path) == [5]
     assert [each.message for each in caplog.records] == ["no checkpoint before round 11: Input/output error"]
 
@@ -450,7 +462,7 @@ def test_a_full_disk_takes_older_ones_and_then_costs_the_checkpoint(
     free[0] = 0
     keep(tmp_path, 25, 30, of=made)
     assert rounds(tmp_path) == [20]
-    assert [type(each.room) is Anonymous for each in made.snapshots.held()] == [True, True, False]
+    assert [type(each.room) is MemoryBuffer for each in made.snapshots.held()] == [True, True, False]
     assert [each.message for each in caplog.records] == ["no checkpoint before round 26: No space left on device"]
     monkeypatch.undo()
     monkeypatch.setattr(keepers, "SMALL_BYTES", 4096)
@@ -480,7 +492,7 @@ def test_a_defect_in_sealing_is_not_passed_over_in_silence(
     def defective(made: Checkpoint, inner: bool, feedback: bool) -> Checkpoint:
         raise ValueError("no disk explains this")
 
-    monkeypatch.setattr(keepers, "seal", defective)
+    monkeypatch.setattr(keepers, "publish_checkpoint", defective)
     made = keep(tmp_path, 5)
     (record,) = caplog.records
     assert record.levelname == "ERROR" and record.message.startswith("a checkpoint was not sealed: ValueError(")
@@ -509,7 +521,7 @@ def test_a_disk_that_is_too_slow_costs_checkpoints_and_no_time(
                     await gate.wait()
                 return await super().run(work, cost_bytes)
 
-        made = Keeper(tmp_path, 5, 1 << 30, like(tmp_path), Worker(), Slow())
+        made = CheckpointManager(tmp_path, 5, 1 << 30, like(tmp_path), Worker(), Slow())
         async with made:
             await made.keep(state(5), key(5))
             await made.keep(state(10), key(10))

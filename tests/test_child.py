@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from node.child import Child
+from node.child import ChildProcess
 
 
 async def test_who_strikes_does_not_take_the_exit_code_away() -> None:
@@ -18,10 +18,10 @@ async def test_who_strikes_does_not_take_the_exit_code_away() -> None:
             if line is None:
                 silent.set()
 
-        child = await Child.start("straw", command, hear)
+        child = await ChildProcess.start("straw", command, hear)
         await silent.wait()  # its output ends where it does
         while child.code is None:
-            child.strike()
+            child.send_kill()
             await asyncio.sleep(0)
         assert child.code in (3, -9)
         await child.kill()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from protocols.base import Buffer, Header
 from protocols.gossip import Gossip
-from protocols.pairs.closing import BEYOND, CLOSING, STEP_SECONDS, At
+from protocols.pairs.closing import BEYOND, CLOSING, STEP_SECONDS, ClosingStep
 from protocols.pushing import PushSum
 from tests.sim import closing, crashes
 from tests.sim.gossiping import Swarm
@@ -107,7 +107,7 @@ class Misplaced(LyingStream):
         self._step = step
 
     async def send(self, header: Header, payload: Buffer = b"") -> None:
-        header = replace(header, step=self._step) if isinstance(header, At) else header
+        header = replace(header, step=self._step) if isinstance(header, ClosingStep) else header
         await self._stream.send(header, payload)
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from node.status import Status, parse
 from node.view import control
-from node.view.control import Control, NoAnswer, ask, claimed, running
+from node.view.control import ControlServer, ControlUnavailable, ask, claimed, running
 
 STATUS = Status(
     "training", "", (), 3, 16, "ab", "default", "cd", "12D3KooWx", "ada", (), (), 5, 1.5, math.nan, 2.0, 7, 8, 9, 0.01,
@@ -28,8 +28,8 @@ def soon(seconds: float = 2.0) -> float:
     return asyncio.get_running_loop().time() + seconds
 
 
-def door(state_dir: Path, finish: object = None) -> Control:
-    return Control(state_dir, lambda: STATUS, finish or (lambda: None))  # type: ignore[arg-type]
+def door(state_dir: Path, finish: object = None) -> ControlServer:
+    return ControlServer(state_dir, lambda: STATUS, finish or (lambda: None))  # type: ignore[arg-type]
 
 
 async def raw(state_dir: Path, request: bytes) -> bytes:
@@ -125,14 +125,14 @@ async def test_leaving_does_not_wait_for_clients(tmp_path: Path) -> None:
 
 
 async def test_no_peer_is_one_clear_line(tmp_path: Path) -> None:
-    with pytest.raises(NoAnswer, match=r"no peer runs in .*: start one"):
+    with pytest.raises(ControlUnavailable, match=r"no peer runs in .*: start one"):
         await ask(tmp_path, "status", soon())
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[]", "nonsense", '{"socket": 3}', '{"socket": "/nowhere"}', "[" * 4000])
 async def test_a_damaged_file_is_no_peer(tmp_path: Path, content: str) -> None:
     (tmp_path / "control.json").write_text(content)
-    with pytest.raises(NoAnswer, match="no peer runs"):
+    with pytest.raises(ControlUnavailable, match="no peer runs"):
         await ask(tmp_path, "status", soon())
     async with door(tmp_path):
         assert (await ask(tmp_path, "status", soon()))["round"] == 3
@@ -141,9 +141,9 @@ async def test_a_damaged_file_is_no_peer(tmp_path: Path, content: str) -> None:
 _KILLED = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from node.view.control import Control
+from node.view.control import ControlServer
 async def main():
-    async with Control(Path(sys.argv[1]), None, None):
+    async with ControlServer(Path(sys.argv[1]), None, None):
         os.kill(os.getpid(), signal.SIGKILL)
 asyncio.run(main())
 """
@@ -159,7 +159,7 @@ def killed(state_dir: Path) -> Path:
 
 async def test_what_a_killed_peer_left_is_recognised_and_cleared(tmp_path: Path) -> None:
     left = killed(tmp_path)
-    with pytest.raises(NoAnswer, match="no peer runs"):
+    with pytest.raises(ControlUnavailable, match="no peer runs"):
         await ask(tmp_path, "status", soon())
     async with door(tmp_path):
         assert not left.parent.exists()
@@ -183,7 +183,7 @@ async def test_a_stopped_peer_is_told_from_none(tmp_path: Path) -> None:
     path = tmp_path / "s"
     server = await asyncio.start_unix_server(mute, path)
     (tmp_path / "control.json").write_text(json.dumps({"pid": 77, "socket": str(path)}))
-    with pytest.raises(NoAnswer, match=r"process 77\) does not answer"):
+    with pytest.raises(ControlUnavailable, match=r"process 77\) does not answer"):
         await ask(tmp_path, "status", soon(0.2))
     server.close()
     await asyncio.sleep(0.05)

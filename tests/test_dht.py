@@ -30,7 +30,7 @@ from node import identity
 from node.clock import WallClock
 from node.identity import Identity
 from node.network.dht import DhtDirectory
-from node.network.hints import MAX_HINTS_PER_KEY, Hint, Shelf, check, loads, name_of, unpack
+from node.network.hints import MAX_HINTS_PER_KEY, DirectoryRecord, RecordStore, check, loads, name_of, unpack
 from node.network.kademlia import StarlingDHT, place
 from node.network.libp2p import LibP2PConfig, LibP2PTransport
 from protocols.base import BadPayload
@@ -100,12 +100,14 @@ async def chain(make: Make, count: int) -> list[Peer]:
     return peers
 
 
-def sealed(key: Identity, scope: str = "all", value: bytes = b"v", ttl: float = TTL, run: bytes = RUN) -> Hint:
-    draft = Hint(key.peer_id, scope, WallClock().wall() + ttl, value)
+def sealed(
+    key: Identity, scope: str = "all", value: bytes = b"v", ttl: float = TTL, run: bytes = RUN
+) -> DirectoryRecord:
+    draft = DirectoryRecord(key.peer_id, scope, WallClock().wall() + ttl, value)
     return dataclasses.replace(draft, signature=key.sign(draft.message(run)))
 
 
-def store_request(*hints: Hint, run: bytes = RUN, **changes: Any) -> Any:
+def store_request(*hints: DirectoryRecord, run: bytes = RUN, **changes: Any) -> Any:
     fields: dict[str, Any] = {
         "keys": [place(name_of(run, hint.scope)).to_bytes() for hint in hints],
         "subkeys": [MSGPackSerializer.dumps(hint.peer) for hint in hints],
@@ -288,7 +290,7 @@ class TestLiars:
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         honest = StarlingDHT.rpc_find
-        lies: dict[str, Hint] = {}
+        lies: dict[str, DirectoryRecord] = {}
 
         async def rpc_find(self: Any, request: dht_pb2.FindRequest, context: P2PContext) -> dht_pb2.FindResponse:
             response = await honest(self, request, context)
@@ -467,20 +469,20 @@ class TestHints:
 
 class TestShelf:
     def test_it_is_bounded_whatever_comes(self) -> None:
-        shelf = Shelf(lambda: 0.0)
+        shelf = RecordStore(lambda: 0.0)
         for key in range(300):
             for peer in range(20):
                 shelf.put(key, f"{key}/{peer}", b"", 100.0)
         assert len(shelf) == 4096 and len(shelf._kept) <= 256
 
     def test_one_peer_takes_few_keys(self) -> None:
-        shelf = Shelf(lambda: 0.0)
+        shelf = RecordStore(lambda: 0.0)
         assert sum(shelf.put(key, "greedy", b"", 100.0) for key in range(100)) == 16
         assert shelf.put(50, "other", b"", 100.0)
 
     def test_at_a_full_key_residents_stay_and_renew_their_own(self) -> None:
         now = [0.0]
-        shelf = Shelf(lambda: now[0])
+        shelf = RecordStore(lambda: now[0])
         honest, strangers = [f"{n}" for n in range(10)], [f"stranger {n}" for n in range(MAX_HINTS_PER_KEY)]
         assert all(shelf.put("key", peer, b"", 180.0) for peer in honest)
         assert sum(shelf.put("key", peer, b"", 655.0) for peer in strangers) == MAX_HINTS_PER_KEY - len(honest)
@@ -493,7 +495,7 @@ class TestShelf:
 
     def test_what_expires_makes_room_and_the_older_never_replaces_the_newer(self) -> None:
         now = [0.0]
-        shelf = Shelf(lambda: now[0])
+        shelf = RecordStore(lambda: now[0])
         assert shelf.put("key", "peer", b"new", 20.0)
         assert not shelf.put("key", "peer", b"old", 10.0)
         assert not shelf.put("key", "dead", b"", 0.0)

@@ -12,11 +12,11 @@ import pytest
 from node.report import RoundReport
 from protocols import wire
 from protocols.base import Buffer, Header
-from protocols.catchup.claims import WINDOW, Claims, Pace
+from protocols.catchup.claims import WINDOW, ChunkScheduler, DonorRate
 from protocols.catchup.donor import LEND_SECONDS, MAX_PAUSES, PAUSE_SECONDS
 from protocols.catchup.download import SLOWEST_BYTES_PER_SECOND, STALL_SECONDS
 from protocols.catchup.requests import Busy
-from protocols.catchup.snapshot import Anonymous, Snapshot
+from protocols.catchup.snapshot import MemoryBuffer, Snapshot
 from protocols.framing import FramedStream
 from tests import test_checkpoint as checkpoints
 from tests.peers import Disguise, Peer, Swarm
@@ -221,12 +221,12 @@ class Rooms:
     """Room that outlives the peer that asked for it."""
 
     def __init__(self) -> None:
-        self.rooms: dict[bytes, Anonymous] = {}
+        self.rooms: dict[bytes, MemoryBuffer] = {}
 
-    def __call__(self, lineage: bytes, round_number: int, size: int) -> Anonymous:
+    def __call__(self, lineage: bytes, round_number: int, size: int) -> MemoryBuffer:
         if lineage in self.rooms:
             self.rooms[lineage].fresh = False
-        return self.rooms.setdefault(lineage, Anonymous(size))
+        return self.rooms.setdefault(lineage, MemoryBuffer(size))
 
 
 @pytest.mark.parametrize("spoilt", [False, True])
@@ -334,7 +334,7 @@ def test_a_donor_that_puts_off_for_ever_is_refused() -> None:
 
 
 def test_how_much_is_asked_for_ahead_follows_the_donor() -> None:
-    fast, slow, crawling = Pace(), Pace(), Pace()
+    fast, slow, crawling = DonorRate(), DonorRate(), DonorRate()
     assert fast.window == 2
     for pace, seconds in ((fast, 0.01), (slow, 0.28), (crawling, 8.0)):
         pace.took(seconds)
@@ -344,7 +344,7 @@ def test_how_much_is_asked_for_ahead_follows_the_donor() -> None:
 
 def test_claims_go_back_and_are_shared_at_the_end() -> None:
     time = [0.0]
-    claims = Claims([3, 1, 2, 0], lambda: time[0])
+    claims = ChunkScheduler([3, 1, 2, 0], lambda: time[0])
     assert [claims.share(donors) for donors in (0, 1, 2, 9)] == [4, 4, 2, 2]
     assert [claims.claim((), 5.0) for _ in range(5)] == [0, 1, 2, 3, None]
     claims.release(2)

@@ -13,28 +13,28 @@ from typing import Any
 
 import pytest
 
-from node.entering.addressfile import Named
+from node.entering.addressfile import AddressLine
 from node.entering.entry import (
     ASK_SECONDS,
     ATTEMPT_SECONDS,
     PAUSE_SECONDS,
     TRANSFER_SECONDS,
-    Door,
-    Entry,
-    Run,
+    BootstrapClient,
+    BootstrapServer,
+    RunInfo,
     ask_run,
     ask_status,
     reach,
 )
-from node.members.hello import ENTRY, MAX_RUN_BYTES, MAX_STATUS_BYTES, RunIs, StatusIs, WantRun, WantStatus
+from node.members.hello import ENTRY, MAX_RUN_BYTES, MAX_STATUS_BYTES, RunReply, StatusReply, WantRun, WantStatus
 from node.settings.manifest import ManifestError
 from protocols import wire
 from protocols.base import BadPayload, Deadline, Header, PeerError, PeerGone, PeerId, PeerSilent, Stream
 from tests.sim import loop as simloop
 from tests.sim.network import SimNetwork, Trace
 
-RUN = Run(b"sealed", b"sample")
-OTHER = Run(b"another", b"")
+RUN = RunInfo(b"sealed", b"sample")
+OTHER = RunInfo(b"another", b"")
 STATUS = {"round": 3, "loss": math.nan, "peers": []}
 
 
@@ -52,14 +52,15 @@ def play(body: Callable[[], Coroutine[Any, Any, None]]) -> None:
 class Addresses:
     """What is at each address: how long it takes, and what comes of it, the last for ever."""
 
-    def __init__(self, **there: Sequence[Run | Exception] | Run | Exception) -> None:
-        self.there: dict[str, list[Run | Exception]] = {
-            name: [results] if isinstance(results, Run | Exception) else [*results] for name, results in there.items()
+    def __init__(self, **there: Sequence[RunInfo | Exception] | RunInfo | Exception) -> None:
+        self.there: dict[str, list[RunInfo | Exception]] = {
+            name: [results] if isinstance(results, RunInfo | Exception) else [*results]
+            for name, results in there.items()
         }
         self.seconds = dict.fromkeys(there, 0.1)
         self.tried: dict[str, list[float]] = {name: [] for name in there}
         self.said: list[str] = []
-        self.files: dict[str, list[tuple[float, Named | str]]] = {}  # since when it says what
+        self.files: dict[str, list[tuple[float, AddressLine | str]]] = {}  # since when it says what
 
     async def connect(self, address: str, deadline: Deadline) -> PeerId:
         self.tried[address].append(now())
@@ -72,23 +73,23 @@ class Addresses:
             raise result
         return f"peer-{address}"
 
-    async def ask(self, peer: PeerId, deadline: Deadline) -> Run:
+    async def ask(self, peer: PeerId, deadline: Deadline) -> RunInfo:
         result = self._result(peer.removeprefix("peer-"))
-        assert isinstance(result, Run)
+        assert isinstance(result, RunInfo)
         return result
 
-    def _result(self, address: str) -> Run | Exception:
+    def _result(self, address: str) -> RunInfo | Exception:
         results = self.there[address]
         return results[min(len(self.tried[address]), len(results)) - 1]
 
-    def judge(self, run: Run) -> None:
+    def judge(self, run: RunInfo) -> None:
         if run != RUN:
             raise ManifestError("is another run than the one that you named")
 
-    def entry(self) -> Entry:
-        return Entry(self.connect, self.ask, self.judge, self.said.append, self.read)
+    def entry(self) -> BootstrapClient:
+        return BootstrapClient(self.connect, self.ask, self.judge, self.said.append, self.read)
 
-    async def read(self, path: Path) -> Named | str:
+    async def read(self, path: Path) -> AddressLine | str:
         says = [said for since, said in self.files[str(path)] if since <= now()]
         return says[-1]
 
@@ -222,8 +223,8 @@ def test_a_file_that_comes_late_leads_in() -> None:
         addresses = Addresses(a=RUN)
         addresses.files["/f"] = [
             (0.0, "no such file yet"),
-            (600.0, Named((), "names no peer yet")),
-            (700.0, Named(("a",))),
+            (600.0, AddressLine((), "names no peer yet")),
+            (700.0, AddressLine(("a",))),
         ]
         async with addresses.entry() as entry:
             assert await entry.find(["@/f"]) == RUN
@@ -237,8 +238,8 @@ def test_a_file_that_comes_late_leads_in() -> None:
 def test_what_a_file_names_no_more_is_tried_no_more() -> None:
     async def body() -> None:
         addresses = Addresses(a=gone("refused"), b=gone("refused"), c=RUN, d=OTHER)
-        first, line = Named(("a", "b", "d")), "line 4: is nonsense"
-        addresses.files["/f"] = [(0.0, first), (60.0, "cannot be read"), (90.0, Named(("b", "c"), line))]
+        first, line = AddressLine(("a", "b", "d")), "line 4: is nonsense"
+        addresses.files["/f"] = [(0.0, first), (60.0, "cannot be read"), (90.0, AddressLine(("b", "c"), line))]
         named: list[Sequence[str]] = []
         async with addresses.entry() as entry:
             entry.on_named = named.append
@@ -258,7 +259,7 @@ def test_addresses_that_nobody_gave_one_by_one_are_told_of_in_one_line() -> None
     async def body() -> None:
         refused, other = gone("cannot be reached: refused: is it up?"), gone("cannot be reached: no route, or worse")
         addresses = Addresses(a=refused, b=[refused, other, RUN], c=refused, d=other, e=OTHER, f=refused, g=refused)
-        addresses.files["/f"] = [(0.0, Named(("f", "g")))]
+        addresses.files["/f"] = [(0.0, AddressLine(("f", "g")))]
         async with addresses.entry() as entry:
             assert await entry.find(["a", "b", "c", "d", "e", "@/f"], remembered="bcde") == RUN
             await asyncio.sleep(30.0)
@@ -311,7 +312,7 @@ class Street:
     def __init__(self, status: Callable[[], dict[str, Any]] = lambda: STATUS) -> None:
         self.network = SimNetwork(Trace())
         self.home, self.guest = self.network.join("a"), self.network.join("x")
-        Door(self.home, RUN, status)
+        BootstrapServer(self.home, RUN, status)
 
     async def refusal(self, request: Header) -> type[BaseException]:
         try:
@@ -335,8 +336,8 @@ def test_the_door_answers_both_questions_strictly() -> None:
 def test_a_run_without_a_sample_is_one() -> None:
     async def body() -> None:
         network = SimNetwork(Trace())
-        Door(network.join("a"), Run(b"s", b""), lambda: STATUS)
-        assert await ask_run(network.join("x"), "a", now() + 5.0) == Run(b"s", b"")
+        BootstrapServer(network.join("a"), RunInfo(b"s", b""), lambda: STATUS)
+        assert await ask_run(network.join("x"), "a", now() + 5.0) == RunInfo(b"s", b"")
 
     play(body)
 
@@ -351,7 +352,7 @@ def test_the_status_of_a_crowd_is_cut_between_two_peers() -> None:
     play(body)
 
 
-@pytest.mark.parametrize("request_", [RunIs(1, 1), StatusIs(5)], ids=lambda each: type(each).__name__)
+@pytest.mark.parametrize("request_", [RunReply(1, 1), StatusReply(5)], ids=lambda each: type(each).__name__)
 def test_the_door_refuses_what_is_no_question(request_: Header) -> None:
     async def body() -> None:
         street = Street()
@@ -394,7 +395,7 @@ Lie = Callable[[Stream], Awaitable[None]]
 
 
 async def _too_large(stream: Stream) -> None:
-    await stream.send(RunIs(MAX_RUN_BYTES + 1, 0), b"x" * (MAX_RUN_BYTES + 1))
+    await stream.send(RunReply(MAX_RUN_BYTES + 1, 0), b"x" * (MAX_RUN_BYTES + 1))
 
 
 async def _of_another_kind(stream: Stream) -> None:
@@ -402,7 +403,7 @@ async def _of_another_kind(stream: Stream) -> None:
 
 
 async def _less_than_promised(stream: Stream) -> None:
-    await stream.send(RunIs(100, 100), b"x" * 150)
+    await stream.send(RunReply(100, 100), b"x" * 150)
 
 
 async def _nothing(stream: Stream) -> None:
@@ -414,13 +415,13 @@ async def _silence(stream: Stream) -> None:
 
 
 async def _drip(stream: Stream) -> None:
-    await stream.send(RunIs(1000, 0), b"x")
+    await stream.send(RunReply(1000, 0), b"x")
     await asyncio.sleep(1000.0)
 
 
 def says(data: bytes, size: int | None = None) -> Lie:
     async def lie(stream: Stream) -> None:
-        await stream.send(StatusIs(len(data) if size is None else size), data)
+        await stream.send(StatusReply(len(data) if size is None else size), data)
 
     return lie
 

@@ -12,14 +12,14 @@ from safetensors.torch import load_file
 from torch import nn
 
 from node.models.export import ExportError, export
-from node.models.trained import trained
+from node.models.trained import load_trained
 from node.settings.runconfig import load_run
 from tests.kept import keep, kept_gpt
 
 
 def refusal(directory: Path, out: Path) -> str:
     with pytest.raises(ExportError) as caught:
-        export(trained(directory), out)
+        export(load_trained(directory), out)
     line = str(caught.value)
     assert len(line.splitlines()) == 1
     return line
@@ -31,7 +31,7 @@ def test_transformers_load_the_same_model_and_its_tokens(tmp_path: Path, monkeyp
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
     ours = kept_gpt(tmp_path / "peer")
-    export(trained(tmp_path / "peer"), tmp_path / "out")
+    export(load_trained(tmp_path / "peer"), tmp_path / "out")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert isinstance(theirs, LlamaForCausalLM) and theirs.dtype == torch.float32
@@ -48,7 +48,7 @@ def test_transformers_load_the_same_model_and_its_tokens(tmp_path: Path, monkeyp
 
 def test_the_card_says_where_it_comes_from(tmp_path: Path) -> None:
     kept_gpt(tmp_path / "peer")
-    found = trained(tmp_path / "peer")
+    found = load_trained(tmp_path / "peer")
     export(found, tmp_path / "new" / "out")
     card = (tmp_path / "new" / "out" / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\n") and "\n# small of course\n" in card
@@ -62,7 +62,7 @@ def test_a_module_of_a_users_own_goes_out_under_its_own_names(tmp_path: Path) ->
     module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     keep(tmp_path / "peer", config, module, loss=None)
     (tmp_path / "out").mkdir()  # empty: as good as not there
-    export(trained(tmp_path / "peer"), tmp_path / "out")
+    export(load_trained(tmp_path / "peer"), tmp_path / "out")
     assert {each.name for each in (tmp_path / "out").iterdir()} == {"README.md", "model.safetensors"}
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert found.keys() == dict(module.named_parameters()).keys()
@@ -102,7 +102,7 @@ def test_what_cannot_be_written_is_one_line_and_leaves_nothing(tmp_path: Path, m
 
 def test_the_configuration_is_that_of_the_run(tmp_path: Path) -> None:
     kept_gpt(tmp_path / "peer")
-    export(trained(tmp_path / "peer"), tmp_path / "out")
+    export(load_trained(tmp_path / "peer"), tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]) == (32, 96, 2)
     assert (config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]) == (2, 2, 16)

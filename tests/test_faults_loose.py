@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from protocols import LOOSE
+from protocols import INDEPENDENT_PROTOCOLS
 from tests.checkers import Report
 from tests.checkers_loose import mixed
 from tests.faults.__main__ import main
@@ -251,7 +251,7 @@ def test_where_nobody_votes_nobody_is_excluded() -> None:
     assert scenario_of("stop", "butterfly") is SCENARIOS["stop"]
 
 
-@pytest.mark.parametrize("protocol", sorted(set(POINTS) & set(LOOSE)))
+@pytest.mark.parametrize("protocol", sorted(set(POINTS) & set(INDEPENDENT_PROTOCOLS)))
 def test_kills_strike_at_the_points_of_the_protocol(protocol: str) -> None:
     scenario = scenario_of("kill", protocol)
     drawn = [scenario.schedule("kill", seed, Options().names) for seed in range(len(POINTS[protocol]))]

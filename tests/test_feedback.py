@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from node.outer import OuterSGD
-from node.rounds.round import Replica
+from node.rounds.round import ReplicatedOuterLoop
 from node.storage.checkpoint import FEEDBACK, newest
-from node.storage.feedback import Feedback, feedback
-from node.storage.keeper import Keeper
+from node.storage.feedback import ErrorFeedback, feedback
+from node.storage.keeper import CheckpointManager
 from node.training.trainer import InlineTrainer, Step
-from protocols.base import Contribution, Layout, Mean, Outcome, Vector, Work
+from protocols.base import AveragingResult, Contribution, Layout, LocalProgress, Outcome, Vector
 from protocols.codec import codec
 from protocols.history.chain import Chain
 from protocols.vectors import norm
@@ -34,18 +34,18 @@ TOPK = codec("topk")
 WIDE = 5000
 EVERY_ROUNDS = 3
 
-COUNTED = Mean(Outcome.COMMITTED, contributions={ME.peer: Contribution(1, 1)}, weights={ME.peer: 1.0})
-WITHOUT_ME = Mean(Outcome.COMMITTED, contributions={OTHER.peer: Contribution(1, 1)}, weights={ME.peer: 1.0})
-OF_ANOTHER_PLAN = Mean(Outcome.COMMITTED, contributions={ME.peer: Contribution(1, 1)})
+COUNTED = AveragingResult(Outcome.COMMITTED, contributions={ME.peer: Contribution(1, 1)}, weights={ME.peer: 1.0})
+WITHOUT_ME = AveragingResult(Outcome.COMMITTED, contributions={OTHER.peer: Contribution(1, 1)}, weights={ME.peer: 1.0})
+OF_ANOTHER_PLAN = AveragingResult(Outcome.COMMITTED, contributions={ME.peer: Contribution(1, 1)})
 
 
 def counted() -> Script:
     return Script(end=COUNTED)
 
 
-def peer(*scripts: Script) -> tuple[Peer, Feedback]:
+def peer(*scripts: Script) -> tuple[Peer, ErrorFeedback]:
     made = Peer(*scripts)
-    made.replica.feedback = owed = Feedback(TOPK, ELEMENTS, SimCompute())
+    made.replica.feedback = owed = ErrorFeedback(TOPK, ELEMENTS, SimCompute())
     return made, owed
 
 
@@ -92,7 +92,7 @@ def test_a_mean_of_an_earlier_plan_leaves_nothing_owed() -> None:
 def test_a_step_that_came_too_late_is_kept_whole() -> None:
     """Not the part of it that the codec would have sent."""
     made, _ = peer(
-        Script(end=Mean(Outcome.COMMITTED, weights={ME.peer: 0.0}), average=lambda mine, into: into.fill_(1))
+        Script(end=AveragingResult(Outcome.COMMITTED, weights={ME.peer: 0.0}), average=lambda mine, into: into.fill_(1))
     )
     play(made.rounds())
     assert torch.equal(made.trainer.written[-1], made.replica.anchor - 0.5)
@@ -106,8 +106,8 @@ def test_an_offer_allows_for_what_is_owed() -> None:
     assert first.work.norm == pytest.approx(0.5 * math.sqrt(10))
     assert second.work.norm == pytest.approx(0.5 * math.sqrt(10) + 0.95 * 0.5 * 3)
     assert norm([second.mine]) <= second.work.norm
-    assert owed.offered(Work(0, 1.0, 1.0, 0.0)).norm == 0.0
-    assert owed.offered(Work(1, 1.0, 1.0, 1e30)).norm == 1e30
+    assert owed.offered(LocalProgress(0, 1.0, 1.0, 0.0)).norm == 0.0
+    assert owed.offered(LocalProgress(1, 1.0, 1.0, 1e30)).norm == 1e30
 
 
 def test_only_a_codec_that_needs_it_has_it() -> None:
@@ -121,12 +121,12 @@ def test_only_a_codec_that_needs_it_has_it() -> None:
 
 def test_it_comes_back_and_what_cannot_be_read_is_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
-        made, again = (Feedback(TOPK, 100, SimCompute()) for _ in range(2))
+        made, again = (ErrorFeedback(TOPK, 100, SimCompute()) for _ in range(2))
         made.owed.copy_(torch.arange(100.0) - 50)
         await made.save(tmp_path / "file")
         await again.load(tmp_path / "file")
         assert torch.equal(again.owed, made.owed) and not caplog.records
-        assert again.offered(Work(1, 1.0, 1.0, 0.0)).norm == pytest.approx(0.95 * norm([made.owed]))
+        assert again.offered(LocalProgress(1, 1.0, 1.0, 0.0)).norm == pytest.approx(0.95 * norm([made.owed]))
         (tmp_path / "file").write_bytes(b"nothing like it")
         await again.load(tmp_path / "file")
         assert not again.owed.any() and "not sent yet of former rounds is lost" in caplog.messages[0]
@@ -157,12 +157,12 @@ class Life:
 
     def __init__(self, place: Path, chain: Chain, rounds: int) -> None:
         self.trainer, self.chain = InlineTrainer(Waves(), inner_steps=2, step_seconds=0.5), chain
-        self.owed = Feedback(TOPK, WIDE, SimCompute())
+        self.owed = ErrorFeedback(TOPK, WIDE, SimCompute())
         first = replace(like(place), layout=self.trainer.layout)
-        self.keeper = Keeper(place, EVERY_ROUNDS, 1 << 30, first, Worker(), Disk(), feedback=self.owed)
+        self.keeper = CheckpointManager(place, EVERY_ROUNDS, 1 << 30, first, Worker(), Disk(), feedback=self.owed)
         averager = Scripted(*[counted() for _ in range(rounds)])
         anchor, outer = torch.ones(WIDE), OuterSGD(0.7, 0.9)
-        self.replica = Replica(
+        self.replica = ReplicatedOuterLoop(
             chain, self.trainer, averager, outer, SimCompute(), anchor, self.keeper.snapshots, self.keeper, self.owed
         )
         self.averager = averager
@@ -213,7 +213,7 @@ def test_who_replays_what_it_missed_owes_nothing_of_before(monkeypatch: pytest.M
 
     async def main() -> None:
         for name, life in world.lives.items():
-            life.replica.feedback = owed = Feedback(TOPK, len(life.replica.anchor), SimCompute())
+            life.replica.feedback = owed = ErrorFeedback(TOPK, len(life.replica.anchor), SimCompute())
             monkeypatch.setattr(owed, "forget", partial(forget, name, owed, owed.forget))
         await asyncio.sleep(2 * ROUND_SECONDS)
         world.cut("dora", "anna bert cleo")
@@ -225,7 +225,7 @@ def test_who_replays_what_it_missed_owes_nothing_of_before(monkeypatch: pytest.M
         assert report.replayed_rounds > 0
         assert forgotten == [("dora", True)]
 
-    def forget(name: str, owed: Feedback, real: Callable[[], None]) -> None:
+    def forget(name: str, owed: ErrorFeedback, real: Callable[[], None]) -> None:
         forgotten.append((name, bool(owed.owed.any())))
         real()
         assert not owed.owed.any()

@@ -16,8 +16,18 @@ from protocols.codec import codec
 from protocols.framing import FramedStream
 from protocols.gossip import Gossip
 from protocols.pairs.matching import pairwise
-from protocols.pairs.swap import EXCHANGE, HEADER_LIMIT, Answer, Ask, Message, Settle, Settled, Swap, Whole
-from protocols.vectors import Flat
+from protocols.pairs.swap import (
+    EXCHANGE,
+    HEADER_LIMIT,
+    ExchangeMessage,
+    ExchangeReply,
+    ExchangeRequest,
+    OutcomeQuery,
+    OutcomeReply,
+    StateReceived,
+    StateSwap,
+)
+from protocols.vectors import VectorView
 from tests.sim.faults import Faults
 from tests.sim.faults import Message as At
 from tests.sim.gossiping import DONE, ROUND_SECONDS, RUN, Swarm, flat, head
@@ -154,7 +164,9 @@ def test_a_circle_of_askers_does_not_wait_for_itself(count: int, jitter: int) ->
 
 def test_of_two_questions_that_cross_the_same_goes_on_at_both_ends_and_neither_peer_is_always_first() -> None:
     key = RoundKey(RUN, "run", bytes(32), 0)
-    asked = [[Ask(key, Member(peer), number, 8, "fp32").rank() for number in range(40)] for peer in ("p0", "p1")]
+    asked = [
+        [ExchangeRequest(key, Member(peer), number, 8, "fp32").rank() for number in range(40)] for peer in ("p0", "p1")
+    ]
     first = sum(one < other for one, other in zip(*asked, strict=True))
     assert 8 < first < 32
 
@@ -165,12 +177,12 @@ def test_the_cut_comes_with_the_work_or_at_the_deadline() -> None:
     async def play() -> None:
         loop = asyncio.get_running_loop()
         async with swarm.gossips[0].enter(head(0), loop.time() + 7.0) as session:
-            session.ready(replace(DONE, complete=False))
+            session.offer(replace(DONE, complete=False))
             assert not session.cut.is_set()
             await session.cut.wait()
             assert loop.time() == 7.0
         async with swarm.gossips[0].enter(head(1), loop.time() + 7.0) as session:
-            session.ready(replace(DONE, complete=False, leaving=True))
+            session.offer(replace(DONE, complete=False, leaving=True))
             assert session.cut.is_set() and session.round == 1 and session.group == ""
 
     swarm.run(play)
@@ -375,15 +387,15 @@ class Forger(LyingStream):
 
 
 FORGERIES: dict[str, tuple[type, Callable[[Any], Any]]] = {
-    "another's question": (Ask, lambda ask: replace(ask, sender=Member("p7"))),
-    "another run": (Ask, lambda ask: replace(ask, key=replace(ask.key, run=bytes(32)))),
-    "another scope": (Ask, lambda ask: replace(ask, key=replace(ask.key, scope="stage/1"))),
-    "another size": (Ask, lambda ask: replace(ask, elements=ask.elements + 1)),
-    "another codec": (Ask, lambda ask: replace(ask, codec="fp16")),
-    "another answer": (Answer, lambda answer: replace(answer, sequence=answer.sequence + 1)),
-    "an answer of another": (Answer, lambda answer: replace(answer, sender=Member("p7"))),
-    "a last word of another round": (Whole, lambda word: replace(word, key=replace(word.key, round=9))),
-    "no last word": (Whole, lambda word: wire.Having(True)),
+    "another's question": (ExchangeRequest, lambda ask: replace(ask, sender=Member("p7"))),
+    "another run": (ExchangeRequest, lambda ask: replace(ask, key=replace(ask.key, run=bytes(32)))),
+    "another scope": (ExchangeRequest, lambda ask: replace(ask, key=replace(ask.key, scope="stage/1"))),
+    "another size": (ExchangeRequest, lambda ask: replace(ask, elements=ask.elements + 1)),
+    "another codec": (ExchangeRequest, lambda ask: replace(ask, codec="fp16")),
+    "another answer": (ExchangeReply, lambda answer: replace(answer, sequence=answer.sequence + 1)),
+    "an answer of another": (ExchangeReply, lambda answer: replace(answer, sender=Member("p7"))),
+    "a last word of another round": (StateReceived, lambda word: replace(word, key=replace(word.key, round=9))),
+    "no last word": (StateReceived, lambda word: wire.Availability(True)),
 }
 
 
@@ -407,12 +419,12 @@ def test_messages_of_anything_else_are_refused_and_named(forgery: str) -> None:
         play_late(swarm, late)
         (told,) = swarm.told[0]
         named |= any(blame.peer == "p1" and blame.why.startswith("refused") for blame in told.mean.blamed)
-        if late == 0 and kind is Ask:
+        if late == 0 and kind is ExchangeRequest:
             assert not swarm.moved(0)
     assert named
 
 
-async def knock(swarm: Swarm, *messages: Message) -> list[str]:
+async def knock(swarm: Swarm, *messages: ExchangeMessage) -> list[str]:
     """p1, without any honest code, says these to p0, each on a stream of its own; what comes back."""
     loop, found = asyncio.get_running_loop(), []
     for message in messages:
@@ -427,7 +439,9 @@ async def knock(swarm: Swarm, *messages: Message) -> list[str]:
     return found
 
 
-def play_knocks(*messages: Message, prepare: Callable[[Swarm], None] = lambda swarm: None) -> tuple[Swarm, list[str]]:
+def play_knocks(
+    *messages: ExchangeMessage, prepare: Callable[[Swarm], None] = lambda swarm: None
+) -> tuple[Swarm, list[str]]:
     swarm, found = Swarm(2), list[str]()
     prepare(swarm)
 
@@ -442,7 +456,7 @@ def play_knocks(*messages: Message, prepare: Callable[[Swarm], None] = lambda sw
 
 
 KEY = RoundKey(RUN, "run", bytes(32), 5)
-QUESTION = Ask(KEY, Member("p1"), 100, 48, "fp32")
+QUESTION = ExchangeRequest(KEY, Member("p1"), 100, 48, "fp32")
 
 
 def blamed(swarm: Swarm) -> str:
@@ -471,7 +485,7 @@ def test_a_question_of_another_life_or_of_a_stranger_is_not_heard() -> None:
 
 
 def test_what_was_not_begun_cannot_be_settled_for_good() -> None:
-    _, found = play_knocks(Settle(KEY, Member("p1"), 100), QUESTION)
+    _, found = play_knocks(OutcomeQuery(KEY, Member("p1"), 100), QUESTION)
     assert found == ["False", "True"]
 
 
@@ -484,10 +498,10 @@ def test_who_was_told_that_we_have_not_moved_can_rely_on_it() -> None:
         async with swarm.network.transports["p1"].open("p0", EXCHANGE, loop.time() + 3.0) as stream:
             await stream.send(QUESTION)
             await stream.receive(HEADER_LIMIT)
-            await Swap(Flat(swarm.state[1]), pairing.codec, 16, pairing.host.compute).trade(stream)
-            found.extend(await knock(swarm, Settle(KEY, Member("p1"), QUESTION.sequence)))
+            await StateSwap(VectorView(swarm.state[1]), pairing.codec, 16, pairing.host.compute).transfer(stream)
+            found.extend(await knock(swarm, OutcomeQuery(KEY, Member("p1"), QUESTION.sequence)))
             with pytest.raises(PeerError):
-                await stream.send(Whole(KEY, Member("p1"), QUESTION.sequence))
+                await stream.send(StateReceived(KEY, Member("p1"), QUESTION.sequence))
                 await stream.receive(HEADER_LIMIT)
 
     async def play() -> None:
@@ -501,7 +515,7 @@ def test_who_was_told_that_we_have_not_moved_can_rely_on_it() -> None:
 
 
 def test_no_other_message_opens_an_exchange() -> None:
-    swarm, found = play_knocks(Whole(KEY, Member("p1"), 1), Settled(KEY, Member("p1"), 1, True))
+    swarm, found = play_knocks(StateReceived(KEY, Member("p1"), 1), OutcomeReply(KEY, Member("p1"), 1, True))
     assert found == ["refused"] * 2 and "opens no exchange" in blamed(swarm)
 
 

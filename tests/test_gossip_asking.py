@@ -11,8 +11,8 @@ import pytest
 
 from protocols.base import Outcome
 from protocols.gossip import PAUSE_SECONDS, Gossip
-from protocols.pairs.patience import Patience
-from protocols.pairs.swap import Whole
+from protocols.pairs.patience import PeerTimeouts
+from protocols.pairs.swap import StateReceived
 from protocols.pushing import PushSum
 from tests.sim.gossiping import ROUND_SECONDS, Swarm, head
 from tests.sim.lies import LyingStream
@@ -115,7 +115,7 @@ def breathless() -> Swarm:
 
     class Breathless(LyingStream):
         async def send(self, header: Any, payload: Any = b"") -> None:
-            if not isinstance(header, Whole) or swarm.gossips[0].pairing.exchange.swap.moved is None:
+            if not isinstance(header, StateReceived) or swarm.gossips[0].pairing.exchange.swap.moved is None:
                 await self._stream.send(header, payload)
 
     swarm = Swarm(2, disguises={0: lambda method, stream, pipe: Breathless(stream, pipe, "", None)})  # type: ignore[arg-type]
@@ -169,7 +169,7 @@ def test_who_has_no_time_left_for_an_exchange_is_busy() -> None:
     async def late() -> None:
         loop = asyncio.get_running_loop()
         async with swarm.gossips[1].enter(head(0), loop.time() + 0.5) as session:
-            session.lend(swarm.state[1])
+            session.share(swarm.state[1])
             await asyncio.sleep(20.0)
 
     async def main() -> None:
@@ -217,6 +217,6 @@ def test_who_is_thought_too_slow_for_a_round_is_tried_all_the_same(protocol: Any
     assert swarm.messages(0) and swarm.messages(1)
 
 
-def patience_of(averager: Any) -> Patience:
-    found: Patience = averager.pairing.patience if isinstance(averager, Gossip) else averager.holding.patience
+def patience_of(averager: Any) -> PeerTimeouts:
+    found: PeerTimeouts = averager.pairing.patience if isinstance(averager, Gossip) else averager.holding.patience
     return found

@@ -13,11 +13,11 @@ from protocols import wire
 from protocols.base import Member, PeerError, PeerSilent, RoundKey
 from protocols.pairs.answering import MOST_MEETINGS
 from protocols.pairs.patience import DISTRUST_SECONDS
-from protocols.pairs.shares import PUSH, Give
-from protocols.pairs.swap import EXCHANGE, HEADER_LIMIT, Ask, Swap, Whole
+from protocols.pairs.shares import PUSH, PushShare
+from protocols.pairs.swap import EXCHANGE, HEADER_LIMIT, ExchangeRequest, StateReceived, StateSwap
 from protocols.pairs.taking import MOST_SHARE
 from protocols.pushing import MAX_KEPT, PushSum
-from protocols.vectors import Flat
+from protocols.vectors import VectorView
 from tests.sim.gossiping import RUN, Swarm
 from tests.sim.lies import LyingStream
 
@@ -50,7 +50,7 @@ def beside(swarm: Swarm, liar: Callable[[], Awaitable[None]], honest: tuple[int,
 
 async def ask(swarm: Swarm, stream: Any, number: int) -> bool:
     """p1 asks p0 for an exchange; whether it says yes."""
-    await stream.send(Ask(KEY, Member("p1"), number, ELEMENTS, "fp32"))
+    await stream.send(ExchangeRequest(KEY, Member("p1"), number, ELEMENTS, "fp32"))
     accepted = (await stream.receive(HEADER_LIMIT)).accepted
     if not accepted:
         await asyncio.sleep(0.002)
@@ -89,9 +89,9 @@ def test_one_peer_makes_up_so_much_of_a_lent_state_and_no_more() -> None:
                 return
             began.append(number)
             pairing, mine = swarm.gossips[1].pairing, torch.ones(ELEMENTS)
-            await Swap(Flat([mine]), pairing.codec, CHUNK, pairing.host.compute).trade(stream)
+            await StateSwap(VectorView([mine]), pairing.codec, CHUNK, pairing.host.compute).transfer(stream)
             for _ in range(2):
-                await stream.send(Whole(KEY, Member("p1"), number))
+                await stream.send(StateReceived(KEY, Member("p1"), number))
                 await asyncio.sleep(0.1)
 
     async def main() -> None:
@@ -202,7 +202,7 @@ def test_shares_make_nobody_so_heavy_that_others_refuse_its_own() -> None:
 
     async def give(number: int, weight: float) -> None:
         async with swarm.network.transports["p1"].open("p0", PUSH, asyncio.get_running_loop().time() + 500) as stream:
-            await stream.send(Give(KEY, Member("p1"), number, Member("p0"), weight, ELEMENTS, "fp32"))
+            await stream.send(PushShare(KEY, Member("p1"), number, Member("p0"), weight, ELEMENTS, "fp32"))
             for index in range(ELEMENTS // CHUNK):
                 await stream.send(wire.Chunk(index, 4 * CHUNK), bytes(4 * CHUNK))
             answers.append((await stream.receive(HEADER_LIMIT)).counted)
@@ -224,7 +224,7 @@ def test_a_share_that_is_sent_again_counts_once() -> None:
 
     async def give() -> None:
         async with swarm.network.transports["p1"].open("p0", PUSH, asyncio.get_running_loop().time() + 500) as stream:
-            await stream.send(Give(KEY, Member("p1"), 0, Member("p0"), 0.5, ELEMENTS, "fp32"))
+            await stream.send(PushShare(KEY, Member("p1"), 0, Member("p0"), 0.5, ELEMENTS, "fp32"))
             for index in range(ELEMENTS // CHUNK):
                 await stream.send(wire.Chunk(index, 4 * CHUNK), bytes(4 * CHUNK))
             await stream.receive(HEADER_LIMIT)

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from node.tasks.base import Recipe, flatten
-from node.tasks.gpt import PRESETS, RMS_EPS, Gpt, GptTask, Preset, Shape, preset, rotary, rotate
+from node.tasks.gpt import PRESETS, RMS_EPS, Gpt, GptConfig, GptTask, Preset, preset, rotary, rotate
 from node.tasks.text import load
 
-SMALL = Shape(layers=2, width=16, heads=2, context=12)
+SMALL = GptConfig(layers=2, width=16, heads=2, context=12)
 
 
 def tokens(rows: int, positions: int, seed: int = 0) -> torch.Tensor:
@@ -88,7 +88,7 @@ def test_no_byte_sees_a_later_one() -> None:
 
 
 def test_keys_and_shapes_are_those_of_llama() -> None:
-    model = Gpt(Shape(layers=2, width=64, heads=4, context=8))
+    model = Gpt(GptConfig(layers=2, width=64, heads=4, context=8))
     layer = [
         ("self_attn.q_proj.weight", (64, 64)),
         ("self_attn.k_proj.weight", (64, 64)),
@@ -170,10 +170,10 @@ def test_tied_parameters_stay_tied() -> None:
 
 def test_presets_hold_their_values() -> None:
     default, small = preset("w128"), preset("w64")
-    assert default == Preset(Shape(4, 128, 4, 128), 8, Recipe(50, 16, 2e-3, 0.9, 0.5))
+    assert default == Preset(GptConfig(4, 128, 4, 128), 8, Recipe(50, 16, 2e-3, 0.9, 0.5))
     assert (default.recipe.betas, default.recipe.weight_decay, default.recipe.clip_norm) == ((0.9, 0.95), 0.1, 1.0)
     assert (default.recipe.warmup_steps, default.recipe.final_fraction) == (20, 0.1)
-    assert small == Preset(Shape(4, 64, 4, 128), 8, Recipe(100, 12, 3e-3, 0.9, 0.5))
+    assert small == Preset(GptConfig(4, 64, 4, 128), 8, Recipe(100, 12, 3e-3, 0.9, 0.5))
     assert list(PRESETS) == ["w64", "w96", "w128", "w192", "w256"]
     with pytest.raises(ValueError, match="no preset 'big': one of w64, w96"):
         preset("big")
@@ -191,7 +191,7 @@ def test_presets_hold_their_values() -> None:
 )
 def test_a_bad_shape_is_one_line(values: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError) as error:
-        Shape(**{"layers": 1, "width": 16, "heads": 2, "context": 8} | values)
+        GptConfig(**{"layers": 1, "width": 16, "heads": 2, "context": 8} | values)
     assert str(error.value) == message
 
 
@@ -240,4 +240,4 @@ def test_the_task_predicts_the_next_byte(tmp_path: Path) -> None:
     assert task.evaluate() == pytest.approx(math.log(256), abs=0.6)
     assert task.evaluate() == task.evaluate()
     with pytest.raises(ValueError, match="held-out text has 1024 bytes: a window takes 1201"):
-        GptTask(Preset(Shape(1, 16, 2, 1200), 3, PRESETS["w64"].recipe), load(tmp_path / "a.txt"))
+        GptTask(Preset(GptConfig(1, 16, 2, 1200), 3, PRESETS["w64"].recipe), load(tmp_path / "a.txt"))

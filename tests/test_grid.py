@@ -8,7 +8,17 @@ import random
 import pytest
 import torch
 
-from protocols.groups.grid import Grid, cell, drawn, home, line, moved, seat, settle, shape_for
+from protocols.groups.grid import (
+    Grid,
+    assign_cell,
+    cell,
+    choose_grid,
+    default_cell,
+    line,
+    next_cell,
+    seeded_order,
+    shape_for,
+)
 from tests.sim.grids import Positions, average, diagonal, holes, left, lines, lots, seated
 
 
@@ -105,36 +115,38 @@ def test_every_number_of_peers_has_a_grid(most: int) -> None:
 
 def test_a_grid_stays_while_it_suits() -> None:
     """Peers that come and go about a boundary do not make it flap."""
-    grid = settle(16, 3, ())
+    grid = choose_grid(16, 3, ())
     assert grid == Grid(3, (4, 4))
-    wider = settle(17, 4, [grid])
+    wider = choose_grid(17, 4, [grid])
     assert wider == Grid(4, (5, 4))
     for round, count in enumerate((16, 17, 15, 20, 10, 16, 17), 5):
-        assert settle(count, round, [wider]) == wider
-    assert settle(9, 20, [wider]) == Grid(20, (3, 3))
+        assert choose_grid(count, round, [wider]) == wider
+    assert choose_grid(9, 20, [wider]) == Grid(20, (3, 3))
 
 
 def test_those_who_see_different_numbers_come_to_agree() -> None:
     """One sees seventeen, the others sixteen: its grid suits them too, and as it is the later one they follow."""
     old = Grid(3, (4, 4))
-    new = settle(17, 9, [old] * 16)
-    assert {settle(count, 9, [old] * 15 + [new]) for count in (16, 17)} == {new}
+    new = choose_grid(17, 9, [old] * 16)
+    assert {choose_grid(count, 9, [old] * 15 + [new]) for count in (16, 17)} == {new}
 
 
 def test_a_newcomer_stands_where_the_others_do() -> None:
     """Who has laid out nothing insists on nothing; and a grid that does not suit is nobody's, whatever it claims."""
-    assert settle(13, 0, ()) == Grid(0, (4, 4))
-    assert settle(13, 0, [Grid(7, (5, 4)), Grid(0, (4, 4))]) == Grid(7, (5, 4))
-    assert settle(13, 5, [Grid(7, (5, 4)), Grid(1 << 40, (8, 8, 8))]) == Grid(7, (5, 4))
-    assert settle(13, 5, [Grid(7, (5, 4)), Grid(1 << 40, (13,))]) == Grid(7, (5, 4)), "larger groups than the run's"
+    assert choose_grid(13, 0, ()) == Grid(0, (4, 4))
+    assert choose_grid(13, 0, [Grid(7, (5, 4)), Grid(0, (4, 4))]) == Grid(7, (5, 4))
+    assert choose_grid(13, 5, [Grid(7, (5, 4)), Grid(1 << 40, (8, 8, 8))]) == Grid(7, (5, 4))
+    assert choose_grid(13, 5, [Grid(7, (5, 4)), Grid(1 << 40, (13,))]) == Grid(7, (5, 4)), (
+        "larger groups than the run's"
+    )
 
 
 def test_a_grid_that_no_number_of_peers_would_give_is_nobodys() -> None:
     """Else one liar has all meet in pairs, and its grid outlives it: the latest wins."""
-    assert settle(8, 3, [Grid(0, (8,)), Grid(1 << 40, (2, 2, 2))]) == Grid(0, (8,))
+    assert choose_grid(8, 3, [Grid(0, (8,)), Grid(1 << 40, (2, 2, 2))]) == Grid(0, (8,))
     for count in range(1, 200):
         shape = shape_for(count)
-        assert settle(count, 3, [Grid(2, shape)]) == Grid(2, shape)
+        assert choose_grid(count, 3, [Grid(2, shape)]) == Grid(2, shape)
 
 
 # -- where one stands --------------------------------------------------------------------------------------------------
@@ -142,10 +154,10 @@ def test_a_grid_that_no_number_of_peers_would_give_is_nobodys() -> None:
 
 def test_seats_are_distinct_and_drawn_anew() -> None:
     peers = [f"p{number}" for number in range(12)]
-    first, second = ({peer: seat(peer, peers, (4, 3), seed) for peer in peers} for seed in (b"1", b"2"))
+    first, second = ({peer: assign_cell(peer, peers, (4, 3), seed) for peer in peers} for seed in (b"1", b"2"))
     assert len(set(first.values())) == len(set(second.values())) == 12
     assert first != second
-    assert drawn(b"1", peers) == drawn(b"1", reversed(peers)) != drawn(b"2", peers)
+    assert seeded_order(b"1", peers) == seeded_order(b"1", reversed(peers)) != seeded_order(b"2", peers)
 
 
 def test_a_missing_peer_leaves_short_lines_not_holes() -> None:
@@ -156,12 +168,12 @@ def test_a_missing_peer_leaves_short_lines_not_holes() -> None:
 
 
 def test_a_position_in_a_group_becomes_the_coordinate() -> None:
-    assert moved((1, 2, 3), 1, 0, (4, 4, 4)) == (1, 0, 3)
-    assert moved((1, 2, 3), 0, 5, (4, 4, 4)) == (1, 2, 3), "a group that is too large wraps round"
+    assert next_cell((1, 2, 3), 1, 0, (4, 4, 4)) == (1, 0, 3)
+    assert next_cell((1, 2, 3), 0, 5, (4, 4, 4)) == (1, 2, 3), "a group that is too large wraps round"
     assert line((1, 2, 3), 1) == (1, 3)
     assert line((1,), 0) == ()
 
 
 def test_who_knows_nobody_begins_somewhere_on_the_grid() -> None:
-    homes = [home(f"p{number}", (4, 3), b"seed") for number in range(200)]
+    homes = [default_cell(f"p{number}", (4, 3), b"seed") for number in range(200)]
     assert set(homes) == {cell(number, (4, 3)) for number in range(12)}

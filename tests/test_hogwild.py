@@ -10,8 +10,8 @@ import torch
 
 from protocols.base import Outcome, Vector
 from protocols.baselines import parameter_server_async
-from protocols.literature.delayed import Arrivals
-from protocols.literature.hogwild import Hogwild
+from protocols.literature.delayed import DelayedNesterov
+from protocols.literature.hogwild import AsyncParameterServer
 from tests.sim.loosely import Came, Loosely
 
 ELEMENTS = 700
@@ -126,8 +126,8 @@ def test_silence_at_any_message_costs_the_worker_its_round_at_most() -> None:
 
 def test_a_server_that_names_nobody_is_not_taken_for_one_that_has_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker would go on from what it had brought: from next to nothing."""
-    real = Hogwild.choose
-    monkeypatch.setattr(Hogwild, "choose", lambda self: "" if self.me.peer == "p00" else real(self))
+    real = AsyncParameterServer.choose
+    monkeypatch.setattr(AsyncParameterServer, "choose", lambda self: "" if self.me.peer == "p00" else real(self))
     swarm = together(2, rounds=1)
     start = swarm.states[1][0].clone()
     swarm.play()
@@ -140,7 +140,7 @@ def test_a_server_that_names_nobody_is_not_taken_for_one_that_has_answered(monke
 
 
 def courses(momentum: float, order: Callable[[int], Vector], rounds: int) -> Vector:
-    arrivals = Arrivals(torch.zeros(4), momentum)
+    arrivals = DelayedNesterov(torch.zeros(4), momentum)
     for number in range(rounds):
         arrivals.apply(order(number).clone(), 4)
     return arrivals.parameters
@@ -163,11 +163,11 @@ def test_delayed_nesterov_is_nesterov_where_all_arrive_from_the_same_point() -> 
 
 def test_a_momentum_out_of_range_is_refused() -> None:
     with pytest.raises(ValueError, match=r"momentum must be in \[0, 1\)"):
-        Arrivals(torch.zeros(1), 1.0)
+        DelayedNesterov(torch.zeros(1), 1.0)
 
 
 def test_the_servers_momentum_works_through_the_network() -> None:
-    swarm = Loosely(2, partial(Hogwild, momentum=0.5), ELEMENTS, rounds=4, step=lower)
+    swarm = Loosely(2, partial(AsyncParameterServer, momentum=0.5), ELEMENTS, rounds=4, step=lower)
     swarm.states = [[each.clone() for each in swarm.states[0]] for _ in range(2)]
     start = swarm.states[0][0].clone()
     swarm.play()

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from node.report import RoundReport
-from node.rounds.life import MAX_PASSES, PAUSE_SECONDS, rounds
+from node.rounds.life import MAX_PASSES, PAUSE_SECONDS, run_replicated_rounds
 from protocols.base import Member
 from tests.sim import loop as simloop
 from tests.sim.host import SimClock
@@ -47,7 +47,7 @@ def play(*script: tuple[str, RoundReport]) -> list[RoundReport]:
     replica, sync = Scripted(*script), SimpleNamespace(stranded=False)
 
     async def main() -> list[RoundReport]:
-        lived = rounds(replica, sync, SimClock().wall, lambda: bool(replica.script))  # type: ignore[arg-type]
+        lived = run_replicated_rounds(replica, sync, SimClock().wall, lambda: bool(replica.script))  # type: ignore[arg-type]
         return [report async for report in lived]
 
     return simloop.run(main(), limit_seconds=100 * PAUSE_SECONDS)

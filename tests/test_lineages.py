@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocols.history.lineages import Lineages
+from protocols.history.lineages import LineageIndex
 
 # Two of these begin alike.
 LINEAGES = [bytes([number % 7]) * 4 + bytes([number]) * 28 for number in range(20)]
@@ -13,7 +13,7 @@ LINEAGES = [bytes([number % 7]) * 4 + bytes([number]) * 28 for number in range(2
 
 @given(steps=st.lists(st.one_of(st.just(None), st.integers(0, 20)), max_size=40))
 def test_it_is_a_list_that_knows_its_places(steps: list[int | None]) -> None:
-    lineages, plain = Lineages(), list[bytes]()
+    lineages, plain = LineageIndex(), list[bytes]()
     for length in steps:
         if length is not None:
             lineages.cut(length)

@@ -14,7 +14,7 @@ import pytest
 import structlog
 
 from node.view import logs
-from node.view.logs import OUTLET_BYTES, Outlet
+from node.view.logs import OUTLET_BYTES, NonBlockingWriter
 
 
 @pytest.fixture(autouse=True)
@@ -85,14 +85,14 @@ def test_others_words_cannot_drive_the_terminal_nor_grow(human: bool) -> None:
 
 
 def test_an_outlet_passes_everything_on(pipe: tuple[int, int]) -> None:
-    outlet = Outlet(pipe[1])
+    outlet = NonBlockingWriter(pipe[1])
     print("hello", "wörld", file=outlet)
     assert os.read(pipe[0], 100).decode() == "hello wörld\n"
     assert outlet.ready
 
 
 def test_a_reader_that_stopped_costs_no_time_and_bounded_memory(pipe: tuple[int, int]) -> None:
-    outlet, line = Outlet(pipe[1]), "x" * 999 + "\n"
+    outlet, line = NonBlockingWriter(pipe[1]), "x" * 999 + "\n"
     began = time.monotonic()
     for _ in range(5000):
         outlet.write(line)
@@ -109,7 +109,7 @@ def test_a_reader_that_stopped_costs_no_time_and_bounded_memory(pipe: tuple[int,
 
 
 def test_a_reader_that_left_is_no_error(pipe: tuple[int, int]) -> None:
-    outlet = Outlet(pipe[1])
+    outlet = NonBlockingWriter(pipe[1])
     os.close(pipe[0])
     for _ in range(3):
         outlet.write("unheard\n")
@@ -117,7 +117,7 @@ def test_a_reader_that_left_is_no_error(pipe: tuple[int, int]) -> None:
 
 
 def test_draining_at_the_end_gives_up(pipe: tuple[int, int]) -> None:
-    outlet = Outlet(pipe[1])
+    outlet = NonBlockingWriter(pipe[1])
     outlet.write("x" * (OUTLET_BYTES - 1))
     began = time.monotonic()
     outlet.drain(0.2)
@@ -128,7 +128,7 @@ def test_a_file_is_an_outlet_too(tmp_path: os.PathLike[str]) -> None:
     path = os.path.join(tmp_path, "out")
     fd = os.open(path, os.O_WRONLY | os.O_CREAT)
     try:
-        outlet = Outlet(fd)
+        outlet = NonBlockingWriter(fd)
         outlet.write("x" * 5000)
         assert outlet.ready and not outlet.isatty()
     finally:

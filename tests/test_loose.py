@@ -14,9 +14,9 @@ from node.report import RoundReport
 from node.rounds import labour
 from node.rounds.sketch import Sketch, sketch
 from protocols.base import Contribution, Deadline, PeerId, Vector
-from protocols.catchup.snapshot import Anonymous, Index, Room, Snapshot, Snapshots, room_bytes
-from protocols.catchup.standing import Order, Standings
-from protocols.post import Ledger
+from protocols.catchup.snapshot import MemoryBuffer, Snapshot, SnapshotBuffer, SnapshotIndex, Snapshots, buffer_bytes
+from protocols.catchup.standing import IndependentStateSync, Order
+from protocols.post import RoundAccounting
 from tests.loosepeer import FROM_BERT, KEY, ME, OUTER, STEPS, Peer, Script, half, holds, stepped
 from tests.sim import loop as simloop
 from tests.sim.host import SimClock
@@ -208,7 +208,7 @@ def test_who_was_cut_by_its_own_limit_has_longer_for_the_next_round() -> None:
 # -- another's state --------------------------------------------------------------------------------------------------
 
 
-class Torn(Anonymous):
+class Torn(MemoryBuffer):
     """Room on a disk that fails after the parameters."""
 
     def read(self, offset: int, into: memoryview) -> None:
@@ -221,7 +221,7 @@ class OneDonor:
     """`protocols.catchup.standing.Standings`, as far as a replica asks it."""
 
     def __init__(self, snapshot: Snapshot) -> None:
-        self.ledger, self._snapshot = Ledger(), snapshot
+        self.ledger, self._snapshot = RoundAccounting(), snapshot
 
     async def fetch(self, order: Order, deadline: Deadline) -> Snapshot:
         return self._snapshot
@@ -230,11 +230,11 @@ class OneDonor:
         return 0
 
 
-def another(round_number: int, room: type[Anonymous] = Anonymous) -> Snapshot:
+def another(round_number: int, room: type[MemoryBuffer] = MemoryBuffer) -> Snapshot:
     """The state of somebody who stands at nine."""
     theta, velocity = torch.full((ELEMENTS,), 9.0), torch.full((ELEMENTS,), 1.0)
-    index = Index.of(theta, velocity)
-    held: Room = room(room_bytes(ELEMENTS))
+    index = SnapshotIndex.of(theta, velocity)
+    held: SnapshotBuffer = room(buffer_bytes(ELEMENTS))
     snapshot = Snapshot(index.state_root(round_number), round_number, index, held)
     snapshot.fill(theta, velocity)
     return snapshot
@@ -248,7 +248,7 @@ def fetched(peer: Peer, rounds: int, snapshot: Snapshot) -> RoundReport:
         for _ in range(rounds):
             await peer.replica.run_round(SimClock().wall)
         until = asyncio.get_running_loop().time() + 10.0
-        return await peer.replica.catch_up(cast(Standings, OneDonor(snapshot)), SimClock().wall, until)
+        return await peer.replica.catch_up(cast(IndependentStateSync, OneDonor(snapshot)), SimClock().wall, until)
 
     return simloop.run(main())
 

@@ -14,9 +14,9 @@ from protocols.pairs.matching import (
     closing_hops,
     closing_pairs,
     contraction,
-    matrix,
+    mixing_matrix,
     pairwise,
-    partners,
+    select_partners,
     stepped,
 )
 
@@ -33,7 +33,7 @@ def mean_matrix(count: int) -> torch.Tensor:
 @pytest.mark.parametrize("count", (1, 2, 3, 5, 8, 13))
 def test_every_matrix_keeps_the_mean(schedule: str, count: int) -> None:
     for round_number in range(5):
-        mixing = matrix(schedule, names(count), round_number, "run")
+        mixing = mixing_matrix(schedule, names(count), round_number, "run")
         ones = torch.ones(count, dtype=torch.float64)
         assert bool((mixing >= 0).all())
         assert torch.allclose(mixing.sum(0), ones, atol=1e-12) and torch.allclose(mixing.sum(1), ones, atol=1e-12)
@@ -45,11 +45,13 @@ def test_a_partner_is_another_member_whatever_the_order_of_the_list(schedule: st
         members = names(count)
         for round_number in range(4):
             for me in members:
-                asked = partners(schedule, members, me, round_number, "run")
+                asked = select_partners(schedule, members, me, round_number, "run")
                 assert me not in asked and len(set(asked)) == len(asked) and set(asked) <= set(members)
                 assert bool(asked) == (count > 1)
-                assert asked == partners(schedule, members[::-1], me, round_number, "run")
-                assert asked == partners(schedule, [each for each in members if each != me], me, round_number, "run")
+                assert asked == select_partners(schedule, members[::-1], me, round_number, "run")
+                assert asked == select_partners(
+                    schedule, [each for each in members if each != me], me, round_number, "run"
+                )
 
 
 @pytest.mark.parametrize("count", (2, 4, 9, 16, 33))
@@ -57,15 +59,17 @@ def test_a_random_matching_is_one_that_all_compute_alike(count: int) -> None:
     members = names(count)
     seen = set()
     for round_number in range(20):
-        asked = {me: partners("random", members, me, round_number, "run")[0] for me in members}
+        asked = {me: select_partners("random", members, me, round_number, "run")[0] for me in members}
         mutual = {me for me in members if asked[asked[me]] == me}
         assert len(mutual) == count - count % 2
-        mixing = matrix("random", members, round_number, "run")
+        mixing = mixing_matrix("random", members, round_number, "run")
         for me in mutual:
             assert mixing[members.index(me), members.index(asked[me])] == 0.5
         seen.add(tuple(sorted(asked.items())))
     assert len(seen) > {2: 0, 4: 2}.get(count, 10)
-    assert partners("random", names(16), "p003", 0, "one run") != partners("random", names(16), "p003", 0, "another")
+    assert select_partners("random", names(16), "p003", 0, "one run") != select_partners(
+        "random", names(16), "p003", 0, "another"
+    )
 
 
 def test_who_knows_of_one_member_more_finds_mostly_the_same_partner() -> None:
@@ -74,7 +78,7 @@ def test_who_knows_of_one_member_more_finds_mostly_the_same_partner() -> None:
     for round_number in range(20):
         for me in members[1:]:
             total += 1
-            same += partners("random", members, me, round_number, "x") == partners(
+            same += select_partners("random", members, me, round_number, "x") == select_partners(
                 "random", members[1:], me, round_number, "x"
             )
     assert same / total > 0.4  # those before the one that is missing; all others ask somebody who did not name them
@@ -83,14 +87,14 @@ def test_who_knows_of_one_member_more_finds_mostly_the_same_partner() -> None:
 @pytest.mark.parametrize("count", (3, 4, 5, 16, 31))
 def test_the_ring_contracts_as_it_should(count: int) -> None:
     expected = max(abs(1 / 3 + 2 / 3 * math.cos(2 * math.pi * k / count)) for k in range(1, count))
-    assert abs(contraction(matrix("ring", names(count), 0, "")) - expected) < 1e-10
+    assert abs(contraction(mixing_matrix("ring", names(count), 0, "")) - expected) < 1e-10
     if count == 16:
         assert abs(expected - (1 / 3 + 2 / 3 * math.cos(2 * math.pi / 16))) < 1e-12 and abs(expected - 0.9492) < 1e-4
 
 
 @pytest.mark.parametrize("power", range(1, 7))
 def test_the_static_exponential_graph_contracts_as_it_should(power: int) -> None:
-    found = contraction(matrix("exponential", names(1 << power), 0, ""))
+    found = contraction(mixing_matrix("exponential", names(1 << power), 0, ""))
     assert abs(found - (1 - 2 / (1 + power))) < 1e-10
 
 
@@ -98,7 +102,7 @@ def test_the_static_exponential_graph_contracts_as_it_should(power: int) -> None
 def test_one_peer_exponential_is_exact_after_log2_rounds_if_and_only_if_n_is_a_power_of_two(count: int) -> None:
     product = torch.eye(count, dtype=torch.float64)
     for round_number in range(math.ceil(math.log2(count))):
-        product = matrix("one-peer-exponential", names(count), round_number, "") @ product
+        product = mixing_matrix("one-peer-exponential", names(count), round_number, "") @ product
     off = float((product - mean_matrix(count)).abs().max())
     assert (off < 1e-10) == (count & (count - 1) == 0)
 
@@ -110,7 +114,7 @@ def test_a_random_matching_takes_its_share_of_the_variance(count: int) -> None:
     x = torch.randn(count, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     x -= x.mean()
     draws = 800
-    kept = sum(float((matrix("random", names(count), n, "v") @ x).square().sum()) for n in range(draws)) / draws
+    kept = sum(float((mixing_matrix("random", names(count), n, "v") @ x).square().sum()) for n in range(draws)) / draws
     assert abs(kept / float(x.square().sum()) - matching.matching_factor(count)) < 0.06
 
 
@@ -134,7 +138,7 @@ def test_pairs_one_after_the_other_keep_the_mean_and_order_matters() -> None:
 
 def test_an_unknown_schedule_is_refused_in_one_line() -> None:
     with pytest.raises(ValueError, match="unknown schedule 'torus': there are random, ring"):
-        partners("torus", names(3), "p000", 0, "")
+        select_partners("torus", names(3), "p000", 0, "")
 
 
 @pytest.mark.parametrize("count", (*range(1, 18), 31, 33, 64, 65, 100))

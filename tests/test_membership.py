@@ -11,12 +11,22 @@ from typing import Any
 
 import pytest
 
-from node.members.contact import MAX_FAILURES, Contact
+from node.members.contact import MAX_FAILURES, PeerRecord
 from node.members.contacts import MAX_CONTACTS, MAX_TOLD_OF
-from node.members.greeter import IDLE_SECONDS, Self
-from node.members.hello import HELLO, MAX_INTRODUCED, VERSION, Acquaintance, Hello, Pulse, Refusal, Welcome, signed_part
+from node.members.greeter import IDLE_SECONDS, LocalPeer
+from node.members.hello import (
+    HELLO,
+    MAX_INTRODUCED,
+    VERSION,
+    Heartbeat,
+    Hello,
+    HelloRejected,
+    PeerAddress,
+    Welcome,
+    signed_part,
+)
 from node.members.membership import Membership
-from node.members.suspicion import CEILING_SECONDS, FLOOR_SECONDS, Suspicion
+from node.members.suspicion import CEILING_SECONDS, FLOOR_SECONDS, FailureDetector
 from protocols import wire
 from protocols.base import Deadline, Header, Member, PeerError, PeerGone, PeerId, Stream, Transport
 from tests.sim import loop as simloop
@@ -83,7 +93,7 @@ class Swarm:
             transport,
             self.clocks[me.peer],
             SimSigner(me.peer, 0),
-            Self(me, run, life, f"nick-{me.peer}", lambda: self.addresses[me.peer], lambda: 7),
+            LocalPeer(me, run, life, f"nick-{me.peer}", lambda: self.addresses[me.peer], lambda: 7),
             wanted=lambda: [peer for peer in self.members if peer != me.peer],
             reach=self.reach,
             drop=self.drop,
@@ -210,7 +220,7 @@ def test_another_run_another_version_and_a_borrowed_name_are_refused_and_counted
         async def say(hello: Hello) -> str:
             async with stranger.open("a", HELLO, asyncio.get_running_loop().time() + 5.0) as stream:
                 await stream.send(hello)
-                return wire.expect(await stream.receive(wire.MAX_HEADER_BYTES), Refusal).why
+                return wire.expect(await stream.receive(wire.MAX_HEADER_BYTES), HelloRejected).why
 
         assert "is in another run (ffff" in await say(greeting("x", run=b"\xff" * 32))
         assert "update the older" in await say(greeting("x", version=VERSION + 1))
@@ -231,8 +241,8 @@ def test_who_dials_but_cannot_be_dialled_back_is_not_live() -> None:
             await stream.send(greeting("x"))
             assert isinstance(await stream.receive(wire.MAX_HEADER_BYTES), Welcome)
             for number in range(5):
-                await stream.send(Pulse(number, 0.0, 0, False, b""))
-                assert wire.expect(await stream.receive(wire.MAX_HEADER_BYTES), Pulse).number == number
+                await stream.send(Heartbeat(number, 0.0, 0, False, b""))
+                assert wire.expect(await stream.receive(wire.MAX_HEADER_BYTES), Heartbeat).number == number
                 await asyncio.sleep(1.0)
             assert swarm.sees("a") == ["a"]
 
@@ -275,7 +285,7 @@ def test_a_peer_that_was_stopped_itself_suspects_nobody_for_it() -> None:
             swarm.start(name)
         await until(lambda: len(swarm.sees("a")) == 2, 5.0)
         contact = swarm.members["a"].contacts()[0]
-        contact.suspicion = Suspicion(asyncio.get_running_loop().time() - 30.0)  # as after a sleep
+        contact.suspicion = FailureDetector(asyncio.get_running_loop().time() - 30.0)  # as after a sleep
         contact.suspicion.slept(asyncio.get_running_loop().time())
         await asyncio.sleep(1.0)
         assert swarm.sees("a") == ["a", "b"]
@@ -312,7 +322,7 @@ def test_sketches_travel_with_the_pulses_and_nonsense_is_left_out() -> None:
 
 
 def test_patience_adapts_between_its_bounds() -> None:
-    quick, slow = Suspicion(0.0), Suspicion(0.0)
+    quick, slow = FailureDetector(0.0), FailureDetector(0.0)
     for pulse in range(1, 60):
         quick.hear(float(pulse))
         slow.hear(float(pulse) * 4 + (pulse % 2) * 3)
@@ -330,9 +340,9 @@ class Hostile:
     def __init__(self, swarm: Swarm, name: PeerId = "x") -> None:
         self.transport, self.name = swarm.network.join(name), name
         self.dials: list[float] = []
-        self.known: tuple[Acquaintance, ...] = ()
-        self.echo: Callable[[Pulse], Sequence[Header]] = lambda pulse: [pulse]
-        self.refusal: Refusal | None = None
+        self.known: tuple[PeerAddress, ...] = ()
+        self.echo: Callable[[Heartbeat], Sequence[Header]] = lambda pulse: [pulse]
+        self.refusal: HelloRejected | None = None
         self.addresses: tuple[str, ...] = ()
         self.transport.serve(HELLO, self._serve)
 
@@ -346,7 +356,7 @@ class Hostile:
             return await stream.send(self.refusal)
         await stream.send(Welcome(self.hello(), self.known))
         while True:
-            pulse = wire.expect(await stream.receive(wire.MAX_HEADER_BYTES), Pulse)
+            pulse = wire.expect(await stream.receive(wire.MAX_HEADER_BYTES), Heartbeat)
             answers = self.echo(pulse)
             if not answers:
                 return
@@ -362,7 +372,7 @@ class Hostile:
                 await stream.send(self.hello())
                 await stream.receive(wire.MAX_HEADER_BYTES)
                 while pulses_each_second and loop.time() < until:
-                    await stream.send(Pulse(answered, 0.0, 1 << 40, False, b""))
+                    await stream.send(Heartbeat(answered, 0.0, 1 << 40, False, b""))
                     await stream.receive(wire.MAX_HEADER_BYTES)
                     answered += 1
                     await asyncio.sleep(1 / pulses_each_second)
@@ -370,11 +380,11 @@ class Hostile:
         return answered
 
 
-def wrong(pulse: Pulse) -> list[Pulse]:
+def wrong(pulse: Heartbeat) -> list[Heartbeat]:
     return [replace(pulse, number=pulse.number + 1)]
 
 
-def contact_of(swarm: Swarm, peer: PeerId, other: PeerId) -> Contact | None:
+def contact_of(swarm: Swarm, peer: PeerId, other: PeerId) -> PeerRecord | None:
     return next((each for each in swarm.members[peer].contacts() if each.peer == other), None)
 
 
@@ -389,7 +399,7 @@ def settled(swarm: Swarm) -> bool:
     return not swarm.network.bugs and all({"a", "b", "c"} <= set(swarm.sees(name)) for name in "abc")
 
 
-@pytest.mark.parametrize("echo", [wrong, lambda pulse: [], lambda pulse: [Refusal("no")]])
+@pytest.mark.parametrize("echo", [wrong, lambda pulse: [], lambda pulse: [HelloRejected("no")]])
 def test_who_greets_and_then_breaks_off_or_the_rules_is_not_here_nor_dialled_for_ever(echo: Any) -> None:
     """Whether it also calls us, or not."""
 
@@ -478,7 +488,7 @@ def test_who_calls_us_a_twin_without_our_own_word_for_it_does_not_stop_us(other:
     async def body(swarm: Swarm) -> None:
         liars = [Hostile(swarm, name) for name in "uvwx"]
         for liar in liars:
-            liar.refusal = Refusal("another life of it is known here", (other,))
+            liar.refusal = HelloRejected("another life of it is known here", (other,))
         swarm.start("a", incarnation=1)
         for liar in liars:
             swarm.members["a"].hint(liar.name)
@@ -492,7 +502,7 @@ def test_who_calls_us_a_twin_without_our_own_word_for_it_does_not_stop_us(other:
 def test_one_that_proves_a_twin_by_our_own_signature_is_believed() -> None:
     async def body(swarm: Swarm) -> None:
         other = Hostile(swarm, "x")
-        other.refusal = Refusal("another life of it is known here", (PROVEN,))
+        other.refusal = HelloRejected("another life of it is known here", (PROVEN,))
         swarm.start("a")
         swarm.members["a"].hint("x")
         await until(lambda: bool(swarm.twins), 20.0)
@@ -516,9 +526,9 @@ def test_one_contact_cannot_make_us_dial_the_world() -> None:
         members._reach = reach
         hostile, count = Hostile(swarm), itertools.count()
 
-        def introduce() -> tuple[Acquaintance, ...]:
+        def introduce() -> tuple[PeerAddress, ...]:
             addresses = tuple(f"/ip4/10.1.1.{each}/tcp/1" for each in range(16))
-            return tuple(Acquaintance(f"ghost{next(count)}", addresses) for _ in range(MAX_INTRODUCED))
+            return tuple(PeerAddress(f"ghost{next(count)}", addresses) for _ in range(MAX_INTRODUCED))
 
         for _ in range(300):
             hostile.known = introduce()
@@ -551,11 +561,11 @@ def test_nonsense_that_is_introduced_is_tried_in_vain_and_not_passed_on() -> Non
         await trio(swarm)
         hostile = Hostile(swarm)
         hostile.known = (
-            Acquaintance("ghost", ("no address", "/ip4/\x1b[2J", "/dns/é", "", "x" * 256)),
-            Acquaintance("", ()),
-            Acquaintance("é", ()),
-            Acquaintance("a", ("/ip4/6.6.6.6/tcp/6",)),
-            Acquaintance("b", ("/ip4/6.6.6.6/tcp/6",)),
+            PeerAddress("ghost", ("no address", "/ip4/\x1b[2J", "/dns/é", "", "x" * 256)),
+            PeerAddress("", ()),
+            PeerAddress("é", ()),
+            PeerAddress("a", ("/ip4/6.6.6.6/tcp/6",)),
+            PeerAddress("b", ("/ip4/6.6.6.6/tcp/6",)),
         )
         swarm.members["a"].hint("x")
         swarm.members["a"].hint("y" * 65, ("/ip4/6.6.6.6/tcp/6",))
@@ -619,7 +629,7 @@ def test_who_introduces_a_crowd_to_a_full_house_is_met_all_the_same() -> None:
         for number in range(MAX_CONTACTS):
             swarm.members["a"].hint(f"ghost{number}")
         friend = Hostile(swarm)
-        friend.known = tuple(Acquaintance(f"more{number}", ()) for number in range(MAX_INTRODUCED))
+        friend.known = tuple(PeerAddress(f"more{number}", ()) for number in range(MAX_INTRODUCED))
         swarm.members["a"].hint("x")
         contact = contact_of(swarm, "a", "x")
         assert contact

@@ -32,12 +32,12 @@ def test_who_is_down_keeps_what_it_has_and_the_mean_stays_where_it_should(name: 
 def test_pushed_mass_is_neither_lost_nor_made() -> None:
     draw = torch.Generator().manual_seed(2)
     mass, up = torch.rand(16, 2, dtype=torch.float64, generator=draw), torch.rand(16, generator=draw) >= 0.3
-    pushing = matching.matrix("one-peer-exponential", [f"{index:02}" for index in range(16)], 1, "").T
+    pushing = matching.mixing_matrix("one-peer-exponential", [f"{index:02}" for index in range(16)], 1, "").T
     assert float((pushed(pushing, up, mass).sum(0) - mass.sum(0)).abs().max()) < 1e-12
 
 
 def test_rows_still_take_means_where_somebody_is_down() -> None:
-    mixing = matching.matrix("exponential", [f"{index:02}" for index in range(16)], 0, "")
+    mixing = matching.mixing_matrix("exponential", [f"{index:02}" for index in range(16)], 0, "")
     up = torch.arange(16) % 3 > 0
     ones = torch.ones(16, 1, dtype=torch.float64)
     torch.testing.assert_close(taken(mixing, up, ones), ones)

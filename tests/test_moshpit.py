@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from protocols.base import Deadline, Host, Member, Outcome, PeerId, Settings, Vector
-from protocols.groups.mixing import Mixing
-from protocols.groups.pit import ACQUAINTANCES, Pit
+from protocols.groups.mixing import GroupAllReduce
+from protocols.groups.pit import ACQUAINTANCES, MoshpitState
 from protocols.moshpit import Moshpit
 from tests.sim.contact import LIVENESS_SECONDS
 from tests.sim.host import SimDirectory, sim_host
@@ -270,15 +270,15 @@ def test_a_member_dies_at_every_message(first: int) -> None:
 def handed_on() -> tuple[int, PeerId, PeerId]:
     """At which of p01's messages it has to die for one of the other two to have its part, and hand it to the other."""
     had: list[PeerId] = []
-    obtain = Mixing._obtain
+    obtain = GroupAllReduce._obtain
 
-    async def watched(mixing: Mixing, part: int) -> bool:
+    async def watched(mixing: GroupAllReduce, part: int) -> bool:
         found = await obtain(mixing, part)
         had.extend({"p00", "p02"} - {mixing._desk.me.peer} if found else ())
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Mixing, "_obtain", watched)
+        patch.setattr(GroupAllReduce, "_obtain", watched)
         for number in range(45, points(swarm(3, elements=60), "p01") + 1):
             pits = swarm(3, elements=60)
             pits.before = death_of("p01", number)
@@ -434,14 +434,14 @@ def test_who_tells_not_all_tells_its_line_and_some_acquaintances() -> None:
 
 
 @pytest.fixture
-def pit() -> Pit:
+def pit() -> MoshpitState:
     """That of p00, who is to tell one other at most, before its first round."""
     network = SimNetwork(Trace())
     hosts = [sim_host(network, network.join(f"p{index:02}"), 1, {}) for index in range(6)]
     return Moshpit(hosts[0], Settings("fp32", (8,), 8), most=2, told=1)._pit
 
 
-async def test_acquaintances_are_others_in_each_round(pit: Pit) -> None:
+async def test_acquaintances_are_others_in_each_round(pit: MoshpitState) -> None:
     met = []
     for number in range(4):
         pit.begin(number)
@@ -449,7 +449,7 @@ async def test_acquaintances_are_others_in_each_round(pit: Pit) -> None:
     assert all(len(each) == ACQUAINTANCES for each in met) and len(set(met)) > 1
 
 
-async def test_who_died_is_not_looked_for_again_until_it_lives(pit: Pit) -> None:
+async def test_who_died_is_not_looked_for_again_until_it_lives(pit: MoshpitState) -> None:
     """The directory goes on naming it for as long as it said that it would come."""
     pit.begin(0)
     network = pit.desk.host.transport.network  # type: ignore[attr-defined]
@@ -465,15 +465,15 @@ async def test_who_died_is_not_looked_for_again_until_it_lives(pit: Pit) -> None
 
 
 async def test_an_answer_about_a_line_that_is_done_with_brings_nobody_back(
-    pit: Pit, monkeypatch: pytest.MonkeyPatch
+    pit: MoshpitState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The directory is slow, and this peer has come to its next line meanwhile, where that one may be, too."""
     pit.begin(0)
     others = sorted({f"p{index:02}" for index in range(1, 6)} - set(pit.in_sight()))
-    pit.come_to(b"first")
+    pit.set_next_group(b"first")
 
     async def find(directory: SimDirectory, scope: str, limit: int, deadline: Deadline) -> list[tuple[PeerId, bytes]]:
-        pit.come_to(b"second")
+        pit.set_next_group(b"second")
         pit.meet(others[0], b"second")
         return [(others[0], b""), (others[1], b"")] if scope.endswith(b"first".hex()) else []
 
@@ -482,7 +482,7 @@ async def test_an_answer_about_a_line_that_is_done_with_brings_nobody_back(
     assert pit.found[others[0]] == b"second" and others[1] not in pit.found
 
 
-async def test_those_of_a_line_that_is_done_with_need_not_hear_more(pit: Pit) -> None:
+async def test_those_of_a_line_that_is_done_with_need_not_hear_more(pit: MoshpitState) -> None:
     pit.begin(0)
     acquaintances = set(pit.in_sight())
     others = sorted({f"p{index:02}" for index in range(1, 6)} - acquaintances)

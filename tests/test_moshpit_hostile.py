@@ -12,11 +12,11 @@ import torch
 
 from protocols.base import Buffer, Header, Member, PeerId
 from protocols.framing import FramedStream
-from protocols.groups.census import DONE, TRAINING, Here, group_key
-from protocols.groups.gathering import Gathering
-from protocols.groups.grid import drawn
+from protocols.groups.census import DONE, TRAINING, PositionAnnouncement, group_key
+from protocols.groups.gathering import GroupMatchmaker
+from protocols.groups.grid import seeded_order
 from protocols.reducing.parts import chunk_digest, part_message
-from protocols.reducing.plan import Ground, draw, offer_message
+from protocols.reducing.plan import PlanInputs, make_plan, offer_message
 from protocols.reducing.reduce import Reducer
 from protocols.wire import Chunk, Contribute, Offer, PartDone, Plan, Reduced, WantPart
 from tests.sim.host import SimSigner
@@ -108,7 +108,7 @@ def twist(pits: Pits, peer: PeerId, change: Change) -> None:
 def spoken(change: Change) -> dict[PeerId, list[Told]]:
     """One round of three, of whom p02, which is the one to call the others, says everything as `change` puts it."""
     pits = swarm(3)
-    assert drawn(group_key(RUN, "run", 0, (8,), 0, (0,)).lineage, pits.peers)[0] == "p02"
+    assert seeded_order(group_key(RUN, "run", 0, (8,), 0, (0,)).lineage, pits.peers)[0] == "p02"
     twist(pits, "p02", change)
     return pits.play()
 
@@ -133,7 +133,7 @@ def many_times(plan: Plan) -> Plan:
     lives = [replace(mine, member=Member("p02", life), tokens=1) for life in range(1, 6)]
     signer = SimSigner("p02", 1)
     offers = [replace(offer, signature=signer.sign(offer_message(plan.key, offer))) for offer in lives]
-    return draw(Ground(plan.key, plan.bounds[-1], 4.0), [*plan.offers, *offers], 0.0)
+    return make_plan(PlanInputs(plan.key, plan.bounds[-1], 4.0), [*plan.offers, *offers], 0.0)
 
 
 def without_you(plan: Plan) -> Plan:
@@ -143,11 +143,11 @@ def without_you(plan: Plan) -> Plan:
 @pytest.mark.parametrize(
     "change, why",
     (
-        (of_kind(Here, lambda here: replace(here, run=bytes(32))), "another run"),
-        (of_kind(Here, lambda here: replace(here, scope="other")), "another run or scope"),
-        (of_kind(Here, lambda here: replace(here, sender=Member("p01"))), "says where p01 is"),
-        (of_kind(Here, lambda here: replace(here, index=(31,))), "stands at"),
-        (of_kind(Here, lambda here: forged(here, "offer")), "forged signature"),
+        (of_kind(PositionAnnouncement, lambda here: replace(here, run=bytes(32))), "another run"),
+        (of_kind(PositionAnnouncement, lambda here: replace(here, scope="other")), "another run or scope"),
+        (of_kind(PositionAnnouncement, lambda here: replace(here, sender=Member("p01"))), "says where p01 is"),
+        (of_kind(PositionAnnouncement, lambda here: replace(here, index=(31,))), "stands at"),
+        (of_kind(PositionAnnouncement, lambda here: forged(here, "offer")), "forged signature"),
         (of_kind(Plan, lambda plan: forged(plan, "offers")), "whom it calls"),
         (of_kind(Plan, forged_first), "a forged offer of p00"),
         (of_kind(Plan, without_you), "whom it calls"),
@@ -156,7 +156,7 @@ def without_you(plan: Plan) -> Plan:
         (of_kind(Plan, lambda plan: replace(plan, reducers=(2, 2, 2))), "parts are not those"),
         (of_kind(Plan, lambda plan: replace(plan, ballot=1, reducers=(2, 2, 2))), "a second call"),
         (of_kind(Plan, lambda plan: replace(plan, version=1, reducers=(2, 2, 2))), "a second call"),
-        (of_kind(Here, lambda here: WantPart(bytes(32))), "on a control stream"),
+        (of_kind(PositionAnnouncement, lambda here: WantPart(bytes(32))), "on a control stream"),
         (of_kind(Contribute, lambda opening: replace(opening, key=replace(opening.key, run=bytes(32)))), "another run"),
         (of_kind(Contribute, lambda opening: replace(opening, codec="bf16")), "codec"),
     ),
@@ -179,14 +179,14 @@ class Mute(Twisted):
     """A stream of one that calls nobody, and says that it waits."""
 
     async def send(self, header: Header, payload: Buffer = b"") -> None:
-        if not isinstance(header, Plan) and not (isinstance(header, Here) and header.stage == DONE):
+        if not isinstance(header, Plan) and not (isinstance(header, PositionAnnouncement) and header.stage == DONE):
             await self._stream.send(header, payload)
 
 
 @pytest.mark.parametrize("mute, outcome", ((2, "committed"), (3, "skipped")))
 def test_who_does_not_call_costs_moments_and_so_many_the_round(mute: int, outcome: str) -> None:
     pits = swarm(7)
-    order = drawn(group_key(RUN, "run", 0, (8,), 0, (0,)).lineage, pits.peers)
+    order = seeded_order(group_key(RUN, "run", 0, (8,), 0, (0,)).lineage, pits.peers)
 
     def dress(network: SimNetwork) -> None:
         for peer in order[:mute]:
@@ -214,14 +214,14 @@ def test_a_caller_cannot_have_one_part_reduced_by_two() -> None:
 
 def test_a_state_is_no_longer_than_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who declares what the others have and hands in ten times that is out."""
-    signed = Gathering._signed
+    signed = GroupMatchmaker._signed
 
-    def understated(gathering: Gathering) -> Offer:
+    def understated(gathering: GroupMatchmaker) -> Offer:
         if gathering._desk.me.peer == "p01":
             gathering._stake = replace(gathering._stake, norm=gathering._stake.norm / 10)
         return signed(gathering)
 
-    monkeypatch.setattr(Gathering, "_signed", understated)
+    monkeypatch.setattr(GroupMatchmaker, "_signed", understated)
     pits = swarm(4, elements=3000)
     for vector in pits.states[1]:
         vector.mul_(10.0)
@@ -292,7 +292,7 @@ def test_a_mean_of_those_who_bring_nothing_is_none(monkeypatch: pytest.MonkeyPat
 def test_who_says_in_every_round_that_it_leaves_hurries_nobody_twice() -> None:
     """A round that is called at once is one step of training."""
     pits = swarm(4, train_seconds=(10.0,) * 4)
-    twist(pits, "p01", of_kind(Here, lambda here: replace(here, leaving=True)))
+    twist(pits, "p01", of_kind(PositionAnnouncement, lambda here: replace(here, leaving=True)))
     histories = pits.play(rounds=4)
     for peer in ("p00", "p02", "p03"):
         assert all(told.seconds > 9.0 for told in histories[peer][1:]), [told.seconds for told in histories[peer]]
@@ -302,7 +302,9 @@ def test_who_is_always_about_to_come_is_waited_for_less_each_time() -> None:
     """It says that it trains in the round of the others, and for how long: nobody can tell it from one that is slow."""
     pits = swarm(4, train_seconds=(10.0,) * 4)
     word = {"axis": 0, "stage": TRAINING, "holds": 1, "follows": "", "offer": (), "step_seconds": 1e3}
-    twist(pits, "p01", of_kind(Here, lambda here: replace(here, round=len(pits.histories["p00"]), **word)))
+    twist(
+        pits, "p01", of_kind(PositionAnnouncement, lambda here: replace(here, round=len(pits.histories["p00"]), **word))
+    )
     histories = pits.play(rounds=5)
     for peer in ("p00", "p02", "p03"):
         assert histories[peer][0].seconds > 15.0, "or nobody waited"

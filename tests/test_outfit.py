@@ -13,7 +13,7 @@ from node.settings.config import ConfigError
 from node.settings.peerconfig import PeerConfig, load_peer
 from node.settings.runconfig import RunConfig, load_run
 from node.tasks.spec import GptValues, PacedValues, WorkerSpec
-from protocols import PROTOCOLS
+from protocols import REPLICATED_PROTOCOLS
 from protocols.base import Member
 
 
@@ -23,7 +23,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(**overrides: object) -> RunConfig:
-    return load_run(None, overrides, PROTOCOLS)
+    return load_run(None, overrides, REPLICATED_PROTOCOLS)
 
 
 def peer(**flags: object) -> PeerConfig:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from node.tasks import own
-from node.tasks.base import Given, Recipe
+from node.tasks.base import Recipe, TaskContext
 from node.tasks.own import OwnTask, TaskError, make
 from node.tasks.spec import OwnValues, WorkerSpec, build
 
@@ -82,7 +82,7 @@ def module(directory: Path) -> Callable[[str], str]:
 
 def refusal(name: str, **options: bool | int | float | str) -> str:
     with pytest.raises(TaskError) as caught, torch.random.fork_rng():
-        make(name, Given(0, options=options)).try_out(5)
+        make(name, TaskContext(0, options=options)).try_out(5)
     line = str(caught.value)
     assert len(line.splitlines()) == 1 and line.startswith(f"task {name}: ") and len(line) < 600
     return line.removeprefix(f"task {name}: ")
@@ -105,7 +105,7 @@ def test_the_example_in_the_docs_is_short_and_learns(directory: Path) -> None:
 
 def test_options_and_what_is_given_reach_the_factory(module: Callable[[str], str], directory: Path) -> None:
     name = module(f"{GOOD}\n_line = make\n{WATCHED}")
-    given = Given(7, "cpu", directory / "data", {"a": True, "b": "x"})
+    given = TaskContext(7, "cpu", directory / "data", {"a": True, "b": "x"})
     with torch.random.fork_rng():
         task = make(name, given)
     assert sys.modules[name.partition(":")[0]].told == (given, {"a": True, "b": "x"})
@@ -199,6 +199,6 @@ def test_what_fails_later_names_the_task(module: Callable[[str], str]) -> None:
 
 
 def test_a_nan_is_the_same_as_itself(module: Callable[[str], str]) -> None:
-    task = make(module(GOOD.replace("return x, x.sum", "x[0] = float('nan'); return x, x.sum")), Given(0))
+    task = make(module(GOOD.replace("return x, x.sum", "x[0] = float('nan'); return x, x.sum")), TaskContext(0))
     assert isinstance(task, OwnTask)
     task.try_out(1)

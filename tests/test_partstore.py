@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from node.storage.scratch import Scratch
+from node.storage.scratch import ScratchFile
 from protocols.base import Buffer
-from protocols.catchup.snapshot import Anonymous
+from protocols.catchup.snapshot import MemoryBuffer
 from protocols.codec import codec
 from protocols.gate import Gate
-from protocols.reducing.parts import HeldPart, chunk_digest, seal
+from protocols.reducing.parts import ReducedPart, chunk_digest, seal
 from protocols.rounds.partstore import GIVE_WAY_SECONDS, PartStore
 from tests.peers import Swarm
 from tests.sim import loop as simloop
@@ -29,10 +29,10 @@ CHUNK = 256
 SIZE = 4 * (SPAN[1] - SPAN[0])
 
 
-def part(seed: int, span: tuple[int, int] = SPAN) -> HeldPart:
+def part(seed: int, span: tuple[int, int] = SPAN) -> ReducedPart:
     """A sealed part, another for each seed."""
     vector = torch.randn(span[1] - span[0], generator=torch.Generator().manual_seed(seed))
-    made = HeldPart(codec("fp32"), *span, CHUNK)
+    made = ReducedPart(codec("fp32"), *span, CHUNK)
     for index in range(made.chunks):
         low, high = made.elements(index)
         made.codec.encode(vector[low - span[0] : high - span[0]], made.chunk(index))
@@ -58,13 +58,13 @@ class Rooms:
         self.written: list[int] = []
         self.made = 0
 
-    def __call__(self, size: int) -> Anonymous:
+    def __call__(self, size: int) -> MemoryBuffer:
         if self.full:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self.made += 1
         rooms = self
 
-        class Room(Anonymous):
+        class Room(MemoryBuffer):
             def read(self, offset: int, into: memoryview) -> None:
                 rooms.fail()
                 super().read(offset, into)
@@ -89,14 +89,17 @@ def play(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
     simloop.run(main())
 
 
-def digest(made: HeldPart) -> bytes:
+def digest(made: ReducedPart) -> bytes:
     assert made.result
     return made.result.digest
 
 
 def test_a_part_comes_back_as_it_went(tmp_path: Path) -> None:
     async def main() -> None:
-        kept, parts = store(lambda size: Scratch(tmp_path, size)), [part(1), part(2, (1100, 1100)), part(3, (0, 100))]
+        kept, parts = (
+            store(lambda size: ScratchFile(tmp_path, size)),
+            [part(1), part(2, (1100, 1100)), part(3, (0, 100))],
+        )
         assert await kept.put(name(1), parts) and name(1) in kept and kept.size_bytes == SIZE + 400
         for made in parts:
             found = kept.get(digest(made))

@@ -12,21 +12,21 @@ from protocols.pairs.patience import (
     REST_MULTIPLE,
     TIMEOUT_MULTIPLE,
     WINDOW,
-    Patience,
-    Questions,
+    PeerTimeouts,
+    RequestDeduplicator,
 )
 
 SIZE = 1_000_000
 
 
 def test_at_first_it_follows_from_our_own_bandwidth() -> None:
-    patience = Patience(1e6)
+    patience = PeerTimeouts(1e6)
     assert patience.expected_seconds("p", SIZE) == 1.0
     assert patience.timeout_seconds("p", SIZE) == 2.0 + TIMEOUT_MULTIPLE
 
 
 def test_it_follows_what_was_observed() -> None:
-    patience = Patience(1e6)
+    patience = PeerTimeouts(1e6)
     for _ in range(40):
         patience.answered("far", 4.0)
         patience.took("far", SIZE, 0.0, 0.1)
@@ -38,14 +38,14 @@ def test_it_follows_what_was_observed() -> None:
 
 
 def test_who_answers_as_late_as_it_may_is_not_waited_for_longer_each_time() -> None:
-    patience = Patience(1e6)
+    patience = PeerTimeouts(1e6)
     for _ in range(20):
         patience.answered("p", 0.99 * patience.answer_seconds("p"))
     assert patience.answer_seconds("p") < 60.0
 
 
 def test_over_a_slow_line_the_time_doubles_until_it_is_enough() -> None:
-    patience, needed, tries = Patience(1e6), 300.0, 0
+    patience, needed, tries = PeerTimeouts(1e6), 300.0, 0
     while patience.timeout_seconds("slow", SIZE) < needed:
         patience.late("slow", 0.0, 1.0)
         tries += 1
@@ -58,7 +58,7 @@ def test_over_a_slow_line_the_time_doubles_until_it_is_enough() -> None:
 
 def test_no_line_is_thought_faster_than_it_may_have_become_or_slower_than_any() -> None:
     """Else one exchange that came in a moment, or a hundred that did not, would leave no time, or all there is."""
-    patience = Patience(1e6)
+    patience = PeerTimeouts(1e6)
     patience.took("p", SIZE, 0.0, 1e-6)
     assert patience.expected_seconds("p", SIZE) == patience.expected_seconds("other", SIZE) == 1.0 / 1.5
     for _ in range(100):
@@ -69,7 +69,7 @@ def test_no_line_is_thought_faster_than_it_may_have_become_or_slower_than_any() 
 
 
 def test_who_does_not_answer_is_left_alone_and_thought_no_slower() -> None:
-    patience = Patience(1e6)
+    patience = PeerTimeouts(1e6)
     before = patience.timeout_seconds("p", SIZE), patience.timeout_seconds("q", SIZE)
     for number in range(30):
         patience.late("p", now=number * 100.0, cost_seconds=2.0, slow=False)
@@ -78,7 +78,7 @@ def test_who_does_not_answer_is_left_alone_and_thought_no_slower() -> None:
 
 
 def test_one_that_was_late_is_left_alone_for_as_long_as_it_cost() -> None:
-    patience = Patience(1e6)
+    patience = PeerTimeouts(1e6)
     patience.late("p", now=100.0, cost_seconds=5.0)
     rest = 5.0 * REST_MULTIPLE
     assert patience.resting("p", 100.0 + rest - 0.1) and not patience.resting("p", 100.0 + rest)
@@ -92,17 +92,17 @@ def test_one_that_was_late_is_left_alone_for_as_long_as_it_cost() -> None:
 
 def test_who_takes_longer_than_it_should_is_met_seldom() -> None:
     """It completes what it begins, and so is never late; what time it is given doubles each time."""
-    patience = Patience(1e6)
+    patience = PeerTimeouts(1e6)
     quick = 2.0 + 2 * patience.expected_seconds("p", SIZE)
     patience.took("p", SIZE, 100.0, quick - 0.1)
     assert not patience.resting("p", 100.0)
-    patience = Patience(1e6)
+    patience = PeerTimeouts(1e6)
     patience.took("p", SIZE, 100.0, quick + 0.1)
     assert patience.resting("p", 100.0 + REST_MULTIPLE * quick) and not patience.resting("q", 100.0)
 
 
 def test_who_breaks_off_costs_what_it_cost_and_says_nothing_of_the_line() -> None:
-    patience = Patience(1e6)
+    patience = PeerTimeouts(1e6)
     before = patience.expected_seconds("p", SIZE)
     patience.failed("p", 100.0, 100.0 + CHEAP_SECONDS / 2, 110.0, slow=True)
     assert not patience.resting("p", 101.0)
@@ -113,7 +113,7 @@ def test_who_breaks_off_costs_what_it_cost_and_says_nothing_of_the_line() -> Non
 
 
 def test_what_is_remembered_is_bounded() -> None:
-    patience, questions = Patience(1e6), Questions()
+    patience, questions = PeerTimeouts(1e6), RequestDeduplicator()
     patience.late("first", 0.0, 1000.0)
     for number in range(MAX_PEERS):
         patience.expected_seconds(f"p{number}", SIZE)
@@ -123,7 +123,7 @@ def test_what_is_remembered_is_bounded() -> None:
 
 
 def test_each_question_is_heard_once_in_any_order_and_not_when_it_is_old() -> None:
-    questions, member = Questions(), Member("p")
+    questions, member = RequestDeduplicator(), Member("p")
     for number in (5, 3, 4, 70):
         questions.hear(member, number, number // 10)
     for number, why in ((5, "stale"), (70, "again"), (6, "stale")):

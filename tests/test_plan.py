@@ -13,7 +13,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from protocols import wire
-from protocols.base import BadPayload, Complaint, Member, PeerId, RoundKey
+from protocols.base import BadPayload, LinkFault, Member, PeerId, RoundKey
 from protocols.reducing import clipping
 from protocols.reducing import plan as planning
 from protocols.wire import Offer, PartDone, Plan
@@ -41,12 +41,12 @@ def offer(peer: PeerId, key: RoundKey = KEY, incarnation: int = 0, **claims: Any
     return replace(unsigned, signature=sign(peer, planning.offer_message(key, unsigned)))
 
 
-def ground(elements: int = ELEMENTS) -> planning.Ground:
-    return planning.Ground(KEY, elements, 4.0)
+def ground(elements: int = ELEMENTS) -> planning.PlanInputs:
+    return planning.PlanInputs(KEY, elements, 4.0)
 
 
 def drawn(*offers: Offer, elements: int = ELEMENTS, elapsed_seconds: float = 100.0) -> Plan:
-    return planning.draw(ground(elements), offers or [offer(m.peer) for m in ROSTER], elapsed_seconds)
+    return planning.make_plan(ground(elements), offers or [offer(m.peer) for m in ROSTER], elapsed_seconds)
 
 
 def checked(plan: Plan, elements: int = ELEMENTS, roster: Sequence[Member] = ROSTER) -> None:
@@ -406,7 +406,7 @@ def test_all_that_follows_from_a_plan() -> None:
         offer("cleo", tokens=5000, norm=16.0),
     ]
     plan = drawn(*offers, elements=999)
-    terms = planning.terms(plan)
+    terms = planning.resolve_plan(plan)
     assert terms.plan is plan and terms.digest == planning.plan_digest(plan)
     assert terms.peers == ("anna", "bert", "cleo") and terms.robust == "mean"
     assert terms.weights == (100.0, 100.0, 1600.0) and terms.allowances == (1.0, 1.0, 16.0)
@@ -416,26 +416,26 @@ def test_all_that_follows_from_a_plan() -> None:
     }
     assert [terms.part(index) for index in range(3)] == [(0, 333), (333, 666), (666, 999)]
     assert [terms.norm_limit(index) for index in range(3)] == [96.0, 96.0, 96.0]
-    assert planning.terms(drawn()).clamped == ()
+    assert planning.resolve_plan(drawn()).clamped == ()
 
 
 def test_who_is_clipped_by_half_is_named_and_who_is_clipped_by_less_is_not() -> None:
     norms = {"anna": 1.0, "bert": 1.0, "cleo": 1.9, "dora": 2.1}
-    terms = planning.terms(drawn(*(offer(peer, norm=norm) for peer, norm in norms.items())))
+    terms = planning.resolve_plan(drawn(*(offer(peer, norm=norm) for peer, norm in norms.items())))
     assert terms.factors == pytest.approx((1.0, 1.0, 1 / 1.9, 1 / 2.1))
     assert [(blame.peer, blame.why) for blame in terms.clamped] == [("dora", "norm 2.1 clipped by 0.476")]
     assert [terms.norm_limit(index) for index in range(4)] == [24.0] * 4
-    assert planning.terms(drawn(offer("anna", norm=100.0), offer("bert"))).norm_limit(0) == 150.0
+    assert planning.resolve_plan(drawn(offer("anna", norm=100.0), offer("bert"))).norm_limit(0) == 150.0
 
 
 def test_a_rule_other_than_the_mean_believes_no_claim_and_blames_nobody_for_being_fast() -> None:
     offers = [offer("anna", tokens=100), offer("bert", tokens=300), offer("cleo", tokens=1000, norm=5.0)]
     plan = drawn(*offers)
-    assert planning.terms(plan).weights == (100.0, 300.0, 1000.0)
-    terms = planning.terms(plan, "median")
+    assert planning.resolve_plan(plan).weights == (100.0, 300.0, 1000.0)
+    terms = planning.resolve_plan(plan, "median")
     assert terms.weights == (100.0, 300.0, 300.0) and terms.allowances == (1.0, 1.0, 1.0)
     assert terms.factors == (1.0, 1.0, 0.2) and terms.robust == "median"
-    assert planning.terms(plan).clamped == terms.clamped == ()
+    assert planning.resolve_plan(plan).clamped == terms.clamped == ()
 
 
 # -- checking ---------------------------------------------------------------------------------------------------------
@@ -546,13 +546,13 @@ def test_the_digest_changes_with_every_field() -> None:
 
 def test_a_lost_part_goes_to_another_and_the_rest_stays() -> None:
     plan = drawn()
-    second = planning.reassigned(plan, {2: 0}, ballot=0)
+    second = planning.reassign_parts(plan, {2: 0}, ballot=0)
     assert (second.ballot, second.version, second.reducers) == (0, 1, (0, 1, 0, 3))
-    taken_over = planning.reassigned(second, {}, ballot=5)
+    taken_over = planning.reassign_parts(second, {}, ballot=5)
     assert (taken_over.ballot, taken_over.version, taken_over.reducers) == (5, 0, (0, 1, 0, 3))
     for each in (second, taken_over):
         checked(each)
-        assert planning.terms(each).digest == planning.terms(plan).digest
+        assert planning.resolve_plan(each).digest == planning.resolve_plan(plan).digest
     with pytest.raises(BadPayload, match="parts"):
         checked(replace(second, reducers=(0, 1, 4, 3)))
     with pytest.raises(BadPayload, match="parts"):
@@ -560,39 +560,39 @@ def test_a_lost_part_goes_to_another_and_the_rest_stays() -> None:
 
 
 def done(part: int, reducer: int, *masks: int) -> PartDone:
-    runs = tuple(wire.Run(1, mask) for mask in masks)
-    return PartDone(part, reducer, wire.Part(bytes([part]) * 32, runs), b"")
+    runs = tuple(wire.ChunkSpan(1, mask) for mask in masks)
+    return PartDone(part, reducer, wire.PartDigest(bytes([part]) * 32, runs), b"")
 
 
 def test_a_link_that_carried_nothing_is_complained_of_and_spared() -> None:
     """bert's work is in all parts but cleo's: neither reduces for a while, and both still bring what they have."""
-    terms = planning.terms(drawn())
+    terms = planning.resolve_plan(drawn())
     parts = [done(0, 0, 0b1111), done(1, 1, 0b1111), done(2, 2, 0b1101, 0b1101), done(3, 3, 0b1111)]
     (complaint,) = planning.complaints(terms, parts, ())
     until = KEY.round + 1 + planning.COMPLAINT_ROUNDS
-    assert complaint == Complaint("bert", "cleo", until)
+    assert complaint == LinkFault("bert", "cleo", until)
     assert planning.complaints(terms, parts, [complaint]) == (complaint,), "an old complaint is not made younger"
-    spared = planning.Ground(replace(KEY, round=until - 1), ELEMENTS, 4.0, (complaint,))
+    spared = planning.PlanInputs(replace(KEY, round=until - 1), ELEMENTS, 4.0, (complaint,))
     offers = [offer(member.peer) for member in ROSTER]
-    assert planning.draw(spared, offers, 100.0).bounds == (0, 500, 500, 500, 1000)
-    over = planning.Ground(replace(KEY, round=until), ELEMENTS, 4.0, (complaint,))
-    assert planning.draw(over, offers, 100.0).bounds == drawn().bounds
+    assert planning.make_plan(spared, offers, 100.0).bounds == (0, 500, 500, 500, 1000)
+    over = planning.PlanInputs(replace(KEY, round=until), ELEMENTS, 4.0, (complaint,))
+    assert planning.make_plan(over, offers, 100.0).bounds == drawn().bounds
 
 
 def test_who_is_nowhere_or_came_late_is_not_complained_of() -> None:
-    terms = planning.terms(drawn())
+    terms = planning.resolve_plan(drawn())
     nowhere = [done(part, part, 0b1011) for part in range(4)]
     torn = [done(0, 0, 0b1111, 0b1101), *(done(part, part, 0b1111) for part in (1, 2, 3))]
     assert planning.complaints(terms, nowhere, ()) == planning.complaints(terms, torn, ()) == ()
 
 
 def test_no_reducer_can_complain_of_everybody() -> None:
-    terms = planning.terms(drawn())
+    terms = planning.resolve_plan(drawn())
     liar = [done(0, 0, 0b0001), *(done(part, part, 0b1111) for part in (1, 2, 3))]
     assert len(planning.complaints(terms, liar, ())) == 1
 
 
 def test_where_all_are_complained_of_all_reduce() -> None:
-    complaints = (Complaint("anna", "bert", 99), Complaint("cleo", "dora", 99))
-    ground = planning.Ground(KEY, ELEMENTS, 4.0, complaints)
-    assert planning.draw(ground, [offer(member.peer) for member in ROSTER], 100.0).bounds == drawn().bounds
+    complaints = (LinkFault("anna", "bert", 99), LinkFault("cleo", "dora", 99))
+    ground = planning.PlanInputs(KEY, ELEMENTS, 4.0, complaints)
+    assert planning.make_plan(ground, [offer(member.peer) for member in ROSTER], 100.0).bounds == drawn().bounds

@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
-from node.members.contact import Contact
+from node.members.contact import PeerRecord
 from node.members.hello import VERSION, Hello
 from node.report import RoundReport
-from node.rounds.course import OwnCourse
-from node.status import Status, Syncing, parse, to_json
+from node.rounds.course import LocalHistory
+from node.status import Status, SyncStatus, parse, to_json
 from node.storage.journal import Journal
-from node.view.portrait import Portrait
-from protocols.base import Member, Work
-from protocols.catchup.progress import Progress
+from node.view.portrait import StatusTracker
+from protocols.base import LocalProgress, Member
+from protocols.catchup.progress import SyncProgressLine
 from protocols.history.chain import Chain
 from protocols.vote.record import Kind
 from tests.rounds import RUN, line
@@ -34,25 +34,27 @@ REPORT = RoundReport(
     "r", "me", 0, 0, "a", "b", "c", "committed", ("me",), {}, {}, True, 0.5, 100, 2.5, "h", 2.0, 0.1, 0.2, 5, 6, 0.0,
     held_out_loss=3.5,
 )  # fmt: skip
-WORK = Work(50, 1.5, 2.0, 0.1)
+WORK = LocalProgress(50, 1.5, 2.0, 0.1)
 
 
 def play(body: Callable[[], Coroutine[Any, Any, None]]) -> None:
     simloop.run(body())
 
 
-def shown(portrait: Portrait) -> Status:
+def shown(portrait: StatusTracker) -> Status:
     """Its status, which is strict JSON and comes back."""
     return parse(json.loads(to_json(portrait.status()), parse_constant=pytest.fail))
 
 
-def contact(peer: str, nickname: str | None, live: bool = True, addresses: tuple[str, ...] = ()) -> Contact:
+def contact(peer: str, nickname: str | None, live: bool = True, addresses: tuple[str, ...] = ()) -> PeerRecord:
     hello = None if nickname is None else Hello(VERSION, RUN, Member(peer), 1, nickname, addresses, b"")
-    return Contact(peer, addresses, hello, live)
+    return PeerRecord(peer, addresses, hello, live)
 
 
-def in_a_run(tmp_path: Path, roster: tuple[Member, ...] = ROSTER, contacts: tuple[Contact, ...] = ()) -> Portrait:
-    portrait = Portrait("nick")
+def in_a_run(
+    tmp_path: Path, roster: tuple[Member, ...] = ROSTER, contacts: tuple[PeerRecord, ...] = ()
+) -> StatusTracker:
+    portrait = StatusTracker("nick")
     portrait.peer, portrait.incarnation = "me", 4
     portrait.run, portrait.run_id, portrait.rounds = "tiny", "ab" * 32, 10
     portrait.chain = Chain(RUN, "run", roster, b"0" * 32)
@@ -64,7 +66,7 @@ def in_a_run(tmp_path: Path, roster: tuple[Member, ...] = ROSTER, contacts: tupl
 
 
 def test_there_is_a_status_before_there_is_anything_else() -> None:
-    status = shown(Portrait("nick"))
+    status = shown(StatusTracker("nick"))
     assert (status.state, status.nickname, status.pid) == ("starting", "nick", os.getpid())
     assert (status.peers, status.addresses, status.waiting_for, status.round, status.tokens) == ((), (), (), 0, 0)
     assert math.isnan(status.loss) and math.isnan(status.held_out_loss) and status.eta_seconds is None
@@ -75,7 +77,7 @@ def test_it_is_filled_in_part_by_part(tmp_path: Path) -> None:
     """Whatever is there first."""
     whole = in_a_run(tmp_path, contacts=(contact("anna", "Anna"),))
     for name in ("chain", "journal", "membership", "lag"):
-        portrait = Portrait("nick")
+        portrait = StatusTracker("nick")
         setattr(portrait, name, getattr(whole, name))
         assert shown(portrait).peers == ()
     status = shown(whole)
@@ -100,20 +102,20 @@ def test_who_is_shown_of_the_others(tmp_path: Path) -> None:
 
 def test_where_nobody_votes_nobody_only_looks_on(tmp_path: Path) -> None:
     portrait = in_a_run(tmp_path, contacts=(contact("anna", "Anna"), contact("cleo", "Cleo", live=False)))
-    portrait.chain = OwnCourse(Member("me", 4), portrait.chain.head.key)  # type: ignore[union-attr]
+    portrait.chain = LocalHistory(Member("me", 4), portrait.chain.head.key)  # type: ignore[union-attr]
     assert [line.member for line in shown(portrait).peers] == [True, True]
 
 
 def test_who_is_waited_for_is_named(tmp_path: Path) -> None:
     portrait = in_a_run(tmp_path, contacts=(contact("anna", "Anna"), contact("12D3KooWverylong", None)))
-    portrait.awaited = lambda: ("anna", "12D3KooWverylong")
+    portrait.waiting_for = lambda: ("anna", "12D3KooWverylong")
     for state in ("starting", "joining", "syncing", "waiting"):
-        portrait.becomes(state)
+        portrait.set_state(state)
         assert shown(portrait).waiting_for == ()
     for phase in ("training", "averaging"):
-        portrait.works(phase, WORK)
+        portrait.on_progress(phase, WORK)
         assert shown(portrait).waiting_for == ("Anna", "…rylong")
-    portrait.awaited = lambda: ("anna", "me")
+    portrait.waiting_for = lambda: ("anna", "me")
     assert shown(portrait).waiting_for == (), "nobody waits for others while we are at work ourselves"
 
 
@@ -121,7 +123,7 @@ def test_a_round_under_way_counts_and_once_only(tmp_path: Path) -> None:
     async def body() -> None:
         portrait = in_a_run(tmp_path)
         assert portrait.journal
-        portrait.works("training", WORK)
+        portrait.on_progress("training", WORK)
         status = shown(portrait)
         assert (status.state, status.tokens, status.tokens_per_second, status.loss) == ("training", 50, 25.0, 1.5)
         portrait.journal.write(REPORT)
@@ -146,24 +148,24 @@ def test_the_last_loss_that_is_known_stays(tmp_path: Path) -> None:
 
 def test_one_that_is_not_in_the_roster_says_so(tmp_path: Path) -> None:
     portrait = in_a_run(tmp_path, roster=ROSTER[:2], contacts=(contact("anna", "Anna"),))
-    portrait.works("training", WORK)
+    portrait.on_progress("training", WORK)
     assert "admitted" in shown(portrait).reason
     alone = in_a_run(tmp_path, roster=ROSTER[:2], contacts=(contact("anna", "Anna", live=False),))
-    alone.works("training", WORK)
+    alone.on_progress("training", WORK)
     assert "(Anna, bert): waiting for one" in shown(alone).reason
     member = in_a_run(tmp_path)
-    member.works("training", WORK)
+    member.on_progress("training", WORK)
     assert shown(member).reason == ""
 
 
 @pytest.mark.parametrize("end", ["leaving", "finished"])
 def test_who_leaves_stays_so_whatever_its_last_rounds_do(tmp_path: Path, end: str) -> None:
     portrait = in_a_run(tmp_path)
-    portrait.becomes(end, "why")
-    portrait.works("averaging", WORK)
-    portrait.becomes("syncing", "others may be ahead")
+    portrait.set_state(end, "why")
+    portrait.on_progress("averaging", WORK)
+    portrait.set_state("syncing", "others may be ahead")
     assert (portrait.state, portrait.reason) == (end, "why") and shown(portrait).waiting_for == ()
-    portrait.becomes("finished", "the run is over")
+    portrait.set_state("finished", "the run is over")
     assert (portrait.state, portrait.reason) == ("finished", "the run is over")
 
 
@@ -190,9 +192,9 @@ def test_the_end_is_estimated_from_the_last_rounds(tmp_path: Path) -> None:
 
 def test_how_far_catching_up_is_is_shown_while_it_lasts() -> None:
     async def body() -> None:
-        portrait = Portrait("nick")
+        portrait = StatusTracker("nick")
         assert shown(portrait).syncing is None
-        portrait.progress = lambda: Progress(1, 10, 3, 2.5, 0, 4, None)
-        assert shown(portrait).syncing == Syncing(1, 10, 3, 2.5, 0, 4, None)
+        portrait.progress = lambda: SyncProgressLine(1, 10, 3, 2.5, 0, 4, None)
+        assert shown(portrait).syncing == SyncStatus(1, 10, 3, 2.5, 0, 4, None)
 
     play(body)

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from protocols.catchup.progress import LEAST_SECONDS, METER_SECONDS, SAY_SECONDS, Fetching, Progress, Pursuit
+from protocols.catchup.progress import (
+    LEAST_SECONDS,
+    METER_SECONDS,
+    SAY_SECONDS,
+    CatchUpTrend,
+    SyncProgress,
+    SyncProgressLine,
+)
 
 MB = 1_000_000
 
 
 def test_progress_is_of_the_state_first_and_of_the_rounds_since() -> None:
     time = [100.0]
-    fetching = Fetching(lambda: time[0])
+    fetching = SyncProgress(lambda: time[0])
     assert fetching.progress() is None
     fetching.begin(rounds=5, round_bytes=2 * MB)
     fetching.bytes_whole, fetching.donors = 100 * MB, 3
-    assert fetching.progress() == Progress(0, 100 * MB, 3, 0.0, 0, 5, None), "nothing has moved yet"
+    assert fetching.progress() == SyncProgressLine(0, 100 * MB, 3, 0.0, 0, 5, None), "nothing has moved yet"
     for _ in range(20):
         time[0] += 1.0
         fetching.came(2 * MB)
@@ -22,13 +29,13 @@ def test_progress_is_of_the_state_first_and_of_the_rounds_since() -> None:
     assert progress and 2.0 * MB < progress.bytes_per_second < 2.2 * MB
     assert progress.eta_seconds == (60 * MB + 5 * 2 * MB) / progress.bytes_per_second
     time[0] += METER_SECONDS + 1.0
-    assert fetching.progress() == Progress(40 * MB, 100 * MB, 3, 0.0, 0, 5, None), "and nothing moves any more"
+    assert fetching.progress() == SyncProgressLine(40 * MB, 100 * MB, 3, 0.0, 0, 5, None), "and nothing moves any more"
     fetching.end()
     assert fetching.progress() is None and fetching.fetched_bytes == 40 * MB
 
 
 def test_a_line_that_brings_less_than_is_decided_is_told_of_now_and_then() -> None:
-    pursuit, now = Pursuit(), 1000.0
+    pursuit, now = CatchUpTrend(), 1000.0
     assert pursuit.begins(now, 100, 0, MB) == ""
     pursuit.ends(now + 100.0)
     line = pursuit.begins(now + 100.0, 120, 15 * MB, MB)
@@ -43,7 +50,7 @@ def test_a_line_that_brings_less_than_is_decided_is_told_of_now_and_then() -> No
 
 
 def test_who_comes_nearer_or_only_fell_behind_again_is_told_nothing() -> None:
-    nearer, later, quick = Pursuit(), Pursuit(), Pursuit()
+    nearer, later, quick = CatchUpTrend(), CatchUpTrend(), CatchUpTrend()
     for pursuit in (nearer, later, quick):
         assert pursuit.begins(0.0, 100, 0, MB) == ""
     nearer.ends(100.0)

@@ -13,11 +13,11 @@ import pytest
 from protocols.base import Buffer, Header, Member
 from protocols.catchup import proofs
 from protocols.catchup.proofs import ROUND_SECONDS, TRAIL_SECONDS
-from protocols.catchup.requests import Greet, Trail
+from protocols.catchup.requests import Certificates, HeadAnnouncement
 from protocols.framing import FramedStream
-from protocols.history.branches import Branch, Rules
-from protocols.history.chain import Chain, Link
-from protocols.history.links import Links
+from protocols.history.branches import Branch, ForkChoice
+from protocols.history.chain import Chain, DecidedRound
+from protocols.history.links import RoundLog
 from protocols.vote.votes import Certificate
 from tests.peers import Disguise, Peer, Swarm
 from tests.rounds import RUN, line
@@ -27,7 +27,7 @@ ROUNDS = 900
 
 
 @cache
-def trail(rounds: int = ROUNDS) -> list[Link]:
+def trail(rounds: int = ROUNDS) -> list[DecidedRound]:
     return line(Chain(RUN, "run", (ANNA,)).head, rounds)
 
 
@@ -74,13 +74,13 @@ async def better(peer: Peer, seconds: float = 30.0) -> Branch | None:
 def judged(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many certificates are judged at a time."""
     counts: list[int] = []
-    verify = Rules.verify
+    verify = ForkChoice.verify
 
-    def counting(self: Rules, head: Any, some: Any) -> Any:
+    def counting(self: ForkChoice, head: Any, some: Any) -> Any:
         counts.append(len(some))
         return verify(self, head, some)
 
-    monkeypatch.setattr(Rules, "verify", counting)
+    monkeypatch.setattr(ForkChoice, "verify", counting)
     return counts
 
 
@@ -93,7 +93,7 @@ def test_a_long_trail_is_followed_in_pieces_and_needs_no_room_in_memory(monkeypa
 
     async def main(world: Swarm, zoe: Peer) -> None:
         branch = await better(zoe)
-        assert leads_to(branch, ROUNDS) and branch is not None and isinstance(branch.links, Links)
+        assert leads_to(branch, ROUNDS) and branch is not None and isinstance(branch.links, RoundLog)
         assert sum(counts) == ROUNDS and max(counts) == proofs.VERIFY_AT_ONCE
         copy = zoe.chain.copy()
         copy.switch(branch.ancestor.key.lineage, branch.links)
@@ -171,7 +171,7 @@ def test_a_trail_without_an_end_is_cut_off_and_its_peer_is_named(monkeypatch: py
     async def main(world: Swarm, zoe: Peer) -> None:
         async def modest(stream: FramedStream, header: Header) -> Header:
             key = trail()[9].head.key
-            return replace(header, key=key) if isinstance(header, Greet) else header
+            return replace(header, key=key) if isinstance(header, HeadAnnouncement) else header
 
         Told(world.peers["anna"], modest)
         assert await better(zoe) is None
@@ -187,9 +187,9 @@ def test_a_trail_that_leads_nowhere_ends(lie: str) -> None:
         start = zoe.chain.head.key.lineage
 
         async def around(stream: FramedStream, header: Header) -> Header:
-            if isinstance(header, Trail) and lie == "nothing more":
+            if isinstance(header, Certificates) and lie == "nothing more":
                 return replace(header, count=0, more=True)
-            if isinstance(header, Trail) and told.certificates:
+            if isinstance(header, Certificates) and told.certificates:
                 told.again += 1  # type: ignore[attr-defined]
                 return replace(header, ancestor=start, count=1, more=True)
             return trail()[0].certificate if isinstance(header, Certificate) and told.again else header  # type: ignore[attr-defined]

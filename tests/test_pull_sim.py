@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from node.rounds.loose import LooseReplica
+from node.rounds.loose import IndependentOuterLoop
 from protocols.base import PeerId, Vector
 from tests.sim.__main__ import main as simulate
 from tests.sim.loose import LooseWorld, Wander
@@ -40,7 +40,7 @@ class WalkedWorld(LooseWorld):
         self.walkers.append(Walked(self.scenario.elements, 1000 + index))
         return self.walkers[-1]
 
-    def enters(self, replica: LooseReplica) -> None:
+    def enters(self, replica: IndependentOuterLoop) -> None:
         self.starts.setdefault(replica.averager.me.peer, replica.anchor.clone())
         super().enters(replica)
 

@@ -13,12 +13,12 @@ import torch
 from protocols.base import Member, Outcome, Settings
 from protocols.codec import CODECS
 from protocols.pairs import giving
-from protocols.pairs.giving import cast
-from protocols.pairs.shares import PUSH, Give
+from protocols.pairs.giving import split_share
+from protocols.pairs.shares import PUSH, PushShare
 from protocols.pairs.taking import MAX_TAKING
 from protocols.pushing import PushSum
-from protocols.reducing.parts import HeldPart
-from protocols.vectors import Flat
+from protocols.reducing.parts import ReducedPart
+from protocols.vectors import VectorView
 from tests.sim.faults import Faults
 from tests.sim.faults import Message as At
 from tests.sim.gossiping import DONE, ROUND_SECONDS, Swarm, flat, head
@@ -115,8 +115,8 @@ def test_who_gives_keeps_what_the_codec_loses(name: str) -> None:
     grain = CODECS[name].grain
     elements, chunk = 5 * grain + 30, grain * max(1, 64 // grain)
     given = torch.randn(elements, generator=torch.Generator().manual_seed(1)) + 1.0
-    state, part = given.clone(), HeldPart(CODECS[name], 0, elements, chunk)
-    cast(Flat([state]), part)
+    state, part = given.clone(), ReducedPart(CODECS[name], 0, elements, chunk)
+    split_share(VectorView([state]), part)
     sent, room = torch.empty(elements), part.room()
     for index in range(part.chunks):
         low, high = part.elements(index)
@@ -244,7 +244,7 @@ def test_who_sent_what_is_wrong_is_given_nothing_more() -> None:
 def test_a_share_that_cannot_be_is_refused_and_named(change: Any, why: str) -> None:
     class Forger(LyingStream):
         async def send(self, header: Any, payload: Any = b"") -> None:
-            await self._stream.send(change(header) if isinstance(header, Give) else header, payload)
+            await self._stream.send(change(header) if isinstance(header, PushShare) else header, payload)
 
     disguise = {1: lambda method, stream, pipe: Forger(stream, pipe, "", None)}  # type: ignore[arg-type]
     swarm = pushers(2, disguises=disguise)
@@ -269,7 +269,7 @@ async def hang(swarm: Swarm, count: int, peer: str = "p1") -> None:
         for number in range(count):
             opened = swarm.network.transports[peer].open("p0", PUSH, loop.time() + 1e5)
             stream = await stack.enter_async_context(opened)
-            await stream.send(Give(key, Member(peer), number, Member("p0"), 0.5, 48, "fp32"))
+            await stream.send(PushShare(key, Member(peer), number, Member("p0"), 0.5, 48, "fp32"))
         await asyncio.sleep(ROUND_SECONDS)
 
 
@@ -337,10 +337,10 @@ def test_a_round_that_is_over_asks_nobody_what_became_of_shares() -> None:
     async def late() -> None:
         loop = asyncio.get_running_loop()
         async with swarm.gossips[0].enter(head(1), loop.time() + 20.0) as session:
-            session.lend(swarm.state[0])
+            session.share(swarm.state[0])
             await asyncio.sleep(20.0)  # who cost a timeout may be spoken to again
             sent = swarm.network.nodes["p0"].messages
-            await session.mean(swarm.state[0], DONE, [torch.empty_like(each) for each in swarm.state[0]])
+            await session.average(swarm.state[0], DONE, [torch.empty_like(each) for each in swarm.state[0]])
             assert loop.time() - session.deadline < 0.01 and swarm.network.nodes["p0"].messages == sent
 
     async def main() -> None:

@@ -11,13 +11,13 @@ import torch
 
 from protocols.base import BadPayload, Member
 from protocols.pairs import pushsum
-from protocols.pairs.matching import matrix, partners
-from protocols.pairs.pushsum import WINDOW, Book, Share
+from protocols.pairs.matching import mixing_matrix, select_partners
+from protocols.pairs.pushsum import WINDOW, MassLedger, Share
 
 
-def book(index: int, life: int = 0) -> Book[Any]:
+def book(index: int, life: int = 0) -> MassLedger[Any]:
     """A peer whose value is its number, in numbers that add exactly."""
-    return Book(Member(f"p{index}", life), Fraction(index), Fraction(1))  # type: ignore[arg-type]
+    return MassLedger(Member(f"p{index}", life), Fraction(index), Fraction(1))  # type: ignore[arg-type]
 
 
 class Swarm:
@@ -66,7 +66,7 @@ class Swarm:
         if what is not None:
             self.flying += [(kind, what)] * self.rng.choice((0, 1, 1, 1, 2))
 
-    def die(self, dying: Book[Any]) -> None:
+    def die(self, dying: MassLedger[Any]) -> None:
         """What it holds goes with it, and what it had given that nobody will hear of; what still flies may arrive."""
         x, w = self.total()
         self.dead.add(dying.me)
@@ -136,19 +136,19 @@ def test_all_is_home_when_everything_is_settled() -> None:
 def test_one_peer_exponential_in_lockstep_is_its_matrix(count: int) -> None:
     names = [f"p{index}" for index in range(count)]
     values = torch.randn(count, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    books = {name: Book(Member(name), row.clone()) for name, row in zip(names, values, strict=True)}
+    books = {name: MassLedger(Member(name), row.clone()) for name, row in zip(names, values, strict=True)}
     expected = values
     for round_number in range(3):
         shares: list[Share[torch.Tensor]] = []
         for name in names:
-            (to,) = partners("one-peer-exponential", names, name, round_number, "")
+            (to,) = select_partners("one-peer-exponential", names, name, round_number, "")
             share = books[name].give(Member(to))
             assert share is not None
             shares.append(share)
         for share in shares:
             assert books[share.to.peer].take(share)
             books[share.giver.peer].acknowledged(share.to, share.sequence)
-        expected = matrix("one-peer-exponential", names, round_number, "").T @ expected
+        expected = mixing_matrix("one-peer-exponential", names, round_number, "").T @ expected
     found = torch.stack([books[name].mean for name in names])
     assert float((found - expected).abs().max()) < 1e-10
     exact = float((found - values.mean(0)).abs().max()) < 1e-10
@@ -158,7 +158,9 @@ def test_one_peer_exponential_in_lockstep_is_its_matrix(count: int) -> None:
 def test_a_graph_that_is_only_column_stochastic_still_finds_the_mean() -> None:
     """Weights are what plain averaging lacks: here somebody is given more often than others."""
     rng, count = random.Random(5), 6
-    books = [Book(Member(f"p{index}"), torch.tensor([float(index)], dtype=torch.float64)) for index in range(count)]
+    books = [
+        MassLedger(Member(f"p{index}"), torch.tensor([float(index)], dtype=torch.float64)) for index in range(count)
+    ]
     for _ in range(600):
         giver = rng.randrange(count)
         share = books[giver].give(books[rng.choice([i for i in (0, 0, 0, 1, 2, 3, 4, 5) if i != giver])].me)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from protocols.base import BadPayload, Contribution, Member
 from protocols.vote import record as records
 from protocols.vote.record import Kind, Record
-from protocols.wire import Part, Run
+from protocols.wire import ChunkSpan, PartDigest
 from tests.test_plan import variants
 from tests.test_wire import headers, places
 
@@ -25,16 +25,16 @@ RECORD = Record(
     round=7,
     kind=Kind.MEAN,
     plan=b"d" * 32,
-    parts=(Part(b"1" * 32, (Run(2, 3), Run(1, 1))), Part(b"2" * 32, ())),
+    parts=(PartDigest(b"1" * 32, (ChunkSpan(2, 3), ChunkSpan(1, 1))), PartDigest(b"2" * 32, ())),
     roster=(Member("anna"), Member("bert", 2)),
 )
 
 BOUNDS = (0, 10, 10, 25)
 CHUNK = 4
 PARTS = (
-    Part(b"1" * 32, (Run(2, 0b011), Run(1, 0b001))),  # [0, 4) [4, 8) [8, 10)
-    Part(b"2" * 32, ()),
-    Part(b"3" * 32, (Run(1, 0b010), Run(3, 0b011))),  # [10, 14) [14, 18) [18, 22) [22, 25)
+    PartDigest(b"1" * 32, (ChunkSpan(2, 0b011), ChunkSpan(1, 0b001))),  # [0, 4) [4, 8) [8, 10)
+    PartDigest(b"2" * 32, ()),
+    PartDigest(b"3" * 32, (ChunkSpan(1, 0b010), ChunkSpan(3, 0b011))),  # [10, 14) [14, 18) [18, 22) [22, 25)
 )
 
 
@@ -160,7 +160,11 @@ def test_contributions_count_chunks() -> None:
 
 @pytest.mark.parametrize("bit, expected", [(0, True), (1, False), (2, False)])
 def test_whole_is_in_every_chunk(bit: int, expected: bool) -> None:
-    parts = (Part(b"1" * 32, (Run(3, 0b101),)), Part(b"2" * 32, ()), Part(b"3" * 32, (Run(1, 0b011), Run(9, 0b101))))
+    parts = (
+        PartDigest(b"1" * 32, (ChunkSpan(3, 0b101),)),
+        PartDigest(b"2" * 32, ()),
+        PartDigest(b"3" * 32, (ChunkSpan(1, 0b011), ChunkSpan(9, 0b101))),
+    )
     assert records.whole(bit, parts) is expected
 
 
@@ -168,7 +172,7 @@ def test_whole_is_in_every_chunk(bit: int, expected: bool) -> None:
 def test_the_accounts_agree(every: list[list[int]]) -> None:
     """Chunk by chunk, from masks of our own: contributions and whole tell the same story."""
     parts = [
-        Part(bytes(32), tuple(Run(len(list(group)), each) for each, group in itertools.groupby(masks)))
+        PartDigest(bytes(32), tuple(ChunkSpan(len(list(group)), each) for each, group in itertools.groupby(masks)))
         for masks in every
     ]
     chunks = [mask for masks in every for mask in masks]

@@ -24,7 +24,7 @@ class Life:
 
     def __init__(self, dies: bool = False) -> None:
         self.dies, self.given_seconds = dies, 0.0
-        self.child = SimpleNamespace(strike=lambda: None)
+        self.child = SimpleNamespace(send_kill=lambda: None)
 
     async def ask(self, command: dict[str, Any], memory: Any, extra_seconds: float, hear: Callable[..., None]) -> Any:
         self.given_seconds = extra_seconds

@@ -13,19 +13,19 @@ import pytest
 import torch
 
 from node.entering import resume
-from node.entering.choice import Choice
-from node.entering.entry import Entry, Run
+from node.entering.choice import RunSelector
+from node.entering.entry import BootstrapClient, RunInfo
 from node.outfit import stream_seed
-from node.rounds.round import Replica
+from node.rounds.round import ReplicatedOuterLoop
 from node.settings.manifest import Manifest, ManifestError, layout_digest, seal
 from node.settings.peerconfig import PeerConfig
 from node.settings.runconfig import RunConfig, load_run
-from node.storage.archive import CertificateFile
-from node.storage.checkpoint import Checkpoint, Data, whole
-from node.storage.keeper import Keeper
+from node.storage.archive import CertificateLog
+from node.storage.checkpoint import Checkpoint, DataCursor, whole
+from node.storage.keeper import CheckpointManager
 from node.storage.statedir import StateDir, StateError
 from node.training.remote import RemoteTrainer, WorkerError
-from protocols import PROTOCOLS
+from protocols import REPLICATED_PROTOCOLS
 from protocols.base import Layout, Member
 from protocols.catchup.snapshot import Snapshot
 from protocols.history.chain import Chain
@@ -46,7 +46,7 @@ def here(tmp_path: Path) -> StateDir:
 
 def sealed(here: StateDir, held_out: bytes = SAMPLE) -> tuple[Manifest, bytes]:
     """A run that this peer founded."""
-    config = load_run(None, {"task": "paced"}, PROTOCOLS)
+    config = load_run(None, {"task": "paced"}, REPLICATED_PROTOCOLS)
     manifest = Manifest(
         config=config,
         founder=Member(here.identity.peer_id, 1),
@@ -71,20 +71,20 @@ def begin(here: StateDir, other: StateDir | None = None) -> Manifest:
 
 
 def test_a_founder_goes_on_with_its_run_whether_it_has_a_checkpoint_or_not(here: StateDir) -> None:
-    assert resume.held(here) is None
+    assert resume.find_resumable(here) is None
     manifest = begin(here)
-    held = resume.held(here)
-    assert held and held.manifest == manifest and held.has_state and held.run == Run(here.manifest(), SAMPLE)
+    held = resume.find_resumable(here)
+    assert held and held.manifest == manifest and held.has_state and held.run == RunInfo(here.manifest(), SAMPLE)
 
 
 def test_a_joiner_goes_on_alone_from_a_checkpoint_only(here: StateDir, tmp_path: Path) -> None:
     begin(here, StateDir.open(tmp_path / "founder"))
-    held = resume.held(here)
+    held = resume.find_resumable(here)
     assert held and not held.has_state
     (here.path / "checkpoints" / ".000005-050505050505").mkdir(parents=True)  # a download that was broken off
-    assert not cast(resume.Held, resume.held(here)).has_state
+    assert not cast(resume.ResumableRun, resume.find_resumable(here)).has_state
     (here.path / "checkpoints" / "000005-050505050505").mkdir()
-    assert cast(resume.Held, resume.held(here)).has_state
+    assert cast(resume.ResumableRun, resume.find_resumable(here)).has_state
 
 
 @pytest.mark.parametrize("damage", ["manifest", "sample", "over"])
@@ -98,17 +98,17 @@ def test_what_is_over_or_damaged_is_not_gone_on_with(
         here.sample.write_bytes(b"another")
     else:
         here.forget()
-    assert resume.held(here) is None and len(caplog.records) == (damage != "over")
+    assert resume.find_resumable(here) is None and len(caplog.records) == (damage != "over")
 
 
 def test_a_damaged_manifest_is_told_once(here: StateDir, caplog: pytest.LogCaptureFixture) -> None:
     begin(here)
     (here.path / "manifest.bin").write_bytes(here.manifest()[:-1])
-    choice = Choice(PeerConfig(state_dir=here.path), PROTOCOLS, print)
+    choice = RunSelector(PeerConfig(state_dir=here.path), REPLICATED_PROTOCOLS, print)
     assert choice.held(here, None) is None and not caplog.records
     with pytest.raises(StateError, match="cannot be gone on with"):
         resume.require_none(here)
-    asking = Choice(PeerConfig(state_dir=here.path, bootstrap=(ADDRESS,)), PROTOCOLS, print)
+    asking = RunSelector(PeerConfig(state_dir=here.path, bootstrap=(ADDRESS,)), REPLICATED_PROTOCOLS, print)
     assert asking.held(here, None) is None and len(caplog.records) == 1
 
 
@@ -141,7 +141,7 @@ def test_a_run_that_is_over_is_no_fault_where_it_is_the_one_that_is_meant(here: 
     manifest = begin(here)
 
     def over(wanted: RunConfig | None = None, **given: Any) -> str:
-        return Choice(PeerConfig(state_dir=here.path, **given), PROTOCOLS, print).over(here, wanted)
+        return RunSelector(PeerConfig(state_dir=here.path, **given), REPLICATED_PROTOCOLS, print).over(here, wanted)
 
     other = replace(manifest.config, name="another")
     assert not over() and not over(other)
@@ -155,31 +155,31 @@ def test_a_run_that_is_over_is_no_fault_where_it_is_the_one_that_is_meant(here: 
         over(other)
     with pytest.raises(StateError, match=r"is of another run, .*: --bootstrap joins run 0123456789ab"):
         over(run_id="0123456789ab")
-    choice = Choice(PeerConfig(bootstrap=(ADDRESS,)), PROTOCOLS, print)
-    assert choice.is_over(here, Run(here.manifest(), SAMPLE)) == line
-    assert choice.is_over(here, Run(sealed(here, b"")[1], b"")) == ""
+    choice = RunSelector(PeerConfig(bootstrap=(ADDRESS,)), REPLICATED_PROTOCOLS, print)
+    assert choice.is_over(here, RunInfo(here.manifest(), SAMPLE)) == line
+    assert choice.is_over(here, RunInfo(sealed(here, b"")[1], b"")) == ""
 
 
 def test_a_sample_is_the_one_that_the_manifest_names_or_none_where_it_names_none(here: StateDir) -> None:
-    choice = Choice(PeerConfig(state_dir=here.path), PROTOCOLS, print)
+    choice = RunSelector(PeerConfig(state_dir=here.path), REPLICATED_PROTOCOLS, print)
     (_, named), (_, without) = sealed(here), sealed(here, b"")
-    choice.judge(Run(named, SAMPLE))
-    choice.judge(Run(without, b""))
+    choice.judge(RunInfo(named, SAMPLE))
+    choice.judge(RunInfo(without, b""))
     for data, sample in ((named, b"another"), (named, b""), (without, SAMPLE)):
         with pytest.raises(ManifestError, match="the evaluation sample is not the one that the manifest names"):
-            choice.judge(Run(data, sample))
+            choice.judge(RunInfo(data, sample))
 
 
 class Nobody:
     """An entry that leads nowhere, or to what it is told."""
 
-    def __init__(self, answer: Run | Exception | None = None) -> None:
+    def __init__(self, answer: RunInfo | Exception | None = None) -> None:
         self.answer, self.asked, self.stopped = answer, list[str](), False
         self.named: dict[str, tuple[str, ...]] = {}
         self.on_named: Callable[[Sequence[str]], None] = lambda addresses: None
         self.on_find: Callable[[], None] = lambda: None
 
-    async def find(self, addresses: tuple[str, ...], remembered: Sequence[str]) -> Run:
+    async def find(self, addresses: tuple[str, ...], remembered: Sequence[str]) -> RunInfo:
         self.asked += addresses
         self.on_find()
         if isinstance(self.answer, Exception):
@@ -193,15 +193,15 @@ class Nobody:
         self.stopped = True
 
 
-def ask(here: StateDir, entry: Nobody, **given: Any) -> tuple[Run, View]:
+def ask(here: StateDir, entry: Nobody, **given: Any) -> tuple[RunInfo, View]:
     """Which run a restarted peer goes on with."""
     view = View()
-    choice = Choice(PeerConfig(state_dir=here.path, **given), PROTOCOLS, view.say)
+    choice = RunSelector(PeerConfig(state_dir=here.path, **given), REPLICATED_PROTOCOLS, view.say)
 
-    async def main() -> Run:
+    async def main() -> RunInfo:
         addresses = choice.addresses(here)
         async with asyncio.timeout(2):
-            return await choice.ask(cast(Entry, entry), here, addresses, resume.held(here))
+            return await choice.ask(cast(BootstrapClient, entry), here, addresses, resume.find_resumable(here))
 
     return asyncio.run(main()), view
 
@@ -225,7 +225,7 @@ def test_where_nobody_answers_the_held_run_is_gone_on_with(here: StateDir) -> No
 def test_who_answers_is_believed(here: StateDir, tmp_path: Path) -> None:
     begin(here)
     _, sealed_there = sealed(StateDir.open(tmp_path / "other"))
-    run, view = ask(here, Nobody(Run(sealed_there, SAMPLE)), bootstrap=(ADDRESS,))
+    run, view = ask(here, Nobody(RunInfo(sealed_there, SAMPLE)), bootstrap=(ADDRESS,))
     assert run.sealed == sealed_there and view.said == []
     with pytest.raises(ManifestError, match="another run"):
         ask(here, Nobody(ManifestError("another run")), bootstrap=(ADDRESS,))
@@ -267,7 +267,7 @@ def test_a_file_of_addresses_is_asked_and_counts_by_whom_it_names(here: StateDir
     entry.named["@/nowhere/file"] = (ADDRESS,)
     entry.on_find = lambda: entry.on_named((ADDRESS,))
     assert ask(here, entry, bootstrap=("@/nowhere/file",))[0].sealed == here.manifest() and entry.stopped
-    ask(here, answered := Nobody(Run(here.manifest(), SAMPLE)), bootstrap=("@/nowhere/file",))
+    ask(here, answered := Nobody(RunInfo(here.manifest(), SAMPLE)), bootstrap=("@/nowhere/file",))
     answered.named = entry.named
     answered.on_named((ADDRESS,))  # the file is read on, after the way in was found
 
@@ -294,8 +294,8 @@ def newest_first(path: Path) -> tuple[Checkpoint, ...]:
     return tuple(whole(path, lambda line: None))
 
 
-def keeper(path: Path, first: Checkpoint | None = None) -> Keeper:
-    return Keeper(path, 1, 1 << 30, first or replace(like(path), run=RUN.hex()), Worker(), Disk())
+def keeper(path: Path, first: Checkpoint | None = None) -> CheckpointManager:
+    return CheckpointManager(path, 1, 1 << 30, first or replace(like(path), run=RUN.hex()), Worker(), Disk())
 
 
 @pytest.fixture
@@ -326,37 +326,37 @@ def test_without_one_the_chain_begins_again(chain: Chain) -> None:
 
 def test_a_life_begins_where_the_last_one_kept_its_state(here: StateDir) -> None:
     manifest = begin(here)
-    first = resume.start(here, manifest, Member("anna", 1))
-    assert first.checkpoints == () and first.data == Data(stream_seed(Member("anna", 1)), 1, 0)
+    first = resume.load_restart_point(here, manifest, Member("anna", 1))
+    assert first.checkpoints == () and first.data == DataCursor(stream_seed(Member("anna", 1)), 1, 0)
     for number in range(5):
         link = decided(first.chain.head, root=state(number).root(number))
         first.chain.switch(first.chain.head.key.lineage, [link])
     run = manifest.run_id
     made = [checkpoint(here.path, first.chain, number, first.like(run, like(here.path).layout)) for number in (2, 4)]
-    again = resume.start(here, manifest, Member("anna", 2))
+    again = resume.load_restart_point(here, manifest, Member("anna", 2))
     assert again.checkpoints == (made[1], made[0]) and again.chain.head.key.round == 4
-    assert again.data == Data(stream_seed(Member("anna", 1)), 1, 42), "the stream of the first life"
+    assert again.data == DataCursor(stream_seed(Member("anna", 1)), 1, 42), "the stream of the first life"
     (made[1].path / "outer.safetensors").write_bytes(b"")
-    assert resume.start(here, manifest, Member("anna", 3)).checkpoints == (made[0],)
+    assert resume.load_restart_point(here, manifest, Member("anna", 3)).checkpoints == (made[0],)
 
 
 def test_where_no_anchor_is_shared_checkpoints_stand_on_their_own(here: StateDir) -> None:
     manifest, paths = lived(here)
     here.certificates.unlink()
-    again = resume.start(here, manifest, Member("anna", 2), alone=True, shares_anchor=False)
+    again = resume.load_restart_point(here, manifest, Member("anna", 2), alone=True, shares_anchor=False)
     assert [each.path for each in again.checkpoints] == paths[::-1]
     assert again.words() == "from the checkpoint before round 5"
     assert again.strange(Member("anna", 2), 1) == "" and again.chain.head.key.round == 0
     for path in paths:
         (path / "manifest.json").write_bytes(b'{"format": 2}')
     with pytest.raises(StateError, match="none of the checkpoints"):
-        resume.start(here, manifest, Member("anna", 3), alone=True, shares_anchor=False)
+        resume.load_restart_point(here, manifest, Member("anna", 3), alone=True, shares_anchor=False)
 
 
 def lived(here: StateDir) -> tuple[Manifest, list[Path]]:
     """A former life: five rounds, and checkpoints before the third and the fifth."""
     manifest = begin(here)
-    first = resume.start(here, manifest, Member("anna", 1))
+    first = resume.load_restart_point(here, manifest, Member("anna", 1))
     for number in range(5):
         link = decided(first.chain.head, root=state(number).root(number))
         first.chain.switch(first.chain.head.key.lineage, [link])
@@ -386,15 +386,15 @@ def test_no_checkpoint_is_lost_with_its_chain(here: StateDir, damage: str, caplo
         here.certificates.unlink()
     before = files(here.path)
     with pytest.raises(StateError, match=r"the checkpoint before round 5 and 1 older ones; .* --bootstrap, .* --new"):
-        resume.start(here, manifest, Member("anna", 2), alone=True)
+        resume.load_restart_point(here, manifest, Member("anna", 2), alone=True)
     assert files(here.path) == before
-    again = resume.start(here, manifest, Member("anna", 2))
+    again = resume.load_restart_point(here, manifest, Member("anna", 2))
     assert again.checkpoints == () and again.chain.head.key.round == 0
     past = here.path / "past" / f"{manifest.run_id[:16]}-unused"
     assert [each.path.name for each in whole(past, print)] == [made[1].name, made[0].name]
     kept = {name: data for name, data in before.items() if name.startswith(("checkpoints", "certificates"))}
     assert files(past) == kept and caplog.records[-1].message.endswith(f"put by in {past}")
-    assert resume.start(here, manifest, Member("anna", 3)).checkpoints == ()
+    assert resume.load_restart_point(here, manifest, Member("anna", 3)).checkpoints == ()
     assert not past.with_name(past.name + "-2").exists(), "there is nothing more"
 
 
@@ -404,27 +404,27 @@ def test_nor_is_the_chain_of_checkpoints_of_another_version(here: StateDir) -> N
         (path / "manifest.json").write_bytes(b'{"format": 2}')
     before = files(here.path)
     with pytest.raises(StateError, match=r"none of the checkpoints in .*/checkpoints can be used; .* --bootstrap"):
-        resume.start(here, manifest, Member("anna", 2), alone=True)
+        resume.load_restart_point(here, manifest, Member("anna", 2), alone=True)
     assert files(here.path) == before
 
 
 def test_a_chain_that_ends_early_leads_to_an_older_one(here: StateDir) -> None:
     manifest, made = lived(here)
     damaged = flip(here.certificates, here.certificates.stat().st_size * 7 // 10)
-    again = resume.start(here, manifest, Member("anna", 2), alone=True)
+    again = resume.load_restart_point(here, manifest, Member("anna", 2), alone=True)
     assert [each.path for each in again.checkpoints] == made[:1] and again.chain.head.key.round == 2
     past = here.path / "past" / f"{manifest.run_id[:16]}-unused"
     assert [each.path.name for each in whole(past, print)] == [made[1].name]
     assert (past / "certificates.bin").read_bytes() == damaged
     again.chain.switch(again.chain.head.key.lineage, [decided(again.chain.head)])
-    assert len(CertificateFile(here.certificates)) == 3, "what comes is kept where it belongs"
+    assert len(CertificateLog(here.certificates)) == 3, "what comes is kept where it belongs"
 
 
 def test_checkpoints_that_cannot_be_looked_for_are_no_reason_to_begin_again(here: StateDir) -> None:
     begin(here)
     (here.path / "checkpoints").write_bytes(b"a file")
     with pytest.raises(StateError, match=r"checkpoints cannot be read \(Not a directory\): set that right"):
-        resume.held(here)
+        resume.find_resumable(here)
 
 
 class Stand:
@@ -447,9 +447,9 @@ def test_a_peer_is_put_where_its_last_checkpoint_was_made(
     tmp_path: Path, chain: Chain, broken: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     newer = checkpoint(tmp_path, chain, 4)
-    begun = resume.Start(chain, cast(CertificateFile, None), resume.cut_back([newer], chain), newer.data)
+    begun = resume.RestartPoint(chain, cast(CertificateLog, None), resume.cut_back([newer], chain), newer.data)
     kept, stand = keeper(tmp_path), Stand(broken)
-    asyncio.run(resume.take_up(begun, cast(Replica, stand), cast(RemoteTrainer, stand), kept))
+    asyncio.run(resume.restore(begun, cast(ReplicatedOuterLoop, stand), cast(RemoteTrainer, stand), kept))
     assert torch.equal(stand.parameters, state(4).anchor)
     assert stand.loads == [(newer.inner, 42, 3), (None, 42, 3)][: 1 + broken]
     assert [each.round for each in kept.snapshots.held()] == [4]
@@ -458,19 +458,19 @@ def test_a_peer_is_put_where_its_last_checkpoint_was_made(
 
 def test_a_checkpoint_that_cannot_be_read_any_more_is_one_line(tmp_path: Path, chain: Chain) -> None:
     newer = checkpoint(tmp_path, chain, 4)
-    begun = resume.Start(chain, cast(CertificateFile, None), resume.cut_back([newer], chain), newer.data)
+    begun = resume.RestartPoint(chain, cast(CertificateLog, None), resume.cut_back([newer], chain), newer.data)
     (newer.path / "outer.safetensors").unlink()
     kept, stand = keeper(tmp_path), Stand()
     with pytest.raises(
         StateError, match=r"^the checkpoint before round 5 cannot be read any more \(No such file"
     ) as caught:
-        asyncio.run(resume.take_up(begun, cast(Replica, stand), cast(RemoteTrainer, stand), kept))
+        asyncio.run(resume.restore(begun, cast(ReplicatedOuterLoop, stand), cast(RemoteTrainer, stand), kept))
     assert "\n" not in str(caught.value) and str(tmp_path / "checkpoints") in str(caught.value)
 
 
 def test_where_a_peer_begins_is_told_and_what_keeps_it_waiting(tmp_path: Path, chain: Chain) -> None:
     kept = resume.cut_back([checkpoint(tmp_path, chain, number) for number in (2, 4)][::-1], chain)
-    begun = resume.Start(chain, cast(CertificateFile, None), kept, kept[0].data)
+    begun = resume.RestartPoint(chain, cast(CertificateLog, None), kept, kept[0].data)
     assert begun.words() == "from the checkpoint before round 5"
     assert replace(begun, checkpoints=()).words() == ""
     assert begun.strange(Member(ROSTER[0].peer, 7), 1) == ""

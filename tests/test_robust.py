@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.robustness import table
-from node.training.trainer import InlineTrainer, Shift
+from node.training.trainer import InlineTrainer, LocalTraining
 from protocols import robust
 from protocols.base import Outcome, Settings, Vector
 from protocols.groups.gathering import UNCLIPPED
-from protocols.robust import RULES, Judge
+from protocols.robust import RULES, RobustAggregator
 from tests.sim.averaging import Averaged, Group
 from tests.sim.poison import ATTACKS, PoisonedTrainer
 from tests.sim.scenario import Scenario
@@ -162,7 +162,7 @@ def test_an_unknown_rule_is_refused_in_one_line() -> None:
     ):
         robust.known("Multi-Krum")
     with pytest.raises(ValueError, match="unknown robust rule 'bulyan'"):
-        Judge("bulyan", [1.0])
+        RobustAggregator("bulyan", [1.0])
 
 
 # -- what they bear ---------------------------------------------------------------------------------------------------
@@ -219,7 +219,7 @@ def test_the_figures_are_those_that_other_code_found(monkeypatch: pytest.MonkeyP
 
 
 def judged(name: str, rows: torch.Tensor, allowances: Sequence[float] | None = None) -> tuple[Vector, dict[int, str]]:
-    judge, into, count = Judge(name, allowances or [1.0] * len(rows)), torch.empty(rows.shape[1]), len(rows)
+    judge, into, count = RobustAggregator(name, allowances or [1.0] * len(rows)), torch.empty(rows.shape[1]), len(rows)
     for half in (slice(0, rows.shape[1] // 2), slice(rows.shape[1] // 2, None)):
         piece = rows[:, half].clone()
         judge.average(range(count), [float(row.norm()) for row in piece], piece, [1.0] * count, into[half])
@@ -360,7 +360,7 @@ class PoisonedWorld(World):
     def __init__(self, rule: str, attack: str, liars: int, scenario: Scenario) -> None:
         super().__init__(scenario)
         self._rule, self._attack, self._count = rule, attack, liars
-        self._honest: list[Shift] = []
+        self._honest: list[LocalTraining] = []
 
     def trainer(self, index: int) -> InlineTrainer:
         if index < self.scenario.peers - self._count:
@@ -404,6 +404,6 @@ def test_a_swarm_under_attack_commits_and_all_hold_the_same(rule: str, attack: s
 def test_one_of_two_that_brings_next_to_nothing_does_not_take_the_other_along(small: float) -> None:
     """In a group of states nothing is brought down to the median of what arrived, which is the lower of two."""
     rows, into = torch.stack([torch.ones(1024), torch.full((1024,), small)]), torch.empty(1024)
-    judge = Judge("mean", (UNCLIPPED, UNCLIPPED))
+    judge = RobustAggregator("mean", (UNCLIPPED, UNCLIPPED))
     judge.average([0, 1], [float(row.norm()) for row in rows], rows, [1.0, 1.0], into)
     assert torch.equal(into, torch.full((1024,), 0.5)) and not judge.named()

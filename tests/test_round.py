@@ -14,17 +14,28 @@ import pytest
 import torch
 
 from node.outer import OuterSGD
-from node.report import Totals, Trained
+from node.report import Totals, TrainingDelta
 from node.rounds.labour import FIRST_ROUND_LIMIT_SECONDS
-from node.rounds.round import Replica, RoundReport
+from node.rounds.round import ReplicatedOuterLoop, RoundReport
 from node.status import to_json
 from node.training.trainer import InlineTrainer
-from protocols.base import Blame, Contribution, Head, Mean, Member, Outcome, PeerId, RoundKey, Vector, Work
+from protocols.base import (
+    AveragingResult,
+    Contribution,
+    Head,
+    LocalProgress,
+    Member,
+    Outcome,
+    PeerFault,
+    PeerId,
+    RoundKey,
+    Vector,
+)
 from protocols.history.chain import Chain, state_root
 from protocols.vectors import root
 from protocols.vote import record as records
 from protocols.vote.record import Kind, Record
-from protocols.wire import Offer, Part, Ready, Run, decode, encode
+from protocols.wire import ChunkSpan, Offer, PartDigest, Ready, decode, encode
 from tests.rounds import certified
 from tests.sim import loop as simloop
 from tests.sim.host import EPOCH, SimClock, SimCompute
@@ -53,7 +64,7 @@ class Script:
     cut_seconds: float = 2.0
     mean_seconds: float = 1.0
     average: Callable[[Vector, Vector], object] = lambda mine, into: into.copy_(mine)
-    end: Mean = field(default_factory=lambda: Mean(Outcome.COMMITTED))
+    end: AveragingResult = field(default_factory=lambda: AveragingResult(Outcome.COMMITTED))
     roster: tuple[Member, ...] = (ME, OTHER)
     kind: Kind = Kind.MEAN
     state_root: bytes | None = None
@@ -65,9 +76,9 @@ class Seen:
 
     head: Head
     limit_seconds: float
-    offers: list[Work] = field(default_factory=list)
+    offers: list[LocalProgress] = field(default_factory=list)
     mine: Vector = field(default_factory=lambda: torch.empty(0))
-    work: Work | None = None
+    work: LocalProgress | None = None
     closed: bool = False
 
     @property
@@ -103,13 +114,13 @@ class ScriptedSession:
         self.cut = asyncio.Event()
         self.script, self.seen = script, seen
 
-    def awaited(self) -> tuple[PeerId, ...]:
+    def waiting_for(self) -> tuple[PeerId, ...]:
         return ()
 
-    def ready(self, work: Work) -> None:
+    def offer(self, work: LocalProgress) -> None:
         self.seen.offers.append(work)
 
-    async def mean(self, mine: Sequence[Vector], work: Work, into: Sequence[Vector]) -> Mean:
+    async def average(self, mine: Sequence[Vector], work: LocalProgress, into: Sequence[Vector]) -> AveragingResult:
         script, seen = self.script, self.seen
         seen.mine, seen.work = mine[0].clone(), work
         await asyncio.sleep(script.mean_seconds)
@@ -119,7 +130,7 @@ class ScriptedSession:
         averaged = script.outcome is Outcome.COMMITTED
         if averaged:
             script.average(mine[0], into[0])
-        parts = (Part(bytes(32), (Run(1, 1),)),) if averaged else ()
+        parts = (PartDigest(bytes(32), (ChunkSpan(1, 1),)),) if averaged else ()
         key, root = seen.key, script.state_root or work.state_root
         record = Record(key.lineage, root, key.round, script.kind, bytes(32), parts, script.roster)
         certificate = certified(seen.head, record)
@@ -151,7 +162,9 @@ class Peer:
         self.averager, self.trainer = Scripted(*scripts), WatchedTrainer()
         self.chain = Chain(RUN, "run", roster, bytes(32))
         self.outer = outer or OuterSGD(0.5, 0.5)
-        self.replica = Replica(self.chain, self.trainer, self.averager, self.outer, SimCompute(), torch.ones(ELEMENTS))
+        self.replica = ReplicatedOuterLoop(
+            self.chain, self.trainer, self.averager, self.outer, SimCompute(), torch.ones(ELEMENTS)
+        )
 
     async def rounds(self) -> list[RoundReport]:
         await self.replica.settle()
@@ -176,7 +189,7 @@ def lost(outcome: Outcome = Outcome.UNDECIDED, **changes: Any) -> Script:
 
 def weighed(weight: float, **changes: Any) -> Script:
     """A committed round whose plan gave us this weight."""
-    return Script(end=Mean(Outcome.COMMITTED, weights={ME.peer: weight}), **changes)
+    return Script(end=AveragingResult(Outcome.COMMITTED, weights={ME.peer: weight}), **changes)
 
 
 def skipped(**changes: Any) -> Script:
@@ -289,14 +302,14 @@ def test_a_skip_moves_the_chain_and_nothing_else() -> None:
 
 
 def test_contributions_are_named_by_the_anchor_that_they_are_measured_from() -> None:
-    end = Mean(Outcome.COMMITTED, contributions={"anna": Contribution(4, 4)})
+    end = AveragingResult(Outcome.COMMITTED, contributions={"anna": Contribution(4, 4)})
     peer = Peer(committed(), skipped(), Script(end=end))
     first, second, third = play(peer.rounds())
     assert third.contributions == {"anna": (first.lineage, 4, 4)} and second.lineage != first.lineage
 
 
 def test_a_skip_of_an_averager_without_a_vote_moves_nothing() -> None:
-    peer = Peer(Script(outcome=Outcome.UNDECIDED, end=Mean(Outcome.SKIPPED)))
+    peer = Peer(Script(outcome=Outcome.UNDECIDED, end=AveragingResult(Outcome.SKIPPED)))
     (report,) = play(peer.rounds())
     assert report.lineage == report.parent
 
@@ -320,7 +333,9 @@ def test_what_was_decided_is_kept_with_its_votes(outcome: Outcome) -> None:
 
 @pytest.mark.parametrize("outcome", [Outcome.COMMITTED, Outcome.SKIPPED])
 def test_a_decision_from_a_state_that_is_not_ours_is_not_applied(outcome: Outcome) -> None:
-    end = Mean(Outcome.COMMITTED, contributions={"anna": Contribution(4, 4)}, weights={"anna": 1.0}, bytes_sent=7)
+    end = AveragingResult(
+        Outcome.COMMITTED, contributions={"anna": Contribution(4, 4)}, weights={"anna": 1.0}, bytes_sent=7
+    )
     peer = Peer(Script(outcome=outcome, end=end, state_root=b"x" * 32), committed())
     report, after = play(peer.rounds())
     assert (report.outcome, report.peers, report.contributions, report.weight) == ("superseded", (), {}, 0.0)
@@ -334,7 +349,7 @@ def test_a_decision_from_a_state_that_is_not_ours_is_not_applied(outcome: Outcom
 
 def test_work_that_was_called_for_and_not_counted_is_dropped() -> None:
     """The others' mean went the same way: kept, the step would be taken twice."""
-    end = Mean(Outcome.COMMITTED, weights={ME.peer: 400.0}, contributions={ME.peer: Contribution(1, 4)})
+    end = AveragingResult(Outcome.COMMITTED, weights={ME.peer: 400.0}, contributions={ME.peer: Contribution(1, 4)})
     peer = Peer(Script(end=end), committed())
     play(peer.rounds())
     assert torch.equal(peer.trainer.written[0], torch.ones(ELEMENTS) - 0.75 * 4 * STEP)
@@ -356,7 +371,7 @@ def test_work_that_came_after_the_call_is_kept_for_the_next_round() -> None:
 def test_a_first_step_that_no_plan_knew_of_is_kept() -> None:
     """It had nothing to offer when the round was called, so the plan was made without it."""
     others = {"bert": 400.0}
-    peer = Peer(Script(end=Mean(Outcome.COMMITTED, weights=others), cut_seconds=0.2), committed())
+    peer = Peer(Script(end=AveragingResult(Outcome.COMMITTED, weights=others), cut_seconds=0.2), committed())
     play(peer.rounds())
     assert [work.tokens for work in peer.seen[0].offers] == [0, 100], "the step in progress at the cut is finished"
     assert torch.equal(peer.trainer.written[0], peer.replica.anchor.new_full((ELEMENTS,), 1 - 0.75 * STEP - STEP))
@@ -367,20 +382,22 @@ def test_a_first_step_that_no_plan_knew_of_is_kept() -> None:
 @pytest.mark.parametrize("cut_seconds", [0.7, 2.0])
 def test_more_work_than_that_is_dropped_with_a_plan_that_left_it_out(cut_seconds: float) -> None:
     """Cut off, or late by more than a step: the others' mean has gone the same way."""
-    peer = Peer(Script(end=Mean(Outcome.COMMITTED, weights={"bert": 400.0}), cut_seconds=cut_seconds), committed())
+    peer = Peer(
+        Script(end=AveragingResult(Outcome.COMMITTED, weights={"bert": 400.0}), cut_seconds=cut_seconds), committed()
+    )
     play(peer.rounds())
     assert peer.seen[1].offers[0].tokens == 0
 
 
 def test_what_an_undecided_round_left_over_is_no_first_step() -> None:
-    others = Mean(Outcome.COMMITTED, weights={"bert": 400.0})
+    others = AveragingResult(Outcome.COMMITTED, weights={"bert": 400.0})
     peer = Peer(lost(cut_seconds=0.2), Script(end=others, cut_seconds=0.0), committed())
     play(peer.rounds())
     assert peer.seen[1].offers[0].tokens == 100 and peer.seen[2].offers[0].tokens == 0
 
 
 def test_a_first_step_of_which_something_was_counted_is_spent() -> None:
-    end = Mean(Outcome.COMMITTED, contributions={ME.peer: Contribution(1, 4)})
+    end = AveragingResult(Outcome.COMMITTED, contributions={ME.peer: Contribution(1, 4)})
     peer = Peer(Script(end=end, cut_seconds=0.2), committed())
     play(peer.rounds())
     assert peer.seen[1].offers[0].tokens == 0
@@ -412,7 +429,7 @@ def test_one_that_diverged_brings_nothing_and_starts_again(step_size: float) -> 
     peer.trainer.shift.learner.step_size = step_size  # type: ignore[attr-defined]
     asked = peer.trainer.train
 
-    async def recovered(*args: Any) -> Work:
+    async def recovered(*args: Any) -> LocalProgress:
         if len(peer.seen) == 2:
             peer.trainer.shift.learner.step_size = STEP  # type: ignore[attr-defined]
         return await asked(*args)
@@ -450,11 +467,11 @@ def test_the_limit_follows_committed_rounds_and_no_others() -> None:
 
 
 def test_the_report_of_a_committed_round() -> None:
-    end = Mean(
+    end = AveragingResult(
         Outcome.COMMITTED,
         contributions={"anna": Contribution(3, 4), "bert": Contribution(4, 4), "cleo": Contribution(0, 4)},
         weights={"anna": 350.0, "bert": 100.0},
-        blamed=(Blame("cleo", "late"),),
+        blamed=(PeerFault("cleo", "late"),),
         bytes_sent=11,
         bytes_received=22,
     )
@@ -497,14 +514,16 @@ def test_the_report_of_a_committed_round() -> None:
 
 def test_a_weight_that_is_not_known_is_not_reported_as_none() -> None:
     """What was decided was another plan than the one that reached us: it says who is in the mean, not with how much."""
-    means = [Mean(Outcome.COMMITTED, contributions={name: Contribution(1, 4)}) for name in ("anna", "bert")]
+    means = [AveragingResult(Outcome.COMMITTED, contributions={name: Contribution(1, 4)}) for name in ("anna", "bert")]
     counted, not_counted = play(Peer(*(Script(end=mean) for mean in means)).rounds())
     assert math.isnan(counted.weight) and '"weight":null' in to_json(counted)
     assert counted.peers == ("anna",) and not_counted.weight == 0.0
 
 
 def test_the_report_of_an_undecided_round() -> None:
-    peer = Peer(committed(), lost(end=Mean(Outcome.UNDECIDED, blamed=(Blame("bert", "lost"),), bytes_sent=5)))
+    peer = Peer(
+        committed(), lost(end=AveragingResult(Outcome.UNDECIDED, blamed=(PeerFault("bert", "lost"),), bytes_sent=5))
+    )
     before, report = play(peer.rounds())
     assert (report.outcome, report.round, report.weight, report.peers) == ("undecided", 1, 0.0, ())
     assert report.parent == report.lineage == report.anchor_lineage == before.lineage
@@ -545,7 +564,7 @@ def test_waiting_is_what_was_not_spent_training() -> None:
     peer = Peer(committed(cut_seconds=2.0))
     train = peer.trainer.train
 
-    async def slow_to_start(*args: Any) -> Work:
+    async def slow_to_start(*args: Any) -> LocalProgress:
         await asyncio.sleep(1.25)
         return await train(*args)
 
@@ -578,19 +597,19 @@ def test_reports_add_up_to_what_was_trained(scripts: list[Script]) -> None:
 
 def test_what_a_worker_trained_before_it_died_counts() -> None:
     """The next has nothing, or what was carried over; neither is less than nothing, nor told twice."""
-    trained = Trained()
+    trained = TrainingDelta()
     for tokens, seconds, carried in ((0, 0.0, 0), (300, 3.0, 0), (0, 0.0, 0), (40, 1.0, 0)):
-        trained.hear(Work(tokens, 1.0, seconds, 1.0, carried=carried))
+        trained.hear(LocalProgress(tokens, 1.0, seconds, 1.0, carried=carried))
     assert trained.take() == (340, 4.0)
     for tokens, seconds, carried in ((40, 1.0, 0), (0, 0.0, 0), (40, 0.0, 40), (90, 1.5, 40)):
-        trained.hear(Work(tokens, 1.0, seconds, 1.0, carried=carried))
+        trained.hear(LocalProgress(tokens, 1.0, seconds, 1.0, carried=carried))
     assert trained.take() == (50, 1.5)
 
 
 def test_a_trainer_that_fails_is_not_hidden_and_leaves_the_round() -> None:
     peer = Peer(committed())
 
-    async def failing(*_: Any) -> Work:
+    async def failing(*_: Any) -> LocalProgress:
         raise LookupError("the trainer's own")
 
     peer.trainer.train = failing  # type: ignore[method-assign]

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from protocols.base import PeerId
-from protocols.rounds.deciding import Decision
-from protocols.rounds.session import Session
+from protocols.rounds.deciding import ConsensusDriver
+from protocols.rounds.session import ButterflySession
 from protocols.vote.record import Kind, decode
 from protocols.vote.votes import Decided, Instruction
 from tests.sim import contact
@@ -37,16 +37,16 @@ class Decisions:
 
 @pytest.fixture
 def decisions(monkeypatch: pytest.MonkeyPatch) -> Decisions:
-    seen, follow = Decisions(), Decision._follow
+    seen, follow = Decisions(), ConsensusDriver._follow
 
-    def watching(self: Decision, instruction: Instruction) -> None:
+    def watching(self: ConsensusDriver, instruction: Instruction) -> None:
         if isinstance(instruction, Decided):
             who = (self.vote.me.peer, self.head.key.round)
             seen.at.setdefault(who, asyncio.get_running_loop().time())
             seen.kinds[who] = decode(instruction.certificate.record).kind
         follow(self, instruction)
 
-    monkeypatch.setattr(Decision, "_follow", watching)
+    monkeypatch.setattr(ConsensusDriver, "_follow", watching)
     return seen
 
 
@@ -58,7 +58,7 @@ def delayed(
     swarm: Stage,
     decisions: Decisions,
     victim: Callable[[], PeerId],
-    when: Callable[[Session, int], bool],
+    when: Callable[[ButterflySession, int], bool],
     strike: Callable[[PeerId], None],
 ) -> tuple[float, float] | None:
     """Strike one peer at the first of its messages in round `ROUND` for which `when` (its session, messages since its

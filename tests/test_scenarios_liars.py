@@ -12,7 +12,7 @@ from protocols.base import Head, Member, Outcome, PeerError, PeerId, RoundKey
 from protocols.butterfly import CONTROL
 from protocols.history.chain import genesis
 from protocols.vote.record import coordinators
-from protocols.vote.votes import Accept, Message, Prepare, Promise, Propose
+from protocols.vote.votes import Accept, Prepare, Promise, Propose, VoteMessage
 from tests.sim.averaging import RUN, Averaged, Group
 from tests.sim.host import sim_host
 from tests.sim.network import SimNetwork
@@ -122,7 +122,7 @@ def test_a_lying_coordinator_is_refused_named_and_succeeded(lie: str, why: str) 
 # -- votes of who has none --------------------------------------------------------------------------------------------
 
 
-def votes(key: RoundKey, sender: Member) -> dict[str, Message]:
+def votes(key: RoundKey, sender: Member) -> dict[str, VoteMessage]:
     record = made_up(key, [sender])
     return {
         "accept": Accept(key, sender, 0, bytes(32), bytes(32)),
@@ -132,7 +132,7 @@ def votes(key: RoundKey, sender: Member) -> dict[str, Message]:
     }
 
 
-def speaking(peer: PeerId, message: Message) -> Callable[[SimNetwork], None]:
+def speaking(peer: PeerId, message: VoteMessage) -> Callable[[SimNetwork], None]:
     """What makes a peer, or a stranger of that name, say something to everybody as the round begins."""
 
     def before(network: SimNetwork) -> None:

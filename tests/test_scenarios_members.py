@@ -11,11 +11,11 @@ import pytest
 
 from protocols.base import Member, PeerError, PeerId
 from protocols.butterfly import CONTROL
-from protocols.fixed import FixedMembers
-from protocols.history.chain import Link
-from protocols.reducing.exchange import Exchange
-from protocols.reducing.plan import Terms
-from protocols.rounds.leading import Leader
+from protocols.fixed import StaticMembers
+from protocols.history.chain import DecidedRound
+from protocols.reducing.exchange import AllReduce
+from protocols.reducing.plan import ResolvedPlan
+from protocols.rounds.leading import RoundCoordinator
 from protocols.vote.record import Kind, Record
 from protocols.vote.votes import Accept
 from tests.sim.host import sim_host
@@ -24,7 +24,7 @@ from tests.sim.staged import Cast, Stage
 WHOLE_SECONDS = 30.0
 
 
-def contributed(links: tuple[Link, ...], peer: PeerId) -> list[int]:
+def contributed(links: tuple[DecidedRound, ...], peer: PeerId) -> list[int]:
     """Rounds whose mean holds this peer's work."""
     return [link.record.round for link in links if peer in link.record.peers]
 
@@ -35,7 +35,7 @@ def test_a_peer_that_restarts_is_a_new_member(peers: int, dead_seconds: float) -
     """It catches up, knocks, is admitted by a record, and brings work again; nobody is kept waiting for it."""
     stage = Stage(Cast(peers, fork_peers=0))
 
-    async def story() -> tuple[tuple[Link, ...], float, float]:
+    async def story() -> tuple[tuple[DecidedRound, ...], float, float]:
         await stage.rounds(4)
         parent = stage.head("p0").key.lineage
         stage.kill("p2")
@@ -96,7 +96,7 @@ def test_newcomers_are_admitted_a_few_at_a_time(founders: int, newcomers: int) -
     """At most half as many as there are, so that they are never the majority that decides on the rest; or four."""
     stage = Stage(Cast(founders + newcomers, founders=founders, fork_peers=0))
 
-    async def story() -> tuple[tuple[Link, ...], float]:
+    async def story() -> tuple[tuple[DecidedRound, ...], float]:
         await stage.rounds(3)
         head = stage.head("p0")
         assert len(head.roster) == founders
@@ -119,21 +119,21 @@ def test_newcomers_are_admitted_a_few_at_a_time(founders: int, newcomers: int) -
 def test_who_loses_the_others_on_the_verge_of_proposing_evicts_no_majority(monkeypatch: pytest.MonkeyPatch) -> None:
     """It holds a whole mean, and nobody is left to vote on it: in time it forks, with that mean."""
     stage = Stage(Cast(3))
-    draft, left, drafted = Leader._outcome, list[PeerId](), list[Record]()
+    draft, left, drafted = RoundCoordinator._outcome, list[PeerId](), list[Record]()
 
-    def bereft(self: Leader, terms: Terms, exchange: Exchange) -> Record:
+    def bereft(self: RoundCoordinator, terms: ResolvedPlan, exchange: AllReduce) -> Record:
         if not left and terms.plan.key.round == 2:
             left.append(self._me.peer)
             for peer in stage.peers:
                 if peer not in left:
                     stage.kill(peer)
-            self._host = replace(self._host, members=FixedMembers([self._me]))  # and it knows at once
+            self._host = replace(self._host, members=StaticMembers([self._me]))  # and it knows at once
             drafted.append(draft(self, terms, exchange))
             return drafted[0]
         return draft(self, terms, exchange)
 
     async def story() -> list[str]:
-        monkeypatch.setattr(Leader, "_outcome", bereft)
+        monkeypatch.setattr(RoundCoordinator, "_outcome", bereft)
         await stage.until(lambda: bool(left), 60.0)
         began = stage.now
         await stage.rounds(2)
@@ -151,7 +151,7 @@ def test_a_silent_member_is_evicted_by_a_record_and_admitted_again(peers: int) -
     mute = stage.peers[-1]
     rest = stage.peers[:-1]
 
-    async def story() -> tuple[tuple[Link, ...], float, float]:
+    async def story() -> tuple[tuple[DecidedRound, ...], float, float]:
         await stage.rounds(4)
         parent = stage.head("p0").key.lineage
         stage.silence(mute)

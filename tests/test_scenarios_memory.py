@@ -12,15 +12,15 @@ import pytest
 
 from protocols.catchup.snapshot import Snapshot
 from protocols.post import KEEP_MESSAGES
-from protocols.reducing.exchange import Exchange
-from protocols.reducing.parts import HeldPart
+from protocols.reducing.exchange import AllReduce
+from protocols.reducing.parts import ReducedPart
 from protocols.reducing.reduce import Reducer
-from protocols.rounds.deciding import Decision
-from protocols.rounds.session import Session
+from protocols.rounds.deciding import ConsensusDriver
+from protocols.rounds.session import ButterflySession
 from tests.sim.host import SimCompute
 from tests.sim.staged import Cast, Stage
 
-KINDS = (HeldPart, Reducer, Exchange, Session, Decision, Snapshot)
+KINDS = (ReducedPart, Reducer, AllReduce, ButterflySession, ConsensusDriver, Snapshot)
 PEERS = 4
 SETTLING_ROUNDS = 10
 """More than parts, and decisions, are kept for."""
@@ -37,7 +37,7 @@ def census() -> Counter[str]:
     for each in gc.get_objects():
         if type(each) in KINDS:
             count[type(each).__name__] += 1
-        if type(each) is HeldPart:
+        if type(each) is ReducedPart:
             count["bytes of parts"] += each._memory.nbytes
         elif type(each) is Snapshot:
             count["bytes of snapshots"] += 8 * each.index.elements
@@ -138,5 +138,5 @@ def test_rounds_that_fail_leave_nothing_behind(trouble: Trouble, outcome: str, f
     calm, _ = level(nothing, fork_peers)
     after, outcomes = level(trouble, fork_peers)
     assert outcome in outcomes
-    assert calm["HeldPart"] >= PEERS * PEERS and calm["bytes of parts"] > 0, "nothing was counted"
+    assert calm["ReducedPart"] >= PEERS * PEERS and calm["bytes of parts"] > 0, "nothing was counted"
     assert not after - calm, f"more than without trouble: {dict(after - calm)}, beside {dict(calm)}"

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from protocols.base import PeerId
-from protocols.history.chain import Link
+from protocols.history.chain import DecidedRound
 from protocols.reducing.plan import BUDGET_FLOOR_SECONDS
 from protocols.vote.record import Kind
 from tests.sim.durable import Durable
@@ -18,7 +18,7 @@ WHOLE_SECONDS = 30.0
 PATIENCE_SECONDS = 3 * BUDGET_FLOOR_SECONDS
 
 
-def forks(stage: Durable, peer: PeerId) -> list[Link]:
+def forks(stage: Durable, peer: PeerId) -> list[DecidedRound]:
     chain = stage.chain(peer)
     return [link for link in chain.since(chain.locator()[-1]) if link.record.kind == Kind.FORK]
 

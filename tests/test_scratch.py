@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from node.storage import scratch
-from node.storage.scratch import Scratch, ScratchSpace
+from node.storage.scratch import ScratchFile, ScratchSpace
 from tests.sim.host import SimCompute
 
 
@@ -26,7 +26,7 @@ def count(directory: Path) -> int | None:
 
 def test_what_is_written_is_read_and_no_file_is_held_open(directory: Path) -> None:
     before = psutil.Process().num_fds()
-    rooms = [Scratch(directory, 100) for _ in range(50)]
+    rooms = [ScratchFile(directory, 100) for _ in range(50)]
     for number, room in enumerate(rooms):
         room.write(40, bytes([number]) * 60)
     held = bytearray(60)
@@ -38,7 +38,7 @@ def test_what_is_written_is_read_and_no_file_is_held_open(directory: Path) -> No
 
 
 def test_files_go_with_their_rooms(directory: Path) -> None:
-    kept, gone = Scratch(directory, 8), Scratch(directory, 8)
+    kept, gone = ScratchFile(directory, 8), ScratchFile(directory, 8)
     assert count(directory) == 2
     del gone
     gc.collect()
@@ -47,7 +47,7 @@ def test_files_go_with_their_rooms(directory: Path) -> None:
 
 
 async def test_what_a_killed_life_has_left_is_in_the_way_of_nobody(tmp_path: Path, directory: Path) -> None:
-    left = Scratch(directory, 8)
+    left = ScratchFile(directory, 8)
     async with ScratchSpace(tmp_path, SimCompute()) as space:
         assert count(directory) is None
         with pytest.raises(OSError):
@@ -76,6 +76,6 @@ def test_a_full_disk_leaves_nothing_behind(directory: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(scratch, "allocate", full)
     with pytest.raises(OSError):
-        Scratch(directory, 8)
+        ScratchFile(directory, 8)
     gc.collect()
     assert list(directory.iterdir()) == []

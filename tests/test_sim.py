@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from node.rounds.round import Replica
+from node.rounds.round import ReplicatedOuterLoop
 from protocols.reducing.reduce import Reducer
 from tests.sim import scheduling
 from tests.sim.__main__ import main
@@ -203,16 +203,16 @@ def test_a_violation_names_its_seed_and_how_to_replay_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A planted bug: one peer steps twice as far as the others."""
-    step = Replica._apply
+    step = ReplicatedOuterLoop._apply
 
-    async def wrong(self: Replica, *arguments: object) -> bool:
+    async def wrong(self: ReplicatedOuterLoop, *arguments: object) -> bool:
         finite = await step(self, *arguments)  # type: ignore[arg-type]
         if self.averager.me.peer == "p1":
             self.anchor.mul_(2.0)
             await self.settle()
         return finite
 
-    monkeypatch.setattr(Replica, "_apply", wrong)
+    monkeypatch.setattr(ReplicatedOuterLoop, "_apply", wrong)
     assert main(["--peers", "3", "--rounds", "1", "--seeds", "4"]) == 1
     out, err = capsys.readouterr()
     assert json.loads(out.splitlines()[-1])["violations"][0]["invariant"] == "same-bits"

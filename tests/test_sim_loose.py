@@ -12,11 +12,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocols import LOOSE, PROTOCOLS
-from protocols.base import Contribution, Host, LooseAverager, Mean, Outcome, PeerId, PeerSilent, Settings, Vector, Work
-from protocols.groups.census import Census
-from protocols.pairs.tempo import Tempo
-from protocols.post import Ledger
+from protocols import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
+from protocols.base import (
+    AveragingResult,
+    Contribution,
+    Host,
+    IndependentAverager,
+    LocalProgress,
+    Outcome,
+    PeerId,
+    PeerSilent,
+    Settings,
+    Vector,
+)
+from protocols.groups.census import PeerTracker
+from protocols.pairs.tempo import RoundEstimator
+from protocols.post import RoundAccounting
 from tests.checkers import Report, Violation
 from tests.sim import crashes, scheduling
 from tests.sim import world as worlds
@@ -35,7 +46,7 @@ class PairWorld(LooseWorld):
 
     session: type[PairSession] = PairSession
 
-    def averager(self, host: Host, settings: Settings) -> LooseAverager:
+    def averager(self, host: Host, settings: Settings) -> IndependentAverager:
         return Pairs(host, settings, self.session)
 
 
@@ -69,7 +80,7 @@ SEEDS = st.integers(0, 2**63 - 1)
 
 
 @settings(max_examples=25)
-@given(protocol=st.sampled_from(sorted([*PROTOCOLS, *LOOSE])), seed=SEEDS)
+@given(protocol=st.sampled_from(sorted([*REPLICATED_PROTOCOLS, *INDEPENDENT_PROTOCOLS])), seed=SEEDS)
 def test_any_63_bit_seed_plays(protocol: str, seed: int) -> None:
     outcome = play(Scenario(protocol=protocol, peers=2, rounds=2, seed=seed, inner_steps=2), world_of(protocol))
     assert outcome.violations == []
@@ -114,23 +125,23 @@ def test_each_protocol_has_its_world() -> None:
 class Deaf(PairSession):
     """Nobody is ever met."""
 
-    async def mean(self, mine: Sequence[Vector], work: Work, into: Sequence[Vector]) -> Mean:
-        return Mean(Outcome.SKIPPED)
+    async def average(self, mine: Sequence[Vector], work: LocalProgress, into: Sequence[Vector]) -> AveragingResult:
+        return AveragingResult(Outcome.SKIPPED)
 
 
 class Seldom(PairSession):
     """Meets others in its first round, and in no other."""
 
-    async def mean(self, mine: Sequence[Vector], work: Work, into: Sequence[Vector]) -> Mean:
-        return await super().mean(mine, work, into) if self.round == 0 else Mean(Outcome.SKIPPED)
+    async def average(self, mine: Sequence[Vector], work: LocalProgress, into: Sequence[Vector]) -> AveragingResult:
+        return await super().average(mine, work, into) if self.round == 0 else AveragingResult(Outcome.SKIPPED)
 
 
 class Hasty(PairSession):
     """Goes from its first round to the last one."""
 
-    async def take_back(self) -> Mapping[PeerId, Contribution]:
+    async def reclaim(self) -> Mapping[PeerId, Contribution]:
         self.round = max(self.round, 5)
-        return await super().take_back()
+        return await super().reclaim()
 
 
 class Apart(PairSession):
@@ -151,25 +162,25 @@ class Twice(PairSession):
 class Grouped(PairSession):
     """Says that all pairs of a round are one group."""
 
-    async def mean(self, mine: Sequence[Vector], work: Work, into: Sequence[Vector]) -> Mean:
+    async def average(self, mine: Sequence[Vector], work: LocalProgress, into: Sequence[Vector]) -> AveragingResult:
         self.group = f"round {self.round}"
-        return await super().mean(mine, work, into)
+        return await super().average(mine, work, into)
 
 
 class Back(PairSession):
     """Ends in a round that was long ago."""
 
-    async def take_back(self) -> Mapping[PeerId, Contribution]:
+    async def reclaim(self) -> Mapping[PeerId, Contribution]:
         self.round //= 2
-        return await super().take_back()
+        return await super().reclaim()
 
 
 class Lingering(PairSession):
     """Leaves a task behind in each round."""
 
-    async def take_back(self) -> Mapping[PeerId, Contribution]:
+    async def reclaim(self) -> Mapping[PeerId, Contribution]:
         self.task = asyncio.get_running_loop().create_task(asyncio.sleep(1e4))
-        return await super().take_back()
+        return await super().reclaim()
 
 
 @pytest.mark.parametrize(
@@ -227,8 +238,8 @@ def test_a_bug_that_only_a_silence_brings_out_is_found(capsys: pytest.CaptureFix
 class Shy(PairSession):
     """Meets nobody once the round is over at whose messages faults happen."""
 
-    async def mean(self, mine: Sequence[Vector], work: Work, into: Sequence[Vector]) -> Mean:
-        return await super().mean(mine, work, into) if self.round <= ROUND else Mean(Outcome.SKIPPED)
+    async def average(self, mine: Sequence[Vector], work: LocalProgress, into: Sequence[Vector]) -> AveragingResult:
+        return await super().average(mine, work, into) if self.round <= ROUND else AveragingResult(Outcome.SKIPPED)
 
 
 @pytest.mark.parametrize("session, wrong", [(PairSession, set()), (Shy, {"goes-on"})])
@@ -272,13 +283,13 @@ class CountingWorld(LooseWorld):
 
 
 def test_a_lie_that_nobody_names_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Ledger, "name", lambda self, peer, why: None)
+    monkeypatch.setattr(RoundAccounting, "name", lambda self, peer, why: None)
     scenario = Scenario(protocol="gossip", peers=4, rounds=4, seed=0, fault="lies", lie="scaled")
     assert found(play(scenario, LooseWorld)) == {"named"}
 
 
 def test_a_clock_that_one_liar_moves_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Tempo, "round", lambda self, mine, others: max([mine, *self._said.values()]))
+    monkeypatch.setattr(RoundEstimator, "round", lambda self, mine, others: max([mine, *self._said.values()]))
     scenario = Scenario(protocol="gossip", peers=4, rounds=4, seed=4, fault="lies", lie="ahead")
     assert "clock" in found(play(scenario, LooseWorld))
 
@@ -286,14 +297,14 @@ def test_a_clock_that_one_liar_moves_is_found(monkeypatch: pytest.MonkeyPatch) -
 def test_without_waiting_for_those_behind_one_ahead_is_never_met_again(monkeypatch: pytest.MonkeyPatch) -> None:
     scenario = Scenario(protocol="moshpit", peers=3, rounds=5, seed=11, fault="partition")
     assert play(scenario, LooseWorld).violations == []
-    monkeypatch.setattr(Census, "leads", lambda self, round: False)
+    monkeypatch.setattr(PeerTracker, "leads", lambda self, round: False)
     assert "progress" in found(play(scenario, LooseWorld))
 
 
 def test_who_is_slow_ends_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     scenario = Scenario(protocol="gossip", peers=4, rounds=5, fault="slow")
     assert play(scenario, LooseWorld).violations == []
-    monkeypatch.setattr(Tempo, "round", lambda self, mine, others: mine)
+    monkeypatch.setattr(RoundEstimator, "round", lambda self, mine, others: mine)
     assert "spread" in found(play(scenario, LooseWorld)), "alone for as long as the others took together, many times"
 
 

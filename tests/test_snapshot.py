@@ -13,10 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from node.storage.disk import FileRoom, outer_room
+from node.storage.disk import FileBuffer, outer_buffer
 from protocols.base import CHUNK_BYTES, BadPayload, Vector
-from protocols.catchup.requests import Kept
-from protocols.catchup.snapshot import Index, Snapshot, Snapshots, chunk_digests, root_of
+from protocols.catchup.requests import SnapshotRef
+from protocols.catchup.snapshot import Snapshot, SnapshotIndex, Snapshots, chunk_digests, root_of
 from protocols.history.chain import Chain, state_root
 from protocols.vectors import CHUNK_ELEMENTS, root
 from tests.rounds import RUN, line
@@ -32,7 +32,7 @@ def vectors(elements: int, seed: int = 1) -> tuple[Vector, Vector]:
 
 def made(elements: int = 10, round_number: int = 0, lineage: bytes = b"l" * 32) -> Snapshot:
     parameters, velocity = vectors(elements)
-    snapshot = Snapshot(lineage, round_number, Index.of(parameters, velocity))
+    snapshot = Snapshot(lineage, round_number, SnapshotIndex.of(parameters, velocity))
     snapshot.fill(parameters, velocity)
     return snapshot
 
@@ -41,7 +41,7 @@ def made(elements: int = 10, round_number: int = 0, lineage: bytes = b"l" * 32) 
 def test_the_root_follows_from_the_digests(elements: int) -> None:
     parameters, velocity = vectors(elements)
     assert root_of(elements, chunk_digests(parameters)) == root([parameters])
-    index = Index.of(parameters, velocity)
+    index = SnapshotIndex.of(parameters, velocity)
     assert index.parameters_root == root([parameters])
     assert index.state_root(7) == state_root(root([parameters]), root([velocity]), 7) != index.state_root(8)
 
@@ -50,9 +50,9 @@ def test_the_root_follows_from_the_digests(elements: int) -> None:
 @settings(max_examples=30)
 def test_every_bit_makes_another_root(elements: int, spoil: int) -> None:
     parameters, velocity = vectors(elements)
-    before = Index.of(parameters, velocity)
+    before = SnapshotIndex.of(parameters, velocity)
     velocity[spoil % elements] += 1.0
-    after = Index.of(parameters, velocity)
+    after = SnapshotIndex.of(parameters, velocity)
     assert before.parameters_root == after.parameters_root and before.state_root(3) != after.state_root(3)
 
 
@@ -75,10 +75,10 @@ def test_chunks_carry_the_digests_of_the_index(elements: int) -> None:
 def test_a_snapshot_is_made_again_from_index_and_chunks(elements: int, place: str, tmp_path: Path) -> None:
     snapshot = made(elements)
     packed = snapshot.index.pack()
-    assert len(packed) == Index.packed_bytes(elements)
-    index = Index.unpack(elements, packed)
+    assert len(packed) == SnapshotIndex.packed_bytes(elements)
+    index = SnapshotIndex.unpack(elements, packed)
     assert index == snapshot.index
-    make_room = partial(outer_room, tmp_path / "outer.safetensors", [elements], snapshot.round, snapshot.lineage)
+    make_room = partial(outer_buffer, tmp_path / "outer.safetensors", [elements], snapshot.round, snapshot.lineage)
     again = Snapshot(snapshot.lineage, snapshot.round, index, None if place == "memory" else make_room())
     assert again.fresh
     for number in range(len(index.digests)):
@@ -90,11 +90,11 @@ def test_a_snapshot_is_made_again_from_index_and_chunks(elements: int, place: st
     if place == "disk":  # who comes back finds what is there already, and only that
         later = Snapshot(snapshot.lineage, snapshot.round, index, make_room())
         assert not later.fresh and later.chunk(0) == snapshot.chunk(0)
-        assert outer_room(tmp_path / "outer.safetensors", [elements], snapshot.round + 1, snapshot.lineage).fresh
+        assert outer_buffer(tmp_path / "outer.safetensors", [elements], snapshot.round + 1, snapshot.lineage).fresh
 
 
 def test_a_file_outlives_its_name(tmp_path: Path) -> None:
-    room = FileRoom(tmp_path / "file", b"header", 10)
+    room = FileBuffer(tmp_path / "file", b"header", 10)
     room.write(3, b"abc")
     (tmp_path / "file").unlink()
     held = bytearray(4)
@@ -102,7 +102,7 @@ def test_a_file_outlives_its_name(tmp_path: Path) -> None:
     assert held == b"\0abc"
     with pytest.raises(OSError, match="another file"):
         (tmp_path / "file").write_bytes(b"header")
-        FileRoom(tmp_path / "file", b"header", 10, there=True)
+        FileBuffer(tmp_path / "file", b"header", 10, there=True)
     assert (tmp_path / "file").read_bytes() == b"header"
 
 
@@ -110,12 +110,12 @@ def test_an_index_of_another_size_is_refused() -> None:
     packed = made().index.pack()
     for bad in (b"", packed[:-1], packed + b"\x00", packed * 2):
         with pytest.raises(BadPayload, match="an index of"):
-            Index.unpack(10, bad)
+            SnapshotIndex.unpack(10, bad)
 
 
 def test_a_snapshot_does_not_change_with_what_it_was_taken_of() -> None:
     parameters, velocity = vectors(10)
-    snapshot = Snapshot(b"l" * 32, 0, Index.of(parameters, velocity))
+    snapshot = Snapshot(b"l" * 32, 0, SnapshotIndex.of(parameters, velocity))
     snapshot.fill(parameters, velocity)
     before = bytes(snapshot.chunk(0)), bytes(snapshot.chunk(1))
     parameters.zero_(), velocity.zero_()
@@ -131,7 +131,7 @@ def test_the_last_two_are_kept_and_the_others_freed() -> None:
     del snapshot
     gc.collect()
     assert [each.round for each in snapshots.held()] == [12, 8]
-    assert snapshots.kept() == (Kept(bytes([12]) * 32, 12), Kept(bytes([8]) * 32, 8))
+    assert snapshots.kept() == (SnapshotRef(bytes([12]) * 32, 12), SnapshotRef(bytes([8]) * 32, 8))
     assert [ref() is None for ref in gone] == [True, True, False, False]
     assert snapshots.get(bytes([4]) * 32) is None and snapshots.get(bytes([8]) * 32) is not None
     snapshots.put(made(round_number=8, lineage=bytes([8]) * 32))

@@ -13,17 +13,17 @@ import torch
 
 from node.outer import OuterSGD
 from node.report import RoundReport
-from node.rounds.course import OwnCourse
-from node.rounds.life import loose_rounds
-from node.rounds.loose import ASTRAY_FACTOR, LooseReplica
+from node.rounds.course import LocalHistory
+from node.rounds.life import run_independent_rounds
+from node.rounds.loose import ASTRAY_FACTOR, IndependentOuterLoop
 from node.rounds.sketch import Sketch, furthest, sketch
 from node.tasks.paced import Paced
 from node.training.trainer import InlineTrainer
-from protocols.base import Mean, Member, Outcome, PeerId, RoundKey, Settings, Vector, Work
-from protocols.catchup.download import Unavailable
+from protocols.base import AveragingResult, LocalProgress, Member, Outcome, PeerId, RoundKey, Settings, Vector
+from protocols.catchup.download import StateUnavailable
 from protocols.catchup.requests import SYNC
-from protocols.catchup.snapshot import Index, Snapshot, Snapshots
-from protocols.catchup.standing import Standing, Standings, Vouched, eligible
+from protocols.catchup.snapshot import Snapshot, SnapshotIndex, Snapshots
+from protocols.catchup.standing import IndependentStateSync, SignedStateRef, StateAdvert, eligible
 from protocols.places import MAX_STREAMS
 from tests.sim import loop as simloop
 from tests.sim.host import SimClock, sim_host
@@ -37,7 +37,7 @@ ELEMENTS = 300_000
 
 def state(value: float, round_number: int, elements: int = ELEMENTS) -> Snapshot:
     theta, velocity = torch.full((elements,), value), torch.full((elements,), value / 2)
-    index = Index.of(theta, velocity)
+    index = SnapshotIndex.of(theta, velocity)
     snapshot = Snapshot(index.state_root(round_number), round_number, index)
     snapshot.fill(theta, velocity)
     return snapshot
@@ -55,10 +55,10 @@ class Town:
     """Donors, and a newcomer."""
 
     network: SimNetwork
-    standings: dict[PeerId, Standings]
+    standings: dict[PeerId, IndependentStateSync]
 
     @property
-    def newcomer(self) -> Standings:
+    def newcomer(self) -> IndependentStateSync:
         return self.standings["newcomer"]
 
     async def fetch(self, seconds: float = 60.0, *order: PeerId) -> Snapshot:
@@ -81,7 +81,7 @@ def play(body: Callable[[Town], Awaitable[None]], **donors: Snapshot | None) -> 
             host = sim_host(network, transports[name], 1, {})
             settings = Settings("fp32", (ELEMENTS,))
             whole = bool(mine)
-            town.standings[name] = Standings(
+            town.standings[name] = IndependentStateSync(
                 host, settings, snapshots, lambda: KEY, lambda: names, lambda whole=whole: whole
             )
         await body(town)
@@ -119,7 +119,7 @@ def test_where_a_donor_dies_the_next_one_brings_its_own() -> None:
 
 def test_where_nobody_has_a_state_there_is_none() -> None:
     async def body(town: Town) -> None:
-        with pytest.raises(Unavailable):
+        with pytest.raises(StateUnavailable):
             await town.fetch()
         assert asyncio.get_running_loop().time() < 10.0
 
@@ -132,7 +132,7 @@ def test_who_vouches_for_what_it_should_not_is_named_and_not_fetched_from(lie: s
         liar = town.standings["liar"]
         honest = liar._standing
 
-        def lying() -> Standing:
+        def lying() -> StateAdvert:
             standing = honest()
             (vouched,) = standing.states
             match lie:
@@ -158,7 +158,7 @@ def test_a_donor_whose_index_makes_another_root_than_it_signed_is_left() -> None
     async def body(town: Town) -> None:
         good = state(9.0, 4)
         theta = torch.full((ELEMENTS,), 7.0)
-        wrong = Snapshot(good.lineage, 4, Index.of(theta, theta))
+        wrong = Snapshot(good.lineage, 4, SnapshotIndex.of(theta, theta))
         town.standings["liar"]._snapshots.put(wrong)
         assert value_of(await town.fetch(60.0, "liar", "anna")) == 1.0
         named, _, _ = town.newcomer.ledger.take()
@@ -182,7 +182,7 @@ def test_a_state_that_is_not_finite_is_not_taken(value: float) -> None:
 def test_who_could_not_be_asked_in_time_is_not_named() -> None:
     async def body(town: Town) -> None:
         asyncio.get_running_loop().call_later(1.7, town.network.kill, "anna")
-        with pytest.raises(Unavailable, match="none of 1 donors"):
+        with pytest.raises(StateUnavailable, match="none of 1 donors"):
             await town.fetch(1.0, "anna", "bert")
         named, _, _ = town.newcomer.ledger.take()
         assert {blame.peer for blame in named} == {"anna"}
@@ -198,7 +198,7 @@ def test_a_person_is_told_when_it_was_in_vain_five_times_in_a_row() -> None:
         for rounds in (4, 5):
             for _ in range(rounds):
                 assert said == []
-                with pytest.raises(Unavailable):
+                with pytest.raises(StateUnavailable):
                     await town.fetch()
             snapshots.put(mine)
             await town.fetch()
@@ -230,11 +230,11 @@ def test_one_caller_leaves_room_for_others() -> None:
 )
 def test_nobody_is_believed_to_be_further_than_half_of_the_others(rounds: list[int], taken: list[int]) -> None:
     told = {
-        f"p{index}": Standing(KEY, Member(f"p{index}"), (Vouched(bytes(32), number, b""),), True)
+        f"p{index}": StateAdvert(KEY, Member(f"p{index}"), (SignedStateRef(bytes(32), number, b""),), True)
         for index, number in enumerate(rounds)
     }
-    told["newcomer"] = Standing(KEY, Member("newcomer"), (), False)
-    told["liar"] = Standing(KEY, Member("liar"), (Vouched(bytes(32), 0, b""),), False)
+    told["newcomer"] = StateAdvert(KEY, Member("newcomer"), (), False)
+    told["liar"] = StateAdvert(KEY, Member("liar"), (SignedStateRef(bytes(32), 0, b""),), False)
     assert sorted(each.round for each in eligible(told).values()) == taken
 
 
@@ -262,18 +262,18 @@ def lives(spread_limit: float, start: float, rounds: int) -> dict[PeerId, list[R
         trainer = InlineTrainer(Paced(1000, seed=1), 2, 1.0)
         await trainer.write(anchor)
         averager = Pairs(host, settings, Alone)
-        course, outer = OwnCourse(averager.me, replace(KEY, round=0)), OuterSGD(1e-3, 0.0)
-        replica = LooseReplica(course, trainer, averager, outer, host.compute, anchor, snapshots)
+        course, outer = LocalHistory(averager.me, replace(KEY, round=0)), OuterSGD(1e-3, 0.0)
+        replica = IndependentOuterLoop(course, trainer, averager, outer, host.compute, anchor, snapshots)
         replica.spread_limit, replica.lacks_state = spread_limit, name == "zoe" and not start
         replica.compare = lambda mine: (
             sketches.update({name: mine}) or {peer: each for peer, each in sketches.items() if peer != name}
         )
-        standings = Standings(
+        standings = IndependentStateSync(
             host, settings, snapshots, lambda: replica.key, lambda: told, lambda: not replica.seeks_state
         )
         await replica.settle()
         goes_on = lambda: len(told[name]) < rounds  # noqa: E731
-        async for report in loose_rounds(replica, standings, SimClock().wall, goes_on):
+        async for report in run_independent_rounds(replica, standings, SimClock().wall, goes_on):
             told[name].append(report)
 
     async def main() -> None:
@@ -289,8 +289,8 @@ def lives(spread_limit: float, start: float, rounds: int) -> dict[PeerId, list[R
 class Alone(PairSession):
     """Nobody is met: nothing but fetching brings two together."""
 
-    async def mean(self, mine: Sequence[Vector], work: Work, into: Sequence[Vector]) -> Mean:
-        return Mean(Outcome.SKIPPED)
+    async def average(self, mine: Sequence[Vector], work: LocalProgress, into: Sequence[Vector]) -> AveragingResult:
+        return AveragingResult(Outcome.SKIPPED)
 
 
 def test_a_newcomer_trains_when_it_has_a_state_and_not_before() -> None:

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from node.stay import FAREWELLS, FINISH_SECONDS, LINGER_SECONDS, LOOK_ON_SECONDS, SCOPE, Limits, Stay
+from node.stay import FAREWELLS, FINISH_SECONDS, LINGER_SECONDS, LOOK_ON_SECONDS, SCOPE, PeerSession, SessionLimits
 from node.training.process import WorkerError
-from node.view.portrait import Portrait
+from node.view.portrait import StatusTracker
 from protocols.base import Member
-from protocols.reducing.parts import HeldPart
+from protocols.reducing.parts import ReducedPart
 from tests.sim import loop as simloop
 from tests.sim.host import Hearsay, SimClock
 from tests.stays import Directory, Peer, Town, View, now, until
@@ -64,7 +64,7 @@ def test_what_a_round_leaves_in_circles_goes_with_it(play: Play) -> None:
 
     async def body(town: Town) -> None:
         peers, parts = town.all(run_rounds=24), []
-        peers[-1].view.on_report = lambda _: parts.append(sum(type(each) is HeldPart for each in gc.get_objects()))
+        peers[-1].view.on_report = lambda _: parts.append(sum(type(each) is ReducedPart for each in gc.get_objects()))
         gc.disable()
         try:
             await town.end()
@@ -277,7 +277,7 @@ def contact(name: str, round_number: int, **changes: Any) -> SimpleNamespace:
     return SimpleNamespace(**values)
 
 
-async def lingered(contacts: Sequence[Any], later: Callable[[Stay], object] | None = None) -> float:
+async def lingered(contacts: Sequence[Any], later: Callable[[PeerSession], object] | None = None) -> float:
     roster = tuple(Member(name) for name in "abc")
     chain = SimpleNamespace(
         head=SimpleNamespace(key=SimpleNamespace(round=5), roster=roster[1:]), members=lambda limit: roster
@@ -286,7 +286,7 @@ async def lingered(contacts: Sequence[Any], later: Callable[[Stay], object] | No
         membership=SimpleNamespace(contacts=lambda: contacts, goodbye=lambda: None),
         replica=SimpleNamespace(chain=chain, leave=lambda: None),
     )
-    stay = Stay(means, Limits(5, None, 1), Portrait("me"), View())  # type: ignore[arg-type]
+    stay = PeerSession(means, SessionLimits(5, None, 1), StatusTracker("me"), View())  # type: ignore[arg-type]
     if later:
         asyncio.get_running_loop().call_later(3.0, later, stay)
     began = now()
@@ -311,13 +311,13 @@ def test_lingering_is_for_who_is_here_and_behind_and_has_a_limit(contacts: Any, 
 def test_lingering_ends_when_the_last_has_caught_up_or_the_user_is_tired() -> None:
     slow = contact("a", 4)
     assert simloop.run(lingered([slow], lambda stay: setattr(slow, "round", 5))) == pytest.approx(3.0, abs=0.2)
-    assert simloop.run(lingered([contact("a", 4)], Stay.leave)) == pytest.approx(3.0, abs=0.2)
+    assert simloop.run(lingered([contact("a", 4)], PeerSession.leave)) == pytest.approx(3.0, abs=0.2)
 
 
 @pytest.mark.parametrize(("roster", "farewells"), [("abc", FAREWELLS), ("a", 0), ("bc", 0)])
 def test_farewells_are_for_those_who_count_on_us_and_few(play: Play, roster: str, farewells: int) -> None:
     async def body(town: Town) -> None:
-        peer = Peer(town, "a", Limits(9, None, 1), 0.1)
+        peer = Peer(town, "a", SessionLimits(9, None, 1), 0.1)
         stay = peer.stay
         assert all(stay._goes_on() for _ in range(5))
         stay.leave()

@@ -14,7 +14,7 @@ import pytest
 from node.tasks.spec import WorkerSpec
 from node.training.cgroup import ControlGroup, memory_group
 from node.training.process import WorkerError, WorkerProcess
-from node.training.succession import DEATHS, DEATHS_AN_HOUR, Succession
+from node.training.succession import DEATHS, DEATHS_AN_HOUR, WorkerSupervisor
 from tests.sim import loop as simloop
 
 
@@ -40,11 +40,11 @@ def lives(
     """So many workers live so long each; `die` is what the kernel does then."""
 
     async def main() -> None:
-        succession = Succession(cast(WorkerSpec, None), 0, group)
+        succession = WorkerSupervisor(cast(WorkerSpec, None), 0, group)
         for _ in range(count):
             await asyncio.sleep(seconds)
             die()
-            await succession.after(worker(useful), "killed by signal 9; last output: farewell")
+            await succession.restart(worker(useful), "killed by signal 9; last output: farewell")
 
     simloop.run(main())
 

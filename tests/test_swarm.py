@@ -16,7 +16,7 @@ from node.status import to_json
 from node.storage.journal import Journal
 from node.swarm import Participant
 from node.view.swarmview import picture, plain_line, sample, summary
-from node.view.tally import KEEP_ROUNDS, Round, Tally
+from node.view.tally import KEEP_ROUNDS, SwarmRound, SwarmSummary
 
 NAMES = ("peer-1", "peer-2", "peer-3")
 
@@ -30,8 +30,8 @@ def report(name: str, number: int, **more: object) -> RoundReport:
     return replace(made, **more)  # type: ignore[arg-type]
 
 
-def story(rounds: int, names: tuple[str, ...] = NAMES) -> Tally:
-    tally = Tally(NAMES)
+def story(rounds: int, names: tuple[str, ...] = NAMES) -> SwarmSummary:
+    tally = SwarmSummary(NAMES)
     for number in range(rounds):
         for name in names:
             tally.add(name, report(name, number))
@@ -118,7 +118,7 @@ def test_who_never_reported_does_not_agree() -> None:
 
 
 def test_nothing_at_all_is_no_agreement_and_still_json() -> None:
-    tally = Tally(NAMES)
+    tally = SwarmSummary(NAMES)
     assert not tally.agree and not tally.fell
     assert json.loads(to_json(tally.as_json()))["loss_last"] is None
 
@@ -162,16 +162,16 @@ def test_catching_up_is_no_round_of_ones_own() -> None:
 
 
 def test_a_round_is_complete_when_all_who_run_have_told_of_it() -> None:
-    tally = Tally(NAMES)
+    tally = SwarmSummary(NAMES)
     tally.add("peer-1", report("peer-1", 0))
     tally.add("peer-2", report("peer-2", 0))
     assert not list(tally.complete(NAMES))
-    assert list(tally.complete(NAMES[:2])) == [Round(0, 3.0, 1000.0, 3, 2.6)]
+    assert list(tally.complete(NAMES[:2])) == [SwarmRound(0, 3.0, 1000.0, 3, 2.6)]
     assert not list(tally.complete(()))
 
 
 def test_a_round_that_others_have_gone_beyond_is_complete() -> None:
-    tally = Tally(NAMES)
+    tally = SwarmSummary(NAMES)
     for number in range(3):
         tally.add("peer-1", report("peer-1", number))
     done = list(tally.complete(NAMES))
@@ -183,7 +183,7 @@ def test_a_round_that_others_have_gone_beyond_is_complete() -> None:
 
 
 def test_an_undecided_round_is_none() -> None:
-    tally = Tally(NAMES)
+    tally = SwarmSummary(NAMES)
     tally.add("peer-1", report("peer-1", 0, outcome="undecided"))
     assert not list(tally.complete(()))
 
@@ -197,7 +197,7 @@ def test_a_skipped_round_has_no_loss() -> None:
 
 
 def test_of_a_round_without_a_shared_anchor_the_largest_distance_is_told() -> None:
-    tally = Tally(NAMES[:2])
+    tally = SwarmSummary(NAMES[:2])
     for name, spread in zip(NAMES, (0.011, 0.024), strict=False):
         tally.add(name, report(name, 0, spread=spread, spread_limit=0.02))
     (done,) = tally.complete(())
@@ -258,8 +258,8 @@ def test_the_picture_and_the_summary_fit() -> None:
     for shown in (
         picture(tally, dict.fromkeys(NAMES, "starts"), {}, 80),
         summary(tally, dict.fromkeys(NAMES, "left"), 200.0),
-        picture(Tally(NAMES), dict.fromkeys(NAMES, "starts"), {}, 80),
-        summary(Tally(NAMES), dict.fromkeys(NAMES, "did not start"), 1.0),
+        picture(SwarmSummary(NAMES), dict.fromkeys(NAMES, "starts"), {}, 80),
+        summary(SwarmSummary(NAMES), dict.fromkeys(NAMES, "did not start"), 1.0),
     ):
         assert max(map(len, text(shown).splitlines())) <= 100
     assert "all peers agree" in text(summary(tally, dict.fromkeys(NAMES, "left"), 200.0))
@@ -268,7 +268,7 @@ def test_the_picture_and_the_summary_fit() -> None:
 
 def test_words_in_the_picture_and_the_summary_are_no_markup() -> None:
     name = "[/b]"
-    tally = Tally([name])
+    tally = SwarmSummary([name])
     shown = text(picture(tally, {name: "[/x]"}, {}, 80)) + text(summary(tally, {name: "[/y]"}, 1.0))
     assert shown.count(name) == 2 and "[/x]" in shown and "[/y]" in shown
 

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 
 from protocols import wire
 from protocols.base import BadPayload, Header, Member, RoundKey
-from protocols.catchup.requests import MAX_KEPT, MAX_LOCATOR, MESSAGES, Greet, Kept, WantTrail
+from protocols.catchup.requests import (
+    MAX_KEPT,
+    MAX_LOCATOR,
+    MESSAGES,
+    CertificatesRequest,
+    HeadAnnouncement,
+    SnapshotRef,
+)
 from protocols.vote.record import Kind
 from tests.peers import TOKENS, Swarm
 from tests.test_wire import headers, places, replaced
@@ -357,6 +364,9 @@ def test_messages_come_as_they_went_or_are_refused(kind: type[Header], data: st.
 
 def test_the_fullest_messages_fit() -> None:
     key = RoundKey(b"r" * 32, "s" * 64, b"l" * 32, 1 << 40, 1 << 16)
-    kept = (Kept(b"l" * 32, 1 << 40),) * MAX_KEPT
-    for header in (Greet(key, Member("p" * 64, 1 << 40), kept), WantTrail((b"l" * 32,) * MAX_LOCATOR)):
+    kept = (SnapshotRef(b"l" * 32, 1 << 40),) * MAX_KEPT
+    for header in (
+        HeadAnnouncement(key, Member("p" * 64, 1 << 40), kept),
+        CertificatesRequest((b"l" * 32,) * MAX_LOCATOR),
+    ):
         assert wire.decode(wire.encode(header)) == header

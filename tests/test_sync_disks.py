@@ -12,14 +12,14 @@ import pytest
 
 import tests.peers
 from protocols.base import Buffer
-from protocols.catchup.snapshot import Anonymous, Snapshots
+from protocols.catchup.snapshot import MemoryBuffer, Snapshots
 from tests.peers import Peer, Swarm
 from tests.sim.host import SimCompute
 
 T = TypeVar("T")
 
 
-class Disk(Anonymous):
+class Disk(MemoryBuffer):
     """Room that may only be used by what runs in `Compute`, and fails when it is told to.
 
     Attributes:

@@ -15,10 +15,10 @@ from node.report import RoundReport
 from node.storage.state import OuterState
 from protocols import wire
 from protocols.base import Buffer, Header, Member
-from protocols.catchup.requests import Busy, Greet, Index, Kept, Trail
+from protocols.catchup.requests import Busy, Certificates, HeadAnnouncement, SnapshotIndexHeader, SnapshotRef
 from protocols.catchup.snapshot import Snapshot
 from protocols.framing import FramedStream
-from protocols.reducing.parts import HeldPart
+from protocols.reducing.parts import ReducedPart
 from protocols.vote.record import Kind
 from protocols.vote.votes import Certificate, Signed
 from tests.peers import Disguise, Peer, Swarm
@@ -77,7 +77,7 @@ def truncated() -> Lie:
     sent = [0]
 
     async def lie(stream: FramedStream, header: Header, payload: Buffer) -> None:
-        if isinstance(header, Trail):
+        if isinstance(header, Certificates):
             sent[0] = 0
             return await stream.send(replace(header, count=min(1, header.count), more=False))
         if isinstance(header, Certificate):
@@ -128,18 +128,18 @@ CONTACTS: dict[str, tuple[Lie, str | None]] = {
     ),
     "record": (instead(Certificate, lambda each: replace(each, record=each.record + b"\0")), "may not extend"),
     "truncated": (truncated(), "does not prove the head"),
-    "elsewhere": (instead(Trail, lambda each: replace(each, ancestor=b"x" * 32)), "follow none of the lineages"),
+    "elsewhere": (instead(Certificates, lambda each: replace(each, ancestor=b"x" * 32)), "follow none of the lineages"),
     "ahead": (
-        instead(Greet, lambda each: replace(each, key=replace(each.key, lineage=b"x" * 32, round=1 << 39))),
+        instead(HeadAnnouncement, lambda each: replace(each, key=replace(each.key, lineage=b"x" * 32, round=1 << 39))),
         "does not prove the head",
     ),
-    "endless": (instead(Trail, lambda each: replace(each, more=True)), None),
+    "endless": (instead(Certificates, lambda each: replace(each, more=True)), None),
     "header": (raw(Certificate, b"\xff\xff\xff\xff"), "a header of"),
-    "garbage": (raw(Trail, b"\0\0\0\4junk"), "not"),
-    "run": (instead(Greet, lambda each: replace(each, key=replace(each.key, run=b"x" * 32))), "another run"),
-    "name": (instead(Greet, lambda each: replace(each, sender=BERT)), "in the name of"),
-    "type": (instead(Trail, lambda each: Busy(1.0)), "expected Trail"),
-    "dumb": (late(Trail, 1e5), "lost as a contact"),
+    "garbage": (raw(Certificates, b"\0\0\0\4junk"), "not"),
+    "run": (instead(HeadAnnouncement, lambda each: replace(each, key=replace(each.key, run=b"x" * 32))), "another run"),
+    "name": (instead(HeadAnnouncement, lambda each: replace(each, sender=BERT)), "in the name of"),
+    "type": (instead(Certificates, lambda each: Busy(1.0)), "expected Certificates"),
+    "dumb": (late(Certificates, 1e5), "lost as a contact"),
     "mute": (never, "lost as a source"),
 }
 
@@ -222,19 +222,22 @@ def test_greetings_of_a_liar_do_not_keep_a_peer_busy() -> None:
 
 DONORS: dict[str, tuple[Lie, str | None]] = {
     "chunk": (spoiled(wire.Chunk), "another digest"),
-    "index": (spoiled(Index), "does not make the state root"),
-    "elements": (instead(Index, lambda each: replace(each, elements=1 << 40)), "elements where the run has"),
+    "index": (spoiled(SnapshotIndexHeader), "does not make the state root"),
+    "elements": (
+        instead(SnapshotIndexHeader, lambda each: replace(each, elements=1 << 40)),
+        "elements where the run has",
+    ),
     "size": (instead(wire.Chunk, lambda each: replace(each, size=1 << 32)), "is due"),
     "order": (instead(wire.Chunk, lambda each: replace(each, index=each.index + 1)), "is due"),
     "header": (raw(wire.Chunk, b"\xff\xff\xff\xff"), "a header of"),
-    "type": (instead(Index, lambda each: Trail(bytes(32), 0, False)), "expected Index"),
-    "gone": (instead(Index, lambda each: wire.Having(False)), None),
-    "kept": (instead(Greet, lambda each: replace(each, kept=(Kept(b"x" * 32, 1 << 30),))), None),
+    "type": (instead(SnapshotIndexHeader, lambda each: Certificates(bytes(32), 0, False)), "expected SnapshotIndexHeader"),
+    "gone": (instead(SnapshotIndexHeader, lambda each: wire.Availability(False)), None),
+    "kept": (instead(HeadAnnouncement, lambda each: replace(each, kept=(SnapshotRef(b"x" * 32, 1 << 30),))), None),
     "stalls": (late(wire.Chunk, 1e5), "nothing moved for 30 s"),
     "slow": (late(wire.Chunk, 20.0), None),
-    "busy": (instead(Index, lambda each: Busy(600.0)), None),
-    "restless": (instead(Index, lambda each: Busy(0.0)), None),
-    "silent": (late(Index, 1e5), "nothing moved for 30 s"),
+    "busy": (instead(SnapshotIndexHeader, lambda each: Busy(600.0)), None),
+    "restless": (instead(SnapshotIndexHeader, lambda each: Busy(0.0)), None),
+    "silent": (late(SnapshotIndexHeader, 1e5), "nothing moved for 30 s"),
 }
 
 
@@ -257,7 +260,9 @@ def test_a_lying_donor_alone_changes_nothing_and_holds_nothing() -> None:
     async def main(world: Swarm, cleo: Peer) -> None:
         def held() -> list[int]:
             gc.collect()
-            return [sum(type(each) is kind for each in gc.get_objects()) for kind in (Snapshot, OuterState, HeldPart)]
+            return [
+                sum(type(each) is kind for each in gc.get_objects()) for kind in (Snapshot, OuterState, ReducedPart)
+            ]
 
         world.network.block("bert", "cleo")
         before, count = (cleo.chain.head, cleo.replica.anchor.clone()), held()
@@ -339,7 +344,8 @@ def test_few_are_served_at_a_time_and_all_in_the_end() -> None:
 
 
 @pytest.mark.parametrize(
-    "lie", [spoiled(wire.Reduced), late(wire.Reduced, 1e5), instead(wire.Having, lambda each: wire.Having(False))]
+    "lie",
+    [spoiled(wire.Reduced), late(wire.Reduced, 1e5), instead(wire.Availability, lambda each: wire.Availability(False))],
 )
 def test_a_source_that_lies_about_a_mean_is_passed_over(lie: Lie) -> None:
     async def main(world: Swarm, cleo: Peer) -> None:

@@ -11,15 +11,15 @@ import torch
 
 from node.outer import OuterSGD
 from node.report import RoundReport
-from node.rounds.round import Replica
+from node.rounds.round import ReplicatedOuterLoop
 from node.tasks.paced import Paced
 from node.training.trainer import InlineTrainer
 from protocols.base import Member, PeerId, Settings
 from protocols.butterfly import Butterfly
 from protocols.catchup.snapshot import Snapshots
-from protocols.catchup.sync import Sync
+from protocols.catchup.sync import ChainSync
 from protocols.history.chain import Chain
-from protocols.tasks import alongside
+from protocols.tasks import run_with_helper
 from tests.checkers import check
 from tests.rounds import RUN
 from tests.sim import loop as simloop
@@ -43,14 +43,16 @@ class Life:
         self.newcomer = self.me not in world.founders
         trainer = InlineTrainer(Paced(ELEMENTS, ord(name[0])), 4, 0.25)
         anchor = torch.zeros(ELEMENTS) if self.newcomer else trainer.shift.learner.vectors[0].clone()
-        self.replica = Replica(self.chain, trainer, self.averager, OuterSGD(0.7, 0.9), host.compute, anchor, snapshots)
+        self.replica = ReplicatedOuterLoop(
+            self.chain, trainer, self.averager, OuterSGD(0.7, 0.9), host.compute, anchor, snapshots
+        )
         hints = [member.peer for member in world.founders]
-        self.sync = Sync(host, self.chain, world.settings, snapshots, lambda: hints, self.averager.shelf)
+        self.sync = ChainSync(host, self.chain, world.settings, snapshots, lambda: hints, self.averager.shelf)
         self.sync.on_better = lambda branch: self.averager.supersede()
         self._wall = host.clock.wall
 
     async def run(self) -> None:
-        await alongside(self._train(), self.sync.run())
+        await run_with_helper(self._train(), self.sync.run())
 
     async def _train(self) -> None:
         await self.replica.settle()

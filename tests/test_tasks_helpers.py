@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from protocols.tasks import Bell, alongside, together
+from protocols.tasks import Notifier, run_with_helper, task_group
 from tests.sim import loop as simloop
 
 T = TypeVar("T")
@@ -27,7 +27,7 @@ def now() -> float:
 
 def test_everyone_who_waits_is_woken_when_its_condition_holds() -> None:
     async def main() -> list[tuple[int, float]]:
-        bell, count, woken = Bell(), 0, list[tuple[int, float]]()
+        bell, count, woken = Notifier(), 0, list[tuple[int, float]]()
 
         async def wait(least: int) -> None:
             await bell.until(lambda: count >= least, 100.0)
@@ -39,7 +39,7 @@ def test_everyone_who_waits_is_woken_when_its_condition_holds() -> None:
             for _ in range(3):
                 await asyncio.sleep(10)
                 count += 1
-                bell.ring()
+                bell.notify()
         return woken
 
     assert play(main()) == [(1, 10.0), (2, 20.0), (2, 20.0), (3, 30.0)]
@@ -47,9 +47,9 @@ def test_everyone_who_waits_is_woken_when_its_condition_holds() -> None:
 
 def test_a_ring_alone_wakes_nobody_for_good() -> None:
     async def main() -> float:
-        bell = Bell()
+        bell = Notifier()
         for second in range(1, 20):
-            asyncio.get_running_loop().call_at(second, bell.ring)
+            asyncio.get_running_loop().call_at(second, bell.notify)
         with pytest.raises(TimeoutError):
             await bell.until(lambda: False, 12.5)
         return now()
@@ -61,10 +61,10 @@ def test_a_condition_is_asked_at_rings_only() -> None:
     """State stays with its owner, who says when it has changed."""
 
     async def main() -> list[float]:
-        bell, asked = Bell(), list[float]()
+        bell, asked = Notifier(), list[float]()
         loop = asyncio.get_running_loop()
         for second in (3, 8):
-            loop.call_at(second, bell.ring)
+            loop.call_at(second, bell.notify)
 
         def condition() -> bool:
             asked.append(now())
@@ -79,9 +79,9 @@ def test_a_condition_is_asked_at_rings_only() -> None:
 def test_what_holds_already_is_not_waited_for_even_past_the_deadline() -> None:
     async def main() -> float:
         await asyncio.sleep(10)
-        await Bell().until(lambda: True, 5.0)
+        await Notifier().until(lambda: True, 5.0)
         with pytest.raises(TimeoutError):
-            await Bell().until(lambda: False, 5.0)
+            await Notifier().until(lambda: False, 5.0)
         return now()
 
     assert play(main()) == 10.0
@@ -89,8 +89,8 @@ def test_what_holds_already_is_not_waited_for_even_past_the_deadline() -> None:
 
 def test_a_ring_before_anybody_waits_is_not_kept() -> None:
     async def main() -> float:
-        bell, turns = Bell(), iter([False, True])
-        bell.ring()
+        bell, turns = Notifier(), iter([False, True])
+        bell.notify()
         with pytest.raises(TimeoutError):
             await bell.until(lambda: next(turns), 5.0)
         return now()
@@ -100,7 +100,7 @@ def test_a_ring_before_anybody_waits_is_not_kept() -> None:
 
 def test_a_condition_that_raises_says_so() -> None:
     async def main() -> None:
-        await Bell().until(lambda: bool(1 // 0), 5.0)
+        await Notifier().until(lambda: bool(1 // 0), 5.0)
 
     with pytest.raises(ZeroDivisionError):
         play(main())
@@ -132,7 +132,7 @@ def test_the_result_is_that_of_main_and_the_helper_ends_with_it() -> None:
     both = Both()
 
     async def main() -> tuple[str, float]:
-        result = await alongside(both.run("main", 5, "result"), both.run("helper", 100, None, cleanup_seconds=2))
+        result = await run_with_helper(both.run("main", 5, "result"), both.run("helper", 100, None, cleanup_seconds=2))
         return result, now()
 
     assert play(main()) == ("result", 7.0)
@@ -141,7 +141,7 @@ def test_the_result_is_that_of_main_and_the_helper_ends_with_it() -> None:
 
 def test_a_helper_may_end_before() -> None:
     both = Both()
-    assert play(alongside(both.run("main", 5, "result"), both.run("helper", 1, None))) == "result"
+    assert play(run_with_helper(both.run("main", 5, "result"), both.run("helper", 1, None))) == "result"
     assert both.ends == ["helper ended at 1", "main ended at 5"]
 
 
@@ -149,7 +149,7 @@ def test_the_error_of_the_helper_ends_main_and_comes_out_itself() -> None:
     both = Both()
     error = LookupError("helper")
     with pytest.raises(LookupError) as raised:
-        play(alongside(both.run("main", 5, "result", cleanup_seconds=1), both.run("helper", 2, error)))
+        play(run_with_helper(both.run("main", 5, "result", cleanup_seconds=1), both.run("helper", 2, error)))
     assert raised.value is error
     assert both.ends == ["helper ended at 2", "main cancelled at 3"]
 
@@ -158,7 +158,7 @@ def test_the_error_of_main_ends_the_helper_and_comes_out_itself() -> None:
     both = Both()
     error = LookupError("main")
     with pytest.raises(LookupError) as raised:
-        play(alongside(both.run("main", 2, error), both.run("helper", 5, None, cleanup_seconds=1)))
+        play(run_with_helper(both.run("main", 2, error), both.run("helper", 5, None, cleanup_seconds=1)))
     assert raised.value is error
     assert both.ends == ["main ended at 2", "helper cancelled at 3"]
 
@@ -176,7 +176,7 @@ def test_the_first_of_two_errors_comes_out() -> None:
 
     for main, helper in ((failing(), spoilt()), (spoilt(), failing())):
         with pytest.raises(LookupError, match="first"):
-            play(alongside(main, helper))
+            play(run_with_helper(main, helper))
 
 
 def test_cancelling_it_cancels_both_and_waits_for_them() -> None:
@@ -184,7 +184,7 @@ def test_cancelling_it_cancels_both_and_waits_for_them() -> None:
 
     async def main() -> None:
         running = asyncio.create_task(
-            alongside(both.run("main", 100, "result", cleanup_seconds=1), both.run("helper", 100, None, 3))
+            run_with_helper(both.run("main", 100, "result", cleanup_seconds=1), both.run("helper", 100, None, 3))
         )
         await asyncio.sleep(2)
         running.cancel()
@@ -202,7 +202,7 @@ def test_a_timeout_round_it_is_a_timeout() -> None:
     async def main() -> float:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout_at(4.0):
-                await alongside(both.run("main", 100, "result"), both.run("helper", 100, None))
+                await run_with_helper(both.run("main", 100, "result"), both.run("helper", 100, None))
         await asyncio.sleep(1)  # nothing of the cancellation is left in this task
         return now()
 
@@ -217,7 +217,7 @@ def test_after_an_error_was_caught_the_caller_goes_on() -> None:
         for end in ("helper", "main"):
             with pytest.raises(LookupError):
                 seconds = {"helper": 5.0, "main": 5.0, end: 1.0}
-                await alongside(
+                await run_with_helper(
                     both.run("main", seconds["main"], LookupError()),
                     both.run("helper", seconds["helper"], LookupError()),
                 )
@@ -235,7 +235,7 @@ def test_a_group_of_errors_of_main_stays_a_group() -> None:
         await asyncio.sleep(5)
 
     with pytest.raises(ExceptionGroup, match="several"):
-        play(alongside(main(), helper()))
+        play(run_with_helper(main(), helper()))
 
 
 # -- together ---------------------------------------------------------------------------------------------------------
@@ -247,7 +247,7 @@ def test_the_first_error_comes_as_itself() -> None:
 
     async def main() -> None:
         with pytest.raises(ValueError, match="no"):
-            async with together() as group:
+            async with task_group() as group:
                 group.create_task(fail())
                 await asyncio.sleep(100)
 
@@ -262,7 +262,7 @@ def test_an_error_after_the_body_is_no_cancellation() -> None:
     async def main() -> None:
         task = asyncio.current_task()
         with pytest.raises(ValueError, match="no"):
-            async with together() as group:
+            async with task_group() as group:
                 group.create_task(fail())
         assert task and task.cancelling() == 0
         await asyncio.sleep(1)
@@ -279,7 +279,7 @@ def test_a_task_cancelled_at_the_moment_of_an_error_is_cancelled() -> None:
 
     async def main() -> None:
         async def body() -> None:
-            async with together() as group:
+            async with task_group() as group:
                 group.create_task(last_words())
                 await asyncio.sleep(1)
                 raise ValueError("no")

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from protocols.pairs.tempo import WITNESSES, Tempo
+from protocols.pairs.tempo import WITNESSES, RoundEstimator
 from tests.sim.gossiping import Swarm
 
 
-def heard(**said: int) -> Tempo:
-    tempo = Tempo()
+def heard(**said: int) -> RoundEstimator:
+    tempo = RoundEstimator()
     for peer, number in said.items():
         tempo.hear(peer, number)
     return tempo

@@ -15,7 +15,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from node.report import RoundReport
-from node.status import PeerLine, Status, Syncing
+from node.status import PeerStatus, Status, SyncStatus
 from node.view import screen
 from node.view.terminal import MAX_REPORTS, Terminal, count, duration, plain_line, render, size, sparkline, syncing_line
 from tests.test_status import PEER, STATUS
@@ -23,9 +23,9 @@ from tests.test_status import PEER, STATUS
 BUSY = replace(
     STATUS,
     peers=(
-        PeerLine(PEER, "bob", True, True, 5, ""),
-        PeerLine("12D3KooWabcdefghij", "", False, True, 5, ""),
-        PeerLine("12D3KooWzzzzzzzzzz", "carol", True, False, 4, ""),
+        PeerStatus(PEER, "bob", True, True, 5, ""),
+        PeerStatus("12D3KooWabcdefghij", "", False, True, 5, ""),
+        PeerStatus("12D3KooWzzzzzzzzzz", "carol", True, False, 4, ""),
     ),
     loss=1.923,
     held_out_loss=2.041,
@@ -91,7 +91,7 @@ def test_what_is_not_known_is_a_dash() -> None:
 
 
 def test_others_names_cannot_drive_the_terminal_nor_fill_it() -> None:
-    evil = PeerLine("12D3KooW\x1b[2J", "\x1b]0;title\x07[red]" + "x" * 500, True, True, 5, "")
+    evil = PeerStatus("12D3KooW\x1b[2J", "\x1b]0;title\x07[red]" + "x" * 500, True, True, 5, "")
     shown = text(replace(BUSY, peers=(evil,) * 50, waiting_for=("\x1b[2J" * 50,) * 20), [], 80)
     assert "\x1b" not in shown and "\x07" not in shown and "[red]" in shown
     assert "and 42 more" in shown and "and 16 more" in shown
@@ -100,7 +100,7 @@ def test_others_names_cannot_drive_the_terminal_nor_fill_it() -> None:
 
 @pytest.mark.parametrize("name", ["[/b]", "[link=http://example.org]x[/link]", ":smile:"])
 def test_names_are_words_and_no_markup(name: str) -> None:
-    line = PeerLine(PEER, name[:16], True, True, 5, "")
+    line = PeerStatus(PEER, name[:16], True, True, 5, "")
     evil = replace(BUSY, reason=name, run=name, nickname=name, waiting_for=(name,), peers=(line,))
     assert f"waits for  {name}" in text(evil, [], 120)
 
@@ -124,7 +124,7 @@ def test_who_takes_over_alone_is_not_told_of_a_majority() -> None:
 
 @pytest.mark.parametrize("members", [True, False])
 def test_whether_it_is_alone_shows_in_the_roster(members: bool, capfd: pytest.CaptureFixture[str]) -> None:
-    status = replace(STATUS, rounds=16, peers=(PeerLine(PEER, "bob", members, True, 5, ""),))
+    status = replace(STATUS, rounds=16, peers=(PeerStatus(PEER, "bob", members, True, 5, ""),))
     terminal = Terminal(as_json=False)
     with asyncio.Runner() as runner:
 
@@ -221,12 +221,12 @@ async def test_off_a_terminal_there_are_lines_and_on_stdout_data_only(capfd: pyt
 
 
 def test_how_far_catching_up_is() -> None:
-    way = Syncing(412_000_000, 800_000_000, 3, 11_200_000.0, 1, 4, 35.2)
+    way = SyncStatus(412_000_000, 800_000_000, 3, 11_200_000.0, 1, 4, 35.2)
     for syncing, words in (
         (way, "412 MB of 800 MB of the state, from 3 peers   11.2 MB/s   about 35 s left"),
         (replace(way, donors=1, eta_seconds=None), "412 MB of 800 MB of the state, from 1 peer   11.2 MB/s"),
         (replace(way, bytes_here=way.bytes_whole, rounds_whole=0), "the state is here   11.2 MB/s   about 35 s left"),
-        (Syncing(0, 0, 0, 0.0, 0, 0, None), "asking who has the state   0 B/s"),
+        (SyncStatus(0, 0, 0, 0.0, 0, 0, None), "asking who has the state   0 B/s"),
         (replace(way, bytes_here=way.bytes_whole), "1 of 4 rounds taken again   11.2 MB/s   about 35 s left"),
     ):
         status = replace(BUSY, state="syncing", syncing=syncing)
@@ -239,7 +239,7 @@ async def test_off_a_terminal_what_takes_long_says_so_now_and_then(
 ) -> None:
     monkeypatch.setattr(screen, "LINE_SECONDS", 0.03)
     monkeypatch.setattr(screen, "REFRESH_SECONDS", 0.01)
-    way = Syncing(1, 10, 3, 1.0, 0, 4, 35.2)
+    way = SyncStatus(1, 10, 3, 1.0, 0, 4, 35.2)
     now = [replace(BUSY, syncing=way)]
     terminal = Terminal(as_json=False)
     async with terminal.showing(lambda: now[0]):

@@ -18,17 +18,17 @@ import pytest
 import torch
 
 from node.storage.journal import Journal
-from node.trace import POINTS, VARIABLE, Trace, TracedTransport, traced
-from protocols.base import Member, PeerSilent, RoundKey, Work
+from node.trace import POINTS, VARIABLE, FailpointClient, FailpointTransport, with_failpoints
+from protocols.base import LocalProgress, Member, PeerSilent, RoundKey
 from protocols.catchup.requests import SYNC
-from protocols.vote.votes import Want
+from protocols.vote.votes import RecordRequest
 from protocols.wire import Chunk
 from tests.faults.tracing import Watch
 from tests.realswarm import START_SECONDS, RealPeer, RealSwarm, deciding, paced, wait
 from tests.test_journal import REPORT
 
 KEY = RoundKey(bytes(32), "run", bytes(32), 7)
-WANT = Want(KEY, Member("me"), 0, bytes(32))
+WANT = RecordRequest(KEY, Member("me"), 0, bytes(32))
 
 
 @pytest.fixture
@@ -38,8 +38,8 @@ def watch() -> Iterator[Watch]:
 
 
 @pytest.fixture
-def trace(watch: Watch) -> Iterator[Trace]:
-    trace = Trace(watch.environment("a")[VARIABLE])
+def trace(watch: Watch) -> Iterator[FailpointClient]:
+    trace = FailpointClient(watch.environment("a")[VARIABLE])
     yield trace
     trace.close()
 
@@ -80,9 +80,9 @@ class Stand:
             raise
         self.calls.append(("closed",))
 
-    async def train(self, *given: Any) -> Work:
+    async def train(self, *given: Any) -> LocalProgress:
         self.calls.append(("train", *given))
-        return Work(5, 1.0, 2.0, 3.0)
+        return LocalProgress(5, 1.0, 2.0, 3.0)
 
     async def read(self, *given: Any) -> None:
         self.calls.append(("read", *given))
@@ -104,7 +104,7 @@ def test_there_are_twenty_points() -> None:
 def test_nothing_is_put_in_between_unless_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     stand: Any = Stand()
-    transport, trainer, journal = traced(stand, stand, tmp_path / "rounds.jsonl")
+    transport, trainer, journal = with_failpoints(stand, stand, tmp_path / "rounds.jsonl")
     assert transport is stand and trainer is stand and type(journal) is Journal
 
 
@@ -113,7 +113,7 @@ async def test_a_peer_tells_of_everything_in_order_with_its_round(
 ) -> None:
     monkeypatch.setenv(VARIABLE, watch.environment("a")[VARIABLE])
     stand: Any = Stand()
-    _, trainer, journal = traced(stand, stand, tmp_path / "rounds.jsonl")
+    _, trainer, journal = with_failpoints(stand, stand, tmp_path / "rounds.jsonl")
     vector, cut, progress = torch.zeros(2), asyncio.Event(), print
     await trainer.read(vector)
     assert (await trainer.train(KEY, cut, progress)).tokens == 5
@@ -128,9 +128,9 @@ async def test_a_peer_tells_of_everything_in_order_with_its_round(
 AT_HOME = ("train", "trained", "write", "evaluate", "report", "reported")
 
 
-async def test_streams_pass_everything_on_and_tell_of_headers(watch: Watch, trace: Trace) -> None:
+async def test_streams_pass_everything_on_and_tell_of_headers(watch: Watch, trace: FailpointClient) -> None:
     stand = Stand()
-    transport = TracedTransport(trace, stand)
+    transport = FailpointTransport(trace, stand)
     async with transport.open("other", "data", 12.5) as stream:
         await stream.send(Chunk(0, 2), b"ab")
         assert await stream.receive(100) is WANT
@@ -143,12 +143,14 @@ async def test_streams_pass_everything_on_and_tell_of_headers(watch: Watch, trac
         ("closed",),
     ]
     assert (transport.me, bytes(buffer)) == ("me", b"xx")
-    assert told(watch) == [(-1, "send Chunk"), (7, "receive Want")]
+    assert told(watch) == [(-1, "send Chunk"), (7, "receive RecordRequest")]
 
 
-async def test_a_stream_that_breaks_off_is_reset_and_served_ones_are_told_of_too(watch: Watch, trace: Trace) -> None:
+async def test_a_stream_that_breaks_off_is_reset_and_served_ones_are_told_of_too(
+    watch: Watch, trace: FailpointClient
+) -> None:
     stand = Stand()
-    transport = TracedTransport(trace, stand)
+    transport = FailpointTransport(trace, stand)
     with pytest.raises(PeerSilent):
         async with transport.open("other", "data", 12.5):
             raise PeerSilent("other", "ended")
@@ -160,7 +162,7 @@ async def test_a_stream_that_breaks_off_is_reset_and_served_ones_are_told_of_too
     for method in ("data", SYNC):
         transport.serve(method, answer)
         await stand.handlers[method]("other", stand)
-    assert told(watch) == [(7, "send Want"), (7, "sync: send Want")]
+    assert told(watch) == [(7, "send RecordRequest"), (7, "sync: send RecordRequest")]
 
 
 def test_a_line_of_the_history_is_told_of_before_and_after(
@@ -169,7 +171,7 @@ def test_a_line_of_the_history_is_told_of_before_and_after(
     monkeypatch.setenv(VARIABLE, watch.environment("a")[VARIABLE])
     stand: Any = Stand()
     path = tmp_path / "rounds.jsonl"
-    journal = traced(stand, stand, path)[2]
+    journal = with_failpoints(stand, stand, path)[2]
     there: list[bool] = []
     traps = [watch.arm(point, -1, lambda _: there.append(path.exists())) for point in ("report", "reported")]
     journal.write(REPORT)
@@ -188,7 +190,7 @@ def test_a_dead_harness_costs_one_timeout_and_one_warning(
             listening.listen()
         if harness == "goes":
             threading.Thread(target=lambda: listening.accept()[0].close()).start()
-        trace, began = Trace(path, answer_seconds=0.2), time.monotonic()
+        trace, began = FailpointClient(path, answer_seconds=0.2), time.monotonic()
         with caplog.at_level(logging.WARNING):
             for point in POINTS:
                 trace.point(point)
@@ -201,7 +203,7 @@ def test_a_dead_harness_costs_one_timeout_and_one_warning(
 # -- the harness ------------------------------------------------------------------------------------------------------
 
 
-def test_a_peer_stands_still_until_its_trap_is_done_with_it(watch: Watch, trace: Trace) -> None:
+def test_a_peer_stands_still_until_its_trap_is_done_with_it(watch: Watch, trace: FailpointClient) -> None:
     go, struck = threading.Event(), threading.Event()
 
     def strike(peer: str) -> None:
@@ -214,7 +216,7 @@ def test_a_peer_stands_still_until_its_trap_is_done_with_it(watch: Watch, trace:
     peer = threading.Thread(target=trace.point, args=("train",))
     peer.start()
     assert struck.wait(5) and not trap.fired.is_set()
-    other = Trace(watch.environment("b")[VARIABLE])
+    other = FailpointClient(watch.environment("b")[VARIABLE])
     other.point("train")  # others go on
     other.close()
     assert peer.is_alive()
@@ -224,9 +226,11 @@ def test_a_peer_stands_still_until_its_trap_is_done_with_it(watch: Watch, trace:
     assert trap.struck == watch.records("a")[0] and trap.struck.round == 2
 
 
-def test_a_trap_goes_off_once_at_its_point_from_its_round_on_for_its_peers(watch: Watch, trace: Trace) -> None:
+def test_a_trap_goes_off_once_at_its_point_from_its_round_on_for_its_peers(
+    watch: Watch, trace: FailpointClient
+) -> None:
     caught: list[str] = []
-    other = Trace(watch.environment("b")[VARIABLE])
+    other = FailpointClient(watch.environment("b")[VARIABLE])
     trap = watch.arm("write", 3, caught.append, peers=["b"])
     never = watch.arm("write", 3, lambda _: caught.append("disarmed"))
     watch.disarm(never)
@@ -243,7 +247,7 @@ def test_a_trap_goes_off_once_at_its_point_from_its_round_on_for_its_peers(watch
 def test_a_peer_that_comes_back_is_heard_again_and_the_record_is_bounded() -> None:
     with Watch(max_records=3) as watch:
         for life in range(4):
-            trace = Trace(watch.environment("a")[VARIABLE])
+            trace = FailpointClient(watch.environment("a")[VARIABLE])
             trace.round = life
             trace.point("train")
             trace.close()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from node.models import trained as room
-from node.models.trained import TrainedError, trained
+from node.models.trained import TrainedError, load_trained
 from node.settings.runconfig import load_run
 from node.storage.checkpoint import Checkpoint, CheckpointError, newest
 from tests.kept import keep, kept_gpt, small_gpt
@@ -19,7 +19,7 @@ from tests.kept import keep, kept_gpt, small_gpt
 
 def refusal(directory: Path) -> str:
     with pytest.raises(TrainedError) as caught:
-        trained(directory)
+        load_trained(directory)
     line = str(caught.value)
     assert len(line.splitlines()) == 1
     return line
@@ -29,21 +29,21 @@ def test_the_newest_parameters_by_their_names(tmp_path: Path) -> None:
     kept_gpt(tmp_path / "a", 5, seed=1)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     module = kept_gpt(tmp_path / "a", 10, seed=2)
-    found = trained(tmp_path / "a")
+    found = load_trained(tmp_path / "a")
     assert found.checkpoint.round == 10 and found.held_out_loss == 2.5
     assert found.manifest.config == small_gpt()
     assert found.tensors.keys() == module.state_dict().keys()
     assert all(torch.equal(found.tensors[name], tensor) for name, tensor in module.state_dict().items())
-    assert trained(tmp_path / "b").checkpoint.round == 5
+    assert load_trained(tmp_path / "b").checkpoint.round == 5
 
 
 def test_a_loss_that_was_not_measured_is_none(tmp_path: Path) -> None:
     keep(tmp_path, load_run(None, {"task": "mine:make"}, ["butterfly"]), nn.Linear(2, 2), loss=None)
     reports = tmp_path / "rounds.jsonl"
     reports.write_text(reports.read_text() + '[1]\n{"lineage": 3}\n{"lin')
-    assert math.isnan(trained(tmp_path).held_out_loss)
+    assert math.isnan(load_trained(tmp_path).held_out_loss)
     reports.unlink()
-    assert math.isnan(trained(tmp_path).held_out_loss)
+    assert math.isnan(load_trained(tmp_path).held_out_loss)
 
 
 def test_where_there_is_nothing_it_is_one_line(tmp_path: Path) -> None:
@@ -84,4 +84,4 @@ def test_one_that_goes_while_it_is_read_is_followed_by_the_next(
         return newest(directory)
 
     monkeypatch.setattr(room, "newest", gone_at_first)
-    assert trained(tmp_path).checkpoint.round == 5 and len(tries) == 3
+    assert load_trained(tmp_path).checkpoint.round == 5 and len(tries) == 3

@@ -10,11 +10,11 @@ from torch import nn
 
 from benchmarks import learning
 from node.tasks.base import Batch, Recipe
-from node.tasks.gpt import Preset, Shape
+from node.tasks.gpt import GptConfig, Preset
 from node.tasks.paced import Paced
 from node.tasks.text import Text
-from node.training.trainer import AdamWLearner, InlineTrainer, Shift, Step
-from protocols.base import Layout, RoundKey, Trainer, Vector, Work
+from node.training.trainer import AdamWLearner, InlineTrainer, LocalTraining, Step
+from protocols.base import Layout, LocalProgress, RoundKey, Trainer, Vector
 from tests.sim.loop import run
 
 RECIPE = Recipe(10, 5, learning_rate=1e-2, outer_learning_rate=0.9, outer_momentum=0.5, warmup_steps=4)
@@ -132,17 +132,19 @@ def test_a_step_without_a_finite_gradient_changes_nothing() -> None:
 
 
 def test_accounts_run_since_the_anchor_was_written() -> None:
-    shift = Shift(Count(), inner_steps=4)
+    shift = LocalTraining(Count(), inner_steps=4)
     shift.begin(0)
     assert shift.work().tokens == 0 and math.isnan(shift.work().loss) and not shift.work().complete
     for _ in range(4):
         shift.step()
         shift.spend(0.5)
-    assert shift.work() == Work(tokens=40, loss=1.5, seconds=2.0, step_seconds=0.5, norm=math.sqrt(32), complete=True)
+    assert shift.work() == LocalProgress(
+        tokens=40, loss=1.5, seconds=2.0, step_seconds=0.5, norm=math.sqrt(32), complete=True
+    )
     shift.begin(1)  # round 0 was skipped: the longer delta is offered
     shift.step()
     shift.spend(0.25)
-    assert shift.work() == Work(tokens=50, loss=1.2, seconds=2.25, step_seconds=0.25, norm=math.sqrt(50))
+    assert shift.work() == LocalProgress(tokens=50, loss=1.2, seconds=2.25, step_seconds=0.25, norm=math.sqrt(50))
     shift.write(torch.tensor([3.0, 4.0]))
     assert shift.work().tokens == 0 and shift.work().norm == 0 and shift.work().seconds == 0
     shift.write(torch.tensor([3.0, 4.0]), anchor=torch.zeros(2), tokens=20)
@@ -154,20 +156,20 @@ def test_accounts_run_since_the_anchor_was_written() -> None:
 
 def test_steps_are_numbered_within_their_round() -> None:
     learner = Count()
-    shift = Shift(learner, inner_steps=4)
+    shift = LocalTraining(learner, inner_steps=4)
     for number in (3, 3, 4):
         shift.begin(number)
         shift.step()
         shift.step()
     assert learner.steps == [(3, 0), (3, 1), (3, 2), (3, 3), (4, 0), (4, 1)]
     with pytest.raises(ValueError, match="inner_steps must be at least 1, not 0"):
-        Shift(learner, 0)
+        LocalTraining(learner, 0)
 
 
 def test_what_was_left_out_does_not_count() -> None:
     learner = Count()
     learner.left_out = 2
-    shift = Shift(learner, inner_steps=3)
+    shift = LocalTraining(learner, inner_steps=3)
     shift.begin(0)
     for _ in range(3):
         shift.step()
@@ -176,7 +178,7 @@ def test_what_was_left_out_does_not_count() -> None:
 
 def test_the_outer_parameters_are_evaluated() -> None:
     learner = Count()
-    shift = Shift(learner, inner_steps=4)
+    shift = LocalTraining(learner, inner_steps=4)
     shift.write(torch.tensor([5.0, 6.0]))
     shift.begin(0)
     shift.step()
@@ -189,7 +191,7 @@ def test_the_outer_parameters_are_evaluated() -> None:
 def test_an_anchor_in_vectors_of_others() -> None:
     learner = Count()
     anchors: tuple[Vector, ...] = (torch.tensor([3.0, 4.0]),)
-    shift = Shift(learner, 4, anchors)
+    shift = LocalTraining(learner, 4, anchors)
     shift.reset(70)
     assert (shift.work().tokens, shift.work().norm) == (70, 5.0) and shift.evaluate() == 7.0
     with pytest.raises(ZeroDivisionError), shift.outer():
@@ -200,7 +202,7 @@ def test_an_anchor_in_vectors_of_others() -> None:
 
 
 def test_what_was_written_is_news() -> None:
-    shift = Shift(Count(), inner_steps=100)
+    shift = LocalTraining(Count(), inner_steps=100)
     shift.begin(0)
     for _ in range(20):
         shift.step()
@@ -212,7 +214,7 @@ def test_what_was_written_is_news() -> None:
 
 def test_the_norm_of_many_pieces() -> None:
     task = Paced(600_001, seed=0)
-    shift = Shift(task, inner_steps=1)
+    shift = LocalTraining(task, inner_steps=1)
     anchor = task.vectors[0].clone()
     task.vectors[0].add_(torch.linspace(-1, 1, 600_001))
     assert shift.work().norm == 0  # nothing was trained
@@ -222,8 +224,10 @@ def test_the_norm_of_many_pieces() -> None:
     assert shift.work().norm == pytest.approx(expected, rel=1e-6)
 
 
-async def _train(trainer: InlineTrainer, number: int, cut_after: float) -> tuple[Work, list[tuple[float, Work]]]:
-    cut, said = asyncio.Event(), list[tuple[float, Work]]()
+async def _train(
+    trainer: InlineTrainer, number: int, cut_after: float
+) -> tuple[LocalProgress, list[tuple[float, LocalProgress]]]:
+    cut, said = asyncio.Event(), list[tuple[float, LocalProgress]]()
     loop = asyncio.get_running_loop()
     began = loop.time()
     loop.call_later(cut_after, cut.set)
@@ -277,7 +281,7 @@ def test_a_cut_beforehand_and_writes_between_rounds() -> None:
         trainer = InlineTrainer(learner, inner_steps=2, step_seconds=1.0)
         cut = asyncio.Event()
         cut.set()
-        said: list[Work] = []
+        said: list[LocalProgress] = []
         work = await trainer.train(key(0), cut, said.append)
         assert work.tokens == said[0].tokens == work.norm == 0 and len(said) == 1 and learner.steps == []
         trainer.step_seconds = 5.0
@@ -307,7 +311,7 @@ def test_peers_share_the_loop_while_they_train() -> None:
 
 
 def test_the_laboratory_trains_through_the_protocol(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    tiny = Preset(Shape(layers=1, width=16, heads=2, context=16), rows=2, recipe=RECIPE)
+    tiny = Preset(GptConfig(layers=1, width=16, heads=2, context=16), rows=2, recipe=RECIPE)
     data = torch.arange(5000).mul(7).remainder(97).to(torch.uint8)
     monkeypatch.setattr(learning, "EVALUATION_STEPS", 10)
     monkeypatch.setattr(learning, "preset", lambda name: tiny)

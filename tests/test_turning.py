@@ -7,19 +7,19 @@ from pathlib import Path
 import pytest
 
 from node.storage import turning
-from node.storage.turning import KEEP_FILES, older, turn
+from node.storage.turning import KEEP_FILES, rotate, rotated_path
 
 
 def test_a_full_file_makes_room_and_the_oldest_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turning, "FILE_BYTES", 4)
     path = tmp_path / "a.log"
-    assert not turn(path), "there is none yet"
+    assert not rotate(path), "there is none yet"
     for number in range(KEEP_FILES + 3):
-        assert turn(path, coming_bytes=4) is (number > 0)
+        assert rotate(path, coming_bytes=4) is (number > 0)
         path.write_text(f"{number:04}")
-        assert not turn(path) and not turn(path, coming_bytes=0)
+        assert not rotate(path) and not rotate(path, coming_bytes=0)
     last = KEEP_FILES + 2
-    assert [each.read_text() for each in (path, *(older(path, n) for n in range(1, KEEP_FILES + 1)))] == [
+    assert [each.read_text() for each in (path, *(rotated_path(path, n) for n in range(1, KEEP_FILES + 1)))] == [
         f"{last - n:04}" for n in range(KEEP_FILES + 1)
     ]
-    assert len(list(tmp_path.iterdir())) == KEEP_FILES + 1 and older(path).name == "a.1.log"
+    assert len(list(tmp_path.iterdir())) == KEEP_FILES + 1 and rotated_path(path).name == "a.1.log"

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocols.base import Vector
-from protocols.vectors import CHUNK_ELEMENTS, Flat, chunk_count, chunk_range, norm, root, weighted_mean
+from protocols.vectors import CHUNK_ELEMENTS, VectorView, chunk_count, chunk_range, norm, root, weighted_mean
 
 sizes = st.lists(st.integers(0, 9), max_size=6)
 LARGEST = torch.finfo(torch.float32).max
@@ -25,7 +25,7 @@ def split(values: Vector, lengths: list[int]) -> list[Vector]:
 @given(lengths=sizes, ends=st.tuples(st.integers(0, 54), st.integers(0, 54)))
 def test_reading_across_seams_is_reading_the_joined_vector(lengths: list[int], ends: tuple[int, int]) -> None:
     joined = torch.arange(float(sum(lengths)))
-    flat = Flat(split(joined, lengths))
+    flat = VectorView(split(joined, lengths))
     low, high = sorted(min(end, flat.size) for end in ends)
     assert flat.size == len(joined)
     assert flat.read(low, high, torch.empty(high - low)).tolist() == joined[low:high].tolist()
@@ -34,7 +34,7 @@ def test_reading_across_seams_is_reading_the_joined_vector(lengths: list[int], e
 @given(lengths=sizes, ends=st.tuples(st.integers(0, 54), st.integers(0, 54)))
 def test_writing_across_seams_is_writing_the_joined_vector(lengths: list[int], ends: tuple[int, int]) -> None:
     joined = torch.zeros(sum(lengths))
-    flat = Flat(parts := split(joined, lengths))
+    flat = VectorView(parts := split(joined, lengths))
     low, high = sorted(min(end, flat.size) for end in ends)
     source = torch.arange(1.0, high - low + 1)
     flat.write(low, source)
@@ -44,12 +44,12 @@ def test_writing_across_seams_is_writing_the_joined_vector(lengths: list[int], e
 
 def test_a_range_inside_one_vector_is_not_copied() -> None:
     vector = torch.arange(10.0)
-    view = Flat([torch.zeros(3), torch.zeros(0), vector]).read(4, 13, torch.empty(0))
+    view = VectorView([torch.zeros(3), torch.zeros(0), vector]).read(4, 13, torch.empty(0))
     assert view.data_ptr() == vector[1:].data_ptr() and len(view) == 9
 
 
 def test_a_flat_refuses_what_is_out_of_range_or_no_vector() -> None:
-    flat = Flat([torch.zeros(3), torch.zeros(4)])
+    flat = VectorView([torch.zeros(3), torch.zeros(4)])
     for low, high in ((-1, 2), (3, 2), (0, 8), (8, 8)):
         with pytest.raises(ValueError, match="of a vector of 7"):
             flat.read(low, high, torch.empty(9))
@@ -60,7 +60,7 @@ def test_a_flat_refuses_what_is_out_of_range_or_no_vector() -> None:
     plain = torch.zeros(4)
     for bad in (plain.double(), plain.view(2, 2), plain[::2], torch.empty(4, device="meta"), plain.requires_grad_()):
         with pytest.raises(ValueError, match="a vector is"):
-            Flat([bad])
+            VectorView([bad])
 
 
 @given(low=st.integers(0, 1 << 40), size=st.integers(0, 5 * CHUNK_ELEMENTS))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from node.members.wake import Gap, Ticks, skew
+from node.members.wake import SuspendDetector, TimeJump, skew
 
 
-def gap(now: float, wall: float) -> Gap | None:
+def gap(now: float, wall: float) -> TimeJump | None:
     """After a tick at 100 s whose wall clock showed 1,000 s; the next was due a quarter of a second later."""
-    ticks = Ticks()
+    ticks = SuspendDetector()
     assert ticks.tick(100.0, 1000.0, 0.25) is None
     found = ticks.tick(now, wall, 0.25)
     assert ticks.tick(now + 0.25, wall + 0.25, 0.25) is None, "it is told once"
@@ -23,7 +23,7 @@ def test_a_tick_that_is_about_in_time_shows_nothing(late: float) -> None:
 
 
 def test_a_stop_is_seen_by_the_tick_that_comes_late() -> None:
-    assert gap(103.25, 1003.25) == Gap(3.0)
+    assert gap(103.25, 1003.25) == TimeJump(3.0)
     long = gap(120.25, 1020.25)
     assert long is not None and long.seconds == 20.0 and "was stopped for 20 s" in long.line
 

@@ -200,10 +200,10 @@ def test_huge_declared_lengths_cost_nothing(start: bytes) -> None:
 def test_a_header_is_bounded_both_ways() -> None:
     with pytest.raises(BadPayload, match="more than"):
         wire.decode(bytes(wire.MAX_HEADER_BYTES + 1))
-    runs = tuple(wire.Run(1 << 32, (1 << 32) - 1) for _ in range(wire.MAX_ITEMS))
-    fullest = wire.PartDone(32, 0, wire.Part(bytes(32), runs), b"s" * 128)
+    runs = tuple(wire.ChunkSpan(1 << 32, (1 << 32) - 1) for _ in range(wire.MAX_ITEMS))
+    fullest = wire.PartDone(32, 0, wire.PartDigest(bytes(32), runs), b"s" * 128)
     assert wire.decode(wire.encode(fullest)) == fullest
-    twice = wire.PartDone(32, 0, wire.Part(bytes(32), runs * 4), b"s" * 128)
+    twice = wire.PartDone(32, 0, wire.PartDigest(bytes(32), runs * 4), b"s" * 128)
     with pytest.raises(ValueError, match="more than"):
         wire.encode(twice)
 

@@ -14,14 +14,14 @@ import torch
 
 from node.storage import tensors
 from node.tasks.base import Recipe
-from node.tasks.gpt import Shape
+from node.tasks.gpt import GptConfig
 from node.tasks.spec import GptValues, PacedValues, WorkerSpec, build
 from node.training import shared, worker
 from node.training.shared import Shared
-from node.training.trainer import Shift
+from node.training.trainer import LocalTraining
 
 RECIPE = Recipe(4, 5, learning_rate=1e-2, outer_learning_rate=0.9, outer_momentum=0.5, warmup_steps=4)
-GPT = GptValues(Shape(layers=1, width=16, heads=2, context=16), rows=2)
+GPT = GptValues(GptConfig(layers=1, width=16, heads=2, context=16), rows=2)
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def test_bad_values_are_one_line(change: dict[str, Any], message: str) -> None:
 def test_training_is_that_of_a_shift_of_ones_own(memory: int, text: Path) -> None:
     spec = WorkerSpec(GPT, RECIPE, 3, 9, text, device="cpu", threads=1)
     learner = build(spec, torch.empty, False).learner
-    mine, shift = Shared(memory, learner.layout.sizes()), Shift(learner, RECIPE.inner_steps)
+    mine, shift = Shared(memory, learner.layout.sizes()), LocalTraining(learner, RECIPE.inner_steps)
     os.ftruncate(memory, 0)  # the worker is to find it new
 
     def hear(kind: str, value: Any) -> None:
@@ -254,7 +254,7 @@ def test_what_cannot_be_had_is_one_line(memory: int, text: Path, change: dict[st
 
 
 def test_bfloat16_where_it_pays(text: Path) -> None:
-    wide = GptValues(Shape(layers=1, width=192, heads=2, context=16), rows=2)
+    wide = GptValues(GptConfig(layers=1, width=192, heads=2, context=16), rows=2)
     supported = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     for values, precision, low in [
         (GPT, "auto", False),

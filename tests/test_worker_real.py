@@ -24,18 +24,18 @@ import torch
 
 from node.compute import ThreadCompute
 from node.tasks.base import Recipe
-from node.tasks.gpt import Shape
+from node.tasks.gpt import GptConfig
 from node.tasks.spec import GptValues, PacedValues, WorkerSpec, build
 from node.training import process, succession
 from node.training.remote import RemoteTrainer, WorkerError
-from node.training.trainer import Shift
-from protocols.base import RoundKey, Trainer, Work
+from node.training.trainer import LocalTraining
+from protocols.base import LocalProgress, RoundKey, Trainer
 from tests.conformance.worlds import freeze
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
 
 RECIPE = Recipe(10, 5, learning_rate=1e-2, outer_learning_rate=0.9, outer_momentum=0.5, warmup_steps=4)
-GPT = GptValues(Shape(layers=1, width=16, heads=2, context=16), rows=2)
+GPT = GptValues(GptConfig(layers=1, width=16, heads=2, context=16), rows=2)
 SIZE = 100_000
 STEP_TOKENS = 1024
 
@@ -91,13 +91,13 @@ class Training:
     """A call of `train` that goes on."""
 
     def __init__(self, trainer: Trainer, number: int = 0) -> None:
-        self.cut, self.said = asyncio.Event(), list[Work]()
+        self.cut, self.said = asyncio.Event(), list[LocalProgress]()
         self.task = asyncio.create_task(trainer.train(key(number), self.cut, self.said.append))
 
     async def until_tokens(self, tokens: int) -> None:
         await until(lambda: self.task.done() or (self.said and self.said[-1].tokens >= tokens))
 
-    async def end(self) -> Work:
+    async def end(self) -> LocalProgress:
         self.cut.set()
         async with asyncio.timeout(20):
             return await self.task
@@ -111,7 +111,7 @@ async def vector(trainer: RemoteTrainer) -> torch.Tensor:
 
 async def test_the_same_bits_as_in_this_process(words: WorkerSpec, compute: ThreadCompute) -> None:
     learner = build(words, torch.empty, False).learner
-    shift = Shift(learner, RECIPE.inner_steps)
+    shift = LocalTraining(learner, RECIPE.inner_steps)
     async with RemoteTrainer(words, compute) as trainer:
         assert trainer.layout == learner.layout
         assert torch.equal(await vector(trainer), learner.vectors[0])
@@ -172,7 +172,7 @@ async def test_a_cut_is_seen_within_a_step(compute: ThreadCompute) -> None:
         work = await training.end()
         assert time.perf_counter() - began < 1 and work.tokens == 3 * STEP_TOKENS
         assert work.step_seconds == pytest.approx(0.2, rel=0.5) and work.seconds >= 0.6
-        cut, said = asyncio.Event(), list[Work]()
+        cut, said = asyncio.Event(), list[LocalProgress]()
         cut.set()
         again = await trainer.train(key(1), cut, said.append)
         assert again.tokens == work.tokens and [each.tokens for each in said] == [work.tokens]
@@ -301,12 +301,12 @@ async def test_last_words_are_told(
     (tmp_path / "sitecustomize.py").write_text(
         "import os, sys\nsys.stderr.write('x' * 999 + '\\nfarewell\\n')\nos._exit(3)"
     )
-    launch = process.Child.start
+    launch = process.ChildProcess.start
 
-    async def start(name: str, command: Any, on_line: Any, environment: Any, *rest: Any) -> process.Child:
+    async def start(name: str, command: Any, on_line: Any, environment: Any, *rest: Any) -> process.ChildProcess:
         return await launch(name, command, on_line, {"PYTHONPATH": str(tmp_path)}, *rest)
 
-    monkeypatch.setattr(process.Child, "start", start)
+    monkeypatch.setattr(process.ChildProcess, "start", start)
     with pytest.raises(WorkerError) as error:
         await RemoteTrainer(paced(), compute).__aenter__()
     assert str(error.value).startswith("the worker did not start: exit code 3; last output: xxx")

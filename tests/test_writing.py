@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from node.models.trained import TrainedError, trained
+from node.models.trained import TrainedError, load_trained
 from node.models.writing import harmless, write
 from node.settings.runconfig import load_run
 from node.tasks.gpt import Gpt
@@ -17,7 +17,7 @@ from tests.kept import keep, kept_gpt
 def test_it_is_what_the_module_writes(tmp_path: Path) -> None:
     module = kept_gpt(tmp_path)
     for temperature, seed in ((0.0, 0), (1.0, 5)):
-        text = "".join(write(trained(tmp_path), b"def ", 40, temperature, seed))
+        text = "".join(write(load_trained(tmp_path), b"def ", 40, temperature, seed))
         assert text == harmless(module.generate(b"def ", 40, temperature, seed).decode(errors="replace"))
 
 
@@ -31,14 +31,14 @@ def test_a_piece_comes_as_soon_as_it_is_there(tmp_path: Path, monkeypatch: pytes
         return torch.nn.functional.one_hot(torch.tensor(text[steps - 1]), 256).float()
 
     monkeypatch.setattr(Gpt, "_next", follow)
-    said = [(steps, piece) for piece in write(trained(tmp_path), b"x", len(text), 0.0, 0) if piece]
+    said = [(steps, piece) for piece in write(load_trained(tmp_path), b"x", len(text), 0.0, 0) if piece]
     assert said == [(1, "a"), (3, "é"), (6, "日"), (7, "\ufffd"), (8, "["), (9, "2"), (10, "J"), (11, "z")]
 
 
 def test_of_a_huge_prompt_the_end_is_seen(tmp_path: Path) -> None:
     module = kept_gpt(tmp_path)
     prompt = bytes(range(32, 127)) * 10_000
-    assert "".join(write(trained(tmp_path), prompt, 5, 0.0, 0)) == harmless(
+    assert "".join(write(load_trained(tmp_path), prompt, 5, 0.0, 0)) == harmless(
         module.generate(prompt[-module.shape.context :], 5).decode(errors="replace")
     )
 
@@ -46,10 +46,10 @@ def test_of_a_huge_prompt_the_end_is_seen(tmp_path: Path) -> None:
 def test_what_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     kept_gpt(tmp_path / "gpt")
     with pytest.raises(TrainedError, match=r"^the prompt is empty: "):
-        list(write(trained(tmp_path / "gpt"), b"", 5, 0.0, 0))
+        list(write(load_trained(tmp_path / "gpt"), b"", 5, 0.0, 0))
     keep(tmp_path / "own", load_run(None, {"task": "mine:make"}, ["butterfly"]), torch.nn.Linear(1, 1))
     with pytest.raises(TrainedError, match=r"^this run trains mine:make, which writes no text: gpt does$"):
-        list(write(trained(tmp_path / "own"), b"a", 5, 0.0, 0))
+        list(write(load_trained(tmp_path / "own"), b"a", 5, 0.0, 0))
 
 
 def test_lines_and_tabs_stay() -> None:

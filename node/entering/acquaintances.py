@@ -8,16 +8,16 @@ from functools import partial
 from typing import Protocol
 
 from node.entering.entry import reach
-from node.members.greeter import Self
+from node.members.greeter import LocalPeer
 from node.members.membership import Membership
-from node.rounds.course import Course
+from node.rounds.course import RoundHistory
 from node.storage.statedir import StateDir
-from node.view.portrait import Portrait
+from node.view.portrait import StatusTracker
 from protocols.base import Clock, Deadline, Member, PeerId, Transport
 from protocols.wire import MAX_ROSTER
 
 
-class Dialling(Transport, Protocol):
+class DialingTransport(Transport, Protocol):
     """A transport that is told where peers are."""
 
     async def connect(self, address: str, deadline: Deadline) -> PeerId: ...
@@ -37,12 +37,12 @@ def hinted(membership: Membership) -> Callable[[Sequence[str]], None]:
     return hint
 
 
-def acquainted(
-    transport: Dialling,
+def build_membership(
+    transport: DialingTransport,
     clock: Clock,
     state: StateDir,
-    portrait: Portrait,
-    chain: Course,
+    portrait: StatusTracker,
+    chain: RoundHistory,
     met: Mapping[PeerId, str],
     unanswered: Sequence[str] = (),
 ) -> Membership:
@@ -53,7 +53,7 @@ def acquainted(
         met: who let it in, and the multiaddr that led there.
         unanswered: multiaddrs that the user gave and where nobody was; they are dialled on.
     """
-    who = Self(
+    who = LocalPeer(
         me=Member(state.identity.peer_id, state.incarnation),
         run=chain.head.key.run,
         life=secrets.randbits(63),

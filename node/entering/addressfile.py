@@ -30,7 +30,7 @@ AGAIN_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class AddressLine:
     """What a file says.
 
     Attributes:
@@ -42,7 +42,7 @@ class Named:
     complaint: str = ""
 
 
-def read_addresses(me: PeerId, path: Path) -> Named | str:
+def read_addresses(me: PeerId, path: Path) -> AddressLine | str:
     """What a file says now, or why it cannot be read, in words. It waits for the disk.
 
     Args:
@@ -60,7 +60,7 @@ def read_addresses(me: PeerId, path: Path) -> Named | str:
     return parse_addresses(me, data)
 
 
-def parse_addresses(me: PeerId, data: bytes) -> Named | str:
+def parse_addresses(me: PeerId, data: bytes) -> AddressLine | str:
     """The same, of the content. Pure."""
     if len(data) > MAX_BYTES:
         return f"longer than {MAX_BYTES >> 10} KiB: is it a file of addresses?"
@@ -81,7 +81,7 @@ def parse_addresses(me: PeerId, data: bytes) -> Named | str:
         complaint = complaint or f"has {len(found)} addresses, of which the first {MAX_ADDRESSES} are tried"
     if not found:
         complaint = complaint or ("names this peer alone" if own else "names no peer yet")
-    return Named(tuple(found)[:MAX_ADDRESSES], complaint)
+    return AddressLine(tuple(found)[:MAX_ADDRESSES], complaint)
 
 
 def _checked(text: str) -> str:

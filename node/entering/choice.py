@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Container, Sequence
 
 from node.entering import resume
 from node.entering.consent import require_consent
-from node.entering.entry import Entry, Run
+from node.entering.entry import BootstrapClient, RunInfo
 from node.identity import verify
 from node.settings.manifest import ManifestError, unseal
 from node.settings.peerconfig import FILE_SIGN, PeerConfig
@@ -17,7 +17,7 @@ from node.storage.statedir import StateDir, StateError
 from protocols.base import PeerId
 
 
-class Choice:
+class RunSelector:
     """What the user gave, what the directory holds and what others answer, put together.
 
     Attributes:
@@ -36,7 +36,7 @@ class Choice:
         self._config, self._protocols, self._say = config, protocols, say
         self._expected, self._held = config.run_id, ""
 
-    def held(self, state: StateDir, wanted: RunConfig | None) -> resume.Held | None:
+    def held(self, state: StateDir, wanted: RunConfig | None) -> resume.ResumableRun | None:
         """The run that the directory holds, unless another is to be started.
 
         Args:
@@ -45,7 +45,7 @@ class Choice:
         Raises:
             StateError: it holds another than that, or cannot be read.
         """
-        held = None if self._config.new else resume.held(state, asks=bool(self._config.bootstrap))
+        held = None if self._config.new else resume.find_resumable(state, asks=bool(self._config.bootstrap))
         if held and wanted not in (None, held.manifest.config):
             raise StateError(
                 f"{state.path} is of another run, which is not over: --new starts the one that is asked for"
@@ -56,7 +56,7 @@ class Choice:
         """One line if the run that is meant is the one that the directory holds, and that is over; else nothing.
 
         Args:
-            wanted: as of `held`.
+            wanted: as of `find_resumable`.
 
         Raises:
             StateError: another is asked for, and that one is in the way.
@@ -74,7 +74,7 @@ class Choice:
             raise StateError(f"{state.path} is of another run, which is over: {resume.ANOTHER}")
         return _over(held, state)
 
-    def is_over(self, state: StateDir, run: Run) -> str:
+    def is_over(self, state: StateDir, run: RunInfo) -> str:
         """The same of a run that others are still in."""
         there = unseal(run.sealed, verify).run_id
         return _over(there, state) if state.is_over and there == run_id(state.manifest()) else ""
@@ -88,7 +88,7 @@ class Choice:
         self._expected = config.run_id or held or None
         return (*config.bootstrap, *(state.addresses() if held else ()))
 
-    def judge(self, run: Run) -> None:
+    def judge(self, run: RunInfo) -> None:
         """Whether to join this run.
 
         Raises:
@@ -101,7 +101,9 @@ class Choice:
         if not named:
             raise ManifestError("the evaluation sample is not the one that the manifest names: ask another peer")
 
-    async def ask(self, entry: Entry, state: StateDir, addresses: Sequence[str], held: resume.Held | None) -> Run:
+    async def ask(
+        self, entry: BootstrapClient, state: StateDir, addresses: Sequence[str], held: resume.ResumableRun | None
+    ) -> RunInfo:
         """Which run this is, from whoever is found at one of these addresses; or the one that is held here.
 
         Raises:
@@ -143,7 +145,7 @@ class Choice:
         self.alone = True
         return self.go_on(held)
 
-    def given(self, entry: Entry) -> tuple[str, ...]:
+    def given(self, entry: BootstrapClient) -> tuple[str, ...]:
         """The multiaddrs that the user gave, those in files as they were read last."""
         plain = (each for each in self._config.bootstrap if not each.startswith(FILE_SIGN))
         return (*plain, *(address for named in entry.named.values() for address in named))
@@ -154,7 +156,7 @@ class Choice:
             return held.startswith(self._config.run_id)
         return not self._config.bootstrap or any(address.rpartition("/p2p/")[2] in met for address in given)
 
-    def go_on(self, held: resume.Held) -> Run:
+    def go_on(self, held: resume.ResumableRun) -> RunInfo:
         """Go on with the run that is held here, whoever is there."""
         self.judge(held.run)
         self.own, why = True, "nobody answers: " if self.alone else ""

@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from node.entering.addressfile import Named
-from node.members.hello import ENTRY, MAX_STATUS_BYTES, RunIs, StatusIs, WantRun, WantStatus
+from node.entering.addressfile import AddressLine
+from node.members.hello import ENTRY, MAX_STATUS_BYTES, RunReply, StatusReply, WantRun, WantStatus
 from node.settings.manifest import ManifestError
 from node.settings.peerconfig import FILE_SIGN
 from node.status import to_json
 from protocols import wire
 from protocols.base import BadPayload, Deadline, PeerError, PeerId, Stream, Transport
-from protocols.tasks import together, within
+from protocols.tasks import peer_timeout, task_group
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ _WAITS = "; this peer waits for others' addresses there, and starts no run of it
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunInfo:
     """What a newcomer is told.
 
     Attributes:
@@ -53,24 +53,24 @@ class Run:
     sample: bytes
 
 
-class Door:
+class BootstrapServer:
     """Answers who asks which run this is, and how this peer is doing."""
 
-    def __init__(self, transport: Transport, run: Run, status: Callable[[], dict[str, Any]]) -> None:
+    def __init__(self, transport: Transport, run: RunInfo, status: Callable[[], dict[str, Any]]) -> None:
         self._run, self._status = run, status
         transport.serve(ENTRY, self._serve)
 
     async def _serve(self, peer: PeerId, stream: Stream) -> None:
-        async with within(ASK_SECONDS, peer, "it asks"):
+        async with peer_timeout(ASK_SECONDS, peer, "it asks"):
             request = await stream.receive(wire.MAX_HEADER_BYTES)
-        async with within(TRANSFER_SECONDS, peer, "it takes an answer"):
+        async with peer_timeout(TRANSFER_SECONDS, peer, "it takes an answer"):
             match request:
                 case WantRun():
                     run = self._run
-                    await stream.send(RunIs(len(run.sealed), len(run.sample)), run.sealed + run.sample)
+                    await stream.send(RunReply(len(run.sealed), len(run.sample)), run.sealed + run.sample)
                 case WantStatus():
                     data = _bounded(self._status())
-                    await stream.send(StatusIs(len(data)), data)
+                    await stream.send(StatusReply(len(data)), data)
                 case _:
                     raise BadPayload(f"{type(request).__name__} at the door")
 
@@ -82,7 +82,7 @@ def _bounded(status: dict[str, Any]) -> bytes:
     return data
 
 
-async def ask_run(transport: Transport, peer: PeerId, deadline: Deadline) -> Run:
+async def ask_run(transport: Transport, peer: PeerId, deadline: Deadline) -> RunInfo:
     """Which run a peer is in. What it says is not judged here.
 
     Raises:
@@ -90,10 +90,10 @@ async def ask_run(transport: Transport, peer: PeerId, deadline: Deadline) -> Run
     """
     async with transport.open(peer, ENTRY, deadline) as stream:
         await stream.send(WantRun())
-        answer = wire.expect(await stream.receive(wire.MAX_HEADER_BYTES), RunIs)
+        answer = wire.expect(await stream.receive(wire.MAX_HEADER_BYTES), RunReply)
         data = bytearray(answer.manifest_bytes + answer.sample_bytes)
         await stream.receive_into(memoryview(data))
-    return Run(bytes(data[: answer.manifest_bytes]), bytes(data[answer.manifest_bytes :]))
+    return RunInfo(bytes(data[: answer.manifest_bytes]), bytes(data[answer.manifest_bytes :]))
 
 
 async def ask_status(transport: Transport, peer: PeerId, deadline: Deadline) -> dict[str, Any]:
@@ -104,7 +104,7 @@ async def ask_status(transport: Transport, peer: PeerId, deadline: Deadline) -> 
     """
     async with transport.open(peer, ENTRY, deadline) as stream:
         await stream.send(WantStatus())
-        answer = wire.expect(await stream.receive(wire.MAX_HEADER_BYTES), StatusIs)
+        answer = wire.expect(await stream.receive(wire.MAX_HEADER_BYTES), StatusReply)
         data = bytearray(answer.size)
         await stream.receive_into(memoryview(data))
     try:
@@ -131,7 +131,7 @@ async def reach(
             left.cancel()
 
 
-class _Crowd:
+class _Refusals:
     """Addresses of one source, of which one line tells, once each of them has failed."""
 
     def __init__(self, what: str, addresses: Iterable[str]) -> None:
@@ -147,7 +147,7 @@ class _Crowd:
         return "" if self._left else f"{self._what} leads in: {causes} (they are tried again)"
 
 
-class Entry:
+class BootstrapClient:
     """Tries addresses until one has led in; the others are tried on, once each at least. An async context manager.
 
     Attributes:
@@ -159,10 +159,10 @@ class Entry:
     def __init__(
         self,
         connect: Callable[[str, Deadline], Awaitable[PeerId]],
-        ask: Callable[[PeerId, Deadline], Awaitable[Run]],
-        judge: Callable[[Run], None],
+        ask: Callable[[PeerId, Deadline], Awaitable[RunInfo]],
+        judge: Callable[[RunInfo], None],
         say: Callable[[str], None],
-        read: Callable[[Path], Awaitable[Named | str]],
+        read: Callable[[Path], Awaitable[AddressLine | str]],
     ) -> None:
         """
         Args:
@@ -181,8 +181,8 @@ class Entry:
         self._useless, self._stopped = 0, False
 
     async def __aenter__(self) -> Self:
-        self._found: asyncio.Future[Run] = asyncio.get_running_loop().create_future()
-        self._group = await self._exit.enter_async_context(together())
+        self._found: asyncio.Future[RunInfo] = asyncio.get_running_loop().create_future()
+        self._group = await self._exit.enter_async_context(task_group())
         return self
 
     async def __aexit__(self, *error: Any) -> bool | None:
@@ -191,7 +191,7 @@ class Entry:
             each.cancel()
         return await self._exit.__aexit__(*error)
 
-    async def find(self, addresses: Sequence[str], remembered: Collection[str] = ()) -> Run:
+    async def find(self, addresses: Sequence[str], remembered: Collection[str] = ()) -> RunInfo:
         """The run, as soon as one address has led to it.
 
         Args:
@@ -220,7 +220,7 @@ class Entry:
         told = ""
         while True:
             said = await self._read(Path(source.removeprefix(FILE_SIGN)))
-            if isinstance(said, Named):
+            if isinstance(said, AddressLine):
                 self.named[source] = said.addresses
             named = self.named.get(source, ())
             if seeks := not (self._found.done() or self._stopped):
@@ -239,7 +239,7 @@ class Entry:
             together: who they are, if one line is to tell of all.
         """
         new = [each for each in dict.fromkeys(addresses) if each not in self._tries]
-        crowd = _Crowd(together, new) if together and len(new) > 1 else None
+        crowd = _Refusals(together, new) if together and len(new) > 1 else None
         self._tries |= {each: self._group.create_task(self._try(each, crowd)) for each in new}
         return new
 
@@ -250,7 +250,7 @@ class Entry:
             mine.remove(address)
         mine.update(self._begin(addresses, f"{source}: none of its {len(addresses)} addresses"))
 
-    async def _try(self, address: str, crowd: _Crowd | None) -> None:
+    async def _try(self, address: str, crowd: _Refusals | None) -> None:
         told, attempt = "", 0
         while True:
             try:
@@ -266,14 +266,14 @@ class Entry:
             await asyncio.sleep(PAUSE_SECONDS[min(attempt, len(PAUSE_SECONDS) - 1)])
             attempt += 1
 
-    def _tell(self, address: str, why: str, again: str, crowd: _Crowd | None) -> None:
+    def _tell(self, address: str, why: str, again: str, crowd: _Refusals | None) -> None:
         line = crowd.failed(address, why) if crowd else f"{address}: {why}{again}"
         if crowd:
             log.debug("%s: %s", address, why)
         if line and not (crowd and self._found.done()):
             self._say(line)
 
-    def _give_up(self, address: str, why: str, crowd: _Crowd | None) -> None:
+    def _give_up(self, address: str, why: str, crowd: _Refusals | None) -> None:
         """It does not lead where we want to go, and never will; once that is so of all, there is no way in."""
         self._useless += 1
         if self._useless == len(self._tries) and not self._readers and not self._found.done():

@@ -6,18 +6,18 @@ import hashlib
 
 import torch
 
-from node.entering.entry import Run
+from node.entering.entry import RunInfo
 from node.identity import Identity
 from node.settings.manifest import Manifest, layout_digest, seal
 from node.settings.runconfig import RunConfig
 from node.training.remote import RemoteTrainer
 from protocols.base import Compute, Member
-from protocols.catchup.snapshot import Index
+from protocols.catchup.snapshot import SnapshotIndex
 
 
-async def found(
+async def found_run(
     config: RunConfig, founder: Member, identity: Identity, trainer: RemoteTrainer, compute: Compute, created: float
-) -> tuple[Manifest, Run]:
+) -> tuple[Manifest, RunInfo]:
     """The manifest of a new run, and what newcomers are told of it.
 
     Args:
@@ -35,12 +35,12 @@ async def found(
         created=created,
         layout=layout_digest(trainer.layout),
     )
-    return manifest, Run(seal(manifest, identity), sample)
+    return manifest, RunInfo(seal(manifest, identity), sample)
 
 
 async def _initial_root(trainer: RemoteTrainer, compute: Compute) -> bytes:
     """Root of the outer state that a run starts from: the parameters as they were drawn here, and no momentum."""
     anchor = torch.empty(trainer.layout.sizes()[0])
     await trainer.read(anchor)
-    index = await compute.run(lambda: Index.of(anchor, torch.zeros_like(anchor)), 8 * len(anchor))
+    index = await compute.run(lambda: SnapshotIndex.of(anchor, torch.zeros_like(anchor)), 8 * len(anchor))
     return index.state_root(0)

@@ -15,20 +15,20 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from node.entering.entry import Run
+from node.entering.entry import RunInfo
 from node.identity import sync_directory, verify
 from node.outfit import stream_seed
-from node.rounds.loose import LooseReplica
-from node.rounds.round import Replica
+from node.rounds.loose import IndependentOuterLoop
+from node.rounds.round import ReplicatedOuterLoop
 from node.settings.manifest import Manifest, ManifestError, unseal
 from node.status import short
-from node.storage.archive import CertificateFile
-from node.storage.checkpoint import DIRECTORY, Checkpoint, CheckpointError, Data, places, whole
-from node.storage.keeper import Keeper
+from node.storage.archive import CertificateLog
+from node.storage.checkpoint import DIRECTORY, Checkpoint, CheckpointError, DataCursor, places, whole
+from node.storage.keeper import CheckpointManager
 from node.storage.statedir import StateDir, StateError, holds_run
 from node.training.remote import RemoteTrainer, WorkerError
 from protocols.base import Layout, Member, PeerId
-from protocols.catchup.snapshot import Index
+from protocols.catchup.snapshot import SnapshotIndex
 from protocols.history.chain import UNSETTLED, Chain
 from protocols.vote import record as records
 
@@ -40,7 +40,7 @@ ANSWER_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class ResumableRun:
     """A run that a state directory holds, and that is not over.
 
     Attributes:
@@ -49,11 +49,11 @@ class Held:
     """
 
     manifest: Manifest
-    run: Run
+    run: RunInfo
     has_state: bool
 
 
-def held(state: StateDir, asks: bool = True) -> Held | None:
+def find_resumable(state: StateDir, asks: bool = True) -> ResumableRun | None:
     """The run that the directory is of; None if there is none to go on with, or one that cannot be read.
 
     Args:
@@ -75,9 +75,9 @@ def held(state: StateDir, asks: bool = True) -> Held | None:
         log.warning("the run in %s cannot be gone on with alone: its evaluation sample is damaged", state.path)
         return None
     founded = manifest.founder.peer == state.identity.peer_id
-    run = Run(sealed, sample if any(manifest.held_out) else b"")
+    run = RunInfo(sealed, sample if any(manifest.held_out) else b"")
     try:
-        return Held(manifest, run, bool(places(state.path / DIRECTORY)) or founded)
+        return ResumableRun(manifest, run, bool(places(state.path / DIRECTORY)) or founded)
     except OSError as error:
         raise StateError(f"{state.path / DIRECTORY} cannot be read ({error.strerror}): set that right") from None
 
@@ -101,7 +101,7 @@ def require_none(state: StateDir) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class RestartPoint:
     """Where a peer begins in a run.
 
     Attributes:
@@ -113,9 +113,9 @@ class Start:
     """
 
     chain: Chain
-    archive: CertificateFile
+    archive: CertificateLog
     checkpoints: tuple[Checkpoint, ...]
-    data: Data
+    data: DataCursor
     shares_anchor: bool = True
 
     def words(self) -> str:
@@ -152,7 +152,7 @@ class Start:
             lineage=root,
             state_root=root,
             layout=layout,
-            index=Index(0, ()),
+            index=SnapshotIndex(0, ()),
             data=self.data,
             carried=0,
             files={},
@@ -163,7 +163,9 @@ def _named(peers: Collection[PeerId]) -> str:
     return ", ".join(sorted(map(short, peers))[:8])
 
 
-def start(state: StateDir, manifest: Manifest, me: Member, alone: bool = False, shares_anchor: bool = True) -> Start:
+def load_restart_point(
+    state: StateDir, manifest: Manifest, me: Member, alone: bool = False, shares_anchor: bool = True
+) -> RestartPoint:
     """Where this life begins. It reads the chain and all checkpoints: to be called off the event loop.
 
     Args:
@@ -182,13 +184,11 @@ def start(state: StateDir, manifest: Manifest, me: Member, alone: bool = False, 
     except OSError as error:
         raise StateError(f"cannot write {state.certificates} ({error.strerror}): free space there") from None
     checkpoints = tuple(each for each in found if not shares_anchor or _is_of(chain, each))
-    data = checkpoints[0].data if checkpoints else Data(stream_seed(me), me.incarnation, 0)
-    return Start(chain, archive, checkpoints, data, shares_anchor)
+    data = checkpoints[0].data if checkpoints else DataCursor(stream_seed(me), me.incarnation, 0)
+    return RestartPoint(chain, archive, checkpoints, data, shares_anchor)
 
 
-def _cut(
-    state: StateDir, manifest: Manifest, found: Sequence[Checkpoint], alone: bool
-) -> tuple[CertificateFile, Chain]:
+def _cut(state: StateDir, manifest: Manifest, found: Sequence[Checkpoint], alone: bool) -> tuple[CertificateLog, Chain]:
     """The chain up to the newest checkpoint on it. A copy is cut, and takes the place of what there was in the end.
 
     For one byte may be wrong in the chain and a month of training lie behind it: what the chain does not lead to is
@@ -199,7 +199,7 @@ def _cut(
     copy.touch(0o600)
     if state.certificates.exists():
         shutil.copyfile(state.certificates, copy)
-    archive = CertificateFile(copy, str(state.certificates))
+    archive = CertificateLog(copy, str(state.certificates))
     chain = Chain(bytes.fromhex(manifest.run_id), "run", (manifest.founder,), manifest.state_root, archive)
     unused = [each for each in found if not _is_of(chain, each)]
     what = f"none of the checkpoints in {state.path / DIRECTORY} can be used"
@@ -209,7 +209,7 @@ def _cut(
         copy.unlink()
         raise StateError(f"{what}; give the address of a peer of the run by --bootstrap, or start another by --new")
     if unused:
-        log.warning("%s: put by in %s", what, state.put_by(manifest.run_id, [each.path for each in unused]))
+        log.warning("%s: put by in %s", what, state.quarantine(manifest.run_id, [each.path for each in unused]))
     cut_back(found, chain)
     archive.sync()
     copy.replace(state.certificates)
@@ -235,7 +235,12 @@ def _is_of(chain: Chain, checkpoint: Checkpoint) -> bool:
     return head is not None and head.state_root in (UNSETTLED, checkpoint.state_root)
 
 
-async def take_up(begin: Start, replica: Replica | LooseReplica, trainer: RemoteTrainer, keeper: Keeper) -> None:
+async def restore(
+    begin: RestartPoint,
+    replica: ReplicatedOuterLoop | IndependentOuterLoop,
+    trainer: RemoteTrainer,
+    keeper: CheckpointManager,
+) -> None:
     """Put this peer where its last checkpoint was made, inner optimiser and all; the older ones are handed out again.
 
     Raises:

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from node.members.hello import Hello
-from node.members.suspicion import Suspicion
+from node.members.suspicion import FailureDetector
 from protocols.base import Member, PeerId
 
 AGAIN_SECONDS = 2.0
@@ -23,7 +23,7 @@ MAX_FAILURES = 10
 
 
 @dataclass(slots=True, eq=False)
-class Contact:
+class PeerRecord:
     """One peer.
 
     Attributes:
@@ -66,7 +66,7 @@ class Contact:
     greeted: float | None = None
     stale: bool = False
     cut: bool = False
-    suspicion: Suspicion = field(default_factory=lambda: Suspicion(0.0))
+    suspicion: FailureDetector = field(default_factory=lambda: FailureDetector(0.0))
     nudge: asyncio.Event = field(default_factory=asyncio.Event)
     hurry: asyncio.Event = field(default_factory=asyncio.Event)
     watching: asyncio.Timeout | None = None

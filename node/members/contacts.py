@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from node.members.addresses import sound
-from node.members.contact import Contact
+from node.members.contact import PeerRecord
 from protocols.base import PeerId
 
 MAX_CONTACTS = 256
@@ -16,7 +16,7 @@ MAX_TOLD_OF = 32
 MAX_PEER_CHARACTERS = 64
 
 
-class Contacts:
+class PeerTable:
     """Contacts by peer.
 
     Attributes:
@@ -28,11 +28,11 @@ class Contacts:
         Args:
             wanted: peers that always have a place.
         """
-        self.on_forget: Callable[[Contact], None] = lambda contact: None
+        self.on_forget: Callable[[PeerRecord], None] = lambda contact: None
         self._me, self._wanted = me, wanted
-        self._contacts: dict[PeerId, Contact] = {}
+        self._contacts: dict[PeerId, PeerRecord] = {}
 
-    def __iter__(self) -> Iterator[Contact]:
+    def __iter__(self) -> Iterator[PeerRecord]:
         return iter(tuple(self._contacts.values()))
 
     def __contains__(self, peer: PeerId) -> bool:
@@ -41,7 +41,7 @@ class Contacts:
     def wants(self, peer: PeerId) -> bool:
         return peer in set(self._wanted())
 
-    def add(self, peer: PeerId, addresses: Sequence[str] = (), told_by: PeerId = "") -> Contact | None:
+    def add(self, peer: PeerId, addresses: Sequence[str] = (), told_by: PeerId = "") -> PeerRecord | None:
         """The contact of a peer, made if there is none yet and it can have a place; it may be found there, too.
 
         Args:
@@ -53,11 +53,11 @@ class Contacts:
         if contact is None:
             if not self._has_room(peer, told_by):
                 return None
-            contact = self._contacts[peer] = Contact(peer, told_by=told_by)
+            contact = self._contacts[peer] = PeerRecord(peer, told_by=told_by)
         contact.addresses = sound((*addresses, *contact.addresses))
         return contact
 
-    def forget(self, contact: Contact) -> None:
+    def forget(self, contact: PeerRecord) -> None:
         """Its place is free again."""
         if self._contacts.pop(contact.peer, None):
             self.on_forget(contact)

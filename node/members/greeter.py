@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from node.members.contact import Contact
-from node.members.hello import MAX_ADDRESSES, VERSION, Hello, Pulse, Refusal, signed_part
+from node.members.contact import PeerRecord
+from node.members.hello import MAX_ADDRESSES, VERSION, Heartbeat, Hello, HelloRejected, signed_part
 from node.members.suspicion import PULSE_SECONDS
 from protocols import wire
 from protocols.base import BadPayload, Clock, Member, PeerId, Signer, Stream
-from protocols.tasks import together, within
+from protocols.tasks import peer_timeout, task_group
 
 IDLE_SECONDS = 60.0
 """A peer that watches us and sends no pulse for so long is not served any more."""
@@ -24,7 +24,7 @@ TWIN = "another process runs with this identity: two peers cannot share one; sto
 
 
 @dataclass(frozen=True, slots=True)
-class Self:
+class LocalPeer:
     """What this peer says of itself.
 
     Attributes:
@@ -43,7 +43,7 @@ class Self:
     round: Callable[[], int]
 
 
-class Greeter:
+class HandshakeProtocol:
     """One peer's side of all such streams.
 
     Attributes:
@@ -51,7 +51,7 @@ class Greeter:
         sketch: what they say of its parameters (`node.rounds.sketch`); empty: nothing.
     """
 
-    def __init__(self, who: Self, clock: Clock, signer: Signer) -> None:
+    def __init__(self, who: LocalPeer, clock: Clock, signer: Signer) -> None:
         self.leaving, self.sketch = False, b""
         self._who, self._clock, self._signer = who, clock, signer
         self._number = 0
@@ -63,7 +63,7 @@ class Greeter:
         hello = Hello(VERSION, who.run, who.me, who.life, who.nickname, addresses, b"")
         return replace(hello, signature=self._signer.sign(signed_part(hello)))
 
-    def is_twin(self, hello: Hello) -> bool:
+    def is_duplicate(self, hello: Hello) -> bool:
         """Whether this proves another life of ours in this run, one that is not earlier than this one."""
         who = self._who
         same = (hello.run, hello.member.peer) == (who.run, who.me.peer)
@@ -73,8 +73,8 @@ class Greeter:
     def _is_signed(self, hello: Hello) -> bool:
         return self._signer.verify(hello.member.peer, signed_part(hello), hello.signature)
 
-    def _pulse(self, number: int) -> Pulse:
-        return Pulse(number, self._clock.wall(), self._who.round(), self.leaving, self.sketch)
+    def _pulse(self, number: int) -> Heartbeat:
+        return Heartbeat(number, self._clock.wall(), self._who.round(), self.leaving, self.sketch)
 
     def check(self, peer: PeerId, hello: Hello) -> None:
         """Refuse who is not one of us.
@@ -93,7 +93,9 @@ class Greeter:
         if not self._is_signed(hello):
             raise BadPayload("greets without a signature of its own")
 
-    async def exchange(self, contact: Contact, stream: Stream, on_refusal: Callable[[PeerId, Refusal], None]) -> None:
+    async def exchange(
+        self, contact: PeerRecord, stream: Stream, on_refusal: Callable[[PeerId, HelloRejected], None]
+    ) -> None:
         """Send pulses and take their echoes until the stream ends.
 
         Args:
@@ -111,13 +113,13 @@ class Greeter:
                         await contact.hurry.wait()
                 contact.hurry.clear()
 
-        async with together() as group:
+        async with task_group() as group:
             group.create_task(send())
             while True:
                 echo = await stream.receive(wire.MAX_HEADER_BYTES)
-                if isinstance(echo, Refusal):
+                if isinstance(echo, HelloRejected):
                     on_refusal(contact.peer, echo)
-                pulse = wire.expect(echo, Pulse)
+                pulse = wire.expect(echo, Heartbeat)
                 began = sent.pop(pulse.number, None)
                 if began is None:
                     raise BadPayload("an echo of a pulse that was not sent")
@@ -125,7 +127,7 @@ class Greeter:
                     del sent[older]
                 self._hear(contact, pulse, began)
 
-    def _hear(self, contact: Contact, echo: Pulse, began: float) -> None:
+    def _hear(self, contact: PeerRecord, echo: Heartbeat, began: float) -> None:
         now = asyncio.get_running_loop().time()
         contact.suspicion.hear(now)
         contact.round, contact.leaving, contact.sketch = echo.round, echo.leaving, echo.sketch
@@ -133,15 +135,15 @@ class Greeter:
         if contact.round_trip_seconds <= QUICK_SECONDS:
             contact.offset_seconds = echo.wall - (self._clock.wall() - contact.round_trip_seconds / 2)
 
-    async def echo(self, contact: Contact, hello: Hello, stream: Stream) -> None:
+    async def echo(self, contact: PeerRecord, hello: Hello, stream: Stream) -> None:
         """Answer pulses until the watcher goes, or turns out to be a life that another has followed."""
         while True:
-            async with within(IDLE_SECONDS, contact.peer, "it sends pulses"):
-                pulse = wire.expect(await stream.receive(wire.MAX_HEADER_BYTES), Pulse)
+            async with peer_timeout(IDLE_SECONDS, contact.peer, "it sends pulses"):
+                pulse = wire.expect(await stream.receive(wire.MAX_HEADER_BYTES), Heartbeat)
             if contact.hello is None:
                 return  # forgotten: it may greet us again
             if contact.hello.life != hello.life:
-                return await stream.send(Refusal("another life of it is known here", (contact.hello,)))
+                return await stream.send(HelloRejected("another life of it is known here", (contact.hello,)))
             contact.round, contact.leaving, contact.sketch = pulse.round, pulse.leaving, pulse.sketch
             contact.called()
             await stream.send(self._pulse(pulse.number))

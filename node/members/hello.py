@@ -26,7 +26,7 @@ MAX_WALL_SECONDS = 1e11
 
 
 @dataclass(frozen=True, slots=True)
-class Acquaintance:
+class PeerAddress:
     """A peer, and multiaddrs where it may be found."""
 
     peer: str = peer_id()
@@ -35,7 +35,7 @@ class Acquaintance:
 
 @dataclass(frozen=True, slots=True)
 class Hello(Header):
-    """Opens the stream on which one peer watches another; answered with `Welcome` or `Refusal`.
+    """Opens the stream on which one peer watches another; answered with `Welcome` or `HelloRejected`.
 
     Attributes:
         version: what the sender speaks.
@@ -65,11 +65,11 @@ class Welcome(Header):
     """The answer to a `Hello`: the same about its sender, and whom it knows."""
 
     hello: Hello = one(Hello)
-    known: tuple[Acquaintance, ...] = many(one(Acquaintance), MAX_INTRODUCED)
+    known: tuple[PeerAddress, ...] = many(one(PeerAddress), MAX_INTRODUCED)
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal(Header):
+class HelloRejected(Header):
     """The sender will have nothing to do with the receiver.
 
     Attributes:
@@ -81,7 +81,7 @@ class Refusal(Header):
 
 
 @dataclass(frozen=True, slots=True)
-class Pulse(Header):
+class Heartbeat(Header):
     """A sign of life, answered at once by one of the same number.
 
     Attributes:
@@ -100,11 +100,11 @@ class Pulse(Header):
 
 @dataclass(frozen=True, slots=True)
 class WantRun(Header):
-    """A newcomer asks which run this is; answered with `RunIs`."""
+    """A newcomer asks which run this is; answered with `RunReply`."""
 
 
 @dataclass(frozen=True, slots=True)
-class RunIs(Header):
+class RunReply(Header):
     """The sealed manifest follows, and then the sample that everybody evaluates on, so many bytes of each."""
 
     manifest_bytes: int = uint(MAX_RUN_BYTES)
@@ -113,15 +113,24 @@ class RunIs(Header):
 
 @dataclass(frozen=True, slots=True)
 class WantStatus(Header):
-    """Anybody asks how this peer is doing; answered with `StatusIs`."""
+    """Anybody asks how this peer is doing; answered with `StatusReply`."""
 
 
 @dataclass(frozen=True, slots=True)
-class StatusIs(Header):
+class StatusReply(Header):
     """So many bytes of JSON follow."""
 
     size: int = uint(MAX_STATUS_BYTES)
 
 
-MESSAGES: tuple[type[Header], ...] = (Hello, Welcome, Refusal, Pulse, WantRun, RunIs, WantStatus, StatusIs)
+MESSAGES: tuple[type[Header], ...] = (
+    Hello,
+    Welcome,
+    HelloRejected,
+    Heartbeat,
+    WantRun,
+    RunReply,
+    WantStatus,
+    StatusReply,
+)
 register(48, MESSAGES)

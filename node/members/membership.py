@@ -17,19 +17,19 @@ from statistics import median
 
 from node.bounded import count
 from node.members.addresses import sound
-from node.members.contact import MAX_FAILURES, Contact
-from node.members.contacts import Contacts
-from node.members.greeter import TWIN, Greeter, Self
+from node.members.contact import MAX_FAILURES, PeerRecord
+from node.members.contacts import PeerTable
+from node.members.greeter import TWIN, HandshakeProtocol, LocalPeer
 from node.members.hello import (
     HELLO,
     MAX_INTRODUCED,
-    Acquaintance,
     Hello,
-    Refusal,
+    HelloRejected,
+    PeerAddress,
     Welcome,
 )
-from node.members.suspicion import Suspicion
-from node.members.vigil import MAX_OFFSET_SECONDS, Vigil
+from node.members.suspicion import FailureDetector
+from node.members.vigil import MAX_OFFSET_SECONDS, HostMonitor
 from node.rounds import sketch as sketches
 from node.rounds.sketch import Sketch
 from protocols import wire
@@ -45,7 +45,7 @@ from protocols.base import (
     Stream,
     Transport,
 )
-from protocols.tasks import Bell, together, within
+from protocols.tasks import Notifier, peer_timeout, task_group
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class Membership:
         transport: Transport,
         clock: Clock,
         signer: Signer,
-        who: Self,
+        who: LocalPeer,
         wanted: Callable[[], Iterable[PeerId]] = tuple,
         reach: Reach = _no_way,
         drop: Drop = _nothing,
@@ -108,11 +108,11 @@ class Membership:
         self.on_met: Callable[[PeerId], None] = lambda peer: None
         self.on_twin: Callable[[str], None] = lambda why: None
         self._transport, self._who, self._wanted = transport, who, wanted
-        self._reach, self._drop, self.vigil = reach, drop, Vigil(clock, who.addresses)
-        self._greeter = Greeter(who, clock, signer)
-        self._contacts = Contacts(who.me.peer, wanted)
+        self._reach, self._drop, self.vigil = reach, drop, HostMonitor(clock, who.addresses)
+        self._greeter = HandshakeProtocol(who, clock, signer)
+        self._contacts = PeerTable(who.me.peer, wanted)
         self._contacts.on_forget = self._forgotten
-        self._changed = Bell()
+        self._changed = Notifier()
         self._group: asyncio.TaskGroup | None = None
         self._dials, self._hearsay = asyncio.Semaphore(DIALS_AT_ONCE), asyncio.Semaphore(HEARSAY_AT_ONCE)
         transport.serve(HELLO, self._serve)
@@ -130,7 +130,7 @@ class Membership:
             await self._changed.until(lambda: self.version > since, deadline)
         return self.version
 
-    def contacts(self) -> tuple[Contact, ...]:
+    def contacts(self) -> tuple[PeerRecord, ...]:
         """Everybody we know of, for a view; not to be changed."""
         return tuple(self._contacts)
 
@@ -156,7 +156,7 @@ class Membership:
         """Of each of the others who is live, and not about to leave, the round that it says it is in."""
         return {each.peer: each.round for each in self._contacts if each.live and not each.leaving}
 
-    def hint(self, peer: PeerId, addresses: Sequence[str] = (), told_by: PeerId = "") -> Contact | None:
+    def hint(self, peer: PeerId, addresses: Sequence[str] = (), told_by: PeerId = "") -> PeerRecord | None:
         """A peer may be found there; returns its contact, if it can have one.
 
         Args:
@@ -167,7 +167,7 @@ class Membership:
             contact.task = self._group.create_task(self._tend(contact))
         return contact
 
-    def _forgotten(self, contact: Contact) -> None:
+    def _forgotten(self, contact: PeerRecord) -> None:
         contact.hello = None
         if contact.task:
             contact.task.cancel()
@@ -176,7 +176,7 @@ class Membership:
 
     async def run(self) -> None:
         """Watch the others, for ever."""
-        async with together() as group:
+        async with task_group() as group:
             self._group = group
             try:
                 for contact in self._contacts:
@@ -206,7 +206,7 @@ class Membership:
                 self.hint(peer)
             await asyncio.sleep(TICK_SECONDS)
 
-    def _set_live(self, contact: Contact, live: bool, why: str = "") -> None:
+    def _set_live(self, contact: PeerRecord, live: bool, why: str = "") -> None:
         contact.why = why
         if live != contact.live:
             contact.live = live
@@ -217,11 +217,11 @@ class Membership:
 
     def _bump(self) -> None:
         self.version += 1
-        self._changed.ring()
+        self._changed.notify()
 
     # -- watching -----------------------------------------------------------------------------------------------------
 
-    async def _tend(self, contact: Contact) -> None:
+    async def _tend(self, contact: PeerRecord) -> None:
         """Watch one peer; when that ends, it rests, ever longer, and holds no task meanwhile."""
         while True:
             contact.greeted = None
@@ -242,7 +242,7 @@ class Membership:
                 await self._cut(contact)
             return contact.rest(asyncio.get_running_loop().time(), self._contacts.wants(contact.peer))
 
-    def _wake(self, contact: Contact, now: float) -> None:
+    def _wake(self, contact: PeerRecord, now: float) -> None:
         """Try one that rests, if its time has come or it has called us; who never answers, and nobody wants, goes."""
         if not contact.is_due(now):
             return
@@ -251,11 +251,11 @@ class Membership:
         else:
             self.hint(contact.peer)
 
-    async def _cut(self, contact: Contact) -> None:
+    async def _cut(self, contact: PeerRecord) -> None:
         with suppress(PeerError):
             await self._drop(contact.peer, asyncio.get_running_loop().time() + contact.patience_seconds)
 
-    async def _watched(self, contact: Contact) -> str:
+    async def _watched(self, contact: PeerRecord) -> str:
         """Watch a peer for as long as it goes; returns why it ended."""
         try:
             async with asyncio.timeout(None) as contact.watching:
@@ -273,7 +273,7 @@ class Membership:
             contact.watching = None
         return "it said goodbye"
 
-    async def _watch(self, contact: Contact, limit: asyncio.Timeout) -> None:
+    async def _watch(self, contact: PeerRecord, limit: asyncio.Timeout) -> None:
         """Dial, greet, and exchange pulses until the stream ends or `limit` is moved to now."""
         loop, peer = asyncio.get_running_loop(), contact.peer
         async with AsyncExitStack() as dialling:
@@ -288,7 +288,7 @@ class Membership:
                 limit.reschedule(None)
                 await self._greeter.exchange(contact, stream, self._on_refusal)
 
-    async def _turn(self, contact: Contact, dialling: AsyncExitStack) -> None:
+    async def _turn(self, contact: PeerRecord, dialling: AsyncExitStack) -> None:
         """Wait for one's turn to be dialled. Whom we know by hearsay has a long one, whoever else wants us to dial."""
         if contact.told_by and contact.hello is None and not self._contacts.wants(contact.peer):
             await dialling.enter_async_context(self._hearsay)
@@ -296,10 +296,10 @@ class Membership:
         else:
             await dialling.enter_async_context(self._dials)
 
-    async def _greet(self, contact: Contact, stream: Stream) -> None:
+    async def _greet(self, contact: PeerRecord, stream: Stream) -> None:
         await stream.send(self._greeter.hello())
         answer = await stream.receive(wire.MAX_HEADER_BYTES)
-        if isinstance(answer, Refusal):
+        if isinstance(answer, HelloRejected):
             self._on_refusal(contact.peer, answer)
         welcome = wire.expect(answer, Welcome)
         self._greeter.check(contact.peer, welcome.hello)
@@ -307,7 +307,7 @@ class Membership:
             raise BadPayload("it greets us from an older life")
         self._meet(contact, welcome.hello)
         now = asyncio.get_running_loop().time()
-        contact.suspicion = Suspicion(now)
+        contact.suspicion = FailureDetector(now)
         contact.failures, contact.greeted = 0, now
         contact.stale = contact.cut = False
         self._set_live(contact, True)
@@ -315,10 +315,10 @@ class Membership:
             if each.peer not in self._contacts:
                 self.hint(each.peer, each.addresses[:MAX_BELIEVED_ADDRESSES], told_by=contact.peer)
 
-    def _on_refusal(self, peer: PeerId, refusal: Refusal) -> None:
+    def _on_refusal(self, peer: PeerId, refusal: HelloRejected) -> None:
         """Somebody will have nothing to do with us; because another process has our identity, if it proves that."""
         for other in refusal.other:
-            if not self._greeter.is_twin(other):
+            if not self._greeter.is_duplicate(other):
                 raise BadPayload("refuses us for another life of ours that it cannot prove")
             self.on_twin(TWIN)
         raise PeerGone(peer, f"it refuses us: {refusal.why}")
@@ -326,18 +326,18 @@ class Membership:
     # -- being watched ------------------------------------------------------------------------------------------------
 
     async def _serve(self, peer: PeerId, stream: Stream) -> None:
-        async with within(ANSWER_SECONDS, peer, "it greets"):
+        async with peer_timeout(ANSWER_SECONDS, peer, "it greets"):
             hello = wire.expect(await stream.receive(wire.MAX_HEADER_BYTES), Hello)
         try:
             self._greeter.check(peer, hello)
         except BadPayload as error:
             self._refuse(peer, str(error))
-            return await stream.send(Refusal(str(error)[:200]))
+            return await stream.send(HelloRejected(str(error)[:200]))
         contact = self.hint(peer, hello.addresses)
         if contact is None:
-            return await stream.send(Refusal("too many peers are known here"))
+            return await stream.send(HelloRejected("too many peers are known here"))
         if contact.hello and contact.is_older(hello):
-            return await stream.send(Refusal("another life of it is known here", (contact.hello,)))
+            return await stream.send(HelloRejected("another life of it is known here", (contact.hello,)))
         self._meet(contact, hello)
         await stream.send(Welcome(self._greeter.hello(), self._known(peer)))
         contact.called()
@@ -345,7 +345,7 @@ class Membership:
 
     # -- greetings ----------------------------------------------------------------------------------------------------
 
-    def _meet(self, contact: Contact, hello: Hello) -> None:
+    def _meet(self, contact: PeerRecord, hello: Hello) -> None:
         before, contact.hello = contact.hello, hello
         gone = set(before.addresses if before else ()) - set(hello.addresses)  # where it says it is no more
         contact.addresses = sound((*hello.addresses, *(each for each in contact.addresses if each not in gone)))
@@ -356,9 +356,9 @@ class Membership:
             contact.end_watch()  # what we watch is its former life
             self._set_live(contact, False, "it was started again")
 
-    def _known(self, to: PeerId) -> tuple[Acquaintance, ...]:
+    def _known(self, to: PeerId) -> tuple[PeerAddress, ...]:
         others = [each for each in self._contacts if each.live and each.peer != to]
-        return tuple(Acquaintance(each.peer, each.addresses[:MAX_TOLD_ADDRESSES]) for each in others[:MAX_INTRODUCED])
+        return tuple(PeerAddress(each.peer, each.addresses[:MAX_TOLD_ADDRESSES]) for each in others[:MAX_INTRODUCED])
 
     def _refuse(self, peer: PeerId, why: str) -> None:
         new = count(self.refused, why, MAX_REASONS)

@@ -15,7 +15,7 @@ _GAIN = 1 / 8
 _DEVIATION_GAIN = 1 / 4
 
 
-class Suspicion:
+class FailureDetector:
     """When a peer that is heard every second or so has been silent for too long.
 
     Args:

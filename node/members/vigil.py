@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
 
-from node.members.wake import Gap, Ticks, skew
+from node.members.wake import SuspendDetector, TimeJump, skew
 from protocols.base import Clock
 
 log = logging.getLogger(__name__)
@@ -16,7 +16,7 @@ SKEW_SECONDS = 10.0
 MAX_OFFSET_SECONDS = 600.0
 
 
-class Vigil:
+class HostMonitor:
     """Looks at each tick.
 
     Attributes:
@@ -29,12 +29,12 @@ class Vigil:
         self.say: Callable[[str], None] = log.warning
         self.clock, self.upset = "", asyncio.Event()
         self._wall, self._addresses = clock, addresses
-        self._ticks = Ticks()
+        self._ticks = SuspendDetector()
         self._known: frozenset[str] = frozenset()
         self._skewed = ""
         self._looked = self._compared = 0.0
 
-    def tick(self, now: float, next_seconds: float, offsets: Callable[[], Iterable[float]]) -> Gap | None:
+    def tick(self, now: float, next_seconds: float, offsets: Callable[[], Iterable[float]]) -> TimeJump | None:
         """What happened since the tick before, if anything did; where it has a line, all is to be met anew.
 
         Args:
@@ -51,12 +51,12 @@ class Vigil:
             self.upset.set()
         return gap
 
-    def _moved(self) -> Gap | None:
+    def _moved(self) -> TimeJump | None:
         before, here = self._known, frozenset(self._addresses())
         self._known = here or before  # while p2pd is down there are none
         if not before or not here or here == before:
             return None
-        return Gap(0.0, f"this machine's addresses have changed (now {', '.join(sorted(here)[:2])}): all are told")
+        return TimeJump(0.0, f"this machine's addresses have changed (now {', '.join(sorted(here)[:2])}): all are told")
 
     def _compare(self, offsets: Sequence[float]) -> None:
         """A skew is told when it was seen twice: an echo that a sleep delayed shows a wrong one."""

@@ -21,7 +21,7 @@ SKEW_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Gap:
+class TimeJump:
     """What lay between two ticks.
 
     Attributes:
@@ -33,14 +33,14 @@ class Gap:
     line: str = ""
 
 
-class Ticks:
+class SuspendDetector:
     """The time between ticks, as two clocks have it."""
 
     def __init__(self) -> None:
         self._due: float | None = None
         self._ahead = 0.0  # of the wall clock, before the monotonic one
 
-    def tick(self, now: float, wall: float, next_seconds: float) -> Gap | None:
+    def tick(self, now: float, wall: float, next_seconds: float) -> TimeJump | None:
         """A tick comes; what it shows, if it shows anything.
 
         Args:
@@ -53,12 +53,12 @@ class Ticks:
         if first:
             return None
         if jump >= JUMP_SECONDS:
-            return Gap(jump + late, f"this machine slept for {_long(jump + late)}, or its clock was set: {_ANEW}")
+            return TimeJump(jump + late, f"this machine slept for {_long(jump + late)}, or its clock was set: {_ANEW}")
         if jump <= -JUMP_SECONDS:
-            return Gap(-jump, f"this machine's clock was set back by {_long(-jump)}: {_ANEW}")
+            return TimeJump(-jump, f"this machine's clock was set back by {_long(-jump)}: {_ANEW}")
         if late >= ASLEEP_SECONDS:
-            return Gap(late, f"this peer was stopped for {_long(late)}: {_ANEW}")
-        return Gap(late) if late > STOPPED_SECONDS else None
+            return TimeJump(late, f"this peer was stopped for {_long(late)}: {_ANEW}")
+        return TimeJump(late) if late > STOPPED_SECONDS else None
 
 
 _ANEW = "it meets everybody anew, and suspects nobody for that time"

@@ -13,7 +13,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from node.models.trained import Trained
+from node.models.trained import TrainedModel
 from node.settings.runconfig import GptTable
 from node.storage import tensors
 from node.tasks.gpt import RMS_EPS, ROPE_THETA, VOCABULARY
@@ -25,7 +25,7 @@ class ExportError(ValueError):
     """It cannot be written there; one line: what, why, what to do."""
 
 
-def export(model: Trained, out: Path) -> None:
+def export(model: TrainedModel, out: Path) -> None:
     """Make the directory, whole or not at all.
 
     Raises:
@@ -46,7 +46,7 @@ def export(model: Trained, out: Path) -> None:
         raise ExportError(f"{where} cannot be written ({error.strerror}): give a directory by --out that can") from None
 
 
-def _fill(model: Trained, place: Path) -> None:
+def _fill(model: TrainedModel, place: Path) -> None:
     tensors.write(place / MODEL, model.tensors, {"format": "pt"})
     os.chmod(place / MODEL, 0o644)
     texts: dict[str, str] = {"README.md": card(model)}
@@ -126,7 +126,7 @@ def _letters() -> list[str]:
     return [chr(byte if byte in seen else 256 + hidden.index(byte)) for byte in range(256)]
 
 
-def card(model: Trained) -> str:
+def card(model: TrainedModel) -> str:
     """`README.md`: where it comes from, and how to load it."""
     manifest, checkpoint = model.manifest, model.checkpoint
     config, count = manifest.config, sum(manifest.elements)

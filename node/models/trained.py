@@ -27,7 +27,7 @@ class TrainedError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
+class TrainedModel:
     """A model as a run had it before a round.
 
     Attributes:
@@ -41,7 +41,7 @@ class Trained:
     held_out_loss: float
 
 
-def trained(directory: Path) -> Trained:
+def load_trained(directory: Path) -> TrainedModel:
     """The newest checkpoint in a peer's state directory.
 
     Raises:
@@ -69,7 +69,9 @@ def trained(directory: Path) -> Trained:
         for name, shape in fragment:
             high = low + math.prod(shape)
             tensors[name], low = vector[low:high].view(shape), high
-    return Trained(manifest, checkpoint, tensors, _held_out_loss(directory / "rounds.jsonl", checkpoint.lineage.hex()))
+    return TrainedModel(
+        manifest, checkpoint, tensors, _held_out_loss(directory / "rounds.jsonl", checkpoint.lineage.hex())
+    )
 
 
 def _manifest(directory: Path) -> Manifest:

@@ -6,14 +6,14 @@ import codecs
 import re
 from collections.abc import Iterator
 
-from node.models.trained import Trained, TrainedError
+from node.models.trained import TrainedError, TrainedModel
 from node.tasks.gpt import Gpt
 
 _OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
 """What a terminal obeys, but for the tab and the end of a line."""
 
 
-def write(model: Trained, prompt: bytes, tokens: int, temperature: float, seed: int) -> Iterator[str]:
+def write(model: TrainedModel, prompt: bytes, tokens: int, temperature: float, seed: int) -> Iterator[str]:
     """Continue a prompt by so many bytes: the likeliest at temperature 0, else drawn from a seed.
 
     Raises:

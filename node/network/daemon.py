@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from node.child import Child
+from node.child import ChildProcess
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ def with_ports(listen: Sequence[str], found: Sequence[str]) -> tuple[str, ...]:
 class Daemon:
     """One running p2pd. `Daemon.start` makes it; it dies with this process, however that ends. From the main thread."""
 
-    def __init__(self, child: Child) -> None:
+    def __init__(self, child: ChildProcess) -> None:
         self._child = child
 
     @property
@@ -116,22 +116,22 @@ class Daemon:
                 ready.set_result(line is not None)
 
         environment = {"GOLOG_LOG_LEVEL": "error", "GOGC": os.environ.get("GOGC", _GOGC)}
-        child = await Child.start("p2pd", (str(binary()), *command_arguments), hear, environment)
+        child = await ChildProcess.start("p2pd", (str(binary()), *command_arguments), hear, environment)
         try:
             async with asyncio.timeout(_START_SECONDS):
                 if not await ready:
-                    raise DaemonError(f"p2pd did not start: {child.last_words}")
+                    raise DaemonError(f"p2pd did not start: {child.output_tail}")
         except TimeoutError:
             await child.kill()
-            raise DaemonError(f"p2pd said nothing for {_START_SECONDS:g} s: {child.last_words}") from None
+            raise DaemonError(f"p2pd said nothing for {_START_SECONDS:g} s: {child.output_tail}") from None
         except BaseException:
             await child.kill()
             raise
         return cls(child)
 
     @property
-    def last_words(self) -> str:
-        return self._child.last_words
+    def output_tail(self) -> str:
+        return self._child.output_tail
 
     async def ended(self) -> str:
         """Wait until the process has ended, however long; returns how, in one line."""

@@ -11,9 +11,9 @@ from typing import Any, Protocol, Self, TypeVar
 
 from node.bounded import count, renew
 from node.network.daemon import DaemonError
-from node.network.hints import TTL_SECONDS, Hint, Shelf, check, loads, name_of, unpack
+from node.network.hints import TTL_SECONDS, DirectoryRecord, RecordStore, check, loads, name_of, unpack
 from node.network.kademlia import Key, Node, place, running_node
-from node.network.link import LINK_ERRORS, Link
+from node.network.link import LINK_ERRORS, DaemonConnection
 from protocols.base import BadPayload, Clock, Deadline, PeerId, Signer
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class Carrier(Protocol):
 
     me: PeerId
 
-    async def link(self) -> Link: ...
+    async def link(self) -> DaemonConnection: ...
 
 
 class DhtDirectory:
@@ -60,10 +60,10 @@ class DhtDirectory:
         self.refused: Counter[tuple[PeerId, str]] = Counter()
         self._transport, self._signer, self._clock, self._run = transport, signer, clock, run
         self._offset_seconds = offset_seconds
-        self._shelf = Shelf(self._now)
+        self._shelf = RecordStore(self._now)
         self._node: Node | None = None
         self._up = asyncio.Event()
-        self._announced: dict[str, Hint] = {}
+        self._announced: dict[str, DirectoryRecord] = {}
         self._met: dict[PeerId, None] = {}
         self._keeping: asyncio.Task[None] | None = None
 
@@ -84,9 +84,9 @@ class DhtDirectory:
         """
         if not 0 < ttl_seconds <= TTL_SECONDS:
             raise ValueError(f"a hint is good for at most {TTL_SECONDS:g} s, not for {ttl_seconds:g} s")
-        draft = Hint(self._transport.me, scope, self._now() + ttl_seconds, value)
+        draft = DirectoryRecord(self._transport.me, scope, self._now() + ttl_seconds, value)
         message = draft.message(self._run)
-        hint = Hint(draft.peer, scope, draft.expires, value, self._signer.sign(message))
+        hint = DirectoryRecord(draft.peer, scope, draft.expires, value, self._signer.sign(message))
         hint.pack()
         renew(self._announced, scope, hint, _MAX_ANNOUNCED)
         await self._ask(deadline, lambda node: self._store(node, hint))
@@ -106,7 +106,7 @@ class DhtDirectory:
     def _now(self) -> float:
         return self._clock.wall() + self._offset_seconds()
 
-    async def _store(self, node: Node, hint: Hint) -> None:
+    async def _store(self, node: Node, hint: DirectoryRecord) -> None:
         await node.store(name_of(self._run, hint.scope), hint.peer, hint.pack(), hint.expires)
 
     async def _ask(self, deadline: Deadline, question: Callable[[Node], Coroutine[Any, Any, T]]) -> T | None:
@@ -138,7 +138,7 @@ class DhtDirectory:
                 log.warning("no DHT node: %s", error or type(error).__name__)
                 await asyncio.sleep(_RETRY_SECONDS)
 
-    async def _serve(self, node: Node, link: Link) -> None:
+    async def _serve(self, node: Node, link: DaemonConnection) -> None:
         self._node = node
         self._up.set()
         again = node.spawn(self._again(node))

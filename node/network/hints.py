@@ -36,7 +36,7 @@ def name_of(run: bytes, scope: str) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Hint:
+class DirectoryRecord:
     """What one peer says about itself.
 
     Attributes:
@@ -66,7 +66,7 @@ class Hint:
         return packed
 
 
-def unpack(packed: bytes) -> Hint:
+def unpack(packed: bytes) -> DirectoryRecord:
     """
     Raises:
         BadPayload: not a hint, or one over 4 KiB.
@@ -79,10 +79,10 @@ def unpack(packed: bytes) -> Hint:
         raise BadPayload("not a hint") from None
     if not isinstance(fields, list) or [type(each) for each in fields] != [str, str, float, bytes, bytes]:
         raise BadPayload("not a hint")
-    return Hint(*fields)
+    return DirectoryRecord(*fields)
 
 
-def check(hint: Hint, run: bytes, now: float, signer: Signer) -> None:
+def check(hint: DirectoryRecord, run: bytes, now: float, signer: Signer) -> None:
     """
     Args:
         now: wall time, seconds since the epoch.
@@ -120,19 +120,19 @@ def _is_entry(item: object) -> bool:
     return is_triple and math.isfinite(item[2])  # type: ignore[index]
 
 
-class Entry(NamedTuple):
+class StoredValue(NamedTuple):
     """A value, and until when it is good: wall time, seconds since the epoch."""
 
     value: bytes
     expires: float
 
 
-class Shelf:
+class RecordStore:
     """Values by key and peer, until they expire; bounded in all directions but the length of one value."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
-        self._kept: dict[Hashable, dict[PeerId, Entry]] = {}
+        self._kept: dict[Hashable, dict[PeerId, StoredValue]] = {}
 
     def __len__(self) -> int:
         return sum(map(len, self._kept.values()))
@@ -150,10 +150,10 @@ class Shelf:
             self._sweep()
             if not self._has_room(key, peer):
                 return False
-        self._kept.setdefault(key, {})[peer] = Entry(value, expires)
+        self._kept.setdefault(key, {})[peer] = StoredValue(value, expires)
         return True
 
-    def live(self, key: Hashable) -> Mapping[PeerId, Entry]:
+    def live(self, key: Hashable) -> Mapping[PeerId, StoredValue]:
         """What has not expired."""
         now = self._now()
         return {peer: entry for peer, entry in self._kept.get(key, {}).items() if entry.expires > now}

@@ -34,8 +34,8 @@ from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer
 from hivemind.utils.timed_storage import ValueWithExpiration
 
-from node.network.hints import MAX_HINTS_PER_KEY, Shelf, loads
-from node.network.link import LINK_ERRORS, Link
+from node.network.hints import MAX_HINTS_PER_KEY, RecordStore, loads
+from node.network.link import LINK_ERRORS, DaemonConnection
 from protocols.base import PeerId
 
 _MAX_NODES = 1024
@@ -50,7 +50,7 @@ T = TypeVar("T")
 Key: TypeAlias = Any
 """A place in the DHT: hivemind's `DHTID`."""
 
-Judge: TypeAlias = Callable[[PeerId, Key, str, bytes, float], bool]
+RecordValidator: TypeAlias = Callable[[PeerId, Key, str, bytes, float], bool]
 """Whether a record (handed over by this peer, at this key, under this subkey, expiring then) is one to keep."""
 
 Refuse: TypeAlias = Callable[[PeerId, str], None]
@@ -79,7 +79,7 @@ class _Serializer(MSGPackSerializer):  # type: ignore[misc]
 class _Storage:
     """The shelf, as hivemind's node uses its storage and its cache."""
 
-    def __init__(self, shelf: Shelf) -> None:
+    def __init__(self, shelf: RecordStore) -> None:
         self._shelf = shelf
 
     def store(self, key: Key, value: bytes, expiration_time: float, subkey: str) -> bool:
@@ -120,7 +120,7 @@ class StarlingDHT(DHTProtocol):  # type: ignore[misc]
 
     serializer = _Serializer
 
-    def prepare(self, shelf: Shelf, judge: Judge, refuse: Refuse) -> None:
+    def prepare(self, shelf: RecordStore, judge: RecordValidator, refuse: Refuse) -> None:
         """To be called before the node can be reached."""
         self._shelf = shelf
         self.storage = self.cache = _Storage(shelf)
@@ -260,7 +260,9 @@ class Node:
 
 
 @asynccontextmanager
-async def running_node(link: Link, shelf: Shelf, judge: Judge, refuse: Refuse) -> AsyncIterator[Node]:
+async def running_node(
+    link: DaemonConnection, shelf: RecordStore, judge: RecordValidator, refuse: Refuse
+) -> AsyncIterator[Node]:
     """A node on this life of p2pd, until left: then it has no tasks any more.
 
     Raises:
@@ -283,7 +285,7 @@ async def running_node(link: Link, shelf: Shelf, judge: Judge, refuse: Refuse) -
         await _stop(node, protocol.tasks, link)
 
 
-async def _stop(node: DHTNode, tasks: Collection[asyncio.Task[Any]], link: Link) -> None:
+async def _stop(node: DHTNode, tasks: Collection[asyncio.Task[Any]], link: DaemonConnection) -> None:
     try:
         if not link.gone.is_set():
             async with asyncio.timeout(_DAEMON_SECONDS):

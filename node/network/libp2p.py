@@ -28,7 +28,7 @@ from node.bounded import renew
 from node.identity import Identity
 from node.members.addresses import BACKOFF, CROSSED, has_crossed, is_silent, meaning, missing, not_listening
 from node.network.daemon import DaemonError, arguments, with_ports
-from node.network.link import LINK_ERRORS, Link
+from node.network.link import LINK_ERRORS, DaemonConnection
 from node.network.names import stands_for
 from node.network.pipe import SocketPipe
 from node.network.serving import Serving, ask
@@ -96,7 +96,7 @@ class LibP2PTransport:
         self.refused: Counter[tuple[PeerId, str]] = self._serving.refused
         self._listen = config.listen
         self._directory = Path()
-        self._link: Link | None = None
+        self._link: DaemonConnection | None = None
         self._up = asyncio.Event()
         self._supervision: asyncio.Task[None] | None = None
         self._starts_in_a_row = 0
@@ -147,7 +147,7 @@ class LibP2PTransport:
         """The process id of p2pd; None while it is down."""
         return self._link.daemon.pid if self._link else None
 
-    async def link(self) -> Link:
+    async def link(self) -> DaemonConnection:
         """This life of p2pd, when it is up: for hivemind's DHT, which needs a new node in each life.
 
         Raises:
@@ -209,7 +209,7 @@ class LibP2PTransport:
         return pipe
 
     async def _calling(
-        self, peer: PeerId, deadline: Deadline, call: Callable[[Link, int], Awaitable[T]], where: str = ""
+        self, peer: PeerId, deadline: Deadline, call: Callable[[DaemonConnection, int], Awaitable[T]], where: str = ""
     ) -> T:
         """Have p2pd dial; again when it died meanwhile, or when the peer dialled us at the same instant.
 
@@ -233,7 +233,9 @@ class LibP2PTransport:
                 await asyncio.sleep(pause)
 
     @asynccontextmanager
-    async def _reaching(self, peer: PeerId, deadline: Deadline, where: str = "") -> AsyncIterator[tuple[Link, int]]:
+    async def _reaching(
+        self, peer: PeerId, deadline: Deadline, where: str = ""
+    ) -> AsyncIterator[tuple[DaemonConnection, int]]:
         """The daemon, when it is up, and the whole seconds left; inside, every failure becomes one about `peer`."""
         try:
             async with asyncio.timeout_at(deadline):
@@ -274,7 +276,7 @@ class LibP2PTransport:
         # In a task of ours: asyncio reports an error when the one that it made for this call is cancelled.
         self._serving.take(peer, SocketPipe(reader, writer))
 
-    async def _first_launch(self) -> Link:
+    async def _first_launch(self) -> DaemonConnection:
         if kept := self._config.kept:
             with suppress(DaemonError, *LINK_ERRORS):
                 link = await self._launch(kept)
@@ -294,14 +296,14 @@ class LibP2PTransport:
             log.warning("not listening on %s: the port is taken, or this machine has no such interface", address)
         return link
 
-    def _unserved(self, listen: Sequence[str], link: Link) -> tuple[str, ...]:
+    def _unserved(self, listen: Sequence[str], link: DaemonConnection) -> tuple[str, ...]:
         """Where p2pd was to listen and does not. Told what to announce, it shows that, and nobody can tell."""
         return () if self._config.announce else missing(listen, link.addresses)
 
-    async def _launch(self, listen: Sequence[str]) -> Link:
+    async def _launch(self, listen: Sequence[str]) -> DaemonConnection:
         config, control = self._config, self._directory / "control"
         command = arguments(control, config.identity.path, listen, config.announce, config.nat)
-        self._link = await Link.start(command, control, self.me, self._incoming)
+        self._link = await DaemonConnection.start(command, control, self.me, self._incoming)
         return self._link
 
     async def _close_link(self) -> None:
@@ -309,7 +311,7 @@ class LibP2PTransport:
         if link is not None:
             await link.close()
 
-    async def _supervise(self, link: Link) -> None:
+    async def _supervise(self, link: DaemonConnection) -> None:
         loop = asyncio.get_running_loop()
         while True:
             since = loop.time()
@@ -326,7 +328,7 @@ class LibP2PTransport:
             self.restarts += 1
             self._up.set()
 
-    async def _relaunch(self) -> Link:
+    async def _relaunch(self) -> DaemonConnection:
         """Start p2pd again, for as long as it takes; on its old port, unless somebody else has taken that."""
         attempt = 0
         while True:
@@ -338,7 +340,7 @@ class LibP2PTransport:
             except (DaemonError, *LINK_ERRORS) as error:
                 log.warning("p2pd does not start (attempt %d): %s", attempt, error or type(error).__name__)
 
-    async def _redial(self, link: Link) -> None:
+    async def _redial(self, link: DaemonConnection) -> None:
         """Connect again to the peers we knew. The new daemon knows none of them; and those of them that found us gone
         do not dial again for five seconds and more (libp2p's backoff), while a call from us ends that."""
 

@@ -28,7 +28,7 @@ from protocols.base import PeerId
 log = logging.getLogger(__name__)
 
 LINK_ERRORS = (P2PDaemonError, OSError, EOFError)
-"""What calls of a `Link` raise: p2pd said no, or it is not there. A missed deadline is an OSError."""
+"""What calls of a `DaemonConnection` raise: p2pd said no, or it is not there. A missed deadline is an OSError."""
 
 _PROTOCOL = "/starling/stream/1"
 _ATTACH_SECONDS = 10.0
@@ -36,14 +36,14 @@ _PROBE_EVERY_SECONDS = 2.0
 _PROBE_SECONDS = 3.0
 _PROBES = 2
 
-Incoming = Callable[[PeerId, str, asyncio.StreamReader, asyncio.StreamWriter], None]
+IncomingHandler = Callable[[PeerId, str, asyncio.StreamReader, asyncio.StreamWriter], None]
 """Takes a stream that the peer has opened from an address; never waits."""
 
 use_hivemind_log_handler("nowhere")  # hivemind writes to stderr by itself: where its words go is the root's business
 
 
-class Link:
-    """`Link.start` makes it.
+class DaemonConnection:
+    """`DaemonConnection.start` makes it.
 
     Attributes:
         client: hivemind's `P2P`, for its DHT.
@@ -61,7 +61,7 @@ class Link:
         self._control = control
 
     @classmethod
-    async def start(cls, command: Sequence[str], control: Path, me: PeerId, incoming: Incoming) -> Self:
+    async def start(cls, command: Sequence[str], control: Path, me: PeerId, incoming: IncomingHandler) -> Self:
         """Start p2pd with its control socket at `control`; the streams that peers open go to `incoming`.
 
         Raises:
@@ -78,7 +78,7 @@ class Link:
             raise
         return link
 
-    async def _attach(self, me: PeerId, incoming: Incoming) -> None:
+    async def _attach(self, me: PeerId, incoming: IncomingHandler) -> None:
         # hivemind would put the client's socket into /tmp, open to everybody on this machine.
         client: Any = type("AttachedP2P", (P2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{self._control.parent}/"})
         self.client = await client.replicate(HivemindMultiaddr(f"/unix{self._control}"))

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 from node.storage.state import OuterState
 from protocols.base import Deadline, Vector
-from protocols.catchup.download import SLOWEST_BYTES_PER_SECOND, STALL_SECONDS, Unavailable
+from protocols.catchup.download import SLOWEST_BYTES_PER_SECOND, STALL_SECONDS, StateUnavailable
 from protocols.catchup.snapshot import Snapshot
-from protocols.catchup.supply import Supply
-from protocols.history.chain import UNSETTLED, Chain, Link
-from protocols.reducing.parts import HeldPart
-from protocols.tasks import together
+from protocols.catchup.supply import StateFetcher
+from protocols.history.chain import UNSETTLED, Chain, DecidedRound
+from protocols.reducing.parts import ReducedPart
+from protocols.tasks import task_group
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ VOUCHED_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Reached:
+class CatchUpResult:
     """The state at the head of the chain.
 
     Attributes:
@@ -56,7 +56,7 @@ class CatchUp:
         deadline: past it, it goes on only while it moves.
     """
 
-    supply: Supply
+    supply: StateFetcher
     chain: Chain
     own: OuterState
     lineage: bytes
@@ -64,10 +64,10 @@ class CatchUp:
     scratch: Vector
     deadline: Deadline
 
-    async def run(self) -> Reached | None:
+    async def run(self) -> CatchUpResult | None:
         """Try the cheaper way first, then the other, then the last resort; None if none leads there."""
         supply, loop = self.supply, asyncio.get_running_loop()
-        ways: list[tuple[int, Callable[[], Awaitable[Reached]]]] = []
+        ways: list[tuple[int, Callable[[], Awaitable[CatchUpResult]]]] = []
         if offered := supply.offered(self.chain):
             ways.append((supply.cost_bytes(self.chain, offered[0]), self._from_others))
         if start := self._nearest():
@@ -81,7 +81,7 @@ class CatchUp:
                 try:  # where there is another way, one that leads nowhere may not take the time of all
                     async with asyncio.timeout(VOUCHED_SECONDS if last_resort and way != self._from_former else None):
                         reached = await way()
-                except (Unavailable, TimeoutError) as error:
+                except (StateUnavailable, TimeoutError) as error:
                     log.info("the state before round %d is not reached: %s", goal + 1, error)
                     continue
                 supply.pursuit.ends(loop.time())
@@ -102,11 +102,11 @@ class CatchUp:
                 sound.append((head.key.round, state, lineage))
         return max(sound, key=lambda each: each[0])[1:] if sound else None
 
-    async def _from_own(self, start: OuterState | Snapshot, lineage: bytes) -> Reached:
+    async def _from_own(self, start: OuterState | Snapshot, lineage: bytes) -> CatchUpResult:
         self.supply.fetching.begin(self.chain.count_since(lineage), self.supply.mean_bytes)
         return await self._replay(await self._copy(start), lineage)
 
-    async def _from_others(self) -> Reached:
+    async def _from_others(self) -> CatchUpResult:
         fetching, offered = self.supply.fetching, self.supply.offered(self.chain)
         since = self.chain.count_since(offered[0].key.lineage) if offered else 0
         fetching.begin(since, self.supply.mean_bytes)
@@ -114,11 +114,11 @@ class CatchUp:
         fetching.rounds_whole = self.chain.count_since(snapshot.lineage)
         return await self._replay(await self._copy(snapshot), snapshot.lineage, snapshot)
 
-    async def _from_former(self) -> Reached:
-        """The last resort: see `Supply.from_former`."""
+    async def _from_former(self) -> CatchUpResult:
+        """The last resort: see `StateFetcher.from_former`."""
         self.supply.fetching.begin(0, self.supply.mean_bytes)
         snapshot = await self.supply.from_former(self.chain, self._until())
-        return Reached(await self._copy(snapshot), 0, True, snapshot)
+        return CatchUpResult(await self._copy(snapshot), 0, True, snapshot)
 
     async def _copy(self, source: OuterState | Snapshot) -> OuterState:
         """A state of its own that is what `source` is.
@@ -131,10 +131,10 @@ class CatchUp:
             try:
                 await state.take(source)
             except OSError as error:
-                raise Unavailable(f"a snapshot cannot be read: {error.strerror or error}") from error
+                raise StateUnavailable(f"a snapshot cannot be read: {error.strerror or error}") from error
         return state
 
-    async def _replay(self, state: OuterState, lineage: bytes, snapshot: Snapshot | None = None) -> Reached:
+    async def _replay(self, state: OuterState, lineage: bytes, snapshot: Snapshot | None = None) -> CatchUpResult:
         """Take the steps since a lineage again.
 
         Raises:
@@ -142,12 +142,14 @@ class CatchUp:
         """
         replayed, finite = 0, True
         links = self.chain.since(lineage)
-        async with together() as group:
+        async with task_group() as group:
             ahead = group.create_task(self._parts(links[0])) if links else None
             for number, link in enumerate(links):
                 assert ahead is not None
                 if state.root(link.record.round) != link.record.state_root:
-                    raise Unavailable(f"the state before round {link.record.round} is not the one that was decided on")
+                    raise StateUnavailable(
+                        f"the state before round {link.record.round} is not the one that was decided on"
+                    )
                 parts = await ahead
                 if number + 1 < len(links):  # on its way while this step is taken
                     ahead = group.create_task(self._parts(links[number + 1]))
@@ -156,9 +158,9 @@ class CatchUp:
                     finite = await state.step(self.scratch) and finite
                     replayed += 1
                 self.supply.fetching.rounds_here += 1
-        return Reached(state, replayed, finite, snapshot)
+        return CatchUpResult(state, replayed, finite, snapshot)
 
-    async def _parts(self, link: Link) -> list[HeldPart]:
+    async def _parts(self, link: DecidedRound) -> list[ReducedPart]:
         return await self.supply.parts(link, self._until()) if link.record.averaged else []
 
     def _until(self) -> Deadline:

@@ -10,9 +10,18 @@ import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from node.rounds.mixing import Mixing
+from node.rounds.mixing import MixingStrategy
 from node.rounds.sketch import Sketch
-from protocols.base import ClosingAverager, ClosingSession, Contribution, Head, Mean, Outcome, PeerId, RoundKey
+from protocols.base import (
+    AveragingResult,
+    ClosingAverager,
+    ClosingSession,
+    Contribution,
+    Head,
+    Outcome,
+    PeerId,
+    RoundKey,
+)
 
 WAIT_FLOOR_SECONDS, WAIT_LIMIT_SECONDS = 20.0, 600.0
 """For the others to come to the end: as long as this peer trained in its last round, within these."""
@@ -22,7 +31,7 @@ TOLD_SECONDS = 3.0
 
 
 @dataclass(slots=True)
-class Closed:
+class ClosingResult:
     """What came of closing exchanges.
 
     Attributes:
@@ -32,13 +41,13 @@ class Closed:
         told: of the others that were there for it, the sketches that they had told before it.
     """
 
-    mean: Mean = field(default_factory=lambda: Mean(Outcome.SKIPPED))
+    mean: AveragingResult = field(default_factory=lambda: AveragingResult(Outcome.SKIPPED))
     exchanges: int = 0
     half_exchanges: int = 0
     mass_drift: float = 0.0
     told: Mapping[PeerId, Sketch | None] = field(default_factory=dict)
 
-    def follows(self, last: Mean) -> Mean:
+    def follows(self, last: AveragingResult) -> AveragingResult:
         """The last round's mean and these exchanges as one."""
         bytes_sent, bytes_received = (
             last.bytes_sent + self.mean.bytes_sent,
@@ -48,7 +57,7 @@ class Closed:
         return replace(both, blamed=(*last.blamed, *self.mean.blamed))
 
 
-class Closing:
+class ClosingPhase:
     """Attributes:
     rounds: of each of the others who is here and not about to leave, the round that it is in.
     """
@@ -70,12 +79,12 @@ class Closing:
 
     async def run(
         self,
-        mixing: Mixing,
+        mixing: MixingStrategy,
         key: RoundKey,
         seconds: tuple[float, float],
         on_enter: Callable[[ClosingSession], None],
         told: Callable[[], Mapping[PeerId, Sketch]],
-    ) -> Closed:
+    ) -> ClosingResult:
         """Wait for the others, then average with those who are there.
 
         Args:
@@ -89,14 +98,14 @@ class Closing:
         deadline = asyncio.get_running_loop().time() + 2 * wait_seconds + seconds[1]
         async with self._averager.enter(head, deadline) as session:
             on_enter(session)
-            mixing.lend(session)
+            mixing.share(session)
             await self._gathered(wait_seconds, session.cut)
-            await mixing.take_back(session)
+            await mixing.reclaim(session)
             early, undone = mixing.held, mixing.undone
             here = [peer for peer, number in self.rounds().items() if number >= self._run_rounds]
             before = told()
             mean = await mixing.close(session, here)
-        return Closed(
+        return ClosingResult(
             joined(mean, early),
             session.closing_exchanges,
             session.half_exchanges + undone + mixing.undone,
@@ -117,7 +126,7 @@ class Closing:
             behind = now
 
 
-def joined(mean: Mean, held: Mapping[PeerId, Contribution]) -> Mean:
+def joined(mean: AveragingResult, held: Mapping[PeerId, Contribution]) -> AveragingResult:
     """A mean, and exchanges beside it: they count, too, unless they were given up since."""
     if not held:
         nothing = mean.outcome is Outcome.COMMITTED and not mean.contributions

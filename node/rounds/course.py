@@ -8,8 +8,8 @@ from typing import Protocol
 from protocols.base import Head, Member, RoundKey
 
 
-class Course(Protocol):
-    """`protocols.history.chain.Chain`, or `OwnCourse` where no anchor is shared."""
+class RoundHistory(Protocol):
+    """`protocols.history.chain.Chain`, or `LocalHistory` where no anchor is shared."""
 
     @property
     def head(self) -> Head:
@@ -23,7 +23,7 @@ class Course(Protocol):
         """Whom it knows as members, the latest first."""
 
 
-class OwnCourse:
+class LocalHistory:
     """The rounds of one peer, in which nobody else has a voice: a roster of itself, and roots of states as lineages.
 
     Attributes:

@@ -12,10 +12,20 @@ import torch
 
 from node.noloco import NoLoCo
 from node.outer import OuterSGD
-from node.report import RoundReport, Trained, Watch
-from node.storage.keeper import Keeper
+from node.report import LapTimer, RoundReport, TrainingDelta
+from node.storage.keeper import CheckpointManager
 from node.storage.state import OuterState
-from protocols.base import Compute, Mean, Member, PeerId, RoundKey, Session, Trainer, Vector, Work
+from protocols.base import (
+    AveragingResult,
+    AveragingSession,
+    Compute,
+    LocalProgress,
+    Member,
+    PeerId,
+    RoundKey,
+    Trainer,
+    Vector,
+)
 from protocols.catchup.snapshot import Snapshot, Snapshots
 from protocols.wire import MAX_NORM
 
@@ -26,14 +36,14 @@ FIRST_STEP_SECONDS = 2.0
 """Who is asked to leave with nothing in hand waits so long for its first step, and goes with that."""
 
 
-class Labour:
+class OuterLoop:
     """A peer's outer state, and its work in one round after the other.
 
     Attributes:
         state: parameters and momentum.
         leaving: the round under way is this peer's last, and shall end at once.
         last: it is the last, and ends as any other.
-        awaited: whom the round waits for, as far as this peer can tell.
+        waiting_for: whom the round waits for, as far as this peer can tell.
         on_phase: called with `training` or `averaging` and what was trained so far, as a round goes on.
     """
 
@@ -42,18 +52,18 @@ class Labour:
 
     def __init__(
         self, trainer: Trainer, outer: OuterSGD | NoLoCo, compute: Compute, anchor: Vector, snapshots: Snapshots | None,
-        keeper: Keeper | None,
+        keeper: CheckpointManager | None,
     ) -> None:  # fmt: skip
         self.trainer = trainer
         self._compute, self._snapshots, self._keeper = compute, snapshots, keeper
         self.state = OuterState(anchor, torch.zeros_like(anchor), outer, compute)
         self.leaving = self.last = False
-        self.on_phase: Callable[[str, Work], None] = lambda phase, work: None
-        self.awaited: Callable[[], Sequence[PeerId]] = tuple
+        self.on_phase: Callable[[str, LocalProgress], None] = lambda phase, work: None
+        self.waiting_for: Callable[[], Sequence[PeerId]] = tuple
         self._empty_handed = False  # leaves even if it has nothing to hand in
         self._offer_again: Callable[[], None] = lambda: None
         self._limit_seconds = FIRST_ROUND_LIMIT_SECONDS
-        self._trained = Trained()
+        self._trained = TrainingDelta()
 
     @property
     def anchor(self) -> Vector:
@@ -93,7 +103,9 @@ class Labour:
         self._empty_handed = True
         self._offer_again()
 
-    async def _train(self, session: Session, key: RoundKey, state_root: bytes, surplus: bool) -> tuple[Work, list[int]]:
+    async def _train(
+        self, session: AveragingSession, key: RoundKey, state_root: bytes, surplus: bool
+    ) -> tuple[LocalProgress, list[int]]:
         """Train until the round is called.
 
         Args:
@@ -103,21 +115,21 @@ class Labour:
             The work, and the tokens of each offer that was made of it.
         """
         offers: list[int] = []
-        self.awaited = session.awaited
+        self.waiting_for = session.waiting_for
 
-        def offer(work: Work) -> None:
-            self._offer_again = lambda: session.ready(self._offered(work, state_root))
-            session.ready(offered := self._offered(work, state_root))
+        def offer(work: LocalProgress) -> None:
+            self._offer_again = lambda: session.offer(self._offered(work, state_root))
+            session.offer(offered := self._offered(work, state_root))
             offers.append(offered.tokens)
             self._show("training", work)
 
         return await self.trainer.train(key, session.cut, offer, surplus), offers
 
-    def _show(self, phase: str, work: Work) -> None:
+    def _show(self, phase: str, work: LocalProgress) -> None:
         self._trained.hear(work)
         self.on_phase(phase, replace(work, tokens=self._trained.tokens, seconds=self._trained.seconds))
 
-    def _offered(self, work: Work, state_root: bytes) -> Work:
+    def _offered(self, work: LocalProgress, state_root: bytes) -> LocalProgress:
         """Work as the others hear of it: bound to our state, and nothing if it diverged."""
         if diverged(work):
             work = replace(work, tokens=0, norm=0.0)
@@ -125,12 +137,12 @@ class Labour:
             work = replace(work, complete=True, leaving=True)
         return replace(work, state_root=state_root)
 
-    def _took(self, watch: Watch) -> None:
+    def _took(self, watch: LapTimer) -> None:
         """A round has gone well, which says how long another may take."""
         self._limit_seconds = max(ROUND_LIMIT_FLOOR_SECONDS, ROUND_LIMIT_MULTIPLE * watch.total())
 
     def _report(
-        self, me: Member, key: RoundKey, lineage: bytes, anchor: bytes, mean: Mean, work: Work,
+        self, me: Member, key: RoundKey, lineage: bytes, anchor: bytes, mean: AveragingResult, work: LocalProgress,
         seconds: Mapping[str, float], time: float,
     ) -> RoundReport:  # fmt: skip
         """What became of the round that extends `key.lineage`, now that this peer stands at `lineage`."""
@@ -165,6 +177,6 @@ class Labour:
         )
 
 
-def diverged(work: Work) -> bool:
+def diverged(work: LocalProgress) -> bool:
     """Not finite, or more than an offer can say: a plan that held such an offer would be refused by everybody."""
     return not work.norm <= MAX_NORM

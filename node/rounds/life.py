@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
-from node.rounds.loose import LooseReplica
-from node.rounds.round import Replica, RoundReport
+from node.rounds.loose import IndependentOuterLoop
+from node.rounds.round import ReplicatedOuterLoop, RoundReport
 from protocols.base import Outcome
-from protocols.catchup.standing import Standings
-from protocols.catchup.sync import Sync
+from protocols.catchup.standing import IndependentStateSync
+from protocols.catchup.sync import ChainSync
 
 CATCH_UP_SECONDS = 120.0
 """To find out what was decided, and until something comes in: what moves goes on."""
@@ -21,9 +21,9 @@ PAUSE_SECONDS = 1.0
 """Before a round that ended without a decision is tried again: whoever is ahead needs a moment, too."""
 
 
-async def rounds(
-    replica: Replica,
-    sync: Sync,
+async def run_replicated_rounds(
+    replica: ReplicatedOuterLoop,
+    sync: ChainSync,
     wall: Callable[[], float],
     goes_on: Callable[[], bool],
     tell: Callable[[str, str], None] = lambda state, reason: None,
@@ -58,9 +58,9 @@ async def rounds(
         sync.stranded = report.outcome == Outcome.UNDECIDED
 
 
-async def loose_rounds(
-    replica: LooseReplica,
-    standings: Standings,
+async def run_independent_rounds(
+    replica: IndependentOuterLoop,
+    standings: IndependentStateSync,
     wall: Callable[[], float],
     goes_on: Callable[[], bool],
     tell: Callable[[str, str], None] = lambda state, reason: None,

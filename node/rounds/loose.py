@@ -16,30 +16,30 @@ from dataclasses import replace
 
 from node.noloco import NoLoCo
 from node.outer import OuterSGD
-from node.report import RoundReport, Watch
-from node.rounds.closing import LOOK_SECONDS, TOLD_SECONDS, Closed, Closing, joined
-from node.rounds.course import OwnCourse
-from node.rounds.labour import FIRST_ROUND_LIMIT_SECONDS, Labour
-from node.rounds.mixing import Mixing, PullMixing, StateMixing
+from node.report import LapTimer, RoundReport
+from node.rounds.closing import LOOK_SECONDS, TOLD_SECONDS, ClosingPhase, ClosingResult, joined
+from node.rounds.course import LocalHistory
+from node.rounds.labour import FIRST_ROUND_LIMIT_SECONDS, OuterLoop
+from node.rounds.mixing import MixingStrategy, PullMixing, StateMixing
 from node.rounds.sketch import Sketch, distance, furthest, sketch, spread
 from node.rounds.sketch import mean as middle
-from node.storage.keeper import Keeper
+from node.storage.keeper import CheckpointManager
 from protocols.base import (
+    AveragingResult,
     ClosingSession,
     Compute,
     Deadline,
-    LooseAverager,
-    Mean,
+    IndependentAverager,
+    LocalProgress,
     Outcome,
     PeerId,
     RoundKey,
     Trainer,
     Vector,
-    Work,
 )
-from protocols.catchup.download import Unavailable
+from protocols.catchup.download import StateUnavailable
 from protocols.catchup.snapshot import Snapshot, Snapshots
-from protocols.catchup.standing import Standings
+from protocols.catchup.standing import IndependentStateSync
 from protocols.vectors import norm
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ LATE_SHARE = 0.5
 """Of a round's limit: who trained for longer had little time left to mix, or none."""
 
 
-class LooseReplica(Labour):
+class IndependentOuterLoop(OuterLoop):
     """The outer state of one peer, which is its own, and its rounds.
 
     Attributes:
@@ -66,14 +66,14 @@ class LooseReplica(Labour):
 
     def __init__(
         self,
-        chain: OwnCourse,
+        chain: LocalHistory,
         trainer: Trainer,
-        averager: LooseAverager,
+        averager: IndependentAverager,
         outer: OuterSGD | NoLoCo,
         compute: Compute,
         anchor: Vector,
         snapshots: Snapshots | None = None,
-        keeper: Keeper | None = None,
+        keeper: CheckpointManager | None = None,
     ) -> None:
         """
         Args:
@@ -84,12 +84,12 @@ class LooseReplica(Labour):
         self.chain, self.averager = chain, averager
         self.compare: Callable[[Sketch], Mapping[PeerId, Sketch]] = lambda mine: {}
         self.spread_limit, self.astray, self.lacks_state = math.inf, False, False
-        self.closing: Closing | None = None
+        self.closing: ClosingPhase | None = None
         self._sketches: dict[PeerId, Sketch] = {}  # of the others, as of the last round
         self._sketch: Sketch | None = None  # our own, as the others have been told
         self._kept_round = -1
         me = averager.me.peer
-        self._mixing: Mixing = StateMixing(self.state, trainer, compute, me)
+        self._mixing: MixingStrategy = StateMixing(self.state, trainer, compute, me)
         if isinstance(outer, NoLoCo):
             self._mixing = PullMixing(self.state, trainer, compute, me, outer)
 
@@ -136,11 +136,11 @@ class LooseReplica(Labour):
 
     async def run_round(self, wall: Callable[[], float]) -> RoundReport:
         """Train, step, mix with whom one meets. There is always a next state: without the others, the peer's own."""
-        key, watch, mixing = self.key, Watch(), self._mixing
+        key, watch, mixing = self.key, LapTimer(), self._mixing
         async with self.averager.enter(self.chain.head, watch.began + self._limit_seconds) as session:
-            mixing.lend(session)
+            mixing.share(session)
             work, _ = await self._train(session, key, key.lineage, surplus=True)
-            await mixing.take_back(session)
+            await mixing.reclaim(session)
             watch.lap("train")
             self._show("averaging", work)
             mean, work = await mixing.mix(session, work, lambda work: self._offered(work, key.lineage))
@@ -166,25 +166,25 @@ class LooseReplica(Labour):
         )
         return await self._compared(report, key, closed.told)
 
-    async def _close(self, key: RoundKey, watch: Watch) -> Closed:
+    async def _close(self, key: RoundKey, watch: LapTimer) -> ClosingResult:
         """Closing exchanges, if that was the run's last round and this peer is not asked to leave."""
         if self.closing is None or self.leaving or not self.closing.is_due(self.key.round):
-            return Closed()
+            return ClosingResult()
         closing, mixing = self.closing, self._mixing
 
         def entered(session: ClosingSession) -> None:
-            self._offer_again, self.awaited = session.cut.set, closing.behind
+            self._offer_again, self.waiting_for = session.cut.set, closing.behind
 
         def told() -> Mapping[PeerId, Sketch]:
             return self.compare(self._sketch) if self._sketch else {}
 
         closed = await closing.run(mixing, key, (watch.seconds["train"], self._limit_seconds), entered, told)
-        self._offer_again, self.awaited = (lambda: None), tuple
+        self._offer_again, self.waiting_for = (lambda: None), tuple
         watch.lap("close")
         watch.seconds["average"] += watch.seconds["close"]
         return closed
 
-    def _timed(self, mean: Mean, work: Work, watch: Watch) -> None:
+    def _timed(self, mean: AveragingResult, work: LocalProgress, watch: LapTimer) -> None:
         """How long the next round may take. A whole one is the measure, and none that others have cut short: who comes
         in at the end of a round would be cut in all that follow, before it can mix."""
         if mean.outcome is Outcome.COMMITTED and work.complete:
@@ -218,17 +218,19 @@ class LooseReplica(Labour):
 
     # -- another's state ----------------------------------------------------------------------------------------------
 
-    async def catch_up(self, standings: Standings, wall: Callable[[], float], deadline: Deadline) -> RoundReport:
+    async def catch_up(
+        self, standings: IndependentStateSync, wall: Callable[[], float], deadline: Deadline
+    ) -> RoundReport:
         """Fetch another's state, and stand there. Never raises for what other peers do: `undecided`, nothing changed.
 
         The donor is the one whose parameters are nearest to the mean of all that are here.
         """
-        key, watch = self.key, Watch()
+        key, watch = self.key, LapTimer()
         outcome = Outcome.UNDECIDED
         try:
             snapshot = await standings.fetch(self._nearest, deadline)
             await self.start_from(snapshot)
-        except Unavailable as error:
+        except StateUnavailable as error:
             log.debug("no state to go on from: %s", error)
         except OSError as error:
             log.warning("the state that was fetched cannot be read: %s", error.strerror or error)
@@ -237,8 +239,8 @@ class LooseReplica(Labour):
             self._take(snapshot)
             await self.settle()
         blamed, sent, received = standings.ledger.take()
-        mean = Mean(outcome, blamed=blamed, bytes_sent=sent, bytes_received=received)
-        idle = Work(0, math.nan, 0.0, 0.0)
+        mean = AveragingResult(outcome, blamed=blamed, bytes_sent=sent, bytes_received=received)
+        idle = LocalProgress(0, math.nan, 0.0, 0.0)
         seconds = {"train": 0.0, "average": watch.total()}
         me, lineage = self.averager.me, self.key.lineage
         report = self._report(me, key, lineage, key.lineage, mean, idle, seconds, wall())

@@ -22,28 +22,28 @@ from node.outer import pseudo_gradient
 from node.rounds.labour import diverged
 from node.storage.state import OuterState
 from protocols.base import (
-    Blame,
+    AveragingResult,
     ClosingSession,
     Compute,
     Contribution,
-    LooseSession,
-    Mean,
+    IndependentSession,
+    LocalProgress,
     Outcome,
+    PeerFault,
     PeerId,
     Trainer,
-    Work,
 )
 from protocols.catchup.snapshot import Snapshot
 from protocols.vectors import norm
 
-Offer = Callable[[Work], Work]
+OfferCallback = Callable[[LocalProgress], LocalProgress]
 """Makes of work what others hear of it."""
 NOWHERE = "its own step led to parameters that are not finite: it is left out"
 NO_MEAN = "the mean is not finite: it keeps its own state"
 
 
-class Mixing(ABC):
-    """The state of one peer, through its rounds: `lend`, `take_back`, `mix`, and `begin` again.
+class MixingStrategy(ABC):
+    """The state of one peer, through its rounds: `share`, `reclaim`, `mix`, and `begin` again.
 
     Attributes:
         held: of whom the state holds something that came in while it was lent, in this round.
@@ -79,22 +79,24 @@ class Mixing(ABC):
         await self.begin()
 
     @abstractmethod
-    def lend(self, session: LooseSession) -> None:
+    def share(self, session: IndependentSession) -> None:
         """Let others average with this peer while it trains."""
 
-    async def take_back(self, session: LooseSession) -> None:
+    async def reclaim(self, session: IndependentSession) -> None:
         """The training is over: what came in meanwhile is in the state, and nothing comes any more."""
-        self.undone, self.held = 0, await session.take_back()
+        self.undone, self.held = 0, await session.reclaim()
 
     @abstractmethod
-    async def mix(self, session: LooseSession, work: Work, offer: Offer) -> tuple[Mean, Work]:
+    async def mix(
+        self, session: IndependentSession, work: LocalProgress, offer: OfferCallback
+    ) -> tuple[AveragingResult, LocalProgress]:
         """Step along what was trained, and average with whom one meets.
 
         Returns:
             What became of the averaging, and the work as it counts: nothing, where it led nowhere.
         """
 
-    async def close(self, session: ClosingSession, here: Collection[PeerId]) -> Mean:
+    async def close(self, session: ClosingSession, here: Collection[PeerId]) -> AveragingResult:
         """Closing exchanges with those who are here: whole states are averaged, parameters and momentum.
 
         Whatever travels in a round: nothing is made of it afterwards any more.
@@ -102,7 +104,7 @@ class Mixing(ABC):
         into = [self._origin, self._delta]
         return await self._adopted(await session.close([self._state.anchor, self._state.velocity], into, here))
 
-    async def _adopted(self, mean: Mean) -> Mean:
+    async def _adopted(self, mean: AveragingResult) -> AveragingResult:
         """What was averaged into `_origin` and `_delta` is our state, if it is anything good."""
         state, into = self._state, [self._origin, self._delta]
         if mean.outcome is not Outcome.COMMITTED:
@@ -130,25 +132,27 @@ class Mixing(ABC):
         """What was averaged with these is given up."""
         self.undone += sum(len(each.messages) for each in held.values())
 
-    def _given_up(self, mean: Mean, why: str) -> Mean:
+    def _given_up(self, mean: AveragingResult, why: str) -> AveragingResult:
         self._undo(mean.contributions)
-        blamed = (*mean.blamed, Blame(self._me, why))
+        blamed = (*mean.blamed, PeerFault(self._me, why))
         return replace(mean, outcome=Outcome.SKIPPED, contributions={}, weights={}, blamed=blamed)
 
 
-class StateMixing(Mixing):
+class StateMixing(MixingStrategy):
     """Stepped states travel, parameters and momentum."""
 
-    def lend(self, session: LooseSession) -> None:
-        session.lend([self._state.anchor, self._state.velocity])
+    def share(self, session: IndependentSession) -> None:
+        session.share([self._state.anchor, self._state.velocity])
 
-    async def mix(self, session: LooseSession, work: Work, offer: Offer) -> tuple[Mean, Work]:
+    async def mix(
+        self, session: IndependentSession, work: LocalProgress, offer: OfferCallback
+    ) -> tuple[AveragingResult, LocalProgress]:
         stepped = not diverged(work) and await self._step(work)
         work = offer(work if stepped else nothing_of(work))
         mean = await self._average(session, work)
-        return (mean if stepped else replace(mean, blamed=(*mean.blamed, Blame(self._me, NOWHERE)))), work
+        return (mean if stepped else replace(mean, blamed=(*mean.blamed, PeerFault(self._me, NOWHERE)))), work
 
-    async def _step(self, work: Work) -> bool:
+    async def _step(self, work: LocalProgress) -> bool:
         """Our own outer step along what was trained, if it was anything; False if it led nowhere."""
         if not work.tokens:
             return True
@@ -158,13 +162,13 @@ class StateMixing(Mixing):
         self._stand_still()
         return False
 
-    async def _average(self, session: LooseSession, work: Work) -> Mean:
+    async def _average(self, session: IndependentSession, work: LocalProgress) -> AveragingResult:
         """What comes of it is our state, if anything good does."""
         into = [self._origin, self._delta]
-        return await self._adopted(await session.mean([self._state.anchor, self._state.velocity], work, into))
+        return await self._adopted(await session.average([self._state.anchor, self._state.velocity], work, into))
 
 
-class PullMixing(Mixing):
+class PullMixing(MixingStrategy):
     """What a peer brings to NoLoCo's step travels; parameters are pulled together through momenta that are its own.
 
     What was brought stays lent through the next round's training: the step is amended by what comes in by then.
@@ -180,12 +184,12 @@ class PullMixing(Mixing):
         self._stepped = False
         await super().take(snapshot)
 
-    def lend(self, session: LooseSession) -> None:
+    def share(self, session: IndependentSession) -> None:
         if self._stepped:
-            session.lend([self._lent])
+            session.share([self._lent])
 
-    async def take_back(self, session: LooseSession) -> None:
-        await super().take_back(session)
+    async def reclaim(self, session: IndependentSession) -> None:
+        await super().reclaim(session)
         if self.held and not await self._compute.run(self._amend, 12 * len(self._lent)):
             self._undo(self.held)
             self.held = {}
@@ -198,7 +202,9 @@ class PullMixing(Mixing):
         self._rule.amend(self._state.anchor, self._state.velocity, self._delta)
         return True
 
-    async def mix(self, session: LooseSession, work: Work, offer: Offer) -> tuple[Mean, Work]:
+    async def mix(
+        self, session: IndependentSession, work: LocalProgress, offer: OfferCallback
+    ) -> tuple[AveragingResult, LocalProgress]:
         whole = not diverged(work) and await self._bring(work)
         if not whole:
             work = nothing_of(work)
@@ -208,9 +214,9 @@ class PullMixing(Mixing):
         if not await self._step():
             self._stand_still()
             return self._given_up(mean, NOWHERE), work
-        return (mean if whole else replace(mean, blamed=(*mean.blamed, Blame(self._me, NOWHERE)))), work
+        return (mean if whole else replace(mean, blamed=(*mean.blamed, PeerFault(self._me, NOWHERE)))), work
 
-    async def _bring(self, work: Work) -> bool:
+    async def _bring(self, work: LocalProgress) -> bool:
         """Make what we bring, into `_delta`; who trained nothing has no pseudo-gradient. Whether it is finite."""
         if work.tokens:
             await self._read()
@@ -223,9 +229,9 @@ class PullMixing(Mixing):
 
         return await self._compute.run(make, 12 * len(self._delta))
 
-    async def _average(self, session: LooseSession, work: Work) -> Mean:
+    async def _average(self, session: IndependentSession, work: LocalProgress) -> AveragingResult:
         """The mean to step by, into `_lent`: without others, what we bring."""
-        mean = await session.mean([self._delta], work, [self._lent])
+        mean = await session.average([self._delta], work, [self._lent])
         if mean.outcome is not Outcome.COMMITTED:
             mean = replace(mean, outcome=Outcome.SKIPPED)
         elif not await self._compute.run(lambda: math.isfinite(norm([self._lent])), 4 * len(self._lent)):
@@ -243,6 +249,6 @@ class PullMixing(Mixing):
         return True
 
 
-def nothing_of(work: Work) -> Work:
+def nothing_of(work: LocalProgress) -> LocalProgress:
     """That work, if it is worth nothing."""
     return replace(work, tokens=0, norm=0.0)

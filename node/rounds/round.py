@@ -9,32 +9,32 @@ from dataclasses import dataclass, replace
 import torch
 
 from node.outer import OuterSGD, pseudo_gradient
-from node.report import RoundReport, Watch
-from node.rounds.catchup import CatchUp, Reached
-from node.rounds.labour import Labour, diverged
-from node.storage.feedback import Feedback
-from node.storage.keeper import Keeper
+from node.report import LapTimer, RoundReport
+from node.rounds.catchup import CatchUp, CatchUpResult
+from node.rounds.labour import OuterLoop, diverged
+from node.storage.feedback import ErrorFeedback
+from node.storage.keeper import CheckpointManager
 from protocols.base import (
     Averager,
-    Blame,
+    AveragingResult,
     Compute,
     Deadline,
     Head,
-    Mean,
+    LocalProgress,
     Member,
     Outcome,
+    PeerFault,
     Trainer,
     Vector,
-    Work,
 )
 from protocols.catchup.snapshot import Snapshots
-from protocols.catchup.sync import Sync
+from protocols.catchup.sync import ChainSync
 from protocols.history.branches import Branch
 from protocols.history.chain import UNSETTLED, Chain, certificate_in
 from protocols.vote import record as records
 from protocols.vote.record import Kind
 
-__all__ = ["Replica", "RoundReport"]
+__all__ = ["ReplicatedOuterLoop", "RoundReport"]
 
 KEEP_COUNTED = 4096
 """Of so many rounds a peer knows what of its work was counted in them: what a switch of branch would cost."""
@@ -47,13 +47,13 @@ class _Round:
     """What a round came to here: the mean, if it was applied or nothing had to be, and this peer's work."""
 
     head: Head
-    mean: Mean
-    work: Work
+    mean: AveragingResult
+    work: LocalProgress
     kind: int | None = None
     finite: bool = True
 
 
-class Replica(Labour):
+class ReplicatedOuterLoop(OuterLoop):
     """The outer state of one peer, which all members share, and its rounds."""
 
     def __init__(
@@ -65,8 +65,8 @@ class Replica(Labour):
         compute: Compute,
         anchor: Vector,
         snapshots: Snapshots | None = None,
-        keeper: Keeper | None = None,
-        feedback: Feedback | None = None,
+        keeper: CheckpointManager | None = None,
+        feedback: ErrorFeedback | None = None,
     ) -> None:
         """
         Args:
@@ -120,7 +120,7 @@ class Replica(Labour):
 
     async def run_round(self, me: Member, wall: Callable[[], float]) -> RoundReport:
         """Train, average and step once. One that is not in the head's roster looks on and asks to be admitted."""
-        head, watch = self.chain.head, Watch()
+        head, watch = self.chain.head, LapTimer()
         deadline = watch.began + self._limit_seconds
         async with self.averager.enter(head, deadline) as session:
             surplus = len(head.roster) > 1  # alone, there is nobody to be waited for: as many steps each time
@@ -131,7 +131,7 @@ class Replica(Labour):
             await self._outgoing(work)
             sent = await self.feedback.outgoing(self._delta) if self.feedback else self._delta
             work = self._offered(work, head.state_root)
-            mean = await session.mean([sent], work, [self._mean])
+            mean = await session.average([sent], work, [self._mean])
             self._offer_again = lambda: None
             watch.lap("average")
         done = await self._apply(head, mean, work, offers[:2] == [0, work.tokens])
@@ -139,26 +139,26 @@ class Replica(Labour):
             self._took(watch)
         return self._told(me, done, watch.seconds, wall())
 
-    def _offered(self, work: Work, state_root: bytes) -> Work:
+    def _offered(self, work: LocalProgress, state_root: bytes) -> LocalProgress:
         offered = super()._offered(work, state_root)
         return self.feedback.offered(offered) if self.feedback else offered
 
-    async def _outgoing(self, work: Work) -> None:
+    async def _outgoing(self, work: LocalProgress) -> None:
         if diverged(work):  # start again from the anchor, bring nothing
             await self.trainer.write(self.anchor)
         await self.trainer.read(self._delta)
         cost_bytes = 4 * len(self.anchor)
         await self._compute.run(lambda: pseudo_gradient(self.anchor, self._delta, self._delta), cost_bytes)
 
-    async def _apply(self, head: Head, mean: Mean, work: Work, one_step: bool) -> _Round:
+    async def _apply(self, head: Head, mean: AveragingResult, work: LocalProgress, one_step: bool) -> _Round:
         """Move to what was decided: the chain, and the state if the round has a mean; else training just goes on."""
         data = mean.certificate
         if mean.outcome not in (Outcome.COMMITTED, Outcome.SKIPPED) or not data:
             return _Round(head, mean, work)
         record = records.decode(certificate_in(head, data).record)
         if record.state_root != head.state_root:  # what was decided starts from a state that is not ours
-            blame = Blame(self.averager.me.peer, "its state is not the one that the others hold")
-            mean = Mean(
+            blame = PeerFault(self.averager.me.peer, "its state is not the one that the others hold")
+            mean = AveragingResult(
                 Outcome.SUPERSEDED,
                 blamed=(*mean.blamed, blame),
                 bytes_sent=mean.bytes_sent,
@@ -175,7 +175,7 @@ class Replica(Labour):
         await self._settled()
         return _Round(head, mean, work, record.kind, finite)
 
-    async def _start_again(self, mean: Mean, work: Work, one_step: bool) -> None:
+    async def _start_again(self, mean: AveragingResult, work: LocalProgress, one_step: bool) -> None:
         """Put the trainer at the new anchor.
 
         Work that the mean does not hold is dropped: it is a step in the direction that the others' mean took already,
@@ -208,13 +208,13 @@ class Replica(Labour):
 
     # -- catching up --------------------------------------------------------------------------------------------------
 
-    async def catch_up(self, sync: Sync, wall: Callable[[], float], deadline: Deadline) -> RoundReport:
+    async def catch_up(self, sync: ChainSync, wall: Callable[[], float], deadline: Deadline) -> RoundReport:
         """Go over to the best branch that others can prove, and fetch its state; a newcomer fetches that of its head.
 
         What was trained since the anchor is dropped. Never raises for what other peers do: `undecided`, nothing has
         changed, and it is worth another try. The branch may have grown meanwhile: the next round tells.
         """
-        head, watch = self.chain.head, Watch()
+        head, watch = self.chain.head, LapTimer()
         seconds = deadline - watch.began
         branch = await sync.better(watch.began + PROOF_SHARE * seconds)
         deadline = max(deadline, watch.began + watch.total() + (1 - PROOF_SHARE) * seconds)  # a long way takes longer
@@ -229,8 +229,8 @@ class Replica(Labour):
         blamed, sent, received = sync.ledger.take()
         downloaded, parts = sync.take_bytes()
         outcome = Outcome.SUPERSEDED if reached else Outcome.UNDECIDED
-        mean = Mean(outcome, blamed=blamed, bytes_sent=sent, bytes_received=received + parts)
-        done = _Round(head, mean, Work(0, math.nan, 0.0, 0.0), finite=reached.finite if reached else True)
+        mean = AveragingResult(outcome, blamed=blamed, bytes_sent=sent, bytes_received=received + parts)
+        done = _Round(head, mean, LocalProgress(0, math.nan, 0.0, 0.0), finite=reached.finite if reached else True)
         report = self._told(self.averager.me, done, {"train": 0.0, "average": watch.total()}, wall())
         return replace(
             report,
@@ -240,7 +240,7 @@ class Replica(Labour):
             bytes_downloaded=downloaded,
         )
 
-    async def _adopt(self, branch: Branch | None, reached: Reached) -> tuple[int, int]:
+    async def _adopt(self, branch: Branch | None, reached: CatchUpResult) -> tuple[int, int]:
         """Make it ours; returns rounds and tokens that this costs."""
         await self.state.take(reached.state)
         if self.feedback:

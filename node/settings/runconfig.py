@@ -29,7 +29,7 @@ from node.settings.config import MAX_BYTES, ConfigError, canonical, check_keys, 
 from node.settings.peerconfig import KEYS as OF_THIS_MACHINE
 from node.tasks import name as names
 from node.tasks.base import MAX_ELEMENTS, Recipe
-from node.tasks.gpt import DEFAULT_PRESET, PRESETS, VOCABULARY, Preset, Shape, preset
+from node.tasks.gpt import DEFAULT_PRESET, PRESETS, VOCABULARY, GptConfig, Preset, preset
 from protocols.codec import codec
 from protocols.pairs.matching import known as known_schedule
 from protocols.robust import known as known_rule
@@ -114,8 +114,8 @@ class GptTable:
             raise ValueError(f"rows times context are {self.rows * self.context}, more than {MAX_BATCH_TOKENS}")
 
     @property
-    def shape(self) -> Shape:
-        return Shape(self.layers, self.width, self.heads, self.context)
+    def shape(self) -> GptConfig:
+        return GptConfig(self.layers, self.width, self.heads, self.context)
 
     @property
     def elements(self) -> int:

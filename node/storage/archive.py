@@ -1,6 +1,6 @@
 """The certificates of a peer's chain on its disk: one file that grows by one entry a round.
 
-`CertificateFile(path)` opens it, or makes it; `Chain(..., archive=CertificateFile(path))` goes on from what it holds.
+`CertificateLog(path)` opens it, or makes it; `Chain(..., archive=CertificateFile(path))` goes on from what it holds.
 Both read the whole file, for seconds if it holds thousands of rounds: they are made off the event loop. It has to
 be at hand before the chain moves, and belongs to one chain of one run: with another run, another file
 (`node.storage.statedir` puts files aside). `sync` makes what was appended survive a power cut; it is worth its
@@ -40,7 +40,7 @@ _PIECE = 64
 def spool(directory: Path) -> Archive:
     """Room for certificates that are being judged: on the disk, or in memory where that fails."""
     try:
-        return CertificateFile.anonymous(directory)
+        return CertificateLog.anonymous(directory)
     except OSError as error:
         log.warning(
             "no room for certificates on the disk of %s (%s): they are kept in memory", directory, error.strerror
@@ -48,7 +48,7 @@ def spool(directory: Path) -> Archive:
         return ListArchive()
 
 
-class CertificateFile:
+class CertificateLog:
     """`protocols.history.links.Archive`. Certificates that the disk does not take wait in memory, those that do not fit
     there are lost: whoever restarts then goes on from the last one before them.
 

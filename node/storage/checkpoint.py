@@ -24,9 +24,9 @@ from typing import Any
 import torch
 
 from node.storage import tensors
-from node.storage.disk import PARAMETERS, VELOCITY, outer_header, outer_room
+from node.storage.disk import PARAMETERS, VELOCITY, outer_buffer, outer_header
 from protocols.base import BadPayload, Layout, Vector
-from protocols.catchup.snapshot import Index, Snapshot
+from protocols.catchup.snapshot import Snapshot, SnapshotIndex
 
 DIRECTORY = "checkpoints"
 OUTER, INNER, FEEDBACK = "outer.safetensors", "inner.safetensors", "feedback.safetensors"
@@ -40,7 +40,7 @@ class CheckpointError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Data:
+class DataCursor:
     """Where a peer's stream of data stands.
 
     Attributes:
@@ -55,7 +55,7 @@ class Data:
 
 
 @dataclass(frozen=True, slots=True)
-class File:
+class FileDigest:
     """One file of a checkpoint.
 
     Attributes:
@@ -90,10 +90,10 @@ class Checkpoint:
     lineage: bytes
     state_root: bytes
     layout: Layout
-    index: Index
-    data: Data
+    index: SnapshotIndex
+    data: DataCursor
     carried: int
-    files: Mapping[str, File]
+    files: Mapping[str, FileDigest]
     threads: int = 0
 
     @property
@@ -122,7 +122,7 @@ class Checkpoint:
             OSError: it has gone, or changed since it was verified.
         """
         sizes = self.layout.sizes()
-        room = outer_room(self.path / OUTER, sizes, self.round, self.lineage, there=True)
+        room = outer_buffer(self.path / OUTER, sizes, self.round, self.lineage, there=True)
         return Snapshot(self.lineage, self.round, self.index, room)
 
     def parameters(self) -> tuple[Vector, ...]:
@@ -266,7 +266,7 @@ def parse(path: Path, fields: Mapping[str, Any]) -> Checkpoint:
         raise ValueError
     if list(layout.sizes()) != fields["elements"] or not fields["files"].keys() <= {OUTER, INNER, FEEDBACK}:
         raise ValueError
-    files = {name: File(each["size"], each["sha256"]) for name, each in fields["files"].items()}
+    files = {name: FileDigest(each["size"], each["sha256"]) for name, each in fields["files"].items()}
     made = Checkpoint(
         path=path,
         run=fields["run"],
@@ -274,8 +274,8 @@ def parse(path: Path, fields: Mapping[str, Any]) -> Checkpoint:
         lineage=bytes.fromhex(fields["lineage"]),
         state_root=bytes.fromhex(fields["state_root"]),
         layout=layout,
-        index=Index.unpack(sum(layout.sizes()), bytes.fromhex(fields["outer_digests"])),
-        data=Data(**fields["data"]),
+        index=SnapshotIndex.unpack(sum(layout.sizes()), bytes.fromhex(fields["outer_digests"])),
+        data=DataCursor(**fields["data"]),
         carried=fields["carried_tokens"],
         files=files,
         threads=threads,

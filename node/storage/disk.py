@@ -10,12 +10,12 @@ from pathlib import Path
 
 from node.storage import tensors
 from protocols.base import Buffer
-from protocols.catchup.snapshot import room_bytes
+from protocols.catchup.snapshot import buffer_bytes
 
 PARAMETERS, VELOCITY = "parameters", "velocity"
 
 
-class FileRoom:
+class FileBuffer:
     """`protocols.catchup.snapshot.Room` in a safetensors file; it stays readable if the file is renamed or deleted
     meanwhile.
 
@@ -77,10 +77,12 @@ def outer_header(sizes: Sequence[int], round_number: int, lineage: bytes) -> byt
     return tensors.header(tensors.fragments((PARAMETERS, VELOCITY), sizes), about)
 
 
-def outer_room(path: Path, sizes: Sequence[int], round_number: int, lineage: bytes, there: bool = False) -> FileRoom:
+def outer_buffer(
+    path: Path, sizes: Sequence[int], round_number: int, lineage: bytes, there: bool = False
+) -> FileBuffer:
     """Room for an outer state.
 
     Raises:
-        OSError: as `FileRoom`.
+        OSError: as `FileBuffer`.
     """
-    return FileRoom(path, outer_header(sizes, round_number, lineage), room_bytes(sum(sizes)), there)
+    return FileBuffer(path, outer_header(sizes, round_number, lineage), buffer_bytes(sum(sizes)), there)

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from node.storage import tensors
-from protocols.base import Compute, Mean, PeerId, Vector, Work
+from protocols.base import AveragingResult, Compute, LocalProgress, PeerId, Vector
 from protocols.codec import Codec
 from protocols.codecs.sparse import sent, settle
 from protocols.vectors import norm
@@ -27,7 +27,7 @@ _NAME = "error_feedback"
 _ABOUT = {"format": "starling error feedback 1"}
 
 
-class Feedback:
+class ErrorFeedback:
     """Attributes:
     owed: float32 (n).
     """
@@ -37,7 +37,7 @@ class Feedback:
         self._codec, self._compute = codec, compute
         self._norm = 0.0
 
-    def offered(self, work: Work) -> Work:
+    def offered(self, work: LocalProgress) -> LocalProgress:
         """Work with the most that the norm of what is sent can be."""
         if not work.tokens:
             return work
@@ -48,7 +48,7 @@ class Feedback:
         await self._compute.run(lambda: sent(self._codec, self.owed, delta, self._gone), 16 * len(delta))
         return self._gone
 
-    async def conclude(self, me: PeerId, mean: Mean, delta: Vector) -> None:
+    async def conclude(self, me: PeerId, mean: AveragingResult, delta: Vector) -> None:
         """A mean was decided on, for which `outgoing` was called with this pseudo-gradient.
 
         One that counts what was sent for a plan before, and not what is at hand, leaves nothing owed.
@@ -93,6 +93,6 @@ class Feedback:
         self._norm = await self._compute.run(lambda: norm([self.owed]), self.bytes)
 
 
-def feedback(codec: Codec, elements: int, compute: Compute) -> Feedback | None:
+def feedback(codec: Codec, elements: int, compute: Compute) -> ErrorFeedback | None:
     """For vectors of so many elements; None where a codec sends all of them."""
-    return Feedback(codec, elements, compute) if codec.decay else None
+    return ErrorFeedback(codec, elements, compute) if codec.decay else None

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from node.report import RoundReport, Totals
 from node.status import to_json
-from node.storage.turning import older, turn
+from node.storage.turning import rotate, rotated_path
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class Journal:
     def recent(self) -> list[RoundReport]:
         """The last reports on the disk, oldest first, some megabytes of them; what cannot be read is left out."""
         tail = b""
-        for path in (self._path, older(self._path)):
+        for path in (self._path, rotated_path(self._path)):
             if len(tail) < _RECENT_BYTES:
                 tail = _tail(path, _RECENT_BYTES - len(tail)) + tail
         found: list[RoundReport] = []
@@ -83,7 +83,7 @@ class Journal:
 
     def _append(self, line: bytes) -> None:
         """After the last whole line: a disk that was full, or a crash, may have left a piece of one behind it."""
-        turn(self._path, len(line))
+        rotate(self._path, len(line))
         with self._path.open("a+b", buffering=0) as file:
             end = file.seek(0, os.SEEK_END)
             file.seek(max(0, end - _MAX_LINE_BYTES))

@@ -22,15 +22,15 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from node.storage.checkpoint import DIRECTORY, FEEDBACK, INNER, MANIFEST, OUTER, Checkpoint, name_of, places
-from node.storage.disk import FileRoom, allocate, outer_room
-from node.storage.feedback import Feedback
+from node.storage.disk import FileBuffer, allocate, outer_buffer
+from node.storage.feedback import ErrorFeedback
 from node.storage.quota import Quota
-from node.storage.sealing import seal
+from node.storage.sealing import publish_checkpoint
 from node.storage.state import OuterState
 from node.training.process import WorkerError
 from protocols.base import Compute, RoundKey
-from protocols.catchup.snapshot import Anonymous, Room, Snapshot, Snapshots, room_bytes
-from protocols.tasks import together
+from protocols.catchup.snapshot import MemoryBuffer, Snapshot, SnapshotBuffer, Snapshots, buffer_bytes
+from protocols.tasks import task_group
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ AGAIN_SECONDS = 600.0
 """What goes on failing is told again, no more often than that."""
 
 
-class Inner(Protocol):
+class InnerStateSource(Protocol):
     """Whoever has the inner optimiser's state.
 
     Attributes:
@@ -69,7 +69,7 @@ class Inner(Protocol):
         """
 
 
-class Keeper:
+class CheckpointManager:
     """Keeps the checkpoints of one run. Use as an async context manager: it ends when the last is sealed.
 
     Attributes:
@@ -84,10 +84,10 @@ class Keeper:
         every_rounds: int,
         limit_bytes: int,
         like: Checkpoint,
-        inner: Inner,
+        inner: InnerStateSource,
         disk: Compute,
         sync: Callable[[], None] = lambda: None,
-        feedback: Feedback | None = None,
+        feedback: ErrorFeedback | None = None,
     ) -> None:
         """
         Args:
@@ -145,7 +145,7 @@ class Keeper:
         if not await self._make_way(draft, key):
             await state.keep(self.snapshots, key)  # others need it all the same
             return
-        async with together() as group:
+        async with task_group() as group:
             filling = group.create_task(state.keep(self.snapshots, key))
             saving = group.create_task(self._save(draft, key))
         snapshot, saved = filling.result(), saving.result()
@@ -169,7 +169,7 @@ class Keeper:
             return None
 
     def _begin_to_seal(self, snapshot: Snapshot, inner: bool, feedback: bool = False) -> None:
-        if isinstance(snapshot.room, FileRoom):
+        if isinstance(snapshot.room, FileBuffer):
             made = replace(
                 self._like,
                 path=snapshot.room.path.parent,
@@ -181,7 +181,7 @@ class Keeper:
                 carried=self._inner.carried,
                 threads=self._inner.threads,
             )
-            work = partial(seal, made, inner, feedback)
+            work = partial(publish_checkpoint, made, inner, feedback)
             self._sealing = asyncio.create_task(self._seal(made, work, self._sealing), name="checkpoint")
             self._sealing.add_done_callback(_tell_defect)
 
@@ -232,24 +232,24 @@ class Keeper:
 
     # -- room ---------------------------------------------------------------------------------------------------------
 
-    def room(self, lineage: bytes, round_number: int, size: int) -> Room:
+    def room(self, lineage: bytes, round_number: int, size: int) -> SnapshotBuffer:
         """Room for an outer state: on the disk or, where it does not fit there, in memory, for others need it."""
         draft = self._draft(lineage, round_number)
         try:
             if not (draft / OUTER).exists():
                 self._quota.check(size)
             draft.mkdir(mode=0o700, parents=True, exist_ok=True)
-            return outer_room(draft / OUTER, self._like.layout.sizes(), round_number, lineage)
+            return outer_buffer(draft / OUTER, self._like.layout.sizes(), round_number, lineage)
         except OSError as error:
             self._warn(f"no {size >> 20} MiB on the disk for a snapshot ({error.strerror}): they are taken from memory")
-            return Anonymous(size)
+            return MemoryBuffer(size)
 
     def _draft(self, lineage: bytes, round_number: int) -> Path:
         return self.home / f".{name_of(round_number, lineage)}"
 
     async def _make_way(self, draft: Path, key: RoundKey) -> bool:
         """Take the room that a checkpoint needs, from older ones if need be; False: there is none."""
-        vectors_bytes = room_bytes(sum(self._like.layout.sizes()))
+        vectors_bytes = buffer_bytes(sum(self._like.layout.sizes()))
         beside = {INNER: vectors_bytes + SMALL_BYTES}  # AdamW's moments
         if self.feedback:
             beside[FEEDBACK] = self.feedback.bytes + SMALL_BYTES
@@ -258,7 +258,7 @@ class Keeper:
         def reserve() -> None:
             self._quota.check(needed_bytes, [draft])
             draft.mkdir(mode=0o700, parents=True, exist_ok=True)
-            outer_room(draft / OUTER, self._like.layout.sizes(), key.round, key.lineage)
+            outer_buffer(draft / OUTER, self._like.layout.sizes(), key.round, key.lineage)
             for name, size in beside.items():
                 file = os.open(draft / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
                 try:

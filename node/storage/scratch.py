@@ -39,7 +39,7 @@ class ScratchSpace:
     async def __aexit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
         await self._disk.run(self._empty, 0)
 
-    def room(self, size: int) -> Scratch:
+    def room(self, size: int) -> ScratchFile:
         """Room of so many bytes; blocks: to be called on the disk's thread.
 
         Files that nobody needs any more go first: a disk may take its time over large ones, and the last reference to
@@ -50,13 +50,13 @@ class ScratchSpace:
         """
         while self._useless:
             _remove(self._useless.popleft())
-        return Scratch(self._directory, size, self._useless.append)
+        return ScratchFile(self._directory, size, self._useless.append)
 
     def _empty(self) -> None:
         shutil.rmtree(self._directory, ignore_errors=True)
 
 
-class Scratch:
+class ScratchFile:
     """`protocols.catchup.snapshot.Room`."""
 
     fresh = True

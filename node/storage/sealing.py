@@ -11,10 +11,21 @@ from typing import Any
 
 from node.identity import sync_directory
 from node.storage import tensors
-from node.storage.checkpoint import FEEDBACK, FORMAT, INNER, MANIFEST, OUTER, Checkpoint, File, digest, encode, parse
+from node.storage.checkpoint import (
+    FEEDBACK,
+    FORMAT,
+    INNER,
+    MANIFEST,
+    OUTER,
+    Checkpoint,
+    FileDigest,
+    digest,
+    encode,
+    parse,
+)
 
 
-def seal(made: Checkpoint, inner: bool, feedback: bool = False) -> Checkpoint:
+def publish_checkpoint(made: Checkpoint, inner: bool, feedback: bool = False) -> Checkpoint:
     """Make a checkpoint of a hidden directory with its files: from now on it is there, whatever happens.
 
     Args:
@@ -30,7 +41,7 @@ def seal(made: Checkpoint, inner: bool, feedback: bool = False) -> Checkpoint:
     names = [name for name, one in there.items() if one]
     for name in there.keys() - names:
         (draft / name).unlink(missing_ok=True)
-    files = {name: File((draft / name).stat().st_size, _flushed(draft / name)) for name in names}
+    files = {name: FileDigest((draft / name).stat().st_size, _flushed(draft / name)) for name in names}
     fields = _describe(made, files)
     file = os.open(draft / MANIFEST, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
@@ -59,7 +70,7 @@ def _flushed(path: Path) -> str:
         os.close(file)
 
 
-def _describe(made: Checkpoint, files: Mapping[str, File]) -> dict[str, Any]:
+def _describe(made: Checkpoint, files: Mapping[str, FileDigest]) -> dict[str, Any]:
     fields = {
         "format": FORMAT,
         "run": made.run,

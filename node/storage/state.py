@@ -7,7 +7,7 @@ import logging
 from node.noloco import NoLoCo
 from node.outer import OuterSGD
 from protocols.base import Compute, RoundKey, Vector
-from protocols.catchup.snapshot import Index, Snapshot, Snapshots
+from protocols.catchup.snapshot import Snapshot, SnapshotIndex, Snapshots
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ class OuterState:
 
     def __init__(self, anchor: Vector, velocity: Vector, outer: OuterSGD | NoLoCo, compute: Compute) -> None:
         self.anchor, self.velocity, self.outer = anchor, velocity, outer
-        self.index = Index(len(anchor), ())
+        self.index = SnapshotIndex(len(anchor), ())
         self._compute = compute
 
     def root(self, round_number: int) -> bytes:
@@ -32,7 +32,7 @@ class OuterState:
 
     async def hash(self) -> None:
         """Compute the digests of the state as it stands."""
-        self.index = await self._compute.run(lambda: Index.of(self.anchor, self.velocity), 8 * len(self.anchor))
+        self.index = await self._compute.run(lambda: SnapshotIndex.of(self.anchor, self.velocity), 8 * len(self.anchor))
 
     async def step(self, delta: Vector) -> bool:
         """Take the outer step along a mean pseudo-gradient, float32 (n); returns whether all parameters are finite."""

@@ -148,7 +148,7 @@ class StateDir:
         sync_directory(self.path)
         return [(file, past / file.name) for file in there]
 
-    def put_by(self, run_id: str, checkpoints: Collection[Path]) -> Path:
+    def quarantine(self, run_id: str, checkpoints: Collection[Path]) -> Path:
         """Move checkpoints aside, with a copy of the chain as it is, as of a directory of their own; returns that.
 
         Raises:

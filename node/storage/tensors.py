@@ -36,7 +36,7 @@ class Unreadable(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """One tensor of a file: where its bytes are, counted from the first of the payload."""
 
     dtype: str
@@ -73,7 +73,7 @@ def header(tensors: Mapping[str, tuple[str, tuple[int, ...]]], about: Mapping[st
     return len(text).to_bytes(8, "little") + text
 
 
-def read_header(file: int) -> tuple[dict[str, Entry], int]:
+def read_header(file: int) -> tuple[dict[str, TensorEntry], int]:
     """The tensors of an open file, and where its payload begins.
 
     Raises:
@@ -100,9 +100,9 @@ def read_header(file: int) -> tuple[dict[str, Entry], int]:
     return found, 8 + length
 
 
-def _entry(fields: dict[str, Any]) -> Entry:
+def _entry(fields: dict[str, Any]) -> TensorEntry:
     first, last = fields["data_offsets"]
-    entry = Entry(fields["dtype"], tuple(fields["shape"]), first, last)
+    entry = TensorEntry(fields["dtype"], tuple(fields["shape"]), first, last)
     if entry.dtype not in _DTYPES or not all(type(each) is int and each >= 0 for each in (*entry.shape, first, last)):
         raise ValueError
     return entry

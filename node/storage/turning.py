@@ -10,12 +10,12 @@ KEEP_FILES = 3
 """Older ones, besides the present one."""
 
 
-def older(path: Path, number: int = 1) -> Path:
+def rotated_path(path: Path, number: int = 1) -> Path:
     """The file that was the present one so many turns ago."""
     return path.with_suffix(f".{number}{path.suffix}")
 
 
-def turn(path: Path, coming_bytes: int = 0) -> bool:
+def rotate(path: Path, coming_bytes: int = 0) -> bool:
     """Put a file aside that is full, before so many bytes more are written to a new one; returns whether it was.
 
     Raises:
@@ -28,6 +28,6 @@ def turn(path: Path, coming_bytes: int = 0) -> bool:
         return False
     for number in range(KEEP_FILES, 1, -1):
         with suppress(FileNotFoundError):
-            older(path, number - 1).replace(older(path, number))
-    path.replace(older(path))
+            rotated_path(path, number - 1).replace(rotated_path(path, number))
+    path.replace(rotated_path(path))
     return True

@@ -25,11 +25,11 @@ MAX_ELEMENTS = 1 << 31
 Batch: TypeAlias = tuple[torch.Tensor, ...]
 """The arguments of `Task.loss`. The last tensor holds the targets: its elements are what "tokens" counts."""
 
-Value: TypeAlias = bool | int | float | str
+OptionValue: TypeAlias = bool | int | float | str
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class TaskContext:
     """What the factory of a user's own task is given: `factory(given, **given.options)` returns a `Task`.
 
     Attributes:
@@ -42,7 +42,7 @@ class Given:
     seed: int
     device: str = "cpu"
     data: Path | None = None
-    options: Mapping[str, Value] = field(default_factory=dict)
+    options: Mapping[str, OptionValue] = field(default_factory=dict)
 
 
 class Task(Protocol):
@@ -137,7 +137,7 @@ def require(values: object, name: str, valid: Callable[[float], bool], words: st
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Flat:
+class FlatParameters:
     """A module's parameters and gradients as flat vectors, one of each for a fragment of the layout.
 
     The module's tensors are views of the vectors: writing a vector changes the module, and copies nothing else.
@@ -168,7 +168,7 @@ def require_trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return parameters
 
 
-def flatten(module: nn.Module, allocate: Callable[[int], Vector] | None = None, resume: bool = False) -> Flat:
+def flatten(module: nn.Module, allocate: Callable[[int], Vector] | None = None, resume: bool = False) -> FlatParameters:
     """Move a module's parameters into flat vectors, in the order of `named_parameters`; their values stay.
 
     One fragment today. Gradients are views as well: never set them to None, fill their vectors with zeros.
@@ -195,4 +195,4 @@ def flatten(module: nn.Module, allocate: Callable[[int], Vector] | None = None, 
         parameter.data = view
         parameter.grad = gradient[low:high].view(parameter.shape)
         low = high
-    return Flat(layout, (vector,), (gradient,))
+    return FlatParameters(layout, (vector,), (gradient,))

@@ -27,7 +27,7 @@ _EVALUATION_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class GptConfig:
     """The model's size.
 
     Raises:
@@ -55,7 +55,7 @@ class Shape:
 class Preset:
     """All the values of a run of this task: the model's shape, the rows of a batch, the inner and outer steps."""
 
-    shape: Shape
+    shape: GptConfig
     rows: int
     recipe: Recipe
 
@@ -65,7 +65,7 @@ class Preset:
 
 def _preset(width: int, learning_rate: float, inner_steps: int = 50, rounds: int = 16) -> Preset:
     recipe = Recipe(inner_steps, rounds, learning_rate, outer_learning_rate=0.9, outer_momentum=0.5)
-    return Preset(Shape(layers=4, width=width, heads=4, context=128), rows=8, recipe=recipe)
+    return Preset(GptConfig(layers=4, width=width, heads=4, context=128), rows=8, recipe=recipe)
 
 
 PRESETS: Mapping[str, Preset] = MappingProxyType(
@@ -117,7 +117,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 class _Attention(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: GptConfig) -> None:
         super().__init__()
         self.heads = shape.heads
         self.q_proj = _Linear(shape.width, shape.width)
@@ -137,7 +137,7 @@ class _Attention(nn.Module):
 
 
 class _Mlp(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: GptConfig) -> None:
         super().__init__()
         self.gate_proj = _Linear(shape.width, shape.hidden)
         self.up_proj = _Linear(shape.width, shape.hidden)
@@ -149,7 +149,7 @@ class _Mlp(nn.Module):
 
 
 class _Layer(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: GptConfig) -> None:
         super().__init__()
         self.self_attn = _Attention(shape)
         self.mlp = _Mlp(shape)
@@ -166,7 +166,7 @@ class _Body(nn.Module):
     cos: torch.Tensor
     sin: torch.Tensor
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: GptConfig) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(VOCABULARY, shape.width, _weight=torch.empty(VOCABULARY, shape.width))
         self.layers = nn.ModuleList(_Layer(shape) for _ in range(shape.layers))
@@ -192,7 +192,7 @@ class Gpt(nn.Module):
     run's founder draws them once, and everybody else downloads them.
     """
 
-    def __init__(self, shape: Shape, seed: int = 0) -> None:
+    def __init__(self, shape: GptConfig, seed: int = 0) -> None:
         super().__init__()
         self.shape = shape
         self.model = _Body(shape)

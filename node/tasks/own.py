@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from node.tasks.base import MAX_ELEMENTS, Batch, Given, Task, require_trainable
+from node.tasks.base import MAX_ELEMENTS, Batch, Task, TaskContext, require_trainable
 
 MAX_TENSORS = 4096
 MAX_TENSOR_NAME_CHARACTERS = 200
@@ -82,7 +82,7 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
-def make(name: str, given: Given) -> OwnTask:
+def make(name: str, given: TaskContext) -> OwnTask:
     """Import the module, call the factory, look at what it made. The current directory is looked through last.
 
     Torch's own generator is seeded first: layers that draw their weights from it are the same for the same seed.

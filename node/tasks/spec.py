@@ -11,8 +11,8 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from node.tasks import own
-from node.tasks.base import Given, Recipe, Value, require
-from node.tasks.gpt import GptTask, Preset, Shape
+from node.tasks.base import OptionValue, Recipe, TaskContext, require
+from node.tasks.gpt import GptConfig, GptTask, Preset
 from node.tasks.paced import Paced
 from node.tasks.text import load
 from node.training.cores import usable_cores
@@ -29,7 +29,7 @@ BFLOAT16_WIDTH = 192
 class GptValues:
     """The language model of `node.tasks.gpt`: its shape, and the rows of a batch."""
 
-    shape: Shape
+    shape: GptConfig
     rows: int
 
 
@@ -50,7 +50,7 @@ class OwnValues:
     """A user's own task, see `node.tasks.own`: its name, and the options of its factory."""
 
     name: str
-    options: Mapping[str, Value] = field(default_factory=dict)
+    options: Mapping[str, OptionValue] = field(default_factory=dict)
 
 
 Values: TypeAlias = GptValues | PacedValues | OwnValues
@@ -113,7 +113,7 @@ class WorkerSpec:
 
 def _read_values(kind: str, values: dict[str, Any]) -> Values:
     if kind == GptValues.__name__:
-        return GptValues(Shape(**values["shape"]), values["rows"])
+        return GptValues(GptConfig(**values["shape"]), values["rows"])
     return PacedValues(**values) if kind == PacedValues.__name__ else OwnValues(**values)
 
 
@@ -164,7 +164,7 @@ def build(spec: WorkerSpec, allocate: Allocate, resume: bool) -> Job:
     device = _device(spec.device)
     place, resume = (allocate, resume) if device == "cpu" else (None, False)
     if isinstance(values, OwnValues):
-        theirs = own.make(values.name, Given(spec.weights_seed, device, spec.data, values.options))
+        theirs = own.make(values.name, TaskContext(spec.weights_seed, device, spec.data, values.options))
         theirs.try_out(spec.stream_seed)
         autocast = _autocast(spec.precision, device, width=0)
         return Job(AdamWLearner(theirs, spec.recipe, spec.stream_seed, place, resume, autocast))

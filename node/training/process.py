@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from node.child import Child
+from node.child import ChildProcess
 from node.tasks.spec import WorkerSpec
 from node.training.priority import ready_seconds
 from node.training.shared import Shared
@@ -63,7 +63,7 @@ class WorkerProcess:
         useful: it has carried out a command, or taken a step.
     """
 
-    def __init__(self, child: Child, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, child: ChildProcess, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.child = child
         self.useful = False
         self.layout = Layout(())
@@ -91,7 +91,7 @@ class WorkerProcess:
             try:
                 descriptors = (memory, theirs.fileno())
                 environment = {"PYTHONPATH": path, **bounded_spin(os.environ)}
-                child = await Child.start("worker", command, _log_line, environment, descriptors, OOM_SCORE)
+                child = await ChildProcess.start("worker", command, _log_line, environment, descriptors, OOM_SCORE)
             except BaseException:
                 writer.close()
                 raise
@@ -109,9 +109,11 @@ class WorkerProcess:
             async with asyncio.timeout(START_SECONDS):
                 fragments = (await self._next())["done"]
         except TimeoutError:
-            raise WorkerError(f"the worker did not start within {START_SECONDS:g} s: {self.child.last_words}") from None
+            raise WorkerError(
+                f"the worker did not start within {START_SECONDS:g} s: {self.child.output_tail}"
+            ) from None
         except WorkerGone:
-            self.child.strike()  # in case it has closed its socket and lives on
+            self.child.send_kill()  # in case it has closed its socket and lives on
             how = await self.child.ended()
             raise WorkerError(f"the worker did not start: {how}", self.child.is_killed) from None
         self.layout = Layout(tuple(tuple((name, tuple(shape)) for name, shape in each) for each in fragments))

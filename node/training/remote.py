@@ -28,9 +28,9 @@ from node.tasks.spec import WorkerSpec
 from node.training import shared
 from node.training.process import Hear, WorkerError, WorkerGone, WorkerProcess
 from node.training.shared import Shared
-from node.training.succession import MENDING_SECONDS, Succession
-from protocols.base import Compute, Layout, RoundKey, Vector, Work
-from protocols.tasks import Bell, alongside
+from node.training.succession import MENDING_SECONDS, WorkerSupervisor
+from protocols.base import Compute, Layout, LocalProgress, RoundKey, Vector
+from protocols.tasks import Notifier, run_with_helper
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ ATTEMPTS = 3
 _PROMPT_BYTES = 64 << 10
 DISK_SECONDS, DISK_BYTES_PER_SECOND = 60.0, 1e6
 """A file of the optimiser's state takes so long at most, and what the slowest of disks takes beyond that."""
-_NOTHING = Work(0, math.nan, 0.0, 0.0)
+_NOTHING = LocalProgress(0, math.nan, 0.0, 0.0)
 
 __all__ = ["RemoteTrainer", "WorkerError", "WorkerSpec"]
 
@@ -65,7 +65,7 @@ class RemoteTrainer:
         self._torn: WorkerProcess | None = None  # its command was not answered: the local parameters are anything
         self._carried, self._untold = 0, False  # tokens in the local parameters; whether the worker has to hear of it
         self._turn, self._waiting = asyncio.Lock(), 0
-        self._bell = Bell()
+        self._bell = Notifier()
 
     async def __aenter__(self) -> Self:
         """
@@ -73,7 +73,7 @@ class RemoteTrainer:
             WorkerError: data, device or memory are not to be had, or the worker does not start; one line.
         """
         self._descriptor = shared.create()
-        self._succession = Succession(self._spec, self._descriptor)
+        self._succession = WorkerSupervisor(self._spec, self._descriptor)
         try:
             life = self._life = await WorkerProcess.start(self._spec, self._descriptor)
             self.layout = life.layout
@@ -86,7 +86,7 @@ class RemoteTrainer:
                 raise WorkerError(self._succession.explained(str(error), True)) from error
             raise
         self._minding = asyncio.create_task(self._mind(life), name="worker")
-        self._minding.add_done_callback(lambda _: self._bell.ring())
+        self._minding.add_done_callback(lambda _: self._bell.notify())
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
@@ -103,13 +103,13 @@ class RemoteTrainer:
     # -- the contract -------------------------------------------------------------------------------------------------
 
     async def train(
-        self, key: RoundKey, cut: asyncio.Event, progress: Callable[[Work], None], surplus: bool = True
-    ) -> Work:
+        self, key: RoundKey, cut: asyncio.Event, progress: Callable[[LocalProgress], None], surplus: bool = True
+    ) -> LocalProgress:
         """Train until `cut` is set; see `protocols.base.Trainer`.
 
         Where a worker died, `progress` is told nothing again. Cut while there is none, it does not wait for the next.
         """
-        return await alongside(self._train(key, cut, progress, surplus), self._watch(cut))
+        return await run_with_helper(self._train(key, cut, progress, surplus), self._watch(cut))
 
     async def read(self, into: Vector, fragment: int = 0) -> None:
         """Copy the local parameters out, between two steps."""
@@ -206,7 +206,9 @@ class RemoteTrainer:
 
     # -- turns --------------------------------------------------------------------------------------------------------
 
-    async def _train(self, key: RoundKey, cut: asyncio.Event, progress: Callable[[Work], None], surplus: bool) -> Work:
+    async def _train(
+        self, key: RoundKey, cut: asyncio.Event, progress: Callable[[LocalProgress], None], surplus: bool
+    ) -> LocalProgress:
         begun: WorkerProcess | None = None
         while True:
             if self._life is None:
@@ -219,7 +221,9 @@ class RemoteTrainer:
                     begin = self._life is not begun
                     command = {"do": "train", "round": key.round, "begin": begin, "surplus": surplus}
                     begun = self._life
-                    work = Work(**await self._ask(command, hear=lambda values: progress(Work(**values))))
+                    work = LocalProgress(
+                        **await self._ask(command, hear=lambda values: progress(LocalProgress(**values)))
+                    )
                     self._carried = work.tokens
                 if work.complete and not surplus:
                     await self._rest(begun, cut)
@@ -233,7 +237,7 @@ class RemoteTrainer:
     async def _watch(self, cut: asyncio.Event) -> None:
         await cut.wait()
         self._shared.attention = True
-        self._bell.ring()
+        self._bell.notify()
 
     async def _order(self, command: dict[str, Any], extra_seconds: float = 0.0) -> Any:
         for _ in range(ATTEMPTS):
@@ -257,7 +261,7 @@ class RemoteTrainer:
             self._torn, self._untold = None, False
             raise
         except BaseException:  # dead, or our caller was cancelled, and nobody will read the answer
-            life.child.strike()
+            life.child.send_kill()
             if self._life is life:
                 self._life = None
             raise
@@ -322,14 +326,14 @@ class RemoteTrainer:
                     self._life = None
                 await life.end()
                 try:
-                    life = await self._succession.after(life, how)
+                    life = await self._succession.restart(life, how)
                 except WorkerError as error:
                     if self.on_given_up:
                         self.on_given_up(str(error))
                     raise
                 self.restarts += 1
                 self._life, self._untold = life, True
-                self._bell.ring()
+                self._bell.notify()
         finally:
             self._life = None
             await life.end()

@@ -29,7 +29,7 @@ _AGAIN = "started again, this peer goes on where it was"
 _REMEDY = f"see to what it says or, where it says nothing, to memory; {_AGAIN}"
 
 
-class Succession:
+class WorkerSupervisor:
     """The workers of one peer, which share one memory."""
 
     def __init__(self, spec: WorkerSpec, memory: int, group: ControlGroup | None = None) -> None:
@@ -45,7 +45,7 @@ class Succession:
         self._ends: deque[float] = deque(maxlen=DEATHS_AN_HOUR)
         self._starved: deque[float] = deque(maxlen=MEMORY_DEATHS)
 
-    async def after(self, life: WorkerProcess, how: str) -> WorkerProcess:
+    async def restart(self, life: WorkerProcess, how: str) -> WorkerProcess:
         """Start another, with growing pauses.
 
         Args:

@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 
 from node.tasks.base import Recipe, Task, flatten
-from protocols.base import Layout, RoundKey, Vector, Work
+from protocols.base import Layout, LocalProgress, RoundKey, Vector
 
 _PIECE = 1 << 18
 
@@ -138,7 +138,7 @@ class AdamWLearner:
         return self._recipe.rate(round_number * steps + min(step, steps - 1))
 
 
-class Shift:
+class LocalTraining:
     """One learner's work since its anchor was last written, and the anchor itself: twice the parameters in memory."""
 
     def __init__(self, learner: Learner, inner_steps: int, anchors: tuple[Vector, ...] | None = None) -> None:
@@ -191,10 +191,10 @@ class Shift:
             self._reported = tokens
         return news
 
-    def work(self) -> Work:
+    def work(self) -> LocalProgress:
         """The work since the anchor was written."""
         tokens = self._carried + self._tokens
-        return Work(
+        return LocalProgress(
             tokens=tokens,
             loss=self._loss / self._tokens if self._tokens else math.nan,
             seconds=self._seconds,
@@ -265,12 +265,12 @@ class InlineTrainer:
 
     def __init__(self, learner: Learner, inner_steps: int, step_seconds: float = 0.0) -> None:
         self.layout = learner.layout
-        self.shift = Shift(learner, inner_steps)
+        self.shift = LocalTraining(learner, inner_steps)
         self.step_seconds = step_seconds
 
     async def train(
-        self, key: RoundKey, cut: asyncio.Event, progress: Callable[[Work], None], surplus: bool = True
-    ) -> Work:
+        self, key: RoundKey, cut: asyncio.Event, progress: Callable[[LocalProgress], None], surplus: bool = True
+    ) -> LocalProgress:
         """Train until `cut` is set; see `protocols.base.Trainer`. Set beforehand, it leaves the work as it is."""
         loop = asyncio.get_running_loop()
         shift = self.shift
@@ -295,7 +295,7 @@ class InlineTrainer:
         self.shift.read(into, fragment)
 
     async def write(self, source: Vector, fragment: int = 0, anchor: Vector | None = None, tokens: int = 0) -> None:
-        """Replace the local parameters, between two steps; see `Shift.write`."""
+        """Replace the local parameters, between two steps; see `LocalTraining.write`."""
         self.shift.write(source, fragment, anchor, tokens)
 
     async def evaluate(self) -> float:

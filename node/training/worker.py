@@ -37,9 +37,9 @@ from node.tasks.spec import Job, PacedValues, WorkerSpec, build
 from node.training.cores import usable_cores
 from node.training.priority import stand_back
 from node.training.shared import Shared
-from node.training.trainer import Shift
+from node.training.trainer import LocalTraining
 from node.training.tuning import ThreadTuner
-from protocols.base import Layout, Vector, Work
+from protocols.base import Layout, LocalProgress, Vector
 
 MAX_LINE_BYTES = 1 << 20
 
@@ -47,7 +47,7 @@ _CONFINE_SECONDS = 20.0
 """Between two looks at how many other workers there are; each reads the command lines of all processes."""
 
 
-class Refused(Exception):
+class CommandRejected(Exception):
     """A command that cannot be carried out and has changed nothing; one line."""
 
 
@@ -66,7 +66,7 @@ class Worker:
                 local.copy_(vector)
                 anchor.copy_(vector)
         self._anchors = tuple(map(torch.empty_like, job.learner.vectors)) if self._apart else shared.anchor
-        self._shift = Shift(job.learner, spec.recipe.inner_steps, self._anchors)
+        self._shift = LocalTraining(job.learner, spec.recipe.inner_steps, self._anchors)
         self._take(0)
         job.learner.position = shared.position
         self._parent = os.getppid()
@@ -98,7 +98,7 @@ class Worker:
                 return self._save(Path(command["path"]))
             case "load":
                 return self._load(command["path"], command["position"], command["threads"])
-        raise Refused(f"no command {command['do']!r}")
+        raise CommandRejected(f"no command {command['do']!r}")
 
     def _train(self, round_number: int, begin: bool, surplus: bool) -> dict[str, Any]:
         shift, shared = self._shift, self._shared
@@ -148,14 +148,16 @@ class Worker:
         try:
             return tensors.write(path, self._job.learner.moments(), {"format": "starling inner state 1"})
         except OSError as error:
-            raise Refused(f"the inner state cannot be written: {error.strerror or error}") from error
+            raise CommandRejected(f"the inner state cannot be written: {error.strerror or error}") from error
 
     def _load(self, path: str | None, position: int, threads: int) -> None:
         try:
             if path is not None and tensors.names(Path(path)):
                 tensors.read(Path(path), self._job.learner.moments(make=True))
         except (OSError, tensors.Unreadable) as error:
-            raise Refused(f"the inner state cannot be read: {getattr(error, 'strerror', None) or error}") from error
+            raise CommandRejected(
+                f"the inner state cannot be read: {getattr(error, 'strerror', None) or error}"
+            ) from error
         self._job.learner.position = position
         self._shared.claim(position)
         if self._tuner and threads:
@@ -164,13 +166,13 @@ class Worker:
 
     def _generate(self, command: dict[str, Any]) -> str:
         if self._job.generate is None:
-            raise Refused("this task generates no text")
+            raise CommandRejected("this task generates no text")
         prompt = base64.b64decode(command["prompt"])
         with self._shift.outer():
             try:
                 text = self._job.generate(prompt, command["tokens"], command["temperature"], command["seed"])
             except ValueError as error:
-                raise Refused(_one_line(error)) from error
+                raise CommandRejected(_one_line(error)) from error
         return base64.b64encode(text).decode()
 
 
@@ -179,7 +181,7 @@ def _copy(sources: tuple[Vector, ...], targets: tuple[Vector, ...]) -> None:
         target.copy_(source)
 
 
-def as_json(work: Work) -> dict[str, Any]:
+def as_json(work: LocalProgress) -> dict[str, Any]:
     """What a worker knows of its work: all but the state root, which is the peer's."""
     values = asdict(work)
     del values["state_root"]
@@ -224,7 +226,7 @@ def serve(lines: BinaryIO, tell: Callable[[str, Any], None], memory: int) -> int
     while line := lines.readline(MAX_LINE_BYTES):
         try:
             tell("done", worker.carry_out(json.loads(line)))
-        except Refused as error:
+        except CommandRejected as error:
             tell("refused", str(error))
     return 0
 

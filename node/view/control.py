@@ -32,11 +32,11 @@ SERVE_SECONDS = 5.0
 _MAX_FILE_BYTES = 1 << 12
 
 
-class NoAnswer(Exception):
+class ControlUnavailable(Exception):
     """No peer answers there; the message says what, why and what to do."""
 
 
-class Control:
+class ControlServer:
     """The door of a running peer. Use as an async context manager.
 
     A door that cannot be opened is no reason not to train: it is logged, and the peer goes on without one.
@@ -49,7 +49,7 @@ class Control:
         self._exit = ExitStack()
         self._server: asyncio.Server | None = None
 
-    async def __aenter__(self) -> Control:
+    async def __aenter__(self) -> ControlServer:
         try:
             self._file.unlink(missing_ok=True)
             path = self._exit.enter_context(socket_directory()) / "control"
@@ -122,13 +122,13 @@ async def ask(state_dir: Path, what: str, deadline: float) -> dict[str, Any]:
             finally:
                 writer.transport.abort()
     except TimeoutError:
-        raise NoAnswer(
+        raise ControlUnavailable(
             f"the peer in {state_dir} (process {place.get('pid')}) does not answer: is it stopped?"
         ) from None
     except (OSError, KeyError, ValueError, RecursionError):
-        raise NoAnswer(f"no peer runs in {state_dir}: start one with `python -m node join`") from None
+        raise ControlUnavailable(f"no peer runs in {state_dir}: start one with `python -m node join`") from None
     if not isinstance(answer, dict) or "error" in answer:
-        raise NoAnswer(f"the peer in {state_dir} is of another version: restart it")
+        raise ControlUnavailable(f"the peer in {state_dir} is of another version: restart it")
     return answer
 
 

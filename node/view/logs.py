@@ -19,7 +19,7 @@ MAX_EVENT = 4000
 """Characters of what one log line says, and of its traceback."""
 
 
-class Outlet:
+class NonBlockingWriter:
     """Text to a file descriptor: never blocks, never raises. File-like, as far as rich and logging need it.
 
     What the reader does not take waits, up to 1 MiB; beyond that whole writes are dropped, the newest first, and

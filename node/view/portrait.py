@@ -11,22 +11,22 @@ from dataclasses import asdict
 from node.members.membership import Membership
 from node.metrics import LoopLag, rss_bytes
 from node.report import RoundReport
-from node.rounds.course import Course, OwnCourse
-from node.status import PeerLine, Status, Syncing, short
+from node.rounds.course import LocalHistory, RoundHistory
+from node.status import PeerStatus, Status, SyncStatus, short
 from node.storage.journal import Journal
-from protocols.base import PeerId, Work
-from protocols.catchup.progress import Progress
+from protocols.base import LocalProgress, PeerId
+from protocols.catchup.progress import SyncProgressLine
 
 _RECENT_ROUNDS = 5
 
 
-class Portrait:
+class StatusTracker:
     """Filled in as the peer comes to life; `status()` works from the first moment on.
 
     Attributes:
         state, reason: as in `Status`.
         pids: of the peer's processes.
-        awaited: whom the round waits for.
+        waiting_for: whom the round waits for.
         progress: how far catching up is, while it goes on.
         checkpoint_age_seconds: of the newest whole one; None: there is none.
     """
@@ -37,31 +37,31 @@ class Portrait:
         self.run, self.run_id, self.task, self.protocol, self.rounds = "", "", "", "", 0
         self.addresses: Callable[[], Sequence[str]] = tuple
         self.pids: Callable[[], Sequence[int]] = lambda: (os.getpid(),)
-        self.awaited: Callable[[], Sequence[PeerId]] = tuple
-        self.progress: Callable[[], Progress | None] = lambda: None
+        self.waiting_for: Callable[[], Sequence[PeerId]] = tuple
+        self.progress: Callable[[], SyncProgressLine | None] = lambda: None
         self.checkpoint_age_seconds: Callable[[], float | None] = lambda: None
         self.journal: Journal | None = None
         self.membership: Membership | None = None
-        self.chain: Course | None = None
+        self.chain: RoundHistory | None = None
         self.lag: LoopLag | None = None
         self.held_out_loss = self.loss = self.spread = self.spread_limit = float("nan")
-        self._work = Work(0, float("nan"), 0.0, 0.0)
+        self._work = LocalProgress(0, float("nan"), 0.0, 0.0)
         self._ends: deque[float] = deque(maxlen=_RECENT_ROUNDS + 1)
 
-    def becomes(self, state: str, reason: str = "") -> None:
+    def set_state(self, state: str, reason: str = "") -> None:
         """The peer does something else now; whatever it is, one that leaves is leaving until it has."""
         if self.state not in ("leaving", "finished") or state == "finished":
             self.state, self.reason = state, reason
 
     def _awaited(self) -> tuple[str, ...]:
         """By name; while this peer itself is among them, nobody else is held up."""
-        waits = self.awaited() if self.state in ("averaging", "training") else ()
+        waits = self.waiting_for() if self.state in ("averaging", "training") else ()
         return () if self.peer in waits else self._names(waits)
 
-    def works(self, phase: str, work: Work) -> None:
+    def on_progress(self, phase: str, work: LocalProgress) -> None:
         """How far the round is."""
         self._work = work
-        self.becomes(phase, self._looks_on())
+        self.set_state(phase, self._looks_on())
 
     def _looks_on(self) -> str:
         """Why this peer has no vote, and what it waits for; empty if it has one."""
@@ -84,7 +84,7 @@ class Portrait:
             self.held_out_loss = report.held_out_loss
         if report.spread == report.spread:
             self.spread, self.spread_limit = report.spread, report.spread_limit
-        self._work = Work(0, float("nan"), 0.0, 0.0)
+        self._work = LocalProgress(0, float("nan"), 0.0, 0.0)
 
     def _eta_seconds(self, round_number: int) -> float | None:
         if len(self._ends) < 2 or not self.rounds:
@@ -102,21 +102,21 @@ class Portrait:
             return self._work.tokens / self._work.seconds
         return last.tokens / last.seconds_train if last and last.seconds_train > 0 else 0.0
 
-    def _syncing(self) -> Syncing | None:
+    def _syncing(self) -> SyncStatus | None:
         progress = self.progress()
-        return Syncing(**asdict(progress)) if progress else None
+        return SyncStatus(**asdict(progress)) if progress else None
 
     def _names(self, peers: Sequence[PeerId]) -> tuple[str, ...]:
         known = {each.peer: each.nickname for each in self._peers()}
         return tuple(known.get(peer) or short(peer) for peer in peers)
 
-    def _peers(self) -> tuple[PeerLine, ...]:
+    def _peers(self) -> tuple[PeerStatus, ...]:
         if self.membership is None or self.chain is None:
             return ()
         roster = {member.peer for member in self.chain.head.roster}
-        votes = not isinstance(self.chain, OwnCourse)
+        votes = not isinstance(self.chain, LocalHistory)
         return tuple(
-            PeerLine(
+            PeerStatus(
                 peer=each.peer,
                 nickname=each.hello.nickname if each.hello else "",
                 member=each.peer in roster or not votes,

@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.text import Text
 
 from node.status import printable
-from node.view.logs import Outlet
+from node.view.logs import NonBlockingWriter
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class Screen:
         Args:
             as_json: JSON goes to stdout.
         """
-        self._out, self._err = Outlet(1), Outlet(2)
+        self._out, self._err = NonBlockingWriter(1), NonBlockingWriter(2)
         self.is_terminal = self._err.isatty()
         # Two views that share a terminal would write into each other.
         self.is_live = self.is_terminal and not (as_json and self._out.isatty())

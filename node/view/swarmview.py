@@ -10,14 +10,14 @@ from rich.table import Table
 from rich.text import Text
 
 from node.status import Status, short
-from node.view.tally import Round, Tally, Track
+from node.view.tally import PeerSummary, SwarmRound, SwarmSummary
 from node.view.terminal import STYLES, count, duration, number, percent, size, sparkline
 
 _SHOWN_PEERS = 16
 _SAMPLE_CHARACTERS = 1000
 
 
-def plain_line(done: Round, rounds: int) -> str:
+def plain_line(done: SwarmRound, rounds: int) -> str:
     """One aligned line for a round of the swarm."""
     return (
         f"round {done.number + 1:>{len(str(rounds))}}/{rounds}  held out {number(done.held_out_loss)}"
@@ -26,13 +26,15 @@ def plain_line(done: Round, rounds: int) -> str:
     )
 
 
-def _outcome(done: Round) -> str:
+def _outcome(done: SwarmRound) -> str:
     if not math.isnan(done.spread):  # who met whom differs from peer to peer
         return f"mixed, at most {percent(done.spread)} from the mean"
     return f"mean of {done.in_mean}" if done.in_mean else "nothing to apply"
 
 
-def picture(tally: Tally, words: Mapping[str, str], statuses: Mapping[str, Status], width: int) -> RenderableType:
+def picture(
+    tally: SwarmSummary, words: Mapping[str, str], statuses: Mapping[str, Status], width: int
+) -> RenderableType:
     """The live view.
 
     Args:
@@ -63,7 +65,7 @@ def _cells(status: Status) -> tuple[RenderableType, ...]:
     )
 
 
-def _title(tally: Tally, rounds: int, width: int) -> Text:
+def _title(tally: SwarmSummary, rounds: int, width: int) -> Text:
     done = tally.rounds[-1].number + 1 if tally.rounds else 0
     text = Text.assemble(("starling swarm", "bold"), f"  {len(tally.tracks)} peers  ", no_wrap=True)
     text.append(f"round {done} of {rounds} " if rounds else "", style="dim")
@@ -71,14 +73,14 @@ def _title(tally: Tally, rounds: int, width: int) -> Text:
     return text
 
 
-def _losses(tally: Tally, width: int) -> Text:
+def _losses(tally: SwarmSummary, width: int) -> Text:
     if not tally.losses:
         return Text("held out  –")
     bars = sparkline(tally.losses, max(10, width - 32))
     return Text.assemble(f"held out  {number(tally.first_loss)} ", (bars, "green"), f" {number(tally.losses[-1])}")
 
 
-def summary(tally: Tally, ends: Mapping[str, str], seconds: float) -> RenderableType:
+def summary(tally: SwarmSummary, ends: Mapping[str, str], seconds: float) -> RenderableType:
     """The table at the end.
 
     Args:
@@ -93,7 +95,7 @@ def summary(tally: Tally, ends: Mapping[str, str], seconds: float) -> Renderable
     return Group("", table, "", Text(_verdict(tally, seconds)))
 
 
-def _track(track: Track) -> tuple[str, ...]:
+def _track(track: PeerSummary) -> tuple[str, ...]:
     totals = track.totals
     return (
         track.name,
@@ -108,7 +110,7 @@ def _track(track: Track) -> tuple[str, ...]:
     )
 
 
-def _verdict(tally: Tally, seconds: float) -> str:
+def _verdict(tally: SwarmSummary, seconds: float) -> str:
     end = tally.as_json()
     first, last = end["loss_first"], end["loss_last"]
     agree = _apart(tally) or ("all peers agree, bit for bit" if end["agree"] else "the peers do not all agree")
@@ -116,7 +118,7 @@ def _verdict(tally: Tally, seconds: float) -> str:
     return f"{end['rounds']} rounds in {duration(seconds)}: {agree}{fell}"
 
 
-def _apart(tally: Tally) -> str:
+def _apart(tally: SwarmSummary) -> str:
     """How far from each other peers are that share no anchor; empty where they share one."""
     spread, limit = tally.spread
     if math.isnan(limit):

@@ -16,7 +16,7 @@ KEEP_ROUNDS = 4096
 """The last ones, for a curve."""
 
 
-class Track:
+class PeerSummary:
     """One peer's own story.
 
     Attributes:
@@ -57,7 +57,7 @@ class Track:
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class SwarmRound:
     """One round of the whole swarm.
 
     Attributes:
@@ -77,7 +77,7 @@ class Round:
     spread: float = math.nan
 
 
-class Tally:
+class SwarmSummary:
     """All peers' stories, and the swarm's rounds in their order.
 
     Attributes:
@@ -87,8 +87,8 @@ class Tally:
     """
 
     def __init__(self, names: Sequence[str]) -> None:
-        self.tracks = {name: Track(name) for name in names}
-        self.rounds: deque[Round] = deque(maxlen=KEEP_ROUNDS)
+        self.tracks = {name: PeerSummary(name) for name in names}
+        self.rounds: deque[SwarmRound] = deque(maxlen=KEEP_ROUNDS)
         self.first_loss = math.nan
         self._open: dict[int, dict[str, RoundReport]] = {}
         self._ended = math.nan
@@ -100,7 +100,7 @@ class Tally:
         if report.outcome in DECIDED and report.round >= self._next:
             self._open.setdefault(report.round, {})[name] = report
 
-    def complete(self, running: Collection[str]) -> Iterator[Round]:
+    def complete(self, running: Collection[str]) -> Iterator[SwarmRound]:
         """Rounds that all who run have reported, or that others have gone beyond; each once."""
         while self._open:
             number = min(self._open)
@@ -115,14 +115,14 @@ class Tally:
                 self.first_loss = done.held_out_loss
             yield done
 
-    def _round(self, number: int, reports: Sequence[RoundReport]) -> Round:
+    def _round(self, number: int, reports: Sequence[RoundReport]) -> SwarmRound:
         first = min(reports, key=lambda each: each.time)
         seconds = first.time - self._ended
         if math.isnan(seconds):
             seconds = first.seconds_train + first.seconds_wait + first.seconds_average
         self._ended = first.time
         losses = [each.held_out_loss for each in reports if math.isfinite(each.held_out_loss)]
-        return Round(
+        return SwarmRound(
             number=number,
             held_out_loss=losses[0] if losses else math.nan,
             tokens_per_second=sum(each.tokens / each.seconds_train for each in reports if each.seconds_train > 0),

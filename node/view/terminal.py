@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from node.status import PeerLine, Status, join_command, printable, short, to_json, who_joins
+from node.status import PeerStatus, Status, join_command, printable, short, to_json, who_joins
 from node.view.screen import Screen
 
 if TYPE_CHECKING:  # it would load PyTorch, for which `status` does not wait
@@ -216,7 +216,7 @@ def _peers(status: Status, width: int) -> list[RenderableType]:
     return [heading, table, *([Text(f"and {rest} more", style="dim")] if rest > 0 else [])]
 
 
-def _peer(line: PeerLine) -> tuple[Text, Text, Text, Text, Text]:
+def _peer(line: PeerStatus) -> tuple[Text, Text, Text, Text, Text]:
     mark = Text("● live", style="green") if line.live else Text("○ suspected", style="yellow")
     name = Text(printable(line.nickname)[:_NICKNAME] or short(line.peer))
     role = Text("member" if line.member else "looks on", style="" if line.member else "dim")

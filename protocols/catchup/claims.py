@@ -21,7 +21,7 @@ IMPATIENCE = 3.0
 """One of whom something is known: after so many times what a chunk takes it."""
 
 
-class Pace:
+class DonorRate:
     """How long one donor takes for a chunk, while it has some to bring."""
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Pace:
         return SLOW_SECONDS if self.seconds is None else max(1.0, IMPATIENCE * self.seconds)
 
 
-class Claims:
+class ChunkScheduler:
     """Attributes:
     missing: chunks that are not here.
     """

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from protocols.base import Members, PeerId
-from protocols.catchup.requests import Kept
+from protocols.catchup.requests import SnapshotRef
 from protocols.history.chain import Chain
 
 V = TypeVar("V")
@@ -17,7 +17,7 @@ DISTRUST_SECONDS = 60.0
 """Who broke a rule, or showed a head that it could not prove, is not asked for so long."""
 
 
-class Contacts:
+class SyncPeers:
     """The peers that may know more than we do, and what they said of themselves. All of it is bounded.
 
     Args:
@@ -37,7 +37,7 @@ class Contacts:
         self._me, self._members, self._chain, self._hints, self._now = me, members, chain, hints, now
         self._callers: deque[PeerId] = deque(maxlen=MAX_CONTACTS // 4)
         self._distrusted: dict[PeerId, float] = {}
-        self._stock: dict[PeerId, tuple[Kept, ...]] = {}
+        self._stock: dict[PeerId, tuple[SnapshotRef, ...]] = {}
 
     def called(self, peer: PeerId) -> bool:
         """A peer came with news; returns whether to look into them."""
@@ -45,7 +45,7 @@ class Contacts:
             self._callers.append(peer)
         return self.trusts(peer)
 
-    def has(self, peer: PeerId, kept: tuple[Kept, ...]) -> None:
+    def has(self, peer: PeerId, kept: tuple[SnapshotRef, ...]) -> None:
         """A peer says which snapshots it hands out."""
         _renew(self._stock, peer, kept)
 

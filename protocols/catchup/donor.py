@@ -14,10 +14,10 @@ from functools import partial
 
 from protocols import wire
 from protocols.base import CHUNK_BYTES, BadPayload, Compute, Deadline, PeerId, Stream
-from protocols.catchup.requests import MAX_KEPT, Busy, Index, Kept, WantChunk, WantSnapshot
+from protocols.catchup.requests import MAX_KEPT, Busy, SnapshotIndexHeader, SnapshotRef, WantChunk, WantSnapshot
 from protocols.catchup.snapshot import Snapshot, Snapshots
 from protocols.gate import Gate
-from protocols.tasks import within
+from protocols.tasks import peer_timeout
 
 log = logging.getLogger(__name__)
 
@@ -38,12 +38,12 @@ _LIMIT = 256
 
 
 @dataclass(slots=True)
-class _Loan:
+class _Lease:
     snapshot: Snapshot
     until: Deadline
 
 
-class Donor:
+class SnapshotServer:
     """Serves the snapshots that a peer keeps, and those that it kept and somebody still takes.
 
     Args:
@@ -60,19 +60,19 @@ class Donor:
     ) -> None:
         self._snapshots, self._compute, self._gate, self._follows = snapshots, compute, gate, follows
         self._joiners: list[PeerId] = []
-        self._loans: dict[bytes, _Loan] = {}
+        self._loans: dict[bytes, _Lease] = {}
 
-    def kept(self) -> tuple[Kept, ...]:
+    def kept(self) -> tuple[SnapshotRef, ...]:
         """What to tell others."""
         held = self._snapshots.kept()
-        lent = [Kept(each.snapshot.lineage, each.snapshot.round) for each in self._lent()]
+        lent = [SnapshotRef(each.snapshot.lineage, each.snapshot.round) for each in self._lent()]
         return (*held, *(each for each in lent if each not in held))[:MAX_KEPT]
 
     def tidy(self) -> None:
         """Let go what nobody takes any more: to be called now and then."""
         self._lent()
 
-    def _lent(self) -> list[_Loan]:
+    def _lent(self) -> list[_Lease]:
         """Those that are still of use, beyond those that are kept; the others go."""
         now, held = asyncio.get_running_loop().time(), {each.lineage for each in self._snapshots.held()}
         last = sorted(self._loans.values(), key=lambda loan: -loan.until)
@@ -85,7 +85,7 @@ class Donor:
 
     def _lend(self, snapshot: Snapshot) -> None:
         until = asyncio.get_running_loop().time() + LEND_SECONDS
-        self._loans.setdefault(snapshot.lineage, _Loan(snapshot, until)).until = until
+        self._loans.setdefault(snapshot.lineage, _Lease(snapshot, until)).until = until
 
     async def serve(self, stream: Stream, wanted: WantSnapshot) -> None:
         """Answer a stream on which a snapshot was asked for, until it ends.
@@ -97,7 +97,7 @@ class Donor:
         loan = self._loans.get(wanted.lineage)
         snapshot = self._snapshots.get(wanted.lineage) or (loan.snapshot if loan else None)
         if snapshot is None:
-            return await stream.send(wire.Having(False))
+            return await stream.send(wire.Availability(False))
         if stream.peer in self._joiners or len(self._joiners) >= JOINERS:
             return await stream.send(Busy(BUSY_SECONDS))
         self._joiners.append(stream.peer)
@@ -109,17 +109,17 @@ class Donor:
 
     async def _hand_out(self, stream: Stream, snapshot: Snapshot) -> None:
         index = snapshot.index
-        async with within(IDLE_SECONDS, stream.peer, "it takes an index"):
-            await stream.send(Index(index.elements), index.pack())
+        async with peer_timeout(IDLE_SECONDS, stream.peer, "it takes an index"):
+            await stream.send(SnapshotIndexHeader(index.elements), index.pack())
         for _ in range(2 * len(index.digests)):
-            async with within(IDLE_SECONDS, stream.peer, "it asks for a chunk"):
+            async with peer_timeout(IDLE_SECONDS, stream.peer, "it asks for a chunk"):
                 asked = wire.expect(await stream.receive(_LIMIT), WantChunk)
             self._lend(snapshot)
             await self._give_way(stream)
             data = await self._read(snapshot, asked.index)
             if data is None:
                 return
-            async with within(IDLE_SECONDS, stream.peer, "it takes a chunk"):
+            async with peer_timeout(IDLE_SECONDS, stream.peer, "it takes a chunk"):
                 await stream.send(wire.Chunk(asked.index, len(data)), data)
         raise BadPayload(f"asks for {2 * len(index.digests)} chunks, twice all there are")
 
@@ -128,7 +128,7 @@ class Donor:
         for _ in range(MAX_PAUSES):
             if await self._gate.passed(PAUSE_SECONDS):
                 return
-            async with within(IDLE_SECONDS, stream.peer, "it is told to wait"):
+            async with peer_timeout(IDLE_SECONDS, stream.peer, "it is told to wait"):
                 await stream.send(Busy(PAUSE_SECONDS))
 
     async def _read(self, snapshot: Snapshot, chunk: int) -> bytearray | None:

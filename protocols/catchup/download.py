@@ -28,13 +28,13 @@ from protocols.base import (
     ProtocolError,
     Stream,
 )
-from protocols.catchup.claims import Claims, Pace
-from protocols.catchup.progress import Fetching
+from protocols.catchup.claims import ChunkScheduler, DonorRate
+from protocols.catchup.progress import SyncProgress
 from protocols.catchup.requests import SYNC, Busy, WantChunk, WantSnapshot
-from protocols.catchup.requests import Index as Shown
-from protocols.catchup.snapshot import Index, Snapshot, Snapshots
-from protocols.post import Ledger
-from protocols.tasks import Bell, together, within
+from protocols.catchup.requests import SnapshotIndexHeader as Shown
+from protocols.catchup.snapshot import Snapshot, SnapshotIndex, Snapshots
+from protocols.post import RoundAccounting
+from protocols.tasks import Notifier, peer_timeout, task_group
 
 log = logging.getLogger(__name__)
 
@@ -62,11 +62,11 @@ WAIT_SECONDS = 20.0
 _LIMIT = 256
 
 
-class Unavailable(ProtocolError):
+class StateUnavailable(ProtocolError):
     """Nobody whom we could ask has what is needed, or is able to show that it is right."""
 
 
-class Download:
+class SnapshotDownload:
     """One snapshot on its way.
 
     Attributes:
@@ -75,7 +75,7 @@ class Download:
     """
 
     def __init__(
-        self, host: Host, ledger: Ledger, snapshots: Snapshots, fetching: Fetching, at: Head, elements: int
+        self, host: Host, ledger: RoundAccounting, snapshots: Snapshots, fetching: SyncProgress, at: Head, elements: int
     ) -> None:
         """
         Args:
@@ -90,10 +90,10 @@ class Download:
         self._snapshot: Snapshot | None = None
         self._missing: set[int] = set()
         self._brought: dict[PeerId, int] = {}  # bytes
-        self._claims = Claims((), self._now)
+        self._claims = ChunkScheduler((), self._now)
         self._beginning = asyncio.Lock()
         self._moved = self._until = float("-inf")
-        self._bell = Bell()
+        self._bell = Notifier()
 
     @property
     def complete(self) -> bool:
@@ -124,20 +124,20 @@ class Download:
         Raises:
             Unavailable: they did not bring all of it.
         """
-        self._claims = Claims(self._missing, self._now)
+        self._claims = ChunkScheduler(self._missing, self._now)
         self._missing = self._claims.missing
         self._until = deadline + 8 * self._elements / SLOWEST_BYTES_PER_SECOND
         self._moved = float("-inf")
         self._tell()
         asked = 0
-        async with together() as group:
+        async with task_group() as group:
             jobs: dict[PeerId, asyncio.Task[None]] = {}
             try:
                 while not self.complete and self._now() < (until := self._ends(deadline)):
                     for donor in donors():
                         if donor not in jobs and len(jobs) < MAX_DONORS:
                             jobs[donor] = group.create_task(self._ask(donor))
-                            jobs[donor].add_done_callback(lambda _: self._bell.ring())
+                            jobs[donor].add_done_callback(lambda _: self._bell.notify())
                     asked = len(jobs)
                     if all(job.done() for job in jobs.values()):
                         break
@@ -150,7 +150,7 @@ class Download:
                 for job in jobs.values():
                     job.cancel()
         if self._snapshot is None or not self.complete:
-            raise Unavailable(f"no snapshot before round {self.at.key.round + 1} from {asked} donors")
+            raise StateUnavailable(f"no snapshot before round {self.at.key.round + 1} from {asked} donors")
         log.info("the state before round %d is here, brought by %s", self.at.key.round + 1, self._shares())
         return self._snapshot
 
@@ -166,7 +166,7 @@ class Download:
     async def _ask(self, donor: PeerId) -> None:
         """Take chunks from one donor, until there is nothing left to take or it has failed too often."""
         failures = busy = 0
-        pace = Pace()
+        pace = DonorRate()
         while not self.complete and failures < FAILURES and busy < BUSY_ANSWERS:
             try:
                 async with (
@@ -174,7 +174,7 @@ class Download:
                     self._ledger.counting(stream),
                 ):
                     busy_seconds = await self._take(stream, pace)
-            except (BadPayload, Unavailable):
+            except (BadPayload, StateUnavailable):
                 return
             except PeerError as error:
                 self._ledger.name(donor, f"lost as a donor: {error.why}")
@@ -185,7 +185,7 @@ class Download:
             while self._snapshot and not self.complete and not await self._more(pace):
                 pass
 
-    async def _take(self, stream: Stream, pace: Pace) -> float:
+    async def _take(self, stream: Stream, pace: DonorRate) -> float:
         """Serve ourselves on one stream, until there is nothing left to ask for.
 
         Returns:
@@ -204,7 +204,7 @@ class Download:
 
     # -- beginning ----------------------------------------------------------------------------------------------------
 
-    async def _check(self, index: Index) -> None:
+    async def _check(self, index: SnapshotIndex) -> None:
         at = self.at
         root = await self._host.compute.run(lambda: index.state_root(at.key.round), 32 * len(index.digests))
         if root != at.state_root:
@@ -215,12 +215,12 @@ class Download:
                 self._missing.update(range(len(index.digests)))
                 if not snapshot.fresh:
                     await self._find(snapshot)
-                self._claims = Claims(self._missing, self._now)
+                self._claims = ChunkScheduler(self._missing, self._now)
                 self._missing = self._claims.missing
                 self._snapshot = snapshot
                 self._moved = self._now()
                 self._tell()
-                self._bell.ring()
+                self._bell.notify()
 
     async def _find(self, snapshot: Snapshot) -> None:
         """See which chunks an earlier download has left."""
@@ -232,7 +232,7 @@ class Download:
 
     # -- chunks -------------------------------------------------------------------------------------------------------
 
-    async def _chunks(self, stream: Stream, pace: Pace) -> None:
+    async def _chunks(self, stream: Stream, pace: DonorRate) -> None:
         mine: deque[int] = deque()
         scratch = memoryview(bytearray(CHUNK_BYTES))
         try:
@@ -251,7 +251,7 @@ class Download:
             for index in mine:
                 self._release(index)
 
-    async def _more(self, pace: Pace) -> bool:
+    async def _more(self, pace: DonorRate) -> bool:
         """Wait for a while until there is something to ask for; what others are slow to bring rings no bell."""
         until = min(self._until, self._now() + WAIT_SECONDS)
         while not self.complete and self._now() < until:
@@ -266,9 +266,9 @@ class Download:
 
     def _release(self, index: int) -> None:
         self._claims.release(index)
-        self._bell.ring()
+        self._bell.notify()
 
-    async def _receive(self, stream: Stream, mine: Sequence[int], scratch: memoryview, pace: Pace) -> None:
+    async def _receive(self, stream: Stream, mine: Sequence[int], scratch: memoryview, pace: DonorRate) -> None:
         assert self._snapshot is not None
         index, began = mine[0], self._now()
         size = self._snapshot.index.size(index)
@@ -277,7 +277,7 @@ class Download:
         if (header.index, header.size) != (index, size):
             raise BadPayload(f"chunk {header.index} of {header.size} bytes where {index} of {size} is due")
         for start in range(0, size, PIECE_BYTES):
-            async with within(CHUNK_SECONDS, stream.peer, "it brings a chunk"):
+            async with peer_timeout(CHUNK_SECONDS, stream.peer, "it brings a chunk"):
                 await stream.receive_into(data[start : start + PIECE_BYTES])
             self._moved = self._now()
         self.bytes_received += size
@@ -293,7 +293,7 @@ class Download:
     async def _header(self, stream: Stream) -> tuple[wire.Chunk, bool]:
         """Of the next chunk, and whether its donor has put it off first."""
         for put_off in range(BUSY_ANSWERS):
-            async with within(CHUNK_SECONDS, stream.peer, "it brings a chunk"):
+            async with peer_timeout(CHUNK_SECONDS, stream.peer, "it brings a chunk"):
                 answer = await stream.receive(_LIMIT)
             if not isinstance(answer, Busy):
                 return wire.expect(answer, wire.Chunk), put_off > 0
@@ -308,10 +308,10 @@ class Download:
             return await self._host.compute.run(work, cost_bytes)
         except OSError as error:
             log.warning("there is nowhere to put the state that is fetched: %s", error.strerror or error)
-            raise Unavailable("there is nowhere to put a snapshot") from error
+            raise StateUnavailable("there is nowhere to put a snapshot") from error
 
 
-async def shown_index(stream: Stream, lineage: bytes, elements: int) -> Index | Busy:
+async def shown_index(stream: Stream, lineage: bytes, elements: int) -> SnapshotIndex | Busy:
     """Ask a donor for the snapshot at a lineage; its index, or how long it sends us away.
 
     Raises:
@@ -319,19 +319,19 @@ async def shown_index(stream: Stream, lineage: bytes, elements: int) -> Index | 
         BadPayload: what it shows is none, or of another model.
         PeerSilent: it showed none in time.
     """
-    async with within(CHUNK_SECONDS, stream.peer, "it shows an index"):
+    async with peer_timeout(CHUNK_SECONDS, stream.peer, "it shows an index"):
         await stream.send(WantSnapshot(lineage))
         answer = await stream.receive(_LIMIT)
         if isinstance(answer, Busy):
             return answer
-        if isinstance(answer, wire.Having) and not answer.here:
-            raise Unavailable("the snapshot has made room for a later one")
+        if isinstance(answer, wire.Availability) and not answer.here:
+            raise StateUnavailable("the snapshot has made room for a later one")
         shown = wire.expect(answer, Shown)
         if shown.elements != elements:
             raise BadPayload(f"a snapshot of {shown.elements} elements where the run has {elements}")
-        data = bytearray(Index.packed_bytes(shown.elements))
+        data = bytearray(SnapshotIndex.packed_bytes(shown.elements))
         await stream.receive_into(memoryview(data))
-    return Index.unpack(shown.elements, bytes(data))
+    return SnapshotIndex.unpack(shown.elements, bytes(data))
 
 
 def _holds(snapshot: Snapshot, index: int) -> bool:

@@ -13,7 +13,7 @@ SAY_SECONDS = 600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class SyncProgressLine:
     """What of the state is here.
 
     Attributes:
@@ -33,14 +33,14 @@ class Progress:
     eta_seconds: float | None
 
 
-class Fetching:
+class SyncProgress:
     """What download and replay tell of themselves.
 
     Attributes:
         active: a peer is catching up.
         round_bytes: what a mean takes to fetch.
         fetched_bytes: since the peer began its life.
-        the others: as in `Progress`.
+        the others: as in `SyncProgressLine`.
     """
 
     def __init__(self, now: Callable[[], float]) -> None:
@@ -73,13 +73,13 @@ class Fetching:
         seconds = max(1.0, self._now() - self._came[0][0])
         return sum(size for _, size in self._came) / seconds
 
-    def progress(self) -> Progress | None:
+    def progress(self) -> SyncProgressLine | None:
         """As of now; None while the peer does something else."""
         if not self.active:
             return None
         rate = self.bytes_per_second()
         missing = self.bytes_whole - self.bytes_here + (self.rounds_whole - self.rounds_here) * self.round_bytes
-        return Progress(
+        return SyncProgressLine(
             self.bytes_here,
             self.bytes_whole,
             self.donors,
@@ -90,7 +90,7 @@ class Fetching:
         )
 
 
-class Pursuit:
+class CatchUpTrend:
     """Whether the rounds are decided faster than this peer's line brings them: then it never gets there."""
 
     def __init__(self) -> None:

@@ -15,12 +15,12 @@ from itertools import takewhile
 
 from protocols import wire
 from protocols.base import BadPayload, Deadline, Head, Host, PeerError, PeerGone, PeerId, PeerSilent, RoundKey, Stream
-from protocols.catchup.contacts import Contacts
-from protocols.catchup.requests import MAX_LOCATOR, SYNC, Trail, WantTrail
-from protocols.history.branches import Branch, Rules
+from protocols.catchup.contacts import SyncPeers
+from protocols.catchup.requests import MAX_LOCATOR, SYNC, Certificates, CertificatesRequest
+from protocols.history.branches import Branch, ForkChoice
 from protocols.history.chain import Chain
-from protocols.history.links import Archive, Forgotten, Links, ListArchive
-from protocols.post import Ledger
+from protocols.history.links import Archive, ListArchive, RoundLog, RoundPruned
+from protocols.post import RoundAccounting
 from protocols.vote import record as records
 from protocols.vote.votes import Certificate
 
@@ -41,7 +41,7 @@ _LIMIT = 256
 
 
 @dataclass(slots=True, eq=False)
-class _Way:
+class _Proof:
     """How far one proof has come.
 
     Attributes:
@@ -54,7 +54,7 @@ class _Way:
 
     shown: RoundKey
     head: Head | None = None
-    links: Links | None = None
+    links: RoundLog | None = None
     rounds: int = 0
     waited_seconds: float = 0.0
 
@@ -63,29 +63,33 @@ class _Way:
         return self.links[-1].head if self.links else self.head
 
 
-class Proofs:
+class HeadVerifier:
     """Asks for certificates, and trusts nobody who gives them.
 
     Attributes:
         room: makes an archive for certificates that are being judged.
     """
 
-    def __init__(self, host: Host, chain: Chain, rules: Rules, ledger: Ledger, contacts: Contacts) -> None:
+    def __init__(
+        self, host: Host, chain: Chain, rules: ForkChoice, ledger: RoundAccounting, contacts: SyncPeers
+    ) -> None:
         self.room: Callable[[], Archive] = ListArchive
         self._host, self._chain, self._rules, self._ledger, self._contacts = host, chain, rules, ledger, contacts
-        self._ways: list[_Way] = []  # those under way
+        self._ways: list[_Proof] = []  # those under way
         self._turn = asyncio.Lock()  # to judge
-        self._judged: Links | None = None  # of those that have ended, the longest
+        self._judged: RoundLog | None = None  # of those that have ended, the longest
 
-    async def of(self, claims: Sequence[tuple[PeerId, RoundKey]], stranded: bool, deadline: Deadline) -> Branch | None:
+    async def verify(
+        self, claims: Sequence[tuple[PeerId, RoundKey]], stranded: bool, deadline: Deadline
+    ) -> Branch | None:
         """Have one of those who show the same head prove it; None if it does not beat ours, or none of them can.
 
         Args:
-            stranded: as for `Rules.beating`.
+            stranded: as for `ForkChoice.beating`.
             deadline: for contacts that bring nothing; who leads on has more time.
         """
         for peer, key in claims:
-            way = _Way(key)
+            way = _Proof(key)
             self._ways.append(way)
             try:
                 return await self._proved(peer, way, stranded, deadline)
@@ -93,7 +97,7 @@ class Proofs:
                 self._contacts.distrust(peer)
             except PeerError as error:
                 self._ledger.name(peer, f"lost as a contact: {error.why}")
-            except Forgotten:
+            except RoundPruned:
                 self._judged = way.links = None
             finally:
                 self._ways.remove(way)
@@ -101,7 +105,7 @@ class Proofs:
                 deadline += ROUND_SECONDS * way.rounds
         return None
 
-    def _keep(self, way: _Way) -> None:
+    def _keep(self, way: _Proof) -> None:
         """Who comes next begins where this one ended, as long as that is not on our chain."""
         if way.links and len(way.links) >= len(self._judged or ()):
             self._judged = way.links
@@ -110,7 +114,7 @@ class Proofs:
         ):
             self._judged = None
 
-    async def _proved(self, peer: PeerId, way: _Way, stranded: bool, deadline: Deadline) -> Branch | None:
+    async def _proved(self, peer: PeerId, way: _Proof, stranded: bool, deadline: Deadline) -> Branch | None:
         """Follow a peer's certificates from where we part to the head that it has shown.
 
         Raises:
@@ -131,15 +135,15 @@ class Proofs:
                     raise
         return self._beating(way, stranded)
 
-    def _beating(self, way: _Way, stranded: bool) -> Branch | None:
+    def _beating(self, way: _Proof, stranded: bool) -> Branch | None:
         if not way.links:
             return None
         return self._rules.beating(self._chain, way.links.start.key.lineage, way.links, stranded)
 
-    def _may_grow(self, links: Links) -> bool:
+    def _may_grow(self, links: RoundLog) -> bool:
         return self._rules.depends_on_growth(self._chain, links.start.key.lineage, links)
 
-    async def _leg(self, stream: Stream, way: _Way, stranded: bool) -> bool:
+    async def _leg(self, stream: Stream, way: _Proof, stranded: bool) -> bool:
         """Follow it for as long as one stream lasts; returns whether it goes on.
 
         Raises:
@@ -157,13 +161,13 @@ class Proofs:
                 return False
         return True
 
-    async def _piece(self, stream: Stream, way: _Way) -> bool:
+    async def _piece(self, stream: Stream, way: _Proof) -> bool:
         """Ask for some certificates and judge them; returns whether there are more."""
         known = max(self._others(way.links), key=len, default=None)
         locator = self._locator(way, known)
-        await stream.send(WantTrail(locator))
+        await stream.send(CertificatesRequest(locator))
         began = _now()
-        trail = wire.expect(await stream.receive(_LIMIT), Trail)
+        trail = wire.expect(await stream.receive(_LIMIT), Certificates)
         way.waited_seconds += _now() - began
         if trail.ancestor not in locator:
             if trail.ancestor == bytes(32) and not trail.count:
@@ -174,7 +178,7 @@ class Proofs:
             await self._judge(stream, way, min(VERIFY_AT_ONCE, trail.count - place))
         return trail.more and trail.count > 0
 
-    async def _judge(self, stream: Stream, way: _Way, count: int) -> None:
+    async def _judge(self, stream: Stream, way: _Proof, count: int) -> None:
         began = _now()
         some = [wire.expect(await stream.receive(wire.MAX_HEADER_BYTES), Certificate) for _ in range(count)]
         way.waited_seconds += _now() - began
@@ -184,7 +188,7 @@ class Proofs:
         if not some:
             return
         async with self._turn:  # others may be at the same rounds
-            way.links = way.links or Links(way.end, self.room())
+            way.links = way.links or RoundLog(way.end, self.room())
             way.rounds += len(some)
             if some := some[self._take_over(way.links, some) :]:
                 cost_bytes = VERIFY_BYTES * len(some)
@@ -200,7 +204,7 @@ class Proofs:
 
     # -- what was judged already --------------------------------------------------------------------------------------
 
-    def _take_over(self, links: Links, some: Sequence[Certificate]) -> int:
+    def _take_over(self, links: RoundLog, some: Sequence[Certificate]) -> int:
         """Add those of these rounds that have been judged already; returns how many."""
         end = links[-1].lineage if links else links.start.key.lineage
         count = 0
@@ -215,17 +219,17 @@ class Proofs:
                 links.adopt(known, place, place + count)
         return count
 
-    def _others(self, links: Links | None) -> list[Links]:
+    def _others(self, links: RoundLog | None) -> list[RoundLog]:
         """What others have led on by, or did before."""
         every = (self._judged, *(way.links for way in self._ways))
         return [each for each in every if each and each is not links]
 
-    def _locator(self, way: _Way, known: Links | None) -> tuple[bytes, ...]:
+    def _locator(self, way: _Proof, known: RoundLog | None) -> tuple[bytes, ...]:
         if way.end:
             return (way.end.key.lineage,)
         return (*(known.locator()[:-1] if known else ()), *self._chain.locator())[:MAX_LOCATOR]
 
-    def _go_to(self, way: _Way, known: Links | None, lineage: bytes) -> None:
+    def _go_to(self, way: _Proof, known: RoundLog | None, lineage: bytes) -> None:
         """Begin at one of the lineages that were asked from."""
         if way.end:
             return  # it was the only one
@@ -234,8 +238,8 @@ class Proofs:
             return
         place = known.place(lineage) if known else None
         if known is None or place is None:
-            raise Forgotten("our chain has moved meanwhile")
-        way.head, way.links = known.start, Links(known.start, self.room())
+            raise RoundPruned("our chain has moved meanwhile")
+        way.head, way.links = known.start, RoundLog(known.start, self.room())
         way.links.adopt(known, 0, place)
 
 

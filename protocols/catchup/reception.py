@@ -6,18 +6,18 @@ from collections.abc import Awaitable, Callable
 
 from protocols import wire
 from protocols.base import BadPayload, Header, Host, PeerId, Stream
-from protocols.catchup.donor import IDLE_SECONDS, Donor
+from protocols.catchup.donor import IDLE_SECONDS, SnapshotServer
 from protocols.catchup.requests import SYNC, WantSnapshot
-from protocols.places import Places
-from protocols.post import Ledger
-from protocols.tasks import within
+from protocols.places import StreamLimiter
+from protocols.post import RoundAccounting
+from protocols.tasks import peer_timeout
 
 SERVE_SECONDS = 30.0
 MAX_REQUESTS = 64
 """On one stream."""
 
 
-class Reception:
+class SyncServer:
     """Hands the requests of others to who answers them; who asks for a snapshot goes to the donor.
 
     Args:
@@ -25,10 +25,14 @@ class Reception:
     """
 
     def __init__(
-        self, host: Host, ledger: Ledger, donor: Donor, answer: Callable[[Stream, Header], Awaitable[None]]
+        self,
+        host: Host,
+        ledger: RoundAccounting,
+        donor: SnapshotServer,
+        answer: Callable[[Stream, Header], Awaitable[None]],
     ) -> None:
         self._ledger, self._donor, self._answer = ledger, donor, answer
-        self._places = Places()
+        self._places = StreamLimiter()
         host.transport.serve(SYNC, self._serve)
 
     async def _serve(self, peer: PeerId, stream: Stream) -> None:
@@ -39,10 +43,10 @@ class Reception:
 
     async def _requests(self, peer: PeerId, stream: Stream) -> None:
         for _ in range(MAX_REQUESTS):
-            async with within(IDLE_SECONDS, peer, "it asks"):
+            async with peer_timeout(IDLE_SECONDS, peer, "it asks"):
                 request = await stream.receive(wire.MAX_HEADER_BYTES)
             if isinstance(request, WantSnapshot):
                 return await self._donor.serve(stream, request)
-            async with within(SERVE_SECONDS, peer, "it takes an answer"):
+            async with peer_timeout(SERVE_SECONDS, peer, "it takes an answer"):
                 await self._answer(stream, request)
         raise BadPayload(f"{MAX_REQUESTS} requests on one stream")

@@ -8,14 +8,14 @@ from functools import partial
 
 from protocols import wire
 from protocols.base import BadPayload, Deadline, Host, PeerError, PeerGone, PeerId, Vector
-from protocols.catchup.download import Unavailable
-from protocols.catchup.progress import Fetching
+from protocols.catchup.download import StateUnavailable
+from protocols.catchup.progress import SyncProgress
 from protocols.codec import Codec
-from protocols.post import Ledger
-from protocols.reducing.parts import HeldPart, Shape
-from protocols.rounds.shelf import Shelf, fetch_part
-from protocols.tasks import together
-from protocols.vectors import Flat
+from protocols.post import RoundAccounting
+from protocols.reducing.parts import PartLayout, ReducedPart
+from protocols.rounds.shelf import PartCache, fetch_part
+from protocols.tasks import task_group
+from protocols.vectors import VectorView
 from protocols.vote.record import Record
 
 AT_ONCE = 4
@@ -28,7 +28,7 @@ MAX_FAILURES = 64
 """Sources that are remembered to have failed."""
 
 
-class Replay:
+class RoundReplayer:
     """Fetches means of past rounds.
 
     Attributes:
@@ -38,11 +38,11 @@ class Replay:
     def __init__(
         self,
         host: Host,
-        ledger: Ledger,
+        ledger: RoundAccounting,
         codec: Codec,
         chunk_elements: int,
-        shelf: Shelf | None,
-        fetching: Fetching,
+        shelf: PartCache | None,
+        fetching: SyncProgress,
     ) -> None:
         self.bytes_received = 0
         self._host, self._ledger, self._shelf, self._fetching = host, ledger, shelf, fetching
@@ -55,7 +55,7 @@ class Replay:
 
     async def parts(
         self, record: Record, elements: int, sources: Sequence[PeerId], deadline: Deadline
-    ) -> list[HeldPart]:
+    ) -> list[ReducedPart]:
         """The parts of the mean of a decided round, one that has some.
 
         Args:
@@ -66,17 +66,17 @@ class Replay:
         """
         bounds, sources = record.bounds, sources[:MAX_SOURCES]
         if not record.tiles(elements):
-            raise Unavailable(f"the record of round {record.round} has parts that do not make up its mean")
+            raise StateUnavailable(f"the record of round {record.round} has parts that do not make up its mean")
         turn, codec = asyncio.Semaphore(AT_ONCE), self._codec.reduced(len(record.peers))
 
-        async def one(place: int, part: wire.Part) -> HeldPart:
+        async def one(place: int, part: wire.PartDigest) -> ReducedPart:
             first = place % max(1, len(sources))
-            shape = Shape(codec, bounds[place], bounds[place + 1], self._chunk_elements)
+            shape = PartLayout(codec, bounds[place], bounds[place + 1], self._chunk_elements)
             async with turn:
                 order = sorted((*sources[first:], *sources[:first]), key=lambda peer: self._failures.get(peer, 0))
                 return await self._part(part, shape, order, deadline)
 
-        async with together() as group:
+        async with task_group() as group:
             jobs = [
                 group.create_task(one(place, part))
                 for place, part in enumerate(record.parts)
@@ -84,26 +84,30 @@ class Replay:
             ]
         return [job.result() for job in jobs]
 
-    async def decode(self, parts: Sequence[HeldPart], into: Vector) -> None:
+    async def decode(self, parts: Sequence[ReducedPart], into: Vector) -> None:
         """Put the mean that these parts make up into `into`.
 
         Raises:
             Unavailable: it does not decode; `into` is then undefined.
         """
-        target = Flat([into])
+        target = VectorView([into])
         for part in parts:
             try:
                 await self._host.compute.run(partial(part.decode, target), 4 * (part.high - part.low))
             except BadPayload as error:  # what a quorum signed: nobody who hands it on is to blame
-                raise Unavailable(f"a decided part does not decode: {error}") from None
+                raise StateUnavailable(f"a decided part does not decode: {error}") from None
 
-    async def _part(self, part: wire.Part, shape: Shape, sources: Sequence[PeerId], deadline: Deadline) -> HeldPart:
+    async def _part(
+        self, part: wire.PartDigest, shape: PartLayout, sources: Sequence[PeerId], deadline: Deadline
+    ) -> ReducedPart:
         if sum(run.count for run in part.runs) != shape.chunks:
-            raise Unavailable("a part of another number of chunks than it has elements for")
+            raise StateUnavailable("a part of another number of chunks than it has elements for")
         held = await self._shelf.load(part.digest) if self._shelf else None
         return held or await self._fetch(part, shape, sources, deadline)
 
-    async def _fetch(self, part: wire.Part, shape: Shape, sources: Sequence[PeerId], deadline: Deadline) -> HeldPart:
+    async def _fetch(
+        self, part: wire.PartDigest, shape: PartLayout, sources: Sequence[PeerId], deadline: Deadline
+    ) -> ReducedPart:
         size, span = shape.size_bytes, (shape.low, shape.high, shape.chunk_elements)
         for source in sources:
             until = asyncio.get_running_loop().time() + PART_SECONDS + size / SLOWEST_BYTES_PER_SECOND
@@ -119,7 +123,7 @@ class Replay:
                 self.bytes_received += size
                 self._fetching.came(size)
                 return held
-        raise Unavailable(f"nobody has a part that is needed, of {len(sources)} asked")
+        raise StateUnavailable(f"nobody has a part that is needed, of {len(sources)} asked")
 
     def _fail(self, source: PeerId, why: str) -> None:
         """Name a source, and ask it last from now on."""

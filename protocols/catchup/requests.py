@@ -19,7 +19,7 @@ MAX_BUSY_SECONDS = 600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class SnapshotRef:
     """A snapshot that a peer can hand out: of the state that this lineage names, before that round."""
 
     lineage: bytes = digest()
@@ -27,7 +27,7 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True)
-class Greet(Header):
+class HeadAnnouncement(Header):
     """Where its sender stands; answered with the same.
 
     Attributes:
@@ -38,18 +38,18 @@ class Greet(Header):
 
     key: RoundKey = one(RoundKey)
     sender: Member = one(Member)
-    kept: tuple[Kept, ...] = many(one(Kept), MAX_KEPT)
+    kept: tuple[SnapshotRef, ...] = many(one(SnapshotRef), MAX_KEPT)
 
 
 @dataclass(frozen=True, slots=True)
-class WantTrail(Header):
+class CertificatesRequest(Header):
     """Asks for the certificates after the first of these lineages that the receiver's chain holds."""
 
     locator: tuple[bytes, ...] = many(digest(), MAX_LOCATOR)
 
 
 @dataclass(frozen=True, slots=True)
-class Trail(Header):
+class Certificates(Header):
     """`count` certificates follow, each a header of its own (`protocols.vote.votes.Certificate`).
 
     Attributes:
@@ -64,7 +64,7 @@ class Trail(Header):
 
 @dataclass(frozen=True, slots=True)
 class WantSnapshot(Header):
-    """Asks for the snapshot of the state that a lineage names: answered with `Busy`, `Having` none, or its `Index`."""
+    """Asks for the snapshot of the state that a lineage names: answered with `Busy`, `Having` none, or its `SnapshotIndexHeader`."""
 
     lineage: bytes = digest()
 
@@ -77,7 +77,7 @@ class Busy(Header):
 
 
 @dataclass(frozen=True, slots=True)
-class Index(Header):
+class SnapshotIndexHeader(Header):
     """The digests of the snapshot's chunks follow, 32 bytes each: the parameters' chunks, then the velocity's."""
 
     elements: int = uint(1 << 48)
@@ -90,5 +90,13 @@ class WantChunk(Header):
     index: int = uint(1 << 32)
 
 
-MESSAGES: tuple[type[Header], ...] = (Greet, WantTrail, Trail, WantSnapshot, Busy, Index, WantChunk)
+MESSAGES: tuple[type[Header], ...] = (
+    HeadAnnouncement,
+    CertificatesRequest,
+    Certificates,
+    WantSnapshot,
+    Busy,
+    SnapshotIndexHeader,
+    WantChunk,
+)
 register(32, MESSAGES)

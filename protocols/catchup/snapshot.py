@@ -16,7 +16,7 @@ from typing import Protocol, TypeAlias
 import torch
 
 from protocols.base import CHUNK_BYTES, BadPayload, Buffer, Vector
-from protocols.catchup.requests import Kept
+from protocols.catchup.requests import SnapshotRef
 from protocols.history.chain import Chain, state_root
 from protocols.vectors import CHUNK_ELEMENTS, check_vector, chunk_count, chunk_range
 
@@ -47,19 +47,19 @@ def root_of(elements: int, digests: Sequence[bytes]) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Index:
+class SnapshotIndex:
     """The digests of all chunks of an outer state: of `elements` parameters, then of as much velocity."""
 
     elements: int
     digests: tuple[bytes, ...]
 
     @classmethod
-    def of(cls, parameters: Vector, velocity: Vector) -> Index:
+    def of(cls, parameters: Vector, velocity: Vector) -> SnapshotIndex:
         """That of these two vectors, of one size."""
         return cls(len(parameters), chunk_digests(parameters) + chunk_digests(velocity))
 
     @classmethod
-    def unpack(cls, elements: int, data: bytes) -> Index:
+    def unpack(cls, elements: int, data: bytes) -> SnapshotIndex:
         """From `packed_bytes(elements)` bytes.
 
         Raises:
@@ -95,7 +95,7 @@ class Index:
         return chunk_range(0, self.elements, chunk % (len(self.digests) // 2))
 
 
-class Room(Protocol):
+class SnapshotBuffer(Protocol):
     """Bytes of a set size, where a snapshot stands.
 
     Attributes:
@@ -116,11 +116,11 @@ class Room(Protocol):
         """Put all of `data` there; raises as `read` does."""
 
 
-MakeRoom: TypeAlias = Callable[[bytes, int, int], Room]
+MakeBuffer: TypeAlias = Callable[[bytes, int, int], SnapshotBuffer]
 """Room for the state of a lineage, before a round: (lineage, round, bytes). Raises OSError where there is none."""
 
 
-class Anonymous:
+class MemoryBuffer:
     """Room in memory: it costs nothing until it is written, and goes back when nobody refers to it any more."""
 
     fresh = True
@@ -144,13 +144,15 @@ class Snapshot:
         room: where it stands: the parameters, then the velocity, little-endian float32.
     """
 
-    def __init__(self, lineage: bytes, round_number: int, index: Index, room: Room | None = None) -> None:
+    def __init__(
+        self, lineage: bytes, round_number: int, index: SnapshotIndex, room: SnapshotBuffer | None = None
+    ) -> None:
         """
         Args:
-            room: of `room_bytes(index.elements)`; None: in memory.
+            room: of `buffer_bytes(index.elements)`; None: in memory.
         """
         self.lineage, self.round, self.index = lineage, round_number, index
-        self.room = room or Anonymous(room_bytes(index.elements))
+        self.room = room or MemoryBuffer(buffer_bytes(index.elements))
 
     @property
     def fresh(self) -> bool:
@@ -199,7 +201,7 @@ class Snapshot:
                 yield number * half + index, vector[low:high]
 
 
-def room_bytes(elements: int) -> int:
+def buffer_bytes(elements: int) -> int:
     """What the outer state of so many parameters takes."""
     return 8 * elements
 
@@ -222,19 +224,19 @@ class Snapshots:
         self,
         every_rounds: int = SNAPSHOT_ROUNDS,
         keep: int = KEEP_SNAPSHOTS,
-        make_room: MakeRoom = lambda lineage, round_number, size: Anonymous(size),
+        make_room: MakeBuffer = lambda lineage, round_number, size: MemoryBuffer(size),
     ) -> None:
         self.every_rounds, self._keep, self._make_room = every_rounds, keep, make_room
         self.has_begun: Callable[[bytes, int], bool] = lambda lineage, round_number: False
         self._held: list[Snapshot] = []
 
-    def new(self, lineage: bytes, round_number: int, index: Index) -> Snapshot:
+    def new(self, lineage: bytes, round_number: int, index: SnapshotIndex) -> Snapshot:
         """One to be filled; not empty (`Snapshot.fresh`) where an earlier download of this state was broken off.
 
         Raises:
             OSError: there is no room.
         """
-        room = self._make_room(lineage, round_number, room_bytes(index.elements))
+        room = self._make_room(lineage, round_number, buffer_bytes(index.elements))
         return Snapshot(lineage, round_number, index, room)
 
     def put(self, snapshot: Snapshot) -> None:
@@ -257,6 +259,6 @@ class Snapshots:
         """The newest first."""
         return tuple(self._held)
 
-    def kept(self) -> tuple[Kept, ...]:
+    def kept(self) -> tuple[SnapshotRef, ...]:
         """What to tell others."""
-        return tuple(Kept(each.lineage, each.round) for each in self._held)
+        return tuple(SnapshotRef(each.lineage, each.round) for each in self._held)

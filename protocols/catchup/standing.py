@@ -31,17 +31,17 @@ from protocols.base import (
     Settings,
     Stream,
 )
-from protocols.catchup.contacts import Contacts
-from protocols.catchup.donor import Donor
-from protocols.catchup.download import Download, Unavailable
-from protocols.catchup.progress import Fetching
-from protocols.catchup.reception import Reception
+from protocols.catchup.contacts import SyncPeers
+from protocols.catchup.donor import SnapshotServer
+from protocols.catchup.download import SnapshotDownload, StateUnavailable
+from protocols.catchup.progress import SyncProgress
+from protocols.catchup.reception import SyncServer
 from protocols.catchup.requests import MAX_KEPT, SYNC
 from protocols.catchup.snapshot import Snapshot, Snapshots
 from protocols.codecs.coding import finite_range
 from protocols.gate import Gate
-from protocols.post import Ledger
-from protocols.tasks import together
+from protocols.post import RoundAccounting
+from protocols.tasks import task_group
 from protocols.wire import blob, digest, flag, many, one, register, uint
 
 ASK_SECONDS = 5.0
@@ -55,7 +55,7 @@ _TAG = b"starling state 1\n"
 
 
 @dataclass(frozen=True, slots=True)
-class Vouched:
+class SignedStateRef:
     """A state that its peer hands out: its root, the round that it comes before, and the peer's word for that."""
 
     root: bytes = digest()
@@ -64,7 +64,7 @@ class Vouched:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing(Header):
+class StateAdvert(Header):
     """Where its sender stands; answered with the same.
 
     Attributes:
@@ -76,19 +76,19 @@ class Standing(Header):
 
     key: RoundKey = one(RoundKey)
     sender: Member = one(Member)
-    states: tuple[Vouched, ...] = many(one(Vouched), MAX_KEPT)
+    states: tuple[SignedStateRef, ...] = many(one(SignedStateRef), MAX_KEPT)
     whole: bool = flag()
 
 
-register(160, (Standing,))
+register(160, (StateAdvert,))
 
 
-def vouching(key: RoundKey, round_number: int, root: bytes) -> bytes:
+def sign_state_ref(key: RoundKey, round_number: int, root: bytes) -> bytes:
     """What is signed for a state before that round."""
     return _TAG + wire.body(replace(key, round=round_number, lineage=root))
 
 
-class Standings:
+class IndependentStateSync:
     """What one peer without a shared anchor asks others outside of rounds, and answers them.
 
     Attributes:
@@ -112,12 +112,12 @@ class Standings:
             hints: peers that may be in the run; any of them may lie.
             whole: whether we have a state that others may start from; a newcomer has yet to fetch its first.
         """
-        self.ledger, self.fetching, self._whole = Ledger(), Fetching(_now), whole
+        self.ledger, self.fetching, self._whole = RoundAccounting(), SyncProgress(_now), whole
         self._host, self._me, self._snapshots, self._key = host, Member(host.me, settings.incarnation), snapshots, key
         self._elements = sum(settings.elements)
-        self._contacts = Contacts(host.me, host.members, None, hints, _now)
-        self._donor = Donor(snapshots, host.compute, Gate())
-        self._reception = Reception(host, self.ledger, self._donor, self._answer)
+        self._contacts = SyncPeers(host.me, host.members, None, hints, _now)
+        self._donor = SnapshotServer(snapshots, host.compute, Gate())
+        self._reception = SyncServer(host, self.ledger, self._donor, self._answer)
         self._say: Callable[[str], None] = lambda line: None
         self._fruitless = 0
         self._signed: dict[tuple[int, bytes], bytes] = {}
@@ -135,20 +135,20 @@ class Standings:
 
     # -- where we stand -----------------------------------------------------------------------------------------------
 
-    def _standing(self) -> Standing:
+    def _standing(self) -> StateAdvert:
         kept = [(each.round, each.lineage) for each in self._donor.kept()]
         self._signed = {each: self._signed.get(each) or self._sign(*each) for each in kept}
-        states = tuple(Vouched(root, number, signature) for (number, root), signature in self._signed.items())
-        return Standing(self._key(), self._me, states, self._whole())
+        states = tuple(SignedStateRef(root, number, signature) for (number, root), signature in self._signed.items())
+        return StateAdvert(self._key(), self._me, states, self._whole())
 
     def _sign(self, round_number: int, root: bytes) -> bytes:
-        return self._host.signer.sign(vouching(self._key(), round_number, root))
+        return self._host.signer.sign(sign_state_ref(self._key(), round_number, root))
 
     async def _answer(self, stream: Stream, request: Header) -> None:
-        self._judge(stream.peer, wire.expect(request, Standing))
+        self._judge(stream.peer, wire.expect(request, StateAdvert))
         await stream.send(self._standing())
 
-    def _judge(self, peer: PeerId, standing: Standing) -> Standing:
+    def _judge(self, peer: PeerId, standing: StateAdvert) -> StateAdvert:
         """What a peer says of itself.
 
         Raises:
@@ -160,7 +160,7 @@ class Standings:
         if standing.sender.peer != peer:
             raise BadPayload(f"a standing in the name of {standing.sender.peer}")
         for each in standing.states:
-            if not self._host.signer.verify(peer, vouching(theirs, each.round, each.root), each.signature):
+            if not self._host.signer.verify(peer, sign_state_ref(theirs, each.round, each.root), each.signature):
                 raise BadPayload(f"a state before round {each.round + 1} without its signature")
         return standing
 
@@ -180,7 +180,7 @@ class Standings:
         self.fetching.begin(0, 0)
         try:
             snapshot = await self._from_one(eligible(await self.ask(deadline)), order, deadline)
-        except Unavailable as error:
+        except StateUnavailable as error:
             self._fruitless += 1
             if self._fruitless == COMPLAIN_AFTER:
                 self._say(f"{error}: waiting for a peer that has one")
@@ -190,7 +190,7 @@ class Standings:
         self._fruitless = 0
         return snapshot
 
-    async def _from_one(self, donors: Mapping[PeerId, Vouched], order: Order, deadline: Deadline) -> Snapshot:
+    async def _from_one(self, donors: Mapping[PeerId, SignedStateRef], order: Order, deadline: Deadline) -> Snapshot:
         tried = 0
         due = order(sorted(donors, key=lambda donor: (-donors[donor].round, donor)))[:DONORS]
         for donor in due:
@@ -200,17 +200,17 @@ class Standings:
             tried += 1
             if snapshot := await self._brought(donor, donors[donor], _now() + share):
                 return snapshot
-        raise Unavailable(f"none of {tried} donors brought its state" if due else "nobody here has a state")
+        raise StateUnavailable(f"none of {tried} donors brought its state" if due else "nobody here has a state")
 
-    async def _brought(self, donor: PeerId, state: Vouched, deadline: Deadline) -> Snapshot | None:
+    async def _brought(self, donor: PeerId, state: SignedStateRef, deadline: Deadline) -> Snapshot | None:
         """That state, whole and finite; None, and the donor is named: it did not bring it."""
         key = replace(self._key(), round=state.round, lineage=state.root)
         head = Head(key, (), state.root, state.root)
-        download = Download(self._host, self.ledger, self._snapshots, self.fetching, head, self._elements)
+        download = SnapshotDownload(self._host, self.ledger, self._snapshots, self.fetching, head, self._elements)
         try:
             snapshot = await download.run(lambda: [donor], deadline)
             await self._host.compute.run(partial(_refuse_non_finite, snapshot), 8 * self._elements)
-        except Unavailable:
+        except StateUnavailable:
             self.ledger.name(donor, "did not bring its state")
         except ValueError:  # nobody would mix with it, and no sketch would show that it is far away
             self._contacts.distrust(donor)
@@ -221,10 +221,10 @@ class Standings:
             self._downloaded_bytes += download.bytes_received
         return None
 
-    async def ask(self, deadline: Deadline) -> Mapping[PeerId, Standing]:
+    async def ask(self, deadline: Deadline) -> Mapping[PeerId, StateAdvert]:
         """Where all are that answer; who lies is named, and not asked for a while."""
         deadline = min(deadline, _now() + ASK_SECONDS)
-        found: dict[PeerId, Standing] = {}
+        found: dict[PeerId, StateAdvert] = {}
 
         async def one_of_them(peer: PeerId) -> None:
             try:
@@ -233,14 +233,14 @@ class Standings:
                     self.ledger.counting(stream),
                 ):
                     await stream.send(self._standing())
-                    answer = wire.expect(await stream.receive(wire.MAX_HEADER_BYTES), Standing)
+                    answer = wire.expect(await stream.receive(wire.MAX_HEADER_BYTES), StateAdvert)
                     found[peer] = self._judge(peer, answer)
             except BadPayload:
                 self._contacts.distrust(peer)
             except PeerError:
                 pass
 
-        async with together() as group:
+        async with task_group() as group:
             for peer in self._contacts.everybody():
                 group.create_task(one_of_them(peer))
         return found
@@ -251,7 +251,7 @@ class Standings:
         return taken
 
 
-def eligible(standings: Mapping[PeerId, Standing]) -> dict[PeerId, Vouched]:
+def eligible(standings: Mapping[PeerId, StateAdvert]) -> dict[PeerId, SignedStateRef]:
     """Whose newest state may be fetched. Pure.
 
     Nobody's who says to be further than half of those who have a state: one that claims a round in a distant future

@@ -8,25 +8,25 @@ from contextlib import suppress
 from dataclasses import replace
 
 from protocols.base import Deadline, Head, Host, PeerError, PeerId, Settings, Vector
-from protocols.catchup.contacts import Contacts
-from protocols.catchup.download import Download, Unavailable, shown_index
-from protocols.catchup.progress import Fetching, Pursuit
-from protocols.catchup.replay import Replay
+from protocols.catchup.contacts import SyncPeers
+from protocols.catchup.download import SnapshotDownload, StateUnavailable, shown_index
+from protocols.catchup.progress import CatchUpTrend, SyncProgress
+from protocols.catchup.replay import RoundReplayer
 from protocols.catchup.requests import SYNC
-from protocols.catchup.snapshot import Index, Snapshot, Snapshots
+from protocols.catchup.snapshot import Snapshot, SnapshotIndex, Snapshots
 from protocols.codec import codec
-from protocols.history.chain import UNSETTLED, Chain, Link
-from protocols.post import Ledger
-from protocols.reducing.parts import HeldPart
-from protocols.rounds.shelf import Shelf
-from protocols.tasks import together
+from protocols.history.chain import UNSETTLED, Chain, DecidedRound
+from protocols.post import RoundAccounting
+from protocols.reducing.parts import ReducedPart
+from protocols.rounds.shelf import PartCache
+from protocols.tasks import task_group
 
 INDEX_SECONDS = 10.0
 """Former members have so long to show which state they hold."""
 MAX_FAILED = 16
 
 
-class Supply:
+class StateFetcher:
     """Attributes:
     fetching: how far this peer is with catching up.
     pursuit, on_slow: whether it comes nearer; called with one line for a person if it does not.
@@ -35,24 +35,24 @@ class Supply:
     def __init__(
         self,
         host: Host,
-        ledger: Ledger,
+        ledger: RoundAccounting,
         settings: Settings,
         snapshots: Snapshots,
-        contacts: Contacts,
-        shelf: Shelf | None,
+        contacts: SyncPeers,
+        shelf: PartCache | None,
     ) -> None:
-        self.fetching, self.pursuit = Fetching(_now), Pursuit()
+        self.fetching, self.pursuit = SyncProgress(_now), CatchUpTrend()
         self.on_slow: Callable[[str], None] = lambda line: None
         self._host, self._ledger, self._snapshots, self._contacts = host, ledger, snapshots, contacts
         self._elements = sum(settings.elements)
-        self._replay = Replay(host, ledger, codec(settings.codec), settings.chunk_elements, shelf, self.fetching)
-        self._begun: Download | None = None
+        self._replay = RoundReplayer(host, ledger, codec(settings.codec), settings.chunk_elements, shelf, self.fetching)
+        self._begun: SnapshotDownload | None = None
         self._downloaded_bytes = 0
         self._failed: set[bytes] = set()  # roots that no former member brought a state of
 
     # -- means --------------------------------------------------------------------------------------------------------
 
-    async def parts(self, link: Link, deadline: Deadline) -> list[HeldPart]:
+    async def parts(self, link: DecidedRound, deadline: Deadline) -> list[ReducedPart]:
         """The parts of the mean of a judged round, one that has some.
 
         Raises:
@@ -64,7 +64,7 @@ class Supply:
         sources = [peer for peer in sources if peer in live] or sources  # who is silent would take its time
         return await self._replay.parts(link.record, self._elements, sources, deadline)
 
-    async def decode(self, parts: Sequence[HeldPart], into: Vector) -> None:
+    async def decode(self, parts: Sequence[ReducedPart], into: Vector) -> None:
         """Put the mean that these parts make up, float32 (n), into `into`.
 
         Raises:
@@ -115,13 +115,13 @@ class Supply:
             share = (deadline - _now()) / (len(offered) - tried)  # a head that nobody brings leaves time for the next
             try:
                 return await download.run(lambda: self._donors(head), _now() + share)  # noqa: B023 - awaited here
-            except Unavailable:
+            except StateUnavailable:
                 continue
             finally:
                 self._downloaded_bytes += download.bytes_received
                 download.bytes_received = 0
                 self._begun = download if download.begun else self._begun
-        raise Unavailable("nobody brought a snapshot of this chain")
+        raise StateUnavailable("nobody brought a snapshot of this chain")
 
     async def from_former(self, chain: Chain, deadline: Deadline) -> Snapshot:
         """The state at the head of a chain, on the word of a former member or an heir: no record vouches for it yet.
@@ -135,14 +135,14 @@ class Supply:
         donors = self.former_donors(chain.head)
         roots = await self._roots(chain.head, donors, min(deadline, _now() + INDEX_SECONDS))
         if not roots:
-            raise Unavailable("nobody here who was a member has the state at the head of the chain")
+            raise StateUnavailable("nobody here who was a member has the state at the head of the chain")
         # Whoever asks these donors takes the same state, also where one of them is wrong: else nobody agrees on a FORK.
         root = min(roots, key=lambda root: (root in self._failed, -len(roots[root]), root))
         head = replace(chain.head, state_root=root)
-        download = Download(self._host, self._ledger, self._snapshots, self.fetching, head, self._elements)
+        download = SnapshotDownload(self._host, self._ledger, self._snapshots, self.fetching, head, self._elements)
         try:
             return await download.run(lambda: roots[root], deadline)
-        except Unavailable:
+        except StateUnavailable:
             self._failed = {*self._failed, root} if len(self._failed) < MAX_FAILED else {root}
             raise
         finally:
@@ -153,13 +153,13 @@ class Supply:
         found: dict[bytes, list[PeerId]] = {}
 
         async def one(donor: PeerId) -> None:
-            with suppress(PeerError, Unavailable):
+            with suppress(PeerError, StateUnavailable):
                 async with self._host.transport.open(donor, SYNC, deadline) as stream, self._ledger.counting(stream):
                     index = await shown_index(stream, head.key.lineage, self._elements)
-                if isinstance(index, Index):
+                if isinstance(index, SnapshotIndex):
                     found.setdefault(index.state_root(head.key.round), []).append(donor)
 
-        async with together() as group:
+        async with task_group() as group:
             for donor in donors:
                 group.create_task(one(donor))
         return found
@@ -173,10 +173,10 @@ class Supply:
         offering = set(self._donors(head)) & {member.peer for member in live}
         return next((sorted(offering & each) for each in rosters if offering & each), [])
 
-    def _download(self, head: Head) -> Download:
+    def _download(self, head: Head) -> SnapshotDownload:
         if self._begun and self._begun.at == head:
             return self._begun
-        return Download(self._host, self._ledger, self._snapshots, self.fetching, head, self._elements)
+        return SnapshotDownload(self._host, self._ledger, self._snapshots, self.fetching, head, self._elements)
 
     def _donors(self, head: Head) -> list[PeerId]:
         return self._contacts.stock().get(head.key.lineage, [])

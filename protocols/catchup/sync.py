@@ -26,20 +26,20 @@ from protocols.base import (
     Settings,
     Stream,
 )
-from protocols.catchup.contacts import Contacts
-from protocols.catchup.donor import Donor
-from protocols.catchup.progress import Fetching
-from protocols.catchup.proofs import TRAIL_SECONDS, Proofs
-from protocols.catchup.reception import Reception
-from protocols.catchup.requests import MAX_TRAIL, SYNC, Greet, Trail, WantTrail
+from protocols.catchup.contacts import SyncPeers
+from protocols.catchup.donor import SnapshotServer
+from protocols.catchup.progress import SyncProgress
+from protocols.catchup.proofs import TRAIL_SECONDS, HeadVerifier
+from protocols.catchup.reception import SyncServer
+from protocols.catchup.requests import MAX_TRAIL, SYNC, Certificates, CertificatesRequest, HeadAnnouncement
 from protocols.catchup.snapshot import Snapshots
-from protocols.catchup.supply import Supply
+from protocols.catchup.supply import StateFetcher
 from protocols.gate import Gate
-from protocols.history.branches import Branch, Rules
+from protocols.history.branches import Branch, ForkChoice
 from protocols.history.chain import Chain
-from protocols.post import Ledger
-from protocols.rounds.shelf import Shelf
-from protocols.tasks import together
+from protocols.post import RoundAccounting
+from protocols.rounds.shelf import PartCache
+from protocols.tasks import task_group
 from protocols.vote import record as records
 
 DIAL_SECONDS = 10.0
@@ -51,7 +51,7 @@ GRACE_SECONDS = 1.0
 PROOFS_AT_ONCE = 8
 
 
-class Sync:
+class ChainSync:
     """What one peer asks others, and answers them, about the chain.
 
     Attributes:
@@ -71,7 +71,7 @@ class Sync:
         settings: Settings,
         snapshots: Snapshots,
         contacts: Callable[[], Iterable[PeerId]],
-        shelf: Shelf | None = None,
+        shelf: PartCache | None = None,
     ) -> None:
         """
         Args:
@@ -79,20 +79,22 @@ class Sync:
             contacts: peers that may know more: bootstrap addresses, hints of a directory. Any of them may lie.
             shelf: parts that we hold ourselves.
         """
-        self.rules = Rules(Member(host.me, settings.incarnation), host.signer, settings.quorum, settings.fork_peers)
-        self.ledger, self.snapshots, self.stranded = Ledger(), snapshots, False
+        self.rules = ForkChoice(
+            Member(host.me, settings.incarnation), host.signer, settings.quorum, settings.fork_peers
+        )
+        self.ledger, self.snapshots, self.stranded = RoundAccounting(), snapshots, False
         self.on_better: Callable[[Branch], None] = lambda branch: None
         self._host, self._chain = host, chain
-        self._contacts = Contacts(host.me, host.members, chain, contacts, _now)
-        self.supply = Supply(host, self.ledger, settings, snapshots, self._contacts, shelf)
+        self._contacts = SyncPeers(host.me, host.members, chain, contacts, _now)
+        self.supply = StateFetcher(host, self.ledger, settings, snapshots, self._contacts, shelf)
         self._shelf = shelf
-        self._donor = Donor(snapshots, host.compute, shelf.gate if shelf else Gate(), self._has_rounds_since)
-        self.proofs = Proofs(host, chain, self.rules, self.ledger, self._contacts)
+        self._donor = SnapshotServer(snapshots, host.compute, shelf.gate if shelf else Gate(), self._has_rounds_since)
+        self.proofs = HeadVerifier(host, chain, self.rules, self.ledger, self._contacts)
         self._news = asyncio.Event()
-        self._reception = Reception(host, self.ledger, self._donor, self._answer)
+        self._reception = SyncServer(host, self.ledger, self._donor, self._answer)
 
     @property
-    def fetching(self) -> Fetching:
+    def fetching(self) -> SyncProgress:
         """How far this peer is with catching up."""
         return self.supply.fetching
 
@@ -108,12 +110,12 @@ class Sync:
     # -- answering ----------------------------------------------------------------------------------------------------
 
     async def _answer(self, stream: Stream, request: Header) -> None:
-        if isinstance(request, Greet):
+        if isinstance(request, HeadAnnouncement):
             self._meet(stream.peer, request)
             await stream.send(self._greeting())
             if self._unknown(request.key) and self._contacts.called(stream.peer):
                 self._news.set()
-        elif isinstance(request, WantTrail):
+        elif isinstance(request, CertificatesRequest):
             await self._lead(stream, self._chain.common(request.locator) or bytes(32))
         else:
             raise BadPayload(f"{type(request).__name__} as a request")
@@ -122,7 +124,7 @@ class Sync:
         """Send the certificates that follow a lineage, a few at a time: they come from a disk, and others wait."""
         after = self._chain.count_since(lineage)
         left = min(after, MAX_TRAIL)
-        await stream.send(Trail(lineage, left, after > left))
+        await stream.send(Certificates(lineage, left, after > left))
         while left:
             found = self._chain.certificates(lineage)[:left]
             if not found:
@@ -132,8 +134,8 @@ class Sync:
             lineage, left = records.lineage(found[-1].record), left - len(found)
             await asyncio.sleep(0)
 
-    def _greeting(self) -> Greet:
-        return Greet(self._chain.head.key, self.rules.me, self._donor.kept())
+    def _greeting(self) -> HeadAnnouncement:
+        return HeadAnnouncement(self._chain.head.key, self.rules.me, self._donor.kept())
 
     def _has_rounds_since(self, lineage: bytes) -> bool:
         """Whether we hold all means since: else a snapshot of that state leads nowhere."""
@@ -142,7 +144,7 @@ class Sync:
             return False
         return all(part.digest in shelf for link in chain.since(lineage) for part in link.record.parts)
 
-    def _meet(self, peer: PeerId, greet: Greet) -> None:
+    def _meet(self, peer: PeerId, greet: HeadAnnouncement) -> None:
         """Note what a peer says of itself.
 
         Raises:
@@ -197,9 +199,9 @@ class Sync:
 
         async def one(peers: Sequence[PeerId]) -> Branch | None:
             async with turn:
-                return await self.proofs.of([(peer, heads[peer]) for peer in peers], self.stranded, deadline)
+                return await self.proofs.verify([(peer, heads[peer]) for peer in peers], self.stranded, deadline)
 
-        async with together() as group:
+        async with task_group() as group:
             claimants = sorted(claims.values(), key=lambda peers: -len(peers))
             branches = await _most_shown({group.create_task(one(peers)): len(peers) for peers in claimants})
         return reduce(self.rules.better, branches) if branches else None
@@ -213,7 +215,7 @@ class Sync:
             try:
                 async with self._open(peer, deadline) as stream:
                     await stream.send(self._greeting())
-                    greet = wire.expect(await stream.receive(wire.MAX_HEADER_BYTES), Greet)
+                    greet = wire.expect(await stream.receive(wire.MAX_HEADER_BYTES), HeadAnnouncement)
                     self._meet(peer, greet)
                     found[peer] = greet.key
             except BadPayload:
@@ -221,7 +223,7 @@ class Sync:
             except PeerError:
                 pass
 
-        async with together() as group:
+        async with task_group() as group:
             for peer in peers:
                 group.create_task(one(peer))
         return {peer: found[peer] for peer in peers if peer in found}

@@ -7,22 +7,33 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol, runtime_checkable
 
-from protocols.contract.values import Contribution, Deadline, Head, Layout, Mean, Member, PeerId, RoundKey, Vector, Work
+from protocols.contract.values import (
+    AveragingResult,
+    Contribution,
+    Deadline,
+    Head,
+    Layout,
+    LocalProgress,
+    Member,
+    PeerId,
+    RoundKey,
+    Vector,
+)
 
 
-class Session(Protocol):
+class AveragingSession(Protocol):
     """One peer's side of one round of averaging."""
 
     cut: asyncio.Event
     """Set when the round is called, or has reached its deadline: start no further step, hand in."""
 
-    def ready(self, work: Work) -> None:
+    def offer(self, work: LocalProgress) -> None:
         """Tell the others what there is to hand in; again as the work grows."""
 
-    def awaited(self) -> tuple[PeerId, ...]:
+    def waiting_for(self) -> tuple[PeerId, ...]:
         """Whom the round waits for, as far as this peer can tell: what a person who wonders is shown."""
 
-    async def mean(self, mine: Sequence[Vector], work: Work, into: Sequence[Vector]) -> Mean:
+    async def average(self, mine: Sequence[Vector], work: LocalProgress, into: Sequence[Vector]) -> AveragingResult:
         """Average `mine` with the others into `into` (same shapes). `mine` is lent, and unchanged until return.
 
         Never raises for a peer's failure: the outcome says what became of the round.
@@ -34,17 +45,17 @@ class Averager(Protocol):
 
     me: Member
 
-    def enter(self, head: Head, deadline: Deadline) -> AbstractAsyncContextManager[Session]:
+    def enter(self, head: Head, deadline: Deadline) -> AbstractAsyncContextManager[AveragingSession]:
         """Take part in the round that extends `head`, from its first moment: peers may call from then on.
 
         Who is not in the roster looks on, asks to be admitted, and learns what was decided.
         """
 
 
-class LooseSession(Session, Protocol):
+class IndependentSession(AveragingSession, Protocol):
     """A session of a protocol without a shared anchor: what travels is a peer's state, or what it brings to its step.
 
-    `mean` is given that at the end of this peer's round. Committed, `into` holds the mean; skipped, nobody averaged
+    `average` is given that at the end of this peer's round. Committed, `into` holds the mean; skipped, nobody averaged
     with us, and `into` is undefined. Others may average with a peer that still trains, too.
 
     Attributes:
@@ -62,11 +73,11 @@ class LooseSession(Session, Protocol):
     half_exchanges: int
     mass_drift: float
 
-    def lend(self, state: Sequence[Vector]) -> None:
+    def share(self, state: Sequence[Vector]) -> None:
         """Let others average with this, in place, until it is taken back: all of it at once, or nothing. Who lends
         nothing is busy to those who ask."""
 
-    async def take_back(self) -> Mapping[PeerId, Contribution]:
+    async def reclaim(self) -> Mapping[PeerId, Contribution]:
         """From now on the state is the caller's alone; waits for an exchange under way, which has its own deadline.
 
         Returns:
@@ -74,7 +85,7 @@ class LooseSession(Session, Protocol):
         """
 
 
-class ClosingSession(LooseSession, Protocol):
+class ClosingSession(IndependentSession, Protocol):
     """A session of a protocol that ends a run with closing exchanges: a few, without training, one after the other.
 
     Attributes:
@@ -83,8 +94,8 @@ class ClosingSession(LooseSession, Protocol):
 
     closing_exchanges: int
 
-    async def close(self, mine: Sequence[Vector], into: Sequence[Vector], here: Collection[PeerId]) -> Mean:
-        """Average `mine` with the states of those who have come to the run's end, into `into`, as `mean` does.
+    async def close(self, mine: Sequence[Vector], into: Sequence[Vector], here: Collection[PeerId]) -> AveragingResult:
+        """Average `mine` with the states of those who have come to the run's end, into `into`, as `average` does.
 
         At most ⌈log₂ n⌉ + 1 exchanges, n with this peer. It ends early when `cut` is set.
 
@@ -93,7 +104,7 @@ class ClosingSession(LooseSession, Protocol):
         """
 
 
-class LooseAverager(Protocol):
+class IndependentAverager(Protocol):
     """How replicas that share no anchor come near each other.
 
     `enter` is given the number of this peer's own round, and as lineage the root of its own last state. The class says
@@ -103,12 +114,12 @@ class LooseAverager(Protocol):
     me: Member
     shares_anchor: bool
 
-    def enter(self, head: Head, deadline: Deadline) -> AbstractAsyncContextManager[LooseSession]:
+    def enter(self, head: Head, deadline: Deadline) -> AbstractAsyncContextManager[IndependentSession]:
         """Take part in a round: peers may call from then on, for this one or for an exchange with what was lent."""
 
 
 @runtime_checkable
-class ClosingAverager(LooseAverager, Protocol):
+class ClosingAverager(IndependentAverager, Protocol):
     """One that ends a run with closing exchanges: its class says `closes = True`."""
 
     closes: bool
@@ -122,8 +133,8 @@ class Trainer(Protocol):
     layout: Layout
 
     async def train(
-        self, key: RoundKey, cut: asyncio.Event, progress: Callable[[Work], None], surplus: bool = True
-    ) -> Work:
+        self, key: RoundKey, cut: asyncio.Event, progress: Callable[[LocalProgress], None], surplus: bool = True
+    ) -> LocalProgress:
         """Train from where the parameters stand until `cut` is set; the cut is seen at every inner step.
 
         `progress` is called at once, with what earlier rounds left over, after the first inner step, when the round's

@@ -52,7 +52,7 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Complaint:
+class LinkFault:
     """Between these two no contribution travelled, though both took part: neither reduces until that round."""
 
     first: PeerId
@@ -78,7 +78,7 @@ class Head:
     roster: tuple[Member, ...]
     state_root: bytes
     anchor: bytes
-    complaints: tuple[Complaint, ...] = ()
+    complaints: tuple[LinkFault, ...] = ()
     former: tuple[tuple[Member, ...], ...] = field(default=(), compare=False)
 
 
@@ -89,7 +89,7 @@ class Header:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class LocalProgress:
     """What a peer has trained since its anchor.
 
     Attributes:
@@ -124,7 +124,7 @@ class Outcome(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Blame:
+class PeerFault:
     """A peer that was left out or clamped, and why, in one line."""
 
     peer: PeerId
@@ -146,7 +146,7 @@ class Contribution:
 
 
 @dataclass(frozen=True, slots=True)
-class Mean:
+class AveragingResult:
     """What became of a round's averaging.
 
     Attributes:
@@ -164,7 +164,7 @@ class Mean:
     certificate: bytes = b""
     contributions: Mapping[PeerId, Contribution] = field(default_factory=dict)
     weights: Mapping[PeerId, float] = field(default_factory=dict)
-    blamed: tuple[Blame, ...] = ()
+    blamed: tuple[PeerFault, ...] = ()
     bytes_sent: int = 0
     bytes_received: int = 0
 

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from protocols.base import BadPayload, Deadline, Header, Member, PeerId, RoundKey
-from protocols.groups.grid import MAX_AXES, MAX_PLACES, Grid, Index, Shape, line
+from protocols.groups.grid import MAX_AXES, MAX_PLACES, Cell, Grid, GridShape, line
 from protocols.reducing.plan import PATIENCE, call_after
 from protocols.rounds.calling import LEAVER_SECONDS
 from protocols.wire import MAX_SECONDS, Offer, digest, flag, many, one, peer_id, real, register, text, uint
@@ -34,7 +34,7 @@ UNHEARD_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Here(Header):
+class PositionAnnouncement(Header):
     """Where its sender stands, told to everybody in sight when that changes.
 
     Attributes:
@@ -82,16 +82,16 @@ class Here(Header):
         return group_key(self.run, self.scope, self.round, self.shape, axis, self.index)
 
 
-register(144, (Here,))
+register(144, (PositionAnnouncement,))
 
 
-def group_key(run: bytes, scope: str, round: int, shape: Shape, axis: int, index: Index) -> RoundKey:
+def group_key(run: bytes, scope: str, round: int, shape: GridShape, axis: int, index: Cell) -> RoundKey:
     """What the frames of one group are bound to: its lineage names run, scope, round, shape, axis and line."""
     named = f"{scope}\n{round} {axis} {shape} {line(index, axis)}"
     return RoundKey(run, scope, hashlib.sha256(b"starling group" + run + named.encode()).digest(), round)
 
 
-def check(here: Here, peer: PeerId) -> None:
+def check(here: PositionAnnouncement, peer: PeerId) -> None:
     """Refuse what no peer says of itself.
 
     Raises:
@@ -110,19 +110,19 @@ def check(here: Here, peer: PeerId) -> None:
 
 
 @dataclass(slots=True)
-class Heard:
+class LatestAnnouncement:
     """A peer's last word.
 
     Attributes:
         complete_at: when it was first known to have done its inner steps of that round; infinite: not yet.
     """
 
-    here: Here
+    here: PositionAnnouncement
     complete_at: float
 
 
 @dataclass(slots=True)
-class Late:
+class Lateness:
     """Attributes:
     seconds: how long after this peer it came to a group, the last time that it came.
     missed: how often it has not come since, though it was waited for.
@@ -133,7 +133,7 @@ class Late:
 
 
 @dataclass(slots=True)
-class Past:
+class PeerReliability:
     """What is remembered of a peer in this life.
 
     Attributes:
@@ -149,7 +149,7 @@ class Past:
     until: int = 0
 
 
-class Census:
+class PeerTracker:
     """What the others said last, and how they did in groups.
 
     Attributes:
@@ -159,11 +159,11 @@ class Census:
     def __init__(self, me: Member) -> None:
         self.me = me
         self.sight: dict[PeerId, Member] = {}
-        self._late: dict[PeerId, Late] = {}
-        self._heard: dict[PeerId, Heard] = {}
-        self._past: dict[Member, Past] = {}
+        self._late: dict[PeerId, Lateness] = {}
+        self._heard: dict[PeerId, LatestAnnouncement] = {}
+        self._past: dict[Member, PeerReliability] = {}
 
-    def take(self, here: Here, now: float) -> bool:
+    def take(self, here: PositionAnnouncement, now: float) -> bool:
         """A peer's word; False if it said something later already."""
         peer, known = here.sender.peer, self._heard.get(here.sender.peer)
         if known:
@@ -172,7 +172,7 @@ class Census:
                 return False
         was = known.complete_at if known and known.here.round == here.round else math.inf
         done = here.complete or here.stage != TRAINING
-        self._heard[peer] = Heard(here, min(was, now) if done else math.inf)
+        self._heard[peer] = LatestAnnouncement(here, min(was, now) if done else math.inf)
         return True
 
     def look(self, live: Iterable[Member], found: Iterable[PeerId], now: float) -> None:
@@ -187,7 +187,7 @@ class Census:
             self._late.pop(peer, None)
         here = set(self.sight.values())
         for member in here - before:
-            self._past.setdefault(member, Past(now)).seen = now
+            self._past.setdefault(member, PeerReliability(now)).seen = now
         lost = [member for member in self._past if member not in here]
         for member in lost[: max(0, len(lost) - MAX_GONE)]:
             del self._past[member]
@@ -196,12 +196,12 @@ class Census:
         heard = self._heard.get(peer)
         return heard.here.sender if heard else Member(peer)
 
-    def here(self, peer: PeerId) -> Here | None:
+    def here(self, peer: PeerId) -> PositionAnnouncement | None:
         """A peer's last word, in the life in which it is in sight."""
         heard, member = self._heard.get(peer), self.sight.get(peer)
         return heard.here if heard and member and heard.here.sender == member else None
 
-    def words(self) -> list[Here]:
+    def words(self) -> list[PositionAnnouncement]:
         """The last words of all in sight, in the order of their ids."""
         return [here for peer in sorted(self.sight) if (here := self.here(peer))]
 
@@ -232,7 +232,9 @@ class Census:
         rounds = [here.round for here in self.words()]
         return 1 + sum(each >= round for each in rounds) < _enough(len(rounds))
 
-    def due(self, mine: Here, complete_at: float, began: float, worked: bool, now: float) -> Deadline | None:
+    def due(
+        self, mine: PositionAnnouncement, complete_at: float, began: float, worked: bool, now: float
+    ) -> Deadline | None:
         """When to stop training: as a coordinator calls a round (`protocols.reducing.plan.call_after`), each by its own
         view.
 
@@ -259,7 +261,7 @@ class Census:
         past.hurried = round if past.hurried is None else past.hurried
         return past.hurried == round
 
-    def line(self, mine: Here, axis: int) -> dict[PeerId, Here]:
+    def line(self, mine: PositionAnnouncement, axis: int) -> dict[PeerId, PositionAnnouncement]:
         """Who may still come to our group along an axis, or is there; not this peer, nor who kept its part lately."""
         ours = line(mine.index, axis)
         return {
@@ -284,15 +286,17 @@ class Census:
 
     def came(self, peer: PeerId, seconds: float) -> None:
         """It has come to a group that this peer is waiting in, or was, so long after it."""
-        self._late[peer] = Late(seconds)
+        self._late[peer] = Lateness(seconds)
 
     def missed(self, peers: Iterable[PeerId]) -> None:
         """They were waited for, and did not come."""
         for peer in peers:
-            late = self._late.setdefault(peer, Late())
+            late = self._late.setdefault(peer, Lateness())
             late.missed = min(late.missed + 1, MAX_MISSED)
 
-    def patience_seconds(self, missing: Collection[Here], spent_seconds: float, most_seconds: float) -> float:
+    def patience_seconds(
+        self, missing: Collection[PositionAnnouncement], spent_seconds: float, most_seconds: float
+    ) -> float:
         """How long to wait for those who have not come to our group: half as long again as what lies before the group
         took here, as each was late the last time, or until its step has ended; half of that for each time in vain.
 
@@ -301,7 +305,7 @@ class Census:
         """
         longest = spent_seconds
         for here in missing:
-            late = self._late.get(here.sender.peer, Late())
+            late = self._late.get(here.sender.peer, Lateness())
             step_seconds = here.step_seconds if here.progress == (0, TRAINING) else 0.0
             longest = max(longest, min(most_seconds, max(late.seconds, step_seconds)) / 2**late.missed)
         return PATIENCE * longest

@@ -15,11 +15,11 @@ from statistics import median_low
 from protocols import wire
 from protocols.base import BadPayload, Deadline, Host, Member, PeerId, Settings
 from protocols.codec import Codec
-from protocols.groups.census import WAITING, Census, Here
-from protocols.groups.grid import drawn
-from protocols.post import Ledger, Post
+from protocols.groups.census import WAITING, PeerTracker, PositionAnnouncement
+from protocols.groups.grid import seeded_order
+from protocols.post import ControlChannel, RoundAccounting
 from protocols.reducing import plan as planning
-from protocols.tasks import Bell
+from protocols.tasks import Notifier
 
 FLOOR_SECONDS = 1.0
 """What anybody is given to answer, beside round trips and what was observed."""
@@ -36,7 +36,7 @@ UNCLIPPED = math.inf
 
 
 @dataclass(frozen=True, slots=True)
-class Desk:
+class MoshpitContext:
     """What all groups of one averager work with.
 
     Attributes:
@@ -47,10 +47,10 @@ class Desk:
     settings: Settings
     codec: Codec
     me: Member
-    ledger: Ledger
-    post: Post
-    census: Census
-    entered: Bell
+    ledger: RoundAccounting
+    post: ControlChannel
+    census: PeerTracker
+    entered: Notifier
 
     @property
     def answer_seconds(self) -> float:
@@ -61,7 +61,7 @@ class Desk:
 
 
 @dataclass(frozen=True, slots=True)
-class Stake:
+class GroupContribution:
     """What a peer brings to a group.
 
     Attributes:
@@ -78,7 +78,7 @@ class Stake:
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class MatchmakingLimits:
     """Attributes:
     spent_seconds: what lay before the group took this peer.
     most_seconds: no single peer is waited for much longer, whatever it says.
@@ -90,7 +90,7 @@ class Patience:
     expected: int = 0
 
 
-class Gathering:
+class GroupMatchmaker:
     """One peer's way into one group.
 
     Attributes:
@@ -101,10 +101,10 @@ class Gathering:
 
     def __init__(
         self,
-        desk: Desk,
-        mine: Here,
+        desk: MoshpitContext,
+        mine: PositionAnnouncement,
         axis: int,
-        stake: Stake,
+        stake: GroupContribution,
         tell: Callable[[PeerId, wire.Offer], None],
         deadline: Deadline,
     ) -> None:
@@ -114,7 +114,7 @@ class Gathering:
             tell: says to everybody by whom this peer lets itself be called, and what it brings.
         """
         self.key = mine.key(axis)
-        self.terms: planning.Terms | None = None
+        self.terms: planning.ResolvedPlan | None = None
         self.began = asyncio.get_running_loop().time()
         self._desk, self._mine, self._axis, self._stake = desk, mine, axis, stake
         self._tell, self._deadline = tell, deadline
@@ -122,15 +122,15 @@ class Gathering:
         self._given_up: list[PeerId] = []
         self._came: set[PeerId] = set()
         self._was_late = False
-        self._stirred, self._bell = 0, Bell()
+        self._stirred, self._bell = 0, Notifier()
         self._offer = self._signed()
 
     def stir(self) -> None:
         """Something has changed: somebody came, was called, left or died."""
         self._stirred += 1
-        self._bell.ring()
+        self._bell.notify()
 
-    def heard(self, here: Here) -> None:
+    def heard(self, here: PositionAnnouncement) -> None:
         """A peer says where it stands: here, perhaps, when this peer has been in its group for long."""
         if here.stage == WAITING and here.key(here.axis) == self.key:
             self._note(here.sender.peer)
@@ -142,12 +142,12 @@ class Gathering:
             self._came.add(peer)
             self._desk.census.came(peer, asyncio.get_running_loop().time() - self.began)
 
-    def missing(self) -> list[Here]:
+    def missing(self) -> list[PositionAnnouncement]:
         """Who may still come."""
         line = self._desk.census.line(self._mine, self._axis)
         return [word for word in line.values() if word.progress < (self._axis, WAITING)]
 
-    async def terms_of(self, patience: Patience) -> planning.Terms | None:
+    async def terms_of(self, patience: MatchmakingLimits) -> planning.ResolvedPlan | None:
         """Wait until this peer is called, or calls; None if it goes without a group."""
         desk, loop, callable_at = self._desk, asyncio.get_running_loop(), math.inf
         while self.terms is None and loop.time() < self._deadline:
@@ -182,7 +182,9 @@ class Gathering:
 
     def _caller(self, others: Sequence[PeerId]) -> PeerId | None:
         """Whom to follow now, which all are told; None if enough have failed."""
-        order = [peer for peer in drawn(self.key.lineage, [*others, self._desk.me.peer]) if peer not in self._given_up]
+        order = [
+            peer for peer in seeded_order(self.key.lineage, [*others, self._desk.me.peer]) if peer not in self._given_up
+        ]
         if not order or len(self._given_up) >= CALLERS:
             return None
         if self._followed[-1:] != order[:1]:
@@ -221,19 +223,19 @@ class Gathering:
         return self._stake.elements.to_bytes(8, "little") + self._desk.codec.name.encode().ljust(24, b"\0")
 
     @property
-    def _ground(self) -> planning.Ground:
+    def _ground(self) -> planning.PlanInputs:
         per_element = self._desk.codec.encoded_bytes(1 << 20) / (1 << 20)
-        return planning.Ground(self.key, self._stake.elements, per_element)
+        return planning.PlanInputs(self.key, self._stake.elements, per_element)
 
     # -- calling ------------------------------------------------------------------------------------------------------
 
-    def _call(self, others: Sequence[wire.Offer]) -> planning.Terms | None:
+    def _call(self, others: Sequence[wire.Offer]) -> planning.ResolvedPlan | None:
         """Call those who let themselves be called by this peer; None if that would be no group."""
         me, post = self._desk.me.peer, self._desk.post
         offers = self._alike([self._offer, *others[: wire.MAX_ROSTER - 1]])
         if self._offer not in offers or len(offers) < 2 or not any(offer.tokens for offer in offers):
             return None
-        plan = planning.draw(self._ground, offers, 0.0)
+        plan = planning.make_plan(self._ground, offers, 0.0)
         for offer in plan.offers:
             if offer.member.peer != me:
                 post.send(offer.member.peer, plan)
@@ -274,7 +276,7 @@ class Gathering:
         self._accept(plan)
 
     def _accept(self, plan: wire.Plan) -> None:
-        terms = planning.terms(plan, self._desk.settings.robust)
+        terms = planning.resolve_plan(plan, self._desk.settings.robust)
         count = len(terms.peers)
         # A state does not grow after its offer, as a pseudo-gradient does: its own norm is its limit, not the others'.
         self.terms = replace(terms, factors=(1.0,) * count, allowances=(UNCLIPPED,) * count, median_norm=0.0)

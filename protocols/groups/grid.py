@@ -4,12 +4,12 @@ A peer's index has one coordinate for each axis. In a round it averages once alo
 peers that share every coordinate but that one. On a full grid of d axes everybody holds the exact mean after d groups.
 
 **Where the index comes from.** Who knows the others takes its place among them in an order that each round draws anew
-(`seat`): nobody assigns anything, and who joins or leaves costs the others no hole. Who knows too few to do so keeps an
-index of its own, and its position in a group becomes its coordinate along that axis (`moved`), as in the paper.
+(`assign_cell`): nobody assigns anything, and who joins or leaves costs the others no hole. Who knows too few to do so keeps an
+index of its own, and its position in a group becomes its coordinate along that axis (`next_cell`), as in the paper.
 
 **Which grid.** As few axes as groups of at most `GROUP_MOST` allow, then as little spare room as can be: 4 x 3 for
 twelve peers, not 4 x 4. A peer keeps the grid that others stand on as long as it is not too empty or too full for how
-many it sees (`settle`). Two who see about the same number agree; while they do not, both have smaller groups.
+many it sees (`choose_grid`). Two who see about the same number agree; while they do not, both have smaller groups.
 
 **Grids with holes.** What is left of the variance after one round of two axes, for so many peers on a grid of 8 x 8
 (`python -m tests.sim.grids`, 1,000 draws; `lots`: two rounds of groups of eight drawn by lot, which need no grid):
@@ -41,9 +41,9 @@ from typing import TypeAlias
 
 from protocols.base import PeerId
 
-Shape: TypeAlias = tuple[int, ...]
+GridShape: TypeAlias = tuple[int, ...]
 """Places along each axis."""
-Index: TypeAlias = tuple[int, ...]
+Cell: TypeAlias = tuple[int, ...]
 """A cell: one coordinate for each axis."""
 
 GROUP_MOST = 8
@@ -61,7 +61,7 @@ class Grid:
     """
 
     since: int
-    shape: Shape
+    shape: GridShape
 
     @property
     def cells(self) -> int:
@@ -73,7 +73,7 @@ class Grid:
         return least <= count <= self.cells
 
 
-def shape_for(count: int, most: int = GROUP_MOST) -> Shape:
+def shape_for(count: int, most: int = GROUP_MOST) -> GridShape:
     """The grid for so many peers: the fewest axes, the fewest cells, longer axes first.
 
     Raises:
@@ -94,7 +94,7 @@ def shape_for(count: int, most: int = GROUP_MOST) -> Shape:
     return tuple(places)
 
 
-def settle(count: int, round: int, told: Iterable[Grid], most: int = GROUP_MOST) -> Grid:
+def choose_grid(count: int, round: int, told: Iterable[Grid], most: int = GROUP_MOST) -> Grid:
     """The grid to stand on: of those that peers stand on, the latest that suits; a new one where none does.
 
     Args:
@@ -106,17 +106,17 @@ def settle(count: int, round: int, told: Iterable[Grid], most: int = GROUP_MOST)
     return max(known, default=Grid(round, shape_for(count, most)))
 
 
-def drawn(seed: bytes, peers: Iterable[PeerId]) -> list[PeerId]:
+def seeded_order(seed: bytes, peers: Iterable[PeerId]) -> list[PeerId]:
     """An order of peers that nobody chose: the same for all who name the same seed."""
     return sorted(peers, key=lambda peer: hashlib.sha256(seed + peer.encode()).digest())
 
 
-def seat(peer: PeerId, peers: Sequence[PeerId], shape: Shape, seed: bytes) -> Index:
+def assign_cell(peer: PeerId, peers: Sequence[PeerId], shape: GridShape, seed: bytes) -> Cell:
     """A peer's cell among `peers`, of which it is one, in the order of that seed."""
-    return cell(drawn(seed, peers).index(peer), shape)
+    return cell(seeded_order(seed, peers).index(peer), shape)
 
 
-def cell(number: int, shape: Shape) -> Index:
+def cell(number: int, shape: GridShape) -> Cell:
     """The cell of the number-th peer: row by row, so that all lines but one are full, or short by one."""
     index: list[int] = []
     for places in reversed(shape):
@@ -125,17 +125,17 @@ def cell(number: int, shape: Shape) -> Index:
     return tuple(index)
 
 
-def home(peer: PeerId, shape: Shape, seed: bytes) -> Index:
+def default_cell(peer: PeerId, shape: GridShape, seed: bytes) -> Cell:
     """Where a peer that knows nobody begins."""
     drawn_bytes = hashlib.sha256(seed + peer.encode()).digest()
     return tuple(drawn_bytes[axis] % places for axis, places in enumerate(shape))
 
 
-def moved(index: Index, axis: int, position: int, shape: Shape) -> Index:
+def next_cell(index: Cell, axis: int, position: int, shape: GridShape) -> Cell:
     """The index after a group along `axis`: the position in the group becomes the coordinate."""
     return (*index[:axis], position % shape[axis], *index[axis + 1 :])
 
 
-def line(index: Index, axis: int) -> Index:
+def line(index: Cell, axis: int) -> Cell:
     """The key of a peer's group along an axis: all coordinates but that one."""
     return index[:axis] + index[axis + 1 :]

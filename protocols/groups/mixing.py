@@ -13,21 +13,21 @@ from dataclasses import dataclass
 
 from protocols import wire
 from protocols.base import BadPayload, Contribution, Deadline, PeerError, PeerId, PeerSilent, RoundKey, Stream
-from protocols.groups.gathering import WEIGHT_SCALE, Desk
-from protocols.groups.grid import drawn
-from protocols.reducing.exchange import Exchange
-from protocols.reducing.parts import HeldPart, Task
-from protocols.reducing.plan import BUDGET_FLOOR_SECONDS, BUDGET_MULTIPLE, Terms
+from protocols.groups.gathering import WEIGHT_SCALE, MoshpitContext
+from protocols.groups.grid import seeded_order
+from protocols.reducing.exchange import AllReduce
+from protocols.reducing.parts import ReducedPart, ReduceJob
+from protocols.reducing.plan import BUDGET_FLOOR_SECONDS, BUDGET_MULTIPLE, ResolvedPlan
 from protocols.reducing.reduce import Reducer, contribute
-from protocols.tasks import Bell, together
-from protocols.vectors import Flat, norm
+from protocols.tasks import Notifier, task_group
+from protocols.vectors import VectorView, norm
 
 DATA = "starling/moshpit/data/1"
 PART = "starling/moshpit/part/1"
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class GroupResult:
     """What a completed group came to.
 
     Attributes:
@@ -41,26 +41,34 @@ class Result:
     torn: bool
 
 
-class Mixing:
+class GroupAllReduce:
     """One peer's data phase in a called group. It serves others when it is over here.
 
     Attributes:
         name: of the group: all who complete it hold the same bits.
     """
 
-    def __init__(self, desk: Desk, key: RoundKey, terms: Terms, source: Flat, target: Flat, deadline: Deadline) -> None:
+    def __init__(
+        self,
+        desk: MoshpitContext,
+        key: RoundKey,
+        terms: ResolvedPlan,
+        source: VectorView,
+        target: VectorView,
+        deadline: Deadline,
+    ) -> None:
         """
         Args:
             source: this peer's state, unchanged until `run` returns.
             target: takes the mean; undefined while there is none.
         """
         self.key, self.terms, self.name = key, terms, terms.digest.hex()
-        self._desk, self._deadline, self._over, self._bell = desk, deadline, False, Bell()
+        self._desk, self._deadline, self._over, self._bell = desk, deadline, False, Notifier()
         self._gone: set[PeerId] = set()
         now, budget_seconds = asyncio.get_running_loop().time(), terms.plan.budget_seconds
         phase_seconds = (budget_seconds - BUDGET_FLOOR_SECONDS) / BUDGET_MULTIPLE
         self._patience_seconds = 2 * desk.answer_seconds + phase_seconds
-        task = Task(
+        task = ReduceJob(
             key=key,
             terms=terms,
             me=desk.me.peer,
@@ -75,7 +83,7 @@ class Mixing:
             deadline=min(deadline, now + budget_seconds),
             progress=lambda: None,
         )
-        self._exchange = Exchange(desk.host, desk.ledger, task, self._bell.ring, DATA)
+        self._exchange = AllReduce(desk.host, desk.ledger, task, self._bell.notify, DATA)
         for peer in terms.peers:
             if peer not in desk.census.sight and peer != desk.me.peer:
                 self.lose(peer)
@@ -85,7 +93,7 @@ class Mixing:
         parts = range(len(self.terms.plan.reducers))
         return tuple(dict.fromkeys(self.terms.reducer(part) for part in parts if not self._held(part)))
 
-    def _held(self, part: int) -> HeldPart | None:
+    def _held(self, part: int) -> ReducedPart | None:
         """A part, if it is here, and its own reducer has signed it."""
         held = self._exchange.parts.get(part)
         return held if held and held.done and held.done.reducer == self.terms.plan.reducers[part] else None
@@ -102,11 +110,11 @@ class Mixing:
             return True
         return None if asyncio.get_running_loop().time() < self._exchange.task.deadline else False
 
-    async def run(self) -> Result | None:
+    async def run(self) -> GroupResult | None:
         """Average; None if a part is not to be had."""
         exchange, parts = self._exchange, range(len(self.terms.plan.reducers))
         try:
-            async with together() as group:
+            async with task_group() as group:
                 running = group.create_task(exchange.run())
                 while self._hopes():
                     again = min(exchange.task.deadline, asyncio.get_running_loop().time() + self._desk.answer_seconds)
@@ -114,7 +122,7 @@ class Mixing:
                 running.cancel()  # nothing may write to the target any more
         finally:
             self._over = True  # two who lack the same part do not wait for each other
-            self._bell.ring()
+            self._bell.notify()
         self._remember()
         for part in parts:
             if not self._held(part):
@@ -159,7 +167,7 @@ class Mixing:
     async def _obtain(self, part: int) -> bool:
         """Get a part from a member that has it of its reducer."""
         desk, exchange, loop = self._desk, self._exchange, asyncio.get_running_loop()
-        for peer in drawn(self.terms.digest, self.terms.peers):
+        for peer in seeded_order(self.terms.digest, self.terms.peers):
             if peer in (desk.me.peer, self.terms.reducer(part)) or peer not in desk.census.sight:
                 continue
             deadline = min(self._deadline, loop.time() + self._patience_seconds)
@@ -174,7 +182,7 @@ class Mixing:
                 continue  # named, where it broke a rule
         return False
 
-    def _result(self) -> Result | None:
+    def _result(self) -> GroupResult | None:
         terms, held = self.terms, self._exchange.parts
         bringing = sum(1 << bit for bit, weight in enumerate(terms.weights) if weight)
         for part, each in held.items():
@@ -185,7 +193,7 @@ class Mixing:
         weights = {peer: weight / WEIGHT_SCALE for peer, weight in zip(terms.peers, terms.weights, strict=True)}
         counted = {peer: _counted(bit, held) for bit, peer in enumerate(terms.peers) if weights[peer]}
         total = math.fsum(weights[peer] * count / chunks for peer, count in counted.items()) if chunks else 0.0
-        return Result(
+        return GroupResult(
             contributions={
                 peer: Contribution(count, chunks, (f"{self.name}/{peer}",)) for peer, count in counted.items() if count
             },
@@ -226,7 +234,7 @@ class Mixing:
 
     # -- afterwards ---------------------------------------------------------------------------------------------------
 
-    def moved(self, source: Flat, target: Flat) -> float:
+    def moved(self, source: VectorView, target: VectorView) -> float:
         """By what share of its norm the state moved, or would have; judged by the parts that are here."""
         squares, whole = 0.0, 0.0
         for held in self._exchange.parts.values():
@@ -240,12 +248,12 @@ class Mixing:
         return math.sqrt(squares / whole) if whole else 0.0
 
 
-def _counted(bit: int, held: Mapping[int, HeldPart]) -> int:
+def _counted(bit: int, held: Mapping[int, ReducedPart]) -> int:
     """In how many chunks a member is."""
     return sum(mask >> bit & 1 for each in held.values() for mask in each.masks)
 
 
-def counted(results: Sequence[Result]) -> dict[PeerId, Contribution]:
+def counted(results: Sequence[GroupResult]) -> dict[PeerId, Contribution]:
     """Of whom the groups of a round had something, all together."""
     found: dict[PeerId, Contribution] = {}
     for result in results:

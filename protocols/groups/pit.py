@@ -10,11 +10,11 @@ from contextlib import suppress
 import torch
 
 from protocols.base import Deadline, Member, PeerId, RoundKey, Vector
-from protocols.groups.census import Here
-from protocols.groups.gathering import Desk
-from protocols.groups.grid import Grid, Index, home, seat, settle
-from protocols.groups.mixing import Mixing
-from protocols.tasks import Bell
+from protocols.groups.census import PositionAnnouncement
+from protocols.groups.gathering import MoshpitContext
+from protocols.groups.grid import Cell, Grid, assign_cell, choose_grid, default_cell
+from protocols.groups.mixing import GroupAllReduce
+from protocols.tasks import Notifier
 
 MAX_FOUND = 256
 ACQUAINTANCES = 2
@@ -29,7 +29,7 @@ LISTED_SECONDS = 600.0
 """What this peer says in the directory is good for so long, and said again before."""
 
 
-class Pit:
+class MoshpitState:
     """Attributes:
     sees_all: whether all who are live are told of everything, in this round.
     grid, index: where this peer stood last; None before its first round.
@@ -40,21 +40,21 @@ class Pit:
     bandwidth: what this peer claims of its upload, bytes/s.
     """
 
-    def __init__(self, desk: Desk, most: int, told: int) -> None:
+    def __init__(self, desk: MoshpitContext, most: int, told: int) -> None:
         self.desk, self.most, self.told = desk, most, told
         self.sees_all = True
         self.grid: Grid | None = None
-        self.index: Index | None = None
+        self.index: Cell | None = None
         self.found: dict[PeerId, bytes] = {}
         self.coming = b""
-        self.mixings: dict[bytes, Mixing] = {}
+        self.mixings: dict[bytes, GroupAllReduce] = {}
         self.closed: dict[bytes, None] = {}
         self.bandwidth = desk.settings.bandwidth
         self.numbered = 0
         self.spare: list[Vector] = []
         self._live: dict[PeerId, Member] = {}
         self._version = -1
-        self._turned = Bell()
+        self._turned = Notifier()
         self._lost: set[PeerId] = set()
         self._rng = desk.host.rng("moshpit")
 
@@ -116,11 +116,11 @@ class Pit:
         self.found.pop(peer, None)
         self._lost.add(peer)
 
-    def come_to(self, lineage: bytes) -> None:
+    def set_next_group(self, lineage: bytes) -> None:
         """This peer is in that group, or comes to it next."""
         if lineage != self.coming:
             self.coming = lineage
-            self._turned.ring()
+            self._turned.notify()
 
     async def search(self, deadline: Deadline, found: Callable[[], None]) -> None:
         """Where not all are told: say in the directory which group this peer comes to, and ask who else does; `found`
@@ -148,14 +148,14 @@ class Pit:
         if not self.sees_all:
             self.found = {peer: of for peer, of in self.found.items() if of in (b"", lineage)}
 
-    def hear(self, here: Here) -> bool:
+    def hear(self, here: PositionAnnouncement) -> bool:
         """A peer's word; False if it is old."""
         lineage = here.coming.lineage
         self.meet(here.sender.peer, lineage if lineage == self.coming else b"")
         self.look()
         return self.desk.census.take(here, asyncio.get_running_loop().time())
 
-    def sit(self, key: RoundKey, round: int) -> tuple[Grid, Index]:
+    def assign_cell(self, key: RoundKey, round: int) -> tuple[Grid, Cell]:
         """The grid that all stand on, and this peer's cell in that round."""
         census, me = self.desk.census, self.desk.me.peer
         present = census.present(round, asyncio.get_running_loop().time())
@@ -164,12 +164,12 @@ class Pit:
         told = [word.grid for word in census.words()]
         since = round if self.grid else 0
         before = self.grid
-        self.grid = settle(count, since, [*told, *([before] if before else [])], self.most)
+        self.grid = choose_grid(count, since, [*told, *([before] if before else [])], self.most)
         seed = hashlib.sha256(key.run + f"{key.scope}\n{round}".encode()).digest()
         if self.sees_all:
-            self.index = seat(me, present, self.grid.shape, seed)
+            self.index = assign_cell(me, present, self.grid.shape, seed)
         elif self.index is None or before is None or before.shape != self.grid.shape:
-            self.index = home(me, self.grid.shape, seed)
+            self.index = default_cell(me, self.grid.shape, seed)
         return self.grid, self.index
 
     def close(self, lineage: bytes) -> None:
@@ -177,16 +177,16 @@ class Pit:
         self.closed[lineage] = None
         while len(self.closed) > MAX_CLOSED:
             del self.closed[next(iter(self.closed))]
-        self.desk.entered.ring()
+        self.desk.entered.notify()
 
-    def keep(self, mixing: Mixing) -> None:
+    def keep(self, mixing: GroupAllReduce) -> None:
         """A data phase begins."""
         self.mixings[mixing.terms.digest] = mixing
         while len(self.mixings) > KEEP_GROUPS:
             del self.mixings[next(iter(self.mixings))]
-        self.desk.entered.ring()
+        self.desk.entered.notify()
 
-    def spares(self, like: Sequence[Vector]) -> list[Vector]:
+    def spare_buffers(self, like: Sequence[Vector]) -> list[Vector]:
         """Room for one more state."""
         if [len(vector) for vector in self.spare] != [len(vector) for vector in like]:
             self.spare = [torch.empty_like(vector) for vector in like]

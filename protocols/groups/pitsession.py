@@ -9,15 +9,15 @@ from contextlib import suppress
 from functools import partial
 
 from protocols import wire
-from protocols.base import Contribution, Deadline, Head, Mean, Member, Outcome, PeerId, Vector, Work
-from protocols.groups.census import DONE, TRAINING, UNHEARD_SECONDS, WAITING, Here
-from protocols.groups.gathering import Gathering, Patience, Stake
-from protocols.groups.grid import drawn, moved
-from protocols.groups.mixing import Mixing, Result, counted
-from protocols.groups.pit import Pit
+from protocols.base import AveragingResult, Contribution, Deadline, Head, LocalProgress, Member, Outcome, PeerId, Vector
+from protocols.groups.census import DONE, TRAINING, UNHEARD_SECONDS, WAITING, PositionAnnouncement
+from protocols.groups.gathering import GroupContribution, GroupMatchmaker, MatchmakingLimits
+from protocols.groups.grid import next_cell, seeded_order
+from protocols.groups.mixing import GroupAllReduce, GroupResult, counted
+from protocols.groups.pit import MoshpitState
 from protocols.reducing.exchange import next_claim
-from protocols.tasks import Bell
-from protocols.vectors import Flat, norm
+from protocols.tasks import Notifier
+from protocols.vectors import VectorView, norm
 
 SETTLE_SECONDS = 0.25
 """Between two looks at who is here: a hundred newcomers are not told of one by one."""
@@ -25,10 +25,10 @@ HASTE = 0.5
 """No single peer is waited for much longer than this share of what training took."""
 
 
-class PitSession:
+class MoshpitSession:
     """`protocols.base.LooseSession`."""
 
-    def __init__(self, pit: Pit, head: Head, deadline: Deadline) -> None:
+    def __init__(self, pit: MoshpitState, head: Head, deadline: Deadline) -> None:
         self.head, self.deadline = head, deadline
         self.cut = asyncio.Event()
         self.round, self.group = head.key.round, ""
@@ -36,38 +36,38 @@ class PitSession:
         self._pit, self._desk, self._census = pit, pit.desk, pit.desk.census
         self._began = asyncio.get_running_loop().time()
         self._cut_at = self._complete_at = math.inf
-        self._work = Work(0, math.nan, 0.0, 0.0)
-        self._news = Bell()
+        self._work = LocalProgress(0, math.nan, 0.0, 0.0)
+        self._news = Notifier()
         self._told: dict[Member, int] = {}
-        self._gathering: Gathering | None = None
-        self._mixing: Mixing | None = None
+        self._gathering: GroupMatchmaker | None = None
+        self._mixing: GroupAllReduce | None = None
         self._axis, self._stage, self._follows = 0, TRAINING, ""
         self._offer: tuple[wire.Offer, ...] = ()
         self._members: set[PeerId] = set()
         self._stirred = 0
         pit.begin(self.round)
-        self._grid, self._index = pit.sit(head.key, self.round)
+        self._grid, self._index = pit.assign_cell(head.key, self.round)
         pit.numbered += 1
         self._mine = self._word()
-        pit.come_to(self._mine.coming.lineage)
+        pit.set_next_group(self._mine.coming.lineage)
         self._late = asyncio.get_running_loop().call_at(deadline, self._end)
 
     # -- the contract -------------------------------------------------------------------------------------------------
 
-    def lend(self, state: Sequence[Vector]) -> None:
-        """Groups meet in `mean`: nothing is averaged before."""
+    def share(self, state: Sequence[Vector]) -> None:
+        """Groups meet in `average`: nothing is averaged before."""
 
-    async def take_back(self) -> Mapping[PeerId, Contribution]:
+    async def reclaim(self) -> Mapping[PeerId, Contribution]:
         return {}
 
-    def ready(self, work: Work) -> None:
+    def offer(self, work: LocalProgress) -> None:
         self._work = work
         if work.complete and self._complete_at == math.inf:
             self._complete_at = asyncio.get_running_loop().time()
         self._say()
         self._stir()
 
-    def awaited(self) -> tuple[PeerId, ...]:
+    def waiting_for(self) -> tuple[PeerId, ...]:
         """For their work, then for their coming to the group, then for the parts that they reduce."""
         if self._mixing:
             return self._mixing.missing()
@@ -78,7 +78,7 @@ class PitSession:
         ready = {peer for peer, word in words.items() if word.complete and word.round >= self.round}
         return tuple(peer for peer in present if peer not in ready and peer != self._desk.me.peer)
 
-    async def mean(self, mine: Sequence[Vector], work: Work, into: Sequence[Vector]) -> Mean:
+    async def average(self, mine: Sequence[Vector], work: LocalProgress, into: Sequence[Vector]) -> AveragingResult:
         if [len(vector) for vector in mine] != [len(vector) for vector in into]:
             raise ValueError("what is averaged and where it goes are not of the same sizes")
         await self.cut.wait()
@@ -86,7 +86,7 @@ class PitSession:
         results = await self._along_all(mine, into)
         self.round = max(self.round, self._census.ahead(self.round) - 1)  # the next one is where enough others are
         names, sent, received = self._desk.ledger.take()
-        return Mean(
+        return AveragingResult(
             Outcome.COMMITTED if results else Outcome.SKIPPED,
             contributions=counted(results),
             weights={peer: weight for result in reversed(results) for peer, weight in result.weights.items()},
@@ -97,20 +97,20 @@ class PitSession:
 
     # -- the groups ---------------------------------------------------------------------------------------------------
 
-    async def _along_all(self, mine: Sequence[Vector], into: Sequence[Vector]) -> list[Result]:
+    async def _along_all(self, mine: Sequence[Vector], into: Sequence[Vector]) -> list[GroupResult]:
         """One group along each axis; what comes of them is in `into`, if anything does."""
         loop, compute = asyncio.get_running_loop(), self._desk.host.compute
-        state, free, spare = mine, into, self._pit.spares(into)
+        state, free, spare = mine, into, self._pit.spare_buffers(into)
         weight, began = float(self._work.tokens), min(self._cut_at, loop.time())
-        results: list[Result] = []
+        results: list[GroupResult] = []
         cost_bytes = 4 * sum(len(vector) for vector in mine)
         for axis in range(len(self._mine.shape)):
             size = await compute.run(partial(norm, state), cost_bytes)
             if loop.time() >= self.deadline or not size < wire.MAX_NORM:
                 break
-            stake = Stake(cost_bytes // 4, weight, size, self._pit.bandwidth)
+            stake = GroupContribution(cost_bytes // 4, weight, size, self._pit.bandwidth)
             came = loop.time()
-            result = await self._along(axis, stake, Flat(state), Flat(free), came - began)
+            result = await self._along(axis, stake, VectorView(state), VectorView(free), came - began)
             began = came
             if result:
                 results.append(result)
@@ -122,30 +122,34 @@ class PitSession:
             await compute.run(lambda: [a.copy_(b) for a, b in zip(into, state, strict=True)], 2 * cost_bytes)
         return results
 
-    async def _along(self, axis: int, stake: Stake, source: Flat, target: Flat, spent_seconds: float) -> Result | None:
+    async def _along(
+        self, axis: int, stake: GroupContribution, source: VectorView, target: VectorView, spent_seconds: float
+    ) -> GroupResult | None:
         """The group along one axis; None if there is none, or it fails here."""
         pit, desk = self._pit, self._desk
         self._axis = axis
         pit.narrow(self._mine.key(axis).lineage)
-        self._gathering = gathering = Gathering(desk, self._mine, axis, stake, self._wait, self.deadline)
+        self._gathering = gathering = GroupMatchmaker(desk, self._mine, axis, stake, self._wait, self.deadline)
         expected = 0 if pit.sees_all else self._mine.shape[axis]
-        patience = Patience(spent_seconds, HASTE * (self._cut_at - self._began), expected)
+        patience = MatchmakingLimits(spent_seconds, HASTE * (self._cut_at - self._began), expected)
         terms = await gathering.terms_of(patience)
         if terms:
             for peer in terms.peers:  # its caller knew them, if this peer did not
                 pit.meet(peer, gathering.key.lineage)
             self._look()
-            self._mixing = Mixing(desk, gathering.key, terms, source, target, self.deadline)
+            self._mixing = GroupAllReduce(desk, gathering.key, terms, source, target, self.deadline)
             pit.keep(self._mixing)
         pit.close(gathering.key.lineage)
-        self._pass(drawn(gathering.key.lineage, terms.peers) if terms else [desk.me.peer])
+        self._pass(seeded_order(gathering.key.lineage, terms.peers) if terms else [desk.me.peer])
         result = await self._mixing.run() if self._mixing else None
         if self._mixing:
             await self._account(self._mixing, result, source, target)
         self._mixing = None
         return result
 
-    async def _account(self, mixing: Mixing, result: Result | None, source: Flat, target: Flat) -> None:
+    async def _account(
+        self, mixing: GroupAllReduce, result: GroupResult | None, source: VectorView, target: VectorView
+    ) -> None:
         """What is known of a group that is over here."""
         if mixing.in_time is not None:
             self._pit.bandwidth = next_claim(self._pit.bandwidth, self._desk.settings.bandwidth, mixing.in_time)
@@ -166,7 +170,7 @@ class PitSession:
         pit, me = self._pit, self._desk.me.peer
         self._stage, self._follows, self._offer = DONE, "", ()
         if not pit.sees_all:
-            self._index = pit.index = moved(self._index, self._axis, members.index(me), self._grid.shape)
+            self._index = pit.index = next_cell(self._index, self._axis, members.index(me), self._grid.shape)
         self._say()
 
     # -- life ---------------------------------------------------------------------------------------------------------
@@ -177,7 +181,7 @@ class PitSession:
         while not self.cut.is_set():
             self._look()
             self.round = self._census.ahead(self.round)
-            self._grid, self._index = self._pit.sit(self.head.key, self.round)
+            self._grid, self._index = self._pit.assign_cell(self.head.key, self.round)
             self._say()
             worked = self._work.tokens > 0
             due = self._census.due(self._mine, self._complete_at, self._began, worked, loop.time())
@@ -206,7 +210,7 @@ class PitSession:
 
     def _stir(self) -> None:
         self._stirred += 1
-        self._news.ring()
+        self._news.notify()
 
     async def search(self) -> None:
         """Look for those who come to the same group, where not all are in sight."""
@@ -231,7 +235,7 @@ class PitSession:
 
     # -- what others say ----------------------------------------------------------------------------------------------
 
-    def heard(self, here: Here) -> None:
+    def heard(self, here: PositionAnnouncement) -> None:
         """A peer has moved on."""
         gathering = self._gathering
         if gathering:
@@ -261,9 +265,9 @@ class PitSession:
 
     # -- what this peer says ------------------------------------------------------------------------------------------
 
-    def _word(self) -> Here:
+    def _word(self) -> PositionAnnouncement:
         key, work, axes = self.head.key, self._work, len(self._grid.shape)
-        return Here(
+        return PositionAnnouncement(
             run=key.run,
             scope=key.scope,
             round=self.round,
@@ -287,7 +291,7 @@ class PitSession:
         if self._word() != self._mine:
             self._pit.numbered += 1
             self._mine = self._word()
-            self._pit.come_to(self._mine.coming.lineage)
+            self._pit.set_next_group(self._mine.coming.lineage)
         for peer in self._pit.in_sight():
             member = self._census.sight.get(peer)
             if member and self._told.get(member) != self._mine.number:

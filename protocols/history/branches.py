@@ -22,9 +22,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from protocols.base import BadPayload, Head, Member, Signer
-from protocols.history.chain import UNSETTLED, Chain, Link, follow
-from protocols.history.links import Links
-from protocols.vote.poll import Poll
+from protocols.history.chain import UNSETTLED, Chain, DecidedRound, follow
+from protocols.history.links import RoundLog
+from protocols.vote.poll import VoteTally
 from protocols.vote.record import Kind, Record
 from protocols.vote.votes import Certificate
 
@@ -39,7 +39,7 @@ class Branch:
     """
 
     ancestor: Head
-    links: Sequence[Link]
+    links: Sequence[DecidedRound]
 
     @property
     def head(self) -> Head:
@@ -47,7 +47,7 @@ class Branch:
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class ForkChoice:
     """What decides in this run.
 
     Attributes:
@@ -61,7 +61,7 @@ class Rules:
     quorum: Callable[[int], int] | None = None
     fork_peers: int = 1
 
-    def judge(self, head: Head, certificate: Certificate) -> Link:
+    def judge(self, head: Head, certificate: Certificate) -> DecidedRound:
         """What a certificate of the round after `head` leads to.
 
         Raises:
@@ -85,20 +85,22 @@ class Rules:
             raise BadPayload(f"{len(certificate.votes)} votes after {_named(head)}, too few to decide")
         return follow(head, certificate)
 
-    def verify(self, head: Head, certificates: Sequence[Certificate]) -> tuple[Link, ...]:
+    def verify(self, head: Head, certificates: Sequence[Certificate]) -> tuple[DecidedRound, ...]:
         """What certificates lead to that follow each other from `head`.
 
         Raises:
             BadPayload: as for `judge`.
         """
-        links: list[Link] = []
+        links: list[DecidedRound] = []
         for certificate in certificates:
             links.append(self.judge(links[-1].head if links else head, certificate))
         return tuple(links)
 
-    def beating(self, chain: Chain, ancestor: bytes, links: Sequence[Link], stranded: bool = False) -> Branch | None:
+    def beating(
+        self, chain: Chain, ancestor: bytes, links: Sequence[DecidedRound], stranded: bool = False
+    ) -> Branch | None:
         """What of these rounds, judged from a lineage of the chain, is to be followed; None if they do not beat it."""
-        links = links if isinstance(links, Links) else tuple(links)
+        links = links if isinstance(links, RoundLog) else tuple(links)
         shared = bisect_left(range(len(links)), True, key=lambda place: links[place].lineage not in chain)
         head = chain.at(links[shared - 1].lineage if shared else ancestor)
         if head is None or shared == len(links):
@@ -128,7 +130,7 @@ class Rules:
             return first if self._wins(head, (mine[parted], others[parted]), sizes) else second
         return max(first, second, key=lambda branch: len(branch.links))
 
-    def depends_on_growth(self, chain: Chain, ancestor: bytes, links: Sequence[Link]) -> bool:
+    def depends_on_growth(self, chain: Chain, ancestor: bytes, links: Sequence[DecidedRound]) -> bool:
         """Whether these rounds, which do not beat the chain, may do so with those that follow them."""
         shared = bisect_left(range(len(links)), True, key=lambda place: links[place].lineage not in chain)
         head = chain.at(links[shared - 1].lineage if shared else ancestor)
@@ -137,7 +139,7 @@ class Rules:
             return False
         return _of_former(head, ours) != _of_former(head, links[shared])
 
-    def _wins(self, head: Head, children: tuple[Link, Link], sizes: tuple[int, int]) -> bool:
+    def _wins(self, head: Head, children: tuple[DecidedRound, DecidedRound], sizes: tuple[int, int]) -> bool:
         """Whether the first of two children of a head is to be followed.
 
         Args:
@@ -149,7 +151,7 @@ class Rules:
         one, other = (size if fork else max(size, len(head.roster)) for fork, size in zip(former, sizes, strict=True))
         return one > other if former[0] else one >= other
 
-    def _first_hasty(self, head: Head, links: Sequence[Link], start: int, since: int) -> int:
+    def _first_hasty(self, head: Head, links: Sequence[DecidedRound], start: int, since: int) -> int:
         """The place of the first FORK, from `since` on, that we need not follow yet; `head` is what `start` follows."""
         for place in _forks(links):
             if place >= since:
@@ -164,11 +166,11 @@ class Rules:
         left_out = self.me in head.roster and self.me not in record.roster
         return record.kind == Kind.FORK and left_out and others >= self._poll(head).quorum
 
-    def _poll(self, head: Head) -> Poll:
-        return Poll(head.key, head.roster, self.signer, self.quorum, self.fork_peers, head.former)
+    def _poll(self, head: Head) -> VoteTally:
+        return VoteTally(head.key, head.roster, self.signer, self.quorum, self.fork_peers, head.former)
 
 
-def _rank(head: Head, child: Link) -> tuple[int, int, bytes]:
+def _rank(head: Head, child: DecidedRound) -> tuple[int, int, bytes]:
     """The lower wins. A FORK loses to any other child; of two, the larger, of two equal ones that of members."""
     record = child.record
     if record.kind != Kind.FORK:
@@ -176,22 +178,22 @@ def _rank(head: Head, child: Link) -> tuple[int, int, bytes]:
     return -len(record.roster), int(not set(record.roster) <= set(head.roster)), child.lineage
 
 
-def _of_former(head: Head, child: Link) -> bool:
+def _of_former(head: Head, child: DecidedRound) -> bool:
     """Whether it is a FORK of former members: not of members and heirs alone."""
     peers = {member.peer for member in head.roster}
     record = child.record
     return record.kind == Kind.FORK and any(member.peer not in peers for member in record.roster)
 
 
-def _largest(links: Sequence[Link], start: int) -> int:
+def _largest(links: Sequence[DecidedRound], start: int) -> int:
     """Members of the largest roster that these rounds, from a place on, led to."""
-    if isinstance(links, Links):
+    if isinstance(links, RoundLog):
         return links.largest(start, len(links))
     return max(len(link.head.roster) for link in links[start:])
 
 
-def _forks(links: Sequence[Link]) -> Iterable[int]:
-    if isinstance(links, Links):
+def _forks(links: Sequence[DecidedRound]) -> Iterable[int]:
+    if isinstance(links, RoundLog):
         return links.forks
     return (place for place, link in enumerate(links) if link.record.kind == Kind.FORK)
 

@@ -14,12 +14,12 @@ from weakref import WeakSet
 
 from protocols import wire
 from protocols.base import Head, Member, RoundKey
-from protocols.history.links import UNSETTLED, Archive, Forgotten, Link, Links, follow, steps
+from protocols.history.links import UNSETTLED, Archive, DecidedRound, RoundLog, RoundPruned, follow, steps
 from protocols.vote import record as records
 from protocols.vote.record import Record
 from protocols.vote.votes import Certificate
 
-__all__ = ["UNSETTLED", "Archive", "Chain", "Link", "certificate_in", "follow", "genesis", "state_root"]
+__all__ = ["UNSETTLED", "Archive", "Chain", "DecidedRound", "certificate_in", "follow", "genesis", "state_root"]
 
 PIECE = 16
 """Certificates that are looked up at once: fast enough to be done between two others' turns."""
@@ -78,9 +78,9 @@ class Chain:
             run, scope, roster, root: as for `genesis`. Unsettled, the root is what the first record says.
             archive: where the certificates are kept, whose votes have been judged; None: in memory.
         """
-        self._trunk = Links(genesis(run, scope, roster, root), archive)
+        self._trunk = RoundLog(genesis(run, scope, roster, root), archive)
         self._shared = len(self._trunk)  # rounds of the trunk that are ours
-        self._own: Links | None = None  # those after them; None: the trunk is ours
+        self._own: RoundLog | None = None  # those after them; None: the trunk is ours
         self._lent = False  # whether they are somebody else's, too
         self._copies: WeakSet[Chain] = WeakSet()  # of the trunk
         self.head = self._head(len(self))
@@ -89,7 +89,7 @@ class Chain:
         """A chain of its own with the same rounds, which never writes to the archive."""
         other = Chain.__new__(Chain)
         other._trunk, other._shared, other._copies = self._trunk, self._shared, self._copies
-        other._own, other._lent = Links(self._trunk.head(self._shared)), False
+        other._own, other._lent = RoundLog(self._trunk.head(self._shared)), False
         other._own.extend(self._own or ())
         other.head = self.head
         self._copies.add(other)
@@ -133,7 +133,7 @@ class Chain:
         own = self._own.place(lineage) if self._own else None
         return None if own is None else self._shared + own
 
-    def _read(self, place: int, count: int) -> list[Link]:
+    def _read(self, place: int, count: int) -> list[DecidedRound]:
         """
         Raises:
             Forgotten: one of them cannot be.
@@ -157,21 +157,21 @@ class Chain:
             else self._own.lineage(place - self._shared)
         )
 
-    def child(self, lineage: bytes) -> Link | None:
+    def child(self, lineage: bytes) -> DecidedRound | None:
         """The round that extends this lineage, if we have it."""
         return next(iter(self.since(lineage, 1)), None)
 
-    def since(self, lineage: bytes, limit: int | None = None) -> tuple[Link, ...]:
+    def since(self, lineage: bytes, limit: int | None = None) -> tuple[DecidedRound, ...]:
         """The rounds after this lineage, oldest first, at most `limit`; none if it is not on this chain."""
         place = self._place(lineage)
         if place is None:
             return ()
         try:
             return tuple(self._read(place, len(self) - place if limit is None else limit))
-        except Forgotten:
+        except RoundPruned:
             return ()
 
-    def walk(self, lineage: bytes) -> Iterator[Link]:
+    def walk(self, lineage: bytes) -> Iterator[DecidedRound]:
         """As `since`, a few at a time; ends early where one cannot be read."""
         while some := self.since(lineage, PIECE):
             yield from some
@@ -191,7 +191,7 @@ class Chain:
             if place < self._shared:
                 return self._trunk.certificates(place, min(PIECE, self._shared - place))
             return self._own.certificates(place - self._shared, PIECE) if self._own else []
-        except Forgotten:
+        except RoundPruned:
             return []
 
     def at(self, lineage: bytes) -> Head | None:
@@ -201,7 +201,7 @@ class Chain:
             return None
         try:
             head, after = self._head(place), self._read(place, 1)
-        except Forgotten:
+        except RoundPruned:
             return None
         return replace(head, state_root=after[0].record.state_root) if after else head
 
@@ -252,7 +252,7 @@ class Chain:
         """The state that the head's record led to is computed, or the round in its root has changed (after a SKIP)."""
         self.head = replace(self.head, state_root=root)
 
-    def switch(self, lineage: bytes, links: Sequence[Link]) -> tuple[Link, ...]:
+    def switch(self, lineage: bytes, links: Sequence[DecidedRound]) -> tuple[DecidedRound, ...]:
         """Go over to another branch, which leaves this one at a lineage of it; the head's state is to be settled.
 
         Returns:
@@ -266,11 +266,11 @@ class Chain:
             raise ValueError("a branch that does not leave this chain where it is said to")
         try:
             lost = self._cut(place)
-        except Forgotten:
+        except RoundPruned:
             raise ValueError("a branch that leaves this chain where it cannot be read any more") from None
         try:
             self._extend(links)
-        except Forgotten:
+        except RoundPruned:
             if lost and lost[0].certificate.key.lineage == lineage:
                 self._extend(lost)
             raise ValueError("a branch that cannot be read any more") from None
@@ -278,7 +278,7 @@ class Chain:
             self.head = self._head(len(self))
         return lost
 
-    def _extend(self, links: Sequence[Link]) -> None:
+    def _extend(self, links: Sequence[DecidedRound]) -> None:
         """
         Raises:
             Forgotten: some of them cannot be read any more.
@@ -286,7 +286,7 @@ class Chain:
         if self._own is None:
             self._trunk.extend(links)
             self._shared = len(self._trunk)
-        elif isinstance(links, Links) and not self._own:
+        elif isinstance(links, RoundLog) and not self._own:
             self._own, self._lent = links, True  # a copy is for judging: it rarely goes on from there
         else:
             self._unshare()
@@ -295,10 +295,10 @@ class Chain:
     def _unshare(self) -> None:
         """Before what is our own changes: if it is somebody else's, too, it becomes ours alone."""
         if self._lent and self._own is not None:
-            before, self._own, self._lent = self._own, Links(self._own.start), False
+            before, self._own, self._lent = self._own, RoundLog(self._own.start), False
             self._own.extend(before)
 
-    def _append(self, link: Link, encoded: bytes | None = None) -> None:
+    def _append(self, link: DecidedRound, encoded: bytes | None = None) -> None:
         if self._own is None:
             self._trunk.append(link, encoded)
             self._shared += 1
@@ -306,7 +306,7 @@ class Chain:
             self._unshare()
             self._own.append(link, encoded)
 
-    def _cut(self, place: int) -> tuple[Link, ...]:
+    def _cut(self, place: int) -> tuple[DecidedRound, ...]:
         """Give up what comes after so many rounds.
 
         Raises:
@@ -317,7 +317,7 @@ class Chain:
             return self._own.cut(place - self._shared)
         if self._own is not None:
             head, given_up = self._trunk.head(place), self._read(place, len(self) - place)
-            self._shared, self._own, self._lent = place, Links(head), False
+            self._shared, self._own, self._lent = place, RoundLog(head), False
             return tuple(given_up)
         head, lost = self._trunk.head(place), self._trunk.cut(place)
         for each in self._copies:
@@ -325,17 +325,17 @@ class Chain:
         self._shared = place
         return lost
 
-    def _part(self, head: Head, place: int, lost: tuple[Link, ...]) -> None:
+    def _part(self, head: Head, place: int, lost: tuple[DecidedRound, ...]) -> None:
         """The trunk is given up from there on: what of that is ours too, becomes our own."""
         if place < self._shared and self._own is not None:
-            before, self._own, self._lent = self._own, Links(head), False
+            before, self._own, self._lent = self._own, RoundLog(head), False
             self._own.extend((*lost[: self._shared - place], *before))
             self._shared = place
 
 
-def _follows(lineage: bytes, links: Sequence[Link]) -> bool:
+def _follows(lineage: bytes, links: Sequence[DecidedRound]) -> bool:
     """Whether these rounds follow each other from a lineage."""
-    if isinstance(links, Links):
+    if isinstance(links, RoundLog):
         return links.start.key.lineage == lineage
     parents = [lineage, *(link.lineage for link in links)]
     return all(link.certificate.key.lineage == parent for link, parent in zip(links, parents, strict=False))

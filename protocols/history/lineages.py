@@ -8,7 +8,7 @@ from bisect import bisect_left
 _BYTES = 32
 
 
-class Lineages:
+class LineageIndex:
     """40 bytes each; a dictionary takes four times that."""
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol, overload
 
 from protocols import wire
 from protocols.base import BadPayload, Head, Member, RoundKey
-from protocols.history.lineages import Lineages
+from protocols.history.lineages import LineageIndex
 from protocols.vote import record as records
 from protocols.vote.record import Kind, Record
 from protocols.vote.votes import Certificate
@@ -72,7 +72,7 @@ class _Roster(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class DecidedRound:
     """One decided round.
 
     Attributes:
@@ -93,7 +93,7 @@ class Link:
         return self.head.key.lineage
 
 
-def follow(head: Head, certificate: Certificate) -> Link:
+def follow(head: Head, certificate: Certificate) -> DecidedRound:
     """What a certificate leads to, whose votes are not looked at.
 
     Raises:
@@ -103,7 +103,7 @@ def follow(head: Head, certificate: Certificate) -> Link:
     return _followed(head, certificate)[0]
 
 
-def _followed(head: Head, certificate: Certificate) -> tuple[Link, Record]:
+def _followed(head: Head, certificate: Certificate) -> tuple[DecidedRound, Record]:
     record, key = records.decode(certificate.record), head.key
     if (record.parent, record.round) != (key.lineage, key.round):
         raise ValueError(f"record of round {record.round} does not extend the head at round {key.round}")
@@ -116,7 +116,7 @@ def _followed(head: Head, certificate: Certificate) -> tuple[Link, Record]:
         complaints=record.complaints,
         former=shrunk_from((head.roster, *head.former), record.roster),
     )
-    return Link(certificate, after), record
+    return DecidedRound(certificate, after), record
 
 
 def shrunk_from(rosters: Sequence[tuple[Member, ...]], roster: tuple[Member, ...]) -> tuple[tuple[Member, ...], ...]:
@@ -138,11 +138,11 @@ def steps(last: int, first: int) -> Iterator[int]:
     yield first
 
 
-class Forgotten(LookupError):
+class RoundPruned(LookupError):
     """That round cannot be read any more."""
 
 
-class Links(Sequence[Link]):
+class RoundLog(Sequence[DecidedRound]):
     """Rounds that follow each other from `start`. A place counts the rounds before it.
 
     What an archive cannot bring any more is forgotten, with all that was before it.
@@ -160,11 +160,11 @@ class Links(Sequence[Link]):
         """
         self.start, self._archive = start, ListArchive() if archive is None else archive
         self.forks, self.floor = array("Q"), 0
-        self._lineages = Lineages()
+        self._lineages = LineageIndex()
         self._lineages.append(start.key.lineage)
         self._anchors = array("Q", [0])  # place -> that of the lineage which the state there is measured from
         self._rosters = [_Roster(0, start.roster, start.former)]
-        self._recent: list[Link] = []
+        self._recent: list[DecidedRound] = []
         self.refused = self._restore()
 
     def _restore(self) -> int:
@@ -175,7 +175,7 @@ class Links(Sequence[Link]):
                     if certificate.key != self._last.key:
                         raise ValueError("of another chain")
                     self._take(*_followed(self._last, certificate))
-        except (Forgotten, BadPayload, ValueError):
+        except (RoundPruned, BadPayload, ValueError):
             self._archive.truncate(len(self))
             self.floor = 0
         return held - len(self)
@@ -221,18 +221,18 @@ class Links(Sequence[Link]):
         return max((len(each.members) for each in self._rosters[first - 1 : last]), default=0)
 
     @overload
-    def __getitem__(self, place: int) -> Link: ...
+    def __getitem__(self, place: int) -> DecidedRound: ...
 
     @overload
-    def __getitem__(self, place: slice) -> tuple[Link, ...]: ...
+    def __getitem__(self, place: slice) -> tuple[DecidedRound, ...]: ...
 
-    def __getitem__(self, place: int | slice) -> Link | tuple[Link, ...]:
+    def __getitem__(self, place: int | slice) -> DecidedRound | tuple[DecidedRound, ...]:
         if isinstance(place, int):
             return self.read(range(len(self))[place], 1)[0]
         places = range(len(self))[place]
         return tuple(self.read(places.start, len(places)))
 
-    def __iter__(self) -> Iterator[Link]:
+    def __iter__(self) -> Iterator[DecidedRound]:
         for place in range(0, len(self), PIECE):
             yield from self.read(place, PIECE)
 
@@ -240,7 +240,7 @@ class Links(Sequence[Link]):
         """Lineages from the last one down, ever farther apart, down to the oldest."""
         return tuple(self.lineage(place) for place in steps(len(self), self.floor))
 
-    def read(self, place: int, count: int) -> list[Link]:
+    def read(self, place: int, count: int) -> list[DecidedRound]:
         """So many rounds from this place on, fewer at the end.
 
         Raises:
@@ -248,7 +248,7 @@ class Links(Sequence[Link]):
         """
         at_hand = len(self) - len(self._recent)
         end = min(place + count, len(self))
-        found: list[Link] = []
+        found: list[DecidedRound] = []
         while (at := place + len(found)) < min(end, at_hand):
             decoded = self._decoded(at, min(end, at_hand) - at)
             found += [self._link(at + number, each) for number, each in enumerate(decoded)]
@@ -281,7 +281,7 @@ class Links(Sequence[Link]):
             raise self._forget(place)
         return found
 
-    def _link(self, place: int, certificate: Certificate) -> Link:
+    def _link(self, place: int, certificate: Certificate) -> DecidedRound:
         key = replace(self.start.key, lineage=self.lineage(place), round=self.start.key.round + place)
         try:
             link = follow(self._before(key, place), certificate)
@@ -299,13 +299,13 @@ class Links(Sequence[Link]):
         at = self.lineage(anchor) if anchor else self.start.anchor
         return Head(key, roster, UNSETTLED, at, former=former)
 
-    def _forget(self, place: int) -> Forgotten:
+    def _forget(self, place: int) -> RoundPruned:
         self.floor = max(self.floor, place + 2)  # neither what it follows nor what it leads to can be told
-        return Forgotten(f"round {place} of {len(self)} cannot be read any more")
+        return RoundPruned(f"round {place} of {len(self)} cannot be read any more")
 
     # -- moving -------------------------------------------------------------------------------------------------------
 
-    def append(self, link: Link, encoded: bytes | None = None) -> None:
+    def append(self, link: DecidedRound, encoded: bytes | None = None) -> None:
         """Add the round after the last.
 
         Args:
@@ -314,19 +314,19 @@ class Links(Sequence[Link]):
         self._archive.extend([wire.encode(link.certificate) if encoded is None else encoded])
         self._take(link, link.record)
 
-    def extend(self, links: Iterable[Link]) -> None:
+    def extend(self, links: Iterable[DecidedRound]) -> None:
         """Add the rounds after the last.
 
         Raises:
             Forgotten: some of them cannot be read any more; nothing has changed.
         """
-        if isinstance(links, Links):
+        if isinstance(links, RoundLog):
             self.adopt(links, 0, len(links))
         else:
             for link in links:
                 self.append(link)
 
-    def adopt(self, other: Links, start: int, stop: int) -> None:
+    def adopt(self, other: RoundLog, start: int, stop: int) -> None:
         """Add what `other` has between two places, where this one ends at the first; no certificate is decoded for it.
 
         Raises:
@@ -347,7 +347,7 @@ class Links(Sequence[Link]):
                 self._meet(before + each.since - start, each.members)
         self._recent = [*self._recent, *last][-RECENT:]
 
-    def _take(self, link: Link, record: Record) -> None:
+    def _take(self, link: DecidedRound, record: Record) -> None:
         self._note(link.lineage, record.averaged, record.kind == Kind.FORK)
         self._meet(len(self), link.head.roster)
         self._recent.append(link)
@@ -369,7 +369,7 @@ class Links(Sequence[Link]):
             self._rosters.append(_Roster(place, tuple(known.get(member, member) for member in roster), former))
             del self._rosters[:-MAX_ROSTERS]
 
-    def cut(self, length: int) -> tuple[Link, ...]:
+    def cut(self, length: int) -> tuple[DecidedRound, ...]:
         """Give up all but the first so many; returns those that are given up, as far as they can be read.
 
         Raises:
@@ -390,17 +390,17 @@ class Links(Sequence[Link]):
         del self._anchors[length + 1 :]
         del self.forks[bisect_left(self.forks, length) :]
 
-    def _readable(self, place: int) -> tuple[Link, ...]:
+    def _readable(self, place: int) -> tuple[DecidedRound, ...]:
         """What can be read of the rounds from there on."""
         while True:
             try:
                 return tuple(self.read(place, len(self) - place))
-            except Forgotten:
+            except RoundPruned:
                 place = min(self.floor, len(self))
 
-    def _at_hand(self, length: int) -> list[Link]:
+    def _at_hand(self, length: int) -> list[DecidedRound]:
         """Some of the last of the first so many rounds, decoded: where there are any, the last one has to be."""
         try:
             return self.read(max(0, length - RECENT), min(length, RECENT))
-        except Forgotten:
+        except RoundPruned:
             return self.read(length - 1, 1)

@@ -7,7 +7,7 @@ import torch
 from protocols.base import Vector
 
 
-class Arrivals:
+class DelayedNesterov:
     """The parameters, and what arrivals make of them.
 
     Each counts 1/N at once. With momentum it is delayed (Liu et al. 2024, "Asynchronous Local-SGD Training for Language

@@ -22,13 +22,14 @@ import torch
 
 from protocols import wire
 from protocols.base import (
+    AveragingResult,
     BadPayload,
     Contribution,
     Deadline,
     Head,
     Header,
     Host,
-    Mean,
+    LocalProgress,
     Member,
     Outcome,
     PeerError,
@@ -38,15 +39,14 @@ from protocols.base import (
     Settings,
     Stream,
     Vector,
-    Work,
 )
 from protocols.codec import codec
-from protocols.literature.delayed import Arrivals
+from protocols.literature.delayed import DelayedNesterov
 from protocols.literature.passing import give, take
-from protocols.post import Ledger, first_frame
-from protocols.reducing.parts import Shape
-from protocols.tasks import Bell, alongside, until_gone, within
-from protocols.vectors import Flat, norm
+from protocols.post import RoundAccounting, first_frame
+from protocols.reducing.parts import PartLayout
+from protocols.tasks import Notifier, peer_timeout, run_with_helper, until_gone
+from protocols.vectors import VectorView, norm
 from protocols.wire import digest, flag, peer_id, register, text, uint
 
 METHOD = "starling/parameter-server-async/1"
@@ -57,7 +57,7 @@ _ANSWER_LIMIT = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Push(Header):
+class PushUpdate(Header):
     """A worker comes with a displacement; or it only `asks` who the server is."""
 
     run: bytes = digest()
@@ -68,17 +68,17 @@ class Push(Header):
 
 
 @dataclass(frozen=True, slots=True)
-class Served(Header):
+class ServerReply(Header):
     """`here`: it is the worker's turn; the parameters follow its displacement, as float32. Else: go to `server`."""
 
     here: bool = flag()
     server: str = peer_id()
 
 
-register(120, (Push, Served))
+register(120, (PushUpdate, ServerReply))
 
 
-class Hogwild:
+class AsyncParameterServer:
     """`protocols.base.LooseAverager`.
 
     Attributes:
@@ -93,18 +93,18 @@ class Hogwild:
         """`momentum` is the server's, and delayed."""
         self.host, self.settings = host, settings
         self.me = Member(host.me, settings.incarnation)
-        self.ledger, self.turn = Ledger(), asyncio.Lock()
-        self.arrivals: Arrivals | None = None
+        self.ledger, self.turn = RoundAccounting(), asyncio.Lock()
+        self.arrivals: DelayedNesterov | None = None
         self.confirmed = False
         self._momentum = momentum
         self._chosen: PeerId = ""
-        self._session: HogwildSession | None = None
-        self._bell = Bell()
+        self._session: AsyncSession | None = None
+        self._bell = Notifier()
         host.transport.serve(METHOD, self._serve)
 
     @asynccontextmanager
-    async def enter(self, head: Head, deadline: Deadline) -> AsyncIterator[HogwildSession]:
-        session = self._session = HogwildSession(self, head, deadline)
+    async def enter(self, head: Head, deadline: Deadline) -> AsyncIterator[AsyncSession]:
+        session = self._session = AsyncSession(self, head, deadline)
         late = asyncio.get_running_loop().call_at(deadline, session.cut.set)
         try:
             yield session
@@ -119,17 +119,17 @@ class Hogwild:
     def stay(self, server: PeerId) -> None:
         """Go there from now on."""
         self._chosen, self.confirmed = server, True
-        self._bell.ring()
+        self._bell.notify()
 
-    async def serve_from(self, start: Vector) -> Arrivals:
+    async def serve_from(self, start: Vector) -> DelayedNesterov:
         """Serve from now on; if we do not yet, beginning with these parameters."""
         if self.arrivals is None:
             copied = await self.host.compute.run(start.clone, 8 * len(start))
-            self.arrivals = self.arrivals or Arrivals(copied, self._momentum)
-            self._bell.ring()
+            self.arrivals = self.arrivals or DelayedNesterov(copied, self._momentum)
+            self._bell.notify()
         return self.arrivals
 
-    async def count(self, displacement: Vector) -> Arrivals:
+    async def count(self, displacement: Vector) -> DelayedNesterov:
         """Apply one, ours or a worker's, in its turn."""
         assert self.arrivals is not None
         count = len(self.host.members.live())
@@ -137,24 +137,24 @@ class Hogwild:
         await self.host.compute.run(apply, 12 * len(displacement))
         return self.arrivals
 
-    def shape(self, name: str) -> Shape:
+    def shape(self, name: str) -> PartLayout:
         """How a whole vector travels in that codec."""
-        return Shape(codec(name), 0, self.settings.elements[0], self.settings.chunk_elements)
+        return PartLayout(codec(name), 0, self.settings.elements[0], self.settings.chunk_elements)
 
     async def _serve(self, peer: PeerId, stream: Stream) -> None:
         async with self.ledger.counting(stream):
-            push = wire.expect(await first_frame(self.host, stream), Push)
+            push = wire.expect(await first_frame(self.host, stream), PushUpdate)
             session, chosen = self._session, self.choose()
             if session and (push.run, push.scope) != (session.head.key.run, session.head.key.scope):
                 raise BadPayload("of another run or scope")
             if push.asks or chosen != self.me.peer:
-                return await stream.send(Served(False, chosen))
+                return await stream.send(ServerReply(False, chosen))
             if (push.codec, push.elements) != (self.settings.codec, self.settings.elements[0]):
                 raise BadPayload(f"{push.elements} elements in {push.codec}")
             try:
                 await self._bell.until(lambda: self.arrivals is not None or self.choose() != chosen, stream.deadline)
                 if self.arrivals is None:
-                    return await stream.send(Served(False, self.choose()))
+                    return await stream.send(ServerReply(False, self.choose()))
                 async with asyncio.timeout_at(stream.deadline), self.turn:
                     await self._serve_one(peer, stream)
             except TimeoutError:
@@ -163,24 +163,24 @@ class Hogwild:
     async def _serve_one(self, peer: PeerId, stream: Stream) -> None:
         """Take a displacement, whole or not at all, and give the parameters."""
         brought, compute = torch.empty(self.settings.elements[0]), self.host.compute
-        async with within(STALL_SECONDS, peer, "it was served"):
-            await stream.send(Served(True, self.me.peer))
-            await take(compute, stream, self.shape(self.settings.codec), Flat([brought]))
+        async with peer_timeout(STALL_SECONDS, peer, "it was served"):
+            await stream.send(ServerReply(True, self.me.peer))
+            await take(compute, stream, self.shape(self.settings.codec), VectorView([brought]))
             parameters = (await self.count(brought)).parameters
             try:
-                await give(compute, stream, self.shape("fp32"), Flat([parameters]))
+                await give(compute, stream, self.shape("fp32"), VectorView([parameters]))
             except (PeerError, asyncio.CancelledError):
                 if self._session:
                     self._session.half(brought, parameters)
                 raise
 
 
-class HogwildSession:
+class AsyncSession:
     """`protocols.base.LooseSession`: nothing is lent; the state is as it was when it is taken back."""
 
     group = ""
 
-    def __init__(self, averager: Hogwild, head: Head, deadline: Deadline) -> None:
+    def __init__(self, averager: AsyncParameterServer, head: Head, deadline: Deadline) -> None:
         self.head, self.deadline, self.round = head, deadline, head.key.round
         self.cut = asyncio.Event()
         self.half_exchanges, self.mass_drift = 0, 0.0
@@ -191,24 +191,24 @@ class HogwildSession:
 
     # -- the contract -------------------------------------------------------------------------------------------------
 
-    def ready(self, work: Work) -> None:
+    def offer(self, work: LocalProgress) -> None:
         if work.complete or work.leaving:
             self.cut.set()
 
-    def awaited(self) -> tuple[PeerId, ...]:
+    def waiting_for(self) -> tuple[PeerId, ...]:
         return (self._with,) if self._with else ()
 
-    def lend(self, state: Sequence[Vector]) -> None:
+    def share(self, state: Sequence[Vector]) -> None:
         self._lent = state[0]
 
-    async def take_back(self) -> Mapping[PeerId, Contribution]:
+    async def reclaim(self) -> Mapping[PeerId, Contribution]:
         """Keep what the round began with: the outer step is about to move it."""
         self._origin = await self._host.compute.run(self._lent.clone, 8 * len(self._lent))
         if self._averager.choose() == self._host.me and self._averager.confirmed:
             await self._averager.serve_from(self._origin)
         return {}
 
-    async def mean(self, mine: Sequence[Vector], work: Work, into: Sequence[Vector]) -> Mean:
+    async def average(self, mine: Sequence[Vector], work: LocalProgress, into: Sequence[Vector]) -> AveragingResult:
         averager, outcome = self._averager, Outcome.SKIPPED
         subtract = partial(torch.sub, self._origin, mine[0], out=into[0])
         await self._host.compute.run(subtract, 12 * len(mine[0]))
@@ -228,7 +228,7 @@ class HogwildSession:
         blamed, sent, received = averager.ledger.take()
         name = f"{averager.me.peer}/{averager.me.incarnation}/{self.round}"
         held = {averager.me.peer: Contribution(1, 1, (name,))} if outcome is Outcome.COMMITTED else {}
-        return Mean(outcome, contributions=held, blamed=blamed, bytes_sent=sent, bytes_received=received)
+        return AveragingResult(outcome, contributions=held, blamed=blamed, bytes_sent=sent, bytes_received=received)
 
     def half(self, displacement: Vector, parameters: Vector) -> None:
         """One end has counted this, and the other may not know."""
@@ -263,7 +263,7 @@ class HogwildSession:
     async def _with_peer(self, peer: PeerId, exchange: Coroutine[Any, Any, PeerId]) -> PeerId:
         """What comes of it, while that peer lives."""
         self._with = peer
-        return await alongside(exchange, self._watch(peer))
+        return await run_with_helper(exchange, self._watch(peer))
 
     async def _watch(self, peer: PeerId) -> None:
         members = self._host.members
@@ -278,17 +278,17 @@ class HogwildSession:
             self._host.transport.open(peer, METHOD, self.deadline) as stream,
             averager.ledger.counting(stream),
         ):
-            await stream.send(Push(key.run, key.scope, shape.codec.name, shape.high, asks))
+            await stream.send(PushUpdate(key.run, key.scope, shape.codec.name, shape.high, asks))
             yield stream
 
     async def _ask(self, peer: PeerId) -> PeerId:
         """Who the server is, as that peer knows."""
-        async with self._opened(peer, asks=True) as stream, within(STALL_SECONDS, peer, "asked who serves"):
+        async with self._opened(peer, asks=True) as stream, peer_timeout(STALL_SECONDS, peer, "asked who serves"):
             return (await _told(stream)).server
 
     async def _push(self, peer: PeerId, vector: Vector) -> PeerId:
         """Trade with a peer, or learn from it who the server is; empty if it was that one."""
-        averager, flat, compute = self._averager, Flat([vector]), self._host.compute
+        averager, flat, compute = self._averager, VectorView([vector]), self._host.compute
         async with self._opened(peer, asks=False) as stream:
             told = await _told(stream)
             if not told.here:
@@ -300,12 +300,12 @@ class HogwildSession:
             return ""
 
 
-async def _told(stream: Stream) -> Served:
+async def _told(stream: Stream) -> ServerReply:
     """
     Raises:
         BadPayload: no such answer, or one that names nobody.
     """
-    told = wire.expect(await stream.receive(_ANSWER_LIMIT), Served)
+    told = wire.expect(await stream.receive(_ANSWER_LIMIT), ServerReply)
     if not told.server:
         raise BadPayload("names nobody who serves")
     return told

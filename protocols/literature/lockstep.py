@@ -14,31 +14,31 @@ from contextlib import asynccontextmanager
 
 from protocols import wire
 from protocols.base import (
+    AveragingResult,
     BadPayload,
-    Blame,
     Contribution,
     Deadline,
     Head,
     Host,
-    Mean,
+    LocalProgress,
     Member,
     Outcome,
     PeerError,
+    PeerFault,
     PeerId,
     PeerSilent,
     Settings,
     Stream,
     Vector,
-    Work,
 )
-from protocols.literature.meeting import Attend, Exchange, Meeting, Refused, Spoilt
-from protocols.post import Ledger, first_frame
-from protocols.tasks import Bell, alongside, together, until_gone
+from protocols.literature.meeting import AllReduceAlgorithm, JoinRound, RoundAborted, RoundMismatch, SynchronousRound
+from protocols.post import RoundAccounting, first_frame
+from protocols.tasks import Notifier, run_with_helper, task_group, until_gone
 
-Way = Callable[[Meeting], Exchange]
+AlgorithmFactory = Callable[[SynchronousRound], AllReduceAlgorithm]
 
 
-class Lockstep:
+class SynchronousAverager:
     """`protocols.base.LooseAverager` with a barrier.
 
     Attributes:
@@ -47,18 +47,18 @@ class Lockstep:
 
     shares_anchor = False
 
-    def __init__(self, host: Host, settings: Settings, method: str, way: Way) -> None:
+    def __init__(self, host: Host, settings: Settings, method: str, way: AlgorithmFactory) -> None:
         self.host, self.settings, self.method, self.way = host, settings, method, way
         self.me = Member(host.me, settings.incarnation)
-        self.ledger = Ledger()
-        self._session: LockstepSession | None = None
-        self._entered = Bell()
+        self.ledger = RoundAccounting()
+        self._session: SynchronousSession | None = None
+        self._entered = Notifier()
         host.transport.serve(method, self._on_stream)
 
     @asynccontextmanager
-    async def enter(self, head: Head, deadline: Deadline) -> AsyncIterator[LockstepSession]:
-        session = self._session = LockstepSession(self, head, deadline)
-        self._entered.ring()
+    async def enter(self, head: Head, deadline: Deadline) -> AsyncIterator[SynchronousSession]:
+        session = self._session = SynchronousSession(self, head, deadline)
+        self._entered.notify()
         late = asyncio.get_running_loop().call_at(deadline, session.cut.set)
         try:
             yield session
@@ -68,11 +68,11 @@ class Lockstep:
 
     def met(self) -> None:
         """The session's meeting has begun, or will not."""
-        self._entered.ring()
+        self._entered.notify()
 
     async def _on_stream(self, peer: PeerId, stream: Stream) -> None:
         async with self.ledger.counting(stream):
-            hello = wire.expect(await first_frame(self.host, stream), Attend)
+            hello = wire.expect(await first_frame(self.host, stream), JoinRound)
             try:
                 await self._entered.until(lambda: self._at(hello) is not None, stream.deadline)
             except TimeoutError:
@@ -80,10 +80,10 @@ class Lockstep:
             session = self._at(hello)
             assert session is not None
             if why := session.misfit(peer, hello):
-                return await stream.send(Refused(session.head.key.round + session.ended, why[:128]))
+                return await stream.send(RoundMismatch(session.head.key.round + session.ended, why[:128]))
             await session.serve(peer, stream, hello)
 
-    def _at(self, hello: Attend) -> LockstepSession | None:
+    def _at(self, hello: JoinRound) -> SynchronousSession | None:
         """The session that answers a stream: the round has begun here, or is over; None while neither is so.
 
         Raises:
@@ -103,7 +103,7 @@ class Lockstep:
         return None
 
 
-class LockstepSession:
+class SynchronousSession:
     """`protocols.base.LooseSession`: nothing is lent, and nothing is half done.
 
     Attributes:
@@ -114,34 +114,36 @@ class LockstepSession:
     half_exchanges = 0
     mass_drift = 0.0
 
-    def __init__(self, averager: Lockstep, head: Head, deadline: Deadline) -> None:
+    def __init__(self, averager: SynchronousAverager, head: Head, deadline: Deadline) -> None:
         self.head, self.deadline = head, deadline
         self.cut = asyncio.Event()
         self.round, self.group = head.key.round, ""
-        self.meeting: Meeting | None = None
-        self.exchange: Exchange | None = None
+        self.meeting: SynchronousRound | None = None
+        self.exchange: AllReduceAlgorithm | None = None
         self.ended = False
         self._averager = averager
 
     # -- the contract -------------------------------------------------------------------------------------------------
 
-    def ready(self, work: Work) -> None:
+    def offer(self, work: LocalProgress) -> None:
         if work.complete or work.leaving:
             self.cut.set()
 
-    def awaited(self) -> tuple[PeerId, ...]:
+    def waiting_for(self) -> tuple[PeerId, ...]:
         return self.meeting.missing() if self.meeting else ()
 
-    def lend(self, state: Sequence[Vector]) -> None:
+    def share(self, state: Sequence[Vector]) -> None:
         """Nobody averages with a peer that trains."""
 
-    async def take_back(self) -> Mapping[PeerId, Contribution]:
+    async def reclaim(self) -> Mapping[PeerId, Contribution]:
         return {}
 
-    async def mean(self, mine: Sequence[Vector], work: Work, into: Sequence[Vector]) -> Mean:
+    async def average(self, mine: Sequence[Vector], work: LocalProgress, into: Sequence[Vector]) -> AveragingResult:
         averager, host = self._averager, self._averager.host
         head, deadline = self.head, self.deadline
-        meeting = Meeting(host, averager.settings, averager.method, averager.ledger, head, mine, into, work, deadline)
+        meeting = SynchronousRound(
+            host, averager.settings, averager.method, averager.ledger, head, mine, into, work, deadline
+        )
         if self.round > self.head.key.round:
             meeting.spoil(f"others are in round {self.round + 1} already")
         elif len(meeting.members) == 1:
@@ -154,9 +156,9 @@ class LockstepSession:
         if not meeting.over:
             self.round = max(self.round, meeting.ahead - 1)
             if meeting.why and not blamed:
-                blamed = (Blame(host.me, meeting.why),)
-            return Mean(Outcome.SKIPPED, blamed=blamed, bytes_sent=sent, bytes_received=received)
-        return Mean(
+                blamed = (PeerFault(host.me, meeting.why),)
+            return AveragingResult(Outcome.SKIPPED, blamed=blamed, bytes_sent=sent, bytes_received=received)
+        return AveragingResult(
             Outcome.COMMITTED,
             contributions={member.peer: Contribution(1, 1, (self._name(member),)) for member in meeting.members},
             blamed=blamed,
@@ -169,7 +171,7 @@ class LockstepSession:
 
     # -- the meeting --------------------------------------------------------------------------------------------------
 
-    def misfit(self, peer: PeerId, hello: Attend) -> str:
+    def misfit(self, peer: PeerId, hello: JoinRound) -> str:
         """Why a stream cannot be served, now that this peer has come to average; empty if it can."""
         if self.meeting is None or hello.round != self.head.key.round:
             return "has left that round"
@@ -180,7 +182,7 @@ class LockstepSession:
             return why
         return self.meeting.why
 
-    async def serve(self, peer: PeerId, stream: Stream, hello: Attend) -> None:
+    async def serve(self, peer: PeerId, stream: Stream, hello: JoinRound) -> None:
         """A member's stream to this meeting.
 
         Raises:
@@ -191,32 +193,32 @@ class LockstepSession:
         meeting.arrived.add(peer)
         meeting.ring()
         try:
-            await alongside(exchange.serve(peer, stream, hello), meeting.spoilt())
+            await run_with_helper(exchange.serve(peer, stream, hello), meeting.spoilt())
         except (BadPayload, PeerError) as error:
             meeting.spoil(str(error), peer)
             raise
-        except Spoilt as error:
+        except RoundAborted as error:
             raise PeerSilent(peer, f"the round is spoilt: {error}") from None
         except TimeoutError:
             raise PeerSilent(peer, "the round's deadline passed") from None
 
-    async def _meet(self, meeting: Meeting, exchange: Exchange) -> None:
+    async def _meet(self, meeting: SynchronousRound, exchange: AllReduceAlgorithm) -> None:
         """Meet, to the end or until it is spoilt."""
         try:
-            async with together() as group:
+            async with task_group() as group:
                 watch = group.create_task(self._watch(meeting))
-                await alongside(exchange.run(), meeting.spoilt())
+                await run_with_helper(exchange.run(), meeting.spoilt())
                 watch.cancel()
             meeting.end()
             self.group = f"{self.head.key.round}/{meeting.digest.hex()[:16]}"
         except PeerError as error:
             meeting.spoil(error.why, error.peer)
-        except (BadPayload, Spoilt) as error:
+        except (BadPayload, RoundAborted) as error:
             meeting.spoil(str(error))
         except TimeoutError:
             meeting.spoil("the round did not end by its deadline", *meeting.missing())
 
-    async def _watch(self, meeting: Meeting) -> None:
+    async def _watch(self, meeting: SynchronousRound) -> None:
         """A member that is gone spoils the round at once."""
         if gone := await until_gone(self._averager.host.members, meeting.members, meeting.deadline):
             meeting.spoil("gone in the middle of a round", *gone)

@@ -12,19 +12,19 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from protocols import wire
-from protocols.base import Deadline, Head, Header, Host, PeerId, ProtocolError, Settings, Stream, Vector, Work
+from protocols.base import Deadline, Head, Header, Host, LocalProgress, PeerId, ProtocolError, Settings, Stream, Vector
 from protocols.codec import state_codec
-from protocols.post import Ledger
-from protocols.reducing.parts import HeldPart, Shape
-from protocols.tasks import Bell
-from protocols.vectors import Flat
+from protocols.post import RoundAccounting
+from protocols.reducing.parts import PartLayout, ReducedPart
+from protocols.tasks import Notifier
+from protocols.vectors import VectorView
 from protocols.wire import digest, real, register, text, uint
 
 REFUSED_LIMIT = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Attend(Header):
+class JoinRound(Header):
     """Opens a data stream between two members of a round.
 
     Attributes:
@@ -44,7 +44,7 @@ class Attend(Header):
 
 
 @dataclass(frozen=True, slots=True)
-class Refused(Header):
+class RoundMismatch(Header):
     """The answer of one who is not in that round, or sees other members in it; the stream ends.
 
     Attributes:
@@ -64,15 +64,15 @@ class Hop(Header):
     weight: float = real(1.0, 1e30)
 
 
-MESSAGES: tuple[type[Header], ...] = (Attend, Refused, Hop)
+MESSAGES: tuple[type[Header], ...] = (JoinRound, RoundMismatch, Hop)
 register(112, MESSAGES)
 
 
-class Spoilt(ProtocolError):
+class RoundAborted(ProtocolError):
     """The round has no result here; says why."""
 
 
-class Exchange(Protocol):
+class AllReduceAlgorithm(Protocol):
     """How the vectors travel in a meeting."""
 
     async def run(self) -> None:
@@ -82,7 +82,7 @@ class Exchange(Protocol):
             BadPayload, PeerError, Spoilt: it is not to be had.
         """
 
-    async def serve(self, peer: PeerId, stream: Stream, hello: Attend) -> None:
+    async def serve(self, peer: PeerId, stream: Stream, hello: JoinRound) -> None:
         """A member's stream to this one.
 
         Raises:
@@ -90,7 +90,7 @@ class Exchange(Protocol):
         """
 
 
-class Meeting:
+class SynchronousRound:
     """Attributes:
     members: of the round: who is live when we come to it, in the order of their ids; `place` is our own among them.
     weight: how much our vectors count: tokens, one at least.
@@ -105,11 +105,11 @@ class Meeting:
         host: Host,
         settings: Settings,
         method: str,
-        ledger: Ledger,
+        ledger: RoundAccounting,
         head: Head,
         mine: Sequence[Vector],
         into: Sequence[Vector],
-        work: Work,
+        work: LocalProgress,
         deadline: Deadline,
     ) -> None:
         self.host, self.method, self.ledger = host, method, ledger
@@ -117,7 +117,7 @@ class Meeting:
         self.members = host.members.live()
         self.peers = tuple(member.peer for member in self.members)
         self.place = self.peers.index(host.me)
-        self.mine, self.into = Flat(mine), Flat(into)
+        self.mine, self.into = VectorView(mine), VectorView(into)
         self.weight = float(max(1, work.tokens))
         self.codec, self.chunk_elements = state_codec(settings.codec), settings.chunk_elements
         self.arrived: set[PeerId] = set()
@@ -126,12 +126,12 @@ class Meeting:
         self.ahead = head.key.round
         named = "".join(f"{member.peer}/{member.incarnation}\n" for member in self.members)
         self.digest = hashlib.sha256(named.encode()).digest()
-        self._bell = Bell()
+        self._bell = Notifier()
 
-    def hello(self, part: int) -> Attend:
+    def hello(self, part: int) -> JoinRound:
         """What opens a stream of ours."""
         key = self.key
-        return Attend(key.run, key.scope, key.round, self.digest, self.codec.name, self.mine.size, self.weight, part)
+        return JoinRound(key.run, key.scope, key.round, self.digest, self.codec.name, self.mine.size, self.weight, part)
 
     @asynccontextmanager
     async def open(self, peer: PeerId, part: int) -> AsyncIterator[Stream]:
@@ -144,7 +144,7 @@ class Meeting:
             await stream.send(self.hello(part))
             yield stream
 
-    def misfit(self, hello: Attend) -> str:
+    def misfit(self, hello: JoinRound) -> str:
         """Why a stream to this round cannot be served; empty if it can."""
         if hello.members != self.digest:
             return "sees other members in this round"
@@ -152,15 +152,15 @@ class Meeting:
             return f"brings {hello.elements} elements in {hello.codec}"
         return ""
 
-    def shape(self, index: int, parts: int) -> Shape:
+    def shape(self, index: int, parts: int) -> PartLayout:
         """One part of so many, as equal as can be."""
         low, high = (self.mine.size * edge // parts for edge in (index, index + 1))
-        return Shape(self.codec, low, high, self.chunk_elements)
+        return PartLayout(self.codec, low, high, self.chunk_elements)
 
-    def part(self, index: int, parts: int) -> HeldPart:
+    def part(self, index: int, parts: int) -> ReducedPart:
         """The same with room for it, encoded."""
         shape = self.shape(index, parts)
-        return HeldPart(shape.codec, shape.low, shape.high, shape.chunk_elements)
+        return ReducedPart(shape.codec, shape.low, shape.high, shape.chunk_elements)
 
     def missing(self) -> tuple[PeerId, ...]:
         """Members that have not come yet."""
@@ -173,7 +173,7 @@ class Meeting:
         self.why = why
         for peer in peers:
             self.ledger.name(peer, why)
-        self._bell.ring()
+        self._bell.notify()
 
     def hear(self, peer: PeerId, header: Header) -> None:
         """What a member answers to a stream of ours.
@@ -181,19 +181,19 @@ class Meeting:
         Raises:
             Spoilt: that it does not meet us.
         """
-        if isinstance(header, Refused):
+        if isinstance(header, RoundMismatch):
             self.ahead = max(self.ahead, header.round)
             self.spoil(f"refused: {header.why}", peer)
-            raise Spoilt(self.why)
+            raise RoundAborted(self.why)
 
     def end(self) -> None:
         """Everything is in here; it cannot be spoilt any more."""
         self.over = True
-        self._bell.ring()
+        self._bell.notify()
 
     def ring(self) -> None:
         """Something has changed that somebody may wait for."""
-        self._bell.ring()
+        self._bell.notify()
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until it holds.
@@ -204,7 +204,7 @@ class Meeting:
         """
         await self._bell.until(lambda: bool(self.why) or condition(), self.deadline)
         if self.why:
-            raise Spoilt(self.why)
+            raise RoundAborted(self.why)
 
     async def spoilt(self) -> None:
         """Wait until the round is spoilt, and say so.

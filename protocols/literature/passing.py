@@ -9,8 +9,8 @@ import torch
 
 from protocols import wire
 from protocols.base import BadPayload, Compute, Header, Stream
-from protocols.reducing.parts import Shape
-from protocols.vectors import Flat
+from protocols.reducing.parts import PartLayout
+from protocols.vectors import VectorView
 
 _LIMIT = 256
 Other = Callable[[Header], None]
@@ -33,7 +33,7 @@ async def receive_chunk(stream: Stream, index: int, into: memoryview, other: Oth
     await stream.receive_into(into)
 
 
-async def give(compute: Compute, stream: Stream, part: Shape, source: Flat) -> None:
+async def give(compute: Compute, stream: Stream, part: PartLayout, source: VectorView) -> None:
     """Encode and send the elements of a part.
 
     Raises:
@@ -48,7 +48,9 @@ async def give(compute: Compute, stream: Stream, part: Shape, source: Flat) -> N
         await stream.send(wire.Chunk(index, len(data)), data)
 
 
-async def take(compute: Compute, stream: Stream, part: Shape, into: Flat, other: Other | None = None) -> None:
+async def take(
+    compute: Compute, stream: Stream, part: PartLayout, into: VectorView, other: Other | None = None
+) -> None:
     """Receive a part and decode it to where it belongs.
 
     Raises:

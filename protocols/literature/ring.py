@@ -15,10 +15,10 @@ import torch
 from protocols import wire
 from protocols.base import BadPayload, PeerId, PeerSilent, Stream
 from protocols.codec import CODECS, Codec
-from protocols.literature.meeting import REFUSED_LIMIT, Attend, Hop, Meeting
+from protocols.literature.meeting import REFUSED_LIMIT, Hop, JoinRound, SynchronousRound
 from protocols.literature.passing import receive_chunk
-from protocols.reducing.parts import HeldPart
-from protocols.tasks import alongside, together
+from protocols.reducing.parts import ReducedPart
+from protocols.tasks import run_with_helper, task_group
 
 _HOP_LIMIT = 64
 _RAW: Codec = CODECS["fp32"]
@@ -28,15 +28,15 @@ _LARGEST = torch.finfo(torch.float32).max
 class Ring:
     """`protocols.literature.meeting.Exchange` of members in the order of their ids."""
 
-    def __init__(self, meeting: Meeting) -> None:
+    def __init__(self, meeting: SynchronousRound) -> None:
         self._meeting, self._count = meeting, len(meeting.peers)
         self._next = meeting.peers[(meeting.place + 1) % self._count]
         self._before = meeting.peers[meeting.place - 1]
         self._incoming: Stream | None = None
         self._weights = [meeting.weight] * self._count  # of what `into` holds of each part
-        self._finished: dict[int, HeldPart] = {}
+        self._finished: dict[int, ReducedPart] = {}
 
-    async def serve(self, peer: PeerId, stream: Stream, hello: Attend) -> None:
+    async def serve(self, peer: PeerId, stream: Stream, hello: JoinRound) -> None:
         """The member before us brings its stream, which `run` reads."""
         meeting = self._meeting
         if peer != self._before or self._incoming:
@@ -47,7 +47,7 @@ class Ring:
 
     async def run(self) -> None:
         async with self._meeting.open(self._next, 0) as stream:
-            await alongside(self._round(stream), self._refusals(stream))
+            await run_with_helper(self._round(stream), self._refusals(stream))
 
     async def _refusals(self, stream: Stream) -> None:
         """Nothing comes back from the next member but a refusal, and the end."""
@@ -68,13 +68,13 @@ class Ring:
                 part = self._part(meeting.place - step, raw=False)
                 await meeting.host.compute.run(partial(self._finish, part), 2 * part.size_bytes)
                 self._finished[(meeting.place - step) % self._count] = part
-            async with together() as group:
+            async with task_group() as group:
                 group.create_task(self._send(out, step))
                 group.create_task(self._receive(self._incoming, step))
 
-    def _part(self, index: int, raw: bool) -> HeldPart:
+    def _part(self, index: int, raw: bool) -> ReducedPart:
         part = self._meeting.part(index % self._count, self._count)
-        return HeldPart(_RAW, part.low, part.high, part.chunk_elements) if raw else part
+        return ReducedPart(_RAW, part.low, part.high, part.chunk_elements) if raw else part
 
     def _begin(self) -> None:
         """The work is done where the mean belongs: at first that is what we bring."""
@@ -83,7 +83,7 @@ class Ring:
             high = min(low + meeting.chunk_elements, meeting.mine.size)
             meeting.into.write(low, meeting.mine.read(low, high, scratch))
 
-    def _finish(self, part: HeldPart) -> None:
+    def _finish(self, part: ReducedPart) -> None:
         """Encode a complete part, and hold what the others will decode."""
         scratch = part.room()
         for index in range(part.chunks):
@@ -128,7 +128,7 @@ class Ring:
         else:
             self._finished[index] = part
 
-    def _mix(self, part: HeldPart, number: int, weight: float) -> None:
+    def _mix(self, part: ReducedPart, number: int, weight: float) -> None:
         low, high = part.elements(number)
         theirs, ours = torch.empty(high - low), torch.empty(high - low)
         _RAW.decode(part.chunk(number), theirs)

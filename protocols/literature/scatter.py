@@ -16,22 +16,22 @@ import torch
 
 from protocols import wire
 from protocols.base import BadPayload, PeerId, PeerSilent, Stream
-from protocols.literature.meeting import Attend, Meeting
+from protocols.literature.meeting import JoinRound, SynchronousRound
 from protocols.literature.passing import give, receive_chunk, take
-from protocols.reducing.parts import HeldPart, Shape
-from protocols.tasks import alongside, together
+from protocols.reducing.parts import PartLayout, ReducedPart
+from protocols.tasks import run_with_helper, task_group
 
 _LARGEST = torch.finfo(torch.float32).max
 
 
-class Mixture:
+class RunningMean:
     """One part of everybody's vectors as it comes in: the mean so far, a running one, so that one copy is all it takes.
 
     Attributes:
         held: the mean, encoded, once it is `sealed`.
     """
 
-    def __init__(self, held: HeldPart, mine: torch.Tensor, weight: float) -> None:
+    def __init__(self, held: ReducedPart, mine: torch.Tensor, weight: float) -> None:
         """
         Args:
             mine: this member's part, float32; changed.
@@ -42,7 +42,7 @@ class Mixture:
         self._scratch = held.room()
         self._turn = asyncio.Lock()
 
-    async def add(self, meeting: Meeting, index: int, data: memoryview, weight: float) -> None:
+    async def add(self, meeting: SynchronousRound, index: int, data: memoryview, weight: float) -> None:
         """Add one chunk of a member's.
 
         Raises:
@@ -59,12 +59,12 @@ class Mixture:
         mean.mul_(self._weights[index] / total).add_(theirs.mul_(weight / total))
         self._weights[index] = total
 
-    async def seal(self, meeting: Meeting) -> None:
+    async def seal(self, meeting: SynchronousRound) -> None:
         """Everything is in: encode the mean, and decode it to where it belongs."""
         await meeting.host.compute.run(partial(self._seal, meeting), 2 * self.held.size_bytes)
         self.sealed = True
 
-    def _seal(self, meeting: Meeting) -> None:
+    def _seal(self, meeting: SynchronousRound) -> None:
         self._mean.clamp_(-_LARGEST, _LARGEST)  # rounding may have carried it beyond
         for index in range(self.held.chunks):
             low, high = (edge - self.held.low for edge in self.held.elements(index))
@@ -73,23 +73,23 @@ class Mixture:
         self._mean = torch.empty(0)
 
 
-class Scatter:
+class ScatterReduce:
     """`protocols.literature.meeting.Exchange`: part i of `len(reducers)` is reduced by the member `reducers[i]`."""
 
-    def __init__(self, meeting: Meeting, reducers: Sequence[int]) -> None:
+    def __init__(self, meeting: SynchronousRound, reducers: Sequence[int]) -> None:
         self._meeting, self._reducers = meeting, tuple(reducers)
         self._mixtures = {part: self._mixture(part) for part, at in enumerate(reducers) if at == meeting.place}
         self._begun: set[tuple[int, PeerId]] = set()
         self._brought: set[tuple[int, PeerId]] = set()
 
-    def _mixture(self, part: int) -> Mixture:
+    def _mixture(self, part: int) -> RunningMean:
         meeting = self._meeting
         held = meeting.part(part, len(self._reducers))
         mine = torch.empty(held.high - held.low)
-        return Mixture(held, mine.copy_(meeting.mine.read(held.low, held.high, mine)), meeting.weight)
+        return RunningMean(held, mine.copy_(meeting.mine.read(held.low, held.high, mine)), meeting.weight)
 
     async def run(self) -> None:
-        async with together() as group:
+        async with task_group() as group:
             for part, at in enumerate(self._reducers):
                 if at == self._meeting.place:
                     group.create_task(self._reduce(part))
@@ -106,7 +106,7 @@ class Scatter:
             await mixture.seal(meeting)
             meeting.ring()
 
-    async def serve(self, peer: PeerId, stream: Stream, hello: Attend) -> None:
+    async def serve(self, peer: PeerId, stream: Stream, hello: JoinRound) -> None:
         meeting, mixture = self._meeting, self._mixtures.get(hello.part)
         if mixture is None or not mixture.held.chunks or (hello.part, peer) in self._begun:
             raise BadPayload(f"part {hello.part} is not for this peer to reduce, or is brought already")
@@ -131,11 +131,11 @@ class Scatter:
         if not held.chunks:
             return
         async with meeting.open(peer, part) as stream:
-            await alongside(
+            await run_with_helper(
                 take(meeting.host.compute, stream, held, meeting.into, partial(meeting.hear, peer)),
                 self._send(stream, held),
             )
 
-    async def _send(self, stream: Stream, part: Shape) -> None:
+    async def _send(self, stream: Stream, part: PartLayout) -> None:
         with suppress(PeerSilent):  # who receives learns why
             await give(self._meeting.host.compute, stream, part, self._meeting.mine)

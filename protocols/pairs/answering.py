@@ -7,36 +7,46 @@ from collections import OrderedDict
 from contextlib import suppress
 
 from protocols.base import BadPayload, PeerError, PeerId, PeerSilent, Stream
-from protocols.pairs.asking import Asker
-from protocols.pairs.pairing import Exchange, Pairing
-from protocols.pairs.patience import CHEAP_SECONDS, MAX_PEERS, Questions
-from protocols.pairs.swap import EXCHANGE, HEADER_LIMIT, Answer, Ask, Settle, Settled, Whole, hear, watch
+from protocols.pairs.asking import ExchangeInitiator
+from protocols.pairs.pairing import ExchangeState, PairExchange
+from protocols.pairs.patience import CHEAP_SECONDS, MAX_PEERS, RequestDeduplicator
+from protocols.pairs.swap import (
+    EXCHANGE,
+    HEADER_LIMIT,
+    ExchangeReply,
+    ExchangeRequest,
+    OutcomeQuery,
+    OutcomeReply,
+    StateReceived,
+    hear,
+    watch,
+)
 from protocols.post import first_frame
-from protocols.tasks import alongside, within
+from protocols.tasks import peer_timeout, run_with_helper
 
 MOST_MEETINGS = 4
 """So often one peer may average with a state that is lent: half of it is that peer's each time."""
 
 
-class Answerer:
+class ExchangeResponder:
     """Serves `EXCHANGE`."""
 
-    def __init__(self, pairing: Pairing, asker: Asker) -> None:
+    def __init__(self, pairing: ExchangeState, asker: ExchangeInitiator) -> None:
         self._pairing, self._asker = pairing, asker
-        self._questions = Questions()
+        self._questions = RequestDeduplicator()
         self._moved: OrderedDict[str, None] = OrderedDict()  # questions after which we have
-        self._doubted: dict[str, Exchange] = {}  # of these, where we do not know yet that the asker has, too
+        self._doubted: dict[str, PairExchange] = {}  # of these, where we do not know yet that the asker has, too
         pairing.host.transport.serve(EXCHANGE, self._serve)
 
     async def _serve(self, peer: PeerId, stream: Stream) -> None:
         pairing = self._pairing
         async with pairing.ledger.counting(stream):
             message = await first_frame(pairing.host, stream, limit_bytes=HEADER_LIMIT)
-            if not isinstance(message, Ask | Settle):
+            if not isinstance(message, ExchangeRequest | OutcomeQuery):
                 raise BadPayload(f"{type(message).__name__} opens no exchange")
             self._admit(peer, message)
-            if isinstance(message, Settle):
-                return await stream.send(Settled(message.key, pairing.me, message.sequence, self._settle(message)))
+            if isinstance(message, OutcomeQuery):
+                return await stream.send(OutcomeReply(message.key, pairing.me, message.sequence, self._settle(message)))
             exchange = self._accept(message, stream)
             if exchange is None:
                 return await stream.send(self._answer(message, False))
@@ -46,10 +56,10 @@ class Answerer:
                 pairing.end(exchange)
             await self._last_word(exchange, stream)
 
-    def _answer(self, ask: Ask, accepted: bool) -> Answer:
-        return Answer(ask.key, self._pairing.me, ask.sequence, accepted, self._pairing.round)
+    def _answer(self, ask: ExchangeRequest, accepted: bool) -> ExchangeReply:
+        return ExchangeReply(ask.key, self._pairing.me, ask.sequence, accepted, self._pairing.round)
 
-    def _admit(self, peer: PeerId, message: Ask | Settle) -> None:
+    def _admit(self, peer: PeerId, message: ExchangeRequest | OutcomeQuery) -> None:
         """
         Raises:
             BadPayload: of another sender, run, scope or codec, or asked before.
@@ -63,13 +73,13 @@ class Answerer:
         here = pairing.owner.key if pairing.owner else key
         if (key.run, key.scope) != (here.run, here.scope):
             raise BadPayload("a question of another run or scope")
-        if isinstance(message, Ask):
+        if isinstance(message, ExchangeRequest):
             self._questions.hear(message.sender, message.sequence, key.round)
             if message.codec != pairing.codec.name:
                 raise BadPayload(f"codec {message.codec!r} where the run uses {pairing.codec.name}")
             pairing.tempo.hear(peer, key.round)
 
-    def _accept(self, ask: Ask, stream: Stream) -> Exchange | None:
+    def _accept(self, ask: ExchangeRequest, stream: Stream) -> PairExchange | None:
         """Begin the exchange, unless we are busy, or there is no time for it.
 
         Raises:
@@ -93,12 +103,12 @@ class Answerer:
             return None
         return pairing.begin(owner, ask, ask.sender, deadline)
 
-    async def _follow(self, exchange: Exchange, stream: Stream) -> None:
+    async def _follow(self, exchange: PairExchange, stream: Stream) -> None:
         """Our part, until we have moved."""
         pairing = self._pairing
         try:
             watching = watch(pairing.host.members, exchange.partner, exchange.deadline)
-            await alongside(self._hear_out(exchange, stream), watching)
+            await run_with_helper(self._hear_out(exchange, stream), watching)
             pairing.check(exchange)
         except BadPayload:
             pairing.distrust(stream.peer)
@@ -113,20 +123,20 @@ class Answerer:
             self._moved.popitem(last=False)
         await pairing.move(exchange)
 
-    async def _hear_out(self, exchange: Exchange, stream: Stream) -> None:
+    async def _hear_out(self, exchange: PairExchange, stream: Stream) -> None:
         await stream.send(self._answer(exchange.ask, True))
-        await exchange.swap.trade(stream)
-        await hear(stream, Whole, exchange.ask)
+        await exchange.swap.transfer(stream)
+        await hear(stream, StateReceived, exchange.ask)
 
-    async def _last_word(self, exchange: Exchange, stream: Stream) -> None:
+    async def _last_word(self, exchange: PairExchange, stream: Stream) -> None:
         """Our state is free. What is left is to know whether the asker has moved: it says so, or asks us."""
         pairing, ask = self._pairing, exchange.ask
         seconds = pairing.patience.answer_seconds(stream.peer)
         self._doubted[ask.name] = exchange
         try:
-            async with within(seconds, stream.peer, "waiting for its last word"):
-                await stream.send(Whole(ask.key, pairing.me, ask.sequence))
-                await hear(stream, Whole, ask)
+            async with peer_timeout(seconds, stream.peer, "waiting for its last word"):
+                await stream.send(StateReceived(ask.key, pairing.me, ask.sequence))
+                await hear(stream, StateReceived, ask)
         except (PeerError, BadPayload):
             with suppress(TimeoutError):
                 until = asyncio.get_running_loop().time() + seconds
@@ -136,7 +146,7 @@ class Answerer:
         finally:
             del self._doubted[ask.name]
 
-    def _settle(self, message: Settle) -> bool:
+    def _settle(self, message: OutcomeQuery) -> bool:
         """Whether we have moved; if not, we never will."""
         exchange = self._pairing.exchange
         if exchange and exchange.ask.name == message.name and not exchange.moving:
@@ -146,5 +156,5 @@ class Answerer:
         for each in (exchange, self._doubted.get(message.name)):
             if each and each.ask.name == message.name:
                 each.settled = True
-        self._pairing.bell.ring()
+        self._pairing.bell.notify()
         return True

@@ -13,11 +13,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from protocols.base import BadPayload, Deadline, Header, Host, Member, PeerError, PeerGone, PeerId, PeerSilent, Stream
-from protocols.pairs.lending import LendingSession
-from protocols.pairs.patience import Patience
-from protocols.pairs.swap import HEADER_LIMIT, Message, hear
-from protocols.post import Ledger, first_frame
-from protocols.tasks import Bell
+from protocols.pairs.lending import SharedStateSession
+from protocols.pairs.patience import PeerTimeouts
+from protocols.pairs.swap import HEADER_LIMIT, ExchangeMessage, hear
+from protocols.post import RoundAccounting, first_frame
+from protocols.tasks import Notifier
 from protocols.wire import register, uint
 
 CLOSING = "starling/pairs/closing/1"
@@ -31,35 +31,35 @@ BEFORE, BEYOND = 0, 63
 
 
 @dataclass(frozen=True, slots=True)
-class At(Message):
+class ClosingStep(ExchangeMessage):
     """The step that the sender is at; the answer says the same of the receiver."""
 
     step: int = uint(BEYOND)
 
 
-MESSAGES: tuple[type[Header], ...] = (At,)
+MESSAGES: tuple[type[Header], ...] = (ClosingStep,)
 register(69, MESSAGES)
 
 
-class Steps:
+class ClosingExchanges:
     """Serves `CLOSING`.
 
     Attributes:
         at: the step that this peer is at.
     """
 
-    def __init__(self, host: Host, me: Member, ledger: Ledger, patience: Patience) -> None:
+    def __init__(self, host: Host, me: Member, ledger: RoundAccounting, patience: PeerTimeouts) -> None:
         self.at = BEFORE
         self._host, self._me, self._ledger, self._patience = host, me, ledger, patience
-        self._session: LendingSession | None = None
+        self._session: SharedStateSession | None = None
         self._number, self._asked = BEFORE, 0
         self._heard: dict[Member, int] = {}  # of live members
-        self._bell = Bell()
+        self._bell = Notifier()
         host.transport.serve(CLOSING, self._serve)
 
     async def run(
         self,
-        session: LendingSession,
+        session: SharedStateSession,
         size_bytes: int,
         steps: Sequence[Sequence[PeerId]],
         act: Callable[[tuple[Member | None, ...], Deadline], Awaitable[None]],
@@ -102,10 +102,10 @@ class Steps:
         now = asyncio.get_running_loop().time()
         return partner in self._host.members.live() and not self._patience.resting(partner.peer, now)
 
-    async def _ask(self, session: LendingSession, partner: Member, until: Deadline) -> int | None:
+    async def _ask(self, session: SharedStateSession, partner: Member, until: Deadline) -> int | None:
         """Which step it is at; None: it does not take part."""
         self._asked += 1
-        peer, question = partner.peer, At(session.key, self._me, self._asked, self.at)
+        peer, question = partner.peer, ClosingStep(session.key, self._me, self._asked, self.at)
         answer_by = min(until, asyncio.get_running_loop().time() + self._patience.answer_seconds(peer))
         try:
             async with (
@@ -113,7 +113,7 @@ class Steps:
                 self._ledger.counting(stream),
             ):
                 await stream.send(question)
-                return (await hear(stream, At, question)).step
+                return (await hear(stream, ClosingStep, question)).step
         except (PeerGone, BadPayload):
             return None
         except PeerError:
@@ -122,7 +122,7 @@ class Steps:
     async def _serve(self, peer: PeerId, stream: Stream) -> None:
         async with self._ledger.counting(stream):
             message = await first_frame(self._host, stream, limit_bytes=HEADER_LIMIT)
-            if not isinstance(message, At):
+            if not isinstance(message, ClosingStep):
                 raise BadPayload(f"{type(message).__name__} is no step")
             if message.sender.peer != peer:
                 raise BadPayload(f"a step of {message.sender.peer}")
@@ -132,5 +132,5 @@ class Steps:
                 if (message.key.run, message.key.scope) != (session.key.run, session.key.scope):
                     raise BadPayload("a step of another run or scope")
                 self._heard[message.sender] = message.step
-                self._bell.ring()
-            await stream.send(At(message.key, self._me, message.sequence, self.at))
+                self._bell.notify()
+            await stream.send(ClosingStep(message.key, self._me, message.sequence, self.at))

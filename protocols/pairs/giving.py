@@ -9,14 +9,14 @@ from functools import partial
 
 from protocols import wire
 from protocols.base import BadPayload, Deadline, Member, PeerError, PeerId, Stream
-from protocols.pairs.holding import Holding
-from protocols.pairs.lending import LendingSession
+from protocols.pairs.holding import WeightedState
+from protocols.pairs.lending import SharedStateSession
 from protocols.pairs.patience import CHEAP_SECONDS
 from protocols.pairs.pushsum import Share
-from protocols.pairs.shares import PUSH, Give, Recall, Taken, cast
+from protocols.pairs.shares import PUSH, PushShare, RecallShare, ShareStatus, split_share
 from protocols.pairs.swap import hear, watch
-from protocols.reducing.parts import HeldPart
-from protocols.tasks import alongside, together
+from protocols.reducing.parts import ReducedPart
+from protocols.tasks import run_with_helper, task_group
 
 BURIAL_SECONDS = 120.0
 """A share of which there has been no word for so long comes home, whether its receiver is there or not."""
@@ -24,7 +24,7 @@ MAX_KEPT = 2
 """Shares of which nobody knows what became of them: who has so many gives no more until that is known."""
 
 
-class Giver:
+class ShareSender:
     """Gives one share at a time.
 
     Attributes:
@@ -33,8 +33,8 @@ class Giver:
         half_exchanges: shares that came home without their receivers' word, since this peer began.
     """
 
-    def __init__(self, holding: Holding) -> None:
-        self.kept: dict[tuple[Member, int], tuple[Share[float], HeldPart]] = {}
+    def __init__(self, holding: WeightedState) -> None:
+        self.kept: dict[tuple[Member, int], tuple[Share[float], ReducedPart]] = {}
         self.giving: tuple[PeerId, ...] = ()
         self.half_exchanges = 0
         self._holding = holding
@@ -42,7 +42,7 @@ class Giver:
 
     async def give(
         self,
-        session: LendingSession,
+        session: SharedStateSession,
         to: Member,
         until: Deadline,
         ready: Callable[[], Awaitable[bool]] | None = None,
@@ -61,7 +61,7 @@ class Giver:
                 return False
             part = holding.part(state.size)
             self.kept[to, share.sequence] = share, part
-            await holding.host.compute.run(partial(cast, state, part), 16 * state.size)
+            await holding.host.compute.run(partial(split_share, state, part), 16 * state.size)
         self.giving = (to.peer,)
         try:
             counted = await self._send(session, share, part, until) if ready is None or await ready() else False
@@ -71,12 +71,16 @@ class Giver:
             await self._answered(session, share, counted)
         return counted is not False
 
-    async def _send(self, session: LendingSession, share: Share[float], part: HeldPart, until: Deadline) -> bool | None:
+    async def _send(
+        self, session: SharedStateSession, share: Share[float], part: ReducedPart, until: Deadline
+    ) -> bool | None:
         """Whether it was counted; None: nobody knows."""
         holding, peer, loop = self._holding, share.to.peer, asyncio.get_running_loop()
         patience, began = holding.patience, loop.time()
         elements = part.high - part.low
-        give = Give(session.key, self._holding.me, share.sequence, share.to, share.weight, elements, part.codec.name)
+        give = PushShare(
+            session.key, self._holding.me, share.sequence, share.to, share.weight, elements, part.codec.name
+        )
         answer_by, told = min(until, began + patience.answer_seconds(peer)), False
         try:
             async with (
@@ -88,7 +92,7 @@ class Giver:
                 patience.answered(peer, 2 * (loop.time() - began))
                 told = True
                 watching = watch(holding.host.members, share.to, until)
-                counted = await alongside(_deliver(stream, give, part), watching)
+                counted = await run_with_helper(_deliver(stream, give, part), watching)
         except (PeerError, BadPayload, TimeoutError):
             now = loop.time()
             holding.ledger.name(peer, f"no share: {'no word of what became of it' if told else 'it was not reached'}")
@@ -101,7 +105,7 @@ class Giver:
             patience.took(peer, part.size_bytes, loop.time(), loop.time() - began)
         return counted
 
-    async def _answered(self, session: LendingSession, share: Share[float], counted: bool) -> None:
+    async def _answered(self, session: SharedStateSession, share: Share[float], counted: bool) -> None:
         """It is known what became of a share: it is its receiver's, or ours again."""
         book = self._holding.book
         async with self._holding.turn:
@@ -113,7 +117,7 @@ class Giver:
 
     # -- what became of those that nobody answered for ----------------------------------------------------------------
 
-    async def reclaim(self, session: LendingSession) -> None:
+    async def reclaim(self, session: SharedStateSession) -> None:
         """Settle them: by their receivers' word, or without it where those are gone."""
         now, book, me = asyncio.get_running_loop().time(), self._holding.book, self._holding.me
         live = {member.peer: member for member in self._holding.host.members.live()}
@@ -134,37 +138,37 @@ class Giver:
                 name = f"{me.peer}.{me.incarnation}/{share.sequence} from {to.peer}.{to.incarnation}"
                 session.count(me.peer, 1, name, share.weight / book.weight)
 
-    async def _recall(self, session: LendingSession, share: Share[float]) -> bool | None:
+    async def _recall(self, session: SharedStateSession, share: Share[float]) -> bool | None:
         """Whether it was counted; None: nobody knows."""
         holding, peer, began = self._holding, share.to.peer, asyncio.get_running_loop().time()
         if began >= session.deadline or holding.patience.resting(peer, began):
             return None
         answer_by = began + holding.patience.answer_seconds(peer)
         deadline = min(session.deadline, answer_by)
-        recall = Recall(session.key, holding.me, share.sequence, share.to)
+        recall = RecallShare(session.key, holding.me, share.sequence, share.to)
         try:
             async with (
                 holding.host.transport.open(peer, PUSH, deadline) as stream,
                 holding.ledger.counting(stream),
             ):
                 await stream.send(recall)
-                return (await hear(stream, Taken, recall)).counted
+                return (await hear(stream, ShareStatus, recall)).counted
         except (PeerError, BadPayload):
             now = asyncio.get_running_loop().time()
             holding.patience.late(peer, now, max(CHEAP_SECONDS, now - began), slow=False)
             return None
 
 
-async def _deliver(stream: Stream, give: Give, part: HeldPart) -> bool:
+async def _deliver(stream: Stream, give: PushShare, part: ReducedPart) -> bool:
     """Send a share, and hear whether it is counted: who has no use for it says so before it has all of it."""
-    async with together() as group:
+    async with task_group() as group:
         sending = group.create_task(_send_all(stream, give, part))
-        counted = (await hear(stream, Taken, give)).counted
+        counted = (await hear(stream, ShareStatus, give)).counted
         sending.cancel()
     return counted
 
 
-async def _send_all(stream: Stream, give: Give, part: HeldPart) -> None:
+async def _send_all(stream: Stream, give: PushShare, part: ReducedPart) -> None:
     with suppress(PeerError):  # there may be an answer that came before the end: `hear` knows
         await stream.send(give)
         for index in range(part.chunks):

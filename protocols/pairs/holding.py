@@ -9,18 +9,18 @@ from functools import partial
 from protocols.base import Host, Member, Settings
 from protocols.codec import codec
 from protocols.pairs.incoming import state_norm
-from protocols.pairs.lending import LendingSession
-from protocols.pairs.patience import Patience
-from protocols.pairs.pushsum import Book
-from protocols.pairs.shares import blend
-from protocols.pairs.tempo import Tempo
-from protocols.post import Ledger
-from protocols.reducing.parts import HeldPart
-from protocols.tasks import Bell
-from protocols.vectors import Flat
+from protocols.pairs.lending import SharedStateSession
+from protocols.pairs.patience import PeerTimeouts
+from protocols.pairs.pushsum import MassLedger
+from protocols.pairs.shares import merge_share
+from protocols.pairs.tempo import RoundEstimator
+from protocols.post import RoundAccounting
+from protocols.reducing.parts import ReducedPart
+from protocols.tasks import Notifier
+from protocols.vectors import VectorView
 
 
-class Holding:
+class WeightedState:
     """Attributes:
     book: the weights of this peer and of its shares; its values are 0: states stand elsewhere.
     session: of the round that this peer is in; None between two rounds.
@@ -35,27 +35,31 @@ class Holding:
             ValueError: there is no such codec.
         """
         self.host, self.me = host, Member(host.me, settings.incarnation)
-        self.codec, self.ledger, self.patience = codec(settings.codec), Ledger(), Patience(settings.bandwidth)
-        self.book, self.tempo = Book(self.me, 0.0), Tempo()
-        self.session: LendingSession | None = None
-        self.turn, self.bell = asyncio.Lock(), Bell()
+        self.codec, self.ledger, self.patience = (
+            codec(settings.codec),
+            RoundAccounting(),
+            PeerTimeouts(settings.bandwidth),
+        )
+        self.book, self.tempo = MassLedger(self.me, 0.0), RoundEstimator()
+        self.session: SharedStateSession | None = None
+        self.turn, self.bell = asyncio.Lock(), Notifier()
         self._chunk_elements = settings.chunk_elements
 
     @property
-    def state(self) -> Flat | None:
+    def state(self) -> VectorView | None:
         """What shares are given of, and taken into; None: nothing, at the moment."""
         return self.session.state if self.session else None
 
-    def part(self, elements: int) -> HeldPart:
+    def part(self, elements: int) -> ReducedPart:
         """Room for an encoded state."""
-        return HeldPart(self.codec, 0, elements, self._chunk_elements)
+        return ReducedPart(self.codec, 0, elements, self._chunk_elements)
 
-    async def is_finite(self, state: Flat) -> bool:
+    async def is_finite(self, state: VectorView) -> bool:
         """Whether the state is one to give away."""
         part = self.part(state.size)
         async with self.turn:
             return math.isfinite(await self.host.compute.run(partial(state_norm, state, part), 4 * state.size))
 
-    async def blend(self, state: Flat, part: HeldPart, share: float) -> None:
+    async def blend(self, state: VectorView, part: ReducedPart, share: float) -> None:
         """So much of the state is theirs now; whoever asks for this has its turn."""
-        await self.host.compute.run(partial(blend, state, part, share), 16 * state.size)
+        await self.host.compute.run(partial(merge_share, state, part, share), 16 * state.size)

@@ -7,22 +7,22 @@ from functools import partial
 
 from protocols import wire
 from protocols.base import BadPayload, Compute, PeerSilent, Stream, Vector
-from protocols.reducing.parts import HeldPart
-from protocols.vectors import Flat, norm
+from protocols.reducing.parts import ReducedPart
+from protocols.vectors import VectorView, norm
 
 NORM_SPREAD = 16.0
 """Another's state counts if its norm is at most so many times ours; of a state of norm 0 nothing can be said."""
 CHUNK_LIMIT = 512
 
 
-class Incoming:
+class StateReceiver:
     """Attributes:
     part: their state, encoded; at first room for it.
     begun: something of it has come.
     ours: the norm of the state that it is to be averaged with.
     """
 
-    def __init__(self, part: HeldPart, compute: Compute) -> None:
+    def __init__(self, part: ReducedPart, compute: Compute) -> None:
         self.part = part
         self.begun, self.ours = False, math.nan
         self._compute, self._squares, self._limit = compute, 0.0, 0.0
@@ -32,7 +32,7 @@ class Incoming:
         """Of what has come."""
         return math.sqrt(self._squares)
 
-    async def measure(self, stream: Stream, state: Flat) -> None:
+    async def measure(self, stream: Stream, state: VectorView) -> None:
         """Look at our own state first: what theirs is judged by.
 
         Raises:
@@ -66,7 +66,7 @@ class Incoming:
             raise BadPayload(f"a state of norm above {self._limit:.3g}, {NORM_SPREAD:g} times ours")
 
 
-def state_norm(state: Flat, part: HeldPart) -> float:
+def state_norm(state: VectorView, part: ReducedPart) -> float:
     """Of a state that is cut as that part is; not finite if it is not."""
     room = part.room()
     pieces = (state.read(*part.elements(index), room) for index in range(part.chunks))

@@ -9,11 +9,23 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
-from protocols.base import Contribution, Deadline, Head, Host, Mean, Member, Outcome, PeerId, RoundKey, Vector, Work
-from protocols.pairs.tempo import Tempo
-from protocols.post import Ledger
-from protocols.tasks import Bell
-from protocols.vectors import Flat
+from protocols.base import (
+    AveragingResult,
+    Contribution,
+    Deadline,
+    Head,
+    Host,
+    LocalProgress,
+    Member,
+    Outcome,
+    PeerId,
+    RoundKey,
+    Vector,
+)
+from protocols.pairs.tempo import RoundEstimator
+from protocols.post import RoundAccounting
+from protocols.tasks import Notifier
+from protocols.vectors import VectorView
 
 SLOWEST_SHARE = 0.25
 """Nothing is thought to take a larger share of a round's time: it would not be tried again, and nobody would know."""
@@ -24,13 +36,13 @@ class Mixer(Protocol):
 
     me: Member
     host: Host
-    ledger: Ledger
-    tempo: Tempo
+    ledger: RoundAccounting
+    tempo: RoundEstimator
 
-    async def mix(self, session: LendingSession, state: Flat) -> None:
+    async def mix(self, session: SharedStateSession, state: VectorView) -> None:
         """Average the state, which is open to others meanwhile, in place."""
 
-    async def close(self, session: LendingSession, state: Flat, here: Collection[PeerId]) -> None:
+    async def close(self, session: SharedStateSession, state: VectorView, here: Collection[PeerId]) -> None:
         """The same by the closing exchanges of a run, with those who are here."""
 
     def partners(self) -> tuple[PeerId, ...]:
@@ -43,14 +55,14 @@ class Mixer(Protocol):
         """Wait for whatever is changing the state; nothing new begins where a session has no state."""
 
 
-class LendingSession:
+class SharedStateSession:
     """`protocols.base.ClosingSession`.
 
     Attributes:
         key: of this peer's round.
         deadline: of the round.
         state: what others may average with; None: nothing, at the moment.
-        held: of whom the state holds something, since it was lent or given to `mean`.
+        held: of whom the state holds something, since it was lent or given to `average`.
         weights: how much of the state each peer's makes up, by all that was averaged in this round.
         bell: rings when something is counted.
         closing: whether it is in closing exchanges.
@@ -66,46 +78,46 @@ class LendingSession:
         self._longest_seconds = SLOWEST_SHARE * (deadline - asyncio.get_running_loop().time())
         self.half_exchanges, self.mass_drift = 0, 0.0
         self.closing, self.closing_exchanges = False, 0
-        self.state: Flat | None = None
+        self.state: VectorView | None = None
         self.held: dict[PeerId, Contribution] = {}
-        self.bell = Bell()
+        self.bell = Notifier()
         self.weights = {mixer.me.peer: 1.0}
         self._mixer = mixer
 
     # -- the contract -------------------------------------------------------------------------------------------------
 
-    def ready(self, work: Work) -> None:
+    def offer(self, work: LocalProgress) -> None:
         if work.complete or work.leaving:
             self.cut.set()
 
-    def awaited(self) -> tuple[PeerId, ...]:
+    def waiting_for(self) -> tuple[PeerId, ...]:
         return self._mixer.partners()
 
-    def lend(self, state: Sequence[Vector]) -> None:
-        self._open(Flat(state))
+    def share(self, state: Sequence[Vector]) -> None:
+        self._open(VectorView(state))
 
-    async def take_back(self) -> Mapping[PeerId, Contribution]:
+    async def reclaim(self) -> Mapping[PeerId, Contribution]:
         self.state = None
         await self._mixer.at_rest()
         return self.held
 
-    async def mean(self, mine: Sequence[Vector], work: Work, into: Sequence[Vector]) -> Mean:
+    async def average(self, mine: Sequence[Vector], work: LocalProgress, into: Sequence[Vector]) -> AveragingResult:
         """As the contract has it. Others may come meanwhile: they average with `into`, where `mine` is copied first.
 
         Raises:
             ValueError: the sizes of `mine` and `into` differ.
         """
-        early = await self.take_back()
+        early = await self.reclaim()
         self._keep_up()
         return await self._averaged(mine, into, early, lambda target: self._mixer.mix(self, target))
 
-    async def close(self, mine: Sequence[Vector], into: Sequence[Vector], here: Collection[PeerId]) -> Mean:
+    async def close(self, mine: Sequence[Vector], into: Sequence[Vector], here: Collection[PeerId]) -> AveragingResult:
         """As the contract has it.
 
         Raises:
-            ValueError: as `mean` does.
+            ValueError: as `average` does.
         """
-        early, self.closing = await self.take_back(), True
+        early, self.closing = await self.reclaim(), True
         return await self._averaged(mine, into, early, lambda target: self._mixer.close(self, target, here))
 
     async def _averaged(
@@ -113,11 +125,11 @@ class LendingSession:
         mine: Sequence[Vector],
         into: Sequence[Vector],
         early: Mapping[PeerId, Contribution],
-        average: Callable[[Flat], Awaitable[None]],
-    ) -> Mean:
+        average: Callable[[VectorView], Awaitable[None]],
+    ) -> AveragingResult:
         if [len(each) for each in mine] != [len(each) for each in into]:
             raise ValueError(f"{[len(each) for each in mine]} elements into {[len(each) for each in into]}")
-        target = Flat(into)
+        target = VectorView(into)
         await self._mixer.host.compute.run(partial(_copy, mine, into), 8 * target.size)
         self._open(target)
         try:
@@ -125,11 +137,11 @@ class LendingSession:
         except BaseException:
             self.state = None  # who leaves in a hurry does not wait for what is under way
             raise
-        held = await self.take_back()
+        held = await self.reclaim()
         names, sent, received = self._mixer.ledger.take()
         outcome = Outcome.COMMITTED if held or early else Outcome.SKIPPED
         weights = self.weights if outcome is Outcome.COMMITTED else {}
-        return Mean(
+        return AveragingResult(
             outcome, contributions=held, weights=weights, blamed=names, bytes_sent=sent, bytes_received=received
         )
 
@@ -139,7 +151,7 @@ class LendingSession:
         self.round = self._mixer.tempo.round(self.round, others)
         self.key = replace(self.key, round=self.round)
 
-    def _open(self, state: Flat) -> None:
+    def _open(self, state: VectorView) -> None:
         self.state, self.held = state, {}
         self._mixer.opened()
 
@@ -155,7 +167,7 @@ class LendingSession:
         self.held[peer] = Contribution(chunks, chunks, (*(before.messages if before else ()), name))
         self.weights = {each: (1 - share) * weight for each, weight in self.weights.items()}
         self.weights[peer] = self.weights.get(peer, 0.0) + share
-        self.bell.ring()
+        self.bell.notify()
 
     def counted(self, peer: PeerId) -> int:
         """How often something of this peer was counted, since the state was lent or given to average."""
@@ -168,7 +180,7 @@ class LendingSession:
 
 
 @asynccontextmanager
-async def cut_at(session: LendingSession) -> AsyncIterator[LendingSession]:
+async def cut_at(session: SharedStateSession) -> AsyncIterator[SharedStateSession]:
     """The round is cut at its deadline at the latest."""
     timer = asyncio.get_running_loop().call_at(session.deadline, session.cut.set)
     try:

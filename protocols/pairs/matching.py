@@ -32,7 +32,9 @@ Partners: TypeAlias = Callable[[Sequence[PeerId], int, int, str], tuple[int, ...
 """(sorted members, index of the asker, round, seed) -> indices of whom it asks, in this order."""
 
 
-def partners(schedule: str, members: Sequence[PeerId], me: PeerId, round_number: int, seed: str) -> tuple[PeerId, ...]:
+def select_partners(
+    schedule: str, members: Sequence[PeerId], me: PeerId, round_number: int, seed: str
+) -> tuple[PeerId, ...]:
     """Whom `me` asks in that round, one after the other; nobody, where it is alone.
 
     Args:
@@ -59,7 +61,7 @@ def known(schedule: str) -> str:
     return schedule
 
 
-def matrix(schedule: str, members: Sequence[PeerId], round_number: int, seed: str) -> torch.Tensor:
+def mixing_matrix(schedule: str, members: Sequence[PeerId], round_number: int, seed: str) -> torch.Tensor:
     """The mixing matrix W of one round in lockstep, float64 (n, n), over the sorted members.
 
     Raises:

@@ -12,15 +12,15 @@ from typing import Protocol
 
 from protocols.base import Contribution, Deadline, Host, Member, PeerId, PeerSilent, RoundKey, Settings
 from protocols.codec import codec
-from protocols.pairs.patience import Patience
-from protocols.pairs.swap import Ask, Swap, told
-from protocols.pairs.tempo import Tempo
-from protocols.post import Ledger
-from protocols.tasks import Bell
-from protocols.vectors import Flat
+from protocols.pairs.patience import PeerTimeouts
+from protocols.pairs.swap import ExchangeRequest, StateSwap, exchange_id
+from protocols.pairs.tempo import RoundEstimator
+from protocols.post import RoundAccounting
+from protocols.tasks import Notifier
+from protocols.vectors import VectorView
 
 
-class Owner(Protocol):
+class StateOwner(Protocol):
     """Whose state is exchanged, for one round.
 
     Attributes:
@@ -33,7 +33,7 @@ class Owner(Protocol):
     closing: bool
     key: RoundKey
     deadline: Deadline
-    state: Flat | None
+    state: VectorView | None
     held: dict[PeerId, Contribution]
 
     def count(self, peer: PeerId, chunks: int, name: str, share: float) -> None:
@@ -44,7 +44,7 @@ class Owner(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Exchange:
+class PairExchange:
     """An exchange that this peer is in.
 
     Attributes:
@@ -55,10 +55,10 @@ class Exchange:
         done: our state is free again.
     """
 
-    ask: Ask
+    ask: ExchangeRequest
     partner: Member
-    owner: Owner
-    swap: Swap
+    owner: StateOwner
+    swap: StateSwap
     deadline: Deadline
     began: float
     moving: bool = False
@@ -72,7 +72,7 @@ class Exchange:
         return self.moving and self.swap.moved is None
 
 
-class Pairing:
+class ExchangeState:
     """Attributes:
     owner: of the round that this peer is in; None between two rounds.
     exchange: the one under way.
@@ -82,17 +82,17 @@ class Pairing:
     bell: rings when an exchange has ended.
     """
 
-    def __init__(self, host: Host, settings: Settings, me: Member, ledger: Ledger) -> None:
+    def __init__(self, host: Host, settings: Settings, me: Member, ledger: RoundAccounting) -> None:
         self.host, self.me, self.ledger, self.codec = host, me, ledger, codec(settings.codec)
-        self.patience, self.bell = Patience(settings.bandwidth), Bell()
+        self.patience, self.bell = PeerTimeouts(settings.bandwidth), Notifier()
         self.half_exchanges = 0
-        self.tempo, self.round = Tempo(), 0
-        self.owner: Owner | None = None
-        self.exchange: Exchange | None = None
+        self.tempo, self.round = RoundEstimator(), 0
+        self.owner: StateOwner | None = None
+        self.exchange: PairExchange | None = None
         self._chunk_elements = settings.chunk_elements
         self._untold: list[float] = []  # drifts of half exchanges that ended between two rounds
 
-    def open(self, owner: Owner) -> None:
+    def open(self, owner: StateOwner) -> None:
         """A round begins."""
         self.owner = owner
         for drift in self._untold:
@@ -107,22 +107,22 @@ class Pairing:
         if self.exchange and self.exchange.moving:
             await self.exchange.done.wait()
 
-    def begin(self, owner: Owner, ask: Ask, partner: Member, deadline: Deadline) -> Exchange:
+    def begin(self, owner: StateOwner, ask: ExchangeRequest, partner: Member, deadline: Deadline) -> PairExchange:
         """Nobody else may touch the owner's state from now on, until `end`."""
         assert owner.state is not None and self.exchange is None
-        swap = Swap(owner.state, self.codec, self._chunk_elements, self.host.compute)
-        self.exchange = Exchange(ask, partner, owner, swap, deadline, asyncio.get_running_loop().time())
+        swap = StateSwap(owner.state, self.codec, self._chunk_elements, self.host.compute)
+        self.exchange = PairExchange(ask, partner, owner, swap, deadline, asyncio.get_running_loop().time())
         return self.exchange
 
-    def end(self, exchange: Exchange) -> None:
+    def end(self, exchange: PairExchange) -> None:
         """Our state is free, and what came of theirs is not needed any more."""
         if self.exchange is exchange:
             self.exchange = None
-            exchange.swap.drop()
+            exchange.swap.discard()
             exchange.done.set()
-            self.bell.ring()
+            self.bell.notify()
 
-    def check(self, exchange: Exchange) -> None:
+    def check(self, exchange: PairExchange) -> None:
         """
         Raises:
             PeerSilent: our end may not move: the round was left meanwhile, or the asker told that we have not.
@@ -132,15 +132,15 @@ class Pairing:
         if exchange.given_up:
             raise PeerSilent(exchange.partner.peer, "the exchange was given up before we had everything")
 
-    async def move(self, exchange: Exchange) -> None:
+    async def move(self, exchange: PairExchange) -> None:
         """Both have everything: our end moves, and it is counted, even if we are cancelled."""
         exchange.moving = True
         swap, partner = exchange.swap, exchange.partner.peer
         try:
-            await swap.move()
+            await swap.commit()
         finally:
             if swap.moved is not None:
-                exchange.owner.count(partner, swap.chunks, told(partner, exchange.ask), 0.5)
+                exchange.owner.count(partner, swap.chunks, exchange_id(partner, exchange.ask), 0.5)
         now = asyncio.get_running_loop().time()
         self.patience.took(partner, swap.size_bytes, now, now - exchange.began)
 

@@ -57,7 +57,7 @@ class _Seen:
     distrust_until: float = 0.0
 
 
-class Patience:
+class PeerTimeouts:
     """What exchanges took, by peer, and what follows for the next one. Times are the loop's.
 
     A peer's rate follows what was observed, and is halved by every timeout of what was under way: over a line that is
@@ -141,7 +141,7 @@ class _Asked:
     seen: set[int] = field(default_factory=set)
 
 
-class Questions:
+class RequestDeduplicator:
     """Which questions of which life of a peer have been heard: each counts once, in whatever order they come."""
 
     def __init__(self) -> None:

@@ -75,7 +75,7 @@ class _Numbers:
         self.void = {each for each in self.void if each >= self.floor}
 
 
-class Book(Generic[V]):
+class MassLedger(Generic[V]):
     """One peer's mass, in one of its lives, and the shares that it has given and taken.
 
     Attributes:

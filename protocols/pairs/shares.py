@@ -9,16 +9,16 @@ from dataclasses import dataclass
 import torch
 
 from protocols.base import Header, Member
-from protocols.pairs.swap import Message
-from protocols.reducing.parts import HeldPart
-from protocols.vectors import Flat
+from protocols.pairs.swap import ExchangeMessage
+from protocols.reducing.parts import ReducedPart
+from protocols.vectors import VectorView
 from protocols.wire import flag, one, real, register, text, uint
 
 PUSH = "starling/push-sum/share/1"
 
 
 @dataclass(frozen=True, slots=True)
-class Give(Message):
+class PushShare(ExchangeMessage):
     """A share for this life of the receiver; its chunks follow. `sequence` counts what was given to it."""
 
     to: Member = one(Member)
@@ -33,24 +33,24 @@ class Give(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Recall(Message):
+class RecallShare(ExchangeMessage):
     """Has that share been counted? If not, it must not be any more."""
 
     to: Member = one(Member)
 
 
 @dataclass(frozen=True, slots=True)
-class Taken(Message):
+class ShareStatus(ExchangeMessage):
     """Whether the share is counted; if not, it never will be."""
 
     counted: bool = flag()
 
 
-MESSAGES: tuple[type[Header], ...] = (Give, Recall, Taken)
+MESSAGES: tuple[type[Header], ...] = (PushShare, RecallShare, ShareStatus)
 register(72, MESSAGES)
 
 
-def cast(state: Flat, part: HeldPart) -> None:
+def split_share(state: VectorView, part: ReducedPart) -> None:
     """Encode what the receiver of half of it will hold, and keep the other half: together they are what was there."""
     rooms = [part.room() for _ in range(2)]
     for index in range(part.chunks):
@@ -62,7 +62,7 @@ def cast(state: Flat, part: HeldPart) -> None:
         state.write(low, torch.sub(mine, sent, out=sent).add_(mine))
 
 
-def blend(state: Flat, part: HeldPart, share: float) -> None:
+def merge_share(state: VectorView, part: ReducedPart, share: float) -> None:
     """So much of the state is theirs now."""
     rooms = [part.room() for _ in range(2)]
     for index in range(part.chunks):

@@ -8,8 +8,8 @@
     moves           ←        Whole
     Whole           →        knows that both have moved
 
-Neither end moves before both have everything. If the stream breaks between the asker's first `Whole` and the answer to
-it, the asker asks once more, on a new stream (`Settle`): who had not moved by then never will. Only if that fails, too,
+Neither end moves before both have everything. If the stream breaks between the asker's first `StateReceived` and the answer to
+it, the asker asks once more, on a new stream (`OutcomeQuery`): who had not moved by then never will. Only if that fails, too,
 one end may have moved alone: a half-finished exchange, which both count, as both cannot know.
 
 Chunks are bound by the stream that they are on, which the question opens.
@@ -41,10 +41,10 @@ from protocols.base import (
     Stream,
 )
 from protocols.codec import Codec
-from protocols.pairs.incoming import Incoming
-from protocols.reducing.parts import HeldPart
-from protocols.tasks import together, until_gone
-from protocols.vectors import Flat, norm
+from protocols.pairs.incoming import StateReceiver
+from protocols.reducing.parts import ReducedPart
+from protocols.tasks import task_group, until_gone
+from protocols.vectors import VectorView, norm
 from protocols.wire import flag, one, register, text, uint
 
 EXCHANGE = "starling/gossip/exchange/1"
@@ -53,7 +53,7 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True, slots=True)
-class Message(Header):
+class ExchangeMessage(Header):
     """What every message of an exchange says.
 
     Attributes:
@@ -68,12 +68,12 @@ class Message(Header):
 
     @property
     def name(self) -> str:
-        """Of the question, where it or `Settle` says this: no other is called so."""
+        """Of the question, where it or `OutcomeQuery` says this: no other is called so."""
         return f"{self.sender.peer}.{self.sender.incarnation}/{self.sequence}"
 
 
 @dataclass(frozen=True, slots=True)
-class Ask(Message):
+class ExchangeRequest(ExchangeMessage):
     """Asks for an exchange of states of so many elements, in this codec."""
 
     elements: int = uint(1 << 48)
@@ -85,7 +85,7 @@ class Ask(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer(Message):
+class ExchangeReply(ExchangeMessage):
     """Whether the exchange begins; if not, the sender is busy: in another one, or between two rounds.
 
     Attributes:
@@ -97,29 +97,29 @@ class Answer(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Whole(Message):
+class StateReceived(ExchangeMessage):
     """The sender has the other's state, all of it, and nothing is wrong with it; see above for what it promises."""
 
 
 @dataclass(frozen=True, slots=True)
-class Settle(Message):
-    """The asker had no answer to its `Whole`: has the receiver moved? If not, it must not any more."""
+class OutcomeQuery(ExchangeMessage):
+    """The asker had no answer to its `StateReceived`: has the receiver moved? If not, it must not any more."""
 
 
 @dataclass(frozen=True, slots=True)
-class Settled(Message):
+class OutcomeReply(ExchangeMessage):
     """Whether the answerer has moved."""
 
     moved: bool = flag()
 
 
-MESSAGES: tuple[type[Header], ...] = (Ask, Answer, Whole, Settle, Settled)
+MESSAGES: tuple[type[Header], ...] = (ExchangeRequest, ExchangeReply, StateReceived, OutcomeQuery, OutcomeReply)
 register(64, MESSAGES)
 
-MessageType = TypeVar("MessageType", bound=Message)
+MessageType = TypeVar("MessageType", bound=ExchangeMessage)
 
 
-async def hear(stream: Stream, kind: type[MessageType], ask: Message) -> MessageType:
+async def hear(stream: Stream, kind: type[MessageType], ask: ExchangeMessage) -> MessageType:
     """The next message of the exchange that `ask` began.
 
     Raises:
@@ -141,7 +141,7 @@ async def watch(members: Members, partner: Member, deadline: Deadline) -> None:
     raise PeerSilent(partner.peer, "lost in the middle of it" if gone else "it did not end in time")
 
 
-class Swap:
+class StateSwap:
     """One end of an exchange. `state` is read until it is moved, and nobody else may change it meanwhile.
 
     The move: with own state x, and Q(x) what the partner decodes of it, x ← x − Q(x) + ½Q(x) + ½Q(y). Then the sum of
@@ -159,10 +159,10 @@ class Swap:
         size_bytes, chunks: of one state, encoded.
     """
 
-    def __init__(self, state: Flat, codec: Codec, chunk_elements: int, compute: Compute) -> None:
+    def __init__(self, state: VectorView, codec: Codec, chunk_elements: int, compute: Compute) -> None:
         self.state = state
         self.moved: float | None = None
-        self._theirs = Incoming(HeldPart(codec, 0, state.size, chunk_elements), compute)
+        self._theirs = StateReceiver(ReducedPart(codec, 0, state.size, chunk_elements), compute)
         self._part, self._codec, self._compute = self._theirs.part, codec, compute
         self.size_bytes, self.chunks = self._part.size_bytes, self._part.chunks
 
@@ -177,7 +177,7 @@ class Swap:
         ours = self._theirs.ours
         return (ours + self._theirs.norm) / 2 / ours if ours else 0.0
 
-    async def trade(self, stream: Stream) -> None:
+    async def transfer(self, stream: Stream) -> None:
         """Send our state and take theirs, both at once.
 
         Raises:
@@ -185,11 +185,11 @@ class Swap:
             PeerSilent: the stream broke off, or our own state is none to give away.
         """
         await self._theirs.measure(stream, self.state)
-        async with together() as group:
+        async with task_group() as group:
             group.create_task(self._give(stream))
             await self._theirs.take(stream)
 
-    async def move(self) -> None:
+    async def commit(self) -> None:
         """Put the state at the mean, all of it; once begun, it is done even if the caller is cancelled."""
         await self._compute.run(partial(self._mix, True), 24 * self.state.size)
 
@@ -200,9 +200,9 @@ class Swap:
             moved = await self._compute.run(partial(self._mix, False), 24 * self.state.size)
         return moved / ours if ours else 0.0
 
-    def drop(self) -> None:
+    def discard(self) -> None:
         """Their state is needed no more; what is known of it, and of the move, stays."""
-        self._part = self._theirs.part = HeldPart(self._codec, 0, 0)
+        self._part = self._theirs.part = ReducedPart(self._codec, 0, 0)
 
     def _encoded(self) -> memoryview:
         """Room for one encoded chunk."""
@@ -242,6 +242,6 @@ class Swap:
         return moved
 
 
-def told(peer: PeerId, ask: Ask) -> str:
+def exchange_id(peer: PeerId, ask: ExchangeRequest) -> str:
     """The name of the state that `peer` sent in this exchange: never given twice."""
     return ask.name if peer == ask.sender.peer else f"{ask.name} by {peer}"

@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 
 from protocols.base import BadPayload, PeerId, PeerSilent, Stream
-from protocols.pairs.holding import Holding
-from protocols.pairs.incoming import Incoming
-from protocols.pairs.lending import LendingSession
-from protocols.pairs.patience import CHEAP_SECONDS, Patience
+from protocols.pairs.holding import WeightedState
+from protocols.pairs.incoming import StateReceiver
+from protocols.pairs.lending import SharedStateSession
+from protocols.pairs.patience import CHEAP_SECONDS, PeerTimeouts
 from protocols.pairs.pushsum import Share
-from protocols.pairs.shares import PUSH, Give, Recall, Taken
+from protocols.pairs.shares import PUSH, PushShare, RecallShare, ShareStatus
 from protocols.pairs.swap import HEADER_LIMIT, watch
 from protocols.post import first_frame
-from protocols.reducing.parts import HeldPart
-from protocols.tasks import alongside
-from protocols.vectors import Flat
+from protocols.reducing.parts import ReducedPart
+from protocols.tasks import run_with_helper
+from protocols.vectors import VectorView
 
 MAX_TAKING = 4
 """Peers whose shares come in at once, one of each; others are told to go elsewhere."""
@@ -24,12 +24,12 @@ MOST_SHARE = 64.0
 never has more to give than others take."""
 
 
-class Taker:
+class ShareReceiver:
     """Serves `PUSH`."""
 
-    def __init__(self, holding: Holding, bandwidth: float) -> None:
+    def __init__(self, holding: WeightedState, bandwidth: float) -> None:
         self._holding = holding
-        self._patience = Patience(bandwidth)  # with lines as they are this way
+        self._patience = PeerTimeouts(bandwidth)  # with lines as they are this way
         self._taking: set[PeerId] = set()
         holding.host.transport.serve(PUSH, self._serve)
 
@@ -37,11 +37,16 @@ class Taker:
         holding = self._holding
         async with holding.ledger.counting(stream):
             message = await first_frame(holding.host, stream, limit_bytes=HEADER_LIMIT)
-            if not isinstance(message, Give | Recall):
+            if not isinstance(message, PushShare | RecallShare):
                 raise BadPayload(f"{type(message).__name__} opens no share")
             self._admit(peer, message)
             state = holding.state
-            if isinstance(message, Recall) or state is None or self._is_busy(peer) or self._is_full(message.weight):
+            if (
+                isinstance(message, RecallShare)
+                or state is None
+                or self._is_busy(peer)
+                or self._is_full(message.weight)
+            ):
                 counted = holding.book.recalled(message.sender, message.sequence)
             else:
                 self._taking.add(peer)
@@ -53,7 +58,7 @@ class Taker:
                     raise
                 finally:
                     self._taking.remove(peer)
-            await stream.send(Taken(message.key, holding.me, message.sequence, counted))
+            await stream.send(ShareStatus(message.key, holding.me, message.sequence, counted))
 
     def _is_busy(self, peer: PeerId) -> bool:
         now = asyncio.get_running_loop().time()
@@ -62,7 +67,7 @@ class Taker:
     def _is_full(self, weight: float) -> bool:
         return self._holding.book.mass + weight > 2 * MOST_SHARE
 
-    def _admit(self, peer: PeerId, message: Give | Recall) -> None:
+    def _admit(self, peer: PeerId, message: PushShare | RecallShare) -> None:
         """
         Raises:
             BadPayload: of another sender, run or scope, or of another codec or weight than can be.
@@ -76,14 +81,14 @@ class Taker:
         session = holding.session
         if session and (message.key.run, message.key.scope) != (session.key.run, session.key.scope):
             raise BadPayload("a share of another run or scope")
-        if isinstance(message, Give):
+        if isinstance(message, PushShare):
             if message.codec != holding.codec.name:
                 raise BadPayload(f"codec {message.codec!r} where the run uses {holding.codec.name}")
             if message.weight > MOST_SHARE:
                 raise BadPayload(f"a share of weight {message.weight:g}, more than {MOST_SHARE:g}")
             holding.tempo.hear(peer, message.key.round)
 
-    async def _take(self, state: Flat, give: Give, stream: Stream) -> bool:
+    async def _take(self, state: VectorView, give: PushShare, stream: Stream) -> bool:
         """Take a share in, and count it as soon as there is a state to count it in.
 
         Raises:
@@ -93,7 +98,7 @@ class Taker:
         holding = self._holding
         if give.elements != state.size:
             raise BadPayload(f"a state of {give.elements} elements; the run's have {state.size}")
-        theirs = Incoming(holding.part(state.size), holding.host.compute)
+        theirs = StateReceiver(holding.part(state.size), holding.host.compute)
         async with holding.turn:
             await theirs.measure(stream, state)
         await self._hear_out(theirs, give, stream)
@@ -106,12 +111,12 @@ class Taker:
                 if holding.session and holding.session.state:
                     return await self._count(holding.session, holding.session.state, give, theirs.part)
 
-    async def _hear_out(self, theirs: Incoming, give: Give, stream: Stream) -> None:
+    async def _hear_out(self, theirs: StateReceiver, give: PushShare, stream: Stream) -> None:
         loop, patience, peer = asyncio.get_running_loop(), self._patience, stream.peer
         began, size_bytes = loop.time(), theirs.part.size_bytes
         deadline = min(stream.deadline, began + patience.timeout_seconds(peer, size_bytes))
         try:
-            await alongside(theirs.take(stream), watch(self._holding.host.members, give.sender, deadline))
+            await run_with_helper(theirs.take(stream), watch(self._holding.host.members, give.sender, deadline))
         except PeerSilent as error:
             now = loop.time()
             if now >= min(deadline, began + CHEAP_SECONDS):
@@ -120,7 +125,7 @@ class Taker:
             raise
         patience.took(peer, size_bytes, loop.time(), loop.time() - began)
 
-    async def _count(self, session: LendingSession, state: Flat, give: Give, part: HeldPart) -> bool:
+    async def _count(self, session: SharedStateSession, state: VectorView, give: PushShare, part: ReducedPart) -> bool:
         book = self._holding.book
         before = book.weight
         counted = book.take(Share(give.sender, give.to, give.sequence, 0.0, give.weight))

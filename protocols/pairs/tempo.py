@@ -17,7 +17,7 @@ LEAST_WITNESSES = 2
 """So many have to say it, where there are as many others: one liar cannot move the clock."""
 
 
-class Tempo:
+class RoundEstimator:
     """The rounds that others have come to the end of, as each of them says."""
 
     def __init__(self) -> None:

@@ -12,11 +12,11 @@ from dataclasses import replace
 
 from protocols import wire
 from protocols.base import BadPayload, Deadline, Host, PeerError, PeerGone, PeerId, PeerSilent, Stream
-from protocols.post import Ledger
-from protocols.reducing.parts import HeldPart, Task, seal
-from protocols.reducing.plan import Terms
+from protocols.post import RoundAccounting
+from protocols.reducing.parts import ReducedPart, ReduceJob, seal
+from protocols.reducing.plan import ResolvedPlan
 from protocols.reducing.reduce import Reducer, contribute
-from protocols.tasks import Bell, together
+from protocols.tasks import Notifier, task_group
 
 DATA = "starling/butterfly/data/1"
 MIN_BANDWIDTH = 1e3
@@ -31,7 +31,7 @@ def next_claim(claim: float, bandwidth: float, in_time: bool) -> float:
     return max(MIN_BANDWIDTH, min(bandwidth, (CLAIM_GROWTH if in_time else CLAIM_CUT) * claim))
 
 
-class Exchange:
+class AllReduce:
     """Attributes:
     task: what is averaged, under the latest version of the plan.
     parts: part -> what it came to; decoded, but for the `torn`.
@@ -42,11 +42,11 @@ class Exchange:
     """
 
     def __init__(
-        self, host: Host, ledger: Ledger, task: Task, on_change: Callable[[], None], method: str = DATA
+        self, host: Host, ledger: RoundAccounting, task: ReduceJob, on_change: Callable[[], None], method: str = DATA
     ) -> None:
         self._method = method
         self.task = replace(task, progress=self._on_chunk)
-        self.parts: dict[int, HeldPart] = {}
+        self.parts: dict[int, ReducedPart] = {}
         self.failed: dict[int, PeerId] = {}
         self.torn: set[int] = set()
         self.finished = 0.0
@@ -57,7 +57,7 @@ class Exchange:
         self._lost: dict[PeerId, str] = {}  # of whom nothing is waited for, should another part come to us
         self._silent: list[PeerId] = []
         self._jobs: dict[int, tuple[PeerId, asyncio.Task[None]]] = {}
-        self._bell = Bell()
+        self._bell = Notifier()
 
     @property
     def complete(self) -> bool:
@@ -72,12 +72,12 @@ class Exchange:
         self.moved = asyncio.get_running_loop().time()
         self._progress()
 
-    def assign(self, terms: Terms) -> None:
+    def assign(self, terms: ResolvedPlan) -> None:
         """Another version of the same plan."""
         if terms is not self.task.terms:
             answer_by = asyncio.get_running_loop().time() + self.task.patience_seconds
             self.task = replace(self.task, terms=terms, silent=max(self.task.silent, answer_by))
-            self._bell.ring()
+            self._bell.notify()
 
     def lose(self, peer: PeerId, why: str) -> None:
         """Expect nothing more of a peer."""
@@ -92,12 +92,12 @@ class Exchange:
 
     async def run(self) -> None:
         """Reduce and hand in until the deadline, also what is given to others or to us in the meantime."""
-        async with together() as group:
+        async with task_group() as group:
             while asyncio.get_running_loop().time() < self.task.deadline:
                 terms = self.task.terms
                 for part in range(len(terms.plan.reducers)):
                     self._begin(group, part, terms.reducer(part))
-                self._bell.ring()
+                self._bell.notify()
                 with suppress(TimeoutError):
                     await self._bell.until(
                         lambda terms=terms: terms is not self.task.terms,  # type: ignore[misc]
@@ -161,7 +161,7 @@ class Exchange:
         self._on_change()
 
     @asynccontextmanager
-    async def _opened(self, peer: PeerId, task: Task) -> AsyncIterator[Stream]:
+    async def _opened(self, peer: PeerId, task: ReduceJob) -> AsyncIterator[Stream]:
         """A stream to a reducer, which has to answer before it counts as silent."""
         opening = self._host.transport.open(peer, self._method, task.deadline)
         answer_by = max(task.silent, asyncio.get_running_loop().time() + task.patience_seconds)
@@ -179,12 +179,12 @@ class Exchange:
             raise
         await opening.__aexit__(None, None, None)
 
-    def adopt(self, part: int, held: HeldPart) -> None:
+    def adopt(self, part: int, held: ReducedPart) -> None:
         """A part is here by another way."""
         self.torn.add(part)
         self.take(part, held)
 
-    def take(self, part: int, held: HeldPart) -> None:
+    def take(self, part: int, held: ReducedPart) -> None:
         """A part is here, and decoded."""
         self.parts[part] = held
         self.failed.pop(part, None)
@@ -210,7 +210,7 @@ class Exchange:
         return min(stream.deadline, self.task.deadline)
 
 
-def _empty(task: Task, part: int) -> HeldPart:
+def _empty(task: ReduceJob, part: int) -> ReducedPart:
     """A part without elements: nobody has to be asked for it."""
     held = task.part(part)
     held.result = seal(held.low, held.high, [], [])

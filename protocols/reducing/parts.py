@@ -13,11 +13,11 @@ import torch
 from protocols import wire
 from protocols.base import Compute, Deadline, PeerId, RoundKey, Signer, Vector
 from protocols.codec import Codec
-from protocols.reducing.plan import Terms
-from protocols.vectors import CHUNK_ELEMENTS, Flat, chunk_count, chunk_range
+from protocols.reducing.plan import ResolvedPlan
+from protocols.vectors import CHUNK_ELEMENTS, VectorView, chunk_count, chunk_range
 
 
-class Shape:
+class PartLayout:
     """How a part is cut into chunks, and where each of them stands in its encoded bytes.
 
     Attributes:
@@ -49,7 +49,7 @@ class Shape:
         return torch.empty(min(self.chunk_elements, self.high - self.low))
 
 
-class HeldPart(Shape):
+class ReducedPart(PartLayout):
     """One reduced part, encoded: filled chunk by chunk, then sealed.
 
     Attributes:
@@ -61,7 +61,7 @@ class HeldPart(Shape):
     def __init__(self, codec: Codec, low: int, high: int, chunk_elements: int = CHUNK_ELEMENTS) -> None:
         super().__init__(codec, low, high, chunk_elements)
         self.masks: list[int] = []
-        self.result: wire.Part | None = None
+        self.result: wire.PartDigest | None = None
         self.done: wire.PartDone | None = None
         # Anonymous memory costs nothing until it is written; a bytearray would be cleared on the loop.
         self._memory = memoryview(mmap.mmap(-1, max(1, self.size_bytes)))
@@ -71,7 +71,7 @@ class HeldPart(Shape):
         start = self.place(index)
         return self._memory[start : start + self.size(index)]
 
-    def decode(self, into: Flat | None) -> None:
+    def decode(self, into: VectorView | None) -> None:
         """Decode it to where it belongs; without that, see only whether it decodes.
 
         Raises:
@@ -81,7 +81,7 @@ class HeldPart(Shape):
         for index in range(self.chunks):
             self.decode_chunk(index, into, scratch)
 
-    def decode_chunk(self, index: int, into: Flat | None, scratch: Vector) -> None:
+    def decode_chunk(self, index: int, into: VectorView | None, scratch: Vector) -> None:
         """As `decode`, one chunk; `scratch` has room for it."""
         low, high = self.elements(index)
         self.codec.decode(self.chunk(index), scratch[: high - low])
@@ -96,15 +96,15 @@ def chunk_digest(mask: int, data: memoryview) -> bytes:
     return digest.digest()
 
 
-def seal(low: int, high: int, masks: Sequence[int], digests: Sequence[bytes]) -> wire.Part:
+def seal(low: int, high: int, masks: Sequence[int], digests: Sequence[bytes]) -> wire.PartDigest:
     """What these chunks of the elements [low, high) make up; equal bytes of another place are another part."""
-    runs = tuple(wire.Run(len(list(group)), mask) for mask, group in itertools.groupby(masks))
+    runs = tuple(wire.ChunkSpan(len(list(group)), mask) for mask, group in itertools.groupby(masks))
     place = low.to_bytes(8, "little") + high.to_bytes(8, "little")
-    return wire.Part(hashlib.sha256(place + b"".join(digests)).digest(), runs)
+    return wire.PartDigest(hashlib.sha256(place + b"".join(digests)).digest(), runs)
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class ReduceJob:
     """What both sides of the data phase work on.
 
     Attributes:
@@ -117,10 +117,10 @@ class Task:
     """
 
     key: RoundKey
-    terms: Terms
+    terms: ResolvedPlan
     me: PeerId
-    mine: Flat
-    into: Flat
+    mine: VectorView
+    into: VectorView
     codec: Codec
     chunk_elements: int
     compute: Compute
@@ -130,15 +130,15 @@ class Task:
     deadline: Deadline
     progress: Callable[[], None]
 
-    def part(self, index: int) -> HeldPart:
+    def part(self, index: int) -> ReducedPart:
         """Room for a reduced part."""
         low, high = self.terms.part(index)
-        return HeldPart(self.codec.reduced(len(self.terms.peers)), low, high, self.chunk_elements)
+        return ReducedPart(self.codec.reduced(len(self.terms.peers)), low, high, self.chunk_elements)
 
-    def handed_in(self, index: int) -> Shape:
+    def handed_in(self, index: int) -> PartLayout:
         """How a contribution to a part travels."""
         low, high = self.terms.part(index)
-        return Shape(self.codec, low, high, self.chunk_elements)
+        return PartLayout(self.codec, low, high, self.chunk_elements)
 
     def message(self, done: wire.PartDone) -> bytes:
         """What the reducer of a part signed."""

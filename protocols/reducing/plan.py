@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median_low
 
-from protocols.base import BadPayload, Blame, Complaint, Member, PeerId, RoundKey
+from protocols.base import BadPayload, LinkFault, Member, PeerFault, PeerId, RoundKey
 from protocols.reducing.clipping import CLAIM_SPREAD, NAMED_FACTOR, allowances, clip_factors, median_norm, weights
 from protocols.wire import MAX_ROSTER, MAX_SECONDS, Offer, PartDone, Plan, body
 
@@ -120,7 +120,7 @@ def expected_seconds(
 
 
 @dataclass(frozen=True, slots=True)
-class Ground:
+class PlanInputs:
     """What a plan is drawn on: the same at every member of a round.
 
     Attributes:
@@ -135,13 +135,13 @@ class Ground:
     key: RoundKey
     elements: int
     bytes_per_element: float
-    complaints: tuple[Complaint, ...] = ()
+    complaints: tuple[LinkFault, ...] = ()
     robust: str = "mean"
     grain: int = 1
     growth: Callable[[int], float] = lambda members: 1.0
 
 
-def draw(ground: Ground, offers: Sequence[Offer], elapsed_seconds: float, ballot: int = 0) -> Plan:
+def make_plan(ground: PlanInputs, offers: Sequence[Offer], elapsed_seconds: float, ballot: int = 0) -> Plan:
     """The plan that calls a round with these offers.
 
     Nobody is cut in mid step, and nobody waits idle for the slowest member's step to end: all train on for as long as
@@ -177,7 +177,7 @@ def offer_message(key: RoundKey, offer: Offer) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class ResolvedPlan:
     """A valid plan with all that follows from it.
 
     Attributes:
@@ -196,7 +196,7 @@ class Terms:
     peers: tuple[PeerId, ...]
     weights: tuple[float, ...]
     factors: tuple[float, ...]
-    clamped: tuple[Blame, ...]
+    clamped: tuple[PeerFault, ...]
     allowances: tuple[float, ...]
     median_norm: float
     robust: str = "mean"
@@ -223,7 +223,7 @@ def plan_digest(plan: Plan) -> bytes:
     return hashlib.sha256(b"starling plan" + body(replace(plan, ballot=0, version=0, reducers=()))).digest()
 
 
-def reassigned(plan: Plan, reducers: Mapping[int, int], ballot: int) -> Plan:
+def reassign_parts(plan: Plan, reducers: Mapping[int, int], ballot: int) -> Plan:
     """The next version of a plan: some parts go to other members, the rest goes on.
 
     Args:
@@ -234,7 +234,7 @@ def reassigned(plan: Plan, reducers: Mapping[int, int], ballot: int) -> Plan:
     return replace(plan, ballot=ballot, version=version, reducers=given)
 
 
-def terms(plan: Plan, robust: str = "mean") -> Terms:
+def resolve_plan(plan: Plan, robust: str = "mean") -> ResolvedPlan:
     """All that follows from a plan: weights, clip factors, who was clamped.
 
     The mean takes a member's word for its tokens, within `CLAIM_SPREAD`. To any other rule nobody counts for more than
@@ -247,18 +247,20 @@ def terms(plan: Plan, robust: str = "mean") -> Terms:
     clamped = []
     for offer, weight, factor in zip(offers, claimed, plausible, strict=True):
         if weight < offer.tokens:
-            clamped.append(Blame(offer.member.peer, f"weight clamped from {offer.tokens} to {weight:g} tokens"))
+            clamped.append(PeerFault(offer.member.peer, f"weight clamped from {offer.tokens} to {weight:g} tokens"))
         if factor < NAMED_FACTOR:
-            clamped.append(Blame(offer.member.peer, f"norm {offer.norm:.3g} clipped by {factor:.3g}"))
+            clamped.append(PeerFault(offer.member.peer, f"norm {offer.norm:.3g} clipped by {factor:.3g}"))
     counted = claimed if robust == "mean" else weights(tokens, 1.0)
     allowed = allowances(counted)
     factors = clip_factors(norms, allowed)
     peers = tuple(offer.member.peer for offer in offers)
     digest = plan_digest(plan)
-    return Terms(plan, digest, peers, counted, factors, tuple(clamped), allowed, median_norm(norms), robust)
+    return ResolvedPlan(plan, digest, peers, counted, factors, tuple(clamped), allowed, median_norm(norms), robust)
 
 
-def check(plan: Plan, ground: Ground, roster: Sequence[Member], verify: Callable[[PeerId, bytes, bytes], bool]) -> None:
+def check(
+    plan: Plan, ground: PlanInputs, roster: Sequence[Member], verify: Callable[[PeerId, bytes, bytes], bool]
+) -> None:
     """Refuse a plan that breaks a rule, or is not what its offers lead to.
 
     Only who reduces which part is the coordinator's choice, and that after its ballot's first plan: reducers are lost.
@@ -282,7 +284,7 @@ def check(plan: Plan, ground: Ground, roster: Sequence[Member], verify: Callable
             raise BadPayload(f"the plan holds a forged offer of {offer.member.peer}")
     if len({offer.state_root for offer in plan.offers}) > 1:
         raise BadPayload("the plan mixes offers from different states")
-    due = draw(ground, plan.offers, plan.cut_seconds)
+    due = make_plan(ground, plan.offers, plan.cut_seconds)
     first = plan.ballot == plan.version == 0
     known = plan.reducers == due.reducers if first else all(index < len(members) for index in plan.reducers)
     if plan.bounds != due.bounds or len(plan.reducers) != len(due.reducers) or not known:
@@ -295,7 +297,7 @@ COMPLAINT_ROUNDS = 32
 """For how long a link that failed is spared; then it is tried again, at the cost of one repair."""
 
 
-def complaints(terms: Terms, parts: Sequence[PartDone], before: Sequence[Complaint]) -> tuple[Complaint, ...]:
+def complaints(terms: ResolvedPlan, parts: Sequence[PartDone], before: Sequence[LinkFault]) -> tuple[LinkFault, ...]:
     """The links to spare from now on: those spared already, and those between a part's reducer and a member of whom it
     has nothing, while another part has some. Each reducer's word counts against one other member, so that a liar
     cannot keep everybody from reducing."""
@@ -307,5 +309,5 @@ def complaints(terms: Terms, parts: Sequence[PartDone], before: Sequence[Complai
         absent = [bit for bit in range(len(terms.peers)) if somewhere >> bit & 1 and not masks >> bit & 1]
         if part.result.runs and absent:
             first, second = sorted((terms.peers[part.reducer], terms.peers[absent[0]]))
-            standing.setdefault((first, second), Complaint(first, second, now + 1 + COMPLAINT_ROUNDS))
+            standing.setdefault((first, second), LinkFault(first, second, now + 1 + COMPLAINT_ROUNDS))
     return tuple(sorted(standing.values()))[:MAX_ROSTER]

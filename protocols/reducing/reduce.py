@@ -20,10 +20,10 @@ import torch
 from protocols import wire
 from protocols.base import BadPayload, Deadline, PeerError, PeerId, PeerSilent, Stream
 from protocols.codecs.coding import carry
-from protocols.reducing.parts import HeldPart, Shape, Task, chunk_digest, seal
+from protocols.reducing.parts import PartLayout, ReducedPart, ReduceJob, chunk_digest, seal
 from protocols.reducing.plan import SCATTER_SHARE
-from protocols.robust import Judge
-from protocols.tasks import Bell, alongside
+from protocols.robust import RobustAggregator
+from protocols.tasks import Notifier, run_with_helper
 from protocols.vectors import norm
 
 WINDOW_CHUNKS = 2
@@ -40,14 +40,14 @@ class Reducer:
         odd: members whose contribution was not like the others', and how; known once the part is closed.
     """
 
-    def __init__(self, task: Task, part: int, held: HeldPart | None = None) -> None:
+    def __init__(self, task: ReduceJob, part: int, held: ReducedPart | None = None) -> None:
         self.task, self.part = task, part
         self.held = held or task.part(part)
         self._handed_in = task.handed_in(part)
         self.lost: dict[PeerId, str] = {}
         self.odd: dict[PeerId, str] = {}
         terms = task.terms
-        self._judge = Judge(terms.robust, terms.allowances)
+        self._judge = RobustAggregator(terms.robust, terms.allowances)
         self._order = {peer: index for index, peer in enumerate(terms.peers)}
         self._chunks = self.held.chunks
         self._expected = [peer for peer in terms.peers if peer != task.me and terms.weights[self._order[peer]] > 0]
@@ -57,10 +57,10 @@ class Reducer:
         self._squares = dict.fromkeys(terms.peers, 0.0)
         self._masks = self.held.masks
         self._digests: list[bytes] = []
-        self._bell = Bell()
+        self._bell = Notifier()
         self._scratch = torch.empty(0)
 
-    async def run(self) -> HeldPart:
+    async def run(self) -> ReducedPart:
         """Close every chunk, without those that are silent or late, and sign the part."""
         if self.held.done:
             return self.held
@@ -79,20 +79,20 @@ class Reducer:
             self._masks.append(mask)
             self._free.extend(self._inbox.pop(index).values())
             self.task.progress()
-            self._bell.ring()
+            self._bell.notify()
         task, self.held.result = self.task, seal(self.held.low, self.held.high, self._masks, self._digests)
         done = wire.PartDone(self.part, task.terms.plan.reducers[self.part], self.held.result, b"")
         self.held.done = replace(done, signature=task.signer.sign(task.message(done)))
         self._scratch, self._free = torch.empty(0), []
         self.odd = {task.terms.peers[member]: why for member, why in self._judge.named().items()}
-        self._bell.ring()
+        self._bell.notify()
         return self.held
 
     def lose(self, peer: PeerId, why: str) -> None:
         """Expect nothing more of a member; what it delivered in whole chunks stays."""
         if peer in self._expected and peer not in self.lost and len(self._masks) < self._chunks:
             self.lost[peer] = why
-            self._bell.ring()
+            self._bell.notify()
 
     async def serve(self, peer: PeerId, stream: Stream) -> None:
         """Take a member's contribution and give it the reduced part; on a second stream, give it the part alone.
@@ -105,10 +105,10 @@ class Reducer:
             raise BadPayload("not in the plan")
         first = peer not in self._served
         self._served.add(peer)
-        self._bell.ring()
+        self._bell.notify()
         try:
             if first and peer in self._expected and not self.held.done:
-                await alongside(self._give(stream), self._take(peer, stream))
+                await run_with_helper(self._give(stream), self._take(peer, stream))
             else:
                 await self._give(stream)
         except TimeoutError:
@@ -142,7 +142,7 @@ class Reducer:
             self._free.append(whole)
             return
         self._inbox[index][peer] = whole
-        self._bell.ring()
+        self._bell.notify()
 
     def _late(self) -> Deadline:
         now = asyncio.get_running_loop().time()
@@ -229,7 +229,7 @@ class Reducer:
         await stream.send(self.held.done)
 
 
-async def contribute(task: Task, part: int, stream: Stream, again: bool = False) -> HeldPart:
+async def contribute(task: ReduceJob, part: int, stream: Stream, again: bool = False) -> ReducedPart:
     """Hand in one part to its reducer and take the reduced part; where the first stream broke off, take it only.
 
     Raises:
@@ -240,10 +240,12 @@ async def contribute(task: Task, part: int, stream: Stream, again: bool = False)
     await stream.send(wire.Contribute(task.key, task.terms.digest, part, task.codec.name))
     if again:
         return await _receive_part(task, part, held, stream)
-    return await alongside(_receive_part(task, part, held, stream), _send_part(task, task.handed_in(part), stream))
+    return await run_with_helper(
+        _receive_part(task, part, held, stream), _send_part(task, task.handed_in(part), stream)
+    )
 
 
-async def _send_part(task: Task, shape: Shape, stream: Stream) -> None:
+async def _send_part(task: ReduceJob, shape: PartLayout, stream: Stream) -> None:
     weight = task.terms.weights[task.terms.peers.index(task.me)]
     if weight == 0:
         return
@@ -264,7 +266,7 @@ async def _send_part(task: Task, shape: Shape, stream: Stream) -> None:
             return  # a reducer that gave us up as late closes when it has sent its part: receiving tells which it was
 
 
-async def _receive_part(task: Task, part: int, held: HeldPart, stream: Stream) -> HeldPart:
+async def _receive_part(task: ReduceJob, part: int, held: ReducedPart, stream: Stream) -> ReducedPart:
     digests: list[bytes] = []
     scratch = held.room()
 

@@ -7,31 +7,33 @@ from collections.abc import Sequence
 from functools import partial
 
 from protocols import wire
-from protocols.base import BadPayload, Mean, Outcome
-from protocols.reducing.exchange import Exchange
-from protocols.reducing.parts import HeldPart, Task
-from protocols.reducing.plan import BUDGET_FLOOR_SECONDS, BUDGET_MULTIPLE, Terms
-from protocols.rounds.desk import Desk
-from protocols.rounds.seat import Seat
-from protocols.rounds.sources import Sources
-from protocols.tasks import together
-from protocols.vectors import Flat
+from protocols.base import AveragingResult, BadPayload, Outcome
+from protocols.reducing.exchange import AllReduce
+from protocols.reducing.parts import ReducedPart, ReduceJob
+from protocols.reducing.plan import BUDGET_FLOOR_SECONDS, BUDGET_MULTIPLE, ResolvedPlan
+from protocols.rounds.desk import ButterflyContext
+from protocols.rounds.seat import RoundView
+from protocols.rounds.sources import PartFetcher
+from protocols.tasks import task_group
+from protocols.vectors import VectorView
 from protocols.vote import record as records
 from protocols.vote.votes import Certificate
 
 
-class Averaging:
+class MemberAveraging:
     """What becomes of `mine`; the mean goes into `into`."""
 
-    def __init__(self, desk: Desk, seat: Seat, sources: Sources, mine: Flat, into: Flat) -> None:
+    def __init__(
+        self, desk: ButterflyContext, seat: RoundView, sources: PartFetcher, mine: VectorView, into: VectorView
+    ) -> None:
         self._desk, self._seat, self._sources = desk, seat, sources
         self._mine, self._into = mine, into
         self._running: asyncio.Task[None] | None = None
 
-    async def run(self) -> Mean:
+    async def run(self) -> AveragingResult:
         """Run the data phase of whatever is called, until the round is over and we have what was decided."""
         seat = self._seat
-        async with together() as group:
+        async with task_group() as group:
             while not seat.over():
                 terms = seat.call.terms
                 if terms and self._desk.me.peer in terms.peers:
@@ -47,7 +49,7 @@ class Averaging:
 
     # -- the data phase -----------------------------------------------------------------------------------------------
 
-    def _follow(self, group: asyncio.TaskGroup, terms: Terms) -> None:
+    def _follow(self, group: asyncio.TaskGroup, terms: ResolvedPlan) -> None:
         """Begin the data phase of a plan, or go on with it under another version of that plan."""
         exchange = self._seat.exchange
         if exchange is None or exchange.task.terms.digest != terms.digest:
@@ -57,26 +59,26 @@ class Averaging:
             self._running = group.create_task(exchange.run())
         exchange.assign(terms)
 
-    def _start(self, terms: Terms) -> Exchange:
+    def _start(self, terms: ResolvedPlan) -> AllReduce:
         desk, seat, decision = self._desk, self._seat, self._seat.decision
         decision.phase_seconds = (terms.plan.budget_seconds - BUDGET_FLOOR_SECONDS) / BUDGET_MULTIPLE
         vote, lineage = decision.vote, seat.head.key.lineage
         bound = [value.record for value in (vote.accepted, vote.forked) if value]
         desk.shelf.retain(lineage, {part.digest for record in bound for part in record.parts})
-        seat.exchange = exchange = Exchange(desk.host, desk.ledger, self._task(terms), self._on_exchange)
+        seat.exchange = exchange = AllReduce(desk.host, desk.ledger, self._task(terms), self._on_exchange)
         live = {member.peer for member in desk.host.members.live()}
         for peer in terms.peers:
             if peer not in live and peer != desk.me.peer:
                 exchange.lose(peer, "gone")
         desk.shelf.gate.close(exchange.task.deadline)
         self._sources.hold()
-        seat.bell.ring()
+        seat.bell.notify()
         return exchange
 
-    def _task(self, terms: Terms) -> Task:
+    def _task(self, terms: ResolvedPlan) -> ReduceJob:
         desk, seat = self._desk, self._seat
         patience_seconds = seat.decision.patience_seconds
-        return Task(
+        return ReduceJob(
             key=seat.head.key,
             terms=terms,
             me=desk.me.peer,
@@ -102,11 +104,11 @@ class Averaging:
         seat.decision.progress()
         for peer in exchange.take_silent():
             seat.decision.suspect(peer)
-        seat.bell.ring()
+        seat.bell.notify()
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    async def _collect(self) -> list[HeldPart] | None:
+    async def _collect(self) -> list[ReducedPart] | None:
         """The parts of what was decided, got from others where we lack them; None if they cannot be had here."""
         certificate = self._seat.decision.certificate
         record = records.decode(certificate.record) if certificate else None
@@ -121,20 +123,20 @@ class Averaging:
             parts.append(held)
         return parts
 
-    async def _conclude(self, parts: list[HeldPart] | None) -> Mean:
+    async def _conclude(self, parts: list[ReducedPart] | None) -> AveragingResult:
         certificate = self._seat.decision.certificate
         if certificate is None:
-            return Mean(Outcome.SUPERSEDED if self._seat.over() else Outcome.UNDECIDED)
+            return AveragingResult(Outcome.SUPERSEDED if self._seat.over() else Outcome.UNDECIDED)
         if records.decode(certificate.record).state_root != self._seat.head.state_root:
             self._desk.ledger.name(self._desk.me.peer, "our state is not the one that was decided on")
         if parts is None or not await self._decode(parts):
-            return Mean(Outcome.SUPERSEDED)
+            return AveragingResult(Outcome.SUPERSEDED)
         return self._decided(certificate)
 
-    def _decided(self, certificate: Certificate) -> Mean:
+    def _decided(self, certificate: Certificate) -> AveragingResult:
         record, terms = records.decode(certificate.record), self._seat.call.terms
         terms = terms if terms and terms.digest == record.plan else None
-        return Mean(
+        return AveragingResult(
             Outcome.COMMITTED if record.averaged else Outcome.SKIPPED,
             record=certificate.record,
             certificate=wire.encode(certificate),
@@ -143,7 +145,7 @@ class Averaging:
             blamed=terms.clamped if terms else (),
         )
 
-    async def _decode(self, parts: Sequence[HeldPart]) -> bool:
+    async def _decode(self, parts: Sequence[ReducedPart]) -> bool:
         """Decode what did not come in by the data phase that ran last; False if it does not decode."""
         exchange = self._seat.exchange
         for index, held in enumerate(parts):

@@ -11,10 +11,10 @@ import asyncio
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from protocols.base import BadPayload, Deadline, Head, Host, Member, PeerId, Work
-from protocols.post import Ledger, Post
+from protocols.base import BadPayload, Deadline, Head, Host, LocalProgress, Member, PeerId
+from protocols.post import ControlChannel, RoundAccounting
 from protocols.reducing import plan as planning
-from protocols.tasks import Bell
+from protocols.tasks import Notifier
 from protocols.vote.record import coordinators
 from protocols.wire import Offer, Plan, Ready
 
@@ -27,7 +27,7 @@ INFORMED = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Terrain:
+class RoundCallInputs:
     """What a call is about.
 
     Attributes:
@@ -36,14 +36,14 @@ class Terrain:
         deadline: end of the round.
     """
 
-    ground: planning.Ground
+    ground: planning.PlanInputs
     head: Head
     me: Member
     bandwidth: float
     deadline: Deadline
 
 
-class Call:
+class RoundCall:
     """One member's side of the call.
 
     Attributes:
@@ -53,11 +53,11 @@ class Call:
         changed: rings for every offer and plan.
     """
 
-    def __init__(self, host: Host, terrain: Terrain, post: Post, ledger: Ledger) -> None:
+    def __init__(self, host: Host, terrain: RoundCallInputs, post: ControlChannel, ledger: RoundAccounting) -> None:
         self.cut = asyncio.Event()
-        self.terms: planning.Terms | None = None
+        self.terms: planning.ResolvedPlan | None = None
         self.cut_at = terrain.deadline
-        self.changed = Bell()
+        self.changed = Notifier()
         self._host, self._terrain, self._post, self._ledger = host, terrain, post, ledger
         self._key = terrain.ground.key
         self._order = coordinators(self._key.lineage, terrain.head.roster)
@@ -76,7 +76,7 @@ class Call:
         handed_in = max(self.cut_at, asyncio.get_running_loop().time())
         return min(self._terrain.deadline, handed_in + budget_seconds)
 
-    def ready(self, work: Work) -> None:
+    def ready(self, work: LocalProgress) -> None:
         """Offer this work to the round."""
         terrain = self._terrain
         offer = Offer(
@@ -128,7 +128,7 @@ class Call:
         self._offers[peer] = offer
         if offer.complete and peer not in self._complete_seconds:
             self._complete_seconds[peer] = self._elapsed()
-        self.changed.ring()
+        self.changed.notify()
 
     def _elapsed(self) -> float:
         return asyncio.get_running_loop().time() - self._began
@@ -140,7 +140,7 @@ class Call:
             without: members that have been silent; nobody shall wait for them.
         """
         offers = [each for peer, each in self._offers.items() if peer not in without and self._agrees(each)]
-        return planning.draw(self._terrain.ground, offers, self._elapsed(), ballot)
+        return planning.make_plan(self._terrain.ground, offers, self._elapsed(), ballot)
 
     async def due(self) -> bool:
         """Wait for the moment of the call; False if the round ends first."""
@@ -196,8 +196,8 @@ class Call:
                 raise BadPayload("a second plan for one round")
             return
         planning.check(plan, self._terrain.ground, self._terrain.head.roster, self._host.signer.verify)
-        before, self.terms = self.terms, planning.terms(plan, self._terrain.ground.robust)
-        self.changed.ring()
+        before, self.terms = self.terms, planning.resolve_plan(plan, self._terrain.ground.robust)
+        self.changed.notify()
         if before is None or before.digest != self.terms.digest:
             self.cut_at = min(self._terrain.deadline, asyncio.get_running_loop().time() + plan.cut_seconds)
             if self._terrain.me.peer in self.terms.peers:

@@ -10,27 +10,27 @@ import asyncio
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from protocols.base import BadPayload, Deadline, Head, Member, PeerId
-from protocols.rounds.desk import Desk
-from protocols.tasks import Bell
-from protocols.vote.ballot import Vote
-from protocols.vote.poll import ONLOOKER, Poll
+from protocols.rounds.desk import ButterflyContext
+from protocols.tasks import Notifier
+from protocols.vote.ballot import PaxosInstance
+from protocols.vote.poll import ONLOOKER, VoteTally
 from protocols.vote.record import Kind
 from protocols.vote.votes import (
     Accept,
-    Accuse,
+    BallotNack,
     Certificate,
-    Choose,
+    ConflictingCertificate,
     Decided,
     Fetch,
     Instruction,
-    Message,
     Prepare,
     Promise,
+    ProposalNeeded,
     Propose,
-    Rival,
+    ReportFault,
     Send,
     SetTimer,
-    Stale,
+    VoteMessage,
 )
 from protocols.wire import PartDone
 
@@ -43,10 +43,10 @@ within this bound what is left of `BUDGET_FLOOR_SECONDS` is enough for another t
 LENIENCE = 1.25
 """A silent member is given up before the coordinator who waits for it is."""
 
-_MEMBERS_ONLY = (Prepare, Promise, Propose, Accept, Stale)
+_MEMBERS_ONLY = (Prepare, Promise, Propose, Accept, BallotNack)
 
 
-class Decision:
+class ConsensusDriver:
     """One member's part in the decision on one lineage's child.
 
     Attributes:
@@ -65,7 +65,7 @@ class Decision:
         onlookers: who waits for the decision without being of the roster.
     """
 
-    def __init__(self, desk: Desk, head: Head, may_vote: bool) -> None:
+    def __init__(self, desk: ButterflyContext, head: Head, may_vote: bool) -> None:
         """
         Args:
             may_vote: whether we vote if we are in the roster; else we look on.
@@ -73,8 +73,8 @@ class Decision:
         me, settings = desk.me if may_vote else Member(desk.me.peer, ONLOOKER), desk.settings
         self.votes = me in head.roster
         signer, fork_peers = desk.host.signer, settings.fork_peers
-        self.head, self.poll = head, Poll(head.key, head.roster, signer, settings.quorum, fork_peers, head.former)
-        self.vote, self.forks_only = Vote(me, self.poll), self.poll.forks_only(me)
+        self.head, self.poll = head, VoteTally(head.key, head.roster, signer, settings.quorum, fork_peers, head.former)
+        self.vote, self.forks_only = PaxosInstance(me, self.poll), self.poll.forks_only(me)
         self.leading = 0 if self.votes and self.poll.coordinator(0) == me.peer else None
         self.called = -1
         self.leaving: set[PeerId] = set()
@@ -86,7 +86,7 @@ class Decision:
         self.left_since: float | None = None
         self.phase_seconds = 0.0
         self.onlookers: dict[PeerId, Member] = {}
-        self.changed = Bell()
+        self.changed = Notifier()
         self._desk = desk
         self._timer: asyncio.TimerHandle | None = None
         self._moved = 0.0
@@ -106,7 +106,7 @@ class Decision:
 
     # -- events -------------------------------------------------------------------------------------------------------
 
-    def wake(self) -> None:
+    def start(self) -> None:
         """A session is here: messages and timers go on.
 
         A plan of ours from an attempt that is over binds nobody any more: it is the next coordinator's turn.
@@ -118,13 +118,13 @@ class Decision:
         elif self.vote.ballot:
             self.progress()
 
-    def rest(self) -> None:
+    def stop(self) -> None:
         """It is over: timers rest."""
         self._awake = False
         if self._timer:
             self._timer.cancel()
 
-    def receive(self, peer: PeerId, message: Message) -> None:
+    def receive(self, peer: PeerId, message: VoteMessage) -> None:
         """A message of the vote.
 
         Raises:
@@ -221,7 +221,7 @@ class Decision:
             self._follow(each)
         if self.leading is not None and self.leading != self.vote.promised:
             self.leading = None
-        self.changed.ring()
+        self.changed.notify()
 
     def _follow(self, instruction: Instruction) -> None:
         match instruction:
@@ -229,19 +229,19 @@ class Decision:
                 self._tell(to, message)
             case SetTimer(ballot, factor):
                 self._arm(ballot, factor)
-            case Choose(ballot, promises):
+            case ProposalNeeded(ballot, promises):
                 self.leading, self.promises = ballot, promises
             case Fetch(record, parts):
                 self.proposed, self.wanted = record, parts
             case Decided(certificate):
-                self.rest()
+                self.stop()
                 self._tell(self.onlookers, certificate)
-            case Rival():
+            case ConflictingCertificate():
                 self.on_rival(self._speaker)
-            case Accuse(peer, why):
+            case ReportFault(peer, why):
                 self._desk.ledger.name(peer, f"refused: {why}")
 
-    def _tell(self, peers: Iterable[PeerId], message: Message) -> None:
+    def _tell(self, peers: Iterable[PeerId], message: VoteMessage) -> None:
         for peer in peers:
             self._desk.post.send(peer, message)
 

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 from protocols.base import Head, Host, Member, Settings
 from protocols.codec import Codec
-from protocols.post import Ledger, Post
-from protocols.reducing.plan import Ground
-from protocols.rounds.shelf import Shelf
+from protocols.post import ControlChannel, RoundAccounting
+from protocols.reducing.plan import PlanInputs
+from protocols.rounds.shelf import PartCache
 
 
 @dataclass(frozen=True, slots=True)
-class Desk:
+class ButterflyContext:
     """What stays from round to round.
 
     Raises:
@@ -23,20 +23,20 @@ class Desk:
     settings: Settings
     codec: Codec
     me: Member
-    ledger: Ledger
-    post: Post
-    shelf: Shelf
+    ledger: RoundAccounting
+    post: ControlChannel
+    shelf: PartCache
 
     def __post_init__(self) -> None:
         chunk, grain = self.settings.chunk_elements, self.codec.grain
         if chunk % grain:
             raise ValueError(f"chunks of {chunk} elements with codec {self.codec.name}: take a multiple of {grain}")
 
-    def ground(self, head: Head, elements: int) -> Ground:
+    def ground(self, head: Head, elements: int) -> PlanInputs:
         """What the plan of the round that extends this head is drawn on."""
         codec, many = self.codec, 1 << 20
         size = codec.encoded_bytes(many)
-        return Ground(
+        return PlanInputs(
             key=head.key,
             elements=elements,
             bytes_per_element=size / many,

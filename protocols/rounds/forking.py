@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 
 from protocols.base import Head, Member
 from protocols.reducing.plan import BUDGET_FLOOR_SECONDS
-from protocols.rounds.desk import Desk
-from protocols.rounds.seat import Seat
+from protocols.rounds.desk import ButterflyContext
+from protocols.rounds.seat import RoundView
 from protocols.vote import record as records
 from protocols.vote.record import Kind, Record
 
@@ -27,7 +27,7 @@ COMPLETE_SECONDS = 5.0
 WATCH_SECONDS = 0.5
 
 
-async def watch_majority(desk: Desk, seat: Seat) -> None:
+async def watch_majority(desk: ButterflyContext, seat: RoundView) -> None:
     """Until the round is over, want a fork of all whom we reach when it is time, and none when the majority is back."""
     loop, decision = asyncio.get_running_loop(), seat.decision
     wanted: tuple[Member, ...] = ()
@@ -46,14 +46,14 @@ async def watch_majority(desk: Desk, seat: Seat) -> None:
         await seat.until(seat.over, min(seat.deadline, loop.time() + WATCH_SECONDS))
 
 
-def _survivors(desk: Desk, seat: Seat) -> tuple[Member, ...]:
+def _survivors(desk: ButterflyContext, seat: RoundView) -> tuple[Member, ...]:
     """The members that are here; nobody, if they are a majority."""
     poll, live = seat.decision.poll, {*desk.host.members.live(), desk.me}
     here = tuple(sorted(member for member in poll.roster if member in live))
     return here if len(here) < poll.quorum else ()
 
 
-def _successors(desk: Desk, seat: Seat) -> tuple[Member, ...]:
+def _successors(desk: ButterflyContext, seat: RoundView) -> tuple[Member, ...]:
     """Who is here with our state and may fork with us, where we have no vote; nobody, if we may not.
 
     Heirs of all of the roster, since nobody of it can come back. Else a majority of a former roster, which wins over
@@ -62,7 +62,7 @@ def _successors(desk: Desk, seat: Seat) -> tuple[Member, ...]:
     """
     poll, live = seat.decision.poll, {*desk.host.members.live(), desk.me}
     waiting = [member for member in (desk.me, *seat.decision.onlookers.values()) if member in live]
-    heirs = tuple(sorted(filter(poll.inherits, waiting)))
+    heirs = tuple(sorted(filter(poll.is_successor, waiting)))
     if len(heirs) < len(poll.roster) and live.isdisjoint(poll.roster):
         many = poll.former_majority(waiting)
         if desk.me in many:
@@ -70,9 +70,9 @@ def _successors(desk: Desk, seat: Seat) -> tuple[Member, ...]:
     return heirs if desk.me in heirs else ()
 
 
-def _patience_seconds(desk: Desk, seat: Seat, left: Sequence[Member]) -> float:
+def _patience_seconds(desk: ButterflyContext, seat: RoundView, left: Sequence[Member]) -> float:
     terms, roster, poll = seat.call.terms, seat.head.roster, seat.decision.poll
-    if len(left) == len(roster) and all(map(poll.inherits, left)):
+    if len(left) == len(roster) and all(map(poll.is_successor, left)):
         return COMPLETE_SECONDS
     budget_seconds = terms.plan.budget_seconds if terms else BUDGET_FLOOR_SECONDS
     if len(left) > len(roster):  # no others outnumber the members

@@ -11,23 +11,23 @@ from collections.abc import Collection, Iterable, Sequence
 
 from protocols.base import Deadline, Member, PeerId
 from protocols.reducing import plan as planning
-from protocols.reducing.exchange import Exchange
-from protocols.reducing.parts import HeldPart
-from protocols.rounds.desk import Desk
-from protocols.rounds.seat import Seat
-from protocols.rounds.sources import Sources
+from protocols.reducing.exchange import AllReduce
+from protocols.reducing.parts import ReducedPart
+from protocols.rounds.desk import ButterflyContext
+from protocols.rounds.seat import RoundView
+from protocols.rounds.sources import PartFetcher
 from protocols.vote import record as records
-from protocols.vote.poll import admissions, kept
+from protocols.vote.poll import max_admitted, min_retained
 from protocols.vote.record import Kind, Record
 from protocols.wire import MAX_ROSTER, Plan
 
 
-class Leader:
+class RoundCoordinator:
     """Attributes:
     candidates: who asks to be admitted, and holds the state.
     """
 
-    def __init__(self, desk: Desk, seat: Seat, sources: Sources) -> None:
+    def __init__(self, desk: ButterflyContext, seat: RoundView, sources: PartFetcher) -> None:
         self._host, self._me, self._post = desk.host, desk.me, desk.post
         self._seat, self._sources = seat, sources
         self.candidates: dict[PeerId, Member] = {}
@@ -42,7 +42,7 @@ class Leader:
             if call.terms is None and decision.leading == ballot:
                 self._publish(call.draw(ballot, self._suspects(ballot)))
         elif ballot > call.terms.plan.ballot:  # some may not have heard of it
-            self._publish(planning.reassigned(call.terms.plan, {}, ballot))
+            self._publish(planning.reassign_parts(call.terms.plan, {}, ballot))
         await self._fetch_what_others_hold()
         while decision.leading == ballot and (terms := call.terms):
             now, until = asyncio.get_running_loop().time(), self._until(terms)
@@ -52,11 +52,11 @@ class Leader:
             if now >= until:
                 return decision.chosen(ballot, records.encode(self._skip(terms)))
             if lost := self._lost(terms, exchange, now):
-                self._publish(planning.reassigned(terms.plan, dict.fromkeys(lost, self._taker(terms)), ballot))
+                self._publish(planning.reassign_parts(terms.plan, dict.fromkeys(lost, self._taker(terms)), ballot))
             overdue = self._overdue(terms, exchange)
             await self._wait(terms, min(until, overdue) if overdue > now else until)
 
-    async def _wait(self, terms: planning.Terms, until: Deadline) -> None:
+    async def _wait(self, terms: planning.ResolvedPlan, until: Deadline) -> None:
         seat, exchange = self._seat, self._seat.exchange
         known = self._progress(exchange)
         try:
@@ -73,7 +73,7 @@ class Leader:
             return
 
     @staticmethod
-    def _progress(exchange: Exchange | None) -> tuple[int, int]:
+    def _progress(exchange: AllReduce | None) -> tuple[int, int]:
         return (len(exchange.parts), len(exchange.failed)) if exchange else (0, 0)
 
     def _publish(self, plan: Plan) -> None:
@@ -83,17 +83,17 @@ class Leader:
                 self._post.send(member.peer, plan)
         self._seat.call.on_plan(plan)
 
-    def _exchange(self, terms: planning.Terms) -> Exchange | None:
+    def _exchange(self, terms: planning.ResolvedPlan) -> AllReduce | None:
         """Our own data phase, if it is of this plan."""
         exchange = self._seat.exchange
         return exchange if exchange and exchange.task.terms.digest == terms.digest else None
 
-    def _until(self, terms: planning.Terms) -> Deadline:
+    def _until(self, terms: planning.ResolvedPlan) -> Deadline:
         return min(self._seat.deadline, self._seat.call.cut_at + terms.plan.budget_seconds)
 
     # -- what is lost -------------------------------------------------------------------------------------------------
 
-    def _lost(self, terms: planning.Terms, exchange: Exchange | None, now: float) -> list[int]:
+    def _lost(self, terms: planning.ResolvedPlan, exchange: AllReduce | None, now: float) -> list[int]:
         """Parts that we do not have and whose reducer is gone, failed us, or is long overdue."""
         if exchange is None:
             return []
@@ -107,14 +107,14 @@ class Leader:
             and (terms.reducer(part) not in live or exchange.failed.get(part) == terms.reducer(part) or overdue)
         ]
 
-    def _overdue(self, terms: planning.Terms, exchange: Exchange | None) -> Deadline:
+    def _overdue(self, terms: planning.ResolvedPlan, exchange: AllReduce | None) -> Deadline:
         """When a part is overdue: others, which should take as long, came in long ago."""
         if exchange is None or not exchange.parts or exchange.complete:
             return self._until(terms)
         decision = self._seat.decision
         return exchange.finished + 2 * decision.phase_seconds + decision.patience_seconds
 
-    def _taker(self, terms: planning.Terms) -> int:
+    def _taker(self, terms: planning.ResolvedPlan) -> int:
         """Who reduces what was lost: we, who propose it; if we are not in the plan, the best of those who are."""
         if self._me.peer in terms.peers:
             return terms.peers.index(self._me.peer)
@@ -147,14 +147,14 @@ class Leader:
 
     # -- records ------------------------------------------------------------------------------------------------------
 
-    def _outcome(self, terms: planning.Terms, exchange: Exchange) -> Record:
+    def _outcome(self, terms: planning.ResolvedPlan, exchange: AllReduce) -> Record:
         """The mean; but a mean of nothing would move the state by its momentum alone: nobody's work is no round."""
         parts = [exchange.parts[part] for part in range(len(terms.plan.reducers))]
         results = tuple(held.result for held in parts if held.result)
         present = {peer for peer, each in records.contributions(terms.peers, results).items() if each.chunks_counted}
         return self._mean(terms, parts, present) if present else self._skip(terms)
 
-    def _mean(self, terms: planning.Terms, parts: Sequence[HeldPart], present: Collection[PeerId]) -> Record:
+    def _mean(self, terms: planning.ResolvedPlan, parts: Sequence[ReducedPart], present: Collection[PeerId]) -> Record:
         results = tuple(held.result for held in parts if held.result)
         silent = [
             peer for peer, weight in zip(terms.peers, terms.weights, strict=True) if weight and peer not in present
@@ -175,7 +175,7 @@ class Leader:
             complaints=tuple(each for each in found if {each.first, each.second} <= known),
         )
 
-    def _skip(self, terms: planning.Terms) -> Record:
+    def _skip(self, terms: planning.ResolvedPlan) -> Record:
         head = self._seat.head
         return Record(
             parent=head.key.lineage,
@@ -205,8 +205,8 @@ class Leader:
         here = [member for member in head.roster if member == self._me or (member in live and member.peer not in mute)]
         found = here if len(here) >= decision.poll.quorum else head.roster  # none evicts as many as could decide
         stay = [member for member in found if member.peer not in decision.leaving]
-        stay = stay or here[: kept(len(head.roster), decision.poll.quorum)]  # it ends with those who leave
+        stay = stay or here[: min_retained(len(head.roster), decision.poll.quorum)]  # it ends with those who leave
         taken = {member.peer for member in stay}
         asking = [member for member in self.candidates.values() if member in live and member.peer not in taken]
-        room = min(admissions(len(head.roster)), MAX_ROSTER - len(stay))
+        room = min(max_admitted(len(head.roster)), MAX_ROSTER - len(stay))
         return tuple(sorted((*stay, *sorted(asking)[:room])))

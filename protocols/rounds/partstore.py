@@ -14,9 +14,9 @@ from functools import partial
 from typing import TypeVar
 
 from protocols.base import Buffer, Compute
-from protocols.catchup.snapshot import Room
+from protocols.catchup.snapshot import SnapshotBuffer
 from protocols.gate import Gate
-from protocols.reducing.parts import HeldPart, Shape
+from protocols.reducing.parts import PartLayout, ReducedPart
 
 log = logging.getLogger(__name__)
 
@@ -31,14 +31,14 @@ GIVE_WAY_SECONDS = 10.0
 """What is to be written waits so long for a data phase, piece by piece: longer, and it is in memory for too long."""
 
 
-class Stored(Shape):
+class Stored(PartLayout):
     """A part in the store. Its bytes can be had for as long as it is held, even after its round has gone.
 
     Attributes:
-        masks, result, done: as of `HeldPart`.
+        masks, result, done: as of `ReducedPart`.
     """
 
-    def __init__(self, part: HeldPart, room: Room, offset: int) -> None:
+    def __init__(self, part: ReducedPart, room: SnapshotBuffer, offset: int) -> None:
         super().__init__(part.codec, part.low, part.high, part.chunk_elements)
         self.masks, self.result, self.done = part.masks, part.result, part.done
         self._room, self._offset = room, offset
@@ -53,9 +53,9 @@ class Stored(Shape):
         self._room.read(self._offset + self.place(index), memoryview(data))
         return data
 
-    def load(self) -> HeldPart:
+    def load(self) -> ReducedPart:
         """The part in memory; takes a disk's time, and raises as `chunk` does."""
-        held = HeldPart(self.codec, self.low, self.high, self.chunk_elements)
+        held = ReducedPart(self.codec, self.low, self.high, self.chunk_elements)
         for index in range(self.chunks):
             held.chunk(index)[:] = self.chunk(index)
         held.masks, held.result, held.done = self.masks, self.result, self.done
@@ -66,10 +66,10 @@ class Stored(Shape):
 class _Round:
     """One round's parts; `pieces` of them are still to be written: part, chunk, place in the room."""
 
-    room: Room
+    room: SnapshotBuffer
     size_bytes: int
     parts: dict[bytes, Stored] = field(default_factory=dict)
-    pieces: deque[tuple[HeldPart, int, int]] = field(default_factory=deque)
+    pieces: deque[tuple[ReducedPart, int, int]] = field(default_factory=deque)
 
 
 class PartStore:
@@ -77,7 +77,7 @@ class PartStore:
 
     def __init__(
         self,
-        make_room: Callable[[int], Room],
+        make_room: Callable[[int], SnapshotBuffer],
         compute: Compute,
         gate: Gate,
         limit_bytes: int = LIMIT_BYTES,
@@ -115,11 +115,11 @@ class PartStore:
         """A chunk of a stored part; None, and its round is dropped, where its file fails."""
         return await self._had(part, partial(part.chunk, index), part.size(index))
 
-    async def load(self, part: Stored) -> HeldPart | None:
+    async def load(self, part: Stored) -> ReducedPart | None:
         """All of a stored part; None as for `read`."""
         return await self._had(part, part.load, part.size_bytes)
 
-    async def put(self, lineage: bytes, parts: Sequence[HeldPart]) -> bool:
+    async def put(self, lineage: bytes, parts: Sequence[ReducedPart]) -> bool:
         """Write a round's sealed parts; what was cut short goes on where it was. False where the disk fails."""
         try:
             if lineage not in self._begun:
@@ -147,7 +147,7 @@ class PartStore:
             self._rounds = {key: each for key, each in self._rounds.items() if part not in each.parts.values()}
             return None
 
-    async def _begin(self, parts: Sequence[HeldPart]) -> _Round:
+    async def _begin(self, parts: Sequence[ReducedPart]) -> _Round:
         size_bytes = sum(part.size_bytes for part in parts)
         each = _Round(await self._compute.run(lambda: self._make_room(max(1, size_bytes)), 0), size_bytes)
         offset = 0

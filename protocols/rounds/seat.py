@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Protocol
 
 from protocols.base import Deadline, Head
-from protocols.reducing.exchange import Exchange
-from protocols.rounds.calling import Call
-from protocols.rounds.deciding import Decision
-from protocols.tasks import Bell
+from protocols.reducing.exchange import AllReduce
+from protocols.rounds.calling import RoundCall
+from protocols.rounds.deciding import ConsensusDriver
+from protocols.tasks import Notifier
 
 
-class Seat(Protocol):
+class RoundView(Protocol):
     """Attributes:
     exchange: the data phase, of the plan that was called last.
     bell: rings for everything that happens to the round.
@@ -20,10 +20,10 @@ class Seat(Protocol):
     """
 
     head: Head
-    call: Call
-    decision: Decision
-    exchange: Exchange | None
-    bell: Bell
+    call: RoundCall
+    decision: ConsensusDriver
+    exchange: AllReduce | None
+    bell: Notifier
     deadline: Deadline
 
     def over(self) -> bool:

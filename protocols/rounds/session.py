@@ -13,59 +13,63 @@ from dataclasses import replace
 
 from protocols import wire
 from protocols.base import (
+    AveragingResult,
     BadPayload,
     Deadline,
     Head,
     Header,
-    Mean,
+    LocalProgress,
     Member,
     PeerId,
     PeerSilent,
     Stream,
     Vector,
-    Work,
 )
-from protocols.reducing.exchange import Exchange
-from protocols.rounds.averaging import Averaging
-from protocols.rounds.calling import Call, Terrain
-from protocols.rounds.deciding import Decision
-from protocols.rounds.desk import Desk
+from protocols.reducing.exchange import AllReduce
+from protocols.rounds.averaging import MemberAveraging
+from protocols.rounds.calling import RoundCall, RoundCallInputs
+from protocols.rounds.deciding import ConsensusDriver
+from protocols.rounds.desk import ButterflyContext
 from protocols.rounds.forking import watch_majority
-from protocols.rounds.leading import Leader
-from protocols.rounds.sources import Sources
-from protocols.tasks import together
-from protocols.vectors import Flat
-from protocols.vote.votes import Message
+from protocols.rounds.leading import RoundCoordinator
+from protocols.rounds.sources import PartFetcher
+from protocols.tasks import task_group
+from protocols.vectors import VectorView
+from protocols.vote.votes import VoteMessage
 
 
-class Session:
+class ButterflySession:
     """Attributes:
     cut: as in the contract.
     exchange: the data phase, of the plan that was called last.
     """
 
-    def __init__(self, desk: Desk, head: Head, decision: Decision, bandwidth: float, deadline: Deadline) -> None:
+    def __init__(
+        self, desk: ButterflyContext, head: Head, decision: ConsensusDriver, bandwidth: float, deadline: Deadline
+    ) -> None:
         self.head, self.decision, self.deadline = head, decision, deadline
-        self.exchange: Exchange | None = None
+        self.exchange: AllReduce | None = None
         self._desk, self._host = desk, desk.host
         elements = desk.settings.elements[head.key.fragment]
         self._ground = desk.ground(head, elements)
-        self.call = Call(desk.host, Terrain(self._ground, head, desk.me, bandwidth, deadline), desk.post, desk.ledger)
+        self.call = RoundCall(
+            desk.host, RoundCallInputs(self._ground, head, desk.me, bandwidth, deadline), desk.post, desk.ledger
+        )
         self.cut, self.bell = self.call.cut, self.call.changed
-        self._sources = Sources(desk, self, elements)
-        self._leader = Leader(desk, self, self._sources)
+        self._sources = PartFetcher(desk, self, elements)
+        self._leader = RoundCoordinator(desk, self, self._sources)
         self._superseded = False
         self._votes = decision.votes
         decision.changed = self.bell
 
     # -- the contract -------------------------------------------------------------------------------------------------
 
-    def ready(self, work: Work) -> None:
+    def offer(self, work: LocalProgress) -> None:
         if self._votes:
             self.call.ready(work)
             self.decision.leaving |= self.call.leaving()
 
-    def awaited(self) -> tuple[PeerId, ...]:
+    def waiting_for(self) -> tuple[PeerId, ...]:
         """For their work, then for the parts that they reduce, then for the decision."""
         terms, exchange = self.call.terms, self.exchange
         if self.over():
@@ -77,12 +81,12 @@ class Session:
         missing = (part for part in range(len(terms.plan.reducers)) if part not in exchange.parts)
         return tuple(dict.fromkeys(terms.reducer(part) for part in missing))
 
-    async def mean(self, mine: Sequence[Vector], work: Work, into: Sequence[Vector]) -> Mean:
-        source, target = Flat(mine), Flat(into)
+    async def average(self, mine: Sequence[Vector], work: LocalProgress, into: Sequence[Vector]) -> AveragingResult:
+        source, target = VectorView(mine), VectorView(into)
         if not source.size == target.size == self._ground.elements:
             raise ValueError(f"{source.size} and {target.size} elements; the run averages {self._ground.elements}")
         await self.cut.wait()  # it is set at the round's deadline at the latest
-        mean = await Averaging(self._desk, self, self._sources, source, target).run()
+        mean = await MemberAveraging(self._desk, self, self._sources, source, target).run()
         names, sent, received = self._desk.ledger.take()
         return replace(mean, blamed=(*names, *mean.blamed), bytes_sent=sent, bytes_received=received)
 
@@ -99,14 +103,14 @@ class Session:
 
     async def live(self) -> None:
         """What goes on beside training and averaging, until cancelled."""
-        async with together() as group:
+        async with task_group() as group:
             group.create_task(self._cut_when_over())
             group.create_task(self._watch_members())
             if not self._votes:
                 self._knock()
             if not (self._votes or self.decision.forks_only):
                 return
-            self.decision.wake()
+            self.decision.start()
             group.create_task(watch_majority(self._desk, self))
             if not self._votes:
                 return
@@ -116,12 +120,12 @@ class Session:
 
     def close(self) -> None:
         self.call.close()
-        self.decision.rest()
+        self.decision.stop()
 
     def supersede(self) -> None:
         """There is a better branch: end."""
         self._superseded = True
-        self.bell.ring()
+        self.bell.notify()
 
     def over(self) -> bool:
         return self._superseded or self.decision.certificate is not None
@@ -171,7 +175,7 @@ class Session:
 
     def _knock_at(self, peer: PeerId) -> None:
         if peer != self._desk.me.peer:
-            self._desk.post.send(peer, wire.Knock(self.head.key, self._desk.me, self.head.state_root))
+            self._desk.post.send(peer, wire.AdmissionRequest(self.head.key, self._desk.me, self.head.state_root))
 
     # -- events -------------------------------------------------------------------------------------------------------
 
@@ -195,9 +199,9 @@ class Session:
             case wire.Plan():
                 self._on_plan(peer, message)
                 self.decision.leaving |= self.call.leaving()
-            case wire.Knock(_, member, root):
+            case wire.AdmissionRequest(_, member, root):
                 self._on_knock(peer, member, root)
-            case Message():
+            case VoteMessage():
                 self.decision.receive(peer, message)
 
     def _on_plan(self, peer: PeerId, plan: wire.Plan) -> None:

@@ -14,10 +14,10 @@ from protocols import wire
 from protocols.base import BadPayload, Buffer, Deadline, Host, PeerGone, PeerId, Stream
 from protocols.codec import Codec
 from protocols.gate import Gate
-from protocols.places import Places
-from protocols.reducing.parts import HeldPart, chunk_digest, seal
+from protocols.places import StreamLimiter
+from protocols.reducing.parts import ReducedPart, chunk_digest, seal
 from protocols.rounds.partstore import PartStore, Stored
-from protocols.tasks import within
+from protocols.tasks import peer_timeout
 
 PARTS = "starling/parts/1"
 IDLE_SECONDS = 30.0
@@ -27,7 +27,7 @@ GIVE_WAY_SECONDS = 5.0
 _LIMIT = 256
 
 
-class Shelf:
+class PartCache:
     """Parts by the lineage that their round extends and by their digest. What is served is complete, and stays so.
 
     Attributes:
@@ -38,27 +38,27 @@ class Shelf:
     def __init__(self, host: Host) -> None:
         self.past: PartStore | None = None
         self.gate = Gate()
-        self._parts: dict[bytes, dict[bytes, HeldPart]] = {}
+        self._parts: dict[bytes, dict[bytes, ReducedPart]] = {}
         self._waiting: dict[bytes, None] = {}  # decided, and to be stored
-        self._places = Places()
+        self._places = StreamLimiter()
         host.transport.serve(PARTS, self._serve)
 
-    def get(self, digest: bytes) -> HeldPart | None:
+    def get(self, digest: bytes) -> ReducedPart | None:
         """The part with this digest, if we have it in memory."""
         return next((parts[digest] for parts in self._parts.values() if digest in parts), None)
 
     def __contains__(self, digest: bytes) -> bool:
         return self._find(digest) is not None
 
-    def _find(self, digest: bytes) -> HeldPart | Stored | None:
+    def _find(self, digest: bytes) -> ReducedPart | Stored | None:
         return self.get(digest) or (self.past.get(digest) if self.past else None)
 
-    async def load(self, digest: bytes) -> HeldPart | None:
+    async def load(self, digest: bytes) -> ReducedPart | None:
         """The part with this digest, if we have it anywhere."""
         part = self._find(digest)
         return await self.past.load(part) if self.past and isinstance(part, Stored) else self.get(digest)
 
-    def put(self, lineage: bytes, part: HeldPart) -> None:
+    def put(self, lineage: bytes, part: ReducedPart) -> None:
         """Take a sealed part of the round that extends a lineage."""
         assert part.result is not None
         self._parts.setdefault(lineage, {})[part.result.digest] = part
@@ -101,21 +101,21 @@ class Shelf:
                 await self._answer(peer, stream)
 
     async def _answer(self, peer: PeerId, stream: Stream) -> None:
-        async with within(IDLE_SECONDS, peer, "it asks for a part"):
+        async with peer_timeout(IDLE_SECONDS, peer, "it asks for a part"):
             wanted = wire.expect(await stream.receive(_LIMIT), wire.WantPart)
         part = self._find(wanted.digest)
-        async with within(IDLE_SECONDS, peer, "it takes a part"):
-            await stream.send(wire.Having(part is not None))
+        async with peer_timeout(IDLE_SECONDS, peer, "it takes a part"):
+            await stream.send(wire.Availability(part is not None))
         if part:
             await self._give(stream, part)
 
-    async def _give(self, stream: Stream, part: HeldPart | Stored) -> None:
+    async def _give(self, stream: Stream, part: ReducedPart | Stored) -> None:
         assert part.result is not None
         for index in range(part.chunks):
-            data: Buffer | None = part.chunk(index) if isinstance(part, HeldPart) else await self._read(part, index)
+            data: Buffer | None = part.chunk(index) if isinstance(part, ReducedPart) else await self._read(part, index)
             if data is None:
                 return
-            async with within(IDLE_SECONDS, stream.peer, "it takes a part"):
+            async with peer_timeout(IDLE_SECONDS, stream.peer, "it takes a part"):
                 await stream.send(wire.Reduced(index, part.masks[index], len(data)), data)
         await stream.send(part.done or wire.PartDone(0, 0, part.result, b""))
 
@@ -126,8 +126,8 @@ class Shelf:
 
 
 async def fetch_part(
-    host: Host, peer: PeerId, wanted: wire.Part, codec: Codec, span: tuple[int, int, int], deadline: Deadline
-) -> HeldPart:
+    host: Host, peer: PeerId, wanted: wire.PartDigest, codec: Codec, span: tuple[int, int, int], deadline: Deadline
+) -> ReducedPart:
     """Get a part from a peer that may have it. `done` of what is returned is the peer's word, and not verified.
 
     Args:
@@ -139,10 +139,10 @@ async def fetch_part(
         PeerSilent: the stream broke off.
         BadPayload: what came is not what was wanted.
     """
-    part = HeldPart(codec, *span)
+    part = ReducedPart(codec, *span)
     async with host.transport.open(peer, PARTS, deadline) as stream:
         await stream.send(wire.WantPart(wanted.digest))
-        if not wire.expect(await stream.receive(_LIMIT), wire.Having).here:
+        if not wire.expect(await stream.receive(_LIMIT), wire.Availability).here:
             raise PeerGone(peer, "does not have the part")
         masks, digests = [], []
         for index in range(part.chunks):

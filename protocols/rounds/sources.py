@@ -8,9 +8,9 @@ from functools import partial
 
 from protocols import wire
 from protocols.base import BadPayload, Deadline, PeerError, PeerId
-from protocols.reducing.parts import HeldPart, part_message
-from protocols.rounds.desk import Desk
-from protocols.rounds.seat import Seat
+from protocols.reducing.parts import ReducedPart, part_message
+from protocols.rounds.desk import ButterflyContext
+from protocols.rounds.seat import RoundView
 from protocols.rounds.shelf import fetch_part
 from protocols.vote import record as records
 from protocols.vote.record import Record
@@ -18,12 +18,12 @@ from protocols.vote.record import Record
 RETRY_SECONDS = 0.5
 
 
-class Sources:
+class PartFetcher:
     """Attributes:
     elements: length of the vector that the round averages.
     """
 
-    def __init__(self, desk: Desk, seat: Seat, elements: int) -> None:
+    def __init__(self, desk: ButterflyContext, seat: RoundView, elements: int) -> None:
         self._desk, self._seat, self._elements = desk, seat, elements
         self._host = desk.host
 
@@ -55,7 +55,7 @@ class Sources:
                 await self._seat.until(self._seat.over, self._within(RETRY_SECONDS))
                 decision.wanted = missing
 
-    async def lost_part(self, plan: bytes, done: wire.PartDone, holders: Sequence[PeerId]) -> HeldPart | None:
+    async def lost_part(self, plan: bytes, done: wire.PartDone, holders: Sequence[PeerId]) -> ReducedPart | None:
         """Get a part of the present plan, whose reducer is lost, from those who hold it."""
         exchange = self._seat.exchange
         if exchange is None or done.reducer >= len(exchange.task.terms.peers):
@@ -70,7 +70,7 @@ class Sources:
             held.done = done
         return held
 
-    async def obtain(self, record: Record, index: int, holders: Sequence[PeerId]) -> HeldPart | None:
+    async def obtain(self, record: Record, index: int, holders: Sequence[PeerId]) -> ReducedPart | None:
         """Get a part of a record, and keep it."""
         part = record.parts[index]
         await self._underway(record, index)
@@ -103,8 +103,8 @@ class Sources:
             await self._seat.until(settled, until)
 
     async def _ask(
-        self, holders: Sequence[PeerId], part: wire.Part, span: tuple[int, int, int], members: int
-    ) -> HeldPart | None:
+        self, holders: Sequence[PeerId], part: wire.PartDigest, span: tuple[int, int, int], members: int
+    ) -> ReducedPart | None:
         """Ask one after the other, none for longer than a ballot may take. The plan had so many members."""
         codec = self._desk.codec.reduced(members)
         live = {member.peer for member in self._host.members.live()}
@@ -122,7 +122,7 @@ class Sources:
                 continue
         return None
 
-    def _convict(self, index: int, held: HeldPart) -> None:
+    def _convict(self, index: int, held: ReducedPart) -> None:
         """Two different parts under one reducer's signature are proof against it."""
         exchange = self._seat.exchange
         mine = exchange.parts.get(index) if exchange else None

@@ -1,13 +1,13 @@
 """The vote: one member's side of a roster's decision on the record that extends a lineage. Pure.
 
-Single-decree Paxos over the members of a roster (docs/protocols.md). What happens is a call of a method of `Vote`;
+Single-decree Paxos over the members of a roster (docs/protocols.md). What happens is a call of a method of `PaxosInstance`;
 what the host must do about it comes back as instructions (`protocols.vote.votes`). The b-th coordinator of the roster
 owns ballot b, and proposes one record in it at most (`protocols.vote.chair`); ballot 0 needs no promises. Only who
 holds all of a record accepts it, so it can be had for as long as one who accepted it lives. Timers and lost peers
 decide nothing: they open ballots. A fork is a ballot too: of those who are left, all of whom must promise and accept;
 or of heirs, or of former members, where none is left (`protocols.vote.poll`), who speak of nothing else.
 
-A `Vote` forgets nothing, and is made once for a member and a lineage: who restarts is another member.
+A `PaxosInstance` forgets nothing, and is made once for a member and a lineage: who restarts is another member.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from dataclasses import replace
 from typing import Any
 
 from protocols.base import Member, PeerId
-from protocols.vote.chair import Chair, Standing, peers
-from protocols.vote.poll import Poll, Value
+from protocols.vote.chair import BallotState, Proposer, peers
+from protocols.vote.poll import Value, VoteTally
 from protocols.vote.record import Record
 from protocols.vote.votes import (
     Accept,
-    Accuse,
-    Ask,
+    BallotNack,
     Certificate,
+    ConflictingCertificate,
     Decided,
     Fetch,
     Instruction,
-    Message,
     Prepare,
     Promise,
     Propose,
-    Rival,
-    Stale,
-    Want,
+    RecordRequest,
+    ReportFault,
+    StartBallot,
+    VoteMessage,
 )
 from protocols.wire import PartDone
 
 
-class Vote:
+class PaxosInstance:
     """One member's side of one vote; an onlooker's, who only takes certificates, if `me` is not in the roster.
 
     Attributes:
@@ -48,25 +48,25 @@ class Vote:
         decided: the certificate, once there is one.
     """
 
-    def __init__(self, me: Member, poll: Poll) -> None:
+    def __init__(self, me: Member, poll: VoteTally) -> None:
         self.me, self.poll = me, poll
         self.accepted: Value | None = None
         self.forked: Value | None = None
         self.decided: Certificate | None = None
-        self._standing = Standing(me, poll)
-        self._chair = Chair(self._standing)
+        self._standing = BallotState(me, poll)
+        self._chair = Proposer(self._standing)
         self._parts: set[bytes] = set()
         self._held: tuple[bytes, tuple[PartDone, ...]] = (bytes(32), ())
         self._proposal: Value | None = None
         self._waiting = False  # our vote on the proposal is due
-        self._handlers: dict[type[Message], Callable[[Any], None]] = {
-            Ask: self._chair.on_ask,
+        self._handlers: dict[type[VoteMessage], Callable[[Any], None]] = {
+            StartBallot: self._chair.on_ask,
             Prepare: self._on_prepare,
             Promise: self._chair.on_promise,
-            Stale: self._chair.on_stale,
+            BallotNack: self._chair.on_stale,
             Propose: self._on_propose,
             Accept: self._on_accept,
-            Want: self._on_want,
+            RecordRequest: self._on_want,
         }
 
     @property
@@ -81,7 +81,7 @@ class Vote:
 
     # -- events -------------------------------------------------------------------------------------------------------
 
-    def receive(self, peer: PeerId, message: Message) -> list[Instruction]:
+    def receive(self, peer: PeerId, message: VoteMessage) -> list[Instruction]:
         """A message of `peer`; what it says of plans and of state, the host has found to be right."""
         if message.key == self.poll.key and message.sender.peer == peer:
             self._handle(message)
@@ -144,16 +144,16 @@ class Vote:
             self._chair.want(value.record if value else None)
         return self._flush()
 
-    def _handle(self, message: Message) -> None:
+    def _handle(self, message: VoteMessage) -> None:
         if isinstance(message, Certificate):
             self._on_certificate(message)
         elif self.decided:
-            if isinstance(message, Ask | Prepare | Propose | Want):
+            if isinstance(message, StartBallot | Prepare | Propose | RecordRequest):
                 self._standing.send([message.sender.peer], self.decided)
         elif self._concerns_us(message):
             self._handlers[type(message)](message)
 
-    def _concerns_us(self, message: Message) -> bool:
+    def _concerns_us(self, message: VoteMessage) -> bool:
         """Members hear members; heirs and former members hear each other, and of forks only."""
         poll, sender = self.poll, message.sender
         if poll.counts(self.me):
@@ -163,7 +163,7 @@ class Vote:
         if isinstance(message, Propose):
             value = poll.value(message.ballot, message.record)
             return value is not None and value.is_fork
-        return bool(message.fork) if isinstance(message, Ask | Prepare) else True
+        return bool(message.fork) if isinstance(message, StartBallot | Prepare) else True
 
     def _flush(self) -> list[Instruction]:
         standing = self._standing
@@ -227,7 +227,7 @@ class Vote:
 
     def _on_accept(self, message: Accept) -> None:
         if not self.poll.add(message.ballot, message.digest, message.sender, message.signature):
-            self._standing.out.append(Accuse(message.sender.peer, "a forged vote"))
+            self._standing.out.append(ReportFault(message.sender.peer, "a forged vote"))
         else:
             self._standing.reach(message.ballot)
             self._conclude(message.ballot, message.digest, self._known(message.digest))
@@ -236,7 +236,7 @@ class Vote:
         value = self.poll.value(message.ballot, message.record)
         if value is None:
             why = "a certificate of a record that may not be decided"
-            return self._standing.out.append(Accuse(message.sender.peer, why))
+            return self._standing.out.append(ReportFault(message.sender.peer, why))
         if self.decided and self.decided.record == value.data:
             return
         entitled = self.poll.entitled(value)
@@ -245,10 +245,10 @@ class Vote:
             for vote in message.votes
         ]
         if not all(counted):
-            self._standing.out.append(Accuse(message.sender.peer, "a certificate with votes that nobody cast"))
+            self._standing.out.append(ReportFault(message.sender.peer, "a certificate with votes that nobody cast"))
         self._conclude(value.ballot, value.digest, value)
 
-    def _on_want(self, message: Want) -> None:
+    def _on_want(self, message: RecordRequest) -> None:
         if value := self._known(message.digest):
             certificate = self.poll.certificate(replace(value, ballot=message.ballot), self.me)
             self._standing.send([message.sender.peer], certificate)
@@ -262,14 +262,14 @@ class Vote:
         if value is None:
             voters = self.poll.voters(ballot, digest)
             if len(voters) == self.poll.quorum:
-                self._standing.send(peers(voters), Want(self.poll.key, self.me, ballot, digest))
+                self._standing.send(peers(voters), RecordRequest(self.poll.key, self.me, ballot, digest))
             return
         value = replace(value, ballot=ballot)
         if not self.poll.decides(value):
             return
         certificate, roster = self.poll.certificate(value, self.me), value.record.roster
         if self.decided or (value.is_fork and self.me not in roster):
-            self._standing.out.append(Rival(certificate))
+            self._standing.out.append(ConflictingCertificate(certificate))
             return
         self.decided = certificate
         self._standing.out.append(Decided(certificate))

@@ -12,19 +12,19 @@ from dataclasses import dataclass, field, replace
 
 from protocols.base import Member, PeerId
 from protocols.vote import record as records
-from protocols.vote.poll import Poll
+from protocols.vote.poll import VoteTally
 from protocols.vote.record import Record
 from protocols.vote.votes import (
-    Ask,
-    Choose,
+    BallotNack,
     Instruction,
-    Message,
     Prepare,
     Promise,
+    ProposalNeeded,
     Propose,
     Send,
     SetTimer,
-    Stale,
+    StartBallot,
+    VoteMessage,
 )
 
 MAX_DOUBLINGS = 6
@@ -35,7 +35,7 @@ def peers(members: Iterable[Member]) -> tuple[PeerId, ...]:
     return tuple(member.peer for member in members)
 
 
-class Standing:
+class BallotState:
     """Where a member stands in a vote, and what it has to say.
 
     Attributes:
@@ -45,20 +45,20 @@ class Standing:
         local: messages to itself.
     """
 
-    def __init__(self, me: Member, poll: Poll) -> None:
+    def __init__(self, me: Member, poll: VoteTally) -> None:
         self.me, self.poll = me, poll
         self.ballot = self.promised = 0
         self.out: list[Instruction] = []
-        self.local: deque[Message] = deque()
+        self.local: deque[VoteMessage] = deque()
 
     def leads(self, ballot: int) -> bool:
         """Whether the ballot is ours."""
         return self.poll.counts(self.me) and self.poll.coordinator(ballot) == self.me.peer
 
-    def outdated(self, message: Message, owner: PeerId) -> bool:
+    def outdated(self, message: VoteMessage, owner: PeerId) -> bool:
         """Whether its ballot is below our promise, as we then tell its sender, or not its owner's."""
         if message.ballot < self.promised:
-            self.send([message.sender.peer], Stale(self.poll.key, self.me, self.promised))
+            self.send([message.sender.peer], BallotNack(self.poll.key, self.me, self.promised))
         return message.ballot < self.promised or not self.poll.owns(message.ballot, owner)
 
     def reach(self, ballot: int) -> None:
@@ -71,7 +71,7 @@ class Standing:
         """Set the timer of the present ballot."""
         self.out.append(SetTimer(self.ballot, 1 << min(self.ballot, MAX_DOUBLINGS)))
 
-    def send(self, to: Iterable[PeerId], message: Message) -> None:
+    def send(self, to: Iterable[PeerId], message: VoteMessage) -> None:
         """Send to peers; to ourselves without the host."""
         distinct = dict.fromkeys(to)
         others = tuple(peer for peer in distinct if peer != self.me.peer)
@@ -82,7 +82,7 @@ class Standing:
 
 
 @dataclass(slots=True)
-class _Attempt:
+class _BallotAttempt:
     """A ballot of ours; `fork` is empty but for a fork, `proposal` is there once we proposed."""
 
     ballot: int
@@ -92,12 +92,12 @@ class _Attempt:
     proposal: Propose | None = None
 
 
-class Chair:
+class Proposer:
     """A member's ballots, when it is for it to coordinate, and its part in a fork."""
 
-    def __init__(self, standing: Standing) -> None:
+    def __init__(self, standing: BallotState) -> None:
         self._standing, self._poll = standing, standing.poll
-        self._attempt = _Attempt(0, free=True) if standing.leads(0) else None
+        self._attempt = _BallotAttempt(0, free=True) if standing.leads(0) else None
         self._forking: Record | None = None
 
     def open(self) -> None:
@@ -109,10 +109,10 @@ class Chair:
         elif standing.leads(standing.ballot):
             self._prepare(standing.ballot)
         elif self._poll.counts(standing.me):
-            ask = Ask(self._poll.key, standing.me, standing.ballot, ())
+            ask = StartBallot(self._poll.key, standing.me, standing.ballot, ())
             standing.send([self._poll.coordinator(standing.ballot)], ask)
 
-    def on_ask(self, message: Ask) -> None:
+    def on_ask(self, message: StartBallot) -> None:
         """Begin what we are asked for, or repeat how far we are with it."""
         attempt, to = self._attempt, [message.sender.peer]
         if message.fork:
@@ -146,9 +146,9 @@ class Chair:
             self._propose(attempt, newest.record)
         else:
             attempt.free = True
-            self._standing.out.append(Choose(attempt.ballot, tuple(attempt.promises.values())))
+            self._standing.out.append(ProposalNeeded(attempt.ballot, tuple(attempt.promises.values())))
 
-    def on_stale(self, message: Stale) -> None:
+    def on_stale(self, message: BallotNack) -> None:
         """Somebody is further on: so are we. A fork needs everybody, and tries again at once."""
         self._standing.reach(message.ballot)
         if self._attempt and self._attempt.fork and self._attempt.ballot < message.ballot:
@@ -180,12 +180,12 @@ class Chair:
         first, ballot = self._poll.first(members), standing.ballot + 1
         if first != standing.me.peer:
             standing.arm()
-            return standing.send([first], Ask(self._poll.key, standing.me, standing.ballot, members))
+            return standing.send([first], StartBallot(self._poll.key, standing.me, standing.ballot, members))
         while not self._poll.owns(ballot, first):
             ballot += 1
         self._prepare(ballot, members)
 
-    def _propose_fork(self, attempt: _Attempt, newest: Promise | None) -> None:
+    def _propose_fork(self, attempt: _BallotAttempt, newest: Promise | None) -> None:
         record = self._forking
         if record is None or record.roster != attempt.fork:
             return
@@ -205,18 +205,18 @@ class Chair:
 
     def _prepare(self, ballot: int, fork: tuple[Member, ...] = ()) -> None:
         self._standing.reach(ballot)
-        self._attempt = _Attempt(ballot, fork)
+        self._attempt = _BallotAttempt(ballot, fork)
         self._tell(self._attempt, peers(fork or self._poll.roster))
 
-    def _propose(self, attempt: _Attempt, data: bytes) -> None:
+    def _propose(self, attempt: _BallotAttempt, data: bytes) -> None:
         attempt.free = False
         attempt.proposal = Propose(self._poll.key, self._standing.me, attempt.ballot, data)
         self._tell(attempt, peers(attempt.fork or self._poll.roster))
 
-    def _tell(self, attempt: _Attempt, to: Iterable[PeerId]) -> None:
+    def _tell(self, attempt: _BallotAttempt, to: Iterable[PeerId]) -> None:
         prepare = Prepare(self._poll.key, self._standing.me, attempt.ballot, attempt.fork)
         self._standing.send(to, attempt.proposal or prepare)
 
-    def _believable(self, message: Promise, attempt: _Attempt) -> bool:
+    def _believable(self, message: Promise, attempt: _BallotAttempt) -> bool:
         value = self._poll.value(message.accepted, message.record) if message.record else None
         return not message.record or (value is not None and (not value.is_fork or bool(attempt.fork)))

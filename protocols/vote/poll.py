@@ -35,12 +35,12 @@ def majority(members: int, liars: bool = False) -> int:
     return 2 * members // 3 + 1 if liars else members // 2 + 1
 
 
-def admissions(members: int) -> int:
+def max_admitted(members: int) -> int:
     """How many one record may admit to a roster of so many."""
     return max(1, members // 2, SMALL_ROSTER - members)
 
 
-def kept(members: int, quorum: int) -> int:
+def min_retained(members: int, quorum: int) -> int:
     """So many of a roster that one of them is in every quorum, and holds what was decided."""
     return members - quorum + 1
 
@@ -59,7 +59,7 @@ class Value:
         return self.record.kind == Kind.FORK
 
 
-class Poll:
+class VoteTally:
     """The votes of one roster on the child of one lineage.
 
     Args:
@@ -92,7 +92,7 @@ class Poll:
         """Whether this member, in this life, votes."""
         return member in self.roster
 
-    def inherits(self, member: Member) -> bool:
+    def is_successor(self, member: Member) -> bool:
         """Whether this is a later life of one of the roster."""
         return self._lives.get(member.peer, ONLOOKER) < member.incarnation < ONLOOKER
 
@@ -103,7 +103,7 @@ class Poll:
 
     def forks_only(self, member: Member) -> bool:
         """Whether this one has no vote, and may FORK with others like it: an heir or a former member."""
-        return self.inherits(member) or self.was_member(member)
+        return self.is_successor(member) or self.was_member(member)
 
     def coordinator(self, ballot: int) -> PeerId:
         """Who owns a ballot of the roster."""
@@ -139,14 +139,14 @@ class Poll:
         admitted = sum(not self.counts(member) for member in record.roster)
         if record.kind == Kind.FORK:
             return self.may_fork(record.roster)
-        return admitted <= admissions(len(self.roster)) and members > admitted
+        return admitted <= max_admitted(len(self.roster)) and members > admitted
 
     def may_fork(self, left: Sequence[Member]) -> bool:
         """Whether these may go on without the others: members that are too few to decide, or heirs, or former members.
 
         They are as many as it takes; heirs of a whole roster are enough, however small it was.
         """
-        if left and all(map(self.inherits, left)):
+        if left and all(map(self.is_successor, left)):
             return self.fork_peers > 0 and min(self.fork_peers, len(self.roster)) <= len(left)
         if left and all(map(self.forks_only, left)):
             return 0 < self.fork_peers <= len(left) and any(self._majority_of(each, left) for each in self._former)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from protocols.base import BadPayload, Complaint, Contribution, Header, Member, PeerId
-from protocols.wire import MAX_ROSTER, Part, digest, many, one, peer_id, some, uint, unpack_body
+from protocols.base import BadPayload, Contribution, Header, LinkFault, Member, PeerId
+from protocols.wire import MAX_ROSTER, PartDigest, digest, many, one, peer_id, some, uint, unpack_body
 from protocols.wire import body as _body
 
 
@@ -40,11 +40,11 @@ class Record(Header):
     round: int = uint(1 << 40)
     kind: int = uint(2)
     plan: bytes = digest()
-    parts: tuple[Part, ...] = many(one(Part), MAX_ROSTER)
+    parts: tuple[PartDigest, ...] = many(one(PartDigest), MAX_ROSTER)
     roster: tuple[Member, ...] = many(one(Member), MAX_ROSTER)
     peers: tuple[PeerId, ...] = some(peer_id(), MAX_ROSTER)
     bounds: tuple[int, ...] = some(uint(1 << 48), MAX_ROSTER + 1)
-    complaints: tuple[Complaint, ...] = some(one(Complaint), MAX_ROSTER)
+    complaints: tuple[LinkFault, ...] = some(one(LinkFault), MAX_ROSTER)
 
     @property
     def averaged(self) -> bool:
@@ -90,7 +90,7 @@ def coordinators(line: bytes, roster: Sequence[Member]) -> tuple[PeerId, ...]:
     return tuple(sorted((m.peer for m in roster), key=lambda peer: hashlib.sha256(line + peer.encode()).digest()))
 
 
-def contributions(peers: Sequence[PeerId], parts: Sequence[Part]) -> dict[PeerId, Contribution]:
+def contributions(peers: Sequence[PeerId], parts: Sequence[PartDigest]) -> dict[PeerId, Contribution]:
     """Chunks of each peer that the mean holds; peers in the order of the plan's bits."""
     runs = [run for part in parts for run in part.runs]
     chunks = sum(run.count for run in runs)
@@ -98,6 +98,6 @@ def contributions(peers: Sequence[PeerId], parts: Sequence[Part]) -> dict[PeerId
     return {peer: Contribution(count, chunks) for peer, count in zip(peers, counted, strict=True)}
 
 
-def whole(bit: int, parts: Sequence[Part]) -> bool:
+def whole(bit: int, parts: Sequence[PartDigest]) -> bool:
     """Whether the mean holds every chunk of the peer with this bit."""
     return all(run.mask >> bit & 1 for part in parts for run in part.runs)

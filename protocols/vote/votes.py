@@ -14,7 +14,7 @@ MAX_RECORD_BYTES = 3 << 14
 
 
 @dataclass(frozen=True, slots=True)
-class Message(Header):
+class VoteMessage(Header):
     """What every message of the vote says.
 
     Attributes:
@@ -29,21 +29,21 @@ class Message(Header):
 
 
 @dataclass(frozen=True, slots=True)
-class Ask(Message):
+class StartBallot(VoteMessage):
     """To its coordinator: begin this ballot. With fork, to the first of those who are left: begin that fork."""
 
     fork: tuple[Member, ...] = many(one(Member), MAX_ROSTER)
 
 
 @dataclass(frozen=True, slots=True)
-class Prepare(Message):
+class Prepare(VoteMessage):
     """The coordinator asks for promises: of a majority or, with `fork`, of all its members."""
 
     fork: tuple[Member, ...] = many(one(Member), MAX_ROSTER)
 
 
 @dataclass(frozen=True, slots=True)
-class Promise(Message):
+class Promise(VoteMessage):
     """The sender accepts nothing below this ballot any more.
 
     Attributes:
@@ -58,19 +58,19 @@ class Promise(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Stale(Message):
+class BallotNack(VoteMessage):
     """The sender has promised this ballot, which is above the one that it was asked about."""
 
 
 @dataclass(frozen=True, slots=True)
-class Propose(Message):
+class Propose(VoteMessage):
     """The coordinator's only record in this ballot, encoded."""
 
     record: bytes = blob(MAX_RECORD_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
-class Accept(Message):
+class Accept(VoteMessage):
     """The sender's signed vote for the record with this digest (the lineage that it names)."""
 
     digest: bytes = digest()
@@ -78,7 +78,7 @@ class Accept(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Want(Message):
+class RecordRequest(VoteMessage):
     """The sender saw a majority in this ballot for a record that it does not know."""
 
     digest: bytes = digest()
@@ -93,14 +93,23 @@ class Signed:
 
 
 @dataclass(frozen=True, slots=True)
-class Certificate(Message):
+class Certificate(VoteMessage):
     """A record and the votes for it in this ballot. With too few to decide it is no more than news of them."""
 
     record: bytes = blob(MAX_RECORD_BYTES)
     votes: tuple[Signed, ...] = many(one(Signed), MAX_ROSTER)
 
 
-MESSAGES: tuple[type[Message], ...] = (Ask, Prepare, Promise, Stale, Propose, Accept, Want, Certificate)
+MESSAGES: tuple[type[VoteMessage], ...] = (
+    StartBallot,
+    Prepare,
+    Promise,
+    BallotNack,
+    Propose,
+    Accept,
+    RecordRequest,
+    Certificate,
+)
 register(16, MESSAGES)
 
 
@@ -109,7 +118,7 @@ class Send:
     """Send to each of these peers. To lose, repeat or reorder it costs time and nothing else."""
 
     to: tuple[PeerId, ...]
-    message: Message
+    message: VoteMessage
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +130,7 @@ class SetTimer:
 
 
 @dataclass(frozen=True, slots=True)
-class Choose:
+class ProposalNeeded:
     """We coordinate and are free: repair, plan anew or skip, then call `chosen`. The promises say who holds what."""
 
     ballot: int
@@ -144,18 +153,18 @@ class Decided:
 
 
 @dataclass(frozen=True, slots=True)
-class Rival:
+class ConflictingCertificate:
     """A valid certificate that does not decide here: of a fork without us, or of another child than ours: heal."""
 
     certificate: Certificate
 
 
 @dataclass(frozen=True, slots=True)
-class Accuse:
+class ReportFault:
     """A peer sent votes that nobody cast, or on what may not be decided."""
 
     peer: PeerId
     why: str
 
 
-Instruction: TypeAlias = Send | SetTimer | Choose | Fetch | Decided | Rival | Accuse
+Instruction: TypeAlias = Send | SetTimer | ProposalNeeded | Fetch | Decided | ConflictingCertificate | ReportFault

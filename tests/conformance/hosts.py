@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from protocols.base import Host, Member, PeerId, Transport
-from protocols.fixed import FixedMembers
+from protocols.fixed import StaticMembers
 from tests.conformance.worlds import Peers
 from tests.rounds import SEED
 from tests.sim.host import Hearsay, SimClock, SimCompute, SimDirectory, SimSigner
@@ -15,7 +15,7 @@ def host(peers: Peers, index: int) -> Host:
     return Host(
         transport=transport,
         directory=SimDirectory({}, transport.me, clock, Hearsay()),
-        members=FixedMembers(Member(other.me) for other in peers.transports),
+        members=StaticMembers(Member(other.me) for other in peers.transports),
         compute=SimCompute(),
         clock=clock,
         signer=SimSigner(transport.me, SEED),
@@ -27,7 +27,7 @@ class Network:
     """What `tests.peers` asks of a network, of a world's peers."""
 
     def __init__(self, peers: Peers) -> None:
-        members = FixedMembers(Member(transport.me) for transport in peers.transports)
+        members = StaticMembers(Member(transport.me) for transport in peers.transports)
         self.contacts = self
         self.views = {transport.me: members for transport in peers.transports}
         self._transports = {transport.me: transport for transport in peers.transports}

@@ -10,7 +10,7 @@ import pytest
 
 from protocols import wire
 from protocols.base import PeerId, PeerSilent, Stream
-from protocols.post import Ledger, Post
+from protocols.post import ControlChannel, RoundAccounting
 from tests.conformance.hosts import host
 from tests.conformance.worlds import GENEROUS_SECONDS, Peers, World, soon
 
@@ -43,7 +43,7 @@ class Listener:
             self.ended += 1
 
 
-def send(post: Post, peer: PeerId, numbers: Sequence[int]) -> None:
+def send(post: ControlChannel, peer: PeerId, numbers: Sequence[int]) -> None:
     for number in numbers:
         post.send(peer, wire.Chunk(number, 0))
 
@@ -58,7 +58,7 @@ async def until(condition: Callable[[], bool], seconds: float = GENEROUS_SECONDS
 
 
 @asynccontextmanager
-async def running(post: Post, peers: Peers) -> AsyncIterator[None]:
+async def running(post: ControlChannel, peers: Peers) -> AsyncIterator[None]:
     """Inside, messages are carried; afterwards no task of it may be left, at once."""
     others = [transport.me for transport in peers.transports[1:]]
     async with asyncio.timeout(3 * GENEROUS_SECONDS), asyncio.TaskGroup() as group:
@@ -69,20 +69,20 @@ async def running(post: Post, peers: Peers) -> AsyncIterator[None]:
 
 
 def play(
-    world: World, listener: Callable[[], Listener], body: Callable[[Peers, Post, Listener], Awaitable[None]]
+    world: World, listener: Callable[[], Listener], body: Callable[[Peers, ControlChannel, Listener], Awaitable[None]]
 ) -> None:
     """Run `body` with a post at the first of two peers and a listener at the second."""
 
     async def whole(peers: Peers) -> None:
         hears = listener()
         peers.transports[1].serve(METHOD, hears)
-        await body(peers, Post(host(peers, 0), METHOD, Ledger()), hears)
+        await body(peers, ControlChannel(host(peers, 0), METHOD, RoundAccounting()), hears)
 
     world.run(whole)
 
 
 def test_messages_come_in_order_on_one_stream(world: World) -> None:
-    async def body(peers: Peers, post: Post, listener: Listener) -> None:
+    async def body(peers: Peers, post: ControlChannel, listener: Listener) -> None:
         b = peers.transports[1].me
         async with running(post, peers):
             for first in range(0, 200, 50):
@@ -95,7 +95,7 @@ def test_messages_come_in_order_on_one_stream(world: World) -> None:
 
 
 def test_an_idle_stream_stays(world: World) -> None:
-    async def body(peers: Peers, post: Post, listener: Listener) -> None:
+    async def body(peers: Peers, post: ControlChannel, listener: Listener) -> None:
         gone: list[PeerId] = []
         post.on_gone = gone.append
         async with running(post, peers):
@@ -109,7 +109,7 @@ def test_an_idle_stream_stays(world: World) -> None:
 
 
 def test_what_was_sent_arrives_before_the_close(world: World) -> None:
-    async def body(peers: Peers, post: Post, listener: Listener) -> None:
+    async def body(peers: Peers, post: ControlChannel, listener: Listener) -> None:
         async with running(post, peers):
             send(post, peers.transports[1].me, range(60))
             await until(lambda: bool(listener.heard))
@@ -121,7 +121,7 @@ def test_what_was_sent_arrives_before_the_close(world: World) -> None:
 
 
 def test_what_waits_at_the_end_goes_out_at_the_next_beginning(world: World) -> None:
-    async def body(peers: Peers, post: Post, listener: Listener) -> None:
+    async def body(peers: Peers, post: ControlChannel, listener: Listener) -> None:
         b = peers.transports[1].me
         async with running(post, peers):
             send(post, b, [0])
@@ -136,7 +136,7 @@ def test_what_waits_at_the_end_goes_out_at_the_next_beginning(world: World) -> N
 
 
 def test_a_killed_peer_is_noticed_where_nothing_is_to_be_said(world: World) -> None:
-    async def body(peers: Peers, post: Post, listener: Listener) -> None:
+    async def body(peers: Peers, post: ControlChannel, listener: Listener) -> None:
         gone: list[PeerId] = []
         post.on_gone = gone.append
         b = peers.transports[1].me
@@ -152,7 +152,7 @@ def test_a_killed_peer_is_noticed_where_nothing_is_to_be_said(world: World) -> N
 
 @pytest.mark.parametrize("whose", [0, 1], ids=["senders", "receivers"])
 def test_what_a_broken_stream_carried_is_sent_again(world: World, whose: int) -> None:
-    async def body(peers: Peers, post: Post, listener: Listener) -> None:
+    async def body(peers: Peers, post: ControlChannel, listener: Listener) -> None:
         b = peers.transports[1].me
         async with running(post, peers):
             send(post, b, range(5))

@@ -9,9 +9,9 @@ import torch
 
 from protocols.base import BadPayload, PeerGone, PeerSilent
 from protocols.codec import codec
-from protocols.reducing.parts import HeldPart, chunk_digest, seal
-from protocols.rounds.shelf import Shelf, fetch_part
-from protocols.vectors import CHUNK_ELEMENTS, Flat
+from protocols.reducing.parts import ReducedPart, chunk_digest, seal
+from protocols.rounds.shelf import PartCache, fetch_part
+from protocols.vectors import CHUNK_ELEMENTS, VectorView
 from tests.conformance.hosts import Network, host
 from tests.conformance.worlds import Peers, World, soon
 from tests.peers import Swarm
@@ -22,10 +22,10 @@ SPAN = (0, ELEMENTS, CHUNK_ELEMENTS)
 LINEAGE = b"l" * 32
 
 
-def made_part() -> tuple[HeldPart, torch.Tensor]:
+def made_part() -> tuple[ReducedPart, torch.Tensor]:
     """A part of more than 4 MB, and what it decodes to."""
     vector = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(1))
-    part = HeldPart(codec("fp32"), *SPAN)
+    part = ReducedPart(codec("fp32"), *SPAN)
     for index in range(part.chunks):
         low, high = part.elements(index)
         part.codec.encode(vector[low:high], part.chunk(index))
@@ -35,7 +35,7 @@ def made_part() -> tuple[HeldPart, torch.Tensor]:
     return part, vector
 
 
-async def fetched(peers: Peers, part: HeldPart) -> HeldPart:
+async def fetched(peers: Peers, part: ReducedPart) -> ReducedPart:
     assert part.result
     return await fetch_part(host(peers, 0), peers.transports[1].me, part.result, part.codec, SPAN, soon())
 
@@ -44,9 +44,9 @@ class TestParts:
     def test_a_part_of_several_megabytes_comes_as_it_was(self, world: World) -> None:
         async def body(peers: Peers) -> None:
             part, vector = made_part()
-            Shelf(host(peers, 1)).put(LINEAGE, part)
+            PartCache(host(peers, 1)).put(LINEAGE, part)
             got, into = await fetched(peers, part), torch.zeros(ELEMENTS)
-            got.decode(Flat([into]))
+            got.decode(VectorView([into]))
             assert torch.equal(into, vector)
             assert (got.result, got.masks) == (part.result, part.masks)
 
@@ -54,7 +54,7 @@ class TestParts:
 
     def test_one_that_is_not_there_is_refused_for_certain(self, world: World) -> None:
         async def body(peers: Peers) -> None:
-            shelf, (part, _) = Shelf(host(peers, 1)), made_part()
+            shelf, (part, _) = PartCache(host(peers, 1)), made_part()
             with pytest.raises(PeerGone):
                 await fetched(peers, part)
             shelf.put(LINEAGE, part)
@@ -68,7 +68,7 @@ class TestParts:
     def test_one_that_was_changed_is_not_taken(self, world: World) -> None:
         async def body(peers: Peers) -> None:
             part, _ = made_part()
-            Shelf(host(peers, 1)).put(LINEAGE, part)
+            PartCache(host(peers, 1)).put(LINEAGE, part)
             part.chunk(2)[7] ^= 1
             with pytest.raises(BadPayload):
                 await fetched(peers, part)
@@ -78,7 +78,7 @@ class TestParts:
     def test_a_holder_that_stops_in_the_middle(self, world: World) -> None:
         async def body(peers: Peers) -> None:
             part, _ = made_part()
-            Shelf(host(peers, 1)).put(LINEAGE, part)
+            PartCache(host(peers, 1)).put(LINEAGE, part)
             await fetched(peers, part)
             await peers.freeze_peer(1)
             assert part.result

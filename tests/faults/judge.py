@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
-from protocols import LOOSE
+from protocols import INDEPENDENT_PROTOCOLS
 from tests.checkers import DECIDED, Violation, began, check, one_branch
 from tests.faults import loose
 from tests.faults.goodput import MEANS, first_told, goodput, participation, reports
@@ -133,7 +133,7 @@ def name_of(play: Play, peer: str) -> str:
 
 def promise_of(play: Play) -> Promise:
     """By whether its peers share an anchor."""
-    return _APART if play.protocol in LOOSE else _ONE
+    return _APART if play.protocol in INDEPENDENT_PROTOCOLS else _ONE
 
 
 def _one_story(play: Play) -> list[Violation]:

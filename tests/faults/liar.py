@@ -77,14 +77,14 @@ def main() -> int:
     """Run the command line of a peer whose transport lies."""
     from node import cli, peer
 
-    honest = peer.traced
+    honest = peer.with_failpoints
 
     def lying(transport: Any, trainer: Any, rounds: Path) -> Any:
         frames, *others = honest(transport, trainer, rounds)
         signer = transport._config.identity
         return LyingTransport(frames, signer, Path(os.environ[VARIABLE])), *others
 
-    peer.traced = lying
+    peer.with_failpoints = lying
     return cli.main()
 
 

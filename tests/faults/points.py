@@ -9,12 +9,12 @@ from node.trace import POINTS as VOTED
 POINTS: Mapping[str, tuple[str, ...]] = {
     "butterfly": VOTED,
     "gossip": (
-        "train", "receive Ask", "send Answer", "trained", "send Ask", "receive Answer",
-        "send Chunk", "receive Chunk", "send Whole", "receive Whole",
+        "train", "receive ExchangeRequest", "send ExchangeReply", "trained", "send ExchangeRequest", "receive ExchangeReply",
+        "send Chunk", "receive Chunk", "send StateReceived", "receive StateReceived",
         "read", "write", "evaluate", "report", "reported",
     ),
     "moshpit": (
-        "train", "send Here", "receive Here", "trained", "read", "send Plan", "receive Plan",
+        "train", "send PositionAnnouncement", "receive PositionAnnouncement", "trained", "read", "send Plan", "receive Plan",
         "send Contribute", "send Chunk", "receive Chunk", "send Reduced", "send PartDone", "receive Reduced",
         "write", "evaluate", "report", "reported",
     ),

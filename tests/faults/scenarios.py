@@ -9,7 +9,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from protocols import LOOSE
+from protocols import INDEPENDENT_PROTOCOLS
 from tests.faults import draws
 from tests.faults.draws import Draw
 from tests.faults.play import Limits
@@ -164,7 +164,7 @@ def scenario_of(name: str, protocol: str) -> Scenario:
     Aims at what follows from a vote are none there, either.
     """
     scenario, points = SCENARIOS[name], POINTS[protocol]
-    if protocol not in LOOSE:
+    if protocol not in INDEPENDENT_PROTOCOLS:
         return scenario
     own = {"kill": draws.kill(points), "kill-restart": draws.kill_restart(points), "liar": draws.liar(LOOSE_LIES)}
     aims = {what: aim for what, aim in scenario.limits.aims.items() if what not in _VOTERS_AIMS}

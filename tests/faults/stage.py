@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from protocols import LOOSE
+from protocols import INDEPENDENT_PROTOCOLS
 from tests.faults import memory
 from tests.faults.goodput import MEANS
 from tests.faults.lying import can_lie
@@ -77,7 +77,7 @@ class Options:
     @property
     def loose(self) -> bool:
         """Whether the peers share no anchor."""
-        return self.protocol in LOOSE
+        return self.protocol in INDEPENDENT_PROTOCOLS
 
 
 def play(name: str, scenario: Scenario, seed: int, options: Options, home: Path, say: Callable[[str], None]) -> Play:

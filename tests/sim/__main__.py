@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Iterable
 from typing import Any
 
-from protocols import LOOSE, PROTOCOLS
+from protocols import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
 from protocols.codec import CODECS
 from protocols.wire import MAX_ROSTER
 from tests.checkers import Violation
@@ -40,7 +40,9 @@ def _peers(text: str) -> int:
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = Parser(prog="python -m tests.sim", description="Simulated swarms under faults, from seeds.")
-    parser.add_argument("--protocol", choices=sorted([*PROTOCOLS, *LOOSE]), default="butterfly")
+    parser.add_argument(
+        "--protocol", choices=sorted([*REPLICATED_PROTOCOLS, *INDEPENDENT_PROTOCOLS]), default="butterfly"
+    )
     parser.add_argument("--peers", type=_peers, default=5)
     parser.add_argument("--rounds", type=at_least_one, default=6)
     parser.add_argument("--seeds", type=seeds, default=range(1), help="one seed, or a range like 0:300")
@@ -55,7 +57,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         parser.error(f"argument --directory: {options.protocol} finds nobody there, moshpit does")
     if options.pull is not None and (options.protocol != "gossip" or not 0 < options.pull < MOST_PULL):
         parser.error(f"argument --pull: of gossip, above 0 and below {MOST_PULL:g}")
-    if options.faults == LIES and options.protocol not in (*PROTOCOLS, *LOOSE_LIES):
+    if options.faults == LIES and options.protocol not in (*REPLICATED_PROTOCOLS, *LOOSE_LIES):
         parser.error(f"argument --faults: {options.protocol} is not made to bear {LIES}")
     return options
 
@@ -81,7 +83,7 @@ def _scenarios(options: argparse.Namespace) -> Iterable[Scenario]:
 def _felt(fault: str, options: argparse.Namespace) -> bool:
     """Whether a family does anything to these peers that another does not."""
     if fault == LIES:
-        return options.protocol in (*PROTOCOLS, *LOOSE_LIES)
+        return options.protocol in (*REPLICATED_PROTOCOLS, *LOOSE_LIES)
     return fault != DIRECTORY or options.directory  # else nobody asks it: a crash under another name
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from protocols import PROTOCOLS
-from protocols.base import Deadline, Head, Host, Mean, Member, PeerId, Settings, Vector, Work
+from protocols import REPLICATED_PROTOCOLS
+from protocols.base import AveragingResult, Deadline, Head, Host, LocalProgress, Member, PeerId, Settings, Vector
 from protocols.framing import FramedStream
 from protocols.history.chain import genesis
 from protocols.vectors import norm
@@ -29,7 +29,7 @@ RUN = bytes(32)
 class Averaged:
     """What came of it, in the order of the vectors."""
 
-    means: list[Mean]
+    means: list[AveragingResult]
     results: list[Vector]
     sent_bytes: list[int]
     seconds: float
@@ -99,14 +99,14 @@ class Group:
 
         return disguise
 
-    async def _member(self, index: int, host: Host, head: Head, into: Vector, deadline: Deadline) -> Mean:
+    async def _member(self, index: int, host: Host, head: Head, into: Vector, deadline: Deadline) -> AveragingResult:
         vector = self.vectors[index]
         settings = Settings(self.codec, (len(vector),), self.chunk_elements, self.bandwidths[index], robust=self.robust)
-        averager = PROTOCOLS[self.protocol](host, settings)
+        averager = REPLICATED_PROTOCOLS[self.protocol](host, settings)
         tokens = self.tokens[index]
         size = self.declared.get(index, norm([vector]))
-        work = Work(tokens, 0.0, 1.0, size if tokens else 0.0, complete=True)
+        work = LocalProgress(tokens, 0.0, 1.0, size if tokens else 0.0, complete=True)
         async with averager.enter(head, deadline) as session:
-            session.ready(work)
+            session.offer(work)
             await session.cut.wait()
-            return await session.mean([vector], work, [into])
+            return await session.average([vector], work, [into])

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from protocols.base import Member, PeerId
-from protocols.tasks import Bell
+from protocols.tasks import Notifier
 
 if TYPE_CHECKING:
     from tests.sim.network import Node, SimNetwork
@@ -31,7 +31,7 @@ class View:
 
     def __init__(self, me: Member, known: Mapping[PeerId, Member]) -> None:
         self.version = 0
-        self.changed = Bell()
+        self.changed = Notifier()
         self._known = {**known, me.peer: me}
         self._live: tuple[Member, ...] | None = None
 
@@ -60,7 +60,7 @@ class View:
     def _moved(self) -> None:
         self._live = None
         self.version += 1
-        self.changed.ring()
+        self.changed.notify()
 
 
 @dataclass

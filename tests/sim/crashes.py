@@ -27,7 +27,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from protocols import LOOSE, PROTOCOLS
+from protocols import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
 from tests.sim.arguments import Parser, at_least, at_least_one
 from tests.sim.ending import RecordingEnd, StruckEnd
 from tests.sim.process import prepare, workers
@@ -72,7 +72,9 @@ def survey(verdicts: Iterable[Verdict]) -> dict[str, Any]:
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = Parser(prog="python -m tests.sim.crashes", description="A fault at every message of a round.")
-    parser.add_argument("--protocol", choices=sorted([*PROTOCOLS, *LOOSE]), default="butterfly")
+    parser.add_argument(
+        "--protocol", choices=sorted([*REPLICATED_PROTOCOLS, *INDEPENDENT_PROTOCOLS]), default="butterfly"
+    )
     parser.add_argument("--peers", type=partial(at_least, 2), default=3)
     parser.add_argument("--kind", choices=KINDS, default="crash")
     parser.add_argument("--seed", type=int, default=0, help="of latencies and of the order of messages")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from node.report import RoundReport, tokens_counted
-from node.rounds.round import Replica
+from node.rounds.round import ReplicatedOuterLoop
 from protocols.base import PeerId, Vector
-from protocols.history.chain import Chain, Link
+from protocols.history.chain import Chain, DecidedRound
 from protocols.vote.record import genesis
 from tests.sim.staged import Cast, Stage
 from tests.sim.world import RUN
@@ -17,7 +17,7 @@ from tests.sim.world import RUN
 class Checkpoint:
     """The outer state before a round, and what was decided up to it."""
 
-    links: tuple[Link, ...]
+    links: tuple[DecidedRound, ...]
     anchor: Vector
     velocity: Vector
 
@@ -33,7 +33,7 @@ class Durable(Stage):
         self.every_rounds = every_rounds
         self.disks: dict[PeerId, Checkpoint] = {}
 
-    async def restored(self, replica: Replica) -> None:
+    async def restored(self, replica: ReplicatedOuterLoop) -> None:
         if kept := self.disks.get(replica.averager.me.peer):
             replica.chain.switch(genesis(RUN), kept.links)
             replica.anchor.copy_(kept.anchor)
@@ -50,5 +50,5 @@ class Durable(Stage):
             self.disks[peer] = self._checkpoint(chain, self.replicas[peer])
 
     @staticmethod
-    def _checkpoint(chain: Chain, replica: Replica) -> Checkpoint:
+    def _checkpoint(chain: Chain, replica: ReplicatedOuterLoop) -> Checkpoint:
         return Checkpoint(chain.since(genesis(RUN)), replica.anchor.clone(), replica.velocity.clone())

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from protocols.base import Contribution, Head, Mean, PeerId, RoundKey, Settings, Vector, Work
+from protocols.base import AveragingResult, Contribution, Head, LocalProgress, PeerId, RoundKey, Settings, Vector
 from protocols.gossip import Gossip
 from tests.sim import loop as simloop
 from tests.sim.host import sim_host
@@ -19,7 +19,7 @@ from tests.sim.network import SimNetwork, Trace
 RUN = bytes(range(32))
 ROUND_SECONDS = 100.0
 GRACE_SECONDS = 120.0
-DONE = Work(1, 0.0, 1.0, 0.0, complete=True)
+DONE = LocalProgress(1, 0.0, 1.0, 0.0, complete=True)
 
 
 def states(count: int, elements: int, seed: int = 0) -> list[list[Vector]]:
@@ -40,7 +40,7 @@ def head(number: int, run: bytes = RUN) -> Head:
 class Told:
     """What became of one round of a peer."""
 
-    mean: Mean
+    mean: AveragingResult
     early: dict[PeerId, Contribution]
     half_exchanges: int
     mass_drift: float
@@ -90,14 +90,14 @@ class Swarm:
         loop, state = asyncio.get_running_loop(), self.state[index]
         began = loop.time()
         async with self.gossips[index].enter(head(number), began + ROUND_SECONDS) as session:
-            session.lend(state)
-            session.ready(DONE)
+            session.share(state)
+            session.offer(DONE)
             await session.cut.wait()
             await asyncio.sleep(train_seconds)
-            early, asked = dict(await session.take_back()), loop.time()
+            early, asked = dict(await session.reclaim()), loop.time()
             into = [torch.full_like(each, torch.nan) for each in state]
             before = [each.clone() for each in state]
-            mean = await session.mean(state, DONE, into)
+            mean = await session.average(state, DONE, into)
             assert all(torch.equal(one, other) for one, other in zip(state, before, strict=True)), "lent, unchanged"
             if mean.outcome == "committed":
                 self.state[index] = into
@@ -122,11 +122,11 @@ class Swarm:
         """A peer that trains for so long, and lends its state meanwhile."""
         loop = asyncio.get_running_loop()
         async with self.gossips[index].enter(head(0), loop.time() + ROUND_SECONDS) as session:
-            session.lend(self.state[index])
+            session.share(self.state[index])
             await asyncio.sleep(seconds)
-            early = dict(await session.take_back())
+            early = dict(await session.reclaim())
         now = loop.time()
-        mean = Mean("skipped")  # type: ignore[arg-type]
+        mean = AveragingResult("skipped")  # type: ignore[arg-type]
         self.told[index].append(Told(mean, early, session.half_exchanges, session.mass_drift, 0.0, now, now))
 
     def start(self, index: int, job: Awaitable[Any]) -> asyncio.Task[Any]:

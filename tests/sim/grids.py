@@ -12,16 +12,16 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from protocols.groups.grid import Index, Shape, cell, line, moved
+from protocols.groups.grid import Cell, GridShape, cell, line, next_cell
 
 Groups = list[list[int]]
 Plan = Callable[[random.Random], list[Groups]]
 """The groups of one round, axis by axis."""
 
 
-def lines(indices: Sequence[Index], axis: int) -> Groups:
+def lines(indices: Sequence[Cell], axis: int) -> Groups:
     """Peers by the line along `axis` that they stand on."""
-    groups: dict[Index, list[int]] = {}
+    groups: dict[Cell, list[int]] = {}
     for peer, index in enumerate(indices):
         groups.setdefault(line(index, axis), []).append(peer)
     return list(groups.values())
@@ -38,11 +38,11 @@ def average(values: torch.Tensor, weights: torch.Tensor, groups: Groups) -> tupl
     return values, weights
 
 
-def seated(count: int, shape: Shape) -> Plan:
+def seated(count: int, shape: GridShape) -> Plan:
     """Seats without gaps, row by row, in an order that each round draws."""
 
     def plan(rng: random.Random) -> list[Groups]:
-        indices: list[Index] = [()] * count
+        indices: list[Cell] = [()] * count
         for number, peer in enumerate(rng.sample(range(count), count)):
             indices[peer] = cell(number, shape)
         return [lines(indices, axis) for axis in range(len(shape))]
@@ -50,11 +50,11 @@ def seated(count: int, shape: Shape) -> Plan:
     return plan
 
 
-def diagonal(count: int, shape: Shape) -> Plan:
+def diagonal(count: int, shape: GridShape) -> Plan:
     """Seats without gaps, dealt along the diagonals of a square: all lines are short by as much."""
 
     def plan(rng: random.Random) -> list[Groups]:
-        indices: list[Index] = [()] * count
+        indices: list[Cell] = [()] * count
         for number, peer in enumerate(rng.sample(range(count), count)):
             low, high = number % shape[0], number // shape[0]
             indices[peer] = (low, (low + high) % shape[1])
@@ -63,7 +63,7 @@ def diagonal(count: int, shape: Shape) -> Plan:
     return plan
 
 
-def holes(count: int, shape: Shape) -> Plan:
+def holes(count: int, shape: GridShape) -> Plan:
     """Cells by lot, and holes where they fall."""
     cells = [cell(number, shape) for number in range(math.prod(shape))]
 
@@ -77,7 +77,7 @@ def holes(count: int, shape: Shape) -> Plan:
 class Positions:
     """The paper's rule: the position in the last group becomes the coordinate."""
 
-    def __init__(self, count: int, shape: Shape, rounds: int, rng: random.Random) -> None:
+    def __init__(self, count: int, shape: GridShape, rounds: int, rng: random.Random) -> None:
         self.shape = shape
         self.indices = [tuple(rng.randrange(places) for places in shape) for _ in range(count)]
         for _ in range(rounds):
@@ -89,7 +89,7 @@ class Positions:
             plan.append(lines(self.indices, axis))
             for group in plan[-1]:
                 for position, peer in enumerate(rng.sample(group, len(group))):
-                    self.indices[peer] = moved(self.indices[peer], axis, position, self.shape)
+                    self.indices[peer] = next_cell(self.indices[peer], axis, position, self.shape)
         return plan
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from protocols.base import Member, PeerId, RoundKey
 from protocols.vote import record as records
 from protocols.vote import votes
-from protocols.vote.ballot import Vote
-from protocols.vote.poll import Poll, Value, majority
+from protocols.vote.ballot import PaxosInstance
+from protocols.vote.poll import Value, VoteTally, majority
 from protocols.vote.record import Kind
 from protocols.wire import PartDone
 
@@ -38,7 +38,7 @@ class Seal:
         return signature == peer.encode() + zlib.crc32(message).to_bytes(4, "big")
 
 
-class Remembering(Poll):
+class Remembering(VoteTally):
     """Reads each record once for the whole run: that is what it costs most."""
 
     read: dict[bytes, Value | None]
@@ -54,7 +54,7 @@ class Remembering(Poll):
 class Side:
     """A node's part in the vote on one lineage. A ghost votes by a roster of its own, in which it believes to be."""
 
-    vote: Vote
+    vote: PaxosInstance
     ghost: bool = False
     forked: bool = False
     certificate: votes.Certificate | None = None
@@ -72,7 +72,7 @@ class Node:
     me: Member
     alive: bool = True
     sides: dict[tuple[bytes, bool], Side] = field(default_factory=dict)
-    parked: list[tuple[PeerId, votes.Message]] = field(default_factory=list)
+    parked: list[tuple[PeerId, votes.VoteMessage]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ def short(value: object) -> str:
     """An instruction, for a trace."""
     if isinstance(value, votes.Send):
         return f"-> {' '.join(value.to)}: {short(value.message)}"
-    if isinstance(value, votes.Message):
+    if isinstance(value, votes.VoteMessage):
         names = [name for name in ("ballot", "accepted", "fork") if getattr(value, name, ())]
         data = getattr(value, "record", b"")
         digest = getattr(value, "digest", records.lineage(data) if data else b"")

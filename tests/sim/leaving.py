@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any
 
 from protocols.base import PeerId
-from protocols.history.chain import Link
+from protocols.history.chain import DecidedRound
 from protocols.vote.record import Kind
 from tests.sim.arguments import Parser, at_least, at_least_one
 from tests.sim.durable import Durable
@@ -54,7 +54,7 @@ class Leaving(Durable, Parting):
                 self.kill(peer)
             await asyncio.sleep(pause_seconds)
 
-    def forks(self, peer: PeerId) -> list[Link]:
+    def forks(self, peer: PeerId) -> list[DecidedRound]:
         """The FORKs on a peer's branch."""
         chain = self.chain(peer)
         return [link for link in chain.since(chain.locator()[-1]) if link.record.kind == Kind.FORK]

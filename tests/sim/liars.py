@@ -29,10 +29,10 @@ from protocols import wire
 from protocols.base import Buffer, Header, Member, PeerId
 from protocols.codec import codec
 from protocols.framing import FramedStream
-from protocols.groups.census import Here
+from protocols.groups.census import PositionAnnouncement
 from protocols.moshpit import state_codec
-from protocols.pairs.shares import Give
-from protocols.pairs.swap import Answer, Ask, Message
+from protocols.pairs.shares import PushShare
+from protocols.pairs.swap import ExchangeMessage, ExchangeReply, ExchangeRequest
 from tests.sim.lies import LyingStream
 from tests.sim.pipe import SimPipe
 
@@ -52,23 +52,23 @@ BORNE: Final = {
     "push_sum": ("reversed", "ahead", "replayed", "far-number"),
     "moshpit": ("reversed", "ahead", "replayed", "hanging"),
 }
-_OPENING: Final = (Ask, Give, Answer)
+_OPENING: Final = (ExchangeRequest, PushShare, ExchangeReply)
 LOOSE_LIES: Final = {protocol: (*REFUSED[protocol], *BORNE[protocol]) for protocol in REFUSED}
 """Every lie that can be told in a protocol. Those of the baselines, which bear none, are not there."""
 
 
 _SOMEBODY = Member("somebody")
 _CHANGES: Final[dict[tuple[str, type], Callable[[Any], Header]]] = {
-    ("ahead", Ask): lambda ask: _in_round(ask, ask.key.round + AHEAD_ROUNDS),
-    ("ahead", Give): lambda give: _in_round(give, give.key.round + AHEAD_ROUNDS),
-    ("ahead", Answer): lambda answer: replace(answer, round=AHEAD_ROUNDS),
-    ("ahead", Here): lambda here: replace(here, round=here.round + AHEAD_ROUNDS),
-    ("replayed", Here): lambda here: replace(here, number=1),
-    ("other-run", Here): lambda here: replace(here, run=bytes(32)),
-    ("other-sender", Here): lambda here: replace(here, sender=_SOMEBODY),
+    ("ahead", ExchangeRequest): lambda ask: _in_round(ask, ask.key.round + AHEAD_ROUNDS),
+    ("ahead", PushShare): lambda give: _in_round(give, give.key.round + AHEAD_ROUNDS),
+    ("ahead", ExchangeReply): lambda answer: replace(answer, round=AHEAD_ROUNDS),
+    ("ahead", PositionAnnouncement): lambda here: replace(here, round=here.round + AHEAD_ROUNDS),
+    ("replayed", PositionAnnouncement): lambda here: replace(here, number=1),
+    ("other-run", PositionAnnouncement): lambda here: replace(here, run=bytes(32)),
+    ("other-sender", PositionAnnouncement): lambda here: replace(here, sender=_SOMEBODY),
     ("other-codec", wire.Contribute): lambda opening: replace(opening, codec="fp64"),
     ("stale", wire.Contribute): lambda opening: replace(opening, key=replace(opening.key, lineage=bytes(32))),
-    ("weight", Give): lambda give: replace(give, weight=1e6),
+    ("weight", PushShare): lambda give: replace(give, weight=1e6),
     **{("other-run", kind): lambda each: replace(each, key=replace(each.key, run=bytes(32))) for kind in _OPENING},
     **{("other-sender", kind): lambda each: replace(each, sender=_SOMEBODY) for kind in _OPENING},
     **{("other-size", kind): lambda each: replace(each, elements=each.elements + 1) for kind in _OPENING[:2]},
@@ -100,16 +100,20 @@ class Liar:
 
     def altered(self, peer: PeerId, header: Header) -> Header:
         """What is sent to a peer in place of a message."""
-        if isinstance(header, Ask | Answer | Give) and self.lie in ("replayed", "far-number", "round-back"):
+        if isinstance(header, ExchangeRequest | ExchangeReply | PushShare) and self.lie in (
+            "replayed",
+            "far-number",
+            "round-back",
+        ):
             return self._numbered(peer, header)
         change = _CHANGES.get((self.lie, type(header)))
         self.lies += change is not None
         return change(header) if change else header
 
-    def _numbered(self, peer: PeerId, header: Message) -> Message:
+    def _numbered(self, peer: PeerId, header: ExchangeMessage) -> ExchangeMessage:
         """Under a false number, or of a false round; what is told to each peer is remembered."""
         told = self._last[peer]
-        if not isinstance(header, Ask | Give):
+        if not isinstance(header, ExchangeRequest | PushShare):
             self.lies += self.lie == "far-number"
             return replace(header, sequence=header.sequence + (self.lie == "far-number"))
         self.lies += bool(told)  # only the second can be told to be one

@@ -11,19 +11,19 @@ import torch
 
 from node.noloco import NoLoCo
 from node.outer import OuterSGD
-from node.rounds.closing import Closing
-from node.rounds.course import OwnCourse
-from node.rounds.life import loose_rounds
-from node.rounds.loose import LooseReplica
+from node.rounds.closing import ClosingPhase
+from node.rounds.course import LocalHistory
+from node.rounds.life import run_independent_rounds
+from node.rounds.loose import IndependentOuterLoop
 from node.rounds.sketch import Sketch
 from node.tasks.paced import Paced
 from node.training.trainer import Step
-from protocols import LOOSE
-from protocols.base import ClosingAverager, Host, LooseAverager, Member, PeerId, RoundKey, Settings
+from protocols import INDEPENDENT_PROTOCOLS
+from protocols.base import ClosingAverager, Host, IndependentAverager, Member, PeerId, RoundKey, Settings
 from protocols.catchup.snapshot import Snapshots
-from protocols.catchup.standing import Standings
+from protocols.catchup.standing import IndependentStateSync
 from protocols.moshpit import Moshpit
-from protocols.tasks import together
+from protocols.tasks import task_group
 from tests import checkers, checkers_loose
 from tests.sim.account import Head
 from tests.sim.liars import Liar
@@ -101,7 +101,7 @@ class LooseWorld(World):
 
     CLOSES = True
     """Whether its peers end a run with closing exchanges, if their protocol has them."""
-    replicas: dict[PeerId, LooseReplica]  # type: ignore[assignment]
+    replicas: dict[PeerId, IndependentOuterLoop]  # type: ignore[assignment]
     account: LooseAccount  # type: ignore[assignment]
 
     def __init__(self, scenario: Scenario) -> None:
@@ -128,11 +128,11 @@ class LooseWorld(World):
         outer, pull = self.outer(), self.scenario.pull
         return NoLoCo(outer.momentum, outer.learning_rate, pull) if pull else outer
 
-    def averager(self, host: Host, settings: Settings) -> LooseAverager:
+    def averager(self, host: Host, settings: Settings) -> IndependentAverager:
         """How the peers mix."""
         if self.scenario.directory:
             return Moshpit(host, settings, most=2, told=0)
-        return LOOSE[self.scenario.protocol](host, settings)
+        return INDEPENDENT_PROTOCOLS[self.scenario.protocol](host, settings)
 
     async def _peer(self, index: int, transport: SimTransport) -> None:
         me, host, trainer = transport.me, self._host(transport), self.trainer(index)
@@ -140,23 +140,23 @@ class LooseWorld(World):
         averager = self.averager(host, settings)
         anchor = torch.empty(trainer.layout.sizes()[0])
         await trainer.read(anchor)
-        course = OwnCourse(averager.me, RoundKey(RUN, "run", bytes(32), 0))
+        course = LocalHistory(averager.me, RoundKey(RUN, "run", bytes(32), 0))
         outer = self._own_outer()
-        replica = LooseReplica(course, trainer, averager, outer, host.compute, anchor, snapshots)
+        replica = IndependentOuterLoop(course, trainer, averager, outer, host.compute, anchor, snapshots)
         replica.compare = lambda mine: self._compare(me, mine, host.members.live())
         self.replicas[me] = replica
         replica.spread_limit = SPREAD_LIMIT
         if self.CLOSES and isinstance(averager, ClosingAverager) and not self.endless:
-            replica.closing = Closing(averager, self.scenario.rounds, lambda: self.rounds(me))
+            replica.closing = ClosingPhase(averager, self.scenario.rounds, lambda: self.rounds(me))
         replica.lacks_state = not await self.restored(replica) and transport.node.incarnation > 0
-        standings = Standings(
+        standings = IndependentStateSync(
             host, settings, snapshots, lambda: replica.key, lambda: self.peers, lambda: not replica.seeks_state
         )
         await replica.settle()
-        async with together() as group:
+        async with task_group() as group:
             background = group.create_task(standings.run())
             self.enters(replica)
-            async for report in loose_rounds(replica, standings, host.clock.wall, lambda: self.goes_on(me)):
+            async for report in run_independent_rounds(replica, standings, host.clock.wall, lambda: self.goes_on(me)):
                 await self.after_round(index, trainer)
                 self.reported(asdict(report))
                 self.enters(replica)
@@ -175,10 +175,10 @@ class LooseWorld(World):
         rounds, had = self.scenario.rounds, len(self.histories[peer])
         return self.endless or (self.replicas[peer].key.round < rounds and had < ENDLESS * rounds)
 
-    def enters(self, replica: LooseReplica) -> None:
+    def enters(self, replica: IndependentOuterLoop) -> None:
         self.entering(replica.averager.me.peer, replica.chain.head)
 
-    async def restored(self, replica: LooseReplica) -> bool:  # type: ignore[override]
+    async def restored(self, replica: IndependentOuterLoop) -> bool:  # type: ignore[override]
         """For worlds in which something outlives a process: whether this life has a state to start from."""
         return False
 

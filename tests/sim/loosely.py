@@ -9,7 +9,17 @@ from dataclasses import dataclass, field
 
 import torch
 
-from protocols.base import Head, Host, LooseAverager, Mean, Outcome, RoundKey, Settings, Vector, Work
+from protocols.base import (
+    AveragingResult,
+    Head,
+    Host,
+    IndependentAverager,
+    LocalProgress,
+    Outcome,
+    RoundKey,
+    Settings,
+    Vector,
+)
 from tests.sim import loop as simloop
 from tests.sim.host import Entries, sim_host
 from tests.sim.loop import PROCESS
@@ -33,7 +43,7 @@ class Came:
         round: that the session ended in.
     """
 
-    mean: Mean
+    mean: AveragingResult
     state: list[Vector]
     round: int
     half_exchanges: int
@@ -53,7 +63,7 @@ class Loosely:
     """
 
     count: int
-    make: Callable[[Host, Settings], LooseAverager]
+    make: Callable[[Host, Settings], IndependentAverager]
     elements: int = 1001
     codec: str = "fp32"
     chunk_elements: int = 256
@@ -66,7 +76,7 @@ class Loosely:
     network: SimNetwork = field(default_factory=lambda: SimNetwork(Trace()))
     came: dict[int, list[Came]] = field(default_factory=lambda: defaultdict(list))
     entries: Entries = field(default_factory=dict)
-    averagers: dict[int, LooseAverager] = field(default_factory=dict)
+    averagers: dict[int, IndependentAverager] = field(default_factory=dict)
     ended: float = 0.0
 
     def __post_init__(self) -> None:
@@ -103,7 +113,7 @@ class Loosely:
         PROCESS.reset(token)
         return task
 
-    async def _peer(self, index: int, averager: LooseAverager) -> None:
+    async def _peer(self, index: int, averager: IndependentAverager) -> None:
         loop, state = asyncio.get_running_loop(), self.states[index]
         number = self.starts.get(index, 0)
         for _ in range(self.rounds):
@@ -111,13 +121,13 @@ class Loosely:
             into = [torch.full((self.elements,), torch.nan) for _ in range(2)]
             head, deadline = Head(key, (averager.me,), bytes(32), bytes(32)), loop.time() + self.deadline_seconds
             async with averager.enter(head, deadline) as session:
-                session.lend(state)
+                session.share(state)
                 await asyncio.sleep(self.work_seconds(index))
-                session.ready(work := Work(self.tokens[index], 1.0, 1.0, 1.0, complete=True))
+                session.offer(work := LocalProgress(self.tokens[index], 1.0, 1.0, 1.0, complete=True))
                 await session.cut.wait()
-                await session.take_back()
+                await session.reclaim()
                 self.step(index, number, state)
-                mean = await session.mean(state, work, into)
+                mean = await session.average(state, work, into)
             if mean.outcome is Outcome.COMMITTED:
                 state = into
             number = session.round + 1

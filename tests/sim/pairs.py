@@ -14,12 +14,13 @@ import torch
 
 from protocols import wire
 from protocols.base import (
+    AveragingResult,
     BadPayload,
     Contribution,
     Deadline,
     Head,
     Host,
-    Mean,
+    LocalProgress,
     Member,
     Outcome,
     PeerError,
@@ -27,7 +28,6 @@ from protocols.base import (
     Settings,
     Stream,
     Vector,
-    Work,
 )
 
 PAIRS = "pairs/1"
@@ -63,7 +63,7 @@ class Pairs:
         async with asyncio.timeout(EXCHANGE_SECONDS):
             theirs = wire.expect(await stream.receive(256), wire.Chunk)
             free = session is not None and bool(session.lent) and not session.turn.locked()
-            await stream.send(wire.Having(free))
+            await stream.send(wire.Availability(free))
             if session and free:
                 async with session.turn:
                     await session.answer(stream, theirs)
@@ -79,31 +79,31 @@ class PairSession:
         self._averager = averager
         self._held: dict[PeerId, Contribution] = {}
 
-    def ready(self, work: Work) -> None:
+    def offer(self, work: LocalProgress) -> None:
         if work.complete:
             self.cut.set()
 
-    def awaited(self) -> tuple[PeerId, ...]:
+    def waiting_for(self) -> tuple[PeerId, ...]:
         return ()
 
-    def lend(self, state: Sequence[Vector]) -> None:
+    def share(self, state: Sequence[Vector]) -> None:
         self.lent = state
 
-    async def take_back(self) -> Mapping[PeerId, Contribution]:
+    async def reclaim(self) -> Mapping[PeerId, Contribution]:
         async with self.turn:
             self.lent = ()
         return dict(self._held)
 
-    async def mean(self, mine: Sequence[Vector], work: Work, into: Sequence[Vector]) -> Mean:
+    async def average(self, mine: Sequence[Vector], work: LocalProgress, into: Sequence[Vector]) -> AveragingResult:
         averager = self._averager
         others = [member.peer for member in averager.host.members.live() if member != averager.me]
         for partner in averager.rng.sample(others, min(WAYS, len(others))):
             try:
                 if name := await self._ask(partner, mine, into):
-                    return Mean(Outcome.COMMITTED, contributions={partner: Contribution(1, 1, (name,))})
+                    return AveragingResult(Outcome.COMMITTED, contributions={partner: Contribution(1, 1, (name,))})
             except (PeerError, BadPayload):
                 continue
-        return Mean(Outcome.SKIPPED)
+        return AveragingResult(Outcome.SKIPPED)
 
     async def _ask(self, partner: PeerId, mine: Sequence[Vector], into: Sequence[Vector]) -> str:
         """Exchange states with a partner; empty: it is busy."""
@@ -112,9 +112,9 @@ class PairSession:
         number, deadline = averager.asked, asyncio.get_running_loop().time() + EXCHANGE_SECONDS
         async with averager.host.transport.open(partner, PAIRS, deadline) as stream:
             await stream.send(wire.Chunk(averager.me.incarnation << 16 | number, len(data)))
-            if not wire.expect(await stream.receive(256), wire.Having).here:
+            if not wire.expect(await stream.receive(256), wire.Availability).here:
                 return ""
-            await stream.send(wire.Having(True), data)
+            await stream.send(wire.Availability(True), data)
             self.half_exchanges += 1
             theirs = bytearray(len(data))
             await stream.receive_into(memoryview(theirs))
@@ -125,7 +125,7 @@ class PairSession:
         return f"{partner} to {averager.me.incarnation << 16 | number}"
 
     async def answer(self, stream: Stream, theirs: wire.Chunk) -> None:
-        wire.expect(await stream.receive(256), wire.Having)
+        wire.expect(await stream.receive(256), wire.Availability)
         data, mine = bytearray(theirs.size), packed(self.lent)
         if len(data) != len(mine):
             raise BadPayload("a state of another size")

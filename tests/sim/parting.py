@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import replace
 
 from protocols.base import Member, PeerId
-from protocols.history.chain import Link
+from protocols.history.chain import DecidedRound
 from tests.sim import loop as simloop
 from tests.sim.host import EPOCH
 from tests.sim.scenario import Scenario
@@ -63,7 +63,7 @@ class Parting(Stage):
         """Wait until these have left; returns how long it took."""
         return await self.until(lambda: not set(peers) & set(self.alive()), seconds, f"the end of {peers}")
 
-    def since(self, peer: PeerId, round_number: int) -> tuple[Link, ...]:
+    def since(self, peer: PeerId, round_number: int) -> tuple[DecidedRound, ...]:
         """What a peer knows to be decided, from a round on."""
         links = self.chain(peer).since(self.head_of(peer, round_number))
         assert links and links[0].record.round == round_number

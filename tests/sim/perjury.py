@@ -12,7 +12,7 @@ from protocols.framing import FramedStream
 from protocols.reducing.parts import chunk_digest, part_message, seal
 from protocols.reducing.plan import plan_digest
 from protocols.vote import record as records
-from protocols.vote.votes import Accept, Certificate, Message, Propose, Signed
+from protocols.vote.votes import Accept, Certificate, Propose, Signed, VoteMessage
 
 
 class PerjuredStream:
@@ -51,7 +51,7 @@ class PerjuredStream:
         match self._lie:
             case "two-parts" if self._opening and self._stream.peer in self._dupes:
                 header, payload = self._other_part(self._opening, header, payload)
-            case "another-life" if isinstance(header, Message):
+            case "another-life" if isinstance(header, VoteMessage):
                 header = replace(header, sender=replace(header.sender, incarnation=header.sender.incarnation + 1))
             case "forged-vote" if isinstance(header, Accept):
                 header = replace(header, signature=bytes(32))

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from protocols.base import Head, Host, Mean, Member, PeerId, RoundKey, Settings, Vector, Work
-from protocols.groups.pitsession import PitSession
+from protocols.base import AveragingResult, Head, Host, LocalProgress, Member, PeerId, RoundKey, Settings, Vector
+from protocols.groups.pitsession import MoshpitSession
 from protocols.moshpit import Moshpit
 from tests.sim import loop as simloop
 from tests.sim.host import Entries, sim_host
@@ -26,7 +26,7 @@ class Told:
     began: int
     round: int
     group: str
-    mean: Mean
+    mean: AveragingResult
     half_exchanges: int
     seconds: float
     states: list[Vector]
@@ -112,11 +112,11 @@ class Pits:
             key = RoundKey(RUN, "run", bytes(32), number)
             head = Head(key, (Member(peer),), bytes(32), bytes(32))
             async with averager.enter(head, began + self.round_seconds) as session:
-                work = Work(0, 0.0, 1.0, 1.0)
-                session.ready(work)
+                work = LocalProgress(0, 0.0, 1.0, 1.0)
+                session.offer(work)
                 work = await self._train(index, session, work)
                 into = [torch.full_like(vector, torch.nan) for vector in state]
-                mean = await session.mean(state, work, into)
+                mean = await session.average(state, work, into)
                 if mean.outcome == "committed":
                     for vector, new in zip(state, into, strict=True):
                         vector.copy_(new)
@@ -124,14 +124,14 @@ class Pits:
             history.append(replace(told, states=[vector.clone() for vector in state]))
             number = session.round + 1
 
-    async def _train(self, index: int, session: PitSession, work: Work) -> Work:
+    async def _train(self, index: int, session: MoshpitSession, work: LocalProgress) -> LocalProgress:
         seconds = self.train_seconds[index] if self.train_seconds else 1.0
         try:
             async with asyncio.timeout(seconds):
                 await session.cut.wait()
         except TimeoutError:
             work = replace(work, tokens=self.tokens[index], complete=True)
-            session.ready(work)
+            session.offer(work)
             await session.cut.wait()
             return work
         return replace(work, tokens=self.tokens[index])

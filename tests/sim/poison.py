@@ -18,8 +18,8 @@ from statistics import NormalDist
 
 import torch
 
-from node.training.trainer import InlineTrainer, Learner, Shift
-from protocols.base import RoundKey, Vector, Work
+from node.training.trainer import InlineTrainer, Learner, LocalTraining
+from protocols.base import LocalProgress, RoundKey, Vector
 
 FACTOR = -1000.0
 FACTORS = {"reversed": FACTOR, "understated": -10.0}
@@ -42,7 +42,7 @@ def ipm(honest: torch.Tensor) -> Vector:
     return -IPM_SHARE * honest.mean(0)
 
 
-def pseudo_gradient(shift: Shift) -> Vector:
+def pseudo_gradient(shift: LocalTraining) -> Vector:
     """What a peer would hand in as it stands."""
     with shift.outer():
         anchor = shift.learner.vectors[0].clone()
@@ -59,7 +59,7 @@ class PoisonedTrainer(InlineTrainer):
         step_seconds: float,
         attack: str,
         liars: int,
-        honest: Callable[[], Sequence[Shift]],
+        honest: Callable[[], Sequence[LocalTraining]],
     ) -> None:
         """
         Args:
@@ -74,12 +74,12 @@ class PoisonedTrainer(InlineTrainer):
         self._attack, self._liars, self._honest = attack, liars, honest
 
     async def train(
-        self, key: RoundKey, cut: asyncio.Event, progress: Callable[[Work], None], surplus: bool = True
-    ) -> Work:
+        self, key: RoundKey, cut: asyncio.Event, progress: Callable[[LocalProgress], None], surplus: bool = True
+    ) -> LocalProgress:
         """As the honest do. What is declared is true of what `reversed` hands in; to the others it is of no use."""
         factor = abs(FACTOR) if self._attack == "reversed" else 1.0
 
-        def declared(work: Work) -> Work:
+        def declared(work: LocalProgress) -> LocalProgress:
             return replace(work, norm=factor * work.norm)
 
         return declared(await super().train(key, cut, lambda work: progress(declared(work)), surplus))

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, replace
 
 from node.noloco import most_pull
-from protocols import LOOSE, PROTOCOLS
+from protocols import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
 from protocols.base import PeerId
 from protocols.codec import codec
 from tests.sim import families
@@ -60,7 +60,7 @@ class Scenario:
     pull: float | None = None
 
     def __post_init__(self) -> None:
-        for name, known in (("protocol", (*PROTOCOLS, *LOOSE)), ("fault", FAULTS)):
+        for name, known in (("protocol", (*REPLICATED_PROTOCOLS, *INDEPENDENT_PROTOCOLS)), ("fault", FAULTS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"unknown {name} {getattr(self, name)!r}; known: {', '.join(known)}")
         if self.peers < 1 or self.rounds < 1:

@@ -20,7 +20,7 @@ from typing import Any
 
 from protocols.base import Member
 from protocols.vote import votes
-from protocols.vote.ballot import Vote
+from protocols.vote.ballot import PaxosInstance
 from protocols.vote.poll import majority
 from tests.sim.arguments import Parser, seeds
 from tests.sim.judging import Broken, Node, Remembering, Side
@@ -44,7 +44,7 @@ class Schedule:
     def __init__(
         self,
         seed: int,
-        vote: type[Vote] = Vote,
+        vote: type[PaxosInstance] = PaxosInstance,
         poll: type[Remembering] = Remembering,
         same_incarnation: bool = False,
     ) -> None:

@@ -11,8 +11,8 @@ from node.training.trainer import InlineTrainer
 from protocols.base import Head, Member, PeerId, Settings
 from protocols.butterfly import Butterfly
 from protocols.history.chain import Chain
-from protocols.rounds.deciding import Decision
-from protocols.rounds.session import Session
+from protocols.rounds.deciding import ConsensusDriver
+from protocols.rounds.session import ButterflySession
 from protocols.vote.record import coordinators
 from tests import checkers
 from tests.sim import loop as simloop
@@ -171,11 +171,11 @@ class Stage(World):
         assert isinstance(averager, Butterfly)
         return averager
 
-    def session(self, peer: PeerId) -> Session | None:
+    def session(self, peer: PeerId) -> ButterflySession | None:
         """The attempt at a round that a peer is in, or was in last."""
         return self.averager(peer)._session
 
-    def decision(self, peer: PeerId) -> Decision | None:
+    def decision(self, peer: PeerId) -> ConsensusDriver | None:
         session = self.session(peer)
         return session.decision if session else None
 

@@ -11,10 +11,10 @@ from dataclasses import replace
 from protocols.base import Member, PeerId, RoundKey
 from protocols.vote import record as records
 from protocols.vote import votes
-from protocols.vote.ballot import Vote
-from protocols.vote.poll import Value, admissions, kept, majority
+from protocols.vote.ballot import PaxosInstance
+from protocols.vote.poll import Value, majority, max_admitted, min_retained
 from protocols.vote.record import Kind, Record
-from protocols.wire import Part, PartDone, Run
+from protocols.wire import ChunkSpan, PartDigest, PartDone
 from tests.sim import judging
 from tests.sim.judging import NOTHING, Line, Node, Remembering, Seal, Side, short
 
@@ -47,13 +47,13 @@ class World:
         names: Sequence[PeerId],
         members: int,
         depth: int,
-        vote: type[Vote],
+        vote: type[PaxosInstance],
         poll: type[Remembering],
     ) -> None:
         self.rng, self.depth, self.vote, self.poll = rng, depth, vote, poll
         self.trace: list[str] | None = None
         self.calm, self.now, self.events = False, 0.0, 0
-        self.flying: list[tuple[PeerId, PeerId, votes.Message]] = []
+        self.flying: list[tuple[PeerId, PeerId, votes.VoteMessage]] = []
         self.cuts: dict[tuple[PeerId, PeerId], None] = {}
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers, self._records = itertools.count(), 0
@@ -93,7 +93,7 @@ class World:
             self.receive(node, sender, message)
         return side
 
-    def receive(self, node: Node, sender: PeerId, message: votes.Message) -> None:
+    def receive(self, node: Node, sender: PeerId, message: votes.VoteMessage) -> None:
         """A message reaches a node; one from ahead is parked, and its sender asked for the certificates in between."""
         lineage, line = message.key.lineage, self.lines[message.key.lineage]
         if message.key.round >= self.depth:
@@ -106,7 +106,7 @@ class World:
                 self.later(2 * DELAY, lambda: self.catch_up(node, lineage))
                 for (behind, ghost), side in list(node.sides.items()):
                     if not side.vote.decided and not ghost:
-                        self.fly(node.me.peer, sender, votes.Ask(self.lines[behind].key, node.me, 0, ()))
+                        self.fly(node.me.peer, sender, votes.StartBallot(self.lines[behind].key, node.me, 0, ()))
         for ghost in (False, True):
             if side := node.sides.get((lineage, ghost)):
                 self.obey(node, side, side.vote.receive(sender, message))
@@ -143,7 +143,7 @@ class World:
         if isinstance(each, votes.SetTimer):
             side.timer = timer = (each.ballot, each.factor)
             self.later(TIMEOUT * each.factor, lambda: self.expire(node, side, timer))
-        elif isinstance(each, votes.Choose):
+        elif isinstance(each, votes.ProposalNeeded):
             side.choice = (each.ballot, each.promises)
             self.later(DELAY, lambda: self.answer(node, side))
         elif isinstance(each, votes.Fetch):
@@ -151,7 +151,7 @@ class World:
             self.later(2 * DELAY, lambda: self.supply(node, side))
         elif isinstance(each, votes.Decided):
             self.decided(node, side, each.certificate)
-        elif isinstance(each, votes.Rival) and not side.ghost:
+        elif isinstance(each, votes.ConflictingCertificate) and not side.ghost:
             self.switch(node, side, each.certificate)
 
     def switch(self, node: Node, side: Side, certificate: votes.Certificate) -> None:
@@ -223,7 +223,7 @@ class World:
     def reduce(self, node: Node, side: Side) -> PartDone:
         """A new part. Whoever proposes it holds it, or knows a live source; others may hold it, too."""
         self._records += 1
-        part = PartDone(0, 0, Part(self._records.to_bytes(32, "little"), (Run(1, 1),)), b"")
+        part = PartDone(0, 0, PartDigest(self._records.to_bytes(32, "little"), (ChunkSpan(1, 1),)), b"")
         others = [each for each in self.nodes.values() if each.alive and each is not node]
         holders = [each for each in others if self.rng.random() < 0.4]
         if self.calm or side.ghost or not holders or self.rng.random() < 0.7:
@@ -256,7 +256,7 @@ class World:
 
     def next_roster(self, roster: tuple[Member, ...]) -> tuple[Member, ...]:
         """Most of those who live stay, some newcomers are admitted; now and then, many leave."""
-        rng, least = self.rng, kept(len(roster), majority(len(roster)))
+        rng, least = self.rng, min_retained(len(roster), majority(len(roster)))
         chances = {member: 0.95 if self.lives(member) else 0.5 for member in roster}
         if rng.random() < LEAVE_CHANCE:
             chances, least = dict.fromkeys(roster, 0.3), 1
@@ -266,7 +266,7 @@ class World:
         peers = {member.peer for member in stay}
         new = [node.me for node in self.nodes.values() if node.alive and node.me.peer not in peers]
         new = [member for member in new if member not in roster and rng.random() < 0.6]
-        return tuple(sorted((*stay, *new[: admissions(len(roster))])))
+        return tuple(sorted((*stay, *new[: max_admitted(len(roster))])))
 
     def fork_record(self, side: Side, members: Iterable[Member]) -> bytes:
         key, roster = side.vote.poll.key, tuple(sorted(members))
@@ -317,13 +317,13 @@ class World:
         there = [each for each, side in sides.items() if self.lives(each) and not (side and side.forked)]
         return [each for each in there if not self.left(self.nodes[each.peer], lineage)]
 
-    def fly(self, sender: PeerId, to: PeerId, message: votes.Message) -> None:
+    def fly(self, sender: PeerId, to: PeerId, message: votes.VoteMessage) -> None:
         if self.calm:
             self.later(self.rng.uniform(DELAY / 2, DELAY), lambda: self.land(sender, to, message))
         elif len(self.flying) < MAX_FLYING:
             self.flying.append((sender, to, message))
 
-    def land(self, sender: PeerId, to: PeerId, message: votes.Message) -> None:
+    def land(self, sender: PeerId, to: PeerId, message: votes.VoteMessage) -> None:
         if (node := self.nodes[to]).alive and (sender, to) not in self.cuts:
             self.receive(node, sender, message)
 

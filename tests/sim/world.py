@@ -10,18 +10,18 @@ from dataclasses import asdict, dataclass, field
 import torch
 
 from node.outer import OuterSGD
-from node.rounds.life import rounds
-from node.rounds.round import Replica
+from node.rounds.life import run_replicated_rounds
+from node.rounds.round import ReplicatedOuterLoop
 from node.storage.feedback import feedback
 from node.tasks.paced import Paced
 from node.training.trainer import InlineTrainer, Learner
-from protocols import PROTOCOLS
+from protocols import REPLICATED_PROTOCOLS
 from protocols.base import Host, Member, PeerId, Settings
 from protocols.catchup.snapshot import Snapshots
-from protocols.catchup.sync import Sync
+from protocols.catchup.sync import ChainSync
 from protocols.codec import codec
 from protocols.history.chain import Chain
-from protocols.tasks import together
+from protocols.tasks import task_group
 from tests import checkers
 from tests.sim import loop as simloop
 from tests.sim.account import Account, Head
@@ -85,7 +85,7 @@ class World:
         self.liars = tuple(scenario.faults.lies())
         self.histories: dict[PeerId, list[checkers.Report]] = {peer: [] for peer in self.peers}
         self.account = Account(self.network.contacts.outages)
-        self.replicas: dict[PeerId, Replica] = {}
+        self.replicas: dict[PeerId, ReplicatedOuterLoop] = {}
         self.roster = tuple(Member(peer) for peer in self.peers)
         self.healed_at: float | None = None
         self._done = asyncio.Event()
@@ -165,21 +165,23 @@ class World:
         host = self._host(transport)
         trainer = self.trainer(index)
         settings, snapshots = self._settings(index, trainer, transport), Snapshots()
-        averager = PROTOCOLS[scenario.protocol](host, settings)
+        averager = REPLICATED_PROTOCOLS[scenario.protocol](host, settings)
         anchor = torch.empty(trainer.layout.sizes()[0])
         await trainer.read(anchor)
         chain = Chain(RUN, "run", self.roster, bytes(32))
-        replica = self.replicas[me] = Replica(chain, trainer, averager, self.outer(), host.compute, anchor, snapshots)
+        replica = self.replicas[me] = ReplicatedOuterLoop(
+            chain, trainer, averager, self.outer(), host.compute, anchor, snapshots
+        )
         replica.feedback = feedback(codec(settings.codec), len(anchor), host.compute)
-        sync = Sync(host, chain, settings, snapshots, lambda: self.peers, averager.shelf)
+        sync = ChainSync(host, chain, settings, snapshots, lambda: self.peers, averager.shelf)
         sync.on_better = lambda branch: averager.supersede()
         averager.on_ahead = sync.hear
         await self.restored(replica)
         await replica.settle()
-        async with together() as group:
+        async with task_group() as group:
             background = group.create_task(sync.run())
             self.entering(me, chain.head)
-            async for report in rounds(replica, sync, host.clock.wall, lambda: self.goes_on(me)):
+            async for report in run_replicated_rounds(replica, sync, host.clock.wall, lambda: self.goes_on(me)):
                 await self.after_round(index, trainer)
                 self.reported(asdict(report))
                 self.entering(me, chain.head)
@@ -239,7 +241,7 @@ class World:
         """Whether a peer has averaged with others in that round or a later one; where rounds are decided, it has."""
         return True
 
-    async def restored(self, replica: Replica) -> None:
+    async def restored(self, replica: ReplicatedOuterLoop) -> None:
         """For worlds in which something outlives a process: the state that this life starts from."""
 
     async def after_round(self, index: int, trainer: InlineTrainer) -> None:

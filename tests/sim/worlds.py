@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from protocols import LOOSE
+from protocols import INDEPENDENT_PROTOCOLS
 from tests.sim.loose import LooseWorld
 from tests.sim.world import World
 
 
 def world_of(protocol: str) -> type[World]:
     """The world of a protocol, by its name: whether its peers share an anchor decides what they do and what holds."""
-    return LooseWorld if protocol in LOOSE else World
+    return LooseWorld if protocol in INDEPENDENT_PROTOCOLS else World
