@@ -43,7 +43,8 @@ def parameter_server(host: Host, settings: Settings) -> SynchronousAverager:
 
 
 def parameter_server_async(host: Host, settings: Settings) -> AsyncParameterServer:
-    """Updates are applied as they come. The peers' outer step has the momentum; for a delayed one: `AsyncParameterServer`."""
+    """Apply each update as it arrives. The peers' outer step has the momentum; `AsyncParameterServer` has a delayed
+    one."""
     return AsyncParameterServer(host, settings)
 
 

@@ -303,8 +303,8 @@ def test_how_many_votes_a_certificate_holds_does_not_matter() -> None:
     every = [decided(head, plan=bytes([plan]) * 32).record for plan in range(2)]
     answers = set()
     for many, few in itertools.product((ROSTER, ROSTER[:3]), repeat=2):
-        links = [DecidedRound(certified(head, each, voters), decided(head, plan=each.plan).head) for each, voters in zip(
-            every, (many, few), strict=True)]  # fmt: skip
+        pairs = zip(every, (many, few), strict=True)
+        links = [DecidedRound(certified(head, one, by), decided(head, plan=one.plan).head) for one, by in pairs]
         answers.add((beats(links[:1], links[1:]), beats(links[1:], links[:1])))
     assert len(answers) == 1 and sum(answers.pop()) == 1, "this takes liars; still, all agree"
 

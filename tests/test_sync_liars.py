@@ -230,7 +230,10 @@ DONORS: dict[str, tuple[Lie, str | None]] = {
     "size": (instead(wire.Chunk, lambda each: replace(each, size=1 << 32)), "is due"),
     "order": (instead(wire.Chunk, lambda each: replace(each, index=each.index + 1)), "is due"),
     "header": (raw(wire.Chunk, b"\xff\xff\xff\xff"), "a header of"),
-    "type": (instead(SnapshotIndexHeader, lambda each: Certificates(bytes(32), 0, False)), "expected SnapshotIndexHeader"),
+    "type": (
+        instead(SnapshotIndexHeader, lambda each: Certificates(bytes(32), 0, False)),
+        "expected SnapshotIndexHeader",
+    ),
     "gone": (instead(SnapshotIndexHeader, lambda each: wire.Availability(False)), None),
     "kept": (instead(HeadAnnouncement, lambda each: replace(each, kept=(SnapshotRef(b"x" * 32, 1 << 30),))), None),
     "stalls": (late(wire.Chunk, 1e5), "nothing moved for 30 s"),

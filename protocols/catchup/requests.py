@@ -64,7 +64,8 @@ class Certificates(Header):
 
 @dataclass(frozen=True, slots=True)
 class WantSnapshot(Header):
-    """Asks for the snapshot of the state that a lineage names: answered with `Busy`, `Having` none, or its `SnapshotIndexHeader`."""
+    """Asks for the snapshot of the state at a record hash: answered with `Busy`, `Availability` or
+    `SnapshotIndexHeader`."""
 
     lineage: bytes = digest()
 

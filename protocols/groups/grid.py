@@ -3,9 +3,10 @@
 A peer's index has one coordinate for each axis. In a round it averages once along every axis: its group there are all
 peers that share every coordinate but that one. On a full grid of d axes everybody holds the exact mean after d groups.
 
-**Where the index comes from.** Who knows the others takes its place among them in an order that each round draws anew
-(`assign_cell`): nobody assigns anything, and who joins or leaves costs the others no hole. Who knows too few to do so keeps an
-index of its own, and its position in a group becomes its coordinate along that axis (`next_cell`), as in the paper.
+**Where the index comes from.** A peer that knows the others takes its place among them in an order that each round
+draws anew (`assign_cell`): there is no assigner, and a peer that joins or leaves opens no hole. A peer that knows too
+few others keeps an index of its own, and its position in a group becomes its coordinate along that axis (`next_cell`),
+as in the paper.
 
 **Which grid.** As few axes as groups of at most `GROUP_MOST` allow, then as little spare room as can be: 4 x 3 for
 twelve peers, not 4 x 4. A peer keeps the grid that others stand on as long as it is not too empty or too full for how

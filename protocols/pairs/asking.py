@@ -101,7 +101,7 @@ class ExchangeInitiator:
                 pairing.end(exchange)
 
     async def _lead(self, exchange: PairExchange, stream: Stream) -> None:
-        """Our part. From our first `StateReceived` to the answer to it, it is in doubt whether the partner has moved."""
+        """The initiator's part. Between its first `StateReceived` and the reply, the partner's outcome is unknown."""
         pairing, ask = self._pairing, exchange.ask
         await exchange.swap.transfer(stream)
         pairing.check(exchange)

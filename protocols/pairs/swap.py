@@ -8,9 +8,9 @@
     moves           ←        Whole
     Whole           →        knows that both have moved
 
-Neither end moves before both have everything. If the stream breaks between the asker's first `StateReceived` and the answer to
-it, the asker asks once more, on a new stream (`OutcomeQuery`): who had not moved by then never will. Only if that fails, too,
-one end may have moved alone: a half-finished exchange, which both count, as both cannot know.
+Neither end commits before both have everything. If the stream breaks between the initiator's first `StateReceived` and
+the reply to it, the initiator asks once more, on a new stream (`OutcomeQuery`): an end that has not committed by then
+never will. Only if that fails, too, one end may have committed alone: a half-finished exchange, which both count.
 
 Chunks are bound by the stream that they are on, which the question opens.
 """

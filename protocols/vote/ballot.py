@@ -1,6 +1,6 @@
 """The vote: one member's side of a roster's decision on the record that extends a lineage. Pure.
 
-Single-decree Paxos over the members of a roster (docs/protocols.md). What happens is a call of a method of `PaxosInstance`;
+Single-decree Paxos over the members of a roster (docs/protocols.md). Each event is a method call of `PaxosInstance`;
 what the host must do about it comes back as instructions (`protocols.vote.votes`). The b-th coordinator of the roster
 owns ballot b, and proposes one record in it at most (`protocols.vote.chair`); ballot 0 needs no promises. Only who
 holds all of a record accepts it, so it can be had for as long as one who accepted it lives. Timers and lost peers

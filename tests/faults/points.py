@@ -9,13 +9,14 @@ from node.trace import POINTS as VOTED
 POINTS: Mapping[str, tuple[str, ...]] = {
     "butterfly": VOTED,
     "gossip": (
-        "train", "receive ExchangeRequest", "send ExchangeReply", "trained", "send ExchangeRequest", "receive ExchangeReply",
-        "send Chunk", "receive Chunk", "send StateReceived", "receive StateReceived",
+        "train", "receive ExchangeRequest", "send ExchangeReply", "trained", "send ExchangeRequest",
+        "receive ExchangeReply", "send Chunk", "receive Chunk", "send StateReceived", "receive StateReceived",
         "read", "write", "evaluate", "report", "reported",
     ),
     "moshpit": (
-        "train", "send PositionAnnouncement", "receive PositionAnnouncement", "trained", "read", "send Plan", "receive Plan",
-        "send Contribute", "send Chunk", "receive Chunk", "send Reduced", "send PartDone", "receive Reduced",
+        "train", "send PositionAnnouncement", "receive PositionAnnouncement", "trained", "read", "send Plan",
+        "receive Plan", "send Contribute", "send Chunk", "receive Chunk", "send Reduced", "send PartDone",
+        "receive Reduced",
         "write", "evaluate", "report", "reported",
     ),
 }  # fmt: skip
