@@ -123,7 +123,7 @@ def module(name: str, **content: object) -> None:
 
 
 if __name__ == "__main__":
-    module("node.peer", Peer=Peer, Refused=Refused)
+    module("node.peer", Peer=Peer, FatalPeerError=FatalPeerError)
     module("node.settings.peerconfig", load_peer=load_peer, PeerConfig=PeerConfig)
     module("node.settings.runconfig", load_run=load_run, RunConfig=object)
     module("protocols", PROTOCOLS={"butterfly": None}, LOOSE={"gossip": None})
