@@ -5,7 +5,7 @@
 Each peer is a process with its own p2pd on the loopback and its own vector. In each round all of them
 
 move      2 (N - 1) / N encoded vectors, what a round sends, to the next peer over one plain stream, nothing reduced
-average   through `protocols.butterfly`, from the cut to the return of `mean`
+average   through `protocols.butterfly.averager`, from the cut to the return of `mean`
 
 The time of a step is that of the swarm: from the first peer's start to the last one's end. Results must be the same
 bits everywhere, and the float64 mean computed here from the same seeds, within the codec's bound; else the exit code

@@ -35,6 +35,7 @@ from node.clock import WallClock
 from node.compute import ThreadCompute
 from node.network.libp2p import LibP2PConfig, LibP2PTransport
 from protocols import REPLICATED_PROTOCOLS, wire
+from protocols.aio import run_with_helper
 from protocols.base import (
     CHUNK_BYTES,
     Deadline,
@@ -48,9 +49,8 @@ from protocols.base import (
     Vector,
 )
 from protocols.codec import codec
-from protocols.fixed import StaticMembers
 from protocols.history.chain import Chain
-from protocols.tasks import run_with_helper
+from protocols.static_members import StaticMembers
 from protocols.vectors import norm
 
 RUN = hashlib.sha256(b"benchmarks.averaging").digest()

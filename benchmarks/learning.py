@@ -37,8 +37,8 @@ from node.tasks.base import Recipe
 from node.tasks.gpt import DEFAULT_PRESET, GptTask, preset
 from node.tasks.text import Text, load
 from node.training.trainer import AdamWLearner, InlineTrainer, LocalTraining, Step
+from protocols.allreduce.clipping import allowances, clip_factors
 from protocols.base import LocalProgress, RoundKey
-from protocols.reducing.clipping import allowances, clip_factors
 from protocols.vectors import norm
 from tests.sim.arguments import Parser
 from tests.sim.world import Scenario, World, play

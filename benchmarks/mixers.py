@@ -15,8 +15,8 @@ from functools import cache
 
 import torch
 
-from protocols.groups.grid import GridShape, cell, line, shape_for
-from protocols.pairs import matching
+from protocols.moshpit.grid import GridShape, cell, line, shape_for
+from protocols.pairwise import matching
 
 Mixer = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
 Maker = Callable[[int, random.Random], Mixer]
@@ -91,7 +91,7 @@ def pushed(pushing: torch.Tensor, up: torch.Tensor, mass: torch.Tensor) -> torch
 
 
 def gossip(schedule: str) -> Maker:
-    """Rounds in lockstep by the matrices of `protocols.pairs.matching`."""
+    """Rounds in lockstep by the matrices of `protocols.pairwise.matching`."""
 
     def make(peers: int, rng: random.Random) -> Mixer:
         members, seed = names(peers), str(rng.getrandbits(63))
@@ -198,7 +198,7 @@ def moshpit_cells(shape: GridShape) -> Maker:
 
 
 def moshpit_seats(most: int) -> Maker:
-    """Seats without gaps on the grid that `protocols.groups.grid` lays out, in an order drawn anew after each pass."""
+    """Seats without gaps on the grid that `protocols.moshpit.grid` lays out, in an order drawn anew after each pass."""
 
     def make(peers: int, rng: random.Random) -> Mixer:
         shape = shape_for(peers, most)

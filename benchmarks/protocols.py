@@ -6,7 +6,8 @@
 one-worker      as many tokens as all peers together, one step after the other: plain AdamW, nobody fails
 alone           one peer that meets nobody: as many steps as each of the others, a share of the tokens. What the others
                 are better by is what meeting is worth
-data-parallel   the gradient is averaged in every step, and one AdamW step follows it (`protocols.baselines` says why
+data-parallel   the gradient is averaged in every step, and one AdamW step follows it (`protocols.baselines.registry`
+says why
                 that one is here): H times the messages of the others
 butterfly       DiLoCo: one mean of the pseudo-gradients in each round, one outer step of all
 moshpit         each peer steps by itself; states are averaged in small groups along both axes of a grid: eight peers
@@ -45,7 +46,7 @@ from node.outer import OuterSGD
 from node.tasks.gpt import GptTask, preset
 from node.tasks.text import load
 from node.training.trainer import AdamWLearner, LocalTraining
-from protocols.groups.grid import shape_for
+from protocols.moshpit.grid import shape_for
 from tests.sim.arguments import Parser, at_least, at_least_one
 
 ARMS = ("one-worker", "alone", "data-parallel", "butterfly", "moshpit", "gossip", "noloco")

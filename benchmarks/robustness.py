@@ -31,8 +31,8 @@ from benchmarks.book import Book, History, perform_all
 from benchmarks.learning import LabMember, LearningWorld, Run, through_the_protocol
 from node.training.trainer import InlineTrainer, LocalTraining
 from protocols import robust
+from protocols.allreduce import plan as planning
 from protocols.base import Settings, Vector
-from protocols.reducing import plan as planning
 from protocols.robust import RULES, Rule
 from tests.sim.arguments import Parser, at_least_one
 from tests.sim.poison import FACTOR, PoisonedTrainer, alie, ipm

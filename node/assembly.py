@@ -22,11 +22,11 @@ from node.storage.keeper import CheckpointManager
 from node.training.remote import RemoteTrainer
 from protocols import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
 from protocols.base import ClosingAverager, Host, Settings
-from protocols.catchup.standing import IndependentStateSync
-from protocols.catchup.sync import ChainSync
+from protocols.butterfly.part_store import PartStore
 from protocols.gate import Gate
 from protocols.history.chain import Chain
-from protocols.rounds.partstore import PartStore
+from protocols.sync.chain_sync import ChainSync
+from protocols.sync.independent_sync import IndependentStateSync
 
 
 @dataclass(frozen=True, slots=True)

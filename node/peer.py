@@ -48,11 +48,11 @@ from node.training.remote import RemoteTrainer, WorkerError
 from node.view.control import ControlServer
 from node.view.portrait import StatusTracker
 from protocols import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
+from protocols.aio import run_with_helper
 from protocols.base import BadPayload, Host, Member, PeerError
+from protocols.butterfly.part_store import LEAST_ROUNDS, PartStore
 from protocols.codec import codec
 from protocols.gate import Gate
-from protocols.rounds.partstore import LEAST_ROUNDS, PartStore
-from protocols.tasks import run_with_helper
 
 log = logging.getLogger(__name__)
 

@@ -24,9 +24,9 @@ from node.storage.journal import Journal
 from node.storage.statedir import StateDir
 from node.training.process import WorkerError
 from node.view.portrait import StatusTracker
+from protocols.aio import task_group
 from protocols.base import Clock, Compute, Deadline, Directory, PeerId
-from protocols.catchup.progress import SyncProgress
-from protocols.tasks import task_group
+from protocols.sync.progress import SyncProgress
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class Evaluator(Protocol):
 
 
 class SyncService(Protocol):
-    """`protocols.catchup.sync.Sync`, or `protocols.catchup.standing.Standings` where no anchor is shared."""
+    """`protocols.sync.chain_sync.Sync`, or `protocols.sync.independent_sync.Standings` where no anchor is shared."""
 
     @property
     def fetching(self) -> SyncProgress: ...

@@ -26,8 +26,8 @@ from node.report import RoundReport
 from node.storage.journal import Journal
 from node.training.remote import RemoteTrainer
 from protocols.base import Buffer, Deadline, Handler, Header, LocalProgress, PeerId, RoundKey, Stream, Transport, Vector
-from protocols.catchup.requests import SYNC
-from protocols.rounds.shelf import PARTS
+from protocols.butterfly.part_cache import PARTS
+from protocols.sync.requests import SYNC
 
 log = logging.getLogger(__name__)
 

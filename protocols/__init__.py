@@ -3,11 +3,11 @@
 from collections.abc import Callable
 
 from protocols.base import Host, IndependentAverager, Settings
-from protocols.baselines import data_parallel, parameter_server, parameter_server_async, ring
-from protocols.butterfly import Butterfly
-from protocols.gossip import Gossip
-from protocols.moshpit import Moshpit
-from protocols.pushing import PushSum
+from protocols.baselines.registry import data_parallel, parameter_server, parameter_server_async, ring
+from protocols.butterfly.averager import Butterfly
+from protocols.moshpit.averager import Moshpit
+from protocols.pairwise.gossip import Gossip
+from protocols.pairwise.push_sum import PushSum
 
 REPLICATED_PROTOCOLS: dict[str, Callable[[Host, Settings], Butterfly]] = {"butterfly": Butterfly}
 """Every protocol by which peers share one anchor, by its name."""

@@ -23,9 +23,7 @@ Errors:
 
 from __future__ import annotations
 
-from protocols.contract.errors import BadPayload, PeerError, PeerGone, PeerSilent, ProtocolError
-from protocols.contract.host import Clock, Compute, Directory, Handler, Host, Members, Signer, Stream, Transport
-from protocols.contract.strategy import (
+from protocols.contract.averager import (
     Averager,
     AveragingSession,
     ClosingAverager,
@@ -34,6 +32,8 @@ from protocols.contract.strategy import (
     IndependentSession,
     Trainer,
 )
+from protocols.contract.errors import BadPayload, PeerError, PeerGone, PeerSilent, ProtocolError
+from protocols.contract.host import Clock, Compute, Directory, Handler, Host, Members, Signer, Stream, Transport
 from protocols.contract.values import (
     CHUNK_BYTES,
     AveragingResult,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from protocols.aio import Notifier
 from protocols.base import Deadline
-from protocols.tasks import Notifier
 
 
 class Gate:

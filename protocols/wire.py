@@ -220,7 +220,7 @@ class Ready(Header):
 class Plan(Header):
     """The coordinator's call: whose offers count, who reduces which elements, how long it may take.
 
-    Weights and clip factors are not here: every receiver computes them from the offers (`protocols.reducing.plan`).
+    Weights and clip factors are not here: every receiver computes them from the offers (`protocols.allreduce.plan`).
 
     Attributes:
         offers: the members that take part, in the order that bitmaps and sums use.

@@ -31,7 +31,7 @@ def tell(*words: object) -> None:
         print(*words, file=sys.stderr, flush=True)
 
 
-class Refused(Exception):
+class FatalPeerError(Exception):
     code = 2
 
 
@@ -81,7 +81,7 @@ class Peer:
     async def run(self) -> int:
         assert self.config.state_dir is not None
         if HOW == "refuse":
-            raise Refused("the port is taken:\nfree it")
+            raise FatalPeerError("the port is taken:\nfree it")
         try:
             async with ControlServer(self.config.state_dir, self.status, lambda: self.on_asked()):
                 for number in range(3):
@@ -126,5 +126,5 @@ if __name__ == "__main__":
     module("node.peer", Peer=Peer, FatalPeerError=FatalPeerError)
     module("node.settings.peerconfig", load_peer=load_peer, PeerConfig=PeerConfig)
     module("node.settings.runconfig", load_run=load_run, RunConfig=object)
-    module("protocols", PROTOCOLS={"butterfly": None}, LOOSE={"gossip": None})
+    module("protocols", REPLICATED_PROTOCOLS={"butterfly": None}, INDEPENDENT_PROTOCOLS={"gossip": None})
     sys.exit(cli.main())

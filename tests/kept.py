@@ -18,7 +18,7 @@ from node.storage.sealing import publish_checkpoint
 from node.tasks.base import flatten
 from node.tasks.gpt import Gpt
 from protocols.base import Member
-from protocols.catchup.snapshot import SnapshotIndex
+from protocols.sync.snapshot import SnapshotIndex
 
 SMALL = {
     "gpt.layers": 2,

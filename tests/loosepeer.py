@@ -28,7 +28,7 @@ from protocols.base import (
     RoundKey,
     Vector,
 )
-from protocols.catchup.snapshot import Snapshots
+from protocols.sync.snapshot import Snapshots
 from tests.sim import loop as simloop
 from tests.sim.host import SimClock, SimCompute
 from tests.slope import ELEMENTS, STEP, Slope

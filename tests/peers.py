@@ -14,6 +14,7 @@ from node.rounds.round import ReplicatedOuterLoop
 from node.tasks.paced import Paced
 from node.training.trainer import InlineTrainer
 from protocols import wire
+from protocols.allreduce.parts import ReducedPart, chunk_digest, seal
 from protocols.base import (
     AveragingResult,
     Buffer,
@@ -26,17 +27,16 @@ from protocols.base import (
     Settings,
     Vector,
 )
-from protocols.catchup.snapshot import MemoryBuffer, Snapshots
-from protocols.catchup.sync import ChainSync
+from protocols.butterfly.part_cache import PartCache
+from protocols.butterfly.part_store import PartStore
 from protocols.codec import codec
+from protocols.consensus import record as records
+from protocols.consensus.record import Kind, Record
 from protocols.framing import FramedStream
 from protocols.history.chain import UNSETTLED, Chain, DecidedRound, follow
-from protocols.reducing.parts import ReducedPart, chunk_digest, seal
-from protocols.rounds.partstore import PartStore
-from protocols.rounds.shelf import PartCache
+from protocols.sync.chain_sync import ChainSync
+from protocols.sync.snapshot import MemoryBuffer, Snapshots
 from protocols.vectors import VectorView
-from protocols.vote import record as records
-from protocols.vote.record import Kind, Record
 from tests.rounds import RUN, SEED, certified
 from tests.sim import loop as simloop
 from tests.sim.host import sim_host

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from protocols import wire
 from protocols.base import Head, Member
+from protocols.consensus import record as records
+from protocols.consensus.messages import Certificate, Signed
+from protocols.consensus.record import Kind, Record
+from protocols.consensus.vote_tally import VoteTally
 from protocols.history.chain import DecidedRound, follow
-from protocols.vote import record as records
-from protocols.vote.poll import VoteTally
-from protocols.vote.record import Kind, Record
-from protocols.vote.votes import Certificate, Signed
 from protocols.wire import ChunkSpan, PartDigest
 from tests.sim.host import SimSigner
 

@@ -30,10 +30,10 @@ from node.training.trainer import InlineTrainer
 from node.view.portrait import StatusTracker
 from protocols import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
 from protocols.base import Deadline, Host, Member, PeerId, RoundKey, Settings
-from protocols.catchup.snapshot import Snapshots
-from protocols.catchup.standing import IndependentStateSync
-from protocols.catchup.sync import ChainSync
 from protocols.history.chain import Chain
+from protocols.sync.chain_sync import ChainSync
+from protocols.sync.independent_sync import IndependentStateSync
+from protocols.sync.snapshot import Snapshots
 from tests.rounds import RUN
 from tests.sim import loop as simloop
 from tests.sim.host import Entries, Hearsay, SimClock, SimCompute, SimDirectory, SimSigner

@@ -33,7 +33,7 @@ ONLY_IN: dict[str, set[str]] = {
     "protocols.INDEPENDENT_PROTOCOLS": PEER | {"node/assembly.py", "node/cli.py"},
     "psutil": {"node/metrics.py"},
     "signal": {"node/departure.py", "node/child.py"},  # the way out; ending a child
-    "protocols.butterfly": PEER | {"protocols/__init__.py"},
+    "protocols.butterfly.averager": PEER | {"protocols/__init__.py"},
     "node.network.libp2p": PEER,
     "node.network.dht": PEER,
     "node.compute": PEER,
@@ -105,13 +105,13 @@ def test_the_house_keeps_its_rules() -> None:
 @pytest.mark.parametrize(
     "file, source",
     [
-        ("protocols/gossip.py", "import node.training.trainer"),
-        ("protocols/gossip.py", "def late():\n    from numpy import array"),
-        ("protocols/gossip.py", "import time"),
-        ("protocols/gossip.py", "from tests.sim import loop"),
+        ("protocols/pairwise/gossip.py", "import node.training.trainer"),
+        ("protocols/pairwise/gossip.py", "def late():\n    from numpy import array"),
+        ("protocols/pairwise/gossip.py", "import time"),
+        ("protocols/pairwise/gossip.py", "from tests.sim import loop"),
         ("node/rounds/round.py", "from node.network import libp2p"),
         ("node/rounds/round.py", "from protocols import REPLICATED_PROTOCOLS"),
-        ("node/rounds/round.py", "from protocols.butterfly import Butterfly"),
+        ("node/rounds/round.py", "from protocols.butterfly.averager import Butterfly"),
         ("node/rounds/round.py", "from time import monotonic as now"),
         ("node/rounds/round.py", "import concurrent.futures"),
         ("node/rounds/round.py", "from asyncio import subprocess"),

@@ -20,8 +20,8 @@ import pytest
 from benchmarks.averaging import BOUNDS, Answer, Swarm, main, play_round
 from benchmarks.averaging_peer import Setup
 from protocols.base import Member
-from protocols.rounds.deciding import BALLOT_FLOOR_SECONDS
-from protocols.vote.record import coordinators
+from protocols.butterfly.consensus_driver import BALLOT_FLOOR_SECONDS
+from protocols.consensus.record import coordinators
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(60)]
 

@@ -9,11 +9,11 @@ import pytest
 
 from protocols import wire
 from protocols.base import Member, PeerId, RoundKey
-from protocols.vote import record as records
-from protocols.vote import votes
-from protocols.vote.ballot import PaxosInstance
-from protocols.vote.poll import VoteTally, majority
-from protocols.vote.record import Kind, Record
+from protocols.consensus import messages as votes
+from protocols.consensus import record as records
+from protocols.consensus.paxos import PaxosInstance
+from protocols.consensus.record import Kind, Record
+from protocols.consensus.vote_tally import VoteTally, majority
 from protocols.wire import ChunkSpan, PartDigest, PartDone
 from tests.sim.judging import Remembering, Seal
 from tests.sim.scheduling import play

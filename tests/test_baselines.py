@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from protocols.aio import task_group
 from protocols.base import Host, Outcome, PeerId, Settings, Vector
-from protocols.baselines import data_parallel, parameter_server, ring
-from protocols.literature.lockstep import SynchronousAverager
-from protocols.literature.scatter import ScatterReduce
-from protocols.tasks import task_group
+from protocols.baselines.registry import data_parallel, parameter_server, ring
+from protocols.baselines.scatter_reduce import ScatterReduce
+from protocols.baselines.synchronous import SynchronousAverager
 from tests.sim.loosely import Came, Loosely
 from tests.sim.network import SimNetwork
 

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocols.base import BadPayload, Head, Member
-from protocols.history.branches import Branch, ForkChoice
+from protocols.consensus import record as records
+from protocols.consensus.messages import Signed
+from protocols.consensus.record import Kind
+from protocols.consensus.vote_tally import ONLOOKER, VoteTally
 from protocols.history.chain import UNSETTLED, Chain, DecidedRound, genesis
-from protocols.vote import record as records
-from protocols.vote.poll import ONLOOKER, VoteTally
-from protocols.vote.record import Kind
-from protocols.vote.votes import Signed
+from protocols.history.fork_choice import Branch, ForkChoice
 from tests.rounds import ROOT, RUN, SEED, certified, decided, line, vote
 from tests.sim.host import SimSigner
 

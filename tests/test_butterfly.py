@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from protocols import REPLICATED_PROTOCOLS
+from protocols.allreduce.clipping import weights as plan_weights
 from protocols.base import (
     AveragingResult,
     AveragingSession,
@@ -23,10 +24,9 @@ from protocols.base import (
     Vector,
 )
 from protocols.codec import codec
+from protocols.consensus.record import coordinators, genesis
 from protocols.history.chain import genesis as genesis_head
-from protocols.reducing.clipping import weights as plan_weights
 from protocols.vectors import norm
-from protocols.vote.record import coordinators, genesis
 from tests.sim import loop as simloop
 from tests.sim.averaging import RUN, Averaged, Group
 from tests.sim.host import sim_host
@@ -135,7 +135,7 @@ def test_a_link_too_slow_to_reduce_only_hands_in_its_own() -> None:
 
 def test_memory_does_not_grow_with_the_group_times_the_vector() -> None:
     """A reducer holds a window of chunks for each contributor, whatever the length of the vector."""
-    from protocols.reducing import reduce
+    from protocols.allreduce import reducer as reduce
 
     most = 0
     taken = reduce.Reducer._take_chunk

@@ -9,13 +9,13 @@ from dataclasses import replace
 
 import pytest
 
+from protocols.allreduce.all_reduce import DATA, MIN_BANDWIDTH, next_claim
+from protocols.allreduce.parts import chunk_digest
+from protocols.allreduce.reducer import Reducer
 from protocols.base import Host, Member, Outcome, PeerError, RoundKey, Settings
-from protocols.butterfly import CONTROL, Butterfly
-from protocols.fixed import StaticMembers
+from protocols.butterfly.averager import CONTROL, Butterfly
 from protocols.history.chain import genesis
-from protocols.reducing.exchange import DATA, MIN_BANDWIDTH, next_claim
-from protocols.reducing.parts import chunk_digest
-from protocols.reducing.reduce import Reducer
+from protocols.static_members import StaticMembers
 from protocols.wire import Offer, Ready
 from tests.sim import loop as simloop
 from tests.sim.averaging import RUN, Group

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from protocols import wire
+from protocols.allreduce.parts import ReducedPart, chunk_digest, seal
 from protocols.base import (
     AveragingResult,
     BadPayload,
@@ -27,18 +28,17 @@ from protocols.base import (
     Stream,
     Vector,
 )
-from protocols.butterfly import CONTROL, Butterfly
+from protocols.butterfly.averager import CONTROL, Butterfly
+from protocols.butterfly.part_cache import IDLE_SECONDS, PARTS, fetch_part
+from protocols.butterfly.session import ButterflySession
 from protocols.codec import codec
-from protocols.fixed import StaticMembers
+from protocols.consensus import record as records
+from protocols.consensus.messages import Propose
+from protocols.consensus.record import Kind, Record, coordinators
 from protocols.history.chain import genesis
-from protocols.places import MAX_STREAMS, MAX_STREAMS_OF_ONE
-from protocols.reducing.parts import ReducedPart, chunk_digest, seal
-from protocols.rounds.session import ButterflySession
-from protocols.rounds.shelf import IDLE_SECONDS, PARTS, fetch_part
+from protocols.static_members import StaticMembers
+from protocols.stream_limiter import MAX_STREAMS, MAX_STREAMS_OF_ONE
 from protocols.vectors import norm
-from protocols.vote import record as records
-from protocols.vote.record import Kind, Record, coordinators
-from protocols.vote.votes import Propose
 from tests.sim import loop as simloop
 from tests.sim.averaging import RUN
 from tests.sim.host import sim_host

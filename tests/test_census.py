@@ -9,7 +9,7 @@ import pytest
 
 from protocols import wire
 from protocols.base import BadPayload, Member
-from protocols.groups.census import (
+from protocols.moshpit.peer_tracker import (
     DONE,
     MAX_GONE,
     TRAINING,

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from protocols import wire
 from protocols.base import BadPayload, Head, Member, RoundKey
+from protocols.consensus import record as records
+from protocols.consensus.record import Kind, Record
 from protocols.history.chain import UNSETTLED, Chain, DecidedRound, genesis, state_root
-from protocols.history.links import RECENT, ListArchive, RoundLog
-from protocols.vote import record as records
-from protocols.vote.record import Kind, Record
+from protocols.history.round_log import RECENT, ListArchive, RoundLog
 from tests.rounds import ROOT, RUN, certified, decided, encoded, line
 
 ROSTER = (Member("anna"), Member("bert"))
@@ -312,8 +312,8 @@ STEPS = st.lists(
 @given(steps=STEPS, recent=st.integers(1, 4), piece=st.integers(1, 3))
 def test_a_chain_over_an_archive_is_what_a_list_would_be(steps: list[Any], recent: int, piece: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("protocols.history.links.RECENT", recent)
-        patch.setattr("protocols.history.links.PIECE", piece)
+        patch.setattr("protocols.history.round_log.RECENT", recent)
+        patch.setattr("protocols.history.round_log.PIECE", piece)
         archive, plans = ListArchive(), iter(range(1000))
         pairs = [(Chain(RUN, "run", ROSTER, ROOT, archive), Plain([]))]
         lent: list[tuple[Sequence[DecidedRound], list[DecidedRound]]] = []
@@ -398,7 +398,7 @@ def test_what_does_not_lead_on_from_the_genesis_is_cut_off_with_what_follows() -
 def test_what_an_archive_does_not_bring_any_more_is_forgotten_with_what_was_before_it(
     bad: bytes | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("protocols.history.links.RECENT", 2)
+    monkeypatch.setattr("protocols.history.round_log.RECENT", 2)
     links = line(fresh().head, 20)
     archive = archived(links)
     chain = Chain(RUN, "run", ROSTER, ROOT, archive)
@@ -416,7 +416,7 @@ def test_what_an_archive_does_not_bring_any_more_is_forgotten_with_what_was_befo
 
 
 def test_a_branch_that_leaves_where_nothing_can_be_read_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("protocols.history.links.RECENT", 2)
+    monkeypatch.setattr("protocols.history.round_log.RECENT", 2)
     archive = archived(line(fresh().head, 20))
     chain = Chain(RUN, "run", ROSTER, ROOT, archive)
     lineage = lineages(chain)[8]
@@ -428,7 +428,7 @@ def test_a_branch_that_leaves_where_nothing_can_be_read_changes_nothing(monkeypa
 
 
 def test_what_is_given_up_and_cannot_be_read_does_not_hold_up_a_switch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("protocols.history.links.RECENT", 2)
+    monkeypatch.setattr("protocols.history.round_log.RECENT", 2)
     archive = archived(line(fresh().head, 20))
     chain = Chain(RUN, "run", ROSTER, ROOT, archive)
     every = lineages(chain)

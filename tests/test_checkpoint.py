@@ -37,7 +37,7 @@ from node.storage.keeper import CheckpointManager
 from node.storage.state import OuterState
 from node.training.process import WorkerError
 from protocols.base import Layout, RoundKey
-from protocols.catchup.snapshot import MemoryBuffer, SnapshotIndex
+from protocols.sync.snapshot import MemoryBuffer, SnapshotIndex
 from tests.sim.host import SimCompute
 
 RUN = "5f" * 32

@@ -437,7 +437,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, answer: object) -> None:
         return answer
 
     straw = ModuleType("node.peer")
-    vars(straw).update(remote_status=remote_status, Refused=RuntimeError)
+    vars(straw).update(remote_status=remote_status, FatalPeerError=RuntimeError)
     monkeypatch.setitem(sys.modules, "node.peer", straw)
 
 

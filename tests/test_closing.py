@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocols.base import Buffer, Header
-from protocols.gossip import Gossip
-from protocols.pairs.closing import BEYOND, CLOSING, STEP_SECONDS, ClosingStep
-from protocols.pushing import PushSum
+from protocols.pairwise.closing import BEYOND, CLOSING, STEP_SECONDS, ClosingStep
+from protocols.pairwise.gossip import Gossip
+from protocols.pairwise.push_sum import PushSum
 from tests.sim import closing, crashes
 from tests.sim.gossiping import Swarm
 from tests.sim.lies import LyingStream

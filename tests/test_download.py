@@ -12,12 +12,12 @@ import pytest
 from node.report import RoundReport
 from protocols import wire
 from protocols.base import Buffer, Header
-from protocols.catchup.claims import WINDOW, ChunkScheduler, DonorRate
-from protocols.catchup.donor import LEND_SECONDS, MAX_PAUSES, PAUSE_SECONDS
-from protocols.catchup.download import SLOWEST_BYTES_PER_SECOND, STALL_SECONDS
-from protocols.catchup.requests import Busy
-from protocols.catchup.snapshot import MemoryBuffer, Snapshot
 from protocols.framing import FramedStream
+from protocols.sync.chunk_scheduler import WINDOW, ChunkScheduler, DonorRate
+from protocols.sync.requests import Busy
+from protocols.sync.snapshot import MemoryBuffer, Snapshot
+from protocols.sync.snapshot_download import SLOWEST_BYTES_PER_SECOND, STALL_SECONDS
+from protocols.sync.snapshot_server import LEND_SECONDS, MAX_PAUSES, PAUSE_SECONDS
 from tests import test_checkpoint as checkpoints
 from tests.peers import Disguise, Peer, Swarm
 

@@ -14,9 +14,9 @@ from protocols import wire
 from protocols.base import Member, Outcome, PeerError, RoundKey, Settings
 from protocols.codec import codec
 from protocols.framing import FramedStream
-from protocols.gossip import Gossip
-from protocols.pairs.matching import pairwise
-from protocols.pairs.swap import (
+from protocols.pairwise.gossip import Gossip
+from protocols.pairwise.matching import pairwise
+from protocols.pairwise.state_swap import (
     EXCHANGE,
     HEADER_LIMIT,
     ExchangeMessage,

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from protocols.base import Outcome
-from protocols.gossip import PAUSE_SECONDS, Gossip
-from protocols.pairs.patience import PeerTimeouts
-from protocols.pairs.swap import StateReceived
-from protocols.pushing import PushSum
+from protocols.pairwise.gossip import PAUSE_SECONDS, Gossip
+from protocols.pairwise.peer_timeouts import PeerTimeouts
+from protocols.pairwise.push_sum import PushSum
+from protocols.pairwise.state_swap import StateReceived
 from tests.sim.gossiping import ROUND_SECONDS, Swarm, head
 from tests.sim.lies import LyingStream
 

@@ -11,12 +11,12 @@ import torch
 
 from protocols import wire
 from protocols.base import Member, PeerError, PeerSilent, RoundKey
-from protocols.pairs.answering import MOST_MEETINGS
-from protocols.pairs.patience import DISTRUST_SECONDS
-from protocols.pairs.shares import PUSH, PushShare
-from protocols.pairs.swap import EXCHANGE, HEADER_LIMIT, ExchangeRequest, StateReceived, StateSwap
-from protocols.pairs.taking import MOST_SHARE
-from protocols.pushing import MAX_KEPT, PushSum
+from protocols.pairwise.peer_timeouts import DISTRUST_SECONDS
+from protocols.pairwise.push_sum import MAX_KEPT, PushSum
+from protocols.pairwise.responder import MOST_MEETINGS
+from protocols.pairwise.share_receiver import MOST_SHARE
+from protocols.pairwise.shares import PUSH, PushShare
+from protocols.pairwise.state_swap import EXCHANGE, HEADER_LIMIT, ExchangeRequest, StateReceived, StateSwap
 from protocols.vectors import VectorView
 from tests.sim.gossiping import RUN, Swarm
 from tests.sim.lies import LyingStream

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from protocols.groups.grid import (
+from protocols.moshpit.grid import (
     Grid,
     assign_cell,
     cell,

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from protocols.base import Outcome, Vector
-from protocols.baselines import parameter_server_async
-from protocols.literature.delayed import DelayedNesterov
-from protocols.literature.hogwild import AsyncParameterServer
+from protocols.baselines.async_parameter_server import AsyncParameterServer
+from protocols.baselines.delayed_nesterov import DelayedNesterov
+from protocols.baselines.registry import parameter_server_async
 from tests.sim.loosely import Came, Loosely
 
 ELEMENTS = 700

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocols.history.lineages import LineageIndex
+from protocols.history.lineage_index import LineageIndex
 
 # Two of these begin alike.
 LINEAGES = [bytes([number % 7]) * 4 + bytes([number]) * 28 for number in range(20)]

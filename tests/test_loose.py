@@ -14,9 +14,9 @@ from node.report import RoundReport
 from node.rounds import labour
 from node.rounds.sketch import Sketch, sketch
 from protocols.base import Contribution, Deadline, PeerId, Vector
-from protocols.catchup.snapshot import MemoryBuffer, Snapshot, SnapshotBuffer, SnapshotIndex, Snapshots, buffer_bytes
-from protocols.catchup.standing import IndependentStateSync, Order
-from protocols.post import RoundAccounting
+from protocols.control_channel import RoundAccounting
+from protocols.sync.independent_sync import IndependentStateSync, Order
+from protocols.sync.snapshot import MemoryBuffer, Snapshot, SnapshotBuffer, SnapshotIndex, Snapshots, buffer_bytes
 from tests.loosepeer import FROM_BERT, KEY, ME, OUTER, STEPS, Peer, Script, half, holds, stepped
 from tests.sim import loop as simloop
 from tests.sim.host import SimClock
@@ -218,7 +218,7 @@ class Torn(MemoryBuffer):
 
 
 class OneDonor:
-    """`protocols.catchup.standing.Standings`, as far as a replica asks it."""
+    """`protocols.sync.independent_sync.Standings`, as far as a replica asks it."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self.ledger, self._snapshot = RoundAccounting(), snapshot

@@ -8,8 +8,8 @@ from itertools import permutations
 import pytest
 import torch
 
-from protocols.pairs import matching
-from protocols.pairs.matching import (
+from protocols.pairwise import matching
+from protocols.pairwise.matching import (
     SCHEDULES,
     closing_hops,
     closing_pairs,

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.mixers import MIXERS, TooMany, pushed, simulate, taken
 from benchmarks.mixing import groups_factor, main
-from protocols.pairs import matching
+from protocols.pairwise import matching
 
 PEERS = 64
 KEEP_THE_MEAN = ("ring", "torus", "random matching", "groups of 32", "Moshpit 32 x 32", "Moshpit seats of 8")

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from protocols.base import Deadline, Host, Member, Outcome, PeerId, Settings, Vector
-from protocols.groups.mixing import GroupAllReduce
-from protocols.groups.pit import ACQUAINTANCES, MoshpitState
-from protocols.moshpit import Moshpit
+from protocols.moshpit.averager import Moshpit
+from protocols.moshpit.group_allreduce import GroupAllReduce
+from protocols.moshpit.state import ACQUAINTANCES, MoshpitState
 from tests.sim.contact import LIVENESS_SECONDS
 from tests.sim.host import SimDirectory, sim_host
 from tests.sim.network import SimNetwork, Trace

@@ -10,14 +10,14 @@ from typing import Any, TypeAlias
 import pytest
 import torch
 
+from protocols.allreduce.parts import chunk_digest, part_message
+from protocols.allreduce.plan import PlanInputs, make_plan, offer_message
+from protocols.allreduce.reducer import Reducer
 from protocols.base import Buffer, Header, Member, PeerId
 from protocols.framing import FramedStream
-from protocols.groups.census import DONE, TRAINING, PositionAnnouncement, group_key
-from protocols.groups.gathering import GroupMatchmaker
-from protocols.groups.grid import seeded_order
-from protocols.reducing.parts import chunk_digest, part_message
-from protocols.reducing.plan import PlanInputs, make_plan, offer_message
-from protocols.reducing.reduce import Reducer
+from protocols.moshpit.grid import seeded_order
+from protocols.moshpit.matchmaker import GroupMatchmaker
+from protocols.moshpit.peer_tracker import DONE, TRAINING, PositionAnnouncement, group_key
 from protocols.wire import Chunk, Contribute, Offer, PartDone, Plan, Reduced, WantPart
 from tests.sim.host import SimSigner
 from tests.sim.network import SimNetwork

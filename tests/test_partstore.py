@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from node.storage.scratch import ScratchFile
+from protocols.allreduce.parts import ReducedPart, chunk_digest, seal
 from protocols.base import Buffer
-from protocols.catchup.snapshot import MemoryBuffer
+from protocols.butterfly.part_store import GIVE_WAY_SECONDS, PartStore
 from protocols.codec import codec
 from protocols.gate import Gate
-from protocols.reducing.parts import ReducedPart, chunk_digest, seal
-from protocols.rounds.partstore import GIVE_WAY_SECONDS, PartStore
+from protocols.sync.snapshot import MemoryBuffer
 from tests.peers import Swarm
 from tests.sim import loop as simloop
 from tests.sim.host import SimCompute

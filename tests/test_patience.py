@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from protocols.base import BadPayload, Member
-from protocols.pairs.patience import (
+from protocols.pairwise.peer_timeouts import (
     CHEAP_SECONDS,
     DISTRUST_SECONDS,
     MAX_PEERS,

@@ -13,9 +13,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from protocols import wire
+from protocols.allreduce import clipping
+from protocols.allreduce import plan as planning
 from protocols.base import BadPayload, LinkFault, Member, PeerId, RoundKey
-from protocols.reducing import clipping
-from protocols.reducing import plan as planning
 from protocols.wire import Offer, PartDone, Plan
 
 KEY = RoundKey(bytes(range(32)), "run", bytes(32), 3)

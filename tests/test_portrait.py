@@ -22,9 +22,9 @@ from node.status import Status, SyncStatus, parse, to_json
 from node.storage.journal import Journal
 from node.view.portrait import StatusTracker
 from protocols.base import LocalProgress, Member
-from protocols.catchup.progress import SyncProgressLine
+from protocols.consensus.record import Kind
 from protocols.history.chain import Chain
-from protocols.vote.record import Kind
+from protocols.sync.progress import SyncProgressLine
 from tests.rounds import RUN, line
 from tests.sim import loop as simloop
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from protocols.catchup.progress import (
+from protocols.sync.progress import (
     LEAST_SECONDS,
     METER_SECONDS,
     SAY_SECONDS,

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from protocols.base import Buffer, Header, Member
-from protocols.catchup import proofs
-from protocols.catchup.proofs import ROUND_SECONDS, TRAIL_SECONDS
-from protocols.catchup.requests import Certificates, HeadAnnouncement
+from protocols.consensus.messages import Certificate
 from protocols.framing import FramedStream
-from protocols.history.branches import Branch, ForkChoice
 from protocols.history.chain import Chain, DecidedRound
-from protocols.history.links import RoundLog
-from protocols.vote.votes import Certificate
+from protocols.history.fork_choice import Branch, ForkChoice
+from protocols.history.round_log import RoundLog
+from protocols.sync import head_verifier as proofs
+from protocols.sync.head_verifier import ROUND_SECONDS, TRAIL_SECONDS
+from protocols.sync.requests import Certificates, HeadAnnouncement
 from tests.peers import Disguise, Peer, Swarm
 from tests.rounds import RUN, line
 

@@ -10,7 +10,7 @@ import pytest
 from node.noloco import NoLoCo
 from node.report import RoundReport
 from protocols.base import Contribution, PeerId, Vector
-from protocols.catchup.snapshot import Snapshots
+from protocols.sync.snapshot import Snapshots
 from tests.loosepeer import FROM_BERT, STEPS, Peer, Script, half, holds
 from tests.sim import loop as simloop
 from tests.sim.host import SimClock

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from protocols.allreduce.parts import ReducedPart
 from protocols.base import Member, Outcome, Settings
 from protocols.codec import CODECS
-from protocols.pairs import giving
-from protocols.pairs.giving import split_share
-from protocols.pairs.shares import PUSH, PushShare
-from protocols.pairs.taking import MAX_TAKING
-from protocols.pushing import PushSum
-from protocols.reducing.parts import ReducedPart
+from protocols.pairwise import share_sender as giving
+from protocols.pairwise.push_sum import PushSum
+from protocols.pairwise.share_receiver import MAX_TAKING
+from protocols.pairwise.share_sender import split_share
+from protocols.pairwise.shares import PUSH, PushShare
 from protocols.vectors import VectorView
 from tests.sim.faults import Faults
 from tests.sim.faults import Message as At

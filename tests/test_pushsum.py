@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from protocols.base import BadPayload, Member
-from protocols.pairs import pushsum
-from protocols.pairs.matching import mixing_matrix, select_partners
-from protocols.pairs.pushsum import WINDOW, MassLedger, Share
+from protocols.pairwise import mass_ledger as pushsum
+from protocols.pairwise.mass_ledger import WINDOW, MassLedger, Share
+from protocols.pairwise.matching import mixing_matrix, select_partners
 
 
 def book(index: int, life: int = 0) -> MassLedger[Any]:

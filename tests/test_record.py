@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocols.base import BadPayload, Contribution, Member
-from protocols.vote import record as records
-from protocols.vote.record import Kind, Record
+from protocols.consensus import record as records
+from protocols.consensus.record import Kind, Record
 from protocols.wire import ChunkSpan, PartDigest
 from tests.test_plan import variants
 from tests.test_wire import headers, places

@@ -27,9 +27,9 @@ from node.storage.statedir import StateDir, StateError
 from node.training.remote import RemoteTrainer, WorkerError
 from protocols import REPLICATED_PROTOCOLS
 from protocols.base import Layout, Member
-from protocols.catchup.snapshot import Snapshot
+from protocols.consensus.record import Kind
 from protocols.history.chain import Chain
-from protocols.vote.record import Kind
+from protocols.sync.snapshot import Snapshot
 from tests.rounds import RUN, decided
 from tests.stays import View
 from tests.test_branches import ROSTER

@@ -17,7 +17,7 @@ from benchmarks.robustness import table
 from node.training.trainer import InlineTrainer, LocalTraining
 from protocols import robust
 from protocols.base import Outcome, Settings, Vector
-from protocols.groups.gathering import UNCLIPPED
+from protocols.moshpit.matchmaker import UNCLIPPED
 from protocols.robust import RULES, RobustAggregator
 from tests.sim.averaging import Averaged, Group
 from tests.sim.poison import ATTACKS, PoisonedTrainer

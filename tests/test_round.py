@@ -31,10 +31,10 @@ from protocols.base import (
     RoundKey,
     Vector,
 )
+from protocols.consensus import record as records
+from protocols.consensus.record import Kind, Record
 from protocols.history.chain import Chain, state_root
 from protocols.vectors import root
-from protocols.vote import record as records
-from protocols.vote.record import Kind, Record
 from protocols.wire import ChunkSpan, Offer, PartDigest, Ready, decode, encode
 from tests.rounds import certified
 from tests.sim import loop as simloop

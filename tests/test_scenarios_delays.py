@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import pytest
 
 from protocols.base import PeerId
-from protocols.rounds.deciding import ConsensusDriver
-from protocols.rounds.session import ButterflySession
-from protocols.vote.record import Kind, decode
-from protocols.vote.votes import Decided, Instruction
+from protocols.butterfly.consensus_driver import ConsensusDriver
+from protocols.butterfly.session import ButterflySession
+from protocols.consensus.messages import Decided, Instruction
+from protocols.consensus.record import Kind, decode
 from tests.sim import contact
 from tests.sim.staged import Cast, Stage
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import pytest
 
 from protocols.base import PeerId
-from protocols.vote.poll import majority
-from protocols.vote.record import Kind
+from protocols.consensus.record import Kind
+from protocols.consensus.vote_tally import majority
 from tests.checkers import Report
 from tests.sim.staged import Cast, Stage
 

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from node.training.trainer import InlineTrainer
-from protocols.reducing.plan import BUDGET_FLOOR_SECONDS
+from protocols.allreduce.plan import BUDGET_FLOOR_SECONDS
 from tests.sim.leaving import PACE_SECONDS, Leaving, Play
 from tests.sim.parting import LongRounds
 

@@ -8,8 +8,8 @@ import pytest
 
 from node.rounds.labour import FIRST_STEP_SECONDS
 from protocols.base import PeerId
-from protocols.rounds.calling import LEAVER_SECONDS
-from protocols.vote.record import Kind
+from protocols.butterfly.round_call import LEAVER_SECONDS
+from protocols.consensus.record import Kind
 from tests.sim.parting import LongRounds, Parting
 
 STEP_SECONDS = 0.5

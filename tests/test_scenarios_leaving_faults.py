@@ -11,9 +11,9 @@ import pytest
 
 from protocols import wire
 from protocols.base import Buffer, Header, Member, Outcome, PeerId
+from protocols.consensus.record import Kind, coordinators
 from protocols.framing import FramedStream
 from protocols.history.chain import genesis
-from protocols.vote.record import Kind, coordinators
 from tests.sim.averaging import RUN, Averaged, Group
 from tests.sim.network import SimNetwork
 from tests.sim.parting import LongRounds, Parting

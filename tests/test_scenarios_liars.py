@@ -9,10 +9,10 @@ from contextlib import suppress
 import pytest
 
 from protocols.base import Head, Member, Outcome, PeerError, PeerId, RoundKey
-from protocols.butterfly import CONTROL
+from protocols.butterfly.averager import CONTROL
+from protocols.consensus.messages import Accept, Prepare, Promise, Propose, VoteMessage
+from protocols.consensus.record import coordinators
 from protocols.history.chain import genesis
-from protocols.vote.record import coordinators
-from protocols.vote.votes import Accept, Prepare, Promise, Propose, VoteMessage
 from tests.sim.averaging import RUN, Averaged, Group
 from tests.sim.host import sim_host
 from tests.sim.network import SimNetwork

@@ -9,15 +9,15 @@ from dataclasses import replace
 
 import pytest
 
+from protocols.allreduce.all_reduce import AllReduce
+from protocols.allreduce.plan import ResolvedPlan
 from protocols.base import Member, PeerError, PeerId
-from protocols.butterfly import CONTROL
-from protocols.fixed import StaticMembers
+from protocols.butterfly.averager import CONTROL
+from protocols.butterfly.coordinator import RoundCoordinator
+from protocols.consensus.messages import Accept
+from protocols.consensus.record import Kind, Record
 from protocols.history.chain import DecidedRound
-from protocols.reducing.exchange import AllReduce
-from protocols.reducing.plan import ResolvedPlan
-from protocols.rounds.leading import RoundCoordinator
-from protocols.vote.record import Kind, Record
-from protocols.vote.votes import Accept
+from protocols.static_members import StaticMembers
 from tests.sim.host import sim_host
 from tests.sim.staged import Cast, Stage
 

@@ -10,13 +10,13 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from protocols.catchup.snapshot import Snapshot
-from protocols.post import KEEP_MESSAGES
-from protocols.reducing.exchange import AllReduce
-from protocols.reducing.parts import ReducedPart
-from protocols.reducing.reduce import Reducer
-from protocols.rounds.deciding import ConsensusDriver
-from protocols.rounds.session import ButterflySession
+from protocols.allreduce.all_reduce import AllReduce
+from protocols.allreduce.parts import ReducedPart
+from protocols.allreduce.reducer import Reducer
+from protocols.butterfly.consensus_driver import ConsensusDriver
+from protocols.butterfly.session import ButterflySession
+from protocols.control_channel import KEEP_MESSAGES
+from protocols.sync.snapshot import Snapshot
 from tests.sim.host import SimCompute
 from tests.sim.staged import Cast, Stage
 

@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
+from protocols.allreduce.plan import BUDGET_FLOOR_SECONDS
 from protocols.base import PeerId
+from protocols.consensus.record import Kind
 from protocols.history.chain import DecidedRound
-from protocols.reducing.plan import BUDGET_FLOOR_SECONDS
-from protocols.vote.record import Kind
 from tests.sim.durable import Durable
 from tests.sim.staged import Cast
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from node.rounds.round import ReplicatedOuterLoop
-from protocols.reducing.reduce import Reducer
+from protocols.allreduce.reducer import Reducer
 from tests.sim import scheduling
 from tests.sim.__main__ import main
 from tests.sim.families import CALM

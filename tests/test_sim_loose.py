@@ -25,9 +25,9 @@ from protocols.base import (
     Settings,
     Vector,
 )
-from protocols.groups.census import PeerTracker
-from protocols.pairs.tempo import RoundEstimator
-from protocols.post import RoundAccounting
+from protocols.control_channel import RoundAccounting
+from protocols.moshpit.peer_tracker import PeerTracker
+from protocols.pairwise.round_estimator import RoundEstimator
 from tests.checkers import Report, Violation
 from tests.sim import crashes, scheduling
 from tests.sim import world as worlds

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from node.storage.disk import FileBuffer, outer_buffer
 from protocols.base import CHUNK_BYTES, BadPayload, Vector
-from protocols.catchup.requests import SnapshotRef
-from protocols.catchup.snapshot import Snapshot, SnapshotIndex, Snapshots, chunk_digests, root_of
 from protocols.history.chain import Chain, state_root
+from protocols.sync.requests import SnapshotRef
+from protocols.sync.snapshot import Snapshot, SnapshotIndex, Snapshots, chunk_digests, root_of
 from protocols.vectors import CHUNK_ELEMENTS, root
 from tests.rounds import RUN, line
 from tests.test_branches import ROSTER

@@ -20,11 +20,11 @@ from node.rounds.sketch import Sketch, furthest, sketch
 from node.tasks.paced import Paced
 from node.training.trainer import InlineTrainer
 from protocols.base import AveragingResult, LocalProgress, Member, Outcome, PeerId, RoundKey, Settings, Vector
-from protocols.catchup.download import StateUnavailable
-from protocols.catchup.requests import SYNC
-from protocols.catchup.snapshot import Snapshot, SnapshotIndex, Snapshots
-from protocols.catchup.standing import IndependentStateSync, SignedStateRef, StateAdvert, eligible
-from protocols.places import MAX_STREAMS
+from protocols.stream_limiter import MAX_STREAMS
+from protocols.sync.independent_sync import IndependentStateSync, SignedStateRef, StateAdvert, eligible
+from protocols.sync.requests import SYNC
+from protocols.sync.snapshot import Snapshot, SnapshotIndex, Snapshots
+from protocols.sync.snapshot_download import StateUnavailable
 from tests.sim import loop as simloop
 from tests.sim.host import SimClock, sim_host
 from tests.sim.network import SimNetwork

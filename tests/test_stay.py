@@ -16,8 +16,8 @@ import pytest
 from node.stay import FAREWELLS, FINISH_SECONDS, LINGER_SECONDS, LOOK_ON_SECONDS, SCOPE, PeerSession, SessionLimits
 from node.training.process import WorkerError
 from node.view.portrait import StatusTracker
+from protocols.allreduce.parts import ReducedPart
 from protocols.base import Member
-from protocols.reducing.parts import ReducedPart
 from tests.sim import loop as simloop
 from tests.sim.host import Hearsay, SimClock
 from tests.stays import Directory, Peer, Town, View, now, until

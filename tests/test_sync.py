@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from protocols import wire
 from protocols.base import BadPayload, Header, Member, RoundKey
-from protocols.catchup.requests import (
+from protocols.consensus.record import Kind
+from protocols.sync.requests import (
     MAX_KEPT,
     MAX_LOCATOR,
     MESSAGES,
@@ -20,7 +21,6 @@ from protocols.catchup.requests import (
     HeadAnnouncement,
     SnapshotRef,
 )
-from protocols.vote.record import Kind
 from tests.peers import TOKENS, Swarm
 from tests.test_wire import headers, places, replaced
 

@@ -12,7 +12,7 @@ import pytest
 
 import tests.peers
 from protocols.base import Buffer
-from protocols.catchup.snapshot import MemoryBuffer, Snapshots
+from protocols.sync.snapshot import MemoryBuffer, Snapshots
 from tests.peers import Peer, Swarm
 from tests.sim.host import SimCompute
 

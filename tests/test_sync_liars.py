@@ -14,13 +14,13 @@ import torch
 from node.report import RoundReport
 from node.storage.state import OuterState
 from protocols import wire
+from protocols.allreduce.parts import ReducedPart
 from protocols.base import Buffer, Header, Member
-from protocols.catchup.requests import Busy, Certificates, HeadAnnouncement, SnapshotIndexHeader, SnapshotRef
-from protocols.catchup.snapshot import Snapshot
+from protocols.consensus.messages import Certificate, Signed
+from protocols.consensus.record import Kind
 from protocols.framing import FramedStream
-from protocols.reducing.parts import ReducedPart
-from protocols.vote.record import Kind
-from protocols.vote.votes import Certificate, Signed
+from protocols.sync.requests import Busy, Certificates, HeadAnnouncement, SnapshotIndexHeader, SnapshotRef
+from protocols.sync.snapshot import Snapshot
 from tests.peers import Disguise, Peer, Swarm
 from tests.rounds import certified
 

@@ -14,12 +14,12 @@ from node.report import RoundReport
 from node.rounds.round import ReplicatedOuterLoop
 from node.tasks.paced import Paced
 from node.training.trainer import InlineTrainer
+from protocols.aio import run_with_helper
 from protocols.base import Member, PeerId, Settings
-from protocols.butterfly import Butterfly
-from protocols.catchup.snapshot import Snapshots
-from protocols.catchup.sync import ChainSync
+from protocols.butterfly.averager import Butterfly
 from protocols.history.chain import Chain
-from protocols.tasks import run_with_helper
+from protocols.sync.chain_sync import ChainSync
+from protocols.sync.snapshot import Snapshots
 from tests.checkers import check
 from tests.rounds import RUN
 from tests.sim import loop as simloop

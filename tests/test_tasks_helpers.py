@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from protocols.tasks import Notifier, run_with_helper, task_group
+from protocols.aio import Notifier, run_with_helper, task_group
 from tests.sim import loop as simloop
 
 T = TypeVar("T")

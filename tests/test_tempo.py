@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from protocols.pairs.tempo import WITNESSES, RoundEstimator
+from protocols.pairwise.round_estimator import WITNESSES, RoundEstimator
 from tests.sim.gossiping import Swarm
 
 

@@ -20,8 +20,8 @@ import torch
 from node.storage.journal import Journal
 from node.trace import POINTS, VARIABLE, FailpointClient, FailpointTransport, with_failpoints
 from protocols.base import LocalProgress, Member, PeerSilent, RoundKey
-from protocols.catchup.requests import SYNC
-from protocols.vote.votes import RecordRequest
+from protocols.consensus.messages import RecordRequest
+from protocols.sync.requests import SYNC
 from protocols.wire import Chunk
 from tests.faults.tracing import Watch
 from tests.realswarm import START_SECONDS, RealPeer, RealSwarm, deciding, paced, wait

@@ -24,8 +24,8 @@ from node.settings.manifest import ManifestError
 from node.settings.peerconfig import FILE_SIGN
 from node.status import to_json
 from protocols import wire
+from protocols.aio import peer_timeout, task_group
 from protocols.base import BadPayload, Deadline, PeerError, PeerId, Stream, Transport
-from protocols.tasks import peer_timeout, task_group
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from node.settings.manifest import Manifest, layout_digest, seal
 from node.settings.runconfig import RunConfig
 from node.training.remote import RemoteTrainer
 from protocols.base import Compute, Member
-from protocols.catchup.snapshot import SnapshotIndex
+from protocols.sync.snapshot import SnapshotIndex
 
 
 async def found_run(

@@ -28,9 +28,9 @@ from node.storage.keeper import CheckpointManager
 from node.storage.statedir import StateDir, StateError, holds_run
 from node.training.remote import RemoteTrainer, WorkerError
 from protocols.base import Layout, Member, PeerId
-from protocols.catchup.snapshot import SnapshotIndex
+from protocols.consensus import record as records
 from protocols.history.chain import UNSETTLED, Chain
-from protocols.vote import record as records
+from protocols.sync.snapshot import SnapshotIndex
 
 log = logging.getLogger(__name__)
 

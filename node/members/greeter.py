@@ -11,8 +11,8 @@ from node.members.contact import PeerRecord
 from node.members.hello import MAX_ADDRESSES, VERSION, Heartbeat, Hello, HelloRejected, signed_part
 from node.members.suspicion import PULSE_SECONDS
 from protocols import wire
+from protocols.aio import peer_timeout, task_group
 from protocols.base import BadPayload, Clock, Member, PeerId, Signer, Stream
-from protocols.tasks import peer_timeout, task_group
 
 IDLE_SECONDS = 60.0
 """A peer that watches us and sends no pulse for so long is not served any more."""

@@ -33,6 +33,7 @@ from node.members.vigil import MAX_OFFSET_SECONDS, HostMonitor
 from node.rounds import sketch as sketches
 from node.rounds.sketch import Sketch
 from protocols import wire
+from protocols.aio import Notifier, peer_timeout, task_group
 from protocols.base import (
     BadPayload,
     Clock,
@@ -45,7 +46,6 @@ from protocols.base import (
     Stream,
     Transport,
 )
-from protocols.tasks import Notifier, peer_timeout, task_group
 
 log = logging.getLogger(__name__)
 

@@ -12,13 +12,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from node.storage.state import OuterState
+from protocols.aio import task_group
+from protocols.allreduce.parts import ReducedPart
 from protocols.base import Deadline, Vector
-from protocols.catchup.download import SLOWEST_BYTES_PER_SECOND, STALL_SECONDS, StateUnavailable
-from protocols.catchup.snapshot import Snapshot
-from protocols.catchup.supply import StateFetcher
 from protocols.history.chain import UNSETTLED, Chain, DecidedRound
-from protocols.reducing.parts import ReducedPart
-from protocols.tasks import task_group
+from protocols.sync.snapshot import Snapshot
+from protocols.sync.snapshot_download import SLOWEST_BYTES_PER_SECOND, STALL_SECONDS, StateUnavailable
+from protocols.sync.state_fetcher import StateFetcher
 
 log = logging.getLogger(__name__)
 

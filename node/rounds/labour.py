@@ -26,7 +26,7 @@ from protocols.base import (
     Trainer,
     Vector,
 )
-from protocols.catchup.snapshot import Snapshot, Snapshots
+from protocols.sync.snapshot import Snapshot, Snapshots
 from protocols.wire import MAX_NORM
 
 FIRST_ROUND_LIMIT_SECONDS = 3600.0

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Callable
 from node.rounds.loose import IndependentOuterLoop
 from node.rounds.round import ReplicatedOuterLoop, RoundReport
 from protocols.base import Outcome
-from protocols.catchup.standing import IndependentStateSync
-from protocols.catchup.sync import ChainSync
+from protocols.sync.chain_sync import ChainSync
+from protocols.sync.independent_sync import IndependentStateSync
 
 CATCH_UP_SECONDS = 120.0
 """To find out what was decided, and until something comes in: what moves goes on."""

@@ -37,9 +37,9 @@ from protocols.base import (
     Trainer,
     Vector,
 )
-from protocols.catchup.download import StateUnavailable
-from protocols.catchup.snapshot import Snapshot, Snapshots
-from protocols.catchup.standing import IndependentStateSync
+from protocols.sync.independent_sync import IndependentStateSync
+from protocols.sync.snapshot import Snapshot, Snapshots
+from protocols.sync.snapshot_download import StateUnavailable
 from protocols.vectors import norm
 
 log = logging.getLogger(__name__)

@@ -33,7 +33,7 @@ from protocols.base import (
     PeerId,
     Trainer,
 )
-from protocols.catchup.snapshot import Snapshot
+from protocols.sync.snapshot import Snapshot
 from protocols.vectors import norm
 
 OfferCallback = Callable[[LocalProgress], LocalProgress]

@@ -27,12 +27,12 @@ from protocols.base import (
     Trainer,
     Vector,
 )
-from protocols.catchup.snapshot import Snapshots
-from protocols.catchup.sync import ChainSync
-from protocols.history.branches import Branch
+from protocols.consensus import record as records
+from protocols.consensus.record import Kind
 from protocols.history.chain import UNSETTLED, Chain, certificate_in
-from protocols.vote import record as records
-from protocols.vote.record import Kind
+from protocols.history.fork_choice import Branch
+from protocols.sync.chain_sync import ChainSync
+from protocols.sync.snapshot import Snapshots
 
 __all__ = ["ReplicatedOuterLoop", "RoundReport"]
 

@@ -31,7 +31,7 @@ from node.tasks import name as names
 from node.tasks.base import MAX_ELEMENTS, Recipe
 from node.tasks.gpt import DEFAULT_PRESET, PRESETS, VOCABULARY, GptConfig, Preset, preset
 from protocols.codec import codec
-from protocols.pairs.matching import known as known_schedule
+from protocols.pairwise.matching import known as known_schedule
 from protocols.robust import known as known_rule
 from protocols.vectors import CHUNK_ELEMENTS
 from protocols.wire import MAX_ROSTER

@@ -5,7 +5,7 @@ Both read the whole file, for seconds if it holds thousands of rounds: they are 
 be at hand before the chain moves, and belongs to one chain of one run: with another run, another file
 (`node.storage.statedir` puts files aside). `sync` makes what was appended survive a power cut; it is worth its
 milliseconds before a checkpoint is put in place that lies beyond what was synced. `sync.proofs.room = partial(spool,
-directory)` has long trails judged on the disk, too (`protocols.catchup.proofs`).
+directory)` has long trails judged on the disk, too (`protocols.sync.head_verifier`).
 
 An entry is its length and checksum, 4 bytes each, and the encoded certificate; eight bytes at the beginning of the file
 name its form. What a crash or a bad disk made of the end is cut off when the file is opened.
@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
-from protocols.history.links import Archive, ListArchive
+from protocols.history.round_log import Archive, ListArchive
 from protocols.wire import MAX_HEADER_BYTES
 
 log = logging.getLogger(__name__)
@@ -49,8 +49,8 @@ def spool(directory: Path) -> Archive:
 
 
 class CertificateLog:
-    """`protocols.history.links.Archive`. Certificates that the disk does not take wait in memory, those that do not fit
-    there are lost: whoever restarts then goes on from the last one before them.
+    """`protocols.history.round_log.Archive`. Certificates that the disk does not take wait in memory, those that do not
+    fit there are lost: whoever restarts then goes on from the last one before them.
 
     A round appends a few kilobytes, on the event loop: they go to the cache, and only `sync` waits for the disk.
     """
@@ -115,7 +115,7 @@ class CertificateLog:
             self._ends.append(self._ends[-1] + _PREFIX_BYTES + len(entry))
         return at
 
-    # -- protocols.history.links.Archive
+    # -- protocols.history.round_log.Archive
     # --------------------------------------------------------------------------------------
 
     def __len__(self) -> int:

@@ -26,7 +26,7 @@ import torch
 from node.storage import tensors
 from node.storage.disk import PARAMETERS, VELOCITY, outer_buffer, outer_header
 from protocols.base import BadPayload, Layout, Vector
-from protocols.catchup.snapshot import Snapshot, SnapshotIndex
+from protocols.sync.snapshot import Snapshot, SnapshotIndex
 
 DIRECTORY = "checkpoints"
 OUTER, INNER, FEEDBACK = "outer.safetensors", "inner.safetensors", "feedback.safetensors"

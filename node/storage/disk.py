@@ -10,13 +10,13 @@ from pathlib import Path
 
 from node.storage import tensors
 from protocols.base import Buffer
-from protocols.catchup.snapshot import buffer_bytes
+from protocols.sync.snapshot import buffer_bytes
 
 PARAMETERS, VELOCITY = "parameters", "velocity"
 
 
 class FileBuffer:
-    """`protocols.catchup.snapshot.Room` in a safetensors file; it stays readable if the file is renamed or deleted
+    """`protocols.sync.snapshot.Room` in a safetensors file; it stays readable if the file is renamed or deleted
     meanwhile.
 
     Attributes:

@@ -28,9 +28,9 @@ from node.storage.quota import Quota
 from node.storage.sealing import publish_checkpoint
 from node.storage.state import OuterState
 from node.training.process import WorkerError
+from protocols.aio import task_group
 from protocols.base import Compute, RoundKey
-from protocols.catchup.snapshot import MemoryBuffer, Snapshot, SnapshotBuffer, Snapshots, buffer_bytes
-from protocols.tasks import task_group
+from protocols.sync.snapshot import MemoryBuffer, Snapshot, SnapshotBuffer, Snapshots, buffer_bytes
 
 log = logging.getLogger(__name__)
 

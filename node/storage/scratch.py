@@ -57,7 +57,7 @@ class ScratchSpace:
 
 
 class ScratchFile:
-    """`protocols.catchup.snapshot.Room`."""
+    """`protocols.sync.snapshot.Room`."""
 
     fresh = True
 

@@ -7,7 +7,7 @@ import logging
 from node.noloco import NoLoCo
 from node.outer import OuterSGD
 from protocols.base import Compute, RoundKey, Vector
-from protocols.catchup.snapshot import Snapshot, SnapshotIndex, Snapshots
+from protocols.sync.snapshot import Snapshot, SnapshotIndex, Snapshots
 
 log = logging.getLogger(__name__)
 

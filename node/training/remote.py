@@ -29,8 +29,8 @@ from node.training import shared
 from node.training.process import Hear, WorkerError, WorkerGone, WorkerProcess
 from node.training.shared import Shared
 from node.training.succession import MENDING_SECONDS, WorkerSupervisor
+from protocols.aio import Notifier, run_with_helper
 from protocols.base import Compute, Layout, LocalProgress, RoundKey, Vector
-from protocols.tasks import Notifier, run_with_helper
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from node.rounds.course import LocalHistory, RoundHistory
 from node.status import PeerStatus, Status, SyncStatus, short
 from node.storage.journal import Journal
 from protocols.base import LocalProgress, PeerId
-from protocols.catchup.progress import SyncProgressLine
+from protocols.sync.progress import SyncProgressLine
 
 _RECENT_ROUNDS = 5
 

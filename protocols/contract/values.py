@@ -151,7 +151,7 @@ class AveragingResult:
 
     Attributes:
         outcome: `into` holds the mean only if committed.
-        record: encoded record of the round (`protocols.vote.record`), empty unless decided.
+        record: encoded record of the round (`protocols.consensus.record`), empty unless decided.
         certificate: the record with the votes that decided it, as a frame's header; empty unless decided.
         contributions: peer -> chunks of it that the mean holds, in the order of the plan.
         weights: peer -> its weight in the mean, after clamping; empty where this peer does not know the plan.
@@ -188,7 +188,8 @@ class Settings:
         quorum: votes that decide, by the size of the roster; None: a majority.
         fork_peers: members that may go on alone, at least, where the majority is gone; 0: none may.
         robust: name of the rule by which reducers average (`protocols.robust`); the same for all peers of a run.
-        schedule: whom a peer asks in gossip, or gives to (`protocols.pairs.matching`); the same for all peers of a run.
+        schedule: whom a peer asks in gossip, or gives to (`protocols.pairwise.matching`); the same for all peers of a
+        run.
     """
 
     codec: str

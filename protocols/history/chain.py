@@ -1,6 +1,6 @@
 """The chain of decided rounds as one peer sees it, and its head: what the next round extends. Pure.
 
-A chain says nothing of whether a certificate is right: who adds one has judged it (`protocols.history.branches`), or
+A chain says nothing of whether a certificate is right: who adds one has judged it (`protocols.history.fork_choice`), or
 has just helped to decide it.
 """
 
@@ -14,10 +14,10 @@ from weakref import WeakSet
 
 from protocols import wire
 from protocols.base import Head, Member, RoundKey
-from protocols.history.links import UNSETTLED, Archive, DecidedRound, RoundLog, RoundPruned, follow, steps
-from protocols.vote import record as records
-from protocols.vote.record import Record
-from protocols.vote.votes import Certificate
+from protocols.consensus import record as records
+from protocols.consensus.messages import Certificate
+from protocols.consensus.record import Record
+from protocols.history.round_log import UNSETTLED, Archive, DecidedRound, RoundLog, RoundPruned, follow, steps
 
 __all__ = ["UNSETTLED", "Archive", "Chain", "DecidedRound", "certificate_in", "follow", "genesis", "state_root"]
 

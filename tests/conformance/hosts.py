@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from protocols.base import Host, Member, PeerId, Transport
-from protocols.fixed import StaticMembers
+from protocols.static_members import StaticMembers
 from tests.conformance.worlds import Peers
 from tests.rounds import SEED
 from tests.sim.host import Hearsay, SimClock, SimCompute, SimDirectory, SimSigner

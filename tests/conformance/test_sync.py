@@ -7,10 +7,10 @@ from collections.abc import Awaitable, Callable
 import pytest
 import torch
 
+from protocols.allreduce.parts import ReducedPart, chunk_digest, seal
 from protocols.base import BadPayload, PeerGone, PeerSilent
+from protocols.butterfly.part_cache import PartCache, fetch_part
 from protocols.codec import codec
-from protocols.reducing.parts import ReducedPart, chunk_digest, seal
-from protocols.rounds.shelf import PartCache, fetch_part
 from protocols.vectors import CHUNK_ELEMENTS, VectorView
 from tests.conformance.hosts import Network, host
 from tests.conformance.worlds import Peers, World, soon

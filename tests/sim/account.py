@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from protocols.base import Member, PeerId, RoundKey
-from protocols.vote.poll import majority
+from protocols.consensus.vote_tally import majority
 from tests.checkers import DECIDED
 from tests.sim.contact import Outages
 

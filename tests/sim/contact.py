@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from protocols.aio import Notifier
 from protocols.base import Member, PeerId
-from protocols.tasks import Notifier
 
 if TYPE_CHECKING:
     from tests.sim.network import Node, SimNetwork

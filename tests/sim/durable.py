@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from node.report import RoundReport, tokens_counted
 from node.rounds.round import ReplicatedOuterLoop
 from protocols.base import PeerId, Vector
+from protocols.consensus.record import genesis
 from protocols.history.chain import Chain, DecidedRound
-from protocols.vote.record import genesis
 from tests.sim.staged import Cast, Stage
 from tests.sim.world import RUN
 

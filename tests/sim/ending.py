@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from protocols.base import PeerId
-from protocols.pushing import PushSum
+from protocols.pairwise.push_sum import PushSum
 from tests.checkers import Violation
 from tests.sim.loose import SPREAD_BOUND, LooseWorld
 from tests.sim.scenario import Scenario

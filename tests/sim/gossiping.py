@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from protocols.base import AveragingResult, Contribution, Head, LocalProgress, PeerId, RoundKey, Settings, Vector
-from protocols.gossip import Gossip
+from protocols.pairwise.gossip import Gossip
 from tests.sim import loop as simloop
 from tests.sim.host import sim_host
 from tests.sim.network import SimNetwork, Trace

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from protocols.groups.grid import Cell, GridShape, cell, line, next_cell
+from protocols.moshpit.grid import Cell, GridShape, cell, line, next_cell
 
 Groups = list[list[int]]
 Plan = Callable[[random.Random], list[Groups]]

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from protocols.base import Member, PeerId, RoundKey
-from protocols.vote import record as records
-from protocols.vote import votes
-from protocols.vote.ballot import PaxosInstance
-from protocols.vote.poll import Value, VoteTally, majority
-from protocols.vote.record import Kind
+from protocols.consensus import messages as votes
+from protocols.consensus import record as records
+from protocols.consensus.paxos import PaxosInstance
+from protocols.consensus.record import Kind
+from protocols.consensus.vote_tally import Value, VoteTally, majority
 from protocols.wire import PartDone
 
 NOTHING = bytes(32)

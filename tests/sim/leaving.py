@@ -24,8 +24,8 @@ from functools import partial
 from typing import Any
 
 from protocols.base import PeerId
+from protocols.consensus.record import Kind
 from protocols.history.chain import DecidedRound
-from protocols.vote.record import Kind
 from tests.sim.arguments import Parser, at_least, at_least_one
 from tests.sim.durable import Durable
 from tests.sim.parting import LongRounds, Parting

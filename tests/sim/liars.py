@@ -29,10 +29,10 @@ from protocols import wire
 from protocols.base import Buffer, Header, Member, PeerId
 from protocols.codec import codec
 from protocols.framing import FramedStream
-from protocols.groups.census import PositionAnnouncement
-from protocols.moshpit import state_codec
-from protocols.pairs.shares import PushShare
-from protocols.pairs.swap import ExchangeMessage, ExchangeReply, ExchangeRequest
+from protocols.moshpit.averager import state_codec
+from protocols.moshpit.peer_tracker import PositionAnnouncement
+from protocols.pairwise.shares import PushShare
+from protocols.pairwise.state_swap import ExchangeMessage, ExchangeReply, ExchangeRequest
 from tests.sim.lies import LyingStream
 from tests.sim.pipe import SimPipe
 

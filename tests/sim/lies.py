@@ -11,9 +11,9 @@ from typing import Any
 import msgpack
 
 from protocols import wire
+from protocols.allreduce.plan import offer_message
 from protocols.base import Buffer, Header, Signer
 from protocols.framing import FramedStream
-from protocols.reducing.plan import offer_message
 from tests.sim.pipe import SimPipe
 
 LIES = (

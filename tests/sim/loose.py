@@ -19,11 +19,11 @@ from node.rounds.sketch import Sketch
 from node.tasks.paced import Paced
 from node.training.trainer import Step
 from protocols import INDEPENDENT_PROTOCOLS
+from protocols.aio import task_group
 from protocols.base import ClosingAverager, Host, IndependentAverager, Member, PeerId, RoundKey, Settings
-from protocols.catchup.snapshot import Snapshots
-from protocols.catchup.standing import IndependentStateSync
-from protocols.moshpit import Moshpit
-from protocols.tasks import task_group
+from protocols.moshpit.averager import Moshpit
+from protocols.sync.independent_sync import IndependentStateSync
+from protocols.sync.snapshot import Snapshots
 from tests import checkers, checkers_loose
 from tests.sim.account import Head
 from tests.sim.liars import Liar

@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from protocols import wire
+from protocols.allreduce.parts import chunk_digest, part_message, seal
+from protocols.allreduce.plan import plan_digest
 from protocols.base import Buffer, Header, Member, PeerId, RoundKey, Signer
+from protocols.consensus import record as records
+from protocols.consensus.messages import Accept, Certificate, Propose, Signed, VoteMessage
 from protocols.framing import FramedStream
-from protocols.reducing.parts import chunk_digest, part_message, seal
-from protocols.reducing.plan import plan_digest
-from protocols.vote import record as records
-from protocols.vote.votes import Accept, Certificate, Propose, Signed, VoteMessage
 
 
 class PerjuredStream:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from protocols.base import AveragingResult, Head, Host, LocalProgress, Member, PeerId, RoundKey, Settings, Vector
-from protocols.groups.pitsession import MoshpitSession
-from protocols.moshpit import Moshpit
+from protocols.moshpit.averager import Moshpit
+from protocols.moshpit.session import MoshpitSession
 from tests.sim import loop as simloop
 from tests.sim.host import Entries, sim_host
 from tests.sim.lies import LyingStream

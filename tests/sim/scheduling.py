@@ -19,9 +19,9 @@ from dataclasses import replace
 from typing import Any
 
 from protocols.base import Member
-from protocols.vote import votes
-from protocols.vote.ballot import PaxosInstance
-from protocols.vote.poll import majority
+from protocols.consensus import messages as votes
+from protocols.consensus.paxos import PaxosInstance
+from protocols.consensus.vote_tally import majority
 from tests.sim.arguments import Parser, seeds
 from tests.sim.judging import Broken, Node, Remembering, Side
 from tests.sim.process import prepare

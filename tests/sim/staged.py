@@ -9,11 +9,11 @@ from typing import TypeVar
 
 from node.training.trainer import InlineTrainer
 from protocols.base import Head, Member, PeerId, Settings
-from protocols.butterfly import Butterfly
+from protocols.butterfly.averager import Butterfly
+from protocols.butterfly.consensus_driver import ConsensusDriver
+from protocols.butterfly.session import ButterflySession
+from protocols.consensus.record import coordinators
 from protocols.history.chain import Chain
-from protocols.rounds.deciding import ConsensusDriver
-from protocols.rounds.session import ButterflySession
-from protocols.vote.record import coordinators
 from tests import checkers
 from tests.sim import loop as simloop
 from tests.sim.host import EPOCH

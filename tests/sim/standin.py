@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from protocols.base import Member, PeerError, PeerId, RoundKey, Stream
-from protocols.vote.poll import majority
+from protocols.consensus.vote_tally import majority
 from tests.sim.scenario import Scenario
 from tests.sim.transport import SimTransport
 from tests.sim.world import RUN, World

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from protocols.base import PeerId
-from protocols.vote.poll import majority
+from protocols.consensus.vote_tally import majority
 from tests import checkers
 from tests.checkers import Violation
 from tests.sim import loop as simloop

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from protocols.base import Member, PeerId, RoundKey
-from protocols.vote import record as records
-from protocols.vote import votes
-from protocols.vote.ballot import PaxosInstance
-from protocols.vote.poll import Value, majority, max_admitted, min_retained
-from protocols.vote.record import Kind, Record
+from protocols.consensus import messages as votes
+from protocols.consensus import record as records
+from protocols.consensus.paxos import PaxosInstance
+from protocols.consensus.record import Kind, Record
+from protocols.consensus.vote_tally import Value, majority, max_admitted, min_retained
 from protocols.wire import ChunkSpan, PartDigest, PartDone
 from tests.sim import judging
 from tests.sim.judging import NOTHING, Line, Node, Remembering, Seal, Side, short

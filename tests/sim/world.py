@@ -16,12 +16,12 @@ from node.storage.feedback import feedback
 from node.tasks.paced import Paced
 from node.training.trainer import InlineTrainer, Learner
 from protocols import REPLICATED_PROTOCOLS
+from protocols.aio import task_group
 from protocols.base import Host, Member, PeerId, Settings
-from protocols.catchup.snapshot import Snapshots
-from protocols.catchup.sync import ChainSync
 from protocols.codec import codec
 from protocols.history.chain import Chain
-from protocols.tasks import task_group
+from protocols.sync.chain_sync import ChainSync
+from protocols.sync.snapshot import Snapshots
 from tests import checkers
 from tests.sim import loop as simloop
 from tests.sim.account import Account, Head

@@ -1,0 +1,218 @@
+"""The data phase of one plan at one member: every part is reduced here or handed in and had back, until told to stop.
+
+A part whose reducer is lost may be given to another: then it is handed in again, there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+
+from protocols import wire
+from protocols.aio import Notifier, task_group
+from protocols.allreduce.parts import ReducedPart, ReduceJob, seal
+from protocols.allreduce.plan import ResolvedPlan
+from protocols.allreduce.reducer import Reducer, contribute
+from protocols.base import BadPayload, Deadline, Host, PeerError, PeerGone, PeerId, PeerSilent, Stream
+from protocols.control_channel import RoundAccounting
+
+DATA = "starling/butterfly/data/1"
+MIN_BANDWIDTH = 1e3
+CLAIM_GROWTH, CLAIM_CUT = 1.05, 0.5
+"""On a line slower than was said a phase fails as often as claims have grown from half of what it bears to all of it:
+one in fifteen. It was one in four with a growth of 1.25."""
+
+
+def next_claim(claim: float, bandwidth: float, in_time: bool) -> float:
+    """What to claim of one's upload after a data phase, bytes/s, for budgets follow the claims: less after one that did
+    not end in time, and slowly more again, up to what it is."""
+    return max(MIN_BANDWIDTH, min(bandwidth, (CLAIM_GROWTH if in_time else CLAIM_CUT) * claim))
+
+
+class AllReduce:
+    """Attributes:
+    task: what is averaged, under the latest version of the plan.
+    parts: part -> what it came to; decoded, but for the `torn`.
+    torn: parts that were begun twice, so that pieces of both may have been decoded.
+    failed: part -> the reducer of which we could not have it.
+    finished: when the last part came in.
+    moved: when the last chunk did.
+    """
+
+    def __init__(
+        self, host: Host, ledger: RoundAccounting, task: ReduceJob, on_change: Callable[[], None], method: str = DATA
+    ) -> None:
+        self._method = method
+        self.task = replace(task, progress=self._on_chunk)
+        self.parts: dict[int, ReducedPart] = {}
+        self.failed: dict[int, PeerId] = {}
+        self.torn: set[int] = set()
+        self.finished = 0.0
+        self.moved = asyncio.get_running_loop().time()
+        self._progress = task.progress
+        self._host, self._ledger, self._on_change = host, ledger, on_change
+        self._reducers: dict[int, Reducer] = {}
+        self._lost: dict[PeerId, str] = {}  # of whom nothing is waited for, should another part come to us
+        self._silent: list[PeerId] = []
+        self._jobs: dict[int, tuple[PeerId, asyncio.Task[None]]] = {}
+        self._bell = Notifier()
+
+    @property
+    def complete(self) -> bool:
+        return len(self.parts) == len(self.task.terms.plan.reducers)
+
+    @property
+    def withheld(self) -> set[PeerId]:
+        """Who brought nothing in time for the parts that are reduced here, or gave no answer."""
+        return {peer for peer, why in self._lost.items() if why.startswith(("silent", "late"))}
+
+    def _on_chunk(self) -> None:
+        self.moved = asyncio.get_running_loop().time()
+        self._progress()
+
+    def assign(self, terms: ResolvedPlan) -> None:
+        """Another version of the same plan."""
+        if terms is not self.task.terms:
+            answer_by = asyncio.get_running_loop().time() + self.task.patience_seconds
+            self.task = replace(self.task, terms=terms, silent=max(self.task.silent, answer_by))
+            self._bell.notify()
+
+    def lose(self, peer: PeerId, why: str) -> None:
+        """Expect nothing more of a peer."""
+        self._lost.setdefault(peer, why)
+        for reducer in self._reducers.values():
+            reducer.lose(peer, why)
+
+    def take_silent(self) -> list[PeerId]:
+        """Who did not answer in time, and has not been told of yet."""
+        silent, self._silent = self._silent, []
+        return silent
+
+    async def run(self) -> None:
+        """Reduce and hand in until the deadline, also what is given to others or to us in the meantime."""
+        async with task_group() as group:
+            while asyncio.get_running_loop().time() < self.task.deadline:
+                terms = self.task.terms
+                for part in range(len(terms.plan.reducers)):
+                    self._begin(group, part, terms.reducer(part))
+                self._bell.notify()
+                with suppress(TimeoutError):
+                    await self._bell.until(
+                        lambda terms=terms: terms is not self.task.terms,  # type: ignore[misc]
+                        self.task.deadline,
+                    )
+
+    def _begin(self, group: asyncio.TaskGroup, part: int, reducer: PeerId) -> None:
+        """Start on a part, unless its reducer is the one of before.
+
+        Where the part is here, and only others could not have it, they wait for what we hand in to its next reducer.
+        """
+        by, job = self._jobs.get(part, (None, None))
+        if by == reducer:
+            return
+        if job:
+            job.cancel()
+            self.torn.add(part)
+        self.failed.pop(part, None)
+        self._reducers.pop(part, None)
+        low, high = self.task.terms.part(part)
+        if low == high:
+            self.take(part, _empty(self.task, part))
+        elif reducer == self.task.me:
+            self._reducers[part] = Reducer(self.task, part, self.parts.get(part))
+            for peer, why in self._lost.items():
+                self._reducers[part].lose(peer, why)
+            self._jobs[part] = (reducer, group.create_task(self._reduce(self._reducers[part])))
+        else:
+            self._jobs[part] = (reducer, group.create_task(self._contribute(part, reducer)))
+
+    async def _reduce(self, reducer: Reducer) -> None:
+        held = await reducer.run()
+        for peer, why in reducer.lost.items():
+            self._ledger.name(peer, why)
+            if why.startswith("silent"):
+                self._silent.append(peer)
+            if why.startswith(("silent", "late")):
+                self._lost.setdefault(peer, why)
+        for peer, why in reducer.odd.items():
+            self._ledger.name(peer, why)
+        self.take(reducer.part, held)
+
+    async def _contribute(self, part: int, reducer: PeerId) -> None:
+        """Hand in a part; where the stream breaks off but its reducer lives, ask once more for what it made."""
+        task = self.task
+        for again in (False, True):
+            try:
+                async with self._opened(reducer, task) as stream, self._ledger.counting(stream):
+                    return self.take(part, await contribute(task, part, stream, again))
+            except BadPayload:
+                break
+            except PeerGone as error:
+                self._ledger.name(reducer, f"lost as a reducer: {error.why}")
+                break
+            except PeerError as error:
+                self._ledger.name(reducer, f"lost as a reducer: {error.why}")
+                if reducer in self._silent:
+                    break
+                self.torn.add(part)
+        self.failed[part] = reducer
+        self._on_change()
+
+    @asynccontextmanager
+    async def _opened(self, peer: PeerId, task: ReduceJob) -> AsyncIterator[Stream]:
+        """A stream to a reducer, which has to answer before it counts as silent."""
+        opening = self._host.transport.open(peer, self._method, task.deadline)
+        answer_by = max(task.silent, asyncio.get_running_loop().time() + task.patience_seconds)
+        try:
+            async with asyncio.timeout_at(answer_by):
+                stream = await opening.__aenter__()
+        except TimeoutError:
+            self._silent.append(peer)
+            self._lost.setdefault(peer, "silent: it did not answer in time")
+            raise PeerSilent(peer, "did not answer in time") from None
+        try:
+            yield stream
+        except BaseException as error:
+            await opening.__aexit__(type(error), error, error.__traceback__)
+            raise
+        await opening.__aexit__(None, None, None)
+
+    def adopt(self, part: int, held: ReducedPart) -> None:
+        """A part is here by another way."""
+        self.torn.add(part)
+        self.take(part, held)
+
+    def take(self, part: int, held: ReducedPart) -> None:
+        """A part is here, and decoded."""
+        self.parts[part] = held
+        self.failed.pop(part, None)
+        self.finished = asyncio.get_running_loop().time()
+        self._on_change()
+
+    async def serve(self, peer: PeerId, stream: Stream, opening: wire.Contribute) -> None:
+        """A member's data stream.
+
+        Raises:
+            BadPayload: another codec, or it broke a rule.
+            PeerSilent: the part is not ours to reduce, or the stream broke off.
+        """
+        if opening.codec != self.task.codec.name:
+            raise BadPayload(f"codec {opening.codec!r} where the run uses {self.task.codec.name}")
+        try:
+            await self._bell.until(lambda: opening.part in self._reducers, self._until(stream))
+        except TimeoutError:
+            raise PeerSilent(peer, f"part {opening.part} was not ours to reduce") from None
+        await self._reducers[opening.part].serve(peer, stream)
+
+    def _until(self, stream: Stream) -> Deadline:
+        return min(stream.deadline, self.task.deadline)
+
+
+def _empty(task: ReduceJob, part: int) -> ReducedPart:
+    """A part without elements: nobody has to be asked for it."""
+    held = task.part(part)
+    held.result = seal(held.low, held.high, [], [])
+    held.done = wire.PartDone(part, task.terms.plan.reducers[part], held.result, b"")
+    return held

@@ -1,0 +1,150 @@
+"""What the data phase works on: the encoded mean of a round, its chunks, parts and their digests."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import mmap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from protocols import wire
+from protocols.allreduce.plan import ResolvedPlan
+from protocols.base import Compute, Deadline, PeerId, RoundKey, Signer, Vector
+from protocols.codec import Codec
+from protocols.vectors import CHUNK_ELEMENTS, VectorView, chunk_count, chunk_range
+
+
+class PartLayout:
+    """How a part is cut into chunks, and where each of them stands in its encoded bytes.
+
+    Attributes:
+        low, high: its range of elements.
+        size_bytes: of all chunks, encoded.
+    """
+
+    def __init__(self, codec: Codec, low: int, high: int, chunk_elements: int = CHUNK_ELEMENTS) -> None:
+        self.codec, self.low, self.high, self.chunk_elements = codec, low, high, chunk_elements
+        self.chunks = chunk_count(high - low, chunk_elements)
+        self._whole = codec.encoded_bytes(chunk_elements)
+        self.size_bytes = self.place(self.chunks - 1) + self.size(self.chunks - 1) if self.chunks else 0
+
+    def elements(self, index: int) -> tuple[int, int]:
+        """Element range of a chunk."""
+        return chunk_range(self.low, self.high, index, self.chunk_elements)
+
+    def size(self, index: int) -> int:
+        """Encoded bytes of a chunk."""
+        low, high = self.elements(index)
+        return self.codec.encoded_bytes(high - low)
+
+    def place(self, index: int) -> int:
+        """Where the bytes of a chunk begin."""
+        return index * self._whole
+
+    def room(self) -> Vector:
+        """Scratch for one chunk."""
+        return torch.empty(min(self.chunk_elements, self.high - self.low))
+
+
+class ReducedPart(PartLayout):
+    """One reduced part, encoded: filled chunk by chunk, then sealed.
+
+    Attributes:
+        masks: of each chunk that is in: a bit for each contributor.
+        result: what it turned out to be, once all chunks are in.
+        done: the same as its reducer signed it; None if it came from somebody who did not keep that.
+    """
+
+    def __init__(self, codec: Codec, low: int, high: int, chunk_elements: int = CHUNK_ELEMENTS) -> None:
+        super().__init__(codec, low, high, chunk_elements)
+        self.masks: list[int] = []
+        self.result: wire.PartDigest | None = None
+        self.done: wire.PartDone | None = None
+        # Anonymous memory costs nothing until it is written; a bytearray would be cleared on the loop.
+        self._memory = memoryview(mmap.mmap(-1, max(1, self.size_bytes)))
+
+    def chunk(self, index: int) -> memoryview:
+        """The encoded bytes of a chunk."""
+        start = self.place(index)
+        return self._memory[start : start + self.size(index)]
+
+    def decode(self, into: VectorView | None) -> None:
+        """Decode it to where it belongs; without that, see only whether it decodes.
+
+        Raises:
+            BadPayload: a chunk does not decode to finite numbers.
+        """
+        scratch = self.room()
+        for index in range(self.chunks):
+            self.decode_chunk(index, into, scratch)
+
+    def decode_chunk(self, index: int, into: VectorView | None, scratch: Vector) -> None:
+        """As `decode`, one chunk; `scratch` has room for it."""
+        low, high = self.elements(index)
+        self.codec.decode(self.chunk(index), scratch[: high - low])
+        if into:
+            into.write(low, scratch[: high - low])
+
+
+def chunk_digest(mask: int, data: memoryview) -> bytes:
+    """What stands for one reduced chunk in its part's digest."""
+    digest = hashlib.sha256(mask.to_bytes(4, "little"))
+    digest.update(data)
+    return digest.digest()
+
+
+def seal(low: int, high: int, masks: Sequence[int], digests: Sequence[bytes]) -> wire.PartDigest:
+    """What these chunks of the elements [low, high) make up; equal bytes of another place are another part."""
+    runs = tuple(wire.ChunkSpan(len(list(group)), mask) for mask, group in itertools.groupby(masks))
+    place = low.to_bytes(8, "little") + high.to_bytes(8, "little")
+    return wire.PartDigest(hashlib.sha256(place + b"".join(digests)).digest(), runs)
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceJob:
+    """What both sides of the data phase work on.
+
+    Attributes:
+        mine: this member's vectors, unchanged until the data phase ends.
+        into: takes the mean, chunk by chunk as it comes in.
+        silent: who has not opened its stream by then has no part in it.
+        patience_seconds: what a reducer has to answer a stream.
+        deadline: end of the data phase.
+        progress: called for every chunk.
+    """
+
+    key: RoundKey
+    terms: ResolvedPlan
+    me: PeerId
+    mine: VectorView
+    into: VectorView
+    codec: Codec
+    chunk_elements: int
+    compute: Compute
+    signer: Signer
+    silent: Deadline
+    patience_seconds: float
+    deadline: Deadline
+    progress: Callable[[], None]
+
+    def part(self, index: int) -> ReducedPart:
+        """Room for a reduced part."""
+        low, high = self.terms.part(index)
+        return ReducedPart(self.codec.reduced(len(self.terms.peers)), low, high, self.chunk_elements)
+
+    def handed_in(self, index: int) -> PartLayout:
+        """How a contribution to a part travels."""
+        low, high = self.terms.part(index)
+        return PartLayout(self.codec, low, high, self.chunk_elements)
+
+    def message(self, done: wire.PartDone) -> bytes:
+        """What the reducer of a part signed."""
+        return part_message(self.key, self.terms.digest, done)
+
+
+def part_message(key: RoundKey, plan: bytes, done: wire.PartDone) -> bytes:
+    """What a reducer signs."""
+    return b"starling part" + wire.body(key) + plan + wire.body(replace(done, signature=b""))

@@ -1,0 +1,313 @@
+"""Who brings what: when a round is called, weights, clip factors, part shares, and what makes a plan valid. Pure.
+
+Everything here is a function of what members declared, so that each receiver of a plan computes the same and no
+coordinator can favour anybody.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median_low
+
+from protocols.allreduce.clipping import CLAIM_SPREAD, NAMED_FACTOR, allowances, clip_factors, median_norm, weights
+from protocols.base import BadPayload, LinkFault, Member, PeerFault, PeerId, RoundKey
+from protocols.wire import MAX_ROSTER, MAX_SECONDS, Offer, PartDone, Plan, body
+
+READY_SHARE = 2 / 3
+FIRST_SHARE = 1 / 3
+PATIENCE = 1.5
+GRACE = 1.1
+MARGIN_SECONDS = 0.25
+"""A round is called when all are ready, at GRACE times the moment at which READY_SHARE were, or at PATIENCE times the
+moment at which FIRST_SHARE were. The grace costs nothing, since those who are ready train on, and spares a swarm of
+equals from calling its last member with an old offer. Both leave MARGIN_SECONDS for offers to travel, which matters
+to rounds as short as that."""
+
+NORM_SLACK = 1.5
+"""Training goes on between an offer and the cut: what is sent may exceed the declared norm by this factor."""
+
+BUDGET_MULTIPLE = 4.0
+BUDGET_FLOOR_SECONDS = 10.0
+SCATTER_SHARE = 0.6
+"""Share of the budget after which a contribution that is still missing is late."""
+
+
+def call_after(complete_seconds: Sequence[float], members: int) -> float | None:
+    """When to call the round, in seconds since it began.
+
+    Args:
+        complete_seconds: when members completed their inner steps, in any order; the others have not yet.
+        members: size of the roster.
+
+    Returns:
+        The moment, which may be past (0 when all are complete); None while too few are complete to say.
+    """
+    done = sorted(complete_seconds)
+    if len(done) == members:
+        return 0.0
+    first, enough = math.ceil(members * FIRST_SHARE), math.ceil(members * READY_SHARE)
+    if len(done) < first:
+        return None
+    last = _later(done[first - 1], PATIENCE)
+    return min(_later(done[enough - 1], GRACE), last) if len(done) >= enough else last
+
+
+def _later(seconds: float, factor: float) -> float:
+    return max(factor * seconds, seconds + MARGIN_SECONDS)
+
+
+def shares(bandwidths: Sequence[float], able: Sequence[bool], growth: float = 1.0) -> tuple[float, ...]:
+    """Part shares f, summing to 1, that minimise the slowest peer's time; 0 for those not able to reduce.
+
+    Peer i sends S·[1 - f_i] bytes of its own vector, S·g·(N-1)·f_i of what it reduced: in all S·[1 + h·f_i] with
+    h = g·(N-1) - 1. So the least T with f_i = max(0, (T·b_i/S - 1)/h) and sum 1 is optimal (water filling): peers too
+    slow to do more than hand in their own vector reduce nothing.
+
+    Args:
+        growth: g, bytes of a reduced vector for each byte of a contribution.
+    """
+    count = len(bandwidths)
+    load = _load(count, growth)
+    if load <= 0:
+        return tuple(float(one) / sum(able) for one in able)
+    order = sorted((i for i in range(count) if able[i]), key=lambda i: -bandwidths[i])
+    total, time = 0.0, math.inf
+    for taken, i in enumerate(order, start=1):
+        if time * bandwidths[i] <= 1.0:
+            break
+        total += bandwidths[i]
+        time = (load + taken) / total
+    raw = [max(0.0, time * b - 1.0) if one else 0.0 for b, one in zip(bandwidths, able, strict=True)]
+    whole = math.fsum(raw)  # exact, where sum() differs between versions of Python
+    return tuple(share / whole for share in raw)
+
+
+def bandwidths(claimed: Sequence[float]) -> tuple[float, ...]:
+    """Claimed bandwidths, within `CLAIM_SPREAD` of their median."""
+    middle = median_low(claimed)
+    return tuple(min(max(claim, middle / CLAIM_SPREAD), middle * CLAIM_SPREAD) for claim in claimed)
+
+
+def _load(count: int, growth: float) -> float:
+    """What reducing everything adds to what a member sends, in vectors."""
+    return growth * (count - 1) - 1
+
+
+def part_bounds(fractions: Sequence[float], elements: int, grain: int = 1) -> tuple[int, ...]:
+    """Element offsets that cut `elements` by `fractions`: ascending, from 0 to `elements`, multiples of `grain`."""
+    bounds, reached = [0], 0.0
+    for fraction in fractions[:-1]:
+        reached += fraction
+        bounds.append(min(elements, max(bounds[-1], grain * round(reached * elements / grain))))
+    return (*bounds, elements)
+
+
+def expected_seconds(
+    fractions: Sequence[float], bandwidths: Sequence[float], total_bytes: int, growth: float = 1.0
+) -> float:
+    """Time of the data phase at the slowest uplink, with vectors of `total_bytes`; `growth` as of `shares`."""
+    count = len(fractions)
+    if count == 1:
+        return 0.0
+    load = _load(count, growth)
+    return max(total_bytes * (1 + load * f) / b for f, b in zip(fractions, bandwidths, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class PlanInputs:
+    """What a plan is drawn on: the same at every member of a round.
+
+    Attributes:
+        elements: length of the vector to average.
+        bytes_per_element: of a contribution, in the codec in use.
+        complaints: links that carry no contributions: at neither end is anything reduced.
+        robust: name of the rule by which reducers average (`protocols.robust`).
+        grain: parts begin at multiples of so many elements.
+        growth: bytes of a mean of so many for each byte of a contribution.
+    """
+
+    key: RoundKey
+    elements: int
+    bytes_per_element: float
+    complaints: tuple[LinkFault, ...] = ()
+    robust: str = "mean"
+    grain: int = 1
+    growth: Callable[[int], float] = lambda members: 1.0
+
+
+def make_plan(ground: PlanInputs, offers: Sequence[Offer], elapsed_seconds: float, ballot: int = 0) -> Plan:
+    """The plan that calls a round with these offers.
+
+    Nobody is cut in mid step, and nobody waits idle for the slowest member's step to end: all train on for as long as
+    it takes. A member cannot claim more than the round has lasted; one whose step is longer has nothing to hand in.
+
+    Args:
+        elapsed_seconds: since the round began.
+        ballot: whose coordinator calls.
+    """
+    barred = {end for each in ground.complaints if each.until > ground.key.round for end in (each.first, each.second)}
+    members = tuple(sorted(offers, key=lambda offer: offer.member))
+    # One that has nothing to hand in may be in the middle of its first step: nobody waits for it to reduce anything.
+    able = [offer.tokens > 0 and offer.member.peer not in barred for offer in members]
+    uplinks = bandwidths([offer.bandwidth for offer in members])
+    growth = ground.growth(len(members)) if members else 1.0
+    fractions = shares(uplinks, able if any(able) else [True] * len(members), growth)
+    seconds = expected_seconds(fractions, uplinks, int(ground.elements * ground.bytes_per_element), growth)
+    return Plan(
+        key=ground.key,
+        ballot=ballot,
+        version=0,
+        offers=members,
+        bounds=part_bounds(fractions, ground.elements, ground.grain),
+        reducers=tuple(range(len(members))),
+        cut_seconds=min(elapsed_seconds, max(offer.step_seconds for offer in members)),
+        budget_seconds=min(MAX_SECONDS, BUDGET_MULTIPLE * seconds + BUDGET_FLOOR_SECONDS),
+    )
+
+
+def offer_message(key: RoundKey, offer: Offer) -> bytes:
+    """What a member signs: its offer, bound to the round."""
+    return b"starling offer" + body(key) + body(replace(offer, signature=b""))
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedPlan:
+    """A valid plan with all that follows from it.
+
+    Attributes:
+        digest: names the plan in every data stream.
+        peers: the members, in the order of bits and sums.
+        weights: after clamping; 0 means that a member brings nothing.
+        factors: what each contribution is multiplied by before it is weighted, in (0, 1].
+        clamped: members whose weight was cut, or whose norm will be by much.
+        allowances: how many median norms each may count for.
+        median_norm: of those that were declared.
+        robust: name of the rule by which reducers average.
+    """
+
+    plan: Plan
+    digest: bytes
+    peers: tuple[PeerId, ...]
+    weights: tuple[float, ...]
+    factors: tuple[float, ...]
+    clamped: tuple[PeerFault, ...]
+    allowances: tuple[float, ...]
+    median_norm: float
+    robust: str = "mean"
+
+    def part(self, index: int) -> tuple[int, int]:
+        """Element range of a part."""
+        return self.plan.bounds[index], self.plan.bounds[index + 1]
+
+    def reducer(self, part: int) -> PeerId:
+        """Who reduces a part."""
+        return self.peers[self.plan.reducers[part]]
+
+    def norm_limit(self, member: int) -> float:
+        """What a contribution's norm may reach: work goes on growing after an offer, by a step or more.
+
+        The limit is the same for all who declare less, so that honest growth is never refused. Who declares little and
+        sends more is clipped by what reducers measure (`robust.Judge`).
+        """
+        return max(self.plan.offers[member].norm, CLAIM_SPREAD * self.median_norm) * NORM_SLACK
+
+
+def plan_digest(plan: Plan) -> bytes:
+    """Names what is averaged, and in what parts; not who reduces which, since a part may go to another."""
+    return hashlib.sha256(b"starling plan" + body(replace(plan, ballot=0, version=0, reducers=()))).digest()
+
+
+def reassign_parts(plan: Plan, reducers: Mapping[int, int], ballot: int) -> Plan:
+    """The next version of a plan: some parts go to other members, the rest goes on.
+
+    Args:
+        reducers: part -> index of the member that reduces it from now on.
+    """
+    version = plan.version + 1 if ballot == plan.ballot else 0
+    given = tuple(reducers.get(part, index) for part, index in enumerate(plan.reducers))
+    return replace(plan, ballot=ballot, version=version, reducers=given)
+
+
+def resolve_plan(plan: Plan, robust: str = "mean") -> ResolvedPlan:
+    """All that follows from a plan: weights, clip factors, who was clamped.
+
+    The mean takes a member's word for its tokens, within `CLAIM_SPREAD`. To any other rule nobody counts for more than
+    the median member: who fears wrong vectors fears wrong claims.
+    """
+    offers = plan.offers
+    tokens, norms = [offer.tokens for offer in offers], [offer.norm for offer in offers]
+    claimed = weights(tokens)
+    plausible = clip_factors(norms, allowances(claimed))
+    clamped = []
+    for offer, weight, factor in zip(offers, claimed, plausible, strict=True):
+        if weight < offer.tokens:
+            clamped.append(PeerFault(offer.member.peer, f"weight clamped from {offer.tokens} to {weight:g} tokens"))
+        if factor < NAMED_FACTOR:
+            clamped.append(PeerFault(offer.member.peer, f"norm {offer.norm:.3g} clipped by {factor:.3g}"))
+    counted = claimed if robust == "mean" else weights(tokens, 1.0)
+    allowed = allowances(counted)
+    factors = clip_factors(norms, allowed)
+    peers = tuple(offer.member.peer for offer in offers)
+    digest = plan_digest(plan)
+    return ResolvedPlan(plan, digest, peers, counted, factors, tuple(clamped), allowed, median_norm(norms), robust)
+
+
+def check(
+    plan: Plan, ground: PlanInputs, roster: Sequence[Member], verify: Callable[[PeerId, bytes, bytes], bool]
+) -> None:
+    """Refuse a plan that breaks a rule, or is not what its offers lead to.
+
+    Only who reduces which part is the coordinator's choice, and that after its ballot's first plan: reducers are lost.
+
+    Args:
+        roster: the members that may take part.
+        verify: (peer, message, signature) -> genuine.
+
+    Raises:
+        BadPayload: strangers or doubles among the members, a forged offer, offers from different states; parts,
+            reducers or times that do not follow from the offers.
+    """
+    members = [offer.member for offer in plan.offers]
+    if not members or members != sorted(set(members)) or not set(members) <= set(roster):
+        raise BadPayload("the plan's members are not distinct members of the roster, in order")
+    for one, other in itertools.pairwise(members):
+        if one.peer == other.peer:
+            raise BadPayload(f"the plan counts one peer several times: {one.peer} is in it twice")
+    for offer in plan.offers:
+        if not verify(offer.member.peer, offer_message(plan.key, offer), offer.signature):
+            raise BadPayload(f"the plan holds a forged offer of {offer.member.peer}")
+    if len({offer.state_root for offer in plan.offers}) > 1:
+        raise BadPayload("the plan mixes offers from different states")
+    due = make_plan(ground, plan.offers, plan.cut_seconds)
+    first = plan.ballot == plan.version == 0
+    known = plan.reducers == due.reducers if first else all(index < len(members) for index in plan.reducers)
+    if plan.bounds != due.bounds or len(plan.reducers) != len(due.reducers) or not known:
+        raise BadPayload("the plan's parts are not those that its offers lead to")
+    if (plan.cut_seconds, plan.budget_seconds) != (due.cut_seconds, due.budget_seconds):
+        raise BadPayload("the plan's times are not those that its offers lead to")
+
+
+COMPLAINT_ROUNDS = 32
+"""For how long a link that failed is spared; then it is tried again, at the cost of one repair."""
+
+
+def complaints(terms: ResolvedPlan, parts: Sequence[PartDone], before: Sequence[LinkFault]) -> tuple[LinkFault, ...]:
+    """The links to spare from now on: those spared already, and those between a part's reducer and a member of whom it
+    has nothing, while another part has some. Each reducer's word counts against one other member, so that a liar
+    cannot keep everybody from reducing."""
+    now = terms.plan.key.round
+    standing = {(each.first, each.second): each for each in before if each.until > now + 1}
+    present = [functools.reduce(operator.or_, (run.mask for run in part.result.runs), 0) for part in parts]
+    somewhere = functools.reduce(operator.or_, present, 0)
+    for part, masks in zip(parts, present, strict=True):
+        absent = [bit for bit in range(len(terms.peers)) if somewhere >> bit & 1 and not masks >> bit & 1]
+        if part.result.runs and absent:
+            first, second = sorted((terms.peers[part.reducer], terms.peers[absent[0]]))
+            standing.setdefault((first, second), LinkFault(first, second, now + 1 + COMPLAINT_ROUNDS))
+    return tuple(sorted(standing.values()))[:MAX_ROSTER]

@@ -1,0 +1,297 @@
+"""The data phase inside one group: scatter, reduce, gather (butterfly all-reduce, reduce-scatter plus all-gather).
+
+Each member reduces one part of the vector. A member opens one stream to each reducer: its chunks of that part go out,
+the reduced chunks come back, the same bytes to everyone. A reducer closes a chunk when every contribution that it can
+still hope for is in, averages in the order of the plan and encodes once, so that all members hold the same bits and
+the mean depends only on who is in it. Encoding, sending, receiving and reducing overlap chunk by chunk; a reducer
+buffers `WINDOW_CHUNKS` per contributor, whatever the length of the vector.
+
+All or nothing holds for each chunk: a contribution that breaks off counts up to its last whole chunk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from protocols import wire
+from protocols.aio import Notifier, run_with_helper
+from protocols.allreduce.parts import PartLayout, ReducedPart, ReduceJob, chunk_digest, seal
+from protocols.allreduce.plan import SCATTER_SHARE
+from protocols.base import BadPayload, Deadline, PeerError, PeerId, PeerSilent, Stream
+from protocols.codecs.coding import carry
+from protocols.robust import RobustAggregator
+from protocols.vectors import norm
+
+WINDOW_CHUNKS = 2
+_CHUNK_LIMIT = 64
+_DONE_LIMIT = wire.MAX_HEADER_BYTES
+
+
+class Reducer:
+    """Averages one part. `run` closes its chunks; `serve` answers one member's stream.
+
+    Attributes:
+        held: the part; complete, and only served, if it was handed over complete.
+        lost: members whose contribution is not complete, and why; the reason names what they did.
+        odd: members whose contribution was not like the others', and how; known once the part is closed.
+    """
+
+    def __init__(self, task: ReduceJob, part: int, held: ReducedPart | None = None) -> None:
+        self.task, self.part = task, part
+        self.held = held or task.part(part)
+        self._handed_in = task.handed_in(part)
+        self.lost: dict[PeerId, str] = {}
+        self.odd: dict[PeerId, str] = {}
+        terms = task.terms
+        self._judge = RobustAggregator(terms.robust, terms.allowances)
+        self._order = {peer: index for index, peer in enumerate(terms.peers)}
+        self._chunks = self.held.chunks
+        self._expected = [peer for peer in terms.peers if peer != task.me and terms.weights[self._order[peer]] > 0]
+        self._served: set[PeerId] = set()
+        self._inbox: dict[int, dict[PeerId, memoryview]] = {index: {} for index in range(self._chunks)}
+        self._free: list[memoryview] = []
+        self._squares = dict.fromkeys(terms.peers, 0.0)
+        self._masks = self.held.masks
+        self._digests: list[bytes] = []
+        self._bell = Notifier()
+        self._scratch = torch.empty(0)
+
+    async def run(self) -> ReducedPart:
+        """Close every chunk, without those that are silent or late, and sign the part."""
+        if self.held.done:
+            return self.held
+        # one row for each contributor and one for the mean
+        rows = sum(weight > 0 for weight in self.task.terms.weights) + 1
+        self._scratch = torch.empty(rows, min(self.held.chunk_elements, self.held.high - self.held.low))
+        late = self._late()
+        for index in range(self._chunks):
+            if not await self._gather_in(index, late):
+                # The window held the others up behind those that were late: they have a share of what is left.
+                late = self._late()
+            cost_bytes = 4 * self._scratch.numel()
+            mask, refused = await self.task.compute.run(partial(self._close, index), cost_bytes)
+            for peer, why in refused.items():
+                self.lose(peer, why)  # before the chunk is closed: after the last one there is nothing more to lose
+            self._masks.append(mask)
+            self._free.extend(self._inbox.pop(index).values())
+            self.task.progress()
+            self._bell.notify()
+        task, self.held.result = self.task, seal(self.held.low, self.held.high, self._masks, self._digests)
+        done = wire.PartDone(self.part, task.terms.plan.reducers[self.part], self.held.result, b"")
+        self.held.done = replace(done, signature=task.signer.sign(task.message(done)))
+        self._scratch, self._free = torch.empty(0), []
+        self.odd = {task.terms.peers[member]: why for member, why in self._judge.named().items()}
+        self._bell.notify()
+        return self.held
+
+    def lose(self, peer: PeerId, why: str) -> None:
+        """Expect nothing more of a member; what it delivered in whole chunks stays."""
+        if peer in self._expected and peer not in self.lost and len(self._masks) < self._chunks:
+            self.lost[peer] = why
+            self._bell.notify()
+
+    async def serve(self, peer: PeerId, stream: Stream) -> None:
+        """Take a member's contribution and give it the reduced part; on a second stream, give it the part alone.
+
+        Raises:
+            BadPayload: it broke a rule; it is out, and named.
+            PeerSilent: its stream broke off.
+        """
+        if peer not in self._order:
+            raise BadPayload("not in the plan")
+        first = peer not in self._served
+        self._served.add(peer)
+        self._bell.notify()
+        try:
+            if first and peer in self._expected and not self.held.done:
+                await run_with_helper(self._give(stream), self._take(peer, stream))
+            else:
+                await self._give(stream)
+        except TimeoutError:
+            raise PeerSilent(peer, "the data phase ended first") from None
+
+    async def _take(self, peer: PeerId, stream: Stream) -> None:
+        try:
+            for index in range(self._chunks):
+                await self._bell.until(
+                    lambda index=index: index < len(self._masks) + WINDOW_CHUNKS,  # type: ignore[misc]
+                    self.task.deadline,
+                )
+                await self._take_chunk(peer, stream, index)
+                if peer in self.lost:
+                    return
+        except BadPayload as error:
+            self.lose(peer, f"refused: {error}")
+            raise
+        except (PeerError, TimeoutError) as error:
+            self.lose(peer, f"its contribution broke off ({error})")
+            raise
+
+    async def _take_chunk(self, peer: PeerId, stream: Stream, index: int) -> None:
+        header = wire.expect(await stream.receive(_CHUNK_LIMIT), wire.Chunk)
+        size = self._handed_in.size(index)
+        if (header.index, header.size) != (index, size):
+            raise BadPayload(f"chunk {header.index} of {header.size} bytes where {index} of {size} is due")
+        whole = self._free.pop() if self._free else memoryview(bytearray(self._handed_in.size(0)))
+        await stream.receive_into(whole[:size])
+        if peer in self.lost:
+            self._free.append(whole)
+            return
+        self._inbox[index][peer] = whole
+        self._bell.notify()
+
+    def _late(self) -> Deadline:
+        now = asyncio.get_running_loop().time()
+        return now + SCATTER_SHARE * (self.task.deadline - now)
+
+    async def _gather_in(self, index: int, late: Deadline) -> bool:
+        """Wait for a chunk of everyone; False if somebody was silent or late, and is out."""
+        inbox = self._inbox[index]
+
+        def missing() -> list[PeerId]:
+            return [peer for peer in self._expected if peer not in inbox and peer not in self.lost]
+
+        def silent() -> list[PeerId]:
+            return [peer for peer in missing() if peer not in self._served]
+
+        in_time = True
+        for absent, until, why in ((silent, self.task.silent, "silent"), (missing, late, "late")):
+            try:
+                await self._bell.until(lambda absent=absent: not absent(), until)  # type: ignore[misc]
+            except TimeoutError:
+                in_time = False
+                for peer in absent():
+                    self.lose(peer, f"{why}: chunk {index} of {self._chunks} was not in")
+        return in_time
+
+    def _close(self, index: int) -> tuple[int, dict[PeerId, str]]:
+        """Decode, check, average and encode one chunk; off the loop. Returns the mask and who was refused."""
+        task, terms = self.task, self.task.terms
+        low, high = self.held.elements(index)
+        inbox = self._inbox[index]
+        taken: list[int] = []
+        norms: list[float] = []
+        mask, refused = 0, dict[PeerId, str]()
+        for order, peer in enumerate(terms.peers):
+            if terms.weights[order] == 0 or (peer != task.me and (peer not in inbox or peer in self.lost)):
+                continue
+            row = self._scratch[len(taken), : high - low]
+            try:
+                size = self._decode(peer, index, row)
+            except BadPayload as error:
+                refused[peer] = f"refused: {error}"
+                continue
+            if terms.factors[order] != 1.0:
+                row.mul_(terms.factors[order])
+            taken.append(order)
+            norms.append(size * terms.factors[order])
+            mask |= 1 << order
+        mean = self._scratch[-1, : high - low]
+        if taken:
+            rows, weights = self._scratch[: len(taken), : high - low], [terms.weights[order] for order in taken]
+            self._judge.average(taken, norms, rows, weights, mean)
+        else:
+            mean.zero_()
+        data = self.held.chunk(index)
+        self.held.codec.encode(mean, data)
+        self.held.decode_chunk(index, task.into, mean)  # what the others will hold, to the bit
+        self._digests.append(chunk_digest(mask, data))
+        return mask, refused
+
+    def _decode(self, peer: PeerId, index: int, row: torch.Tensor) -> float:
+        """Returns the norm of the chunk."""
+        task = self.task
+        if peer == task.me:
+            low, high = self.held.elements(index)
+            row.copy_(task.mine.read(low, high, row))
+            if self.held.codec is not task.codec:  # the mean has room for what others could have had of it, no more
+                carry(task.codec, row)
+            return norm([row])
+        task.codec.decode(self._inbox[index][peer][: self._handed_in.size(index)], row)
+        size = norm([row])
+        self._squares[peer] += size**2
+        limit = task.terms.norm_limit(self._order[peer])
+        if not self._squares[peer] <= limit * limit:
+            raise BadPayload(f"norm above {limit:.3g}, the most that its offer allows")
+        return size
+
+    async def _give(self, stream: Stream) -> None:
+        for index in range(self._chunks):
+            await self._bell.until(lambda index=index: index < len(self._masks), self.task.deadline)  # type: ignore[misc]
+            data = self.held.chunk(index)
+            await stream.send(wire.Reduced(index, self._masks[index], len(data)), data)
+        await self._bell.until(lambda: self.held.done is not None, self.task.deadline)
+        assert self.held.done is not None
+        await stream.send(self.held.done)
+
+
+async def contribute(task: ReduceJob, part: int, stream: Stream, again: bool = False) -> ReducedPart:
+    """Hand in one part to its reducer and take the reduced part; where the first stream broke off, take it only.
+
+    Raises:
+        BadPayload: the reducer broke a rule.
+        PeerSilent: the stream broke off.
+    """
+    held = task.part(part)
+    await stream.send(wire.Contribute(task.key, task.terms.digest, part, task.codec.name))
+    if again:
+        return await _receive_part(task, part, held, stream)
+    return await run_with_helper(
+        _receive_part(task, part, held, stream), _send_part(task, task.handed_in(part), stream)
+    )
+
+
+async def _send_part(task: ReduceJob, shape: PartLayout, stream: Stream) -> None:
+    weight = task.terms.weights[task.terms.peers.index(task.me)]
+    if weight == 0:
+        return
+    scratch = shape.room()
+    encoded = memoryview(bytearray(shape.size(0)))
+
+    def encode(index: int) -> memoryview:
+        low, high = shape.elements(index)
+        data = encoded[: shape.size(index)]
+        task.codec.encode(task.mine.read(low, high, scratch), data)
+        return data
+
+    for index in range(shape.chunks):
+        data = await task.compute.run(partial(encode, index), len(encoded))
+        try:
+            await stream.send(wire.Chunk(index, len(data)), data)
+        except PeerSilent:
+            return  # a reducer that gave us up as late closes when it has sent its part: receiving tells which it was
+
+
+async def _receive_part(task: ReduceJob, part: int, held: ReducedPart, stream: Stream) -> ReducedPart:
+    digests: list[bytes] = []
+    scratch = held.room()
+
+    def accept(index: int) -> bytes:
+        held.decode_chunk(index, task.into, scratch)
+        return chunk_digest(held.masks[index], held.chunk(index))
+
+    mask = (1 << len(task.terms.peers)) - 1
+    for index in range(held.chunks):
+        header = wire.expect(await stream.receive(_CHUNK_LIMIT), wire.Reduced)
+        data = held.chunk(index)
+        if (header.index, header.size) != (index, len(data)):
+            raise BadPayload(f"reduced chunk {header.index} of {header.size} bytes where {index} is due")
+        if header.mask & ~mask:
+            raise BadPayload(f"reduced chunk {index} holds who is out already, or nobody's work")
+        mask = header.mask
+        await stream.receive_into(data)
+        held.masks.append(mask)
+        digests.append(await task.compute.run(partial(accept, index), 2 * len(data)))
+        task.progress()
+    done = wire.expect(await stream.receive(_DONE_LIMIT), wire.PartDone)
+    result = seal(held.low, held.high, held.masks, digests)
+    if (done.part, done.result) != (part, result) or done.reducer >= len(task.terms.peers):
+        raise BadPayload("a part whose digest is not that of its chunks")
+    if not task.signer.verify(task.terms.peers[done.reducer], task.message(done), done.signature):
+        raise BadPayload("a part with a forged signature")
+    held.result, held.done = done.result, done
+    return held

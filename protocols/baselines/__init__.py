@@ -1,0 +1,1 @@
+"""What the baselines are made of. `protocols.baselines.registry` is the door."""

@@ -1,0 +1,137 @@
+"""Ring all-reduce: every member sends to the next and receives from the one before, in 2 (N - 1) steps of 1/N each.
+
+In the first half a part gathers the members' vectors on its way round, as their mean so far and its weight; in the
+second half the finished parts go round. The bandwidth optimum, at a latency that grows with N (Patarasu and Yuan 2009,
+"Bandwidth optimal all-reduce algorithms for clusters of workstations", section 3). Means on their way travel as
+float32, whatever the codec: a lossy one would be applied again with each hop. Finished parts are encoded once.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from protocols import wire
+from protocols.aio import run_with_helper, task_group
+from protocols.allreduce.parts import ReducedPart
+from protocols.base import BadPayload, PeerId, PeerSilent, Stream
+from protocols.baselines.synchronous_round import REFUSED_LIMIT, Hop, JoinRound, SynchronousRound
+from protocols.baselines.transfer import receive_chunk
+from protocols.codec import CODECS, Codec
+
+_HOP_LIMIT = 64
+_RAW: Codec = CODECS["fp32"]
+_LARGEST = torch.finfo(torch.float32).max
+
+
+class Ring:
+    """`protocols.baselines.synchronous_round.Exchange` of members in the order of their ids."""
+
+    def __init__(self, meeting: SynchronousRound) -> None:
+        self._meeting, self._count = meeting, len(meeting.peers)
+        self._next = meeting.peers[(meeting.place + 1) % self._count]
+        self._before = meeting.peers[meeting.place - 1]
+        self._incoming: Stream | None = None
+        self._weights = [meeting.weight] * self._count  # of what `into` holds of each part
+        self._finished: dict[int, ReducedPart] = {}
+
+    async def serve(self, peer: PeerId, stream: Stream, hello: JoinRound) -> None:
+        """The member before us brings its stream, which `run` reads."""
+        meeting = self._meeting
+        if peer != self._before or self._incoming:
+            raise BadPayload("not the member before us in the ring, or here already")
+        self._incoming = stream
+        meeting.ring()
+        await meeting.until(lambda: meeting.over)
+
+    async def run(self) -> None:
+        async with self._meeting.open(self._next, 0) as stream:
+            await run_with_helper(self._round(stream), self._refusals(stream))
+
+    async def _refusals(self, stream: Stream) -> None:
+        """Nothing comes back from the next member but a refusal, and the end."""
+        try:
+            header = await stream.receive(REFUSED_LIMIT)
+        except PeerSilent:
+            return  # it has all that it needs; or it is lost, and what we send tells
+        self._meeting.hear(stream.peer, header)
+        raise BadPayload(f"{type(header).__name__} against the direction of the ring")
+
+    async def _round(self, out: Stream) -> None:
+        meeting, half = self._meeting, self._count - 1
+        await meeting.host.compute.run(self._begin, 4 * meeting.mine.size)
+        await meeting.until(lambda: self._incoming is not None)
+        assert self._incoming is not None
+        for step in range(2 * half):
+            if step == half:  # what came in last is complete
+                part = self._part(meeting.place - step, raw=False)
+                await meeting.host.compute.run(partial(self._finish, part), 2 * part.size_bytes)
+                self._finished[(meeting.place - step) % self._count] = part
+            async with task_group() as group:
+                group.create_task(self._send(out, step))
+                group.create_task(self._receive(self._incoming, step))
+
+    def _part(self, index: int, raw: bool) -> ReducedPart:
+        part = self._meeting.part(index % self._count, self._count)
+        return ReducedPart(_RAW, part.low, part.high, part.chunk_elements) if raw else part
+
+    def _begin(self) -> None:
+        """The work is done where the mean belongs: at first that is what we bring."""
+        meeting, scratch = self._meeting, torch.empty(self._meeting.chunk_elements)
+        for low in range(0, meeting.mine.size, meeting.chunk_elements):
+            high = min(low + meeting.chunk_elements, meeting.mine.size)
+            meeting.into.write(low, meeting.mine.read(low, high, scratch))
+
+    def _finish(self, part: ReducedPart) -> None:
+        """Encode a complete part, and hold what the others will decode."""
+        scratch = part.room()
+        for index in range(part.chunks):
+            mean = self._meeting.into.read(*part.elements(index), scratch)
+            part.codec.encode(
+                mean.clamp_(-_LARGEST, _LARGEST), part.chunk(index)
+            )  # rounding may have carried it beyond
+        part.decode(self._meeting.into)
+
+    async def _send(self, out: Stream, step: int) -> None:
+        """Send what came in with the step before."""
+        index, compute = (self._meeting.place - step) % self._count, self._meeting.host.compute
+        finished = self._finished.pop(index, None)
+        part = finished or self._part(index, raw=True)
+        scratch = part.room()
+        await out.send(Hop(step, index, self._weights[index]))
+        for number in range(part.chunks):
+            data = part.chunk(number)
+            if not finished:
+                mean = self._meeting.into.read(*part.elements(number), scratch)
+                await compute.run(partial(_RAW.encode, mean, data), len(data))
+            await out.send(wire.Chunk(number, len(data)), data)
+
+    async def _receive(self, stream: Stream, step: int) -> None:
+        """Mix a part with what we bring to it, or take one that is finished."""
+        index, compute = (self._meeting.place - step - 1) % self._count, self._meeting.host.compute
+        hop = wire.expect(await stream.receive(_HOP_LIMIT), Hop)
+        if (hop.step, hop.part) != (step, index):
+            raise BadPayload(f"part {hop.part} in step {hop.step} where {index} in {step} is due")
+        mixing = step < self._count - 1
+        part = self._part(index, raw=mixing)
+        scratch = part.room()
+        for number in range(part.chunks):
+            await receive_chunk(stream, number, part.chunk(number))
+            if mixing:
+                await compute.run(partial(self._mix, part, number, hop.weight), part.size(number))
+            else:
+                decode = partial(part.decode_chunk, number, self._meeting.into, scratch)
+                await compute.run(decode, part.size(number))
+        if mixing:
+            self._weights[index] += hop.weight
+        else:
+            self._finished[index] = part
+
+    def _mix(self, part: ReducedPart, number: int, weight: float) -> None:
+        low, high = part.elements(number)
+        theirs, ours = torch.empty(high - low), torch.empty(high - low)
+        _RAW.decode(part.chunk(number), theirs)
+        ours.copy_(self._meeting.mine.read(low, high, ours))
+        total = weight + self._meeting.weight
+        self._meeting.into.write(low, theirs.mul_(weight / total).add_(ours.mul_(self._meeting.weight / total)))

@@ -1,0 +1,218 @@
+"""Butterfly all-reduce for a roster with one shared anchor: call, scatter, reduce, gather, vote.
+
+One session for each attempt at a round (`protocols.butterfly.session`), one decision for each lineage
+(`protocols.butterfly.consensus_driver`), which outlives it: who comes late to an old round is told what was decided.
+Here is what stays from round to round, and where a peer's streams find the round that they are about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+
+from protocols import wire
+from protocols.aio import Notifier, task_group
+from protocols.allreduce.all_reduce import DATA, next_claim
+from protocols.base import (
+    BadPayload,
+    Deadline,
+    Head,
+    Header,
+    Host,
+    Member,
+    PeerId,
+    PeerSilent,
+    RoundKey,
+    Settings,
+    Stream,
+)
+from protocols.butterfly.consensus_driver import ConsensusDriver
+from protocols.butterfly.context import ButterflyContext
+from protocols.butterfly.part_cache import PartCache
+from protocols.butterfly.session import ButterflySession
+from protocols.codec import codec
+from protocols.consensus import record as records
+from protocols.consensus.messages import StartBallot, VoteMessage
+from protocols.control_channel import ControlChannel, RoundAccounting, first_frame, serve_control_stream
+from protocols.robust import known
+
+CONTROL = "starling/butterfly/control/1"
+FORGOTTEN_LIMIT = 1 << 16
+PARKED_LIMIT = 16
+"""Messages of one peer that is a round ahead of us which are kept until we get there."""
+MEMORY_ROUNDS = 4
+"""The parts of so many rounds wait in memory at most for a disk that is slow, or full."""
+
+
+class Butterfly:
+    """`protocols.base.Averager`.
+
+    Attributes:
+        shelf: the reduced parts of the last rounds.
+        on_ahead: called with a peer that stands where we do not: rounds ahead, or on another branch.
+    """
+
+    shares_anchor = True
+
+    def __init__(self, host: Host, settings: Settings) -> None:
+        self.host, self.settings = host, settings
+        self.me = Member(host.me, settings.incarnation)
+        self.ledger = RoundAccounting()
+        known(settings.robust)
+        self.bandwidth = settings.bandwidth
+        self.shelf = PartCache(host)
+        self.on_ahead: Callable[[PeerId], None] = lambda peer: None
+        self._post = ControlChannel(host, CONTROL, self.ledger)
+        self._desk = ButterflyContext(
+            host, settings, codec(settings.codec), self.me, self.ledger, self._post, self.shelf
+        )
+        self._decisions: dict[bytes, ConsensusDriver] = {}
+        # Who comes back to such a lineage, on another branch, has forgotten its promises there: it looks on.
+        self._forgotten: dict[bytes, None] = {}
+        # The last round's session stays: who was slow to hand in fetches the reduced parts from it.
+        self._sessions: dict[bytes, ButterflySession] = {}
+        self._session: ButterflySession | None = None
+        self._parked: dict[PeerId, list[Header]] = {}
+        self._entered = Notifier()
+        host.transport.serve(CONTROL, self._on_control)
+        host.transport.serve(DATA, self._on_data)
+
+    @asynccontextmanager
+    async def enter(self, head: Head, deadline: Deadline) -> AsyncIterator[ButterflySession]:
+        lineage = head.key.lineage
+        if lineage not in self._decisions:
+            self._decisions[lineage] = ConsensusDriver(self._desk, head, may_vote=lineage not in self._forgotten)
+        self._decisions[lineage].head = head  # its state may be another than when we were here before
+        session = ButterflySession(self._desk, head, self._decisions[lineage], self.bandwidth, deadline)
+        self._forget(head.key)
+        self._session = self._sessions[lineage] = session
+        self._post.on_gone = session.gone
+        session.decision.on_rival = self.on_ahead
+        everybody = {member.peer for member in (*head.roster, *self.host.members.live())}
+        try:
+            async with task_group() as group, self._post.run(group, deadline, everybody):
+                background = [group.create_task(session.live()), group.create_task(self.shelf.save())]
+                self._entered.notify()
+                self._unpark(session)
+                try:
+                    yield session
+                finally:
+                    for each in background:
+                        each.cancel()
+                    if session.in_time is not None:
+                        self.bandwidth = next_claim(self.bandwidth, self.settings.bandwidth, session.in_time)
+        finally:
+            session.close()
+            if certificate := session.decision.certificate:
+                record = records.decode(certificate.record)
+                self.shelf.decided(lineage, {part.digest for part in record.parts})
+
+    def supersede(self) -> None:
+        """A better branch than ours is known: the round under way ends, superseded."""
+        if self._session:
+            self._session.supersede()
+
+    def _forget(self, key: RoundKey) -> None:
+        """Keep the last rounds' decisions and parts, and the last round's session."""
+        oldest = key.round - self.settings.keep_rounds
+        for lineage, each in list(self._decisions.items()):
+            if each.head.key.round < oldest:
+                del self._decisions[lineage]
+                self._forgotten[lineage] = None
+        while len(self._forgotten) > FORGOTTEN_LIMIT:
+            del self._forgotten[next(iter(self._forgotten))]
+        # The last round's parts are still handed out by its session; who has not decided may have voted for its own.
+        age = {
+            lineage: key.round - each.head.key.round if each.certificate else 0
+            for lineage, each in self._decisions.items()
+        }
+        most = MEMORY_ROUNDS if self.shelf.past else self.settings.keep_rounds
+        self.shelf.keep(
+            [lineage for lineage, rounds in age.items() if rounds <= most],
+            [lineage for lineage, rounds in age.items() if rounds <= 1],
+        )
+        self._sessions = {
+            lineage: each for lineage, each in self._sessions.items() if each.head.key.round == key.round - 1
+        }
+
+    # -- control ------------------------------------------------------------------------------------------------------
+
+    async def _on_control(self, peer: PeerId, stream: Stream) -> None:
+        await serve_control_stream(self.host, self.ledger, stream, partial(self._take, peer))
+
+    def _take(self, peer: PeerId, message: Header) -> None:
+        """A message goes to the round that it is about; what is wrong with it is held against its sender.
+
+        Raises:
+            BadPayload: not a control message, or of another run.
+        """
+        if not isinstance(message, wire.Ready | wire.Plan | wire.AdmissionRequest | VoteMessage):
+            raise BadPayload(f"{type(message).__name__} on a control stream")
+        session = self._session
+        if session is None:
+            return self._park(peer, message)
+        key, here = message.key, session.head.key
+        if (key.run, key.scope) != (here.run, here.scope):
+            raise BadPayload("a frame of another run or scope")
+        try:
+            if key == here:
+                session.take(peer, message)
+            elif key.lineage in self._decisions:
+                self._on_past(peer, message, self._decisions[key.lineage])
+            elif key.round == here.round + 1:
+                self._park(peer, message)
+                self._post.send(peer, StartBallot(here, self.me, session.decision.vote.ballot, ()))
+            else:
+                self.on_ahead(peer)
+        except BadPayload as error:
+            self.ledger.name(peer, f"refused: {error}")
+
+    def _on_past(self, peer: PeerId, message: Header, decision: ConsensusDriver) -> None:
+        """Of a round that is over here: its certificate is the answer."""
+        if isinstance(message, VoteMessage):
+            decision.receive(peer, message)
+        elif decision.certificate:
+            self._post.send(peer, decision.certificate)
+
+    def _park(self, peer: PeerId, message: Header) -> None:
+        parked = self._parked.setdefault(peer, [])
+        parked.append(message)
+        del parked[:-PARKED_LIMIT]
+
+    def _unpark(self, session: ButterflySession) -> None:
+        parked, self._parked = self._parked, {}
+        for peer, messages in parked.items():
+            for message in messages:
+                try:
+                    self._take(peer, message)
+                except BadPayload as error:
+                    self.ledger.name(peer, f"refused: {error}")
+
+    # -- data ---------------------------------------------------------------------------------------------------------
+
+    async def _on_data(self, peer: PeerId, stream: Stream) -> None:
+        async with self.ledger.counting(stream):
+            opening = wire.expect(await first_frame(self.host, stream), wire.Contribute)
+            session = await self._session_for(stream, opening.key)
+            await session.serve(peer, stream, opening)
+
+    async def _session_for(self, stream: Stream, key: RoundKey) -> ButterflySession:
+        """The session that a data stream is bound to, waited for if its opener is a round ahead of us.
+
+        Raises:
+            BadPayload: of another run or lineage, or of a round that nobody can be in.
+            PeerSilent: we did not enter that round in time, or it is over.
+        """
+        here = self._session.head.key if self._session else None
+        if here and (key.round > here.round + 1 or (key.round == here.round and key != here)):
+            raise BadPayload(f"a contribution to another run or lineage, round {key.round}")
+        if here and key.round < here.round and key.lineage not in self._sessions:
+            if key.lineage not in self._decisions:
+                raise BadPayload(f"a stale contribution to round {key.round}")
+            raise PeerSilent(stream.peer, f"round {key.round} is over")
+        try:
+            await self._entered.until(lambda: key.lineage in self._sessions, stream.deadline)
+        except TimeoutError:
+            raise PeerSilent(stream.peer, f"round {key.round} did not begin here") from None
+        return self._sessions[key.lineage]

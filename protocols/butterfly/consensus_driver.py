@@ -1,0 +1,264 @@
+"""One lineage's vote at one member, driven: messages out, timers, what is held, who was heard.
+
+`protocols.consensus.paxos` decides; this gives it time and a voice. It lives for as long as its lineage may still be
+asked about, while sessions come and go; without one, timers rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+from protocols.aio import Notifier
+from protocols.base import BadPayload, Deadline, Head, Member, PeerId
+from protocols.butterfly.context import ButterflyContext
+from protocols.consensus.messages import (
+    Accept,
+    BallotNack,
+    Certificate,
+    ConflictingCertificate,
+    Decided,
+    Fetch,
+    Instruction,
+    Prepare,
+    Promise,
+    ProposalNeeded,
+    Propose,
+    ReportFault,
+    Send,
+    SetTimer,
+    VoteMessage,
+)
+from protocols.consensus.paxos import PaxosInstance
+from protocols.consensus.record import Kind
+from protocols.consensus.vote_tally import ONLOOKER, VoteTally
+from protocols.wire import PartDone
+
+BALLOT_FLOOR_SECONDS = 2.0
+"""What a ballot is given beyond two round trips and the time of its data phase: honest members pause, too."""
+ROUND_TRIP_LIMIT_SECONDS = 0.75
+"""What opening a stream took longer than that was no round trip: the link was cut in between, or a machine was busy.
+One that stops in mid contribution is late at `SCATTER_SHARE` of the budget, and as a reducer overdue a patience later:
+within this bound what is left of `BUDGET_FLOOR_SECONDS` is enough for another to reduce its part."""
+LENIENCE = 1.25
+"""A silent member is given up before the coordinator who waits for it is."""
+
+_MEMBERS_ONLY = (Prepare, Promise, Propose, Accept, BallotNack)
+
+
+class ConsensusDriver:
+    """One member's part in the decision on one lineage's child.
+
+    Attributes:
+        votes: whether we have one.
+        forks_only: whether we have none, and may fork with others like us: heirs, or former members.
+        leaving: who goes when the round is over, by its own word; nobody takes that back.
+        called: the last ballot in which we sent a plan.
+        leading: the ballot in which we coordinate and are free to choose; None if there is none.
+        promises: what the members promised us for it.
+        wanted: digests without which our vote cannot be cast; of the record in `proposed`.
+        certificate: the decision.
+        on_rival: called with who sent another decision, which is not ours to take.
+        heard: peer -> when we heard of it last.
+        left_since: since when there have been only those who might fork; None if there are others.
+        phase_seconds: what the data phase is expected to take.
+        onlookers: who waits for the decision without being of the roster.
+    """
+
+    def __init__(self, desk: ButterflyContext, head: Head, may_vote: bool) -> None:
+        """
+        Args:
+            may_vote: whether we vote if we are in the roster; else we look on.
+        """
+        me, settings = desk.me if may_vote else Member(desk.me.peer, ONLOOKER), desk.settings
+        self.votes = me in head.roster
+        signer, fork_peers = desk.host.signer, settings.fork_peers
+        self.head, self.poll = head, VoteTally(head.key, head.roster, signer, settings.quorum, fork_peers, head.former)
+        self.vote, self.forks_only = PaxosInstance(me, self.poll), self.poll.forks_only(me)
+        self.leading = 0 if self.votes and self.poll.coordinator(0) == me.peer else None
+        self.called = -1
+        self.leaving: set[PeerId] = set()
+        self.promises: tuple[Promise, ...] = ()
+        self.proposed = b""
+        self.wanted: tuple[bytes, ...] = ()
+        self.on_rival: Callable[[PeerId], None] = lambda peer: None
+        self.heard: dict[PeerId, float] = {}
+        self.left_since: float | None = None
+        self.phase_seconds = 0.0
+        self.onlookers: dict[PeerId, Member] = {}
+        self.changed = Notifier()
+        self._desk = desk
+        self._timer: asyncio.TimerHandle | None = None
+        self._moved = 0.0
+        self._awake = False
+        self._speaker = me.peer
+
+    @property
+    def certificate(self) -> Certificate | None:
+        return self.vote.decided
+
+    @property
+    def patience_seconds(self) -> float:
+        """T_b: two round trips, the data phase, and a floor."""
+        trips = self._desk.post.round_trip_seconds
+        slowest = max((trips.get(member.peer, 0.0) for member in self.poll.roster), default=0.0)
+        return BALLOT_FLOOR_SECONDS + 2 * min(slowest, ROUND_TRIP_LIMIT_SECONDS) + self.phase_seconds
+
+    # -- events -------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """A session is here: messages and timers go on.
+
+        A plan of ours from an attempt that is over binds nobody any more: it is the next coordinator's turn.
+        """
+        self._awake = True
+        if self.leading is not None and self.leading == self.called:
+            self.leading = None
+            self._act(self.vote.timeout(self.vote.ballot))
+        elif self.vote.ballot:
+            self.progress()
+
+    def stop(self) -> None:
+        """It is over: timers rest."""
+        self._awake = False
+        if self._timer:
+            self._timer.cancel()
+
+    def receive(self, peer: PeerId, message: VoteMessage) -> None:
+        """A message of the vote.
+
+        Raises:
+            BadPayload: a vote of who has none, or a proposal that no honest member makes.
+        """
+        if message.sender.peer != peer:
+            raise BadPayload(f"a vote in the name of {message.sender.peer}")
+        if isinstance(message, _MEMBERS_ONLY) and not self._has_a_voice(message.sender):
+            raise BadPayload("a vote of no member of the roster, or in another life")
+        if isinstance(message, Propose):
+            self._examine(message)
+        if isinstance(message, Promise) and message.record:
+            self._believe(message)
+        self.hear(peer)
+        self._speaker = peer
+        self._act(self.vote.receive(peer, message))
+
+    def _believe(self, promise: Promise) -> None:
+        """Refuse the claim of having accepted what nobody can have proposed to who stands where we do.
+
+        Raises:
+            BadPayload: of another state, or no record that may be put to the vote.
+        """
+        value = self.poll.value(promise.accepted, promise.record)
+        if value is None or value.record.state_root != self.head.state_root:
+            raise BadPayload("a promise with a record that may not be put to the vote, or of another state")
+
+    def _has_a_voice(self, sender: Member) -> bool:
+        """A member has; among those who may only fork, one of them."""
+        return self.poll.counts(sender) or (self.forks_only and self.poll.forks_only(sender))
+
+    def _examine(self, proposal: Propose) -> None:
+        """Refuse a record that may not be voted on, starts from another state, or does not fit the vector.
+
+        As many as could decide without the others are evicted only if they leave: this we know, a poll does not.
+
+        Raises:
+            BadPayload: it is such a one.
+        """
+        value = self.poll.value(proposal.ballot, proposal.record)
+        if value is None or value.record.state_root != self.head.state_root:
+            raise BadPayload("a proposal that may not be put to the vote, or of another state")
+        record, settings = value.record, self._desk.settings
+        willing = [each for each in self.poll.roster if each in record.roster or each.peer in self.leaving]
+        if len(willing) < self.poll.quorum and not value.is_fork:
+            raise BadPayload("a proposal that may not be put to the vote: it evicts too many who do not leave")
+        if record.kind != Kind.MEAN and not record.parts:
+            return
+        if not record.parts or not record.peers or not record.tiles(settings.elements[self.head.key.fragment]):
+            raise BadPayload("a proposal that is not of the whole vector")
+        for index, part in enumerate(record.parts):
+            held = self._desk.shelf.get(part.digest)
+            if held and (held.low, held.high) != record.bounds[index : index + 2]:
+                raise BadPayload(f"a proposal with part {index} at another place")
+
+    def hear(self, peer: PeerId) -> None:
+        """There is life in a peer."""
+        self.heard[peer] = asyncio.get_running_loop().time()
+
+    def moved(self, at: Deadline | None = None) -> None:
+        """Data flows, or will from then on: the present ballot has its whole time again."""
+        self._moved = asyncio.get_running_loop().time() if at is None else at
+
+    def progress(self) -> None:
+        """The round is called, or should be: the present ballot's time begins."""
+        self._act(self.vote.progress())
+
+    def gone(self, peer: PeerId) -> None:
+        """A peer is visibly gone."""
+        self._act(self.vote.gone(peer))
+
+    def suspect(self, peer: PeerId) -> None:
+        """A peer has been silent for as long as a ballot may take: if it coordinates this one, on to the next."""
+        if peer == self.poll.coordinator(self.vote.ballot):
+            self._act(self.vote.timeout(self.vote.ballot))
+
+    def chosen(self, ballot: int, record: bytes) -> None:
+        """What we propose, as the coordinator of a ballot."""
+        self.leading = None
+        self._act(self.vote.chosen(ballot, record))
+
+    def holds(self, plan: bytes, parts: Sequence[PartDone], others: Collection[bytes]) -> None:
+        """All that we hold: parts of the present plan as their reducers signed them, and whatever else."""
+        self._act(self.vote.holds(plan, parts, others))
+
+    def fork(self, record: bytes) -> None:
+        """Go on with those whom we reach; empty: the majority is back."""
+        self._act(self.vote.fork(record))
+
+    # -- instructions -------------------------------------------------------------------------------------------------
+
+    def _act(self, instructions: Sequence[Instruction]) -> None:
+        for each in instructions:
+            self._follow(each)
+        if self.leading is not None and self.leading != self.vote.promised:
+            self.leading = None
+        self.changed.notify()
+
+    def _follow(self, instruction: Instruction) -> None:
+        match instruction:
+            case Send(to, message):
+                self._tell(to, message)
+            case SetTimer(ballot, factor):
+                self._arm(ballot, factor)
+            case ProposalNeeded(ballot, promises):
+                self.leading, self.promises = ballot, promises
+            case Fetch(record, parts):
+                self.proposed, self.wanted = record, parts
+            case Decided(certificate):
+                self.stop()
+                self._tell(self.onlookers, certificate)
+            case ConflictingCertificate():
+                self.on_rival(self._speaker)
+            case ReportFault(peer, why):
+                self._desk.ledger.name(peer, f"refused: {why}")
+
+    def _tell(self, peers: Iterable[PeerId], message: VoteMessage) -> None:
+        for peer in peers:
+            self._desk.post.send(peer, message)
+
+    def _arm(self, ballot: int, factor: int) -> None:
+        if self._timer:
+            self._timer.cancel()
+        self.moved()
+        if self._awake and self.certificate is None:
+            self._schedule(ballot, factor)
+
+    def _schedule(self, ballot: int, factor: int) -> None:
+        self._timer = asyncio.get_running_loop().call_at(self._due(factor), self._on_timer, ballot, factor)
+
+    def _due(self, factor: int) -> Deadline:
+        return self._moved + factor * LENIENCE * self.patience_seconds
+
+    def _on_timer(self, ballot: int, factor: int) -> None:
+        if asyncio.get_running_loop().time() < self._due(factor):
+            return self._schedule(ballot, factor)
+        self._act(self.vote.timeout(ballot))

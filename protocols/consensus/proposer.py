@@ -1,0 +1,222 @@
+"""The coordinator's side of the vote: opening ballots, collecting promises, proposing; and where a member stands. Pure.
+
+`protocols.consensus.paxos` is the whole. A coordinator speaks to itself as a member as it does to others, so what binds
+them binds it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from protocols.base import Member, PeerId
+from protocols.consensus import record as records
+from protocols.consensus.messages import (
+    BallotNack,
+    Instruction,
+    Prepare,
+    Promise,
+    ProposalNeeded,
+    Propose,
+    Send,
+    SetTimer,
+    StartBallot,
+    VoteMessage,
+)
+from protocols.consensus.record import Record
+from protocols.consensus.vote_tally import VoteTally
+
+MAX_DOUBLINGS = 6
+
+
+def peers(members: Iterable[Member]) -> tuple[PeerId, ...]:
+    """Their peers."""
+    return tuple(member.peer for member in members)
+
+
+class BallotState:
+    """Where a member stands in a vote, and what it has to say.
+
+    Attributes:
+        ballot: the highest that this member has met; its timer runs for it.
+        promised: it accepts nothing below.
+        out: instructions to the host.
+        local: messages to itself.
+    """
+
+    def __init__(self, me: Member, poll: VoteTally) -> None:
+        self.me, self.poll = me, poll
+        self.ballot = self.promised = 0
+        self.out: list[Instruction] = []
+        self.local: deque[VoteMessage] = deque()
+
+    def leads(self, ballot: int) -> bool:
+        """Whether the ballot is ours."""
+        return self.poll.counts(self.me) and self.poll.coordinator(ballot) == self.me.peer
+
+    def outdated(self, message: VoteMessage, owner: PeerId) -> bool:
+        """Whether its ballot is below our promise, as we then tell its sender, or not its owner's."""
+        if message.ballot < self.promised:
+            self.send([message.sender.peer], BallotNack(self.poll.key, self.me, self.promised))
+        return message.ballot < self.promised or not self.poll.owns(message.ballot, owner)
+
+    def reach(self, ballot: int) -> None:
+        """Go on to a ballot, if it is above ours."""
+        if ballot > self.ballot:
+            self.ballot = ballot
+            self.arm()
+
+    def arm(self) -> None:
+        """Set the timer of the present ballot."""
+        self.out.append(SetTimer(self.ballot, 1 << min(self.ballot, MAX_DOUBLINGS)))
+
+    def send(self, to: Iterable[PeerId], message: VoteMessage) -> None:
+        """Send to peers; to ourselves without the host."""
+        distinct = dict.fromkeys(to)
+        others = tuple(peer for peer in distinct if peer != self.me.peer)
+        if others:
+            self.out.append(Send(others, message))
+        if self.me.peer in distinct:
+            self.local.append(message)
+
+
+@dataclass(slots=True)
+class _BallotAttempt:
+    """A ballot of ours; `fork` is empty but for a fork, `proposal` is there once we proposed."""
+
+    ballot: int
+    fork: tuple[Member, ...] = ()
+    promises: dict[Member, Promise] = field(default_factory=dict)
+    free: bool = False
+    proposal: Propose | None = None
+
+
+class Proposer:
+    """A member's ballots, when it is for it to coordinate, and its part in a fork."""
+
+    def __init__(self, standing: BallotState) -> None:
+        self._standing, self._poll = standing, standing.poll
+        self._attempt = _BallotAttempt(0, free=True) if standing.leads(0) else None
+        self._forking: Record | None = None
+
+    def open(self) -> None:
+        """The next ballot: begin it, or ask its coordinator to. While we fork, that comes first."""
+        standing = self._standing
+        standing.reach(standing.ballot + 1)
+        if self._forking:
+            self.press()
+        elif standing.leads(standing.ballot):
+            self._prepare(standing.ballot)
+        elif self._poll.counts(standing.me):
+            ask = StartBallot(self._poll.key, standing.me, standing.ballot, ())
+            standing.send([self._poll.coordinator(standing.ballot)], ask)
+
+    def on_ask(self, message: StartBallot) -> None:
+        """Begin what we are asked for, or repeat how far we are with it."""
+        attempt, to = self._attempt, [message.sender.peer]
+        if message.fork:
+            if not self.consents(message.fork):
+                return
+            if attempt and attempt.fork == message.fork and attempt.ballot == self._standing.promised:
+                self._tell(attempt, to)
+            else:
+                self.press()
+        elif not self._standing.outdated(message, self._standing.me.peer):
+            if attempt and attempt.ballot == message.ballot:
+                self._tell(attempt, to)
+            else:
+                self._prepare(message.ballot)
+
+    def on_promise(self, message: Promise) -> None:
+        """With enough promises: propose what was accepted in the highest ballot; if nothing was, we are free."""
+        attempt = self._attempt
+        if not attempt or attempt.free or attempt.proposal or attempt.ballot != message.ballot:
+            return
+        if (attempt.fork and message.sender not in attempt.fork) or not self._believable(message, attempt):
+            return
+        attempt.promises[message.sender] = message
+        if len(attempt.promises) < (len(attempt.fork) or self._poll.quorum):
+            return
+        accepted = [promise for promise in attempt.promises.values() if promise.record]
+        newest = max(accepted, key=lambda promise: promise.accepted, default=None)
+        if attempt.fork:
+            self._propose_fork(attempt, newest)
+        elif newest:
+            self._propose(attempt, newest.record)
+        else:
+            attempt.free = True
+            self._standing.out.append(ProposalNeeded(attempt.ballot, tuple(attempt.promises.values())))
+
+    def on_stale(self, message: BallotNack) -> None:
+        """Somebody is further on: so are we. A fork needs everybody, and tries again at once."""
+        self._standing.reach(message.ballot)
+        if self._attempt and self._attempt.fork and self._attempt.ballot < message.ballot:
+            self.press()
+
+    def choose(self, ballot: int, data: bytes) -> None:
+        """The host's record for a ballot in which we are free; nothing happens if we no longer are."""
+        attempt = self._attempt
+        if attempt and attempt.free and attempt.ballot == ballot == self._standing.promised:
+            self._propose(attempt, data)
+
+    # -- a fork -------------------------------------------------------------------------------------------------------
+
+    def want(self, fork: Record | None) -> None:
+        """Go for this FORK, or for none."""
+        self._forking = fork
+        self.press()
+
+    def consents(self, members: tuple[Member, ...]) -> bool:
+        """Whether we are ready to fork with exactly these."""
+        return self._forking is not None and self._forking.roster == members
+
+    def press(self) -> None:
+        """Get on with the fork that we want, if any: a new ballot of its first member's."""
+        standing = self._standing
+        if self._forking is None:
+            return
+        members = self._forking.roster
+        first, ballot = self._poll.first(members), standing.ballot + 1
+        if first != standing.me.peer:
+            standing.arm()
+            return standing.send([first], StartBallot(self._poll.key, standing.me, standing.ballot, members))
+        while not self._poll.owns(ballot, first):
+            ballot += 1
+        self._prepare(ballot, members)
+
+    def _propose_fork(self, attempt: _BallotAttempt, newest: Promise | None) -> None:
+        record = self._forking
+        if record is None or record.roster != attempt.fork:
+            return
+        if newest:
+            taken = records.decode(newest.record)
+            record = replace(
+                record,
+                state_root=taken.state_root,
+                plan=taken.plan,
+                parts=taken.parts,
+                peers=taken.peers,
+                bounds=taken.bounds,
+            )
+        self._propose(attempt, records.encode(record))
+
+    # -- saying it ----------------------------------------------------------------------------------------------------
+
+    def _prepare(self, ballot: int, fork: tuple[Member, ...] = ()) -> None:
+        self._standing.reach(ballot)
+        self._attempt = _BallotAttempt(ballot, fork)
+        self._tell(self._attempt, peers(fork or self._poll.roster))
+
+    def _propose(self, attempt: _BallotAttempt, data: bytes) -> None:
+        attempt.free = False
+        attempt.proposal = Propose(self._poll.key, self._standing.me, attempt.ballot, data)
+        self._tell(attempt, peers(attempt.fork or self._poll.roster))
+
+    def _tell(self, attempt: _BallotAttempt, to: Iterable[PeerId]) -> None:
+        prepare = Prepare(self._poll.key, self._standing.me, attempt.ballot, attempt.fork)
+        self._standing.send(to, attempt.proposal or prepare)
+
+    def _believable(self, message: Promise, attempt: _BallotAttempt) -> bool:
+        value = self._poll.value(message.accepted, message.record) if message.record else None
+        return not message.record or (value is not None and (not value.is_fork or bool(attempt.fork)))

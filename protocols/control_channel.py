@@ -1,0 +1,229 @@
+"""Small messages to peers, and the account of a round: bytes that crossed streams, peers that broke rules."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager
+
+from protocols import wire
+from protocols.aio import run_with_helper
+from protocols.base import (
+    BadPayload,
+    Deadline,
+    Header,
+    Host,
+    PeerError,
+    PeerFault,
+    PeerGone,
+    PeerId,
+    PeerSilent,
+    Stream,
+)
+
+RETRY_SECONDS = 0.1
+RETRY_LIMIT_SECONDS = 5.0
+FIRST_FRAME_SECONDS = 10.0
+MAX_NAMED = 256
+"""Between two reports: strangers come under as many names as they like."""
+KEEP_MESSAGES = 64
+"""Messages that wait for one peer, or that a stream carried and may have lost; the oldest give way."""
+
+
+class RoundAccounting:
+    """What is accounted for between two reports. The first reason that names a peer stays."""
+
+    def __init__(self) -> None:
+        self._names: dict[PeerId, str] = {}
+        self._bytes_sent = 0
+        self._bytes_received = 0
+        self._open: dict[Stream, tuple[int, int]] = {}  # what is counted already of each
+
+    def name(self, peer: PeerId, why: str) -> None:
+        if len(self._names) < MAX_NAMED:
+            self._names.setdefault(peer, why)
+
+    @asynccontextmanager
+    async def counting(self, stream: Stream) -> AsyncIterator[Stream]:
+        """Count a stream's bytes while it is used, and name its peer if it broke a rule."""
+        self._open[stream] = (0, 0)
+        try:
+            yield stream
+        except BadPayload as error:
+            self.name(stream.peer, f"refused: {error}")
+            raise
+        finally:
+            self._count(stream)
+            del self._open[stream]
+
+    def _count(self, stream: Stream) -> None:
+        sent, received = self._open[stream]
+        self._bytes_sent += stream.bytes_sent - sent
+        self._bytes_received += stream.bytes_received - received
+        self._open[stream] = (stream.bytes_sent, stream.bytes_received)
+
+    def take(self) -> tuple[tuple[PeerFault, ...], int, int]:
+        """Who was named, bytes sent, bytes received; since the last call."""
+        for stream in self._open:
+            self._count(stream)
+        taken = tuple(PeerFault(peer, why) for peer, why in self._names.items()), self._bytes_sent, self._bytes_received
+        self._names, self._bytes_sent, self._bytes_received = {}, 0, 0
+        return taken
+
+
+async def first_frame(
+    host: Host, stream: Stream, known: Collection[PeerId] = (), limit_bytes: int = wire.MAX_HEADER_BYTES
+) -> Header:
+    """The first frame of a stream, which its opener has at hand when it opens it.
+
+    Only live members are heard, and who is `known` otherwise: a stranger would hold a stream for nothing.
+
+    Raises:
+        BadPayload: it is none.
+        PeerSilent: it did not come in time, or not from a live member.
+    """
+    try:
+        async with asyncio.timeout(FIRST_FRAME_SECONDS):
+            message = await stream.receive(limit_bytes)
+    except TimeoutError:
+        raise PeerSilent(stream.peer, "opened a stream and said nothing") from None
+    if stream.peer not in known and all(member.peer != stream.peer for member in host.members.live()):
+        raise PeerSilent(stream.peer, "not a live member")
+    return message
+
+
+async def serve_control_stream(
+    host: Host, ledger: RoundAccounting, stream: Stream, take: Callable[[Header], None], known: Collection[PeerId] = ()
+) -> None:
+    """Serve a control stream: `take` whatever its opener says, until its round is over, or it is.
+
+    Raises:
+        BadPayload: what came is no message, or `take` says so.
+        PeerSilent: as for `first_frame`.
+    """
+    async with ledger.counting(stream):
+        message = await first_frame(host, stream, known)
+        while True:
+            take(message)
+            try:
+                message = await stream.receive(wire.MAX_HEADER_BYTES)
+            except PeerSilent:
+                return
+
+
+class _Outbox:
+    """What one peer is still to be told, and what it may not have heard."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[Header] = deque(maxlen=KEEP_MESSAGES)
+        self.sent: deque[Header] = deque(maxlen=KEEP_MESSAGES)
+        self.more = asyncio.Event()
+        self.task: asyncio.Task[None] | None = None
+        self.idle = False
+
+    def again(self) -> None:
+        """What may not have arrived waits again, before what came later."""
+        self.waiting = deque((*self.sent, *self.waiting), maxlen=KEEP_MESSAGES)
+        self.sent.clear()
+
+
+class ControlChannel:
+    """Sends control messages in order, on one stream to each peer, which stays open.
+
+    Opening a stream takes a round trip, a message on an open one half of it. What a broken stream carried is sent
+    again, since some of it may be lost: messages are idempotent. The end of the stream is watched, so a peer's death
+    shows at once. Messages wait from one `run` to the next.
+
+    Attributes:
+        on_gone: called when a peer turns out to be gone.
+        round_trip_seconds: peer -> what opening a stream took last.
+    """
+
+    def __init__(self, host: Host, method: str, ledger: RoundAccounting) -> None:
+        self.on_gone: Callable[[PeerId], None] = lambda peer: None
+        self.round_trip_seconds: dict[PeerId, float] = {}
+        self._host, self._method, self._ledger = host, method, ledger
+        self._lines: dict[PeerId, _Outbox] = {}
+        self._group: asyncio.TaskGroup | None = None
+        self._deadline = 0.0
+        self._stopping = False
+
+    def send(self, peer: PeerId, message: Header) -> None:
+        """Send, again after a failure: messages may arrive twice, but are forgotten only when too many wait."""
+        line = self._lines.setdefault(peer, _Outbox())
+        line.waiting.append(message)
+        line.more.set()
+        self._start(peer, line)
+
+    @asynccontextmanager
+    async def run(self, group: asyncio.TaskGroup, deadline: Deadline, keep: Collection[PeerId]) -> AsyncIterator[None]:
+        """Carry messages inside this context, whose tasks live in `group`; forget those for peers not in `keep`."""
+        self._group, self._deadline, self._stopping = group, deadline, False
+        self._lines = {peer: line for peer, line in self._lines.items() if peer in keep}
+        for peer, line in self._lines.items():
+            if line.waiting:
+                self._start(peer, line)
+        try:
+            yield
+        finally:
+            self._group, self._stopping = None, True
+            for line in self._lines.values():
+                line.more.set()
+                if line.task and not line.idle:
+                    line.task.cancel()
+
+    def _start(self, peer: PeerId, line: _Outbox) -> None:
+        if self._group and line.task is None:
+            line.task = self._group.create_task(self._carry(peer, line))
+
+    async def _carry(self, peer: PeerId, line: _Outbox) -> None:
+        loop, pause_seconds = asyncio.get_running_loop(), RETRY_SECONDS
+        try:
+            while not self._stopping and loop.time() < self._deadline:
+                began = loop.time()
+                try:
+                    return await self._stream(peer, line)
+                except PeerGone:
+                    self.on_gone(peer)
+                except BadPayload:
+                    pause_seconds = RETRY_LIMIT_SECONDS  # it is named
+                except PeerError:
+                    if loop.time() - began > RETRY_SECONDS and line.sent:  # it was there: is it still?
+                        pause_seconds = 0.0
+                line.again()
+                await asyncio.sleep(min(pause_seconds, max(0.0, self._deadline - loop.time())))
+                pause_seconds = min(max(RETRY_SECONDS, 2 * pause_seconds), RETRY_LIMIT_SECONDS)
+        finally:
+            line.again()
+            line.task, line.idle = None, False
+
+    async def _stream(self, peer: PeerId, line: _Outbox) -> None:
+        """Open a stream and carry on it what there is, until told to stop."""
+        began = asyncio.get_running_loop().time()
+        async with (
+            self._host.transport.open(peer, self._method, self._deadline) as stream,
+            self._ledger.counting(stream),
+        ):
+            self.round_trip_seconds[peer] = asyncio.get_running_loop().time() - began
+            await run_with_helper(self._feed(line, stream), _watch(stream))
+
+    async def _feed(self, line: _Outbox, stream: Stream) -> None:
+        while not self._stopping:
+            if line.waiting:
+                line.sent.append(message := line.waiting.popleft())
+                await stream.send(message)
+                continue
+            line.more.clear()
+            line.idle = True
+            try:
+                await line.more.wait()
+            finally:  # whose stream has broken is about to try again, and the round's end does not wait for that
+                line.idle = False
+        line.sent.clear()
+
+
+async def _watch(stream: Stream) -> None:
+    """Nothing comes back on a control stream but its end."""
+    await stream.receive(0)
+    raise PeerSilent(stream.peer, "answered on a control stream")

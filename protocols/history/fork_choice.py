@@ -1,0 +1,203 @@
+"""Judging what others say was decided: certificates one by one, and which of two branches holds. Pure.
+
+At the lineage where two branches part, the one whose first child carries more signatures of that lineage's roster wins
+(docs/protocols.md); of two with the same number, the lower hash. A child that a quorum decided counts as one quorum,
+and a FORK as its own roster, whatever votes a certificate happens to hold: two peers with different certificates of the
+same records must come to the same answer. A FORK of heirs (`protocols.consensus.vote_tally`) counts as its roster, too,
+may be larger than a quorum, and loses to what a quorum decided all the same. A longer branch wins over its own
+beginning.
+
+A FORK of former members outnumbers the whole roster that it replaces. Beside another child, the branch wins that came
+to the larger roster, and the other child's of two equal ones. So one peer that left last, and comes back, does not undo
+what all the others have trained since; nor do a few that start far from the others undo what has grown without them.
+
+One thing has to be kept from who has no child yet where a branch goes on with a FORK: any single member can make one.
+While those whom the fork leaves out are enough to decide, it does not win over their waiting for each other; it does
+for a peer that is `stranded`: undecided for so long that it might fork itself.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from protocols.base import BadPayload, Head, Member, Signer
+from protocols.consensus.messages import Certificate
+from protocols.consensus.record import Kind, Record
+from protocols.consensus.vote_tally import VoteTally
+from protocols.history.chain import UNSETTLED, Chain, DecidedRound, follow
+from protocols.history.round_log import RoundLog
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """Judged rounds that beat what a chain holds.
+
+    Attributes:
+        ancestor: the head, on that chain, where they leave it.
+        links: what follows there, oldest first; at least one.
+    """
+
+    ancestor: Head
+    links: Sequence[DecidedRound]
+
+    @property
+    def head(self) -> Head:
+        return self.links[-1].head
+
+
+@dataclass(frozen=True, slots=True)
+class ForkChoice:
+    """What decides in this run.
+
+    Attributes:
+        me: this peer, in this life.
+        quorum: votes that decide, by the size of the roster; None: a majority.
+        fork_peers: so many members at least may fork; 0: none may.
+    """
+
+    me: Member
+    signer: Signer
+    quorum: Callable[[int], int] | None = None
+    fork_peers: int = 1
+
+    def judge(self, head: Head, certificate: Certificate) -> DecidedRound:
+        """What a certificate of the round after `head` leads to.
+
+        Raises:
+            BadPayload: it is not of that round, its record breaks the rules, or its votes are forged, a stranger's or
+                too few.
+        """
+        if certificate.key != head.key:
+            raise BadPayload(f"a certificate of round {certificate.key.round} that does not extend {_named(head)}")
+        poll = self._poll(head)
+        value = poll.value(certificate.ballot, certificate.record)
+        if value is None:
+            raise BadPayload(f"a record that may not extend {_named(head)}")
+        if head.key.round == 0 and head.state_root not in (UNSETTLED, value.record.state_root):
+            raise BadPayload("a first record that starts from another state than the run")
+        for vote in certificate.votes:
+            if not poll.counts(vote.voter) and not (value.is_fork and poll.forks_only(vote.voter)):
+                raise BadPayload(f"a vote of {vote.voter}, who has none after {_named(head)}")
+            if not poll.add(value.ballot, value.digest, vote.voter, vote.signature):
+                raise BadPayload(f"a forged vote of {vote.voter} after {_named(head)}")
+        if not poll.decides(value):
+            raise BadPayload(f"{len(certificate.votes)} votes after {_named(head)}, too few to decide")
+        return follow(head, certificate)
+
+    def verify(self, head: Head, certificates: Sequence[Certificate]) -> tuple[DecidedRound, ...]:
+        """What certificates lead to that follow each other from `head`.
+
+        Raises:
+            BadPayload: as for `judge`.
+        """
+        links: list[DecidedRound] = []
+        for certificate in certificates:
+            links.append(self.judge(links[-1].head if links else head, certificate))
+        return tuple(links)
+
+    def beating(
+        self, chain: Chain, ancestor: bytes, links: Sequence[DecidedRound], stranded: bool = False
+    ) -> Branch | None:
+        """What of these rounds, judged from a lineage of the chain, is to be followed; None if they do not beat it."""
+        links = links if isinstance(links, RoundLog) else tuple(links)
+        shared = bisect_left(range(len(links)), True, key=lambda place: links[place].lineage not in chain)
+        head = chain.at(links[shared - 1].lineage if shared else ancestor)
+        if head is None or shared == len(links):
+            return None
+        ours, first = chain.child(head.key.lineage), links[shared]
+        if ours:
+            sizes = _largest(links, shared), chain.largest(head.key.lineage)
+            if not self._wins(head, (first, ours), sizes):
+                return None
+        own = 1 if ours or stranded else 0  # where we hold another child, or have waited in vain, a FORK is not hasty
+        end = self._first_hasty(head, links, shared, shared + own)
+        if end == shared:
+            return None
+        return Branch(head, links if (shared, end) == (0, len(links)) else links[shared:end])
+
+    def better(self, first: Branch, second: Branch) -> Branch:
+        """Which of two branches that beat one chain wins."""
+        if first.ancestor.key.round != second.ancestor.key.round:  # it beats the chain where the other still follows it
+            return min(first, second, key=lambda branch: branch.ancestor.key.round)
+        head = first.ancestor
+        mine, others = first.links, second.links
+        both = range(min(len(mine), len(others)))
+        parted = bisect_left(both, True, key=lambda place: mine[place].lineage != others[place].lineage)
+        if parted < len(both):
+            head = mine[parted - 1].head if parted else first.ancestor
+            sizes = _largest(mine, parted), _largest(others, parted)
+            return first if self._wins(head, (mine[parted], others[parted]), sizes) else second
+        return max(first, second, key=lambda branch: len(branch.links))
+
+    def depends_on_growth(self, chain: Chain, ancestor: bytes, links: Sequence[DecidedRound]) -> bool:
+        """Whether these rounds, which do not beat the chain, may do so with those that follow them."""
+        shared = bisect_left(range(len(links)), True, key=lambda place: links[place].lineage not in chain)
+        head = chain.at(links[shared - 1].lineage if shared else ancestor)
+        ours = chain.child(head.key.lineage) if head else None
+        if head is None or ours is None or shared == len(links):
+            return False
+        return _of_former(head, ours) != _of_former(head, links[shared])
+
+    def _wins(self, head: Head, children: tuple[DecidedRound, DecidedRound], sizes: tuple[int, int]) -> bool:
+        """Whether the first of two children of a head is to be followed.
+
+        Args:
+            sizes: members of the largest roster that the branch of each came to.
+        """
+        former = tuple(_of_former(head, child) for child in children)
+        if former[0] == former[1]:
+            return _rank(head, children[0]) < _rank(head, children[1])
+        one, other = (size if fork else max(size, len(head.roster)) for fork, size in zip(former, sizes, strict=True))
+        return one > other if former[0] else one >= other
+
+    def _first_hasty(self, head: Head, links: Sequence[DecidedRound], start: int, since: int) -> int:
+        """The place of the first FORK, from `since` on, that we need not follow yet; `head` is what `start` follows."""
+        for place in _forks(links):
+            if place >= since:
+                before = links[place - 1].head if place > start else head
+                if self._hasty(before, links[place].record):
+                    return place
+        return len(links)
+
+    def _hasty(self, head: Head, record: Record) -> bool:
+        """A FORK without us, of so few that the others, we among them, may still decide."""
+        others = len(head.roster) - len(record.roster)
+        left_out = self.me in head.roster and self.me not in record.roster
+        return record.kind == Kind.FORK and left_out and others >= self._poll(head).quorum
+
+    def _poll(self, head: Head) -> VoteTally:
+        return VoteTally(head.key, head.roster, self.signer, self.quorum, self.fork_peers, head.former)
+
+
+def _rank(head: Head, child: DecidedRound) -> tuple[int, int, bytes]:
+    """The lower wins. A FORK loses to any other child; of two, the larger, of two equal ones that of members."""
+    record = child.record
+    if record.kind != Kind.FORK:
+        return -1 - len(head.roster), 0, child.lineage
+    return -len(record.roster), int(not set(record.roster) <= set(head.roster)), child.lineage
+
+
+def _of_former(head: Head, child: DecidedRound) -> bool:
+    """Whether it is a FORK of former members: not of members and heirs alone."""
+    peers = {member.peer for member in head.roster}
+    record = child.record
+    return record.kind == Kind.FORK and any(member.peer not in peers for member in record.roster)
+
+
+def _largest(links: Sequence[DecidedRound], start: int) -> int:
+    """Members of the largest roster that these rounds, from a place on, led to."""
+    if isinstance(links, RoundLog):
+        return links.largest(start, len(links))
+    return max(len(link.head.roster) for link in links[start:])
+
+
+def _forks(links: Sequence[DecidedRound]) -> Iterable[int]:
+    if isinstance(links, RoundLog):
+        return links.forks
+    return (place for place, link in enumerate(links) if link.record.kind == Kind.FORK)
+
+
+def _named(head: Head) -> str:
+    return f"{head.key.lineage.hex()[:12]} at round {head.key.round}"

@@ -1,1 +1,0 @@
-"""What the baselines are made of. `protocols.baselines` is the door."""

@@ -1,0 +1,1 @@
+"""Small groups along the lines of a grid. `protocols.moshpit.averager` is the door."""

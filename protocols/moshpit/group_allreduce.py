@@ -1,0 +1,265 @@
+"""The data phase of one Moshpit group: that of the butterfly, without a vote.
+
+A part whose reducer is lost is asked of the other members: only what its reducer made and signed counts, so that all
+who have all parts hold the same bits. Who lacks one keeps its own state, and nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from protocols import wire
+from protocols.aio import Notifier, task_group
+from protocols.allreduce.all_reduce import AllReduce
+from protocols.allreduce.parts import ReducedPart, ReduceJob
+from protocols.allreduce.plan import BUDGET_FLOOR_SECONDS, BUDGET_MULTIPLE, ResolvedPlan
+from protocols.allreduce.reducer import Reducer, contribute
+from protocols.base import BadPayload, Contribution, Deadline, PeerError, PeerId, PeerSilent, RoundKey, Stream
+from protocols.moshpit.grid import seeded_order
+from protocols.moshpit.matchmaker import WEIGHT_SCALE, MoshpitContext
+from protocols.vectors import VectorView, norm
+
+DATA = "starling/moshpit/data/1"
+PART = "starling/moshpit/part/1"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupResult:
+    """What a completed group came to.
+
+    Attributes:
+        weight: the mean of its members' weights: what each of them speaks for from now on.
+        torn: somebody's state is not in every chunk: all together count for less than before.
+    """
+
+    contributions: Mapping[PeerId, Contribution]
+    weights: Mapping[PeerId, float]
+    weight: float
+    torn: bool
+
+
+class GroupAllReduce:
+    """One peer's data phase in a called group. It serves others when it is over here.
+
+    Attributes:
+        name: of the group: all who complete it hold the same bits.
+    """
+
+    def __init__(
+        self,
+        desk: MoshpitContext,
+        key: RoundKey,
+        terms: ResolvedPlan,
+        source: VectorView,
+        target: VectorView,
+        deadline: Deadline,
+    ) -> None:
+        """
+        Args:
+            source: this peer's state, unchanged until `run` returns.
+            target: takes the mean; undefined while there is none.
+        """
+        self.key, self.terms, self.name = key, terms, terms.digest.hex()
+        self._desk, self._deadline, self._over, self._bell = desk, deadline, False, Notifier()
+        self._gone: set[PeerId] = set()
+        now, budget_seconds = asyncio.get_running_loop().time(), terms.plan.budget_seconds
+        phase_seconds = (budget_seconds - BUDGET_FLOOR_SECONDS) / BUDGET_MULTIPLE
+        self._patience_seconds = 2 * desk.answer_seconds + phase_seconds
+        task = ReduceJob(
+            key=key,
+            terms=terms,
+            me=desk.me.peer,
+            mine=source,
+            into=target,
+            codec=desk.codec,
+            chunk_elements=desk.settings.chunk_elements,
+            compute=desk.host.compute,
+            signer=desk.host.signer,
+            silent=now + self._patience_seconds,
+            patience_seconds=self._patience_seconds,
+            deadline=min(deadline, now + budget_seconds),
+            progress=lambda: None,
+        )
+        self._exchange = AllReduce(desk.host, desk.ledger, task, self._bell.notify, DATA)
+        for peer in terms.peers:
+            if peer not in desk.census.sight and peer != desk.me.peer:
+                self.lose(peer)
+
+    def missing(self) -> tuple[PeerId, ...]:
+        """Whose parts are not here."""
+        parts = range(len(self.terms.plan.reducers))
+        return tuple(dict.fromkeys(self.terms.reducer(part) for part in parts if not self._held(part)))
+
+    def _held(self, part: int) -> ReducedPart | None:
+        """A part, if it is here, and its own reducer has signed it."""
+        held = self._exchange.parts.get(part)
+        return held if held and held.done and held.done.reducer == self.terms.plan.reducers[part] else None
+
+    def lose(self, peer: PeerId, why: str = "gone") -> None:
+        """Expect nothing more of a peer, neither its state nor the part that it reduces."""
+        self._gone.add(peer)
+        self._exchange.lose(peer, why)
+
+    @property
+    def in_time(self) -> bool | None:
+        """Whether all parts came within the budget; None if it was not time that was short."""
+        if self._exchange.complete:
+            return True
+        return None if asyncio.get_running_loop().time() < self._exchange.task.deadline else False
+
+    async def run(self) -> GroupResult | None:
+        """Average; None if a part is not to be had."""
+        exchange, parts = self._exchange, range(len(self.terms.plan.reducers))
+        try:
+            async with task_group() as group:
+                running = group.create_task(exchange.run())
+                while self._hopes():
+                    again = min(exchange.task.deadline, asyncio.get_running_loop().time() + self._desk.answer_seconds)
+                    await self._until(lambda: all(self._known(part) for part in parts), again)
+                running.cancel()  # nothing may write to the target any more
+        finally:
+            self._over = True  # two who lack the same part do not wait for each other
+            self._bell.notify()
+        self._remember()
+        for part in parts:
+            if not self._held(part):
+                self._name_reducer(part)
+                if not await self._obtain(part):
+                    return None
+        return self._result()
+
+    def _remember(self) -> None:
+        """Who gave its state and its part, and who did not. If nobody did, it is this peer that was cut off or slow."""
+        census, kept = self._desk.census, self._exchange.withheld.union(self.missing())
+        others = [offer.member for offer in self.terms.plan.offers if offer.member != self._desk.me]
+        for member in others:
+            if member.peer not in kept:
+                census.gave(member)
+            elif not {each.peer for each in others} <= kept:
+                census.kept(member, self.key.round)
+
+    def _name_reducer(self, part: int) -> None:
+        reducer, given = self.terms.reducer(part), part in self._exchange.parts
+        if reducer != self._desk.me.peer:
+            why = "it did not make what it gave" if given else "its part did not come"
+            self._desk.ledger.name(reducer, f"lost as a reducer: {why}")
+
+    def _known(self, part: int) -> bool:
+        return part in self._exchange.parts or part in self._exchange.failed
+
+    def _hopes(self) -> bool:
+        """Whether to wait for more. Who is believed gone may still be sending: heartbeats are late on a busy line."""
+        now, exchange = asyncio.get_running_loop().time(), self._exchange
+        owing = [part for part in range(len(self.terms.plan.reducers)) if not self._known(part)]
+        moving = now < exchange.moved + self._desk.answer_seconds
+        hoped = [part for part in owing if moving or self.terms.reducer(part) not in self._gone]
+        return bool(hoped) and now < exchange.task.deadline
+
+    async def _until(self, condition: Callable[[], bool], deadline: Deadline) -> None:
+        try:
+            await self._bell.until(condition, deadline)
+        except TimeoutError:
+            return
+
+    async def _obtain(self, part: int) -> bool:
+        """Get a part from a member that has it of its reducer."""
+        desk, exchange, loop = self._desk, self._exchange, asyncio.get_running_loop()
+        for peer in seeded_order(self.terms.digest, self.terms.peers):
+            if peer in (desk.me.peer, self.terms.reducer(part)) or peer not in desk.census.sight:
+                continue
+            deadline = min(self._deadline, loop.time() + self._patience_seconds)
+            try:
+                async with desk.host.transport.open(peer, PART, deadline) as stream, desk.ledger.counting(stream):
+                    held = await contribute(exchange.task, part, stream, again=True)
+                    if held.done is None or held.done.reducer != self.terms.plan.reducers[part]:
+                        raise BadPayload("a part that its reducer did not make")
+                    exchange.adopt(part, held)
+                    return True
+            except (BadPayload, PeerError):
+                continue  # named, where it broke a rule
+        return False
+
+    def _result(self) -> GroupResult | None:
+        terms, held = self.terms, self._exchange.parts
+        bringing = sum(1 << bit for bit, weight in enumerate(terms.weights) if weight)
+        for part, each in held.items():
+            if not all(mask & bringing for mask in each.masks):
+                self._desk.ledger.name(terms.reducer(part), "refused: its part holds chunks of nobody")
+                return None
+        chunks = sum(each.chunks for each in held.values())
+        weights = {peer: weight / WEIGHT_SCALE for peer, weight in zip(terms.peers, terms.weights, strict=True)}
+        counted = {peer: _counted(bit, held) for bit, peer in enumerate(terms.peers) if weights[peer]}
+        total = math.fsum(weights[peer] * count / chunks for peer, count in counted.items()) if chunks else 0.0
+        return GroupResult(
+            contributions={
+                peer: Contribution(count, chunks, (f"{self.name}/{peer}",)) for peer, count in counted.items() if count
+            },
+            weights=weights,
+            weight=total / len(terms.peers),
+            torn=any(count < chunks for count in counted.values()),
+        )
+
+    # -- for the others -----------------------------------------------------------------------------------------------
+
+    async def serve(self, peer: PeerId, stream: Stream, opening: wire.Contribute) -> None:
+        """A member's data stream.
+
+        Raises:
+            BadPayload: it broke a rule.
+            PeerSilent: the part is not ours to reduce, or the stream broke off.
+        """
+        try:
+            await self._exchange.serve(peer, stream, opening)
+        except BadPayload as error:
+            self._exchange.lose(peer, f"refused: {error}")
+            raise
+
+    async def serve_part(self, peer: PeerId, stream: Stream, opening: wire.Contribute) -> None:
+        """Give a member a part of another reducer, as soon as it is known whether it is here.
+
+        Raises:
+            BadPayload: it is not in the plan.
+            PeerSilent: the part is not here, or the stream broke off.
+        """
+        if opening.part >= len(self.terms.plan.reducers):
+            raise BadPayload(f"part {opening.part} of {len(self.terms.plan.reducers)}")
+        await self._until(lambda: self._over or self._known(opening.part), stream.deadline)
+        held = self._held(opening.part)
+        if held is None or held.done is None or not held.done.signature:
+            raise PeerSilent(peer, f"part {opening.part} is not here")
+        await Reducer(self._exchange.task, opening.part, held).serve(peer, stream)
+
+    # -- afterwards ---------------------------------------------------------------------------------------------------
+
+    def moved(self, source: VectorView, target: VectorView) -> float:
+        """By what share of its norm the state moved, or would have; judged by the parts that are here."""
+        squares, whole = 0.0, 0.0
+        for held in self._exchange.parts.values():
+            scratch, apart = held.room(), held.room()
+            for index in range(held.chunks):
+                low, high = held.elements(index)
+                before = source.read(low, high, scratch)
+                whole += norm([before]) ** 2
+                apart[: high - low].copy_(before)
+                squares += norm([apart[: high - low].sub_(target.read(low, high, scratch))]) ** 2
+        return math.sqrt(squares / whole) if whole else 0.0
+
+
+def _counted(bit: int, held: Mapping[int, ReducedPart]) -> int:
+    """In how many chunks a member is."""
+    return sum(mask >> bit & 1 for each in held.values() for mask in each.masks)
+
+
+def counted(results: Sequence[GroupResult]) -> dict[PeerId, Contribution]:
+    """Of whom the groups of a round had something, all together."""
+    found: dict[PeerId, Contribution] = {}
+    for result in results:
+        for peer, new in result.contributions.items():
+            old = found.get(peer, Contribution(0, 0))
+            found[peer] = Contribution(
+                old.chunks_counted + new.chunks_counted, old.chunks + new.chunks, old.messages + new.messages
+            )
+    return found

@@ -1,0 +1,299 @@
+"""One peer's rounds of Moshpit: it sits down, trains until it is time, and meets one group along each axis."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+
+from protocols import wire
+from protocols.aio import Notifier
+from protocols.allreduce.all_reduce import next_claim
+from protocols.base import AveragingResult, Contribution, Deadline, Head, LocalProgress, Member, Outcome, PeerId, Vector
+from protocols.moshpit.grid import next_cell, seeded_order
+from protocols.moshpit.group_allreduce import GroupAllReduce, GroupResult, counted
+from protocols.moshpit.matchmaker import GroupContribution, GroupMatchmaker, MatchmakingLimits
+from protocols.moshpit.peer_tracker import DONE, TRAINING, UNHEARD_SECONDS, WAITING, PositionAnnouncement
+from protocols.moshpit.state import MoshpitState
+from protocols.vectors import VectorView, norm
+
+SETTLE_SECONDS = 0.25
+"""Between two looks at who is here: a hundred newcomers are not told of one by one."""
+HASTE = 0.5
+"""No single peer is waited for much longer than this share of what training took."""
+
+
+class MoshpitSession:
+    """`protocols.base.LooseSession`."""
+
+    def __init__(self, pit: MoshpitState, head: Head, deadline: Deadline) -> None:
+        self.head, self.deadline = head, deadline
+        self.cut = asyncio.Event()
+        self.round, self.group = head.key.round, ""
+        self.half_exchanges, self.mass_drift = 0, 0.0
+        self._pit, self._desk, self._census = pit, pit.desk, pit.desk.census
+        self._began = asyncio.get_running_loop().time()
+        self._cut_at = self._complete_at = math.inf
+        self._work = LocalProgress(0, math.nan, 0.0, 0.0)
+        self._news = Notifier()
+        self._told: dict[Member, int] = {}
+        self._gathering: GroupMatchmaker | None = None
+        self._mixing: GroupAllReduce | None = None
+        self._axis, self._stage, self._follows = 0, TRAINING, ""
+        self._offer: tuple[wire.Offer, ...] = ()
+        self._members: set[PeerId] = set()
+        self._stirred = 0
+        pit.begin(self.round)
+        self._grid, self._index = pit.assign_cell(head.key, self.round)
+        pit.numbered += 1
+        self._mine = self._word()
+        pit.set_next_group(self._mine.coming.lineage)
+        self._late = asyncio.get_running_loop().call_at(deadline, self._end)
+
+    # -- the contract -------------------------------------------------------------------------------------------------
+
+    def share(self, state: Sequence[Vector]) -> None:
+        """Groups meet in `average`: nothing is averaged before."""
+
+    async def reclaim(self) -> Mapping[PeerId, Contribution]:
+        return {}
+
+    def offer(self, work: LocalProgress) -> None:
+        self._work = work
+        if work.complete and self._complete_at == math.inf:
+            self._complete_at = asyncio.get_running_loop().time()
+        self._say()
+        self._stir()
+
+    def waiting_for(self) -> tuple[PeerId, ...]:
+        """For their work, then for their coming to the group, then for the parts that they reduce."""
+        if self._mixing:
+            return self._mixing.missing()
+        if self._gathering:
+            return tuple(word.sender.peer for word in self._gathering.missing())
+        words = {word.sender.peer: word for word in self._census.words()}
+        present = self._census.present(self.round, asyncio.get_running_loop().time())
+        ready = {peer for peer, word in words.items() if word.complete and word.round >= self.round}
+        return tuple(peer for peer in present if peer not in ready and peer != self._desk.me.peer)
+
+    async def average(self, mine: Sequence[Vector], work: LocalProgress, into: Sequence[Vector]) -> AveragingResult:
+        if [len(vector) for vector in mine] != [len(vector) for vector in into]:
+            raise ValueError("what is averaged and where it goes are not of the same sizes")
+        await self.cut.wait()
+        self._work = work
+        results = await self._along_all(mine, into)
+        self.round = max(self.round, self._census.ahead(self.round) - 1)  # the next one is where enough others are
+        names, sent, received = self._desk.ledger.take()
+        return AveragingResult(
+            Outcome.COMMITTED if results else Outcome.SKIPPED,
+            contributions=counted(results),
+            weights={peer: weight for result in reversed(results) for peer, weight in result.weights.items()},
+            blamed=names,
+            bytes_sent=sent,
+            bytes_received=received,
+        )
+
+    # -- the groups ---------------------------------------------------------------------------------------------------
+
+    async def _along_all(self, mine: Sequence[Vector], into: Sequence[Vector]) -> list[GroupResult]:
+        """One group along each axis; what comes of them is in `into`, if anything does."""
+        loop, compute = asyncio.get_running_loop(), self._desk.host.compute
+        state, free, spare = mine, into, self._pit.spare_buffers(into)
+        weight, began = float(self._work.tokens), min(self._cut_at, loop.time())
+        results: list[GroupResult] = []
+        cost_bytes = 4 * sum(len(vector) for vector in mine)
+        for axis in range(len(self._mine.shape)):
+            size = await compute.run(partial(norm, state), cost_bytes)
+            if loop.time() >= self.deadline or not size < wire.MAX_NORM:
+                break
+            stake = GroupContribution(cost_bytes // 4, weight, size, self._pit.bandwidth)
+            came = loop.time()
+            result = await self._along(axis, stake, VectorView(state), VectorView(free), came - began)
+            began = came
+            if result:
+                results.append(result)
+                weight = result.weight
+                state, free = free, spare if free is into else into
+        self._axis, self._stage = len(self._mine.shape) - 1, DONE  # also where it ended early: nobody waits for us
+        self._say()
+        if results and state is not into:
+            await compute.run(lambda: [a.copy_(b) for a, b in zip(into, state, strict=True)], 2 * cost_bytes)
+        return results
+
+    async def _along(
+        self, axis: int, stake: GroupContribution, source: VectorView, target: VectorView, spent_seconds: float
+    ) -> GroupResult | None:
+        """The group along one axis; None if there is none, or it fails here."""
+        pit, desk = self._pit, self._desk
+        self._axis = axis
+        pit.narrow(self._mine.key(axis).lineage)
+        self._gathering = gathering = GroupMatchmaker(desk, self._mine, axis, stake, self._wait, self.deadline)
+        expected = 0 if pit.sees_all else self._mine.shape[axis]
+        patience = MatchmakingLimits(spent_seconds, HASTE * (self._cut_at - self._began), expected)
+        terms = await gathering.terms_of(patience)
+        if terms:
+            for peer in terms.peers:  # its caller knew them, if this peer did not
+                pit.meet(peer, gathering.key.lineage)
+            self._look()
+            self._mixing = GroupAllReduce(desk, gathering.key, terms, source, target, self.deadline)
+            pit.keep(self._mixing)
+        pit.close(gathering.key.lineage)
+        self._pass(seeded_order(gathering.key.lineage, terms.peers) if terms else [desk.me.peer])
+        result = await self._mixing.run() if self._mixing else None
+        if self._mixing:
+            await self._account(self._mixing, result, source, target)
+        self._mixing = None
+        return result
+
+    async def _account(
+        self, mixing: GroupAllReduce, result: GroupResult | None, source: VectorView, target: VectorView
+    ) -> None:
+        """What is known of a group that is over here."""
+        if mixing.in_time is not None:
+            self._pit.bandwidth = next_claim(self._pit.bandwidth, self._desk.settings.bandwidth, mixing.in_time)
+        if result:
+            self.group = mixing.name
+        if result is None or result.torn:  # others may hold more of it than this peer, or less
+            self.half_exchanges += 1
+            moved_by = partial(mixing.moved, source, target)
+            self.mass_drift += await self._desk.host.compute.run(moved_by, 8 * source.size)
+
+    def _wait(self, caller: PeerId, offer: wire.Offer) -> None:
+        """Let that one call this peer."""
+        self._stage, self._follows, self._offer = WAITING, caller, (offer,)
+        self._say()
+
+    def _pass(self, members: Sequence[PeerId]) -> None:
+        """In a group with these, or without one: not to be had any more along this axis."""
+        pit, me = self._pit, self._desk.me.peer
+        self._stage, self._follows, self._offer = DONE, "", ()
+        if not pit.sees_all:
+            self._index = pit.index = next_cell(self._index, self._axis, members.index(me), self._grid.shape)
+        self._say()
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    async def live(self) -> None:
+        """Sit down, say so, and stop the training when it is time."""
+        loop = asyncio.get_running_loop()
+        while not self.cut.is_set():
+            self._look()
+            self.round = self._census.ahead(self.round)
+            self._grid, self._index = self._pit.assign_cell(self.head.key, self.round)
+            self._say()
+            worked = self._work.tokens > 0
+            due = self._census.due(self._mine, self._complete_at, self._began, worked, loop.time())
+            if due is not None and due <= loop.time():
+                break
+            rest, stirred = loop.time() + SETTLE_SECONDS, self._stirred
+            await self._until(self.cut.is_set, min(rest, due or rest))
+            rest += UNHEARD_SECONDS
+            await self._until(lambda: self.cut.is_set() or self._stirred != stirred, min(rest, due or rest))  # noqa: B023
+        self._cut_at = loop.time()
+        self.cut.set()
+
+    async def watch(self) -> None:
+        """Take note of who comes and goes, and tell who comes where this peer stands."""
+        members = self._desk.host.members
+        while asyncio.get_running_loop().time() < self.deadline:
+            version = members.version
+            self._look()
+            self._say()
+            self._stir()
+            await members.changed(version, self.deadline)
+
+    async def _until(self, condition: Callable[[], bool], deadline: Deadline) -> None:
+        with suppress(TimeoutError):
+            await self._news.until(condition, deadline)
+
+    def _stir(self) -> None:
+        self._stirred += 1
+        self._news.notify()
+
+    async def search(self) -> None:
+        """Look for those who come to the same group, where not all are in sight."""
+        await self._pit.search(self.deadline, self._found)
+
+    def _found(self) -> None:
+        self._look()
+        self._say()
+
+    def close(self) -> None:
+        self._late.cancel()
+        self._end()
+
+    def _end(self) -> None:
+        self.cut.set()
+        self._stir()
+
+    def gone(self, peer: PeerId) -> None:
+        """A peer cannot be reached."""
+        self._pit.lose(peer)
+        self._look()
+
+    # -- what others say ----------------------------------------------------------------------------------------------
+
+    def heard(self, here: PositionAnnouncement) -> None:
+        """A peer has moved on."""
+        gathering = self._gathering
+        if gathering:
+            gathering.heard(here)
+        self._say()
+        self._stir()
+
+    def on_plan(self, peer: PeerId, plan: wire.Plan) -> None:
+        """A call.
+
+        Raises:
+            BadPayload: it breaks a rule.
+        """
+        if self._gathering and plan.key == self._gathering.key:
+            self._gathering.on_plan(peer, plan)
+
+    def _look(self) -> None:
+        """Note who is in sight, and who is not any more."""
+        self._pit.look()
+        now = set(self._census.sight)
+        for peer in sorted(self._members - now):
+            if self._mixing:
+                self._mixing.lose(peer)
+        if self._members != now and self._gathering:
+            self._gathering.stir()
+        self._members = now
+
+    # -- what this peer says ------------------------------------------------------------------------------------------
+
+    def _word(self) -> PositionAnnouncement:
+        key, work, axes = self.head.key, self._work, len(self._grid.shape)
+        return PositionAnnouncement(
+            run=key.run,
+            scope=key.scope,
+            round=self.round,
+            sender=self._desk.me,
+            number=self._pit.numbered,
+            since=self._grid.since,
+            shape=self._grid.shape,
+            index=self._index,
+            holds=axes if self._pit.sees_all else min(axes, self._axis + 1 + (self._stage == DONE)),
+            axis=self._axis,
+            stage=self._stage,
+            complete=work.complete,
+            leaving=work.leaving,
+            step_seconds=min(work.step_seconds, wire.MAX_SECONDS),
+            follows=self._follows,
+            offer=self._offer,
+        )
+
+    def _say(self) -> None:
+        """Tell everybody in sight where this peer stands, if they have not heard that."""
+        if self._word() != self._mine:
+            self._pit.numbered += 1
+            self._mine = self._word()
+            self._pit.set_next_group(self._mine.coming.lineage)
+        for peer in self._pit.in_sight():
+            member = self._census.sight.get(peer)
+            if member and self._told.get(member) != self._mine.number:
+                self._told[member] = self._mine.number
+                self._desk.post.send(peer, self._mine)

@@ -1,0 +1,136 @@
+"""The end of a run by gossip or push-sum: a few exchanges without training, step by step, that bring all to the mean.
+
+Which step pairs whom is `protocols.pairwise.matching`'s. A step is exact only if both have done all steps before it: a
+peer asks its partner which step it is at, and tells it its own by that. A partner that is not there yet is waited for
+until the step's time is over; one that is past it, is gone, or does not know of closing exchanges, is not waited for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from protocols.aio import Notifier
+from protocols.base import BadPayload, Deadline, Header, Host, Member, PeerError, PeerGone, PeerId, PeerSilent, Stream
+from protocols.control_channel import RoundAccounting, first_frame
+from protocols.pairwise.peer_timeouts import PeerTimeouts
+from protocols.pairwise.shared_state import SharedStateSession
+from protocols.pairwise.state_swap import HEADER_LIMIT, ExchangeMessage, hear
+from protocols.wire import register, uint
+
+CLOSING = "starling/pairs/closing/1"
+STEP_SECONDS = 5.0
+"""A step is given so much longer than an exchange may take: peers notice one after the other that all have come to the
+end, and each timeout of a partner holds up the next."""
+PAUSE_SECONDS = 0.5
+"""Who is not there yet is asked again after so long; it asks by itself as soon as it is."""
+BEFORE, BEYOND = 0, 63
+"""Steps count from 1: a peer is before them, or has done with them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClosingStep(ExchangeMessage):
+    """The step that the sender is at; the answer says the same of the receiver."""
+
+    step: int = uint(BEYOND)
+
+
+MESSAGES: tuple[type[Header], ...] = (ClosingStep,)
+register(69, MESSAGES)
+
+
+class ClosingExchanges:
+    """Serves `CLOSING`.
+
+    Attributes:
+        at: the step that this peer is at.
+    """
+
+    def __init__(self, host: Host, me: Member, ledger: RoundAccounting, patience: PeerTimeouts) -> None:
+        self.at = BEFORE
+        self._host, self._me, self._ledger, self._patience = host, me, ledger, patience
+        self._session: SharedStateSession | None = None
+        self._number, self._asked = BEFORE, 0
+        self._heard: dict[Member, int] = {}  # of live members
+        self._bell = Notifier()
+        host.transport.serve(CLOSING, self._serve)
+
+    async def run(
+        self,
+        session: SharedStateSession,
+        size_bytes: int,
+        steps: Sequence[Sequence[PeerId]],
+        act: Callable[[tuple[Member | None, ...], Deadline], Awaitable[None]],
+    ) -> None:
+        """Do each step until its time is over; time that one does not need is the next one's.
+
+        Args:
+            size_bytes: of what a step moves.
+            steps: the peers that each needs; this peer itself stands for nobody.
+            act: does a step, by a deadline, with those of them who are live.
+        """
+        until = asyncio.get_running_loop().time()
+        self._session, self._heard, self.at = session, {}, BEFORE
+        try:
+            for self._number, needed in enumerate(steps, 1):
+                if session.cut.is_set():
+                    break
+                live = {member.peer: member for member in self._host.members.live() if member != self._me}
+                there = tuple(live.get(peer) for peer in needed)
+                waits = [self._patience.timeout_seconds(each.peer, size_bytes) for each in there if each]
+                until += STEP_SECONDS + max(waits) if waits else 0.0
+                await act(there, min(until, session.deadline))
+        finally:
+            self.at, self._session = BEYOND, None
+
+    async def meets(self, partner: Member, until: Deadline) -> bool:
+        """Go to the step, and wait until the partner is at it, too; False: it is past it, or is not waited for."""
+        session, loop, self.at = self._session, asyncio.get_running_loop(), self._number
+        assert session is not None
+        while loop.time() < until and not session.cut.is_set() and self._is_awaited(partner):
+            said = await self._ask(session, partner, until)
+            if said is None or said >= self.at:
+                return said == self.at
+            with suppress(TimeoutError):
+                again = min(until, loop.time() + PAUSE_SECONDS)
+                await self._bell.until(lambda: self._heard.get(partner, BEFORE) >= self.at, again)
+        return False
+
+    def _is_awaited(self, partner: Member) -> bool:
+        now = asyncio.get_running_loop().time()
+        return partner in self._host.members.live() and not self._patience.resting(partner.peer, now)
+
+    async def _ask(self, session: SharedStateSession, partner: Member, until: Deadline) -> int | None:
+        """Which step it is at; None: it does not take part."""
+        self._asked += 1
+        peer, question = partner.peer, ClosingStep(session.key, self._me, self._asked, self.at)
+        answer_by = min(until, asyncio.get_running_loop().time() + self._patience.answer_seconds(peer))
+        try:
+            async with (
+                self._host.transport.open(peer, CLOSING, answer_by) as stream,
+                self._ledger.counting(stream),
+            ):
+                await stream.send(question)
+                return (await hear(stream, ClosingStep, question)).step
+        except (PeerGone, BadPayload):
+            return None
+        except PeerError:
+            return BEFORE
+
+    async def _serve(self, peer: PeerId, stream: Stream) -> None:
+        async with self._ledger.counting(stream):
+            message = await first_frame(self._host, stream, limit_bytes=HEADER_LIMIT)
+            if not isinstance(message, ClosingStep):
+                raise BadPayload(f"{type(message).__name__} is no step")
+            if message.sender.peer != peer:
+                raise BadPayload(f"a step of {message.sender.peer}")
+            if message.sender not in self._host.members.live():
+                raise PeerSilent(peer, "not a live member")
+            if session := self._session:
+                if (message.key.run, message.key.scope) != (session.key.run, session.key.scope):
+                    raise BadPayload("a step of another run or scope")
+                self._heard[message.sender] = message.step
+                self._bell.notify()
+            await stream.send(ClosingStep(message.key, self._me, message.sequence, self.at))

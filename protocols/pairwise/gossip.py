@@ -1,0 +1,168 @@
+"""Gossip: pairs of peers put their whole states at their mean; no group, no barrier, no vote.
+
+In each round a peer asks one other (or a few: `protocols.pairwise.matching`) for an exchange of states, parameters and
+momentum alike (`protocols.pairwise.state_swap`). Who is asked answers at once, while it trains, too: yes, or that it is
+busy, being in another exchange or between two rounds. This is randomised pairwise averaging (Boyd et al. 2006) of
+states after an outer step, without waiting for the partner to finish its work, as in AD-PSGD (Lian et al. 2018).
+
+Who finds its partner busy or gone asks others. All of this together costs a peer at most what one exchange may take
+(`protocols.pairwise.peer_timeouts`), however many are slow or dead, and nobody else anything: who is asked meanwhile
+says that it is busy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager, suppress
+
+from protocols.base import Deadline, Head, Host, Member, PeerId, Settings
+from protocols.control_channel import RoundAccounting
+from protocols.pairwise import matching
+from protocols.pairwise.closing import ClosingExchanges
+from protocols.pairwise.exchange_state import ExchangeState
+from protocols.pairwise.initiator import ExchangeInitiator, ExchangeOutcome
+from protocols.pairwise.responder import ExchangeResponder
+from protocols.pairwise.shared_state import SharedStateSession, cut_at
+from protocols.vectors import VectorView
+
+OTHERS = 2
+"""Who finds its partners busy asks so many more before it pauses."""
+TRIES = 3
+"""A partner that the schedule names is asked so often while it is busy."""
+PAUSE_SECONDS = 0.25
+"""A question to somebody who is busy takes two round trips: so much longer, or twice that, it waits for the next."""
+
+
+class Gossip:
+    """`protocols.base.ClosingAverager`.
+
+    Attributes:
+        pairing: this peer's exchanges, one at a time.
+        schedule: whom it asks (`protocols.pairwise.matching`).
+    """
+
+    shares_anchor = False
+    closes = True
+
+    def __init__(self, host: Host, settings: Settings) -> None:
+        """
+        Raises:
+            ValueError: there is no such schedule, or no such codec.
+        """
+        matching.known(settings.schedule)
+        self.host, self.schedule = host, settings.schedule
+        self.me = Member(host.me, settings.incarnation)
+        self.ledger, self.rng = RoundAccounting(), host.rng("gossip")
+        self.pairing = ExchangeState(host, settings, self.me, self.ledger)
+        self.tempo = self.pairing.tempo
+        self._asker = ExchangeInitiator(self.pairing)
+        ExchangeResponder(self.pairing, self._asker)
+        self._steps = ClosingExchanges(host, self.me, self.ledger, self.pairing.patience)
+
+    @property
+    def half_exchanges(self) -> int:
+        """That one end may have moved alone in, since this peer began."""
+        return self.pairing.half_exchanges
+
+    @asynccontextmanager
+    async def enter(self, head: Head, deadline: Deadline) -> AsyncIterator[SharedStateSession]:
+        session = SharedStateSession(self, head, deadline)
+        self.pairing.open(session)
+        try:
+            async with cut_at(session):
+                yield session
+        finally:
+            await self.pairing.close()
+
+    # -- what a session asks for --------------------------------------------------------------------------------------
+
+    def partners(self) -> tuple[PeerId, ...]:
+        return (self.pairing.exchange.partner.peer,) if self.pairing.exchange else ()
+
+    def opened(self) -> None:
+        self.pairing.bell.notify()
+
+    async def at_rest(self) -> None:
+        while exchange := self.pairing.exchange:
+            await exchange.done.wait()
+
+    async def mix(self, session: SharedStateSession, state: VectorView) -> None:
+        """Ask each partner that the schedule names; where that comes to nothing, others, as long as there is time.
+
+        All of it takes what one exchange may take, at most: who is late or dead is not waited for twice.
+        """
+        pairing, loop = self.pairing, asyncio.get_running_loop()
+        pairing.round = session.round
+        size_bytes = pairing.codec.encoded_bytes(state.size)
+        due, others = self._candidates(session)
+        if not due:
+            return
+        until = min(session.deadline, loop.time() + pairing.patience.timeout_seconds(due[0].peer, size_bytes))
+        tries = 0
+        while loop.time() < until and ((due and tries < TRIES) or (others and not session.held)):
+            if tries:
+                await self._pause(session, until)
+            tries += 1
+            more = [each for each in others if each not in due]
+            for partner in [*due, *self.rng.sample(more, min(OTHERS, len(more)))]:
+                await self.at_rest()
+                now, peer = loop.time(), partner.peer
+                if session.held and (partner not in due or peer in session.held):
+                    verdict = ExchangeOutcome.HELD  # somebody has asked us
+                elif not session.has_time(pairing.patience.expected_seconds(peer, size_bytes), until):
+                    verdict = ExchangeOutcome.FAILED  # what time is left is not enough for this one
+                else:
+                    its_own = now + pairing.patience.timeout_seconds(peer, size_bytes)
+                    verdict = await self._asker.ask(session, partner, min(until, its_own))
+                if verdict in (ExchangeOutcome.HELD, ExchangeOutcome.FAILED):
+                    due, others = ([each for each in group if each != partner] for group in (due, others))
+
+    async def close(self, session: SharedStateSession, state: VectorView, here: Collection[PeerId]) -> None:
+        """In each step an exchange with one partner; what of it fails is not tried with another."""
+        self.pairing.round = session.round
+        everybody = sorted({*here, self.me.peer})
+        place, size_bytes = everybody.index(self.me.peer), self.pairing.codec.encoded_bytes(state.size)
+        steps = [(everybody[partner_of[place]],) for partner_of in matching.closing_pairs(len(everybody))]
+
+        async def step(there: tuple[Member | None, ...], until: Deadline) -> None:
+            (partner,) = there
+            if partner and await self._steps.meets(partner, until):
+                session.closing_exchanges += await self._exchange(session, partner, size_bytes, until)
+
+        await self._steps.run(session, size_bytes, steps, step)
+
+    async def _exchange(self, session: SharedStateSession, partner: Member, size_bytes: int, until: Deadline) -> bool:
+        """One exchange with a partner that wants it, too, whoever of the two asks; whether it held."""
+        loop, peer, before = asyncio.get_running_loop(), partner.peer, session.counted(partner.peer)
+        while loop.time() < until and not session.cut.is_set():
+            await self.at_rest()
+            if session.counted(peer) > before:
+                break
+            its_own = loop.time() + self.pairing.patience.timeout_seconds(peer, size_bytes)
+            verdict = await self._asker.ask(session, partner, min(until, its_own))
+            if verdict in (ExchangeOutcome.HELD, ExchangeOutcome.FAILED):
+                break
+            if verdict is ExchangeOutcome.BUSY:
+                with suppress(TimeoutError):
+                    again = min(until, loop.time() + PAUSE_SECONDS)
+                    await self.pairing.bell.until(lambda: session.counted(peer) > before, again)
+        return session.counted(peer) > before
+
+    async def _pause(self, session: SharedStateSession, until: Deadline) -> None:
+        """Give those who are busy time, or until somebody has asked us."""
+        held, seconds = dict(session.held), self.rng.uniform(PAUSE_SECONDS, 2 * PAUSE_SECONDS)
+        with suppress(TimeoutError):
+            resumes = min(until, asyncio.get_running_loop().time() + seconds)
+            await self.pairing.bell.until(lambda: session.held != held, resumes)
+
+    def _candidates(self, session: SharedStateSession) -> tuple[list[Member], list[Member]]:
+        """Those whom the schedule names, and the others; without those who cost us a timeout of late."""
+        now = asyncio.get_running_loop().time()
+        live = {member.peer: member for member in self.host.members.live() if member.peer != self.me.peer}
+        seed = f"{session.key.run.hex()}/{session.key.scope}"
+        named = matching.select_partners(self.schedule, tuple(live), self.me.peer, session.round, seed)
+        up = [member for member in live.values() if not self.pairing.patience.resting(member.peer, now)]
+        due = [member for member in up if member.peer in named]
+        others = [member for member in up if member.peer not in named]
+        return due or self.rng.sample(others, min(1, len(others))), others

@@ -1,0 +1,139 @@
+"""The taker's end of shares: a few come in at once, and each is counted once, as soon as there is a state for it."""
+
+from __future__ import annotations
+
+import asyncio
+
+from protocols.aio import run_with_helper
+from protocols.allreduce.parts import ReducedPart
+from protocols.base import BadPayload, PeerId, PeerSilent, Stream
+from protocols.control_channel import first_frame
+from protocols.pairwise.mass_ledger import Share
+from protocols.pairwise.peer_timeouts import CHEAP_SECONDS, PeerTimeouts
+from protocols.pairwise.shared_state import SharedStateSession
+from protocols.pairwise.shares import PUSH, PushShare, RecallShare, ShareStatus
+from protocols.pairwise.state_receiver import StateReceiver
+from protocols.pairwise.state_swap import HEADER_LIMIT, watch
+from protocols.pairwise.weighted_state import WeightedState
+from protocols.vectors import VectorView
+
+MAX_TAKING = 4
+"""Peers whose shares come in at once, one of each; others are told to go elsewhere."""
+MOST_SHARE = 64.0
+"""Times what a peer weighs at first: no share weighs more. A peer that would come to twice that takes none, so that it
+never has more to give than others take."""
+
+
+class ShareReceiver:
+    """Serves `PUSH`."""
+
+    def __init__(self, holding: WeightedState, bandwidth: float) -> None:
+        self._holding = holding
+        self._patience = PeerTimeouts(bandwidth)  # with lines as they are this way
+        self._taking: set[PeerId] = set()
+        holding.host.transport.serve(PUSH, self._serve)
+
+    async def _serve(self, peer: PeerId, stream: Stream) -> None:
+        holding = self._holding
+        async with holding.ledger.counting(stream):
+            message = await first_frame(holding.host, stream, limit_bytes=HEADER_LIMIT)
+            if not isinstance(message, PushShare | RecallShare):
+                raise BadPayload(f"{type(message).__name__} opens no share")
+            self._admit(peer, message)
+            state = holding.state
+            if (
+                isinstance(message, RecallShare)
+                or state is None
+                or self._is_busy(peer)
+                or self._is_full(message.weight)
+            ):
+                counted = holding.book.recalled(message.sender, message.sequence)
+            else:
+                self._taking.add(peer)
+                try:
+                    counted = await self._take(state, message, stream)
+                except BadPayload:  # what is given to it would be lost to us as well
+                    for patience in (self._patience, holding.patience):
+                        patience.distrust(peer, asyncio.get_running_loop().time())
+                    raise
+                finally:
+                    self._taking.remove(peer)
+            await stream.send(ShareStatus(message.key, holding.me, message.sequence, counted))
+
+    def _is_busy(self, peer: PeerId) -> bool:
+        now = asyncio.get_running_loop().time()
+        return peer in self._taking or len(self._taking) >= MAX_TAKING or self._patience.resting(peer, now)
+
+    def _is_full(self, weight: float) -> bool:
+        return self._holding.book.mass + weight > 2 * MOST_SHARE
+
+    def _admit(self, peer: PeerId, message: PushShare | RecallShare) -> None:
+        """
+        Raises:
+            BadPayload: of another sender, run or scope, or of another codec or weight than can be.
+            PeerSilent: of nobody who is known to be alive, or for another life of ours.
+        """
+        holding = self._holding
+        if message.sender.peer != peer or message.to.peer != holding.me.peer:
+            raise BadPayload(f"a share of {message.sender.peer} for {message.to.peer}")
+        if message.sender not in holding.host.members.live() or message.to != holding.me:
+            raise PeerSilent(peer, "not of a live member, or not for this life of ours")
+        session = holding.session
+        if session and (message.key.run, message.key.scope) != (session.key.run, session.key.scope):
+            raise BadPayload("a share of another run or scope")
+        if isinstance(message, PushShare):
+            if message.codec != holding.codec.name:
+                raise BadPayload(f"codec {message.codec!r} where the run uses {holding.codec.name}")
+            if message.weight > MOST_SHARE:
+                raise BadPayload(f"a share of weight {message.weight:g}, more than {MOST_SHARE:g}")
+            holding.tempo.hear(peer, message.key.round)
+
+    async def _take(self, state: VectorView, give: PushShare, stream: Stream) -> bool:
+        """Take a share in, and count it as soon as there is a state to count it in.
+
+        Raises:
+            BadPayload: it broke a rule.
+            PeerSilent: the stream broke off, its giver was lost, or it took too long.
+        """
+        holding = self._holding
+        if give.elements != state.size:
+            raise BadPayload(f"a state of {give.elements} elements; the run's have {state.size}")
+        theirs = StateReceiver(holding.part(state.size), holding.host.compute)
+        async with holding.turn:
+            await theirs.measure(stream, state)
+        await self._hear_out(theirs, give, stream)
+        while True:
+            try:
+                await holding.bell.until(lambda: holding.state is not None, stream.deadline)
+            except TimeoutError:
+                raise PeerSilent(stream.peer, "no state to count it in") from None
+            async with holding.turn:
+                if holding.session and holding.session.state:
+                    return await self._count(holding.session, holding.session.state, give, theirs.part)
+
+    async def _hear_out(self, theirs: StateReceiver, give: PushShare, stream: Stream) -> None:
+        loop, patience, peer = asyncio.get_running_loop(), self._patience, stream.peer
+        began, size_bytes = loop.time(), theirs.part.size_bytes
+        deadline = min(stream.deadline, began + patience.timeout_seconds(peer, size_bytes))
+        try:
+            await run_with_helper(theirs.take(stream), watch(self._holding.host.members, give.sender, deadline))
+        except PeerSilent as error:
+            now = loop.time()
+            if now >= min(deadline, began + CHEAP_SECONDS):
+                self._holding.ledger.name(peer, f"no share: {error.why}")
+            patience.failed(peer, began, now, deadline, theirs.begun)
+            raise
+        patience.took(peer, size_bytes, loop.time(), loop.time() - began)
+
+    async def _count(self, session: SharedStateSession, state: VectorView, give: PushShare, part: ReducedPart) -> bool:
+        book = self._holding.book
+        before = book.weight
+        counted = book.take(Share(give.sender, give.to, give.sequence, 0.0, give.weight))
+        if book.weight == before:
+            return counted  # recalled, or counted earlier
+        part_of_us = give.weight / book.weight
+        try:
+            await self._holding.blend(state, part, part_of_us)
+        finally:
+            session.count(give.sender.peer, part.chunks, give.told, part_of_us)
+        return counted

@@ -1,0 +1,194 @@
+"""A round of a peer whose state others may average with: lent while it trains, open while it mixes, its own between."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Protocol
+
+from protocols.aio import Notifier
+from protocols.base import (
+    AveragingResult,
+    Contribution,
+    Deadline,
+    Head,
+    Host,
+    LocalProgress,
+    Member,
+    Outcome,
+    PeerId,
+    RoundKey,
+    Vector,
+)
+from protocols.control_channel import RoundAccounting
+from protocols.pairwise.round_estimator import RoundEstimator
+from protocols.vectors import VectorView
+
+SLOWEST_SHARE = 0.25
+"""Nothing is thought to take a larger share of a round's time: it would not be tried again, and nobody would know."""
+
+
+class Mixer(Protocol):
+    """How states are averaged, as a session sees it."""
+
+    me: Member
+    host: Host
+    ledger: RoundAccounting
+    tempo: RoundEstimator
+
+    async def mix(self, session: SharedStateSession, state: VectorView) -> None:
+        """Average the state, which is open to others meanwhile, in place."""
+
+    async def close(self, session: SharedStateSession, state: VectorView, here: Collection[PeerId]) -> None:
+        """The same by the closing exchanges of a run, with those who are here."""
+
+    def partners(self) -> tuple[PeerId, ...]:
+        """Who averages with the state at this moment."""
+
+    def opened(self) -> None:
+        """A session has a state now."""
+
+    async def at_rest(self) -> None:
+        """Wait for whatever is changing the state; nothing new begins where a session has no state."""
+
+
+class SharedStateSession:
+    """`protocols.base.ClosingSession`.
+
+    Attributes:
+        key: of this peer's round.
+        deadline: of the round.
+        state: what others may average with; None: nothing, at the moment.
+        held: of whom the state holds something, since it was lent or given to `average`.
+        weights: how much of the state each peer's makes up, by all that was averaged in this round.
+        bell: rings when something is counted.
+        closing: whether it is in closing exchanges.
+    """
+
+    group = ""
+
+    def __init__(self, mixer: Mixer, head: Head, deadline: Deadline) -> None:
+        self.cut = asyncio.Event()
+        self.key: RoundKey = head.key
+        self.deadline: Deadline = deadline
+        self.round = head.key.round
+        self._longest_seconds = SLOWEST_SHARE * (deadline - asyncio.get_running_loop().time())
+        self.half_exchanges, self.mass_drift = 0, 0.0
+        self.closing, self.closing_exchanges = False, 0
+        self.state: VectorView | None = None
+        self.held: dict[PeerId, Contribution] = {}
+        self.bell = Notifier()
+        self.weights = {mixer.me.peer: 1.0}
+        self._mixer = mixer
+
+    # -- the contract -------------------------------------------------------------------------------------------------
+
+    def offer(self, work: LocalProgress) -> None:
+        if work.complete or work.leaving:
+            self.cut.set()
+
+    def waiting_for(self) -> tuple[PeerId, ...]:
+        return self._mixer.partners()
+
+    def share(self, state: Sequence[Vector]) -> None:
+        self._open(VectorView(state))
+
+    async def reclaim(self) -> Mapping[PeerId, Contribution]:
+        self.state = None
+        await self._mixer.at_rest()
+        return self.held
+
+    async def average(self, mine: Sequence[Vector], work: LocalProgress, into: Sequence[Vector]) -> AveragingResult:
+        """As the contract has it. Others may come meanwhile: they average with `into`, where `mine` is copied first.
+
+        Raises:
+            ValueError: the sizes of `mine` and `into` differ.
+        """
+        early = await self.reclaim()
+        self._keep_up()
+        return await self._averaged(mine, into, early, lambda target: self._mixer.mix(self, target))
+
+    async def close(self, mine: Sequence[Vector], into: Sequence[Vector], here: Collection[PeerId]) -> AveragingResult:
+        """As the contract has it.
+
+        Raises:
+            ValueError: as `average` does.
+        """
+        early, self.closing = await self.reclaim(), True
+        return await self._averaged(mine, into, early, lambda target: self._mixer.close(self, target, here))
+
+    async def _averaged(
+        self,
+        mine: Sequence[Vector],
+        into: Sequence[Vector],
+        early: Mapping[PeerId, Contribution],
+        average: Callable[[VectorView], Awaitable[None]],
+    ) -> AveragingResult:
+        if [len(each) for each in mine] != [len(each) for each in into]:
+            raise ValueError(f"{[len(each) for each in mine]} elements into {[len(each) for each in into]}")
+        target = VectorView(into)
+        await self._mixer.host.compute.run(partial(_copy, mine, into), 8 * target.size)
+        self._open(target)
+        try:
+            await average(target)
+        except BaseException:
+            self.state = None  # who leaves in a hurry does not wait for what is under way
+            raise
+        held = await self.reclaim()
+        names, sent, received = self._mixer.ledger.take()
+        outcome = Outcome.COMMITTED if held or early else Outcome.SKIPPED
+        weights = self.weights if outcome is Outcome.COMMITTED else {}
+        return AveragingResult(
+            outcome, contributions=held, weights=weights, blamed=names, bytes_sent=sent, bytes_received=received
+        )
+
+    def _keep_up(self) -> None:
+        """Who is behind most of the others goes to their round."""
+        others = [member.peer for member in self._mixer.host.members.live() if member.peer != self._mixer.me.peer]
+        self.round = self._mixer.tempo.round(self.round, others)
+        self.key = replace(self.key, round=self.round)
+
+    def _open(self, state: VectorView) -> None:
+        self.state, self.held = state, {}
+        self._mixer.opened()
+
+    def has_time(self, seconds: float, until: Deadline) -> bool:
+        """Whether what should take so long may begin now, if it is to end by then."""
+        return asyncio.get_running_loop().time() + min(seconds, self._longest_seconds) < until
+
+    # -- what came of it ----------------------------------------------------------------------------------------------
+
+    def count(self, peer: PeerId, chunks: int, name: str, share: float) -> None:
+        """So much of our state is this peer's now, the rest as it was."""
+        before = self.held.get(peer)
+        self.held[peer] = Contribution(chunks, chunks, (*(before.messages if before else ()), name))
+        self.weights = {each: (1 - share) * weight for each, weight in self.weights.items()}
+        self.weights[peer] = self.weights.get(peer, 0.0) + share
+        self.bell.notify()
+
+    def counted(self, peer: PeerId) -> int:
+        """How often something of this peer was counted, since the state was lent or given to average."""
+        return len(self.held[peer].messages) if peer in self.held else 0
+
+    def count_half(self, drift: float) -> None:
+        """An exchange that may have moved one end only, by this share of its norm."""
+        self.half_exchanges += 1
+        self.mass_drift += drift
+
+
+@asynccontextmanager
+async def cut_at(session: SharedStateSession) -> AsyncIterator[SharedStateSession]:
+    """The round is cut at its deadline at the latest."""
+    timer = asyncio.get_running_loop().call_at(session.deadline, session.cut.set)
+    try:
+        yield session
+    finally:
+        timer.cancel()
+
+
+def _copy(source: Sequence[Vector], into: Sequence[Vector]) -> None:
+    for each, target in zip(source, into, strict=True):
+        target.copy_(each)

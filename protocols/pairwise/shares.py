@@ -1,0 +1,73 @@
+"""A share of a state that travels one way: its frames, and what giving and taking it does to a state."""
+
+# ruff: noqa: RUF009 - a field's bound is its default
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from protocols.allreduce.parts import ReducedPart
+from protocols.base import Header, Member
+from protocols.pairwise.state_swap import ExchangeMessage
+from protocols.vectors import VectorView
+from protocols.wire import flag, one, real, register, text, uint
+
+PUSH = "starling/push-sum/share/1"
+
+
+@dataclass(frozen=True, slots=True)
+class PushShare(ExchangeMessage):
+    """A share for this life of the receiver; its chunks follow. `sequence` counts what was given to it."""
+
+    to: Member = one(Member)
+    weight: float = real(1e-280, 1e9)
+    elements: int = uint(1 << 48)
+    codec: str = text(16)
+
+    @property
+    def told(self) -> str:
+        """The name of this share: never given twice."""
+        return f"{self.name} to {self.to.peer}.{self.to.incarnation}"
+
+
+@dataclass(frozen=True, slots=True)
+class RecallShare(ExchangeMessage):
+    """Has that share been counted? If not, it must not be any more."""
+
+    to: Member = one(Member)
+
+
+@dataclass(frozen=True, slots=True)
+class ShareStatus(ExchangeMessage):
+    """Whether the share is counted; if not, it never will be."""
+
+    counted: bool = flag()
+
+
+MESSAGES: tuple[type[Header], ...] = (PushShare, RecallShare, ShareStatus)
+register(72, MESSAGES)
+
+
+def split_share(state: VectorView, part: ReducedPart) -> None:
+    """Encode what the receiver of half of it will hold, and keep the other half: together they are what was there."""
+    rooms = [part.room() for _ in range(2)]
+    for index in range(part.chunks):
+        low, high = part.elements(index)
+        room, sent = (each[: high - low] for each in rooms)
+        mine = state.read(low, high, room)
+        part.codec.encode(mine, part.chunk(index))
+        part.decode_chunk(index, None, rooms[1])
+        state.write(low, torch.sub(mine, sent, out=sent).add_(mine))
+
+
+def merge_share(state: VectorView, part: ReducedPart, share: float) -> None:
+    """So much of the state is theirs now."""
+    rooms = [part.room() for _ in range(2)]
+    for index in range(part.chunks):
+        low, high = part.elements(index)
+        room, theirs = (each[: high - low] for each in rooms)
+        part.decode_chunk(index, None, rooms[1])
+        mine = state.read(low, high, room)
+        state.write(low, theirs.mul_(share).add_(torch.mul(mine, 1 - share)))

@@ -1,0 +1,65 @@
+"""A state that has a weight, which who gives shares of it and who takes those of others change in turn."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from functools import partial
+
+from protocols.aio import Notifier
+from protocols.allreduce.parts import ReducedPart
+from protocols.base import Host, Member, Settings
+from protocols.codec import codec
+from protocols.control_channel import RoundAccounting
+from protocols.pairwise.mass_ledger import MassLedger
+from protocols.pairwise.peer_timeouts import PeerTimeouts
+from protocols.pairwise.round_estimator import RoundEstimator
+from protocols.pairwise.shared_state import SharedStateSession
+from protocols.pairwise.shares import merge_share
+from protocols.pairwise.state_receiver import state_norm
+from protocols.vectors import VectorView
+
+
+class WeightedState:
+    """Attributes:
+    book: the weights of this peer and of its shares; its values are 0: states stand elsewhere.
+    session: of the round that this peer is in; None between two rounds.
+    turn: whoever changes the state has it, and nobody who waits for another peer.
+    bell: rings when there is a state.
+    tempo: how far the others are.
+    """
+
+    def __init__(self, host: Host, settings: Settings) -> None:
+        """
+        Raises:
+            ValueError: there is no such codec.
+        """
+        self.host, self.me = host, Member(host.me, settings.incarnation)
+        self.codec, self.ledger, self.patience = (
+            codec(settings.codec),
+            RoundAccounting(),
+            PeerTimeouts(settings.bandwidth),
+        )
+        self.book, self.tempo = MassLedger(self.me, 0.0), RoundEstimator()
+        self.session: SharedStateSession | None = None
+        self.turn, self.bell = asyncio.Lock(), Notifier()
+        self._chunk_elements = settings.chunk_elements
+
+    @property
+    def state(self) -> VectorView | None:
+        """What shares are given of, and taken into; None: nothing, at the moment."""
+        return self.session.state if self.session else None
+
+    def part(self, elements: int) -> ReducedPart:
+        """Room for an encoded state."""
+        return ReducedPart(self.codec, 0, elements, self._chunk_elements)
+
+    async def is_finite(self, state: VectorView) -> bool:
+        """Whether the state is one to give away."""
+        part = self.part(state.size)
+        async with self.turn:
+            return math.isfinite(await self.host.compute.run(partial(state_norm, state, part), 4 * state.size))
+
+    async def blend(self, state: VectorView, part: ReducedPart, share: float) -> None:
+        """So much of the state is theirs now; whoever asks for this has its turn."""
+        await self.host.compute.run(partial(merge_share, state, part, share), 16 * state.size)

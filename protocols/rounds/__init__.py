@@ -1,1 +1,0 @@
-"""One round of a roster: called, averaged, led to its decision. `protocols.butterfly` is the door."""

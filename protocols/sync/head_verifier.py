@@ -1,0 +1,247 @@
+"""Having a peer prove the head that it shows: its certificates from where our chains part, each of them judged.
+
+A trail may be of any length. It is judged in pieces, off the event loop, and put into an archive. Whoever brings
+rounds has time for it, in proportion; what was judged stays judged if the peer breaks off, and others who show the same
+way, at the same time or later, lead on from there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import takewhile
+
+from protocols import wire
+from protocols.base import BadPayload, Deadline, Head, Host, PeerError, PeerGone, PeerId, PeerSilent, RoundKey, Stream
+from protocols.consensus import record as records
+from protocols.consensus.messages import Certificate
+from protocols.control_channel import RoundAccounting
+from protocols.history.chain import Chain
+from protocols.history.fork_choice import Branch, ForkChoice
+from protocols.history.round_log import Archive, ListArchive, RoundLog, RoundPruned
+from protocols.sync.requests import MAX_LOCATOR, SYNC, Certificates, CertificatesRequest
+from protocols.sync.sync_peers import SyncPeers
+
+TRAIL_SECONDS = 20.0
+"""A contact has so long to prove its head, or to lead on."""
+ROUND_SECONDS = 0.1
+"""Of waiting for it, for each round that it has led on: a link of 10 kB/s brings those of a roster of four in time."""
+MAX_AHEAD = 1 << 20
+"""Rounds: a head farther ahead of ours is no head of a run."""
+MAX_GROWTH = 4096
+"""So many rounds a chain may grow by while it is shown."""
+MAX_PIECES = 32
+"""Of a trail, asked for on one stream."""
+VERIFY_BYTES = 1 << 16
+"""What judging one certificate costs, as bytes of `Compute`: some signatures."""
+VERIFY_AT_ONCE = 16
+_LIMIT = 256
+
+
+@dataclass(slots=True, eq=False)
+class _Proof:
+    """How far one proof has come.
+
+    Attributes:
+        shown: where the peer says it is.
+        head: on our chain, where the rounds that we do not have begin.
+        links: what follows there, judged; None: nothing yet.
+        rounds: that it has led on.
+        waited_seconds: for the peer.
+    """
+
+    shown: RoundKey
+    head: Head | None = None
+    links: RoundLog | None = None
+    rounds: int = 0
+    waited_seconds: float = 0.0
+
+    @property
+    def end(self) -> Head | None:
+        return self.links[-1].head if self.links else self.head
+
+
+class HeadVerifier:
+    """Asks for certificates, and trusts nobody who gives them.
+
+    Attributes:
+        room: makes an archive for certificates that are being judged.
+    """
+
+    def __init__(
+        self, host: Host, chain: Chain, rules: ForkChoice, ledger: RoundAccounting, contacts: SyncPeers
+    ) -> None:
+        self.room: Callable[[], Archive] = ListArchive
+        self._host, self._chain, self._rules, self._ledger, self._contacts = host, chain, rules, ledger, contacts
+        self._ways: list[_Proof] = []  # those under way
+        self._turn = asyncio.Lock()  # to judge
+        self._judged: RoundLog | None = None  # of those that have ended, the longest
+
+    async def verify(
+        self, claims: Sequence[tuple[PeerId, RoundKey]], stranded: bool, deadline: Deadline
+    ) -> Branch | None:
+        """Have one of those who show the same head prove it; None if it does not beat ours, or none of them can.
+
+        Args:
+            stranded: as for `ForkChoice.beating`.
+            deadline: for contacts that bring nothing; who leads on has more time.
+        """
+        for peer, key in claims:
+            way = _Proof(key)
+            self._ways.append(way)
+            try:
+                return await self._proved(peer, way, stranded, deadline)
+            except BadPayload:
+                self._contacts.distrust(peer)
+            except PeerError as error:
+                self._ledger.name(peer, f"lost as a contact: {error.why}")
+            except RoundPruned:
+                self._judged = way.links = None
+            finally:
+                self._ways.remove(way)
+                self._keep(way)
+                deadline += ROUND_SECONDS * way.rounds
+        return None
+
+    def _keep(self, way: _Proof) -> None:
+        """Who comes next begins where this one ended, as long as that is not on our chain."""
+        if way.links and len(way.links) >= len(self._judged or ()):
+            self._judged = way.links
+        if self._judged and (
+            self._judged[-1].lineage in self._chain or self._judged.start.key.lineage not in self._chain
+        ):
+            self._judged = None
+
+    async def _proved(self, peer: PeerId, way: _Proof, stranded: bool, deadline: Deadline) -> Branch | None:
+        """Follow a peer's certificates from where we part to the head that it has shown.
+
+        Raises:
+            BadPayload: one of them is not right, or they do not lead there.
+            PeerError: it does not bring them, or not in time.
+        """
+        goes_on = True
+        while goes_on:
+            before, until = way.rounds, _now() + TRAIL_SECONDS
+            try:
+                async with (
+                    self._host.transport.open(peer, SYNC, until if before else min(until, deadline)) as stream,
+                    self._ledger.counting(stream),
+                ):
+                    goes_on = await self._leg(stream, way, stranded)
+            except PeerSilent:
+                if way.rounds == before:
+                    raise
+        return self._beating(way, stranded)
+
+    def _beating(self, way: _Proof, stranded: bool) -> Branch | None:
+        if not way.links:
+            return None
+        return self._rules.beating(self._chain, way.links.start.key.lineage, way.links, stranded)
+
+    def _may_grow(self, links: RoundLog) -> bool:
+        return self._rules.depends_on_growth(self._chain, links.start.key.lineage, links)
+
+    async def _leg(self, stream: Stream, way: _Proof, stranded: bool) -> bool:
+        """Follow it for as long as one stream lasts; returns whether it goes on.
+
+        Raises:
+            BadPayload: one of its certificates is not right, or they do not lead to the head that it shows.
+        """
+        if way.shown.round > len(self._chain) + MAX_AHEAD:
+            raise BadPayload(f"does not prove the head at round {way.shown.round} that it shows: no run lasts so long")
+        for _ in range(MAX_PIECES):
+            more = await self._piece(stream, way)
+            if way.links and not self._beating(way, stranded) and not self._may_grow(way.links):
+                return False  # it has lost, or may not be followed, however it goes on
+            if not more and (way.end is None or way.end.key.round < way.shown.round):
+                raise BadPayload(f"does not prove the head at round {way.shown.round} that it shows")
+            if not more:
+                return False
+        return True
+
+    async def _piece(self, stream: Stream, way: _Proof) -> bool:
+        """Ask for some certificates and judge them; returns whether there are more."""
+        known = max(self._others(way.links), key=len, default=None)
+        locator = self._locator(way, known)
+        await stream.send(CertificatesRequest(locator))
+        began = _now()
+        trail = wire.expect(await stream.receive(_LIMIT), Certificates)
+        way.waited_seconds += _now() - began
+        if trail.ancestor not in locator:
+            if trail.ancestor == bytes(32) and not trail.count:
+                raise PeerGone(stream.peer, "keeps nothing back to where we stand")
+            raise BadPayload("certificates that follow none of the lineages they were asked from")
+        self._go_to(way, known, trail.ancestor)
+        for place in range(0, trail.count, VERIFY_AT_ONCE):
+            await self._judge(stream, way, min(VERIFY_AT_ONCE, trail.count - place))
+        return trail.more and trail.count > 0
+
+    async def _judge(self, stream: Stream, way: _Proof, count: int) -> None:
+        began = _now()
+        some = [wire.expect(await stream.receive(wire.MAX_HEADER_BYTES), Certificate) for _ in range(count)]
+        way.waited_seconds += _now() - began
+        assert way.end
+        while some and not way.links and (head := self._ours(way.end, some[0])):
+            way.head, some = head, some[1:]  # whatever the votes for a round that we have
+        if not some:
+            return
+        async with self._turn:  # others may be at the same rounds
+            way.links = way.links or RoundLog(way.end, self.room())
+            way.rounds += len(some)
+            if some := some[self._take_over(way.links, some) :]:
+                cost_bytes = VERIFY_BYTES * len(some)
+                way.links.extend(await self._host.compute.run(partial(self._rules.verify, way.end, some), cost_bytes))
+        if way.end.key.round > way.shown.round + MAX_GROWTH:
+            raise BadPayload(f"shows a head at round {way.shown.round}, and leads on and on beyond it")
+        if way.waited_seconds > TRAIL_SECONDS + ROUND_SECONDS * way.rounds:
+            raise PeerGone(stream.peer, f"led on by {way.rounds} rounds in {way.waited_seconds:.0f} s: too slow")
+
+    def _ours(self, head: Head, certificate: Certificate) -> Head | None:
+        """What the certificate leads to, if that is on our chain."""
+        return self._chain.at(records.lineage(certificate.record)) if certificate.key == head.key else None
+
+    # -- what was judged already --------------------------------------------------------------------------------------
+
+    def _take_over(self, links: RoundLog, some: Sequence[Certificate]) -> int:
+        """Add those of these rounds that have been judged already; returns how many."""
+        end = links[-1].lineage if links else links.start.key.lineage
+        count = 0
+        for known in self._others(links):
+            place = known.place(end)
+            if place is not None and not count:
+                lineages = (known.lineage(at) for at in range(place + 1, len(known) + 1))
+                same = takewhile(
+                    lambda pair: records.lineage(pair[0].record) == pair[1], zip(some, lineages, strict=False)
+                )
+                count = sum(1 for _ in same)
+                links.adopt(known, place, place + count)
+        return count
+
+    def _others(self, links: RoundLog | None) -> list[RoundLog]:
+        """What others have led on by, or did before."""
+        every = (self._judged, *(way.links for way in self._ways))
+        return [each for each in every if each and each is not links]
+
+    def _locator(self, way: _Proof, known: RoundLog | None) -> tuple[bytes, ...]:
+        if way.end:
+            return (way.end.key.lineage,)
+        return (*(known.locator()[:-1] if known else ()), *self._chain.locator())[:MAX_LOCATOR]
+
+    def _go_to(self, way: _Proof, known: RoundLog | None, lineage: bytes) -> None:
+        """Begin at one of the lineages that were asked from."""
+        if way.end:
+            return  # it was the only one
+        way.head = self._chain.at(lineage)
+        if way.head:
+            return
+        place = known.place(lineage) if known else None
+        if known is None or place is None:
+            raise RoundPruned("our chain has moved meanwhile")
+        way.head, way.links = known.start, RoundLog(known.start, self.room())
+        way.links.adopt(known, 0, place)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,264 @@
+"""Immutable copies of the outer state, cut into chunks that can be checked one by one.
+
+The state root is a hash over hashes of 1 MiB chunks (`protocols.vectors.root`), so the list of those hashes, the index,
+can be checked against the root that a certificate carries before anything else is fetched, and each chunk against the
+index as it arrives.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import torch
+
+from protocols.base import CHUNK_BYTES, BadPayload, Buffer, Vector
+from protocols.history.chain import Chain, state_root
+from protocols.sync.requests import SnapshotRef
+from protocols.vectors import CHUNK_ELEMENTS, check_vector, chunk_count, chunk_range
+
+SNAPSHOT_ROUNDS = 4
+"""A snapshot is kept at every so many rounds. It can be handed out once the next round is decided, and is of use for as
+long as the deltas since then can be had: keep parts for at least twice as many rounds."""
+KEEP_SNAPSHOTS = 2
+
+_ROOT_TAG = b"starling root 1\n"
+
+
+def chunk_digests(vector: Vector) -> tuple[bytes, ...]:
+    """SHA-256 of each 1 MiB chunk of little-endian float32."""
+    check_vector(vector)
+    held = bytearray(CHUNK_BYTES)
+    chunk, found = torch.frombuffer(held, dtype=torch.float32), []
+    for index in range(chunk_count(len(vector))):
+        low, high = chunk_range(0, len(vector), index)
+        chunk[: high - low].copy_(vector[low:high])
+        found.append(hashlib.sha256(memoryview(held)[: 4 * (high - low)]).digest())
+    return tuple(found)
+
+
+def root_of(elements: int, digests: Sequence[bytes]) -> bytes:
+    """`vectors.root` of one vector of so many elements, from the digests of its chunks."""
+    start = _ROOT_TAG + (1).to_bytes(8, "little") + elements.to_bytes(8, "little")
+    return hashlib.sha256(start + b"".join(digests)).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotIndex:
+    """The digests of all chunks of an outer state: of `elements` parameters, then of as much velocity."""
+
+    elements: int
+    digests: tuple[bytes, ...]
+
+    @classmethod
+    def of(cls, parameters: Vector, velocity: Vector) -> SnapshotIndex:
+        """That of these two vectors, of one size."""
+        return cls(len(parameters), chunk_digests(parameters) + chunk_digests(velocity))
+
+    @classmethod
+    def unpack(cls, elements: int, data: bytes) -> SnapshotIndex:
+        """From `packed_bytes(elements)` bytes.
+
+        Raises:
+            BadPayload: another number of bytes.
+        """
+        if len(data) != cls.packed_bytes(elements):
+            raise BadPayload(f"an index of {len(data)} bytes for {elements} elements")
+        return cls(elements, tuple(data[at : at + 32] for at in range(0, len(data), 32)))
+
+    @staticmethod
+    def packed_bytes(elements: int) -> int:
+        return 64 * chunk_count(elements)
+
+    def pack(self) -> bytes:
+        return b"".join(self.digests)
+
+    @property
+    def parameters_root(self) -> bytes:
+        """`vectors.root` of the parameters."""
+        return root_of(self.elements, self.digests[: len(self.digests) // 2])
+
+    def state_root(self, round_number: int) -> bytes:
+        """Root of the outer state before that round."""
+        velocity = root_of(self.elements, self.digests[len(self.digests) // 2 :])
+        return state_root(self.parameters_root, velocity, round_number)
+
+    def size(self, chunk: int) -> int:
+        """Bytes of a chunk."""
+        low, high = self._place(chunk)
+        return 4 * (high - low)
+
+    def _place(self, chunk: int) -> tuple[int, int]:
+        return chunk_range(0, self.elements, chunk % (len(self.digests) // 2))
+
+
+class SnapshotBuffer(Protocol):
+    """Bytes of a set size, where a snapshot stands.
+
+    Attributes:
+        fresh: nothing was put there before; else it may hold what an earlier download of the same state brought.
+    """
+
+    @property
+    def fresh(self) -> bool: ...
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """Fill `into`.
+
+        Raises:
+            OSError: what holds the bytes fails.
+        """
+
+    def write(self, offset: int, data: Buffer) -> None:
+        """Put all of `data` there; raises as `read` does."""
+
+
+MakeBuffer: TypeAlias = Callable[[bytes, int, int], SnapshotBuffer]
+"""Room for the state of a lineage, before a round: (lineage, round, bytes). Raises OSError where there is none."""
+
+
+class MemoryBuffer:
+    """Room in memory: it costs nothing until it is written, and goes back when nobody refers to it any more."""
+
+    fresh = True
+
+    def __init__(self, size: int) -> None:
+        self._memory = memoryview(mmap.mmap(-1, max(1, size)))
+
+    def read(self, offset: int, into: memoryview) -> None:
+        into[:] = self._memory[offset : offset + len(into)]
+
+    def write(self, offset: int, data: Buffer) -> None:
+        self._memory[offset : offset + len(data)] = data
+
+
+class Snapshot:
+    """The outer state that a lineage names: filled once, then never changed.
+
+    Whatever moves its bytes takes a disk's time, and raises OSError where that fails.
+
+    Attributes:
+        room: where it stands: the parameters, then the velocity, little-endian float32.
+    """
+
+    def __init__(
+        self, lineage: bytes, round_number: int, index: SnapshotIndex, room: SnapshotBuffer | None = None
+    ) -> None:
+        """
+        Args:
+            room: of `buffer_bytes(index.elements)`; None: in memory.
+        """
+        self.lineage, self.round, self.index = lineage, round_number, index
+        self.room = room or MemoryBuffer(buffer_bytes(index.elements))
+
+    @property
+    def fresh(self) -> bool:
+        """Whether it starts empty; else its chunks may be there already, of an earlier download, right or wrong."""
+        return self.room.fresh
+
+    def fill(self, parameters: Vector, velocity: Vector) -> None:
+        """Copy these vectors, float32 (n), which `index` is of, in."""
+        for chunk, piece in self._pieces(parameters, velocity):
+            data, held = _scratch(len(piece))
+            held.copy_(piece)
+            self.put(chunk, data)
+
+    def copy(self, parameters: Vector, velocity: Vector) -> None:
+        """Copy it out into these vectors, float32 (n)."""
+        for chunk, piece in self._pieces(parameters, velocity):
+            data, held = _scratch(len(piece))
+            self.room.read(self._offset(chunk), data)
+            piece.copy_(held)
+
+    def chunk(self, chunk: int) -> bytearray:
+        """The bytes of a chunk.
+
+        Raises:
+            BadPayload: there is none of that number.
+        """
+        if not 0 <= chunk < len(self.index.digests):
+            raise BadPayload(f"chunk {chunk} of a snapshot of {len(self.index.digests)}")
+        data = bytearray(self.index.size(chunk))
+        self.room.read(self._offset(chunk), memoryview(data))
+        return data
+
+    def put(self, chunk: int, data: Buffer) -> None:
+        """Set the bytes of a chunk."""
+        self.room.write(self._offset(chunk), data)
+
+    def _offset(self, chunk: int) -> int:
+        half = len(self.index.digests) // 2
+        return 4 * (chunk // half * self.index.elements + chunk % half * CHUNK_ELEMENTS)
+
+    def _pieces(self, *vectors: Vector) -> Iterator[tuple[int, Vector]]:
+        half = len(self.index.digests) // 2
+        for number, vector in enumerate(vectors):
+            for index in range(half):
+                low, high = chunk_range(0, len(vector), index)
+                yield number * half + index, vector[low:high]
+
+
+def buffer_bytes(elements: int) -> int:
+    """What the outer state of so many parameters takes."""
+    return 8 * elements
+
+
+def _scratch(elements: int) -> tuple[memoryview, Vector]:
+    """The same memory as bytes and as float32."""
+    data = bytearray(4 * elements)
+    return memoryview(data), torch.frombuffer(data, dtype=torch.float32)
+
+
+class Snapshots:
+    """The snapshots that this peer keeps: the last ones of its chain.
+
+    Attributes:
+        every_rounds: a state is kept before every round whose number this divides.
+        has_begun: whether a former life's download has left some of the state of a lineage, before a round, here.
+    """
+
+    def __init__(
+        self,
+        every_rounds: int = SNAPSHOT_ROUNDS,
+        keep: int = KEEP_SNAPSHOTS,
+        make_room: MakeBuffer = lambda lineage, round_number, size: MemoryBuffer(size),
+    ) -> None:
+        self.every_rounds, self._keep, self._make_room = every_rounds, keep, make_room
+        self.has_begun: Callable[[bytes, int], bool] = lambda lineage, round_number: False
+        self._held: list[Snapshot] = []
+
+    def new(self, lineage: bytes, round_number: int, index: SnapshotIndex) -> Snapshot:
+        """One to be filled; not empty (`Snapshot.fresh`) where an earlier download of this state was broken off.
+
+        Raises:
+            OSError: there is no room.
+        """
+        room = self._make_room(lineage, round_number, buffer_bytes(index.elements))
+        return Snapshot(lineage, round_number, index, room)
+
+    def put(self, snapshot: Snapshot) -> None:
+        """Take one that is filled; those of the lowest rounds beyond what is kept go."""
+        held = [each for each in self._held if each.lineage != snapshot.lineage]
+        self._held = sorted([*held, snapshot], key=lambda each: -each.round)[: self._keep]
+
+    def get(self, lineage: bytes) -> Snapshot | None:
+        return next((each for each in self._held if each.lineage == lineage), None)
+
+    def drop(self, snapshot: Snapshot) -> None:
+        """Hand it out no more."""
+        self._held = [each for each in self._held if each is not snapshot]
+
+    def prune(self, chain: Chain) -> None:
+        """Drop what the chain, having switched to another branch, does not hold any more."""
+        self._held = [each for each in self._held if each.lineage in chain]
+
+    def held(self) -> tuple[Snapshot, ...]:
+        """The newest first."""
+        return tuple(self._held)
+
+    def kept(self) -> tuple[SnapshotRef, ...]:
+        """What to tell others."""
+        return tuple(SnapshotRef(each.lineage, each.round) for each in self._held)

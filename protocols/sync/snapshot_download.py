@@ -1,0 +1,350 @@
+"""Fetching a snapshot from several donors at once, none of which is trusted.
+
+Every donor first shows the index, which must make the state root that the chain's certificates carry. Then all take
+chunks from one queue (`protocols.sync.chunk_scheduler`). What is here stays: another attempt fetches the rest, and so
+does another life of the peer, if the snapshot's room has outlived the last one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import TypeVar
+
+from protocols import wire
+from protocols.aio import Notifier, peer_timeout, task_group
+from protocols.base import (
+    CHUNK_BYTES,
+    BadPayload,
+    Deadline,
+    Head,
+    Host,
+    PeerError,
+    PeerId,
+    ProtocolError,
+    Stream,
+)
+from protocols.control_channel import RoundAccounting
+from protocols.sync.chunk_scheduler import ChunkScheduler, DonorRate
+from protocols.sync.progress import SyncProgress
+from protocols.sync.requests import SYNC, Busy, WantChunk, WantSnapshot
+from protocols.sync.requests import SnapshotIndexHeader as Shown
+from protocols.sync.snapshot import Snapshot, SnapshotIndex, Snapshots
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MAX_DONORS = 16
+CHUNK_SECONDS = 30.0
+"""A donor of which nothing at all has come for so long has stalled."""
+PIECE_BYTES = 1 << 16
+STALL_SECONDS = 60.0
+"""A download goes on for as long as something comes in so often, whatever its deadline."""
+SLOWEST_BYTES_PER_SECOND = 65_536.0
+"""But no longer than it takes at this rate."""
+LOOK_SECONDS = 10.0
+"""How often to see whether there are other donors."""
+FAILURES = 3
+"""So often may a donor break off."""
+BUSY_LIMIT_SECONDS = 10.0
+"""A donor may send us away for so long at most."""
+PAUSE_SECONDS = 1.0
+BUSY_ANSWERS = 20
+"""So often is one that is busy asked again, and so often may one put off a chunk."""
+WAIT_SECONDS = 20.0
+"""For so long a stream stays open on which there is nothing to ask for just now."""
+_LIMIT = 256
+
+
+class StateUnavailable(ProtocolError):
+    """Nobody whom we could ask has what is needed, or is able to show that it is right."""
+
+
+class SnapshotDownload:
+    """One snapshot on its way.
+
+    Attributes:
+        at: the head whose state it is.
+        bytes_received: of chunks, the bad and the doubled among them.
+    """
+
+    def __init__(
+        self, host: Host, ledger: RoundAccounting, snapshots: Snapshots, fetching: SyncProgress, at: Head, elements: int
+    ) -> None:
+        """
+        Args:
+            snapshots: makes room for it.
+            fetching: is told how far it is.
+            at: its state root as certificates have it, or as most donors say.
+            elements: of the parameters, n.
+        """
+        self.at, self.bytes_received = at, 0
+        self._host, self._ledger, self._snapshots, self._fetching = host, ledger, snapshots, fetching
+        self._elements = elements
+        self._snapshot: Snapshot | None = None
+        self._missing: set[int] = set()
+        self._brought: dict[PeerId, int] = {}  # bytes
+        self._claims = ChunkScheduler((), self._now)
+        self._beginning = asyncio.Lock()
+        self._moved = self._until = float("-inf")
+        self._bell = Notifier()
+
+    @property
+    def complete(self) -> bool:
+        return self._snapshot is not None and not self._missing
+
+    @property
+    def begun(self) -> bool:
+        """Whether some of it is here."""
+        return self._snapshot is not None and len(self._missing) < len(self._snapshot.index.digests)
+
+    @property
+    def missing_bytes(self) -> int:
+        if self._snapshot is None:
+            return 8 * self._elements
+        return sum(self._snapshot.index.size(index) for index in self._missing)
+
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()
+
+    async def run(self, donors: Callable[[], Sequence[PeerId]], deadline: Deadline) -> Snapshot:
+        """Fetch what is missing; a donor that lies, stalls or dies is named and left, a new one is asked as well.
+
+        Args:
+            donors: those known as of now.
+            deadline: past it, the download goes on only while it moves.
+
+        Raises:
+            Unavailable: they did not bring all of it.
+        """
+        self._claims = ChunkScheduler(self._missing, self._now)
+        self._missing = self._claims.missing
+        self._until = deadline + 8 * self._elements / SLOWEST_BYTES_PER_SECOND
+        self._moved = float("-inf")
+        self._tell()
+        asked = 0
+        async with task_group() as group:
+            jobs: dict[PeerId, asyncio.Task[None]] = {}
+            try:
+                while not self.complete and self._now() < (until := self._ends(deadline)):
+                    for donor in donors():
+                        if donor not in jobs and len(jobs) < MAX_DONORS:
+                            jobs[donor] = group.create_task(self._ask(donor))
+                            jobs[donor].add_done_callback(lambda _: self._bell.notify())
+                    asked = len(jobs)
+                    if all(job.done() for job in jobs.values()):
+                        break
+                    with suppress(TimeoutError):
+                        await self._bell.until(
+                            lambda: self.complete or all(job.done() for job in jobs.values()),
+                            min(until, self._now() + LOOK_SECONDS),
+                        )
+            finally:
+                for job in jobs.values():
+                    job.cancel()
+        if self._snapshot is None or not self.complete:
+            raise StateUnavailable(f"no snapshot before round {self.at.key.round + 1} from {asked} donors")
+        log.info("the state before round %d is here, brought by %s", self.at.key.round + 1, self._shares())
+        return self._snapshot
+
+    def _shares(self) -> str:
+        """Of the bytes that came in since the peer began its life, by the ends of the donors' names."""
+        whole = sum(self._brought.values())
+        order = sorted(self._brought.items(), key=lambda each: -each[1])
+        return ", ".join(f"…{peer[-6:]} {100 * size // whole} %" for peer, size in order) or "a former life"
+
+    def _ends(self, deadline: Deadline) -> Deadline:
+        return min(self._until, max(deadline, self._moved + STALL_SECONDS))
+
+    async def _ask(self, donor: PeerId) -> None:
+        """Take chunks from one donor, until there is nothing left to take or it has failed too often."""
+        failures = busy = 0
+        pace = DonorRate()
+        while not self.complete and failures < FAILURES and busy < BUSY_ANSWERS:
+            try:
+                async with (
+                    self._host.transport.open(donor, SYNC, self._until) as stream,
+                    self._ledger.counting(stream),
+                ):
+                    busy_seconds = await self._take(stream, pace)
+            except (BadPayload, StateUnavailable):
+                return
+            except PeerError as error:
+                self._ledger.name(donor, f"lost as a donor: {error.why}")
+                failures, busy_seconds = failures + 1, PAUSE_SECONDS
+            else:
+                busy += busy_seconds > 0
+            await asyncio.sleep(busy_seconds)
+            while self._snapshot and not self.complete and not await self._more(pace):
+                pass
+
+    async def _take(self, stream: Stream, pace: DonorRate) -> float:
+        """Serve ourselves on one stream, until there is nothing left to ask for.
+
+        Returns:
+            Seconds to wait, if it is busy.
+        """
+        index = await shown_index(stream, self.at.key.lineage, self._elements)
+        if isinstance(index, Busy):
+            return min(max(PAUSE_SECONDS, index.seconds), BUSY_LIMIT_SECONDS)
+        await self._check(index)
+        self._fetching.donors += 1
+        try:
+            await self._chunks(stream, pace)
+        finally:
+            self._fetching.donors -= 1
+        return 0.0
+
+    # -- beginning ----------------------------------------------------------------------------------------------------
+
+    async def _check(self, index: SnapshotIndex) -> None:
+        at = self.at
+        root = await self._host.compute.run(lambda: index.state_root(at.key.round), 32 * len(index.digests))
+        if root != at.state_root:
+            raise BadPayload("an index that does not make the state root")
+        async with self._beginning:  # others bring the same index
+            if self._snapshot is None:
+                snapshot = await self._stored(lambda: self._snapshots.new(at.key.lineage, at.key.round, index), 0)
+                self._missing.update(range(len(index.digests)))
+                if not snapshot.fresh:
+                    await self._find(snapshot)
+                self._claims = ChunkScheduler(self._missing, self._now)
+                self._missing = self._claims.missing
+                self._snapshot = snapshot
+                self._moved = self._now()
+                self._tell()
+                self._bell.notify()
+
+    async def _find(self, snapshot: Snapshot) -> None:
+        """See which chunks an earlier download has left."""
+        for chunk in sorted(self._missing):
+            if await self._stored(partial(_holds, snapshot, chunk), snapshot.index.size(chunk)):
+                self._missing.discard(chunk)
+        if here := len(snapshot.index.digests) - len(self._missing):
+            log.info("%d of %d MiB of the state are here already", here, len(snapshot.index.digests))
+
+    # -- chunks -------------------------------------------------------------------------------------------------------
+
+    async def _chunks(self, stream: Stream, pace: DonorRate) -> None:
+        mine: deque[int] = deque()
+        scratch = memoryview(bytearray(CHUNK_BYTES))
+        try:
+            while not self.complete:
+                while len(mine) < min(pace.window, self._claims.share(self._fetching.donors)):
+                    if (index := self._claims.claim(mine, pace.patience_seconds)) is None:
+                        break
+                    mine.append(index)
+                    await stream.send(WantChunk(index))
+                if mine:
+                    await self._receive(stream, mine, scratch, pace)
+                    self._release(mine.popleft())
+                elif not await self._more(pace):
+                    return
+        finally:
+            for index in mine:
+                self._release(index)
+
+    async def _more(self, pace: DonorRate) -> bool:
+        """Wait for a while until there is something to ask for; what others are slow to bring rings no bell."""
+        until = min(self._until, self._now() + WAIT_SECONDS)
+        while not self.complete and self._now() < until:
+            if self._claims.next((), pace.patience_seconds) is not None:
+                return True
+            with suppress(TimeoutError):
+                await self._bell.until(
+                    lambda: self.complete or self._claims.next((), pace.patience_seconds) is not None,
+                    min(until, self._now() + pace.patience_seconds),
+                )
+        return self.complete
+
+    def _release(self, index: int) -> None:
+        self._claims.release(index)
+        self._bell.notify()
+
+    async def _receive(self, stream: Stream, mine: Sequence[int], scratch: memoryview, pace: DonorRate) -> None:
+        assert self._snapshot is not None
+        index, began = mine[0], self._now()
+        size = self._snapshot.index.size(index)
+        data = scratch[:size]
+        header, put_off = await self._header(stream)
+        if (header.index, header.size) != (index, size):
+            raise BadPayload(f"chunk {header.index} of {header.size} bytes where {index} of {size} is due")
+        for start in range(0, size, PIECE_BYTES):
+            async with peer_timeout(CHUNK_SECONDS, stream.peer, "it brings a chunk"):
+                await stream.receive_into(data[start : start + PIECE_BYTES])
+            self._moved = self._now()
+        self.bytes_received += size
+        self._fetching.came(size)
+        if not put_off:
+            pace.took(self._now() - began)
+        await self._stored(partial(_put, self._snapshot, index, data), 2 * size)
+        self._brought[stream.peer] = self._brought.get(stream.peer, 0) + size
+        if index in self._missing:  # else another has brought it as well
+            self._missing.discard(index)
+            self._fetching.bytes_here += size
+
+    async def _header(self, stream: Stream) -> tuple[wire.Chunk, bool]:
+        """Of the next chunk, and whether its donor has put it off first."""
+        for put_off in range(BUSY_ANSWERS):
+            async with peer_timeout(CHUNK_SECONDS, stream.peer, "it brings a chunk"):
+                answer = await stream.receive(_LIMIT)
+            if not isinstance(answer, Busy):
+                return wire.expect(answer, wire.Chunk), put_off > 0
+        raise BadPayload(f"puts off one chunk {BUSY_ANSWERS} times")
+
+    def _tell(self) -> None:
+        self._fetching.bytes_whole = 8 * self._elements
+        self._fetching.bytes_here = self._fetching.bytes_whole - self.missing_bytes
+
+    async def _stored(self, work: Callable[[], T], cost_bytes: int) -> T:
+        try:
+            return await self._host.compute.run(work, cost_bytes)
+        except OSError as error:
+            log.warning("there is nowhere to put the state that is fetched: %s", error.strerror or error)
+            raise StateUnavailable("there is nowhere to put a snapshot") from error
+
+
+async def shown_index(stream: Stream, lineage: bytes, elements: int) -> SnapshotIndex | Busy:
+    """Ask a donor for the snapshot at a lineage; its index, or how long it sends us away.
+
+    Raises:
+        Unavailable: it does not have that snapshot.
+        BadPayload: what it shows is none, or of another model.
+        PeerSilent: it showed none in time.
+    """
+    async with peer_timeout(CHUNK_SECONDS, stream.peer, "it shows an index"):
+        await stream.send(WantSnapshot(lineage))
+        answer = await stream.receive(_LIMIT)
+        if isinstance(answer, Busy):
+            return answer
+        if isinstance(answer, wire.Availability) and not answer.here:
+            raise StateUnavailable("the snapshot has made room for a later one")
+        shown = wire.expect(answer, Shown)
+        if shown.elements != elements:
+            raise BadPayload(f"a snapshot of {shown.elements} elements where the run has {elements}")
+        data = bytearray(SnapshotIndex.packed_bytes(shown.elements))
+        await stream.receive_into(memoryview(data))
+    return SnapshotIndex.unpack(shown.elements, bytes(data))
+
+
+def _holds(snapshot: Snapshot, index: int) -> bool:
+    return hashlib.sha256(snapshot.chunk(index)).digest() == snapshot.index.digests[index]
+
+
+def _put(snapshot: Snapshot, index: int, data: memoryview) -> None:
+    """Put a chunk in that is the one of the index: twice if two brought it, and the same bytes then.
+
+    Raises:
+        BadPayload: it is another.
+        OSError: it cannot be put there.
+    """
+    if hashlib.sha256(data).digest() != snapshot.index.digests[index]:
+        raise BadPayload(f"chunk {index} of a snapshot with another digest than its index has")
+    snapshot.put(index, data)

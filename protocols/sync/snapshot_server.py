@@ -1,0 +1,142 @@
+"""Handing out snapshots: to a few joiners at a time, in chunks that they ask for, while training goes on.
+
+A round goes first: while its data phase is under way, joiners are told to wait. What somebody takes stays to be had for
+as long as it is taken, and a while longer, though later snapshots have come: a file that nobody lists any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from protocols import wire
+from protocols.aio import peer_timeout
+from protocols.base import CHUNK_BYTES, BadPayload, Compute, Deadline, PeerId, Stream
+from protocols.gate import Gate
+from protocols.sync.requests import MAX_KEPT, Busy, SnapshotIndexHeader, SnapshotRef, WantChunk, WantSnapshot
+from protocols.sync.snapshot import Snapshot, Snapshots
+
+log = logging.getLogger(__name__)
+
+JOINERS = 3
+BUSY_SECONDS = 5.0
+"""Whom we cannot serve is told to come again after so long."""
+IDLE_SECONDS = 30.0
+"""A joiner that asks for nothing, or takes nothing of what it asked for, for so long gives up its place."""
+LENT = 2
+"""Snapshots, beyond those that are kept, that stay for those who take them: those that were taken from last."""
+LEND_SECONDS = 300.0
+"""Who was cut off, or started again, comes back within that."""
+PAUSE_SECONDS = 4.0
+"""Who waits for a round to be over is told so as often."""
+MAX_PAUSES = 4
+"""Then it gets one chunk: where rounds are nothing but data phases, little is brought, but not nothing."""
+_LIMIT = 256
+
+
+@dataclass(slots=True)
+class _Lease:
+    snapshot: Snapshot
+    until: Deadline
+
+
+class SnapshotServer:
+    """Serves the snapshots that a peer keeps, and those that it kept and somebody still takes.
+
+    Args:
+        gate: while it is closed nothing is handed out.
+        follows: whether the rounds since a lineage can be had here: else a snapshot of it leads nowhere.
+    """
+
+    def __init__(
+        self,
+        snapshots: Snapshots,
+        compute: Compute,
+        gate: Gate,
+        follows: Callable[[bytes], bool] = lambda lineage: True,
+    ) -> None:
+        self._snapshots, self._compute, self._gate, self._follows = snapshots, compute, gate, follows
+        self._joiners: list[PeerId] = []
+        self._loans: dict[bytes, _Lease] = {}
+
+    def kept(self) -> tuple[SnapshotRef, ...]:
+        """What to tell others."""
+        held = self._snapshots.kept()
+        lent = [SnapshotRef(each.snapshot.lineage, each.snapshot.round) for each in self._lent()]
+        return (*held, *(each for each in lent if each not in held))[:MAX_KEPT]
+
+    def tidy(self) -> None:
+        """Let go what nobody takes any more: to be called now and then."""
+        self._lent()
+
+    def _lent(self) -> list[_Lease]:
+        """Those that are still of use, beyond those that are kept; the others go."""
+        now, held = asyncio.get_running_loop().time(), {each.lineage for each in self._snapshots.held()}
+        last = sorted(self._loans.values(), key=lambda loan: -loan.until)
+        loans = [each for each in last if each.until > now and each.snapshot.lineage not in held]
+        lent = [each for each in loans if self._follows(each.snapshot.lineage)][:LENT]
+        self._loans = {
+            key: loan for key, loan in self._loans.items() if loan.until > now and (key in held or loan in lent)
+        }
+        return lent
+
+    def _lend(self, snapshot: Snapshot) -> None:
+        until = asyncio.get_running_loop().time() + LEND_SECONDS
+        self._loans.setdefault(snapshot.lineage, _Lease(snapshot, until)).until = until
+
+    async def serve(self, stream: Stream, wanted: WantSnapshot) -> None:
+        """Answer a stream on which a snapshot was asked for, until it ends.
+
+        Raises:
+            BadPayload: it asks for what there is not, or for everything many times over.
+            PeerSilent: the joiner has what it wanted, or is gone.
+        """
+        loan = self._loans.get(wanted.lineage)
+        snapshot = self._snapshots.get(wanted.lineage) or (loan.snapshot if loan else None)
+        if snapshot is None:
+            return await stream.send(wire.Availability(False))
+        if stream.peer in self._joiners or len(self._joiners) >= JOINERS:
+            return await stream.send(Busy(BUSY_SECONDS))
+        self._joiners.append(stream.peer)
+        try:
+            await self._hand_out(stream, snapshot)
+        finally:
+            self._joiners.remove(stream.peer)
+            self.tidy()
+
+    async def _hand_out(self, stream: Stream, snapshot: Snapshot) -> None:
+        index = snapshot.index
+        async with peer_timeout(IDLE_SECONDS, stream.peer, "it takes an index"):
+            await stream.send(SnapshotIndexHeader(index.elements), index.pack())
+        for _ in range(2 * len(index.digests)):
+            async with peer_timeout(IDLE_SECONDS, stream.peer, "it asks for a chunk"):
+                asked = wire.expect(await stream.receive(_LIMIT), WantChunk)
+            self._lend(snapshot)
+            await self._give_way(stream)
+            data = await self._read(snapshot, asked.index)
+            if data is None:
+                return
+            async with peer_timeout(IDLE_SECONDS, stream.peer, "it takes a chunk"):
+                await stream.send(wire.Chunk(asked.index, len(data)), data)
+        raise BadPayload(f"asks for {2 * len(index.digests)} chunks, twice all there are")
+
+    async def _give_way(self, stream: Stream) -> None:
+        """Wait while a round needs the link, and tell the joiner that there is life in us."""
+        for _ in range(MAX_PAUSES):
+            if await self._gate.passed(PAUSE_SECONDS):
+                return
+            async with peer_timeout(IDLE_SECONDS, stream.peer, "it is told to wait"):
+                await stream.send(Busy(PAUSE_SECONDS))
+
+    async def _read(self, snapshot: Snapshot, chunk: int) -> bytearray | None:
+        """A chunk's bytes; None where its file fails: it is handed out no more then."""
+        try:
+            return await self._compute.run(partial(snapshot.chunk, chunk), CHUNK_BYTES)
+        except OSError as error:
+            log.warning("the snapshot before round %d is lost: %s", snapshot.round + 1, error.strerror or error)
+            self._snapshots.drop(snapshot)
+            self._loans.pop(snapshot.lineage, None)
+            return None

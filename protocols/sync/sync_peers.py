@@ -1,0 +1,91 @@
+"""Whom a peer can ask: the living, those who were in a roster, those who called, and hints that may be wrong. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from protocols.base import Members, PeerId
+from protocols.history.chain import Chain
+from protocols.sync.requests import SnapshotRef
+
+V = TypeVar("V")
+
+MAX_CONTACTS = 64
+DISTRUST_SECONDS = 60.0
+"""Who broke a rule, or showed a head that it could not prove, is not asked for so long."""
+
+
+class SyncPeers:
+    """The peers that may know more than we do, and what they said of themselves. All of it is bounded.
+
+    Args:
+        chain: whose former members are asked, too; None where there is none.
+        hints: bootstrap addresses and what a directory says.
+        now: the loop's time, seconds.
+    """
+
+    def __init__(
+        self,
+        me: PeerId,
+        members: Members,
+        chain: Chain | None,
+        hints: Callable[[], Iterable[PeerId]],
+        now: Callable[[], float],
+    ) -> None:
+        self._me, self._members, self._chain, self._hints, self._now = me, members, chain, hints, now
+        self._callers: deque[PeerId] = deque(maxlen=MAX_CONTACTS // 4)
+        self._distrusted: dict[PeerId, float] = {}
+        self._stock: dict[PeerId, tuple[SnapshotRef, ...]] = {}
+
+    def called(self, peer: PeerId) -> bool:
+        """A peer came with news; returns whether to look into them."""
+        if self.trusts(peer) and peer not in self._callers:
+            self._callers.append(peer)
+        return self.trusts(peer)
+
+    def has(self, peer: PeerId, kept: tuple[SnapshotRef, ...]) -> None:
+        """A peer says which snapshots it hands out."""
+        _renew(self._stock, peer, kept)
+
+    def distrust(self, peer: PeerId) -> None:
+        """A peer lied."""
+        _renew(self._distrusted, peer, self._now() + DISTRUST_SECONDS)
+
+    def trusts(self, peer: PeerId) -> bool:
+        return self._distrusted.get(peer, 0.0) <= self._now()
+
+    def stock(self) -> dict[bytes, list[PeerId]]:
+        """Lineage -> who says that it hands out the state that it names."""
+        found: dict[bytes, list[PeerId]] = {}
+        for peer in self.others(self._stock):
+            for kept in self._stock[peer]:
+                found.setdefault(kept.lineage, []).append(peer)
+        return found
+
+    def everybody(self) -> list[PeerId]:
+        """Whom to ask."""
+        live = [member.peer for member in self._members.live()]
+        return self.others(self._callers, live[: MAX_CONTACTS // 2], self._past(), self._hints())
+
+    def outsiders(self) -> list[PeerId]:
+        """Whom a round does not reach: evicted, or only hinted at."""
+        roster = {member.peer for member in self._chain.head.roster} if self._chain else set()
+        return [peer for peer in self.others(self._past(), self._hints()) if peer not in roster]
+
+    def others(self, *groups: Iterable[PeerId]) -> list[PeerId]:
+        """Each but us once, in this order, without those who lied of late."""
+        every = dict.fromkeys(peer for group in groups for peer in group)
+        return [peer for peer in every if peer != self._me and self.trusts(peer)][:MAX_CONTACTS]
+
+    def _past(self) -> list[PeerId]:
+        return [member.peer for member in self._chain.members(MAX_CONTACTS // 2)] if self._chain else []
+
+
+def _renew(entries: dict[PeerId, V], key: PeerId, value: V) -> None:
+    """Set an entry as the newest; the oldest beyond the bound go."""
+    entries.pop(key, None)
+    entries[key] = value
+    if len(entries) > MAX_CONTACTS:
+        del entries[next(iter(entries))]

@@ -1,0 +1,52 @@
+"""Answering those who ask outside of rounds: a few streams at a time, a few requests on each, every one in time."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from protocols import wire
+from protocols.aio import peer_timeout
+from protocols.base import BadPayload, Header, Host, PeerId, Stream
+from protocols.control_channel import RoundAccounting
+from protocols.stream_limiter import StreamLimiter
+from protocols.sync.requests import SYNC, WantSnapshot
+from protocols.sync.snapshot_server import IDLE_SECONDS, SnapshotServer
+
+SERVE_SECONDS = 30.0
+MAX_REQUESTS = 64
+"""On one stream."""
+
+
+class SyncServer:
+    """Hands the requests of others to who answers them; who asks for a snapshot goes to the donor.
+
+    Args:
+        answer: sends what belongs to a request; raises `BadPayload` if it is none.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        ledger: RoundAccounting,
+        donor: SnapshotServer,
+        answer: Callable[[Stream, Header], Awaitable[None]],
+    ) -> None:
+        self._ledger, self._donor, self._answer = ledger, donor, answer
+        self._places = StreamLimiter()
+        host.transport.serve(SYNC, self._serve)
+
+    async def _serve(self, peer: PeerId, stream: Stream) -> None:
+        with self._places.one_for(peer) as served:
+            if served:
+                async with self._ledger.counting(stream):
+                    await self._requests(peer, stream)
+
+    async def _requests(self, peer: PeerId, stream: Stream) -> None:
+        for _ in range(MAX_REQUESTS):
+            async with peer_timeout(IDLE_SECONDS, peer, "it asks"):
+                request = await stream.receive(wire.MAX_HEADER_BYTES)
+            if isinstance(request, WantSnapshot):
+                return await self._donor.serve(stream, request)
+            async with peer_timeout(SERVE_SECONDS, peer, "it takes an answer"):
+                await self._answer(stream, request)
+        raise BadPayload(f"{MAX_REQUESTS} requests on one stream")
