@@ -30,10 +30,10 @@ import psutil
 import torch
 import uvloop
 
-from node import identity
-from node.clock import WallClock
-from node.compute import ThreadCompute
 from node.network.libp2p import LibP2PConfig, LibP2PTransport
+from node.runtime import identity
+from node.runtime.clock import WallClock
+from node.runtime.compute import ThreadCompute
 from protocols import REPLICATED_PROTOCOLS, wire
 from protocols.aio import run_with_helper
 from protocols.base import (

@@ -30,8 +30,8 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import uvloop
 
-from node import identity
 from node.network.libp2p import LibP2PConfig, LibP2PTransport
+from node.runtime import identity
 from protocols import wire
 from protocols.base import PeerId, Transport
 from tests.conformance.other_process import echo

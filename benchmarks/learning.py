@@ -32,7 +32,7 @@ from statistics import fmean, stdev
 import torch
 
 from benchmarks.book import Book, History, perform_all
-from node.outer import OuterSGD
+from node.outer.sgd import OuterSGD
 from node.tasks.base import Recipe
 from node.tasks.gpt import DEFAULT_PRESET, GptTask, preset
 from node.tasks.text import Text, load

@@ -35,8 +35,8 @@ from statistics import median
 import psutil
 import uvloop
 
-from node.compute import ThreadCompute
-from node.settings.peerconfig import DEFAULT_NICE
+from node.config.peer_config import DEFAULT_NICE
+from node.runtime.compute import ThreadCompute
 from node.tasks.gpt import DEFAULT_PRESET, preset
 from node.tasks.spec import GptValues, WorkerSpec
 from node.training.cores import usable_cores

@@ -41,8 +41,8 @@ import torch
 from benchmarks.book import Book, History, perform_all
 from benchmarks.learning import LabMember, Run, alone, in_memory
 from benchmarks.mixers import Mixer, moshpit_seats, pairs
-from node.noloco import NoLoCo
-from node.outer import OuterSGD
+from node.outer.noloco import NoLoCo
+from node.outer.sgd import OuterSGD
 from node.tasks.gpt import GptTask, preset
 from node.tasks.text import load
 from node.training.trainer import AdamWLearner, LocalTraining
@@ -52,7 +52,7 @@ from tests.sim.arguments import Parser, at_least, at_least_one
 ARMS = ("one-worker", "alone", "data-parallel", "butterfly", "moshpit", "gossip", "noloco")
 NOBODY_FAILS = ("one-worker", "alone")
 PULL = 0.75
-"""Best against what work drives apart, with the presets' momentum of .5: `node.noloco`."""
+"""Best against what work drives apart, with the presets' momentum of .5: `node.outer.noloco`."""
 GROUP_MOST = 4
 """Of Moshpit: eight peers are one group by default, which is the butterfly without a vote."""
 EVALUATE_EVERY = 4
@@ -163,7 +163,7 @@ def loose(arm: Arm, mixer: Mixer, passes: int, pull: float | None = None) -> His
 
 
 class _States:
-    """Stepped states travel, as by `node.rounds.mixing.StateMixing`.
+    """Stepped states travel, as by `node.outer.mixing.StateMixing`.
 
     Attributes:
         brought: what each peer brings, a row each.
@@ -183,7 +183,7 @@ class _States:
 
 
 class _Pulls:
-    """As by `node.rounds.mixing.PullMixing`, where all meet at the end of a round."""
+    """As by `node.outer.mixing.PullMixing`, where all meet at the end of a round."""
 
     def __init__(self, starts: torch.Tensor, rule: NoLoCo) -> None:
         self.brought, self._phis, self._velocities = torch.zeros_like(starts), starts, torch.zeros_like(starts)

@@ -25,7 +25,7 @@ import psutil
 import torch
 import uvloop
 
-from node.compute import ThreadCompute
+from node.runtime.compute import ThreadCompute
 from node.tasks.gpt import DEFAULT_PRESET, GptTask, preset
 from node.tasks.spec import GptValues, WorkerSpec
 from node.tasks.text import load

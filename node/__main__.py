@@ -8,7 +8,7 @@ import sys
 from contextlib import suppress
 from typing import NoReturn
 
-from node import cli
+from node.cli import app as cli
 
 
 def main() -> NoReturn:

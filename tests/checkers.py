@@ -1,7 +1,7 @@
 """The invariants, judged on the peers' histories alone: simulated and real runs are judged by the same code.
 
-A history is the list of a peer's round reports, as dictionaries with the fields of `node.report.RoundReport`. A
-report says what its round came to:
+A history is the list of a peer's round reports, as dictionaries with the fields of `node.reporting.report.RoundReport`.
+A report says what its round came to:
 
     committed, alone    a MEAN record extends `parent`: lineage and parameters move
     skipped             a SKIP record extends it: the lineage moves, the parameters do not

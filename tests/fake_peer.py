@@ -16,11 +16,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from node import cli
-from node.report import RoundReport
-from node.settings.config import ConfigError
-from node.status import EventSink, Status
-from node.view.control import ControlServer
+from node.cli import app as cli
+from node.config.toml import ConfigError
+from node.reporting.report import RoundReport
+from node.reporting.status import EventSink, Status
+from node.ui.control import ControlServer
 
 HOW = os.environ.get("FAKE", "")
 ADDRESS = "/ip4/203.0.113.7/tcp/4000/p2p/12D3KooWGRUfuFwTaVcXCnUbTbVLYYEkYgjDM3Bd7q4RuRyTQhaP"
@@ -123,8 +123,8 @@ def module(name: str, **content: object) -> None:
 
 
 if __name__ == "__main__":
-    module("node.peer", Peer=Peer, FatalPeerError=FatalPeerError)
-    module("node.settings.peerconfig", load_peer=load_peer, PeerConfig=PeerConfig)
-    module("node.settings.runconfig", load_run=load_run, RunConfig=object)
+    module("node.session.peer", Peer=Peer, FatalPeerError=FatalPeerError)
+    module("node.config.peer_config", load_peer=load_peer, PeerConfig=PeerConfig)
+    module("node.config.run_config", load_run=load_run, RunConfig=object)
     module("protocols", REPLICATED_PROTOCOLS={"butterfly": None}, INDEPENDENT_PROTOCOLS={"gossip": None})
     sys.exit(cli.main())

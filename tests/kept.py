@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from node.identity import Identity, load_or_create
-from node.settings.manifest import Manifest, layout_digest
-from node.settings.manifest import seal as sealed
-from node.settings.runconfig import RunConfig, load_run
+from node.config.manifest import Manifest, layout_digest
+from node.config.manifest import seal as sealed
+from node.config.run_config import RunConfig, load_run
+from node.runtime.identity import Identity, load_or_create
 from node.storage.checkpoint import OUTER, Checkpoint, DataCursor
-from node.storage.disk import outer_header
-from node.storage.sealing import publish_checkpoint
+from node.storage.file_buffer import outer_header
+from node.storage.publish import publish_checkpoint
 from node.tasks.base import flatten
 from node.tasks.gpt import Gpt
 from protocols.base import Member

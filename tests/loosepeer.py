@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from node.noloco import NoLoCo
-from node.outer import OuterSGD
-from node.report import RoundReport
-from node.rounds.course import LocalHistory
-from node.rounds.loose import IndependentOuterLoop
+from node.outer.independent_loop import IndependentOuterLoop
+from node.outer.noloco import NoLoCo
+from node.outer.round_history import LocalHistory
+from node.outer.sgd import OuterSGD
+from node.reporting.report import RoundReport
 from node.training.trainer import InlineTrainer
 from protocols.base import (
     AveragingResult,

@@ -21,7 +21,7 @@ from typing import Any, Self, TypeVar
 
 import psutil
 
-from node.view.control import ControlUnavailable, ask
+from node.ui.control import ControlUnavailable, ask
 from tests.checkers import DECIDED, Report, Violation, check
 from tests.history import History, one_mean
 

@@ -13,21 +13,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from node.members.greeter import LocalPeer
-from node.members.membership import Membership
-from node.metrics import LoopLag
-from node.outer import OuterSGD
-from node.report import RoundReport
-from node.rounds.course import LocalHistory, RoundHistory
-from node.rounds.life import run_independent_rounds, run_replicated_rounds
-from node.rounds.loose import IndependentOuterLoop
-from node.rounds.round import ReplicatedOuterLoop
-from node.stay import OuterLoopStack, PeerSession, PeerSessionDeps, SessionLimits
+from node.membership.handshake import LocalPeer
+from node.membership.membership import Membership
+from node.outer.independent_loop import IndependentOuterLoop
+from node.outer.replicated_loop import ReplicatedOuterLoop
+from node.outer.round_history import LocalHistory, RoundHistory
+from node.outer.round_loops import run_independent_rounds, run_replicated_rounds
+from node.outer.sgd import OuterSGD
+from node.reporting.report import RoundReport
+from node.runtime.metrics import LoopLag
+from node.session.peer_session import OuterLoopStack, PeerSession, PeerSessionDeps, SessionLimits
 from node.storage.journal import Journal
 from node.storage.statedir import StateDir
 from node.tasks.paced import Paced
 from node.training.trainer import InlineTrainer
-from node.view.portrait import StatusTracker
+from node.ui.status_tracker import StatusTracker
 from protocols import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
 from protocols.base import Deadline, Host, Member, PeerId, RoundKey, Settings
 from protocols.history.chain import Chain

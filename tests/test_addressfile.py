@@ -9,8 +9,9 @@ from typing import cast
 
 import pytest
 
-from node.entering.acquaintances import hinted
-from node.entering.addressfile import (
+from node.config.peer_config import load_peer
+from node.config.toml import ConfigError
+from node.joining.addresses_file import (
     AGAIN_SECONDS,
     LOOK_SECONDS,
     MAX_ADDRESSES,
@@ -21,9 +22,8 @@ from node.entering.addressfile import (
     read_addresses,
     require_usable,
 )
-from node.members.membership import Membership
-from node.settings.config import ConfigError
-from node.settings.peerconfig import load_peer
+from node.joining.known_peers import hinted
+from node.membership.membership import Membership
 from protocols.base import Member
 from tests.sim import loop as simloop
 from tests.sim.host import SimCompute

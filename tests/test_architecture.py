@@ -17,30 +17,30 @@ SOURCES = {
     for path in (HOUSE / room).rglob("*.py")
 }
 ROOMS = {"node", "protocols", "tests", "benchmarks"}
-PEER = {"node/peer.py"}
+PEER = {"node/session/peer.py"}
 ONLY_IN: dict[str, set[str]] = {
-    "time": {"node/clock.py", "node/training/worker.py"},
-    "socket": {"node/training/process.py", "node/trace.py", "node/training/worker.py"},
-    "threading": {"node/compute.py"},
-    "concurrent": {"node/compute.py"},
-    "subprocess": {"node/child.py", "node/network/libp2p.py"},
-    "asyncio.subprocess": {"node/child.py", "node/network/libp2p.py"},
+    "time": {"node/runtime/clock.py", "node/training/worker.py"},
+    "socket": {"node/training/process.py", "node/session/failpoints.py", "node/training/worker.py"},
+    "threading": {"node/runtime/compute.py"},
+    "concurrent": {"node/runtime/compute.py"},
+    "subprocess": {"node/runtime/child_process.py", "node/network/libp2p.py"},
+    "asyncio.subprocess": {"node/runtime/child_process.py", "node/network/libp2p.py"},
     "multiprocessing": set(),
     "pickle": set(),
-    "hivemind": {"node/network/link.py", "node/network/kademlia.py"},
+    "hivemind": {"node/network/daemon_connection.py", "node/network/kademlia.py"},
     "protocols.REPLICATED_PROTOCOLS": PEER
-    | {"node/assembly.py", "node/cli.py"},  # the root's workshop; who knows their names
-    "protocols.INDEPENDENT_PROTOCOLS": PEER | {"node/assembly.py", "node/cli.py"},
-    "psutil": {"node/metrics.py"},
-    "signal": {"node/departure.py", "node/child.py"},  # the way out; ending a child
+    | {"node/session/outer_loop_factory.py", "node/cli/app.py"},  # the root's workshop; who knows their names
+    "protocols.INDEPENDENT_PROTOCOLS": PEER | {"node/session/outer_loop_factory.py", "node/cli/app.py"},
+    "psutil": {"node/runtime/metrics.py"},
+    "signal": {"node/session/shutdown.py", "node/runtime/child_process.py"},  # the way out; ending a child
     "protocols.butterfly.averager": PEER | {"protocols/__init__.py"},
     "node.network.libp2p": PEER,
     "node.network.dht": PEER,
-    "node.compute": PEER,
-    "node.clock": PEER,
+    "node.runtime.compute": PEER,
+    "node.runtime.clock": PEER,
 }
 # The stream handler's boundary; the root; code of users, who may raise anything.
-BROAD_EXCEPT = {"node/network/serving.py", "node/network/libp2p.py", "node/peer.py", "node/tasks/own.py"}
+BROAD_EXCEPT = {"node/network/serving.py", "node/network/libp2p.py", "node/session/peer.py", "node/tasks/user_task.py"}
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -109,18 +109,18 @@ def test_the_house_keeps_its_rules() -> None:
         ("protocols/pairwise/gossip.py", "def late():\n    from numpy import array"),
         ("protocols/pairwise/gossip.py", "import time"),
         ("protocols/pairwise/gossip.py", "from tests.sim import loop"),
-        ("node/rounds/round.py", "from node.network import libp2p"),
-        ("node/rounds/round.py", "from protocols import REPLICATED_PROTOCOLS"),
-        ("node/rounds/round.py", "from protocols.butterfly.averager import Butterfly"),
-        ("node/rounds/round.py", "from time import monotonic as now"),
-        ("node/rounds/round.py", "import concurrent.futures"),
-        ("node/rounds/round.py", "from asyncio import subprocess"),
-        ("node/peer.py", "import hivemind.p2p"),
-        ("node/peer.py", "from . import libp2p"),
-        ("node/peer.py", "from random import shuffle"),
-        ("node/peer.py", "import random\nrandom.seed(1)"),
-        ("node/rounds/round.py", "try:\n    pass\nexcept (OSError, Exception):\n    pass"),
-        ("node/rounds/round.py", "try:\n    pass\nexcept:\n    raise ValueError from None"),
+        ("node/outer/replicated_loop.py", "from node.network import libp2p"),
+        ("node/outer/replicated_loop.py", "from protocols import REPLICATED_PROTOCOLS"),
+        ("node/outer/replicated_loop.py", "from protocols.butterfly.averager import Butterfly"),
+        ("node/outer/replicated_loop.py", "from time import monotonic as now"),
+        ("node/outer/replicated_loop.py", "import concurrent.futures"),
+        ("node/outer/replicated_loop.py", "from asyncio import subprocess"),
+        ("node/session/peer.py", "import hivemind.p2p"),
+        ("node/session/peer.py", "from . import libp2p"),
+        ("node/session/peer.py", "from random import shuffle"),
+        ("node/session/peer.py", "import random\nrandom.seed(1)"),
+        ("node/outer/replicated_loop.py", "try:\n    pass\nexcept (OSError, Exception):\n    pass"),
+        ("node/outer/replicated_loop.py", "try:\n    pass\nexcept:\n    raise ValueError from None"),
     ],
 )
 def test_a_planted_violation_is_caught(file: str, source: str) -> None:
@@ -130,10 +130,13 @@ def test_a_planted_violation_is_caught(file: str, source: str) -> None:
 @pytest.mark.parametrize(
     "file, source",
     [
-        ("node/clock.py", "import time"),
-        ("node/peer.py", "from node.network.libp2p import LibP2P\nfrom protocols import REPLICATED_PROTOCOLS"),
-        ("node/rounds/round.py", "import random\ndef pick(rng: random.Random): ...\nfrom protocols import vectors"),
-        ("node/rounds/round.py", "try:\n    pass\nexcept BaseException:\n    undo()\n    raise"),
+        ("node/runtime/clock.py", "import time"),
+        ("node/session/peer.py", "from node.network.libp2p import LibP2P\nfrom protocols import REPLICATED_PROTOCOLS"),
+        (
+            "node/outer/replicated_loop.py",
+            "import random\ndef pick(rng: random.Random): ...\nfrom protocols import vectors",
+        ),
+        ("node/outer/replicated_loop.py", "try:\n    pass\nexcept BaseException:\n    undo()\n    raise"),
     ],
 )
 def test_what_is_allowed_passes(file: str, source: str) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from node.storage import archive as archives
-from node.storage.archive import CertificateLog, spool
+from node.storage import certificate_log as archives
+from node.storage.certificate_log import CertificateLog, spool
 from protocols.base import Member
 from protocols.history.chain import Chain
 from tests.rounds import ROOT, RUN, encoded, line

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from node.bounded import MAX_COUNTED, count, renew
+from node.runtime.bounded import MAX_COUNTED, count, renew
 
 
 def test_the_newest_entries_are_kept_and_what_is_set_again_is_new() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from node.report import RoundReport
+from node.reporting.report import RoundReport
 from tests import checkers
 from tests.checkers import Report, Violation
 from tests.sim.world import Scenario, play

@@ -19,8 +19,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from node.outer import OuterSGD
-from node.storage import keeper as keepers
+from node.outer.sgd import OuterSGD
+from node.storage import checkpoint_manager as keepers
 from node.storage import tensors
 from node.storage.checkpoint import (
     INNER,
@@ -33,7 +33,7 @@ from node.storage.checkpoint import (
     newest,
     whole,
 )
-from node.storage.keeper import CheckpointManager
+from node.storage.checkpoint_manager import CheckpointManager
 from node.storage.state import OuterState
 from node.training.process import WorkerError
 from protocols.base import Layout, RoundKey

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from node.child import ChildProcess
+from node.runtime.child_process import ChildProcess
 
 
 async def test_who_strikes_does_not_take_the_exit_code_away() -> None:

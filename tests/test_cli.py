@@ -19,9 +19,9 @@ from types import ModuleType
 
 import pytest
 
-from node.cli import main
-from node.identity import IdentityError
+from node.cli.app import main
 from node.network.daemon import DaemonError
+from node.runtime.identity import IdentityError
 from tests.fake_peer import ADDRESS
 
 pytestmark = pytest.mark.real
@@ -123,7 +123,7 @@ def test_help_goes_to_stdout(arguments: list[str]) -> None:
 
 
 def test_help_and_status_do_not_load_torch(running: Straw) -> None:
-    code = "import sys; from node.cli import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
+    code = "import sys; from node.cli.app import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
     for arguments in (["join", "--help"], ["status"], ["status", "--json"]):
         command = [sys.executable, "-c", code, *arguments]
         done = subprocess.run(command, cwd=HOUSE, capture_output=True, text=True, timeout=30)
@@ -436,9 +436,9 @@ def asked(monkeypatch: pytest.MonkeyPatch, answer: object) -> None:
             raise answer
         return answer
 
-    straw = ModuleType("node.peer")
+    straw = ModuleType("node.session.peer")
     vars(straw).update(remote_status=remote_status, FatalPeerError=RuntimeError)
-    monkeypatch.setitem(sys.modules, "node.peer", straw)
+    monkeypatch.setitem(sys.modules, "node.session.peer", straw)
 
 
 @pytest.mark.parametrize("failure", [DaemonError("no p2pd"), IdentityError("no key"), OSError("no room")])

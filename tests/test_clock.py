@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from node.clock import VARIABLE, WallClock
+from node.runtime.clock import VARIABLE, WallClock
 
 
 def test_it_is_the_machines(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 import torch
 
-from node.compute import ThreadCompute
+from node.runtime.compute import ThreadCompute
 
 LONG_SECONDS = 20.0
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.settings.config import MAX_BYTES, ConfigError
-from node.settings.peerconfig import KEYS, PeerConfig, load_peer, variables
-from node.settings.runconfig import MAX_ELEMENTS, GptTable, RunConfig, load_run
+from node.config.peer_config import KEYS, PeerConfig, load_peer, variables
+from node.config.run_config import MAX_ELEMENTS, GptTable, RunConfig, load_run
+from node.config.toml import MAX_BYTES, ConfigError
 from node.tasks.base import Recipe, flatten
 from node.tasks.gpt import PRESETS, Gpt
 from node.tasks.paced import Paced

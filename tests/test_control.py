@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from node.status import Status, parse
-from node.view import control
-from node.view.control import ControlServer, ControlUnavailable, ask, claimed, running
+from node.reporting.status import Status, parse
+from node.ui import control
+from node.ui.control import ControlServer, ControlUnavailable, ask, claimed, running
 
 STATUS = Status(
     "training", "", (), 3, 16, "ab", "default", "cd", "12D3KooWx", "ada", (), (), 5, 1.5, math.nan, 2.0, 7, 8, 9, 0.01,
@@ -141,7 +141,7 @@ async def test_a_damaged_file_is_no_peer(tmp_path: Path, content: str) -> None:
 _KILLED = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from node.view.control import ControlServer
+from node.ui.control import ControlServer
 async def main():
     async with ControlServer(Path(sys.argv[1]), None, None):
         os.kill(os.getpid(), signal.SIGKILL)

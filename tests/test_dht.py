@@ -26,13 +26,21 @@ from hivemind.utils import MSGPackSerializer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node import identity
-from node.clock import WallClock
-from node.identity import Identity
 from node.network.dht import DhtDirectory
-from node.network.hints import MAX_HINTS_PER_KEY, DirectoryRecord, RecordStore, check, loads, name_of, unpack
+from node.network.directory_records import (
+    MAX_HINTS_PER_KEY,
+    DirectoryRecord,
+    RecordStore,
+    check,
+    loads,
+    name_of,
+    unpack,
+)
 from node.network.kademlia import StarlingDHT, place
 from node.network.libp2p import LibP2PConfig, LibP2PTransport
+from node.runtime import identity
+from node.runtime.clock import WallClock
+from node.runtime.identity import Identity
 from protocols.base import BadPayload
 from tests.conformance.worlds import freeze, running_daemons
 
@@ -351,7 +359,7 @@ from hivemind.p2p import P2PContext, P2PHandlerError
 from hivemind.proto import dht_pb2
 from hivemind.dht.routing import DHTID
 from node import identity
-from node.clock import WallClock
+from node.runtime.clock import WallClock
 from node.network.dht import DhtDirectory
 from node.network.libp2p import LibP2PConfig, LibP2PTransport
 

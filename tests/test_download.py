@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from node.report import RoundReport
+from node.reporting.report import RoundReport
 from protocols import wire
 from protocols.base import Buffer, Header
 from protocols.framing import FramedStream

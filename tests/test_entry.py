@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from node.entering.addressfile import AddressLine
-from node.entering.entry import (
+from node.config.manifest import ManifestError
+from node.joining.addresses_file import AddressLine
+from node.joining.bootstrap import (
     ASK_SECONDS,
     ATTEMPT_SECONDS,
     PAUSE_SECONDS,
@@ -26,8 +27,7 @@ from node.entering.entry import (
     ask_status,
     reach,
 )
-from node.members.hello import ENTRY, MAX_RUN_BYTES, MAX_STATUS_BYTES, RunReply, StatusReply, WantRun, WantStatus
-from node.settings.manifest import ManifestError
+from node.membership.hello import ENTRY, MAX_RUN_BYTES, MAX_STATUS_BYTES, RunReply, StatusReply, WantRun, WantStatus
 from protocols import wire
 from protocols.base import BadPayload, Deadline, Header, PeerError, PeerGone, PeerId, PeerSilent, Stream
 from tests.sim import loop as simloop

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from node.models.export import ExportError, export
-from node.models.trained import load_trained
-from node.settings.runconfig import load_run
+from node.config.run_config import load_run
+from node.export.hugging_face import ExportError, export
+from node.export.trained_model import load_trained
 from tests.kept import keep, kept_gpt
 
 

@@ -71,7 +71,9 @@ def healthy() -> Play:
             Event(BEGAN + 30, "asked to finish", PEERS, "end"),
         ),
         histories={name: [report(name, number) for number in range(30)] for name in PEERS},
-        logs={name: '{"event": "round 3 decided", "level": "warning", "logger": "node.peer"}\n' for name in PEERS},
+        logs={
+            name: '{"event": "round 3 decided", "level": "warning", "logger": "node.session.peer"}\n' for name in PEERS
+        },
         lives={name: (Life(BEGAN - 9, BEGAN + 31, 0, 0),) for name in PEERS},
         left={name: () for name in PEERS},
     )

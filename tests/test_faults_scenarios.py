@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from node.trace import POINTS
+from node.session.failpoints import POINTS
 from tests.faults.__main__ import main
 from tests.faults.nemesis import HANDS, Nemesis
 from tests.faults.network import why_not

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from node.outer import OuterSGD
-from node.rounds.round import ReplicatedOuterLoop
+from node.outer.replicated_loop import ReplicatedOuterLoop
+from node.outer.sgd import OuterSGD
 from node.storage.checkpoint import FEEDBACK, newest
-from node.storage.feedback import ErrorFeedback, feedback
-from node.storage.keeper import CheckpointManager
+from node.storage.checkpoint_manager import CheckpointManager
+from node.storage.error_feedback import ErrorFeedback, feedback
 from node.training.trainer import InlineTrainer, Step
 from protocols.base import AveragingResult, Contribution, Layout, LocalProgress, Outcome, Vector
 from protocols.codec import codec

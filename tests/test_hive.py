@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from node.network.hive import enter
+from node.network.hivemind_import import enter
 
 PACKAGE = "straw_package"
 

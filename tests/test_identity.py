@@ -11,8 +11,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node import identity
-from node.identity import IdentityError
+from node.runtime import identity
+from node.runtime.identity import IdentityError
 
 # From libp2p's specification of peer ids: an Ed25519 private key in protobuf form. The id is go-libp2p's.
 SPEC_PRIVATE = bytes.fromhex(

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from node.report import RoundReport, tokens_counted
-from node.status import to_json
+from node.reporting.report import RoundReport, tokens_counted
+from node.reporting.status import to_json
 from node.storage.journal import AT_ONCE, Journal
-from node.storage.turning import KEEP_FILES
+from node.storage.rotation import KEEP_FILES
 
 REPORT = RoundReport(
     "r", "p", 1, 0, "a", "b", "anchor0", "committed", ("p", "q"), {"q": ("a", 1, 2)}, {"q": "late"}, True, 0.5, 100,
@@ -131,7 +131,7 @@ def test_the_history_does_not_grow_for_ever(tmp_path: Path, monkeypatch: pytest.
     path = tmp_path / "rounds.jsonl"
     journal = Journal(path)
     journal.write(replace(REPORT, round=0))
-    monkeypatch.setattr("node.storage.turning.FILE_BYTES", 3 * path.stat().st_size + 10)
+    monkeypatch.setattr("node.storage.rotation.FILE_BYTES", 3 * path.stat().st_size + 10)
     for number in range(1, 30):
         journal.write(replace(REPORT, round=number))
     names = [*(f"rounds.{number}.jsonl" for number in range(KEEP_FILES, 0, -1)), "rounds.jsonl"]

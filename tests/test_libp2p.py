@@ -24,14 +24,14 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 import uvloop
 
-from node import identity
-from node.identity import IdentityError
-from node.members.addresses import NAMELESS, is_silent, meaning, missing, shareable
+from node.membership.addresses import NAMELESS, is_silent, meaning, missing, shareable
 from node.network.daemon import DaemonError, arguments, with_ports
+from node.network.daemon_connection import LINK_ERRORS
+from node.network.dns import stands_for
 from node.network.libp2p import LibP2PConfig, LibP2PTransport
-from node.network.link import LINK_ERRORS
-from node.network.names import stands_for
 from node.network.serving import ask
+from node.runtime import identity
+from node.runtime.identity import IdentityError
 from protocols import wire
 from protocols.base import PeerGone, PeerId, PeerSilent, Stream, Transport
 from tests.conformance.other_process import echo

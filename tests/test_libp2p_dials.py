@@ -9,9 +9,9 @@ from typing import Any, cast
 
 import pytest
 
-from node import identity
+from node.network.daemon_connection import LINK_ERRORS
 from node.network.libp2p import LibP2PConfig, LibP2PTransport
-from node.network.link import LINK_ERRORS
+from node.runtime import identity
 from protocols.base import PeerGone
 
 

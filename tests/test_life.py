@@ -7,8 +7,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from node.report import RoundReport
-from node.rounds.life import MAX_PASSES, PAUSE_SECONDS, run_replicated_rounds
+from node.outer.round_loops import MAX_PASSES, PAUSE_SECONDS, run_replicated_rounds
+from node.reporting.report import RoundReport
 from protocols.base import Member
 from tests.sim import loop as simloop
 from tests.sim.host import SimClock

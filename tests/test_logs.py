@@ -13,8 +13,8 @@ from collections.abc import Iterator
 import pytest
 import structlog
 
-from node.view import logs
-from node.view.logs import OUTLET_BYTES, NonBlockingWriter
+from node.ui import logs
+from node.ui.logs import OUTLET_BYTES, NonBlockingWriter
 
 
 @pytest.fixture(autouse=True)

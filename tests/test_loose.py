@@ -10,9 +10,9 @@ from typing import cast
 import pytest
 import torch
 
-from node.report import RoundReport
-from node.rounds import labour
-from node.rounds.sketch import Sketch, sketch
+from node.outer import outer_loop as labour
+from node.outer.sketch import Sketch, sketch
+from node.reporting.report import RoundReport
 from protocols.base import Contribution, Deadline, PeerId, Vector
 from protocols.control_channel import RoundAccounting
 from protocols.sync.independent_sync import IndependentStateSync, Order

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node import identity
-from node.entering.consent import require_consent
-from node.settings.config import MAX_BYTES
-from node.settings.manifest import FORMAT, Manifest, ManifestError, layout_digest, seal, unseal
-from node.settings.runconfig import GptTable, PacedTable, RunConfig, load_run
+from node.config.manifest import FORMAT, Manifest, ManifestError, layout_digest, seal, unseal
+from node.config.run_config import GptTable, PacedTable, RunConfig, load_run
+from node.config.toml import MAX_BYTES
+from node.joining.consent import require_consent
+from node.runtime import identity
 from node.tasks.base import Recipe
 from protocols.base import Layout, Member
 from tests.sim.host import SimSigner

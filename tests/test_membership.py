@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from node.members.contact import MAX_FAILURES, PeerRecord
-from node.members.contacts import MAX_CONTACTS, MAX_TOLD_OF
-from node.members.greeter import IDLE_SECONDS, LocalPeer
-from node.members.hello import (
+from node.membership.failure_detector import CEILING_SECONDS, FLOOR_SECONDS, FailureDetector
+from node.membership.handshake import IDLE_SECONDS, LocalPeer
+from node.membership.hello import (
     HELLO,
     MAX_INTRODUCED,
     VERSION,
@@ -25,8 +24,9 @@ from node.members.hello import (
     Welcome,
     signed_part,
 )
-from node.members.membership import Membership
-from node.members.suspicion import CEILING_SECONDS, FLOOR_SECONDS, FailureDetector
+from node.membership.membership import Membership
+from node.membership.peer_record import MAX_FAILURES, PeerRecord
+from node.membership.peer_table import MAX_CONTACTS, MAX_TOLD_OF
 from protocols import wire
 from protocols.base import Deadline, Header, Member, PeerError, PeerGone, PeerId, Stream, Transport
 from tests.sim import loop as simloop

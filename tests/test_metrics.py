@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 import uvloop
 
-from node.metrics import LoopLag, open_files, rss_bytes, tasks, vitals
+from node.runtime.metrics import LoopLag, open_files, rss_bytes, tasks, vitals
 from tests.sim.loop import run as virtual
 
 LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from node.cli import main
+from node.cli.app import main
 from tests.kept import kept_gpt
 
 
@@ -59,7 +59,7 @@ def test_a_full_disk_leaves_no_half_of_a_run_file(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("node.settings.runfile.run_file", full)
+        patch.setattr("node.config.run_file.run_file", full)
         assert "run.toml cannot be written (No space left on device)" in starling.refused("init")
     assert starling("init")[0] == 0 and (tmp_path / "run.toml").stat().st_size > 1000
 

@@ -14,8 +14,8 @@ import numpy
 import pytest
 import torch
 
-from node import outer as outers
-from node.outer import OuterSGD, pseudo_gradient
+from node.outer import sgd as outers
+from node.outer.sgd import OuterSGD, pseudo_gradient
 from protocols.base import Vector
 from tests.golden import outer as golden
 
@@ -91,7 +91,7 @@ def test_the_golden_bits(threads: int, restored: None) -> None:
 
 def test_the_golden_bits_do_not_depend_on_the_processor() -> None:
     """torch is told to use no vector instructions at all; the self-test agrees."""
-    program = "from tests.golden import outer; from node.outer import self_test; import json; self_test(); "
+    program = "from tests.golden import outer; from node.outer.sgd import self_test; import json; self_test(); "
     run = subprocess.run(
         [sys.executable, "-c", program + "print(json.dumps(outer.trajectories()))"],
         cwd=Path(__file__).parents[1],

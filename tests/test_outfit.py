@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from node import outfit
-from node.outfit import stream_seed, worker_spec
-from node.settings.config import ConfigError
-from node.settings.peerconfig import PeerConfig, load_peer
-from node.settings.runconfig import RunConfig, load_run
+from node.config import derived as outfit
+from node.config.derived import stream_seed, worker_spec
+from node.config.peer_config import PeerConfig, load_peer
+from node.config.run_config import RunConfig, load_run
+from node.config.toml import ConfigError
 from node.tasks.spec import GptValues, PacedValues, WorkerSpec
 from protocols import REPLICATED_PROTOCOLS
 from protocols.base import Member

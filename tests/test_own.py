@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from node.tasks import own
+from node.tasks import user_task as own
 from node.tasks.base import Recipe, TaskContext
-from node.tasks.own import OwnTask, TaskError, make
 from node.tasks.spec import OwnValues, WorkerSpec, build
+from node.tasks.user_task import OwnTask, TaskError, make
 
 HOUSE = Path(__file__).parents[1]
 RECIPE = Recipe(10, 4, learning_rate=3e-3, outer_learning_rate=0.9, outer_momentum=0.5, warmup_steps=4)

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from node.members.contact import PeerRecord
-from node.members.hello import VERSION, Hello
-from node.report import RoundReport
-from node.rounds.course import LocalHistory
-from node.status import Status, SyncStatus, parse, to_json
+from node.membership.hello import VERSION, Hello
+from node.membership.peer_record import PeerRecord
+from node.outer.round_history import LocalHistory
+from node.reporting.report import RoundReport
+from node.reporting.status import Status, SyncStatus, parse, to_json
 from node.storage.journal import Journal
-from node.view.portrait import StatusTracker
+from node.ui.status_tracker import StatusTracker
 from protocols.base import LocalProgress, Member
 from protocols.consensus.record import Kind
 from protocols.history.chain import Chain

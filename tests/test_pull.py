@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 
-from node.noloco import NoLoCo
-from node.report import RoundReport
+from node.outer.noloco import NoLoCo
+from node.reporting.report import RoundReport
 from protocols.base import Contribution, PeerId, Vector
 from protocols.sync.snapshot import Snapshots
 from tests.loosepeer import FROM_BERT, STEPS, Peer, Script, half, holds

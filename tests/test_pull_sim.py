@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from node.rounds.loose import IndependentOuterLoop
+from node.outer.independent_loop import IndependentOuterLoop
 from protocols.base import PeerId, Vector
 from tests.sim.__main__ import main as simulate
 from tests.sim.loose import LooseWorld, Wander

@@ -12,17 +12,17 @@ from typing import Any, cast
 import pytest
 import torch
 
-from node.entering import resume
-from node.entering.choice import RunSelector
-from node.entering.entry import BootstrapClient, RunInfo
-from node.outfit import stream_seed
-from node.rounds.round import ReplicatedOuterLoop
-from node.settings.manifest import Manifest, ManifestError, layout_digest, seal
-from node.settings.peerconfig import PeerConfig
-from node.settings.runconfig import RunConfig, load_run
-from node.storage.archive import CertificateLog
+from node.config.derived import stream_seed
+from node.config.manifest import Manifest, ManifestError, layout_digest, seal
+from node.config.peer_config import PeerConfig
+from node.config.run_config import RunConfig, load_run
+from node.joining import resume
+from node.joining.bootstrap import BootstrapClient, RunInfo
+from node.joining.run_selector import RunSelector
+from node.outer.replicated_loop import ReplicatedOuterLoop
+from node.storage.certificate_log import CertificateLog
 from node.storage.checkpoint import Checkpoint, DataCursor, whole
-from node.storage.keeper import CheckpointManager
+from node.storage.checkpoint_manager import CheckpointManager
 from node.storage.statedir import StateDir, StateError
 from node.training.remote import RemoteTrainer, WorkerError
 from protocols import REPLICATED_PROTOCOLS

@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from node.outer import OuterSGD
-from node.report import Totals, TrainingDelta
-from node.rounds.labour import FIRST_ROUND_LIMIT_SECONDS
-from node.rounds.round import ReplicatedOuterLoop, RoundReport
-from node.status import to_json
+from node.outer.outer_loop import FIRST_ROUND_LIMIT_SECONDS
+from node.outer.replicated_loop import ReplicatedOuterLoop, RoundReport
+from node.outer.sgd import OuterSGD
+from node.reporting.report import Totals, TrainingDelta
+from node.reporting.status import to_json
 from node.training.trainer import InlineTrainer
 from protocols.base import (
     AveragingResult,

@@ -7,9 +7,9 @@ import tomllib
 from dataclasses import fields, replace
 from pathlib import Path
 
-from node.settings.peerconfig import FILE_KEYS, PeerConfig, load_peer
-from node.settings.runconfig import GptTable, PacedTable, RunConfig, load_run
-from node.settings.runfile import meanings, run_file
+from node.config.peer_config import FILE_KEYS, PeerConfig, load_peer
+from node.config.run_config import GptTable, PacedTable, RunConfig, load_run
+from node.config.run_file import meanings, run_file
 from node.tasks.base import Recipe
 
 PROTOCOLS = ("butterfly",)

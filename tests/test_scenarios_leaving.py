@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from node.rounds.labour import FIRST_STEP_SECONDS
+from node.outer.outer_loop import FIRST_STEP_SECONDS
 from protocols.base import PeerId
 from protocols.butterfly.round_call import LEAVER_SECONDS
 from protocols.consensus.record import Kind

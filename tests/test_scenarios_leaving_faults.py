@@ -22,7 +22,7 @@ from tests.test_butterfly import vectors
 STEP_SECONDS = 0.5
 MIDDLE_SECONDS = 2.2
 FINISH_SECONDS = 7.0
-"""After which a peer gives up leaving in good order (`node.stay`)."""
+"""After which a peer gives up leaving in good order (`node.session.peer_session`)."""
 
 
 def others(stage: Parting, peer: PeerId) -> list[PeerId]:

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from node.rounds.round import ReplicatedOuterLoop
+from node.outer.replicated_loop import ReplicatedOuterLoop
 from protocols.allreduce.reducer import Reducer
 from tests.sim import scheduling
 from tests.sim.__main__ import main

@@ -10,8 +10,8 @@ import struct
 import pytest
 import torch
 
-from node.rounds import sketch as sketches
-from node.rounds.sketch import NUMBERS, sketch, spread
+from node.outer import sketch as sketches
+from node.outer.sketch import NUMBERS, sketch, spread
 from protocols.base import Vector
 
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from node.storage.disk import FileBuffer, outer_buffer
+from node.storage.file_buffer import FileBuffer, outer_buffer
 from protocols.base import CHUNK_BYTES, BadPayload, Vector
 from protocols.history.chain import Chain, state_root
 from protocols.sync.requests import SnapshotRef

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from node.locks import hold
 from node.network import sockets
 from node.network.daemon import DaemonError
 from node.network.sockets import socket_directory
+from node.runtime.locks import hold
 
 KILLED = """
 import os, signal, socket, sys

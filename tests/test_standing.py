@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from node.outer import OuterSGD
-from node.report import RoundReport
-from node.rounds.course import LocalHistory
-from node.rounds.life import run_independent_rounds
-from node.rounds.loose import ASTRAY_FACTOR, IndependentOuterLoop
-from node.rounds.sketch import Sketch, furthest, sketch
+from node.outer.independent_loop import ASTRAY_FACTOR, IndependentOuterLoop
+from node.outer.round_history import LocalHistory
+from node.outer.round_loops import run_independent_rounds
+from node.outer.sgd import OuterSGD
+from node.outer.sketch import Sketch, furthest, sketch
+from node.reporting.report import RoundReport
 from node.tasks.paced import Paced
 from node.training.trainer import InlineTrainer
 from protocols.base import AveragingResult, LocalProgress, Member, Outcome, PeerId, RoundKey, Settings, Vector

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from node.identity import IdentityError
-from node.members.hello import MAX_ADDRESS_CHARACTERS, MAX_ADDRESSES
+from node.membership.hello import MAX_ADDRESS_CHARACTERS, MAX_ADDRESSES
+from node.runtime.identity import IdentityError
 from node.storage import statedir
 from node.storage.statedir import MAX_CACHED_PEERS, MAX_INCARNATION, StateDir, StateError, holds_run, write_atomically
 

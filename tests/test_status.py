@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from node.scope import Scope, scope
-from node.status import (
+from node.network.address_scope import Scope, scope
+from node.reporting.status import (
     MAX_LISTED,
     MAX_NUMBER,
     MAX_WORD,
@@ -30,7 +30,7 @@ from node.status import (
     to_json,
     who_joins,
 )
-from node.view.terminal import render
+from node.ui.terminal import render
 
 PEER = "12D3KooWGRUfuFwTaVcXCnUbTbVLYYEkYgjDM3Bd7q4RuRyTQhaP"
 STATUS = Status(

@@ -13,9 +13,17 @@ from typing import Any
 
 import pytest
 
-from node.stay import FAREWELLS, FINISH_SECONDS, LINGER_SECONDS, LOOK_ON_SECONDS, SCOPE, PeerSession, SessionLimits
+from node.session.peer_session import (
+    FAREWELLS,
+    FINISH_SECONDS,
+    LINGER_SECONDS,
+    LOOK_ON_SECONDS,
+    SCOPE,
+    PeerSession,
+    SessionLimits,
+)
 from node.training.process import WorkerError
-from node.view.portrait import StatusTracker
+from node.ui.status_tracker import StatusTracker
 from protocols.allreduce.parts import ReducedPart
 from protocols.base import Member
 from tests.sim import loop as simloop

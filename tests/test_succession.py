@@ -14,7 +14,7 @@ import pytest
 from node.tasks.spec import WorkerSpec
 from node.training.cgroup import ControlGroup, memory_group
 from node.training.process import WorkerError, WorkerProcess
-from node.training.succession import DEATHS, DEATHS_AN_HOUR, WorkerSupervisor
+from node.training.worker_supervisor import DEATHS, DEATHS_AN_HOUR, WorkerSupervisor
 from tests.sim import loop as simloop
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from node.report import RoundReport, Totals
-from node.status import to_json
+from node.cli.swarm_command import Participant
+from node.reporting.report import RoundReport, Totals
+from node.reporting.status import to_json
 from node.storage.journal import Journal
-from node.swarm import Participant
-from node.view.swarmview import picture, plain_line, sample, summary
-from node.view.tally import KEEP_ROUNDS, SwarmRound, SwarmSummary
+from node.ui.swarm_summary import KEEP_ROUNDS, SwarmRound, SwarmSummary
+from node.ui.swarm_view import picture, plain_line, sample, summary
 
 NAMES = ("peer-1", "peer-2", "peer-3")
 
@@ -230,7 +230,7 @@ def test_reports_are_read_on_when_their_file_is_put_aside(tmp_path: Path, monkey
     peer = Participant("peer-1", tmp_path)
     peer.directory.mkdir()
     journal = Journal(peer.directory / "rounds.jsonl")
-    monkeypatch.setattr("node.storage.turning.FILE_BYTES", 5000)
+    monkeypatch.setattr("node.storage.rotation.FILE_BYTES", 5000)
     seen: list[int] = []
     for number in range(40):
         journal.write(report("peer-1", number))

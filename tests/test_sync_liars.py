@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from node.report import RoundReport
+from node.reporting.report import RoundReport
 from node.storage.state import OuterState
 from protocols import wire
 from protocols.allreduce.parts import ReducedPart

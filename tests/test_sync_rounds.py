@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from node.outer import OuterSGD
-from node.report import RoundReport
-from node.rounds.round import ReplicatedOuterLoop
+from node.outer.replicated_loop import ReplicatedOuterLoop
+from node.outer.sgd import OuterSGD
+from node.reporting.report import RoundReport
 from node.tasks.paced import Paced
 from node.training.trainer import InlineTrainer
 from protocols.aio import run_with_helper

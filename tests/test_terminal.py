@@ -14,10 +14,10 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from node.report import RoundReport
-from node.status import PeerStatus, Status, SyncStatus
-from node.view import screen
-from node.view.terminal import MAX_REPORTS, Terminal, count, duration, plain_line, render, size, sparkline, syncing_line
+from node.reporting.report import RoundReport
+from node.reporting.status import PeerStatus, Status, SyncStatus
+from node.ui import screen
+from node.ui.terminal import MAX_REPORTS, Terminal, count, duration, plain_line, render, size, sparkline, syncing_line
 from tests.test_status import PEER, STATUS
 
 BUSY = replace(

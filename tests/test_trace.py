@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 
+from node.session.failpoints import POINTS, VARIABLE, FailpointClient, FailpointTransport, with_failpoints
 from node.storage.journal import Journal
-from node.trace import POINTS, VARIABLE, FailpointClient, FailpointTransport, with_failpoints
 from protocols.base import LocalProgress, Member, PeerSilent, RoundKey
 from protocols.consensus.messages import RecordRequest
 from protocols.sync.requests import SYNC

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from node.models import trained as room
-from node.models.trained import TrainedError, load_trained
-from node.settings.runconfig import load_run
+from node.config.run_config import load_run
+from node.export import trained_model as room
+from node.export.trained_model import TrainedError, load_trained
 from node.storage.checkpoint import Checkpoint, CheckpointError, newest
 from tests.kept import keep, kept_gpt, small_gpt
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from node.storage import turning
-from node.storage.turning import KEEP_FILES, rotate, rotated_path
+from node.storage import rotation as turning
+from node.storage.rotation import KEEP_FILES, rotate, rotated_path
 
 
 def test_a_full_file_makes_room_and_the_oldest_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

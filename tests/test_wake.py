@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from node.members.wake import SuspendDetector, TimeJump, skew
+from node.membership.suspend_detector import SuspendDetector, TimeJump, skew
 
 
 def gap(now: float, wall: float) -> TimeJump | None:

@@ -22,11 +22,12 @@ import pytest
 import pytest_asyncio
 import torch
 
-from node.compute import ThreadCompute
+from node.runtime.compute import ThreadCompute
 from node.tasks.base import Recipe
 from node.tasks.gpt import GptConfig
 from node.tasks.spec import GptValues, PacedValues, WorkerSpec, build
-from node.training import process, succession
+from node.training import process
+from node.training import worker_supervisor as succession
 from node.training.remote import RemoteTrainer, WorkerError
 from node.training.trainer import LocalTraining
 from protocols.base import LocalProgress, RoundKey, Trainer
@@ -393,7 +394,7 @@ async def test_ten_deaths_are_noticed_at_once_and_leave_nothing_behind(compute: 
 _PARENT = """
 import asyncio
 import sys
-from node.compute import ThreadCompute
+from node.runtime.compute import ThreadCompute
 from node.training.remote import RemoteTrainer, WorkerSpec
 from protocols.base import RoundKey
 

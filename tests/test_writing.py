@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from node.models.trained import TrainedError, load_trained
-from node.models.writing import harmless, write
-from node.settings.runconfig import load_run
+from node.config.run_config import load_run
+from node.export.generation import harmless, write
+from node.export.trained_model import TrainedError, load_trained
 from node.tasks.gpt import Gpt
 from tests.kept import keep, kept_gpt
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from node.child import ChildProcess
+from node.runtime.child_process import ChildProcess
 
 log = logging.getLogger(__name__)
 

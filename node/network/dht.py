@@ -9,11 +9,11 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, Self, TypeVar
 
-from node.bounded import count, renew
 from node.network.daemon import DaemonError
-from node.network.hints import TTL_SECONDS, DirectoryRecord, RecordStore, check, loads, name_of, unpack
+from node.network.daemon_connection import LINK_ERRORS, DaemonConnection
+from node.network.directory_records import TTL_SECONDS, DirectoryRecord, RecordStore, check, loads, name_of, unpack
 from node.network.kademlia import Key, Node, place, running_node
-from node.network.link import LINK_ERRORS, DaemonConnection
+from node.runtime.bounded import count, renew
 from protocols.base import BadPayload, Clock, Deadline, PeerId, Signer
 
 log = logging.getLogger(__name__)

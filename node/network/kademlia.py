@@ -19,7 +19,7 @@ from contextvars import ContextVar, copy_context
 from itertools import islice
 from typing import Any, TypeAlias, TypeVar
 
-from node.network import hive  # noqa: F401 - before any part of hivemind
+from node.network import hivemind_import as hive  # noqa: F401 - before any part of hivemind
 
 # isort: split
 import hivemind.dht.node
@@ -34,8 +34,8 @@ from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer
 from hivemind.utils.timed_storage import ValueWithExpiration
 
-from node.network.hints import MAX_HINTS_PER_KEY, RecordStore, loads
-from node.network.link import LINK_ERRORS, DaemonConnection
+from node.network.daemon_connection import LINK_ERRORS, DaemonConnection
+from node.network.directory_records import MAX_HINTS_PER_KEY, RecordStore, loads
 from protocols.base import PeerId
 
 _MAX_NODES = 1024

@@ -24,15 +24,15 @@ from typing import Self, TypeVar
 
 from multiaddr import Multiaddr  # type: ignore[import-untyped]
 
-from node.bounded import renew
-from node.identity import Identity
-from node.members.addresses import BACKOFF, CROSSED, has_crossed, is_silent, meaning, missing, not_listening
+from node.membership.addresses import BACKOFF, CROSSED, has_crossed, is_silent, meaning, missing, not_listening
 from node.network.daemon import DaemonError, arguments, with_ports
-from node.network.link import LINK_ERRORS, DaemonConnection
-from node.network.names import stands_for
+from node.network.daemon_connection import LINK_ERRORS, DaemonConnection
+from node.network.dns import stands_for
 from node.network.pipe import SocketPipe
 from node.network.serving import Serving, ask
 from node.network.sockets import socket_directory
+from node.runtime.bounded import renew
+from node.runtime.identity import Identity
 from protocols.base import Deadline, Handler, PeerGone, PeerId, PeerSilent, Stream
 from protocols.framing import opened
 

@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Coroutine
 from typing import Any
 
-from node.bounded import count
 from node.network.pipe import SocketPipe
+from node.runtime.bounded import count
 from protocols.base import BadPayload, Handler, PeerError, PeerId, Stream
 from protocols.framing import accepted
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from node.locks import hold
 from node.network.daemon import DaemonError
+from node.runtime.locks import hold
 
 _PREFIX = "starling-"
 _LOCK = "lock"

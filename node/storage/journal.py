@@ -1,7 +1,7 @@
 """A peer's history on disk: one RoundReport a line in `rounds.jsonl`, and what all of them add up to.
 
-The last lines are kept, some hundred megabytes (`node.storage.turning`); `totals.json` beside them counts those before,
-too, and those of former lives in this directory.
+The last lines are kept, some hundred megabytes (`node.storage.rotation`); `totals.json` beside them counts those
+before, too, and those of former lives in this directory.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from node.report import RoundReport, Totals
-from node.status import to_json
-from node.storage.turning import rotate, rotated_path
+from node.reporting.report import RoundReport, Totals
+from node.reporting.status import to_json
+from node.storage.rotation import rotate, rotated_path
 
 log = logging.getLogger(__name__)
 

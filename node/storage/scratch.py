@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Self
 
 from node.storage import tensors
-from node.storage.disk import allocate
+from node.storage.file_buffer import allocate
 from protocols.base import Buffer, Compute
 
 DIRECTORY = "scratch"

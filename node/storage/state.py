@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from node.noloco import NoLoCo
-from node.outer import OuterSGD
+from node.outer.noloco import NoLoCo
+from node.outer.sgd import OuterSGD
 from protocols.base import Compute, RoundKey, Vector
 from protocols.sync.snapshot import Snapshot, SnapshotIndex, Snapshots
 

@@ -3,7 +3,7 @@
 identity.key    the Ed25519 key                     peers.json     whom it met, and where
 incarnation     how often it was started            rounds.jsonl   one report a line; rounds.1.jsonl … before that
 manifest.bin    the sealed manifest of its run      held-out.bin   the sample that everybody evaluates on
-sample.txt      what the model wrote at the end     certificates.bin   its chain (`node.storage.archive`)
+sample.txt      what the model wrote at the end     certificates.bin   its chain (`node.storage.certificate_log`)
 checkpoints/    its state before some rounds (`node.storage.checkpoint`)
 listen.json     where it listened, and where it was asked to
 over            there if the run is                 scratch/       parts of past rounds, of this life
@@ -20,11 +20,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from node.identity import Identity, load_or_create, sync_directory
-from node.members.addresses import sound
-from node.members.hello import MAX_RUN_BYTES, MAX_SAMPLE_BYTES
+from node.membership.addresses import sound
+from node.membership.hello import MAX_RUN_BYTES, MAX_SAMPLE_BYTES
+from node.runtime.identity import Identity, load_or_create, sync_directory
+from node.storage.rotation import KEEP_FILES
 from node.storage.scratch import DIRECTORY as SCRATCH
-from node.storage.turning import KEEP_FILES
 from protocols.base import PeerId
 
 MAX_CACHED_PEERS = 64

@@ -16,7 +16,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import nn
 
-from node.noloco import most_pull
+from node.outer.noloco import most_pull
 from protocols.base import Layout, Vector
 
 MAX_ELEMENTS = 1 << 31

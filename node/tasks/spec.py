@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from node.tasks import own
+from node.tasks import user_task as own
 from node.tasks.base import OptionValue, Recipe, TaskContext, require
 from node.tasks.gpt import GptConfig, GptTask, Preset
 from node.tasks.paced import Paced
@@ -47,7 +47,7 @@ class PacedValues:
 
 @dataclass(frozen=True, slots=True)
 class OwnValues:
-    """A user's own task, see `node.tasks.own`: its name, and the options of its factory."""
+    """A user's own task, see `node.tasks.user_task`: its name, and the options of its factory."""
 
     name: str
     options: Mapping[str, OptionValue] = field(default_factory=dict)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from node.child import ChildProcess
+from node.runtime.child_process import ChildProcess
 from node.tasks.spec import WorkerSpec
 from node.training.priority import ready_seconds
 from node.training.shared import Shared

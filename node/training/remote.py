@@ -28,7 +28,7 @@ from node.tasks.spec import WorkerSpec
 from node.training import shared
 from node.training.process import Hear, WorkerError, WorkerGone, WorkerProcess
 from node.training.shared import Shared
-from node.training.succession import MENDING_SECONDS, WorkerSupervisor
+from node.training.worker_supervisor import MENDING_SECONDS, WorkerSupervisor
 from protocols.aio import Notifier, run_with_helper
 from protocols.base import Compute, Layout, LocalProgress, RoundKey, Vector
 

@@ -31,7 +31,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from node.metrics import workers_here
+from node.runtime.metrics import workers_here
 from node.storage import tensors
 from node.tasks.spec import Job, PacedValues, WorkerSpec, build
 from node.training.cores import usable_cores

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import uvloop
 
-from node import identity
 from node.network.libp2p import LibP2PConfig, LibP2PTransport
+from node.runtime import identity
 from protocols import wire
 from protocols.base import PeerId, Stream
 

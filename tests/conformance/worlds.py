@@ -17,8 +17,8 @@ from typing import Protocol
 
 import uvloop
 
-from node import identity
 from node.network.libp2p import LibP2PConfig, LibP2PTransport
+from node.runtime import identity
 from protocols.base import Deadline, PeerId, Transport
 from tests.conformance.simulated import SimWorld
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from node.identity import peer_id_of
+from node.runtime.identity import peer_id_of
 from tests.docker.engine import Engine
 from tests.docker.image import HOUSE
 from tests.docker.lives import Peer, Spell, bytes_of, directories

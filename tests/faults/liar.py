@@ -75,7 +75,8 @@ class LyingTransport:
 
 def main() -> int:
     """Run the command line of a peer whose transport lies."""
-    from node import cli, peer
+    from node.cli import app as cli
+    from node.session import peer
 
     honest = peer.with_failpoints
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from node.peer import NO_WORKER
+from node.session.peer import NO_WORKER
 from node.training.cgroup import ControlGroup, memory_group, memory_kills
 from tests.faults.notes import Notes
 from tests.faults.steps import Step

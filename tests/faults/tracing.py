@@ -1,4 +1,4 @@
-"""The harness's side of `node.trace`: hears of every point that traced peers pass, and strikes one there.
+"""The harness's side of `node.session.failpoints`: hears of every point that traced peers pass, and strikes one there.
 
 A peer that has told of a point does nothing until it is answered. A strike happens before the answer: when it kills the
 peer, the peer has died exactly there; when it kills its worker or its p2pd, the peer finds out right afterwards.
@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Self
 
-from node.trace import VARIABLE
+from node.session.failpoints import VARIABLE
 
 MAX_RECORDS = 200_000
 END_SECONDS = 5.0

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from node.outer import OuterSGD
+from node.outer.sgd import OuterSGD
 from protocols.vectors import root
 from tests.golden.codecs import every_exponent, ordinary
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from node.report import RoundReport, tokens_counted
-from node.rounds.round import ReplicatedOuterLoop
+from node.outer.replicated_loop import ReplicatedOuterLoop
+from node.reporting.report import RoundReport, tokens_counted
 from protocols.base import PeerId, Vector
 from protocols.consensus.record import genesis
 from protocols.history.chain import Chain, DecidedRound

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from node.noloco import NoLoCo
-from node.outer import OuterSGD
-from node.rounds.closing import ClosingPhase
-from node.rounds.course import LocalHistory
-from node.rounds.life import run_independent_rounds
-from node.rounds.loose import IndependentOuterLoop
-from node.rounds.sketch import Sketch
+from node.outer.closing import ClosingPhase
+from node.outer.independent_loop import IndependentOuterLoop
+from node.outer.noloco import NoLoCo
+from node.outer.round_history import LocalHistory
+from node.outer.round_loops import run_independent_rounds
+from node.outer.sgd import OuterSGD
+from node.outer.sketch import Sketch
 from node.tasks.paced import Paced
 from node.training.trainer import Step
 from protocols import INDEPENDENT_PROTOCOLS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-from node.noloco import most_pull
+from node.outer.noloco import most_pull
 from protocols import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
 from protocols.base import PeerId
 from protocols.codec import codec

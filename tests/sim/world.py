@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 
-from node.outer import OuterSGD
-from node.rounds.life import run_replicated_rounds
-from node.rounds.round import ReplicatedOuterLoop
-from node.storage.feedback import feedback
+from node.outer.replicated_loop import ReplicatedOuterLoop
+from node.outer.round_loops import run_replicated_rounds
+from node.outer.sgd import OuterSGD
+from node.storage.error_feedback import feedback
 from node.tasks.paced import Paced
 from node.training.trainer import InlineTrainer, Learner
 from protocols import REPLICATED_PROTOCOLS

@@ -1,0 +1,275 @@
+"""The command line: what people type, and the one line that they get where it cannot be done.
+
+Commands import what they run when they run, so that `--help` and `status` do not wait for PyTorch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from node.cli import local as offline
+from node.cli import options
+from node.cli import remote as asking
+from node.cli.remote import CommandError
+from node.reporting.status import SwarmOptions, printable, to_json
+from node.session.shutdown import exit_on_signal
+from node.tasks.name import is_own
+
+if TYPE_CHECKING:
+    from node.config.peer_config import PeerConfig
+    from node.config.run_config import RunConfig
+
+_OPTIONS = {
+    "--bandwidth-bytes-per-second": "--bandwidth",
+    "--wait-for-peers": "--wait-for",
+    "--disk-limit-bytes": "--disk-limit",
+}
+"""Names of values, as a configuration's errors have them, and of the options that give them."""
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app.add_typer(offline.app)
+
+
+@app.callback(invoke_without_command=True)
+def starling(
+    ctx: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Show which version this is, and exit.")] = False,
+) -> None:
+    """Train a share of a model together with everybody else's, over ordinary internet links."""
+    if version:
+        installed = [each.version for each in metadata.distributions(name="starling")]
+        typer.echo(f"starling {installed[0] if installed else '(not installed)'}")
+        raise typer.Exit
+    if ctx.invoked_subcommand is None:
+        typer.echo(ctx.get_help())
+
+
+@app.command()
+def join(
+    ctx: typer.Context,
+    bootstrap: options.BootstrapOption = None,
+    run_id: options.RunIdOption = None,
+    run: options.RunFileOption = None,
+    task: options.TaskOption = None,
+    protocol: options.ProtocolOption = None,
+    rounds: options.RoundsOption = None,
+    wait_for_peers: options.WaitForPeersOption = None,
+    new: options.NewOption = None,
+    state_dir: options.StateDirOption = None,
+    listen: options.ListenOption = None,
+    announce: options.AnnounceOption = None,
+    addresses_file: options.AddressesFileOption = None,
+    nat: options.NatOption = None,
+    checkpoint_every: options.CheckpointEveryOption = None,
+    disk_limit: options.DiskLimitOption = None,
+    bandwidth: options.BandwidthOption = None,
+    device: options.DeviceOption = None,
+    threads: options.ThreadsOption = None,
+    nice: options.NiceOption = None,
+    precision: options.PrecisionOption = None,
+    data: options.DataOption = None,
+    nickname: options.NicknameOption = None,
+    json: options.JsonOption = None,
+    log_level: options.LogLevelOption = None,
+) -> int:
+    """Start a run, or join one by the address of any of its peers; Ctrl-C hands in the round and leaves."""
+    gc.disable()  # while modules are loaded: it would take a fifth of that time; a living peer has it on
+    try:
+        with exit_on_signal():
+            return _join({name: value for name, value in ctx.params.items() if value not in (None, (), [])})
+    finally:
+        gc.enable()
+
+
+@app.command()
+def swarm(
+    peers: Annotated[
+        int, typer.Option(min=1, max=32, metavar="N", help="Peers to run, each in processes of its own.")
+    ] = 4,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Rounds of the run.", show_default=False)
+    ] = None,
+    protocol: options.ProtocolOption = None,
+    task: options.TaskOfSwarmOption = None,
+    run: options.RunFileOption = None,
+    dir: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Keeps the peers' state directories. Default: a new one.", parser=options.place
+        ),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
+) -> int:
+    """Run a whole swarm of real peers on this machine, and tell whether they agree."""
+    with exit_on_signal():
+        from node.cli.swarm_command import run_swarm
+
+        if run or task or protocol:
+            with _in_options():  # before anything is started
+                _check(run, task, protocol, rounds)
+        return asyncio.run(run_swarm(SwarmOptions(peers, rounds, protocol, task, run, dir, json)))
+
+
+@app.command()
+def status(
+    state_dir: options.RunningPeerOption = None,
+    bootstrap: Annotated[
+        str | None, typer.Option(metavar="ADDR", help="Ask the peer at this address instead, anywhere.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print everything, as one JSON object.")] = False,
+) -> int:
+    """Tell how a peer is doing."""
+    shown = asking.status(state_dir, bootstrap)
+    if json:
+        print(to_json(shown))
+    else:
+        asking.show(shown)
+    return 0
+
+
+@app.command()
+def finish(state_dir: options.RunningPeerOption = None) -> int:
+    """Let a peer end its round, hand in its work and leave, as its first Ctrl-C does."""
+    asking.finish(state_dir)
+    print("it hands in its round, then leaves", file=sys.stderr)
+    return 0
+
+
+# -- join -------------------------------------------------------------------------------------------------------------
+
+
+def _join(given: dict[str, Any]) -> int:
+    of_run: dict[str, Any] = {name: given.pop(name) for name in ("run", "task", "protocol") if name in given}
+    if "bandwidth" in given:
+        given["bandwidth_bytes_per_second"] = 1e6 * given.pop("bandwidth")
+    if "disk_limit" in given:
+        given["disk_limit_bytes"] = 1e9 * given.pop("disk_limit")
+    from node.config.peer_config import load_peer
+
+    with _in_options():
+        config = load_peer(given, os.environ, of_run.get("run"))
+        with _held(config.state_dir) as state_dir:
+            return _run(*_settled(replace(config, state_dir=state_dir), of_run, state_dir))
+
+
+@contextmanager
+def _in_options() -> Iterator[None]:
+    """What is wrong with a value is said of the option that gave it."""
+    from node.config.toml import ConfigError
+
+    try:
+        yield
+    except ConfigError as error:
+        text = str(error)
+        for value, option in _OPTIONS.items():
+            text = text.replace(value, option)
+        raise CommandError(text) from None
+
+
+@contextmanager
+def _held(state_dir: Path | None) -> Iterator[Path]:
+    from node.ui.control import claimed
+
+    with ExitStack() as stack:
+        try:
+            directory = stack.enter_context(claimed(state_dir))
+        except BlockingIOError as error:
+            raise CommandError(f"{error}: give another by --state-dir, or none, for one that is free") from None
+        except OSError as error:
+            why = f"{error.filename}: {error.strerror}" if error.filename else error
+            raise CommandError(f"no state directory ({why}): give one that can be written by --state-dir") from None
+        yield directory
+
+
+def _settled(config: PeerConfig, of_run: Mapping[str, Any], state_dir: Path) -> tuple[PeerConfig, RunConfig | None]:
+    """The run to start, if one is: a swarm's, or one that the directory holds, is not for its joiners to set.
+
+    Given with a directory that holds a run, it has to be that one: what started a run goes on with it.
+    """
+    from node.storage.statedir import holds_run, is_over
+
+    given = " and ".join(f"--{name}" for name in of_run)
+    if config.bootstrap:
+        if [*of_run] == ["task"] and is_own(of_run["task"]):  # not to set it: to agree to it
+            return replace(config, consent=of_run["task"]), None
+        if of_run:
+            raise CommandError(
+                f"{given} cannot be given with --bootstrap: everything about the run comes from the swarm; "
+                "what is of this machine goes by options, or by variables NODE_*"
+            )
+        return config, None
+    held, over = not config.new and holds_run(state_dir), not config.new and is_over(state_dir)
+    if not of_run and (held or (over and config.rounds is None)):
+        return config, None
+    if config.run_id and not held:
+        raise CommandError(
+            f"{state_dir} holds no run to go on with: to join run {config.run_id[:12]}, give the address of one of its "
+            "peers by --bootstrap; to start a new run, leave --run-id out"
+        )
+    return replace(config, rounds=None), _load_run(of_run, config.rounds)
+
+
+def _load_run(of_run: Mapping[str, Any], rounds: int | None) -> RunConfig:
+    from node.config.run_config import load_run
+    from protocols import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
+
+    overrides = {"task": of_run.get("task"), "protocol": of_run.get("protocol"), "recipe.rounds": rounds}
+    return load_run(of_run.get("run"), overrides, (*REPLICATED_PROTOCOLS, *INDEPENDENT_PROTOCOLS))
+
+
+def _check(run: Path | None, task: str | None, protocol: str | None, rounds: int | None) -> None:
+    """What a swarm's peers will be given."""
+    from node.config.peer_config import load_peer
+
+    _load_run({"run": run, "task": task, "protocol": protocol}, rounds)
+    load_peer({}, os.environ, run)
+
+
+def _run(config: PeerConfig, run: RunConfig | None) -> int:
+    from node.session.peer import FatalPeerError
+    from node.session.shutdown import run_peer
+
+    try:
+        return run_peer(config, run)
+    except FatalPeerError as error:
+        raise CommandError(str(error), error.code) from None
+
+
+# -- the way out ------------------------------------------------------------------------------------------------------
+
+
+def _in_words(error: typer.TyperException) -> str:
+    if isinstance(error, CommandError):
+        return error.format_message()
+    from node.config.toml import plain  # it was typed wrong: there is time
+
+    return plain(error.format_message())
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command; returns the exit code."""
+    name = "starling" if Path(sys.argv[0]).stem == "starling" else "python -m node"
+    try:
+        code = app(arguments, prog_name=name, standalone_mode=False)
+        sys.stdout.flush()
+    except typer.TyperException as error:
+        with suppress(OSError):
+            print(f"starling: {printable(_in_words(error), 2000)}", file=sys.stderr)
+        return 2 if not isinstance(error, CommandError) else error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `| head`; nothing may be left that is flushed at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 0
+    return int(code or 0)

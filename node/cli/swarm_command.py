@@ -1,0 +1,330 @@
+"""A whole swarm of real peers on this machine: `join` processes, each with its own directory, worker and p2pd."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from rich.console import RenderableType
+
+from node.config.peer_config import variables
+from node.reporting.report import RoundReport
+from node.reporting.status import Status, SwarmOptions, parse, printable, to_json
+from node.runtime.child_process import ChildProcess
+from node.session.shutdown import GracefulShutdown
+from node.storage.rotation import rotate, rotated_path
+from node.training.cores import usable_cores
+from node.ui import logs
+from node.ui.control import ControlUnavailable, ask
+from node.ui.screen import Screen
+from node.ui.swarm_summary import SwarmSummary
+from node.ui.swarm_view import picture, plain_line, sample, summary
+
+POLL_SECONDS = 0.25
+LOOK_SECONDS = 1.0
+START_SECONDS = 150.0
+LEAVE_SECONDS = 8.0
+"""After Ctrl-C; what is left then is killed, so that the summary is out within ten seconds."""
+LAST_SECONDS = 60.0
+"""Once the first peer has left a run that is over, the others have so long."""
+READ_BYTES = 1 << 20
+_SAMPLE_BYTES = 4096
+_LISTEN = "/ip4/127.0.0.1/tcp/0"
+# Of the user's environment, what would lead a peer elsewhere than to this swarm; empty counts as not given.
+_ENVIRONMENT = dict.fromkeys(
+    ("NODE_BOOTSTRAP", "NODE_RUN_ID", "NODE_ANNOUNCE", "NODE_ROUNDS", "NODE_ADDRESSES_FILE"), ""
+)
+
+
+async def run_swarm(options: SwarmOptions) -> int:
+    """Run it to its end; returns the exit code.
+
+    0: all peers agree, and the loss of a task that has one fell. 1: not so. 2: it could not be started as asked.
+    """
+    screen = Screen(options.as_json)
+    logs.set_up("warning", screen.log, screen.is_terminal)
+    try:
+        directory = _directory(options.directory)
+    except OSError as error:
+        screen.say(f"starling: --dir {options.directory}: {error.strerror}: give another directory")
+        screen.close()
+        return 2
+    swarm = Swarm(options, directory, screen)
+    try:
+        return await GracefulShutdown(swarm.leave, screen.say, screen.close).run(swarm.run())
+    finally:
+        screen.close()
+
+
+def _directory(wanted: Path | None) -> Path:
+    """A directory without peers of another swarm.
+
+    Raises:
+        OSError: there is none.
+    """
+    if wanted is None:
+        return Path(tempfile.mkdtemp(prefix="starling-swarm-"))
+    wanted.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if any(wanted.glob("peer-*")):
+        raise FileExistsError(0, "holds a swarm's peers already")
+    return wanted.absolute()
+
+
+class Participant:
+    """One peer's process, and what it says of itself.
+
+    Attributes:
+        status: as of the last look; None before the first.
+    """
+
+    def __init__(self, name: str, home: Path, environment: Mapping[str, str] = _ENVIRONMENT) -> None:
+        self.name, self.directory, self._environment = name, home / name, environment
+        self.status: Status | None = None
+        self._log = home / f"{name}.log"
+        self._words = ""
+        self._child: ChildProcess | None = None
+        self._read_bytes = 0
+
+    async def start(self, arguments: Sequence[str]) -> None:
+        """
+        Raises:
+            OSError: no process can be had.
+        """
+        path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
+        place = ("--state-dir", str(self.directory), "--listen", _LISTEN, "--no-nat", "--nickname", self.name)
+        command = (sys.executable, "-P", "-m", "node", "join", *place, *arguments)
+        self._child = await ChildProcess.start(
+            self.name, command, self._hear, {**self._environment, "PYTHONPATH": path}
+        )
+
+    def _hear(self, line: str | None) -> None:
+        if line:
+            self._words = line
+            with suppress(OSError):
+                rotate(self._log)
+                with self._log.open("a") as file:
+                    file.write(f"{line}\n")
+
+    @property
+    def code(self) -> int | None:
+        """Exit code of the process; None while it runs."""
+        return self._child.code if self._child else None
+
+    @property
+    def running(self) -> bool:
+        return self._child is not None and self._child.code is None
+
+    @property
+    def well(self) -> bool:
+        """Whether it left in good order."""
+        return self.code == 0
+
+    @property
+    def end(self) -> str:
+        """In words, how it ended."""
+        code = self.code
+        if code is None:
+            return "did not start" if self._child is None else "runs"
+        return "left" if code == 0 else f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+
+    @property
+    def output_tail(self) -> str:
+        """The last line that it wrote: for a person."""
+        return printable(self._words.removeprefix("starling: "), 300) or "it said nothing"
+
+    def ask(self) -> None:
+        """Have it finish its round and leave."""
+        if self._child:
+            self._child.ask()
+
+    async def kill(self) -> None:
+        """End it at once; its own processes die with it."""
+        if self._child:
+            await self._child.kill()
+
+    async def look(self, seconds: float) -> None:
+        """Ask it how it is doing."""
+        with suppress(ControlUnavailable, ValueError):
+            self.status = parse(await ask(self.directory, "status", asyncio.get_running_loop().time() + seconds))
+
+    def reports(self) -> list[RoundReport]:
+        """Those that are new, a megabyte of them at most."""
+        path = self.directory / "rounds.jsonl"
+        try:
+            if path.stat().st_size < self._read_bytes:  # it was put aside: what is left of it comes first
+                if left := self._lines(rotated_path(path)):
+                    return left
+                self._read_bytes = 0
+            return self._lines(path)
+        except OSError:
+            return []
+
+    def _lines(self, path: Path) -> list[RoundReport]:
+        """
+        Raises:
+            OSError: there is no such file.
+        """
+        with path.open("rb") as file:
+            file.seek(self._read_bytes)
+            data = file.read(READ_BYTES)
+        whole = data[: data.rfind(b"\n") + 1]
+        self._read_bytes += len(whole)
+        return [RoundReport.from_json(line) for line in whole.splitlines()]
+
+    def text(self) -> str:
+        """What its model wrote when the run was over, if it did."""
+        try:
+            with (self.directory / "sample.txt").open("rb") as file:
+                return file.read(_SAMPLE_BYTES).decode(errors="replace")
+        except OSError:
+            return ""
+
+
+class Swarm:
+    """All of them, from the first start to the summary."""
+
+    def __init__(self, options: SwarmOptions, directory: Path, screen: Screen) -> None:
+        self._options, self._directory, self._screen = options, directory, screen
+        names = [f"peer-{number}" for number in range(1, options.peers + 1)]
+        said = variables(options.run, os.environ) if options.run else {}  # only the founder is given the file
+        self._peers = [Participant(name, directory, _ENVIRONMENT | said) for name in names]
+        self._tally = SwarmSummary(names)
+        self._ended: set[str] = set()
+        self._leaving, self._until = False, float("inf")
+
+    def leave(self) -> None:
+        """Have all peers finish their round and leave."""
+        self._leaving = True
+        self._hurry(LEAVE_SECONDS)
+        for each in self._peers:
+            each.ask()
+
+    def _hurry(self, seconds: float) -> None:
+        self._until = min(self._until, asyncio.get_running_loop().time() + seconds)
+
+    async def run(self) -> int:
+        """The whole life; returns the exit code."""
+        began = asyncio.get_running_loop().time()
+        self._screen.say(f"{self._options.peers} peers, whose directories and logs are in {self._directory}")
+        try:
+            async with self._screen.showing(self._picture):
+                founder = self._peers[0]
+                if not await self._found(founder):
+                    self._screen.say(f"starling: {self._why_not(founder)}")
+                    return founder.code or 1
+                await self._join(founder)
+                await self._watch()
+        finally:
+            await asyncio.gather(*(each.kill() for each in self._peers))
+        return self._conclude(asyncio.get_running_loop().time() - began)
+
+    def _picture(self, width: int) -> RenderableType:
+        statuses = {each.name: each.status for each in self._peers if each.running and each.status}
+        words = {each.name: each.end if each.code is not None else "starts" for each in self._peers}
+        return picture(self._tally, words, statuses, width)
+
+    # -- starting -----------------------------------------------------------------------------------------------------
+
+    async def _found(self, founder: Participant) -> bool:
+        """Start the run; returns whether others can join it."""
+        options = self._options
+        given = {
+            "--rounds": options.rounds,
+            "--protocol": options.protocol,
+            "--task": options.task,
+            "--run": options.run and options.run.absolute(),
+            "--wait-for": options.peers,
+        }
+        flags = [str(each) for pair in given.items() if pair[1] is not None for each in pair]
+        await founder.start((*self._threads(), *flags))
+        until = asyncio.get_running_loop().time() + START_SECONDS
+        while founder.running and asyncio.get_running_loop().time() < min(until, self._until):
+            await founder.look(LOOK_SECONDS)
+            if founder.status and founder.status.addresses and founder.status.run_id:
+                return True
+            await asyncio.sleep(POLL_SECONDS)
+        return False
+
+    def _why_not(self, founder: Participant) -> str:
+        """Why there is no run, for a person."""
+        if self._leaving:
+            return "asked to leave before the run had begun"
+        if not founder.running:
+            return founder.output_tail
+        late = f"{founder.name} has not started the run within {START_SECONDS:g} s: is this machine too busy?"
+        return f"{late} Its last words: {founder.output_tail}"
+
+    def _threads(self) -> tuple[str, str]:
+        return "--threads", str(max(1, usable_cores() // self._options.peers))
+
+    async def _join(self, founder: Participant) -> None:
+        assert founder.status is not None
+        where = ["--bootstrap", founder.status.addresses[0], "--run-id", founder.status.run_id]
+        if founder.status.task:
+            where += ["--task", founder.status.task]
+        for each in self._peers[1:]:
+            await each.start((*self._threads(), *where))
+
+    # -- watching -----------------------------------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        """Follow the peers until the last has left, or has to."""
+        loop = asyncio.get_running_loop()
+        looked = 0.0
+        while any(each.running for each in self._peers) and loop.time() < self._until:
+            self._read()
+            if self._screen.is_live and loop.time() >= looked + LOOK_SECONDS:
+                looked = loop.time()
+                await asyncio.gather(*(each.look(LOOK_SECONDS) for each in self._peers if each.running))
+            await asyncio.sleep(POLL_SECONDS)
+        for each in self._peers:
+            if each.running:
+                self._screen.say(f"{each.name} does not leave and is killed: {each.output_tail}")
+                self._ended.add(each.name)
+                await each.kill()
+        self._read()
+
+    def _read(self) -> None:
+        """Take in what is new, and tell of it."""
+        running = {each.name for each in self._peers if each.running}
+        for each in self._peers:
+            for report in each.reports():
+                self._tally.add(each.name, report)
+            if each.name not in running | self._ended:
+                self._mourn(each)
+        for done in self._tally.complete(running):
+            if not self._screen.is_live:
+                self._screen.log(plain_line(done, self._rounds))
+
+    def _mourn(self, peer: Participant) -> None:
+        self._ended.add(peer.name)
+        self._tally.tracks[peer.name].well = peer.well
+        if peer.well:
+            self._hurry(LAST_SECONDS)
+        elif not self._leaving:
+            self._screen.say(f"{peer.name} {peer.end}, the others go on; its last words: {peer.output_tail}")
+
+    @property
+    def _rounds(self) -> int:
+        founder = self._peers[0].status
+        return founder.rounds if founder else 0
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def _conclude(self, seconds: float) -> int:
+        tally, screen = self._tally, self._screen
+        screen.print(summary(tally, {each.name: each.end for each in self._peers}, seconds))
+        if text := next(filter(None, (each.text() for each in self._peers)), ""):
+            screen.print(sample(text))
+        if self._options.as_json:
+            screen.data(to_json(tally.as_json()))
+        return 0 if tally.agree and (tally.fell or not self._learns()) else 1
+
+    def _learns(self) -> bool:
+        """Whether the loss should fall: there is a sample of real data that it is measured on."""
+        return (self._peers[0].directory / "held-out.bin").exists()

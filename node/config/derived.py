@@ -1,0 +1,68 @@
+"""What a run's configuration and this machine's make of a worker, and of a protocol's settings."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from node.config.manifest import Manifest
+from node.config.peer_config import PeerConfig
+from node.config.run_config import RunConfig
+from node.runtime.metrics import workers_here
+from node.tasks.spec import GptValues, OwnValues, PacedValues, Values, WorkerSpec
+from protocols.base import Member, Settings
+
+KEEP_ROUNDS = 4
+"""Who is so many rounds behind is told what was decided; who is farther behind asks for it."""
+
+
+def worker_spec(run: RunConfig, mine: PeerConfig, seed: int, sample: Path | None = None) -> WorkerSpec:
+    """The worker of this peer in that run.
+
+    Args:
+        seed: of the stream of data that this peer draws.
+        sample: the run's evaluation sample; None for its founder, who makes it.
+    """
+    return WorkerSpec(
+        values=_values(run),
+        recipe=run.recipe,
+        stream_seed=seed,
+        weights_seed=run.seed,
+        data=mine.data,
+        held_out=sample,
+        device=mine.device,
+        threads=0 if mine.threads == "auto" else mine.threads,
+        peers_here=1 + workers_here(),
+        precision=mine.precision,
+        nice=mine.nice,
+    )
+
+
+def protocol_settings(manifest: Manifest, mine: PeerConfig, incarnation: int) -> Settings:
+    """What the averaging protocol of a run is set to, in this life of this peer."""
+    config = manifest.config
+    return Settings(
+        codec=config.codec,
+        elements=manifest.elements,
+        chunk_elements=config.chunk_elements,
+        bandwidth=mine.bandwidth_bytes_per_second,
+        incarnation=incarnation,
+        keep_rounds=KEEP_ROUNDS,
+        fork_peers=config.fork_peers,
+        robust=config.robust or "mean",
+        schedule=config.schedule or "random",
+    )
+
+
+def stream_seed(me: Member) -> int:
+    """Which stream of the data a member draws: each life of each peer its own, unless it goes on with another's."""
+    return int.from_bytes(hashlib.sha256(f"{me.peer}/{me.incarnation}".encode()).digest()[:7], "big")
+
+
+def _values(run: RunConfig) -> Values:
+    if run.gpt is not None:
+        return GptValues(run.gpt.shape, run.gpt.rows)
+    if run.options is not None:
+        return OwnValues(run.task, run.options)
+    assert run.paced is not None
+    return PacedValues(run.paced.elements, run.paced.tokens_per_step, run.paced.step_seconds)

@@ -1,0 +1,188 @@
+"""What a run is: its configuration, its founder and where it starts, hashed to the run's id and signed by the founder.
+
+A joiner gets the manifest in an envelope from any peer. With the run's id from the join line nothing in it has to be
+believed; without, the founder's signature at least says whose run it is.
+
+    envelope      msgpack [FORMAT, canonical bytes, signature]
+    run id        SHA-256 of a prefix and the canonical bytes, 64 hex digits
+    signature     the founder's, over another prefix and the canonical bytes
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from typing import Annotated
+
+import msgpack
+from pydantic import Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from node.config.run_config import STRICT, RunConfig
+from node.config.toml import MAX_BYTES, canonical, one_line
+from node.tasks.base import MAX_ELEMENTS
+from protocols.base import Layout, Member, PeerId, Signer
+
+FORMAT = 1
+MAX_FRAGMENTS = 64
+_RUN_TAG = b"starling run 1\n"
+_SIGNED_TAG = b"starling manifest 1\n"
+_MAX_PEER_CHARACTERS = 128
+_MAX_INCARNATION = 1 << 40
+_MIN_RUN_ID_DIGITS = 12
+
+Digest = Annotated[bytes, Field(min_length=32, max_length=32)]
+
+
+class ManifestError(ValueError):
+    """A manifest that is refused, in one line: what, why, what to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class Manifest:
+    """A run, as its founder declared it.
+
+    Raises:
+        ValueError: a value out of its range.
+
+    Attributes:
+        founder: in the life in which it founded the run.
+        elements: length of each fragment's flat vector.
+        state_root: root of the outer state before round 0, 32 bytes.
+        held_out: SHA-256 of the evaluation sample that travels with the run; 32 zero bytes if the task has none.
+        created: wall time, seconds since 1970.
+        layout: `layout_digest` of the parameters; None in manifests from before it was told.
+    """
+
+    config: RunConfig
+    founder: Member
+    elements: tuple[Annotated[int, Field(ge=1, le=MAX_ELEMENTS)], ...] = Field(min_length=1, max_length=MAX_FRAGMENTS)
+    state_root: Digest
+    held_out: Digest = bytes(32)
+    created: float = Field(ge=0, le=1e11)
+    layout: Digest | None = None
+
+    def __post_init__(self) -> None:
+        peer, incarnation = self.founder.peer, self.founder.incarnation
+        if not 0 < len(peer) <= _MAX_PEER_CHARACTERS or not (peer.isascii() and peer.isprintable()):
+            raise ValueError("the founder's peer id is none")
+        if not 0 <= incarnation <= _MAX_INCARNATION:
+            raise ValueError(f"the founder's incarnation must be in 0..{_MAX_INCARNATION}")
+        total = sum(self.elements)
+        if self.config.elements not in (None, total):
+            raise ValueError(f"the task takes {self.config.elements} elements, the manifest has {total}")
+        if total > MAX_ELEMENTS:
+            raise ValueError(f"the manifest has {total} elements, more than {MAX_ELEMENTS}")
+
+    @property
+    def run_id(self) -> str:
+        """64 hex digits; as bytes it is `protocols.base.RoundKey.run`."""
+        return hashlib.sha256(_RUN_TAG + self.encode()).hexdigest()
+
+    def require_layout(self, layout: Layout) -> None:
+        """
+        Raises:
+            ManifestError: the parameters that a worker has here are not those of the run.
+        """
+        if layout.sizes() == self.elements and self.layout in (None, layout_digest(layout)):
+            return
+        what = f"{layout.sizes()} parameters, in this run {self.elements}"
+        if layout.sizes() == self.elements:
+            what = "other tensors than in this run"
+        own = self.config.own_task
+        version = f"version of {own.partition(':')[0]}" if own else "version of Starling"
+        raise ManifestError(f"here the model has {what}: use the {version} that the others use")
+
+    def encode(self) -> bytes:
+        """The one spelling of this manifest; see `node.config.toml.canonical`."""
+        return canonical(self)
+
+
+_MANIFEST = TypeAdapter(Manifest)
+
+
+def layout_digest(layout: Layout) -> bytes:
+    """SHA-256 of names and shapes, in their order: equal sizes alone may be of different tensors."""
+    return hashlib.sha256(json.dumps(layout.fragments, separators=(",", ":")).encode("ascii")).digest()
+
+
+def seal(manifest: Manifest, signer: Signer) -> bytes:
+    """The manifest in its envelope, at most `MAX_BYTES`. The signer is the founder."""
+    encoded = manifest.encode()
+    envelope: bytes = msgpack.packb([FORMAT, encoded, signer.sign(_SIGNED_TAG + encoded)])
+    return envelope
+
+
+def unseal(
+    envelope: bytes, verify: Callable[[PeerId, bytes, bytes], bool], expected_run_id: str | None = None
+) -> Manifest:
+    """The manifest in an envelope that may come from anybody.
+
+    Args:
+        verify: `protocols.base.Signer.verify`.
+        expected_run_id: of the run that is meant, or at least the first 12 of its hex digits; None: any.
+
+    Raises:
+        ManifestError: too large, of another format, not canonical, a value out of its range, not signed by its
+            founder, or of another run.
+    """
+    encoded, signature = _open(envelope)
+    unsigned = ManifestError("the manifest is not signed by its founder: ask another peer of the run")
+    try:
+        manifest = _decode(encoded)
+    except ManifestError:  # a flipped bit is not to read as another version
+        if (founder := _founder(encoded)) and not verify(founder, _SIGNED_TAG + encoded, signature):
+            raise unsigned from None
+        raise
+    if not verify(manifest.founder.peer, _SIGNED_TAG + encoded, signature):
+        raise unsigned
+    if expected_run_id is not None and not _matches(manifest.run_id, expected_run_id):
+        raise ManifestError(
+            f"this is run {manifest.run_id}, not {ascii(expected_run_id[:64])[1:-1]}: "
+            "take the join line from a peer of the run that you mean"
+        )
+    return manifest
+
+
+def _matches(run_id: str, expected: str) -> bool:
+    return len(expected) >= _MIN_RUN_ID_DIGITS and run_id.startswith(expected.lower())
+
+
+def _open(envelope: bytes) -> tuple[bytes, bytes]:
+    """(encoded manifest, signature): what they are worth is not known yet."""
+    if len(envelope) > MAX_BYTES:
+        raise ManifestError(f"an envelope of {len(envelope)} bytes, more than {MAX_BYTES}: it holds no manifest")
+    try:
+        opened = msgpack.unpackb(envelope, max_ext_len=0, max_map_len=0, max_array_len=3)
+    except (ValueError, msgpack.UnpackException):
+        raise ManifestError("the envelope is damaged: ask another peer of the run") from None
+    if type(opened) is not list or len(opened) != 3 or type(opened[0]) is not int:
+        raise ManifestError("the envelope holds no manifest: ask another peer of the run")
+    version, encoded, signature = opened
+    if version != FORMAT:
+        raise ManifestError(f"the manifest is of format {version}, this version knows {FORMAT}: update Starling")
+    if type(encoded) is not bytes or type(signature) is not bytes or msgpack.packb(opened) != envelope:
+        raise ManifestError("the envelope is not in its canonical spelling: ask another peer of the run")
+    return encoded, signature
+
+
+def _founder(encoded: bytes) -> PeerId:
+    """Whose signature one that does not decode would have to bear; empty if it names nobody that there could be."""
+    try:
+        peer = json.loads(encoded)["founder"]["peer"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return ""
+    there = isinstance(peer, str) and len(peer) <= _MAX_PEER_CHARACTERS and peer.isascii() and peer.isprintable()
+    return peer if there else ""
+
+
+def _decode(encoded: bytes) -> Manifest:
+    try:
+        manifest = _MANIFEST.validate_json(encoded)
+    except ValidationError as error:
+        why = f"the manifest holds what this version does not take: {one_line(error)}"
+        raise ManifestError(f"{why}; update Starling, or ask another peer of the run") from None
+    if manifest.encode() != encoded:
+        raise ManifestError("the manifest is not in its canonical spelling: ask another peer of the run")
+    return manifest

@@ -1,0 +1,161 @@
+"""What a run's and a peer's configuration share: the run file, canonical bytes, errors of one line.
+
+A run file is TOML of two owners: its table `[peer]` speaks of this machine (`node.config.peer_config`), everything
+else of the run that all its peers share (`node.config.run_config`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import tomllib
+from collections.abc import Collection, Mapping
+from dataclasses import asdict
+from datetime import date, time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+MAX_BYTES = 1 << 16
+"""No run file, configuration or manifest is longer."""
+_SHOWN = 60
+_LINE = 500
+_PLAIN = (
+    (" after validation|, (got|unable to) .*", ""),
+    (r"\b[A-Z]\w+ should\b", "must"),
+    ("Input is not a valid path.*", "must be a path"),
+    ("Unable to parse input string as an integer.*", "must be a whole number"),
+    ("greater than or equal to", "at least"),
+    ("less than or equal to", "at most"),
+    ("greater than", "more than"),
+    ("a valid string", "a text"),
+    ("a valid boolean", "true or false"),
+    ("a valid (tuple|array|list)", "a list"),
+    ("a valid integer", "a whole number"),
+    ("a valid number", "a number"),
+)
+"""What pydantic writes -> what people say."""
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used, in one line: what, why, what to do.
+
+    Attributes:
+        key: dotted name of the value that it is about; empty if of no single one.
+    """
+
+    def __init__(self, message: str, key: str = "") -> None:
+        super().__init__(message)
+        self.key = key
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The content of a run file.
+
+    Raises:
+        ConfigError: not readable, not TOML, or longer than `MAX_BYTES`; names the file.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise ConfigError(f"{path}: longer than {MAX_BYTES >> 10} KiB: is it a run file?")
+        return tomllib.loads(content.decode())
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}: give the path of a run file") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: not text in UTF-8: is it a run file?") from None
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {' '.join(str(error).split())}") from None
+
+
+def check_keys(table: Mapping[str, object], known: Collection[str], name: str = "") -> None:
+    """Refuse a key that a table (`name`, or the root) does not know, with the nearest that it does.
+
+    Raises:
+        ConfigError: the first such key.
+    """
+    for key in table:
+        if key not in known:
+            where = f" in [{name}]" if name else ""
+            raise ConfigError(f'unknown key "{_cut(key)}"{where}: {suggestion(key, known)}', _dotted(name, key))
+
+
+def suggestion(word: str, known: Collection[str], prefix: str = "") -> str:
+    """What else somebody may have meant: the nearest of the known words, or all of them.
+
+    Args:
+        prefix: of all these words, which makes none of them near.
+    """
+    near = difflib.get_close_matches(word[:_SHOWN], known, n=1, cutoff=0.5)
+    return f'did you mean "{prefix}{near[0]}"?' if near else f"there are {', '.join(prefix + each for each in known)}"
+
+
+def one_line(error: ValidationError) -> ConfigError:
+    """The first thing that pydantic found, as a line for a person."""
+    found = error.errors(include_url=False)[0]
+    place = [str(part) for part in found["loc"] if not isinstance(part, int)]
+    key = ".".join(place)
+    where = f'"{_cut(place[-1])}"' if place else ""
+    if len(place) > 1:
+        where += f" in [{_cut('.'.join(place[:-1]))}]"
+    if found["type"] == "value_error":
+        text = str(found["ctx"]["error"])[:_LINE]
+        if place and isinstance(found["input"], dict):  # of a whole table: it starts with the name of the value
+            return ConfigError(f"[{_cut(key)}]: {text}", _dotted(key, text.split()[0]))
+        return ConfigError(f"{where}: {text}" if where else text, key)
+    if found["type"] == "missing":
+        few = isinstance(found["loc"][-1], int)  # it is an item of a list that is missing
+        return ConfigError(f"{where} has too few items" if few else f"{where} is missing", key)
+    if found["type"] == "unexpected_keyword_argument":
+        return ConfigError(f"unknown key {where}", key)
+    own_words = found["type"] in {"too_long", "too_short", "json_invalid"}
+    wish = plain(found["msg"])
+    return ConfigError(f"{where} {wish}".strip() + ("" if own_words else f", not {shown(found['input'])}"), key)
+
+
+def plain(wish: str) -> str:
+    """What pydantic wants, as people say it: "Input should be a valid integer, unable …" is "must be a whole number";
+    in the midst of a longer message, too.
+    """
+    for pattern, words in _PLAIN:
+        wish = re.sub(pattern, words, wish)
+    return wish
+
+
+def canonical(values: DataclassInstance) -> bytes:
+    """The one spelling of a dataclass as bytes, the same on every machine: what is hashed and signed.
+
+    JSON in ASCII: keys sorted, no spaces, floats as Python's repr gives them (the shortest that reads back exactly),
+    bytes in hex, what is None left out.
+    """
+    tree = asdict(values, dict_factory=lambda items: {key: value for key, value in items if value is not None})
+    return json.dumps(tree, sort_keys=True, separators=(",", ":"), allow_nan=False, default=bytes.hex).encode("ascii")
+
+
+def _dotted(table: str, key: str) -> str:
+    return f"{table}.{key}" if table else key
+
+
+def _cut(text: str) -> str:
+    """Foreign text, in few characters, all of them printable."""
+    return repr(text[:_SHOWN])[1:-1]
+
+
+def shown(value: object) -> str:
+    """A foreign value in few characters; never the content of a container, which may be nested too deep to print."""
+    if isinstance(value, Mapping):
+        return "a table"
+    if isinstance(value, list | tuple):
+        return "a list"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, date | time):
+        return f"the date or time {value}"
+    text = repr(value) if not isinstance(value, int) or value.bit_length() < 256 else "a number of many digits"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"

@@ -1,0 +1,173 @@
+"""A peer's model as a directory that others read: the language model as Hugging Face's Llama, all else as safetensors.
+
+The language model's tensors have the names, the halves of rotary pairs and the order of operations of
+`LlamaForCausalLM`, so nothing is converted. Its tokens are bytes: the tokenizer is GPT-2's byte level without merges.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from node.config.run_config import GptTable
+from node.export.trained_model import TrainedModel
+from node.storage import tensors
+from node.tasks.gpt import RMS_EPS, ROPE_THETA, VOCABULARY
+
+MODEL = "model.safetensors"
+
+
+class ExportError(ValueError):
+    """It cannot be written there; one line: what, why, what to do."""
+
+
+def export(model: TrainedModel, out: Path) -> None:
+    """Make the directory, whole or not at all.
+
+    Raises:
+        ExportError: it is there already, or cannot be written.
+    """
+    if out.is_symlink() or (out.exists() and not (out.is_dir() and not any(out.iterdir()))):
+        raise ExportError(f"{out} is there already, and nothing is overwritten: give another directory by --out")
+    draft = out.absolute().with_name(f".{out.absolute().name}.new-{os.getpid()}")
+    try:
+        draft.mkdir(parents=True)
+        try:
+            _fill(model, draft)
+            draft.replace(out)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+    except OSError as error:
+        where = error.filename or out
+        raise ExportError(f"{where} cannot be written ({error.strerror}): give a directory by --out that can") from None
+
+
+def _fill(model: TrainedModel, place: Path) -> None:
+    tensors.write(place / MODEL, model.tensors, {"format": "pt"})
+    os.chmod(place / MODEL, 0o644)
+    texts: dict[str, str] = {"README.md": card(model)}
+    if gpt := model.manifest.config.gpt:
+        files = {
+            "config.json": llama(gpt),
+            "tokenizer.json": tokenizer(),
+            "tokenizer_config.json": {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "model_max_length": gpt.context,
+                "clean_up_tokenization_spaces": False,
+            },
+        }
+        texts |= {name: json.dumps(content, indent=2, ensure_ascii=False) + "\n" for name, content in files.items()}
+    for name, text in texts.items():
+        (place / name).write_text(text, encoding="utf-8")
+
+
+def llama(gpt: GptTable) -> dict[str, Any]:
+    """`config.json` of a model of `node.tasks.gpt`."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": VOCABULARY,
+        "hidden_size": gpt.width,
+        "intermediate_size": gpt.shape.hidden,
+        "num_hidden_layers": gpt.layers,
+        "num_attention_heads": gpt.heads,
+        "num_key_value_heads": gpt.heads,
+        "head_dim": gpt.width // gpt.heads,
+        "max_position_embeddings": gpt.context,
+        "hidden_act": "silu",
+        "rms_norm_eps": RMS_EPS,
+        "rope_theta": ROPE_THETA,  # where transformers before 5 look; 5 look at the next
+        "rope_parameters": {"rope_type": "default", "rope_theta": ROPE_THETA},
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        "dtype": "float32",
+        "torch_dtype": "float32",
+    }
+
+
+def tokenizer() -> dict[str, Any]:
+    """`tokenizer.json` in which a byte's token is the byte."""
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": level,
+        "post_processor": None,
+        "decoder": level,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "vocab": {letter: byte for byte, letter in enumerate(_letters())},
+            "merges": [],
+        },
+    }
+
+
+def _letters() -> list[str]:
+    """The character that stands for each byte at GPT-2's byte level: itself if it can be seen, else one from 256 on."""
+    seen = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    hidden = [byte for byte in range(256) if byte not in seen]
+    return [chr(byte if byte in seen else 256 + hidden.index(byte)) for byte in range(256)]
+
+
+def card(model: TrainedModel) -> str:
+    """`README.md`: where it comes from, and how to load it."""
+    manifest, checkpoint = model.manifest, model.checkpoint
+    config, count = manifest.config, sum(manifest.elements)
+    loss = f"{model.held_out_loss:.4f}" if math.isfinite(model.held_out_loss) else "not measured"
+    name = "".join(each for each in config.name if each.isalnum() or each in " -_.").strip() or "starling"
+    rows = {
+        "run": f"{name}, `{manifest.run_id}`",
+        "founder": f"`{manifest.founder.peer}`",
+        "task": f"`{config.task}`",
+        "rounds": f"{checkpoint.round} of {config.recipe.rounds}",
+        "lineage": f"`{checkpoint.lineage.hex()}`",
+        "held-out loss": loss + (" nats per byte" if config.gpt else ""),
+        "parameters": f"{count:,}, float32",
+    }
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    head = "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [starling, llama]\n---\n\n"
+    about = f"# {name}\n\n{_ABOUT}\n\n| | |\n|---|---|\n{table}\n\n"
+    return (head if config.gpt else "") + about + _loading(config.own_task, config.gpt)
+
+
+_ABOUT = "Trained by the peers of a Starling run: volunteers' machines, with nobody in charge."
+
+
+def _loading(own_task: str, gpt: GptTable | None) -> str:
+    if gpt:
+        return (
+            f"A language model over bytes: a token is a byte, and it sees {gpt.context} of them. It has no tokens for\n"
+            "the beginning or the end of a text.\n\n"
+            "```python\n"
+            "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+            'tokenizer = AutoTokenizer.from_pretrained(".")\n'
+            'model = AutoModelForCausalLM.from_pretrained(".")\n'
+            'prompt = tokenizer("def ", return_tensors="pt")\n'
+            "print(tokenizer.decode(model.generate(**prompt, do_sample=True, max_new_tokens=100)[0]))\n"
+            "```\n"
+        )
+    module = f"the module that `{own_task}` makes" if own_task else "the task"
+    return (
+        f"`{MODEL}` holds the parameters of {module} under its own names; buffers are not part of it.\n\n"
+        "```python\n"
+        "from safetensors.torch import load_file\n\n"
+        f'module.load_state_dict(load_file("{MODEL}"), strict=False)\n'
+        "```\n"
+    )

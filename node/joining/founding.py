@@ -1,0 +1,46 @@
+"""How a run begins: its initial state is drawn here, once, and downloaded by everybody else."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+from node.config.manifest import Manifest, layout_digest, seal
+from node.config.run_config import RunConfig
+from node.joining.bootstrap import RunInfo
+from node.runtime.identity import Identity
+from node.training.remote import RemoteTrainer
+from protocols.base import Compute, Member
+from protocols.sync.snapshot import SnapshotIndex
+
+
+async def found_run(
+    config: RunConfig, founder: Member, identity: Identity, trainer: RemoteTrainer, compute: Compute, created: float
+) -> tuple[Manifest, RunInfo]:
+    """The manifest of a new run, and what newcomers are told of it.
+
+    Args:
+        identity: of the founder.
+        trainer: holds the parameters as they were drawn, and has taken no step.
+        created: wall time, seconds since 1970.
+    """
+    sample = await trainer.held_out()
+    manifest = Manifest(
+        config=config,
+        founder=founder,
+        elements=trainer.layout.sizes(),
+        state_root=await _initial_root(trainer, compute),
+        held_out=hashlib.sha256(sample).digest() if sample else bytes(32),
+        created=created,
+        layout=layout_digest(trainer.layout),
+    )
+    return manifest, RunInfo(seal(manifest, identity), sample)
+
+
+async def _initial_root(trainer: RemoteTrainer, compute: Compute) -> bytes:
+    """Root of the outer state that a run starts from: the parameters as they were drawn here, and no momentum."""
+    anchor = torch.empty(trainer.layout.sizes()[0])
+    await trainer.read(anchor)
+    index = await compute.run(lambda: SnapshotIndex.of(anchor, torch.zeros_like(anchor)), 8 * len(anchor))
+    return index.state_root(0)

@@ -1,0 +1,271 @@
+"""Going on in a run after a restart: what a state directory holds of it, and which state this peer starts from.
+
+The rule: there is a run here to go on with if its manifest is here, it is not over, and either others were met, who can
+be asked, or there is a state of one's own. Others are asked first, if there are addresses. Where nobody answers for a
+while, a peer with a state of its own goes on without an answer: else a swarm of which everybody was started again would
+wait for itself for ever. A state of one's own is a checkpoint, or, at the run's founder, where the run starts from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import shutil
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from node.config.derived import stream_seed
+from node.config.manifest import Manifest, ManifestError, unseal
+from node.joining.bootstrap import RunInfo
+from node.outer.independent_loop import IndependentOuterLoop
+from node.outer.replicated_loop import ReplicatedOuterLoop
+from node.reporting.status import short
+from node.runtime.identity import sync_directory, verify
+from node.storage.certificate_log import CertificateLog
+from node.storage.checkpoint import DIRECTORY, Checkpoint, CheckpointError, DataCursor, places, whole
+from node.storage.checkpoint_manager import CheckpointManager
+from node.storage.statedir import StateDir, StateError, holds_run
+from node.training.remote import RemoteTrainer, WorkerError
+from protocols.base import Layout, Member, PeerId
+from protocols.consensus import record as records
+from protocols.history.chain import UNSETTLED, Chain
+from protocols.sync.snapshot import SnapshotIndex
+
+log = logging.getLogger(__name__)
+
+ANOTHER = "--new starts another run, and moves what is here to past/"
+ANSWER_SECONDS = 10.0
+"""Others have so long to say which run they are in before a peer that knows one goes on with that."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResumableRun:
+    """A run that a state directory holds, and that is not over.
+
+    Attributes:
+        run: what newcomers are told of it.
+        has_state: whether there is something to start from that nobody has to be asked for.
+    """
+
+    manifest: Manifest
+    run: RunInfo
+    has_state: bool
+
+
+def find_resumable(state: StateDir, asks: bool = True) -> ResumableRun | None:
+    """The run that the directory is of; None if there is none to go on with, or one that cannot be read.
+
+    Args:
+        asks: others are asked where it cannot be read; else `require_none` says why.
+
+    Raises:
+        StateError: its checkpoints cannot be looked for.
+    """
+    sealed, sample = state.manifest(), state.held_out()
+    if not holds_run(state.path):
+        return None
+    try:
+        manifest = unseal(sealed, verify)
+    except ManifestError as error:
+        if asks:
+            log.warning("the run in %s cannot be gone on with: %s", state.path, error)
+        return None
+    if any(manifest.held_out) and hashlib.sha256(sample).digest() != manifest.held_out:
+        log.warning("the run in %s cannot be gone on with alone: its evaluation sample is damaged", state.path)
+        return None
+    founded = manifest.founder.peer == state.identity.peer_id
+    run = RunInfo(sealed, sample if any(manifest.held_out) else b"")
+    try:
+        return ResumableRun(manifest, run, bool(places(state.path / DIRECTORY)) or founded)
+    except OSError as error:
+        raise StateError(f"{state.path / DIRECTORY} cannot be read ({error.strerror}): set that right") from None
+
+
+def require_none(state: StateDir) -> None:
+    """To start a run here and not to ask for that by --new, there has to be nothing left that was worth keeping.
+
+    Raises:
+        StateError: there is.
+    """
+    if state.is_over:
+        raise StateError(f"the run in {state.path} is over: {ANOTHER}")
+    why, kept = "", state.certificates.exists() and state.certificates.stat().st_size > 0
+    try:
+        unseal(state.manifest(), verify)
+    except ManifestError as error:
+        there = (state.path / "manifest.bin").exists()
+        why, kept = f" ({error})" if there else " (manifest.bin is missing)", kept or there
+    if kept or (state.path / DIRECTORY).exists():
+        raise StateError(f"the run in {state.path} cannot be gone on with{why}: --bootstrap joins it again, {ANOTHER}")
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPoint:
+    """Where a peer begins in a run.
+
+    Attributes:
+        chain: as its former lives knew it, up to the state that it starts from.
+        archive: where that is kept.
+        checkpoints: of its former lives, whole and on the chain, the newest first; none: it begins with nothing.
+        data: where its stream of data goes on.
+        shares_anchor: else the chain is empty, and checkpoints stand on their own.
+    """
+
+    chain: Chain
+    archive: CertificateLog
+    checkpoints: tuple[Checkpoint, ...]
+    data: DataCursor
+    shares_anchor: bool = True
+
+    def words(self) -> str:
+        """Where that is, for a person; empty where there is nothing yet."""
+        return f"from {_listed(self.checkpoints[:1])}" if self.checkpoints else ""
+
+    def strange(self, me: Member, fork_peers: int) -> str:
+        """What keeps this peer waiting if nobody comes: the state is of others. Empty where it is its own, too.
+
+        So it is where this peer left and others went on, and with a new identity in an old directory.
+
+        Args:
+            fork_peers: so many members at least may fork; 0: none may.
+        """
+        head = self.chain.head
+        roster = {member.peer for member in head.roster}
+        if me.peer in roster or not self.shares_anchor:
+            return ""
+        if any(me.peer == member.peer for each in head.former for member in each):
+            line = f"this peer left the run before its last members ({_named(roster)}). It waits for one of them"
+            return f"{line}, or for most of the peers that left" if fork_peers else f"{line}: the run forbids forks"
+        return (
+            f"this peer, {short(me.peer)}, is not among those who made that state ({_named(roster)}), and waits for "
+            "one of them: if its identity.key was replaced, put the old one back; --new starts another run"
+        )
+
+    def like(self, run: str, layout: Layout) -> Checkpoint:
+        """What all checkpoints to come have in common."""
+        root = bytes(32)
+        return Checkpoint(
+            path=Path(),
+            run=run,
+            round=0,
+            lineage=root,
+            state_root=root,
+            layout=layout,
+            index=SnapshotIndex(0, ()),
+            data=self.data,
+            carried=0,
+            files={},
+        )
+
+
+def _named(peers: Collection[PeerId]) -> str:
+    return ", ".join(sorted(map(short, peers))[:8])
+
+
+def load_restart_point(
+    state: StateDir, manifest: Manifest, me: Member, alone: bool = False, shares_anchor: bool = True
+) -> RestartPoint:
+    """Where this life begins. It reads the chain and all checkpoints: to be called off the event loop.
+
+    Args:
+        alone: nobody answered, who could show us the chain.
+        shares_anchor: whether the run's peers have one chain; else every checkpoint of the run can be started from.
+
+    Raises:
+        StateError: the directory cannot be written, or there are checkpoints and no chain leads to them.
+    """
+    try:
+        found = tuple(whole(state.path, log.warning, manifest.run_id))
+        chained = found if shares_anchor else ()
+        archive, chain = _cut(state, manifest, chained, alone and (shares_anchor or not found))
+    except CheckpointError as error:
+        raise StateError(str(error)) from None
+    except OSError as error:
+        raise StateError(f"cannot write {state.certificates} ({error.strerror}): free space there") from None
+    checkpoints = tuple(each for each in found if not shares_anchor or _is_of(chain, each))
+    data = checkpoints[0].data if checkpoints else DataCursor(stream_seed(me), me.incarnation, 0)
+    return RestartPoint(chain, archive, checkpoints, data, shares_anchor)
+
+
+def _cut(state: StateDir, manifest: Manifest, found: Sequence[Checkpoint], alone: bool) -> tuple[CertificateLog, Chain]:
+    """The chain up to the newest checkpoint on it. A copy is cut, and takes the place of what there was in the end.
+
+    For one byte may be wrong in the chain and a month of training lie behind it: what the chain does not lead to is
+    put by, together with the chain as it was.
+    """
+    copy = state.certificates.with_name(f".{state.certificates.name}.new")
+    copy.unlink(missing_ok=True)
+    copy.touch(0o600)
+    if state.certificates.exists():
+        shutil.copyfile(state.certificates, copy)
+    archive = CertificateLog(copy, str(state.certificates))
+    chain = Chain(bytes.fromhex(manifest.run_id), "run", (manifest.founder,), manifest.state_root, archive)
+    unused = [each for each in found if not _is_of(chain, each)]
+    what = f"none of the checkpoints in {state.path / DIRECTORY} can be used"
+    if unused:
+        what = f"{state.certificates} is damaged, or of another branch: it does not lead to {_listed(unused)}"
+    if alone and len(unused) == len(found) and places(state.path / DIRECTORY):
+        copy.unlink()
+        raise StateError(f"{what}; give the address of a peer of the run by --bootstrap, or start another by --new")
+    if unused:
+        log.warning("%s: put by in %s", what, state.quarantine(manifest.run_id, [each.path for each in unused]))
+    cut_back(found, chain)
+    archive.sync()
+    copy.replace(state.certificates)
+    sync_directory(state.path)
+    return archive, chain
+
+
+def _listed(checkpoints: Sequence[Checkpoint]) -> str:
+    """Of the newest first."""
+    several = f" and {len(checkpoints) - 1} older ones" if len(checkpoints) > 1 else ""
+    return f"the checkpoint before round {checkpoints[0].round + 1}{several}"
+
+
+def cut_back(checkpoints: Iterable[Checkpoint], chain: Chain) -> tuple[Checkpoint, ...]:
+    """Those that are of this chain; it is cut back to the first of them, or to the genesis if there is none."""
+    usable = tuple(each for each in checkpoints if _is_of(chain, each))
+    chain.switch(usable[0].lineage if usable else records.genesis(chain.head.key.run), ())
+    return usable
+
+
+def _is_of(chain: Chain, checkpoint: Checkpoint) -> bool:
+    head = chain.at(checkpoint.lineage)
+    return head is not None and head.state_root in (UNSETTLED, checkpoint.state_root)
+
+
+async def restore(
+    begin: RestartPoint,
+    replica: ReplicatedOuterLoop | IndependentOuterLoop,
+    trainer: RemoteTrainer,
+    keeper: CheckpointManager,
+) -> None:
+    """Put this peer where its last checkpoint was made, inner optimiser and all; the older ones are handed out again.
+
+    Raises:
+        StateError: it cannot be read, though it could be a moment ago.
+    """
+    try:
+        for each in begin.checkpoints:
+            keeper.holds(each)
+        snapshot = keeper.snapshots.get(begin.checkpoints[0].lineage) if begin.checkpoints else None
+        if snapshot:
+            await replica.start_from(snapshot)
+    except OSError as error:
+        what = f"{_listed(begin.checkpoints[:1])} cannot be read any more ({error.strerror or error})"
+        where = keeper.home
+        raise StateError(f"{what}: set {where} right, or move the damaged one out of it, and start again") from None
+    if begin.checkpoints:
+        await _load(begin.checkpoints[0], trainer)
+        if keeper.feedback:
+            await keeper.feedback.load(begin.checkpoints[0].feedback)
+
+
+async def _load(checkpoint: Checkpoint, trainer: RemoteTrainer) -> None:
+    """The inner optimiser's state; where that cannot be had, it begins anew."""
+    try:
+        await trainer.load(checkpoint.inner, checkpoint.data.position, checkpoint.threads)
+    except WorkerError as error:
+        log.warning("the inner optimiser begins anew: %s", error)
+        await trainer.load(None, checkpoint.data.position, checkpoint.threads)

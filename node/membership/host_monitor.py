@@ -1,0 +1,69 @@
+"""A peer's watch over its own machine: did it sleep, is its clock right, has it other addresses now?"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Sequence
+
+from node.membership.suspend_detector import SuspendDetector, TimeJump, skew
+from protocols.base import Clock
+
+log = logging.getLogger(__name__)
+
+ADDRESSES_SECONDS = 2.0
+SKEW_SECONDS = 10.0
+MAX_OFFSET_SECONDS = 600.0
+
+
+class HostMonitor:
+    """Looks at each tick.
+
+    Attributes:
+        say: told one line for a person, of all that happens.
+        clock: one line for a person, as long as this machine's clock is not the one that the others have; or empty.
+        upset: set where it has to be told anew where this peer is; for who tells that to take away.
+    """
+
+    def __init__(self, clock: Clock, addresses: Callable[[], Sequence[str]]) -> None:
+        self.say: Callable[[str], None] = log.warning
+        self.clock, self.upset = "", asyncio.Event()
+        self._wall, self._addresses = clock, addresses
+        self._ticks = SuspendDetector()
+        self._known: frozenset[str] = frozenset()
+        self._skewed = ""
+        self._looked = self._compared = 0.0
+
+    def tick(self, now: float, next_seconds: float, offsets: Callable[[], Iterable[float]]) -> TimeJump | None:
+        """What happened since the tick before, if anything did; where it has a line, all is to be met anew.
+
+        Args:
+            offsets: how far the others' wall clocks are ahead of ours.
+        """
+        gap = self._ticks.tick(now, self._wall.wall(), next_seconds)
+        if gap is None and now - self._looked >= ADDRESSES_SECONDS:
+            self._looked, gap = now, self._moved()
+        if now - self._compared >= SKEW_SECONDS:
+            self._compared = now
+            self._compare(sorted(offsets()))
+        if gap and gap.line:
+            self.say(gap.line)
+            self.upset.set()
+        return gap
+
+    def _moved(self) -> TimeJump | None:
+        before, here = self._known, frozenset(self._addresses())
+        self._known = here or before  # while p2pd is down there are none
+        if not before or not here or here == before:
+            return None
+        return TimeJump(0.0, f"this machine's addresses have changed (now {', '.join(sorted(here)[:2])}): all are told")
+
+    def _compare(self, offsets: Sequence[float]) -> None:
+        """A skew is told when it was seen twice: an echo that a sleep delayed shows a wrong one."""
+        if not offsets:
+            return
+        before, self._skewed = self._skewed, skew(offsets, MAX_OFFSET_SECONDS)
+        if bool(before) == bool(self._skewed) == (not self.clock):
+            self.say(self._skewed or "this machine's clock is the one that the others have again")
+        if bool(before) == bool(self._skewed):
+            self.clock = self._skewed

@@ -1,0 +1,364 @@
+"""Who is here: peers that completed a handshake with us and answer our pulses.
+
+Every peer watches every other on a stream of its own: it greets, then sends a pulse each second, which is echoed. So
+liveness is two-way contact, as this peer sees it. libp2p's own "connected" says nothing: the connection of a stopped
+process stays. Silence makes a peer suspect (`node.membership.failure_detector`), a broken stream that cannot be opened
+again makes it gone at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import AsyncExitStack, suppress
+from statistics import median
+
+from node.membership.addresses import sound
+from node.membership.failure_detector import FailureDetector
+from node.membership.handshake import TWIN, HandshakeProtocol, LocalPeer
+from node.membership.hello import HELLO, MAX_INTRODUCED, Hello, HelloRejected, PeerAddress, Welcome
+from node.membership.host_monitor import MAX_OFFSET_SECONDS, HostMonitor
+from node.membership.peer_record import MAX_FAILURES, PeerRecord
+from node.membership.peer_table import PeerTable
+from node.outer import sketch as sketches
+from node.outer.sketch import Sketch
+from node.runtime.bounded import count
+from protocols import wire
+from protocols.aio import Notifier, peer_timeout, task_group
+from protocols.base import (
+    BadPayload,
+    Clock,
+    Deadline,
+    Member,
+    PeerError,
+    PeerGone,
+    PeerId,
+    Signer,
+    Stream,
+    Transport,
+)
+
+log = logging.getLogger(__name__)
+
+WATCH_SECONDS = 86_400.0
+"""A stream lives so long at most; another follows it."""
+ANSWER_SECONDS = 5.0
+TICK_SECONDS = 0.25
+DIALS_AT_ONCE = 16
+HEARSAY_AT_ONCE = 4
+HEARSAY_SECONDS = 0.25
+MAX_REASONS = 256
+RETRY_SECONDS = 0.05
+CUT_FAILURES = 3
+"""Tries in a row after which the connection to who was here is closed: the next one dials."""
+MAX_TOLD_ADDRESSES = 6
+"""Of each peer that is introduced: all of them together have to fit into one greeting."""
+MAX_BELIEVED_ADDRESSES = 4
+
+Reach = Callable[[PeerId, Sequence[str], Deadline], Awaitable[None]]
+Drop = Callable[[PeerId, Deadline], Awaitable[None]]
+
+
+async def _no_way(peer: PeerId, addresses: Sequence[str], deadline: Deadline) -> None:
+    """Where the transport finds peers by itself."""
+
+
+async def _nothing(peer: PeerId, deadline: Deadline) -> None:
+    """Where the transport holds no connections."""
+
+
+class Membership:
+    """`protocols.base.Members`. Does nothing before `run`.
+
+    Attributes:
+        version: grows with every change of who is live.
+        refused: why -> peers turned away, and what peers told that broke a rule.
+        on_met: called with a peer that has just become live.
+        on_twin: called with one line when another process turns out to have our identity.
+        vigil: what this peer notices of its own machine.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        clock: Clock,
+        signer: Signer,
+        who: LocalPeer,
+        wanted: Callable[[], Iterable[PeerId]] = tuple,
+        reach: Reach = _no_way,
+        drop: Drop = _nothing,
+    ) -> None:
+        """
+        Args:
+            wanted: peers that are dialled again and again, such as those of the roster.
+            reach: brings the transport to a peer at one of its addresses, or fails by a `PeerError`.
+            drop: closes the transport's connections to a peer, so that it is dialled and not waited for.
+        """
+        self.version = 0
+        self.refused: Counter[str] = Counter()
+        self.on_met: Callable[[PeerId], None] = lambda peer: None
+        self.on_twin: Callable[[str], None] = lambda why: None
+        self._transport, self._who, self._wanted = transport, who, wanted
+        self._reach, self._drop, self.vigil = reach, drop, HostMonitor(clock, who.addresses)
+        self._greeter = HandshakeProtocol(who, clock, signer)
+        self._contacts = PeerTable(who.me.peer, wanted)
+        self._contacts.on_forget = self._forgotten
+        self._changed = Notifier()
+        self._group: asyncio.TaskGroup | None = None
+        self._dials, self._hearsay = asyncio.Semaphore(DIALS_AT_ONCE), asyncio.Semaphore(HEARSAY_AT_ONCE)
+        transport.serve(HELLO, self._serve)
+
+    # -- what others see ----------------------------------------------------------------------------------------------
+
+    def live(self) -> tuple[Member, ...]:
+        """Who answers us, and we, in the order of their ids."""
+        members = [contact.member for contact in self._contacts if contact.live and contact.member]
+        return tuple(sorted((self._who.me, *members)))
+
+    async def changed(self, since: int, deadline: Deadline) -> int:
+        """Wait until `version` exceeds `since`; returns the version then, or at the deadline."""
+        with suppress(TimeoutError):
+            await self._changed.until(lambda: self.version > since, deadline)
+        return self.version
+
+    def contacts(self) -> tuple[PeerRecord, ...]:
+        """Everybody we know of, for a view; not to be changed."""
+        return tuple(self._contacts)
+
+    def peers(self) -> list[PeerId]:
+        """Everybody we know of, the live ones first."""
+        return [contact.peer for contact in sorted(self._contacts, key=lambda each: not each.live)]
+
+    def offset_seconds(self) -> float:
+        """How far the others' wall clocks are ahead of ours: the median, within bounds; 0 if there are none."""
+        offset = median(self._offsets() or [0.0])
+        return max(-MAX_OFFSET_SECONDS, min(offset, MAX_OFFSET_SECONDS))
+
+    def _offsets(self) -> list[float]:
+        return [contact.offset_seconds for contact in self._contacts if contact.live and contact.round_trip_seconds]
+
+    def compare(self, mine: Sketch) -> dict[PeerId, Sketch]:
+        """Tell the others this sketch of our parameters from now on; returns those of the live, as they told last."""
+        self._greeter.sketch = sketches.pack(mine)
+        told = {each.peer: sketches.unpack(each.sketch) for each in self._contacts if each.live}
+        return {peer: numbers for peer, numbers in told.items() if numbers}
+
+    def rounds(self) -> dict[PeerId, int]:
+        """Of each of the others who is live, and not about to leave, the round that it says it is in."""
+        return {each.peer: each.round for each in self._contacts if each.live and not each.leaving}
+
+    def hint(self, peer: PeerId, addresses: Sequence[str] = (), told_by: PeerId = "") -> PeerRecord | None:
+        """A peer may be found there; returns its contact, if it can have one.
+
+        Args:
+            told_by: who told us; empty if we know it otherwise.
+        """
+        contact = self._contacts.add(peer, addresses, told_by)
+        if contact and self._group and contact.is_due(asyncio.get_running_loop().time()):
+            contact.task = self._group.create_task(self._tend(contact))
+        return contact
+
+    def _forgotten(self, contact: PeerRecord) -> None:
+        contact.hello = None
+        if contact.task:
+            contact.task.cancel()
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Watch the others, for ever."""
+        async with task_group() as group:
+            self._group = group
+            try:
+                for contact in self._contacts:
+                    self.hint(contact.peer)
+                await self._tick()
+            finally:
+                self._group = None
+
+    async def _tick(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            now = loop.time()
+            gap = self.vigil.tick(now, TICK_SECONDS, self._offsets)
+            for contact in self._contacts:
+                if gap and gap.line:
+                    contact.doubt(now)
+                elif contact.task is None:
+                    self._wake(contact, now)
+                elif contact.watching is None or contact.greeted is None:  # a dial has a deadline of its own
+                    continue
+                elif gap:
+                    contact.suspicion.slept(now)
+                elif now >= contact.suspicion.due():
+                    self._set_live(contact, False, f"silent for {contact.suspicion.patience_seconds:.1f} s")
+                    contact.end_watch()
+            for peer in self._wanted():
+                self.hint(peer)
+            await asyncio.sleep(TICK_SECONDS)
+
+    def _set_live(self, contact: PeerRecord, live: bool, why: str = "") -> None:
+        contact.why = why
+        if live != contact.live:
+            contact.live = live
+            self._bump()
+            log.info("%s is %s", contact.peer, "here" if live else f"gone: {why}")
+            if live:
+                self.on_met(contact.peer)
+
+    def _bump(self) -> None:
+        self.version += 1
+        self._changed.notify()
+
+    # -- watching -----------------------------------------------------------------------------------------------------
+
+    async def _tend(self, contact: PeerRecord) -> None:
+        """Watch one peer; when that ends, it rests, ever longer, and holds no task meanwhile."""
+        while True:
+            contact.greeted = None
+            if not contact.live and contact.is_doubtful():
+                await self._cut(contact)
+            why = await self._watched(contact)
+            if contact.is_doubtful():
+                await self._cut(contact)
+                continue
+            contact.cut = False
+            if contact.broke(asyncio.get_running_loop().time()):
+                await asyncio.sleep(RETRY_SECONDS)
+                continue
+            self._set_live(contact, False, why)
+            contact.failures += 1
+            log.debug("%s: try %d: %s", contact.peer, contact.failures, why)
+            if contact.failures == CUT_FAILURES and contact.hello:
+                await self._cut(contact)
+            return contact.rest(asyncio.get_running_loop().time(), self._contacts.wants(contact.peer))
+
+    def _wake(self, contact: PeerRecord, now: float) -> None:
+        """Try one that rests, if its time has come or it has called us; who never answers, and nobody wants, goes."""
+        if not contact.is_due(now):
+            return
+        if contact.failures > MAX_FAILURES and not contact.nudge.is_set() and not self._contacts.wants(contact.peer):
+            self._contacts.forget(contact)
+        else:
+            self.hint(contact.peer)
+
+    async def _cut(self, contact: PeerRecord) -> None:
+        with suppress(PeerError):
+            await self._drop(contact.peer, asyncio.get_running_loop().time() + contact.patience_seconds)
+
+    async def _watched(self, contact: PeerRecord) -> str:
+        """Watch a peer for as long as it goes; returns why it ended."""
+        try:
+            async with asyncio.timeout(None) as contact.watching:
+                await self._watch(contact, contact.watching)
+        except TimeoutError:
+            return contact.why or "no answer in time"
+        except BadPayload as error:
+            contact.failures, contact.offended = MAX_FAILURES, True
+            self._set_live(contact, False, str(error))
+            self._refuse(contact.peer, str(error))
+            return str(error)
+        except PeerError as error:
+            return error.why
+        finally:
+            contact.watching = None
+        return "it said goodbye"
+
+    async def _watch(self, contact: PeerRecord, limit: asyncio.Timeout) -> None:
+        """Dial, greet, and exchange pulses until the stream ends or `limit` is moved to now."""
+        loop, peer = asyncio.get_running_loop(), contact.peer
+        async with AsyncExitStack() as dialling:
+            if not contact.live:
+                await self._turn(contact, dialling)
+            limit.reschedule(loop.time() + contact.patience_seconds)
+            if contact.addresses and (contact.cut or not contact.live):
+                await self._reach(peer, contact.addresses, loop.time() + contact.patience_seconds)
+            async with self._transport.open(peer, HELLO, loop.time() + WATCH_SECONDS) as stream:
+                await self._greet(contact, stream)
+                await dialling.aclose()
+                limit.reschedule(None)
+                await self._greeter.exchange(contact, stream, self._on_refusal)
+
+    async def _turn(self, contact: PeerRecord, dialling: AsyncExitStack) -> None:
+        """Wait for one's turn to be dialled. Whom we know by hearsay has a long one, whoever else wants us to dial."""
+        if contact.told_by and contact.hello is None and not self._contacts.wants(contact.peer):
+            await dialling.enter_async_context(self._hearsay)
+            await asyncio.sleep(HEARSAY_SECONDS)
+        else:
+            await dialling.enter_async_context(self._dials)
+
+    async def _greet(self, contact: PeerRecord, stream: Stream) -> None:
+        await stream.send(self._greeter.hello())
+        answer = await stream.receive(wire.MAX_HEADER_BYTES)
+        if isinstance(answer, HelloRejected):
+            self._on_refusal(contact.peer, answer)
+        welcome = wire.expect(answer, Welcome)
+        self._greeter.check(contact.peer, welcome.hello)
+        if contact.is_older(welcome.hello):
+            raise BadPayload("it greets us from an older life")
+        self._meet(contact, welcome.hello)
+        now = asyncio.get_running_loop().time()
+        contact.suspicion = FailureDetector(now)
+        contact.failures, contact.greeted = 0, now
+        contact.stale = contact.cut = False
+        self._set_live(contact, True)
+        for each in welcome.known:  # only now: who is here is not forgotten for whom it introduces
+            if each.peer not in self._contacts:
+                self.hint(each.peer, each.addresses[:MAX_BELIEVED_ADDRESSES], told_by=contact.peer)
+
+    def _on_refusal(self, peer: PeerId, refusal: HelloRejected) -> None:
+        """Somebody will have nothing to do with us; because another process has our identity, if it proves that."""
+        for other in refusal.other:
+            if not self._greeter.is_duplicate(other):
+                raise BadPayload("refuses us for another life of ours that it cannot prove")
+            self.on_twin(TWIN)
+        raise PeerGone(peer, f"it refuses us: {refusal.why}")
+
+    # -- being watched ------------------------------------------------------------------------------------------------
+
+    async def _serve(self, peer: PeerId, stream: Stream) -> None:
+        async with peer_timeout(ANSWER_SECONDS, peer, "it greets"):
+            hello = wire.expect(await stream.receive(wire.MAX_HEADER_BYTES), Hello)
+        try:
+            self._greeter.check(peer, hello)
+        except BadPayload as error:
+            self._refuse(peer, str(error))
+            return await stream.send(HelloRejected(str(error)[:200]))
+        contact = self.hint(peer, hello.addresses)
+        if contact is None:
+            return await stream.send(HelloRejected("too many peers are known here"))
+        if contact.hello and contact.is_older(hello):
+            return await stream.send(HelloRejected("another life of it is known here", (contact.hello,)))
+        self._meet(contact, hello)
+        await stream.send(Welcome(self._greeter.hello(), self._known(peer)))
+        contact.called()
+        await self._greeter.echo(contact, hello, stream)
+
+    # -- greetings ----------------------------------------------------------------------------------------------------
+
+    def _meet(self, contact: PeerRecord, hello: Hello) -> None:
+        before, contact.hello = contact.hello, hello
+        gone = set(before.addresses if before else ()) - set(hello.addresses)  # where it says it is no more
+        contact.addresses = sound((*hello.addresses, *(each for each in contact.addresses if each not in gone)))
+        if before is not None and before.life == hello.life and set(before.addresses) != set(hello.addresses):
+            contact.doubt(asyncio.get_running_loop().time())  # it moved: what we hold of it may lead nowhere
+        if before is not None and before.life != hello.life:
+            contact.offended = False
+            contact.end_watch()  # what we watch is its former life
+            self._set_live(contact, False, "it was started again")
+
+    def _known(self, to: PeerId) -> tuple[PeerAddress, ...]:
+        others = [each for each in self._contacts if each.live and each.peer != to]
+        return tuple(PeerAddress(each.peer, each.addresses[:MAX_TOLD_ADDRESSES]) for each in others[:MAX_INTRODUCED])
+
+    def _refuse(self, peer: PeerId, why: str) -> None:
+        new = count(self.refused, why, MAX_REASONS)
+        log.log(logging.WARNING if new else logging.DEBUG, "%s: %s", peer, why)
+
+    def goodbye(self) -> None:
+        """Tell everybody at once that we are leaving."""
+        self._greeter.leaving = True
+        for contact in self._contacts:
+            contact.hurry.set()

@@ -1,0 +1,187 @@
+"""One life of p2pd and hivemind's client at it; only this and `node.network.kademlia` import hivemind."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Self
+
+from node.network import hivemind_import as hive  # noqa: F401 - before any part of hivemind
+
+# isort: split
+from hivemind.p2p import P2P, P2PDaemonError, PeerID
+from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
+from hivemind.p2p.p2p_daemon_bindings.utils import raise_if_failed, read_pbmsg_safe, write_pbmsg
+from hivemind.proto import p2pd_pb2
+from hivemind.utils.logging import use_hivemind_log_handler
+from hivemind.utils.multiaddr import Multiaddr as HivemindMultiaddr
+from multiaddr import Multiaddr  # type: ignore[import-untyped]
+
+from node.network.daemon import Daemon, DaemonError
+from node.network.pipe import SocketPipe
+from protocols.base import PeerId
+
+log = logging.getLogger(__name__)
+
+LINK_ERRORS = (P2PDaemonError, OSError, EOFError)
+"""What calls of a `DaemonConnection` raise: p2pd said no, or it is not there. A missed deadline is an OSError."""
+
+_PROTOCOL = "/starling/stream/1"
+_ATTACH_SECONDS = 10.0
+_PROBE_EVERY_SECONDS = 2.0
+_PROBE_SECONDS = 3.0
+_PROBES = 2
+
+IncomingHandler = Callable[[PeerId, str, asyncio.StreamReader, asyncio.StreamWriter], None]
+"""Takes a stream that the peer has opened from an address; never waits."""
+
+use_hivemind_log_handler("nowhere")  # hivemind writes to stderr by itself: where its words go is the root's business
+
+
+class DaemonConnection:
+    """`DaemonConnection.start` makes it.
+
+    Attributes:
+        client: hivemind's `P2P`, for its DHT.
+        addresses: multiaddrs on which p2pd can be reached, without its id, never older than a few seconds.
+        peers: who is connected, and from which multiaddr, as of a few seconds ago.
+        gone: set when p2pd has ended, before the client is closed.
+    """
+
+    def __init__(self, daemon: Daemon, control: Path) -> None:
+        self.client: Any = None
+        self.addresses: tuple[str, ...] = ()
+        self.peers: dict[PeerId, str] = {}
+        self.gone = asyncio.Event()
+        self.daemon = daemon
+        self._control = control
+
+    @classmethod
+    async def start(cls, command: Sequence[str], control: Path, me: PeerId, incoming: IncomingHandler) -> Self:
+        """Start p2pd with its control socket at `control`; the streams that peers open go to `incoming`.
+
+        Raises:
+            DaemonError, P2PDaemonError, OSError, EOFError: it does not come up.
+        """
+        with suppress(FileNotFoundError):
+            os.unlink(control)  # a killed daemon leaves its socket behind
+        link = cls(await Daemon.start(command), control)
+        try:
+            async with asyncio.timeout(_ATTACH_SECONDS):
+                await link._attach(me, incoming)
+        except BaseException:
+            await link.close()
+            raise
+        return link
+
+    async def _attach(self, me: PeerId, incoming: IncomingHandler) -> None:
+        # hivemind would put the client's socket into /tmp, open to everybody on this machine.
+        client: Any = type("AttachedP2P", (P2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{self._control.parent}/"})
+        self.client = await client.replicate(HivemindMultiaddr(f"/unix{self._control}"))
+        if self.client.peer_id.to_base58() != me:
+            raise DaemonError(f"p2pd runs as {self.client.peer_id}, not as {me}")
+
+        async def take(info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            incoming(info.peer_id.to_base58(), _text(info.addr.to_bytes()), reader, writer)
+
+        await self.client.add_binary_stream_handler(_PROTOCOL, take)
+        await self._look()
+
+    async def stream(self, peer: PeerId, seconds: int) -> SocketPipe:
+        """Open a stream of our protocol."""
+        target = p2pd_pb2.StreamOpenRequest(peer=_peer_bytes(peer), proto=[_PROTOCOL], timeout=seconds)
+        _, reader, writer = await self._ask(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=target)
+        return SocketPipe(reader, writer)
+
+    async def connect(self, peer: PeerId, address: str, seconds: int) -> None:
+        """Connect to the peer at a multiaddr."""
+        where = Multiaddr(address).to_bytes()  # not hivemind's Multiaddr: it cannot write the id of a relay
+        target = p2pd_pb2.ConnectRequest(peer=_peer_bytes(peer), addrs=[where], timeout=seconds)
+        await self._tell(type=p2pd_pb2.Request.CONNECT, connect=target)
+
+    async def disconnect(self, peer: PeerId) -> None:
+        """Close the connections to the peer."""
+        target = p2pd_pb2.DisconnectRequest(peer=_peer_bytes(peer))
+        await self._tell(type=p2pd_pb2.Request.DISCONNECT, disconnect=target)
+
+    async def ended(self) -> str:
+        """Wait until p2pd has ended, however long; returns how, in one line. If it hangs, it is ended by force."""
+        probing = asyncio.create_task(self._probe())
+        try:
+            return await self.daemon.ended()
+        finally:
+            probing.cancel()
+            await asyncio.gather(probing, return_exceptions=True)
+
+    async def _probe(self) -> None:
+        """Ask p2pd how things are, again and again, until it has not answered twice in a row; then kill it."""
+        missed = 0
+        while missed < _PROBES:
+            await asyncio.sleep(0 if missed else _PROBE_EVERY_SECONDS)
+            try:
+                async with asyncio.timeout(_PROBE_SECONDS):
+                    await self._look()
+                missed = 0
+            except LINK_ERRORS:
+                missed += 1
+        log.warning("p2pd %d does not answer and is killed", self.daemon.pid)
+        await self.daemon.kill()
+
+    async def _look(self) -> None:
+        mine = await self._tell(type=p2pd_pb2.Request.IDENTIFY)
+        self.addresses = tuple(text for address in mine.identify.addrs if (text := _text(address)))
+        others = await self._tell(type=p2pd_pb2.Request.LIST_PEERS)
+        found = ((PeerID(each.id).to_base58(), _text(each.addrs[0])) for each in others.peers if each.addrs)
+        self.peers = {peer: address for peer, address in found if address}
+
+    async def _tell(self, **request: Any) -> Any:
+        response, _, writer = await self._ask(**request)
+        writer.close()
+        return response
+
+    async def _ask(self, **request: Any) -> tuple[Any, asyncio.StreamReader, asyncio.StreamWriter]:
+        """Ask p2pd; the connection that comes back is the stream, if one was asked for.
+
+        hivemind's own calls leave the connection open when they fail or are cancelled, and set no time limit, so that
+        p2pd would go on for a minute.
+        """
+        reader, writer = await asyncio.open_unix_connection(self._control)
+        try:
+            await write_pbmsg(writer, p2pd_pb2.Request(**request))
+            response = p2pd_pb2.Response()
+            await read_pbmsg_safe(reader, response)
+            raise_if_failed(response)
+        except BaseException:
+            writer.transport.abort()
+            raise
+        return response, reader, writer
+
+    async def close(self) -> None:
+        """End the client's tasks, which hivemind does not wait for or forgets, and the daemon."""
+        self.gone.set()
+        if self.client is not None:
+            control = self.client._client.control
+            tasks = [self.client._listen_task, control._read_task, control._write_task]
+            running = [task for task in (*tasks, *control._handler_tasks.values()) if task]
+            await self.client.shutdown()
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+        await self.daemon.stop()
+
+
+def _peer_bytes(peer: PeerId) -> bytes:
+    data: bytes = PeerID.from_base58(peer).to_bytes()
+    return data
+
+
+def _text(address: bytes) -> str:
+    """A multiaddr as text; empty if it is none that we know. Not hivemind's: it fails on the id of a relay."""
+    try:
+        return str(Multiaddr(address))
+    except (ValueError, LookupError):
+        return ""

@@ -1,0 +1,1 @@
+"""Host services without knowledge of training: clock, compute threads, child processes, identity, locks, metrics."""

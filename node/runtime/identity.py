@@ -1,0 +1,219 @@
+"""Who this peer is: an Ed25519 key in libp2p's own file format, and signatures bound to peer ids.
+
+A peer id of an Ed25519 key is the public key itself (identity multihash of its protobuf, in base58btc: "12D3Koo…"), so
+whoever knows a peer's id can check its signatures, without asking anybody.
+
+Source: https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from node.runtime.locks import hold
+from protocols.base import PeerId
+
+_KEY_BYTES = 32
+_PRIVATE_PREFIX = b"\x08\x01\x12\x40"
+"""Protobuf PrivateKey: key type Ed25519 = 1, then 64 bytes: the private key and the public key."""
+_PUBLIC_PREFIX = b"\x08\x01\x12\x20"
+"""Protobuf PublicKey: key type Ed25519 = 1, then the 32 bytes of the key."""
+_PEER_ID_PREFIX = b"\x00\x24" + _PUBLIC_PREFIX
+"""Identity multihash of the 36 bytes of the public key's protobuf."""
+_FILE_BYTES = len(_PRIVATE_PREFIX) + 2 * _KEY_BYTES
+_PEER_ID_CHARACTERS = 52
+_ALPHABET = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
+
+
+class IdentityError(Exception):
+    """The identity file cannot be used; the message says what, why and what to do."""
+
+
+def _base58(data: bytes) -> str:
+    number = int.from_bytes(data, "big")
+    digits = []
+    while number:
+        number, digit = divmod(number, 58)
+        digits.append(_ALPHABET[digit])
+    zeros = len(data) - len(data.lstrip(b"\0"))
+    return "1" * zeros + "".join(reversed(digits))
+
+
+def peer_id_of(public_key: bytes) -> PeerId:
+    """The peer id of a raw Ed25519 public key of 32 bytes."""
+    return _base58(_PEER_ID_PREFIX + public_key)
+
+
+def public_key_of(peer: PeerId) -> bytes:
+    """The raw Ed25519 public key, 32 bytes, that a peer id holds.
+
+    Raises:
+        ValueError: not the id of an Ed25519 key in base58btc.
+    """
+    if len(peer) != _PEER_ID_CHARACTERS:
+        raise ValueError(f"{peer[:60]!r} is not the id of an Ed25519 key")
+    number = 0
+    for character in peer:
+        number = number * 58 + _ALPHABET.index(character)
+    size = len(_PEER_ID_PREFIX) + _KEY_BYTES
+    data = number.to_bytes(_PEER_ID_CHARACTERS, "big")[-size:]
+    # The second half of the test refuses any other spelling of the same bytes.
+    if not data.startswith(_PEER_ID_PREFIX) or _base58(data) != peer:
+        raise ValueError(f"{peer!r} is not the id of an Ed25519 key")
+    return data[len(_PEER_ID_PREFIX) :]
+
+
+def verify(peer: PeerId, message: bytes, signature: bytes) -> bool:
+    """Whether `peer` signed `message`; False also for an id or a signature that is none."""
+    try:
+        Ed25519PublicKey.from_public_bytes(public_key_of(peer)).verify(signature, message)
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A peer's key, its id and the file that p2pd reads it from. Implements `protocols.base.Signer`."""
+
+    path: Path
+    peer_id: PeerId
+    _key: Ed25519PrivateKey = field(repr=False)
+
+    def sign(self, message: bytes) -> bytes:
+        """An Ed25519 signature, 64 bytes."""
+        return self._key.sign(message)
+
+    def verify(self, peer: PeerId, message: bytes, signature: bytes) -> bool:
+        """As the function of this name."""
+        return verify(peer, message, signature)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the identity: two daemons with one id disturb each other's connections.
+
+        Raises:
+            IdentityError: another process on this machine holds it.
+        """
+        held = hold(self.path)
+        if held is None:
+            raise IdentityError(
+                f"{self.path} is in use by another running peer: two peers cannot share one identity; "
+                "stop that peer, or give this one another identity file"
+            )
+        try:
+            yield
+        finally:
+            os.close(held)
+
+
+def _identity(path: Path, key: Ed25519PrivateKey) -> Identity:
+    return Identity(path, peer_id_of(key.public_key().public_bytes_raw()), key)
+
+
+def create(path: Path) -> Identity:
+    """Make a new identity at `path`, readable by its owner only; never replaces a file, never leaves half of one.
+
+    Raises:
+        IdentityError: the file exists, or cannot be written.
+    """
+    key = Ed25519PrivateKey.generate()
+    content = _PRIVATE_PREFIX + key.private_bytes_raw() + key.public_key().public_bytes_raw()
+    draft = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
+    try:
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.link(draft, path)  # unlike a rename, refuses to replace
+        finally:
+            draft.unlink()
+        sync_directory(path.parent)
+    except FileExistsError:
+        raise IdentityError(f"{path} exists already: it is not overwritten; load it, or move it away") from None
+    except OSError as error:
+        raise IdentityError(
+            f"cannot write an identity to {path} ({error.strerror}): choose a directory that exists and is writable"
+        ) from None
+    return _identity(path, key)
+
+
+def sync_directory(path: Path) -> None:
+    """Make what was renamed or linked in a directory survive a power cut.
+
+    Raises:
+        OSError: it cannot be.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def load(path: Path) -> Identity:
+    """Read the identity at `path`.
+
+    Raises:
+        IdentityError: no such file, others may read it, or it holds something else than an Ed25519 key.
+    """
+    content = _read_private(path)
+    if len(content) != _FILE_BYTES or not content.startswith(_PRIVATE_PREFIX):
+        raise IdentityError(
+            f"{path} does not hold an Ed25519 key in libp2p's format (hivemind writes RSA keys): "
+            "move it away, and a new identity is made"
+        )
+    private, public = content[len(_PRIVATE_PREFIX) : -_KEY_BYTES], content[-_KEY_BYTES:]
+    key = Ed25519PrivateKey.from_private_bytes(private)
+    if key.public_key().public_bytes_raw() != public:
+        raise IdentityError(f"{path} is damaged, its two halves do not match: restore it, or move it away")
+    return _identity(path, key)
+
+
+def _read_private(path: Path) -> bytes:
+    try:
+        # Neither a link to somebody else's file nor a pipe that never ends.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        why = "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror
+        raise IdentityError(f"cannot read the identity {path} ({why}): check the path and its permissions") from None
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise IdentityError(f"{path} is not a regular file: give the path of an identity file")
+        if status.st_uid != os.geteuid():
+            raise IdentityError(f"{path} belongs to another user: run as its owner, or use an identity of your own")
+        if status.st_mode & 0o077:
+            raise IdentityError(
+                f"{path} is open to others (mode {stat.S_IMODE(status.st_mode):04o}), who could act as this peer: "
+                f"chmod 600 {path}"
+            )
+        return os.read(descriptor, _FILE_BYTES + 1)
+    finally:
+        os.close(descriptor)
+
+
+def load_or_create(path: Path) -> Identity:
+    """The identity at `path`, made first if there is none; of two that start at once, one makes it for both.
+
+    Raises:
+        IdentityError: as for `load` and `create`.
+    """
+    if not os.path.lexists(path):
+        try:
+            return create(path)
+        except IdentityError:
+            if not os.path.lexists(path):
+                raise
+    return load(path)

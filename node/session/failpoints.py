@@ -1,0 +1,174 @@
+"""The named points of a round, told to a harness outside that may kill this peer right there. Off, unless asked for.
+
+Who wants to know what a crash costs has to crash a real process at a place with a name, not at a time. So the harness
+(`tests/faults/tracing.py`) listens on a Unix socket, and `STARLING_TRACE` says where; at every point the peer writes a
+line, `ROUND POINT`, and does nothing at all until one byte has answered it:
+
+    send NAME, receive NAME   right before a frame of averaging is sent, right after the header of one has come
+    sync: …, parts: …         the same where what was missed is fetched, in frames of the same names in part
+    train, trained            before and after a round's steps
+    read, write, evaluate     before the trainer does it
+    report, reported          before and after a line of the history is written
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, cast
+
+from node.reporting.report import RoundReport
+from node.storage.journal import Journal
+from node.training.remote import RemoteTrainer
+from protocols.base import Buffer, Deadline, Handler, Header, LocalProgress, PeerId, RoundKey, Stream, Transport, Vector
+from protocols.butterfly.part_cache import PARTS
+from protocols.sync.requests import SYNC
+
+log = logging.getLogger(__name__)
+
+VARIABLE = "STARLING_TRACE"
+ANSWER_SECONDS = 10.0
+POINTS = (
+    "train", "send Ready", "send Plan", "receive Plan", "trained",
+    "send Contribute", "send Chunk", "receive Chunk", "send Reduced", "send PartDone", "receive Reduced",
+    "send Propose", "send Accept", "receive Propose", "receive Accept", "send Certificate",
+    "write", "evaluate", "report", "reported",
+)  # fmt: skip
+"""Twenty that every committed round of more than one peer passes, about in the order in which they come first. Every
+peer passes all, but that the coordinator sends Plan and Propose, and the others receive them. A round has five more,
+beside one of these each: read, receive Ready, receive Contribute, receive PartDone, receive Certificate. A Certificate
+may be sent only when the next round has begun at its sender."""
+
+
+def with_failpoints(
+    transport: Transport, trainer: RemoteTrainer, rounds: Path
+) -> tuple[Transport, RemoteTrainer, Journal]:
+    """What a peer meets the world by, with a journal at that path: as it is, or telling of its points if asked to."""
+    if not (path := os.environ.get(VARIABLE)):
+        return transport, trainer, Journal(rounds)
+    trace = FailpointClient(path)
+    told = FailpointTransport(trace, transport), FailpointTrainer(trace, trainer), FailpointJournal(trace, rounds)
+    return cast(tuple[Transport, RemoteTrainer, Journal], told)
+
+
+class FailpointClient:
+    """The line to the harness. It connects at the first point; without a harness everything goes on, untold.
+
+    Attributes:
+        round: the one that was begun last here; -1 before the first.
+    """
+
+    def __init__(self, path: str, answer_seconds: float = ANSWER_SECONDS) -> None:
+        self.round = -1
+        self._path = path
+        self._socket: socket.socket | None = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.settimeout(answer_seconds)
+        self._connected = False
+
+    def point(self, name: str, header: Header | None = None) -> None:
+        """Tell of a point, and hold the whole process there until the harness has answered.
+
+        A harness that is gone, or does not answer in time, is not waited for again.
+
+        Args:
+            header: of a frame, whose name is added, and whose round it is if it says of which it is.
+        """
+        key = getattr(header, "key", None)
+        number = key.round if isinstance(key, RoundKey) else self.round
+        line = f"{number} {name} {type(header).__name__}\n" if header else f"{number} {name}\n"
+        try:
+            if self._socket and not self._ask(self._socket, line.encode()):
+                self._give_up("it is gone")
+        except OSError as error:
+            self._give_up(str(error))
+
+    def _ask(self, line: socket.socket, told: bytes) -> bytes:
+        if not self._connected:
+            line.connect(self._path)
+            self._connected = True
+        line.sendall(told)
+        return line.recv(1)
+
+    def _give_up(self, why: str) -> None:
+        log.warning("no answer from the harness at %s (%s): points are not told any more", self._path, why)
+        self.close()
+
+    def close(self) -> None:
+        """Tell nothing any more."""
+        if self._socket:
+            self._socket.close()
+        self._socket = None
+
+
+class _Around:
+    """Stands for something else, and is the same but for the methods that a subclass has."""
+
+    def __init__(self, trace: FailpointClient, inner: Any, where: str = "") -> None:
+        self._trace, self._inner, self._where = trace, inner, where
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+class FailpointStream(_Around):
+    async def send(self, header: Header, payload: Buffer = b"") -> None:
+        self._trace.point(f"{self._where}send", header)
+        await self._inner.send(header, payload)
+
+    async def receive(self, limit: int) -> Header:
+        header: Header = await self._inner.receive(limit)
+        self._trace.point(f"{self._where}receive", header)
+        return header
+
+
+class FailpointTransport(_Around):
+    def serve(self, method: str, handler: Handler) -> None:
+        self._inner.serve(method, lambda peer, stream: handler(peer, self._stream(method, stream)))
+
+    @asynccontextmanager
+    async def open(self, peer: PeerId, method: str, deadline: Deadline) -> AsyncIterator[Stream]:
+        async with self._inner.open(peer, method, deadline) as stream:
+            yield self._stream(method, stream)
+
+    def _stream(self, method: str, stream: Stream) -> Stream:
+        where = {SYNC: "sync: ", PARTS: "parts: "}.get(method, "")
+        return cast(Stream, FailpointStream(self._trace, stream, where))
+
+
+class FailpointTrainer(_Around):
+    async def train(
+        self, key: RoundKey, cut: asyncio.Event, progress: Callable[[LocalProgress], None], surplus: bool = True
+    ) -> LocalProgress:
+        self._trace.round = key.round
+        self._trace.point("train")
+        work: LocalProgress = await self._inner.train(key, cut, progress, surplus)
+        self._trace.point("trained")
+        return work
+
+    async def read(self, into: Vector, fragment: int = 0) -> None:
+        self._trace.point("read")
+        await self._inner.read(into, fragment)
+
+    async def write(self, source: Vector, fragment: int = 0, anchor: Vector | None = None, tokens: int = 0) -> None:
+        self._trace.point("write")
+        await self._inner.write(source, fragment, anchor, tokens)
+
+    async def evaluate(self) -> float:
+        self._trace.point("evaluate")
+        return float(await self._inner.evaluate())
+
+
+class FailpointJournal(Journal):
+    def __init__(self, trace: FailpointClient, path: Path) -> None:
+        super().__init__(path)
+        self._trace = trace
+
+    def write(self, report: RoundReport) -> None:
+        self._trace.point("report")
+        super().write(report)
+        self._trace.point("reported")

@@ -1,0 +1,164 @@
+"""Running a peer until it is done, or until somebody wants to leave: Ctrl-C, SIGTERM, and what is not to hang."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from node.config.peer_config import PeerConfig
+    from node.config.run_config import RunConfig
+
+HAND_IN_SECONDS = 8.5
+CLEAN_UP_SECONDS = 1.5
+EXIT_SECONDS = 5.0
+NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
+
+
+def run_peer(config: PeerConfig, run: RunConfig | None) -> int:
+    """Run a peer for all of its life, before a person's eyes; returns the process's exit code.
+
+    Raises:
+        Refused: it cannot go on.
+    """
+    import uvloop  # here, because a swarm departs, too, and needs no PyTorch for that
+
+    from node.session.peer import Peer
+    from node.ui import logs
+    from node.ui.terminal import Terminal
+
+    terminal = Terminal(config.json)
+    logs.set_up(config.log_level, terminal.log, terminal.is_terminal)
+    peer = Peer(config, run, terminal)
+    departure = GracefulShutdown(peer.finish, terminal.say, terminal.close)
+    peer.on_asked = departure.finish
+    # What has been loaded by now stays: PyTorch's quarter of a million objects, which the collector of cycles would go
+    # through again and again, .14 s each time, on the loop.
+    gc.freeze()
+    gc.enable()
+
+    async def life() -> int:
+        async with terminal.showing(peer.status):
+            return await departure.run(peer.run())
+
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(life())
+    finally:
+        terminal.close()
+
+
+@contextmanager
+def exit_on_signal() -> Iterator[None]:
+    """Until a `GracefulShutdown` listens, a signal ends the process there and then: nothing has begun yet."""
+    before = {number: signal.signal(number, _leave_at_once) for number in NAMES}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if signal.getsignal(number) is _leave_at_once:
+                signal.signal(number, handler)
+
+
+def _leave_at_once(number: int, frame: FrameType | None) -> None:
+    with suppress(OSError):
+        os.write(2, f"{NAMES[signal.Signals(number)]}: leaving\n".encode())
+    os._exit(0)  # an exception would be raised amid somebody's import, where it may be swallowed
+
+
+class GracefulShutdown:
+    """Two ways out. The first signal asks the peer to finish, within 10 s; the second cancels it, within 2 s.
+
+    Whoever overstays is ended by the process's own alarm, which works even if the event loop is stuck or a thread
+    hangs; p2pd and the worker die with this process.
+    """
+
+    def __init__(self, finish: Callable[[], None], say: Callable[[str], None], last_words: Callable[[], None]) -> None:
+        """
+        Args:
+            say: tells a person one line, at once.
+            last_words: called before the process is ended by force; puts the terminal in order.
+        """
+        self._finish, self._say, self._last_words = finish, say, last_words
+        self._asked = 0
+        self._code = 1
+        self._task: asyncio.Task[int] | None = None
+
+    async def run(self, peer: Coroutine[Any, Any, int]) -> int:
+        """Run the peer to its end, however long it lives; returns the exit code. What it raises is raised.
+
+        The code is the peer's own; 1 if it had to be ended; 130 after a second Ctrl-C, 143 after a second SIGTERM.
+        """
+        task = self._task = asyncio.create_task(peer, name="peer")
+        with self._listening():
+            await asyncio.wait([task])
+        if not self._asked:
+            signal.setitimer(signal.ITIMER_REAL, EXIT_SECONDS)  # a thread may still hang
+        if self._asked < 2 and not task.cancelled():
+            self._code = task.result()
+        return self._code
+
+    def finish(self, why: str = "asked to finish") -> None:
+        """What the first signal does, for who asks in another way; a signal that follows is the second."""
+        if not self._asked:
+            self._asked = 1
+            self._set_alarm(signal.SIGTERM)
+            self._hand_in(f"{why}: handing in this round, then leaving")
+
+    @contextmanager
+    def _listening(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+
+        def heard(number: int, frame: FrameType | None) -> None:
+            self._asked += 1
+            if self._asked <= 2:
+                self._set_alarm(number)
+                loop.call_soon_threadsafe(self._leave, number, self._asked)
+
+        signal.signal(signal.SIGALRM, self._end_by_force)
+        for number in NAMES:
+            signal.signal(number, heard)  # not the loop's: this one hears while the loop is stuck, too
+        try:
+            yield
+        finally:
+            for number in NAMES:  # one that comes now must not cut short what is written
+                signal.signal(number, signal.SIG_IGN)
+
+    def _set_alarm(self, number: int) -> None:
+        if self._asked > 1:
+            self._code = 128 + number
+            signal.setitimer(signal.ITIMER_REAL, CLEAN_UP_SECONDS)
+        else:
+            signal.setitimer(signal.ITIMER_REAL, HAND_IN_SECONDS + CLEAN_UP_SECONDS)
+
+    def _leave(self, number: int, signals: int) -> None:
+        name = NAMES[signal.Signals(number)]
+        if signals > 1:
+            self._say(f"{name} again: leaving at once")
+            self._cancel()
+        else:
+            self._hand_in(f"{name}: handing in this round, then leaving; again to leave at once")
+
+    def _hand_in(self, words: str) -> None:
+        self._say(words)
+        asyncio.get_running_loop().call_later(HAND_IN_SECONDS, self._give_up)
+        self._finish()
+
+    def _give_up(self) -> None:
+        if self._asked == 1 and self._task and not self._task.done():
+            self._say(f"this round could not be handed in within {HAND_IN_SECONDS:g} s: leaving without")
+            self._cancel()
+
+    def _cancel(self) -> None:
+        if self._task:
+            self._task.cancel()
+
+    def _end_by_force(self, number: int, frame: FrameType | None) -> None:
+        self._last_words()
+        os._exit(self._code)

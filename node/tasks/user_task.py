@@ -1,0 +1,179 @@
+"""A user's own task, `package.module:factory`: found on this machine, made, and looked over before it is trained.
+
+A run's manifest carries the name and the options, never code: each peer has to have the module itself. Only the worker
+imports it, and only once the person at this machine has named it, too (`node.joining.consent`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from node.tasks.base import MAX_ELEMENTS, Batch, Task, TaskContext, require_trainable
+
+MAX_TENSORS = 4096
+MAX_TENSOR_NAME_CHARACTERS = 200
+"""The layout travels in one line between worker and peer."""
+
+
+class TaskError(ValueError):
+    """A user's task cannot be made, or does not keep its contract; one line that names it."""
+
+
+class OwnTask:
+    """A task as a user made it, whose faults are told as such. A `Task`."""
+
+    def __init__(self, name: str, task: Task) -> None:
+        self.name, self._task = name, task
+
+    @property
+    def module(self) -> nn.Module:
+        return self._task.module
+
+    def batch(self, seed: int, position: int) -> Batch:
+        """The user's own."""
+        with blamed(self.name, "batch()"):
+            return self._task.batch(seed, position)
+
+    def loss(self, *batch: torch.Tensor) -> torch.Tensor:
+        """The user's own."""
+        with blamed(self.name, "loss()"):
+            return self._task.loss(*batch)
+
+    def evaluate(self) -> float:
+        """The user's own."""
+        with blamed(self.name, "evaluate()"), torch.no_grad():
+            return float(self._task.evaluate())
+
+    def try_out(self, seed: int) -> None:
+        """Draw a batch twice and take its loss, so that what is wrong with them is told before a round begins.
+
+        Raises:
+            TaskError: they fail, or are not what a task's are to be.
+        """
+        with _told_in_full():
+            batch = self.batch(seed, 0)
+            right = isinstance(batch, tuple) and batch and all(isinstance(each, torch.Tensor) for each in batch)
+            if not right or not batch[-1].numel():
+                raise self._fault("batch() must return a tuple of tensors, the last of them the targets")
+            again = self.batch(seed, 0)
+            if len(again) != len(batch) or not all(map(_same, batch, again)):
+                raise self._fault("batch() gave two batches for the same seed and position: draw by these two alone")
+            loss = self.loss(*batch)
+            if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.requires_grad:
+                raise self._fault("loss() must return a tensor without dimensions that follows from the parameters")
+
+    def _fault(self, why: str) -> TaskError:
+        return TaskError(f"task {self.name}: {why}")
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+def make(name: str, given: TaskContext) -> OwnTask:
+    """Import the module, call the factory, look at what it made. The current directory is looked through last.
+
+    Torch's own generator is seeded first: layers that draw their weights from it are the same for the same seed.
+
+    Args:
+        name: `node.tasks.name.is_own`.
+
+    Raises:
+        TaskError: it is not there, fails, or its module cannot be trained; the traceback is written to stderr.
+    """
+    with _told_in_full():
+        factory = _find(name)
+        try:
+            inspect.signature(factory).bind(given, **given.options)
+        except TypeError as error:
+            raise TaskError(f"task {name}: the factory does not take what the run gives it: {error}") from None
+        torch.manual_seed(given.seed)
+        with blamed(name, "the factory"):
+            task = factory(given, **given.options)
+        missing = [each for each in ("batch", "loss", "evaluate") if not callable(getattr(task, each, None))]
+        if missing or not isinstance(getattr(task, "module", None), nn.Module):
+            lacks = ", ".join(missing) or "module, a torch module"
+            raise TaskError(f"task {name}: what the factory made, a {type(task).__name__}, lacks {lacks}")
+        _look_over(name, task.module, given.device)
+    return OwnTask(name, task)
+
+
+def _find(name: str) -> Callable[..., Any]:
+    module_name, _, attribute = name.partition(":")
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.append(here)  # at the end: what lies there cannot take the place of a library
+    with blamed(name, f"importing {module_name}"):
+        try:
+            module = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+                raise  # something that the module itself wants
+            raise TaskError(
+                f"task {name}: there is no module {error.name} on this machine, and code never comes from peers: "
+                "put it into the directory that you start from, or onto PYTHONPATH, or install it"
+            ) from None
+    factory = getattr(module, attribute, None)
+    if not callable(factory):
+        where = getattr(module, "__file__", None) or module_name
+        raise TaskError(f"task {name}: {where} has no function {attribute}")
+    return factory  # type: ignore[no-any-return]
+
+
+def _look_over(name: str, module: nn.Module, device: str) -> None:
+    """
+    Raises:
+        TaskError: the module cannot be trained, or not here.
+    """
+    try:
+        parameters = require_trainable(module)
+    except ValueError as error:
+        raise TaskError(f"task {name}: {error}") from None
+    elements = sum(parameter.numel() for _, parameter in parameters)
+    first, longest = parameters[0][1], max(len(tensor) for tensor, _ in parameters)
+    if elements > MAX_ELEMENTS:
+        raise TaskError(f"task {name}: the module has {elements} parameters, more than {MAX_ELEMENTS}")
+    if len(parameters) > MAX_TENSORS or longest > MAX_TENSOR_NAME_CHARACTERS:
+        limits = f"{MAX_TENSORS}, with names of {MAX_TENSOR_NAME_CHARACTERS} characters"
+        raise TaskError(f"task {name}: {len(parameters)} parameter tensors, names of {longest}: at most {limits}")
+    if first.device.type != device:
+        raise TaskError(f"task {name}: the module is on {first.device}, not on the device that was given: {device}")
+
+
+@contextmanager
+def blamed(name: str, where: str) -> Iterator[None]:
+    """What a user's code raises, whatever it is, becomes a line that names the task.
+
+    Raises:
+        TaskError: it raised something.
+    """
+    try:
+        yield
+    except TaskError:
+        raise
+    except (Exception, SystemExit) as error:
+        why = " ".join(str(error).split())[:300]
+        raise TaskError(f"task {name}: {where}: {type(error).__name__}{f': {why}' if why else ''}") from error
+
+
+@contextmanager
+def _told_in_full() -> Iterator[None]:
+    """Of a fault in a user's code the whole traceback goes to stderr, which is logged: one line is not enough there."""
+    try:
+        yield
+    except TaskError as error:
+        if error.__cause__:
+            traceback.print_exception(error.__cause__)
+        raise

@@ -1,0 +1,204 @@
+"""A peer's control door: how another process of the same user asks how it is doing, or asks it to finish.
+
+A unix socket in a directory that only this user can enter; `<state-dir>/control.json` says where. One JSON line asks,
+one answers. A file that a killed peer left behind is recognised by its socket, at which nobody answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from node.network.daemon import DaemonError
+from node.network.sockets import socket_directory
+from node.reporting.status import Status, to_json
+from node.runtime.locks import hold
+
+log = logging.getLogger(__name__)
+
+FILE = "control.json"
+MAX_REQUEST_BYTES = 1 << 10
+MAX_ANSWER_BYTES = 1 << 22
+MAX_CLIENTS = 4
+MAX_HOMES = 1000
+SERVE_SECONDS = 5.0
+_MAX_FILE_BYTES = 1 << 12
+
+
+class ControlUnavailable(Exception):
+    """No peer answers there; the message says what, why and what to do."""
+
+
+class ControlServer:
+    """The door of a running peer. Use as an async context manager.
+
+    A door that cannot be opened is no reason not to train: it is logged, and the peer goes on without one.
+    """
+
+    def __init__(self, state_dir: Path, status: Callable[[], Status], finish: Callable[[], None]) -> None:
+        self._file = state_dir / FILE
+        self._status, self._finish = status, finish
+        self._clients: set[asyncio.Task[None]] = set()
+        self._exit = ExitStack()
+        self._server: asyncio.Server | None = None
+
+    async def __aenter__(self) -> ControlServer:
+        try:
+            self._file.unlink(missing_ok=True)
+            path = self._exit.enter_context(socket_directory()) / "control"
+            self._server = await asyncio.start_unix_server(self._accept, path, limit=MAX_REQUEST_BYTES)
+            _write(self._file, {"pid": os.getpid(), "socket": str(path)})
+        except (OSError, DaemonError) as error:
+            log.warning("`status` and `finish` cannot reach this peer: %s", error)
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        if self._server:
+            await asyncio.sleep(0)  # asyncio loses a connection that is half accepted when its server closes
+            self._server.close()
+        clients = tuple(self._clients)
+        for client in clients:
+            client.cancel()
+        if clients:
+            await asyncio.wait(clients, timeout=1)
+        with suppress(OSError):
+            self._file.unlink(missing_ok=True)
+        self._exit.close()
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._clients) >= MAX_CLIENTS:
+            writer.transport.abort()
+            return
+        client = asyncio.create_task(self._serve(reader, writer), name="control")
+        self._clients.add(client)
+        client.add_done_callback(self._clients.discard)
+        client.add_done_callback(lambda _: writer.transport.abort())
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError, ValueError):  # gone, too slow, or a request that is too long
+            async with asyncio.timeout(SERVE_SECONDS):
+                writer.write(self._answer(await reader.readline()).encode() + b"\n")
+                await writer.drain()
+                writer.close()
+                await writer.wait_closed()
+
+    def _answer(self, line: bytes) -> str:
+        try:
+            request = json.loads(line)
+        except (ValueError, RecursionError):
+            request = None
+        match request:
+            case {"do": "status"}:
+                return to_json(self._status())
+            case {"do": "finish"}:
+                self._finish()
+                return to_json({"ok": True})
+        return to_json({"error": 'ask {"do": "status"} or {"do": "finish"}'})
+
+
+async def ask(state_dir: Path, what: str, deadline: float) -> dict[str, Any]:
+    """Ask the peer of a state directory for its "status", or to "finish".
+
+    Args:
+        deadline: in the loop's time.
+
+    Raises:
+        NoAnswer: none runs there, or it does not answer in time.
+    """
+    place = _read(state_dir / FILE)
+    try:
+        async with asyncio.timeout_at(deadline):
+            reader, writer = await asyncio.open_unix_connection(place["socket"], limit=MAX_ANSWER_BYTES)
+            try:
+                writer.write(json.dumps({"do": what}).encode() + b"\n")
+                answer = json.loads(await reader.readline())
+            finally:
+                writer.transport.abort()
+    except TimeoutError:
+        raise ControlUnavailable(
+            f"the peer in {state_dir} (process {place.get('pid')}) does not answer: is it stopped?"
+        ) from None
+    except (OSError, KeyError, ValueError, RecursionError):
+        raise ControlUnavailable(f"no peer runs in {state_dir}: start one with `python -m node join`") from None
+    if not isinstance(answer, dict) or "error" in answer:
+        raise ControlUnavailable(f"the peer in {state_dir} is of another version: restart it")
+    return answer
+
+
+async def running(home: Path, deadline: float) -> tuple[Path, ...]:
+    """State directories under `home` of peers whose door is open."""
+    found = []
+    for directory, place in _places(home):
+        with suppress(OSError, KeyError):
+            async with asyncio.timeout_at(deadline):
+                _, writer = await asyncio.open_unix_connection(place["socket"])
+            writer.transport.abort()
+            found.append(directory)
+    return tuple(found)
+
+
+def _places(home: Path) -> list[tuple[Path, dict[str, Any]]]:
+    return [(file.parent, _read(file)) for file in sorted(home.glob(f"peer-*/{FILE}"))[:MAX_HOMES]]
+
+
+def home() -> Path:
+    """Where the state directories are that nobody named: `$XDG_STATE_HOME/starling`.
+
+    Raises:
+        OSError: this user has no home directory.
+    """
+    if given := os.environ.get("XDG_STATE_HOME"):
+        return Path(given) / "starling"
+    try:
+        return Path.home() / ".local" / "state" / "starling"
+    except RuntimeError:
+        raise FileNotFoundError("this user has no home directory") from None
+
+
+@contextmanager
+def claimed(state_dir: Path | None) -> Iterator[Path]:
+    """Hold a state directory for this process, made first: the given one, or the first `peer-N` at home that is free.
+
+    Peers that start at the same moment get different ones, and a killed peer's is free at once.
+
+    Raises:
+        OSError: it cannot be made.
+        BlockingIOError: another process holds it.
+    """
+    candidates = [state_dir] if state_dir else [home() / f"peer-{number}" for number in range(1, MAX_HOMES + 1)]
+    if not state_dir:
+        home().mkdir(mode=0o700, parents=True, exist_ok=True)  # `parents` alone would let everybody in
+    for directory in candidates:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if (held := hold(directory)) is not None:
+            try:
+                yield directory
+            finally:
+                os.close(held)
+            return
+    raise BlockingIOError(f"another running peer holds {candidates[-1]}")
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """What the file says; empty if there is none that can be read."""
+    try:
+        with file.open("rb") as opened:
+            place = json.loads(opened.read(_MAX_FILE_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return place if isinstance(place, dict) and isinstance(place.get("socket"), str) else {}
+
+
+def _write(file: Path, place: dict[str, Any]) -> None:
+    temporary = file.with_name(f".{file.name}.new")
+    temporary.unlink(missing_ok=True)
+    temporary.touch(0o600)
+    temporary.write_text(json.dumps(place) + "\n")
+    temporary.replace(file)

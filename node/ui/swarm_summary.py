@@ -1,0 +1,180 @@
+"""What the peers of a swarm have reported, put together: round by round, and at the end. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from node.reporting.report import RoundReport, Totals
+
+DECIDED = ("committed", "alone", "fork", "skipped")
+_COUNTED = ("committed", "alone", "fork")
+KEEP_ROUNDS = 4096
+"""The last ones, for a curve."""
+
+
+class PeerSummary:
+    """One peer's own story.
+
+    Attributes:
+        peer: its id; empty until it has reported.
+        rounds: that it committed.
+        lineage, params_hash: where it stands.
+        last: the latest report.
+        well: its process has ended, in good order.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.peer = self.lineage = self.params_hash = ""
+        self.rounds = 0
+        self.totals = Totals()
+        self.last: RoundReport | None = None
+        self.well = False
+
+    def add(self, report: RoundReport) -> None:
+        self.last = report
+        self.peer, self.lineage, self.params_hash = report.peer, report.lineage, report.params_hash
+        self.rounds += report.outcome in _COUNTED
+        self.totals.add(report)
+
+    def as_json(self) -> dict[str, Any]:
+        totals = self.totals
+        return {
+            "peer_id": self.peer,
+            "rounds": self.rounds,
+            "lineage": self.lineage,
+            "params_hash": self.params_hash,
+            "tokens": totals.tokens,
+            "bytes_sent": totals.bytes_sent,
+            "bytes_received": totals.bytes_received,
+            "seconds_train": totals.seconds_train,
+            "seconds_average": totals.seconds_average,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class SwarmRound:
+    """One round of the whole swarm.
+
+    Attributes:
+        number: from 0.
+        held_out_loss: nan where nothing was applied.
+        tokens_per_second: of all peers that reported it.
+        in_mean: peers whose work the mean holds; of the first to report, where each has its own.
+        spread: the largest that was reported; nan where an anchor is shared.
+        seconds: since the round before it ended; of the first, as long as it took.
+    """
+
+    number: int
+    held_out_loss: float
+    tokens_per_second: float
+    in_mean: int
+    seconds: float
+    spread: float = math.nan
+
+
+class SwarmSummary:
+    """All peers' stories, and the swarm's rounds in their order.
+
+    Attributes:
+        tracks: of each peer.
+        rounds: that are complete, the last of them.
+        first_loss: held out, of the first round of which it is known; nan before that.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.tracks = {name: PeerSummary(name) for name in names}
+        self.rounds: deque[SwarmRound] = deque(maxlen=KEEP_ROUNDS)
+        self.first_loss = math.nan
+        self._open: dict[int, dict[str, RoundReport]] = {}
+        self._ended = math.nan
+        self._next = 0
+
+    def add(self, name: str, report: RoundReport) -> None:
+        """A peer has reported."""
+        self.tracks[name].add(report)
+        if report.outcome in DECIDED and report.round >= self._next:
+            self._open.setdefault(report.round, {})[name] = report
+
+    def complete(self, running: Collection[str]) -> Iterator[SwarmRound]:
+        """Rounds that all who run have reported, or that others have gone beyond; each once."""
+        while self._open:
+            number = min(self._open)
+            told = self._open[number]
+            if len(self._open) == 1 and not set(running) <= set(told):
+                return
+            del self._open[number]
+            self._next = number + 1
+            done = self._round(number, list(told.values()))
+            self.rounds.append(done)
+            if math.isnan(self.first_loss):
+                self.first_loss = done.held_out_loss
+            yield done
+
+    def _round(self, number: int, reports: Sequence[RoundReport]) -> SwarmRound:
+        first = min(reports, key=lambda each: each.time)
+        seconds = first.time - self._ended
+        if math.isnan(seconds):
+            seconds = first.seconds_train + first.seconds_wait + first.seconds_average
+        self._ended = first.time
+        losses = [each.held_out_loss for each in reports if math.isfinite(each.held_out_loss)]
+        return SwarmRound(
+            number=number,
+            held_out_loss=losses[0] if losses else math.nan,
+            tokens_per_second=sum(each.tokens / each.seconds_train for each in reports if each.seconds_train > 0),
+            in_mean=len(first.peers),
+            seconds=seconds,
+            spread=max((each.spread for each in reports if math.isfinite(each.spread)), default=math.nan),
+        )
+
+    @property
+    def losses(self) -> list[float]:
+        """Held out, by round, where they are known; of the last rounds."""
+        return [each.held_out_loss for each in self.rounds if math.isfinite(each.held_out_loss)]
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        """How far apart peers were, by the last reports of all, and what the run bears; nan where they share an anchor.
+
+        Each peer's report counts: who stays longest sees the fewest others. Each compares itself with what the others
+        told last, of the round before perhaps: where all have the same parameters in the end, that is known better.
+        """
+        last = [each.last for each in self.tracks.values() if each.last]
+        known = [each.spread for each in last if not math.isnan(each.spread)]
+        limits = [each.spread_limit for each in last if not math.isnan(each.spread_limit)]
+        if limits and len({each.params_hash for each in last}) == 1:
+            known = [0.0]
+        return max(known, default=math.nan), max(limits, default=math.nan)
+
+    @property
+    def agree(self) -> bool:
+        """Whether all peers left in good order with the same parameters, which the same rounds led to; where they share
+        no anchor, with parameters as near to each other as the run wants them.
+        """
+        tracks = self.tracks.values()
+        if not all(each.well and each.last for each in tracks):
+            return False
+        spread, limit = self.spread
+        if not math.isnan(limit):
+            return spread <= limit
+        return len({(each.lineage, each.params_hash) for each in tracks}) == 1
+
+    @property
+    def fell(self) -> bool:
+        """Whether the held-out loss is lower than it was at first."""
+        return bool(self.losses) and self.losses[-1] < self.first_loss
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "agree": self.agree,
+            "spread": self.spread[0],
+            "spread_limit": self.spread[1],
+            "rounds": self._next,
+            "loss_first": self.first_loss,
+            "loss_last": (self.losses or [math.nan])[-1],
+            "peers": [each.as_json() for each in self.tracks.values()],
+        }

@@ -1,0 +1,135 @@
+"""What a person sees of a swarm: a live picture, a line a round, a summary. Pure: values to text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from node.reporting.status import Status, short
+from node.ui.swarm_summary import PeerSummary, SwarmRound, SwarmSummary
+from node.ui.terminal import STYLES, count, duration, number, percent, size, sparkline
+
+_SHOWN_PEERS = 16
+_SAMPLE_CHARACTERS = 1000
+
+
+def plain_line(done: SwarmRound, rounds: int) -> str:
+    """One aligned line for a round of the swarm."""
+    return (
+        f"round {done.number + 1:>{len(str(rounds))}}/{rounds}  held out {number(done.held_out_loss)}"
+        f"  {count(done.tokens_per_second):>6} tokens/s  {duration(done.seconds):>8}"
+        f"  {_outcome(done)}"
+    )
+
+
+def _outcome(done: SwarmRound) -> str:
+    if not math.isnan(done.spread):  # who met whom differs from peer to peer
+        return f"mixed, at most {percent(done.spread)} from the mean"
+    return f"mean of {done.in_mean}" if done.in_mean else "nothing to apply"
+
+
+def picture(
+    tally: SwarmSummary, words: Mapping[str, str], statuses: Mapping[str, Status], width: int
+) -> RenderableType:
+    """The live view.
+
+    Args:
+        words: what each peer does, where its status is not known.
+    """
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    for heading in ("peer", "state", "round", "loss", "tokens/s", "sent", "received"):
+        left = heading in ("peer", "state")
+        table.add_column(heading, justify="left" if left else "right", no_wrap=True, overflow="ellipsis")
+    for name in list(tally.tracks)[:_SHOWN_PEERS]:
+        status = statuses.get(name)
+        table.add_row(Text(name), *(_cells(status) if status else (Text(words[name]),)))
+    rest = len(tally.tracks) - _SHOWN_PEERS
+    rounds = max((each.rounds for each in statuses.values()), default=0)
+    return Group(
+        _title(tally, rounds, width), _losses(tally, width), table, *([Text(f"and {rest} more")] if rest > 0 else [])
+    )
+
+
+def _cells(status: Status) -> tuple[RenderableType, ...]:
+    return (
+        Text(status.state, style=STYLES.get(status.state, "white")),
+        str(min(status.round + 1, status.rounds or status.round + 1)),  # people count from one
+        number(status.loss),
+        count(status.tokens_per_second),
+        size(status.bytes_sent),
+        size(status.bytes_received),
+    )
+
+
+def _title(tally: SwarmSummary, rounds: int, width: int) -> Text:
+    done = tally.rounds[-1].number + 1 if tally.rounds else 0
+    text = Text.assemble(("starling swarm", "bold"), f"  {len(tally.tracks)} peers  ", no_wrap=True)
+    text.append(f"round {done} of {rounds} " if rounds else "", style="dim")
+    text.append("─" * max(0, width - len(text)), style="dim")
+    return text
+
+
+def _losses(tally: SwarmSummary, width: int) -> Text:
+    if not tally.losses:
+        return Text("held out  –")
+    bars = sparkline(tally.losses, max(10, width - 32))
+    return Text.assemble(f"held out  {number(tally.first_loss)} ", (bars, "green"), f" {number(tally.losses[-1])}")
+
+
+def summary(tally: SwarmSummary, ends: Mapping[str, str], seconds: float) -> RenderableType:
+    """The table at the end.
+
+    Args:
+        ends: how each peer's process ended, in words.
+    """
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    for heading in ("peer", "", "rounds", "tokens", "training", "averaging", "sent", "received", "parameters", "end"):
+        right = heading in ("rounds", "tokens", "training", "averaging", "sent", "received")
+        table.add_column(heading, justify="right" if right else "left", no_wrap=True, overflow="ellipsis")
+    for track in tally.tracks.values():
+        table.add_row(*map(Text, _track(track)), Text(ends[track.name], style="" if track.well else "yellow"))
+    return Group("", table, "", Text(_verdict(tally, seconds)))
+
+
+def _track(track: PeerSummary) -> tuple[str, ...]:
+    totals = track.totals
+    return (
+        track.name,
+        short(track.peer),
+        str(track.rounds),
+        count(totals.tokens),
+        duration(totals.seconds_train),
+        duration(totals.seconds_average),
+        size(totals.bytes_sent),
+        size(totals.bytes_received),
+        track.params_hash[:8],
+    )
+
+
+def _verdict(tally: SwarmSummary, seconds: float) -> str:
+    end = tally.as_json()
+    first, last = end["loss_first"], end["loss_last"]
+    agree = _apart(tally) or ("all peers agree, bit for bit" if end["agree"] else "the peers do not all agree")
+    fell = f"; held-out loss {first:.3f} -> {last:.3f}" if math.isfinite(last) else ""
+    return f"{end['rounds']} rounds in {duration(seconds)}: {agree}{fell}"
+
+
+def _apart(tally: SwarmSummary) -> str:
+    """How far from each other peers are that share no anchor; empty where they share one."""
+    spread, limit = tally.spread
+    if math.isnan(limit):
+        return ""
+    where = f"a peer is {percent(spread)} from the mean of all" if math.isfinite(spread) else "nobody knows how far"
+    if spread == 0:
+        where = "all peers hold the same"
+    return f"{where}, the limit is {percent(limit)}"
+
+
+def sample(text: str) -> RenderableType:
+    """Text that the model wrote, as a block; nothing in it reaches the terminal as a command."""
+    shown = "".join(each if each.isprintable() or each == "\n" else "·" for each in text[:_SAMPLE_CHARACTERS])
+    return Group("", Text("the model writes:", style="dim"), Text(shown))

@@ -1,0 +1,292 @@
+"""What a person sees of a running peer: a live view on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from node.reporting.status import PeerStatus, Status, join_command, printable, short, to_json, who_joins
+from node.ui.screen import Screen
+
+if TYPE_CHECKING:  # it would load PyTorch, for which `status` does not wait
+    from node.reporting.report import RoundReport
+
+MAX_REPORTS = 1000
+_SHOWN_PEERS = 8
+_SHOWN_NAMES = 4
+_NICKNAME = 16
+STYLES = {"training": "green", "averaging": "cyan", "syncing": "cyan", "waiting": "yellow", "joining": "yellow"}
+_OUTCOMES = {
+    "alone": "alone",
+    "skipped": "skipped: nobody brought anything",
+    "undecided": "not decided, goes on",
+    "superseded": "caught up with the others",
+    "fork": "went on without a majority",
+}
+
+
+class Terminal:
+    """`node.reporting.status.View` over the process's stdout and stderr. Never blocks, never raises."""
+
+    def __init__(self, as_json: bool) -> None:
+        """
+        Args:
+            as_json: put each report on stdout, a line of JSON.
+        """
+        self._as_json = as_json
+        self._screen = Screen(as_json)
+        self.is_terminal, self.is_live = self._screen.is_terminal, self._screen.is_live
+        self.say, self.log, self.close = self._screen.say, self._screen.log, self._screen.close
+        self._reports: deque[RoundReport] = deque(maxlen=MAX_REPORTS)
+        self._status: Callable[[], Status] | None = None
+
+    def report(self, report: RoundReport) -> None:
+        """A round has ended."""
+        if not self.is_live:
+            status = self._status() if self._status else None
+            alone = status is not None and not any(each.member for each in status.peers)
+            self.log(plain_line(report, status.rounds if status else 0, alone))
+        if self._as_json:
+            self._screen.data(to_json(report))
+        self._reports.append(report)
+
+    def showing(self, status: Callable[[], Status]) -> AbstractAsyncContextManager[None]:
+        """Show a peer for as long as the context lasts; its last picture stays."""
+        self._status = status
+        return self._screen.showing(
+            lambda width: render(status(), tuple(self._reports), width), lambda: syncing_line(status())
+        )
+
+
+# -- pure: values to text ---------------------------------------------------------------------------------------------
+
+
+def plain_line(report: RoundReport, rounds: int = 0, alone: bool = False) -> str:
+    """One aligned line for a round.
+
+    Args:
+        rounds: of the whole run; 0: not known.
+        alone: nobody else is in the roster now: so a peer that takes over from its former life is told, too.
+    """
+    of = f"/{rounds}" if rounds else ""
+    width = 2 * len(str(rounds)) + 1 if rounds else 4
+    seconds = report.seconds_train + report.seconds_wait + report.seconds_average
+    speed = report.tokens / report.seconds_train if report.seconds_train > 0 else math.nan
+    outcome = _OUTCOMES.get(report.outcome, f"mean of {len(report.peers)}")
+    if not math.isnan(report.spread):
+        outcome = _mixed(report)
+    outcome = "goes on alone" if alone and report.outcome == "fork" else outcome
+    now = f"{report.round + 1}{of}"  # people count from one
+    return (
+        f"round {now:>{width}}  loss {number(report.loss)}  held out {number(report.held_out_loss)}"
+        f"  {count(speed):>6} tokens/s  {duration(seconds):>8}"
+        f"  sent {size(report.bytes_sent):>8}  received {size(report.bytes_received):>8}  {outcome}"
+    )
+
+
+def _mixed(report: RoundReport) -> str:
+    """What a round came to where no anchor is shared."""
+    others = len([peer for peer in report.peers if peer != report.peer])
+    met = f"mixed with {others}" if others else "mixed with nobody"
+    return f"{met}, at most {percent(report.spread)} from the mean"
+
+
+def syncing_line(status: Status) -> str:
+    """How far a peer that catches up is; empty while it does something else."""
+    each = status.syncing
+    if each is None:
+        return ""
+    words = []
+    if each.bytes_here < each.bytes_whole:
+        donors = f"{each.donors} peer{'s' * (each.donors != 1)}"
+        words.append(f"{size(each.bytes_here)} of {size(each.bytes_whole)} of the state, from {donors}")
+    elif each.rounds_whole:
+        words.append(f"{each.rounds_here} of {each.rounds_whole} rounds taken again")
+    else:
+        words.append("the state is here" if each.bytes_whole else "asking who has the state")
+    words.append(f"{size(each.bytes_per_second)}/s")
+    if each.eta_seconds is not None:
+        words.append(f"about {duration(each.eta_seconds)} left")
+    return f"catching up: {'   '.join(words)}"
+
+
+def render(status: Status, reports: Sequence[RoundReport], width: int) -> RenderableType:
+    """The whole picture; figures that are not known yet are shown as a dash."""
+    rows = Table.grid(padding=(0, 2, 0, 0), expand=False)
+    rows.add_column(style="dim", no_wrap=True)
+    rows.add_column(overflow="fold")
+    room = max(10, width - 13)
+    if status.waiting_for:
+        rows.add_row("waits for", _names(status.waiting_for))
+    if line := syncing_line(status):
+        rows.add_row("state", line.removeprefix("catching up: "))
+    rows.add_row("round", _progress(status, room))
+    rows.add_row("loss", _losses(status, reports, room))
+    if status.protocol:
+        rows.add_row("protocol", _protocol(status))
+    rows.add_row("speed", f"{count(status.tokens_per_second)} tokens/s   {count(status.tokens)} tokens so far")
+    rows.add_row("network", f"{size(status.bytes_sent)} sent   {size(status.bytes_received)} received")
+    rows.add_row("machine", _machine(status))
+    if status.checkpoint_age_seconds is not None:
+        rows.add_row("checkpoint", f"{duration(status.checkpoint_age_seconds)} old")
+    if status.clock:
+        rows.add_row("clock", Text(printable(status.clock), style="yellow"))
+    return Group(_title(status, width), _state(status), rows, *_peers(status, width), *_invitation(status))
+
+
+def _title(status: Status, width: int) -> RenderableType:
+    name = printable(status.nickname)[:_NICKNAME] or short(status.peer)
+    run = " ".join(filter(None, ("run", printable(status.run)[:24], status.run_id[:8])))
+    text = Text.assemble(("starling", "bold"), f"  {name}", (f"  {run} ", "dim"), no_wrap=True, overflow="ellipsis")
+    text.append("─" * max(0, width - len(text)), style="dim")
+    return text
+
+
+def _state(status: Status) -> RenderableType:
+    text = Text.assemble((status.state, f"bold {STYLES.get(status.state, 'white')}"))
+    if status.reason:
+        text.append(f": {printable(status.reason, 200)}")
+    return text
+
+
+def _names(names: Sequence[str]) -> Text:
+    rest = len(names) - _SHOWN_NAMES
+    shown = ", ".join(printable(each)[:40] for each in names[:_SHOWN_NAMES])
+    return Text(f"{shown} and {rest} more" if rest > 0 else shown)
+
+
+def _progress(status: Status, room: int) -> RenderableType:
+    now = status.round + 1  # people count from one
+    text = f"{min(now, status.rounds)} of {status.rounds}" if status.rounds else str(now)
+    going = status.eta_seconds is not None and status.state not in ("leaving", "finished")
+    eta = f"about {duration(status.eta_seconds or 0.0)} left" if going else ""
+    bar_width = min(40, room - len(text) - len(eta) - 6)
+    if not status.rounds or bar_width < 5:
+        return Text("   ".join(filter(None, (text, eta))))
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    done = ProgressBar(total=status.rounds, completed=min(status.round, status.rounds), width=bar_width)
+    grid.add_row(text, done, eta)
+    return grid
+
+
+def _losses(status: Status, reports: Sequence[RoundReport], room: int) -> Text:
+    text = Text(f"{number(status.loss)} training   ")
+    text.append(number(status.held_out_loss), style="bold")
+    text.append(" held out")
+    curve = [each.held_out_loss for each in reports if math.isfinite(each.held_out_loss)]
+    ends = f"  {number(curve[0])} → {number(curve[-1])}" if curve else ""
+    bars = sparkline(curve, min(32, room - len(text) - len(ends) - 3))
+    if len(curve) > 1 and bars:
+        text.append("   ").append(bars, style="green").append(ends, style="dim")
+    return text
+
+
+def _protocol(status: Status) -> Text:
+    text = printable(status.protocol, 32)
+    if math.isfinite(status.spread):
+        text += f"   at most {percent(status.spread)} from the mean of all, the limit is {percent(status.spread_limit)}"
+    return Text(text)
+
+
+def _machine(status: Status) -> str:
+    return f"{size(status.rss_bytes)} memory   {1000 * status.loop_lag_p99_seconds:.0f} ms loop lag (p99)"
+
+
+def _peers(status: Status, width: int) -> list[RenderableType]:
+    if not status.peers:
+        return []
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False, pad_edge=False)
+    for no_wrap in (True,) * (5 if width >= 70 else 4):
+        table.add_column(no_wrap=no_wrap, overflow="ellipsis")
+    order = sorted(status.peers, key=lambda each: (not each.live, not each.member, each.peer))
+    for each in order[:_SHOWN_PEERS]:
+        table.add_row(*_peer(each)[: len(table.columns)])
+    live = sum(each.live for each in order)
+    heading = Text(f"\n{len(order)} other peer{'s' * (len(order) != 1)}, {live} live", style="bold")
+    rest = len(order) - _SHOWN_PEERS
+    return [heading, table, *([Text(f"and {rest} more", style="dim")] if rest > 0 else [])]
+
+
+def _peer(line: PeerStatus) -> tuple[Text, Text, Text, Text, Text]:
+    mark = Text("● live", style="green") if line.live else Text("○ suspected", style="yellow")
+    name = Text(printable(line.nickname)[:_NICKNAME] or short(line.peer))
+    role = Text("member" if line.member else "looks on", style="" if line.member else "dim")
+    return mark, name, Text(f"round {line.round + 1}"), role, Text(short(printable(line.peer)), style="dim")
+
+
+def _invitation(status: Status) -> list[RenderableType]:
+    command = join_command(status)
+    if status.peers or command is None or status.state == "finished":
+        return []
+    line, where = command
+    return [Text(f"\nNobody else is here yet. {who_joins(where)}", style="dim"), Text(line, overflow="fold")]
+
+
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """At most `width` bars, the lowest value as the lowest bar; of more values, averages of neighbours."""
+    if width < 1 or not values:
+        return ""
+    bins = min(width, len(values))
+    edges = [index * len(values) // bins for index in range(bins + 1)]
+    means = [math.fsum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, span = min(means), max(means) - min(means)
+    return "".join(_BARS[round((each - low) / span * (len(_BARS) - 1)) if span else 0] for each in means)
+
+
+def number(value: float) -> str:
+    """A loss, always five characters wide."""
+    return f"{value:5.3f}"[:5] if math.isfinite(value) else "    –"
+
+
+def count(value: float) -> str:
+    """A number of things, as people say it: 950, 12,345, 4.56 M."""
+    if abs(value) < 99_999.5:
+        return f"{value:,.0f}"
+    return _scaled(value, ("", " k", " M", " G", " T"))
+
+
+def percent(share: float) -> str:
+    """A share of one, in two digits: .0123 is 1.2 %."""
+    if not math.isfinite(share):
+        return "– %"
+    return f"{100 * share:.2g} %" if share < 0.995 else f"{100 * share:,.0f} %"
+
+
+def size(size_bytes: float) -> str:
+    """Bytes, in powers of 1000."""
+    return _scaled(size_bytes, (" B", " kB", " MB", " GB", " TB"))
+
+
+def _scaled(value: float, units: Sequence[str]) -> str:
+    if not math.isfinite(value):
+        return "–"
+    step = 0
+    while abs(value) >= 999.5 and step < len(units) - 1:
+        value, step = value / 1000, step + 1
+    digits = 0 if step == 0 or abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
+    return f"{value:.{digits}f}{units[step]}"
+
+
+def duration(seconds: float) -> str:
+    """3.2 s, 45 s, 2 min 5 s, 3 h 12 min, 2 d 3 h."""
+    if not math.isfinite(seconds):
+        return "–"
+    if seconds < 9.95:
+        return f"{max(0.0, seconds):.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours < 24 else f"{hours // 24} d {hours % 24} h"
