@@ -172,18 +172,18 @@ def in_memory(run: Run, weights: Sequence[Sequence[float]] | None = None) -> His
     anchor = shifts[0].learner.vectors[0].clone()
     velocity = torch.zeros_like(anchor)
     for number in range(run.rounds):
-        for shift in shifts:
-            shift.begin(number)
+        for local_training in shifts:
+            local_training.begin(number)
             for _ in range(run.inner_steps):
-                shift.step()
-        counted = weights[number] if weights else [float(shift.work().tokens) for shift in shifts]
-        deltas = torch.stack([anchor - shift.learner.vectors[0] for shift in shifts])
+                local_training.step()
+        counted = weights[number] if weights else [float(local_training.work().tokens) for local_training in shifts]
+        deltas = torch.stack([anchor - local_training.learner.vectors[0] for local_training in shifts])
         norms = [norm([delta]) if weight else 0.0 for delta, weight in zip(deltas, counted, strict=True)]
         factors = torch.tensor(clip_factors(norms, allowances(counted)))
         shares = torch.tensor(counted)
         outer.step(anchor, velocity, (shares * factors) @ deltas / shares.sum())
-        for shift in shifts:
-            shift.write(anchor)
+        for local_training in shifts:
+            local_training.write(anchor)
         if _evaluated(run, number + 1):
             history.append(((number + 1) * run.inner_steps, shifts[0].evaluate()))
     return history

@@ -145,20 +145,25 @@ def loose(arm: Arm, mixer: Mixer, passes: int, pull: float | None = None) -> His
         pull: of NoLoCo; what is averaged then is what they bring to its step.
     """
     shifts = [LocalTraining(LabMember(arm.run(), index), arm.inner_steps) for index in range(arm.peers)]
-    travelling, history = _travelling(arm, torch.stack([shift.learner.vectors[0] for shift in shifts]), pull), History()
+    travelling, history = (
+        _travelling(arm, torch.stack([local_training.learner.vectors[0] for local_training in shifts]), pull),
+        History(),
+    )
     for number in range(arm.rounds):
-        for peer, shift in enumerate(shifts):
-            shift.begin(number)
+        for peer, local_training in enumerate(shifts):
+            local_training.begin(number)
             for _ in range(arm.inner_steps):
-                shift.step()
-            travelling.bring(peer, shift.learner.vectors[0])
+                local_training.step()
+            travelling.bring(peer, local_training.learner.vectors[0])
         here, mixed = torch.tensor(up(arm, number)), travelling.brought.double()
         for step in range(passes):
             mixed = mixer(number * passes + step, here, mixed)
-        for peer, (shift, row) in enumerate(zip(shifts, mixed.float(), strict=True)):
-            shift.write(travelling.take(peer, row))
+        for peer, (local_training, row) in enumerate(zip(shifts, mixed.float(), strict=True)):
+            local_training.write(travelling.take(peer, row))
         if _evaluated(arm, number):
-            history.append(((number + 1) * arm.inner_steps, fmean(shift.evaluate() for shift in shifts)))
+            history.append(
+                ((number + 1) * arm.inner_steps, fmean(local_training.evaluate() for local_training in shifts))
+            )
     return history
 
 

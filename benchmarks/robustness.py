@@ -164,7 +164,7 @@ class _World(LearningWorld):
         trial, liars = self._trial, IN_TRAINING[self._trial.attack]
         if index < trial.peers - liars:
             honest = super().trainer(index)
-            self._honest.append(honest.shift)
+            self._honest.append(honest.local_training)
             return honest
         member = LabMember(trial.run(), index)
         return PoisonedTrainer(member, trial.inner_steps, 1.0, trial.attack, liars, lambda: self._honest)

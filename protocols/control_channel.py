@@ -94,7 +94,11 @@ async def first_frame(
 
 
 async def serve_control_stream(
-    host: Host, ledger: RoundAccounting, stream: Stream, take: Callable[[Header], None], known: Collection[PeerId] = ()
+    host: Host,
+    accounting: RoundAccounting,
+    stream: Stream,
+    take: Callable[[Header], None],
+    known: Collection[PeerId] = (),
 ) -> None:
     """Serve a control stream: `take` whatever its opener says, until its round is over, or it is.
 
@@ -102,7 +106,7 @@ async def serve_control_stream(
         BadPayload: what came is no message, or `take` says so.
         PeerSilent: as for `first_frame`.
     """
-    async with ledger.counting(stream):
+    async with accounting.counting(stream):
         message = await first_frame(host, stream, known)
         while True:
             take(message)
@@ -140,10 +144,10 @@ class ControlChannel:
         round_trip_seconds: peer -> what opening a stream took last.
     """
 
-    def __init__(self, host: Host, method: str, ledger: RoundAccounting) -> None:
+    def __init__(self, host: Host, method: str, accounting: RoundAccounting) -> None:
         self.on_gone: Callable[[PeerId], None] = lambda peer: None
         self.round_trip_seconds: dict[PeerId, float] = {}
-        self._host, self._method, self._ledger = host, method, ledger
+        self._host, self._method, self._accounting = host, method, accounting
         self._lines: dict[PeerId, _Outbox] = {}
         self._group: asyncio.TaskGroup | None = None
         self._deadline = 0.0
@@ -203,7 +207,7 @@ class ControlChannel:
         began = asyncio.get_running_loop().time()
         async with (
             self._host.transport.open(peer, self._method, self._deadline) as stream,
-            self._ledger.counting(stream),
+            self._accounting.counting(stream),
         ):
             self.round_trip_seconds[peer] = asyncio.get_running_loop().time() - began
             await run_with_helper(self._feed(line, stream), _watch(stream))

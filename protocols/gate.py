@@ -13,7 +13,7 @@ class Gate:
 
     def __init__(self) -> None:
         self._until = float("-inf")
-        self._bell = Notifier()
+        self._notifier = Notifier()
 
     @property
     def closed(self) -> bool:
@@ -26,7 +26,7 @@ class Gate:
     def open(self) -> None:
         """Let all pass who wait."""
         self._until = float("-inf")
-        self._bell.notify()
+        self._notifier.notify()
 
     async def passed(self, seconds: float) -> bool:
         """Wait until it is open, at most so long; returns whether it is."""
@@ -34,7 +34,7 @@ class Gate:
         deadline = loop.time() + seconds
         while self.closed and loop.time() < deadline:
             try:
-                await self._bell.until(lambda: not self.closed, min(deadline, self._until))
+                await self._notifier.until(lambda: not self.closed, min(deadline, self._until))
             except TimeoutError:
                 continue
         return not self.closed

@@ -128,14 +128,14 @@ class Peer:
         self.trainer = InlineTrainer(self.learner, STEPS, 0.5)
         self.averager = Scripted(list(scripts))
         course, anchor = LocalHistory(ME, KEY), torch.ones(ELEMENTS)
-        self.replica = IndependentOuterLoop(
+        self.outer_loop = IndependentOuterLoop(
             course, self.trainer, self.averager, rule or OUTER, SimCompute(), anchor, snapshots
         )
 
     def play(self, rounds: int = 1) -> list[RoundReport]:
         async def main() -> list[RoundReport]:
-            await self.replica.settle()
-            return [await self.replica.run_round(SimClock().wall) for _ in range(rounds)]
+            await self.outer_loop.settle()
+            return [await self.outer_loop.run_round(SimClock().wall) for _ in range(rounds)]
 
         return simloop.run(main())
 

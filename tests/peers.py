@@ -64,15 +64,17 @@ class Peer:
         self.host = sim_host(swarm.network, self.transport, SEED, {})
         self.settings = Settings(CODEC, (swarm.elements,), swarm.chunk_elements, incarnation=incarnation)
         self.chain = Chain(RUN, "run", swarm.founders, swarm.root)
-        self.shelf, self.snapshots = PartCache(self.host), Snapshots(swarm.every_rounds)
+        self.part_cache, self.snapshots = PartCache(self.host), Snapshots(swarm.every_rounds)
         if swarm.store_rounds:
-            self.shelf.past = PartStore(
-                MemoryBuffer, self.host.compute, self.shelf.gate, most_rounds=swarm.store_rounds, least_rounds=1
+            self.part_cache.past = PartStore(
+                MemoryBuffer, self.host.compute, self.part_cache.gate, most_rounds=swarm.store_rounds, least_rounds=1
             )
         self.held: list[bytes] = []
         self.trainer = InlineTrainer(Paced(swarm.elements, SEED), 10, 0.1)
-        self.sync = ChainSync(self.host, self.chain, self.settings, self.snapshots, lambda: swarm.hints, self.shelf)
-        self.replica = ReplicatedOuterLoop(
+        self.sync = ChainSync(
+            self.host, self.chain, self.settings, self.snapshots, lambda: swarm.hints, self.part_cache
+        )
+        self.outer_loop = ReplicatedOuterLoop(
             self.chain,
             self.trainer,
             Onlooker(self.me),  # type: ignore[arg-type]
@@ -89,14 +91,16 @@ class Peer:
     async def keep(self, parts: Sequence[ReducedPart], record: Record) -> None:
         """Put a round's parts on the shelf, and let those of rounds long past go, or move to the store."""
         for part in parts:
-            self.shelf.put(record.parent, part)
-        self.shelf.decided(record.parent, {part.digest for part in record.parts})
-        await self.shelf.save()
+            self.part_cache.put(record.parent, part)
+        self.part_cache.decided(record.parent, {part.digest for part in record.parts})
+        await self.part_cache.save()
         self.held = [*self.held, record.parent][-self.swarm.keep_rounds :]
-        self.shelf.keep(self.held, self.held[-2:])
+        self.part_cache.keep(self.held, self.held[-2:])
 
     async def catch_up(self, seconds: float = 600.0) -> RoundReport:
-        return await self.replica.catch_up(self.sync, self.host.clock.wall, asyncio.get_running_loop().time() + seconds)
+        return await self.outer_loop.catch_up(
+            self.sync, self.host.clock.wall, asyncio.get_running_loop().time() + seconds
+        )
 
 
 class Swarm:
@@ -142,7 +146,7 @@ class Swarm:
     async def add(self, name: PeerId, founder: bool = False, incarnation: int = 0) -> Peer:
         """A peer with the state that the run starts from, or a newcomer without any."""
         peer = self.peers[name] = Peer(self, name, self._anchor if founder else None, incarnation)
-        await peer.replica.settle()
+        await peer.outer_loop.settle()
         return peer
 
     def of(self, names: str) -> list[Peer]:
@@ -205,17 +209,17 @@ class Swarm:
         return held
 
     async def _apply(self, peer: Peer, link: DecidedRound, held: Sequence[ReducedPart]) -> None:
-        replica, record = peer.replica, link.record
+        outer_loop, record = peer.outer_loop, link.record
         await peer.keep(held, record)
         for part in held:
-            part.decode(VectorView([replica._mean]))
+            part.decode(VectorView([outer_loop._mean]))
         mean = AveragingResult(
             Outcome.COMMITTED if held else Outcome.SKIPPED,
             record=records.encode(record),
             certificate=wire.encode(link.certificate),
             contributions={name: Contribution(1, 1) for name in record.peers},
         )
-        done = await replica._apply(replica.chain.head, mean, LocalProgress(TOKENS, 1.0, 1.0, 1.0), False)
+        done = await outer_loop._apply(outer_loop.chain.head, mean, LocalProgress(TOKENS, 1.0, 1.0, 1.0), False)
         assert done.mean.outcome == mean.outcome, done.mean.blamed
 
     def same(self, names: str) -> bool:
@@ -223,9 +227,9 @@ class Swarm:
         first, *others = self.of(names)
         return all(
             peer.chain.head == first.chain.head
-            and torch.equal(peer.replica.anchor, first.replica.anchor)
-            and torch.equal(peer.replica.velocity, first.replica.velocity)
-            and peer.chain.head.state_root == peer.replica.state.root(peer.round)
+            and torch.equal(peer.outer_loop.anchor, first.outer_loop.anchor)
+            and torch.equal(peer.outer_loop.velocity, first.outer_loop.velocity)
+            and peer.chain.head.state_root == peer.outer_loop.state.root(peer.round)
             for peer in others
         )
 

@@ -21,8 +21,8 @@ ROOT = b"0" * 32
 
 def vote(head: Head, ballot: int, record: bytes, voter: Member) -> Signed:
     """An honest vote of this member."""
-    poll = VoteTally(head.key, head.roster, SimSigner(voter.peer, SEED))
-    message = poll.message(ballot, records.lineage(record), voter)
+    tally = VoteTally(head.key, head.roster, SimSigner(voter.peer, SEED))
+    message = tally.message(ballot, records.lineage(record), voter)
     return Signed(voter, SimSigner(voter.peer, SEED).sign(message))
 
 

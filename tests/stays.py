@@ -94,13 +94,13 @@ class Peer:
     """One peer with everything that a stay is made of."""
 
     def __init__(self, town: Town, name: PeerId, limits: SessionLimits, step_seconds: float) -> None:
-        self.town, self.name, self.view, self.portrait = town, name, View(), StatusTracker(name)
+        self.town, self.name, self.view, self.status_tracker = town, name, View(), StatusTracker(name)
         transport = town.network.join(name)
         me, clock, state = Member(name), SimClock(), StateDir.open(town.path / name)
-        self.portrait.peer, self.portrait.addresses = name, lambda: (f"/ip4/10.0.0.1/tcp/1/p2p/{name}",)
-        course = self.portrait.chain = self.course(me)
+        self.status_tracker.peer, self.status_tracker.addresses = name, lambda: (f"/ip4/10.0.0.1/tcp/1/p2p/{name}",)
+        course = self.status_tracker.chain = self.course(me)
         who = LocalPeer(me, RUN, len(town.peers), f"nick-{name}", tuple, lambda: course.head.key.round)
-        members = self.members = self.portrait.membership = Membership(
+        members = self.members = self.status_tracker.membership = Membership(
             transport,
             clock,
             SimSigner(name, 1),
@@ -113,14 +113,17 @@ class Peer:
         settings = Settings("fp32", (ELEMENTS,), 512)
         self.trainer = Trainer(Paced(ELEMENTS, seed=len(town.peers), tokens_per_step=256), STEPS, step_seconds)
         way = self.way(host, settings)
-        self.replica = way.replica
-        self.replica.on_phase, self.portrait.waiting_for = self.portrait.on_progress, lambda: self.replica.waiting_for()
-        journal = self.portrait.journal = Journal(state.rounds)
+        self.outer_loop = way.outer_loop
+        self.outer_loop.on_phase, self.status_tracker.waiting_for = (
+            self.status_tracker.on_progress,
+            lambda: self.outer_loop.waiting_for(),
+        )
+        journal = self.status_tracker.journal = Journal(state.rounds)
         self.state = state
-        self.means = PeerSessionDeps(
+        self.deps = PeerSessionDeps(
             *way, self.trainer, members, directory, state, journal, LoopLag(), clock, SimCompute()
         )
-        self.stay = PeerSession(self.means, limits, self.portrait, self.view)
+        self.session = PeerSession(self.deps, limits, self.status_tracker, self.view)
         self.ended: float | None = None
 
     def course(self, me: Member) -> RoundHistory:
@@ -130,16 +133,16 @@ class Peer:
     def way(self, host: Host, settings: Settings) -> OuterLoopStack:
         """Its replica, and what belongs to its kind."""
         averager, snapshots = REPLICATED_PROTOCOLS["butterfly"](host, settings), Snapshots()
-        anchor, outer = self.trainer.shift.learner.vectors[0].clone(), OuterSGD(0.9, 0.5)
-        replica = ReplicatedOuterLoop(self.chain, self.trainer, averager, outer, host.compute, anchor, snapshots)
-        sync = ChainSync(host, self.chain, settings, snapshots, self.members.peers, averager.shelf)
+        anchor, outer = self.trainer.local_training.learner.vectors[0].clone(), OuterSGD(0.9, 0.5)
+        outer_loop = ReplicatedOuterLoop(self.chain, self.trainer, averager, outer, host.compute, anchor, snapshots)
+        sync = ChainSync(host, self.chain, settings, snapshots, self.members.peers, averager.part_cache)
         sync.on_better = lambda branch: averager.supersede()
         averager.on_ahead = sync.hear
-        return OuterLoopStack(replica, sync, partial(run_replicated_rounds, replica, sync))
+        return OuterLoopStack(outer_loop, sync, partial(run_replicated_rounds, outer_loop, sync))
 
     async def live(self) -> None:
-        await self.trainer.read(self.replica.anchor)
-        await self.stay.run()
+        await self.trainer.read(self.outer_loop.anchor)
+        await self.session.run()
         self.ended = now()
         asyncio.get_running_loop().call_soon(self.town.network.kill, self.name)  # its process ends
 
@@ -154,21 +157,21 @@ class Peer:
 class LoosePeer(Peer):
     """One with a state of its own; who is no founder is a newcomer."""
 
-    replica: IndependentOuterLoop
+    outer_loop: IndependentOuterLoop
 
     def course(self, me: Member) -> RoundHistory:
         self.own = LocalHistory(me, RoundKey(RUN, "run", bytes(32), 0))
         return self.own
 
     def way(self, host: Host, settings: Settings) -> OuterLoopStack:
-        anchor, outer = self.trainer.shift.learner.vectors[0].clone(), OuterSGD(0.9, 0.5)
+        anchor, outer = self.trainer.local_training.learner.vectors[0].clone(), OuterSGD(0.9, 0.5)
         averager, snapshots = INDEPENDENT_PROTOCOLS["gossip"](host, settings), Snapshots(every_rounds=1)
-        replica = IndependentOuterLoop(self.own, self.trainer, averager, outer, host.compute, anchor, snapshots)
-        replica.lacks_state = Member(self.name) not in self.town.founders
-        replica.compare, replica.spread_limit = self.members.compare, SPREAD_LIMIT
-        peers, whole = self.members.peers, lambda: not replica.seeks_state
-        standings = IndependentStateSync(host, settings, snapshots, lambda: self.own.key, peers, whole)
-        return OuterLoopStack(replica, standings, partial(run_independent_rounds, replica, standings))
+        outer_loop = IndependentOuterLoop(self.own, self.trainer, averager, outer, host.compute, anchor, snapshots)
+        outer_loop.lacks_state = Member(self.name) not in self.town.founders
+        outer_loop.compare, outer_loop.spread_limit = self.members.compare, SPREAD_LIMIT
+        peers, whole = self.members.peers, lambda: not outer_loop.seeks_state
+        state_sync = IndependentStateSync(host, settings, snapshots, lambda: self.own.key, peers, whole)
+        return OuterLoopStack(outer_loop, state_sync, partial(run_independent_rounds, outer_loop, state_sync))
 
 
 class Town:

@@ -181,10 +181,10 @@ def test_a_record_admits_only_so_many_and_extends_this_lineage_only() -> None:
 @pytest.mark.parametrize("members", (1, 2, 3, 5))
 def test_a_record_keeps_a_member_however_many_newcomers_it_brings(members: int, kind: Kind) -> None:
     roster, new = tuple(Member(f"m{index}") for index in range(members)), Member("n0")
-    poll = VoteTally(KEY, roster, Seal("m0"))
+    tally = VoteTally(KEY, roster, Seal("m0"))
     for next_roster, allowed in ((roster[:1], True), ((roster[0], new), True), ((new,), False), ((), False)):
         record = Record(KEY.lineage, bytes(32), KEY.round, kind, PLAN, (), next_roster)
-        assert (poll.value(0, records.encode(record)) is not None) is allowed
+        assert (tally.value(0, records.encode(record)) is not None) is allowed
 
 
 def test_those_who_leave_decide_nothing_without_one_who_stays() -> None:
@@ -194,8 +194,8 @@ def test_those_who_leave_decide_nothing_without_one_who_stays() -> None:
     record = Record(KEY.lineage, bytes(32), KEY.round, Kind.SKIP, PLAN, (), roster[2:])
     value = polls[0].value(0, records.encode(record))
     assert value is not None
-    for voter, poll, decided in zip(roster, polls, (False, False, True), strict=True):
-        polls[0].add(0, value.digest, voter, poll.sign(value, voter))
+    for voter, tally, decided in zip(roster, polls, (False, False, True), strict=True):
+        polls[0].add(0, value.digest, voter, tally.sign(value, voter))
         assert polls[0].decides(value) is decided
 
 
@@ -208,7 +208,7 @@ def test_what_is_not_held_is_fetched_before_it_is_accepted() -> None:
     assert table.decided() == [None] * 3 and len(table.sent(votes.Accept)) == 1
     (wanted,) = table.heard(1, votes.Fetch)
     assert wanted == votes.Fetch(mean, (PART.result.digest,))
-    assert table.vote(1).poll.voters(0, records.lineage(mean)) == (table.members[0],)  # whom to fetch it from
+    assert table.vote(1).tally.voters(0, records.lineage(mean)) == (table.members[0],)  # whom to fetch it from
     table.hold(1)
     table.deliver()
     assert table.decided() == [(0, mean)] * 3
@@ -346,7 +346,7 @@ def test_who_saw_the_votes_but_not_the_record_asks_the_voters() -> None:
     table.deliver(votes.Propose, to=1)
     table.lose(0)  # 2 never sees the proposal
     for index in (0, 1):
-        accept = table.vote(index).poll.sign(table.vote(index).accepted, table.members[index])  # type: ignore[arg-type]
+        accept = table.vote(index).tally.sign(table.vote(index).accepted, table.members[index])  # type: ignore[arg-type]
         message = votes.Accept(KEY, table.members[index], 0, records.lineage(table.record()), accept)
         table.do(2, "receive", table.name(index), message)
     table.deliver(votes.Accept)
@@ -615,11 +615,11 @@ class AcceptsUnheld(PaxosInstance):
 @pytest.mark.parametrize(
     "planted, rules",
     [
-        ({"poll": HalfAQuorum}, {"proof", "one child"}),
-        ({"poll": CountsStrangers}, {"proof", "one child", "proposal"}),
-        ({"poll": CountsHeirs}, {"proof", "one child", "proposal"}),
-        ({"poll": CountsAcrossBallots}, {"proof", "one child"}),
-        ({"poll": ForksWithoutAll}, {"fork"}),
+        ({"tally": HalfAQuorum}, {"proof", "one child"}),
+        ({"tally": CountsStrangers}, {"proof", "one child", "proposal"}),
+        ({"tally": CountsHeirs}, {"proof", "one child", "proposal"}),
+        ({"tally": CountsAcrossBallots}, {"proof", "one child"}),
+        ({"tally": ForksWithoutAll}, {"fork"}),
         ({"vote": AcceptsBelowItsPromise}, {"one child", "proposal"}),
         ({"vote": PromiseForgetsAccepted}, {"one child", "proposal"}),
         ({"vote": ForkForgetsAccepted}, {"fork"}),

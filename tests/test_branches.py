@@ -208,17 +208,17 @@ def test_a_fork_of_heirs_counts_as_its_roster_and_loses_to_what_was_decided() ->
 
 @pytest.mark.parametrize("incarnation, inherits", ((0, False), (4, False), (5, False), (6, True), (ONLOOKER, False)))
 def test_an_heir_is_a_later_life(incarnation: int, inherits: bool) -> None:
-    poll = VoteTally(start().key, (replace(ANNA, incarnation=5), BERT), SimSigner("anna", SEED))
-    assert poll.is_successor(replace(ANNA, incarnation=incarnation)) == inherits
-    assert not poll.is_successor(replace(OUTSIDER, incarnation=incarnation))
+    tally = VoteTally(start().key, (replace(ANNA, incarnation=5), BERT), SimSigner("anna", SEED))
+    assert tally.is_successor(replace(ANNA, incarnation=incarnation)) == inherits
+    assert not tally.is_successor(replace(OUTSIDER, incarnation=incarnation))
 
 
 @pytest.mark.parametrize("fork_peers, enough", ((0, 9), (1, 1), (2, 2), (3, 3), (4, 3)))
 def test_as_many_heirs_fork_as_the_run_wants_or_all_of_a_small_roster(fork_peers: int, enough: int) -> None:
-    poll = VoteTally(start().key, ROSTER[:3], SimSigner("anna", SEED), fork_peers=fork_peers)
+    tally = VoteTally(start().key, ROSTER[:3], SimSigner("anna", SEED), fork_peers=fork_peers)
     heirs = [replace(member, incarnation=1) for member in ROSTER[:3]]
-    assert [poll.may_fork(heirs[:count]) for count in range(4)] == [count >= enough for count in range(4)]
-    assert not poll.may_fork([heirs[0], BERT]) and not poll.may_fork([*heirs, replace(OUTSIDER, incarnation=1)])
+    assert [tally.may_fork(heirs[:count]) for count in range(4)] == [count >= enough for count in range(4)]
+    assert not tally.may_fork([heirs[0], BERT]) and not tally.may_fork([*heirs, replace(OUTSIDER, incarnation=1)])
 
 
 FIVE = tuple(Member(f"m{number}", 1) for number in range(5))
@@ -253,11 +253,11 @@ def test_most_of_a_roster_that_has_shrunk_may_fork(
     rosters: tuple[tuple[Member, ...], ...], back: tuple[Member, ...], may: bool
 ) -> None:
     head = shrinking(*rosters)[-1].head
-    poll = VoteTally(head.key, head.roster, SimSigner("m0", SEED), former=head.former)
-    assert poll.may_fork(back) == may
+    tally = VoteTally(head.key, head.roster, SimSigner("m0", SEED), former=head.former)
+    assert tally.may_fork(back) == may
     assert not VoteTally(head.key, head.roster, SimSigner("m0", SEED), fork_peers=0, former=head.former).may_fork(back)
-    if may and not any(map(poll.is_successor, back)):
-        assert set(poll.former_majority(back)) <= set(back)
+    if may and not any(map(tally.is_successor, back)):
+        assert set(tally.former_majority(back)) <= set(back)
         assert rules().judge(head, forked(head, *back).certificate).head.roster == back
 
 

@@ -176,7 +176,7 @@ def test_strangers_do_not_hold_streams_for_parts() -> None:
         return counts
 
     async def main() -> ReducedPart:
-        company.averagers[me].shelf.put(lineage, held)
+        company.averagers[me].part_cache.put(lineage, held)
         assert await streams(False, 4 * MAX_STREAMS, stranger) == [MAX_STREAMS_OF_ONE, 0]
         assert await streams(False, MAX_STREAMS, stranger, *others) == [MAX_STREAMS, 0]
         assert await streams(True, 1, stranger) == [1, 0]
@@ -259,21 +259,21 @@ def test_parts_of_equal_bytes_at_different_places_are_different_parts() -> None:
 def test_a_proposal_is_of_the_whole_vector_and_its_parts_lie_where_they_belong(wrong: dict[str, Any], why: str) -> None:
     """Or it is refused by who holds all of it; without anything wrong, it is accepted."""
     company = Company(3, Settings("fp32", (100,), 100))
-    head, (chair, ours) = company.head, company.order[:2]
-    shelf, held = company.averagers[ours].shelf, [_part(0, 60), _part(60, 100)]
+    head, (proposer, ours) = company.head, company.order[:2]
+    part_cache, held = company.averagers[ours].part_cache, [_part(0, 60), _part(60, 100)]
     results = tuple(part.result for part in held if part.result)
     record = Record(
-        head.key.lineage, head.state_root, 0, Kind.MEAN, b"p" * 32, results, head.roster, (chair,), (0, 60, 100)
+        head.key.lineage, head.state_root, 0, Kind.MEAN, b"p" * 32, results, head.roster, (proposer,), (0, 60, 100)
     )
-    proposal = Propose(head.key, Member(chair), 0, records.encode(replace(record, **wrong)))
+    proposal = Propose(head.key, Member(proposer), 0, records.encode(replace(record, **wrong)))
 
     async def main() -> None:
         for part in held:
-            shelf.put(head.key.lineage, part)
+            part_cache.put(head.key.lineage, part)
         async with company.averagers[ours].enter(head, 10.0) as session:
-            session.decision.holds(bytes(32), [], shelf.of(head.key.lineage))
+            session.decision.holds(bytes(32), [], part_cache.of(head.key.lineage))
             with pytest.raises(BadPayload, match=why) if why else nullcontext():
-                session.take(chair, proposal)
+                session.take(proposer, proposal)
             assert bool(session.decision.vote.accepted) is not bool(why)
 
     simloop.run(main())
@@ -286,21 +286,21 @@ def test_a_fork_takes_over_where_the_parts_of_an_accepted_mean_lie() -> None:
     """Two are left: one has accepted a mean and has its part, the other fetches it from there; the fork commits."""
     elements = 100
     company = Company(5, Settings("fp32", (elements,), elements))
-    network, head, (chair, ours, theirs) = company.network, company.head, company.order[:3]
+    network, head, (proposer, ours, theirs) = company.network, company.head, company.order[:3]
     held = _part(0, elements)
     assert held.result is not None
-    parts, peers, bounds = (held.result,), (chair,), (0, elements)
+    parts, peers, bounds = (held.result,), (proposer,), (0, elements)
     mean = Record(
         head.key.lineage, head.state_root, 0, Kind.MEAN, b"p" * 32, parts, head.roster, peers=peers, bounds=bounds
     )
 
     async def accepts(session: ButterflySession) -> None:
-        session.decision.holds(bytes(32), [], company.averagers[ours].shelf.of(head.key.lineage))
-        session.decision.receive(chair, Propose(head.key, Member(chair), 0, records.encode(mean)))
+        session.decision.holds(bytes(32), [], company.averagers[ours].part_cache.of(head.key.lineage))
+        session.decision.receive(proposer, Propose(head.key, Member(proposer), 0, records.encode(mean)))
         assert session.decision.vote.accepted
 
     async def main() -> None:
-        company.averagers[ours].shelf.put(head.key.lineage, held)
+        company.averagers[ours].part_cache.put(head.key.lineage, held)
         for peer in company.peers:
             if peer not in (ours, theirs):
                 network.kill(peer)
@@ -333,15 +333,15 @@ def test_a_coordinator_that_comes_back_draws_no_second_plan_of_the_same_ballot()
     """It was superseded after it sent its plan; it waits for the next coordinator, and nobody calls it a liar."""
     elements = 2_000_000
     company = Company(3, Settings("fp32", (elements,), 1 << 16))
-    chair = company.order[0]
+    proposer = company.order[0]
 
     async def superseded(session: ButterflySession) -> None:
         await session.cut.wait()
         await asyncio.sleep(0.2)
-        company.averagers[chair].supersede()
+        company.averagers[proposer].supersede()
 
     async def member(peer: PeerId) -> None:
-        if peer == chair:
+        if peer == proposer:
             await company.attempt(peer, torch.ones(elements), meanwhile=superseded)
         await company.until_decided(peer, elements)
 
@@ -349,6 +349,6 @@ def test_a_coordinator_that_comes_back_draws_no_second_plan_of_the_same_ballot()
         await asyncio.gather(*(member(peer) for peer in company.peers))
 
     simloop.run(main())
-    assert (company.attempts[0].peer, company.attempts[0].mean.outcome) == (chair, Outcome.SUPERSEDED)
+    assert (company.attempts[0].peer, company.attempts[0].mean.outcome) == (proposer, Outcome.SUPERSEDED)
     assert company.committed(*company.peers), [attempt.mean.outcome for attempt in company.attempts]
     assert not [why for whys in company.named().values() for why in whys if "second plan" in why]

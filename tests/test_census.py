@@ -33,7 +33,7 @@ def word(peer: str, number: int = 1, **changes: object) -> PositionAnnouncement:
     return replace(HERE, sender=Member(peer), number=number, **changes)  # type: ignore[arg-type]
 
 
-def census(*words: PositionAnnouncement, at: float = 10.0, live: int = 0) -> PeerTracker:
+def tracker(*words: PositionAnnouncement, at: float = 10.0, live: int = 0) -> PeerTracker:
     """One that has heard these, and sees so many others besides."""
     found = PeerTracker(ME)
     members = [ME, *(each.sender for each in words), *(Member(f"q{number}") for number in range(live))]
@@ -82,7 +82,7 @@ def test_every_part_of_a_key_counts() -> None:
 
 
 def test_old_words_change_nothing() -> None:
-    found = census(word("p1", 5, round=4))
+    found = tracker(word("p1", 5, round=4))
     assert not found.take(word("p1", 5, round=9), 11.0)
     assert not found.take(word("p1", 4, round=9), 11.0)
     assert found.here("p1") == word("p1", 5, round=4)
@@ -94,7 +94,7 @@ def test_old_words_change_nothing() -> None:
 
 
 def test_who_is_out_of_sight_is_forgotten() -> None:
-    found = census(word("p1"), word("p2"))
+    found = tracker(word("p1"), word("p2"))
     found.look([ME, Member("p2")], (), 20.0)
     assert [each.sender.peer for each in found.words()] == ["p2"]
     found.look([ME], ("p2",), 21.0)
@@ -103,7 +103,7 @@ def test_who_is_out_of_sight_is_forgotten() -> None:
 
 def test_a_moment_out_of_sight_costs_no_words() -> None:
     """Nobody repeats them to the same life."""
-    found = census(word("p1"), word("p2"))
+    found = tracker(word("p1"), word("p2"))
     found.look([ME], (), 20.0)
     assert not found.words()
     found.look([ME, Member("p1"), Member("p2", 1)], (), 20.5)
@@ -111,90 +111,90 @@ def test_a_moment_out_of_sight_costs_no_words() -> None:
 
 
 def test_a_moment_out_of_sight_wipes_nothing_out() -> None:
-    found, member = census(word("p1")), Member("p1")
+    found, member = tracker(word("p1")), Member("p1")
     for round in range(3):
         found.kept(member, round)
     found.look([ME], (), 20.0)
     found.look([ME, member], (), 21.0)
     mine = replace(HERE, sender=ME)
-    assert not found.line(mine, 0) and "p1" in census(word("p1")).line(mine, 0)
+    assert not found.line(mine, 0) and "p1" in tracker(word("p1")).line(mine, 0)
 
 
 def test_of_those_who_are_gone_so_many_words_are_kept() -> None:
-    found = census(*(word(f"p{number}") for number in range(1, MAX_GONE + 10)))
+    found = tracker(*(word(f"p{number}") for number in range(1, MAX_GONE + 10)))
     found.look([ME], (), 20.0)
     assert len(found._heard) == len(found._past) == MAX_GONE
 
 
 def test_who_is_present() -> None:
     """Those of this round and of the one before; who has just come and not yet spoken; nobody who says nothing."""
-    found = census(word("p1", round=3), word("p2", round=2), word("p3", round=1), word("p4", round=9), live=1)
+    found = tracker(word("p1", round=3), word("p2", round=2), word("p3", round=1), word("p4", round=9), live=1)
     assert found.present(3, 10.0) == ["p0", "p1", "p2", "p4", "q0"]
     assert found.present(3, 10.0 + UNHEARD_SECONDS) == ["p0", "p1", "p2", "p4"]
 
 
 def test_one_liar_does_not_move_the_clock() -> None:
     liar = word("p9", round=1 << 40)
-    assert census().ahead(3) == 3
-    assert census(word("p1", round=5)).ahead(3) == 5
-    assert census(*(word(f"p{n}", round=3) for n in range(1, 5)), liar).ahead(3) == 3
-    assert census(*(word(f"p{n}", round=6) for n in range(1, 5)), liar).ahead(3) == 6
-    assert census(word("p1", round=3), word("p2", round=3), liar).ahead(3) == 3
-    assert census(word("p1", round=3), liar).ahead(3) == 3, "one of the only two others, neither"
-    assert census(word("p1", round=1), word("p2", round=2)).ahead(3) == 3, "the clock does not go back"
+    assert tracker().ahead(3) == 3
+    assert tracker(word("p1", round=5)).ahead(3) == 5
+    assert tracker(*(word(f"p{n}", round=3) for n in range(1, 5)), liar).ahead(3) == 3
+    assert tracker(*(word(f"p{n}", round=6) for n in range(1, 5)), liar).ahead(3) == 6
+    assert tracker(word("p1", round=3), word("p2", round=3), liar).ahead(3) == 3
+    assert tracker(word("p1", round=3), liar).ahead(3) == 3, "one of the only two others, neither"
+    assert tracker(word("p1", round=1), word("p2", round=2)).ahead(3) == 3, "the clock does not go back"
 
 
 def test_who_speaks_first_is_no_witness_for_those_who_have_not_spoken() -> None:
     """Where a run begins, and after a moment in which everybody was out of sight."""
     liar = word("p9", round=1 << 40)
-    assert census(liar, live=1).ahead(3) == census(liar, live=4).ahead(3) == 3
-    assert census(word("p1", round=5), word("p2", round=5), live=3).ahead(3) == 5
-    assert census(word("p1", round=5), liar, live=3).ahead(3) == 5, "what both have reached"
-    assert not census(live=2).leads(3), "nor does anybody wait for those who say nothing"
+    assert tracker(liar, live=1).ahead(3) == tracker(liar, live=4).ahead(3) == 3
+    assert tracker(word("p1", round=5), word("p2", round=5), live=3).ahead(3) == 5
+    assert tracker(word("p1", round=5), liar, live=3).ahead(3) == 5, "what both have reached"
+    assert not tracker(live=2).leads(3), "nor does anybody wait for those who say nothing"
 
 
 @pytest.mark.parametrize("others", range(8))
 def test_who_is_ahead_is_followed_or_waits(others: int) -> None:
     """However many of the peers are ahead: those behind go to them, or they wait for those behind."""
     for ahead in range(1, others + 1):  # others besides this peer, which is behind in the one and ahead in the other
-        behind = census(*(word(f"p{n}", round=9 if n <= ahead else 3) for n in range(1, others + 1)))
-        before = census(*(word(f"p{n}", round=9 if n < ahead else 3) for n in range(1, others + 1)))
+        behind = tracker(*(word(f"p{n}", round=9 if n <= ahead else 3) for n in range(1, others + 1)))
+        before = tracker(*(word(f"p{n}", round=9 if n < ahead else 3) for n in range(1, others + 1)))
         assert (behind.ahead(3) == 9) != before.leads(9)
-    assert not census(*(word(f"p{n}", round=3) for n in range(1, others + 1))).leads(3)
+    assert not tracker(*(word(f"p{n}", round=3) for n in range(1, others + 1))).leads(3)
 
 
 def test_who_leads_trains_on_until_others_come() -> None:
     mine = replace(HERE, sender=ME, round=9, complete=True)
     behind = [word(f"p{n}", complete=True) for n in (1, 2)]
-    assert census(*behind).due(mine, 10.0, 0.0, True, 10.0) is None
-    assert census(word("p1", round=9, complete=True), behind[1]).due(mine, 10.0, 0.0, True, 10.0) == 0.0
-    assert census(*behind).due(replace(mine, leaving=True), 10.0, 0.0, True, 10.0) == 0.0
+    assert tracker(*behind).due(mine, 10.0, 0.0, True, 10.0) is None
+    assert tracker(word("p1", round=9, complete=True), behind[1]).due(mine, 10.0, 0.0, True, 10.0) == 0.0
+    assert tracker(*behind).due(replace(mine, leaving=True), 10.0, 0.0, True, 10.0) == 0.0
 
 
 def test_when_training_stops() -> None:
     """As a coordinator calls a round: all are ready, or two thirds and a little more time."""
     mine = replace(HERE, sender=ME)
     others = [word(f"p{n}", complete=True) for n in (1, 2)]
-    assert census(*others).due(mine, 10.0, began=0.0, worked=True, now=10.0) == 0.0
+    assert tracker(*others).due(mine, 10.0, began=0.0, worked=True, now=10.0) == 0.0
     slow = [*others, word("p3"), word("p4")]
-    assert census(*slow).due(mine, math.inf, 0.0, True, 10.0) == pytest.approx(15.0)
-    assert census(*slow).due(mine, 10.0, 0.0, True, 10.0) == pytest.approx(15.0)
-    assert census(*slow[:-1]).due(mine, 10.0, 0.0, True, 10.0) == pytest.approx(11.0)
-    assert census(word("p1"), word("p2"), word("p3")).due(mine, 10.0, 0.0, True, 10.0) is None
+    assert tracker(*slow).due(mine, math.inf, 0.0, True, 10.0) == pytest.approx(15.0)
+    assert tracker(*slow).due(mine, 10.0, 0.0, True, 10.0) == pytest.approx(15.0)
+    assert tracker(*slow[:-1]).due(mine, 10.0, 0.0, True, 10.0) == pytest.approx(11.0)
+    assert tracker(word("p1"), word("p2"), word("p3")).due(mine, 10.0, 0.0, True, 10.0) is None
     waiting = word("p1", stage=WAITING, offer=(OFFER,))
-    assert census(waiting).due(mine, 10.0, 0.0, True, 10.0) == 0.0, "who was cut is done, too"
+    assert tracker(waiting).due(mine, 10.0, 0.0, True, 10.0) == 0.0, "who was cut is done, too"
 
 
 def test_who_leaves_is_not_kept_waiting() -> None:
     mine, leaver = replace(HERE, sender=ME), word("p1", leaving=True)
-    assert census(leaver, word("p2")).due(mine, math.inf, 7.0, worked=True, now=10.0) == 7.0
-    assert census(leaver, word("p2")).due(mine, math.inf, 7.0, worked=False, now=10.0) == 9.0
-    assert census(word("p2")).due(replace(mine, leaving=True), math.inf, 7.0, True, 10.0) == 7.0
+    assert tracker(leaver, word("p2")).due(mine, math.inf, 7.0, worked=True, now=10.0) == 7.0
+    assert tracker(leaver, word("p2")).due(mine, math.inf, 7.0, worked=False, now=10.0) == 9.0
+    assert tracker(word("p2")).due(replace(mine, leaving=True), math.inf, 7.0, True, 10.0) == 7.0
 
 
 def test_nobody_leaves_twice() -> None:
     """A round that a leaver ends has one step in it; who says in every round that it leaves ends one."""
-    found = census(word("p1", leaving=True), word("p2"))
+    found = tracker(word("p1", leaving=True), word("p2"))
     mine = replace(HERE, sender=ME)
     assert [found.due(mine, math.inf, 7.0, True, 10.0) for _ in range(2)] == [7.0, 7.0]
     found.take(word("p1", 2, round=4, leaving=True), 20.0)
@@ -203,7 +203,7 @@ def test_nobody_leaves_twice() -> None:
     found.look([ME, Member("p1", 1), Member("p2")], (), 22.0)
     found.take(replace(word("p1", round=4, leaving=True), sender=Member("p1", 1)), 22.0)
     assert found.due(replace(mine, round=4), math.inf, 20.0, True, 23.0) == 20.0, "in another life it may"
-    ahead = census(word("p1", round=9, leaving=True), word("p2"))
+    ahead = tracker(word("p1", round=9, leaving=True), word("p2"))
     assert ahead.due(mine, math.inf, 7.0, True, 10.0) is None, "it hurries nobody whom it does not meet"
     assert ahead.due(replace(mine, round=9), math.inf, 7.0, True, 10.0) == 7.0
 
@@ -219,14 +219,14 @@ def test_who_may_come_to_a_line() -> None:
         word("p6", index=(1, 2), round=4),
         word("p7", index=(1, 2), shape=(5, 3)),
     ]
-    assert set(census(*on, *off).line(mine, 0)) == {"p1", "p2"}
-    assert set(census(*on, word("p8", index=(0, 1), holds=1), word("p9", index=(0, 0))).line(mine, 1)) == {"p9"}
+    assert set(tracker(*on, *off).line(mine, 0)) == {"p1", "p2"}
+    assert set(tracker(*on, word("p8", index=(0, 1), holds=1), word("p9", index=(0, 0))).line(mine, 1)) == {"p9"}
 
 
 def test_who_kept_its_part_is_in_no_group_for_some_rounds() -> None:
     """One, then two, then four; less each time that it gives one; nothing in another life."""
     mine, other = replace(HERE, sender=ME, index=(0, 2)), word("p1", index=(1, 2))
-    found = census(other)
+    found = tracker(other)
 
     def left_out(after: int) -> int:
         rounds = 0
@@ -251,7 +251,7 @@ def test_who_kept_its_part_is_in_no_group_for_some_rounds() -> None:
 def test_patience_follows_what_was_seen() -> None:
     """Half as long again as the slowest took, bounded by what training took; less for who has not come before."""
     slow = word("p1", step_seconds=8.0)
-    found = census(slow)
+    found = tracker(slow)
     assert found.patience_seconds([], 2.0, 10.0) == 3.0
     assert found.patience_seconds([slow], 2.0, 10.0) == 12.0
     assert found.patience_seconds([replace(slow, step_seconds=1e6)], 2.0, 10.0) == 15.0

@@ -104,7 +104,7 @@ def state(seed: int = 1) -> OuterState:
     return made
 
 
-def keeper(path: Path, worker: Worker | None = None, limit_bytes: int = 1 << 30) -> CheckpointManager:
+def checkpoints(path: Path, worker: Worker | None = None, limit_bytes: int = 1 << 30) -> CheckpointManager:
     return CheckpointManager(path, 5, limit_bytes, like(path), worker or Worker(), Disk())
 
 
@@ -114,7 +114,7 @@ def keep(
     """Keep the state before each of these rounds."""
 
     async def main() -> CheckpointManager:
-        async with of or keeper(path, worker) as made:
+        async with of or checkpoints(path, worker) as made:
             for number in numbers:
                 await made.keep(state(number), key(number))
         return made
@@ -226,7 +226,7 @@ def test_without_a_worker_there_is_no_inner_state(tmp_path: Path) -> None:
 
 def test_a_download_becomes_one(tmp_path: Path) -> None:
     async def main() -> None:
-        async with keeper(tmp_path) as made:
+        async with checkpoints(tmp_path) as made:
             was = state()
             snapshot = made.snapshots.new(lineage_of(9), 9, was.index)
             assert snapshot.fresh and rounds(tmp_path) == []
@@ -339,7 +339,7 @@ def test_whatever_step_fails_the_one_before_is_whole(
         shutil.copytree(tmp_path / "before", place)
         caplog.clear()
         with pytest.MonkeyPatch.context() as patch:
-            kept = keeper(place)
+            kept = checkpoints(place)
             kept.holds(newest(place))
             made = break_down(patch, at, for_good)
             keep(place, 10, of=kept)
@@ -374,7 +374,7 @@ def test_those_of_a_former_life_are_handed_out_and_make_room_in_their_turn(tmp_p
     keep(tmp_path, 5, 10, 15)
 
     async def main() -> None:
-        async with keeper(tmp_path) as made:
+        async with checkpoints(tmp_path) as made:
             for each in whole(tmp_path, lambda line: None):
                 made.holds(each)
             (old,) = [each for each in made.snapshots.held() if each.round == 5]
@@ -392,7 +392,7 @@ def test_what_it_neither_made_nor_was_given_is_not_deleted(tmp_path: Path) -> No
     (tmp_path / "checkpoints" / unread[0] / MANIFEST).write_bytes(b"of another version")
     (tmp_path / "checkpoints" / unread[1] / OUTER).write_bytes(b"damaged")
     one = bytes_of_one(tmp_path / "one")
-    keep(tmp_path, 15, 20, 25, 30, of=keeper(tmp_path, limit_bytes=2 * one + 16384))
+    keep(tmp_path, 15, 20, 25, 30, of=checkpoints(tmp_path, limit_bytes=2 * one + 16384))
     assert names(tmp_path)[:2] == unread and rounds(tmp_path)[0] == 30
 
 
@@ -409,14 +409,14 @@ def bytes_of_one(path: Path) -> int:
 
 def test_the_cap_takes_older_ones_but_never_the_last(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     one = bytes_of_one(tmp_path / "one") + 8192
-    keep(tmp_path / "three", 5, 10, 15, of=keeper(tmp_path / "three", limit_bytes=3 * one))
+    keep(tmp_path / "three", 5, 10, 15, of=checkpoints(tmp_path / "three", limit_bytes=3 * one))
     assert rounds(tmp_path / "three") == [15, 10, 5] and not caplog.records
-    less = keeper(tmp_path / "three", limit_bytes=2 * one - 8192)
+    less = checkpoints(tmp_path / "three", limit_bytes=2 * one - 8192)
     for each in whole(tmp_path / "three", lambda line: None):
         less.holds(each)
     made = keep(tmp_path / "three", 20, of=less)
     assert rounds(tmp_path / "three") == [20, 15] and not caplog.records and len(made.snapshots.held()) == 2
-    tight = keeper(tmp_path / "one", limit_bytes=one)
+    tight = checkpoints(tmp_path / "one", limit_bytes=one)
     tight.holds(newest(tmp_path / "one"))
     keep(tmp_path / "one", 10, 15, of=tight)
     assert rounds(tmp_path / "one") == [5]
@@ -431,7 +431,7 @@ def test_older_ones_are_not_given_up_for_nothing(tmp_path: Path, full: str, monk
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     one = bytes_of_one(tmp_path / "one")
-    made = keep(tmp_path, 5, 10, 15, of=keeper(tmp_path))
+    made = keep(tmp_path, 5, 10, 15, of=checkpoints(tmp_path))
     if full == "disk":
         least = SimpleNamespace(f_bavail=0, f_frsize=4096)
         monkeypatch.setattr(os, "statvfs", lambda path: least)
@@ -481,7 +481,7 @@ def test_what_goes_on_failing_is_told_again_but_not_each_time(
     made = keep(tmp_path, 25)
     sealed = (newest(tmp_path).path / MANIFEST).stat().st_mtime
     assert (made.age_seconds(sealed + 60.0), made.age_seconds(sealed - 60.0)) == (60.0, 0.0)
-    later = keeper(tmp_path)
+    later = checkpoints(tmp_path)
     later.holds(newest(tmp_path))
     assert later.age_seconds(sealed + 60.0) == 60.0, "of a former life"
 

@@ -223,7 +223,7 @@ class TestDirectory:
             await a.directory.announce("all", b"a", TTL, soon())
             await b.directory.announce("all", b"b", TTL, soon())
             both = await a.find()
-            b.directory._shelf._kept.clear()
+            b.directory._records._kept.clear()
             await asyncio.sleep(2.5)  # p2pd is asked who is connected now and then
             for victim in (a, b, a):
                 os.kill(victim.transport.daemon_pid or 0, signal.SIGKILL)
@@ -270,7 +270,7 @@ class TestLiars:
                 response = await a.call(b, "rpc_store", request, dht_pb2.StoreResponse)
                 assert list(response.store_ok) == [False]
                 assert b.directory.refused[me, why] == 1, (why, b.directory.refused)
-            assert len(b.directory._shelf) == 0
+            assert len(b.directory._records) == 0
             response = await a.call(b, "rpc_store", store_request(good), dht_pb2.StoreResponse)
             assert list(response.store_ok) == [True] and await b.find() == {me: b"v"}
 
@@ -334,7 +334,7 @@ class TestLiars:
                     taken += response.store_ok[0]
                 except P2PHandlerError:
                     errors += 1
-            assert taken == len(b.directory._shelf) == 16
+            assert taken == len(b.directory._records) == 16
             assert errors == 0 or b.directory.refused[a.transport.me, "too many requests"] == errors
 
         run(body)
@@ -477,38 +477,38 @@ class TestHints:
 
 class TestShelf:
     def test_it_is_bounded_whatever_comes(self) -> None:
-        shelf = RecordStore(lambda: 0.0)
+        records = RecordStore(lambda: 0.0)
         for key in range(300):
             for peer in range(20):
-                shelf.put(key, f"{key}/{peer}", b"", 100.0)
-        assert len(shelf) == 4096 and len(shelf._kept) <= 256
+                records.put(key, f"{key}/{peer}", b"", 100.0)
+        assert len(records) == 4096 and len(records._kept) <= 256
 
     def test_one_peer_takes_few_keys(self) -> None:
-        shelf = RecordStore(lambda: 0.0)
-        assert sum(shelf.put(key, "greedy", b"", 100.0) for key in range(100)) == 16
-        assert shelf.put(50, "other", b"", 100.0)
+        records = RecordStore(lambda: 0.0)
+        assert sum(records.put(key, "greedy", b"", 100.0) for key in range(100)) == 16
+        assert records.put(50, "other", b"", 100.0)
 
     def test_at_a_full_key_residents_stay_and_renew_their_own(self) -> None:
         now = [0.0]
-        shelf = RecordStore(lambda: now[0])
+        records = RecordStore(lambda: now[0])
         honest, strangers = [f"{n}" for n in range(10)], [f"stranger {n}" for n in range(MAX_HINTS_PER_KEY)]
-        assert all(shelf.put("key", peer, b"", 180.0) for peer in honest)
-        assert sum(shelf.put("key", peer, b"", 655.0) for peer in strangers) == MAX_HINTS_PER_KEY - len(honest)
+        assert all(records.put("key", peer, b"", 180.0) for peer in honest)
+        assert sum(records.put("key", peer, b"", 655.0) for peer in strangers) == MAX_HINTS_PER_KEY - len(honest)
         now[0] = 120.0
-        assert all(shelf.put("key", peer, b"", 300.0) for peer in honest)
-        assert not shelf.put("key", "late", b"", 780.0)
+        assert all(records.put("key", peer, b"", 300.0) for peer in honest)
+        assert not records.put("key", "late", b"", 780.0)
         now[0] = 301.0
-        assert shelf.put("key", "late", b"", 480.0) and len(shelf) <= MAX_HINTS_PER_KEY
-        assert "late" in shelf.live("key")
+        assert records.put("key", "late", b"", 480.0) and len(records) <= MAX_HINTS_PER_KEY
+        assert "late" in records.live("key")
 
     def test_what_expires_makes_room_and_the_older_never_replaces_the_newer(self) -> None:
         now = [0.0]
-        shelf = RecordStore(lambda: now[0])
-        assert shelf.put("key", "peer", b"new", 20.0)
-        assert not shelf.put("key", "peer", b"old", 10.0)
-        assert not shelf.put("key", "dead", b"", 0.0)
-        assert shelf.live("key")["peer"].value == b"new"
+        records = RecordStore(lambda: now[0])
+        assert records.put("key", "peer", b"new", 20.0)
+        assert not records.put("key", "peer", b"old", 10.0)
+        assert not records.put("key", "dead", b"", 0.0)
+        assert records.live("key")["peer"].value == b"new"
         for key in range(16):
-            shelf.put(key, "greedy", b"", 30.0)
+            records.put(key, "greedy", b"", 30.0)
         now[0] = 31.0
-        assert shelf.live("key") == {} and shelf.put("key", "greedy", b"", 60.0) and len(shelf) == 1
+        assert records.live("key") == {} and records.put("key", "greedy", b"", 60.0) and len(records) == 1

@@ -156,7 +156,7 @@ def test_drops_do_not_keep_a_download_alive_for_ever() -> None:
 def test_a_line_slower_than_the_rounds_is_told_of_once() -> None:
     async def main(world: Swarm) -> None:
         cleo, told = await joiner(world, 2e5), list[str]()
-        cleo.sync.supply.on_slow = told.append
+        cleo.sync.fetcher.on_slow = told.append
         rounds = asyncio.create_task(deciding(world, "anna bert", 3.5))
         for _ in range(3):
             await cleo.catch_up(60.0)
@@ -191,13 +191,13 @@ def test_what_is_taken_stays_to_be_had_and_no_longer() -> None:
     async def main(world: Swarm) -> None:
         anna, cleo = world.peers["anna"], await joiner(world, SLOW)
         asyncio.get_running_loop().call_later(3.0, world.network.kill, "bert")
-        fetching = asyncio.create_task(cleo.catch_up(60.0))
+        sync_progress = asyncio.create_task(cleo.catch_up(60.0))
         await asyncio.sleep(2.0)
         taken = anna.snapshots.held()[0]
         await world.rounds("anna", 8, voters=[anna.me, world.peers["bert"].me])
         told = {each.lineage for each in anna.sync._donor.kept()}
         assert taken not in anna.snapshots.held() and taken.lineage in told
-        assert (await fetching).outcome == "superseded"
+        assert (await sync_progress).outcome == "superseded"
         await asyncio.sleep(LEND_SECONDS + 1.0)
         assert anna.sync._donor.kept() == anna.snapshots.kept() and not anna.sync._donor._loans
 
@@ -207,12 +207,12 @@ def test_what_is_taken_stays_to_be_had_and_no_longer() -> None:
 def test_one_is_lent_only_for_as_long_as_the_rounds_since_are_there() -> None:
     async def main(world: Swarm) -> None:
         anna, cleo = world.peers["anna"], await joiner(world, SLOW)
-        fetching = asyncio.create_task(cleo.catch_up(60.0))
+        sync_progress = asyncio.create_task(cleo.catch_up(60.0))
         await asyncio.sleep(2.0)
         for rounds, lent in ((8, 1), (4, 0)):
             await world.rounds("anna bert", rounds)
             assert len(anna.sync._donor.kept()) == len(anna.snapshots.kept()) + lent
-        fetching.cancel()
+        sync_progress.cancel()
 
     play(main, store_rounds=10)
 
@@ -234,9 +234,9 @@ def test_another_life_finds_what_the_last_one_fetched(spoilt: bool) -> None:
     async def main(world: Swarm) -> None:
         rooms, first = Rooms(), await joiner(world, SLOW)
         first.snapshots._make_room = rooms
-        fetching = asyncio.create_task(first.catch_up())
+        sync_progress = asyncio.create_task(first.catch_up())
         await asyncio.sleep(3.5)
-        fetching.cancel()
+        sync_progress.cancel()
         world.network.kill("cleo")
         await world.rounds("anna bert", 2)  # a newer snapshot is there now
         (room,) = rooms.rooms.values()
@@ -254,14 +254,14 @@ def test_another_life_finds_what_the_last_one_fetched(spoilt: bool) -> None:
 
 
 def test_a_life_knows_by_its_files_what_the_last_one_began(tmp_path: Path) -> None:
-    before, whole = checkpoints.keeper(tmp_path).snapshots, checkpoints.state()
+    before, whole = checkpoints.checkpoints(tmp_path).snapshots, checkpoints.state()
     lineage = checkpoints.lineage_of(5)
     made = Snapshot(lineage, 5, whole.index)
     made.fill(whole.anchor, whole.velocity)
     assert not before.has_begun(lineage, 5)
     begun = before.new(lineage, 5, whole.index)
     begun.put(0, made.chunk(0))
-    again = checkpoints.keeper(tmp_path).snapshots
+    again = checkpoints.checkpoints(tmp_path).snapshots
     assert again.has_begun(lineage, 5) and not again.has_begun(checkpoints.lineage_of(10), 10)
     found = again.new(lineage, 5, whole.index)
     assert begun.fresh and not found.fresh and found.chunk(0) == made.chunk(0)
@@ -291,8 +291,8 @@ def test_donors_send_nothing_while_a_round_needs_the_link() -> None:
         sent, cleo = [chunks_from(peer) for peer in peers], await joiner(world, SLOW)
         loop = asyncio.get_running_loop()
         for peer in peers:
-            loop.call_at(began + 0.5, peer.shelf.gate.close, began + 100.0)
-            loop.call_at(began + 15.0, peer.shelf.gate.open)
+            loop.call_at(began + 0.5, peer.part_cache.gate.close, began + 100.0)
+            loop.call_at(began + 15.0, peer.part_cache.gate.open)
         report = await cleo.catch_up()
         assert report.outcome == "superseded" and report.bytes_downloaded == STATE, "nothing is asked for twice"
         assert not [at for times in sent for at in times if began + 0.6 < at < began + 15.0]
@@ -304,7 +304,7 @@ def test_donors_send_nothing_while_a_round_needs_the_link() -> None:
 def test_where_rounds_never_end_a_little_is_brought_all_the_same() -> None:
     async def main(world: Swarm) -> None:
         for peer in world.of("anna bert"):
-            peer.shelf.gate.close(now() + 1e6)
+            peer.part_cache.gate.close(now() + 1e6)
         sent = [chunks_from(peer) for peer in world.of("anna bert")]
         cleo, began = await joiner(world, SLOW), now()
         assert (await cleo.catch_up(10.0)).outcome == "superseded"
@@ -336,22 +336,22 @@ def test_a_donor_that_puts_off_for_ever_is_refused() -> None:
 def test_how_much_is_asked_for_ahead_follows_the_donor() -> None:
     fast, slow, crawling = DonorRate(), DonorRate(), DonorRate()
     assert fast.window == 2
-    for pace, seconds in ((fast, 0.01), (slow, 0.28), (crawling, 8.0)):
-        pace.took(seconds)
+    for rate, seconds in ((fast, 0.01), (slow, 0.28), (crawling, 8.0)):
+        rate.took(seconds)
     assert (fast.window, slow.window, crawling.window) == (WINDOW, 4, 1)
     assert (fast.patience_seconds, crawling.patience_seconds) == (1.0, 24.0)
 
 
 def test_claims_go_back_and_are_shared_at_the_end() -> None:
     time = [0.0]
-    claims = ChunkScheduler([3, 1, 2, 0], lambda: time[0])
-    assert [claims.share(donors) for donors in (0, 1, 2, 9)] == [4, 4, 2, 2]
-    assert [claims.claim((), 5.0) for _ in range(5)] == [0, 1, 2, 3, None]
-    claims.release(2)
-    assert claims.claim((), 5.0) == 2, "it was not brought"
-    claims.missing.discard(0)
-    claims.release(0)
-    assert claims.next((), 5.0) is None, "it was"
+    scheduler = ChunkScheduler([3, 1, 2, 0], lambda: time[0])
+    assert [scheduler.share(donors) for donors in (0, 1, 2, 9)] == [4, 4, 2, 2]
+    assert [scheduler.claim((), 5.0) for _ in range(5)] == [0, 1, 2, 3, None]
+    scheduler.release(2)
+    assert scheduler.claim((), 5.0) == 2, "it was not brought"
+    scheduler.missing.discard(0)
+    scheduler.release(0)
+    assert scheduler.next((), 5.0) is None, "it was"
     time[0] = 6.0
-    assert claims.next((), 9.0) is None and claims.next((), 5.0) == 1 and claims.next([1], 5.0) == 3
-    assert [claims.claim((), 5.0) for _ in range(4)] == [1, 3, 2, None], "two are asked, never three"
+    assert scheduler.next((), 9.0) is None and scheduler.next((), 5.0) == 1 and scheduler.next([1], 5.0) == 3
+    assert [scheduler.claim((), 5.0) for _ in range(4)] == [1, 3, 2, None], "two are asked, never three"

@@ -105,8 +105,8 @@ class Faithful(StandIn):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        ledger_child = self.ledger.child
-        self.ledger.child = lambda parent, present: ledger_child(parent, sorted({*parent.roster, *present}))  # type: ignore[method-assign]
+        ledger_child = self.accounting.child
+        self.accounting.child = lambda parent, present: ledger_child(parent, sorted({*parent.roster, *present}))  # type: ignore[method-assign]
 
 
 class Selfish(StandIn):
@@ -114,7 +114,7 @@ class Selfish(StandIn):
 
     def enough(self, head: Head, present: list[Member]) -> bool:
         if len(present) < 3:
-            self.ledger.children.pop(head.key.lineage, None)
+            self.accounting.children.pop(head.key.lineage, None)
         return True
 
 
@@ -128,7 +128,7 @@ class Twice(StandIn):
         return {**report, "contributions": {**report["contributions"], **again}}
 
     def ledger_first(self) -> str:
-        return next(iter(self.ledger.children)).hex()
+        return next(iter(self.accounting.children)).hex()
 
 
 class Backwards(StandIn):
@@ -138,13 +138,13 @@ class Backwards(StandIn):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        ledger_child = self.ledger.child
+        ledger_child = self.accounting.child
 
         def child(parent: Head, present: list[Member]) -> Any:
             gone = [member for member in parent.roster if member not in present]
             return ledger_child(parent, [present[0], *gone] if gone else present)
 
-        self.ledger.child = child  # type: ignore[method-assign]
+        self.accounting.child = child  # type: ignore[method-assign]
 
 
 BUGS: list[tuple[type[World], str, str]] = [

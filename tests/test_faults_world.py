@@ -107,7 +107,7 @@ class Minority(StandIn):
     """Whoever is left decides, each for itself."""
 
     def enough(self, head: Head, present: list[Member]) -> bool:
-        self.ledger.children.clear()
+        self.accounting.children.clear()
         return True
 
 

@@ -45,8 +45,8 @@ def counted() -> Script:
 
 def peer(*scripts: Script) -> tuple[Peer, ErrorFeedback]:
     made = Peer(*scripts)
-    made.replica.feedback = owed = ErrorFeedback(TOPK, ELEMENTS, SimCompute())
-    return made, owed
+    made.outer_loop.feedback = error_feedback = ErrorFeedback(TOPK, ELEMENTS, SimCompute())
+    return made, error_feedback
 
 
 def units(*places: float) -> list[float]:
@@ -58,35 +58,39 @@ def units(*places: float) -> list[float]:
 
 def test_what_was_not_sent_is_added_to_the_next_pseudo_gradient() -> None:
     """Of ten elements one travels: the first of the equal ones, then the one that is owed most."""
-    made, owed = peer(counted(), counted())
+    made, error_feedback = peer(counted(), counted())
     play(made.rounds())
     first, second = (seen.mine for seen in made.seen)
     assert first.tolist() == units(0.5, *[0] * 9)
     more = torch.tensor(0.5).mul(0.95).add(0.5)
     sent = float(more.to(torch.bfloat16))
     assert second.tolist() == units(0, sent, *[0] * 8)
-    assert owed.owed[0] == 0.5 and owed.owed[1] == more - sent and (owed.owed[2:] == more).all()
+    assert (
+        error_feedback.residual[0] == 0.5
+        and error_feedback.residual[1] == more - sent
+        and (error_feedback.residual[2:] == more).all()
+    )
 
 
 def test_after_a_skipped_round_the_longer_work_is_sent_and_nothing_is_owed_yet() -> None:
-    made, owed = peer(skipped(), lost(), counted())
+    made, error_feedback = peer(skipped(), lost(), counted())
     play(made.rounds())
     assert [float(seen.mine[0]) for seen in made.seen] == [0.5, 1.0, 1.5]
-    assert owed.owed.tolist() == units(0, *[1.5] * 9)
+    assert error_feedback.residual.tolist() == units(0, *[1.5] * 9)
 
 
 def test_work_that_a_round_did_not_count_is_dropped_and_what_was_owed_stays_owed() -> None:
-    made, owed = peer(counted(), Script(end=WITHOUT_ME), counted())
+    made, error_feedback = peer(counted(), Script(end=WITHOUT_ME), counted())
     play(made.rounds())
     second, third = made.seen[1].mine, made.seen[2].mine
     assert torch.equal(second, third) and float(second[1]) > 0.9
-    assert owed.owed[0] == 0.5
+    assert error_feedback.residual[0] == 0.5
 
 
 def test_a_mean_of_an_earlier_plan_leaves_nothing_owed() -> None:
-    made, owed = peer(counted(), Script(end=OF_ANOTHER_PLAN))
+    made, error_feedback = peer(counted(), Script(end=OF_ANOTHER_PLAN))
     play(made.rounds())
-    assert not owed.owed.any()
+    assert not error_feedback.residual.any()
 
 
 def test_a_step_that_came_too_late_is_kept_whole() -> None:
@@ -95,19 +99,19 @@ def test_a_step_that_came_too_late_is_kept_whole() -> None:
         Script(end=AveragingResult(Outcome.COMMITTED, weights={ME.peer: 0.0}), average=lambda mine, into: into.fill_(1))
     )
     play(made.rounds())
-    assert torch.equal(made.trainer.written[-1], made.replica.anchor - 0.5)
+    assert torch.equal(made.trainer.written[-1], made.outer_loop.anchor - 0.5)
 
 
 def test_an_offer_allows_for_what_is_owed() -> None:
-    made, owed = peer(counted(), counted())
+    made, error_feedback = peer(counted(), counted())
     play(made.rounds())
     first, second = made.seen
     assert first.work is not None and second.work is not None
     assert first.work.norm == pytest.approx(0.5 * math.sqrt(10))
     assert second.work.norm == pytest.approx(0.5 * math.sqrt(10) + 0.95 * 0.5 * 3)
     assert norm([second.mine]) <= second.work.norm
-    assert owed.offered(LocalProgress(0, 1.0, 1.0, 0.0)).norm == 0.0
-    assert owed.offered(LocalProgress(1, 1.0, 1.0, 1e30)).norm == 1e30
+    assert error_feedback.offered(LocalProgress(0, 1.0, 1.0, 0.0)).norm == 0.0
+    assert error_feedback.offered(LocalProgress(1, 1.0, 1.0, 1e30)).norm == 1e30
 
 
 def test_only_a_codec_that_needs_it_has_it() -> None:
@@ -122,16 +126,16 @@ def test_only_a_codec_that_needs_it_has_it() -> None:
 def test_it_comes_back_and_what_cannot_be_read_is_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         made, again = (ErrorFeedback(TOPK, 100, SimCompute()) for _ in range(2))
-        made.owed.copy_(torch.arange(100.0) - 50)
+        made.residual.copy_(torch.arange(100.0) - 50)
         await made.save(tmp_path / "file")
         await again.load(tmp_path / "file")
-        assert torch.equal(again.owed, made.owed) and not caplog.records
-        assert again.offered(LocalProgress(1, 1.0, 1.0, 0.0)).norm == pytest.approx(0.95 * norm([made.owed]))
+        assert torch.equal(again.residual, made.residual) and not caplog.records
+        assert again.offered(LocalProgress(1, 1.0, 1.0, 0.0)).norm == pytest.approx(0.95 * norm([made.residual]))
         (tmp_path / "file").write_bytes(b"nothing like it")
         await again.load(tmp_path / "file")
-        assert not again.owed.any() and "not sent yet of former rounds is lost" in caplog.messages[0]
+        assert not again.residual.any() and "not sent yet of former rounds is lost" in caplog.messages[0]
         await again.load(None)
-        assert not again.owed.any() and len(caplog.records) == 1
+        assert not again.residual.any() and len(caplog.records) == 1
 
     play(main())
 
@@ -157,23 +161,33 @@ class Life:
 
     def __init__(self, place: Path, chain: Chain, rounds: int) -> None:
         self.trainer, self.chain = InlineTrainer(Waves(), inner_steps=2, step_seconds=0.5), chain
-        self.owed = ErrorFeedback(TOPK, WIDE, SimCompute())
+        self.error_feedback = ErrorFeedback(TOPK, WIDE, SimCompute())
         first = replace(like(place), layout=self.trainer.layout)
-        self.keeper = CheckpointManager(place, EVERY_ROUNDS, 1 << 30, first, Worker(), Disk(), feedback=self.owed)
+        self.checkpoints = CheckpointManager(
+            place, EVERY_ROUNDS, 1 << 30, first, Worker(), Disk(), feedback=self.error_feedback
+        )
         averager = Scripted(*[counted() for _ in range(rounds)])
         anchor, outer = torch.ones(WIDE), OuterSGD(0.7, 0.9)
-        self.replica = ReplicatedOuterLoop(
-            chain, self.trainer, averager, outer, SimCompute(), anchor, self.keeper.snapshots, self.keeper, self.owed
+        self.outer_loop = ReplicatedOuterLoop(
+            chain,
+            self.trainer,
+            averager,
+            outer,
+            SimCompute(),
+            anchor,
+            self.checkpoints.snapshots,
+            self.checkpoints,
+            self.error_feedback,
         )
         self.averager = averager
 
     async def live(self) -> Chain | None:
         """All rounds; returns the chain as it was when the checkpoint was made."""
         kept = None
-        async with self.keeper:
-            await self.replica.settle()
+        async with self.checkpoints:
+            await self.outer_loop.settle()
             for _ in list(self.averager.scripts):
-                await self.replica.run_round(ME, SimClock().wall)
+                await self.outer_loop.run_round(ME, SimClock().wall)
                 if self.chain.head.key.round == EVERY_ROUNDS:
                     kept = self.chain.copy()
         return kept
@@ -183,9 +197,9 @@ def test_a_restarted_peer_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     async def restarted(chain: Chain, with_feedback: bool) -> Life:
         checkpoint = newest(tmp_path)
         life = Life(tmp_path / str(with_feedback), chain.copy(), 2)
-        await life.replica.start_from(checkpoint.snapshot())
+        await life.outer_loop.start_from(checkpoint.snapshot())
         if with_feedback:
-            await life.owed.load(checkpoint.feedback)
+            await life.error_feedback.load(checkpoint.feedback)
         await life.live()
         return life
 
@@ -195,10 +209,13 @@ def test_a_restarted_peer_goes_on_to_the_same_bits(tmp_path: Path) -> None:
         assert chain and newest(tmp_path).round == EVERY_ROUNDS
         assert newest(tmp_path).feedback == newest(tmp_path).path / FEEDBACK
         second, forgetful = await restarted(chain, True), await restarted(chain, False)
-        assert torch.equal(second.replica.anchor, first.replica.anchor)
-        assert torch.equal(second.owed.owed, first.owed.owed) and first.owed.owed.any()
+        assert torch.equal(second.outer_loop.anchor, first.outer_loop.anchor)
+        assert (
+            torch.equal(second.error_feedback.residual, first.error_feedback.residual)
+            and first.error_feedback.residual.any()
+        )
         assert second.chain.head.key.lineage == first.chain.head.key.lineage
-        assert not torch.equal(forgetful.replica.anchor, first.replica.anchor)
+        assert not torch.equal(forgetful.outer_loop.anchor, first.outer_loop.anchor)
 
     play(main())
 
@@ -213,8 +230,8 @@ def test_who_replays_what_it_missed_owes_nothing_of_before(monkeypatch: pytest.M
 
     async def main() -> None:
         for name, life in world.lives.items():
-            life.replica.feedback = owed = ErrorFeedback(TOPK, len(life.replica.anchor), SimCompute())
-            monkeypatch.setattr(owed, "forget", partial(forget, name, owed, owed.forget))
+            life.outer_loop.feedback = error_feedback = ErrorFeedback(TOPK, len(life.outer_loop.anchor), SimCompute())
+            monkeypatch.setattr(error_feedback, "forget", partial(forget, name, error_feedback, error_feedback.forget))
         await asyncio.sleep(2 * ROUND_SECONDS)
         world.cut("dora", "anna bert cleo")
         await asyncio.sleep(15 * ROUND_SECONDS)
@@ -225,10 +242,10 @@ def test_who_replays_what_it_missed_owes_nothing_of_before(monkeypatch: pytest.M
         assert report.replayed_rounds > 0
         assert forgotten == [("dora", True)]
 
-    def forget(name: str, owed: ErrorFeedback, real: Callable[[], None]) -> None:
-        forgotten.append((name, bool(owed.owed.any())))
+    def forget(name: str, error_feedback: ErrorFeedback, real: Callable[[], None]) -> None:
+        forgotten.append((name, bool(error_feedback.residual.any())))
         real()
-        assert not owed.owed.any()
+        assert not error_feedback.residual.any()
 
     world.play(main)
 

@@ -79,13 +79,13 @@ def test_exchanges_are_the_matrices_of_their_pairs(schedule: str, count: int, mo
     """Whoever met whom and when: the states are those of W, the product of the pairs in the order in which they met."""
     swarm, pairs = Swarm(count, schedule=schedule, jitter=1), dict[str, tuple[int, int]]()
     for index, gossip in enumerate(swarm.gossips):
-        before = gossip.pairing.move
+        before = gossip.exchanges.move
 
         async def move(exchange: Any, index: int = index, before: Any = before) -> None:
             await before(exchange)
             pairs[exchange.ask.name] = (index, int(exchange.partner.peer[1:]))
 
-        monkeypatch.setattr(gossip.pairing, "move", move)
+        monkeypatch.setattr(gossip.exchanges, "move", move)
     swarm.rounds(3, stagger_seconds=0.1)
     expected = pairwise(count, list(pairs.values())) @ torch.stack(swarm.first)
     assert float((torch.stack([flat(each) for each in swarm.state]) - expected).abs().max()) < 2e-6
@@ -460,7 +460,7 @@ QUESTION = ExchangeRequest(KEY, Member("p1"), 100, 48, "fp32")
 
 
 def blamed(swarm: Swarm) -> str:
-    return " ".join(f"{blame.peer} {blame.why}" for blame in swarm.gossips[0].ledger.take()[0])
+    return " ".join(f"{blame.peer} {blame.why}" for blame in swarm.gossips[0].accounting.take()[0])
 
 
 def test_a_question_counts_once() -> None:
@@ -493,12 +493,12 @@ def test_who_was_told_that_we_have_not_moved_can_rely_on_it() -> None:
     """Its question what became of it overtakes its last word, which then comes too late."""
     swarm, found = Swarm(2), list[str]()
 
-    async def asker() -> None:
-        loop, pairing = asyncio.get_running_loop(), swarm.gossips[1].pairing
+    async def initiator() -> None:
+        loop, exchanges = asyncio.get_running_loop(), swarm.gossips[1].exchanges
         async with swarm.network.transports["p1"].open("p0", EXCHANGE, loop.time() + 3.0) as stream:
             await stream.send(QUESTION)
             await stream.receive(HEADER_LIMIT)
-            await StateSwap(VectorView(swarm.state[1]), pairing.codec, 16, pairing.host.compute).transfer(stream)
+            await StateSwap(VectorView(swarm.state[1]), exchanges.codec, 16, exchanges.host.compute).transfer(stream)
             found.extend(await knock(swarm, OutcomeQuery(KEY, Member("p1"), QUESTION.sequence)))
             with pytest.raises(PeerError):
                 await stream.send(StateReceived(KEY, Member("p1"), QUESTION.sequence))
@@ -507,7 +507,7 @@ def test_who_was_told_that_we_have_not_moved_can_rely_on_it() -> None:
     async def play() -> None:
         lending = swarm.start(0, swarm.lending(0, 20.0))
         await asyncio.sleep(0.1)
-        await swarm.start(1, asker())
+        await swarm.start(1, initiator())
         await asyncio.wait([lending])
 
     swarm.run(play)
@@ -529,9 +529,9 @@ def test_who_asks_and_says_nothing_more_costs_its_own_exchange_only() -> None:
         async with swarm.network.transports["p1"].open("p0", EXCHANGE, loop.time() + 50.0) as stream:
             await stream.send(QUESTION)
             await stream.receive(HEADER_LIMIT)
-            assert swarm.gossips[0].pairing.exchange
+            assert swarm.gossips[0].exchanges.exchange
             await asyncio.sleep(4.0)
-            assert swarm.gossips[0].pairing.exchange is None
+            assert swarm.gossips[0].exchanges.exchange is None
             found.extend(await knock(swarm, replace(QUESTION, sequence=101)))
 
     async def play() -> None:

@@ -20,7 +20,7 @@ from tests.sim.lies import LyingStream
 
 def slow_line(swarm: Swarm, peer: str) -> None:
     """p0 has seen that the line to this peer carries next to nothing, and to others as much as ever."""
-    patience = swarm.gossips[0].pairing.patience
+    patience = swarm.gossips[0].exchanges.patience
     for _ in range(12):
         patience.late(peer, -1e6, 0.0)
     for other in swarm.names:
@@ -64,7 +64,7 @@ def test_who_stalls_costs_its_own_timeout_and_not_that_of_a_slower_peer() -> Non
     disguise = {2: lambda method, stream, pipe: Hanging(stream, pipe, "", None)}  # type: ignore[arg-type]
     swarm = Swarm(3, 2000, schedule="ring", chunk_elements=1000, disguises=disguise)
     slow_line(swarm, "p1")
-    assert swarm.gossips[0].pairing.patience.timeout_seconds("p1", 16_000) > 50.0
+    assert swarm.gossips[0].exchanges.patience.timeout_seconds("p1", 16_000) > 50.0
     play(swarm, 2)
     (told,) = swarm.told[0]
     assert 2.0 < told.ended - told.asked < 5.0 and told.mean.blamed[0].peer == "p2"
@@ -72,15 +72,15 @@ def test_who_stalls_costs_its_own_timeout_and_not_that_of_a_slower_peer() -> Non
 
 def test_who_is_busy_is_not_asked_again_at_once_where_another_has_been_met(monkeypatch: pytest.MonkeyPatch) -> None:
     swarm, asked = Swarm(3, schedule="ring"), list[float]()
-    asker = swarm.gossips[0]._asker
-    ask = asker.ask
+    initiator = swarm.gossips[0]._initiator
+    ask = initiator.ask
 
     async def timed(session: Any, partner: Any, until: float) -> Any:
         if partner.peer == "p1":
             asked.append(asyncio.get_running_loop().time())
         return await ask(session, partner, until)
 
-    monkeypatch.setattr(asker, "ask", timed)
+    monkeypatch.setattr(initiator, "ask", timed)
     play(swarm, 2)
     assert swarm.told[0][0].mean.peers == ("p2",) and len(asked) == 3
     assert all(later - sooner >= PAUSE_SECONDS for sooner, later in pairwise(asked))
@@ -100,9 +100,9 @@ def test_who_leaves_while_it_asks_what_became_of_an_exchange_tells_that_it_does_
         asking = swarm.start(0, swarm.round(0))
         await until_moved(swarm)
         swarm.network.link("p1", "p0").blocked = True
-        exchange = swarm.gossips[0].pairing.exchange
+        exchange = swarm.gossips[0].exchanges.exchange
         await asyncio.sleep(3.0)
-        assert exchange is swarm.gossips[0].pairing.exchange and exchange.in_doubt, "it asks"
+        assert exchange is swarm.gossips[0].exchanges.exchange and exchange.in_doubt, "it asks"
         asking.cancel()
         await asyncio.wait([asking, lending])
 
@@ -115,7 +115,7 @@ def breathless() -> Swarm:
 
     class Breathless(LyingStream):
         async def send(self, header: Any, payload: Any = b"") -> None:
-            if not isinstance(header, StateReceived) or swarm.gossips[0].pairing.exchange.swap.moved is None:
+            if not isinstance(header, StateReceived) or swarm.gossips[0].exchanges.exchange.swap.moved is None:
                 await self._stream.send(header, payload)
 
     swarm = Swarm(2, disguises={0: lambda method, stream, pipe: Breathless(stream, pipe, "", None)})  # type: ignore[arg-type]
@@ -130,7 +130,7 @@ def test_what_may_have_moved_one_end_is_told_in_the_next_round_if_there_is_none(
         lending = swarm.start(1, swarm.lending(1, 1.5))
         await swarm.start(0, swarm.round(0))
         await asyncio.wait([lending])
-        assert swarm.moved(1) and not swarm.gossips[1].pairing.half_exchanges
+        assert swarm.moved(1) and not swarm.gossips[1].exchanges.half_exchanges
         await asyncio.sleep(10.0)
         await swarm.start(1, swarm.lending(1, 1.0))
         await swarm.start(1, swarm.lending(1, 1.0))
@@ -142,20 +142,20 @@ def test_what_may_have_moved_one_end_is_told_in_the_next_round_if_there_is_none(
 def test_whose_state_is_free_again_keeps_nothing_of_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """p1 has moved and waits for p0's last word, for seconds in which others may ask."""
     swarm = breathless()
-    kept, pairing = list[Any](), swarm.gossips[1].pairing
-    begin = pairing.begin
+    kept, exchanges = list[Any](), swarm.gossips[1].exchanges
+    begin = exchanges.begin
 
     def remembered(*arguments: Any) -> Any:
         exchange = begin(*arguments)
         kept.append(weakref.ref(exchange.swap._theirs.part))
         return exchange
 
-    monkeypatch.setattr(pairing, "begin", remembered)
+    monkeypatch.setattr(exchanges, "begin", remembered)
 
     async def main() -> None:
         lending = swarm.start(1, swarm.lending(1, 30.0))
         await swarm.start(0, swarm.round(0))
-        assert swarm.moved(0) and swarm.moved(1) and not pairing.half_exchanges, "it still waits"
+        assert swarm.moved(0) and swarm.moved(1) and not exchanges.half_exchanges, "it still waits"
         assert kept[0]() is None
         await asyncio.wait([lending])
 
@@ -177,7 +177,7 @@ def test_who_has_no_time_left_for_an_exchange_is_busy() -> None:
         await asyncio.gather(swarm.start(0, swarm.round(0)), lending)
 
     swarm.run(main)
-    assert not swarm.told[0][0].mean.blamed and not any(gossip.ledger.take()[0] for gossip in swarm.gossips)
+    assert not swarm.told[0][0].mean.blamed and not any(gossip.accounting.take()[0] for gossip in swarm.gossips)
 
 
 @pytest.mark.parametrize("protocol", (Gossip, PushSum))
@@ -218,5 +218,5 @@ def test_who_is_thought_too_slow_for_a_round_is_tried_all_the_same(protocol: Any
 
 
 def patience_of(averager: Any) -> PeerTimeouts:
-    found: PeerTimeouts = averager.pairing.patience if isinstance(averager, Gossip) else averager.holding.patience
+    found: PeerTimeouts = averager.exchanges.patience if isinstance(averager, Gossip) else averager.weighted.patience
     return found

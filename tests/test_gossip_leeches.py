@@ -71,7 +71,7 @@ def test_who_breaks_off_before_its_time_is_up_is_named_and_left_alone() -> None:
             "p0", EXCHANGE, asyncio.get_running_loop().time() + 500
         ) as stream:
             if await ask(swarm, stream, next(numbers)):
-                await asyncio.sleep(0.9 * swarm.gossips[0].pairing.patience.timeout_seconds("p1", 4 * ELEMENTS))
+                await asyncio.sleep(0.9 * swarm.gossips[0].exchanges.patience.timeout_seconds("p1", 4 * ELEMENTS))
 
     beside(swarm, liar, (0, 2), 12)
     assert met(swarm, 0, "p2") >= 10 and met(swarm, 2, "p0") >= 10
@@ -88,8 +88,8 @@ def test_one_peer_makes_up_so_much_of_a_lent_state_and_no_more() -> None:
             if not await ask(swarm, stream, number):
                 return
             began.append(number)
-            pairing, mine = swarm.gossips[1].pairing, torch.ones(ELEMENTS)
-            await StateSwap(VectorView([mine]), pairing.codec, CHUNK, pairing.host.compute).transfer(stream)
+            exchanges, mine = swarm.gossips[1].exchanges, torch.ones(ELEMENTS)
+            await StateSwap(VectorView([mine]), exchanges.codec, CHUNK, exchanges.host.compute).transfer(stream)
             for _ in range(2):
                 await stream.send(StateReceived(KEY, Member("p1"), number))
                 await asyncio.sleep(0.1)
@@ -145,7 +145,7 @@ def test_one_that_only_takes_does_not_stop_the_others() -> None:
         await asyncio.wait([leech])
 
     swarm.run(main)
-    assert max(each.holding.book.weight for each in swarm.gossips[:3]) < 2.0**-20
+    assert max(each.weighted.masses.weight for each in swarm.gossips[:3]) < 2.0**-20
     for told in swarm.told[:3]:
         assert sum(bool(each.early or each.mean.contributions) for each in told[-30:]) > 10
 
@@ -215,7 +215,7 @@ def test_shares_make_nobody_so_heavy_that_others_refuse_its_own() -> None:
 
     swarm.run(main)
     assert answers == [True, False, False, False]
-    assert swarm.gossips[0].holding.book.weight == 1 + MOST_SHARE
+    assert swarm.gossips[0].weighted.masses.weight == 1 + MOST_SHARE
 
 
 def test_a_share_that_is_sent_again_counts_once() -> None:

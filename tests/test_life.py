@@ -44,10 +44,10 @@ class Scripted:
 
 
 def play(*script: tuple[str, RoundReport]) -> list[RoundReport]:
-    replica, sync = Scripted(*script), SimpleNamespace(stranded=False)
+    outer_loop, sync = Scripted(*script), SimpleNamespace(stranded=False)
 
     async def main() -> list[RoundReport]:
-        lived = run_replicated_rounds(replica, sync, SimClock().wall, lambda: bool(replica.script))  # type: ignore[arg-type]
+        lived = run_replicated_rounds(outer_loop, sync, SimClock().wall, lambda: bool(outer_loop.script))  # type: ignore[arg-type]
         return [report async for report in lived]
 
     return simloop.run(main(), limit_seconds=100 * PAUSE_SECONDS)

@@ -27,7 +27,7 @@ def test_without_others_a_peer_goes_on_by_itself() -> None:
     peer = Peer(Script(), Script())
     first, second = peer.play(2)
     theta, velocity = stepped(2)
-    assert holds(peer.replica.anchor, theta) and holds(peer.replica.velocity, velocity)
+    assert holds(peer.outer_loop.anchor, theta) and holds(peer.outer_loop.velocity, velocity)
     assert [first.outcome, second.outcome] == ["skipped", "skipped"]
     assert holds(peer.learner.vectors[0], theta), "it trains on from there"
     assert (first.peers, first.spread, first.tokens) == ((), 0.0, 400)
@@ -38,7 +38,7 @@ def test_its_chain_is_that_of_its_own_states() -> None:
     first, second = peer.play(2)
     assert [first.round, second.round] == [0, 1]
     assert second.parent == first.lineage != first.parent
-    assert second.lineage == peer.replica.key.lineage.hex() == peer.replica.state.root(2).hex()
+    assert second.lineage == peer.outer_loop.key.lineage.hex() == peer.outer_loop.state.root(2).hex()
     assert [head.roster for head in peer.averager.heads] == [(ME,), (ME,)]
 
 
@@ -48,7 +48,7 @@ def test_what_is_brought_is_the_state_after_its_own_step_and_what_comes_of_it_is
     theta, velocity = stepped(1)
     brought = peer.averager.brought[0]
     assert holds(brought[0], theta) and holds(brought[1], velocity)
-    assert holds(peer.replica.anchor, theta / 2) and holds(peer.replica.velocity, velocity / 2)
+    assert holds(peer.outer_loop.anchor, theta / 2) and holds(peer.outer_loop.velocity, velocity / 2)
     assert holds(peer.learner.vectors[0], theta / 2)
     assert (report.outcome, report.peers, report.messages) == ("committed", ("cora",), ("cora/1",))
     assert (report.half_exchanges, report.mass_drift, report.bytes_sent) == (2, 0.25, 7)
@@ -64,7 +64,7 @@ def test_an_exchange_while_it_trains_loses_none_of_its_work() -> None:
     (report,) = peer.play()
     theta, velocity = torch.full((1,), 2.0), torch.full((1,), 0.25)
     OUTER.step(theta, velocity, torch.full((1,), STEPS * STEP))  # the same work, from the state as it is now
-    assert holds(peer.replica.anchor, float(theta)) and holds(peer.replica.velocity, float(velocity))
+    assert holds(peer.outer_loop.anchor, float(theta)) and holds(peer.outer_loop.velocity, float(velocity))
     assert (report.outcome, report.peers, report.messages) == ("committed", ("bert",), ("bert/7",))
 
 
@@ -86,7 +86,7 @@ def test_work_that_diverged_is_left_out(step_size: float) -> None:
     peer = Peer(Script())
     peer.learner.step_size = step_size
     (report,) = peer.play()
-    assert holds(peer.replica.anchor, 1.0) and holds(peer.learner.vectors[0], 1.0)
+    assert holds(peer.outer_loop.anchor, 1.0) and holds(peer.learner.vectors[0], 1.0)
     assert report.finite and "not finite" in report.blamed["anna"]
     assert peer.averager.works[0].tokens == 0
 
@@ -98,9 +98,9 @@ def test_a_report_tells_of_parameters_that_are_not_finite() -> None:
     assert report.finite
 
     async def spoilt() -> RoundReport:
-        peer.replica.anchor[3] = math.nan
-        peer.replica._mixing._origin[3] = math.nan
-        return await peer.replica.run_round(SimClock().wall)
+        peer.outer_loop.anchor[3] = math.nan
+        peer.outer_loop._mixing._origin[3] = math.nan
+        return await peer.outer_loop.run_round(SimClock().wall)
 
     assert not simloop.run(spoilt()).finite
 
@@ -108,7 +108,7 @@ def test_a_report_tells_of_parameters_that_are_not_finite() -> None:
 def test_a_mean_that_is_not_finite_is_not_taken() -> None:
     peer = Peer(Script(average=lambda mine, into: [each.fill_(math.inf) for each in into]))
     (report,) = peer.play()
-    assert holds(peer.replica.anchor, stepped(1)[0])
+    assert holds(peer.outer_loop.anchor, stepped(1)[0])
     assert (report.outcome, report.messages) == ("skipped", ()) and "not finite" in report.blamed["anna"]
     assert report.half_exchanges == 2 + 1, "the others have moved"
 
@@ -121,7 +121,7 @@ def test_a_step_that_leads_nowhere_takes_back_what_came_in_while_it_trained() ->
 
     peer = Peer(Script(meanwhile))
     (report,) = peer.play()
-    assert holds(peer.replica.anchor, 1.0)
+    assert holds(peer.outer_loop.anchor, 1.0)
     assert (report.outcome, report.messages) == ("skipped", ()) and "not finite" in report.blamed["anna"]
     assert report.half_exchanges == 2 + 1, "bert has moved"
 
@@ -133,9 +133,9 @@ def test_the_spread_is_told_by_the_sketches_of_those_who_are_here() -> None:
         seen.append(mine)
         return {"bert": tuple(3 * each for each in mine)}
 
-    peer.replica.compare = compare
+    peer.outer_loop.compare = compare
     (report,) = peer.play()
-    assert seen == [sketch(peer.replica.anchor, KEY.run)]
+    assert seen == [sketch(peer.outer_loop.anchor, KEY.run)]
     assert report.spread == pytest.approx(0.5)
 
 
@@ -143,9 +143,9 @@ def test_who_leaves_hands_in_what_there_is() -> None:
     peer = Peer(Script(average=half))
 
     async def main() -> RoundReport:
-        await peer.replica.settle()
-        asyncio.get_running_loop().call_later(0.7, peer.replica.leave)
-        return await peer.replica.run_round(SimClock().wall)
+        await peer.outer_loop.settle()
+        asyncio.get_running_loop().call_later(0.7, peer.outer_loop.leave)
+        return await peer.outer_loop.run_round(SimClock().wall)
 
     report = simloop.run(main())
     assert peer.averager.works[0].leaving and report.tokens == 200
@@ -174,14 +174,14 @@ def test_it_starts_from_a_state_that_was_kept() -> None:
     peer = Peer(Script())
 
     async def main() -> RoundReport:
-        await peer.replica.start_from(snapshots.held()[0])
-        await peer.replica.settle()
-        return await peer.replica.run_round(SimClock().wall)
+        await peer.outer_loop.start_from(snapshots.held()[0])
+        await peer.outer_loop.settle()
+        return await peer.outer_loop.run_round(SimClock().wall)
 
     again = simloop.run(main())
     assert (again.parent, again.round) == (report.lineage, 1)
     theta, _ = stepped(1)
-    assert not holds(peer.replica.anchor, theta)
+    assert not holds(peer.outer_loop.anchor, theta)
 
 
 # -- how long a round may take ----------------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ def test_a_round_that_others_cut_short_is_no_measure_of_a_whole_one(monkeypatch:
 def test_who_was_cut_by_its_own_limit_has_longer_for_the_next_round() -> None:
     """Its machine has become slow: it would never mix again."""
     peer = Peer(*(Script() for _ in range(4)))
-    peer.replica._limit_seconds = 1.5
+    peer.outer_loop._limit_seconds = 1.5
     peer.play(4)
     assert peer.averager.limits_seconds == pytest.approx([1.5, 3.0, 6.0, 6.0])
 
@@ -221,7 +221,7 @@ class OneDonor:
     """`protocols.sync.independent_sync.Standings`, as far as a replica asks it."""
 
     def __init__(self, snapshot: Snapshot) -> None:
-        self.ledger, self._snapshot = RoundAccounting(), snapshot
+        self.accounting, self._snapshot = RoundAccounting(), snapshot
 
     async def fetch(self, order: Order, deadline: Deadline) -> Snapshot:
         return self._snapshot
@@ -244,11 +244,11 @@ def fetched(peer: Peer, rounds: int, snapshot: Snapshot) -> RoundReport:
     """After so many rounds of its own, the peer fetches that."""
 
     async def main() -> RoundReport:
-        await peer.replica.settle()
+        await peer.outer_loop.settle()
         for _ in range(rounds):
-            await peer.replica.run_round(SimClock().wall)
+            await peer.outer_loop.run_round(SimClock().wall)
         until = asyncio.get_running_loop().time() + 10.0
-        return await peer.replica.catch_up(cast(IndependentStateSync, OneDonor(snapshot)), SimClock().wall, until)
+        return await peer.outer_loop.catch_up(cast(IndependentStateSync, OneDonor(snapshot)), SimClock().wall, until)
 
     return simloop.run(main())
 
@@ -257,8 +257,8 @@ def test_a_state_that_cannot_be_read_to_its_end_changes_nothing() -> None:
     peer = Peer(Script())
     report = fetched(peer, 1, another(7, Torn))
     theta, velocity = stepped(1)
-    assert report.outcome == "undecided" and peer.replica.key.round == 1
-    assert holds(peer.replica.anchor, theta) and holds(peer.replica.velocity, velocity)
+    assert report.outcome == "undecided" and peer.outer_loop.key.round == 1
+    assert holds(peer.outer_loop.anchor, theta) and holds(peer.outer_loop.velocity, velocity)
     assert holds(peer.learner.vectors[0], theta)
 
 
@@ -267,14 +267,14 @@ def test_who_went_over_to_anothers_state_hands_out_its_own_no_more() -> None:
     snapshots = Snapshots(every_rounds=1, keep=3)
     peer, donors = Peer(Script(), Script(), snapshots=snapshots), another(1)
     report = fetched(peer, 2, donors)
-    assert report.outcome == "superseded" and holds(peer.replica.anchor, 9.0) and peer.replica.key.round == 2
-    assert [each.lineage for each in snapshots.held()] == [peer.replica.key.lineage, donors.lineage]
+    assert report.outcome == "superseded" and holds(peer.outer_loop.anchor, 9.0) and peer.outer_loop.key.round == 2
+    assert [each.lineage for each in snapshots.held()] == [peer.outer_loop.key.lineage, donors.lineage]
 
 
 def test_who_looks_for_a_state_has_none_for_others() -> None:
-    replica = Peer().replica
-    assert not replica.seeks_state
-    replica.astray = True
-    assert replica.seeks_state
-    replica.astray, replica.lacks_state = False, True
-    assert replica.seeks_state
+    outer_loop = Peer().outer_loop
+    assert not outer_loop.seeks_state
+    outer_loop.astray = True
+    assert outer_loop.seeks_state
+    outer_loop.astray, outer_loop.lacks_state = False, True
+    assert outer_loop.seeks_state

@@ -98,7 +98,7 @@ class Swarm:
             reach=self.reach,
             drop=self.drop,
         )
-        members.vigil.say = lambda line: self.said.append((me.peer, line))
+        members.host_monitor.say = lambda line: self.said.append((me.peer, line))
         members.on_twin = lambda why: self.twins.append((me.peer, why))
         return members
 
@@ -725,7 +725,7 @@ def test_after_a_sleep_all_are_greeted_anew_and_nobody_is_suspected(jump_seconds
         assert swarm.members["b"].offset_seconds() == pytest.approx(max(-600, min(600, -jump_seconds)), abs=0.1)
         [(who, line)] = swarm.said
         assert who == "b" and ("slept" if jump_seconds > 0 else "set back") in line
-        assert swarm.members["b"].vigil.upset.is_set() and not swarm.dropped, "the old connections are good"
+        assert swarm.members["b"].host_monitor.upset.is_set() and not swarm.dropped, "the old connections are good"
 
     watched(body)
 
@@ -770,7 +770,7 @@ def test_a_new_address_is_known_to_all_at_once_and_the_old_one_forgotten() -> No
         await until(lambda: known("a") == ("/ip4/192.0.2.7/tcp/2", "/dns/b.example/tcp/1"), 3.0)
         await until(lambda: known("c") == ("/ip4/192.0.2.7/tcp/2",), 3.0)
         assert {name: swarm.members[name].version for name in "abc"} == versions
-        assert swarm.members["b"].vigil.upset.is_set() and "192.0.2.7" in swarm.said[0][1]
+        assert swarm.members["b"].host_monitor.upset.is_set() and "192.0.2.7" in swarm.said[0][1]
 
     watched(body)
 
@@ -792,10 +792,10 @@ def test_a_wrong_clock_is_named_where_it_is_and_once() -> None:
         await asyncio.sleep(60.0)
         [(who, line)] = swarm.said
         assert who == "c" and "90 s ahead of that of 3 of 3 other peers" in line
-        assert [swarm.members[name].vigil.clock == "" for name in "abcd"] == [True, True, False, True]
+        assert [swarm.members[name].host_monitor.clock == "" for name in "abcd"] == [True, True, False, True]
         swarm.clocks["c"].skew_seconds = 0.0
         await asyncio.sleep(60.0)
         assert [line for who, line in swarm.said if who == "c"][-1].endswith("the others have again")
-        assert swarm.members["c"].vigil.clock == ""
+        assert swarm.members["c"].host_monitor.clock == ""
 
     watched(body)

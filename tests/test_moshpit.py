@@ -178,7 +178,7 @@ def test_two_lines_do_not_disturb_each_other() -> None:
 
     def kill_in_data(network: SimNetwork) -> None:
         def watch(peer: PeerId, number: int, way: str, other: PeerId) -> None:
-            mixing = pits.averagers["p03"]._pit.mixings if "p03" in pits.averagers else {}
+            mixing = pits.averagers["p03"]._moshpit.mixings if "p03" in pits.averagers else {}
             if mixing and not deaths:
                 deaths.append("p03")
                 network.kill("p03")
@@ -274,7 +274,7 @@ def handed_on() -> tuple[int, PeerId, PeerId]:
 
     async def watched(mixing: GroupAllReduce, part: int) -> bool:
         found = await obtain(mixing, part)
-        had.extend({"p00", "p02"} - {mixing._desk.me.peer} if found else ())
+        had.extend({"p00", "p02"} - {mixing._context.me.peer} if found else ())
         return found
 
     with pytest.MonkeyPatch.context() as patch:
@@ -388,9 +388,9 @@ def test_who_trains_for_long_stays_in_the_directory() -> None:
     tasks: list[asyncio.Task[None]] = []
 
     async def ask() -> None:
-        pit = pits.averagers["p00"]._pit
+        moshpit = pits.averagers["p00"]._moshpit
         now = asyncio.get_running_loop().time()
-        listed.append(await pit.desk.host.directory.find(f"moshpit/{pit.coming.hex()}", 2, now + 1.0))
+        listed.append(await moshpit.context.host.directory.find(f"moshpit/{moshpit.coming.hex()}", 2, now + 1.0))
 
     def begin(network: SimNetwork) -> None:
         loop = asyncio.get_running_loop()
@@ -420,7 +420,7 @@ def test_who_tells_not_all_tells_its_line_and_some_acquaintances() -> None:
     def watch(peer: PeerId, number: int, way: str, other: PeerId) -> None:
         nonlocal most
         if way == "sent":
-            most = max(most, len(pits.averagers[peer]._pit.in_sight()))
+            most = max(most, len(pits.averagers[peer]._moshpit.in_sight()))
 
     def begin(network: SimNetwork) -> None:
         network.watch = watch
@@ -434,64 +434,64 @@ def test_who_tells_not_all_tells_its_line_and_some_acquaintances() -> None:
 
 
 @pytest.fixture
-def pit() -> MoshpitState:
+def moshpit() -> MoshpitState:
     """That of p00, who is to tell one other at most, before its first round."""
     network = SimNetwork(Trace())
     hosts = [sim_host(network, network.join(f"p{index:02}"), 1, {}) for index in range(6)]
-    return Moshpit(hosts[0], Settings("fp32", (8,), 8), most=2, told=1)._pit
+    return Moshpit(hosts[0], Settings("fp32", (8,), 8), most=2, told=1)._moshpit
 
 
-async def test_acquaintances_are_others_in_each_round(pit: MoshpitState) -> None:
+async def test_acquaintances_are_others_in_each_round(moshpit: MoshpitState) -> None:
     met = []
     for number in range(4):
-        pit.begin(number)
-        met.append(tuple(pit.in_sight()))
+        moshpit.begin(number)
+        met.append(tuple(moshpit.in_sight()))
     assert all(len(each) == ACQUAINTANCES for each in met) and len(set(met)) > 1
 
 
-async def test_who_died_is_not_looked_for_again_until_it_lives(pit: MoshpitState) -> None:
+async def test_who_died_is_not_looked_for_again_until_it_lives(moshpit: MoshpitState) -> None:
     """The directory goes on naming it for as long as it said that it would come."""
-    pit.begin(0)
-    network = pit.desk.host.transport.network  # type: ignore[attr-defined]
-    pit.meet("p03", b"line")
+    moshpit.begin(0)
+    network = moshpit.context.host.transport.network  # type: ignore[attr-defined]
+    moshpit.meet("p03", b"line")
     network.contacts.views["p00"].lose("p03")
-    pit.look()
-    pit.meet("p03", b"line")
-    assert "p03" not in pit.in_sight() and "p03" not in pit.desk.census.sight
+    moshpit.look()
+    moshpit.meet("p03", b"line")
+    assert "p03" not in moshpit.in_sight() and "p03" not in moshpit.context.tracker.sight
     network.contacts.views["p00"].meet(Member("p03", 1))
-    pit.meet("p03", b"line")
-    pit.look()
-    assert pit.desk.census.sight["p03"] == Member("p03", 1)
+    moshpit.meet("p03", b"line")
+    moshpit.look()
+    assert moshpit.context.tracker.sight["p03"] == Member("p03", 1)
 
 
 async def test_an_answer_about_a_line_that_is_done_with_brings_nobody_back(
-    pit: MoshpitState, monkeypatch: pytest.MonkeyPatch
+    moshpit: MoshpitState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The directory is slow, and this peer has come to its next line meanwhile, where that one may be, too."""
-    pit.begin(0)
-    others = sorted({f"p{index:02}" for index in range(1, 6)} - set(pit.in_sight()))
-    pit.set_next_group(b"first")
+    moshpit.begin(0)
+    others = sorted({f"p{index:02}" for index in range(1, 6)} - set(moshpit.in_sight()))
+    moshpit.set_next_group(b"first")
 
     async def find(directory: SimDirectory, scope: str, limit: int, deadline: Deadline) -> list[tuple[PeerId, bytes]]:
-        pit.set_next_group(b"second")
-        pit.meet(others[0], b"second")
+        moshpit.set_next_group(b"second")
+        moshpit.meet(others[0], b"second")
         return [(others[0], b""), (others[1], b"")] if scope.endswith(b"first".hex()) else []
 
     monkeypatch.setattr(SimDirectory, "find", find)
-    await pit.search(asyncio.get_running_loop().time() + 0.01, lambda: None)
-    assert pit.found[others[0]] == b"second" and others[1] not in pit.found
+    await moshpit.search(asyncio.get_running_loop().time() + 0.01, lambda: None)
+    assert moshpit.found[others[0]] == b"second" and others[1] not in moshpit.found
 
 
-async def test_those_of_a_line_that_is_done_with_need_not_hear_more(pit: MoshpitState) -> None:
-    pit.begin(0)
-    acquaintances = set(pit.in_sight())
+async def test_those_of_a_line_that_is_done_with_need_not_hear_more(moshpit: MoshpitState) -> None:
+    moshpit.begin(0)
+    acquaintances = set(moshpit.in_sight())
     others = sorted({f"p{index:02}" for index in range(1, 6)} - acquaintances)
-    pit.meet(others[0], b"first")
-    pit.meet(others[1], b"second")
-    pit.narrow(b"second")
-    assert set(pit.in_sight()) == {*acquaintances, others[1]}
-    pit.meet(others[1])
-    assert pit.found[others[1]] == b"second", "it is no mere acquaintance"
+    moshpit.meet(others[0], b"first")
+    moshpit.meet(others[1], b"second")
+    moshpit.narrow(b"second")
+    assert set(moshpit.in_sight()) == {*acquaintances, others[1]}
+    moshpit.meet(others[1])
+    assert moshpit.found[others[1]] == b"second", "it is no mere acquaintance"
 
 
 def test_the_grid_follows_those_who_go() -> None:
@@ -504,7 +504,7 @@ def test_the_grid_follows_those_who_go() -> None:
 
     pits.before = kill_some
     histories = pits.play(rounds=3)
-    shapes = {averager._pit.grid.shape for peer, averager in pits.averagers.items() if peer < "p04"}  # type: ignore[union-attr]
+    shapes = {averager._moshpit.grid.shape for peer, averager in pits.averagers.items() if peer < "p04"}  # type: ignore[union-attr]
     assert shapes == {(8,)}
     assert all(told.seconds < 20.0 for peer in ("p00", "p01", "p02", "p03") for told in histories[peer])
     assert all(len(histories[peer][-1].mean.peers) == 4 for peer in ("p00", "p01", "p02", "p03"))

@@ -216,10 +216,10 @@ def test_a_state_is_no_longer_than_was_said(monkeypatch: pytest.MonkeyPatch) -> 
     """Who declares what the others have and hands in ten times that is out."""
     signed = GroupMatchmaker._signed
 
-    def understated(gathering: GroupMatchmaker) -> Offer:
-        if gathering._desk.me.peer == "p01":
-            gathering._stake = replace(gathering._stake, norm=gathering._stake.norm / 10)
-        return signed(gathering)
+    def understated(matchmaker: GroupMatchmaker) -> Offer:
+        if matchmaker._context.me.peer == "p01":
+            matchmaker._contribution = replace(matchmaker._contribution, norm=matchmaker._contribution.norm / 10)
+        return signed(matchmaker)
 
     monkeypatch.setattr(GroupMatchmaker, "_signed", understated)
     pits = swarm(4, elements=3000)
@@ -240,9 +240,11 @@ def test_a_part_counts_as_its_own_reducer_signed_it() -> None:
     def under_another_name(peer: PeerId, header: Header) -> Header:
         if not isinstance(header, PartDone):
             return header
-        (mixing,) = pits.averagers["p02"]._pit.mixings.values()
+        (mixing,) = pits.averagers["p02"]._moshpit.mixings.values()
         false = replace(header, reducer=0)
-        return replace(false, signature=SimSigner("p00", 1).sign(part_message(mixing.key, mixing.terms.digest, false)))
+        return replace(
+            false, signature=SimSigner("p00", 1).sign(part_message(mixing.key, mixing.resolved.digest, false))
+        )
 
     twist(pits, "p02", under_another_name)
     histories = pits.play()
@@ -259,9 +261,11 @@ def test_a_part_is_had_of_another_member_as_its_own_reducer_signed_it() -> None:
     def its_own(peer: PeerId, header: Header) -> Header:
         if not isinstance(header, PartDone) or header.reducer != 1:
             return header
-        (mixing,) = pits.averagers[giver]._pit.mixings.values()
-        false = replace(header, reducer=mixing.terms.peers.index(giver))
-        return replace(false, signature=SimSigner(giver, 1).sign(part_message(mixing.key, mixing.terms.digest, false)))
+        (mixing,) = pits.averagers[giver]._moshpit.mixings.values()
+        false = replace(header, reducer=mixing.resolved.peers.index(giver))
+        return replace(
+            false, signature=SimSigner(giver, 1).sign(part_message(mixing.key, mixing.resolved.digest, false))
+        )
 
     def dress(network: SimNetwork) -> None:
         kill(network)

@@ -197,13 +197,18 @@ def test_a_file_that_fails_costs_its_round() -> None:
     world = Swarm(("anna", "bert"), keep_rounds=2, store_rounds=64, every_rounds=50)
 
     async def main() -> None:
-        shelf, rooms = world.peers["anna"].shelf, Rooms()
-        assert shelf.past
-        shelf.past._make_room = rooms
+        part_cache, rooms = world.peers["anna"].part_cache, Rooms()
+        assert part_cache.past
+        part_cache.past._make_room = rooms
         links = await world.rounds("anna bert", 6)
         rooms.failing = True
         wanted = links[0].record.parts[0].digest
-        assert wanted in shelf and await shelf.load(wanted) is None and wanted not in shelf and shelf.past.rounds == 5
+        assert (
+            wanted in part_cache
+            and await part_cache.load(wanted) is None
+            and wanted not in part_cache
+            and part_cache.past.rounds == 5
+        )
         cleo = await world.add("cleo")
         assert (await cleo.catch_up()).outcome == "superseded" and world.same("anna cleo"), "bert has them, too"
 
@@ -215,8 +220,8 @@ def test_who_was_away_for_long_replays_what_others_stored() -> None:
 
     async def main() -> None:
         await world.rounds("anna bert", 40)
-        shelf = world.peers["anna"].shelf
-        assert len(shelf._parts) == 2 and shelf.past and shelf.past.rounds == 40
+        part_cache = world.peers["anna"].part_cache
+        assert len(part_cache._parts) == 2 and part_cache.past and part_cache.past.rounds == 40
         report = await world.peers["cleo"].catch_up()
         assert world.same("anna bert cleo") and (report.replayed_rounds, report.blamed) == (40, {})
 
@@ -229,15 +234,15 @@ def test_a_real_swarm_has_two_rounds_in_memory_and_the_others_stored() -> None:
     async def main() -> None:
         for name in world.founders:
             life = world.begin(name.peer)
-            shelf = life.averager.shelf
-            shelf.past = PartStore(rooms, SimCompute(), shelf.gate, most_rounds=5, least_rounds=1)
+            part_cache = life.averager.part_cache
+            part_cache.past = PartStore(rooms, SimCompute(), part_cache.gate, most_rounds=5, least_rounds=1)
         most = 0
         for _ in range(100):
             await asyncio.sleep(10 * ROUND_SECONDS / 100)
-            most = max(most, *(len(life.averager.shelf._parts) for life in world.lives.values()))
+            most = max(most, *(len(life.averager.part_cache._parts) for life in world.lives.values()))
         anna = world.lives["anna"]
         rounds = anna.chain.head.key.round
-        assert most == 2 and rounds > 7 and anna.averager.shelf.past
-        assert anna.averager.shelf.past.rounds == 5
+        assert most == 2 and rounds > 7 and anna.averager.part_cache.past
+        assert anna.averager.part_cache.past.rounds == 5
 
     world.play(main)

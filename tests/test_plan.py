@@ -41,16 +41,16 @@ def offer(peer: PeerId, key: RoundKey = KEY, incarnation: int = 0, **claims: Any
     return replace(unsigned, signature=sign(peer, planning.offer_message(key, unsigned)))
 
 
-def ground(elements: int = ELEMENTS) -> planning.PlanInputs:
+def inputs(elements: int = ELEMENTS) -> planning.PlanInputs:
     return planning.PlanInputs(KEY, elements, 4.0)
 
 
 def drawn(*offers: Offer, elements: int = ELEMENTS, elapsed_seconds: float = 100.0) -> Plan:
-    return planning.make_plan(ground(elements), offers or [offer(m.peer) for m in ROSTER], elapsed_seconds)
+    return planning.make_plan(inputs(elements), offers or [offer(m.peer) for m in ROSTER], elapsed_seconds)
 
 
 def checked(plan: Plan, elements: int = ELEMENTS, roster: Sequence[Member] = ROSTER) -> None:
-    planning.check(plan, ground(elements), roster, verify)
+    planning.check(plan, inputs(elements), roster, verify)
 
 
 def variants(value: Any) -> Iterator[Any]:
@@ -392,7 +392,7 @@ def test_times_follow_from_the_offers() -> None:
 def test_every_plan_fits_the_wire_whatever_one_member_claims(bandwidth: float, tokens: int, norm: float) -> None:
     strange = offer("anna", bandwidth=bandwidth, tokens=tokens, norm=norm, step_seconds=wire.MAX_SECONDS)
     plan = drawn(strange, offer("bert"), offer("cleo"), elements=1 << 30, elapsed_seconds=1e9)
-    planning.check(plan, ground(1 << 30), ROSTER, verify)
+    planning.check(plan, inputs(1 << 30), ROSTER, verify)
     assert wire.decode(wire.encode(plan)) == plan
 
 
@@ -406,25 +406,25 @@ def test_all_that_follows_from_a_plan() -> None:
         offer("cleo", tokens=5000, norm=16.0),
     ]
     plan = drawn(*offers, elements=999)
-    terms = planning.resolve_plan(plan)
-    assert terms.plan is plan and terms.digest == planning.plan_digest(plan)
-    assert terms.peers == ("anna", "bert", "cleo") and terms.robust == "mean"
-    assert terms.weights == (100.0, 100.0, 1600.0) and terms.allowances == (1.0, 1.0, 16.0)
-    assert terms.factors == (1.0, 1.0, 1.0) and terms.median_norm == 4.0
-    assert {blame.peer: blame.why for blame in terms.clamped} == {
+    resolved = planning.resolve_plan(plan)
+    assert resolved.plan is plan and resolved.digest == planning.plan_digest(plan)
+    assert resolved.peers == ("anna", "bert", "cleo") and resolved.robust == "mean"
+    assert resolved.weights == (100.0, 100.0, 1600.0) and resolved.allowances == (1.0, 1.0, 16.0)
+    assert resolved.factors == (1.0, 1.0, 1.0) and resolved.median_norm == 4.0
+    assert {blame.peer: blame.why for blame in resolved.clamped} == {
         "cleo": "weight clamped from 5000 to 1600 tokens",
     }
-    assert [terms.part(index) for index in range(3)] == [(0, 333), (333, 666), (666, 999)]
-    assert [terms.norm_limit(index) for index in range(3)] == [96.0, 96.0, 96.0]
+    assert [resolved.part(index) for index in range(3)] == [(0, 333), (333, 666), (666, 999)]
+    assert [resolved.norm_limit(index) for index in range(3)] == [96.0, 96.0, 96.0]
     assert planning.resolve_plan(drawn()).clamped == ()
 
 
 def test_who_is_clipped_by_half_is_named_and_who_is_clipped_by_less_is_not() -> None:
     norms = {"anna": 1.0, "bert": 1.0, "cleo": 1.9, "dora": 2.1}
-    terms = planning.resolve_plan(drawn(*(offer(peer, norm=norm) for peer, norm in norms.items())))
-    assert terms.factors == pytest.approx((1.0, 1.0, 1 / 1.9, 1 / 2.1))
-    assert [(blame.peer, blame.why) for blame in terms.clamped] == [("dora", "norm 2.1 clipped by 0.476")]
-    assert [terms.norm_limit(index) for index in range(4)] == [24.0] * 4
+    resolved = planning.resolve_plan(drawn(*(offer(peer, norm=norm) for peer, norm in norms.items())))
+    assert resolved.factors == pytest.approx((1.0, 1.0, 1 / 1.9, 1 / 2.1))
+    assert [(blame.peer, blame.why) for blame in resolved.clamped] == [("dora", "norm 2.1 clipped by 0.476")]
+    assert [resolved.norm_limit(index) for index in range(4)] == [24.0] * 4
     assert planning.resolve_plan(drawn(offer("anna", norm=100.0), offer("bert"))).norm_limit(0) == 150.0
 
 
@@ -432,10 +432,10 @@ def test_a_rule_other_than_the_mean_believes_no_claim_and_blames_nobody_for_bein
     offers = [offer("anna", tokens=100), offer("bert", tokens=300), offer("cleo", tokens=1000, norm=5.0)]
     plan = drawn(*offers)
     assert planning.resolve_plan(plan).weights == (100.0, 300.0, 1000.0)
-    terms = planning.resolve_plan(plan, "median")
-    assert terms.weights == (100.0, 300.0, 300.0) and terms.allowances == (1.0, 1.0, 1.0)
-    assert terms.factors == (1.0, 1.0, 0.2) and terms.robust == "median"
-    assert planning.resolve_plan(plan).clamped == terms.clamped == ()
+    resolved = planning.resolve_plan(plan, "median")
+    assert resolved.weights == (100.0, 300.0, 300.0) and resolved.allowances == (1.0, 1.0, 1.0)
+    assert resolved.factors == (1.0, 1.0, 0.2) and resolved.robust == "median"
+    assert planning.resolve_plan(plan).clamped == resolved.clamped == ()
 
 
 # -- checking ---------------------------------------------------------------------------------------------------------
@@ -566,12 +566,12 @@ def done(part: int, reducer: int, *masks: int) -> PartDone:
 
 def test_a_link_that_carried_nothing_is_complained_of_and_spared() -> None:
     """bert's work is in all parts but cleo's: neither reduces for a while, and both still bring what they have."""
-    terms = planning.resolve_plan(drawn())
+    resolved = planning.resolve_plan(drawn())
     parts = [done(0, 0, 0b1111), done(1, 1, 0b1111), done(2, 2, 0b1101, 0b1101), done(3, 3, 0b1111)]
-    (complaint,) = planning.complaints(terms, parts, ())
+    (complaint,) = planning.complaints(resolved, parts, ())
     until = KEY.round + 1 + planning.COMPLAINT_ROUNDS
     assert complaint == LinkFault("bert", "cleo", until)
-    assert planning.complaints(terms, parts, [complaint]) == (complaint,), "an old complaint is not made younger"
+    assert planning.complaints(resolved, parts, [complaint]) == (complaint,), "an old complaint is not made younger"
     spared = planning.PlanInputs(replace(KEY, round=until - 1), ELEMENTS, 4.0, (complaint,))
     offers = [offer(member.peer) for member in ROSTER]
     assert planning.make_plan(spared, offers, 100.0).bounds == (0, 500, 500, 500, 1000)
@@ -580,19 +580,19 @@ def test_a_link_that_carried_nothing_is_complained_of_and_spared() -> None:
 
 
 def test_who_is_nowhere_or_came_late_is_not_complained_of() -> None:
-    terms = planning.resolve_plan(drawn())
+    resolved = planning.resolve_plan(drawn())
     nowhere = [done(part, part, 0b1011) for part in range(4)]
     torn = [done(0, 0, 0b1111, 0b1101), *(done(part, part, 0b1111) for part in (1, 2, 3))]
-    assert planning.complaints(terms, nowhere, ()) == planning.complaints(terms, torn, ()) == ()
+    assert planning.complaints(resolved, nowhere, ()) == planning.complaints(resolved, torn, ()) == ()
 
 
 def test_no_reducer_can_complain_of_everybody() -> None:
-    terms = planning.resolve_plan(drawn())
+    resolved = planning.resolve_plan(drawn())
     liar = [done(0, 0, 0b0001), *(done(part, part, 0b1111) for part in (1, 2, 3))]
-    assert len(planning.complaints(terms, liar, ())) == 1
+    assert len(planning.complaints(resolved, liar, ())) == 1
 
 
 def test_where_all_are_complained_of_all_reduce() -> None:
     complaints = (LinkFault("anna", "bert", 99), LinkFault("cleo", "dora", 99))
-    ground = planning.PlanInputs(KEY, ELEMENTS, 4.0, complaints)
-    assert planning.make_plan(ground, [offer(member.peer) for member in ROSTER], 100.0).bounds == drawn().bounds
+    inputs = planning.PlanInputs(KEY, ELEMENTS, 4.0, complaints)
+    assert planning.make_plan(inputs, [offer(member.peer) for member in ROSTER], 100.0).bounds == drawn().bounds

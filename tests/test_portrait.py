@@ -41,9 +41,9 @@ def play(body: Callable[[], Coroutine[Any, Any, None]]) -> None:
     simloop.run(body())
 
 
-def shown(portrait: StatusTracker) -> Status:
+def shown(status_tracker: StatusTracker) -> Status:
     """Its status, which is strict JSON and comes back."""
-    return parse(json.loads(to_json(portrait.status()), parse_constant=pytest.fail))
+    return parse(json.loads(to_json(status_tracker.status()), parse_constant=pytest.fail))
 
 
 def contact(peer: str, nickname: str | None, live: bool = True, addresses: tuple[str, ...] = ()) -> PeerRecord:
@@ -54,15 +54,15 @@ def contact(peer: str, nickname: str | None, live: bool = True, addresses: tuple
 def in_a_run(
     tmp_path: Path, roster: tuple[Member, ...] = ROSTER, contacts: tuple[PeerRecord, ...] = ()
 ) -> StatusTracker:
-    portrait = StatusTracker("nick")
-    portrait.peer, portrait.incarnation = "me", 4
-    portrait.run, portrait.run_id, portrait.rounds = "tiny", "ab" * 32, 10
-    portrait.chain = Chain(RUN, "run", roster, b"0" * 32)
-    portrait.journal = Journal(tmp_path / "rounds.jsonl")
-    vigil = SimpleNamespace(clock="an hour off")
-    portrait.membership = SimpleNamespace(contacts=lambda: contacts, vigil=vigil)  # type: ignore[assignment]
-    portrait.lag = SimpleNamespace(peek=lambda: 0.004)  # type: ignore[assignment]
-    return portrait
+    status_tracker = StatusTracker("nick")
+    status_tracker.peer, status_tracker.incarnation = "me", 4
+    status_tracker.run, status_tracker.run_id, status_tracker.rounds = "tiny", "ab" * 32, 10
+    status_tracker.chain = Chain(RUN, "run", roster, b"0" * 32)
+    status_tracker.journal = Journal(tmp_path / "rounds.jsonl")
+    host_monitor = SimpleNamespace(clock="an hour off")
+    status_tracker.membership = SimpleNamespace(contacts=lambda: contacts, host_monitor=host_monitor)  # type: ignore[assignment]
+    status_tracker.lag = SimpleNamespace(peek=lambda: 0.004)  # type: ignore[assignment]
+    return status_tracker
 
 
 def test_there_is_a_status_before_there_is_anything_else() -> None:
@@ -77,9 +77,9 @@ def test_it_is_filled_in_part_by_part(tmp_path: Path) -> None:
     """Whatever is there first."""
     whole = in_a_run(tmp_path, contacts=(contact("anna", "Anna"),))
     for name in ("chain", "journal", "membership", "lag"):
-        portrait = StatusTracker("nick")
-        setattr(portrait, name, getattr(whole, name))
-        assert shown(portrait).peers == ()
+        status_tracker = StatusTracker("nick")
+        setattr(status_tracker, name, getattr(whole, name))
+        assert shown(status_tracker).peers == ()
     status = shown(whole)
     assert (status.run, status.run_id, status.rounds, status.incarnation) == ("tiny", "ab" * 32, 10, 4)
     assert status.lineage == whole.chain.head.key.lineage.hex()  # type: ignore[union-attr]
@@ -101,34 +101,34 @@ def test_who_is_shown_of_the_others(tmp_path: Path) -> None:
 
 
 def test_where_nobody_votes_nobody_only_looks_on(tmp_path: Path) -> None:
-    portrait = in_a_run(tmp_path, contacts=(contact("anna", "Anna"), contact("cleo", "Cleo", live=False)))
-    portrait.chain = LocalHistory(Member("me", 4), portrait.chain.head.key)  # type: ignore[union-attr]
-    assert [line.member for line in shown(portrait).peers] == [True, True]
+    status_tracker = in_a_run(tmp_path, contacts=(contact("anna", "Anna"), contact("cleo", "Cleo", live=False)))
+    status_tracker.chain = LocalHistory(Member("me", 4), status_tracker.chain.head.key)  # type: ignore[union-attr]
+    assert [line.member for line in shown(status_tracker).peers] == [True, True]
 
 
 def test_who_is_waited_for_is_named(tmp_path: Path) -> None:
-    portrait = in_a_run(tmp_path, contacts=(contact("anna", "Anna"), contact("12D3KooWverylong", None)))
-    portrait.waiting_for = lambda: ("anna", "12D3KooWverylong")
+    status_tracker = in_a_run(tmp_path, contacts=(contact("anna", "Anna"), contact("12D3KooWverylong", None)))
+    status_tracker.waiting_for = lambda: ("anna", "12D3KooWverylong")
     for state in ("starting", "joining", "syncing", "waiting"):
-        portrait.set_state(state)
-        assert shown(portrait).waiting_for == ()
+        status_tracker.set_state(state)
+        assert shown(status_tracker).waiting_for == ()
     for phase in ("training", "averaging"):
-        portrait.on_progress(phase, WORK)
-        assert shown(portrait).waiting_for == ("Anna", "…rylong")
-    portrait.waiting_for = lambda: ("anna", "me")
-    assert shown(portrait).waiting_for == (), "nobody waits for others while we are at work ourselves"
+        status_tracker.on_progress(phase, WORK)
+        assert shown(status_tracker).waiting_for == ("Anna", "…rylong")
+    status_tracker.waiting_for = lambda: ("anna", "me")
+    assert shown(status_tracker).waiting_for == (), "nobody waits for others while we are at work ourselves"
 
 
 def test_a_round_under_way_counts_and_once_only(tmp_path: Path) -> None:
     async def body() -> None:
-        portrait = in_a_run(tmp_path)
-        assert portrait.journal
-        portrait.on_progress("training", WORK)
-        status = shown(portrait)
+        status_tracker = in_a_run(tmp_path)
+        assert status_tracker.journal
+        status_tracker.on_progress("training", WORK)
+        status = shown(status_tracker)
         assert (status.state, status.tokens, status.tokens_per_second, status.loss) == ("training", 50, 25.0, 1.5)
-        portrait.journal.write(REPORT)
-        portrait.reported(REPORT)
-        status = shown(portrait)
+        status_tracker.journal.write(REPORT)
+        status_tracker.reported(REPORT)
+        status = shown(status_tracker)
         assert (status.tokens, status.tokens_per_second, status.loss) == (100, 50.0, 2.5)
         assert (status.held_out_loss, status.bytes_sent, status.bytes_received) == (3.5, 5, 6)
 
@@ -137,19 +137,19 @@ def test_a_round_under_way_counts_and_once_only(tmp_path: Path) -> None:
 
 def test_the_last_loss_that_is_known_stays(tmp_path: Path) -> None:
     async def body() -> None:
-        portrait = in_a_run(tmp_path)
-        portrait.reported(REPORT)
-        portrait.reported(replace(REPORT, outcome="undecided", held_out_loss=math.nan, loss=2.0))
-        status = shown(portrait)
+        status_tracker = in_a_run(tmp_path)
+        status_tracker.reported(REPORT)
+        status_tracker.reported(replace(REPORT, outcome="undecided", held_out_loss=math.nan, loss=2.0))
+        status = shown(status_tracker)
         assert (status.held_out_loss, status.loss) == (3.5, 2.0)
 
     play(body)
 
 
 def test_one_that_is_not_in_the_roster_says_so(tmp_path: Path) -> None:
-    portrait = in_a_run(tmp_path, roster=ROSTER[:2], contacts=(contact("anna", "Anna"),))
-    portrait.on_progress("training", WORK)
-    assert "admitted" in shown(portrait).reason
+    status_tracker = in_a_run(tmp_path, roster=ROSTER[:2], contacts=(contact("anna", "Anna"),))
+    status_tracker.on_progress("training", WORK)
+    assert "admitted" in shown(status_tracker).reason
     alone = in_a_run(tmp_path, roster=ROSTER[:2], contacts=(contact("anna", "Anna", live=False),))
     alone.on_progress("training", WORK)
     assert "(Anna, bert): waiting for one" in shown(alone).reason
@@ -160,41 +160,41 @@ def test_one_that_is_not_in_the_roster_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("end", ["leaving", "finished"])
 def test_who_leaves_stays_so_whatever_its_last_rounds_do(tmp_path: Path, end: str) -> None:
-    portrait = in_a_run(tmp_path)
-    portrait.set_state(end, "why")
-    portrait.on_progress("averaging", WORK)
-    portrait.set_state("syncing", "others may be ahead")
-    assert (portrait.state, portrait.reason) == (end, "why") and shown(portrait).waiting_for == ()
-    portrait.set_state("finished", "the run is over")
-    assert (portrait.state, portrait.reason) == ("finished", "the run is over")
+    status_tracker = in_a_run(tmp_path)
+    status_tracker.set_state(end, "why")
+    status_tracker.on_progress("averaging", WORK)
+    status_tracker.set_state("syncing", "others may be ahead")
+    assert (status_tracker.state, status_tracker.reason) == (end, "why") and shown(status_tracker).waiting_for == ()
+    status_tracker.set_state("finished", "the run is over")
+    assert (status_tracker.state, status_tracker.reason) == ("finished", "the run is over")
 
 
 def test_the_end_is_estimated_from_the_last_rounds(tmp_path: Path) -> None:
     async def body() -> None:
-        portrait = in_a_run(tmp_path)
-        chain = portrait.chain
+        status_tracker = in_a_run(tmp_path)
+        chain = status_tracker.chain
         assert chain
         for seconds in (1000.0, 100.0, 10.0, 10.0, 10.0, 10.0, 10.0):
             await asyncio.sleep(seconds)
-            portrait.reported(REPORT)
+            status_tracker.reported(REPORT)
             if asyncio.get_running_loop().time() == 1000.0:
-                assert shown(portrait).eta_seconds is None, "of one round nobody can tell"
-        assert shown(portrait).eta_seconds == pytest.approx(10.0 * 10)
+                assert shown(status_tracker).eta_seconds is None, "of one round nobody can tell"
+        assert shown(status_tracker).eta_seconds == pytest.approx(10.0 * 10)
         chain.switch(chain.head.key.lineage, line(chain.head, 4, kind=Kind.SKIP))
-        assert shown(portrait).eta_seconds == pytest.approx(6 * 10.0) and shown(portrait).round == 4
-        portrait.rounds = 2
-        assert shown(portrait).eta_seconds == 0.0
-        portrait.rounds = 0
-        assert shown(portrait).eta_seconds is None
+        assert shown(status_tracker).eta_seconds == pytest.approx(6 * 10.0) and shown(status_tracker).round == 4
+        status_tracker.rounds = 2
+        assert shown(status_tracker).eta_seconds == 0.0
+        status_tracker.rounds = 0
+        assert shown(status_tracker).eta_seconds is None
 
     play(body)
 
 
 def test_how_far_catching_up_is_is_shown_while_it_lasts() -> None:
     async def body() -> None:
-        portrait = StatusTracker("nick")
-        assert shown(portrait).syncing is None
-        portrait.progress = lambda: SyncProgressLine(1, 10, 3, 2.5, 0, 4, None)
-        assert shown(portrait).syncing == SyncStatus(1, 10, 3, 2.5, 0, 4, None)
+        status_tracker = StatusTracker("nick")
+        assert shown(status_tracker).syncing is None
+        status_tracker.progress = lambda: SyncProgressLine(1, 10, 3, 2.5, 0, 4, None)
+        assert shown(status_tracker).syncing == SyncStatus(1, 10, 3, 2.5, 0, 4, None)
 
     play(body)

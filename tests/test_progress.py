@@ -16,43 +16,45 @@ MB = 1_000_000
 
 def test_progress_is_of_the_state_first_and_of_the_rounds_since() -> None:
     time = [100.0]
-    fetching = SyncProgress(lambda: time[0])
-    assert fetching.progress() is None
-    fetching.begin(rounds=5, round_bytes=2 * MB)
-    fetching.bytes_whole, fetching.donors = 100 * MB, 3
-    assert fetching.progress() == SyncProgressLine(0, 100 * MB, 3, 0.0, 0, 5, None), "nothing has moved yet"
+    sync_progress = SyncProgress(lambda: time[0])
+    assert sync_progress.progress() is None
+    sync_progress.begin(rounds=5, round_bytes=2 * MB)
+    sync_progress.bytes_whole, sync_progress.donors = 100 * MB, 3
+    assert sync_progress.progress() == SyncProgressLine(0, 100 * MB, 3, 0.0, 0, 5, None), "nothing has moved yet"
     for _ in range(20):
         time[0] += 1.0
-        fetching.came(2 * MB)
-        fetching.bytes_here += 2 * MB
-    progress = fetching.progress()
+        sync_progress.came(2 * MB)
+        sync_progress.bytes_here += 2 * MB
+    progress = sync_progress.progress()
     assert progress and 2.0 * MB < progress.bytes_per_second < 2.2 * MB
     assert progress.eta_seconds == (60 * MB + 5 * 2 * MB) / progress.bytes_per_second
     time[0] += METER_SECONDS + 1.0
-    assert fetching.progress() == SyncProgressLine(40 * MB, 100 * MB, 3, 0.0, 0, 5, None), "and nothing moves any more"
-    fetching.end()
-    assert fetching.progress() is None and fetching.fetched_bytes == 40 * MB
+    assert sync_progress.progress() == SyncProgressLine(40 * MB, 100 * MB, 3, 0.0, 0, 5, None), (
+        "and nothing moves any more"
+    )
+    sync_progress.end()
+    assert sync_progress.progress() is None and sync_progress.fetched_bytes == 40 * MB
 
 
 def test_a_line_that_brings_less_than_is_decided_is_told_of_now_and_then() -> None:
-    pursuit, now = CatchUpTrend(), 1000.0
-    assert pursuit.begins(now, 100, 0, MB) == ""
-    pursuit.ends(now + 100.0)
-    line = pursuit.begins(now + 100.0, 120, 15 * MB, MB)
+    trend, now = CatchUpTrend(), 1000.0
+    assert trend.begins(now, 100, 0, MB) == ""
+    trend.ends(now + 100.0)
+    line = trend.begins(now + 100.0, 120, 15 * MB, MB)
     assert line == (
         "this peer's line is too slow for the run: in 100 s the others decided 20 rounds of 1 MB each, and 15 MB came "
         "in; it goes on trying, but needs more than 1.6 Mbit/s to catch up, and has 1.2"
     )
-    pursuit.ends(now + 200.0)
-    assert pursuit.begins(now + 200.0, 140, 30 * MB, MB) == "", "once"
-    pursuit.ends(now + 100.0 + SAY_SECONDS)
-    assert pursuit.begins(now + 100.0 + SAY_SECONDS, 300, 31 * MB, MB) != "", "and again much later"
+    trend.ends(now + 200.0)
+    assert trend.begins(now + 200.0, 140, 30 * MB, MB) == "", "once"
+    trend.ends(now + 100.0 + SAY_SECONDS)
+    assert trend.begins(now + 100.0 + SAY_SECONDS, 300, 31 * MB, MB) != "", "and again much later"
 
 
 def test_who_comes_nearer_or_only_fell_behind_again_is_told_nothing() -> None:
     nearer, later, quick = CatchUpTrend(), CatchUpTrend(), CatchUpTrend()
-    for pursuit in (nearer, later, quick):
-        assert pursuit.begins(0.0, 100, 0, MB) == ""
+    for trend in (nearer, later, quick):
+        assert trend.begins(0.0, 100, 0, MB) == ""
     nearer.ends(100.0)
     assert nearer.begins(100.0, 120, 25 * MB, MB) == ""
     later.ends(100.0)

@@ -141,7 +141,7 @@ def test_where_one_breaks_off_another_leads_on(monkeypatch: pytest.MonkeyPatch) 
         began = now()
         assert leads_to(await better(zoe), ROUNDS)
         assert sum(counts) == ROUNDS and now() - began < 3 * TRAIL_SECONDS
-        assert [blame.peer for blame in zoe.sync.ledger.take()[0]] == ["anna"]
+        assert [blame.peer for blame in zoe.sync.accounting.take()[0]] == ["anna"]
 
     play({"anna": ROUNDS, "bert": ROUNDS}, main)
 
@@ -160,7 +160,7 @@ def test_who_leads_on_has_time_for_it_and_no_more(pause: float, is_in_time: bool
             assert now() - began > TRAIL_SECONDS
         else:
             assert now() - began < 2 * TRAIL_SECONDS
-            assert "too slow" in zoe.sync.ledger.take()[0][0].why
+            assert "too slow" in zoe.sync.accounting.take()[0][0].why
 
     play({"anna": ROUNDS}, main)
 
@@ -175,7 +175,7 @@ def test_a_trail_without_an_end_is_cut_off_and_its_peer_is_named(monkeypatch: py
 
         Told(world.peers["anna"], modest)
         assert await better(zoe) is None
-        [blame] = zoe.sync.ledger.take()[0]
+        [blame] = zoe.sync.accounting.take()[0]
         assert blame.peer == "anna" and "leads on and on" in blame.why
 
     play({"anna": ROUNDS}, main)
@@ -198,7 +198,7 @@ def test_a_trail_that_leads_nowhere_ends(lie: str) -> None:
         told.again = 0  # type: ignore[attr-defined]
         began = now()
         assert await better(zoe) is None and now() - began < 2 * TRAIL_SECONDS
-        assert [blame.peer for blame in zoe.sync.ledger.take()[0]] == ["anna"]
+        assert [blame.peer for blame in zoe.sync.accounting.take()[0]] == ["anna"]
 
     play({"anna": ROUNDS}, main)
 
@@ -210,7 +210,7 @@ def test_a_peer_on_another_way_is_not_taken_for_a_liar() -> None:
         branch = await better(zoe)
         ends = {chain.head.key for chain in (bert, world.peers["anna"].chain)}
         assert branch is not None and branch.head.key in ends
-        assert zoe.sync.ledger.take()[0] == ()
+        assert zoe.sync.accounting.take()[0] == ()
 
     play({"anna": ROUNDS, "bert": 600}, main)
 

@@ -54,8 +54,8 @@ def nothing_lent(vectors: Sequence[Vector]) -> Mapping[PeerId, Contribution]:
 
 
 def stands(peer: Peer, state: tuple[float, float]) -> bool:
-    replica = peer.replica
-    return holds(replica.anchor, state[0]) and holds(replica.velocity, state[1])
+    outer_loop = peer.outer_loop
+    return holds(outer_loop.anchor, state[0]) and holds(outer_loop.velocity, state[1])
 
 
 def test_without_others_it_steps_by_its_own_work() -> None:
@@ -63,7 +63,7 @@ def test_without_others_it_steps_by_its_own_work() -> None:
     first, second = peer.play(2)
     state = stepped(1.0, 0.0, own(1.0))
     assert stands(peer, stepped(*state, own(state[0])))
-    assert holds(peer.learner.vectors[0], float(peer.replica.anchor[0])), "it trains on from there"
+    assert holds(peer.learner.vectors[0], float(peer.outer_loop.anchor[0])), "it trains on from there"
     assert [first.outcome, second.outcome] == ["skipped", "skipped"]
 
 
@@ -136,7 +136,7 @@ def test_a_step_that_leads_nowhere_is_not_taken_and_nothing_is_lent() -> None:
     assert first.outcome == "committed" and first.finite
     assert (second.outcome, second.messages) == ("skipped", ()) and "not finite" in second.blamed["anna"]
     assert second.half_exchanges == 2 + 1
-    assert bool(peer.replica.anchor.isfinite().all()) and bool(peer.replica.velocity.isfinite().all())
+    assert bool(peer.outer_loop.anchor.isfinite().all()) and bool(peer.outer_loop.velocity.isfinite().all())
 
 
 def test_who_takes_up_a_state_has_brought_nothing_yet() -> None:
@@ -146,11 +146,11 @@ def test_who_takes_up_a_state_has_brought_nothing_yet() -> None:
     peer = puller(Script(), Script(nothing_lent))
 
     async def main() -> RoundReport:
-        await peer.replica.settle()
-        await peer.replica.run_round(SimClock().wall)
-        await peer.replica.start_from(snapshots.held()[0])
-        await peer.replica.settle()
-        return await peer.replica.run_round(SimClock().wall)
+        await peer.outer_loop.settle()
+        await peer.outer_loop.run_round(SimClock().wall)
+        await peer.outer_loop.start_from(snapshots.held()[0])
+        await peer.outer_loop.settle()
+        return await peer.outer_loop.run_round(SimClock().wall)
 
     again = simloop.run(main())
     assert (again.parent, again.round) == (report.lineage, 1)

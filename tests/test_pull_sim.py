@@ -40,9 +40,9 @@ class WalkedWorld(LooseWorld):
         self.walkers.append(Walked(self.scenario.elements, 1000 + index))
         return self.walkers[-1]
 
-    def enters(self, replica: IndependentOuterLoop) -> None:
-        self.starts.setdefault(replica.averager.me.peer, replica.anchor.clone())
-        super().enters(replica)
+    def enters(self, outer_loop: IndependentOuterLoop) -> None:
+        self.starts.setdefault(outer_loop.averager.me.peer, outer_loop.anchor.clone())
+        super().enters(outer_loop)
 
 
 def balance(world: WalkedWorld) -> float:
@@ -54,7 +54,7 @@ def balance(world: WalkedWorld) -> float:
     """
     keeps = 1 / (1 - OUTER_MOMENTUM)
     owed = (OUTER_MOMENTUM if world.scenario.pull else OUTER_RATE * OUTER_MOMENTUM**2) * keeps
-    states = [(replica.anchor.double(), replica.velocity.double()) for replica in world.replicas.values()]
+    states = [(outer_loop.anchor.double(), outer_loop.velocity.double()) for outer_loop in world.replicas.values()]
     ends = torch.stack([phi - owed * velocity for phi, velocity in states]).mean(dim=0)
     starts = torch.stack([start.double() for start in world.starts.values()]).mean(dim=0)
     way = torch.stack([walker.far for walker in world.walkers]).mean(dim=0) * OUTER_RATE * keeps

@@ -36,7 +36,7 @@ def pushers(count: int, **options: Any) -> Swarm:
 
 
 def weights(swarm: Swarm) -> list[float]:
-    return [each.holding.book.weight for each in swarm.gossips]
+    return [each.weighted.masses.weight for each in swarm.gossips]
 
 
 def mass(swarm: Swarm) -> torch.Tensor:
@@ -151,7 +151,7 @@ def test_silence_at_any_message_costs_one_timeout_and_no_mass(both: bool) -> Non
 
 async def until_counted(swarm: Swarm) -> None:
     """Until p1 has counted what p0 gave, of which p0 does not know yet."""
-    while swarm.gossips[1].holding.book.weight == 1.0:  # noqa: ASYNC110 - it tells nobody
+    while swarm.gossips[1].weighted.masses.weight == 1.0:  # noqa: ASYNC110 - it tells nobody
         await asyncio.sleep(0.001)
 
 
@@ -164,7 +164,7 @@ def test_a_share_whose_receiver_is_in_another_life_comes_home() -> None:
         await until_counted(swarm)
         swarm.network.block("p1", "p0")
         await asyncio.wait([giving])
-        assert swarm.gossips[0].holding.book.weight == 0.5
+        assert swarm.gossips[0].weighted.masses.weight == 0.5
         swarm.network.kill("p1")
         await asyncio.wait([lending])
         swarm.network.heal("p1", "p0")
@@ -173,7 +173,7 @@ def test_a_share_whose_receiver_is_in_another_life_comes_home() -> None:
         await swarm.start(0, swarm.round(0, 1))
 
     swarm.run(main)
-    assert swarm.gossips[0].holding.book.weight == 1.0 and not swarm.gossips[0].giver.kept
+    assert swarm.gossips[0].weighted.masses.weight == 1.0 and not swarm.gossips[0].giver.kept
     second = swarm.told[0][1]
     assert second.mean.outcome is Outcome.COMMITTED and list(second.mean.contributions) == ["p0"], "its own, of before"
     assert float((flat(swarm.state[0]) - swarm.first[0]).abs().max()) < 1e-6
@@ -195,7 +195,7 @@ def test_of_who_is_gone_for_good_the_share_comes_home_in_the_end_and_that_is_tol
             await swarm.start(0, swarm.round(0, number, train_seconds=10.0))
 
     swarm.run(main)
-    assert swarm.gossips[0].holding.book.weight == 1.0 and swarm.gossips[0].half_exchanges == 1
+    assert swarm.gossips[0].weighted.masses.weight == 1.0 and swarm.gossips[0].half_exchanges == 1
     assert sum(told.half_exchanges for told in swarm.told[0]) == 1
     assert sum(told.mass_drift for told in swarm.told[0]) == 0.5
 
@@ -357,7 +357,7 @@ def test_a_round_that_is_over_asks_nobody_what_became_of_shares() -> None:
 
 def test_a_broken_stream_says_nothing_of_how_fast_a_line_is() -> None:
     swarm = pushers(2)
-    before = swarm.gossips[0].holding.patience.timeout_seconds("p1", 10**6)
+    before = swarm.gossips[0].weighted.patience.timeout_seconds("p1", 10**6)
 
     async def main() -> None:
         lending = swarm.start(1, swarm.lending(1, 60.0))
@@ -369,7 +369,7 @@ def test_a_broken_stream_says_nothing_of_how_fast_a_line_is() -> None:
     swarm.run(main)
     (told,) = swarm.told[0]
     assert told.mean.blamed[0].why == "no share: no word of what became of it"
-    assert swarm.gossips[0].holding.patience.timeout_seconds("p1", 10**6) < before + 1.0
+    assert swarm.gossips[0].weighted.patience.timeout_seconds("p1", 10**6) < before + 1.0
 
 
 def test_who_stalls_costs_its_own_timeout_and_not_that_of_a_slower_peer() -> None:
@@ -380,7 +380,7 @@ def test_who_stalls_costs_its_own_timeout_and_not_that_of_a_slower_peer() -> Non
             await asyncio.Event().wait()
 
     swarm = pushers(3, disguises={2: lambda method, stream, pipe: Mute(stream, pipe, "", None)})  # type: ignore[arg-type]
-    patience = swarm.gossips[0].holding.patience
+    patience = swarm.gossips[0].weighted.patience
     for _ in range(12):
         patience.late("p1", 0.0, 1000.0)
         patience.took("p2", 384, 0.0, 1e-4)

@@ -15,7 +15,7 @@ from protocols.pairwise.mass_ledger import WINDOW, MassLedger, Share
 from protocols.pairwise.matching import mixing_matrix, select_partners
 
 
-def book(index: int, life: int = 0) -> MassLedger[Any]:
+def masses(index: int, life: int = 0) -> MassLedger[Any]:
     """A peer whose value is its number, in numbers that add exactly."""
     return MassLedger(Member(f"p{index}", life), Fraction(index), Fraction(1))  # type: ignore[arg-type]
 
@@ -25,7 +25,7 @@ class Swarm:
 
     def __init__(self, count: int, seed: int) -> None:
         self.rng = random.Random(seed)
-        self.books = {each.me: each for each in (book(index) for index in range(count))}
+        self.books = {each.me: each for each in (masses(index) for index in range(count))}
         self.dead: set[Member] = set()
         self.flying: list[tuple[str, Any]] = []
         self.counted: set[tuple[Member, Member, int]] = set()
@@ -38,7 +38,7 @@ class Swarm:
             for giver in self.books.values()
             for to in (*self.books, *self.dead)
             for share in giver.outstanding(to)
-            if to in self.dead or (share.giver, share.to, share.sequence) not in self.counted
+            if to in self.dead or (share.sender, share.to, share.sequence) not in self.counted
         ]
         return sum((x for x, _ in here + away), Fraction(0)), sum((w for _, w in here + away), Fraction(0))
 
@@ -76,11 +76,11 @@ class Swarm:
 
     def arrive(self, kind: str, what: Any) -> None:
         if kind in ("share", "recall"):
-            taker, name = self.books.get(what.to), (what.giver, what.to, what.sequence)
+            taker, name = self.books.get(what.to), (what.sender, what.to, what.sequence)
             if taker is None:
                 return
             if kind == "recall":
-                self.send("answer", (what, taker.recalled(what.giver, what.sequence)))
+                self.send("answer", (what, taker.recalled(what.sender, what.sequence)))
                 return
             before = taker.weight
             if taker.take(what):
@@ -88,7 +88,7 @@ class Swarm:
             if taker.weight != before:
                 assert name not in self.counted  # a message counts at most once at its receiver
                 self.counted.add(name)
-                if what.giver in self.dead:
+                if what.sender in self.dead:
                     self.expected = (self.expected[0] + what.value, self.expected[1] + what.weight)
         elif kind == "ack":
             self.settle(what, True)
@@ -96,7 +96,7 @@ class Swarm:
             self.settle(*what)
 
     def settle(self, share: Share[Any], counted: bool) -> None:
-        giver = self.books.get(share.giver)
+        giver = self.books.get(share.sender)
         if giver is None:
             return
         if counted and share.to in self.dead and share in giver.outstanding(share.to):  # it died with its receiver
@@ -147,7 +147,7 @@ def test_one_peer_exponential_in_lockstep_is_its_matrix(count: int) -> None:
             shares.append(share)
         for share in shares:
             assert books[share.to.peer].take(share)
-            books[share.giver.peer].acknowledged(share.to, share.sequence)
+            books[share.sender.peer].acknowledged(share.to, share.sequence)
         expected = mixing_matrix("one-peer-exponential", names, round_number, "").T @ expected
     found = torch.stack([books[name].mean for name in names])
     assert float((found - expected).abs().max()) < 1e-10
@@ -176,7 +176,7 @@ def test_a_graph_that_is_only_column_stochastic_still_finds_the_mean() -> None:
 
 
 def test_a_recalled_share_is_never_counted() -> None:
-    giver, taker = book(1), book(2)
+    giver, taker = masses(1), masses(2)
     share = giver.give(taker.me)
     assert share is not None and not taker.recalled(giver.me, share.sequence)
     giver.answered(taker.me, share.sequence, counted=False)
@@ -185,7 +185,7 @@ def test_a_recalled_share_is_never_counted() -> None:
 
 
 def test_a_share_is_for_one_life_of_its_receiver() -> None:
-    giver, former, later = book(1), book(2), book(2, life=1)
+    giver, former, later = masses(1), masses(2), masses(2, life=1)
     share = giver.give(former.me)
     assert share is not None and not later.take(share) and later.weight == 1
     giver.buried(former.me)
@@ -195,13 +195,13 @@ def test_a_share_is_for_one_life_of_its_receiver() -> None:
 
 
 def test_what_is_not_acknowledged_is_bounded() -> None:
-    giver, taker = book(1), book(2)
+    giver, taker = masses(1), masses(2)
     shares = [giver.give(taker.me) for _ in range(WINDOW + 5)]
     given = [share for share in shares if share is not None]
     assert len(given) == WINDOW
     with pytest.raises(BadPayload, match="weight"):
         taker.take(Share(giver.me, taker.me, 0, Fraction(1), -1.0))
-    rich = book(3)
+    rich = masses(3)
     rich.weight = Fraction(1 << 200)  # type: ignore[assignment]
     assert sum(rich.give(taker.me) is not None for _ in range(WINDOW + 5)) == WINDOW
     assert rich.give(rich.me) is None
@@ -209,7 +209,7 @@ def test_what_is_not_acknowledged_is_bounded() -> None:
 
 def test_numbers_that_never_come_hold_nothing_up() -> None:
     """A giver that could not reach us has its share home, and its number is not used again."""
-    giver, taker = book(1), book(2)
+    giver, taker = masses(1), masses(2)
     giver.weight = Fraction(1 << 400)  # type: ignore[assignment]
     for number in range(3 * WINDOW):
         share = giver.give(taker.me)
@@ -221,7 +221,7 @@ def test_numbers_that_never_come_hold_nothing_up() -> None:
 
 def test_receivers_are_forgotten_and_what_they_are_given_later_counts() -> None:
     """In a long life a peer gives to more lives than it can know of; numbers are not used again where they may be."""
-    giver, taker = book(1), book(2)
+    giver, taker = masses(1), masses(2)
     giver.weight = Fraction(1 << 400)  # type: ignore[assignment]
     for index in range(3 * pushsum.MAX_RECEIVERS):
         others = [Member(f"q{index}")] * (1 + index % 3)

@@ -281,7 +281,7 @@ def checkpoint(path: Path, chain: Chain, round_number: int, first: Checkpoint | 
     assert head and head.key.round == round_number
 
     async def main() -> None:
-        async with keeper(path, first) as made:
+        async with checkpoints(path, first) as made:
             for each in newest_first(path):
                 made.holds(each)
             await made.keep(state(round_number), head.key)
@@ -294,7 +294,7 @@ def newest_first(path: Path) -> tuple[Checkpoint, ...]:
     return tuple(whole(path, lambda line: None))
 
 
-def keeper(path: Path, first: Checkpoint | None = None) -> CheckpointManager:
+def checkpoints(path: Path, first: Checkpoint | None = None) -> CheckpointManager:
     return CheckpointManager(path, 1, 1 << 30, first or replace(like(path), run=RUN.hex()), Worker(), Disk())
 
 
@@ -448,7 +448,7 @@ def test_a_peer_is_put_where_its_last_checkpoint_was_made(
 ) -> None:
     newer = checkpoint(tmp_path, chain, 4)
     begun = resume.RestartPoint(chain, cast(CertificateLog, None), resume.cut_back([newer], chain), newer.data)
-    kept, stand = keeper(tmp_path), Stand(broken)
+    kept, stand = checkpoints(tmp_path), Stand(broken)
     asyncio.run(resume.restore(begun, cast(ReplicatedOuterLoop, stand), cast(RemoteTrainer, stand), kept))
     assert torch.equal(stand.parameters, state(4).anchor)
     assert stand.loads == [(newer.inner, 42, 3), (None, 42, 3)][: 1 + broken]
@@ -460,7 +460,7 @@ def test_a_checkpoint_that_cannot_be_read_any_more_is_one_line(tmp_path: Path, c
     newer = checkpoint(tmp_path, chain, 4)
     begun = resume.RestartPoint(chain, cast(CertificateLog, None), resume.cut_back([newer], chain), newer.data)
     (newer.path / "outer.safetensors").unlink()
-    kept, stand = keeper(tmp_path), Stand()
+    kept, stand = checkpoints(tmp_path), Stand()
     with pytest.raises(
         StateError, match=r"^the checkpoint before round 5 cannot be read any more \(No such file"
     ) as caught:

@@ -365,7 +365,7 @@ class PoisonedWorld(World):
     def trainer(self, index: int) -> InlineTrainer:
         if index < self.scenario.peers - self._count:
             honest = super().trainer(index)
-            self._honest.append(honest.shift)
+            self._honest.append(honest.local_training)
             return honest
         assert self.scenario.step_seconds
         seconds = self.scenario.step_seconds[index]

@@ -146,7 +146,7 @@ class WatchedTrainer(InlineTrainer):
 
     @property
     def local(self) -> Vector:
-        return self.shift.learner.vectors[0]
+        return self.local_training.learner.vectors[0]
 
     async def write(self, source: Vector, fragment: int = 0, anchor: Vector | None = None, tokens: int = 0) -> None:
         self.written.append(source.clone())
@@ -162,13 +162,13 @@ class Peer:
         self.averager, self.trainer = Scripted(*scripts), WatchedTrainer()
         self.chain = Chain(RUN, "run", roster, bytes(32))
         self.outer = outer or OuterSGD(0.5, 0.5)
-        self.replica = ReplicatedOuterLoop(
+        self.outer_loop = ReplicatedOuterLoop(
             self.chain, self.trainer, self.averager, self.outer, SimCompute(), torch.ones(ELEMENTS)
         )
 
     async def rounds(self) -> list[RoundReport]:
-        await self.replica.settle()
-        return [await self.replica.run_round(ME, SimClock().wall) for _ in list(self.averager.scripts)]
+        await self.outer_loop.settle()
+        return [await self.outer_loop.run_round(ME, SimClock().wall) for _ in list(self.averager.scripts)]
 
     @property
     def seen(self) -> list[Seen]:
@@ -212,8 +212,8 @@ def test_a_committed_round_moves_the_anchor_as_the_outer_step_says() -> None:
     play(peer.rounds())
     moment = first / 2 + second
     anchor = 1 - 0.75 * first - 0.5 * (second + moment / 2)
-    assert torch.equal(peer.replica.anchor, anchor)
-    assert torch.equal(peer.replica.velocity, moment)
+    assert torch.equal(peer.outer_loop.anchor, anchor)
+    assert torch.equal(peer.outer_loop.velocity, moment)
     assert torch.equal(peer.trainer.written[0], 1 - 0.75 * first)
     assert torch.equal(peer.trainer.local, anchor), "and the trainer goes on from there"
     assert len(peer.trainer.written) == 2
@@ -246,7 +246,7 @@ def test_every_offer_carries_the_root_of_the_state_it_starts_from() -> None:
     first, second, third = ({work.state_root for work in (*seen.offers, seen.work) if work} for seen in peer.seen)
     fresh = state_root(root([torch.ones(ELEMENTS)]), root([torch.zeros(ELEMENTS)]), 0)
     assert first == {fresh} and len(second) == 1 and second == third != first
-    held = state_root(root([peer.replica.anchor]), root([peer.replica.velocity]), 2)
+    held = state_root(root([peer.outer_loop.anchor]), root([peer.outer_loop.velocity]), 2)
     assert peer.chain.head.state_root == held
 
 
@@ -264,8 +264,8 @@ def test_offers_grow_with_the_work() -> None:
 def test_nothing_is_applied_without_a_decision(outcome: Outcome) -> None:
     peer = Peer(lost(outcome), lost(outcome))
     reports = play(peer.rounds())
-    assert torch.equal(peer.replica.anchor, torch.ones(ELEMENTS))
-    assert not peer.replica.velocity.any() and peer.trainer.written == []
+    assert torch.equal(peer.outer_loop.anchor, torch.ones(ELEMENTS))
+    assert not peer.outer_loop.velocity.any() and peer.trainer.written == []
     assert peer.chain.head.key == RoundKey(RUN, "run", records.genesis(RUN), 0) and not peer.chain.records
     assert peer.trainer.local.tolist() == [1 - 8 * STEP] * ELEMENTS, "training goes on from where it stood"
     assert {report.params_hash for report in reports} == {root([torch.ones(ELEMENTS)]).hex()}
@@ -374,7 +374,7 @@ def test_a_first_step_that_no_plan_knew_of_is_kept() -> None:
     peer = Peer(Script(end=AveragingResult(Outcome.COMMITTED, weights=others), cut_seconds=0.2), committed())
     play(peer.rounds())
     assert [work.tokens for work in peer.seen[0].offers] == [0, 100], "the step in progress at the cut is finished"
-    assert torch.equal(peer.trainer.written[0], peer.replica.anchor.new_full((ELEMENTS,), 1 - 0.75 * STEP - STEP))
+    assert torch.equal(peer.trainer.written[0], peer.outer_loop.anchor.new_full((ELEMENTS,), 1 - 0.75 * STEP - STEP))
     assert peer.seen[1].offers[0].tokens == 100
     assert peer.seen[1].work is not None and peer.seen[1].work.tokens == 500
 
@@ -412,11 +412,11 @@ def test_kept_work_survives_a_round_that_is_not_decided() -> None:
 
 def test_one_that_brought_nothing_starts_from_the_new_anchor() -> None:
     peer = Peer(weighed(0.0, average=lambda mine, into: into.fill_(1.0)))
-    peer.trainer.shift.step = lambda: None  # type: ignore[method-assign]
+    peer.trainer.local_training.step = lambda: None  # type: ignore[method-assign]
     play(peer.rounds())
     assert peer.seen[0].work is not None and peer.seen[0].work.tokens == 0
-    assert torch.equal(peer.replica.anchor, torch.full((ELEMENTS,), 0.25))
-    assert torch.equal(peer.trainer.local, peer.replica.anchor)
+    assert torch.equal(peer.outer_loop.anchor, torch.full((ELEMENTS,), 0.25))
+    assert torch.equal(peer.trainer.local, peer.outer_loop.anchor)
 
 
 # -- diverged ---------------------------------------------------------------------------------------------------------
@@ -426,12 +426,12 @@ def test_one_that_brought_nothing_starts_from_the_new_anchor() -> None:
 def test_one_that_diverged_brings_nothing_and_starts_again(step_size: float) -> None:
     """Whatever it offers fits the wire: a coordinator whose own offer does not would spoil everybody's round."""
     peer = Peer(lost(cut_seconds=0.4), committed())
-    peer.trainer.shift.learner.step_size = step_size  # type: ignore[attr-defined]
+    peer.trainer.local_training.learner.step_size = step_size  # type: ignore[attr-defined]
     asked = peer.trainer.train
 
     async def recovered(*args: Any) -> LocalProgress:
         if len(peer.seen) == 2:
-            peer.trainer.shift.learner.step_size = STEP  # type: ignore[attr-defined]
+            peer.trainer.local_training.learner.step_size = STEP  # type: ignore[attr-defined]
         return await asked(*args)
 
     peer.trainer.train = recovered  # type: ignore[method-assign]
@@ -500,7 +500,7 @@ def test_the_report_of_a_committed_round() -> None:
         weight=350.0,
         tokens=500,
         loss=2.5,
-        params_hash=root([peer.replica.anchor]).hex(),
+        params_hash=root([peer.outer_loop.anchor]).hex(),
         seconds_train=2.5,
         seconds_wait=0.0,
         seconds_average=0.0,
@@ -586,7 +586,7 @@ def test_reports_add_up_to_what_was_trained(scripts: list[Script]) -> None:
     """Whatever became of the rounds: four steps of 100 tokens and half a second in each, told once."""
     peer, totals = Peer(*(replace(script) for script in scripts)), Totals()
     shown: list[tuple[int, float]] = []
-    peer.replica.on_phase = lambda phase, work: shown.append((work.tokens, work.seconds))
+    peer.outer_loop.on_phase = lambda phase, work: shown.append((work.tokens, work.seconds))
     reports = play(peer.rounds())
     for report in reports:
         totals.add(report)

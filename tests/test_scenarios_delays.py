@@ -192,7 +192,7 @@ def test_one_that_stops_in_the_data_phase_costs_no_round_however_slowly_streams_
 
     def victim() -> PeerId:
         for peer in swarm.peers:
-            swarm.averager(peer)._desk.post.round_trip_seconds.update(dict.fromkeys(swarm.peers, 5.0))
+            swarm.averager(peer)._context.post.round_trip_seconds.update(dict.fromkeys(swarm.peers, 5.0))
         first = swarm.coordinator("p0")
         return first if coordinating else [peer for peer in swarm.peers if peer != first][-1]
 

@@ -121,16 +121,16 @@ def test_who_loses_the_others_on_the_verge_of_proposing_evicts_no_majority(monke
     stage = Stage(Cast(3))
     draft, left, drafted = RoundCoordinator._outcome, list[PeerId](), list[Record]()
 
-    def bereft(self: RoundCoordinator, terms: ResolvedPlan, exchange: AllReduce) -> Record:
-        if not left and terms.plan.key.round == 2:
+    def bereft(self: RoundCoordinator, resolved: ResolvedPlan, exchange: AllReduce) -> Record:
+        if not left and resolved.plan.key.round == 2:
             left.append(self._me.peer)
             for peer in stage.peers:
                 if peer not in left:
                     stage.kill(peer)
             self._host = replace(self._host, members=StaticMembers([self._me]))  # and it knows at once
-            drafted.append(draft(self, terms, exchange))
+            drafted.append(draft(self, resolved, exchange))
             return drafted[0]
-        return draft(self, terms, exchange)
+        return draft(self, resolved, exchange)
 
     async def story() -> list[str]:
         monkeypatch.setattr(RoundCoordinator, "_outcome", bereft)

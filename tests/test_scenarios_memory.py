@@ -30,7 +30,7 @@ ELEMENTS = 4000
 Trouble = Callable[[Stage], Awaitable[None]]
 
 
-def census() -> Counter[str]:
+def tracker() -> Counter[str]:
     """What is alive, of all peers together: objects of each kind, and bytes of parts and of snapshots."""
     gc.collect()
     count: Counter[str] = Counter()
@@ -59,9 +59,9 @@ async def undecided(stage: Stage) -> None:
     half = stage.peers[:2], stage.peers[2:]
     stage.cut(*half)
     await _attempts(stage, 3)
-    few = census()
+    few = tracker()
     await _attempts(stage, UNDECIDED)
-    many = census()
+    many = tracker()
     assert not many - few, f"from 3 attempts to {UNDECIDED} there came {dict(many - few)}"
     assert waiting(stage) <= KEEP_MESSAGES
     stage.heal(*half)
@@ -125,7 +125,7 @@ def level(trouble: Trouble, fork_peers: int) -> tuple[Counter[str], set[str]]:
         await stage.rounds(SETTLING_ROUNDS)
         await asyncio.sleep(0.2)  # everybody trains
         assert waiting(stage) <= 4, f"{waiting(stage)} messages wait for one peer"
-        return census()
+        return tracker()
 
     return stage.play(story), {outcome for peer in stage.peers for outcome in stage.outcomes(peer)}
 

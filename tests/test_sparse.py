@@ -148,29 +148,29 @@ def test_flipped_bits_decode_to_finite_numbers_or_are_refused(members: int) -> N
 
 def test_what_is_sent_and_what_stays_is_what_there_was() -> None:
     """To the bit where nothing was sent; else to one rounding."""
-    delta, owed, gone = heavy(9000, 1), heavy(9000, 2), torch.empty(9000)
-    before = owed.mul(0.95).add(delta)
-    sparse.sent(TOPK, owed, delta, gone)
-    sparse.settle(TOPK, owed, delta, gone)
+    delta, residual, gone = heavy(9000, 1), heavy(9000, 2), torch.empty(9000)
+    before = residual.mul(0.95).add(delta)
+    sparse.sent(TOPK, residual, delta, gone)
+    sparse.settle(TOPK, residual, delta, gone)
     unsent = gone == 0
-    assert bits(owed[unsent]) == bits(before[unsent])
+    assert bits(residual[unsent]) == bits(before[unsent])
     assert unsent.sum() >= 9000 - (128 + math.ceil((9000 - 8192) / 64))
-    together = owed.double() + gone.double()
+    together = residual.double() + gone.double()
     assert ((together - before.double()).abs() <= 2**-24 * gone.abs().double()).all()
 
 
 def test_everything_is_sent_in_the_end() -> None:
     """A pseudo-gradient that is the same each round: what was sent in all is what it came to, less what decayed."""
-    delta, owed, gone = heavy(4096, 1), torch.zeros(4096), torch.empty(4096)
+    delta, residual, gone = heavy(4096, 1), torch.zeros(4096), torch.empty(4096)
     total, forgotten = torch.zeros(4096, dtype=torch.float64), torch.zeros(4096, dtype=torch.float64)
     rounds = 120
     for _ in range(rounds):
-        sparse.sent(TOPK, owed, delta, gone)
-        forgotten += 0.05 * owed.double()
-        sparse.settle(TOPK, owed, delta, gone)
+        sparse.sent(TOPK, residual, delta, gone)
+        forgotten += 0.05 * residual.double()
+        sparse.settle(TOPK, residual, delta, gone)
         total += gone.double()
     came_to = rounds * delta.double()
-    assert torch.allclose(total + forgotten + owed.double(), came_to, rtol=1e-4, atol=1e-4)
+    assert torch.allclose(total + forgotten + residual.double(), came_to, rtol=1e-4, atol=1e-4)
     assert (total != 0).sum() > 30 * 64 / 4  # not the same 64 each time
 
 

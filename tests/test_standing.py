@@ -55,11 +55,11 @@ class Town:
     """Donors, and a newcomer."""
 
     network: SimNetwork
-    standings: dict[PeerId, IndependentStateSync]
+    state_sync: dict[PeerId, IndependentStateSync]
 
     @property
     def newcomer(self) -> IndependentStateSync:
-        return self.standings["newcomer"]
+        return self.state_sync["newcomer"]
 
     async def fetch(self, seconds: float = 60.0, *order: PeerId) -> Snapshot:
         until = asyncio.get_running_loop().time() + seconds
@@ -81,7 +81,7 @@ def play(body: Callable[[Town], Awaitable[None]], **donors: Snapshot | None) -> 
             host = sim_host(network, transports[name], 1, {})
             settings = Settings("fp32", (ELEMENTS,))
             whole = bool(mine)
-            town.standings[name] = IndependentStateSync(
+            town.state_sync[name] = IndependentStateSync(
                 host, settings, snapshots, lambda: KEY, lambda: names, lambda whole=whole: whole
             )
         await body(town)
@@ -111,7 +111,7 @@ def test_where_a_donor_dies_the_next_one_brings_its_own() -> None:
     async def body(town: Town) -> None:
         asyncio.get_running_loop().call_later(1.0, town.network.kill, "anna")
         assert value_of(await town.fetch(60.0, "anna", "bert")) == 2.0
-        named, _, _ = town.newcomer.ledger.take()
+        named, _, _ = town.newcomer.accounting.take()
         assert {blame.peer for blame in named} == {"anna"}
 
     play(body, anna=state(1.0, 4), bert=state(2.0, 4))
@@ -129,7 +129,7 @@ def test_where_nobody_has_a_state_there_is_none() -> None:
 @pytest.mark.parametrize("lie", ["signature", "root", "round", "name", "run"])
 def test_who_vouches_for_what_it_should_not_is_named_and_not_fetched_from(lie: str) -> None:
     async def body(town: Town) -> None:
-        liar = town.standings["liar"]
+        liar = town.state_sync["liar"]
         honest = liar._standing
 
         def lying() -> StateAdvert:
@@ -148,7 +148,7 @@ def test_who_vouches_for_what_it_should_not_is_named_and_not_fetched_from(lie: s
 
         liar._standing = lying  # type: ignore[method-assign]
         assert value_of(await town.fetch()) == 1.0
-        named, _, _ = town.newcomer.ledger.take()
+        named, _, _ = town.newcomer.accounting.take()
         assert {blame.peer for blame in named} == {"liar"}
 
     play(body, liar=state(9.0, 4), zita=state(1.0, 4))
@@ -159,9 +159,9 @@ def test_a_donor_whose_index_makes_another_root_than_it_signed_is_left() -> None
         good = state(9.0, 4)
         theta = torch.full((ELEMENTS,), 7.0)
         wrong = Snapshot(good.lineage, 4, SnapshotIndex.of(theta, theta))
-        town.standings["liar"]._snapshots.put(wrong)
+        town.state_sync["liar"]._snapshots.put(wrong)
         assert value_of(await town.fetch(60.0, "liar", "anna")) == 1.0
-        named, _, _ = town.newcomer.ledger.take()
+        named, _, _ = town.newcomer.accounting.take()
         assert any(blame.peer == "liar" and "state root" in blame.why for blame in named)
 
     play(body, anna=state(1.0, 4), liar=state(9.0, 4))
@@ -173,7 +173,7 @@ def test_a_state_that_is_not_finite_is_not_taken(value: float) -> None:
 
     async def body(town: Town) -> None:
         assert value_of(await town.fetch(60.0, "liar", "anna")) == 1.0
-        named, _, _ = town.newcomer.ledger.take()
+        named, _, _ = town.newcomer.accounting.take()
         assert [blame.peer for blame in named] == ["liar"] and "not finite" in named[0].why
 
     play(body, anna=state(1.0, 4), liar=state(value, 4))
@@ -184,7 +184,7 @@ def test_who_could_not_be_asked_in_time_is_not_named() -> None:
         asyncio.get_running_loop().call_later(1.7, town.network.kill, "anna")
         with pytest.raises(StateUnavailable, match="none of 1 donors"):
             await town.fetch(1.0, "anna", "bert")
-        named, _, _ = town.newcomer.ledger.take()
+        named, _, _ = town.newcomer.accounting.take()
         assert {blame.peer for blame in named} == {"anna"}
 
     play(body, anna=state(1.0, 4), bert=state(2.0, 4))
@@ -194,7 +194,7 @@ def test_a_person_is_told_when_it_was_in_vain_five_times_in_a_row() -> None:
     async def body(town: Town) -> None:
         said: list[str] = []
         town.newcomer.complain_to(said.append)
-        snapshots, mine = town.standings["anna"]._snapshots, state(1.0, 4)
+        snapshots, mine = town.state_sync["anna"]._snapshots, state(1.0, 4)
         for rounds in (4, 5):
             for _ in range(rounds):
                 assert said == []
@@ -203,11 +203,11 @@ def test_a_person_is_told_when_it_was_in_vain_five_times_in_a_row() -> None:
             snapshots.put(mine)
             await town.fetch()
             snapshots.drop(mine)
-            town.standings["anna"]._donor._loans.clear()
+            town.state_sync["anna"]._donor._loans.clear()
         assert said == ["nobody here has a state: waiting for a peer that has one"]
 
     def away(town: Town) -> Awaitable[None]:
-        town.standings["anna"]._snapshots._held.clear()
+        town.state_sync["anna"]._snapshots._held.clear()
         return body(town)
 
     play(away, anna=state(0.0, 4))
@@ -263,17 +263,17 @@ def lives(spread_limit: float, start: float, rounds: int) -> dict[PeerId, list[R
         await trainer.write(anchor)
         averager = Pairs(host, settings, Alone)
         course, outer = LocalHistory(averager.me, replace(KEY, round=0)), OuterSGD(1e-3, 0.0)
-        replica = IndependentOuterLoop(course, trainer, averager, outer, host.compute, anchor, snapshots)
-        replica.spread_limit, replica.lacks_state = spread_limit, name == "zoe" and not start
-        replica.compare = lambda mine: (
+        outer_loop = IndependentOuterLoop(course, trainer, averager, outer, host.compute, anchor, snapshots)
+        outer_loop.spread_limit, outer_loop.lacks_state = spread_limit, name == "zoe" and not start
+        outer_loop.compare = lambda mine: (
             sketches.update({name: mine}) or {peer: each for peer, each in sketches.items() if peer != name}
         )
-        standings = IndependentStateSync(
-            host, settings, snapshots, lambda: replica.key, lambda: told, lambda: not replica.seeks_state
+        state_sync = IndependentStateSync(
+            host, settings, snapshots, lambda: outer_loop.key, lambda: told, lambda: not outer_loop.seeks_state
         )
-        await replica.settle()
+        await outer_loop.settle()
         goes_on = lambda: len(told[name]) < rounds  # noqa: E731
-        async for report in run_independent_rounds(replica, standings, SimClock().wall, goes_on):
+        async for report in run_independent_rounds(outer_loop, state_sync, SimClock().wall, goes_on):
             told[name].append(report)
 
     async def main() -> None:

@@ -58,7 +58,7 @@ def test_a_stay_ends_with_the_run(play: Play) -> None:
             assert peer.outcomes == ["committed"] * 4
             assert [line["round"] for line in peer.lines()] == [0, 1, 2, 3]
             assert all(line["held_out_loss"] is not None and line["threads"] == 3 for line in peer.lines())
-            assert (peer.portrait.state, peer.portrait.reason) == ("finished", "the run is over")
+            assert (peer.status_tracker.state, peer.status_tracker.reason) == ("finished", "the run is over")
             assert (peer.state.path / "sample.txt").read_bytes() == b"def something"
             assert not (peer.state.path / "peers.json").exists()
         assert len({peer.chain.head.key.lineage for peer in peers}) == 1
@@ -114,7 +114,7 @@ def test_a_share_of_the_rounds_is_done_and_handed_in(play: Play) -> None:
         c = town.add("c", run_rounds=6, rounds=2)
         await town.end("c")
         assert c.outcomes == ["committed"] * 2 and all("c" in report.peers for report in c.view.reports)
-        assert c.portrait.state == "finished" and set(c.state.peers()) == {"a", "b"}
+        assert c.status_tracker.state == "finished" and set(c.state.peers()) == {"a", "b"}
         await town.end()
         for peer in (a, b):
             assert peer.outcomes == ["committed"] * 6, "who leaves in good order costs the others no round"
@@ -134,12 +134,12 @@ def test_who_leaves_at_any_moment_does_so_by_a_decision(play: Play, after_second
         a, b, c = town.all(run_rounds=6)
         await asyncio.sleep(after_seconds)
         began = now()
-        c.stay.leave()
-        c.stay.leave()
+        c.session.leave()
+        c.session.leave()
         await town.end("c")
         assert now() - began <= FINISH_SECONDS and c.view.said == []
         assert c.outcomes and set(c.outcomes[:-1]) <= {"committed"} and c.outcomes[-1] in ("committed", "skipped")
-        assert c.portrait.state == "finished"
+        assert c.status_tracker.state == "finished"
         await town.end()
         for peer in (a, b):
             assert len(peer.outcomes) == 6 and peer.outcomes.count("committed") >= 5
@@ -151,7 +151,7 @@ def test_who_leaves_at_any_moment_does_so_by_a_decision(play: Play, after_second
 def test_who_leaves_between_two_rounds_begins_none_that_it_would_not_end(play: Play) -> None:
     async def body(town: Town) -> None:
         a, b, c = town.all(run_rounds=6)
-        c.view.on_report = lambda report: c.stay.leave()
+        c.view.on_report = lambda report: c.session.leave()
         await town.end("c")
         assert len(c.view.reports) <= 1 + FAREWELLS and (c.ended or math.inf) <= 3.0 + FINISH_SECONDS
         await town.end()
@@ -164,7 +164,7 @@ def test_who_leaves_alone_leaves_when_its_round_is_over(play: Play) -> None:
     async def body(town: Town) -> None:
         (peer,) = town.all("a", run_rounds=6)
         await asyncio.sleep(0.5)
-        peer.stay.leave()
+        peer.session.leave()
         await town.end()
         assert peer.outcomes == ["alone"] and now() < 1.5
 
@@ -175,10 +175,10 @@ def test_who_leaves_while_it_waits_for_others_leaves_at_once(play: Play) -> None
     async def body(town: Town) -> None:
         (peer,) = town.all("a", wait=5)
         await asyncio.sleep(30.0)
-        assert peer.portrait.state == "waiting" and "5 peers" in peer.portrait.reason
-        peer.stay.leave()
+        assert peer.status_tracker.state == "waiting" and "5 peers" in peer.status_tracker.reason
+        peer.session.leave()
         await town.end()
-        assert now() - 30.0 <= 1.1 and peer.outcomes == [] and peer.portrait.state == "finished"
+        assert now() - 30.0 <= 1.1 and peer.outcomes == [] and peer.status_tracker.state == "finished"
 
     play(body, founders="a")
 
@@ -202,14 +202,14 @@ def test_who_leaves_while_it_catches_up_leaves_at_once(play: Play) -> None:
         first = town.add("a", run_rounds=50)
         await until(lambda: len(first.view.reports) == 3)
         newcomer = town.add("d", run_rounds=50)
-        await until(lambda: newcomer.portrait.state == "syncing")
+        await until(lambda: newcomer.status_tracker.state == "syncing")
         town.cut("d")
         await asyncio.sleep(5.0)
         began = now()
-        newcomer.stay.leave()
+        newcomer.session.leave()
         await town.end("d")
         assert now() - began <= LOOK_ON_SECONDS + 0.1
-        first.stay.leave()
+        first.session.leave()
         await town.end("a")
 
     play(body, founders="a")
@@ -222,7 +222,7 @@ def test_who_is_cut_off_leaves_without_its_round(play: Play) -> None:
         town.cut("c")
         await asyncio.sleep(0.1)
         began = now()
-        c.stay.leave()
+        c.session.leave()
         await town.end("c")
         assert now() - began == pytest.approx(FINISH_SECONDS, abs=0.2)
         assert c.view.said == ["the round did not end in time: leaving without it"]
@@ -230,7 +230,7 @@ def test_who_is_cut_off_leaves_without_its_round(play: Play) -> None:
         await asyncio.sleep(60.0)
         assert len(a.view.reports) > rounds + 5 and len(a.chain.head.roster) == 2
         for peer in (a, b):
-            peer.stay.leave()
+            peer.session.leave()
         await town.end()
 
     play(body)
@@ -241,7 +241,7 @@ def test_all_leave_at_once(play: Play) -> None:
         peers = town.all(run_rounds=50)
         await asyncio.sleep(3.0)
         for peer in peers:
-            peer.stay.leave()
+            peer.session.leave()
         await town.end(seconds=FINISH_SECONDS + 0.5)
         assert all(set(peer.outcomes) <= {"committed", "skipped"} and not peer.view.said for peer in peers)
         hashes = {(each.lineage, each.params_hash) for peer in peers for each in peer.view.reports}
@@ -290,15 +290,15 @@ async def lingered(contacts: Sequence[Any], later: Callable[[PeerSession], objec
     chain = SimpleNamespace(
         head=SimpleNamespace(key=SimpleNamespace(round=5), roster=roster[1:]), members=lambda limit: roster
     )
-    means = SimpleNamespace(
+    deps = SimpleNamespace(
         membership=SimpleNamespace(contacts=lambda: contacts, goodbye=lambda: None),
-        replica=SimpleNamespace(chain=chain, leave=lambda: None),
+        outer_loop=SimpleNamespace(chain=chain, leave=lambda: None),
     )
-    stay = PeerSession(means, SessionLimits(5, None, 1), StatusTracker("me"), View())  # type: ignore[arg-type]
+    session = PeerSession(deps, SessionLimits(5, None, 1), StatusTracker("me"), View())  # type: ignore[arg-type]
     if later:
-        asyncio.get_running_loop().call_later(3.0, later, stay)
+        asyncio.get_running_loop().call_later(3.0, later, session)
     began = now()
-    await stay._linger()
+    await session._linger()
     return now() - began
 
 
@@ -318,7 +318,7 @@ def test_lingering_is_for_who_is_here_and_behind_and_has_a_limit(contacts: Any, 
 
 def test_lingering_ends_when_the_last_has_caught_up_or_the_user_is_tired() -> None:
     slow = contact("a", 4)
-    assert simloop.run(lingered([slow], lambda stay: setattr(slow, "round", 5))) == pytest.approx(3.0, abs=0.2)
+    assert simloop.run(lingered([slow], lambda session: setattr(slow, "round", 5))) == pytest.approx(3.0, abs=0.2)
     assert simloop.run(lingered([contact("a", 4)], PeerSession.leave)) == pytest.approx(3.0, abs=0.2)
 
 
@@ -326,10 +326,10 @@ def test_lingering_ends_when_the_last_has_caught_up_or_the_user_is_tired() -> No
 def test_farewells_are_for_those_who_count_on_us_and_few(play: Play, roster: str, farewells: int) -> None:
     async def body(town: Town) -> None:
         peer = Peer(town, "a", SessionLimits(9, None, 1), 0.1)
-        stay = peer.stay
-        assert all(stay._goes_on() for _ in range(5))
-        stay.leave()
-        assert [stay._goes_on() for _ in range(5)] == [True] * farewells + [False] * (5 - farewells)
+        session = peer.session
+        assert all(session._goes_on() for _ in range(5))
+        session.leave()
+        assert [session._goes_on() for _ in range(5)] == [True] * farewells + [False] * (5 - farewells)
 
     play(body, founders=roster)
 
@@ -360,7 +360,7 @@ def test_a_loss_is_told_only_where_the_state_moved(play: Play) -> None:
         hashes = [peer.view.reports[-1].params_hash, "moved", "moved", "again"]
         for params_hash in hashes:
             for outcome in ("undecided", "superseded", "fork"):
-                await peer.stay._report(
+                await peer.session._report(
                     replace(first, params_hash=params_hash, outcome=outcome, held_out_loss=math.nan)
                 )
         told = [not math.isnan(report.held_out_loss) for report in peer.view.reports[3:]]
@@ -395,7 +395,7 @@ def test_who_was_met_is_remembered_with_where_it_is(play: Play) -> None:
         await until(lambda: len(peers[0].view.reports) == 12)
         assert peers[0].state.peers() == {name: ("/ip4/10.0.0.1/tcp/1",) for name in "bc"}
         for peer in peers:
-            peer.stay.leave()
+            peer.session.leave()
         await town.end()
         assert set(peers[0].state.peers()) <= {"b", "c"}, "they can be asked when this peer comes back"
 

@@ -23,14 +23,14 @@ def test_a_run_comes_to_its_end_and_what_is_told_says_how_far_apart_peers_are(tm
     async def body(town: Town) -> None:
         peers = town.all(wait=3)
         await until(lambda: any(peer.outcomes for peer in peers))
-        status = peers[0].portrait.status()
+        status = peers[0].status_tracker.status()
         assert status.lineage and {line.live for line in status.peers} == {True}
         await town.end()
 
     town = play(tmp_path, body)
     for peer in town.peers.values():
         assert len(peer.outcomes) == 4 and peer.outcomes.count("committed") >= 3
-        assert peer.portrait.status().state == "finished"
+        assert peer.status_tracker.status().state == "finished"
         last = peer.view.reports[-1]
         assert math.isfinite(last.spread) and last.spread_limit == SPREAD_LIMIT
         assert any(report.spread > 0 for report in peer.view.reports)
@@ -55,7 +55,7 @@ def test_who_is_asked_to_leave_hands_in_and_goes(tmp_path: Path) -> None:
         peers = town.all(run_rounds=8)
         await until(lambda: len(peers[0].outcomes) >= 2)
         asked = now()
-        peers[2].stay.leave()
+        peers[2].session.leave()
         await town.end("c")
         assert now() - asked < 5.0
         await town.end("ab")

@@ -53,7 +53,9 @@ def test_a_few_rounds_behind_replays_their_means() -> None:
         assert (report.replayed_rounds, report.bytes_downloaded) == (4, 0)
         assert (report.lost_rounds, report.lost_tokens, report.blamed) == (0, 0, {})
         assert 4 * INT8 < report.bytes_received < 4 * INT8 + 8000
-        assert torch.equal(cleo.trainer.shift.learner.vectors[0], cleo.replica.anchor), "and trains on from there"
+        assert torch.equal(cleo.trainer.local_training.learner.vectors[0], cleo.outer_loop.anchor), (
+            "and trains on from there"
+        )
         assert [each.round for each in cleo.snapshots.held()] == [8, 2]
         await world.rounds("anna bert cleo", 2)
         assert world.same("anna bert cleo")
@@ -66,10 +68,10 @@ def test_who_is_not_behind_has_nothing_to_do() -> None:
 
     async def main() -> None:
         await world.rounds("anna bert cleo", 2)
-        before = world.peers["anna"].replica.anchor.clone()
+        before = world.peers["anna"].outer_loop.anchor.clone()
         report = await world.peers["anna"].catch_up()
         assert (report.outcome, report.lineage, report.parent) == ("undecided", report.parent, report.lineage)
-        assert torch.equal(world.peers["anna"].replica.anchor, before) and report.blamed == {}
+        assert torch.equal(world.peers["anna"].outer_loop.anchor, before) and report.blamed == {}
 
     world.play(main)
 
@@ -241,8 +243,8 @@ def test_a_peer_whose_state_diverged_does_not_apply_and_starts_from_anothers() -
     async def main() -> None:
         await world.rounds("anna bert cleo", 5)
         cleo = world.peers["cleo"]
-        cleo.replica.anchor[3] += 1e-6
-        await cleo.replica.settle()
+        cleo.outer_loop.anchor[3] += 1e-6
+        await cleo.outer_loop.settle()
         with pytest.raises(AssertionError, match="its state is not the one that the others hold"):
             await world.decide("anna bert cleo")
         assert cleo.round == 5 and world.same("anna bert")
@@ -261,14 +263,14 @@ def test_means_that_lead_elsewhere_are_thrown_away() -> None:
         await world.rounds("anna bert cleo", 2)
         await world.rounds("anna bert", 5)
         cleo = world.peers["cleo"]
-        step, left = cleo.replica.state.outer.step, [1]
+        step, left = cleo.outer_loop.state.outer.step, [1]
 
         def wrong(anchor: torch.Tensor, velocity: torch.Tensor, delta: torch.Tensor) -> bool:
             finite = step(anchor, velocity, delta)
             anchor[0] += 1e-6 * bool(left and left.pop())
             return finite
 
-        cleo.replica.state.outer.step = wrong  # type: ignore[method-assign]
+        cleo.outer_loop.state.outer.step = wrong  # type: ignore[method-assign]
         report = await cleo.catch_up()
         assert world.same("anna bert cleo") and (report.replayed_rounds, report.bytes_downloaded) == (1, 8000)
 

@@ -122,14 +122,14 @@ def test_who_cannot_keep_what_it_downloads_is_no_further(when: str) -> None:
         elif when == "made":
             cleo.snapshots._make_room = full
         else:
-            download = cleo.sync.supply.download
+            download = cleo.sync.fetcher.download
 
             async def broken(*args: object) -> object:
                 snapshot = await download(*args)  # type: ignore[arg-type]
                 snapshot.room.failing = True  # type: ignore[attr-defined]
                 return snapshot
 
-            cleo.sync.supply.download = broken  # type: ignore[assignment, method-assign]
+            cleo.sync.fetcher.download = broken  # type: ignore[assignment, method-assign]
         report = await cleo.catch_up(60.0)
         assert report.outcome == "undecided" and report.lineage == report.parent and report.blamed == {}
         cleo.snapshots._make_room = Disk

@@ -268,11 +268,11 @@ def test_a_lying_donor_alone_changes_nothing_and_holds_nothing() -> None:
             ]
 
         world.network.block("bert", "cleo")
-        before, count = (cleo.chain.head, cleo.replica.anchor.clone()), held()
+        before, count = (cleo.chain.head, cleo.outer_loop.anchor.clone()), held()
         for _ in range(3):
             report = await cleo.catch_up(120.0)
             assert report.outcome == "undecided" and "another digest" in report.blamed["anna"]
-            assert cleo.chain.head == before[0] and torch.equal(cleo.replica.anchor, before[1])
+            assert cleo.chain.head == before[0] and torch.equal(cleo.outer_loop.anchor, before[1])
             await asyncio.sleep(61.0)
         assert held() == count
         world.network.heal("bert", "cleo")
@@ -368,6 +368,6 @@ def test_a_record_whose_parts_make_no_mean_is_passed_by_a_snapshot() -> None:
         for bounds in ((), (0, 5), (0, 700, 300), (1, 500, 1000), (0, 333, 1 << 40)):
             bad = replace(link.record, bounds=bounds)
             with pytest.raises(Exception, match="do not make up its mean"):
-                await cleo.sync.supply.parts(replace(link, certificate=certified(head, bad)), 1e6)
+                await cleo.sync.fetcher.parts(replace(link, certificate=certified(head, bad)), 1e6)
 
     play(None, main)

@@ -42,12 +42,12 @@ class Life:
         self.me, self.history = self.averager.me, list[RoundReport]()
         self.newcomer = self.me not in world.founders
         trainer = InlineTrainer(Paced(ELEMENTS, ord(name[0])), 4, 0.25)
-        anchor = torch.zeros(ELEMENTS) if self.newcomer else trainer.shift.learner.vectors[0].clone()
-        self.replica = ReplicatedOuterLoop(
+        anchor = torch.zeros(ELEMENTS) if self.newcomer else trainer.local_training.learner.vectors[0].clone()
+        self.outer_loop = ReplicatedOuterLoop(
             self.chain, trainer, self.averager, OuterSGD(0.7, 0.9), host.compute, anchor, snapshots
         )
         hints = [member.peer for member in world.founders]
-        self.sync = ChainSync(host, self.chain, world.settings, snapshots, lambda: hints, self.averager.shelf)
+        self.sync = ChainSync(host, self.chain, world.settings, snapshots, lambda: hints, self.averager.part_cache)
         self.sync.on_better = lambda branch: self.averager.supersede()
         self._wall = host.clock.wall
 
@@ -55,17 +55,17 @@ class Life:
         await run_with_helper(self._train(), self.sync.run())
 
     async def _train(self) -> None:
-        await self.replica.settle()
+        await self.outer_loop.settle()
         if self.newcomer:
             await self._catch_up()
         while True:
-            self.history.append(await self.replica.run_round(self.me, self._wall))
+            self.history.append(await self.outer_loop.run_round(self.me, self._wall))
             if self.history[-1].outcome == "superseded":
                 await self._catch_up()
 
     async def _catch_up(self) -> None:
         deadline = asyncio.get_running_loop().time() + 60.0
-        self.history.append(await self.replica.catch_up(self.sync, self._wall, deadline))
+        self.history.append(await self.outer_loop.catch_up(self.sync, self._wall, deadline))
 
     def caught_up(self) -> list[RoundReport]:
         """The reports that say what catching up came to."""

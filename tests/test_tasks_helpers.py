@@ -27,10 +27,10 @@ def now() -> float:
 
 def test_everyone_who_waits_is_woken_when_its_condition_holds() -> None:
     async def main() -> list[tuple[int, float]]:
-        bell, count, woken = Notifier(), 0, list[tuple[int, float]]()
+        notifier, count, woken = Notifier(), 0, list[tuple[int, float]]()
 
         async def wait(least: int) -> None:
-            await bell.until(lambda: count >= least, 100.0)
+            await notifier.until(lambda: count >= least, 100.0)
             woken.append((least, now()))
 
         async with asyncio.TaskGroup() as group:
@@ -39,7 +39,7 @@ def test_everyone_who_waits_is_woken_when_its_condition_holds() -> None:
             for _ in range(3):
                 await asyncio.sleep(10)
                 count += 1
-                bell.notify()
+                notifier.notify()
         return woken
 
     assert play(main()) == [(1, 10.0), (2, 20.0), (2, 20.0), (3, 30.0)]
@@ -47,11 +47,11 @@ def test_everyone_who_waits_is_woken_when_its_condition_holds() -> None:
 
 def test_a_ring_alone_wakes_nobody_for_good() -> None:
     async def main() -> float:
-        bell = Notifier()
+        notifier = Notifier()
         for second in range(1, 20):
-            asyncio.get_running_loop().call_at(second, bell.notify)
+            asyncio.get_running_loop().call_at(second, notifier.notify)
         with pytest.raises(TimeoutError):
-            await bell.until(lambda: False, 12.5)
+            await notifier.until(lambda: False, 12.5)
         return now()
 
     assert play(main()) == 12.5
@@ -61,16 +61,16 @@ def test_a_condition_is_asked_at_rings_only() -> None:
     """State stays with its owner, who says when it has changed."""
 
     async def main() -> list[float]:
-        bell, asked = Notifier(), list[float]()
+        notifier, asked = Notifier(), list[float]()
         loop = asyncio.get_running_loop()
         for second in (3, 8):
-            loop.call_at(second, bell.notify)
+            loop.call_at(second, notifier.notify)
 
         def condition() -> bool:
             asked.append(now())
             return now() >= 5
 
-        await bell.until(condition, 100.0)
+        await notifier.until(condition, 100.0)
         return asked
 
     assert play(main()) == [0.0, 3.0, 8.0]
@@ -89,10 +89,10 @@ def test_what_holds_already_is_not_waited_for_even_past_the_deadline() -> None:
 
 def test_a_ring_before_anybody_waits_is_not_kept() -> None:
     async def main() -> float:
-        bell, turns = Notifier(), iter([False, True])
-        bell.notify()
+        notifier, turns = Notifier(), iter([False, True])
+        notifier.notify()
         with pytest.raises(TimeoutError):
-            await bell.until(lambda: next(turns), 5.0)
+            await notifier.until(lambda: next(turns), 5.0)
         return now()
 
     assert play(main()) == 5.0

@@ -12,10 +12,10 @@ from tests.sim.gossiping import Swarm
 
 
 def heard(**said: int) -> RoundEstimator:
-    tempo = RoundEstimator()
+    estimator = RoundEstimator()
     for peer, number in said.items():
-        tempo.hear(peer, number)
-    return tempo
+        estimator.hear(peer, number)
+    return estimator
 
 
 @pytest.mark.parametrize(
@@ -39,25 +39,25 @@ def test_most_of_those_who_were_heard_say_which_round_it_is(said: dict[str, int]
 
 
 def test_what_a_peer_said_last_counts_and_no_more_are_remembered_than_a_few() -> None:
-    tempo = heard(a=9, b=9)
-    tempo.hear("a", 2)
-    assert tempo.round(0, ("a", "b")) == 2
+    estimator = heard(a=9, b=9)
+    estimator.hear("a", 2)
+    assert estimator.round(0, ("a", "b")) == 2
     for index in range(WITNESSES):
-        tempo.hear(f"p{index}", 4)
-    assert tempo.round(0, ()) == 4
+        estimator.hear(f"p{index}", 4)
+    assert estimator.round(0, ()) == 4
 
 
 def test_who_is_slow_is_in_the_round_of_the_others() -> None:
     """Three do six rounds while the fourth does one: it ends that in the last of theirs."""
     swarm, sessions = Swarm(4), list[Any]()
-    swarm.gossips[3].tempo.hear("p0", 10**6)  # which one says, and takes back
-    opened = swarm.gossips[3].pairing.open
+    swarm.gossips[3].estimator.hear("p0", 10**6)  # which one says, and takes back
+    opened = swarm.gossips[3].exchanges.open
 
     def open_round(session: Any) -> None:
         sessions.append(session)
         opened(session)
 
-    swarm.gossips[3].pairing.open = open_round
+    swarm.gossips[3].exchanges.open = open_round
 
     async def life(index: int) -> None:
         for number in range(6):

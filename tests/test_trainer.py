@@ -132,35 +132,50 @@ def test_a_step_without_a_finite_gradient_changes_nothing() -> None:
 
 
 def test_accounts_run_since_the_anchor_was_written() -> None:
-    shift = LocalTraining(Count(), inner_steps=4)
-    shift.begin(0)
-    assert shift.work().tokens == 0 and math.isnan(shift.work().loss) and not shift.work().complete
+    local_training = LocalTraining(Count(), inner_steps=4)
+    local_training.begin(0)
+    assert (
+        local_training.work().tokens == 0
+        and math.isnan(local_training.work().loss)
+        and not local_training.work().complete
+    )
     for _ in range(4):
-        shift.step()
-        shift.spend(0.5)
-    assert shift.work() == LocalProgress(
+        local_training.step()
+        local_training.spend(0.5)
+    assert local_training.work() == LocalProgress(
         tokens=40, loss=1.5, seconds=2.0, step_seconds=0.5, norm=math.sqrt(32), complete=True
     )
-    shift.begin(1)  # round 0 was skipped: the longer delta is offered
-    shift.step()
-    shift.spend(0.25)
-    assert shift.work() == LocalProgress(tokens=50, loss=1.2, seconds=2.25, step_seconds=0.25, norm=math.sqrt(50))
-    shift.write(torch.tensor([3.0, 4.0]))
-    assert shift.work().tokens == 0 and shift.work().norm == 0 and shift.work().seconds == 0
-    shift.write(torch.tensor([3.0, 4.0]), anchor=torch.zeros(2), tokens=20)
-    assert (shift.work().tokens, shift.work().carried, shift.work().seconds, shift.work().norm) == (20, 20, 0.0, 5.0)
-    shift.begin(2)
-    shift.step()
-    assert (shift.work().tokens, shift.work().loss, shift.work().norm) == (30, 0.0, math.sqrt(41))
+    local_training.begin(1)  # round 0 was skipped: the longer delta is offered
+    local_training.step()
+    local_training.spend(0.25)
+    assert local_training.work() == LocalProgress(
+        tokens=50, loss=1.2, seconds=2.25, step_seconds=0.25, norm=math.sqrt(50)
+    )
+    local_training.write(torch.tensor([3.0, 4.0]))
+    assert local_training.work().tokens == 0 and local_training.work().norm == 0 and local_training.work().seconds == 0
+    local_training.write(torch.tensor([3.0, 4.0]), anchor=torch.zeros(2), tokens=20)
+    assert (
+        local_training.work().tokens,
+        local_training.work().carried,
+        local_training.work().seconds,
+        local_training.work().norm,
+    ) == (20, 20, 0.0, 5.0)
+    local_training.begin(2)
+    local_training.step()
+    assert (local_training.work().tokens, local_training.work().loss, local_training.work().norm) == (
+        30,
+        0.0,
+        math.sqrt(41),
+    )
 
 
 def test_steps_are_numbered_within_their_round() -> None:
     learner = Count()
-    shift = LocalTraining(learner, inner_steps=4)
+    local_training = LocalTraining(learner, inner_steps=4)
     for number in (3, 3, 4):
-        shift.begin(number)
-        shift.step()
-        shift.step()
+        local_training.begin(number)
+        local_training.step()
+        local_training.step()
     assert learner.steps == [(3, 0), (3, 1), (3, 2), (3, 3), (4, 0), (4, 1)]
     with pytest.raises(ValueError, match="inner_steps must be at least 1, not 0"):
         LocalTraining(learner, 0)
@@ -169,59 +184,59 @@ def test_steps_are_numbered_within_their_round() -> None:
 def test_what_was_left_out_does_not_count() -> None:
     learner = Count()
     learner.left_out = 2
-    shift = LocalTraining(learner, inner_steps=3)
-    shift.begin(0)
+    local_training = LocalTraining(learner, inner_steps=3)
+    local_training.begin(0)
     for _ in range(3):
-        shift.step()
-    assert (shift.work().tokens, shift.work().loss, shift.work().complete) == (10, 2.0, True)
+        local_training.step()
+    assert (local_training.work().tokens, local_training.work().loss, local_training.work().complete) == (10, 2.0, True)
 
 
 def test_the_outer_parameters_are_evaluated() -> None:
     learner = Count()
-    shift = LocalTraining(learner, inner_steps=4)
-    shift.write(torch.tensor([5.0, 6.0]))
-    shift.begin(0)
-    shift.step()
-    assert shift.evaluate() == 11.0
+    local_training = LocalTraining(learner, inner_steps=4)
+    local_training.write(torch.tensor([5.0, 6.0]))
+    local_training.begin(0)
+    local_training.step()
+    assert local_training.evaluate() == 11.0
     into = torch.zeros(2)
-    shift.read(into)
+    local_training.read(into)
     assert into.tolist() == [6.0, 7.0]
 
 
 def test_an_anchor_in_vectors_of_others() -> None:
     learner = Count()
     anchors: tuple[Vector, ...] = (torch.tensor([3.0, 4.0]),)
-    shift = LocalTraining(learner, 4, anchors)
-    shift.reset(70)
-    assert (shift.work().tokens, shift.work().norm) == (70, 5.0) and shift.evaluate() == 7.0
-    with pytest.raises(ZeroDivisionError), shift.outer():
+    local_training = LocalTraining(learner, 4, anchors)
+    local_training.reset(70)
+    assert (local_training.work().tokens, local_training.work().norm) == (70, 5.0) and local_training.evaluate() == 7.0
+    with pytest.raises(ZeroDivisionError), local_training.outer():
         raise ZeroDivisionError
     assert learner.vectors[0].tolist() == [0.0, 0.0]
-    shift.write(torch.ones(2))
+    local_training.write(torch.ones(2))
     assert anchors[0].tolist() == [1.0, 1.0]
 
 
 def test_what_was_written_is_news() -> None:
-    shift = LocalTraining(Count(), inner_steps=100)
-    shift.begin(0)
+    local_training = LocalTraining(Count(), inner_steps=100)
+    local_training.begin(0)
     for _ in range(20):
-        shift.step()
-        shift.due()
-    shift.write(torch.zeros(2))
-    shift.step()
-    assert shift.due() and shift.work().tokens == 10
+        local_training.step()
+        local_training.due()
+    local_training.write(torch.zeros(2))
+    local_training.step()
+    assert local_training.due() and local_training.work().tokens == 10
 
 
 def test_the_norm_of_many_pieces() -> None:
     task = Paced(600_001, seed=0)
-    shift = LocalTraining(task, inner_steps=1)
+    local_training = LocalTraining(task, inner_steps=1)
     anchor = task.vectors[0].clone()
     task.vectors[0].add_(torch.linspace(-1, 1, 600_001))
-    assert shift.work().norm == 0  # nothing was trained
-    shift.begin(0)
-    shift.step()
+    assert local_training.work().norm == 0  # nothing was trained
+    local_training.begin(0)
+    local_training.step()
     expected = float((task.vectors[0].double() - anchor.double()).square().sum().sqrt())
-    assert shift.work().norm == pytest.approx(expected, rel=1e-6)
+    assert local_training.work().norm == pytest.approx(expected, rel=1e-6)
 
 
 async def _train(

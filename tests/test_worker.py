@@ -112,7 +112,7 @@ def test_bad_values_are_one_line(change: dict[str, Any], message: str) -> None:
 def test_training_is_that_of_a_shift_of_ones_own(memory: int, text: Path) -> None:
     spec = WorkerSpec(GPT, RECIPE, 3, 9, text, device="cpu", threads=1)
     learner = build(spec, torch.empty, False).learner
-    mine, shift = Shared(memory, learner.layout.sizes()), LocalTraining(learner, RECIPE.inner_steps)
+    mine, local_training = Shared(memory, learner.layout.sizes()), LocalTraining(learner, RECIPE.inner_steps)
     os.ftruncate(memory, 0)  # the worker is to find it new
 
     def hear(kind: str, value: Any) -> None:
@@ -121,12 +121,12 @@ def test_training_is_that_of_a_shift_of_ones_own(memory: int, text: Path) -> Non
     told = serve(
         memory, spec, {"do": "train", "round": 0, "begin": True, "surplus": True}, {"do": "evaluate"}, hear=hear
     )
-    before = shift.evaluate()
-    shift.begin(0)
-    offers = [shift.work()]
+    before = local_training.evaluate()
+    local_training.begin(0)
+    offers = [local_training.work()]
     while not offers[-1].complete:
-        shift.step()
-        offers.append(shift.work())
+        local_training.step()
+        offers.append(local_training.work())
     assert torch.equal(mine.local[0], learner.vectors[0]) and mine.position == mine.steps == 4
     same = ("tokens", "norm", "complete")
     assert [[each["progress"][name] for name in same] for each in told[:-2]] == [

@@ -41,7 +41,7 @@ def build_membership(
     transport: DialingTransport,
     clock: Clock,
     state: StateDir,
-    portrait: StatusTracker,
+    status_tracker: StatusTracker,
     chain: RoundHistory,
     met: Mapping[PeerId, str],
     unanswered: Sequence[str] = (),
@@ -49,7 +49,7 @@ def build_membership(
     """Who is here, beginning with whom this peer knows.
 
     Args:
-        portrait: has this peer's name and addresses.
+        status_tracker: has this peer's name and addresses.
         met: who let it in, and the multiaddr that led there.
         unanswered: multiaddrs that the user gave and where nobody was; they are dialled on.
     """
@@ -57,8 +57,8 @@ def build_membership(
         me=Member(state.identity.peer_id, state.incarnation),
         run=chain.head.key.run,
         life=secrets.randbits(63),
-        nickname=portrait.nickname,
-        addresses=lambda: [address.rpartition("/p2p/")[0] for address in portrait.addresses()],
+        nickname=status_tracker.nickname,
+        addresses=lambda: [address.rpartition("/p2p/")[0] for address in status_tracker.addresses()],
         round=lambda: chain.head.key.round,
     )
     silent = {peer: address for address, _, peer in (each.rpartition("/p2p/") for each in unanswered)}

@@ -237,9 +237,9 @@ def _is_of(chain: Chain, checkpoint: Checkpoint) -> bool:
 
 async def restore(
     begin: RestartPoint,
-    replica: ReplicatedOuterLoop | IndependentOuterLoop,
+    outer_loop: ReplicatedOuterLoop | IndependentOuterLoop,
     trainer: RemoteTrainer,
-    keeper: CheckpointManager,
+    checkpoints: CheckpointManager,
 ) -> None:
     """Put this peer where its last checkpoint was made, inner optimiser and all; the older ones are handed out again.
 
@@ -248,18 +248,18 @@ async def restore(
     """
     try:
         for each in begin.checkpoints:
-            keeper.holds(each)
-        snapshot = keeper.snapshots.get(begin.checkpoints[0].lineage) if begin.checkpoints else None
+            checkpoints.holds(each)
+        snapshot = checkpoints.snapshots.get(begin.checkpoints[0].lineage) if begin.checkpoints else None
         if snapshot:
-            await replica.start_from(snapshot)
+            await outer_loop.start_from(snapshot)
     except OSError as error:
         what = f"{_listed(begin.checkpoints[:1])} cannot be read any more ({error.strerror or error})"
-        where = keeper.home
+        where = checkpoints.home
         raise StateError(f"{what}: set {where} right, or move the damaged one out of it, and start again") from None
     if begin.checkpoints:
         await _load(begin.checkpoints[0], trainer)
-        if keeper.feedback:
-            await keeper.feedback.load(begin.checkpoints[0].feedback)
+        if checkpoints.feedback:
+            await checkpoints.feedback.load(begin.checkpoints[0].feedback)
 
 
 async def _load(checkpoint: Checkpoint, trainer: RemoteTrainer) -> None:

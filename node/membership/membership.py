@@ -77,7 +77,7 @@ class Membership:
         refused: why -> peers turned away, and what peers told that broke a rule.
         on_met: called with a peer that has just become live.
         on_twin: called with one line when another process turns out to have our identity.
-        vigil: what this peer notices of its own machine.
+        host_monitor: what this peer notices of its own machine.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Membership:
         self.on_met: Callable[[PeerId], None] = lambda peer: None
         self.on_twin: Callable[[str], None] = lambda why: None
         self._transport, self._who, self._wanted = transport, who, wanted
-        self._reach, self._drop, self.vigil = reach, drop, HostMonitor(clock, who.addresses)
+        self._reach, self._drop, self.host_monitor = reach, drop, HostMonitor(clock, who.addresses)
         self._greeter = HandshakeProtocol(who, clock, signer)
         self._contacts = PeerTable(who.me.peer, wanted)
         self._contacts.on_forget = self._forgotten
@@ -182,7 +182,7 @@ class Membership:
         loop = asyncio.get_running_loop()
         while True:
             now = loop.time()
-            gap = self.vigil.tick(now, TICK_SECONDS, self._offsets)
+            gap = self.host_monitor.tick(now, TICK_SECONDS, self._offsets)
             for contact in self._contacts:
                 if gap and gap.line:
                     contact.doubt(now)

@@ -60,7 +60,7 @@ class DhtDirectory:
         self.refused: Counter[tuple[PeerId, str]] = Counter()
         self._transport, self._signer, self._clock, self._run = transport, signer, clock, run
         self._offset_seconds = offset_seconds
-        self._shelf = RecordStore(self._now)
+        self._records = RecordStore(self._now)
         self._node: Node | None = None
         self._up = asyncio.Event()
         self._announced: dict[str, DirectoryRecord] = {}
@@ -95,7 +95,7 @@ class DhtDirectory:
         """What peers, this one included, say in a scope, the latest first; at the deadline, what is known by then."""
         name = name_of(self._run, scope)
         await self._ask(deadline, lambda node: node.search(name))
-        entries = sorted(self._shelf.live(place(name)).items(), key=lambda pair: pair[1].expires, reverse=True)
+        entries = sorted(self._records.live(place(name)).items(), key=lambda pair: pair[1].expires, reverse=True)
         return [(peer, unpack(_content(entry.value)).value) for peer, entry in entries[:limit]]
 
     async def meet(self, peer: PeerId, deadline: Deadline) -> bool:
@@ -130,7 +130,7 @@ class DhtDirectory:
         while True:
             try:
                 link = await self._transport.link()
-                async with running_node(link, self._shelf, self._is_sound, self._refuse) as node:
+                async with running_node(link, self._records, self._is_sound, self._refuse) as node:
                     await self._serve(node, link)
             except DaemonError:
                 return  # the transport is closed

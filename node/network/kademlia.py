@@ -79,14 +79,14 @@ class _Serializer(MSGPackSerializer):  # type: ignore[misc]
 class _Storage:
     """The shelf, as hivemind's node uses its storage and its cache."""
 
-    def __init__(self, shelf: RecordStore) -> None:
-        self._shelf = shelf
+    def __init__(self, records: RecordStore) -> None:
+        self._records = records
 
     def store(self, key: Key, value: bytes, expiration_time: float, subkey: str) -> bool:
-        return self._shelf.put(key, subkey, value, expiration_time)
+        return self._records.put(key, subkey, value, expiration_time)
 
     def get(self, key: Key) -> Any:
-        live = self._shelf.live(key)
+        live = self._records.live(key)
         if not live:
             return None
         found = _dictionary((subkey, value, expires) for subkey, (value, expires) in live.items())
@@ -120,10 +120,10 @@ class StarlingDHT(DHTProtocol):  # type: ignore[misc]
 
     serializer = _Serializer
 
-    def prepare(self, shelf: RecordStore, judge: RecordValidator, refuse: Refuse) -> None:
+    def prepare(self, records: RecordStore, judge: RecordValidator, refuse: Refuse) -> None:
         """To be called before the node can be reached."""
-        self._shelf = shelf
-        self.storage = self.cache = _Storage(shelf)
+        self._records = records
+        self.storage = self.cache = _Storage(records)
         self.tasks: set[asyncio.Task[Any]] = set()
         self._judge, self._refuse = judge, refuse
         self._second, self._requests = 0, Counter[PeerId]()
@@ -134,7 +134,7 @@ class StarlingDHT(DHTProtocol):  # type: ignore[misc]
         return dht_pb2.PingResponse(peer=self.node_info)
 
     async def rpc_find(self, request: dht_pb2.FindRequest, context: P2PContext) -> dht_pb2.FindResponse:
-        asker = await self._admit(request, context)
+        initiator = await self._admit(request, context)
         if len(request.keys) != 1 or len(request.keys[0]) != DHTID.HASH_NBYTES:
             raise self._refused(context.remote_id, "asks for several keys at once, or none")
         key = DHTID.from_bytes(request.keys[0])
@@ -142,7 +142,7 @@ class StarlingDHT(DHTProtocol):  # type: ignore[misc]
         if found := self.storage.get(key):
             fields = {"value": _Serializer.dumps(found.value), "expiration_time": found.expiration_time}
             result = dht_pb2.FindResult(type=dht_pb2.FOUND_DICTIONARY, **fields)
-        for node, peer in self.routing_table.get_nearest_neighbors(key, self.bucket_size, exclude=asker):
+        for node, peer in self.routing_table.get_nearest_neighbors(key, self.bucket_size, exclude=initiator):
             result.nearest_node_ids.append(node.to_bytes())
             result.nearest_peer_ids.append(peer.to_bytes())
         return dht_pb2.FindResponse(results=[result], peer=self.node_info)
@@ -205,16 +205,16 @@ class StarlingDHT(DHTProtocol):  # type: ignore[misc]
         if not isinstance(subkey, str):
             raise self._refused(sender, "malformed record")
         sound = self._judge(sender.to_base58(), where, subkey, value, expiration_time)
-        return sound and self._shelf.put(where, subkey, value, expiration_time)
+        return sound and self._records.put(where, subkey, value, expiration_time)
 
     def _sift(self, sender: PeerID, key: Key, found: Any) -> Any:
         """Keep what is sound of what a node has found; returns all that is known then."""
         if found is not None and isinstance(found.value, DictionaryDHTValue):
-            known = self._shelf.live(key)
+            known = self._records.live(key)
             for subkey, (value, expires) in islice(found.value.items(), MAX_HINTS_PER_KEY):
                 is_new = (value, expires) != known.get(subkey)
                 if is_new and self._judge(sender.to_base58(), key, subkey, value, expires):
-                    self._shelf.put(key, subkey, value, expires)
+                    self._records.put(key, subkey, value, expires)
         return self.storage.get(key)
 
     def _true_nodes(self, nearest: Mapping[Key, PeerID]) -> dict[Key, PeerID]:
@@ -261,7 +261,7 @@ class Node:
 
 @asynccontextmanager
 async def running_node(
-    link: DaemonConnection, shelf: RecordStore, judge: RecordValidator, refuse: Refuse
+    link: DaemonConnection, records: RecordStore, judge: RecordValidator, refuse: Refuse
 ) -> AsyncIterator[Node]:
     """A node on this life of p2pd, until left: then it has no tasks any more.
 
@@ -276,7 +276,7 @@ async def running_node(
     node.protocol = protocol = await StarlingDHT.create(
         link.client, me, _BUCKET, _DEPTH, _REPLICAS, _CALL_SECONDS, _CALLS, client_mode=True
     )
-    protocol.prepare(shelf, judge, refuse)
+    protocol.prepare(records, judge, refuse)
     try:
         async with asyncio.timeout(_DAEMON_SECONDS):
             await protocol.add_p2p_handlers(link.client)

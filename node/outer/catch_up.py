@@ -56,7 +56,7 @@ class CatchUp:
         deadline: past it, it goes on only while it moves.
     """
 
-    supply: StateFetcher
+    fetcher: StateFetcher
     chain: Chain
     own: OuterState
     lineage: bytes
@@ -66,17 +66,17 @@ class CatchUp:
 
     async def run(self) -> CatchUpResult | None:
         """Try the cheaper way first, then the other, then the last resort; None if none leads there."""
-        supply, loop = self.supply, asyncio.get_running_loop()
+        fetcher, loop = self.fetcher, asyncio.get_running_loop()
         ways: list[tuple[int, Callable[[], Awaitable[CatchUpResult]]]] = []
-        if offered := supply.offered(self.chain):
-            ways.append((supply.cost_bytes(self.chain, offered[0]), self._from_others))
+        if offered := fetcher.offered(self.chain):
+            ways.append((fetcher.cost_bytes(self.chain, offered[0]), self._from_others))
         if start := self._nearest():
-            ways.append((supply.mean_bytes * self.chain.count_since(start[1]), lambda: self._from_own(*start)))
+            ways.append((fetcher.mean_bytes * self.chain.count_since(start[1]), lambda: self._from_own(*start)))
         goal = self.chain.head.key.round
-        if line := supply.pursuit.begins(loop.time(), goal, supply.fetching.fetched_bytes, supply.mean_bytes):
-            supply.on_slow(line)
+        if line := fetcher.trend.begins(loop.time(), goal, fetcher.sync_progress.fetched_bytes, fetcher.mean_bytes):
+            fetcher.on_slow(line)
         try:
-            last_resort = bool(supply.former_donors(self.chain.head))
+            last_resort = bool(fetcher.former_donors(self.chain.head))
             for way in (*(way for _, way in sorted(ways, key=lambda each: each[0])), self._from_former):
                 try:  # where there is another way, one that leads nowhere may not take the time of all
                     async with asyncio.timeout(VOUCHED_SECONDS if last_resort and way != self._from_former else None):
@@ -84,11 +84,11 @@ class CatchUp:
                 except (StateUnavailable, TimeoutError) as error:
                     log.info("the state before round %d is not reached: %s", goal + 1, error)
                     continue
-                supply.pursuit.ends(loop.time())
-                supply.caught_up()
+                fetcher.trend.ends(loop.time())
+                fetcher.caught_up()
                 return reached
         finally:
-            supply.fetching.end()
+            fetcher.sync_progress.end()
         return None
 
     def _nearest(self) -> tuple[OuterState | Snapshot, bytes] | None:
@@ -103,21 +103,21 @@ class CatchUp:
         return max(sound, key=lambda each: each[0])[1:] if sound else None
 
     async def _from_own(self, start: OuterState | Snapshot, lineage: bytes) -> CatchUpResult:
-        self.supply.fetching.begin(self.chain.count_since(lineage), self.supply.mean_bytes)
-        return await self._replay(await self._copy(start), lineage)
+        self.fetcher.sync_progress.begin(self.chain.count_since(lineage), self.fetcher.mean_bytes)
+        return await self._replayer(await self._copy(start), lineage)
 
     async def _from_others(self) -> CatchUpResult:
-        fetching, offered = self.supply.fetching, self.supply.offered(self.chain)
+        sync_progress, offered = self.fetcher.sync_progress, self.fetcher.offered(self.chain)
         since = self.chain.count_since(offered[0].key.lineage) if offered else 0
-        fetching.begin(since, self.supply.mean_bytes)
-        snapshot = await self.supply.download(self.chain, self.deadline)
-        fetching.rounds_whole = self.chain.count_since(snapshot.lineage)
-        return await self._replay(await self._copy(snapshot), snapshot.lineage, snapshot)
+        sync_progress.begin(since, self.fetcher.mean_bytes)
+        snapshot = await self.fetcher.download(self.chain, self.deadline)
+        sync_progress.rounds_whole = self.chain.count_since(snapshot.lineage)
+        return await self._replayer(await self._copy(snapshot), snapshot.lineage, snapshot)
 
     async def _from_former(self) -> CatchUpResult:
         """The last resort: see `StateFetcher.from_former`."""
-        self.supply.fetching.begin(0, self.supply.mean_bytes)
-        snapshot = await self.supply.from_former(self.chain, self._until())
+        self.fetcher.sync_progress.begin(0, self.fetcher.mean_bytes)
+        snapshot = await self.fetcher.from_former(self.chain, self._until())
         return CatchUpResult(await self._copy(snapshot), 0, True, snapshot)
 
     async def _copy(self, source: OuterState | Snapshot) -> OuterState:
@@ -134,7 +134,7 @@ class CatchUp:
                 raise StateUnavailable(f"a snapshot cannot be read: {error.strerror or error}") from error
         return state
 
-    async def _replay(self, state: OuterState, lineage: bytes, snapshot: Snapshot | None = None) -> CatchUpResult:
+    async def _replayer(self, state: OuterState, lineage: bytes, snapshot: Snapshot | None = None) -> CatchUpResult:
         """Take the steps since a lineage again.
 
         Raises:
@@ -154,16 +154,16 @@ class CatchUp:
                 if number + 1 < len(links):  # on its way while this step is taken
                     ahead = group.create_task(self._parts(links[number + 1]))
                 if link.record.averaged:
-                    await self.supply.decode(parts, self.scratch)
+                    await self.fetcher.decode(parts, self.scratch)
                     finite = await state.step(self.scratch) and finite
                     replayed += 1
-                self.supply.fetching.rounds_here += 1
+                self.fetcher.sync_progress.rounds_here += 1
         return CatchUpResult(state, replayed, finite, snapshot)
 
     async def _parts(self, link: DecidedRound) -> list[ReducedPart]:
-        return await self.supply.parts(link, self._until()) if link.record.averaged else []
+        return await self.fetcher.parts(link, self._until()) if link.record.averaged else []
 
     def _until(self) -> Deadline:
         """For one mean: a long replay is not over as long as each of its rounds comes."""
-        slowest_seconds = STALL_SECONDS + self.supply.mean_bytes / SLOWEST_BYTES_PER_SECOND
+        slowest_seconds = STALL_SECONDS + self.fetcher.mean_bytes / SLOWEST_BYTES_PER_SECOND
         return max(self.deadline, asyncio.get_running_loop().time() + slowest_seconds)

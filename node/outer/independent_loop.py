@@ -73,14 +73,15 @@ class IndependentOuterLoop(OuterLoop):
         compute: Compute,
         anchor: Vector,
         snapshots: Snapshots | None = None,
-        keeper: CheckpointManager | None = None,
+        checkpoints: CheckpointManager | None = None,
     ) -> None:
         """
         Args:
-            anchor, snapshots, keeper: as of `node.outer.replicated_loop.Replica`. The trainer stands at the anchor.
+            anchor, snapshots, checkpoints: as of `node.outer.replicated_loop.Replica`. The trainer stands at the
+            anchor.
             outer: its own step, after which it averages states; or NoLoCo's, which is both at once.
         """
-        super().__init__(trainer, outer, compute, anchor, snapshots, keeper)
+        super().__init__(trainer, outer, compute, anchor, snapshots, checkpoints)
         self.chain, self.averager = chain, averager
         self.compare: Callable[[Sketch], Mapping[PeerId, Sketch]] = lambda mine: {}
         self.spread_limit, self.astray, self.lacks_state = math.inf, False, False
@@ -119,8 +120,8 @@ class IndependentOuterLoop(OuterLoop):
 
     async def keep(self) -> None:
         """Make a checkpoint of where this peer stands, between two rounds, if it makes any."""
-        if self._keeper and not self.lacks_state:
-            await self._keep(self._keeper.snapshots, self.key)
+        if self._checkpoints and not self.lacks_state:
+            await self._keep(self._checkpoints.snapshots, self.key)
 
     async def start_from(self, snapshot: Snapshot) -> None:
         """Take up a state, one's own of a former life or another peer's, and its round; `settle` follows.
@@ -219,7 +220,7 @@ class IndependentOuterLoop(OuterLoop):
     # -- another's state ----------------------------------------------------------------------------------------------
 
     async def catch_up(
-        self, standings: IndependentStateSync, wall: Callable[[], float], deadline: Deadline
+        self, state_sync: IndependentStateSync, wall: Callable[[], float], deadline: Deadline
     ) -> RoundReport:
         """Fetch another's state, and stand there. Never raises for what other peers do: `undecided`, nothing changed.
 
@@ -228,7 +229,7 @@ class IndependentOuterLoop(OuterLoop):
         key, watch = self.key, LapTimer()
         outcome = Outcome.UNDECIDED
         try:
-            snapshot = await standings.fetch(self._nearest, deadline)
+            snapshot = await state_sync.fetch(self._nearest, deadline)
             await self.start_from(snapshot)
         except StateUnavailable as error:
             log.debug("no state to go on from: %s", error)
@@ -238,13 +239,13 @@ class IndependentOuterLoop(OuterLoop):
             outcome, self.astray, self.lacks_state = Outcome.SUPERSEDED, False, False
             self._take(snapshot)
             await self.settle()
-        blamed, sent, received = standings.ledger.take()
+        blamed, sent, received = state_sync.accounting.take()
         mean = AveragingResult(outcome, blamed=blamed, bytes_sent=sent, bytes_received=received)
         idle = LocalProgress(0, math.nan, 0.0, 0.0)
         seconds = {"train": 0.0, "average": watch.total()}
         me, lineage = self.averager.me, self.key.lineage
         report = self._report(me, key, lineage, key.lineage, mean, idle, seconds, wall())
-        return replace(report, bytes_downloaded=standings.take_bytes())
+        return replace(report, bytes_downloaded=state_sync.take_bytes())
 
     def _nearest(self, donors: Sequence[PeerId]) -> Sequence[PeerId]:
         centre = middle([self._sketches[peer] for peer in sorted(self._sketches)])
@@ -256,7 +257,7 @@ class IndependentOuterLoop(OuterLoop):
         if self._snapshots:
             for each in self._snapshots.held():
                 self._snapshots.drop(each)
-        if self._keeper:
-            self._keeper.take(snapshot)
+        if self._checkpoints:
+            self._checkpoints.take(snapshot)
         elif self._snapshots:
             self._snapshots.put(snapshot)

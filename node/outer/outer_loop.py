@@ -52,10 +52,10 @@ class OuterLoop:
 
     def __init__(
         self, trainer: Trainer, outer: OuterSGD | NoLoCo, compute: Compute, anchor: Vector, snapshots: Snapshots | None,
-        keeper: CheckpointManager | None,
+        checkpoints: CheckpointManager | None,
     ) -> None:  # fmt: skip
         self.trainer = trainer
-        self._compute, self._snapshots, self._keeper = compute, snapshots, keeper
+        self._compute, self._snapshots, self._checkpoints = compute, snapshots, checkpoints
         self.state = OuterState(anchor, torch.zeros_like(anchor), outer, compute)
         self.leaving = self.last = False
         self.on_phase: Callable[[str, LocalProgress], None] = lambda phase, work: None
@@ -88,8 +88,8 @@ class OuterLoop:
         """Keep the state as it stands, before the round of this key, if it is not kept yet."""
         if snapshots.get(key.lineage):
             return
-        if self._keeper:
-            await self._keeper.keep(self.state, key)
+        if self._checkpoints:
+            await self._checkpoints.keep(self.state, key)
         else:
             await self.state.keep(snapshots, key)
 

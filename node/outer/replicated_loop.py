@@ -65,7 +65,7 @@ class ReplicatedOuterLoop(OuterLoop):
         compute: Compute,
         anchor: Vector,
         snapshots: Snapshots | None = None,
-        keeper: CheckpointManager | None = None,
+        checkpoints: CheckpointManager | None = None,
         feedback: ErrorFeedback | None = None,
     ) -> None:
         """
@@ -73,10 +73,10 @@ class ReplicatedOuterLoop(OuterLoop):
             anchor: outer parameters that the run starts from, float32 (n); from now on they are ours. A newcomer, who
                 has to fetch them, may bring any.
             snapshots: where to keep some, for this peer and for others; None keeps none.
-            keeper: makes checkpoints of them; they are its snapshots then.
+            checkpoints: makes checkpoints of them; they are its snapshots then.
             feedback: of a codec that needs it.
         """
-        super().__init__(trainer, outer, compute, anchor, snapshots, keeper)
+        super().__init__(trainer, outer, compute, anchor, snapshots, checkpoints)
         self.chain, self.averager, self.feedback = chain, averager, feedback
         self._delta, self._mean = torch.empty_like(anchor), torch.empty_like(anchor)
         self._counted: dict[bytes, int] = {}  # lineage -> tokens of ours in the round that led to it
@@ -104,8 +104,8 @@ class ReplicatedOuterLoop(OuterLoop):
 
     async def keep(self) -> None:
         """Make a checkpoint of where this peer stands, between two rounds, if it makes any."""
-        if self._keeper:
-            await self._keep_head(self._keeper.snapshots)
+        if self._checkpoints:
+            await self._keep_head(self._checkpoints.snapshots)
 
     def took_part(self, report: RoundReport) -> bool:
         """Whether that was a round of this peer's: not one that it only watched, or that was skipped."""
@@ -224,9 +224,9 @@ class ReplicatedOuterLoop(OuterLoop):
         reached = None
         if branch or self._lacks_state():
             held = self._snapshots.held() if self._snapshots else ()
-            reached = await CatchUp(sync.supply, chain, self.state, head.key.lineage, held, self._mean, deadline).run()
+            reached = await CatchUp(sync.fetcher, chain, self.state, head.key.lineage, held, self._mean, deadline).run()
         lost_rounds, lost_tokens = await self._adopt(branch, reached) if reached else (0, 0)
-        blamed, sent, received = sync.ledger.take()
+        blamed, sent, received = sync.accounting.take()
         downloaded, parts = sync.take_bytes()
         outcome = Outcome.SUPERSEDED if reached else Outcome.UNDECIDED
         mean = AveragingResult(outcome, blamed=blamed, bytes_sent=sent, bytes_received=received + parts)
@@ -248,8 +248,8 @@ class ReplicatedOuterLoop(OuterLoop):
         lost = self.chain.switch(branch.ancestor.key.lineage, branch.links) if branch else ()
         if self._snapshots:
             self._snapshots.prune(self.chain)
-            if reached.snapshot and self._keeper:
-                self._keeper.take(reached.snapshot)
+            if reached.snapshot and self._checkpoints:
+                self._checkpoints.take(reached.snapshot)
             elif reached.snapshot:
                 self._snapshots.put(reached.snapshot)
         await self._settled()

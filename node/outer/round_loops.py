@@ -22,7 +22,7 @@ PAUSE_SECONDS = 1.0
 
 
 async def run_replicated_rounds(
-    replica: ReplicatedOuterLoop,
+    outer_loop: ReplicatedOuterLoop,
     sync: ChainSync,
     wall: Callable[[], float],
     goes_on: Callable[[], bool],
@@ -35,15 +35,15 @@ async def run_replicated_rounds(
     Args:
         tell: told, in words, what this peer does and why, where it is not a round.
     """
-    me = replica.averager.me
+    me = outer_loop.averager.me
     loop = asyncio.get_running_loop()
-    behind, passes = me not in replica.chain.head.roster, 0
+    behind, passes = me not in outer_loop.chain.head.roster, 0
     while goes_on():
         tried = None
         if behind:
             tell("syncing", "others may be ahead: asking them what was decided, and for the state")
             began = loop.time()
-            tried = await replica.catch_up(sync, wall, began + CATCH_UP_SECONDS)
+            tried = await outer_loop.catch_up(sync, wall, began + CATCH_UP_SECONDS)
             if tried.outcome == Outcome.SUPERSEDED:
                 passes += 1
                 behind = passes < MAX_PASSES and _was_far(tried, loop.time() - began)
@@ -52,15 +52,15 @@ async def run_replicated_rounds(
             if not passes:
                 await asyncio.sleep(PAUSE_SECONDS)
         passes = 0
-        report = await replica.run_round(me, wall)
+        report = await outer_loop.run_round(me, wall)
         yield report.after(tried) if tried else report
         behind = report.outcome in (Outcome.UNDECIDED, Outcome.SUPERSEDED)
         sync.stranded = report.outcome == Outcome.UNDECIDED
 
 
 async def run_independent_rounds(
-    replica: IndependentOuterLoop,
-    standings: IndependentStateSync,
+    outer_loop: IndependentOuterLoop,
+    state_sync: IndependentStateSync,
     wall: Callable[[], float],
     goes_on: Callable[[], bool],
     tell: Callable[[str, str], None] = lambda state, reason: None,
@@ -72,18 +72,18 @@ async def run_independent_rounds(
     loop = asyncio.get_running_loop()
     tried: RoundReport | None = None
     while goes_on():
-        if replica.seeks_state:
+        if outer_loop.seeks_state:
             tell("syncing", "fetching a state from a peer that has one")
-            report = await replica.catch_up(standings, wall, loop.time() + CATCH_UP_SECONDS)
+            report = await outer_loop.catch_up(state_sync, wall, loop.time() + CATCH_UP_SECONDS)
             report = report.after(tried) if tried else report
             tried = None if report.outcome == Outcome.SUPERSEDED else report
             if tried is None:
                 yield report
                 continue
-        if replica.lacks_state:
+        if outer_loop.lacks_state:
             await asyncio.sleep(PAUSE_SECONDS)
             continue
-        report = await replica.run_round(wall)
+        report = await outer_loop.run_round(wall)
         yield report.after(tried) if tried else report
         tried = None
 

@@ -37,7 +37,7 @@ class OuterLoopFactory:
     settings: Settings
     config: RunConfig
     trainer: RemoteTrainer
-    keeper: CheckpointManager
+    checkpoints: CheckpointManager
     membership: Membership
 
     def _outer(self) -> OuterSGD:
@@ -52,32 +52,32 @@ class OuterLoopFactory:
 
     def replicated(self, chain: Chain, past: Callable[[Gate], PartStore], home: Path) -> OuterLoopStack:
         """One that shares its anchor with the others."""
-        host, keeper, anchor = self.host, self.keeper, self.trainer.anchor()
-        snapshots, owed = keeper.snapshots, keeper.feedback
+        host, checkpoints, anchor = self.host, self.checkpoints, self.trainer.anchor()
+        snapshots, error_feedback = checkpoints.snapshots, checkpoints.feedback
         averager = REPLICATED_PROTOCOLS[self.config.protocol](host, self.settings)
-        averager.shelf.past = past(averager.shelf.gate)
+        averager.part_cache.past = past(averager.part_cache.gate)
         outer = self._outer()
-        replica = ReplicatedOuterLoop(
-            chain, self.trainer, averager, outer, host.compute, anchor, snapshots, keeper, owed
+        outer_loop = ReplicatedOuterLoop(
+            chain, self.trainer, averager, outer, host.compute, anchor, snapshots, checkpoints, error_feedback
         )
-        sync = ChainSync(host, chain, self.settings, snapshots, self.membership.peers, averager.shelf)
+        sync = ChainSync(host, chain, self.settings, snapshots, self.membership.peers, averager.part_cache)
         sync.on_better, sync.proofs.room = (lambda branch: averager.supersede()), partial(spool, home)
         averager.on_ahead = sync.hear
-        return OuterLoopStack(replica, sync, partial(run_replicated_rounds, replica, sync))
+        return OuterLoopStack(outer_loop, sync, partial(run_replicated_rounds, outer_loop, sync))
 
     def independent(self, course: LocalHistory, newcomer: bool) -> OuterLoopStack:
         """One with a state of its own; a newcomer has yet to fetch it."""
         # A copy: others may move the state while the worker trains, and the worker measures from what it was given.
-        host, keeper, anchor = self.host, self.keeper, self.trainer.anchor().clone()
+        host, checkpoints, anchor = self.host, self.checkpoints, self.trainer.anchor().clone()
         averager = INDEPENDENT_PROTOCOLS[self.config.protocol](host, self.settings)
-        replica = IndependentOuterLoop(
-            course, self.trainer, averager, self._own_outer(), host.compute, anchor, keeper.snapshots, keeper
+        outer_loop = IndependentOuterLoop(
+            course, self.trainer, averager, self._own_outer(), host.compute, anchor, checkpoints.snapshots, checkpoints
         )
-        replica.lacks_state, replica.spread_limit = newcomer, self.config.spread_limit
+        outer_loop.lacks_state, outer_loop.spread_limit = newcomer, self.config.spread_limit
         if isinstance(averager, ClosingAverager):
-            replica.closing = ClosingPhase(averager, self.config.recipe.rounds, self.membership.rounds)
-        replica.compare, hints = self.membership.compare, self.membership.peers
-        standings = IndependentStateSync(
-            host, self.settings, keeper.snapshots, lambda: course.key, hints, lambda: not replica.seeks_state
+            outer_loop.closing = ClosingPhase(averager, self.config.recipe.rounds, self.membership.rounds)
+        outer_loop.compare, hints = self.membership.compare, self.membership.peers
+        state_sync = IndependentStateSync(
+            host, self.settings, checkpoints.snapshots, lambda: course.key, hints, lambda: not outer_loop.seeks_state
         )
-        return OuterLoopStack(replica, standings, partial(run_independent_rounds, replica, standings))
+        return OuterLoopStack(outer_loop, state_sync, partial(run_independent_rounds, outer_loop, state_sync))

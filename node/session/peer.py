@@ -108,24 +108,24 @@ class Peer:
         """
         self.on_asked: Callable[..., None] = self.finish
         self._config, self._wanted, self._view = config, run, view
-        self._portrait = StatusTracker(config.nickname)
+        self._status_tracker = StatusTracker(config.nickname)
         self._clock = WallClock()
-        self._stay: PeerSession | None = None
+        self._session: PeerSession | None = None
         self._living: asyncio.Task[None] | None = None
         self._choice = RunSelector(config, (*REPLICATED_PROTOCOLS, *INDEPENDENT_PROTOCOLS), view.say)
         self._finishing, self._failure, self._no_worker = False, "", ""
 
     def finish(self, why: str = "") -> None:
         """End the round, hand in, leave; at once where there is no round yet."""
-        if self._stay:
-            self._stay.leave()
+        if self._session:
+            self._session.leave()
         elif self._living and not self._finishing:
             self._living.cancel()
         self._finishing = True
 
     def status(self) -> Status:
         """What this peer does, as of now."""
-        return self._portrait.status()
+        return self._status_tracker.status()
 
     async def run(self) -> int:
         """Join or start a run, train, leave; returns the process's exit code.
@@ -148,13 +148,13 @@ class Peer:
             raise FatalPeerError(self._failure)
         if self._no_worker:
             raise FatalPeerError(self._no_worker, NO_WORKER)
-        self._portrait.set_state("finished", self._portrait.reason)
+        self._status_tracker.set_state("finished", self._status_tracker.reason)
         return 0
 
     def _end(self, line: str) -> None:
         """There is nothing to take part in any more: no fault of anybody's."""
         self._view.say(line)
-        self._portrait.set_state("finished", "the run is over")
+        self._status_tracker.set_state("finished", "the run is over")
 
     def _fail(self, why: str) -> None:
         self._failure = why
@@ -167,10 +167,10 @@ class Peer:
         self.on_asked("there is no worker any more")
 
     async def _live(self, state: StateDir) -> None:
-        config, portrait = self._config, self._portrait
+        config, status_tracker = self._config, self._status_tracker
         if line := self._choice.over(state, self._wanted):
             return self._end(line)
-        portrait.peer, portrait.incarnation = state.identity.peer_id, state.incarnation
+        status_tracker.peer, status_tracker.incarnation = state.identity.peer_id, state.incarnation
         kept = state.listening(config.listen)
         link = LibP2PConfig(state.identity, config.listen, kept, config.announce, nat=config.nat)
         async with (
@@ -183,12 +183,12 @@ class Peer:
             self._entry(transport, files) as entry,
         ):
             await disk.run(partial(state.listens, config.listen, transport.listening), 0)
-            portrait.addresses = lambda: shareable(transport.addresses) or transport.addresses
-            portrait.lag = lag
+            status_tracker.addresses = lambda: shareable(transport.addresses) or transport.addresses
+            status_tracker.lag = lag
             tools = _PeerResources(state, transport, compute, disk, files, entry, lag)
             held = self._choice.held(state, self._wanted)
             if addresses := self._choice.addresses(state):
-                portrait.set_state("joining", asks(addresses))
+                status_tracker.set_state("joining", asks(addresses))
                 run = await self._choice.ask(entry, state, addresses, held)
                 if line := self._choice.is_over(state, run):
                     return self._end(line)
@@ -228,7 +228,7 @@ class Peer:
         config = self._wanted
         if config is None:
             raise FatalPeerError("no address leads to a run: give one by --bootstrap, or start a run by --new")
-        self._portrait.set_state("starting", "the model is built")
+        self._status_tracker.set_state("starting", "the model is built")
         seed = stream_seed(tools.me)
         async with RemoteTrainer(worker_spec(config, self._config, seed), tools.compute) as trainer:
             created = self._clock.wall()
@@ -246,9 +246,13 @@ class Peer:
         state = tools.state
         begin = partial(state.begin, manifest.run_id, run_id(state.manifest()), run.sealed, run.sample)
         await tools.disk.run(begin, 0)
-        portrait, config = self._portrait, manifest.config
-        portrait.run, portrait.run_id, portrait.rounds = config.name, manifest.run_id, config.recipe.rounds
-        portrait.task, portrait.protocol = config.own_task, config.protocol
+        status_tracker, config = self._status_tracker, manifest.config
+        status_tracker.run, status_tracker.run_id, status_tracker.rounds = (
+            config.name,
+            manifest.run_id,
+            config.recipe.rounds,
+        )
+        status_tracker.task, status_tracker.protocol = config.own_task, config.protocol
 
     async def _start(self, tools: _PeerResources, manifest: Manifest) -> resume.RestartPoint:
         """From where, which is told: a worker takes seconds to come up."""
@@ -272,59 +276,62 @@ class Peer:
         start: resume.RestartPoint,
     ) -> None:
         """Put together what a peer in a run is made of, and stay until it is over."""
-        config, portrait, state, transport = manifest.config, self._portrait, tools.state, tools.transport
+        config, status_tracker, state, transport = manifest.config, self._status_tracker, tools.state, tools.transport
         key = start.chain.head.key
         course = start.chain if start.shares_anchor else LocalHistory(tools.me, key)
-        portrait.chain = course
-        membership = portrait.membership = self._membership(tools, course)
+        status_tracker.chain = course
+        membership = status_tracker.membership = self._membership(tools, course)
         async with (
             DhtDirectory(transport, state.identity, self._clock, key.run, membership.offset_seconds) as directory,
             ScratchSpace(state.path, tools.disk) as scratch,
-            self._keeper(tools, trainer, manifest, start) as keeper,
+            self._checkpoints(tools, trainer, manifest, start) as checkpoints,
         ):
-            portrait.checkpoint_age_seconds = lambda: keeper.age_seconds(self._clock.wall())
+            status_tracker.checkpoint_age_seconds = lambda: checkpoints.age_seconds(self._clock.wall())
             remote = trainer
-            frames, trainer, portrait.journal = with_failpoints(transport, trainer, state.rounds)
+            frames, trainer, status_tracker.journal = with_failpoints(transport, trainer, state.rounds)
             host = Host(frames, directory, membership, tools.compute, self._clock, state.identity, config.seed)
             settings = protocol_settings(manifest, self._config, state.incarnation)
-            made = OuterLoopFactory(host, settings, config, trainer, keeper, membership)
+            made = OuterLoopFactory(host, settings, config, trainer, checkpoints, membership)
             if isinstance(course, LocalHistory):
                 way = made.independent(
                     course, newcomer=not start.checkpoints and manifest.founder.peer != tools.me.peer
                 )
             else:
                 way = made.replicated(course, partial(self._past, scratch, tools), state.path)
-            replica = way.replica
-            await resume.restore(start, replica, trainer, keeper)
-            replica.on_phase, portrait.waiting_for = portrait.on_progress, lambda: replica.waiting_for()
-            portrait.pids = lambda: [pid for pid in (os.getpid(), trainer.pid, transport.daemon_pid) if pid]
+            outer_loop = way.outer_loop
+            await resume.restore(start, outer_loop, trainer, checkpoints)
+            outer_loop.on_phase, status_tracker.waiting_for = (
+                status_tracker.on_progress,
+                lambda: outer_loop.waiting_for(),
+            )
+            status_tracker.pids = lambda: [pid for pid in (os.getpid(), trainer.pid, transport.daemon_pid) if pid]
             BootstrapServer(transport, run, lambda: asdict(public(self.status())))
-            journal, clock, disk = portrait.journal, self._clock, tools.disk
-            if isinstance(replica, ReplicatedOuterLoop):
-                replica.recall(tokens_counted(await disk.run(journal.recent, 0)))
-            means = PeerSessionDeps(*way, trainer, membership, directory, state, journal, tools.lag, clock, disk)
+            journal, clock, disk = status_tracker.journal, self._clock, tools.disk
+            if isinstance(outer_loop, ReplicatedOuterLoop):
+                outer_loop.recall(tokens_counted(await disk.run(journal.recent, 0)))
+            deps = PeerSessionDeps(*way, trainer, membership, directory, state, journal, tools.lag, clock, disk)
             wait_for = self._config.wait_for_peers if course.head.key.round == 0 else 1
             limits = SessionLimits(config.recipe.rounds, self._config.rounds, wait_for)
-            self._stay = PeerSession(means, limits, portrait, self._view)
+            self._session = PeerSession(deps, limits, status_tracker, self._view)
             remote.on_given_up = self._give_up_training
-            await self._told(self._stay.run(), tools.files)
+            await self._told(self._session.run(), tools.files)
 
-    async def _told(self, stay: Coroutine[Any, Any, None], files: ThreadCompute) -> None:
+    async def _told(self, session: Coroutine[Any, Any, None], files: ThreadCompute) -> None:
         """While this peer can let others in, its addresses are where others look for them."""
         if path := self._config.addresses_file:
-            kept = AddressesFile(path, self._portrait.addresses, files, self._view.say)
-            await run_with_helper(stay, kept.run())
+            kept = AddressesFile(path, self._status_tracker.addresses, files, self._view.say)
+            await run_with_helper(session, kept.run())
         else:
-            await stay
+            await session
 
-    def _keeper(
+    def _checkpoints(
         self, tools: _PeerResources, trainer: RemoteTrainer, manifest: Manifest, start: resume.RestartPoint
     ) -> CheckpointManager:
         every_rounds, limit_bytes = self._config.checkpoint_every, int(self._config.disk_limit_bytes)
         like = start.like(manifest.run_id, trainer.layout)
-        owed = feedback(codec(manifest.config.codec), sum(trainer.layout.sizes()), tools.compute)
+        error_feedback = feedback(codec(manifest.config.codec), sum(trainer.layout.sizes()), tools.compute)
         return CheckpointManager(
-            tools.state.path, every_rounds, limit_bytes, like, trainer, tools.disk, start.archive.sync, owed
+            tools.state.path, every_rounds, limit_bytes, like, trainer, tools.disk, start.archive.sync, error_feedback
         )
 
     def _past(self, scratch: ScratchSpace, tools: _PeerResources, gate: Gate) -> PartStore:
@@ -334,9 +341,9 @@ class Peer:
     def _membership(self, tools: _PeerResources, course: RoundHistory) -> Membership:
         unanswered = self._choice.given(tools.entry) if self._choice.alone else ()
         made = build_membership(
-            tools.transport, self._clock, tools.state, self._portrait, course, tools.entry.met, unanswered
+            tools.transport, self._clock, tools.state, self._status_tracker, course, tools.entry.met, unanswered
         )
-        made.on_twin, made.vigil.say = self._fail, self._view.say
+        made.on_twin, made.host_monitor.say = self._fail, self._view.say
         tools.entry.on_named = hinted(made)
         return made
 

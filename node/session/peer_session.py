@@ -73,7 +73,7 @@ class SyncService(Protocol):
     """`protocols.sync.chain_sync.Sync`, or `protocols.sync.independent_sync.Standings` where no anchor is shared."""
 
     @property
-    def fetching(self) -> SyncProgress: ...
+    def sync_progress(self) -> SyncProgress: ...
 
     def complain_to(self, say: Callable[[str], None]) -> None: ...
 
@@ -89,7 +89,7 @@ Rounds: TypeAlias = Callable[
 class OuterLoopStack(NamedTuple):
     """How a peer comes from round to round; see `PeerSessionDeps`."""
 
-    replica: ReplicatedOuterLoop | IndependentOuterLoop
+    outer_loop: ReplicatedOuterLoop | IndependentOuterLoop
     sync: SyncService
     rounds: Rounds
 
@@ -104,7 +104,7 @@ class PeerSessionDeps:
         disk: runs what waits for the disk.
     """
 
-    replica: ReplicatedOuterLoop | IndependentOuterLoop
+    outer_loop: ReplicatedOuterLoop | IndependentOuterLoop
     sync: SyncService
     rounds: Rounds
     trainer: Evaluator
@@ -135,8 +135,10 @@ class SessionLimits:
 class PeerSession:
     """Runs rounds until the run is over, this peer has done its share of them, or its user wants to leave."""
 
-    def __init__(self, means: PeerSessionDeps, limits: SessionLimits, portrait: StatusTracker, view: EventSink) -> None:
-        self._means, self._limits, self._portrait, self._view = means, limits, portrait, view
+    def __init__(
+        self, deps: PeerSessionDeps, limits: SessionLimits, status_tracker: StatusTracker, view: EventSink
+    ) -> None:
+        self._deps, self._limits, self._status_tracker, self._view = deps, limits, status_tracker, view
         self._done = self._farewells = 0
         self._evaluated = ""  # hash of the parameters whose loss was told, or that the run starts from
         self._leave, self._reported = asyncio.Event(), asyncio.Event()
@@ -144,19 +146,19 @@ class PeerSession:
     def leave(self) -> None:
         """End the round under way, and go."""
         self._leave.set()
-        self._portrait.set_state("leaving", "the round ends, its work is handed in")
-        self._means.membership.goodbye()
-        self._means.replica.leave()
+        self._status_tracker.set_state("leaving", "the round ends, its work is handed in")
+        self._deps.membership.goodbye()
+        self._deps.outer_loop.leave()
 
     async def run(self) -> None:
         """The whole stay; returns when it is over."""
-        means = self._means
-        self._portrait.progress = means.sync.fetching.progress
-        means.sync.complain_to(self._view.say)
+        deps = self._deps
+        self._status_tracker.progress = deps.sync.sync_progress.progress
+        deps.sync.complain_to(self._view.say)
         async with task_group() as group:
             helpers = [
-                group.create_task(means.membership.run()),
-                group.create_task(means.sync.run()),
+                group.create_task(deps.membership.run()),
+                group.create_task(deps.sync.run()),
                 group.create_task(self._discover()),
                 group.create_task(self._remember()),
             ]
@@ -173,8 +175,8 @@ class PeerSession:
     async def _hurry(self, main: asyncio.Task[None]) -> None:
         """Who is asked to leave does not wait for others for long; who looks on has nothing to hand in."""
         await self._leave.wait()
-        roster = {member.peer for member in self._means.replica.chain.head.roster}
-        await asyncio.sleep(FINISH_SECONDS if self._portrait.peer in roster else LOOK_ON_SECONDS)
+        roster = {member.peer for member in self._deps.outer_loop.chain.head.roster}
+        await asyncio.sleep(FINISH_SECONDS if self._status_tracker.peer in roster else LOOK_ON_SECONDS)
         if not main.done():
             self._view.say("the round did not end in time: leaving without it")
             main.cancel()
@@ -190,57 +192,57 @@ class PeerSession:
 
     def _is_awaited(self) -> bool:
         """Whether the others count on us: who is in their roster and just goes costs them a round's time."""
-        roster = self._means.replica.chain.head.roster
-        return len(roster) > 1 and self._means.replica.averager.me in roster
+        roster = self._deps.outer_loop.chain.head.roster
+        return len(roster) > 1 and self._deps.outer_loop.averager.me in roster
 
     def _over(self) -> bool:
-        return self._means.replica.chain.trained >= self._limits.run_rounds
+        return self._deps.outer_loop.chain.trained >= self._limits.run_rounds
 
     async def _rounds(self) -> None:
-        means = self._means
-        await means.replica.settle()
-        self._evaluated = means.replica.state.index.parameters_root.hex()
+        deps = self._deps
+        await deps.outer_loop.settle()
+        self._evaluated = deps.outer_loop.state.index.parameters_root.hex()
         await self._wait_for_others()
-        means.replica.last = self._limits.rounds == 1
-        async for report in means.rounds(means.clock.wall, self._goes_on, self._portrait.set_state):
+        deps.outer_loop.last = self._limits.rounds == 1
+        async for report in deps.rounds(deps.clock.wall, self._goes_on, self._status_tracker.set_state):
             await self._report(report)
             if self._limits.rounds is not None:
-                means.replica.last = self._done >= self._limits.rounds - 1
+                deps.outer_loop.last = self._done >= self._limits.rounds - 1
                 if self._done >= self._limits.rounds:
-                    means.replica.leave()
-        if self._over() or 4 * len(means.replica.anchor) <= KEEP_BYTES:
-            await means.replica.keep()
+                    deps.outer_loop.leave()
+        if self._over() or 4 * len(deps.outer_loop.anchor) <= KEEP_BYTES:
+            await deps.outer_loop.keep()
         if self._over() and not self._leave.is_set():
             await self._sample()
         if self._over():
-            await means.disk.run(means.state.forget, 0)
-        self._portrait.set_state("finished", "the run is over" if self._over() else "")
+            await deps.disk.run(deps.state.forget, 0)
+        self._status_tracker.set_state("finished", "the run is over" if self._over() else "")
 
     async def _sample(self) -> None:
         """Keep something that the model writes at the end of the run, if it writes: for people."""
         try:
-            text = await self._means.trainer.generate(SAMPLE_PROMPT, SAMPLE_TOKENS, SAMPLE_TEMPERATURE)
+            text = await self._deps.trainer.generate(SAMPLE_PROMPT, SAMPLE_TOKENS, SAMPLE_TEMPERATURE)
         except (WorkerError, TimeoutError) as error:
             log.info("no sample: %s", error or type(error).__name__)
         else:
-            await self._means.disk.run(partial(self._means.state.keep_text, SAMPLE_PROMPT + text), 0)
+            await self._deps.disk.run(partial(self._deps.state.keep_text, SAMPLE_PROMPT + text), 0)
 
     async def _wait_for_others(self) -> None:
-        members, wanted = self._means.membership, self._limits.wait_for_peers
+        members, wanted = self._deps.membership, self._limits.wait_for_peers
         while not self._leave.is_set() and (here := len(members.live())) < wanted:
-            self._portrait.set_state("waiting", f"for {wanted} peers to be here: {here} so far")
+            self._status_tracker.set_state("waiting", f"for {wanted} peers to be here: {here} so far")
             await members.changed(members.version, asyncio.get_running_loop().time() + WAIT_SECONDS)
 
     async def _report(self, report: RoundReport) -> None:
-        means = self._means
-        self._done += means.replica.took_part(report)
+        deps = self._deps
+        self._done += deps.outer_loop.took_part(report)
         if report.params_hash != self._evaluated:
             self._evaluated = report.params_hash
             report = replace(report, held_out_loss=await self._held_out_loss())
-        pids = self._portrait.pids()
-        report = replace(report, threads=means.trainer.threads, **asdict(vitals(means.lag, pids)))
-        means.journal.write(report)
-        self._portrait.reported(report)
+        pids = self._status_tracker.pids()
+        report = replace(report, threads=deps.trainer.threads, **asdict(vitals(deps.lag, pids)))
+        deps.journal.write(report)
+        self._status_tracker.reported(report)
         self._view.report(report)
         if not self._over():
             self._reported.set()
@@ -248,23 +250,23 @@ class PeerSession:
 
     async def _remember(self) -> None:
         """Note after each round who is here, behind its back: the disk may be busy with a checkpoint for seconds."""
-        means = self._means
+        deps = self._deps
         while await self._reported.wait():
             self._reported.clear()
-            live = {each.peer: each.addresses for each in means.membership.contacts() if each.live}
-            await means.disk.run(partial(means.state.remember, live), 0)
+            live = {each.peer: each.addresses for each in deps.membership.contacts() if each.live}
+            await deps.disk.run(partial(deps.state.remember, live), 0)
 
     async def _held_out_loss(self) -> float:
         """Unknown where the worker fails: what the round came to is told all the same, and the next asks for it."""
         try:
-            return await self._means.trainer.evaluate()
+            return await self._deps.trainer.evaluate()
         except (WorkerError, TimeoutError) as error:
             log.warning("the state of this round is not evaluated: %s", error or type(error).__name__)
             return math.nan
 
     async def _linger(self) -> None:
         """Stay until all who are here are as far as we: who missed the last round, or looked on, can ask us."""
-        members, chain = self._means.membership, self._means.replica.chain
+        members, chain = self._deps.membership, self._deps.outer_loop.chain
         loop = asyncio.get_running_loop()
         until = loop.time() + LINGER_SECONDS
         while loop.time() < until and not self._leave.is_set():
@@ -279,26 +281,26 @@ class PeerSession:
 
     async def _discover(self) -> None:
         """Tell the directory where we are, and ask it for others, again and again."""
-        loop, means = asyncio.get_running_loop(), self._means
+        loop, deps = asyncio.get_running_loop(), self._deps
         met: set[PeerId] = set()
         while True:
             until = loop.time() + FIND_SECONDS
-            await means.membership.changed(0, loop.time() + FIRST_SECONDS)  # a directory begins with whom we know
-            here = {member.peer for member in means.membership.live()} - {means.replica.averager.me.peer}
+            await deps.membership.changed(0, loop.time() + FIRST_SECONDS)  # a directory begins with whom we know
+            here = {member.peer for member in deps.membership.live()} - {deps.outer_loop.averager.me.peer}
             for peer in sorted(here - met):
-                if await means.directory.meet(peer, loop.time() + MEET_SECONDS):
+                if await deps.directory.meet(peer, loop.time() + MEET_SECONDS):
                     met.add(peer)
             met &= here
-            addresses = [address.rpartition("/p2p/")[0] for address in self._portrait.addresses()]
+            addresses = [address.rpartition("/p2p/")[0] for address in self._status_tracker.addresses()]
             value = json.dumps(addresses[:8]).encode()
-            await means.directory.announce(SCOPE, value, ANNOUNCED_SECONDS, until)
-            for peer, found in await means.directory.find(SCOPE, MAX_FOUND, until):
-                means.membership.hint(peer, _addresses(found))
+            await deps.directory.announce(SCOPE, value, ANNOUNCED_SECONDS, until)
+            for peer, found in await deps.directory.find(SCOPE, MAX_FOUND, until):
+                deps.membership.hint(peer, _addresses(found))
             await self._quiet(until)
 
     async def _quiet(self, until: Deadline) -> None:
         """Wait, less long if this machine slept or moved: others look for it at its old addresses."""
-        upset = self._means.membership.vigil.upset
+        upset = self._deps.membership.host_monitor.upset
         with suppress(TimeoutError):
             async with asyncio.timeout_at(until):
                 await upset.wait()

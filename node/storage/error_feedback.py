@@ -33,7 +33,7 @@ class ErrorFeedback:
     """
 
     def __init__(self, codec: Codec, elements: int, compute: Compute) -> None:
-        self.owed, self._gone = torch.zeros(elements), torch.zeros(elements)
+        self.residual, self._gone = torch.zeros(elements), torch.zeros(elements)
         self._codec, self._compute = codec, compute
         self._norm = 0.0
 
@@ -45,7 +45,7 @@ class ErrorFeedback:
 
     async def outgoing(self, delta: Vector) -> Vector:
         """What travels of a pseudo-gradient, float32 (n), and of what is owed: lent until this is called again."""
-        await self._compute.run(lambda: sent(self._codec, self.owed, delta, self._gone), 16 * len(delta))
+        await self._compute.run(lambda: sent(self._codec, self.residual, delta, self._gone), 16 * len(delta))
         return self._gone
 
     async def conclude(self, me: PeerId, mean: AveragingResult, delta: Vector) -> None:
@@ -56,14 +56,14 @@ class ErrorFeedback:
         if me not in mean.peers:
             return
         if mean.weights.get(me):
-            await self._compute.run(lambda: settle(self._codec, self.owed, delta, self._gone), 16 * len(delta))
-            self._norm = await self._compute.run(lambda: norm([self.owed]), 4 * len(delta))
+            await self._compute.run(lambda: settle(self._codec, self.residual, delta, self._gone), 16 * len(delta))
+            self._norm = await self._compute.run(lambda: norm([self.residual]), 4 * len(delta))
         else:
             self.forget()
 
     def forget(self) -> None:
         """Owe nothing."""
-        self.owed.zero_()
+        self.residual.zero_()
         self._norm = 0.0
 
     # -- in a checkpoint ----------------------------------------------------------------------------------------------
@@ -71,14 +71,14 @@ class ErrorFeedback:
     @property
     def bytes(self) -> int:
         """About what `save` writes."""
-        return 4 * len(self.owed)
+        return 4 * len(self.residual)
 
     async def save(self, path: Path) -> None:
         """
         Raises:
             OSError: it cannot be written.
         """
-        await self._compute.run(lambda: tensors.write(path, {_NAME: self.owed}, _ABOUT), 2 * self.bytes)
+        await self._compute.run(lambda: tensors.write(path, {_NAME: self.residual}, _ABOUT), 2 * self.bytes)
 
     async def load(self, path: Path | None) -> None:
         """Take up what a former life owed; nothing where that was not kept, or cannot be read."""
@@ -86,11 +86,11 @@ class ErrorFeedback:
         if path is None:
             return
         try:
-            await self._compute.run(lambda: tensors.read(path, {_NAME: self.owed}), 2 * self.bytes)
+            await self._compute.run(lambda: tensors.read(path, {_NAME: self.residual}), 2 * self.bytes)
         except (OSError, tensors.Unreadable) as error:
             log.warning("what was not sent yet of former rounds is lost: %s", getattr(error, "strerror", None) or error)
             self.forget()
-        self._norm = await self._compute.run(lambda: norm([self.owed]), self.bytes)
+        self._norm = await self._compute.run(lambda: norm([self.residual]), self.bytes)
 
 
 def feedback(codec: Codec, elements: int, compute: Compute) -> ErrorFeedback | None:

@@ -65,7 +65,7 @@ class RemoteTrainer:
         self._torn: WorkerProcess | None = None  # its command was not answered: the local parameters are anything
         self._carried, self._untold = 0, False  # tokens in the local parameters; whether the worker has to hear of it
         self._turn, self._waiting = asyncio.Lock(), 0
-        self._bell = Notifier()
+        self._notifier = Notifier()
 
     async def __aenter__(self) -> Self:
         """
@@ -86,7 +86,7 @@ class RemoteTrainer:
                 raise WorkerError(self._succession.explained(str(error), True)) from error
             raise
         self._minding = asyncio.create_task(self._mind(life), name="worker")
-        self._minding.add_done_callback(lambda _: self._bell.notify())
+        self._minding.add_done_callback(lambda _: self._notifier.notify())
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
@@ -232,12 +232,12 @@ class RemoteTrainer:
 
     async def _rest(self, life: WorkerProcess | None, cut: asyncio.Event) -> None:
         """Wait for the cut, which comes at the round's deadline at the latest, or for another worker."""
-        await self._bell.until(lambda: cut.is_set() or self._life is not life, math.inf)
+        await self._notifier.until(lambda: cut.is_set() or self._life is not life, math.inf)
 
     async def _watch(self, cut: asyncio.Event) -> None:
         await cut.wait()
         self._shared.attention = True
-        self._bell.notify()
+        self._notifier.notify()
 
     async def _order(self, command: dict[str, Any], extra_seconds: float = 0.0) -> Any:
         for _ in range(ATTEMPTS):
@@ -303,7 +303,7 @@ class RemoteTrainer:
         def settled() -> bool:
             return self._life is not None or self._minding.done() or (cut is not None and cut.is_set())
 
-        await self._bell.until(settled, asyncio.get_running_loop().time() + MENDING_SECONDS)
+        await self._notifier.until(settled, asyncio.get_running_loop().time() + MENDING_SECONDS)
         if self._minding.cancelled():
             raise WorkerError("the worker was sent home")
         if self._minding.done():
@@ -333,7 +333,7 @@ class RemoteTrainer:
                     raise
                 self.restarts += 1
                 self._life, self._untold = life, True
-                self._bell.notify()
+                self._notifier.notify()
         finally:
             self._life = None
             await life.end()

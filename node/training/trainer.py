@@ -259,13 +259,13 @@ class InlineTrainer:
     are those of the running loop.
 
     Attributes:
-        shift: the work underneath.
+        local_training: the work underneath.
         step_seconds: what a step takes; it may change at any time.
     """
 
     def __init__(self, learner: Learner, inner_steps: int, step_seconds: float = 0.0) -> None:
         self.layout = learner.layout
-        self.shift = LocalTraining(learner, inner_steps)
+        self.local_training = LocalTraining(learner, inner_steps)
         self.step_seconds = step_seconds
 
     async def train(
@@ -273,31 +273,31 @@ class InlineTrainer:
     ) -> LocalProgress:
         """Train until `cut` is set; see `protocols.base.Trainer`. Set beforehand, it leaves the work as it is."""
         loop = asyncio.get_running_loop()
-        shift = self.shift
-        shift.begin(key.round)
-        progress(shift.work())
+        local_training = self.local_training
+        local_training.begin(key.round)
+        progress(local_training.work())
         mark = loop.time()
         while not cut.is_set():
-            if shift.complete and not surplus:
+            if local_training.complete and not surplus:
                 await cut.wait()
                 break
             await asyncio.sleep(self.step_seconds)
-            shift.step()
+            local_training.step()
             now = loop.time()
-            shift.spend(now - mark)
+            local_training.spend(now - mark)
             mark = now
-            if shift.due():
-                progress(shift.work())
-        return shift.work()
+            if local_training.due():
+                progress(local_training.work())
+        return local_training.work()
 
     async def read(self, into: Vector, fragment: int = 0) -> None:
         """Copy the local parameters out, between two steps."""
-        self.shift.read(into, fragment)
+        self.local_training.read(into, fragment)
 
     async def write(self, source: Vector, fragment: int = 0, anchor: Vector | None = None, tokens: int = 0) -> None:
         """Replace the local parameters, between two steps; see `LocalTraining.write`."""
-        self.shift.write(source, fragment, anchor, tokens)
+        self.local_training.write(source, fragment, anchor, tokens)
 
     async def evaluate(self) -> float:
         """Held-out loss of the outer parameters, between two steps."""
-        return self.shift.evaluate()
+        return self.local_training.evaluate()

@@ -66,7 +66,7 @@ class Worker:
                 local.copy_(vector)
                 anchor.copy_(vector)
         self._anchors = tuple(map(torch.empty_like, job.learner.vectors)) if self._apart else shared.anchor
-        self._shift = LocalTraining(job.learner, spec.recipe.inner_steps, self._anchors)
+        self._local_training = LocalTraining(job.learner, spec.recipe.inner_steps, self._anchors)
         self._take(0)
         job.learner.position = shared.position
         self._parent = os.getppid()
@@ -89,7 +89,7 @@ class Worker:
             case "train":
                 return self._train(command["round"], command["begin"], command["surplus"])
             case "evaluate":
-                return self._shift.evaluate()
+                return self._local_training.evaluate()
             case "held_out":
                 return base64.b64encode(self._job.held_out).decode()
             case "generate":
@@ -101,26 +101,26 @@ class Worker:
         raise CommandRejected(f"no command {command['do']!r}")
 
     def _train(self, round_number: int, begin: bool, surplus: bool) -> dict[str, Any]:
-        shift, shared = self._shift, self._shared
+        local_training, shared = self._local_training, self._shared
         if begin:
-            shift.begin(round_number)
-            self._tell("progress", as_json(shift.work()))
+            local_training.begin(round_number)
+            self._tell("progress", as_json(local_training.work()))
         mark = time.perf_counter()
-        while not shared.attention and os.getppid() == self._parent and (surplus or not shift.complete):
+        while not shared.attention and os.getppid() == self._parent and (surplus or not local_training.complete):
             time.sleep(self._job.rest_seconds)
             shared.claim(self._job.learner.position + self._batches)
-            shift.step()
+            local_training.step()
             now = time.perf_counter()
-            shift.spend(now - mark)
+            local_training.spend(now - mark)
             shared.stepped(now - mark)
             if self._tuner:
                 self._tune(self._tuner, now - mark, now)
             mark = now
-            if shift.due():
-                self._tell("progress", as_json(shift.work()))
+            if local_training.due():
+                self._tell("progress", as_json(local_training.work()))
         if self._apart:
-            _copy(shift.learner.vectors, shared.local)
-        return as_json(shift.work())
+            _copy(local_training.learner.vectors, shared.local)
+        return as_json(local_training.work())
 
     def _tune(self, tuner: ThreadTuner, seconds: float, now: float) -> None:
         """Choose the threads of the next step.
@@ -140,9 +140,9 @@ class Worker:
 
     def _take(self, carried: int) -> None:
         if self._apart:
-            _copy(self._shared.local, self._shift.learner.vectors)
+            _copy(self._shared.local, self._local_training.learner.vectors)
             _copy(self._shared.anchor, self._anchors)
-        self._shift.reset(carried)
+        self._local_training.reset(carried)
 
     def _save(self, path: Path) -> int:
         try:
@@ -168,7 +168,7 @@ class Worker:
         if self._job.generate is None:
             raise CommandRejected("this task generates no text")
         prompt = base64.b64decode(command["prompt"])
-        with self._shift.outer():
+        with self._local_training.outer():
             try:
                 text = self._job.generate(prompt, command["tokens"], command["temperature"], command["seed"])
             except ValueError as error:

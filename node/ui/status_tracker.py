@@ -161,6 +161,6 @@ class StatusTracker:
             protocol=self.protocol,
             spread=self.spread,
             spread_limit=self.spread_limit,
-            clock=self.membership.vigil.clock if self.membership else "",
+            clock=self.membership.host_monitor.clock if self.membership else "",
             checkpoint_age_seconds=self.checkpoint_age_seconds(),
         )

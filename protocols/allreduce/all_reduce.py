@@ -42,7 +42,12 @@ class AllReduce:
     """
 
     def __init__(
-        self, host: Host, ledger: RoundAccounting, task: ReduceJob, on_change: Callable[[], None], method: str = DATA
+        self,
+        host: Host,
+        accounting: RoundAccounting,
+        task: ReduceJob,
+        on_change: Callable[[], None],
+        method: str = DATA,
     ) -> None:
         self._method = method
         self.task = replace(task, progress=self._on_chunk)
@@ -52,16 +57,16 @@ class AllReduce:
         self.finished = 0.0
         self.moved = asyncio.get_running_loop().time()
         self._progress = task.progress
-        self._host, self._ledger, self._on_change = host, ledger, on_change
+        self._host, self._accounting, self._on_change = host, accounting, on_change
         self._reducers: dict[int, Reducer] = {}
         self._lost: dict[PeerId, str] = {}  # of whom nothing is waited for, should another part come to us
         self._silent: list[PeerId] = []
         self._jobs: dict[int, tuple[PeerId, asyncio.Task[None]]] = {}
-        self._bell = Notifier()
+        self._notifier = Notifier()
 
     @property
     def complete(self) -> bool:
-        return len(self.parts) == len(self.task.terms.plan.reducers)
+        return len(self.parts) == len(self.task.resolved.plan.reducers)
 
     @property
     def withheld(self) -> set[PeerId]:
@@ -72,12 +77,12 @@ class AllReduce:
         self.moved = asyncio.get_running_loop().time()
         self._progress()
 
-    def assign(self, terms: ResolvedPlan) -> None:
+    def assign(self, resolved: ResolvedPlan) -> None:
         """Another version of the same plan."""
-        if terms is not self.task.terms:
+        if resolved is not self.task.resolved:
             answer_by = asyncio.get_running_loop().time() + self.task.patience_seconds
-            self.task = replace(self.task, terms=terms, silent=max(self.task.silent, answer_by))
-            self._bell.notify()
+            self.task = replace(self.task, resolved=resolved, silent=max(self.task.silent, answer_by))
+            self._notifier.notify()
 
     def lose(self, peer: PeerId, why: str) -> None:
         """Expect nothing more of a peer."""
@@ -94,13 +99,13 @@ class AllReduce:
         """Reduce and hand in until the deadline, also what is given to others or to us in the meantime."""
         async with task_group() as group:
             while asyncio.get_running_loop().time() < self.task.deadline:
-                terms = self.task.terms
-                for part in range(len(terms.plan.reducers)):
-                    self._begin(group, part, terms.reducer(part))
-                self._bell.notify()
+                resolved = self.task.resolved
+                for part in range(len(resolved.plan.reducers)):
+                    self._begin(group, part, resolved.reducer(part))
+                self._notifier.notify()
                 with suppress(TimeoutError):
-                    await self._bell.until(
-                        lambda terms=terms: terms is not self.task.terms,  # type: ignore[misc]
+                    await self._notifier.until(
+                        lambda resolved=resolved: resolved is not self.task.resolved,  # type: ignore[misc]
                         self.task.deadline,
                     )
 
@@ -117,7 +122,7 @@ class AllReduce:
             self.torn.add(part)
         self.failed.pop(part, None)
         self._reducers.pop(part, None)
-        low, high = self.task.terms.part(part)
+        low, high = self.task.resolved.part(part)
         if low == high:
             self.take(part, _empty(self.task, part))
         elif reducer == self.task.me:
@@ -131,13 +136,13 @@ class AllReduce:
     async def _reduce(self, reducer: Reducer) -> None:
         held = await reducer.run()
         for peer, why in reducer.lost.items():
-            self._ledger.name(peer, why)
+            self._accounting.name(peer, why)
             if why.startswith("silent"):
                 self._silent.append(peer)
             if why.startswith(("silent", "late")):
                 self._lost.setdefault(peer, why)
         for peer, why in reducer.odd.items():
-            self._ledger.name(peer, why)
+            self._accounting.name(peer, why)
         self.take(reducer.part, held)
 
     async def _contribute(self, part: int, reducer: PeerId) -> None:
@@ -145,15 +150,15 @@ class AllReduce:
         task = self.task
         for again in (False, True):
             try:
-                async with self._opened(reducer, task) as stream, self._ledger.counting(stream):
+                async with self._opened(reducer, task) as stream, self._accounting.counting(stream):
                     return self.take(part, await contribute(task, part, stream, again))
             except BadPayload:
                 break
             except PeerGone as error:
-                self._ledger.name(reducer, f"lost as a reducer: {error.why}")
+                self._accounting.name(reducer, f"lost as a reducer: {error.why}")
                 break
             except PeerError as error:
-                self._ledger.name(reducer, f"lost as a reducer: {error.why}")
+                self._accounting.name(reducer, f"lost as a reducer: {error.why}")
                 if reducer in self._silent:
                     break
                 self.torn.add(part)
@@ -201,7 +206,7 @@ class AllReduce:
         if opening.codec != self.task.codec.name:
             raise BadPayload(f"codec {opening.codec!r} where the run uses {self.task.codec.name}")
         try:
-            await self._bell.until(lambda: opening.part in self._reducers, self._until(stream))
+            await self._notifier.until(lambda: opening.part in self._reducers, self._until(stream))
         except TimeoutError:
             raise PeerSilent(peer, f"part {opening.part} was not ours to reduce") from None
         await self._reducers[opening.part].serve(peer, stream)
@@ -214,5 +219,5 @@ def _empty(task: ReduceJob, part: int) -> ReducedPart:
     """A part without elements: nobody has to be asked for it."""
     held = task.part(part)
     held.result = seal(held.low, held.high, [], [])
-    held.done = wire.PartDone(part, task.terms.plan.reducers[part], held.result, b"")
+    held.done = wire.PartDone(part, task.resolved.plan.reducers[part], held.result, b"")
     return held

@@ -117,7 +117,7 @@ class ReduceJob:
     """
 
     key: RoundKey
-    terms: ResolvedPlan
+    resolved: ResolvedPlan
     me: PeerId
     mine: VectorView
     into: VectorView
@@ -132,17 +132,17 @@ class ReduceJob:
 
     def part(self, index: int) -> ReducedPart:
         """Room for a reduced part."""
-        low, high = self.terms.part(index)
-        return ReducedPart(self.codec.reduced(len(self.terms.peers)), low, high, self.chunk_elements)
+        low, high = self.resolved.part(index)
+        return ReducedPart(self.codec.reduced(len(self.resolved.peers)), low, high, self.chunk_elements)
 
     def handed_in(self, index: int) -> PartLayout:
         """How a contribution to a part travels."""
-        low, high = self.terms.part(index)
+        low, high = self.resolved.part(index)
         return PartLayout(self.codec, low, high, self.chunk_elements)
 
     def message(self, done: wire.PartDone) -> bytes:
         """What the reducer of a part signed."""
-        return part_message(self.key, self.terms.digest, done)
+        return part_message(self.key, self.resolved.digest, done)
 
 
 def part_message(key: RoundKey, plan: bytes, done: wire.PartDone) -> bytes:

@@ -141,7 +141,7 @@ class PlanInputs:
     growth: Callable[[int], float] = lambda members: 1.0
 
 
-def make_plan(ground: PlanInputs, offers: Sequence[Offer], elapsed_seconds: float, ballot: int = 0) -> Plan:
+def make_plan(inputs: PlanInputs, offers: Sequence[Offer], elapsed_seconds: float, ballot: int = 0) -> Plan:
     """The plan that calls a round with these offers.
 
     Nobody is cut in mid step, and nobody waits idle for the slowest member's step to end: all train on for as long as
@@ -151,20 +151,20 @@ def make_plan(ground: PlanInputs, offers: Sequence[Offer], elapsed_seconds: floa
         elapsed_seconds: since the round began.
         ballot: whose coordinator calls.
     """
-    barred = {end for each in ground.complaints if each.until > ground.key.round for end in (each.first, each.second)}
+    barred = {end for each in inputs.complaints if each.until > inputs.key.round for end in (each.first, each.second)}
     members = tuple(sorted(offers, key=lambda offer: offer.member))
     # One that has nothing to hand in may be in the middle of its first step: nobody waits for it to reduce anything.
     able = [offer.tokens > 0 and offer.member.peer not in barred for offer in members]
     uplinks = bandwidths([offer.bandwidth for offer in members])
-    growth = ground.growth(len(members)) if members else 1.0
+    growth = inputs.growth(len(members)) if members else 1.0
     fractions = shares(uplinks, able if any(able) else [True] * len(members), growth)
-    seconds = expected_seconds(fractions, uplinks, int(ground.elements * ground.bytes_per_element), growth)
+    seconds = expected_seconds(fractions, uplinks, int(inputs.elements * inputs.bytes_per_element), growth)
     return Plan(
-        key=ground.key,
+        key=inputs.key,
         ballot=ballot,
         version=0,
         offers=members,
-        bounds=part_bounds(fractions, ground.elements, ground.grain),
+        bounds=part_bounds(fractions, inputs.elements, inputs.grain),
         reducers=tuple(range(len(members))),
         cut_seconds=min(elapsed_seconds, max(offer.step_seconds for offer in members)),
         budget_seconds=min(MAX_SECONDS, BUDGET_MULTIPLE * seconds + BUDGET_FLOOR_SECONDS),
@@ -259,7 +259,7 @@ def resolve_plan(plan: Plan, robust: str = "mean") -> ResolvedPlan:
 
 
 def check(
-    plan: Plan, ground: PlanInputs, roster: Sequence[Member], verify: Callable[[PeerId, bytes, bytes], bool]
+    plan: Plan, inputs: PlanInputs, roster: Sequence[Member], verify: Callable[[PeerId, bytes, bytes], bool]
 ) -> None:
     """Refuse a plan that breaks a rule, or is not what its offers lead to.
 
@@ -284,7 +284,7 @@ def check(
             raise BadPayload(f"the plan holds a forged offer of {offer.member.peer}")
     if len({offer.state_root for offer in plan.offers}) > 1:
         raise BadPayload("the plan mixes offers from different states")
-    due = make_plan(ground, plan.offers, plan.cut_seconds)
+    due = make_plan(inputs, plan.offers, plan.cut_seconds)
     first = plan.ballot == plan.version == 0
     known = plan.reducers == due.reducers if first else all(index < len(members) for index in plan.reducers)
     if plan.bounds != due.bounds or len(plan.reducers) != len(due.reducers) or not known:
@@ -297,17 +297,17 @@ COMPLAINT_ROUNDS = 32
 """For how long a link that failed is spared; then it is tried again, at the cost of one repair."""
 
 
-def complaints(terms: ResolvedPlan, parts: Sequence[PartDone], before: Sequence[LinkFault]) -> tuple[LinkFault, ...]:
+def complaints(resolved: ResolvedPlan, parts: Sequence[PartDone], before: Sequence[LinkFault]) -> tuple[LinkFault, ...]:
     """The links to spare from now on: those spared already, and those between a part's reducer and a member of whom it
     has nothing, while another part has some. Each reducer's word counts against one other member, so that a liar
     cannot keep everybody from reducing."""
-    now = terms.plan.key.round
+    now = resolved.plan.key.round
     standing = {(each.first, each.second): each for each in before if each.until > now + 1}
     present = [functools.reduce(operator.or_, (run.mask for run in part.result.runs), 0) for part in parts]
     somewhere = functools.reduce(operator.or_, present, 0)
     for part, masks in zip(parts, present, strict=True):
-        absent = [bit for bit in range(len(terms.peers)) if somewhere >> bit & 1 and not masks >> bit & 1]
+        absent = [bit for bit in range(len(resolved.peers)) if somewhere >> bit & 1 and not masks >> bit & 1]
         if part.result.runs and absent:
-            first, second = sorted((terms.peers[part.reducer], terms.peers[absent[0]]))
+            first, second = sorted((resolved.peers[part.reducer], resolved.peers[absent[0]]))
             standing.setdefault((first, second), LinkFault(first, second, now + 1 + COMPLAINT_ROUNDS))
     return tuple(sorted(standing.values()))[:MAX_ROSTER]

@@ -46,18 +46,20 @@ class Reducer:
         self._handed_in = task.handed_in(part)
         self.lost: dict[PeerId, str] = {}
         self.odd: dict[PeerId, str] = {}
-        terms = task.terms
-        self._judge = RobustAggregator(terms.robust, terms.allowances)
-        self._order = {peer: index for index, peer in enumerate(terms.peers)}
+        resolved = task.resolved
+        self._judge = RobustAggregator(resolved.robust, resolved.allowances)
+        self._order = {peer: index for index, peer in enumerate(resolved.peers)}
         self._chunks = self.held.chunks
-        self._expected = [peer for peer in terms.peers if peer != task.me and terms.weights[self._order[peer]] > 0]
+        self._expected = [
+            peer for peer in resolved.peers if peer != task.me and resolved.weights[self._order[peer]] > 0
+        ]
         self._served: set[PeerId] = set()
         self._inbox: dict[int, dict[PeerId, memoryview]] = {index: {} for index in range(self._chunks)}
         self._free: list[memoryview] = []
-        self._squares = dict.fromkeys(terms.peers, 0.0)
+        self._squares = dict.fromkeys(resolved.peers, 0.0)
         self._masks = self.held.masks
         self._digests: list[bytes] = []
-        self._bell = Notifier()
+        self._notifier = Notifier()
         self._scratch = torch.empty(0)
 
     async def run(self) -> ReducedPart:
@@ -65,7 +67,7 @@ class Reducer:
         if self.held.done:
             return self.held
         # one row for each contributor and one for the mean
-        rows = sum(weight > 0 for weight in self.task.terms.weights) + 1
+        rows = sum(weight > 0 for weight in self.task.resolved.weights) + 1
         self._scratch = torch.empty(rows, min(self.held.chunk_elements, self.held.high - self.held.low))
         late = self._late()
         for index in range(self._chunks):
@@ -79,20 +81,20 @@ class Reducer:
             self._masks.append(mask)
             self._free.extend(self._inbox.pop(index).values())
             self.task.progress()
-            self._bell.notify()
+            self._notifier.notify()
         task, self.held.result = self.task, seal(self.held.low, self.held.high, self._masks, self._digests)
-        done = wire.PartDone(self.part, task.terms.plan.reducers[self.part], self.held.result, b"")
+        done = wire.PartDone(self.part, task.resolved.plan.reducers[self.part], self.held.result, b"")
         self.held.done = replace(done, signature=task.signer.sign(task.message(done)))
         self._scratch, self._free = torch.empty(0), []
-        self.odd = {task.terms.peers[member]: why for member, why in self._judge.named().items()}
-        self._bell.notify()
+        self.odd = {task.resolved.peers[member]: why for member, why in self._judge.named().items()}
+        self._notifier.notify()
         return self.held
 
     def lose(self, peer: PeerId, why: str) -> None:
         """Expect nothing more of a member; what it delivered in whole chunks stays."""
         if peer in self._expected and peer not in self.lost and len(self._masks) < self._chunks:
             self.lost[peer] = why
-            self._bell.notify()
+            self._notifier.notify()
 
     async def serve(self, peer: PeerId, stream: Stream) -> None:
         """Take a member's contribution and give it the reduced part; on a second stream, give it the part alone.
@@ -105,7 +107,7 @@ class Reducer:
             raise BadPayload("not in the plan")
         first = peer not in self._served
         self._served.add(peer)
-        self._bell.notify()
+        self._notifier.notify()
         try:
             if first and peer in self._expected and not self.held.done:
                 await run_with_helper(self._give(stream), self._take(peer, stream))
@@ -117,7 +119,7 @@ class Reducer:
     async def _take(self, peer: PeerId, stream: Stream) -> None:
         try:
             for index in range(self._chunks):
-                await self._bell.until(
+                await self._notifier.until(
                     lambda index=index: index < len(self._masks) + WINDOW_CHUNKS,  # type: ignore[misc]
                     self.task.deadline,
                 )
@@ -142,7 +144,7 @@ class Reducer:
             self._free.append(whole)
             return
         self._inbox[index][peer] = whole
-        self._bell.notify()
+        self._notifier.notify()
 
     def _late(self) -> Deadline:
         now = asyncio.get_running_loop().time()
@@ -161,7 +163,7 @@ class Reducer:
         in_time = True
         for absent, until, why in ((silent, self.task.silent, "silent"), (missing, late, "late")):
             try:
-                await self._bell.until(lambda absent=absent: not absent(), until)  # type: ignore[misc]
+                await self._notifier.until(lambda absent=absent: not absent(), until)  # type: ignore[misc]
             except TimeoutError:
                 in_time = False
                 for peer in absent():
@@ -170,14 +172,14 @@ class Reducer:
 
     def _close(self, index: int) -> tuple[int, dict[PeerId, str]]:
         """Decode, check, average and encode one chunk; off the loop. Returns the mask and who was refused."""
-        task, terms = self.task, self.task.terms
+        task, resolved = self.task, self.task.resolved
         low, high = self.held.elements(index)
         inbox = self._inbox[index]
         taken: list[int] = []
         norms: list[float] = []
         mask, refused = 0, dict[PeerId, str]()
-        for order, peer in enumerate(terms.peers):
-            if terms.weights[order] == 0 or (peer != task.me and (peer not in inbox or peer in self.lost)):
+        for order, peer in enumerate(resolved.peers):
+            if resolved.weights[order] == 0 or (peer != task.me and (peer not in inbox or peer in self.lost)):
                 continue
             row = self._scratch[len(taken), : high - low]
             try:
@@ -185,14 +187,14 @@ class Reducer:
             except BadPayload as error:
                 refused[peer] = f"refused: {error}"
                 continue
-            if terms.factors[order] != 1.0:
-                row.mul_(terms.factors[order])
+            if resolved.factors[order] != 1.0:
+                row.mul_(resolved.factors[order])
             taken.append(order)
-            norms.append(size * terms.factors[order])
+            norms.append(size * resolved.factors[order])
             mask |= 1 << order
         mean = self._scratch[-1, : high - low]
         if taken:
-            rows, weights = self._scratch[: len(taken), : high - low], [terms.weights[order] for order in taken]
+            rows, weights = self._scratch[: len(taken), : high - low], [resolved.weights[order] for order in taken]
             self._judge.average(taken, norms, rows, weights, mean)
         else:
             mean.zero_()
@@ -214,17 +216,17 @@ class Reducer:
         task.codec.decode(self._inbox[index][peer][: self._handed_in.size(index)], row)
         size = norm([row])
         self._squares[peer] += size**2
-        limit = task.terms.norm_limit(self._order[peer])
+        limit = task.resolved.norm_limit(self._order[peer])
         if not self._squares[peer] <= limit * limit:
             raise BadPayload(f"norm above {limit:.3g}, the most that its offer allows")
         return size
 
     async def _give(self, stream: Stream) -> None:
         for index in range(self._chunks):
-            await self._bell.until(lambda index=index: index < len(self._masks), self.task.deadline)  # type: ignore[misc]
+            await self._notifier.until(lambda index=index: index < len(self._masks), self.task.deadline)  # type: ignore[misc]
             data = self.held.chunk(index)
             await stream.send(wire.Reduced(index, self._masks[index], len(data)), data)
-        await self._bell.until(lambda: self.held.done is not None, self.task.deadline)
+        await self._notifier.until(lambda: self.held.done is not None, self.task.deadline)
         assert self.held.done is not None
         await stream.send(self.held.done)
 
@@ -237,7 +239,7 @@ async def contribute(task: ReduceJob, part: int, stream: Stream, again: bool = F
         PeerSilent: the stream broke off.
     """
     held = task.part(part)
-    await stream.send(wire.Contribute(task.key, task.terms.digest, part, task.codec.name))
+    await stream.send(wire.Contribute(task.key, task.resolved.digest, part, task.codec.name))
     if again:
         return await _receive_part(task, part, held, stream)
     return await run_with_helper(
@@ -246,7 +248,7 @@ async def contribute(task: ReduceJob, part: int, stream: Stream, again: bool = F
 
 
 async def _send_part(task: ReduceJob, shape: PartLayout, stream: Stream) -> None:
-    weight = task.terms.weights[task.terms.peers.index(task.me)]
+    weight = task.resolved.weights[task.resolved.peers.index(task.me)]
     if weight == 0:
         return
     scratch = shape.room()
@@ -274,7 +276,7 @@ async def _receive_part(task: ReduceJob, part: int, held: ReducedPart, stream: S
         held.decode_chunk(index, task.into, scratch)
         return chunk_digest(held.masks[index], held.chunk(index))
 
-    mask = (1 << len(task.terms.peers)) - 1
+    mask = (1 << len(task.resolved.peers)) - 1
     for index in range(held.chunks):
         header = wire.expect(await stream.receive(_CHUNK_LIMIT), wire.Reduced)
         data = held.chunk(index)
@@ -289,9 +291,9 @@ async def _receive_part(task: ReduceJob, part: int, held: ReducedPart, stream: S
         task.progress()
     done = wire.expect(await stream.receive(_DONE_LIMIT), wire.PartDone)
     result = seal(held.low, held.high, held.masks, digests)
-    if (done.part, done.result) != (part, result) or done.reducer >= len(task.terms.peers):
+    if (done.part, done.result) != (part, result) or done.reducer >= len(task.resolved.peers):
         raise BadPayload("a part whose digest is not that of its chunks")
-    if not task.signer.verify(task.terms.peers[done.reducer], task.message(done), done.signature):
+    if not task.signer.verify(task.resolved.peers[done.reducer], task.message(done), done.signature):
         raise BadPayload("a part with a forged signature")
     held.result, held.done = done.result, done
     return held

@@ -94,13 +94,13 @@ class AsyncParameterServer:
         """`momentum` is the server's, and delayed."""
         self.host, self.settings = host, settings
         self.me = Member(host.me, settings.incarnation)
-        self.ledger, self.turn = RoundAccounting(), asyncio.Lock()
+        self.accounting, self.turn = RoundAccounting(), asyncio.Lock()
         self.arrivals: DelayedNesterov | None = None
         self.confirmed = False
         self._momentum = momentum
         self._chosen: PeerId = ""
         self._session: AsyncSession | None = None
-        self._bell = Notifier()
+        self._notifier = Notifier()
         host.transport.serve(METHOD, self._serve)
 
     @asynccontextmanager
@@ -117,17 +117,17 @@ class AsyncParameterServer:
         live = [member.peer for member in self.host.members.live()]
         return self._chosen if self._chosen in live else live[0]
 
-    def stay(self, server: PeerId) -> None:
+    def remain_at(self, server: PeerId) -> None:
         """Go there from now on."""
         self._chosen, self.confirmed = server, True
-        self._bell.notify()
+        self._notifier.notify()
 
     async def serve_from(self, start: Vector) -> DelayedNesterov:
         """Serve from now on; if we do not yet, beginning with these parameters."""
         if self.arrivals is None:
             copied = await self.host.compute.run(start.clone, 8 * len(start))
             self.arrivals = self.arrivals or DelayedNesterov(copied, self._momentum)
-            self._bell.notify()
+            self._notifier.notify()
         return self.arrivals
 
     async def count(self, displacement: Vector) -> DelayedNesterov:
@@ -143,7 +143,7 @@ class AsyncParameterServer:
         return PartLayout(codec(name), 0, self.settings.elements[0], self.settings.chunk_elements)
 
     async def _serve(self, peer: PeerId, stream: Stream) -> None:
-        async with self.ledger.counting(stream):
+        async with self.accounting.counting(stream):
             push = wire.expect(await first_frame(self.host, stream), PushUpdate)
             session, chosen = self._session, self.choose()
             if session and (push.run, push.scope) != (session.head.key.run, session.head.key.scope):
@@ -153,7 +153,9 @@ class AsyncParameterServer:
             if (push.codec, push.elements) != (self.settings.codec, self.settings.elements[0]):
                 raise BadPayload(f"{push.elements} elements in {push.codec}")
             try:
-                await self._bell.until(lambda: self.arrivals is not None or self.choose() != chosen, stream.deadline)
+                await self._notifier.until(
+                    lambda: self.arrivals is not None or self.choose() != chosen, stream.deadline
+                )
                 if self.arrivals is None:
                     return await stream.send(ServerReply(False, self.choose()))
                 async with asyncio.timeout_at(stream.deadline), self.turn:
@@ -215,18 +217,18 @@ class AsyncSession:
         await self._host.compute.run(subtract, 12 * len(mine[0]))
         try:
             async with asyncio.timeout_at(self.deadline):
-                averager.stay(await self._trade(into[0]))
+                averager.remain_at(await self._trade(into[0]))
             into[1].copy_(mine[1])
             outcome = Outcome.COMMITTED
         except BadPayload:
             pass  # named where it was counted
         except PeerError as error:
-            averager.ledger.name(error.peer, error.why)
+            averager.accounting.name(error.peer, error.why)
         except TimeoutError:
-            averager.ledger.name(self._with or self._host.me, "no parameters from there by the deadline")
+            averager.accounting.name(self._with or self._host.me, "no parameters from there by the deadline")
         if self._brought:  # it may have been counted
             self.half(subtract(), mine[0])
-        blamed, sent, received = averager.ledger.take()
+        blamed, sent, received = averager.accounting.take()
         name = f"{averager.me.peer}/{averager.me.incarnation}/{self.round}"
         held = {averager.me.peer: Contribution(1, 1, (name,))} if outcome is Outcome.COMMITTED else {}
         return AveragingResult(outcome, contributions=held, blamed=blamed, bytes_sent=sent, bytes_received=received)
@@ -277,7 +279,7 @@ class AsyncSession:
         shape = averager.shape(averager.settings.codec)
         async with (
             self._host.transport.open(peer, METHOD, self.deadline) as stream,
-            averager.ledger.counting(stream),
+            averager.accounting.counting(stream),
         ):
             await stream.send(PushUpdate(key.run, key.scope, shape.codec.name, shape.high, asks))
             yield stream

@@ -56,7 +56,7 @@ class SynchronousAverager:
     def __init__(self, host: Host, settings: Settings, method: str, way: AlgorithmFactory) -> None:
         self.host, self.settings, self.method, self.way = host, settings, method, way
         self.me = Member(host.me, settings.incarnation)
-        self.ledger = RoundAccounting()
+        self.accounting = RoundAccounting()
         self._session: SynchronousSession | None = None
         self._entered = Notifier()
         host.transport.serve(method, self._on_stream)
@@ -77,7 +77,7 @@ class SynchronousAverager:
         self._entered.notify()
 
     async def _on_stream(self, peer: PeerId, stream: Stream) -> None:
-        async with self.ledger.counting(stream):
+        async with self.accounting.counting(stream):
             hello = wire.expect(await first_frame(self.host, stream), JoinRound)
             try:
                 await self._entered.until(lambda: self._at(hello) is not None, stream.deadline)
@@ -148,7 +148,7 @@ class SynchronousSession:
         averager, host = self._averager, self._averager.host
         head, deadline = self.head, self.deadline
         meeting = SynchronousRound(
-            host, averager.settings, averager.method, averager.ledger, head, mine, into, work, deadline
+            host, averager.settings, averager.method, averager.accounting, head, mine, into, work, deadline
         )
         if self.round > self.head.key.round:
             meeting.spoil(f"others are in round {self.round + 1} already")
@@ -158,7 +158,7 @@ class SynchronousSession:
             self.meeting, self.exchange = meeting, averager.way(meeting)
             averager.met()
             await self._meet(meeting, self.exchange)
-        blamed, sent, received = averager.ledger.take()
+        blamed, sent, received = averager.accounting.take()
         if not meeting.over:
             self.round = max(self.round, meeting.ahead - 1)
             if meeting.why and not blamed:

@@ -105,14 +105,14 @@ class SynchronousRound:
         host: Host,
         settings: Settings,
         method: str,
-        ledger: RoundAccounting,
+        accounting: RoundAccounting,
         head: Head,
         mine: Sequence[Vector],
         into: Sequence[Vector],
         work: LocalProgress,
         deadline: Deadline,
     ) -> None:
-        self.host, self.method, self.ledger = host, method, ledger
+        self.host, self.method, self.accounting = host, method, accounting
         self.key, self.deadline = head.key, deadline
         self.members = host.members.live()
         self.peers = tuple(member.peer for member in self.members)
@@ -126,7 +126,7 @@ class SynchronousRound:
         self.ahead = head.key.round
         named = "".join(f"{member.peer}/{member.incarnation}\n" for member in self.members)
         self.digest = hashlib.sha256(named.encode()).digest()
-        self._bell = Notifier()
+        self._notifier = Notifier()
 
     def hello(self, part: int) -> JoinRound:
         """What opens a stream of ours."""
@@ -140,7 +140,10 @@ class SynchronousRound:
         Raises:
             PeerError: as `Transport.open`.
         """
-        async with self.host.transport.open(peer, self.method, self.deadline) as stream, self.ledger.counting(stream):
+        async with (
+            self.host.transport.open(peer, self.method, self.deadline) as stream,
+            self.accounting.counting(stream),
+        ):
             await stream.send(self.hello(part))
             yield stream
 
@@ -172,8 +175,8 @@ class SynchronousRound:
             return
         self.why = why
         for peer in peers:
-            self.ledger.name(peer, why)
-        self._bell.notify()
+            self.accounting.name(peer, why)
+        self._notifier.notify()
 
     def hear(self, peer: PeerId, header: Header) -> None:
         """What a member answers to a stream of ours.
@@ -189,11 +192,11 @@ class SynchronousRound:
     def end(self) -> None:
         """Everything is in here; it cannot be spoilt any more."""
         self.over = True
-        self._bell.notify()
+        self._notifier.notify()
 
     def ring(self) -> None:
         """Something has changed that somebody may wait for."""
-        self._bell.notify()
+        self._notifier.notify()
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until it holds.
@@ -202,7 +205,7 @@ class SynchronousRound:
             Spoilt: the round was spoilt first.
             TimeoutError: the deadline came first.
         """
-        await self._bell.until(lambda: bool(self.why) or condition(), self.deadline)
+        await self._notifier.until(lambda: bool(self.why) or condition(), self.deadline)
         if self.why:
             raise RoundAborted(self.why)
 

@@ -49,7 +49,7 @@ class Butterfly:
     """`protocols.base.Averager`.
 
     Attributes:
-        shelf: the reduced parts of the last rounds.
+        part_cache: the reduced parts of the last rounds.
         on_ahead: called with a peer that stands where we do not: rounds ahead, or on another branch.
     """
 
@@ -58,14 +58,14 @@ class Butterfly:
     def __init__(self, host: Host, settings: Settings) -> None:
         self.host, self.settings = host, settings
         self.me = Member(host.me, settings.incarnation)
-        self.ledger = RoundAccounting()
+        self.accounting = RoundAccounting()
         known(settings.robust)
         self.bandwidth = settings.bandwidth
-        self.shelf = PartCache(host)
+        self.part_cache = PartCache(host)
         self.on_ahead: Callable[[PeerId], None] = lambda peer: None
-        self._post = ControlChannel(host, CONTROL, self.ledger)
-        self._desk = ButterflyContext(
-            host, settings, codec(settings.codec), self.me, self.ledger, self._post, self.shelf
+        self._post = ControlChannel(host, CONTROL, self.accounting)
+        self._context = ButterflyContext(
+            host, settings, codec(settings.codec), self.me, self.accounting, self._post, self.part_cache
         )
         self._decisions: dict[bytes, ConsensusDriver] = {}
         # Who comes back to such a lineage, on another branch, has forgotten its promises there: it looks on.
@@ -82,9 +82,9 @@ class Butterfly:
     async def enter(self, head: Head, deadline: Deadline) -> AsyncIterator[ButterflySession]:
         lineage = head.key.lineage
         if lineage not in self._decisions:
-            self._decisions[lineage] = ConsensusDriver(self._desk, head, may_vote=lineage not in self._forgotten)
+            self._decisions[lineage] = ConsensusDriver(self._context, head, may_vote=lineage not in self._forgotten)
         self._decisions[lineage].head = head  # its state may be another than when we were here before
-        session = ButterflySession(self._desk, head, self._decisions[lineage], self.bandwidth, deadline)
+        session = ButterflySession(self._context, head, self._decisions[lineage], self.bandwidth, deadline)
         self._forget(head.key)
         self._session = self._sessions[lineage] = session
         self._post.on_gone = session.gone
@@ -92,7 +92,7 @@ class Butterfly:
         everybody = {member.peer for member in (*head.roster, *self.host.members.live())}
         try:
             async with task_group() as group, self._post.run(group, deadline, everybody):
-                background = [group.create_task(session.live()), group.create_task(self.shelf.save())]
+                background = [group.create_task(session.live()), group.create_task(self.part_cache.save())]
                 self._entered.notify()
                 self._unpark(session)
                 try:
@@ -106,7 +106,7 @@ class Butterfly:
             session.close()
             if certificate := session.decision.certificate:
                 record = records.decode(certificate.record)
-                self.shelf.decided(lineage, {part.digest for part in record.parts})
+                self.part_cache.decided(lineage, {part.digest for part in record.parts})
 
     def supersede(self) -> None:
         """A better branch than ours is known: the round under way ends, superseded."""
@@ -127,8 +127,8 @@ class Butterfly:
             lineage: key.round - each.head.key.round if each.certificate else 0
             for lineage, each in self._decisions.items()
         }
-        most = MEMORY_ROUNDS if self.shelf.past else self.settings.keep_rounds
-        self.shelf.keep(
+        most = MEMORY_ROUNDS if self.part_cache.past else self.settings.keep_rounds
+        self.part_cache.keep(
             [lineage for lineage, rounds in age.items() if rounds <= most],
             [lineage for lineage, rounds in age.items() if rounds <= 1],
         )
@@ -139,7 +139,7 @@ class Butterfly:
     # -- control ------------------------------------------------------------------------------------------------------
 
     async def _on_control(self, peer: PeerId, stream: Stream) -> None:
-        await serve_control_stream(self.host, self.ledger, stream, partial(self._take, peer))
+        await serve_control_stream(self.host, self.accounting, stream, partial(self._take, peer))
 
     def _take(self, peer: PeerId, message: Header) -> None:
         """A message goes to the round that it is about; what is wrong with it is held against its sender.
@@ -166,7 +166,7 @@ class Butterfly:
             else:
                 self.on_ahead(peer)
         except BadPayload as error:
-            self.ledger.name(peer, f"refused: {error}")
+            self.accounting.name(peer, f"refused: {error}")
 
     def _on_past(self, peer: PeerId, message: Header, decision: ConsensusDriver) -> None:
         """Of a round that is over here: its certificate is the answer."""
@@ -187,12 +187,12 @@ class Butterfly:
                 try:
                     self._take(peer, message)
                 except BadPayload as error:
-                    self.ledger.name(peer, f"refused: {error}")
+                    self.accounting.name(peer, f"refused: {error}")
 
     # -- data ---------------------------------------------------------------------------------------------------------
 
     async def _on_data(self, peer: PeerId, stream: Stream) -> None:
-        async with self.ledger.counting(stream):
+        async with self.accounting.counting(stream):
             opening = wire.expect(await first_frame(self.host, stream), wire.Contribute)
             session = await self._session_for(stream, opening.key)
             await session.serve(peer, stream, opening)

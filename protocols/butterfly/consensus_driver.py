@@ -65,17 +65,17 @@ class ConsensusDriver:
         onlookers: who waits for the decision without being of the roster.
     """
 
-    def __init__(self, desk: ButterflyContext, head: Head, may_vote: bool) -> None:
+    def __init__(self, context: ButterflyContext, head: Head, may_vote: bool) -> None:
         """
         Args:
             may_vote: whether we vote if we are in the roster; else we look on.
         """
-        me, settings = desk.me if may_vote else Member(desk.me.peer, ONLOOKER), desk.settings
+        me, settings = context.me if may_vote else Member(context.me.peer, ONLOOKER), context.settings
         self.votes = me in head.roster
-        signer, fork_peers = desk.host.signer, settings.fork_peers
-        self.head, self.poll = head, VoteTally(head.key, head.roster, signer, settings.quorum, fork_peers, head.former)
-        self.vote, self.forks_only = PaxosInstance(me, self.poll), self.poll.forks_only(me)
-        self.leading = 0 if self.votes and self.poll.coordinator(0) == me.peer else None
+        signer, fork_peers = context.host.signer, settings.fork_peers
+        self.head, self.tally = head, VoteTally(head.key, head.roster, signer, settings.quorum, fork_peers, head.former)
+        self.vote, self.forks_only = PaxosInstance(me, self.tally), self.tally.forks_only(me)
+        self.leading = 0 if self.votes and self.tally.coordinator(0) == me.peer else None
         self.called = -1
         self.leaving: set[PeerId] = set()
         self.promises: tuple[Promise, ...] = ()
@@ -87,7 +87,7 @@ class ConsensusDriver:
         self.phase_seconds = 0.0
         self.onlookers: dict[PeerId, Member] = {}
         self.changed = Notifier()
-        self._desk = desk
+        self._context = context
         self._timer: asyncio.TimerHandle | None = None
         self._moved = 0.0
         self._awake = False
@@ -100,8 +100,8 @@ class ConsensusDriver:
     @property
     def patience_seconds(self) -> float:
         """T_b: two round trips, the data phase, and a floor."""
-        trips = self._desk.post.round_trip_seconds
-        slowest = max((trips.get(member.peer, 0.0) for member in self.poll.roster), default=0.0)
+        trips = self._context.post.round_trip_seconds
+        slowest = max((trips.get(member.peer, 0.0) for member in self.tally.roster), default=0.0)
         return BALLOT_FLOOR_SECONDS + 2 * min(slowest, ROUND_TRIP_LIMIT_SECONDS) + self.phase_seconds
 
     # -- events -------------------------------------------------------------------------------------------------------
@@ -148,13 +148,13 @@ class ConsensusDriver:
         Raises:
             BadPayload: of another state, or no record that may be put to the vote.
         """
-        value = self.poll.value(promise.accepted, promise.record)
+        value = self.tally.value(promise.accepted, promise.record)
         if value is None or value.record.state_root != self.head.state_root:
             raise BadPayload("a promise with a record that may not be put to the vote, or of another state")
 
     def _has_a_voice(self, sender: Member) -> bool:
         """A member has; among those who may only fork, one of them."""
-        return self.poll.counts(sender) or (self.forks_only and self.poll.forks_only(sender))
+        return self.tally.counts(sender) or (self.forks_only and self.tally.forks_only(sender))
 
     def _examine(self, proposal: Propose) -> None:
         """Refuse a record that may not be voted on, starts from another state, or does not fit the vector.
@@ -164,19 +164,19 @@ class ConsensusDriver:
         Raises:
             BadPayload: it is such a one.
         """
-        value = self.poll.value(proposal.ballot, proposal.record)
+        value = self.tally.value(proposal.ballot, proposal.record)
         if value is None or value.record.state_root != self.head.state_root:
             raise BadPayload("a proposal that may not be put to the vote, or of another state")
-        record, settings = value.record, self._desk.settings
-        willing = [each for each in self.poll.roster if each in record.roster or each.peer in self.leaving]
-        if len(willing) < self.poll.quorum and not value.is_fork:
+        record, settings = value.record, self._context.settings
+        willing = [each for each in self.tally.roster if each in record.roster or each.peer in self.leaving]
+        if len(willing) < self.tally.quorum and not value.is_fork:
             raise BadPayload("a proposal that may not be put to the vote: it evicts too many who do not leave")
         if record.kind != Kind.MEAN and not record.parts:
             return
         if not record.parts or not record.peers or not record.tiles(settings.elements[self.head.key.fragment]):
             raise BadPayload("a proposal that is not of the whole vector")
         for index, part in enumerate(record.parts):
-            held = self._desk.shelf.get(part.digest)
+            held = self._context.part_cache.get(part.digest)
             if held and (held.low, held.high) != record.bounds[index : index + 2]:
                 raise BadPayload(f"a proposal with part {index} at another place")
 
@@ -198,7 +198,7 @@ class ConsensusDriver:
 
     def suspect(self, peer: PeerId) -> None:
         """A peer has been silent for as long as a ballot may take: if it coordinates this one, on to the next."""
-        if peer == self.poll.coordinator(self.vote.ballot):
+        if peer == self.tally.coordinator(self.vote.ballot):
             self._act(self.vote.timeout(self.vote.ballot))
 
     def chosen(self, ballot: int, record: bytes) -> None:
@@ -239,11 +239,11 @@ class ConsensusDriver:
             case ConflictingCertificate():
                 self.on_rival(self._speaker)
             case ReportFault(peer, why):
-                self._desk.ledger.name(peer, f"refused: {why}")
+                self._context.accounting.name(peer, f"refused: {why}")
 
     def _tell(self, peers: Iterable[PeerId], message: VoteMessage) -> None:
         for peer in peers:
-            self._desk.post.send(peer, message)
+            self._context.post.send(peer, message)
 
     def _arm(self, ballot: int, factor: int) -> None:
         if self._timer:

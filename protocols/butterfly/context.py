@@ -23,16 +23,16 @@ class ButterflyContext:
     settings: Settings
     codec: Codec
     me: Member
-    ledger: RoundAccounting
+    accounting: RoundAccounting
     post: ControlChannel
-    shelf: PartCache
+    part_cache: PartCache
 
     def __post_init__(self) -> None:
         chunk, grain = self.settings.chunk_elements, self.codec.grain
         if chunk % grain:
             raise ValueError(f"chunks of {chunk} elements with codec {self.codec.name}: take a multiple of {grain}")
 
-    def ground(self, head: Head, elements: int) -> PlanInputs:
+    def inputs(self, head: Head, elements: int) -> PlanInputs:
         """What the plan of the round that extends this head is drawn on."""
         codec, many = self.codec, 1 << 20
         size = codec.encoded_bytes(many)

@@ -27,44 +27,48 @@ class RoundCoordinator:
     candidates: who asks to be admitted, and holds the state.
     """
 
-    def __init__(self, desk: ButterflyContext, seat: RoundView, sources: PartFetcher) -> None:
-        self._host, self._me, self._post = desk.host, desk.me, desk.post
-        self._seat, self._sources = seat, sources
+    def __init__(self, context: ButterflyContext, view: RoundView, sources: PartFetcher) -> None:
+        self._host, self._me, self._post = context.host, context.me, context.post
+        self._view, self._sources = view, sources
         self.candidates: dict[PeerId, Member] = {}
 
     async def lead(self, ballot: int) -> None:
         """See a ballot of ours through to its proposal; ends when it is no longer ours."""
-        seat = self._seat
-        call, decision = seat.call, seat.decision
-        if call.terms is None:
+        view = self._view
+        call, decision = view.call, view.decision
+        if call.resolved is None:
             if not await call.due():
                 return
-            if call.terms is None and decision.leading == ballot:
+            if call.resolved is None and decision.leading == ballot:
                 self._publish(call.draw(ballot, self._suspects(ballot)))
-        elif ballot > call.terms.plan.ballot:  # some may not have heard of it
-            self._publish(planning.reassign_parts(call.terms.plan, {}, ballot))
+        elif ballot > call.resolved.plan.ballot:  # some may not have heard of it
+            self._publish(planning.reassign_parts(call.resolved.plan, {}, ballot))
         await self._fetch_what_others_hold()
-        while decision.leading == ballot and (terms := call.terms):
-            now, until = asyncio.get_running_loop().time(), self._until(terms)
-            exchange = self._exchange(terms)
+        while decision.leading == ballot and (resolved := call.resolved):
+            now, until = asyncio.get_running_loop().time(), self._until(resolved)
+            exchange = self._exchange(resolved)
             if exchange and exchange.complete:
-                return decision.chosen(ballot, records.encode(self._outcome(terms, exchange)))
+                return decision.chosen(ballot, records.encode(self._outcome(resolved, exchange)))
             if now >= until:
-                return decision.chosen(ballot, records.encode(self._skip(terms)))
-            if lost := self._lost(terms, exchange, now):
-                self._publish(planning.reassign_parts(terms.plan, dict.fromkeys(lost, self._taker(terms)), ballot))
-            overdue = self._overdue(terms, exchange)
-            await self._wait(terms, min(until, overdue) if overdue > now else until)
+                return decision.chosen(ballot, records.encode(self._skip(resolved)))
+            if lost := self._lost(resolved, exchange, now):
+                self._publish(
+                    planning.reassign_parts(
+                        resolved.plan, dict.fromkeys(lost, self._replacement_reducer(resolved)), ballot
+                    )
+                )
+            overdue = self._overdue(resolved, exchange)
+            await self._wait(resolved, min(until, overdue) if overdue > now else until)
 
-    async def _wait(self, terms: planning.ResolvedPlan, until: Deadline) -> None:
-        seat, exchange = self._seat, self._seat.exchange
+    async def _wait(self, resolved: planning.ResolvedPlan, until: Deadline) -> None:
+        view, exchange = self._view, self._view.exchange
         known = self._progress(exchange)
         try:
-            await seat.bell.until(
+            await view.notifier.until(
                 lambda: (
-                    seat.call.terms is not terms
-                    or seat.decision.leading is None
-                    or seat.exchange is not exchange
+                    view.call.resolved is not resolved
+                    or view.decision.leading is None
+                    or view.exchange is not exchange
                     or self._progress(exchange) != known
                 ),
                 until,
@@ -77,120 +81,124 @@ class RoundCoordinator:
         return (len(exchange.parts), len(exchange.failed)) if exchange else (0, 0)
 
     def _publish(self, plan: Plan) -> None:
-        self._seat.decision.called = plan.ballot
-        for member in self._seat.head.roster:
+        self._view.decision.called = plan.ballot
+        for member in self._view.head.roster:
             if member != self._me:
                 self._post.send(member.peer, plan)
-        self._seat.call.on_plan(plan)
+        self._view.call.on_plan(plan)
 
-    def _exchange(self, terms: planning.ResolvedPlan) -> AllReduce | None:
+    def _exchange(self, resolved: planning.ResolvedPlan) -> AllReduce | None:
         """Our own data phase, if it is of this plan."""
-        exchange = self._seat.exchange
-        return exchange if exchange and exchange.task.terms.digest == terms.digest else None
+        exchange = self._view.exchange
+        return exchange if exchange and exchange.task.resolved.digest == resolved.digest else None
 
-    def _until(self, terms: planning.ResolvedPlan) -> Deadline:
-        return min(self._seat.deadline, self._seat.call.cut_at + terms.plan.budget_seconds)
+    def _until(self, resolved: planning.ResolvedPlan) -> Deadline:
+        return min(self._view.deadline, self._view.call.cut_at + resolved.plan.budget_seconds)
 
     # -- what is lost -------------------------------------------------------------------------------------------------
 
-    def _lost(self, terms: planning.ResolvedPlan, exchange: AllReduce | None, now: float) -> list[int]:
+    def _lost(self, resolved: planning.ResolvedPlan, exchange: AllReduce | None, now: float) -> list[int]:
         """Parts that we do not have and whose reducer is gone, failed us, or is long overdue."""
         if exchange is None:
             return []
         live = {member.peer for member in self._host.members.live()}
-        overdue = now >= self._overdue(terms, exchange)
+        overdue = now >= self._overdue(resolved, exchange)
         return [
             part
-            for part in range(len(terms.plan.reducers))
+            for part in range(len(resolved.plan.reducers))
             if part not in exchange.parts
-            and terms.reducer(part) != self._me.peer
-            and (terms.reducer(part) not in live or exchange.failed.get(part) == terms.reducer(part) or overdue)
+            and resolved.reducer(part) != self._me.peer
+            and (resolved.reducer(part) not in live or exchange.failed.get(part) == resolved.reducer(part) or overdue)
         ]
 
-    def _overdue(self, terms: planning.ResolvedPlan, exchange: AllReduce | None) -> Deadline:
+    def _overdue(self, resolved: planning.ResolvedPlan, exchange: AllReduce | None) -> Deadline:
         """When a part is overdue: others, which should take as long, came in long ago."""
         if exchange is None or not exchange.parts or exchange.complete:
-            return self._until(terms)
-        decision = self._seat.decision
+            return self._until(resolved)
+        decision = self._view.decision
         return exchange.finished + 2 * decision.phase_seconds + decision.patience_seconds
 
-    def _taker(self, terms: planning.ResolvedPlan) -> int:
+    def _replacement_reducer(self, resolved: planning.ResolvedPlan) -> int:
         """Who reduces what was lost: we, who propose it; if we are not in the plan, the best of those who are."""
-        if self._me.peer in terms.peers:
-            return terms.peers.index(self._me.peer)
+        if self._me.peer in resolved.peers:
+            return resolved.peers.index(self._me.peer)
         live = {member.peer for member in self._host.members.live()}
-        indices = [index for index, peer in enumerate(terms.peers) if peer in live] or [0]
-        return max(indices, key=lambda index: terms.plan.offers[index].bandwidth)
+        indices = [index for index, peer in enumerate(resolved.peers) if peer in live] or [0]
+        return max(indices, key=lambda index: resolved.plan.offers[index].bandwidth)
 
     async def _fetch_what_others_hold(self) -> None:
         """In a ballot that was opened late, some may hold parts whose reducers are lost since."""
-        seat = self._seat
-        terms, exchange = seat.call.terms, seat.exchange
-        if terms is None or exchange is None:
+        view = self._view
+        resolved, exchange = view.call.resolved, view.exchange
+        if resolved is None or exchange is None:
             return
         live = {member.peer for member in self._host.members.live()}
-        for promise in seat.decision.promises:
-            for done in promise.held if promise.plan == terms.digest else ():
-                if done.part >= len(terms.plan.reducers) or done.part in exchange.parts:
+        for promise in view.decision.promises:
+            for done in promise.held if promise.plan == resolved.digest else ():
+                if done.part >= len(resolved.plan.reducers) or done.part in exchange.parts:
                     continue
-                if terms.reducer(done.part) in live and done.part not in exchange.failed:
+                if resolved.reducer(done.part) in live and done.part not in exchange.failed:
                     continue
-                if held := await self._sources.lost_part(terms.digest, done, [promise.sender.peer]):
+                if held := await self._sources.lost_part(resolved.digest, done, [promise.sender.peer]):
                     exchange.adopt(done.part, held)
 
     def _suspects(self, ballot: int) -> list[PeerId]:
         """Coordinators of earlier ballots who have not been heard of since one should have ended."""
-        decision, now = self._seat.decision, asyncio.get_running_loop().time()
-        earlier = dict.fromkeys(decision.poll.coordinator(each) for each in range(min(ballot, MAX_ROSTER)))
+        decision, now = self._view.decision, asyncio.get_running_loop().time()
+        earlier = dict.fromkeys(decision.tally.coordinator(each) for each in range(min(ballot, MAX_ROSTER)))
         since = now - decision.patience_seconds
         return [peer for peer in earlier if peer != self._me.peer and decision.heard.get(peer, -1.0) < since]
 
     # -- records ------------------------------------------------------------------------------------------------------
 
-    def _outcome(self, terms: planning.ResolvedPlan, exchange: AllReduce) -> Record:
+    def _outcome(self, resolved: planning.ResolvedPlan, exchange: AllReduce) -> Record:
         """The mean; but a mean of nothing would move the state by its momentum alone: nobody's work is no round."""
-        parts = [exchange.parts[part] for part in range(len(terms.plan.reducers))]
+        parts = [exchange.parts[part] for part in range(len(resolved.plan.reducers))]
         results = tuple(held.result for held in parts if held.result)
-        present = {peer for peer, each in records.contributions(terms.peers, results).items() if each.chunks_counted}
-        return self._mean(terms, parts, present) if present else self._skip(terms)
+        present = {peer for peer, each in records.contributions(resolved.peers, results).items() if each.chunks_counted}
+        return self._mean(resolved, parts, present) if present else self._skip(resolved)
 
-    def _mean(self, terms: planning.ResolvedPlan, parts: Sequence[ReducedPart], present: Collection[PeerId]) -> Record:
+    def _mean(
+        self, resolved: planning.ResolvedPlan, parts: Sequence[ReducedPart], present: Collection[PeerId]
+    ) -> Record:
         results = tuple(held.result for held in parts if held.result)
         silent = [
-            peer for peer, weight in zip(terms.peers, terms.weights, strict=True) if weight and peer not in present
+            peer
+            for peer, weight in zip(resolved.peers, resolved.weights, strict=True)
+            if weight and peer not in present
         ]
         roster = self._roster(silent)
         known = {member.peer for member in roster}
-        found = planning.complaints(terms, [held.done for held in parts if held.done], self._seat.head.complaints)
+        found = planning.complaints(resolved, [held.done for held in parts if held.done], self._view.head.complaints)
         return Record(
-            parent=self._seat.head.key.lineage,
-            state_root=self._seat.head.state_root,
-            round=self._seat.head.key.round,
+            parent=self._view.head.key.lineage,
+            state_root=self._view.head.state_root,
+            round=self._view.head.key.round,
             kind=Kind.MEAN,
-            plan=terms.digest,
+            plan=resolved.digest,
             parts=results,
             roster=roster,
-            peers=terms.peers,
-            bounds=terms.plan.bounds,
+            peers=resolved.peers,
+            bounds=resolved.plan.bounds,
             complaints=tuple(each for each in found if {each.first, each.second} <= known),
         )
 
-    def _skip(self, terms: planning.ResolvedPlan) -> Record:
-        head = self._seat.head
+    def _skip(self, resolved: planning.ResolvedPlan) -> Record:
+        head = self._view.head
         return Record(
             parent=head.key.lineage,
             state_root=head.state_root,
             round=head.key.round,
             kind=Kind.SKIP,
-            plan=terms.digest,
+            plan=resolved.digest,
             parts=(),
-            roster=self._roster(terms.peers),
+            roster=self._roster(resolved.peers),
             complaints=head.complaints,
         )
 
     def _beyond_a_broken_link(self) -> list[PeerId]:
         """Whom we need not hear: its only broken link is the one to us. Others tell whether it lives."""
-        ends = [(each.first, each.second) for each in self._seat.head.complaints]
+        ends = [(each.first, each.second) for each in self._view.head.complaints]
         ours = [
             first if second == self._me.peer else second for first, second in ends if self._me.peer in (first, second)
         ]
@@ -198,15 +206,16 @@ class RoundCoordinator:
 
     def _roster(self, doubtful: Iterable[PeerId]) -> tuple[Member, ...]:
         """Who votes next: who is alive and stays, less the doubtful who said nothing since the call; and newcomers."""
-        decision, head = self._seat.decision, self._seat.head
+        decision, head = self._view.decision, self._view.head
         live = set(self._host.members.live())
         live |= {member for member in head.roster if member.peer in self._beyond_a_broken_link()}
-        mute = {peer for peer in doubtful if decision.heard.get(peer, -1.0) < self._seat.call.cut_at}
+        mute = {peer for peer in doubtful if decision.heard.get(peer, -1.0) < self._view.call.cut_at}
         here = [member for member in head.roster if member == self._me or (member in live and member.peer not in mute)]
-        found = here if len(here) >= decision.poll.quorum else head.roster  # none evicts as many as could decide
-        stay = [member for member in found if member.peer not in decision.leaving]
-        stay = stay or here[: min_retained(len(head.roster), decision.poll.quorum)]  # it ends with those who leave
-        taken = {member.peer for member in stay}
+        found = here if len(here) >= decision.tally.quorum else head.roster  # none evicts as many as could decide
+        staying = [member for member in found if member.peer not in decision.leaving]
+        # it ends with those who leave
+        staying = staying or here[: min_retained(len(head.roster), decision.tally.quorum)]
+        taken = {member.peer for member in staying}
         asking = [member for member in self.candidates.values() if member in live and member.peer not in taken]
-        room = min(max_admitted(len(head.roster)), MAX_ROSTER - len(stay))
-        return tuple(sorted((*stay, *sorted(asking)[:room])))
+        room = min(max_admitted(len(head.roster)), MAX_ROSTER - len(staying))
+        return tuple(sorted((*staying, *sorted(asking)[:room])))

@@ -27,59 +27,59 @@ COMPLETE_SECONDS = 5.0
 WATCH_SECONDS = 0.5
 
 
-async def watch_majority(desk: ButterflyContext, seat: RoundView) -> None:
+async def watch_majority(context: ButterflyContext, view: RoundView) -> None:
     """Until the round is over, want a fork of all whom we reach when it is time, and none when the majority is back."""
-    loop, decision = asyncio.get_running_loop(), seat.decision
+    loop, decision = asyncio.get_running_loop(), view.decision
     wanted: tuple[Member, ...] = ()
-    while not seat.over() and loop.time() < seat.deadline:
-        left = _survivors(desk, seat) if decision.votes else _successors(desk, seat)
+    while not view.over() and loop.time() < view.deadline:
+        left = _survivors(context, view) if decision.votes else _successors(context, view)
         due: tuple[Member, ...] = ()
-        if not decision.poll.may_fork(left):
+        if not decision.tally.may_fork(left):
             decision.left_since = None
         elif decision.left_since is None:
             decision.left_since = loop.time()
-        elif loop.time() - decision.left_since >= _patience_seconds(desk, seat, left):
+        elif loop.time() - decision.left_since >= _patience_seconds(context, view, left):
             due = left
         if due != wanted:
             wanted = due
-            decision.fork(fork(seat.head, wanted) if wanted else b"")
-        await seat.until(seat.over, min(seat.deadline, loop.time() + WATCH_SECONDS))
+            decision.fork(fork(view.head, wanted) if wanted else b"")
+        await view.until(view.over, min(view.deadline, loop.time() + WATCH_SECONDS))
 
 
-def _survivors(desk: ButterflyContext, seat: RoundView) -> tuple[Member, ...]:
+def _survivors(context: ButterflyContext, view: RoundView) -> tuple[Member, ...]:
     """The members that are here; nobody, if they are a majority."""
-    poll, live = seat.decision.poll, {*desk.host.members.live(), desk.me}
-    here = tuple(sorted(member for member in poll.roster if member in live))
-    return here if len(here) < poll.quorum else ()
+    tally, live = view.decision.tally, {*context.host.members.live(), context.me}
+    here = tuple(sorted(member for member in tally.roster if member in live))
+    return here if len(here) < tally.quorum else ()
 
 
-def _successors(desk: ButterflyContext, seat: RoundView) -> tuple[Member, ...]:
+def _successors(context: ButterflyContext, view: RoundView) -> tuple[Member, ...]:
     """Who is here with our state and may fork with us, where we have no vote; nobody, if we may not.
 
     Heirs of all of the roster, since nobody of it can come back. Else a majority of a former roster, which wins over
     whatever those who are missing decide: so not while a member is here, whose round may just be a long one. Else the
     heirs that are here.
     """
-    poll, live = seat.decision.poll, {*desk.host.members.live(), desk.me}
-    waiting = [member for member in (desk.me, *seat.decision.onlookers.values()) if member in live]
-    heirs = tuple(sorted(filter(poll.is_successor, waiting)))
-    if len(heirs) < len(poll.roster) and live.isdisjoint(poll.roster):
-        many = poll.former_majority(waiting)
-        if desk.me in many:
+    tally, live = view.decision.tally, {*context.host.members.live(), context.me}
+    waiting = [member for member in (context.me, *view.decision.onlookers.values()) if member in live]
+    heirs = tuple(sorted(filter(tally.is_successor, waiting)))
+    if len(heirs) < len(tally.roster) and live.isdisjoint(tally.roster):
+        many = tally.former_majority(waiting)
+        if context.me in many:
             return many
-    return heirs if desk.me in heirs else ()
+    return heirs if context.me in heirs else ()
 
 
-def _patience_seconds(desk: ButterflyContext, seat: RoundView, left: Sequence[Member]) -> float:
-    terms, roster, poll = seat.call.terms, seat.head.roster, seat.decision.poll
-    if len(left) == len(roster) and all(map(poll.is_successor, left)):
+def _patience_seconds(context: ButterflyContext, view: RoundView, left: Sequence[Member]) -> float:
+    resolved, roster, tally = view.call.resolved, view.head.roster, view.decision.tally
+    if len(left) == len(roster) and all(map(tally.is_successor, left)):
         return COMPLETE_SECONDS
-    budget_seconds = terms.plan.budget_seconds if terms else BUDGET_FLOOR_SECONDS
+    budget_seconds = resolved.plan.budget_seconds if resolved else BUDGET_FLOOR_SECONDS
     if len(left) > len(roster):  # no others outnumber the members
         return budget_seconds * FORMER_BUDGETS
     patience_seconds = budget_seconds * (1 if len(roster) == 2 else FORK_BUDGETS)
     # A member that is here may fork, and admit us: unless it stands elsewhere, or is one of too few.
-    first = seat.decision.forks_only and any(member in desk.host.members.live() for member in roster)
+    first = view.decision.forks_only and any(member in context.host.members.live() for member in roster)
     return (2 if first else 1) * patience_seconds
 
 

@@ -40,7 +40,7 @@ class PartCache:
         self.gate = Gate()
         self._parts: dict[bytes, dict[bytes, ReducedPart]] = {}
         self._waiting: dict[bytes, None] = {}  # decided, and to be stored
-        self._places = StreamLimiter()
+        self._limiter = StreamLimiter()
         host.transport.serve(PARTS, self._serve)
 
     def get(self, digest: bytes) -> ReducedPart | None:
@@ -96,7 +96,7 @@ class PartCache:
         self._parts[lineage] = {digest: part for digest, part in parts.items() if digest in digests}
 
     async def _serve(self, peer: PeerId, stream: Stream) -> None:
-        with self._places.one_for(peer) as served:
+        with self._limiter.one_for(peer) as served:
             if served:
                 await self._answer(peer, stream)
 

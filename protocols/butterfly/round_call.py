@@ -31,12 +31,12 @@ class RoundCallInputs:
     """What a call is about.
 
     Attributes:
-        ground: what plans are drawn on.
+        inputs: what plans are drawn on.
         bandwidth: this member's upload, bytes/s.
         deadline: end of the round.
     """
 
-    ground: planning.PlanInputs
+    inputs: planning.PlanInputs
     head: Head
     me: Member
     bandwidth: float
@@ -48,18 +48,18 @@ class RoundCall:
 
     Attributes:
         cut: set when the round is called and no further step of ours fits, or at the round's deadline.
-        terms: what was called; None before.
+        resolved: what was called; None before.
         cut_at: when the last member is to hand in.
         changed: rings for every offer and plan.
     """
 
-    def __init__(self, host: Host, terrain: RoundCallInputs, post: ControlChannel, ledger: RoundAccounting) -> None:
+    def __init__(self, host: Host, terrain: RoundCallInputs, post: ControlChannel, accounting: RoundAccounting) -> None:
         self.cut = asyncio.Event()
-        self.terms: planning.ResolvedPlan | None = None
+        self.resolved: planning.ResolvedPlan | None = None
         self.cut_at = terrain.deadline
         self.changed = Notifier()
-        self._host, self._terrain, self._post, self._ledger = host, terrain, post, ledger
-        self._key = terrain.ground.key
+        self._host, self._terrain, self._post, self._accounting = host, terrain, post, accounting
+        self._key = terrain.inputs.key
         self._order = coordinators(self._key.lineage, terrain.head.roster)
         self._began = asyncio.get_running_loop().time()
         self._offers: dict[PeerId, Offer] = {}
@@ -72,7 +72,7 @@ class RoundCall:
 
     def hand_in_until(self) -> Deadline:
         """End of this member's data phase: one that was late to hand in has as long to fetch what the others made."""
-        budget_seconds = self.terms.plan.budget_seconds if self.terms else 0.0
+        budget_seconds = self.resolved.plan.budget_seconds if self.resolved else 0.0
         handed_in = max(self.cut_at, asyncio.get_running_loop().time())
         return min(self._terrain.deadline, handed_in + budget_seconds)
 
@@ -93,9 +93,9 @@ class RoundCall:
         signature = self._host.signer.sign(planning.offer_message(self._key, offer))
         offer = replace(offer, signature=signature)
         self._take(offer)
-        if self.terms is None or offer.leaving:  # which the next roster can still be without
+        if self.resolved is None or offer.leaving:  # which the next roster can still be without
             self._announce(offer)
-        if self.terms and terrain.me.peer in self.terms.peers:
+        if self.resolved and terrain.me.peer in self.resolved.peers:
             self._arm()
 
     def _announce(self, offer: Offer) -> None:
@@ -140,7 +140,7 @@ class RoundCall:
             without: members that have been silent; nobody shall wait for them.
         """
         offers = [each for peer, each in self._offers.items() if peer not in without and self._agrees(each)]
-        return planning.make_plan(self._terrain.ground, offers, self._elapsed(), ballot)
+        return planning.make_plan(self._terrain.inputs, offers, self._elapsed(), ballot)
 
     async def due(self) -> bool:
         """Wait for the moment of the call; False if the round ends first."""
@@ -151,11 +151,11 @@ class RoundCall:
             if here and leaving:  # who wants to go is not kept waiting, but for a moment, if nothing is done yet
                 after = 0.0 if worked else LEAVER_SECONDS
             due = self._terrain.deadline if after is None else self._began + after
-            if self.terms is not None or (after is not None and loop.time() >= due):
+            if self.resolved is not None or (after is not None and loop.time() >= due):
                 return True
             try:
                 await self.changed.until(
-                    lambda known=known: self.terms is not None or self._stands() != known,  # type: ignore[misc]
+                    lambda known=known: self.resolved is not None or self._stands() != known,  # type: ignore[misc]
                     due,
                 )
             except TimeoutError:
@@ -175,13 +175,13 @@ class RoundCall:
 
     def leaving(self) -> frozenset[PeerId]:
         """Members that will be gone when the round is over; who has not heard it of them finds it in the plan."""
-        called = self.terms.plan.offers if self.terms else ()
+        called = self.resolved.plan.offers if self.resolved else ()
         return frozenset(offer.member.peer for offer in (*self._offers.values(), *called) if offer.leaving)
 
     def _agrees(self, offer: Offer) -> bool:
         if offer.state_root == self._offers[self._terrain.me.peer].state_root:
             return True
-        self._ledger.name(offer.member.peer, "its state root differs from the coordinator's")
+        self._accounting.name(offer.member.peer, "its state root differs from the coordinator's")
         return False
 
     def on_plan(self, plan: Plan) -> None:
@@ -190,17 +190,17 @@ class RoundCall:
         Raises:
             BadPayload: not valid, or a second one of the same version.
         """
-        known = self.terms.plan if self.terms else None
+        known = self.resolved.plan if self.resolved else None
         if known and (plan.ballot, plan.version) <= (known.ballot, known.version):
             if plan != known and (plan.ballot, plan.version) == (known.ballot, known.version):
                 raise BadPayload("a second plan for one round")
             return
-        planning.check(plan, self._terrain.ground, self._terrain.head.roster, self._host.signer.verify)
-        before, self.terms = self.terms, planning.resolve_plan(plan, self._terrain.ground.robust)
+        planning.check(plan, self._terrain.inputs, self._terrain.head.roster, self._host.signer.verify)
+        before, self.resolved = self.resolved, planning.resolve_plan(plan, self._terrain.inputs.robust)
         self.changed.notify()
-        if before is None or before.digest != self.terms.digest:
+        if before is None or before.digest != self.resolved.digest:
             self.cut_at = min(self._terrain.deadline, asyncio.get_running_loop().time() + plan.cut_seconds)
-            if self._terrain.me.peer in self.terms.peers:
+            if self._terrain.me.peer in self.resolved.peers:
                 self._arm()
 
     def _arm(self) -> None:

@@ -15,7 +15,7 @@ from protocols.butterfly.round_call import RoundCall
 class RoundView(Protocol):
     """Attributes:
     exchange: the data phase, of the plan that was called last.
-    bell: rings for everything that happens to the round.
+    notifier: rings for everything that happens to the round.
     deadline: the end of this attempt at it.
     """
 
@@ -23,7 +23,7 @@ class RoundView(Protocol):
     call: RoundCall
     decision: ConsensusDriver
     exchange: AllReduce | None
-    bell: Notifier
+    notifier: Notifier
     deadline: Deadline
 
     def over(self) -> bool:

@@ -45,22 +45,25 @@ class ButterflySession:
     """
 
     def __init__(
-        self, desk: ButterflyContext, head: Head, decision: ConsensusDriver, bandwidth: float, deadline: Deadline
+        self, context: ButterflyContext, head: Head, decision: ConsensusDriver, bandwidth: float, deadline: Deadline
     ) -> None:
         self.head, self.decision, self.deadline = head, decision, deadline
         self.exchange: AllReduce | None = None
-        self._desk, self._host = desk, desk.host
-        elements = desk.settings.elements[head.key.fragment]
-        self._ground = desk.ground(head, elements)
+        self._context, self._host = context, context.host
+        elements = context.settings.elements[head.key.fragment]
+        self._inputs = context.inputs(head, elements)
         self.call = RoundCall(
-            desk.host, RoundCallInputs(self._ground, head, desk.me, bandwidth, deadline), desk.post, desk.ledger
+            context.host,
+            RoundCallInputs(self._inputs, head, context.me, bandwidth, deadline),
+            context.post,
+            context.accounting,
         )
-        self.cut, self.bell = self.call.cut, self.call.changed
-        self._sources = PartFetcher(desk, self, elements)
-        self._leader = RoundCoordinator(desk, self, self._sources)
+        self.cut, self.notifier = self.call.cut, self.call.changed
+        self._sources = PartFetcher(context, self, elements)
+        self._leader = RoundCoordinator(context, self, self._sources)
         self._superseded = False
         self._votes = decision.votes
-        decision.changed = self.bell
+        decision.changed = self.notifier
 
     # -- the contract -------------------------------------------------------------------------------------------------
 
@@ -71,23 +74,23 @@ class ButterflySession:
 
     def waiting_for(self) -> tuple[PeerId, ...]:
         """For their work, then for the parts that they reduce, then for the decision."""
-        terms, exchange = self.call.terms, self.exchange
+        resolved, exchange = self.call.resolved, self.exchange
         if self.over():
             return ()
-        if terms is None:
+        if resolved is None:
             return self.call.incomplete()
         if exchange is None or exchange.complete:
-            return (self.decision.poll.coordinator(self.decision.vote.ballot),)
-        missing = (part for part in range(len(terms.plan.reducers)) if part not in exchange.parts)
-        return tuple(dict.fromkeys(terms.reducer(part) for part in missing))
+            return (self.decision.tally.coordinator(self.decision.vote.ballot),)
+        missing = (part for part in range(len(resolved.plan.reducers)) if part not in exchange.parts)
+        return tuple(dict.fromkeys(resolved.reducer(part) for part in missing))
 
     async def average(self, mine: Sequence[Vector], work: LocalProgress, into: Sequence[Vector]) -> AveragingResult:
         source, target = VectorView(mine), VectorView(into)
-        if not source.size == target.size == self._ground.elements:
-            raise ValueError(f"{source.size} and {target.size} elements; the run averages {self._ground.elements}")
+        if not source.size == target.size == self._inputs.elements:
+            raise ValueError(f"{source.size} and {target.size} elements; the run averages {self._inputs.elements}")
         await self.cut.wait()  # it is set at the round's deadline at the latest
-        mean = await MemberAveraging(self._desk, self, self._sources, source, target).run()
-        names, sent, received = self._desk.ledger.take()
+        mean = await MemberAveraging(self._context, self, self._sources, source, target).run()
+        names, sent, received = self._context.accounting.take()
         return replace(mean, blamed=(*names, *mean.blamed), bytes_sent=sent, bytes_received=received)
 
     @property
@@ -111,7 +114,7 @@ class ButterflySession:
             if not (self._votes or self.decision.forks_only):
                 return
             self.decision.start()
-            group.create_task(watch_majority(self._desk, self))
+            group.create_task(watch_majority(self._context, self))
             if not self._votes:
                 return
             group.create_task(self._await_call())
@@ -125,7 +128,7 @@ class ButterflySession:
     def supersede(self) -> None:
         """There is a better branch: end."""
         self._superseded = True
-        self.bell.notify()
+        self.notifier.notify()
 
     def over(self) -> bool:
         return self._superseded or self.decision.certificate is not None
@@ -133,7 +136,7 @@ class ButterflySession:
     async def until(self, condition: Callable[[], bool], deadline: Deadline | None = None) -> bool:
         """Wait for a condition; False if the deadline, or the session's, comes first."""
         try:
-            await self.bell.until(condition, self.deadline if deadline is None else deadline)
+            await self.notifier.until(condition, self.deadline if deadline is None else deadline)
         except TimeoutError:
             return False
         return True
@@ -168,14 +171,14 @@ class ButterflySession:
 
     def _knock(self) -> None:
         """Ask the roster for admission. Former members who are here are told, too: we may have to fork with them."""
-        poll, live = self.decision.poll, self._host.members.live()
-        former = [member.peer for member in live if self.decision.forks_only and poll.was_member(member)]
+        tally, live = self.decision.tally, self._host.members.live()
+        former = [member.peer for member in live if self.decision.forks_only and tally.was_member(member)]
         for peer in dict.fromkeys((*(member.peer for member in self.head.roster), *former)):
             self._knock_at(peer)
 
     def _knock_at(self, peer: PeerId) -> None:
-        if peer != self._desk.me.peer:
-            self._desk.post.send(peer, wire.AdmissionRequest(self.head.key, self._desk.me, self.head.state_root))
+        if peer != self._context.me.peer:
+            self._context.post.send(peer, wire.AdmissionRequest(self.head.key, self._context.me, self.head.state_root))
 
     # -- events -------------------------------------------------------------------------------------------------------
 
@@ -205,7 +208,7 @@ class ButterflySession:
                 self.decision.receive(peer, message)
 
     def _on_plan(self, peer: PeerId, plan: wire.Plan) -> None:
-        if peer != self.decision.poll.coordinator(plan.ballot):
+        if peer != self.decision.tally.coordinator(plan.ballot):
             raise BadPayload(f"a plan of {peer}, who does not coordinate ballot {plan.ballot}")
         if plan.ballot == self.decision.vote.promised:
             self.call.on_plan(plan)
@@ -222,7 +225,7 @@ class ButterflySession:
             self._knock_at(peer)  # it may have come after we told those who were here
         self.decision.onlookers[peer] = member
         if self.decision.certificate:
-            self._desk.post.send(peer, self.decision.certificate)
+            self._context.post.send(peer, self.decision.certificate)
 
     async def serve(self, peer: PeerId, stream: Stream, opening: wire.Contribute) -> None:
         """A data stream for this round.
@@ -234,7 +237,7 @@ class ButterflySession:
         self.decision.hear(peer)
         loop = asyncio.get_running_loop()
         deadline = min(self.deadline, stream.deadline)
-        while self.exchange is None or self.exchange.task.terms.digest != opening.plan:
+        while self.exchange is None or self.exchange.task.resolved.digest != opening.plan:
             was = self.exchange
             if not await self.until(lambda: self.exchange is not was, deadline):  # noqa: B023 - awaited here
                 raise PeerSilent(peer, "the data phase of its plan did not begin here")

@@ -271,7 +271,7 @@ def _bytes_of(bits: torch.Tensor) -> torch.Tensor:
 # -- error feedback ---------------------------------------------------------------------------------------------------
 
 
-def sent(codec: Codec, owed: Vector, delta: Vector, into: Vector) -> None:
+def sent(codec: Codec, residual: Vector, delta: Vector, into: Vector) -> None:
     """What travels of a pseudo-gradient and of what is owed from before: codec(decay · owed + delta), into `into`.
 
     All are float32 (n) and do not overlap; the first two stay as they are.
@@ -281,11 +281,11 @@ def sent(codec: Codec, owed: Vector, delta: Vector, into: Vector) -> None:
     """
     for low in range(0, len(into), PIECE):
         piece = into[low : low + PIECE]
-        torch.mul(owed[low : low + PIECE], codec.decay, out=piece)
+        torch.mul(residual[low : low + PIECE], codec.decay, out=piece)
         piece.add_(delta[low : low + PIECE])
         carry(codec, piece)
 
 
-def settle(codec: Codec, owed: Vector, delta: Vector, gone: Vector) -> None:
+def settle(codec: Codec, residual: Vector, delta: Vector, gone: Vector) -> None:
     """It was counted: owed ← decay · owed + delta − gone, with `gone` as `sent` made it."""
-    owed.mul_(codec.decay).add_(delta).sub_(gone)
+    residual.mul_(codec.decay).add_(delta).sub_(gone)

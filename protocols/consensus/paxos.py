@@ -49,22 +49,22 @@ class PaxosInstance:
         decided: the certificate, once there is one.
     """
 
-    def __init__(self, me: Member, poll: VoteTally) -> None:
-        self.me, self.poll = me, poll
+    def __init__(self, me: Member, tally: VoteTally) -> None:
+        self.me, self.tally = me, tally
         self.accepted: Value | None = None
         self.forked: Value | None = None
         self.decided: Certificate | None = None
-        self._standing = BallotState(me, poll)
-        self._chair = Proposer(self._standing)
+        self._standing = BallotState(me, tally)
+        self._proposer = Proposer(self._standing)
         self._parts: set[bytes] = set()
         self._held: tuple[bytes, tuple[PartDone, ...]] = (bytes(32), ())
         self._proposal: Value | None = None
         self._waiting = False  # our vote on the proposal is due
         self._handlers: dict[type[VoteMessage], Callable[[Any], None]] = {
-            StartBallot: self._chair.on_ask,
+            StartBallot: self._proposer.on_ask,
             Prepare: self._on_prepare,
-            Promise: self._chair.on_promise,
-            BallotNack: self._chair.on_stale,
+            Promise: self._proposer.on_promise,
+            BallotNack: self._proposer.on_stale,
             Propose: self._on_propose,
             Accept: self._on_accept,
             RecordRequest: self._on_want,
@@ -84,7 +84,7 @@ class PaxosInstance:
 
     def receive(self, peer: PeerId, message: VoteMessage) -> list[Instruction]:
         """A message of `peer`; what it says of plans and of state, the host has found to be right."""
-        if message.key == self.poll.key and message.sender.peer == peer:
+        if message.key == self.tally.key and message.sender.peer == peer:
             self._handle(message)
         return self._flush()
 
@@ -97,13 +97,13 @@ class PaxosInstance:
     def timeout(self, ballot: int) -> list[Instruction]:
         """The timer of a ballot ran out: on to the next ballot."""
         if not self.decided and ballot == self.ballot:
-            self._chair.open()
+            self._proposer.open()
         return self._flush()
 
     def gone(self, peer: PeerId) -> list[Instruction]:
         """A peer is visibly gone: if it coordinates the present ballot, on to the next."""
-        if not self.decided and peer == self.poll.coordinator(self.ballot):
-            self._chair.open()
+        if not self.decided and peer == self.tally.coordinator(self.ballot):
+            self._proposer.open()
         return self._flush()
 
     def chosen(self, ballot: int, data: bytes) -> list[Instruction]:
@@ -112,11 +112,11 @@ class PaxosInstance:
         Raises:
             ValueError: the record does not extend this lineage, is a FORK, or breaks the rules for rosters.
         """
-        value = self.poll.value(ballot, data)
+        value = self.tally.value(ballot, data)
         if value is None or value.is_fork:
             raise ValueError("a record that may not be proposed")
         if not self.decided:
-            self._chair.choose(ballot, data)
+            self._proposer.choose(ballot, data)
         return self._flush()
 
     def holds(self, plan: bytes, parts: Sequence[PartDone], others: Iterable[bytes] = ()) -> list[Instruction]:
@@ -138,11 +138,11 @@ class PaxosInstance:
         Raises:
             ValueError: not a FORK of this lineage by such as may fork, this member among them.
         """
-        value = self.poll.value(0, data) if data else None
+        value = self.tally.value(0, data) if data else None
         if data and (value is None or not value.is_fork or self.me not in value.record.roster):
             raise ValueError("a FORK in which this member may not take part")
         if not self.decided:
-            self._chair.want(value.record if value else None)
+            self._proposer.want(value.record if value else None)
         return self._flush()
 
     def _handle(self, message: VoteMessage) -> None:
@@ -156,13 +156,13 @@ class PaxosInstance:
 
     def _concerns_us(self, message: VoteMessage) -> bool:
         """Members hear members; heirs and former members hear each other, and of forks only."""
-        poll, sender = self.poll, message.sender
-        if poll.counts(self.me):
-            return poll.counts(sender)
-        if not (poll.forks_only(self.me) and poll.forks_only(sender)):
+        tally, sender = self.tally, message.sender
+        if tally.counts(self.me):
+            return tally.counts(sender)
+        if not (tally.forks_only(self.me) and tally.forks_only(sender)):
             return False
         if isinstance(message, Propose):
-            value = poll.value(message.ballot, message.record)
+            value = tally.value(message.ballot, message.record)
             return value is not None and value.is_fork
         return bool(message.fork) if isinstance(message, StartBallot | Prepare) else True
 
@@ -179,7 +179,7 @@ class PaxosInstance:
         standing = self._standing
         if standing.outdated(message, message.sender.peer):
             return
-        if message.fork and not self._chair.consents(message.fork):
+        if message.fork and not self._proposer.consents(message.fork):
             return
         standing.reach(message.ballot)
         standing.promised = message.ballot
@@ -190,12 +190,12 @@ class PaxosInstance:
         newest = max(values, key=lambda value: value.ballot, default=None)
         accepted, data = (newest.ballot, newest.data) if newest else (0, b"")
         plan, held = self._held
-        return Promise(self.poll.key, self.me, self.promised, accepted, data, plan, () if newest else held)
+        return Promise(self.tally.key, self.me, self.promised, accepted, data, plan, () if newest else held)
 
     def _on_propose(self, message: Propose) -> None:
         if self._standing.outdated(message, message.sender.peer):
             return
-        value, known = self.poll.value(message.ballot, message.record), self._proposal
+        value, known = self.tally.value(message.ballot, message.record), self._proposal
         if value is None or (known and known.ballot >= value.ballot and known != value):
             return
         self._standing.reach(value.ballot)
@@ -211,38 +211,38 @@ class PaxosInstance:
         value = self._proposal
         if value is None or not self._waiting or value.ballot < self.promised or self._missing(value.record):
             return
-        if value.is_fork and not self._chair.consents(value.record.roster):
+        if value.is_fork and not self._proposer.consents(value.record.roster):
             return
         self._waiting, self._standing.promised = False, value.ballot
         self.accepted, self.forked = (self.accepted, value) if value.is_fork else (value, self.forked)
-        self._cast(value, peers(self.poll.roster if self.poll.counts(self.me) else value.record.roster))
+        self._cast(value, peers(self.tally.roster if self.tally.counts(self.me) else value.record.roster))
 
     def _missing(self, record: Record) -> tuple[bytes, ...]:
         return tuple(part.digest for part in record.parts if part.digest not in self._parts)
 
     def _cast(self, value: Value, to: Iterable[PeerId]) -> None:
-        signature = self.poll.sign(value, self.me)
-        self._standing.send(to, Accept(self.poll.key, self.me, value.ballot, value.digest, signature))
+        signature = self.tally.sign(value, self.me)
+        self._standing.send(to, Accept(self.tally.key, self.me, value.ballot, value.digest, signature))
 
     # -- deciding -----------------------------------------------------------------------------------------------------
 
     def _on_accept(self, message: Accept) -> None:
-        if not self.poll.add(message.ballot, message.digest, message.sender, message.signature):
+        if not self.tally.add(message.ballot, message.digest, message.sender, message.signature):
             self._standing.out.append(ReportFault(message.sender.peer, "a forged vote"))
         else:
             self._standing.reach(message.ballot)
             self._conclude(message.ballot, message.digest, self._known(message.digest))
 
     def _on_certificate(self, message: Certificate) -> None:
-        value = self.poll.value(message.ballot, message.record)
+        value = self.tally.value(message.ballot, message.record)
         if value is None:
             why = "a certificate of a record that may not be decided"
             return self._standing.out.append(ReportFault(message.sender.peer, why))
         if self.decided and self.decided.record == value.data:
             return
-        entitled = self.poll.entitled(value)
+        entitled = self.tally.entitled(value)
         counted = [
-            vote.voter in entitled and self.poll.add(value.ballot, value.digest, vote.voter, vote.signature)
+            vote.voter in entitled and self.tally.add(value.ballot, value.digest, vote.voter, vote.signature)
             for vote in message.votes
         ]
         if not all(counted):
@@ -251,7 +251,7 @@ class PaxosInstance:
 
     def _on_want(self, message: RecordRequest) -> None:
         if value := self._known(message.digest):
-            certificate = self.poll.certificate(replace(value, ballot=message.ballot), self.me)
+            certificate = self.tally.certificate(replace(value, ballot=message.ballot), self.me)
             self._standing.send([message.sender.peer], certificate)
 
     def _known(self, digest: bytes) -> Value | None:
@@ -261,17 +261,17 @@ class PaxosInstance:
     def _conclude(self, ballot: int, digest: bytes, value: Value | None) -> None:
         """Decide, if the votes that are in do; ask for the record, if we do not know it."""
         if value is None:
-            voters = self.poll.voters(ballot, digest)
-            if len(voters) == self.poll.quorum:
-                self._standing.send(peers(voters), RecordRequest(self.poll.key, self.me, ballot, digest))
+            voters = self.tally.voters(ballot, digest)
+            if len(voters) == self.tally.quorum:
+                self._standing.send(peers(voters), RecordRequest(self.tally.key, self.me, ballot, digest))
             return
         value = replace(value, ballot=ballot)
-        if not self.poll.decides(value):
+        if not self.tally.decides(value):
             return
-        certificate, roster = self.poll.certificate(value, self.me), value.record.roster
+        certificate, roster = self.tally.certificate(value, self.me), value.record.roster
         if self.decided or (value.is_fork and self.me not in roster):
             self._standing.out.append(ConflictingCertificate(certificate))
             return
         self.decided = certificate
         self._standing.out.append(Decided(certificate))
-        self._standing.send(peers((*self.poll.roster, *roster)), certificate)
+        self._standing.send(peers((*self.tally.roster, *roster)), certificate)

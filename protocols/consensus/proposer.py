@@ -45,21 +45,21 @@ class BallotState:
         local: messages to itself.
     """
 
-    def __init__(self, me: Member, poll: VoteTally) -> None:
-        self.me, self.poll = me, poll
+    def __init__(self, me: Member, tally: VoteTally) -> None:
+        self.me, self.tally = me, tally
         self.ballot = self.promised = 0
         self.out: list[Instruction] = []
         self.local: deque[VoteMessage] = deque()
 
     def leads(self, ballot: int) -> bool:
         """Whether the ballot is ours."""
-        return self.poll.counts(self.me) and self.poll.coordinator(ballot) == self.me.peer
+        return self.tally.counts(self.me) and self.tally.coordinator(ballot) == self.me.peer
 
     def outdated(self, message: VoteMessage, owner: PeerId) -> bool:
         """Whether its ballot is below our promise, as we then tell its sender, or not its owner's."""
         if message.ballot < self.promised:
-            self.send([message.sender.peer], BallotNack(self.poll.key, self.me, self.promised))
-        return message.ballot < self.promised or not self.poll.owns(message.ballot, owner)
+            self.send([message.sender.peer], BallotNack(self.tally.key, self.me, self.promised))
+        return message.ballot < self.promised or not self.tally.owns(message.ballot, owner)
 
     def reach(self, ballot: int) -> None:
         """Go on to a ballot, if it is above ours."""
@@ -96,7 +96,7 @@ class Proposer:
     """A member's ballots, when it is for it to coordinate, and its part in a fork."""
 
     def __init__(self, standing: BallotState) -> None:
-        self._standing, self._poll = standing, standing.poll
+        self._standing, self._tally = standing, standing.tally
         self._attempt = _BallotAttempt(0, free=True) if standing.leads(0) else None
         self._forking: Record | None = None
 
@@ -108,9 +108,9 @@ class Proposer:
             self.press()
         elif standing.leads(standing.ballot):
             self._prepare(standing.ballot)
-        elif self._poll.counts(standing.me):
-            ask = StartBallot(self._poll.key, standing.me, standing.ballot, ())
-            standing.send([self._poll.coordinator(standing.ballot)], ask)
+        elif self._tally.counts(standing.me):
+            ask = StartBallot(self._tally.key, standing.me, standing.ballot, ())
+            standing.send([self._tally.coordinator(standing.ballot)], ask)
 
     def on_ask(self, message: StartBallot) -> None:
         """Begin what we are asked for, or repeat how far we are with it."""
@@ -136,7 +136,7 @@ class Proposer:
         if (attempt.fork and message.sender not in attempt.fork) or not self._believable(message, attempt):
             return
         attempt.promises[message.sender] = message
-        if len(attempt.promises) < (len(attempt.fork) or self._poll.quorum):
+        if len(attempt.promises) < (len(attempt.fork) or self._tally.quorum):
             return
         accepted = [promise for promise in attempt.promises.values() if promise.record]
         newest = max(accepted, key=lambda promise: promise.accepted, default=None)
@@ -177,11 +177,11 @@ class Proposer:
         if self._forking is None:
             return
         members = self._forking.roster
-        first, ballot = self._poll.first(members), standing.ballot + 1
+        first, ballot = self._tally.first(members), standing.ballot + 1
         if first != standing.me.peer:
             standing.arm()
-            return standing.send([first], StartBallot(self._poll.key, standing.me, standing.ballot, members))
-        while not self._poll.owns(ballot, first):
+            return standing.send([first], StartBallot(self._tally.key, standing.me, standing.ballot, members))
+        while not self._tally.owns(ballot, first):
             ballot += 1
         self._prepare(ballot, members)
 
@@ -206,17 +206,17 @@ class Proposer:
     def _prepare(self, ballot: int, fork: tuple[Member, ...] = ()) -> None:
         self._standing.reach(ballot)
         self._attempt = _BallotAttempt(ballot, fork)
-        self._tell(self._attempt, peers(fork or self._poll.roster))
+        self._tell(self._attempt, peers(fork or self._tally.roster))
 
     def _propose(self, attempt: _BallotAttempt, data: bytes) -> None:
         attempt.free = False
-        attempt.proposal = Propose(self._poll.key, self._standing.me, attempt.ballot, data)
-        self._tell(attempt, peers(attempt.fork or self._poll.roster))
+        attempt.proposal = Propose(self._tally.key, self._standing.me, attempt.ballot, data)
+        self._tell(attempt, peers(attempt.fork or self._tally.roster))
 
     def _tell(self, attempt: _BallotAttempt, to: Iterable[PeerId]) -> None:
-        prepare = Prepare(self._poll.key, self._standing.me, attempt.ballot, attempt.fork)
+        prepare = Prepare(self._tally.key, self._standing.me, attempt.ballot, attempt.fork)
         self._standing.send(to, attempt.proposal or prepare)
 
     def _believable(self, message: Promise, attempt: _BallotAttempt) -> bool:
-        value = self._poll.value(message.accepted, message.record) if message.record else None
+        value = self._tally.value(message.accepted, message.record) if message.record else None
         return not message.record or (value is not None and (not value.is_fork or bool(attempt.fork)))

@@ -71,18 +71,18 @@ class ForkChoice:
         """
         if certificate.key != head.key:
             raise BadPayload(f"a certificate of round {certificate.key.round} that does not extend {_named(head)}")
-        poll = self._poll(head)
-        value = poll.value(certificate.ballot, certificate.record)
+        tally = self._tally(head)
+        value = tally.value(certificate.ballot, certificate.record)
         if value is None:
             raise BadPayload(f"a record that may not extend {_named(head)}")
         if head.key.round == 0 and head.state_root not in (UNSETTLED, value.record.state_root):
             raise BadPayload("a first record that starts from another state than the run")
         for vote in certificate.votes:
-            if not poll.counts(vote.voter) and not (value.is_fork and poll.forks_only(vote.voter)):
+            if not tally.counts(vote.voter) and not (value.is_fork and tally.forks_only(vote.voter)):
                 raise BadPayload(f"a vote of {vote.voter}, who has none after {_named(head)}")
-            if not poll.add(value.ballot, value.digest, vote.voter, vote.signature):
+            if not tally.add(value.ballot, value.digest, vote.voter, vote.signature):
                 raise BadPayload(f"a forged vote of {vote.voter} after {_named(head)}")
-        if not poll.decides(value):
+        if not tally.decides(value):
             raise BadPayload(f"{len(certificate.votes)} votes after {_named(head)}, too few to decide")
         return follow(head, certificate)
 
@@ -165,9 +165,9 @@ class ForkChoice:
         """A FORK without us, of so few that the others, we among them, may still decide."""
         others = len(head.roster) - len(record.roster)
         left_out = self.me in head.roster and self.me not in record.roster
-        return record.kind == Kind.FORK and left_out and others >= self._poll(head).quorum
+        return record.kind == Kind.FORK and left_out and others >= self._tally(head).quorum
 
-    def _poll(self, head: Head) -> VoteTally:
+    def _tally(self, head: Head) -> VoteTally:
         return VoteTally(head.key, head.roster, self.signer, self.quorum, self.fork_peers, head.former)
 
 

@@ -51,11 +51,11 @@ class Moshpit:
         """
         self.host, self.settings = host, settings
         self.me = Member(host.me, settings.incarnation)
-        self.ledger = RoundAccounting()
-        self._post = ControlChannel(host, CONTROL, self.ledger)
-        used, census = state_codec(settings.codec), PeerTracker(self.me)
-        desk = MoshpitContext(host, settings, used, self.me, self.ledger, self._post, census, Notifier())
-        self._pit = MoshpitState(desk, most, told)
+        self.accounting = RoundAccounting()
+        self._post = ControlChannel(host, CONTROL, self.accounting)
+        used, tracker = state_codec(settings.codec), PeerTracker(self.me)
+        context = MoshpitContext(host, settings, used, self.me, self.accounting, self._post, tracker, Notifier())
+        self._moshpit = MoshpitState(context, most, told)
         self._session: MoshpitSession | None = None
         host.transport.serve(CONTROL, self._on_control)
         host.transport.serve(DATA, self._on_data)
@@ -63,10 +63,10 @@ class Moshpit:
 
     @asynccontextmanager
     async def enter(self, head: Head, deadline: Deadline) -> AsyncIterator[MoshpitSession]:
-        session = self._session = MoshpitSession(self._pit, head, deadline)
+        session = self._session = MoshpitSession(self._moshpit, head, deadline)
         self._post.on_gone = session.gone
         try:
-            async with task_group() as group, self._post.run(group, deadline, [*self._pit.in_sight()]):
+            async with task_group() as group, self._post.run(group, deadline, [*self._moshpit.in_sight()]):
                 background = [group.create_task(each) for each in (session.live(), session.watch(), session.search())]
                 try:
                     yield session
@@ -79,7 +79,7 @@ class Moshpit:
     # -- what others say ----------------------------------------------------------------------------------------------
 
     async def _on_control(self, peer: PeerId, stream: Stream) -> None:
-        await serve_control_stream(self.host, self.ledger, stream, partial(self._take, peer), self._pit.found)
+        await serve_control_stream(self.host, self.accounting, stream, partial(self._take, peer), self._moshpit.found)
 
     def _take(self, peer: PeerId, message: Header) -> None:
         """A message; what is wrong with one is held against its sender, who may say better ones.
@@ -107,25 +107,25 @@ class Moshpit:
             else:
                 self._session.on_plan(peer, message)
         except BadPayload as error:
-            self.ledger.name(peer, f"refused: {error}")
+            self.accounting.name(peer, f"refused: {error}")
 
     def _hear(self, peer: PeerId, here: PositionAnnouncement) -> None:
         check(here, peer)
         for offer in here.offer:
             if not self.host.signer.verify(peer, offer_message(here.key(here.axis), offer), offer.signature):
                 raise BadPayload("an offer with a forged signature")
-        if self._pit.hear(here) and self._session:
+        if self._moshpit.hear(here) and self._session:
             self._session.heard(here)
 
     # -- data ---------------------------------------------------------------------------------------------------------
 
     async def _on_data(self, peer: PeerId, stream: Stream) -> None:
-        async with self.ledger.counting(stream):
+        async with self.accounting.counting(stream):
             mixing, opening = await self._mixing_for(peer, stream)
             await mixing.serve(peer, stream, opening)
 
     async def _on_part(self, peer: PeerId, stream: Stream) -> None:
-        async with self.ledger.counting(stream):
+        async with self.accounting.counting(stream):
             mixing, opening = await self._mixing_for(peer, stream)
             await mixing.serve_part(peer, stream, opening)
 
@@ -136,21 +136,23 @@ class Moshpit:
             BadPayload: of another run, or a stale group.
             PeerSilent: we are in another group, or did not hear of this one in time.
         """
-        opening = wire.expect(await first_frame(self.host, stream, self._pit.found), wire.Contribute)
-        key, pit = opening.key, self._pit
+        opening = wire.expect(await first_frame(self.host, stream, self._moshpit.found), wire.Contribute)
+        key, moshpit = opening.key, self._moshpit
         here = self._session.head.key if self._session else None
         if here and (key.run, key.scope) != (here.run, here.scope):
             raise BadPayload("a contribution to another run or scope")
-        if self._session and opening.plan not in pit.mixings and key.round < self._session.round:
+        if self._session and opening.plan not in moshpit.mixings and key.round < self._session.round:
             raise BadPayload(f"a stale contribution, to round {key.round}")
         until = min(stream.deadline, asyncio.get_running_loop().time() + ENTER_SECONDS)
         try:
-            await pit.desk.entered.until(lambda: opening.plan in pit.mixings or key.lineage in pit.closed, until)
+            await moshpit.context.entered.until(
+                lambda: opening.plan in moshpit.mixings or key.lineage in moshpit.closed, until
+            )
         except TimeoutError:
             raise PeerSilent(peer, "its group did not begin here") from None
-        if opening.plan not in pit.mixings:
+        if opening.plan not in moshpit.mixings:
             raise PeerSilent(peer, "this peer is not in that group")
-        mixing = pit.mixings[opening.plan]
+        mixing = moshpit.mixings[opening.plan]
         if key != mixing.key:
             mixing.lose(peer, "refused: a contribution to another group")
             raise BadPayload("a contribution to another group than its plan's")

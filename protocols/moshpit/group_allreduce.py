@@ -50,9 +50,9 @@ class GroupAllReduce:
 
     def __init__(
         self,
-        desk: MoshpitContext,
+        context: MoshpitContext,
         key: RoundKey,
-        terms: ResolvedPlan,
+        resolved: ResolvedPlan,
         source: VectorView,
         target: VectorView,
         deadline: Deadline,
@@ -62,41 +62,41 @@ class GroupAllReduce:
             source: this peer's state, unchanged until `run` returns.
             target: takes the mean; undefined while there is none.
         """
-        self.key, self.terms, self.name = key, terms, terms.digest.hex()
-        self._desk, self._deadline, self._over, self._bell = desk, deadline, False, Notifier()
+        self.key, self.resolved, self.name = key, resolved, resolved.digest.hex()
+        self._context, self._deadline, self._over, self._notifier = context, deadline, False, Notifier()
         self._gone: set[PeerId] = set()
-        now, budget_seconds = asyncio.get_running_loop().time(), terms.plan.budget_seconds
+        now, budget_seconds = asyncio.get_running_loop().time(), resolved.plan.budget_seconds
         phase_seconds = (budget_seconds - BUDGET_FLOOR_SECONDS) / BUDGET_MULTIPLE
-        self._patience_seconds = 2 * desk.answer_seconds + phase_seconds
+        self._patience_seconds = 2 * context.answer_seconds + phase_seconds
         task = ReduceJob(
             key=key,
-            terms=terms,
-            me=desk.me.peer,
+            resolved=resolved,
+            me=context.me.peer,
             mine=source,
             into=target,
-            codec=desk.codec,
-            chunk_elements=desk.settings.chunk_elements,
-            compute=desk.host.compute,
-            signer=desk.host.signer,
+            codec=context.codec,
+            chunk_elements=context.settings.chunk_elements,
+            compute=context.host.compute,
+            signer=context.host.signer,
             silent=now + self._patience_seconds,
             patience_seconds=self._patience_seconds,
             deadline=min(deadline, now + budget_seconds),
             progress=lambda: None,
         )
-        self._exchange = AllReduce(desk.host, desk.ledger, task, self._bell.notify, DATA)
-        for peer in terms.peers:
-            if peer not in desk.census.sight and peer != desk.me.peer:
+        self._exchange = AllReduce(context.host, context.accounting, task, self._notifier.notify, DATA)
+        for peer in resolved.peers:
+            if peer not in context.tracker.sight and peer != context.me.peer:
                 self.lose(peer)
 
     def missing(self) -> tuple[PeerId, ...]:
         """Whose parts are not here."""
-        parts = range(len(self.terms.plan.reducers))
-        return tuple(dict.fromkeys(self.terms.reducer(part) for part in parts if not self._held(part)))
+        parts = range(len(self.resolved.plan.reducers))
+        return tuple(dict.fromkeys(self.resolved.reducer(part) for part in parts if not self._held(part)))
 
     def _held(self, part: int) -> ReducedPart | None:
         """A part, if it is here, and its own reducer has signed it."""
         held = self._exchange.parts.get(part)
-        return held if held and held.done and held.done.reducer == self.terms.plan.reducers[part] else None
+        return held if held and held.done and held.done.reducer == self.resolved.plan.reducers[part] else None
 
     def lose(self, peer: PeerId, why: str = "gone") -> None:
         """Expect nothing more of a peer, neither its state nor the part that it reduces."""
@@ -112,17 +112,19 @@ class GroupAllReduce:
 
     async def run(self) -> GroupResult | None:
         """Average; None if a part is not to be had."""
-        exchange, parts = self._exchange, range(len(self.terms.plan.reducers))
+        exchange, parts = self._exchange, range(len(self.resolved.plan.reducers))
         try:
             async with task_group() as group:
                 running = group.create_task(exchange.run())
                 while self._hopes():
-                    again = min(exchange.task.deadline, asyncio.get_running_loop().time() + self._desk.answer_seconds)
+                    again = min(
+                        exchange.task.deadline, asyncio.get_running_loop().time() + self._context.answer_seconds
+                    )
                     await self._until(lambda: all(self._known(part) for part in parts), again)
                 running.cancel()  # nothing may write to the target any more
         finally:
             self._over = True  # two who lack the same part do not wait for each other
-            self._bell.notify()
+            self._notifier.notify()
         self._remember()
         for part in parts:
             if not self._held(part):
@@ -133,19 +135,19 @@ class GroupAllReduce:
 
     def _remember(self) -> None:
         """Who gave its state and its part, and who did not. If nobody did, it is this peer that was cut off or slow."""
-        census, kept = self._desk.census, self._exchange.withheld.union(self.missing())
-        others = [offer.member for offer in self.terms.plan.offers if offer.member != self._desk.me]
+        tracker, kept = self._context.tracker, self._exchange.withheld.union(self.missing())
+        others = [offer.member for offer in self.resolved.plan.offers if offer.member != self._context.me]
         for member in others:
             if member.peer not in kept:
-                census.gave(member)
+                tracker.gave(member)
             elif not {each.peer for each in others} <= kept:
-                census.kept(member, self.key.round)
+                tracker.kept(member, self.key.round)
 
     def _name_reducer(self, part: int) -> None:
-        reducer, given = self.terms.reducer(part), part in self._exchange.parts
-        if reducer != self._desk.me.peer:
+        reducer, given = self.resolved.reducer(part), part in self._exchange.parts
+        if reducer != self._context.me.peer:
             why = "it did not make what it gave" if given else "its part did not come"
-            self._desk.ledger.name(reducer, f"lost as a reducer: {why}")
+            self._context.accounting.name(reducer, f"lost as a reducer: {why}")
 
     def _known(self, part: int) -> bool:
         return part in self._exchange.parts or part in self._exchange.failed
@@ -153,28 +155,31 @@ class GroupAllReduce:
     def _hopes(self) -> bool:
         """Whether to wait for more. Who is believed gone may still be sending: heartbeats are late on a busy line."""
         now, exchange = asyncio.get_running_loop().time(), self._exchange
-        owing = [part for part in range(len(self.terms.plan.reducers)) if not self._known(part)]
-        moving = now < exchange.moved + self._desk.answer_seconds
-        hoped = [part for part in owing if moving or self.terms.reducer(part) not in self._gone]
+        owing = [part for part in range(len(self.resolved.plan.reducers)) if not self._known(part)]
+        moving = now < exchange.moved + self._context.answer_seconds
+        hoped = [part for part in owing if moving or self.resolved.reducer(part) not in self._gone]
         return bool(hoped) and now < exchange.task.deadline
 
     async def _until(self, condition: Callable[[], bool], deadline: Deadline) -> None:
         try:
-            await self._bell.until(condition, deadline)
+            await self._notifier.until(condition, deadline)
         except TimeoutError:
             return
 
     async def _obtain(self, part: int) -> bool:
         """Get a part from a member that has it of its reducer."""
-        desk, exchange, loop = self._desk, self._exchange, asyncio.get_running_loop()
-        for peer in seeded_order(self.terms.digest, self.terms.peers):
-            if peer in (desk.me.peer, self.terms.reducer(part)) or peer not in desk.census.sight:
+        context, exchange, loop = self._context, self._exchange, asyncio.get_running_loop()
+        for peer in seeded_order(self.resolved.digest, self.resolved.peers):
+            if peer in (context.me.peer, self.resolved.reducer(part)) or peer not in context.tracker.sight:
                 continue
             deadline = min(self._deadline, loop.time() + self._patience_seconds)
             try:
-                async with desk.host.transport.open(peer, PART, deadline) as stream, desk.ledger.counting(stream):
+                async with (
+                    context.host.transport.open(peer, PART, deadline) as stream,
+                    context.accounting.counting(stream),
+                ):
                     held = await contribute(exchange.task, part, stream, again=True)
-                    if held.done is None or held.done.reducer != self.terms.plan.reducers[part]:
+                    if held.done is None or held.done.reducer != self.resolved.plan.reducers[part]:
                         raise BadPayload("a part that its reducer did not make")
                     exchange.adopt(part, held)
                     return True
@@ -183,22 +188,22 @@ class GroupAllReduce:
         return False
 
     def _result(self) -> GroupResult | None:
-        terms, held = self.terms, self._exchange.parts
-        bringing = sum(1 << bit for bit, weight in enumerate(terms.weights) if weight)
+        resolved, held = self.resolved, self._exchange.parts
+        bringing = sum(1 << bit for bit, weight in enumerate(resolved.weights) if weight)
         for part, each in held.items():
             if not all(mask & bringing for mask in each.masks):
-                self._desk.ledger.name(terms.reducer(part), "refused: its part holds chunks of nobody")
+                self._context.accounting.name(resolved.reducer(part), "refused: its part holds chunks of nobody")
                 return None
         chunks = sum(each.chunks for each in held.values())
-        weights = {peer: weight / WEIGHT_SCALE for peer, weight in zip(terms.peers, terms.weights, strict=True)}
-        counted = {peer: _counted(bit, held) for bit, peer in enumerate(terms.peers) if weights[peer]}
+        weights = {peer: weight / WEIGHT_SCALE for peer, weight in zip(resolved.peers, resolved.weights, strict=True)}
+        counted = {peer: _counted(bit, held) for bit, peer in enumerate(resolved.peers) if weights[peer]}
         total = math.fsum(weights[peer] * count / chunks for peer, count in counted.items()) if chunks else 0.0
         return GroupResult(
             contributions={
                 peer: Contribution(count, chunks, (f"{self.name}/{peer}",)) for peer, count in counted.items() if count
             },
             weights=weights,
-            weight=total / len(terms.peers),
+            weight=total / len(resolved.peers),
             torn=any(count < chunks for count in counted.values()),
         )
 
@@ -224,8 +229,8 @@ class GroupAllReduce:
             BadPayload: it is not in the plan.
             PeerSilent: the part is not here, or the stream broke off.
         """
-        if opening.part >= len(self.terms.plan.reducers):
-            raise BadPayload(f"part {opening.part} of {len(self.terms.plan.reducers)}")
+        if opening.part >= len(self.resolved.plan.reducers):
+            raise BadPayload(f"part {opening.part} of {len(self.resolved.plan.reducers)}")
         await self._until(lambda: self._over or self._known(opening.part), stream.deadline)
         held = self._held(opening.part)
         if held is None or held.done is None or not held.done.signature:

@@ -28,28 +28,28 @@ HASTE = 0.5
 class MoshpitSession:
     """`protocols.base.LooseSession`."""
 
-    def __init__(self, pit: MoshpitState, head: Head, deadline: Deadline) -> None:
+    def __init__(self, moshpit: MoshpitState, head: Head, deadline: Deadline) -> None:
         self.head, self.deadline = head, deadline
         self.cut = asyncio.Event()
         self.round, self.group = head.key.round, ""
         self.half_exchanges, self.mass_drift = 0, 0.0
-        self._pit, self._desk, self._census = pit, pit.desk, pit.desk.census
+        self._moshpit, self._context, self._tracker = moshpit, moshpit.context, moshpit.context.tracker
         self._began = asyncio.get_running_loop().time()
         self._cut_at = self._complete_at = math.inf
         self._work = LocalProgress(0, math.nan, 0.0, 0.0)
         self._news = Notifier()
         self._told: dict[Member, int] = {}
-        self._gathering: GroupMatchmaker | None = None
+        self._matchmaker: GroupMatchmaker | None = None
         self._mixing: GroupAllReduce | None = None
         self._axis, self._stage, self._follows = 0, TRAINING, ""
         self._offer: tuple[wire.Offer, ...] = ()
         self._members: set[PeerId] = set()
         self._stirred = 0
-        pit.begin(self.round)
-        self._grid, self._index = pit.assign_cell(head.key, self.round)
-        pit.numbered += 1
+        moshpit.begin(self.round)
+        self._grid, self._index = moshpit.assign_cell(head.key, self.round)
+        moshpit.numbered += 1
         self._mine = self._word()
-        pit.set_next_group(self._mine.coming.lineage)
+        moshpit.set_next_group(self._mine.coming.lineage)
         self._late = asyncio.get_running_loop().call_at(deadline, self._end)
 
     # -- the contract -------------------------------------------------------------------------------------------------
@@ -71,12 +71,12 @@ class MoshpitSession:
         """For their work, then for their coming to the group, then for the parts that they reduce."""
         if self._mixing:
             return self._mixing.missing()
-        if self._gathering:
-            return tuple(word.sender.peer for word in self._gathering.missing())
-        words = {word.sender.peer: word for word in self._census.words()}
-        present = self._census.present(self.round, asyncio.get_running_loop().time())
+        if self._matchmaker:
+            return tuple(word.sender.peer for word in self._matchmaker.missing())
+        words = {word.sender.peer: word for word in self._tracker.words()}
+        present = self._tracker.present(self.round, asyncio.get_running_loop().time())
         ready = {peer for peer, word in words.items() if word.complete and word.round >= self.round}
-        return tuple(peer for peer in present if peer not in ready and peer != self._desk.me.peer)
+        return tuple(peer for peer in present if peer not in ready and peer != self._context.me.peer)
 
     async def average(self, mine: Sequence[Vector], work: LocalProgress, into: Sequence[Vector]) -> AveragingResult:
         if [len(vector) for vector in mine] != [len(vector) for vector in into]:
@@ -84,8 +84,8 @@ class MoshpitSession:
         await self.cut.wait()
         self._work = work
         results = await self._along_all(mine, into)
-        self.round = max(self.round, self._census.ahead(self.round) - 1)  # the next one is where enough others are
-        names, sent, received = self._desk.ledger.take()
+        self.round = max(self.round, self._tracker.ahead(self.round) - 1)  # the next one is where enough others are
+        names, sent, received = self._context.accounting.take()
         return AveragingResult(
             Outcome.COMMITTED if results else Outcome.SKIPPED,
             contributions=counted(results),
@@ -99,8 +99,8 @@ class MoshpitSession:
 
     async def _along_all(self, mine: Sequence[Vector], into: Sequence[Vector]) -> list[GroupResult]:
         """One group along each axis; what comes of them is in `into`, if anything does."""
-        loop, compute = asyncio.get_running_loop(), self._desk.host.compute
-        state, free, spare = mine, into, self._pit.spare_buffers(into)
+        loop, compute = asyncio.get_running_loop(), self._context.host.compute
+        state, free, spare = mine, into, self._moshpit.spare_buffers(into)
         weight, began = float(self._work.tokens), min(self._cut_at, loop.time())
         results: list[GroupResult] = []
         cost_bytes = 4 * sum(len(vector) for vector in mine)
@@ -108,9 +108,9 @@ class MoshpitSession:
             size = await compute.run(partial(norm, state), cost_bytes)
             if loop.time() >= self.deadline or not size < wire.MAX_NORM:
                 break
-            stake = GroupContribution(cost_bytes // 4, weight, size, self._pit.bandwidth)
+            contribution = GroupContribution(cost_bytes // 4, weight, size, self._moshpit.bandwidth)
             came = loop.time()
-            result = await self._along(axis, stake, VectorView(state), VectorView(free), came - began)
+            result = await self._along(axis, contribution, VectorView(state), VectorView(free), came - began)
             began = came
             if result:
                 results.append(result)
@@ -123,24 +123,26 @@ class MoshpitSession:
         return results
 
     async def _along(
-        self, axis: int, stake: GroupContribution, source: VectorView, target: VectorView, spent_seconds: float
+        self, axis: int, contribution: GroupContribution, source: VectorView, target: VectorView, spent_seconds: float
     ) -> GroupResult | None:
         """The group along one axis; None if there is none, or it fails here."""
-        pit, desk = self._pit, self._desk
+        moshpit, context = self._moshpit, self._context
         self._axis = axis
-        pit.narrow(self._mine.key(axis).lineage)
-        self._gathering = gathering = GroupMatchmaker(desk, self._mine, axis, stake, self._wait, self.deadline)
-        expected = 0 if pit.sees_all else self._mine.shape[axis]
+        moshpit.narrow(self._mine.key(axis).lineage)
+        self._matchmaker = matchmaker = GroupMatchmaker(
+            context, self._mine, axis, contribution, self._wait, self.deadline
+        )
+        expected = 0 if moshpit.sees_all else self._mine.shape[axis]
         patience = MatchmakingLimits(spent_seconds, HASTE * (self._cut_at - self._began), expected)
-        terms = await gathering.terms_of(patience)
-        if terms:
-            for peer in terms.peers:  # its caller knew them, if this peer did not
-                pit.meet(peer, gathering.key.lineage)
+        resolved = await matchmaker.terms_of(patience)
+        if resolved:
+            for peer in resolved.peers:  # its caller knew them, if this peer did not
+                moshpit.meet(peer, matchmaker.key.lineage)
             self._look()
-            self._mixing = GroupAllReduce(desk, gathering.key, terms, source, target, self.deadline)
-            pit.keep(self._mixing)
-        pit.close(gathering.key.lineage)
-        self._pass(seeded_order(gathering.key.lineage, terms.peers) if terms else [desk.me.peer])
+            self._mixing = GroupAllReduce(context, matchmaker.key, resolved, source, target, self.deadline)
+            moshpit.keep(self._mixing)
+        moshpit.close(matchmaker.key.lineage)
+        self._pass(seeded_order(matchmaker.key.lineage, resolved.peers) if resolved else [context.me.peer])
         result = await self._mixing.run() if self._mixing else None
         if self._mixing:
             await self._account(self._mixing, result, source, target)
@@ -152,13 +154,15 @@ class MoshpitSession:
     ) -> None:
         """What is known of a group that is over here."""
         if mixing.in_time is not None:
-            self._pit.bandwidth = next_claim(self._pit.bandwidth, self._desk.settings.bandwidth, mixing.in_time)
+            self._moshpit.bandwidth = next_claim(
+                self._moshpit.bandwidth, self._context.settings.bandwidth, mixing.in_time
+            )
         if result:
             self.group = mixing.name
         if result is None or result.torn:  # others may hold more of it than this peer, or less
             self.half_exchanges += 1
             moved_by = partial(mixing.moved, source, target)
-            self.mass_drift += await self._desk.host.compute.run(moved_by, 8 * source.size)
+            self.mass_drift += await self._context.host.compute.run(moved_by, 8 * source.size)
 
     def _wait(self, caller: PeerId, offer: wire.Offer) -> None:
         """Let that one call this peer."""
@@ -167,10 +171,10 @@ class MoshpitSession:
 
     def _pass(self, members: Sequence[PeerId]) -> None:
         """In a group with these, or without one: not to be had any more along this axis."""
-        pit, me = self._pit, self._desk.me.peer
+        moshpit, me = self._moshpit, self._context.me.peer
         self._stage, self._follows, self._offer = DONE, "", ()
-        if not pit.sees_all:
-            self._index = pit.index = next_cell(self._index, self._axis, members.index(me), self._grid.shape)
+        if not moshpit.sees_all:
+            self._index = moshpit.index = next_cell(self._index, self._axis, members.index(me), self._grid.shape)
         self._say()
 
     # -- life ---------------------------------------------------------------------------------------------------------
@@ -180,11 +184,11 @@ class MoshpitSession:
         loop = asyncio.get_running_loop()
         while not self.cut.is_set():
             self._look()
-            self.round = self._census.ahead(self.round)
-            self._grid, self._index = self._pit.assign_cell(self.head.key, self.round)
+            self.round = self._tracker.ahead(self.round)
+            self._grid, self._index = self._moshpit.assign_cell(self.head.key, self.round)
             self._say()
             worked = self._work.tokens > 0
-            due = self._census.due(self._mine, self._complete_at, self._began, worked, loop.time())
+            due = self._tracker.due(self._mine, self._complete_at, self._began, worked, loop.time())
             if due is not None and due <= loop.time():
                 break
             rest, stirred = loop.time() + SETTLE_SECONDS, self._stirred
@@ -196,7 +200,7 @@ class MoshpitSession:
 
     async def watch(self) -> None:
         """Take note of who comes and goes, and tell who comes where this peer stands."""
-        members = self._desk.host.members
+        members = self._context.host.members
         while asyncio.get_running_loop().time() < self.deadline:
             version = members.version
             self._look()
@@ -214,7 +218,7 @@ class MoshpitSession:
 
     async def search(self) -> None:
         """Look for those who come to the same group, where not all are in sight."""
-        await self._pit.search(self.deadline, self._found)
+        await self._moshpit.search(self.deadline, self._found)
 
     def _found(self) -> None:
         self._look()
@@ -230,16 +234,16 @@ class MoshpitSession:
 
     def gone(self, peer: PeerId) -> None:
         """A peer cannot be reached."""
-        self._pit.lose(peer)
+        self._moshpit.lose(peer)
         self._look()
 
     # -- what others say ----------------------------------------------------------------------------------------------
 
     def heard(self, here: PositionAnnouncement) -> None:
         """A peer has moved on."""
-        gathering = self._gathering
-        if gathering:
-            gathering.heard(here)
+        matchmaker = self._matchmaker
+        if matchmaker:
+            matchmaker.heard(here)
         self._say()
         self._stir()
 
@@ -249,18 +253,18 @@ class MoshpitSession:
         Raises:
             BadPayload: it breaks a rule.
         """
-        if self._gathering and plan.key == self._gathering.key:
-            self._gathering.on_plan(peer, plan)
+        if self._matchmaker and plan.key == self._matchmaker.key:
+            self._matchmaker.on_plan(peer, plan)
 
     def _look(self) -> None:
         """Note who is in sight, and who is not any more."""
-        self._pit.look()
-        now = set(self._census.sight)
+        self._moshpit.look()
+        now = set(self._tracker.sight)
         for peer in sorted(self._members - now):
             if self._mixing:
                 self._mixing.lose(peer)
-        if self._members != now and self._gathering:
-            self._gathering.stir()
+        if self._members != now and self._matchmaker:
+            self._matchmaker.stir()
         self._members = now
 
     # -- what this peer says ------------------------------------------------------------------------------------------
@@ -271,12 +275,12 @@ class MoshpitSession:
             run=key.run,
             scope=key.scope,
             round=self.round,
-            sender=self._desk.me,
-            number=self._pit.numbered,
+            sender=self._context.me,
+            number=self._moshpit.numbered,
             since=self._grid.since,
             shape=self._grid.shape,
             index=self._index,
-            holds=axes if self._pit.sees_all else min(axes, self._axis + 1 + (self._stage == DONE)),
+            holds=axes if self._moshpit.sees_all else min(axes, self._axis + 1 + (self._stage == DONE)),
             axis=self._axis,
             stage=self._stage,
             complete=work.complete,
@@ -289,11 +293,11 @@ class MoshpitSession:
     def _say(self) -> None:
         """Tell everybody in sight where this peer stands, if they have not heard that."""
         if self._word() != self._mine:
-            self._pit.numbered += 1
+            self._moshpit.numbered += 1
             self._mine = self._word()
-            self._pit.set_next_group(self._mine.coming.lineage)
-        for peer in self._pit.in_sight():
-            member = self._census.sight.get(peer)
+            self._moshpit.set_next_group(self._mine.coming.lineage)
+        for peer in self._moshpit.in_sight():
+            member = self._tracker.sight.get(peer)
             if member and self._told.get(member) != self._mine.number:
                 self._told[member] = self._mine.number
-                self._desk.post.send(peer, self._mine)
+                self._context.post.send(peer, self._mine)

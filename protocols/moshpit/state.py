@@ -40,8 +40,8 @@ class MoshpitState:
     bandwidth: what this peer claims of its upload, bytes/s.
     """
 
-    def __init__(self, desk: MoshpitContext, most: int, told: int) -> None:
-        self.desk, self.most, self.told = desk, most, told
+    def __init__(self, context: MoshpitContext, most: int, told: int) -> None:
+        self.context, self.most, self.told = context, most, told
         self.sees_all = True
         self.grid: Grid | None = None
         self.index: Cell | None = None
@@ -49,14 +49,14 @@ class MoshpitState:
         self.coming = b""
         self.mixings: dict[bytes, GroupAllReduce] = {}
         self.closed: dict[bytes, None] = {}
-        self.bandwidth = desk.settings.bandwidth
+        self.bandwidth = context.settings.bandwidth
         self.numbered = 0
         self.spare: list[Vector] = []
         self._live: dict[PeerId, Member] = {}
         self._version = -1
         self._turned = Notifier()
         self._lost: set[PeerId] = set()
-        self._rng = desk.host.rng("moshpit")
+        self._rng = context.host.rng("moshpit")
 
     def begin(self, round: int) -> None:
         """A round begins. Of those who were found, this peer goes on speaking with its last group, and with
@@ -64,12 +64,12 @@ class MoshpitState:
         self._lost.clear()
         self._read()
         self.sees_all = len(self._live) <= self.told
-        words = {peer: word for peer in self.found if (word := self.desk.census.here(peer))}
+        words = {peer: word for peer in self.found if (word := self.context.tracker.here(peer))}
         fellows = [peer for peer, word in words.items() if self.found[peer] and word.round + 2 >= round]
         first = [peer for peer, word in words.items() if not self.found[peer] and word.round >= round]
         self.found = {peer: self.found[peer] for peer in (*fellows, *first[-ACQUAINTANCES:])}
         if not self.sees_all:
-            others = [peer for peer in self._live if peer != self.desk.me.peer]
+            others = [peer for peer in self._live if peer != self.context.me.peer]
             for peer in self._rng.sample(others, min(ACQUAINTANCES, len(others))):
                 self.meet(peer)
         self._show()
@@ -81,7 +81,7 @@ class MoshpitState:
 
     def _read(self) -> bool:
         """Who is live; whether that is news."""
-        members = self.desk.host.members
+        members = self.context.host.members
         if members.version == self._version:
             return False
         before, self._version = self._live, members.version
@@ -93,16 +93,16 @@ class MoshpitState:
     def _show(self) -> None:
         peers = self._live if self.sees_all else self.found
         live = [self._live[peer] for peer in peers if peer in self._live]
-        self.desk.census.look(live, self.found, asyncio.get_running_loop().time())
+        self.context.tracker.look(live, self.found, asyncio.get_running_loop().time())
 
     def in_sight(self) -> list[PeerId]:
         """Whom this peer talks to."""
         live = self._live if self.sees_all else {}
-        return sorted({*live, *self.found} - {self.desk.me.peer})
+        return sorted({*live, *self.found} - {self.context.me.peer})
 
     def meet(self, peer: PeerId, lineage: bytes = b"") -> None:
         """Where not all are told: speak with that one, who comes to the same group, or is an acquaintance."""
-        if self.sees_all or peer == self.desk.me.peer:
+        if self.sees_all or peer == self.context.me.peer:
             return
         self._read()
         known = peer in self.found
@@ -125,7 +125,7 @@ class MoshpitState:
     async def search(self, deadline: Deadline, found: Callable[[], None]) -> None:
         """Where not all are told: say in the directory which group this peer comes to, and ask who else does; `found`
         is called after each answer."""
-        directory, loop = self.desk.host.directory, asyncio.get_running_loop()
+        directory, loop = self.context.host.directory, asyncio.get_running_loop()
         said, again = b"", 0.0
         while not self.sees_all and loop.time() < deadline:
             lineage = self.coming
@@ -153,15 +153,15 @@ class MoshpitState:
         lineage = here.coming.lineage
         self.meet(here.sender.peer, lineage if lineage == self.coming else b"")
         self.look()
-        return self.desk.census.take(here, asyncio.get_running_loop().time())
+        return self.context.tracker.take(here, asyncio.get_running_loop().time())
 
     def assign_cell(self, key: RoundKey, round: int) -> tuple[Grid, Cell]:
         """The grid that all stand on, and this peer's cell in that round."""
-        census, me = self.desk.census, self.desk.me.peer
-        present = census.present(round, asyncio.get_running_loop().time())
+        tracker, me = self.context.tracker, self.context.me.peer
+        present = tracker.present(round, asyncio.get_running_loop().time())
         # Who sees its own line only knows by the live members alone how many there are.
         count = len(present) if self.sees_all else len(self._live)
-        told = [word.grid for word in census.words()]
+        told = [word.grid for word in tracker.words()]
         since = round if self.grid else 0
         before = self.grid
         self.grid = choose_grid(count, since, [*told, *([before] if before else [])], self.most)
@@ -177,14 +177,14 @@ class MoshpitState:
         self.closed[lineage] = None
         while len(self.closed) > MAX_CLOSED:
             del self.closed[next(iter(self.closed))]
-        self.desk.entered.notify()
+        self.context.entered.notify()
 
     def keep(self, mixing: GroupAllReduce) -> None:
         """A data phase begins."""
-        self.mixings[mixing.terms.digest] = mixing
+        self.mixings[mixing.resolved.digest] = mixing
         while len(self.mixings) > KEEP_GROUPS:
             del self.mixings[next(iter(self.mixings))]
-        self.desk.entered.notify()
+        self.context.entered.notify()
 
     def spare_buffers(self, like: Sequence[Vector]) -> list[Vector]:
         """Room for one more state."""

@@ -48,13 +48,13 @@ class ClosingExchanges:
         at: the step that this peer is at.
     """
 
-    def __init__(self, host: Host, me: Member, ledger: RoundAccounting, patience: PeerTimeouts) -> None:
+    def __init__(self, host: Host, me: Member, accounting: RoundAccounting, patience: PeerTimeouts) -> None:
         self.at = BEFORE
-        self._host, self._me, self._ledger, self._patience = host, me, ledger, patience
+        self._host, self._me, self._accounting, self._patience = host, me, accounting, patience
         self._session: SharedStateSession | None = None
         self._number, self._asked = BEFORE, 0
         self._heard: dict[Member, int] = {}  # of live members
-        self._bell = Notifier()
+        self._notifier = Notifier()
         host.transport.serve(CLOSING, self._serve)
 
     async def run(
@@ -95,7 +95,7 @@ class ClosingExchanges:
                 return said == self.at
             with suppress(TimeoutError):
                 again = min(until, loop.time() + PAUSE_SECONDS)
-                await self._bell.until(lambda: self._heard.get(partner, BEFORE) >= self.at, again)
+                await self._notifier.until(lambda: self._heard.get(partner, BEFORE) >= self.at, again)
         return False
 
     def _is_awaited(self, partner: Member) -> bool:
@@ -110,7 +110,7 @@ class ClosingExchanges:
         try:
             async with (
                 self._host.transport.open(peer, CLOSING, answer_by) as stream,
-                self._ledger.counting(stream),
+                self._accounting.counting(stream),
             ):
                 await stream.send(question)
                 return (await hear(stream, ClosingStep, question)).step
@@ -120,7 +120,7 @@ class ClosingExchanges:
             return BEFORE
 
     async def _serve(self, peer: PeerId, stream: Stream) -> None:
-        async with self._ledger.counting(stream):
+        async with self._accounting.counting(stream):
             message = await first_frame(self._host, stream, limit_bytes=HEADER_LIMIT)
             if not isinstance(message, ClosingStep):
                 raise BadPayload(f"{type(message).__name__} is no step")
@@ -132,5 +132,5 @@ class ClosingExchanges:
                 if (message.key.run, message.key.scope) != (session.key.run, session.key.scope):
                     raise BadPayload("a step of another run or scope")
                 self._heard[message.sender] = message.step
-                self._bell.notify()
+                self._notifier.notify()
             await stream.send(ClosingStep(message.key, self._me, message.sequence, self.at))

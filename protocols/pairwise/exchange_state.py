@@ -77,16 +77,16 @@ class ExchangeState:
     owner: of the round that this peer is in; None between two rounds.
     exchange: the one under way.
     half_exchanges: that were counted, in all.
-    tempo: how far the others are.
+    estimator: how far the others are.
     round: that this peer has come to the end of last.
-    bell: rings when an exchange has ended.
+    notifier: rings when an exchange has ended.
     """
 
-    def __init__(self, host: Host, settings: Settings, me: Member, ledger: RoundAccounting) -> None:
-        self.host, self.me, self.ledger, self.codec = host, me, ledger, codec(settings.codec)
-        self.patience, self.bell = PeerTimeouts(settings.bandwidth), Notifier()
+    def __init__(self, host: Host, settings: Settings, me: Member, accounting: RoundAccounting) -> None:
+        self.host, self.me, self.accounting, self.codec = host, me, accounting, codec(settings.codec)
+        self.patience, self.notifier = PeerTimeouts(settings.bandwidth), Notifier()
         self.half_exchanges = 0
-        self.tempo, self.round = RoundEstimator(), 0
+        self.estimator, self.round = RoundEstimator(), 0
         self.owner: StateOwner | None = None
         self.exchange: PairExchange | None = None
         self._chunk_elements = settings.chunk_elements
@@ -120,7 +120,7 @@ class ExchangeState:
             self.exchange = None
             exchange.swap.discard()
             exchange.done.set()
-            self.bell.notify()
+            self.notifier.notify()
 
     def check(self, exchange: PairExchange) -> None:
         """
@@ -158,7 +158,7 @@ class ExchangeState:
         Args:
             slow: it was under way; else there was no answer.
         """
-        self.ledger.name(peer, f"no exchange: {why}")
+        self.accounting.name(peer, f"no exchange: {why}")
         self.patience.failed(peer, began, asyncio.get_running_loop().time(), until, slow)
 
     def distrust(self, peer: PeerId) -> None:

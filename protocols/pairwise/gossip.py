@@ -38,7 +38,7 @@ class Gossip:
     """`protocols.base.ClosingAverager`.
 
     Attributes:
-        pairing: this peer's exchanges, one at a time.
+        exchanges: this peer's exchanges, one at a time.
         schedule: whom it asks (`protocols.pairwise.matching`).
     """
 
@@ -53,38 +53,38 @@ class Gossip:
         matching.known(settings.schedule)
         self.host, self.schedule = host, settings.schedule
         self.me = Member(host.me, settings.incarnation)
-        self.ledger, self.rng = RoundAccounting(), host.rng("gossip")
-        self.pairing = ExchangeState(host, settings, self.me, self.ledger)
-        self.tempo = self.pairing.tempo
-        self._asker = ExchangeInitiator(self.pairing)
-        ExchangeResponder(self.pairing, self._asker)
-        self._steps = ClosingExchanges(host, self.me, self.ledger, self.pairing.patience)
+        self.accounting, self.rng = RoundAccounting(), host.rng("gossip")
+        self.exchanges = ExchangeState(host, settings, self.me, self.accounting)
+        self.estimator = self.exchanges.estimator
+        self._initiator = ExchangeInitiator(self.exchanges)
+        ExchangeResponder(self.exchanges, self._initiator)
+        self._steps = ClosingExchanges(host, self.me, self.accounting, self.exchanges.patience)
 
     @property
     def half_exchanges(self) -> int:
         """That one end may have moved alone in, since this peer began."""
-        return self.pairing.half_exchanges
+        return self.exchanges.half_exchanges
 
     @asynccontextmanager
     async def enter(self, head: Head, deadline: Deadline) -> AsyncIterator[SharedStateSession]:
         session = SharedStateSession(self, head, deadline)
-        self.pairing.open(session)
+        self.exchanges.open(session)
         try:
             async with cut_at(session):
                 yield session
         finally:
-            await self.pairing.close()
+            await self.exchanges.close()
 
     # -- what a session asks for --------------------------------------------------------------------------------------
 
     def partners(self) -> tuple[PeerId, ...]:
-        return (self.pairing.exchange.partner.peer,) if self.pairing.exchange else ()
+        return (self.exchanges.exchange.partner.peer,) if self.exchanges.exchange else ()
 
     def opened(self) -> None:
-        self.pairing.bell.notify()
+        self.exchanges.notifier.notify()
 
     async def at_rest(self) -> None:
-        while exchange := self.pairing.exchange:
+        while exchange := self.exchanges.exchange:
             await exchange.done.wait()
 
     async def mix(self, session: SharedStateSession, state: VectorView) -> None:
@@ -92,13 +92,13 @@ class Gossip:
 
         All of it takes what one exchange may take, at most: who is late or dead is not waited for twice.
         """
-        pairing, loop = self.pairing, asyncio.get_running_loop()
-        pairing.round = session.round
-        size_bytes = pairing.codec.encoded_bytes(state.size)
+        exchanges, loop = self.exchanges, asyncio.get_running_loop()
+        exchanges.round = session.round
+        size_bytes = exchanges.codec.encoded_bytes(state.size)
         due, others = self._candidates(session)
         if not due:
             return
-        until = min(session.deadline, loop.time() + pairing.patience.timeout_seconds(due[0].peer, size_bytes))
+        until = min(session.deadline, loop.time() + exchanges.patience.timeout_seconds(due[0].peer, size_bytes))
         tries = 0
         while loop.time() < until and ((due and tries < TRIES) or (others and not session.held)):
             if tries:
@@ -110,19 +110,19 @@ class Gossip:
                 now, peer = loop.time(), partner.peer
                 if session.held and (partner not in due or peer in session.held):
                     verdict = ExchangeOutcome.HELD  # somebody has asked us
-                elif not session.has_time(pairing.patience.expected_seconds(peer, size_bytes), until):
+                elif not session.has_time(exchanges.patience.expected_seconds(peer, size_bytes), until):
                     verdict = ExchangeOutcome.FAILED  # what time is left is not enough for this one
                 else:
-                    its_own = now + pairing.patience.timeout_seconds(peer, size_bytes)
-                    verdict = await self._asker.ask(session, partner, min(until, its_own))
+                    its_own = now + exchanges.patience.timeout_seconds(peer, size_bytes)
+                    verdict = await self._initiator.ask(session, partner, min(until, its_own))
                 if verdict in (ExchangeOutcome.HELD, ExchangeOutcome.FAILED):
                     due, others = ([each for each in group if each != partner] for group in (due, others))
 
     async def close(self, session: SharedStateSession, state: VectorView, here: Collection[PeerId]) -> None:
         """In each step an exchange with one partner; what of it fails is not tried with another."""
-        self.pairing.round = session.round
+        self.exchanges.round = session.round
         everybody = sorted({*here, self.me.peer})
-        place, size_bytes = everybody.index(self.me.peer), self.pairing.codec.encoded_bytes(state.size)
+        place, size_bytes = everybody.index(self.me.peer), self.exchanges.codec.encoded_bytes(state.size)
         steps = [(everybody[partner_of[place]],) for partner_of in matching.closing_pairs(len(everybody))]
 
         async def step(there: tuple[Member | None, ...], until: Deadline) -> None:
@@ -139,14 +139,14 @@ class Gossip:
             await self.at_rest()
             if session.counted(peer) > before:
                 break
-            its_own = loop.time() + self.pairing.patience.timeout_seconds(peer, size_bytes)
-            verdict = await self._asker.ask(session, partner, min(until, its_own))
+            its_own = loop.time() + self.exchanges.patience.timeout_seconds(peer, size_bytes)
+            verdict = await self._initiator.ask(session, partner, min(until, its_own))
             if verdict in (ExchangeOutcome.HELD, ExchangeOutcome.FAILED):
                 break
             if verdict is ExchangeOutcome.BUSY:
                 with suppress(TimeoutError):
                     again = min(until, loop.time() + PAUSE_SECONDS)
-                    await self.pairing.bell.until(lambda: session.counted(peer) > before, again)
+                    await self.exchanges.notifier.until(lambda: session.counted(peer) > before, again)
         return session.counted(peer) > before
 
     async def _pause(self, session: SharedStateSession, until: Deadline) -> None:
@@ -154,7 +154,7 @@ class Gossip:
         held, seconds = dict(session.held), self.rng.uniform(PAUSE_SECONDS, 2 * PAUSE_SECONDS)
         with suppress(TimeoutError):
             resumes = min(until, asyncio.get_running_loop().time() + seconds)
-            await self.pairing.bell.until(lambda: session.held != held, resumes)
+            await self.exchanges.notifier.until(lambda: session.held != held, resumes)
 
     def _candidates(self, session: SharedStateSession) -> tuple[list[Member], list[Member]]:
         """Those whom the schedule names, and the others; without those who cost us a timeout of late."""
@@ -162,7 +162,7 @@ class Gossip:
         live = {member.peer: member for member in self.host.members.live() if member.peer != self.me.peer}
         seed = f"{session.key.run.hex()}/{session.key.scope}"
         named = matching.select_partners(self.schedule, tuple(live), self.me.peer, session.round, seed)
-        up = [member for member in live.values() if not self.pairing.patience.resting(member.peer, now)]
+        up = [member for member in live.values() if not self.exchanges.patience.resting(member.peer, now)]
         due = [member for member in up if member.peer in named]
         others = [member for member in up if member.peer not in named]
         return due or self.rng.sample(others, min(1, len(others))), others

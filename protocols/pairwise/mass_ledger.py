@@ -49,7 +49,7 @@ V = TypeVar("V", bound=Mass)
 class Share(Generic[V]):
     """Mass on its way: `sequence` counts what this giver, in this life, has given to this life of the receiver."""
 
-    giver: Member
+    sender: Member
     to: Member
     sequence: int
     value: V
@@ -88,7 +88,7 @@ class MassLedger(Generic[V]):
         self._outstanding: dict[Member, dict[int, Share[V]]] = {}
         self._next: OrderedDict[Member, int] = OrderedDict()
         self._unused = 0  # no receiver that is forgotten has been given this number, or a later one
-        self._givers: OrderedDict[Member, _Numbers] = OrderedDict()
+        self._senders: OrderedDict[Member, _Numbers] = OrderedDict()
 
     @property
     def mean(self) -> V:
@@ -169,25 +169,25 @@ class MassLedger(Generic[V]):
             return False
         if not share.weight > 0:
             raise BadPayload(f"a share of weight {share.weight}")
-        numbers = self._numbers(share.giver)
+        numbers = self._numbers(share.sender)
         if numbers.settled(share.sequence):
             return share.sequence in numbers.counted
         numbers.settle(share.sequence, numbers.counted)
         self._home(share)
         return True
 
-    def recalled(self, giver: Member, sequence: int) -> bool:
+    def recalled(self, sender: Member, sequence: int) -> bool:
         """Whether that share is counted here; if not, it never will be."""
-        numbers = self._numbers(giver)
+        numbers = self._numbers(sender)
         if numbers.settled(sequence):
             return sequence in numbers.counted
         numbers.settle(sequence, numbers.void)
         return False
 
-    def _numbers(self, giver: Member) -> _Numbers:
-        if giver not in self._givers:
-            self._givers[giver] = _Numbers()
-            if len(self._givers) > MAX_GIVERS:
-                self._givers.popitem(last=False)
-        self._givers.move_to_end(giver)
-        return self._givers[giver]
+    def _numbers(self, sender: Member) -> _Numbers:
+        if sender not in self._senders:
+            self._senders[sender] = _Numbers()
+            if len(self._senders) > MAX_GIVERS:
+                self._senders.popitem(last=False)
+        self._senders.move_to_end(sender)
+        return self._senders[sender]

@@ -38,8 +38,8 @@ class PushSum:
     """`protocols.base.ClosingAverager`.
 
     Attributes:
-        holding: this peer's state and its weight.
-        giver: of its shares.
+        weighted: this peer's state and its weight.
+        share_sender: of its shares.
         schedule: whom it gives to (`protocols.pairwise.matching`).
     """
 
@@ -52,37 +52,37 @@ class PushSum:
             ValueError: there is no such schedule, or no such codec.
         """
         self.host, self.schedule, self.rng = host, matching.known(settings.schedule), host.rng("push-sum")
-        self.holding = WeightedState(host, settings)
-        self.me, self.ledger, self.tempo = self.holding.me, self.holding.ledger, self.holding.tempo
-        self.giver = ShareSender(self.holding)
-        ShareReceiver(self.holding, settings.bandwidth)
-        self._steps = ClosingExchanges(host, self.me, self.ledger, self.holding.patience)
+        self.weighted = WeightedState(host, settings)
+        self.me, self.accounting, self.estimator = self.weighted.me, self.weighted.accounting, self.weighted.estimator
+        self.share_sender = ShareSender(self.weighted)
+        ShareReceiver(self.weighted, settings.bandwidth)
+        self._steps = ClosingExchanges(host, self.me, self.accounting, self.weighted.patience)
 
     @property
     def half_exchanges(self) -> int:
         """Shares that came home without their receivers' word, since this peer began."""
-        return self.giver.half_exchanges
+        return self.share_sender.half_exchanges
 
     @asynccontextmanager
     async def enter(self, head: Head, deadline: Deadline) -> AsyncIterator[SharedStateSession]:
-        self.holding.session = session = SharedStateSession(self, head, deadline)
+        self.weighted.session = session = SharedStateSession(self, head, deadline)
         try:
             async with cut_at(session):
                 yield session
         finally:
-            session.state, self.holding.session = None, None
+            session.state, self.weighted.session = None, None
             await self.at_rest()
 
     # -- what a session asks for --------------------------------------------------------------------------------------
 
     def partners(self) -> tuple[PeerId, ...]:
-        return self.giver.giving
+        return self.share_sender.giving
 
     def opened(self) -> None:
-        self.holding.bell.notify()
+        self.weighted.notifier.notify()
 
     async def at_rest(self) -> None:
-        async with self.holding.turn:
+        async with self.weighted.turn:
             pass
 
     async def mix(self, session: SharedStateSession, state: VectorView) -> None:
@@ -90,30 +90,30 @@ class PushSum:
 
         To give takes what one share may take, at most: who is late or dead is not waited for twice.
         """
-        await self.giver.reclaim(session)
-        loop, patience = asyncio.get_running_loop(), self.holding.patience
-        size_bytes = self.holding.codec.encoded_bytes(state.size)
+        await self.share_sender.reclaim(session)
+        loop, patience = asyncio.get_running_loop(), self.weighted.patience
+        size_bytes = self.weighted.codec.encoded_bytes(state.size)
         live = {member.peer: member for member in self.host.members.live() if member.peer != self.me.peer}
         seed = f"{session.key.run.hex()}/{session.key.scope}"
         named = matching.select_partners(self.schedule, tuple(live), self.me.peer, session.round, seed)
         others = self.rng.sample(sorted(set(live) - set(named)), len(live) - len(named))
         due = len(named)
         awake = [peer for peer in (*named, *others) if not patience.resting(peer, loop.time())]
-        if not awake or not await self.holding.is_finite(state):
+        if not awake or not await self.weighted.is_finite(state):
             return
         until = min(session.deadline, loop.time() + patience.timeout_seconds(awake[0], size_bytes))
         for peer in awake:
-            if not due or len(self.giver.kept) >= MAX_KEPT or loop.time() >= until:
+            if not due or len(self.share_sender.kept) >= MAX_KEPT or loop.time() >= until:
                 break
             if session.has_time(patience.expected_seconds(peer, size_bytes), until):
                 its_own = loop.time() + patience.timeout_seconds(peer, size_bytes)
-                due -= await self.giver.give(session, live[peer], min(until, its_own))
+                due -= await self.share_sender.give(session, live[peer], min(until, its_own))
 
     async def close(self, session: SharedStateSession, state: VectorView, here: Collection[PeerId]) -> None:
         """In each step half of what is here goes one distance on, and a share of as far back is waited for."""
         everybody = sorted({*here, self.me.peer})
         place, count = everybody.index(self.me.peer), len(everybody)
-        size_bytes = self.holding.codec.encoded_bytes(state.size)
+        size_bytes = self.weighted.codec.encoded_bytes(state.size)
         steps = [
             (everybody[(place + hop) % count], everybody[(place - hop) % count])
             for hop in matching.closing_hops(count)
@@ -122,22 +122,22 @@ class PushSum:
         async def step(there: tuple[Member | None, ...], until: Deadline) -> None:
             to, giver = there
             before = session.counted(giver.peer) if giver else 0
-            if to and len(self.giver.kept) < MAX_KEPT:
-                await self.giver.give(session, to, until, lambda: self._steps.meets(to, until))
+            if to and len(self.share_sender.kept) < MAX_KEPT:
+                await self.share_sender.give(session, to, until, lambda: self._steps.meets(to, until))
             if giver:
                 session.closing_exchanges += await self._is_given(session, giver, before, until)
 
         if not session.cut.is_set():
-            await self.giver.reclaim(session)
-        if await self.holding.is_finite(state):
+            await self.share_sender.reclaim(session)
+        if await self.weighted.is_finite(state):
             await self._steps.run(session, size_bytes, steps, step)
         if not session.cut.is_set():
-            await self.giver.reclaim(session)
+            await self.share_sender.reclaim(session)
 
     async def _is_given(self, session: SharedStateSession, giver: Member, before: int, until: Deadline) -> bool:
         """Wait for a share of a peer that is at our step, too; whether it is counted."""
         while session.counted(giver.peer) == before and await self._steps.meets(giver, until):
             with suppress(TimeoutError):
                 again = min(until, asyncio.get_running_loop().time() + PAUSE_SECONDS)
-                await session.bell.until(lambda: session.counted(giver.peer) > before, again)
+                await session.notifier.until(lambda: session.counted(giver.peer) > before, again)
         return session.counted(giver.peer) > before

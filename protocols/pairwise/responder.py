@@ -31,33 +31,35 @@ MOST_MEETINGS = 4
 class ExchangeResponder:
     """Serves `EXCHANGE`."""
 
-    def __init__(self, pairing: ExchangeState, asker: ExchangeInitiator) -> None:
-        self._pairing, self._asker = pairing, asker
+    def __init__(self, exchanges: ExchangeState, initiator: ExchangeInitiator) -> None:
+        self._exchanges, self._initiator = exchanges, initiator
         self._questions = RequestDeduplicator()
         self._moved: OrderedDict[str, None] = OrderedDict()  # questions after which we have
         self._doubted: dict[str, PairExchange] = {}  # of these, where we do not know yet that the asker has, too
-        pairing.host.transport.serve(EXCHANGE, self._serve)
+        exchanges.host.transport.serve(EXCHANGE, self._serve)
 
     async def _serve(self, peer: PeerId, stream: Stream) -> None:
-        pairing = self._pairing
-        async with pairing.ledger.counting(stream):
-            message = await first_frame(pairing.host, stream, limit_bytes=HEADER_LIMIT)
+        exchanges = self._exchanges
+        async with exchanges.accounting.counting(stream):
+            message = await first_frame(exchanges.host, stream, limit_bytes=HEADER_LIMIT)
             if not isinstance(message, ExchangeRequest | OutcomeQuery):
                 raise BadPayload(f"{type(message).__name__} opens no exchange")
             self._admit(peer, message)
             if isinstance(message, OutcomeQuery):
-                return await stream.send(OutcomeReply(message.key, pairing.me, message.sequence, self._settle(message)))
+                return await stream.send(
+                    OutcomeReply(message.key, exchanges.me, message.sequence, self._settle(message))
+                )
             exchange = self._accept(message, stream)
             if exchange is None:
                 return await stream.send(self._answer(message, False))
             try:
                 await self._follow(exchange, stream)
             finally:
-                pairing.end(exchange)
+                exchanges.end(exchange)
             await self._last_word(exchange, stream)
 
     def _answer(self, ask: ExchangeRequest, accepted: bool) -> ExchangeReply:
-        return ExchangeReply(ask.key, self._pairing.me, ask.sequence, accepted, self._pairing.round)
+        return ExchangeReply(ask.key, self._exchanges.me, ask.sequence, accepted, self._exchanges.round)
 
     def _admit(self, peer: PeerId, message: ExchangeRequest | OutcomeQuery) -> None:
         """
@@ -65,19 +67,19 @@ class ExchangeResponder:
             BadPayload: of another sender, run, scope or codec, or asked before.
             PeerSilent: of nobody who is known to be alive, in this life.
         """
-        pairing, key = self._pairing, message.key
+        exchanges, key = self._exchanges, message.key
         if message.sender.peer != peer:
             raise BadPayload(f"a question of {message.sender.peer}")
-        if message.sender not in pairing.host.members.live():
+        if message.sender not in exchanges.host.members.live():
             raise PeerSilent(peer, "not a live member")
-        here = pairing.owner.key if pairing.owner else key
+        here = exchanges.owner.key if exchanges.owner else key
         if (key.run, key.scope) != (here.run, here.scope):
             raise BadPayload("a question of another run or scope")
         if isinstance(message, ExchangeRequest):
             self._questions.hear(message.sender, message.sequence, key.round)
-            if message.codec != pairing.codec.name:
-                raise BadPayload(f"codec {message.codec!r} where the run uses {pairing.codec.name}")
-            pairing.tempo.hear(peer, key.round)
+            if message.codec != exchanges.codec.name:
+                raise BadPayload(f"codec {message.codec!r} where the run uses {exchanges.codec.name}")
+            exchanges.estimator.hear(peer, key.round)
 
     def _accept(self, ask: ExchangeRequest, stream: Stream) -> PairExchange | None:
         """Begin the exchange, unless we are busy, or there is no time for it.
@@ -85,9 +87,9 @@ class ExchangeResponder:
         Raises:
             BadPayload: a state of another size.
         """
-        pairing, now = self._pairing, asyncio.get_running_loop().time()
-        owner, patience = pairing.owner, pairing.patience
-        if owner is None or owner.state is None or pairing.exchange or patience.resting(stream.peer, now):
+        exchanges, now = self._exchanges, asyncio.get_running_loop().time()
+        owner, patience = exchanges.owner, exchanges.patience
+        if owner is None or owner.state is None or exchanges.exchange or patience.resting(stream.peer, now):
             return None
         if ask.key.fragment != owner.key.fragment:
             return None
@@ -97,31 +99,31 @@ class ExchangeResponder:
             return None  # whole states are averaged now, where something else travels in a round
         if ask.elements != owner.state.size:
             raise BadPayload(f"a state of {ask.elements} elements; the run's have {owner.state.size}")
-        size_bytes = pairing.codec.encoded_bytes(owner.state.size)
+        size_bytes = exchanges.codec.encoded_bytes(owner.state.size)
         deadline = min(stream.deadline, owner.deadline, now + patience.timeout_seconds(stream.peer, size_bytes))
-        if now >= deadline or not self._asker.gives_way(ask):
+        if now >= deadline or not self._initiator.gives_way(ask):
             return None
-        return pairing.begin(owner, ask, ask.sender, deadline)
+        return exchanges.begin(owner, ask, ask.sender, deadline)
 
     async def _follow(self, exchange: PairExchange, stream: Stream) -> None:
         """Our part, until we have moved."""
-        pairing = self._pairing
+        exchanges = self._exchanges
         try:
-            watching = watch(pairing.host.members, exchange.partner, exchange.deadline)
+            watching = watch(exchanges.host.members, exchange.partner, exchange.deadline)
             await run_with_helper(self._hear_out(exchange, stream), watching)
-            pairing.check(exchange)
+            exchanges.check(exchange)
         except BadPayload:
-            pairing.distrust(stream.peer)
+            exchanges.distrust(stream.peer)
             raise
         except PeerError as error:
             costly = min(exchange.deadline, exchange.began + CHEAP_SECONDS)
             if exchange.swap.begun or asyncio.get_running_loop().time() >= costly:  # else: taken back
-                pairing.failed(stream.peer, exchange.began, exchange.deadline, error.why, exchange.swap.begun)
+                exchanges.failed(stream.peer, exchange.began, exchange.deadline, error.why, exchange.swap.begun)
             raise
         self._moved[exchange.ask.name] = None
         if len(self._moved) > MAX_PEERS:
             self._moved.popitem(last=False)
-        await pairing.move(exchange)
+        await exchanges.move(exchange)
 
     async def _hear_out(self, exchange: PairExchange, stream: Stream) -> None:
         await stream.send(self._answer(exchange.ask, True))
@@ -130,25 +132,25 @@ class ExchangeResponder:
 
     async def _last_word(self, exchange: PairExchange, stream: Stream) -> None:
         """Our state is free. What is left is to know whether the asker has moved: it says so, or asks us."""
-        pairing, ask = self._pairing, exchange.ask
-        seconds = pairing.patience.answer_seconds(stream.peer)
+        exchanges, ask = self._exchanges, exchange.ask
+        seconds = exchanges.patience.answer_seconds(stream.peer)
         self._doubted[ask.name] = exchange
         try:
             async with peer_timeout(seconds, stream.peer, "waiting for its last word"):
-                await stream.send(StateReceived(ask.key, pairing.me, ask.sequence))
+                await stream.send(StateReceived(ask.key, exchanges.me, ask.sequence))
                 await hear(stream, StateReceived, ask)
         except (PeerError, BadPayload):
             with suppress(TimeoutError):
                 until = asyncio.get_running_loop().time() + seconds
-                return await pairing.bell.until(lambda: exchange.settled, until)
-            pairing.half(await exchange.swap.drift())
+                return await exchanges.notifier.until(lambda: exchange.settled, until)
+            exchanges.half(await exchange.swap.drift())
             raise
         finally:
             del self._doubted[ask.name]
 
     def _settle(self, message: OutcomeQuery) -> bool:
         """Whether we have moved; if not, we never will."""
-        exchange = self._pairing.exchange
+        exchange = self._exchanges.exchange
         if exchange and exchange.ask.name == message.name and not exchange.moving:
             exchange.given_up = True
         if message.name not in self._moved:
@@ -156,5 +158,5 @@ class ExchangeResponder:
         for each in (exchange, self._doubted.get(message.name)):
             if each and each.ask.name == message.name:
                 each.settled = True
-        self._pairing.bell.notify()
+        self._exchanges.notifier.notify()
         return True

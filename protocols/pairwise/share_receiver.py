@@ -27,45 +27,45 @@ never has more to give than others take."""
 class ShareReceiver:
     """Serves `PUSH`."""
 
-    def __init__(self, holding: WeightedState, bandwidth: float) -> None:
-        self._holding = holding
+    def __init__(self, weighted: WeightedState, bandwidth: float) -> None:
+        self._weighted = weighted
         self._patience = PeerTimeouts(bandwidth)  # with lines as they are this way
         self._taking: set[PeerId] = set()
-        holding.host.transport.serve(PUSH, self._serve)
+        weighted.host.transport.serve(PUSH, self._serve)
 
     async def _serve(self, peer: PeerId, stream: Stream) -> None:
-        holding = self._holding
-        async with holding.ledger.counting(stream):
-            message = await first_frame(holding.host, stream, limit_bytes=HEADER_LIMIT)
+        weighted = self._weighted
+        async with weighted.accounting.counting(stream):
+            message = await first_frame(weighted.host, stream, limit_bytes=HEADER_LIMIT)
             if not isinstance(message, PushShare | RecallShare):
                 raise BadPayload(f"{type(message).__name__} opens no share")
             self._admit(peer, message)
-            state = holding.state
+            state = weighted.state
             if (
                 isinstance(message, RecallShare)
                 or state is None
                 or self._is_busy(peer)
                 or self._is_full(message.weight)
             ):
-                counted = holding.book.recalled(message.sender, message.sequence)
+                counted = weighted.masses.recalled(message.sender, message.sequence)
             else:
                 self._taking.add(peer)
                 try:
                     counted = await self._take(state, message, stream)
                 except BadPayload:  # what is given to it would be lost to us as well
-                    for patience in (self._patience, holding.patience):
+                    for patience in (self._patience, weighted.patience):
                         patience.distrust(peer, asyncio.get_running_loop().time())
                     raise
                 finally:
                     self._taking.remove(peer)
-            await stream.send(ShareStatus(message.key, holding.me, message.sequence, counted))
+            await stream.send(ShareStatus(message.key, weighted.me, message.sequence, counted))
 
     def _is_busy(self, peer: PeerId) -> bool:
         now = asyncio.get_running_loop().time()
         return peer in self._taking or len(self._taking) >= MAX_TAKING or self._patience.resting(peer, now)
 
     def _is_full(self, weight: float) -> bool:
-        return self._holding.book.mass + weight > 2 * MOST_SHARE
+        return self._weighted.masses.mass + weight > 2 * MOST_SHARE
 
     def _admit(self, peer: PeerId, message: PushShare | RecallShare) -> None:
         """
@@ -73,20 +73,20 @@ class ShareReceiver:
             BadPayload: of another sender, run or scope, or of another codec or weight than can be.
             PeerSilent: of nobody who is known to be alive, or for another life of ours.
         """
-        holding = self._holding
-        if message.sender.peer != peer or message.to.peer != holding.me.peer:
+        weighted = self._weighted
+        if message.sender.peer != peer or message.to.peer != weighted.me.peer:
             raise BadPayload(f"a share of {message.sender.peer} for {message.to.peer}")
-        if message.sender not in holding.host.members.live() or message.to != holding.me:
+        if message.sender not in weighted.host.members.live() or message.to != weighted.me:
             raise PeerSilent(peer, "not of a live member, or not for this life of ours")
-        session = holding.session
+        session = weighted.session
         if session and (message.key.run, message.key.scope) != (session.key.run, session.key.scope):
             raise BadPayload("a share of another run or scope")
         if isinstance(message, PushShare):
-            if message.codec != holding.codec.name:
-                raise BadPayload(f"codec {message.codec!r} where the run uses {holding.codec.name}")
+            if message.codec != weighted.codec.name:
+                raise BadPayload(f"codec {message.codec!r} where the run uses {weighted.codec.name}")
             if message.weight > MOST_SHARE:
                 raise BadPayload(f"a share of weight {message.weight:g}, more than {MOST_SHARE:g}")
-            holding.tempo.hear(peer, message.key.round)
+            weighted.estimator.hear(peer, message.key.round)
 
     async def _take(self, state: VectorView, give: PushShare, stream: Stream) -> bool:
         """Take a share in, and count it as soon as there is a state to count it in.
@@ -95,45 +95,45 @@ class ShareReceiver:
             BadPayload: it broke a rule.
             PeerSilent: the stream broke off, its giver was lost, or it took too long.
         """
-        holding = self._holding
+        weighted = self._weighted
         if give.elements != state.size:
             raise BadPayload(f"a state of {give.elements} elements; the run's have {state.size}")
-        theirs = StateReceiver(holding.part(state.size), holding.host.compute)
-        async with holding.turn:
+        theirs = StateReceiver(weighted.part(state.size), weighted.host.compute)
+        async with weighted.turn:
             await theirs.measure(stream, state)
         await self._hear_out(theirs, give, stream)
         while True:
             try:
-                await holding.bell.until(lambda: holding.state is not None, stream.deadline)
+                await weighted.notifier.until(lambda: weighted.state is not None, stream.deadline)
             except TimeoutError:
                 raise PeerSilent(stream.peer, "no state to count it in") from None
-            async with holding.turn:
-                if holding.session and holding.session.state:
-                    return await self._count(holding.session, holding.session.state, give, theirs.part)
+            async with weighted.turn:
+                if weighted.session and weighted.session.state:
+                    return await self._count(weighted.session, weighted.session.state, give, theirs.part)
 
     async def _hear_out(self, theirs: StateReceiver, give: PushShare, stream: Stream) -> None:
         loop, patience, peer = asyncio.get_running_loop(), self._patience, stream.peer
         began, size_bytes = loop.time(), theirs.part.size_bytes
         deadline = min(stream.deadline, began + patience.timeout_seconds(peer, size_bytes))
         try:
-            await run_with_helper(theirs.take(stream), watch(self._holding.host.members, give.sender, deadline))
+            await run_with_helper(theirs.take(stream), watch(self._weighted.host.members, give.sender, deadline))
         except PeerSilent as error:
             now = loop.time()
             if now >= min(deadline, began + CHEAP_SECONDS):
-                self._holding.ledger.name(peer, f"no share: {error.why}")
+                self._weighted.accounting.name(peer, f"no share: {error.why}")
             patience.failed(peer, began, now, deadline, theirs.begun)
             raise
         patience.took(peer, size_bytes, loop.time(), loop.time() - began)
 
     async def _count(self, session: SharedStateSession, state: VectorView, give: PushShare, part: ReducedPart) -> bool:
-        book = self._holding.book
-        before = book.weight
-        counted = book.take(Share(give.sender, give.to, give.sequence, 0.0, give.weight))
-        if book.weight == before:
+        masses = self._weighted.masses
+        before = masses.weight
+        counted = masses.take(Share(give.sender, give.to, give.sequence, 0.0, give.weight))
+        if masses.weight == before:
             return counted  # recalled, or counted earlier
-        part_of_us = give.weight / book.weight
+        part_of_us = give.weight / masses.weight
         try:
-            await self._holding.blend(state, part, part_of_us)
+            await self._weighted.blend(state, part, part_of_us)
         finally:
             session.count(give.sender.peer, part.chunks, give.told, part_of_us)
         return counted

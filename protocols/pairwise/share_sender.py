@@ -33,11 +33,11 @@ class ShareSender:
         half_exchanges: shares that came home without their receivers' word, since this peer began.
     """
 
-    def __init__(self, holding: WeightedState) -> None:
+    def __init__(self, weighted: WeightedState) -> None:
         self.kept: dict[tuple[Member, int], tuple[Share[float], ReducedPart]] = {}
         self.giving: tuple[PeerId, ...] = ()
         self.half_exchanges = 0
-        self._holding = holding
+        self._weighted = weighted
         self._untold: dict[tuple[Member, int], float] = {}  # since when there is no word of a share
 
     async def give(
@@ -53,15 +53,15 @@ class ShareSender:
             ready: whether the receiver may have it, asked when it has been set apart: what comes in from then on is
                 not in it.
         """
-        holding = self._holding
-        async with holding.turn:
+        weighted = self._weighted
+        async with weighted.turn:
             state = session.state
-            share = holding.book.give(to) if state else None
+            share = weighted.masses.give(to) if state else None
             if share is None or state is None:
                 return False
-            part = holding.part(state.size)
+            part = weighted.part(state.size)
             self.kept[to, share.sequence] = share, part
-            await holding.host.compute.run(partial(split_share, state, part), 16 * state.size)
+            await weighted.host.compute.run(partial(split_share, state, part), 16 * state.size)
         self.giving = (to.peer,)
         try:
             counted = await self._send(session, share, part, until) if ready is None or await ready() else False
@@ -75,27 +75,29 @@ class ShareSender:
         self, session: SharedStateSession, share: Share[float], part: ReducedPart, until: Deadline
     ) -> bool | None:
         """Whether it was counted; None: nobody knows."""
-        holding, peer, loop = self._holding, share.to.peer, asyncio.get_running_loop()
-        patience, began = holding.patience, loop.time()
+        weighted, peer, loop = self._weighted, share.to.peer, asyncio.get_running_loop()
+        patience, began = weighted.patience, loop.time()
         elements = part.high - part.low
         give = PushShare(
-            session.key, self._holding.me, share.sequence, share.to, share.weight, elements, part.codec.name
+            session.key, self._weighted.me, share.sequence, share.to, share.weight, elements, part.codec.name
         )
         answer_by, told = min(until, began + patience.answer_seconds(peer)), False
         try:
             async with (
                 asyncio.timeout_at(answer_by) as limit,
-                holding.host.transport.open(peer, PUSH, until) as stream,
-                holding.ledger.counting(stream),
+                weighted.host.transport.open(peer, PUSH, until) as stream,
+                weighted.accounting.counting(stream),
             ):
                 limit.reschedule(None)  # from here on it is watched
                 patience.answered(peer, 2 * (loop.time() - began))
                 told = True
-                watching = watch(holding.host.members, share.to, until)
+                watching = watch(weighted.host.members, share.to, until)
                 counted = await run_with_helper(_deliver(stream, give, part), watching)
         except (PeerError, BadPayload, TimeoutError):
             now = loop.time()
-            holding.ledger.name(peer, f"no share: {'no word of what became of it' if told else 'it was not reached'}")
+            weighted.accounting.name(
+                peer, f"no share: {'no word of what became of it' if told else 'it was not reached'}"
+            )
             if told:  # ours is with it, and we know nothing: nothing more, for a while
                 patience.late(peer, now, max(CHEAP_SECONDS, now - began), slow=now >= until)
                 return None
@@ -107,20 +109,20 @@ class ShareSender:
 
     async def _answered(self, session: SharedStateSession, share: Share[float], counted: bool) -> None:
         """It is known what became of a share: it is its receiver's, or ours again."""
-        book = self._holding.book
-        async with self._holding.turn:
+        masses = self._weighted.masses
+        async with self._weighted.turn:
             _, part = self.kept.pop((share.to, share.sequence))
-            before = book.weight
-            book.answered(share.to, share.sequence, counted)
+            before = masses.weight
+            masses.answered(share.to, share.sequence, counted)
             if not counted and session.state:
-                await self._holding.blend(session.state, part, share.weight / (before + share.weight))
+                await self._weighted.blend(session.state, part, share.weight / (before + share.weight))
 
     # -- what became of those that nobody answered for ----------------------------------------------------------------
 
     async def reclaim(self, session: SharedStateSession) -> None:
         """Settle them: by their receivers' word, or without it where those are gone."""
-        now, book, me = asyncio.get_running_loop().time(), self._holding.book, self._holding.me
-        live = {member.peer: member for member in self._holding.host.members.live()}
+        now, masses, me = asyncio.get_running_loop().time(), self._weighted.masses, self._weighted.me
+        live = {member.peer: member for member in self._weighted.host.members.live()}
         self._untold = {key: self._untold.get(key, now) for key in self.kept}
         for share, _ in list(self.kept.values()):
             to, counted = share.to, None
@@ -131,31 +133,31 @@ class ShareSender:
             if counted is None and now - self._untold[to, share.sequence] >= BURIAL_SECONDS:
                 counted = False
                 self.half_exchanges += 1
-                session.count_half(share.weight / (book.weight + share.weight))
+                session.count_half(share.weight / (masses.weight + share.weight))
             if counted is not None:
                 await self._answered(session, share, counted)
             if counted is False:  # a state of ours of an earlier round is in ours again
                 name = f"{me.peer}.{me.incarnation}/{share.sequence} from {to.peer}.{to.incarnation}"
-                session.count(me.peer, 1, name, share.weight / book.weight)
+                session.count(me.peer, 1, name, share.weight / masses.weight)
 
     async def _recall(self, session: SharedStateSession, share: Share[float]) -> bool | None:
         """Whether it was counted; None: nobody knows."""
-        holding, peer, began = self._holding, share.to.peer, asyncio.get_running_loop().time()
-        if began >= session.deadline or holding.patience.resting(peer, began):
+        weighted, peer, began = self._weighted, share.to.peer, asyncio.get_running_loop().time()
+        if began >= session.deadline or weighted.patience.resting(peer, began):
             return None
-        answer_by = began + holding.patience.answer_seconds(peer)
+        answer_by = began + weighted.patience.answer_seconds(peer)
         deadline = min(session.deadline, answer_by)
-        recall = RecallShare(session.key, holding.me, share.sequence, share.to)
+        recall = RecallShare(session.key, weighted.me, share.sequence, share.to)
         try:
             async with (
-                holding.host.transport.open(peer, PUSH, deadline) as stream,
-                holding.ledger.counting(stream),
+                weighted.host.transport.open(peer, PUSH, deadline) as stream,
+                weighted.accounting.counting(stream),
             ):
                 await stream.send(recall)
                 return (await hear(stream, ShareStatus, recall)).counted
         except (PeerError, BadPayload):
             now = asyncio.get_running_loop().time()
-            holding.patience.late(peer, now, max(CHEAP_SECONDS, now - began), slow=False)
+            weighted.patience.late(peer, now, max(CHEAP_SECONDS, now - began), slow=False)
             return None
 
 

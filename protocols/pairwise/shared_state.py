@@ -36,8 +36,8 @@ class Mixer(Protocol):
 
     me: Member
     host: Host
-    ledger: RoundAccounting
-    tempo: RoundEstimator
+    accounting: RoundAccounting
+    estimator: RoundEstimator
 
     async def mix(self, session: SharedStateSession, state: VectorView) -> None:
         """Average the state, which is open to others meanwhile, in place."""
@@ -64,7 +64,7 @@ class SharedStateSession:
         state: what others may average with; None: nothing, at the moment.
         held: of whom the state holds something, since it was lent or given to `average`.
         weights: how much of the state each peer's makes up, by all that was averaged in this round.
-        bell: rings when something is counted.
+        notifier: rings when something is counted.
         closing: whether it is in closing exchanges.
     """
 
@@ -80,7 +80,7 @@ class SharedStateSession:
         self.closing, self.closing_exchanges = False, 0
         self.state: VectorView | None = None
         self.held: dict[PeerId, Contribution] = {}
-        self.bell = Notifier()
+        self.notifier = Notifier()
         self.weights = {mixer.me.peer: 1.0}
         self._mixer = mixer
 
@@ -138,7 +138,7 @@ class SharedStateSession:
             self.state = None  # who leaves in a hurry does not wait for what is under way
             raise
         held = await self.reclaim()
-        names, sent, received = self._mixer.ledger.take()
+        names, sent, received = self._mixer.accounting.take()
         outcome = Outcome.COMMITTED if held or early else Outcome.SKIPPED
         weights = self.weights if outcome is Outcome.COMMITTED else {}
         return AveragingResult(
@@ -148,7 +148,7 @@ class SharedStateSession:
     def _keep_up(self) -> None:
         """Who is behind most of the others goes to their round."""
         others = [member.peer for member in self._mixer.host.members.live() if member.peer != self._mixer.me.peer]
-        self.round = self._mixer.tempo.round(self.round, others)
+        self.round = self._mixer.estimator.round(self.round, others)
         self.key = replace(self.key, round=self.round)
 
     def _open(self, state: VectorView) -> None:
@@ -167,7 +167,7 @@ class SharedStateSession:
         self.held[peer] = Contribution(chunks, chunks, (*(before.messages if before else ()), name))
         self.weights = {each: (1 - share) * weight for each, weight in self.weights.items()}
         self.weights[peer] = self.weights.get(peer, 0.0) + share
-        self.bell.notify()
+        self.notifier.notify()
 
     def counted(self, peer: PeerId) -> int:
         """How often something of this peer was counted, since the state was lent or given to average."""

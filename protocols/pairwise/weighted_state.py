@@ -22,11 +22,11 @@ from protocols.vectors import VectorView
 
 class WeightedState:
     """Attributes:
-    book: the weights of this peer and of its shares; its values are 0: states stand elsewhere.
+    masses: the weights of this peer and of its shares; its values are 0: states stand elsewhere.
     session: of the round that this peer is in; None between two rounds.
     turn: whoever changes the state has it, and nobody who waits for another peer.
-    bell: rings when there is a state.
-    tempo: how far the others are.
+    notifier: rings when there is a state.
+    estimator: how far the others are.
     """
 
     def __init__(self, host: Host, settings: Settings) -> None:
@@ -35,14 +35,14 @@ class WeightedState:
             ValueError: there is no such codec.
         """
         self.host, self.me = host, Member(host.me, settings.incarnation)
-        self.codec, self.ledger, self.patience = (
+        self.codec, self.accounting, self.patience = (
             codec(settings.codec),
             RoundAccounting(),
             PeerTimeouts(settings.bandwidth),
         )
-        self.book, self.tempo = MassLedger(self.me, 0.0), RoundEstimator()
+        self.masses, self.estimator = MassLedger(self.me, 0.0), RoundEstimator()
         self.session: SharedStateSession | None = None
-        self.turn, self.bell = asyncio.Lock(), Notifier()
+        self.turn, self.notifier = asyncio.Lock(), Notifier()
         self._chunk_elements = settings.chunk_elements
 
     @property

@@ -56,11 +56,11 @@ class ChainSync:
 
     Attributes:
         rules: what decides in this run.
-        ledger: who was named, and the bytes that crossed, since it was last taken.
+        accounting: who was named, and the bytes that crossed, since it was last taken.
         snapshots: what we hand out.
         proofs: how others prove their heads to us.
         on_better: called when a branch has been found, and judged, that beats ours.
-        supply: what others hand out to us.
+        fetcher: what others hand out to us.
         stranded: whether this peer has been undecided for so long that it might fork itself: see `branches`.
     """
 
@@ -71,36 +71,38 @@ class ChainSync:
         settings: Settings,
         snapshots: Snapshots,
         contacts: Callable[[], Iterable[PeerId]],
-        shelf: PartCache | None = None,
+        part_cache: PartCache | None = None,
     ) -> None:
         """
         Args:
             chain: this peer's, shared with who moves it.
             contacts: peers that may know more: bootstrap addresses, hints of a directory. Any of them may lie.
-            shelf: parts that we hold ourselves.
+            part_cache: parts that we hold ourselves.
         """
         self.rules = ForkChoice(
             Member(host.me, settings.incarnation), host.signer, settings.quorum, settings.fork_peers
         )
-        self.ledger, self.snapshots, self.stranded = RoundAccounting(), snapshots, False
+        self.accounting, self.snapshots, self.stranded = RoundAccounting(), snapshots, False
         self.on_better: Callable[[Branch], None] = lambda branch: None
         self._host, self._chain = host, chain
         self._contacts = SyncPeers(host.me, host.members, chain, contacts, _now)
-        self.supply = StateFetcher(host, self.ledger, settings, snapshots, self._contacts, shelf)
-        self._shelf = shelf
-        self._donor = SnapshotServer(snapshots, host.compute, shelf.gate if shelf else Gate(), self._has_rounds_since)
-        self.proofs = HeadVerifier(host, chain, self.rules, self.ledger, self._contacts)
+        self.fetcher = StateFetcher(host, self.accounting, settings, snapshots, self._contacts, part_cache)
+        self._part_cache = part_cache
+        self._donor = SnapshotServer(
+            snapshots, host.compute, part_cache.gate if part_cache else Gate(), self._has_rounds_since
+        )
+        self.proofs = HeadVerifier(host, chain, self.rules, self.accounting, self._contacts)
         self._news = asyncio.Event()
-        self._reception = SyncServer(host, self.ledger, self._donor, self._answer)
+        self._server = SyncServer(host, self.accounting, self._donor, self._answer)
 
     @property
-    def fetching(self) -> SyncProgress:
+    def sync_progress(self) -> SyncProgress:
         """How far this peer is with catching up."""
-        return self.supply.fetching
+        return self.fetcher.sync_progress
 
     def complain_to(self, say: Callable[[str], None]) -> None:
         """Tell a person, in one line, if catching up comes no nearer."""
-        self.supply.on_slow = say
+        self.fetcher.on_slow = say
 
     def hear(self, peer: PeerId) -> None:
         """A peer seems to stand where we do not: look into it."""
@@ -139,10 +141,10 @@ class ChainSync:
 
     def _has_rounds_since(self, lineage: bytes) -> bool:
         """Whether we hold all means since: else a snapshot of that state leads nowhere."""
-        shelf, chain = self._shelf, self._chain
-        if shelf is None or lineage not in chain:
+        part_cache, chain = self._part_cache, self._chain
+        if part_cache is None or lineage not in chain:
             return False
-        return all(part.digest in shelf for link in chain.since(lineage) for part in link.record.parts)
+        return all(part.digest in part_cache for link in chain.since(lineage) for part in link.record.parts)
 
     def _meet(self, peer: PeerId, greet: HeadAnnouncement) -> None:
         """Note what a peer says of itself.
@@ -173,7 +175,7 @@ class ChainSync:
                 peers = self._contacts.outsiders() if here else self._contacts.everybody()
                 heads = await self._greet(peers, began + DIAL_SECONDS)
                 news = any(self._unknown(key) for key in heads.values())
-            news = news and not self.supply.fetching.active  # then it asks again when it is there
+            news = news and not self.fetcher.sync_progress.active  # then it asks again when it is there
             if news and (branch := await self.better(_now() + GREET_SECONDS + TRAIL_SECONDS)):
                 if branch.ancestor.key == self._chain.head.key:
                     await asyncio.sleep(GRACE_SECONDS)
@@ -230,13 +232,13 @@ class ChainSync:
 
     def take_bytes(self) -> tuple[int, int]:
         """Bytes of snapshots, and of parts, fetched since the last call."""
-        return self.supply.take_bytes()
+        return self.fetcher.take_bytes()
 
     # -- contacts -----------------------------------------------------------------------------------------------------
 
     @asynccontextmanager
     async def _open(self, peer: PeerId, deadline: Deadline) -> AsyncIterator[Stream]:
-        async with self._host.transport.open(peer, SYNC, deadline) as stream, self.ledger.counting(stream):
+        async with self._host.transport.open(peer, SYNC, deadline) as stream, self.accounting.counting(stream):
             yield stream
 
 

@@ -71,10 +71,16 @@ class HeadVerifier:
     """
 
     def __init__(
-        self, host: Host, chain: Chain, rules: ForkChoice, ledger: RoundAccounting, contacts: SyncPeers
+        self, host: Host, chain: Chain, rules: ForkChoice, accounting: RoundAccounting, contacts: SyncPeers
     ) -> None:
         self.room: Callable[[], Archive] = ListArchive
-        self._host, self._chain, self._rules, self._ledger, self._contacts = host, chain, rules, ledger, contacts
+        self._host, self._chain, self._rules, self._accounting, self._contacts = (
+            host,
+            chain,
+            rules,
+            accounting,
+            contacts,
+        )
         self._ways: list[_Proof] = []  # those under way
         self._turn = asyncio.Lock()  # to judge
         self._judged: RoundLog | None = None  # of those that have ended, the longest
@@ -96,7 +102,7 @@ class HeadVerifier:
             except BadPayload:
                 self._contacts.distrust(peer)
             except PeerError as error:
-                self._ledger.name(peer, f"lost as a contact: {error.why}")
+                self._accounting.name(peer, f"lost as a contact: {error.why}")
             except RoundPruned:
                 self._judged = way.links = None
             finally:
@@ -127,7 +133,7 @@ class HeadVerifier:
             try:
                 async with (
                     self._host.transport.open(peer, SYNC, until if before else min(until, deadline)) as stream,
-                    self._ledger.counting(stream),
+                    self._accounting.counting(stream),
                 ):
                     goes_on = await self._leg(stream, way, stranded)
             except PeerSilent:

@@ -92,8 +92,8 @@ class IndependentStateSync:
     """What one peer without a shared anchor asks others outside of rounds, and answers them.
 
     Attributes:
-        ledger: who was named, and the bytes that crossed, since it was last taken.
-        fetching: how far this peer is with fetching a state.
+        accounting: who was named, and the bytes that crossed, since it was last taken.
+        sync_progress: how far this peer is with fetching a state.
     """
 
     def __init__(
@@ -112,12 +112,12 @@ class IndependentStateSync:
             hints: peers that may be in the run; any of them may lie.
             whole: whether we have a state that others may start from; a newcomer has yet to fetch its first.
         """
-        self.ledger, self.fetching, self._whole = RoundAccounting(), SyncProgress(_now), whole
+        self.accounting, self.sync_progress, self._whole = RoundAccounting(), SyncProgress(_now), whole
         self._host, self._me, self._snapshots, self._key = host, Member(host.me, settings.incarnation), snapshots, key
         self._elements = sum(settings.elements)
         self._contacts = SyncPeers(host.me, host.members, None, hints, _now)
         self._donor = SnapshotServer(snapshots, host.compute, Gate())
-        self._reception = SyncServer(host, self.ledger, self._donor, self._answer)
+        self._server = SyncServer(host, self.accounting, self._donor, self._answer)
         self._say: Callable[[str], None] = lambda line: None
         self._fruitless = 0
         self._signed: dict[tuple[int, bytes], bytes] = {}
@@ -177,7 +177,7 @@ class IndependentStateSync:
             Unavailable: nobody has one, or brings it.
             OSError: one is here, and cannot be read.
         """
-        self.fetching.begin(0, 0)
+        self.sync_progress.begin(0, 0)
         try:
             snapshot = await self._from_one(eligible(await self.ask(deadline)), order, deadline)
         except StateUnavailable as error:
@@ -186,7 +186,7 @@ class IndependentStateSync:
                 self._say(f"{error}: waiting for a peer that has one")
             raise
         finally:
-            self.fetching.end()
+            self.sync_progress.end()
         self._fruitless = 0
         return snapshot
 
@@ -206,15 +206,17 @@ class IndependentStateSync:
         """That state, whole and finite; None, and the donor is named: it did not bring it."""
         key = replace(self._key(), round=state.round, lineage=state.root)
         head = Head(key, (), state.root, state.root)
-        download = SnapshotDownload(self._host, self.ledger, self._snapshots, self.fetching, head, self._elements)
+        download = SnapshotDownload(
+            self._host, self.accounting, self._snapshots, self.sync_progress, head, self._elements
+        )
         try:
             snapshot = await download.run(lambda: [donor], deadline)
             await self._host.compute.run(partial(_refuse_non_finite, snapshot), 8 * self._elements)
         except StateUnavailable:
-            self.ledger.name(donor, "did not bring its state")
+            self.accounting.name(donor, "did not bring its state")
         except ValueError:  # nobody would mix with it, and no sketch would show that it is far away
             self._contacts.distrust(donor)
-            self.ledger.name(donor, "hands out a state that is not finite")
+            self.accounting.name(donor, "hands out a state that is not finite")
         else:
             return snapshot
         finally:
@@ -230,7 +232,7 @@ class IndependentStateSync:
             try:
                 async with (
                     self._host.transport.open(peer, SYNC, deadline) as stream,
-                    self.ledger.counting(stream),
+                    self.accounting.counting(stream),
                 ):
                     await stream.send(self._standing())
                     answer = wire.expect(await stream.receive(wire.MAX_HEADER_BYTES), StateAdvert)

@@ -38,14 +38,19 @@ class RoundReplayer:
     def __init__(
         self,
         host: Host,
-        ledger: RoundAccounting,
+        accounting: RoundAccounting,
         codec: Codec,
         chunk_elements: int,
-        shelf: PartCache | None,
-        fetching: SyncProgress,
+        part_cache: PartCache | None,
+        sync_progress: SyncProgress,
     ) -> None:
         self.bytes_received = 0
-        self._host, self._ledger, self._shelf, self._fetching = host, ledger, shelf, fetching
+        self._host, self._accounting, self._part_cache, self._sync_progress = (
+            host,
+            accounting,
+            part_cache,
+            sync_progress,
+        )
         self._codec, self._chunk_elements = codec, chunk_elements
         self._failures: dict[PeerId, int] = {}
 
@@ -102,7 +107,7 @@ class RoundReplayer:
     ) -> ReducedPart:
         if sum(run.count for run in part.runs) != shape.chunks:
             raise StateUnavailable("a part of another number of chunks than it has elements for")
-        held = await self._shelf.load(part.digest) if self._shelf else None
+        held = await self._part_cache.load(part.digest) if self._part_cache else None
         return held or await self._fetch(part, shape, sources, deadline)
 
     async def _fetch(
@@ -121,13 +126,13 @@ class RoundReplayer:
                 self._fail(source, f"lost as a source: {error.why}")
             else:
                 self.bytes_received += size
-                self._fetching.came(size)
+                self._sync_progress.came(size)
                 return held
         raise StateUnavailable(f"nobody has a part that is needed, of {len(sources)} asked")
 
     def _fail(self, source: PeerId, why: str) -> None:
         """Name a source, and ask it last from now on."""
-        self._ledger.name(source, why)
+        self._accounting.name(source, why)
         self._failures[source] = self._failures.get(source, 0) + 1
         if len(self._failures) > MAX_FAILURES:
             del self._failures[next(iter(self._failures))]

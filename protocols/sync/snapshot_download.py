@@ -75,25 +75,31 @@ class SnapshotDownload:
     """
 
     def __init__(
-        self, host: Host, ledger: RoundAccounting, snapshots: Snapshots, fetching: SyncProgress, at: Head, elements: int
+        self,
+        host: Host,
+        accounting: RoundAccounting,
+        snapshots: Snapshots,
+        sync_progress: SyncProgress,
+        at: Head,
+        elements: int,
     ) -> None:
         """
         Args:
             snapshots: makes room for it.
-            fetching: is told how far it is.
+            sync_progress: is told how far it is.
             at: its state root as certificates have it, or as most donors say.
             elements: of the parameters, n.
         """
         self.at, self.bytes_received = at, 0
-        self._host, self._ledger, self._snapshots, self._fetching = host, ledger, snapshots, fetching
+        self._host, self._accounting, self._snapshots, self._sync_progress = host, accounting, snapshots, sync_progress
         self._elements = elements
         self._snapshot: Snapshot | None = None
         self._missing: set[int] = set()
         self._brought: dict[PeerId, int] = {}  # bytes
-        self._claims = ChunkScheduler((), self._now)
+        self._scheduler = ChunkScheduler((), self._now)
         self._beginning = asyncio.Lock()
         self._moved = self._until = float("-inf")
-        self._bell = Notifier()
+        self._notifier = Notifier()
 
     @property
     def complete(self) -> bool:
@@ -124,8 +130,8 @@ class SnapshotDownload:
         Raises:
             Unavailable: they did not bring all of it.
         """
-        self._claims = ChunkScheduler(self._missing, self._now)
-        self._missing = self._claims.missing
+        self._scheduler = ChunkScheduler(self._missing, self._now)
+        self._missing = self._scheduler.missing
         self._until = deadline + 8 * self._elements / SLOWEST_BYTES_PER_SECOND
         self._moved = float("-inf")
         self._tell()
@@ -137,12 +143,12 @@ class SnapshotDownload:
                     for donor in donors():
                         if donor not in jobs and len(jobs) < MAX_DONORS:
                             jobs[donor] = group.create_task(self._ask(donor))
-                            jobs[donor].add_done_callback(lambda _: self._bell.notify())
+                            jobs[donor].add_done_callback(lambda _: self._notifier.notify())
                     asked = len(jobs)
                     if all(job.done() for job in jobs.values()):
                         break
                     with suppress(TimeoutError):
-                        await self._bell.until(
+                        await self._notifier.until(
                             lambda: self.complete or all(job.done() for job in jobs.values()),
                             min(until, self._now() + LOOK_SECONDS),
                         )
@@ -166,26 +172,26 @@ class SnapshotDownload:
     async def _ask(self, donor: PeerId) -> None:
         """Take chunks from one donor, until there is nothing left to take or it has failed too often."""
         failures = busy = 0
-        pace = DonorRate()
+        rate = DonorRate()
         while not self.complete and failures < FAILURES and busy < BUSY_ANSWERS:
             try:
                 async with (
                     self._host.transport.open(donor, SYNC, self._until) as stream,
-                    self._ledger.counting(stream),
+                    self._accounting.counting(stream),
                 ):
-                    busy_seconds = await self._take(stream, pace)
+                    busy_seconds = await self._take(stream, rate)
             except (BadPayload, StateUnavailable):
                 return
             except PeerError as error:
-                self._ledger.name(donor, f"lost as a donor: {error.why}")
+                self._accounting.name(donor, f"lost as a donor: {error.why}")
                 failures, busy_seconds = failures + 1, PAUSE_SECONDS
             else:
                 busy += busy_seconds > 0
             await asyncio.sleep(busy_seconds)
-            while self._snapshot and not self.complete and not await self._more(pace):
+            while self._snapshot and not self.complete and not await self._more(rate):
                 pass
 
-    async def _take(self, stream: Stream, pace: DonorRate) -> float:
+    async def _take(self, stream: Stream, rate: DonorRate) -> float:
         """Serve ourselves on one stream, until there is nothing left to ask for.
 
         Returns:
@@ -195,11 +201,11 @@ class SnapshotDownload:
         if isinstance(index, Busy):
             return min(max(PAUSE_SECONDS, index.seconds), BUSY_LIMIT_SECONDS)
         await self._check(index)
-        self._fetching.donors += 1
+        self._sync_progress.donors += 1
         try:
-            await self._chunks(stream, pace)
+            await self._chunks(stream, rate)
         finally:
-            self._fetching.donors -= 1
+            self._sync_progress.donors -= 1
         return 0.0
 
     # -- beginning ----------------------------------------------------------------------------------------------------
@@ -215,12 +221,12 @@ class SnapshotDownload:
                 self._missing.update(range(len(index.digests)))
                 if not snapshot.fresh:
                     await self._find(snapshot)
-                self._claims = ChunkScheduler(self._missing, self._now)
-                self._missing = self._claims.missing
+                self._scheduler = ChunkScheduler(self._missing, self._now)
+                self._missing = self._scheduler.missing
                 self._snapshot = snapshot
                 self._moved = self._now()
                 self._tell()
-                self._bell.notify()
+                self._notifier.notify()
 
     async def _find(self, snapshot: Snapshot) -> None:
         """See which chunks an earlier download has left."""
@@ -232,43 +238,43 @@ class SnapshotDownload:
 
     # -- chunks -------------------------------------------------------------------------------------------------------
 
-    async def _chunks(self, stream: Stream, pace: DonorRate) -> None:
+    async def _chunks(self, stream: Stream, rate: DonorRate) -> None:
         mine: deque[int] = deque()
         scratch = memoryview(bytearray(CHUNK_BYTES))
         try:
             while not self.complete:
-                while len(mine) < min(pace.window, self._claims.share(self._fetching.donors)):
-                    if (index := self._claims.claim(mine, pace.patience_seconds)) is None:
+                while len(mine) < min(rate.window, self._scheduler.share(self._sync_progress.donors)):
+                    if (index := self._scheduler.claim(mine, rate.patience_seconds)) is None:
                         break
                     mine.append(index)
                     await stream.send(WantChunk(index))
                 if mine:
-                    await self._receive(stream, mine, scratch, pace)
+                    await self._receive(stream, mine, scratch, rate)
                     self._release(mine.popleft())
-                elif not await self._more(pace):
+                elif not await self._more(rate):
                     return
         finally:
             for index in mine:
                 self._release(index)
 
-    async def _more(self, pace: DonorRate) -> bool:
+    async def _more(self, rate: DonorRate) -> bool:
         """Wait for a while until there is something to ask for; what others are slow to bring rings no bell."""
         until = min(self._until, self._now() + WAIT_SECONDS)
         while not self.complete and self._now() < until:
-            if self._claims.next((), pace.patience_seconds) is not None:
+            if self._scheduler.next((), rate.patience_seconds) is not None:
                 return True
             with suppress(TimeoutError):
-                await self._bell.until(
-                    lambda: self.complete or self._claims.next((), pace.patience_seconds) is not None,
-                    min(until, self._now() + pace.patience_seconds),
+                await self._notifier.until(
+                    lambda: self.complete or self._scheduler.next((), rate.patience_seconds) is not None,
+                    min(until, self._now() + rate.patience_seconds),
                 )
         return self.complete
 
     def _release(self, index: int) -> None:
-        self._claims.release(index)
-        self._bell.notify()
+        self._scheduler.release(index)
+        self._notifier.notify()
 
-    async def _receive(self, stream: Stream, mine: Sequence[int], scratch: memoryview, pace: DonorRate) -> None:
+    async def _receive(self, stream: Stream, mine: Sequence[int], scratch: memoryview, rate: DonorRate) -> None:
         assert self._snapshot is not None
         index, began = mine[0], self._now()
         size = self._snapshot.index.size(index)
@@ -281,14 +287,14 @@ class SnapshotDownload:
                 await stream.receive_into(data[start : start + PIECE_BYTES])
             self._moved = self._now()
         self.bytes_received += size
-        self._fetching.came(size)
+        self._sync_progress.came(size)
         if not put_off:
-            pace.took(self._now() - began)
+            rate.took(self._now() - began)
         await self._stored(partial(_put, self._snapshot, index, data), 2 * size)
         self._brought[stream.peer] = self._brought.get(stream.peer, 0) + size
         if index in self._missing:  # else another has brought it as well
             self._missing.discard(index)
-            self._fetching.bytes_here += size
+            self._sync_progress.bytes_here += size
 
     async def _header(self, stream: Stream) -> tuple[wire.Chunk, bool]:
         """Of the next chunk, and whether its donor has put it off first."""
@@ -300,8 +306,8 @@ class SnapshotDownload:
         raise BadPayload(f"puts off one chunk {BUSY_ANSWERS} times")
 
     def _tell(self) -> None:
-        self._fetching.bytes_whole = 8 * self._elements
-        self._fetching.bytes_here = self._fetching.bytes_whole - self.missing_bytes
+        self._sync_progress.bytes_whole = 8 * self._elements
+        self._sync_progress.bytes_here = self._sync_progress.bytes_whole - self.missing_bytes
 
     async def _stored(self, work: Callable[[], T], cost_bytes: int) -> T:
         try:

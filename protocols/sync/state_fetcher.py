@@ -28,24 +28,26 @@ MAX_FAILED = 16
 
 class StateFetcher:
     """Attributes:
-    fetching: how far this peer is with catching up.
-    pursuit, on_slow: whether it comes nearer; called with one line for a person if it does not.
+    sync_progress: how far this peer is with catching up.
+    trend, on_slow: whether it comes nearer; called with one line for a person if it does not.
     """
 
     def __init__(
         self,
         host: Host,
-        ledger: RoundAccounting,
+        accounting: RoundAccounting,
         settings: Settings,
         snapshots: Snapshots,
         contacts: SyncPeers,
-        shelf: PartCache | None,
+        part_cache: PartCache | None,
     ) -> None:
-        self.fetching, self.pursuit = SyncProgress(_now), CatchUpTrend()
+        self.sync_progress, self.trend = SyncProgress(_now), CatchUpTrend()
         self.on_slow: Callable[[str], None] = lambda line: None
-        self._host, self._ledger, self._snapshots, self._contacts = host, ledger, snapshots, contacts
+        self._host, self._accounting, self._snapshots, self._contacts = host, accounting, snapshots, contacts
         self._elements = sum(settings.elements)
-        self._replay = RoundReplayer(host, ledger, codec(settings.codec), settings.chunk_elements, shelf, self.fetching)
+        self._replayer = RoundReplayer(
+            host, accounting, codec(settings.codec), settings.chunk_elements, part_cache, self.sync_progress
+        )
         self._begun: SnapshotDownload | None = None
         self._downloaded_bytes = 0
         self._failed: set[bytes] = set()  # roots that no former member brought a state of
@@ -62,7 +64,7 @@ class StateFetcher:
         sources = self._contacts.others(voters, self._contacts.everybody())
         live = {member.peer for member in self._host.members.live()}
         sources = [peer for peer in sources if peer in live] or sources  # who is silent would take its time
-        return await self._replay.parts(link.record, self._elements, sources, deadline)
+        return await self._replayer.parts(link.record, self._elements, sources, deadline)
 
     async def decode(self, parts: Sequence[ReducedPart], into: Vector) -> None:
         """Put the mean that these parts make up, float32 (n), into `into`.
@@ -70,12 +72,12 @@ class StateFetcher:
         Raises:
             Unavailable: it does not decode; `into` is then undefined.
         """
-        await self._replay.decode(parts, into)
+        await self._replayer.decode(parts, into)
 
     @property
     def mean_bytes(self) -> int:
         """About what fetching the mean of one round costs."""
-        return self._replay.encoded_bytes(self._elements)
+        return self._replayer.encoded_bytes(self._elements)
 
     # -- snapshots ----------------------------------------------------------------------------------------------------
 
@@ -139,7 +141,9 @@ class StateFetcher:
         # Whoever asks these donors takes the same state, also where one of them is wrong: else nobody agrees on a FORK.
         root = min(roots, key=lambda root: (root in self._failed, -len(roots[root]), root))
         head = replace(chain.head, state_root=root)
-        download = SnapshotDownload(self._host, self._ledger, self._snapshots, self.fetching, head, self._elements)
+        download = SnapshotDownload(
+            self._host, self._accounting, self._snapshots, self.sync_progress, head, self._elements
+        )
         try:
             return await download.run(lambda: roots[root], deadline)
         except StateUnavailable:
@@ -154,7 +158,10 @@ class StateFetcher:
 
         async def one(donor: PeerId) -> None:
             with suppress(PeerError, StateUnavailable):
-                async with self._host.transport.open(donor, SYNC, deadline) as stream, self._ledger.counting(stream):
+                async with (
+                    self._host.transport.open(donor, SYNC, deadline) as stream,
+                    self._accounting.counting(stream),
+                ):
                     index = await shown_index(stream, head.key.lineage, self._elements)
                 if isinstance(index, SnapshotIndex):
                     found.setdefault(index.state_root(head.key.round), []).append(donor)
@@ -176,7 +183,7 @@ class StateFetcher:
     def _download(self, head: Head) -> SnapshotDownload:
         if self._begun and self._begun.at == head:
             return self._begun
-        return SnapshotDownload(self._host, self._ledger, self._snapshots, self.fetching, head, self._elements)
+        return SnapshotDownload(self._host, self._accounting, self._snapshots, self.sync_progress, head, self._elements)
 
     def _donors(self, head: Head) -> list[PeerId]:
         return self._contacts.stock().get(head.key.lineage, [])
@@ -187,8 +194,8 @@ class StateFetcher:
 
     def take_bytes(self) -> tuple[int, int]:
         """Bytes of snapshots, and of parts, fetched since the last call."""
-        taken = self._downloaded_bytes, self._replay.bytes_received
-        self._downloaded_bytes = self._replay.bytes_received = 0
+        taken = self._downloaded_bytes, self._replayer.bytes_received
+        self._downloaded_bytes = self._replayer.bytes_received = 0
         return taken
 
 

@@ -27,18 +27,18 @@ class SyncServer:
     def __init__(
         self,
         host: Host,
-        ledger: RoundAccounting,
+        accounting: RoundAccounting,
         donor: SnapshotServer,
         answer: Callable[[Stream, Header], Awaitable[None]],
     ) -> None:
-        self._ledger, self._donor, self._answer = ledger, donor, answer
-        self._places = StreamLimiter()
+        self._accounting, self._donor, self._answer = accounting, donor, answer
+        self._limiter = StreamLimiter()
         host.transport.serve(SYNC, self._serve)
 
     async def _serve(self, peer: PeerId, stream: Stream) -> None:
-        with self._places.one_for(peer) as served:
+        with self._limiter.one_for(peer) as served:
             if served:
-                async with self._ledger.counting(stream):
+                async with self._accounting.counting(stream):
                     await self._requests(peer, stream)
 
     async def _requests(self, peer: PeerId, stream: Stream) -> None:

@@ -54,12 +54,12 @@ class TestParts:
 
     def test_one_that_is_not_there_is_refused_for_certain(self, world: World) -> None:
         async def body(peers: Peers) -> None:
-            shelf, (part, _) = PartCache(host(peers, 1)), made_part()
+            part_cache, (part, _) = PartCache(host(peers, 1)), made_part()
             with pytest.raises(PeerGone):
                 await fetched(peers, part)
-            shelf.put(LINEAGE, part)
+            part_cache.put(LINEAGE, part)
             await fetched(peers, part)
-            shelf.keep([])
+            part_cache.keep([])
             with pytest.raises(PeerGone):
                 await fetched(peers, part)
 

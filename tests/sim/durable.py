@@ -33,15 +33,17 @@ class Durable(Stage):
         self.every_rounds = every_rounds
         self.disks: dict[PeerId, Checkpoint] = {}
 
-    async def restored(self, replica: ReplicatedOuterLoop) -> None:
-        if kept := self.disks.get(replica.averager.me.peer):
-            replica.chain.switch(genesis(RUN), kept.links)
-            replica.anchor.copy_(kept.anchor)
-            replica.velocity.copy_(kept.velocity)
-            await replica.trainer.write(replica.anchor)
-            await replica.state.hash()
-            await replica.state.keep(replica._snapshots, replica.chain.head.key)
-            replica.recall(tokens_counted(RoundReport(**each) for each in self.histories[replica.averager.me.peer]))
+    async def restored(self, outer_loop: ReplicatedOuterLoop) -> None:
+        if kept := self.disks.get(outer_loop.averager.me.peer):
+            outer_loop.chain.switch(genesis(RUN), kept.links)
+            outer_loop.anchor.copy_(kept.anchor)
+            outer_loop.velocity.copy_(kept.velocity)
+            await outer_loop.trainer.write(outer_loop.anchor)
+            await outer_loop.state.hash()
+            await outer_loop.state.keep(outer_loop._snapshots, outer_loop.chain.head.key)
+            outer_loop.recall(
+                tokens_counted(RoundReport(**each) for each in self.histories[outer_loop.averager.me.peer])
+            )
 
     def entering(self, peer: PeerId, head: object) -> None:
         super().entering(peer, self.head(peer))
@@ -50,5 +52,5 @@ class Durable(Stage):
             self.disks[peer] = self._checkpoint(chain, self.replicas[peer])
 
     @staticmethod
-    def _checkpoint(chain: Chain, replica: ReplicatedOuterLoop) -> Checkpoint:
-        return Checkpoint(chain.since(genesis(RUN)), replica.anchor.clone(), replica.velocity.clone())
+    def _checkpoint(chain: Chain, outer_loop: ReplicatedOuterLoop) -> Checkpoint:
+        return Checkpoint(chain.since(genesis(RUN)), outer_loop.anchor.clone(), outer_loop.velocity.clone())

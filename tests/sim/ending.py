@@ -25,8 +25,8 @@ class RecordingEnd(Recording):
     """The messages of each peer from the end of its last round on."""
 
     def _watch(self, peer: PeerId, number: int, way: str, other: PeerId) -> None:
-        replica = self.replicas.get(peer)
-        if replica is not None and replica.key.round >= self.scenario.rounds:  # type: ignore[attr-defined]
+        outer_loop = self.replicas.get(peer)
+        if outer_loop is not None and outer_loop.key.round >= self.scenario.rounds:  # type: ignore[attr-defined]
             self.record(peer, number, way, other)
 
 
@@ -68,10 +68,10 @@ class StruckEnd(Struck, LooseWorld):
 
     def _conserved(self) -> Iterator[Violation]:
         """What is here is no more than there was, and with what is on its way, no less."""
-        held = [replica.averager for replica in self.replicas.values()]
-        books = [averager.holding.book for averager in held if isinstance(averager, PushSum)]
+        held = [outer_loop.averager for outer_loop in self.replicas.values()]
+        books = [averager.weighted.masses for averager in held if isinstance(averager, PushSum)]
         if books:
-            here, whole = sum(book.weight for book in books), sum(book.mass for book in books)
+            here, whole = sum(masses.weight for masses in books), sum(masses.mass for masses in books)
             if not here - FAR <= len(books) <= whole + FAR:
                 what = f"weights of {here} are here, {whole} with what is on its way, and {len(books)} there were"
                 yield Violation("conserved", "", self.scenario.rounds - 1, what)

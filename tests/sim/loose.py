@@ -142,24 +142,26 @@ class LooseWorld(World):
         await trainer.read(anchor)
         course = LocalHistory(averager.me, RoundKey(RUN, "run", bytes(32), 0))
         outer = self._own_outer()
-        replica = IndependentOuterLoop(course, trainer, averager, outer, host.compute, anchor, snapshots)
-        replica.compare = lambda mine: self._compare(me, mine, host.members.live())
-        self.replicas[me] = replica
-        replica.spread_limit = SPREAD_LIMIT
+        outer_loop = IndependentOuterLoop(course, trainer, averager, outer, host.compute, anchor, snapshots)
+        outer_loop.compare = lambda mine: self._compare(me, mine, host.members.live())
+        self.replicas[me] = outer_loop
+        outer_loop.spread_limit = SPREAD_LIMIT
         if self.CLOSES and isinstance(averager, ClosingAverager) and not self.endless:
-            replica.closing = ClosingPhase(averager, self.scenario.rounds, lambda: self.rounds(me))
-        replica.lacks_state = not await self.restored(replica) and transport.node.incarnation > 0
-        standings = IndependentStateSync(
-            host, settings, snapshots, lambda: replica.key, lambda: self.peers, lambda: not replica.seeks_state
+            outer_loop.closing = ClosingPhase(averager, self.scenario.rounds, lambda: self.rounds(me))
+        outer_loop.lacks_state = not await self.restored(outer_loop) and transport.node.incarnation > 0
+        state_sync = IndependentStateSync(
+            host, settings, snapshots, lambda: outer_loop.key, lambda: self.peers, lambda: not outer_loop.seeks_state
         )
-        await replica.settle()
+        await outer_loop.settle()
         async with task_group() as group:
-            background = group.create_task(standings.run())
-            self.enters(replica)
-            async for report in run_independent_rounds(replica, standings, host.clock.wall, lambda: self.goes_on(me)):
+            background = group.create_task(state_sync.run())
+            self.enters(outer_loop)
+            async for report in run_independent_rounds(
+                outer_loop, state_sync, host.clock.wall, lambda: self.goes_on(me)
+            ):
                 await self.after_round(index, trainer)
                 self.reported(asdict(report))
-                self.enters(replica)
+                self.enters(outer_loop)
             background.cancel()
 
     def _host(self, transport: SimTransport) -> Host:
@@ -175,10 +177,10 @@ class LooseWorld(World):
         rounds, had = self.scenario.rounds, len(self.histories[peer])
         return self.endless or (self.replicas[peer].key.round < rounds and had < ENDLESS * rounds)
 
-    def enters(self, replica: IndependentOuterLoop) -> None:
-        self.entering(replica.averager.me.peer, replica.chain.head)
+    def enters(self, outer_loop: IndependentOuterLoop) -> None:
+        self.entering(outer_loop.averager.me.peer, outer_loop.chain.head)
 
-    async def restored(self, replica: IndependentOuterLoop) -> bool:  # type: ignore[override]
+    async def restored(self, outer_loop: IndependentOuterLoop) -> bool:  # type: ignore[override]
         """For worlds in which something outlives a process: whether this life has a state to start from."""
         return False
 
@@ -198,7 +200,7 @@ class LooseWorld(World):
 
     def spread(self) -> float:
         """max ‖θ_i − mean‖ / ‖mean‖ over the honest peers, exactly."""
-        states = [replica.anchor for peer, replica in self.replicas.items() if peer not in self.liars]
+        states = [outer_loop.anchor for peer, outer_loop in self.replicas.items() if peer not in self.liars]
         mean = torch.stack(states).mean(dim=0)
         return max(float((state - mean).norm() / mean.norm()) for state in states)
 

@@ -86,10 +86,12 @@ class PoisonedTrainer(InlineTrainer):
 
     async def read(self, into: Vector, fragment: int = 0) -> None:
         """The parameters at which the peer would be, had it trained what it hands in."""
-        into.copy_(self.shift.learner.vectors[fragment] + pseudo_gradient(self.shift) - self._forged())
+        into.copy_(
+            self.local_training.learner.vectors[fragment] + pseudo_gradient(self.local_training) - self._forged()
+        )
 
     def _forged(self) -> Vector:
         if factor := FACTORS.get(self._attack):
-            return factor * pseudo_gradient(self.shift)
+            return factor * pseudo_gradient(self.local_training)
         honest = torch.stack([pseudo_gradient(shift) for shift in self._honest()])
         return alie(honest, self._liars) if self._attack == "alie" else ipm(honest)

@@ -35,7 +35,7 @@ HEIRS_TRY = 8
 
 
 class Schedule:
-    """One run of one seed; `vote`, `poll` and `same_incarnation` are where a test plants its bugs.
+    """One run of one seed; `vote`, `tally` and `same_incarnation` are where a test plants its bugs.
 
     Raises:
         Broken: from `run`, when a rule does not hold.
@@ -45,7 +45,7 @@ class Schedule:
         self,
         seed: int,
         vote: type[PaxosInstance] = PaxosInstance,
-        poll: type[Remembering] = Remembering,
+        tally: type[Remembering] = Remembering,
         same_incarnation: bool = False,
     ) -> None:
         self.rng = rng = random.Random(seed)
@@ -60,7 +60,7 @@ class Schedule:
         self.loss[votes.Certificate] = rng.choice((0.0, 0.9, 1.0))
         self.repeat = rng.choice((0.0, 0.1, 0.4))
         self.slow = {(one, other): rng.choice((0.0, 0.0, 0.0, 0.0, 0.9, 0.99)) for one in names for other in names}
-        self.world = World(rng, names, size, depth, vote, poll)
+        self.world = World(rng, names, size, depth, vote, tally)
         self.odds: dict[Callable[[], None], float] = {
             self.deliver: 30,
             self.ring: rng.choice((0.5, 1.5, 4)),
@@ -171,16 +171,16 @@ class Schedule:
 
     def split(self) -> None:
         """Some hosts believe that the majority is gone."""
-        if found := self._sides(lambda side: not side.ghost and not side.vote.decided and side.vote.poll.quorum > 1):
+        if found := self._sides(lambda side: not side.ghost and not side.vote.decided and side.vote.tally.quorum > 1):
             node, side = found
-            poll = side.vote.poll
-            if not poll.counts(node.me):
+            tally = side.vote.tally
+            if not tally.counts(node.me):
                 return
-            others = [member for member in poll.roster if self.world.lives(member) and member != node.me]
-            members = [node.me, *self.rng.sample(others, min(len(others), self.rng.randrange(poll.quorum - 1 or 1)))]
+            others = [member for member in tally.roster if self.world.lives(member) and member != node.me]
+            members = [node.me, *self.rng.sample(others, min(len(others), self.rng.randrange(tally.quorum - 1 or 1)))]
             for member in members:
                 there = self.world.nodes[member.peer]
-                mate = there.sides.get((poll.key.lineage, False))
+                mate = there.sides.get((tally.key.lineage, False))
                 if mate and self.rng.random() < 0.9:
                     self.world.obey(there, mate, mate.vote.fork(self.world.fork_record(mate, members)))
 

@@ -67,7 +67,7 @@ class StandIn(World):
 
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
-        self.ledger = Ledger()
+        self.accounting = Ledger()
         self.heads: dict[PeerId, Head] = {}
 
     async def _peer(self, index: int, transport: SimTransport) -> None:
@@ -84,7 +84,7 @@ class StandIn(World):
             if ahead.key.round > head.key.round + 1 or (ahead.key.round > head.key.round and me not in head.roster):
                 following, report = ahead, self.report(me, head, ahead, "superseded")
             elif ahead.key.round > head.key.round or (me in head.roster and self.enough(head, present)):
-                child = self.ledger.decide(head, present)
+                child = self.accounting.decide(head, present)
                 following, report = child.head, self.committed(me, child)
             else:
                 following, report = head, self.report(me, head, head, "undecided")

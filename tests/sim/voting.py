@@ -27,7 +27,7 @@ MAX_PARKED = 40
 
 
 class World:
-    """The nodes, and what flies between them; `vote` and `poll` are where a test plants its bugs.
+    """The nodes, and what flies between them; `vote` and `tally` are where a test plants its bugs.
 
     Args:
         members: so many of the names are in the first roster.
@@ -48,9 +48,9 @@ class World:
         members: int,
         depth: int,
         vote: type[PaxosInstance],
-        poll: type[Remembering],
+        tally: type[Remembering],
     ) -> None:
-        self.rng, self.depth, self.vote, self.poll = rng, depth, vote, poll
+        self.rng, self.depth, self.vote, self.tally = rng, depth, vote, tally
         self.trace: list[str] | None = None
         self.calm, self.now, self.events = False, 0.0, 0
         self.flying: list[tuple[PeerId, PeerId, votes.VoteMessage]] = []
@@ -80,11 +80,11 @@ class World:
         if at in node.sides:
             return node.sides[at]
         roster = tuple(node.me if member == ghost else member for member in line.roster)
-        poll = self.poll(line.key, roster, Seal(node.me.peer), former=line.former)
-        poll.read = {} if ghost else line.read
-        side = node.sides[at] = Side(self.vote(node.me, poll), ghost is not None)
-        if poll.counts(node.me):
-            if poll.coordinator(0) == node.me.peer:
+        tally = self.tally(line.key, roster, Seal(node.me.peer), former=line.former)
+        tally.read = {} if ghost else line.read
+        side = node.sides[at] = Side(self.vote(node.me, tally), ghost is not None)
+        if tally.counts(node.me):
+            if tally.coordinator(0) == node.me.peer:
                 side.choice = (0, ())
                 self.later(DELAY, lambda: self.answer(node, side))
             self.obey(node, side, side.vote.progress())
@@ -128,7 +128,7 @@ class World:
         """Do what a vote says, and judge it."""
         self.events += 1
         if not side.ghost:
-            judging.judge_votes(self.lines[side.vote.poll.key.lineage], node.me, side)
+            judging.judge_votes(self.lines[side.vote.tally.key.lineage], node.me, side)
         for each in instructions:
             self.note(node, f"{'as a ghost ' * side.ghost}{short(each)}" if self.trace is not None else "")
             if isinstance(each, votes.Send):
@@ -194,11 +194,11 @@ class World:
         """A timer runs out, if it is still that timer. Without a majority it is time to fork."""
         if side.timer is not timer or not node.alive:
             return
-        if self.calm and not side.ghost and node.me in side.vote.poll.roster:
-            lineage = side.vote.poll.key.lineage
+        if self.calm and not side.ghost and node.me in side.vote.tally.roster:
+            lineage = side.vote.tally.key.lineage
             left = self.able(lineage)
             mates = [self.nodes[member.peer].sides.get((lineage, False)) for member in left]
-            if len(left) < side.vote.poll.quorum and not any(mate and mate.vote.decided for mate in mates):
+            if len(left) < side.vote.tally.quorum and not any(mate and mate.vote.decided for mate in mates):
                 self.obey(node, side, side.vote.fork(self.fork_record(side, left)))
         if side.timer is timer:
             self.obey(node, side, side.vote.timeout(timer[0]))
@@ -208,7 +208,7 @@ class World:
         if side.choice is None or not node.alive:
             return
         (ballot, promises), side.choice = side.choice, None
-        poll, rng = side.vote.poll, self.rng
+        tally, rng = side.vote.tally, self.rng
         held = [part for promise in promises for part in promise.held]
         kind, parts = (Kind.MEAN if rng.random() < 0.7 else Kind.SKIP), list[PartDone]()
         if kind == Kind.MEAN:
@@ -216,8 +216,8 @@ class World:
             parts = [rng.choice(held)] if repair else [self.reduce(node, side) for _ in range(rng.choice((1, 1, 2)))]
         self._records += 1
         plan = self._records.to_bytes(32, "big")
-        roster = self.next_roster(poll.roster)
-        record = Record(poll.key.lineage, NOTHING, poll.key.round, kind, plan, tuple(p.result for p in parts), roster)
+        roster = self.next_roster(tally.roster)
+        record = Record(tally.key.lineage, NOTHING, tally.key.round, kind, plan, tuple(p.result for p in parts), roster)
         self.obey(node, side, side.vote.chosen(ballot, records.encode(record)))
 
     def reduce(self, node: Node, side: Side) -> PartDone:
@@ -229,7 +229,7 @@ class World:
         if self.calm or side.ghost or not holders or self.rng.random() < 0.7:
             holders.append(node)
         for each in holders:
-            self.hold(each, side.vote.poll.key.lineage, part)
+            self.hold(each, side.vote.tally.key.lineage, part)
         return part
 
     def hold(self, node: Node, lineage: bytes, part: PartDone) -> None:
@@ -240,7 +240,7 @@ class World:
 
     def supply(self, node: Node, side: Side) -> None:
         """Fetch the parts that a vote waits for from any live node that can be reached both ways."""
-        lineage, me = side.vote.poll.key.lineage, node.me.peer
+        lineage, me = side.vote.tally.key.lineage, node.me.peer
         if not node.alive or side.vote.decided:
             return
         for digest in side.wants:
@@ -260,16 +260,16 @@ class World:
         chances = {member: 0.95 if self.lives(member) else 0.5 for member in roster}
         if rng.random() < LEAVE_CHANCE:
             chances, least = dict.fromkeys(roster, 0.3), 1
-        stay = [member for member, chance in chances.items() if rng.random() < chance] or [rng.choice(roster)]
+        session = [member for member, chance in chances.items() if rng.random() < chance] or [rng.choice(roster)]
         others = rng.sample(roster, len(roster))
-        stay += [member for member in others if member not in stay][: max(0, least - len(stay))]
-        peers = {member.peer for member in stay}
+        session += [member for member in others if member not in session][: max(0, least - len(session))]
+        peers = {member.peer for member in session}
         new = [node.me for node in self.nodes.values() if node.alive and node.me.peer not in peers]
         new = [member for member in new if member not in roster and rng.random() < 0.6]
-        return tuple(sorted((*stay, *new[: max_admitted(len(roster))])))
+        return tuple(sorted((*session, *new[: max_admitted(len(roster))])))
 
     def fork_record(self, side: Side, members: Iterable[Member]) -> bytes:
-        key, roster = side.vote.poll.key, tuple(sorted(members))
+        key, roster = side.vote.tally.key, tuple(sorted(members))
         return records.encode(Record(key.lineage, NOTHING, key.round, Kind.FORK, NOTHING, (), roster))
 
     def heirs(self, lineage: bytes) -> list[Node]:
@@ -302,7 +302,7 @@ class World:
         """The hosts of these say that it is time to fork."""
         for node in heirs:
             side, members = self.enter(node, lineage), [each.me for each in heirs]
-            if node.alive and not side.vote.decided and side.vote.poll.may_fork(members):
+            if node.alive and not side.vote.decided and side.vote.tally.may_fork(members):
                 self.obey(node, side, side.vote.fork(self.fork_record(side, members)))
 
     # -- who is there, what flies -------------------------------------------------------------------------------------

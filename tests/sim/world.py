@@ -169,19 +169,19 @@ class World:
         anchor = torch.empty(trainer.layout.sizes()[0])
         await trainer.read(anchor)
         chain = Chain(RUN, "run", self.roster, bytes(32))
-        replica = self.replicas[me] = ReplicatedOuterLoop(
+        outer_loop = self.replicas[me] = ReplicatedOuterLoop(
             chain, trainer, averager, self.outer(), host.compute, anchor, snapshots
         )
-        replica.feedback = feedback(codec(settings.codec), len(anchor), host.compute)
-        sync = ChainSync(host, chain, settings, snapshots, lambda: self.peers, averager.shelf)
+        outer_loop.feedback = feedback(codec(settings.codec), len(anchor), host.compute)
+        sync = ChainSync(host, chain, settings, snapshots, lambda: self.peers, averager.part_cache)
         sync.on_better = lambda branch: averager.supersede()
         averager.on_ahead = sync.hear
-        await self.restored(replica)
-        await replica.settle()
+        await self.restored(outer_loop)
+        await outer_loop.settle()
         async with task_group() as group:
             background = group.create_task(sync.run())
             self.entering(me, chain.head)
-            async for report in run_replicated_rounds(replica, sync, host.clock.wall, lambda: self.goes_on(me)):
+            async for report in run_replicated_rounds(outer_loop, sync, host.clock.wall, lambda: self.goes_on(me)):
                 await self.after_round(index, trainer)
                 self.reported(asdict(report))
                 self.entering(me, chain.head)
@@ -241,7 +241,7 @@ class World:
         """Whether a peer has averaged with others in that round or a later one; where rounds are decided, it has."""
         return True
 
-    async def restored(self, replica: ReplicatedOuterLoop) -> None:
+    async def restored(self, outer_loop: ReplicatedOuterLoop) -> None:
         """For worlds in which something outlives a process: the state that this life starts from."""
 
     async def after_round(self, index: int, trainer: InlineTrainer) -> None:
@@ -313,7 +313,7 @@ def play(scenario: Scenario, world_type: type[World] = World) -> Outcome:
     honest = {peer: history for peer, history in world.histories.items() if peer not in world.liars}
     violations = world.check(honest) + world.leaks() + world.progress(honest)
     sent = {peer: world.network.totals(peer)[0] for peer in world.peers}
-    anchors = {peer: replica.anchor for peer, replica in world.replicas.items()}
+    anchors = {peer: outer_loop.anchor for peer, outer_loop in world.replicas.items()}
     outcome = Outcome(world.scenario, world.histories, violations, seconds, world.trace, sent, world.liars, anchors)
     outcome.rounds_could, outcome.rounds_did = world.account.shares()
     return outcome
