@@ -28,10 +28,10 @@ from statistics import median
 from typing import Any
 
 from benchmarks.lasting import decided, lengths
-from tests.checkers import Report
 from tests.faults.network import Namespaces, why_not
-from tests.realswarm import RealPeer, RealSwarm, paced, wait
 from tests.sim.arguments import Parser, at_least_one
+from tests.support.checkers import Report
+from tests.support.real_swarm import RealPeer, RealSwarm, paced, wait
 
 DONORS = ("a", "b", "c")
 NEWCOMER = "d"

@@ -25,9 +25,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
-from tests.checkers import DECIDED, Report
-from tests.realswarm import RealPeer, RealSwarm, paced, wait
 from tests.sim.arguments import Parser, at_least_one
+from tests.support.checkers import DECIDED, Report
+from tests.support.real_swarm import RealPeer, RealSwarm, paced, wait
 
 AIM_SECONDS = 2.0
 SUSPECTED_SECONDS = 6.0

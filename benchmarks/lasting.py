@@ -29,9 +29,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tests.checkers import DECIDED, Report
-from tests.realswarm import HOUSE, RealPeer, RealSwarm, paced, wait
 from tests.sim.arguments import Parser, at_least_one
+from tests.support.checkers import DECIDED, Report
+from tests.support.real_swarm import HOUSE, RealPeer, RealSwarm, paced, wait
 
 PATIENT_SECONDS = 240.0
 CALM_ROUNDS = 4

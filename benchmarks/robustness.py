@@ -8,9 +8,9 @@ table      the error of an aggregate of 16 vectors of 1000 elements, a signal an
            found with other code: within 5 %
 training   16 simulated peers train a GPT on real text, through the real protocol, in virtual time. Attacked, three of
            them hand in -1000 times their work (reversed), or -10 times without saying so (understated), or seven
-           something that is made to look honest (alie, ipm): see `tests.sim.poison`. Final held-out losses in nats per
-           byte, and what that is to the clean run's, seed by seed; with the default, three such peers may cost 5 % in
-           the mean over the seeds. "plain" is the mean without any clip
+           something that is made to look honest (alie, ipm): see `tests.sim.byzantine.gradients`. Final held-out losses
+           in nats per byte, and what that is to the clean run's, seed by seed; with the default, three such peers may
+           cost 5 % in the mean over the seeds. "plain" is the mean without any clip
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from protocols.allreduce import plan as planning
 from protocols.base import Settings, Vector
 from protocols.robust import RULES, Rule
 from tests.sim.arguments import Parser, at_least_one
-from tests.sim.poison import FACTOR, PoisonedTrainer, alie, ipm
+from tests.sim.byzantine.gradients import FACTOR, PoisonedTrainer, alie, ipm
 from tests.sim.scenario import Scenario
 from tests.sim.transport import SimTransport
 

@@ -25,7 +25,7 @@ from matplotlib.figure import Figure
 from protocols import INDEPENDENT_PROTOCOLS
 from protocols.base import Outcome
 from tests.sim.arguments import Parser, at_least_one
-from tests.sim.loosely import Loosely
+from tests.sim.independent_harness import IndependentHarness
 
 ELEMENTS = 8
 WORK_SECONDS, SPREAD_SECONDS = 10.0, 2.0
@@ -36,7 +36,7 @@ LOCKSTEP_MOST = 128
 def measure(protocol: str, peers: int, rounds: int) -> dict[str, Any]:
     """So many rounds of so many peers, and what each of them sent and received for one."""
     began = time.perf_counter()
-    swarm = Loosely(
+    swarm = IndependentHarness(
         peers,
         INDEPENDENT_PROTOCOLS[protocol],
         ELEMENTS,

@@ -14,7 +14,7 @@ from node.storage import certificate_log as archives
 from node.storage.certificate_log import CertificateLog, spool
 from protocols.base import Member
 from protocols.history.chain import Chain
-from tests.rounds import ROOT, RUN, encoded, line
+from tests.support.fake_rounds import ROOT, RUN, encoded, line
 
 ENTRIES = [bytes([number]) * (number + 1) for number in range(20)]
 

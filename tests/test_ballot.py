@@ -15,7 +15,7 @@ from protocols.consensus.paxos import PaxosInstance
 from protocols.consensus.record import Kind, Record
 from protocols.consensus.vote_tally import VoteTally, majority
 from protocols.wire import ChunkSpan, PartDigest, PartDone
-from tests.sim.judging import Remembering, Seal
+from tests.sim.invariants import Remembering, Seal
 from tests.sim.scheduling import play
 
 SEEDS = range(2000)

@@ -13,7 +13,7 @@ from protocols.base import Host, Outcome, PeerId, Settings, Vector
 from protocols.baselines.registry import data_parallel, parameter_server, ring
 from protocols.baselines.scatter_reduce import ScatterReduce
 from protocols.baselines.synchronous import SynchronousAverager
-from tests.sim.loosely import Came, Loosely
+from tests.sim.independent_harness import Came, IndependentHarness
 from tests.sim.network import SimNetwork
 
 MAKERS: dict[str, Callable[[Host, Settings], SynchronousAverager]] = {
@@ -24,16 +24,16 @@ MAKERS: dict[str, Callable[[Host, Settings], SynchronousAverager]] = {
 everyone = pytest.mark.parametrize("name", MAKERS)
 
 
-def swarm(name: str, count: int, elements: int = 1001, **options: Any) -> Loosely:
-    return Loosely(count, MAKERS[name], elements, **options)
+def swarm(name: str, count: int, elements: int = 1001, **options: Any) -> IndependentHarness:
+    return IndependentHarness(count, MAKERS[name], elements, **options)
 
 
-def results(played: Loosely) -> list[Came]:
+def results(played: IndependentHarness) -> list[Came]:
     """Of the only round."""
     return [came for (came,) in played.came.values()]
 
 
-def expected(played: Loosely) -> list[torch.Tensor]:
+def expected(played: IndependentHarness) -> list[torch.Tensor]:
     shares = torch.tensor(played.tokens, dtype=torch.float64) / sum(played.tokens)
     return [(shares[:, None] * torch.stack(each).double()).sum(0) for each in zip(*played.states, strict=True)]
 
@@ -101,7 +101,9 @@ def test_a_death_at_any_message_ends_the_round_at_once_and_is_named(name: str) -
         at += 2
         played = swarm(name, 4, 300)
 
-        def watch(peer: str, number: int, way: str, other: str, played: Loosely = played, at: int = at) -> None:
+        def watch(
+            peer: str, number: int, way: str, other: str, played: IndependentHarness = played, at: int = at
+        ) -> None:
             if (peer, number) == ("p01", at):
                 played.network.kill(peer)
 

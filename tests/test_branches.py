@@ -16,8 +16,8 @@ from protocols.consensus.record import Kind
 from protocols.consensus.vote_tally import ONLOOKER, VoteTally
 from protocols.history.chain import UNSETTLED, Chain, DecidedRound, genesis
 from protocols.history.fork_choice import Branch, ForkChoice
-from tests.rounds import ROOT, RUN, SEED, certified, decided, line, vote
 from tests.sim.host import SimSigner
+from tests.support.fake_rounds import ROOT, RUN, SEED, certified, decided, line, vote
 
 ANNA, BERT, CLEO, DORA, EMIL = ROSTER = tuple(Member(name) for name in ("anna", "bert", "cleo", "dora", "emil"))
 OUTSIDER = Member("zeno")

@@ -28,9 +28,9 @@ from protocols.consensus.record import coordinators, genesis
 from protocols.history.chain import genesis as genesis_head
 from protocols.vectors import norm
 from tests.sim import loop as simloop
-from tests.sim.averaging import RUN, Averaged, Group
+from tests.sim.butterfly_harness import RUN, Averaged, ButterflyHarness
+from tests.sim.byzantine.contributors import LIES
 from tests.sim.host import sim_host
-from tests.sim.lies import LIES
 from tests.sim.network import SimNetwork, Trace
 
 MIB = 1 << 20
@@ -67,7 +67,7 @@ def test_exact_mean_for_every_size_of_group(count: int, elements: int) -> None:
     given = vectors(count, elements, seed=count)
     tokens = [rng.randrange(1000, 5000) for _ in range(count)]
     bandwidths = [rng.choice((1e6, 5e6, 20e6)) for _ in range(count)]
-    averaged = Group(given, tokens, bandwidths, chunk_elements=4096).average()
+    averaged = ButterflyHarness(given, tokens, bandwidths, chunk_elements=4096).average()
     assert [mean.outcome for mean in averaged.means] == [Outcome.COMMITTED] * count
     assert same_bits(averaged)
     expected = reference(given, list(plan_weights(tokens)))
@@ -82,7 +82,7 @@ def test_codecs_stay_within_their_bound(name: str, count: int) -> None:
     """Each contribution is encoded once and the mean once: the errors of both, element by element."""
     given = vectors(count, 30_011, seed=count)
     tokens = [1000 + 500 * index for index in range(count)]
-    averaged = Group(given, tokens, [1e7] * count, codec=name, chunk_elements=4096).average()
+    averaged = ButterflyHarness(given, tokens, [1e7] * count, codec=name, chunk_elements=4096).average()
     assert same_bits(averaged)
     weights = torch.tensor(tokens, dtype=torch.float64) / sum(tokens)
     used = codec(name)
@@ -108,7 +108,7 @@ def test_each_sends_the_optimum_with_equal_shares() -> None:
     given = vectors(count, elements, seed=0)
     sent = {}
     for name in ("fp32", "int8"):
-        averaged = Group(given, [1000] * count, [1e8] * count, codec=name).average()
+        averaged = ButterflyHarness(given, [1000] * count, [1e8] * count, codec=name).average()
         sent[name] = averaged.sent_bytes
     optimum = 2 * (count - 1) / count * size
     assert all(abs(bytes_ / optimum - 1) < 0.01 for bytes_ in sent["fp32"])
@@ -119,7 +119,7 @@ def test_each_sends_its_share_with_unequal_links() -> None:
     """S[1 + (N-2)·f_i], within 1 %, with the shares that let all uplinks end at the same time, T* = 2(N-1)S/Σb."""
     bandwidths = [40e6, 20e6, 20e6, 18e6]
     elements = 10 * MIB // 4
-    averaged = Group(vectors(4, elements, seed=0), [1000] * 4, bandwidths).average()
+    averaged = ButterflyHarness(vectors(4, elements, seed=0), [1000] * 4, bandwidths).average()
     seconds = 2 * 3 * 4 * elements / sum(bandwidths)
     for sent, bandwidth in zip(averaged.sent_bytes, bandwidths, strict=True):
         assert abs(sent / (seconds * bandwidth) - 1) < 0.01
@@ -128,7 +128,7 @@ def test_each_sends_its_share_with_unequal_links() -> None:
 def test_a_link_too_slow_to_reduce_only_hands_in_its_own() -> None:
     """f_i = 0: it sends S, once."""
     elements = 10 * MIB // 4
-    averaged = Group(vectors(4, elements, seed=0), [1000] * 4, [40e6, 20e6, 20e6, 1e6]).average()
+    averaged = ButterflyHarness(vectors(4, elements, seed=0), [1000] * 4, [40e6, 20e6, 20e6, 1e6]).average()
     assert abs(averaged.sent_bytes[3] / (4 * elements) - 1) < 0.01
     assert same_bits(averaged)
 
@@ -149,13 +149,13 @@ def test_memory_does_not_grow_with_the_group_times_the_vector() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reduce.Reducer, "_take_chunk", counting)
-        Group(vectors(4, 100_000, seed=0), [1] * 4, [1e9, 1e6, 5e6, 1e8], chunk_elements=512).average()
+        ButterflyHarness(vectors(4, 100_000, seed=0), [1] * 4, [1e9, 1e6, 5e6, 1e8], chunk_elements=512).average()
     assert 3 <= most <= 3 * reduce.WINDOW_CHUNKS
 
 
 def test_a_peer_alone_averages_with_itself_at_once() -> None:
     (given,) = vectors(1, 5000, seed=3)
-    averaged = Group([given], [10], [1e6]).average()
+    averaged = ButterflyHarness([given], [10], [1e6]).average()
     assert torch.equal(averaged.results[0], given)
     assert averaged.sent_bytes == [0]
     assert averaged.seconds < 0.1
@@ -163,7 +163,7 @@ def test_a_peer_alone_averages_with_itself_at_once() -> None:
 
 def test_a_member_without_work_receives_and_weighs_nothing() -> None:
     given = vectors(4, 20_000, seed=4)
-    averaged = Group(given, [1000, 0, 1000, 1000], [1e7] * 4, chunk_elements=1024).average()
+    averaged = ButterflyHarness(given, [1000, 0, 1000, 1000], [1e7] * 4, chunk_elements=1024).average()
     assert same_bits(averaged)
     assert averaged.means[0].peers == ("p00", "p02", "p03")
     assert relative_error(averaged.results[1], reference(given, [1000.0, 0.0, 1000.0, 1000.0])) <= 1e-6
@@ -182,7 +182,9 @@ def test_a_lying_contributor_is_refused_named_and_left_out(lie: str, name: str, 
     """
     count, liar, elements = 4, 2, 40_000
     given = vectors(count, elements, seed=5)
-    group = Group(given, [1000] * count, [1e7] * count, codec=name, chunk_elements=chunk_elements, lies={liar: lie})
+    group = ButterflyHarness(
+        given, [1000] * count, [1e7] * count, codec=name, chunk_elements=chunk_elements, lies={liar: lie}
+    )
     averaged = group.average()
     if lie == "twice" and chunk_elements > elements:
         assert same_bits(averaged)
@@ -215,7 +217,7 @@ def test_a_claim_of_a_huge_weight_is_clamped_and_named() -> None:
     names = [f"p{index:02}" for index in range(4)]
     calls = coordinators(genesis(RUN), [Member(name) for name in names])[0]
     liar = next(index for index, name in enumerate(names) if name != calls)
-    averaged = Group(given, [1000] * 4, [1e7] * 4, chunk_elements=2048, lies={liar: "weight-huge"}).average()
+    averaged = ButterflyHarness(given, [1000] * 4, [1e7] * 4, chunk_elements=2048, lies={liar: "weight-huge"}).average()
     honest = [mean for index, mean in enumerate(averaged.means) if index != liar]
     assert {mean.outcome for mean in honest} == {Outcome.COMMITTED}
     assert {mean.weights[names[liar]] for mean in honest} == {16_000.0}
@@ -232,7 +234,9 @@ def test_one_that_stalls_costs_nobody_else_a_chunk() -> None:
         for peer in ("p00", "p01", "p02"):
             asyncio.get_running_loop().call_later(3.0, network.block, "p03", peer)
 
-    averaged = Group(given, [1000] * 4, [24e6, 12e6, 12e6, 75e4], chunk_elements=1 << 14, before=stall).average()
+    averaged = ButterflyHarness(
+        given, [1000] * 4, [24e6, 12e6, 12e6, 75e4], chunk_elements=1 << 14, before=stall
+    ).average()
     assert [mean.outcome for mean in averaged.means] == [Outcome.COMMITTED] * 4
     assert same_bits(averaged)
     parts = averaged.means[0].contributions

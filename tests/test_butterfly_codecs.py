@@ -9,7 +9,7 @@ from protocols.base import Outcome, Vector
 from protocols.codec import codec
 from protocols.codecs.coding import carry
 from protocols.vectors import weighted_mean
-from tests.sim.averaging import Averaged, Group
+from tests.sim.butterfly_harness import Averaged, ButterflyHarness
 
 CHUNK = 4096
 
@@ -22,7 +22,7 @@ def vectors(count: int, elements: int) -> list[Vector]:
 
 
 def average(name: str, given: list[Vector], chunk_elements: int = CHUNK) -> Averaged:
-    averaged = Group(
+    averaged = ButterflyHarness(
         given, [1000] * len(given), [1e8] * len(given), codec=name, chunk_elements=chunk_elements
     ).average()
     assert [mean.outcome for mean in averaged.means] == [Outcome.COMMITTED] * len(given)

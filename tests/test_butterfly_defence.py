@@ -18,7 +18,7 @@ from protocols.history.chain import genesis
 from protocols.static_members import StaticMembers
 from protocols.wire import Offer, Ready
 from tests.sim import loop as simloop
-from tests.sim.averaging import RUN, Group
+from tests.sim.butterfly_harness import RUN, ButterflyHarness
 from tests.sim.host import sim_host
 from tests.sim.network import SimNetwork, Trace
 from tests.test_butterfly import vectors
@@ -37,7 +37,7 @@ def test_a_reducer_whose_part_does_not_decode_is_named(monkeypatch: pytest.Monke
         return result
 
     monkeypatch.setattr(Reducer, "_close", poisoned)
-    averaged = Group(vectors(4, 40_000, seed=5), [1000] * 4, [1e7] * 4).average()
+    averaged = ButterflyHarness(vectors(4, 40_000, seed=5), [1000] * 4, [1e7] * 4).average()
     assert {mean.outcome for mean in averaged.means} == {Outcome.COMMITTED}
     assert {blame.peer for mean in averaged.means for blame in mean.blamed} == {"p02"}
     assert len({result.numpy().tobytes() for result in averaged.results}) == 1

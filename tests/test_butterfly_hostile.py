@@ -40,7 +40,7 @@ from protocols.static_members import StaticMembers
 from protocols.stream_limiter import MAX_STREAMS, MAX_STREAMS_OF_ONE
 from protocols.vectors import norm
 from tests.sim import loop as simloop
-from tests.sim.averaging import RUN
+from tests.sim.butterfly_harness import RUN
 from tests.sim.host import sim_host
 from tests.sim.network import Node, SimNetwork
 from tests.sim.pipe import SimPipe

@@ -17,7 +17,7 @@ from protocols.consensus import record as records
 from protocols.consensus.record import Kind, Record
 from protocols.history.chain import UNSETTLED, Chain, DecidedRound, genesis, state_root
 from protocols.history.round_log import RECENT, ListArchive, RoundLog
-from tests.rounds import ROOT, RUN, certified, decided, encoded, line
+from tests.support.fake_rounds import ROOT, RUN, certified, decided, encoded, line
 
 ROSTER = (Member("anna"), Member("bert"))
 

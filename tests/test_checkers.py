@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from node.reporting.report import RoundReport
-from tests import checkers
-from tests.checkers import Report, Violation
 from tests.sim.world import Scenario, play
+from tests.support import checkers
+from tests.support.checkers import Report, Violation
 
 Histories = dict[str, list[Report]]
 PEERS = ("anna", "bert", "cleo")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.checkers_loose import check
+from tests.support.independent_checkers import check
 
 
 def report(peer: str, number: int, parent: str, lineage: str, **more: Any) -> dict[str, Any]:

@@ -22,7 +22,7 @@ import pytest
 from node.cli.app import main
 from node.network.daemon import DaemonError
 from node.runtime.identity import IdentityError
-from tests.fake_peer import ADDRESS
+from tests.support.fake_peer import ADDRESS
 
 pytestmark = pytest.mark.real
 HOUSE = Path(__file__).parents[1]
@@ -55,7 +55,7 @@ class Straw:
     """A running `join` over a peer of straw."""
 
     def __init__(self, how: str = "", *arguments: str) -> None:
-        command = [sys.executable, "-m", "tests.fake_peer", "join", *arguments]
+        command = [sys.executable, "-m", "tests.support.fake_peer", "join", *arguments]
         self.process = subprocess.Popen(
             command,
             cwd=HOUSE,
@@ -375,7 +375,7 @@ def test_a_signal_while_libraries_load_is_obeyed_at_once(number: int, name: str,
 def test_a_terminal_that_nobody_reads_holds_up_nothing(own_home: Path) -> None:
     """As after Ctrl-S, or with the window's host asleep."""
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "tests.fake_peer", "join", "--json"]
+    command = [sys.executable, "-m", "tests.support.fake_peer", "join", "--json"]
     environment = os.environ | {"FAKE": "quiet", "TERM": "xterm"}
     peer = subprocess.Popen(command, cwd=HOUSE, env=environment, stdout=subprocess.DEVNULL, stderr=theirs)
     os.close(theirs)

@@ -17,9 +17,9 @@ from protocols.pairwise.closing import BEYOND, CLOSING, STEP_SECONDS, ClosingSte
 from protocols.pairwise.gossip import Gossip
 from protocols.pairwise.push_sum import PushSum
 from tests.sim import closing, crashes
-from tests.sim.gossiping import Swarm
-from tests.sim.lies import LyingStream
-from tests.sim.loose import LooseWorld
+from tests.sim.byzantine.contributors import ByzantineContributorStream
+from tests.sim.gossip_harness import GossipHarness
+from tests.sim.independent_world import IndependentWorld
 from tests.sim.scenario import Scenario
 from tests.test_pushing import is_conserved
 
@@ -28,7 +28,7 @@ FASTEST = 2 * STEP_SECONDS
 """Of a small state every wait of one step is shorter."""
 
 
-def ended(swarm: Swarm, closing_peers: int, stagger_seconds: float = 0.0, here: int | None = None) -> list[int]:
+def ended(swarm: GossipHarness, closing_peers: int, stagger_seconds: float = 0.0, here: int | None = None) -> list[int]:
     """How many closing exchanges each of the first peers had; the others are live, and do nothing."""
     held = [0] * closing_peers
 
@@ -43,7 +43,7 @@ def ended(swarm: Swarm, closing_peers: int, stagger_seconds: float = 0.0, here: 
     return held
 
 
-def seconds(swarm: Swarm) -> float:
+def seconds(swarm: GossipHarness) -> float:
     """The longest that a peer took."""
     return max(told[-1].ended - told[-1].began for told in swarm.told if told)
 
@@ -59,7 +59,7 @@ def seconds(swarm: Swarm) -> float:
 def test_whoever_begins_when_all_end_near_the_mean(
     protocol: type[Gossip | PushSum], count: int, codec: str, stagger_seconds: float, seed: int
 ) -> None:
-    swarm = Swarm(count, codec=codec, seed=seed, jitter=seed, protocol=protocol)
+    swarm = GossipHarness(count, codec=codec, seed=seed, jitter=seed, protocol=protocol)
     before = swarm.spread()
     held = ended(swarm, count, stagger_seconds)
     power = count & (count - 1) == 0
@@ -72,7 +72,7 @@ def test_whoever_begins_when_all_end_near_the_mean(
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_a_peer_without_closing_exchanges_is_not_waited_for(protocol: type[Gossip | PushSum]) -> None:
-    swarm = Swarm(4, protocol=protocol)
+    swarm = GossipHarness(4, protocol=protocol)
     del swarm.network.nodes["p3"].handlers[CLOSING]  # of an older version
     before = swarm.spread()
     ended(swarm, 3)
@@ -81,14 +81,14 @@ def test_a_peer_without_closing_exchanges_is_not_waited_for(protocol: type[Gossi
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_a_peer_that_does_not_come_costs_its_partners_their_steps_only(protocol: type[Gossip | PushSum]) -> None:
-    swarm = Swarm(4, protocol=protocol)
+    swarm = GossipHarness(4, protocol=protocol)
     ended(swarm, 3)
     assert seconds(swarm) < 3 * (STEP_SECONDS + 2.5)
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_who_knows_of_fewer_peers_still_ends_nearer(protocol: type[Gossip | PushSum]) -> None:
-    swarm = Swarm(4, protocol=protocol)
+    swarm = GossipHarness(4, protocol=protocol)
     before = swarm.spread()
 
     async def play() -> None:
@@ -99,7 +99,7 @@ def test_who_knows_of_fewer_peers_still_ends_nearer(protocol: type[Gossip | Push
     assert swarm.spread() < 0.7 * before and seconds(swarm) < 4 * FASTEST
 
 
-class Misplaced(LyingStream):
+class Misplaced(ByzantineContributorStream):
     """Says another step than its own."""
 
     def __init__(self, stream: Any, pipe: Any, step: int) -> None:
@@ -118,7 +118,7 @@ def misplaced(step: int) -> Callable[..., Any]:
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("step", (0, 1, BEYOND))
 def test_a_peer_that_lies_about_its_step_delays_nobody_for_long(protocol: type[Gossip | PushSum], step: int) -> None:
-    swarm = Swarm(4, protocol=protocol, disguises={3: misplaced(step)})
+    swarm = GossipHarness(4, protocol=protocol, disguises={3: misplaced(step)})
     before = swarm.spread()
     ended(swarm, 4)
     assert seconds(swarm) < 3 * (STEP_SECONDS + 2.5) and swarm.spread() < 0.8 * before
@@ -138,7 +138,7 @@ def test_noloco_ends_with_an_average_of_whole_states() -> None:
     assert end.spread < 1e-5 and end.exchanges == 3 and not end.violations
 
 
-class Leaving(LooseWorld):
+class Leaving(IndependentWorld):
     """One is asked to leave when it has come to the end, and waits for the others."""
 
     def __init__(self, scenario: Scenario) -> None:

@@ -9,7 +9,7 @@ from tests.docker.cases import Struck
 from tests.docker.image import HOUSE
 from tests.docker.lives import bytes_of
 from tests.docker.verdict import forks, table
-from tests.faults.play import Limits, Play
+from tests.faults.recording import Limits, Recording
 
 
 def test_env_example_names_every_setting_with_its_default() -> None:
@@ -47,8 +47,8 @@ def test_table_shows_what_was_not_measured_as_such() -> None:
     assert lines[-1] == "| pause | 1.2 | – | 4 | failed: late |"
 
 
-def _play(histories: dict[str, list[dict[str, object]]], ids: dict[str, str], now: float) -> Play:
-    return Play(
+def _play(histories: dict[str, list[dict[str, object]]], ids: dict[str, str], now: float) -> Recording:
+    return Recording(
         scenario="docker", seed=0, protocol="butterfly", task="gpt", limits=Limits(), calm=(now, now), healed=now,
         ended=now, should=(), ids=ids, events=(), histories=histories, logs={}, lives={}, left={},
     )  # fmt: skip

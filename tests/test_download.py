@@ -19,7 +19,7 @@ from protocols.sync.snapshot import MemoryBuffer, Snapshot
 from protocols.sync.snapshot_download import SLOWEST_BYTES_PER_SECOND, STALL_SECONDS
 from protocols.sync.snapshot_server import LEND_SECONDS, MAX_PAUSES, PAUSE_SECONDS
 from tests import test_checkpoint as checkpoints
-from tests.peers import Disguise, Peer, Swarm
+from tests.support.sync_cluster import SpoofedPeer, SyncCluster, SyncPeer
 
 ELEMENTS = 800_000
 STATE = 8 * ELEMENTS
@@ -34,9 +34,12 @@ def now() -> float:
 
 
 def play(
-    main: Callable[[Swarm], Coroutine[Any, Any, None]], names: str = "anna bert", elements: int = ELEMENTS, **more: Any
+    main: Callable[[SyncCluster], Coroutine[Any, Any, None]],
+    names: str = "anna bert",
+    elements: int = ELEMENTS,
+    **more: Any,
 ) -> None:
-    world = Swarm(names.split(), elements=elements, **{"keep_rounds": 2, "store_rounds": 64, **more})
+    world = SyncCluster(names.split(), elements=elements, **{"keep_rounds": 2, "store_rounds": 64, **more})
 
     async def whole() -> None:
         await world.rounds(names, 5)
@@ -45,19 +48,19 @@ def play(
     world.play(whole)
 
 
-async def joiner(world: Swarm, bytes_per_second: float, name: str = "cleo") -> Peer:
+async def joiner(world: SyncCluster, bytes_per_second: float, name: str = "cleo") -> SyncPeer:
     peer = await world.add(name)
     world.network.nodes[name].bytes_per_second = bytes_per_second
     return peer
 
 
-async def deciding(world: Swarm, names: str, seconds: float = ROUND_SECONDS) -> None:
+async def deciding(world: SyncCluster, names: str, seconds: float = ROUND_SECONDS) -> None:
     while True:
         await asyncio.sleep(seconds)
         await world.decide(names)
 
 
-async def caught_up(peer: Peer, goal: Peer, passes: int = 10) -> list[RoundReport]:
+async def caught_up(peer: SyncPeer, goal: SyncPeer, passes: int = 10) -> list[RoundReport]:
     """As a peer's life has it: again and again, until it stands where the others do."""
     reports: list[RoundReport] = []
     while peer.chain.head != goal.chain.head:
@@ -66,7 +69,7 @@ async def caught_up(peer: Peer, goal: Peer, passes: int = 10) -> list[RoundRepor
     return reports
 
 
-def chunks_from(peer: Peer) -> list[float]:
+def chunks_from(peer: SyncPeer) -> list[float]:
     """When it sends a chunk of a snapshot, from now on."""
     sent: list[float] = []
 
@@ -75,7 +78,7 @@ def chunks_from(peer: Peer) -> list[float]:
             sent.append(now())
         await stream.send(header, payload)
 
-    peer.transport.disguise = lambda method, stream, pipe: Disguise(stream, count)  # type: ignore[assignment,return-value]
+    peer.transport.disguise = lambda method, stream, pipe: SpoofedPeer(stream, count)  # type: ignore[assignment,return-value]
     return sent
 
 
@@ -83,7 +86,7 @@ def chunks_from(peer: Peer) -> list[float]:
 
 
 def test_on_a_slow_line_it_catches_up_while_rounds_go_on() -> None:
-    async def main(world: Swarm) -> None:
+    async def main(world: SyncCluster) -> None:
         cleo, began = await joiner(world, SLOW), now()
         rounds = asyncio.create_task(deciding(world, "anna bert"))
         reports = await caught_up(cleo, world.peers["anna"])
@@ -98,7 +101,7 @@ def test_on_a_slow_line_it_catches_up_while_rounds_go_on() -> None:
 
 
 def test_three_slow_donors_are_all_used_to_the_full() -> None:
-    async def main(world: Swarm) -> None:
+    async def main(world: SyncCluster) -> None:
         names, sent = "anna bert dora", {}
         for name in names.split():
             world.network.nodes[name].bytes_per_second = 3.75e6
@@ -113,7 +116,7 @@ def test_three_slow_donors_are_all_used_to_the_full() -> None:
 
 
 def test_a_fast_donor_brings_more_and_a_slow_one_does_not_hold_up_the_end() -> None:
-    async def main(world: Swarm) -> None:
+    async def main(world: SyncCluster) -> None:
         world.network.nodes["anna"].bytes_per_second = 1e5
         sent, began = {name: chunks_from(world.peers[name]) for name in ("anna", "bert")}, now()
         cleo = await joiner(world, 12.5e6)
@@ -125,7 +128,7 @@ def test_a_fast_donor_brings_more_and_a_slow_one_does_not_hold_up_the_end() -> N
 
 
 def test_a_download_that_moves_outlasts_its_deadline_and_one_that_does_not_ends() -> None:
-    async def main(world: Swarm) -> None:
+    async def main(world: SyncCluster) -> None:
         cleo, began = await joiner(world, 2e5), now()
         assert (await cleo.catch_up(10.0)).outcome == "superseded" and now() - began > STATE / 2e5
         dora, began = await joiner(world, 2e5, "dora"), now()
@@ -138,13 +141,13 @@ def test_a_download_that_moves_outlasts_its_deadline_and_one_that_does_not_ends(
 
 
 def test_drops_do_not_keep_a_download_alive_for_ever() -> None:
-    async def main(world: Swarm) -> None:
+    async def main(world: SyncCluster) -> None:
         async def drop(stream: FramedStream, header: Header, payload: Buffer) -> None:
             if isinstance(header, wire.Chunk):
                 await asyncio.sleep(29.0)
             await stream.send(header, payload)
 
-        world.peers["anna"].transport.disguise = lambda method, stream, pipe: Disguise(stream, drop)  # type: ignore[assignment,return-value]
+        world.peers["anna"].transport.disguise = lambda method, stream, pipe: SpoofedPeer(stream, drop)  # type: ignore[assignment,return-value]
         world.network.kill("bert")
         cleo, began = await joiner(world, 12.5e6), now()
         assert (await cleo.catch_up(10.0)).outcome == "undecided"
@@ -154,7 +157,7 @@ def test_drops_do_not_keep_a_download_alive_for_ever() -> None:
 
 
 def test_a_line_slower_than_the_rounds_is_told_of_once() -> None:
-    async def main(world: Swarm) -> None:
+    async def main(world: SyncCluster) -> None:
         cleo, told = await joiner(world, 2e5), list[str]()
         cleo.sync.fetcher.on_slow = told.append
         rounds = asyncio.create_task(deciding(world, "anna bert", 3.5))
@@ -171,7 +174,7 @@ def test_a_line_slower_than_the_rounds_is_told_of_once() -> None:
 
 
 def test_a_second_attempt_fetches_what_the_first_one_lacked() -> None:
-    async def main(world: Swarm) -> None:
+    async def main(world: SyncCluster) -> None:
         cleo = await joiner(world, SLOW)
         for name in ("anna", "bert"):
             asyncio.get_running_loop().call_later(4.0, world.network.block, name, "cleo")
@@ -188,7 +191,7 @@ def test_a_second_attempt_fetches_what_the_first_one_lacked() -> None:
 
 
 def test_what_is_taken_stays_to_be_had_and_no_longer() -> None:
-    async def main(world: Swarm) -> None:
+    async def main(world: SyncCluster) -> None:
         anna, cleo = world.peers["anna"], await joiner(world, SLOW)
         asyncio.get_running_loop().call_later(3.0, world.network.kill, "bert")
         sync_progress = asyncio.create_task(cleo.catch_up(60.0))
@@ -205,7 +208,7 @@ def test_what_is_taken_stays_to_be_had_and_no_longer() -> None:
 
 
 def test_one_is_lent_only_for_as_long_as_the_rounds_since_are_there() -> None:
-    async def main(world: Swarm) -> None:
+    async def main(world: SyncCluster) -> None:
         anna, cleo = world.peers["anna"], await joiner(world, SLOW)
         sync_progress = asyncio.create_task(cleo.catch_up(60.0))
         await asyncio.sleep(2.0)
@@ -231,7 +234,7 @@ class Rooms:
 
 @pytest.mark.parametrize("spoilt", [False, True])
 def test_another_life_finds_what_the_last_one_fetched(spoilt: bool) -> None:
-    async def main(world: Swarm) -> None:
+    async def main(world: SyncCluster) -> None:
         rooms, first = Rooms(), await joiner(world, SLOW)
         first.snapshots._make_room = rooms
         sync_progress = asyncio.create_task(first.catch_up())
@@ -268,7 +271,7 @@ def test_a_life_knows_by_its_files_what_the_last_one_began(tmp_path: Path) -> No
 
 
 def test_a_newer_snapshot_is_taken_where_the_rounds_since_the_one_begun_are_dearer() -> None:
-    async def main(world: Swarm) -> None:
+    async def main(world: SyncCluster) -> None:
         cleo = await joiner(world, SLOW)
         for name in ("anna", "bert"):
             asyncio.get_running_loop().call_later(2.5, world.network.block, name, "cleo")
@@ -286,7 +289,7 @@ def test_a_newer_snapshot_is_taken_where_the_rounds_since_the_one_begun_are_dear
 
 
 def test_donors_send_nothing_while_a_round_needs_the_link() -> None:
-    async def main(world: Swarm) -> None:
+    async def main(world: SyncCluster) -> None:
         peers, began = world.of("anna bert"), now()
         sent, cleo = [chunks_from(peer) for peer in peers], await joiner(world, SLOW)
         loop = asyncio.get_running_loop()
@@ -302,7 +305,7 @@ def test_donors_send_nothing_while_a_round_needs_the_link() -> None:
 
 
 def test_where_rounds_never_end_a_little_is_brought_all_the_same() -> None:
-    async def main(world: Swarm) -> None:
+    async def main(world: SyncCluster) -> None:
         for peer in world.of("anna bert"):
             peer.part_cache.gate.close(now() + 1e6)
         sent = [chunks_from(peer) for peer in world.of("anna bert")]
@@ -315,14 +318,14 @@ def test_where_rounds_never_end_a_little_is_brought_all_the_same() -> None:
 
 
 def test_a_donor_that_puts_off_for_ever_is_refused() -> None:
-    async def main(world: Swarm) -> None:
+    async def main(world: SyncCluster) -> None:
         async def later(stream: FramedStream, header: Header, payload: Buffer) -> None:
             if isinstance(header, wire.Chunk):
                 for _ in range(1000):
                     await stream.send(Busy(0.0))
             await stream.send(header, payload)
 
-        world.peers["anna"].transport.disguise = lambda method, stream, pipe: Disguise(stream, later)  # type: ignore[assignment,return-value]
+        world.peers["anna"].transport.disguise = lambda method, stream, pipe: SpoofedPeer(stream, later)  # type: ignore[assignment,return-value]
         world.network.nodes["bert"].bytes_per_second = 1e6
         report = await (await joiner(world, 12.5e6)).catch_up()
         assert report.outcome == "superseded" and "puts off one chunk" in report.blamed["anna"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.realswarm import RealPeer, RealSwarm, paced, wait
+from tests.support.real_swarm import RealPeer, RealSwarm, paced, wait
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(60)]
 

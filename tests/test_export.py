@@ -14,7 +14,7 @@ from torch import nn
 from node.config.run_config import load_run
 from node.export.hugging_face import ExportError, export
 from node.export.trained_model import load_trained
-from tests.kept import keep, kept_gpt
+from tests.support.statedir_fixtures import keep, kept_gpt
 
 
 def refusal(directory: Path, out: Path) -> str:

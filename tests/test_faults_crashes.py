@@ -11,14 +11,14 @@ import pytest
 from protocols.base import Member
 from tests.sim.crashes import main
 from tests.sim.faults import Crash, Cut, Message
-from tests.sim.standin import Child, Head, StandIn
-from tests.sim.striking import KINDS, ROUND, Point, combinations, enumerate_points, named, small, strike
+from tests.sim.message_fault import KINDS, ROUND, Point, combinations, enumerate_points, named, small, strike
+from tests.sim.oracle_protocol import Child, Head, OracleProtocol
 from tests.sim.world import World
 
 
 @pytest.fixture(scope="module")
 def points() -> list[Point]:
-    return enumerate_points(small(3), StandIn)
+    return enumerate_points(small(3), OracleProtocol)
 
 
 def result(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def result(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 
 
 def test_the_messages_of_a_round_are_the_same_every_time_and_without_a_gap(points: list[Point]) -> None:
-    assert points == enumerate_points(small(3), StandIn)
+    assert points == enumerate_points(small(3), OracleProtocol)
     assert len(set(points)) == len(points) > 40
     for peer in ("p0", "p1", "p2"):
         numbers = [point.number for point in points if point.peer == peer]
@@ -45,7 +45,7 @@ def test_a_real_round_has_its_messages_too() -> None:
 
 
 def test_a_round_that_fails_without_faults_is_an_error() -> None:
-    class Never(StandIn):
+    class Never(OracleProtocol):
         def enough(self, head: Head, present: list[Member]) -> bool:
             raise ZeroDivisionError
 
@@ -69,7 +69,7 @@ def test_what_a_kind_does_at_a_message() -> None:
 @pytest.mark.parametrize("kind", ["crash", "stall"])
 def test_a_fault_strikes_at_its_message_and_nowhere_else(kind: str, points: list[Point]) -> None:
     for point in points[::5]:
-        verdict = strike(small(3), kind, (point,), StandIn)
+        verdict = strike(small(3), kind, (point,), OracleProtocol)
         (index,) = [index for index, line in enumerate(verdict.trace) if f"number={point.number})" in line]
         assert verdict.violations == [] and f"Message(peer='{point.peer}'" in verdict.trace[index]
         assert (f"{point.peer} killed" in verdict.trace[index + 1]) == (kind == "crash")
@@ -93,14 +93,14 @@ def test_points_have_names(points: list[Point]) -> None:
 # -- judging ----------------------------------------------------------------------------------------------------------
 
 
-class Partial(StandIn):
+class Partial(OracleProtocol):
     """Goes on only with everybody who was there."""
 
     def enough(self, head: Head, present: list[Member]) -> bool:
         return set(head.roster) <= set(present)
 
 
-class Faithful(StandIn):
+class Faithful(OracleProtocol):
     """Never leaves the dead out of the roster."""
 
     def __init__(self, *arguments: Any) -> None:
@@ -109,7 +109,7 @@ class Faithful(StandIn):
         self.accounting.child = lambda parent, present: ledger_child(parent, sorted({*parent.roster, *present}))  # type: ignore[method-assign]
 
 
-class Selfish(StandIn):
+class Selfish(OracleProtocol):
     """Whoever loses somebody decides by itself."""
 
     def enough(self, head: Head, present: list[Member]) -> bool:
@@ -118,7 +118,7 @@ class Selfish(StandIn):
         return True
 
 
-class Twice(StandIn):
+class Twice(OracleProtocol):
     """Counts what the dead brought a second time."""
 
     def committed(self, me: Member, child: Child) -> dict[str, Any]:
@@ -131,7 +131,7 @@ class Twice(StandIn):
         return next(iter(self.accounting.children)).hex()
 
 
-class Backwards(StandIn):
+class Backwards(OracleProtocol):
     """Leaves the living out of the roster, and keeps the dead."""
 
     FORKS = True
@@ -161,7 +161,7 @@ BUGS: list[tuple[type[World], str, str]] = [
 def test_a_planted_bug_is_found(
     world: type[World], kind: str, invariant: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["--kind", kind, "--sample", "12"], StandIn) == 0
+    assert main(["--kind", kind, "--sample", "12"], OracleProtocol) == 0
     assert main(["--kind", kind, "--sample", "12"], world) == 1
     out, err = capsys.readouterr()
     summary = json.loads(out.splitlines()[-1])
@@ -175,11 +175,13 @@ def test_a_planted_bug_is_found(
 
 def test_a_run_that_takes_another_course_is_noticed(points: list[Point]) -> None:
     beyond = Point("p0", 10**6, "sent", "p1")
-    assert "missed" in {violation.invariant for violation in strike(small(3), "crash", (beyond,), StandIn).violations}
+    assert "missed" in {
+        violation.invariant for violation in strike(small(3), "crash", (beyond,), OracleProtocol).violations
+    }
 
 
 def test_an_error_in_the_code_keeps_its_point(points: list[Point]) -> None:
-    class Broken(StandIn):
+    class Broken(OracleProtocol):
         def report(self, me: Member, before: Head, after: Head, outcome: str) -> dict[str, Any]:
             if before.key.round > ROUND:
                 raise ZeroDivisionError("planted")
@@ -194,7 +196,7 @@ def test_an_error_in_the_code_keeps_its_point(points: list[Point]) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_message_is_played(kind: str, points: list[Point], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--kind", kind], StandIn) == 0
+    assert main(["--kind", kind], OracleProtocol) == 0
     summary = result(capsys)
     assert summary["points"] == summary["messages"] == len(points) == summary["sent"] + summary["received"]
     assert summary["decided"] == len(points) and summary["undecided"] == summary["failed"] == 0
@@ -202,7 +204,7 @@ def test_every_message_is_played(kind: str, points: list[Point], capsys: pytest.
 
 
 def test_pairs_at_four_peers(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--peers", "4", "--pairs", "--sample", "40", "--kind", "stall"], StandIn) == 0
+    assert main(["--peers", "4", "--pairs", "--sample", "40", "--kind", "stall"], OracleProtocol) == 0
     assert result(capsys)["points"] == 40
 
 
@@ -227,7 +229,7 @@ def test_two_processes_find_the_same(capsys: pytest.CaptureFixture[str]) -> None
 )
 def test_bad_input_gets_one_clear_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     try:
-        code: Any = main(arguments, StandIn)
+        code: Any = main(arguments, OracleProtocol)
     except SystemExit as exit_:
         code = exit_.code
     out, err = capsys.readouterr()

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from tests.checkers import Report
 from tests.faults.judge import Verdict, judge
 from tests.faults.picture import draw
-from tests.faults.play import Event, Life, Limits, Play
+from tests.faults.recording import Event, Life, Limits, Recording
 from tests.faults.timeline import COLUMNS, timeline
+from tests.support.checkers import Report
 
 BEGAN = 1_000.0
 PEERS = ("anna", "bert", "cleo")
@@ -51,9 +51,9 @@ def report(name: str, number: int, peers: tuple[str, ...] = PEERS, **changes: An
     return {**ordinary, **changes}
 
 
-def healthy() -> Play:
+def healthy() -> Recording:
     """30 rounds of 1 s, 100 tokens each of each peer; calm until 10 s, healed at 20 s."""
-    return Play(
+    return Recording(
         scenario="made-up",
         seed=7,
         protocol="butterfly",
@@ -79,14 +79,14 @@ def healthy() -> Play:
     )
 
 
-def history(play: Play, name: str) -> list[Report]:
+def history(play: Recording, name: str) -> list[Report]:
     """Of a peer, to be changed in place."""
     found = play.histories[name]
     assert isinstance(found, list)
     return found
 
 
-def after_death(pause_seconds: float = 0.0) -> Play:
+def after_death(pause_seconds: float = 0.0) -> Recording:
     """Cleo is killed at 15 s, in round 15, which then takes so much longer; what would come after the end does not."""
     play = healthy()
     del history(play, "cleo")[15:]
@@ -99,7 +99,7 @@ def after_death(pause_seconds: float = 0.0) -> Play:
     return replace(play, should=("anna", "bert"), lives=lives)
 
 
-def found(play: Play) -> list[tuple[str, str]]:
+def found(play: Recording) -> list[tuple[str, str]]:
     """Which invariants are broken, and by whom."""
     verdict = judge(play)
     assert verdict.verdict == ("fail" if verdict.violations else "pass")
@@ -107,7 +107,7 @@ def found(play: Play) -> list[tuple[str, str]]:
     return [(each["invariant"], each["peer"]) for each in verdict.violations]
 
 
-def detail(play: Play) -> str:
+def detail(play: Recording) -> str:
     return "; ".join(each["detail"] for each in judge(play).violations)
 
 
@@ -125,24 +125,24 @@ def test_a_death_that_was_expected_passes() -> None:
 # -- what the histories say -------------------------------------------------------------------------------------------
 
 
-def flip(play: Play) -> None:
+def flip(play: Recording) -> None:
     history(play, "bert")[8]["params_hash"] = "params 8'"
 
 
-def count_twice(play: Play) -> None:
+def count_twice(play: Recording) -> None:
     for name in PEERS:
         history(play, name)[9]["contributions"] |= {IDS["cleo"]: ("L8", 4, 4)}
 
 
-def go_back(play: Play) -> None:
+def go_back(play: Recording) -> None:
     history(play, "cleo")[22]["round"] = 21
 
 
-def diverge(play: Play) -> None:
+def diverge(play: Recording) -> None:
     history(play, "anna")[5]["finite"] = False
 
 
-def stray(play: Play) -> None:
+def stray(play: Recording) -> None:
     """Bert's last report, which nobody else has made: a fork of its own."""
     alone = {"outcome": "fork", "lineage": "B30", "params_hash": "b30"}
     history(play, "bert")[29].update(alone, peers=(IDS["bert"],))
@@ -159,7 +159,7 @@ def stray(play: Play) -> None:
     ],
 )
 def test_a_broken_invariant_is_found_by_the_name_of_its_peer(
-    plant: Callable[[Play], None], invariant: str, name: str
+    plant: Callable[[Recording], None], invariant: str, name: str
 ) -> None:
     play = healthy()
     plant(play)
@@ -476,7 +476,7 @@ def test_skipped_rounds_are_told_apart() -> None:
 # -- for people -------------------------------------------------------------------------------------------------------
 
 
-def troubled() -> Play:
+def troubled() -> Recording:
     """A death, a round that one of two did not see the end of, a skipped one, an orphan, a missed aim."""
     play = after_death()
     nothing: dict[str, Any] = {"peers": (), "contributions": {}}

@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 
 from protocols import INDEPENDENT_PROTOCOLS
-from tests.checkers import Report
-from tests.checkers_loose import mixed
 from tests.faults.__main__ import main
+from tests.faults.independent import APART
 from tests.faults.judge import judge
-from tests.faults.loose import APART
 from tests.faults.picture import draw
-from tests.faults.play import Life, Limits, Play
 from tests.faults.points import POINTS
+from tests.faults.recording import Life, Limits, Recording
+from tests.faults.runner import Options
 from tests.faults.scenarios import SCENARIOS, scenario_of
-from tests.faults.stage import Options
 from tests.faults.steps import Step, left
 from tests.faults.table import order
 from tests.faults.timeline import timeline
+from tests.support.checkers import Report
+from tests.support.independent_checkers import mixed
 from tests.test_faults_judge import BEGAN, IDS, PEERS, detail, found, history
 from tests.test_faults_judge import healthy as shared
 from tests.test_faults_judge import report as reported
@@ -52,7 +52,7 @@ def report(name: str, number: int, **changes: Any) -> Report:
     return {**reported(name, number), **own, **changes}
 
 
-def healthy() -> Play:
+def healthy() -> Recording:
     """30 rounds of 1 s of each of three peers, each of which counts a message of the one before it in all of them."""
     histories = {name: [report(name, number) for number in range(30)] for name in PEERS}
     return replace(shared(), protocol="gossip", histories=histories)
@@ -69,31 +69,31 @@ def test_a_healthy_play_passes() -> None:
 # -- what is planted is found -----------------------------------------------------------------------------------------
 
 
-def go_back(play: Play) -> None:
+def go_back(play: Recording) -> None:
     history(play, "cleo")[22]["round"] = 20
 
 
-def count_twice(play: Play) -> None:
+def count_twice(play: Recording) -> None:
     history(play, "bert")[9]["messages"] = history(play, "bert")[8]["messages"]
 
 
-def diverge(play: Play) -> None:
+def diverge(play: Recording) -> None:
     history(play, "anna")[5]["finite"] = False
 
 
-def break_off(play: Play) -> None:
+def break_off(play: Recording) -> None:
     history(play, "anna")[7]["parent"] = "another's"
 
 
-def vote(play: Play) -> None:
+def vote(play: Recording) -> None:
     history(play, "bert")[12]["outcome"] = "undecided"
 
 
-def commit_nothing(play: Play) -> None:
+def commit_nothing(play: Recording) -> None:
     history(play, "cleo")[6]["messages"] = ()
 
 
-def disagree(play: Play) -> None:
+def disagree(play: Recording) -> None:
     for name in ("anna", "bert"):
         history(play, name)[8]["group"] = "8/x"
 
@@ -111,7 +111,7 @@ def disagree(play: Play) -> None:
     ],
 )
 def test_a_broken_invariant_is_found_by_the_name_of_its_peer(
-    plant: Callable[[Play], None], invariant: str, name: str
+    plant: Callable[[Recording], None], invariant: str, name: str
 ) -> None:
     play = healthy()
     plant(play)
@@ -131,7 +131,7 @@ def test_peers_of_one_anchor_are_judged_by_their_own_promise() -> None:
 # -- how far apart they are -------------------------------------------------------------------------------------------
 
 
-def spread(play: Play, value: float | None, since: int) -> Play:
+def spread(play: Recording, value: float | None, since: int) -> Recording:
     for name in PEERS:
         for each in history(play, name)[since:]:
             each["spread"] = value

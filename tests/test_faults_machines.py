@@ -7,10 +7,10 @@ from typing import Any, cast
 
 import pytest
 
-from tests.faults.machines import Machines, clock_file, small_disk
-from tests.faults.notes import Notes
+from tests.faults.event_log import EventLog
+from tests.faults.machines import MachineFaults, clock_file, small_disk
 from tests.faults.steps import Step
-from tests.realswarm import RealSwarm
+from tests.support.real_swarm import RealSwarm
 
 
 def test_what_a_wrong_clock_said_is_put_right_and_nothing_else(tmp_path: Path) -> None:
@@ -18,7 +18,7 @@ def test_what_a_wrong_clock_said_is_put_right_and_nothing_else(tmp_path: Path) -
     reports: list[dict[str, Any]] = []
     peer = SimpleNamespace(name="c", directory=tmp_path / "c", reports=lambda: list(reports))
     notes = SimpleNamespace(tell=lambda *_: None, stuck=[])
-    machines = Machines(cast(Notes, notes), cast(RealSwarm, {"c": peer}), None)
+    machines = MachineFaults(cast(EventLog, notes), cast(RealSwarm, {"c": peer}), None)
     reports.append(_report(clock))
     machines.skew(("c",), Step("skew", ("c",), amount=-600.0))
     off = float(clock_file(cast(Any, peer)).read_text())
@@ -42,7 +42,7 @@ def test_a_clock_that_was_never_wrong_is_noticed(since: tuple[float, ...], tmp_p
     reports = [_report(100.0)]
     peer = SimpleNamespace(name="c", directory=tmp_path / "c", reports=lambda: list(reports))
     notes = SimpleNamespace(tell=lambda *_: None, stuck=[])
-    machines = Machines(cast(Notes, notes), cast(RealSwarm, {"c": peer}), None)
+    machines = MachineFaults(cast(EventLog, notes), cast(RealSwarm, {"c": peer}), None)
     machines.skew(("c",), Step("skew", ("c",), amount=5.0))
     reports += map(_report, since)
     machines.heal()

@@ -20,7 +20,7 @@ from tests.faults.nemesis import Nemesis, Tools
 from tests.faults.steps import STRUCK, Step
 from tests.faults.straggler import Straggler
 from tests.faults.tracing import Watch
-from tests.realswarm import _MARK, RealPeer, RealSwarm, _in_the_run, wait
+from tests.support.real_swarm import _MARK, RealPeer, RealSwarm, _in_the_run, wait
 
 pytestmark = pytest.mark.real
 

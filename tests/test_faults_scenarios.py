@@ -11,8 +11,8 @@ from node.session.failpoints import POINTS
 from tests.faults.__main__ import main
 from tests.faults.nemesis import HANDS, Nemesis
 from tests.faults.network import why_not
+from tests.faults.runner import Options
 from tests.faults.scenarios import SCENARIOS
-from tests.faults.stage import Options
 from tests.faults.steps import STRUCK, Step
 from tests.faults.table import add, load, order, table
 

@@ -11,8 +11,8 @@ from protocols.base import Member
 from tests.sim import world as worlds
 from tests.sim.families import BREAKING
 from tests.sim.faults import Faults
+from tests.sim.oracle_protocol import Child, Head, OracleProtocol
 from tests.sim.scenario import Scenario, resolve
-from tests.sim.standin import Child, Head, StandIn
 from tests.sim.world import HEALED_SECONDS, Outcome, World, play
 
 
@@ -30,21 +30,21 @@ def violated(outcome: Outcome) -> set[str]:
 @pytest.mark.parametrize("fault", BREAKING)
 def test_a_swarm_that_makes_no_mistake_is_whole_again_after_every_family(fault: str) -> None:
     for seed in range(10):
-        outcome = play(broken(fault, seed, 3 + seed % 4), StandIn)
+        outcome = play(broken(fault, seed, 3 + seed % 4), OracleProtocol)
         assert outcome.violations == [], f"seed {seed}"
         assert 0 < outcome.rounds_did <= outcome.rounds_could
 
 
 @pytest.mark.parametrize("fault", ["crash", "mixed"])
 def test_the_same_seed_gives_the_same_trace_twenty_times(fault: str) -> None:
-    assert len({play(broken(fault, 3), StandIn).trace.digest() for _ in range(20)}) == 1
-    assert len({play(broken(fault, seed), StandIn).trace.digest() for seed in range(20)}) == 20
+    assert len({play(broken(fault, 3), OracleProtocol).trace.digest() for _ in range(20)}) == 1
+    assert len({play(broken(fault, seed), OracleProtocol).trace.digest() for seed in range(20)}) == 20
 
 
 def test_faults_that_are_written_down_play_as_those_that_were_drawn() -> None:
     drawn = resolve(broken("mixed", 5))
     again = replace(drawn, fault="mixed", faults=drawn.faults)
-    assert play(drawn, StandIn).trace.digest() == play(again, StandIn).trace.digest()
+    assert play(drawn, OracleProtocol).trace.digest() == play(again, OracleProtocol).trace.digest()
 
 
 @pytest.mark.parametrize("fault", BREAKING)
@@ -57,7 +57,7 @@ def test_the_real_protocol_is_put_through_every_family(fault: str, monkeypatch: 
 
 def test_a_restart_is_a_life_of_its_own_in_the_history() -> None:
     faults = Faults().crash("p1", at=20.0, lasts=30.0)
-    outcome = play(Scenario(peers=3, rounds=5, faults=faults), StandIn)
+    outcome = play(Scenario(peers=3, rounds=5, faults=faults), OracleProtocol)
     lives = [report["incarnation"] for report in outcome.histories["p1"]]
     assert outcome.violations == [] and sorted(lives) == lives and set(lives) == {0, 1}
     assert {report["incarnation"] for report in outcome.histories["p0"]} == {0}
@@ -65,7 +65,7 @@ def test_a_restart_is_a_life_of_its_own_in_the_history() -> None:
 
 def test_who_is_dead_reports_nothing() -> None:
     faults = Faults().crash("p1", at=20.0)
-    outcome = play(Scenario(peers=3, rounds=5, faults=faults, breaking_seconds=200.0), StandIn)
+    outcome = play(Scenario(peers=3, rounds=5, faults=faults, breaking_seconds=200.0), OracleProtocol)
     lives = [report["incarnation"] for report in outcome.histories["p1"]]
     assert outcome.violations == [] and 0 < lives.count(0) < 20 < len(outcome.histories["p0"])
 
@@ -76,14 +76,14 @@ def test_who_is_dead_reports_nothing() -> None:
 def test_rounds_in_which_no_majority_was_in_touch_do_not_count_against_the_protocol() -> None:
     """Five in three groups: neither of them a majority; before and after every round could, and did."""
     faults = Faults().silence({"p0", "p1"}, {"p2", "p3", "p4"}, at=20, heal=90).silence({"p2", "p3"}, {"p4"}, 20, 90)
-    outcome = play(Scenario(peers=5, rounds=4, faults=faults), StandIn)
+    outcome = play(Scenario(peers=5, rounds=4, faults=faults), OracleProtocol)
     undecided = outcome.reports("undecided")
     assert outcome.violations == [] and len(undecided) > 20
     assert outcome.rounds_could == outcome.rounds_did >= 4
 
 
 def test_rounds_that_could_commit_and_did_not_count_against_it() -> None:
-    class Lazy(StandIn):
+    class Lazy(OracleProtocol):
         """Decides no round while anybody is missing."""
 
         def enough(self, head: Head, present: list[Member]) -> bool:
@@ -96,14 +96,14 @@ def test_rounds_that_could_commit_and_did_not_count_against_it() -> None:
 # -- planted bugs -----------------------------------------------------------------------------------------------------
 
 
-class Stuck(StandIn):
+class Stuck(OracleProtocol):
     """Goes on only with everybody, and never meets the next life of one who died."""
 
     def enough(self, head: Head, present: list[Member]) -> bool:
         return set(head.roster) <= set(present)
 
 
-class Minority(StandIn):
+class Minority(OracleProtocol):
     """Whoever is left decides, each for itself."""
 
     def enough(self, head: Head, present: list[Member]) -> bool:
@@ -111,7 +111,7 @@ class Minority(StandIn):
         return True
 
 
-class Hasty(StandIn):
+class Hasty(OracleProtocol):
     """Applies what nobody has decided."""
 
     def report(self, me: Member, before: Head, after: Head, outcome: str) -> dict[str, Any]:
@@ -119,7 +119,7 @@ class Hasty(StandIn):
         return {**super().report(me, before, after, outcome), **changes}
 
 
-class Greedy(StandIn):
+class Greedy(OracleProtocol):
     """Counts the first contribution of each again in every round."""
 
     def committed(self, me: Member, child: Child) -> dict[str, Any]:
@@ -127,14 +127,14 @@ class Greedy(StandIn):
         return {**super().committed(me, child), "contributions": again}
 
 
-class Torn(StandIn):
+class Torn(OracleProtocol):
     """Says that it holds more chunks than there are."""
 
     def committed(self, me: Member, child: Child) -> dict[str, Any]:
         return {**super().committed(me, child), "contributions": {me.peer: (child.parent.key.lineage.hex(), 3, 2)}}
 
 
-class Divergent(StandIn):
+class Divergent(OracleProtocol):
     """One peer's parameters differ in some bit."""
 
     def report(self, me: Member, before: Head, after: Head, outcome: str) -> dict[str, Any]:
@@ -142,7 +142,7 @@ class Divergent(StandIn):
         return {**super().report(me, before, after, outcome), **changes}
 
 
-class Silent(StandIn):
+class Silent(OracleProtocol):
     """Moves to the others' branch and calls it a round like any other."""
 
     def report(self, me: Member, before: Head, after: Head, outcome: str) -> dict[str, Any]:
@@ -165,7 +165,7 @@ BUGS: list[tuple[type[World], Faults, str]] = [
 @pytest.mark.parametrize("world, faults, invariant", BUGS, ids=[world.__name__ for world, _, _ in BUGS])
 def test_a_planted_bug_is_found(world: type[World], faults: Faults, invariant: str) -> None:
     scenario = Scenario(peers=3, rounds=4, faults=faults)
-    assert play(scenario, StandIn).violations == []
+    assert play(scenario, OracleProtocol).violations == []
     assert invariant in violated(play(scenario, world))
 
 

@@ -28,12 +28,12 @@ from protocols.pairwise.state_swap import (
     StateSwap,
 )
 from protocols.vectors import VectorView
+from tests.sim.byzantine.contributors import ByzantineContributorStream
 from tests.sim.faults import Faults
 from tests.sim.faults import Message as At
-from tests.sim.gossiping import DONE, ROUND_SECONDS, RUN, Swarm, flat, head
+from tests.sim.gossip_harness import DONE, ROUND_SECONDS, RUN, GossipHarness, flat, head
 from tests.sim.host import Hearsay, sim_host
 from tests.sim.injection import Injector
-from tests.sim.lies import LyingStream
 from tests.sim.network import SimNetwork, Trace
 from tests.sim.pipe import SimPipe
 
@@ -43,7 +43,7 @@ from tests.sim.pipe import SimPipe
 @pytest.mark.parametrize("elements", (1, 7, 24, 100))
 def test_a_pair_comes_to_its_mean_in_the_same_bits(elements: int) -> None:
     """Parameters and momentum; chunks that cross from one vector into the other; an odd last one."""
-    swarm = Swarm(2, elements)
+    swarm = GossipHarness(2, elements)
     swarm.rounds()
     expected = (swarm.first[0] + swarm.first[1]) / 2
     assert torch.equal(flat(swarm.state[0]), flat(swarm.state[1]))
@@ -61,7 +61,7 @@ def test_a_pair_comes_to_its_mean_in_the_same_bits(elements: int) -> None:
 
 @pytest.mark.parametrize("name", ("fp32", "fp16", "bf16", "int8"))
 def test_the_sum_of_two_states_stays_whatever_the_codec_loses(name: str) -> None:
-    swarm = Swarm(2, 500, name, chunk_elements=128)
+    swarm = GossipHarness(2, 500, name, chunk_elements=128)
     swarm.rounds(3)
     assert swarm.drift() < 1e-6
     used = codec(name)
@@ -77,7 +77,7 @@ def test_the_sum_of_two_states_stays_whatever_the_codec_loses(name: str) -> None
 @pytest.mark.parametrize("count", (3, 4, 7))
 def test_exchanges_are_the_matrices_of_their_pairs(schedule: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever met whom and when: the states are those of W, the product of the pairs in the order in which they met."""
-    swarm, pairs = Swarm(count, schedule=schedule, jitter=1), dict[str, tuple[int, int]]()
+    swarm, pairs = GossipHarness(count, schedule=schedule, jitter=1), dict[str, tuple[int, int]]()
     for index, gossip in enumerate(swarm.gossips):
         before = gossip.exchanges.move
 
@@ -95,7 +95,7 @@ def test_exchanges_are_the_matrices_of_their_pairs(schedule: str, count: int, mo
 
 
 def test_a_swarm_comes_together() -> None:
-    swarm = Swarm(8)
+    swarm = GossipHarness(8)
     before = swarm.spread()
     swarm.rounds(8, stagger_seconds=0.13)
     assert swarm.spread() < 0.1 * before and swarm.drift() < 1e-6
@@ -106,7 +106,7 @@ def test_a_swarm_comes_together() -> None:
 def test_a_state_is_lent_while_its_peer_trains() -> None:
     """The exchange moves it in place; it is told when the state is taken back, and a round in which nobody else came
     is committed by it."""
-    swarm = Swarm(2)
+    swarm = GossipHarness(2)
     lent = swarm.state[0]
 
     async def play() -> None:
@@ -125,14 +125,14 @@ def test_a_state_is_lent_while_its_peer_trains() -> None:
 
 
 def test_alone_a_peer_skips_at_once() -> None:
-    swarm = Swarm(1)
+    swarm = GossipHarness(1)
     assert swarm.rounds() < 1.01
     assert swarm.told[0][0].mean.outcome is Outcome.SKIPPED and not swarm.told[0][0].mean.weights
 
 
 def test_between_two_rounds_a_peer_is_busy_and_says_so_at_once() -> None:
     """The other one asks on while nobody else is there, for as long as one exchange may take, and skips."""
-    swarm = Swarm(2)
+    swarm = GossipHarness(2)
 
     async def play() -> None:
         await swarm.start(1, swarm.round(1))
@@ -145,7 +145,7 @@ def test_between_two_rounds_a_peer_is_busy_and_says_so_at_once() -> None:
 
 @pytest.mark.parametrize("jitter", range(12))
 def test_two_that_ask_each_other_at_the_same_moment_meet_in_one_exchange(jitter: int) -> None:
-    swarm = Swarm(2, jitter=jitter)
+    swarm = GossipHarness(2, jitter=jitter)
     swarm.rounds()
     assert all(len(swarm.messages(index)) == 1 for index in range(2))
     assert max(each[0].ended - each[0].asked for each in swarm.told) < 0.5
@@ -155,7 +155,7 @@ def test_two_that_ask_each_other_at_the_same_moment_meet_in_one_exchange(jitter:
 @pytest.mark.parametrize("count", (3, 5))
 def test_a_circle_of_askers_does_not_wait_for_itself(count: int, jitter: int) -> None:
     """Everybody asks the next one at the same moment."""
-    swarm = Swarm(count, schedule="ring", jitter=jitter)
+    swarm = GossipHarness(count, schedule="ring", jitter=jitter)
     swarm.rounds()
     met = [bool(swarm.messages(index)) for index in range(count)]
     assert sum(met) >= count - 1 and swarm.drift() < 1e-6
@@ -172,7 +172,7 @@ def test_of_two_questions_that_cross_the_same_goes_on_at_both_ends_and_neither_p
 
 
 def test_the_cut_comes_with_the_work_or_at_the_deadline() -> None:
-    swarm = Swarm(1)
+    swarm = GossipHarness(1)
 
     async def play() -> None:
         loop = asyncio.get_running_loop()
@@ -189,7 +189,7 @@ def test_the_cut_comes_with_the_work_or_at_the_deadline() -> None:
 
 
 def test_a_state_that_is_not_finite_is_not_given_away() -> None:
-    swarm = Swarm(2)
+    swarm = GossipHarness(2)
     swarm.state[0][1][3] = torch.inf  # and not NaN, which is not even equal to itself
     swarm.rounds()
     assert not swarm.moved(1) and all(told.mean.outcome is Outcome.SKIPPED for (told,) in swarm.told)
@@ -209,12 +209,12 @@ def test_settings_that_cannot_work_are_refused() -> None:
 
 def count_messages(count: int, jitter: int) -> dict[str, int]:
     """How many messages each peer sends and receives in a round without faults."""
-    swarm = Swarm(count, jitter=jitter)
+    swarm = GossipHarness(count, jitter=jitter)
     swarm.rounds()
     return {name: swarm.network.nodes[name].messages for name in swarm.names}
 
 
-def struck(swarm: Swarm, faults: Faults) -> None:
+def struck(swarm: GossipHarness, faults: Faults) -> None:
     """One round of everybody, with these faults."""
 
     async def play() -> None:
@@ -224,7 +224,7 @@ def struck(swarm: Swarm, faults: Faults) -> None:
     swarm.run(play)
 
 
-def is_whole(swarm: Swarm, index: int, others: list[int]) -> bool:
+def is_whole(swarm: GossipHarness, index: int, others: list[int]) -> bool:
     """Its state is as it was, or the mean with one of the others: all of it, parameters and momentum."""
     now = flat(swarm.state[index])
     means = [swarm.first[index], *((swarm.first[index] + swarm.first[other]) / 2 for other in others)]
@@ -235,7 +235,7 @@ def is_whole(swarm: Swarm, index: int, others: list[int]) -> bool:
 def test_a_partner_that_dies_at_any_message_leaves_the_other_whole(victim: int) -> None:
     survivor = 1 - victim
     for number in range(1, count_messages(2, 3)[f"p{victim}"] + 1):
-        swarm = Swarm(2, jitter=3)
+        swarm = GossipHarness(2, jitter=3)
         struck(swarm, Faults().crash(f"p{victim}", at_message=number))
         assert is_whole(swarm, survivor, [victim]), f"at message {number}"
         (told,) = swarm.told[survivor]
@@ -249,7 +249,7 @@ def test_where_streams_break_at_any_message_both_have_moved_or_neither(jitter: i
     for victim in range(2):
         doubts = 0
         for number in range(1, count_messages(2, jitter)[f"p{victim}"] + 1):
-            swarm = Swarm(2, jitter=jitter)
+            swarm = GossipHarness(2, jitter=jitter)
             struck(swarm, Faults().reset(f"p{victim}", at_message=number))
             assert swarm.moved(0) == swarm.moved(1), f"at message {number} of p{victim}"
             assert is_whole(swarm, 0, [1]) and is_whole(swarm, 1, [0])
@@ -265,7 +265,7 @@ def test_a_partner_that_falls_silent_at_any_message_costs_one_timeout(both: bool
         faults = Faults()
         at = At("p0", number)
         faults = faults.silence({"p0"}, {"p1"}, at) if both else faults.silence_one_way("p0", "p1", at)
-        swarm = Swarm(2, jitter=3)
+        swarm = GossipHarness(2, jitter=3)
         struck(swarm, faults)
         for index in range(2):
             (told,) = swarm.told[index]
@@ -280,7 +280,7 @@ def test_a_partner_that_falls_silent_at_any_message_costs_one_timeout(both: bool
 
 @pytest.mark.parametrize("times, counts", ((15.9, True), (16.1, False)))
 def test_a_state_sixteen_times_as_long_as_ours_is_none(times: float, counts: bool) -> None:
-    swarm = Swarm(2)
+    swarm = GossipHarness(2)
     for theirs, ours in zip(swarm.state[1], swarm.state[0], strict=True):
         theirs.copy_(ours).mul_(times)
     swarm.rounds()
@@ -290,7 +290,7 @@ def test_a_state_sixteen_times_as_long_as_ours_is_none(times: float, counts: boo
 
 def test_nobody_else_pays_for_a_dead_partner() -> None:
     """p0 asks p1, who has stopped without a word; p2 and p3 meet as if nothing was."""
-    swarm = Swarm(4)
+    swarm = GossipHarness(4)
     swarm.network.link("p1", "p0").blocked = swarm.network.link("p1", "p2").blocked = True
     swarm.network.link("p1", "p3").blocked = True
 
@@ -305,7 +305,7 @@ def test_nobody_else_pays_for_a_dead_partner() -> None:
 
 
 def test_who_cost_a_timeout_is_left_alone_for_a_while() -> None:
-    swarm = Swarm(2)
+    swarm = GossipHarness(2)
     swarm.network.link("p1", "p0").blocked = True
 
     async def play() -> None:
@@ -320,7 +320,7 @@ def test_who_cost_a_timeout_is_left_alone_for_a_while() -> None:
 
 def test_a_line_that_is_slower_than_said_is_given_more_time_until_it_is_enough() -> None:
     """200 KB at 5 KB/s where 1 MB/s was said: forty seconds and more."""
-    swarm = Swarm(2, 25_000, chunk_elements=5_000)
+    swarm = GossipHarness(2, 25_000, chunk_elements=5_000)
     for node in swarm.network.nodes.values():
         node.slowness = 200.0
 
@@ -338,16 +338,18 @@ def test_a_line_that_is_slower_than_said_is_given_more_time_until_it_is_enough()
 def test_who_leaves_its_round_in_the_middle_finds_its_state_at_rest() -> None:
     """Cancelled at any moment of an exchange: what it lent does not change after that."""
     for hundredths in range(1, 30, 2):
-        swarm, seen = Swarm(2, 400), list[torch.Tensor]()
+        swarm, seen = GossipHarness(2, 400), list[torch.Tensor]()
 
-        async def leaving(swarm: Swarm = swarm, seconds: float = 1.0 + hundredths / 100, seen: Any = seen) -> None:
+        async def leaving(
+            swarm: GossipHarness = swarm, seconds: float = 1.0 + hundredths / 100, seen: Any = seen
+        ) -> None:
             try:
                 async with asyncio.timeout(seconds):
                     await swarm.lending(0, 50.0)
             except TimeoutError:
                 seen.append(flat(swarm.state[0]))
 
-        async def play(swarm: Swarm = swarm, leaving: Callable[..., Any] = leaving) -> None:
+        async def play(swarm: GossipHarness = swarm, leaving: Callable[..., Any] = leaving) -> None:
             await asyncio.wait([swarm.start(0, leaving()), swarm.start(1, swarm.round(1))])
 
         swarm.run(play)
@@ -358,8 +360,8 @@ def test_who_leaves_its_round_in_the_middle_finds_its_state_at_rest() -> None:
 # -- liars ------------------------------------------------------------------------------------------------------------
 
 
-def liar(lie: str) -> Callable[[str, FramedStream, SimPipe], LyingStream]:
-    return lambda method, stream, pipe: LyingStream(stream, pipe, lie, None)  # type: ignore[arg-type]
+def liar(lie: str) -> Callable[[str, FramedStream, SimPipe], ByzantineContributorStream]:
+    return lambda method, stream, pipe: ByzantineContributorStream(stream, pipe, lie, None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -367,7 +369,7 @@ def liar(lie: str) -> Callable[[str, FramedStream, SimPipe], LyingStream]:
 )
 @pytest.mark.parametrize("seed", range(2))
 def test_a_liar_is_refused_and_named_and_nothing_moves(lie: str, seed: int) -> None:
-    swarm = Swarm(2, codec="fp32", disguises={1: liar(lie)}, jitter=seed)
+    swarm = GossipHarness(2, codec="fp32", disguises={1: liar(lie)}, jitter=seed)
     swarm.rounds()
     (told,) = swarm.told[0]
     assert not swarm.moved(0) and told.mean.outcome is Outcome.SKIPPED
@@ -375,7 +377,7 @@ def test_a_liar_is_refused_and_named_and_nothing_moves(lie: str, seed: int) -> N
     assert told.ended - told.asked < 15.0
 
 
-class Forger(LyingStream):
+class Forger(ByzantineContributorStream):
     """Alters one kind of message on its way out."""
 
     def __init__(self, stream: FramedStream, pipe: SimPipe, kind: type, change: Callable[[Any], Any]) -> None:
@@ -399,7 +401,7 @@ FORGERIES: dict[str, tuple[type, Callable[[Any], Any]]] = {
 }
 
 
-def play_late(swarm: Swarm, late: int) -> None:
+def play_late(swarm: GossipHarness, late: int) -> None:
     """One round of each; one of them trains for longer."""
 
     async def play() -> None:
@@ -415,7 +417,7 @@ def test_messages_of_anything_else_are_refused_and_named(forgery: str) -> None:
     kind, change = FORGERIES[forgery]
     named = False
     for late in (0, 1):  # the other one asks
-        swarm = Swarm(2, disguises={1: lambda method, stream, pipe: Forger(stream, pipe, kind, change)})
+        swarm = GossipHarness(2, disguises={1: lambda method, stream, pipe: Forger(stream, pipe, kind, change)})
         play_late(swarm, late)
         (told,) = swarm.told[0]
         named |= any(blame.peer == "p1" and blame.why.startswith("refused") for blame in told.mean.blamed)
@@ -424,7 +426,7 @@ def test_messages_of_anything_else_are_refused_and_named(forgery: str) -> None:
     assert named
 
 
-async def knock(swarm: Swarm, *messages: ExchangeMessage) -> list[str]:
+async def knock(swarm: GossipHarness, *messages: ExchangeMessage) -> list[str]:
     """p1, without any honest code, says these to p0, each on a stream of its own; what comes back."""
     loop, found = asyncio.get_running_loop(), []
     for message in messages:
@@ -440,9 +442,9 @@ async def knock(swarm: Swarm, *messages: ExchangeMessage) -> list[str]:
 
 
 def play_knocks(
-    *messages: ExchangeMessage, prepare: Callable[[Swarm], None] = lambda swarm: None
-) -> tuple[Swarm, list[str]]:
-    swarm, found = Swarm(2), list[str]()
+    *messages: ExchangeMessage, prepare: Callable[[GossipHarness], None] = lambda swarm: None
+) -> tuple[GossipHarness, list[str]]:
+    swarm, found = GossipHarness(2), list[str]()
     prepare(swarm)
 
     async def play() -> None:
@@ -459,7 +461,7 @@ KEY = RoundKey(RUN, "run", bytes(32), 5)
 QUESTION = ExchangeRequest(KEY, Member("p1"), 100, 48, "fp32")
 
 
-def blamed(swarm: Swarm) -> str:
+def blamed(swarm: GossipHarness) -> str:
     return " ".join(f"{blame.peer} {blame.why}" for blame in swarm.gossips[0].accounting.take()[0])
 
 
@@ -491,7 +493,7 @@ def test_what_was_not_begun_cannot_be_settled_for_good() -> None:
 
 def test_who_was_told_that_we_have_not_moved_can_rely_on_it() -> None:
     """Its question what became of it overtakes its last word, which then comes too late."""
-    swarm, found = Swarm(2), list[str]()
+    swarm, found = GossipHarness(2), list[str]()
 
     async def initiator() -> None:
         loop, exchanges = asyncio.get_running_loop(), swarm.gossips[1].exchanges
@@ -521,7 +523,7 @@ def test_no_other_message_opens_an_exchange() -> None:
 
 def test_who_asks_and_says_nothing_more_costs_its_own_exchange_only() -> None:
     """p1 asks and is silent: p0 is free again after one timeout, and p1 is left alone then."""
-    swarm = Swarm(2)
+    swarm = GossipHarness(2)
     found: list[str] = []
 
     async def silent() -> None:

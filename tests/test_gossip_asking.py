@@ -14,11 +14,11 @@ from protocols.pairwise.gossip import PAUSE_SECONDS, Gossip
 from protocols.pairwise.peer_timeouts import PeerTimeouts
 from protocols.pairwise.push_sum import PushSum
 from protocols.pairwise.state_swap import StateReceived
-from tests.sim.gossiping import ROUND_SECONDS, Swarm, head
-from tests.sim.lies import LyingStream
+from tests.sim.byzantine.contributors import ByzantineContributorStream
+from tests.sim.gossip_harness import ROUND_SECONDS, GossipHarness, head
 
 
-def slow_line(swarm: Swarm, peer: str) -> None:
+def slow_line(swarm: GossipHarness, peer: str) -> None:
     """p0 has seen that the line to this peer carries next to nothing, and to others as much as ever."""
     patience = swarm.gossips[0].exchanges.patience
     for _ in range(12):
@@ -29,7 +29,7 @@ def slow_line(swarm: Swarm, peer: str) -> None:
                 patience.took(other, 10**6, 0.0, 1.0)
 
 
-def play(swarm: Swarm, *lenders: int) -> None:
+def play(swarm: GossipHarness, *lenders: int) -> None:
     """A round of p0, while these lend their states; who does not is busy."""
 
     async def main() -> None:
@@ -46,7 +46,7 @@ def in_order(population: Any, count: int) -> Any:
 
 def test_a_partner_that_there_is_no_time_for_does_not_end_the_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """p1, whom the schedule names, is busy; then p2 is drawn, whose line is too slow for what time there is, and p3."""
-    swarm = Swarm(4, 2000, schedule="ring", chunk_elements=1000)
+    swarm = GossipHarness(4, 2000, schedule="ring", chunk_elements=1000)
     slow_line(swarm, "p2")
     monkeypatch.setattr(swarm.gossips[0].rng, "sample", in_order)
     play(swarm, 2, 3)
@@ -56,13 +56,13 @@ def test_a_partner_that_there_is_no_time_for_does_not_end_the_round(monkeypatch:
 def test_who_stalls_costs_its_own_timeout_and_not_that_of_a_slower_peer() -> None:
     """The line to p1 is slow, and p1 is busy: an exchange with it may take a minute. p2 says yes, and then nothing."""
 
-    class Hanging(LyingStream):
+    class Hanging(ByzantineContributorStream):
         async def send(self, header: Any, payload: Any = b"") -> None:
             swarm.network.link("p2", "p0").blocked |= len(payload) > 0
             await self._stream.send(header, payload)
 
     disguise = {2: lambda method, stream, pipe: Hanging(stream, pipe, "", None)}  # type: ignore[arg-type]
-    swarm = Swarm(3, 2000, schedule="ring", chunk_elements=1000, disguises=disguise)
+    swarm = GossipHarness(3, 2000, schedule="ring", chunk_elements=1000, disguises=disguise)
     slow_line(swarm, "p1")
     assert swarm.gossips[0].exchanges.patience.timeout_seconds("p1", 16_000) > 50.0
     play(swarm, 2)
@@ -71,7 +71,7 @@ def test_who_stalls_costs_its_own_timeout_and_not_that_of_a_slower_peer() -> Non
 
 
 def test_who_is_busy_is_not_asked_again_at_once_where_another_has_been_met(monkeypatch: pytest.MonkeyPatch) -> None:
-    swarm, asked = Swarm(3, schedule="ring"), list[float]()
+    swarm, asked = GossipHarness(3, schedule="ring"), list[float]()
     initiator = swarm.gossips[0]._initiator
     ask = initiator.ask
 
@@ -86,14 +86,14 @@ def test_who_is_busy_is_not_asked_again_at_once_where_another_has_been_met(monke
     assert all(later - sooner >= PAUSE_SECONDS for sooner, later in pairwise(asked))
 
 
-async def until_moved(swarm: Swarm) -> None:
+async def until_moved(swarm: GossipHarness) -> None:
     while not swarm.moved(1):  # noqa: ASYNC110 - it tells nobody
         await asyncio.sleep(0.001)
 
 
 def test_who_leaves_while_it_asks_what_became_of_an_exchange_tells_that_it_does_not_know() -> None:
     """p1 has moved, and all that it says is lost; p0 waits for its word, asks what became of it, and is cancelled."""
-    swarm = Swarm(2)
+    swarm = GossipHarness(2)
 
     async def main() -> None:
         lending = swarm.start(1, swarm.lending(1, 30.0))
@@ -110,15 +110,15 @@ def test_who_leaves_while_it_asks_what_became_of_an_exchange_tells_that_it_does_
     assert swarm.moved(1) and not swarm.moved(0) and swarm.gossips[0].half_exchanges == 1
 
 
-def breathless() -> Swarm:
+def breathless() -> GossipHarness:
     """Two, of whom p0 says everything but its last word."""
 
-    class Breathless(LyingStream):
+    class Breathless(ByzantineContributorStream):
         async def send(self, header: Any, payload: Any = b"") -> None:
             if not isinstance(header, StateReceived) or swarm.gossips[0].exchanges.exchange.swap.moved is None:
                 await self._stream.send(header, payload)
 
-    swarm = Swarm(2, disguises={0: lambda method, stream, pipe: Breathless(stream, pipe, "", None)})  # type: ignore[arg-type]
+    swarm = GossipHarness(2, disguises={0: lambda method, stream, pipe: Breathless(stream, pipe, "", None)})  # type: ignore[arg-type]
     return swarm
 
 
@@ -164,7 +164,7 @@ def test_whose_state_is_free_again_keeps_nothing_of_the_other(monkeypatch: pytes
 
 def test_who_has_no_time_left_for_an_exchange_is_busy() -> None:
     """p1 is asked when its round is over, while it still trains: it says no, and nobody is named."""
-    swarm = Swarm(2)
+    swarm = GossipHarness(2)
 
     async def late() -> None:
         loop = asyncio.get_running_loop()
@@ -183,7 +183,7 @@ def test_who_has_no_time_left_for_an_exchange_is_busy() -> None:
 @pytest.mark.parametrize("protocol", (Gossip, PushSum))
 def test_after_a_long_silence_two_find_each_other_again(protocol: Any) -> None:
     """However often each has waited for the other in vain: that says nothing of how long a share or a state takes."""
-    swarm = Swarm(2, 25_000, chunk_elements=5_000, protocol=protocol)
+    swarm = GossipHarness(2, 25_000, chunk_elements=5_000, protocol=protocol)
 
     async def life(index: int) -> None:
         for number in range(30):
@@ -208,7 +208,7 @@ def test_after_a_long_silence_two_find_each_other_again(protocol: Any) -> None:
 @pytest.mark.parametrize("protocol", (Gossip, PushSum))
 def test_who_is_thought_too_slow_for_a_round_is_tried_all_the_same(protocol: Any) -> None:
     """Two whose line carried next to nothing for some hours: nobody else would tell them that it is mended."""
-    swarm = Swarm(2, 25_000, chunk_elements=5_000, protocol=protocol)
+    swarm = GossipHarness(2, 25_000, chunk_elements=5_000, protocol=protocol)
     for gossip, other in zip(swarm.gossips, ("p1", "p0"), strict=True):
         for _ in range(20):
             patience_of(gossip).late(other, -1e6, 0.0)

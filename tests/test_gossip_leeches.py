@@ -18,14 +18,14 @@ from protocols.pairwise.share_receiver import MOST_SHARE
 from protocols.pairwise.shares import PUSH, PushShare
 from protocols.pairwise.state_swap import EXCHANGE, HEADER_LIMIT, ExchangeRequest, StateReceived, StateSwap
 from protocols.vectors import VectorView
-from tests.sim.gossiping import RUN, Swarm
-from tests.sim.lies import LyingStream
+from tests.sim.byzantine.contributors import ByzantineContributorStream
+from tests.sim.gossip_harness import RUN, GossipHarness
 
 KEY = RoundKey(RUN, "run", bytes(32), 0)
 ELEMENTS, CHUNK = 48, 16
 
 
-def beside(swarm: Swarm, liar: Callable[[], Awaitable[None]], honest: tuple[int, ...], rounds: int) -> None:
+def beside(swarm: GossipHarness, liar: Callable[[], Awaitable[None]], honest: tuple[int, ...], rounds: int) -> None:
     """Rounds of the honest ones while p1 does that, again and again."""
 
     async def lies() -> None:
@@ -48,7 +48,7 @@ def beside(swarm: Swarm, liar: Callable[[], Awaitable[None]], honest: tuple[int,
     swarm.run(main)
 
 
-async def ask(swarm: Swarm, stream: Any, number: int) -> bool:
+async def ask(swarm: GossipHarness, stream: Any, number: int) -> bool:
     """p1 asks p0 for an exchange; whether it says yes."""
     await stream.send(ExchangeRequest(KEY, Member("p1"), number, ELEMENTS, "fp32"))
     accepted = (await stream.receive(HEADER_LIMIT)).accepted
@@ -57,14 +57,14 @@ async def ask(swarm: Swarm, stream: Any, number: int) -> bool:
     return bool(accepted)
 
 
-def met(swarm: Swarm, index: int, other: str) -> int:
+def met(swarm: GossipHarness, index: int, other: str) -> int:
     """Rounds in which the two have met."""
     return sum(other in told.early or other in told.mean.contributions for told in swarm.told[index])
 
 
 def test_who_breaks_off_before_its_time_is_up_is_named_and_left_alone() -> None:
     """As who is late: else it holds up another for nearly all of its time, by asking again and again."""
-    swarm, numbers = Swarm(3), iter(range(10**6))
+    swarm, numbers = GossipHarness(3), iter(range(10**6))
 
     async def liar() -> None:
         async with swarm.network.transports["p1"].open(
@@ -79,7 +79,7 @@ def test_who_breaks_off_before_its_time_is_up_is_named_and_left_alone() -> None:
 
 
 def test_one_peer_makes_up_so_much_of_a_lent_state_and_no_more() -> None:
-    swarm, began = Swarm(2), []
+    swarm, began = GossipHarness(2), []
 
     async def exchange(number: int) -> None:
         async with swarm.network.transports["p1"].open(
@@ -109,12 +109,12 @@ def test_who_sent_what_is_wrong_is_left_alone(asks: int) -> None:
     """Whether it asked or was asked, it is neither asked nor answered from then on."""
     seen: list[tuple[float, Any]] = []
 
-    class Watched(LyingStream):
+    class Watched(ByzantineContributorStream):
         async def send(self, header: Any, payload: Any = b"") -> None:
             seen.append((asyncio.get_running_loop().time(), header))
             await super().send(header, payload)
 
-    swarm = Swarm(2, disguises={1: lambda method, stream, pipe: Watched(stream, pipe, "nan", None)})  # type: ignore[arg-type]
+    swarm = GossipHarness(2, disguises={1: lambda method, stream, pipe: Watched(stream, pipe, "nan", None)})  # type: ignore[arg-type]
 
     async def main() -> None:
         for _ in range(3):
@@ -132,7 +132,7 @@ def test_who_sent_what_is_wrong_is_left_alone(asks: int) -> None:
 
 def test_one_that_only_takes_does_not_stop_the_others() -> None:
     """Each share to it takes half of its giver's weight along, and none comes back."""
-    swarm = Swarm(4, protocol=PushSum)
+    swarm = GossipHarness(4, protocol=PushSum)
 
     async def main() -> None:
         async def life(index: int) -> None:
@@ -150,7 +150,7 @@ def test_one_that_only_takes_does_not_stop_the_others() -> None:
         assert sum(bool(each.early or each.mean.contributions) for each in told[-30:]) > 10
 
 
-class Mute(LyingStream):
+class Mute(ByzantineContributorStream):
     async def send(self, header: Any, payload: Any = b"") -> None:
         raise PeerSilent("p1", "it says nothing")
 
@@ -161,7 +161,7 @@ def mute(method: str, stream: Any, pipe: Any) -> Mute:
 
 def test_so_many_shares_are_kept_and_no_more() -> None:
     """Each is a state in memory, and nobody says what became of any."""
-    swarm, most = Swarm(6, protocol=PushSum, disguises=dict.fromkeys(range(1, 6), mute)), [0]
+    swarm, most = GossipHarness(6, protocol=PushSum, disguises=dict.fromkeys(range(1, 6), mute)), [0]
 
     async def main() -> None:
         others = [swarm.start(index, swarm.lending(index, 60.0)) for index in range(1, 6)]
@@ -179,7 +179,7 @@ def test_so_many_shares_are_kept_and_no_more() -> None:
 
 def test_one_that_says_nothing_of_its_shares_does_not_stop_the_others() -> None:
     """They are kept for two minutes, and then come home: that is told."""
-    swarm = Swarm(4, protocol=PushSum, disguises={1: mute})
+    swarm = GossipHarness(4, protocol=PushSum, disguises={1: mute})
 
     async def main() -> None:
         async def life(index: int) -> None:
@@ -198,7 +198,7 @@ def test_one_that_says_nothing_of_its_shares_does_not_stop_the_others() -> None:
 
 
 def test_shares_make_nobody_so_heavy_that_others_refuse_its_own() -> None:
-    swarm, answers = Swarm(2, protocol=PushSum), []
+    swarm, answers = GossipHarness(2, protocol=PushSum), []
 
     async def give(number: int, weight: float) -> None:
         async with swarm.network.transports["p1"].open("p0", PUSH, asyncio.get_running_loop().time() + 500) as stream:
@@ -220,7 +220,7 @@ def test_shares_make_nobody_so_heavy_that_others_refuse_its_own() -> None:
 
 def test_a_share_that_is_sent_again_counts_once() -> None:
     """It would draw the state over, and weigh nothing."""
-    swarm, after = Swarm(2, protocol=PushSum), []
+    swarm, after = GossipHarness(2, protocol=PushSum), []
 
     async def give() -> None:
         async with swarm.network.transports["p1"].open("p0", PUSH, asyncio.get_running_loop().time() + 500) as stream:

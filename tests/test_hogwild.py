@@ -12,7 +12,7 @@ from protocols.base import Outcome, Vector
 from protocols.baselines.async_parameter_server import AsyncParameterServer
 from protocols.baselines.delayed_nesterov import DelayedNesterov
 from protocols.baselines.registry import parameter_server_async
-from tests.sim.loosely import Came, Loosely
+from tests.sim.independent_harness import Came, IndependentHarness
 
 ELEMENTS = 700
 
@@ -22,14 +22,14 @@ def lower(index: int, number: int, state: list[Vector]) -> None:
     state[0][index] -= 1.0
 
 
-def together(count: int, **options: object) -> Loosely:
+def together(count: int, **options: object) -> IndependentHarness:
     """Peers that begin with the same state."""
-    swarm = Loosely(count, parameter_server_async, ELEMENTS, step=lower, **options)  # type: ignore[arg-type]
+    swarm = IndependentHarness(count, parameter_server_async, ELEMENTS, step=lower, **options)  # type: ignore[arg-type]
     swarm.states = [[each.clone() for each in swarm.states[0]] for _ in range(count)]
     return swarm
 
 
-def lowered(swarm: Loosely, came: Came, start: Vector) -> list[float]:
+def lowered(swarm: IndependentHarness, came: Came, start: Vector) -> list[float]:
     """By how much each peer's element is lower than at the start, in units of 1/N."""
     return [round(float(start[index] - came.state[0][index]) * swarm.count, 3) for index in range(swarm.count)]
 
@@ -60,7 +60,9 @@ def test_a_death_at_any_message_counts_nothing_twice() -> None:
         swarm = together(3, rounds=3, work_seconds=lambda index: 1.0 + 0.3 * index)
         start = swarm.states[0][0].clone()
 
-        def watch(peer: str, number: int, way: str, other: str, swarm: Loosely = swarm, at: int = at) -> None:
+        def watch(
+            peer: str, number: int, way: str, other: str, swarm: IndependentHarness = swarm, at: int = at
+        ) -> None:
             if (peer, number) == ("p02", at):
                 swarm.network.kill(peer)
 
@@ -111,7 +113,9 @@ def test_silence_at_any_message_costs_the_worker_its_round_at_most() -> None:
     for at in range(1, 20):
         swarm = together(2, deadline_seconds=20.0)
 
-        def watch(peer: str, number: int, way: str, other: str, swarm: Loosely = swarm, at: int = at) -> None:
+        def watch(
+            peer: str, number: int, way: str, other: str, swarm: IndependentHarness = swarm, at: int = at
+        ) -> None:
             if (peer, number) == ("p00", at):
                 swarm.network.block("p00", "p01")
 
@@ -167,7 +171,7 @@ def test_a_momentum_out_of_range_is_refused() -> None:
 
 
 def test_the_servers_momentum_works_through_the_network() -> None:
-    swarm = Loosely(2, partial(AsyncParameterServer, momentum=0.5), ELEMENTS, rounds=4, step=lower)
+    swarm = IndependentHarness(2, partial(AsyncParameterServer, momentum=0.5), ELEMENTS, rounds=4, step=lower)
     swarm.states = [[each.clone() for each in swarm.states[0]] for _ in range(2)]
     start = swarm.states[0][0].clone()
     swarm.play()

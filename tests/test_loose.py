@@ -17,14 +17,25 @@ from protocols.base import Contribution, Deadline, PeerId, Vector
 from protocols.control_channel import RoundAccounting
 from protocols.sync.independent_sync import IndependentStateSync, Order
 from protocols.sync.snapshot import MemoryBuffer, Snapshot, SnapshotBuffer, SnapshotIndex, Snapshots, buffer_bytes
-from tests.loosepeer import FROM_BERT, KEY, ME, OUTER, STEPS, Peer, Script, half, holds, stepped
 from tests.sim import loop as simloop
 from tests.sim.host import SimClock
-from tests.slope import ELEMENTS, STEP
+from tests.support.linear_learner import ELEMENTS, STEP
+from tests.support.scripted_averager import (
+    FROM_BERT,
+    KEY,
+    ME,
+    OUTER,
+    STEPS,
+    IndependentPeer,
+    Script,
+    half,
+    holds,
+    stepped,
+)
 
 
 def test_without_others_a_peer_goes_on_by_itself() -> None:
-    peer = Peer(Script(), Script())
+    peer = IndependentPeer(Script(), Script())
     first, second = peer.play(2)
     theta, velocity = stepped(2)
     assert holds(peer.outer_loop.anchor, theta) and holds(peer.outer_loop.velocity, velocity)
@@ -34,7 +45,7 @@ def test_without_others_a_peer_goes_on_by_itself() -> None:
 
 
 def test_its_chain_is_that_of_its_own_states() -> None:
-    peer = Peer(Script(), Script(average=half))
+    peer = IndependentPeer(Script(), Script(average=half))
     first, second = peer.play(2)
     assert [first.round, second.round] == [0, 1]
     assert second.parent == first.lineage != first.parent
@@ -43,7 +54,7 @@ def test_its_chain_is_that_of_its_own_states() -> None:
 
 
 def test_what_is_brought_is_the_state_after_its_own_step_and_what_comes_of_it_is_its_state() -> None:
-    peer = Peer(Script(average=half))
+    peer = IndependentPeer(Script(average=half))
     (report,) = peer.play()
     theta, velocity = stepped(1)
     brought = peer.averager.brought[0]
@@ -60,7 +71,7 @@ def test_an_exchange_while_it_trains_loses_none_of_its_work() -> None:
         state[1].add_(0.25)
         return FROM_BERT
 
-    peer = Peer(Script(meanwhile))
+    peer = IndependentPeer(Script(meanwhile))
     (report,) = peer.play()
     theta, velocity = torch.full((1,), 2.0), torch.full((1,), 0.25)
     OUTER.step(theta, velocity, torch.full((1,), STEPS * STEP))  # the same work, from the state as it is now
@@ -69,13 +80,13 @@ def test_an_exchange_while_it_trains_loses_none_of_its_work() -> None:
 
 
 def test_both_kinds_of_exchange_are_told() -> None:
-    (report,) = Peer(Script(lambda state: FROM_BERT, half)).play()
+    (report,) = IndependentPeer(Script(lambda state: FROM_BERT, half)).play()
     assert report.peers == ("cora", "bert") and report.messages == ("cora/1", "bert/7")
     assert {lineage for lineage, *_ in report.contributions.values()} == {""}, "what their states were is not known"
 
 
 def test_it_jumps_to_the_round_in_which_the_others_are() -> None:
-    peer = Peer(Script(average=half, rounds=3), Script())
+    peer = IndependentPeer(Script(average=half, rounds=3), Script())
     first, second = peer.play(2)
     assert (first.round, first.group, second.round) == (3, "ggg", 4)
     assert second.parent == first.lineage
@@ -83,7 +94,7 @@ def test_it_jumps_to_the_round_in_which_the_others_are() -> None:
 
 @pytest.mark.parametrize("step_size", [math.nan, math.inf, 3e38])
 def test_work_that_diverged_is_left_out(step_size: float) -> None:
-    peer = Peer(Script())
+    peer = IndependentPeer(Script())
     peer.learner.step_size = step_size
     (report,) = peer.play()
     assert holds(peer.outer_loop.anchor, 1.0) and holds(peer.learner.vectors[0], 1.0)
@@ -93,7 +104,7 @@ def test_work_that_diverged_is_left_out(step_size: float) -> None:
 
 def test_a_report_tells_of_parameters_that_are_not_finite() -> None:
     """Nothing should lead there; if anything does, it is seen."""
-    peer = Peer(Script(average=half), Script())
+    peer = IndependentPeer(Script(average=half), Script())
     (report,) = peer.play()
     assert report.finite
 
@@ -106,7 +117,7 @@ def test_a_report_tells_of_parameters_that_are_not_finite() -> None:
 
 
 def test_a_mean_that_is_not_finite_is_not_taken() -> None:
-    peer = Peer(Script(average=lambda mine, into: [each.fill_(math.inf) for each in into]))
+    peer = IndependentPeer(Script(average=lambda mine, into: [each.fill_(math.inf) for each in into]))
     (report,) = peer.play()
     assert holds(peer.outer_loop.anchor, stepped(1)[0])
     assert (report.outcome, report.messages) == ("skipped", ()) and "not finite" in report.blamed["anna"]
@@ -119,7 +130,7 @@ def test_a_step_that_leads_nowhere_takes_back_what_came_in_while_it_trained() ->
         state[1].fill_(3.4e38)
         return FROM_BERT
 
-    peer = Peer(Script(meanwhile))
+    peer = IndependentPeer(Script(meanwhile))
     (report,) = peer.play()
     assert holds(peer.outer_loop.anchor, 1.0)
     assert (report.outcome, report.messages) == ("skipped", ()) and "not finite" in report.blamed["anna"]
@@ -127,7 +138,7 @@ def test_a_step_that_leads_nowhere_takes_back_what_came_in_while_it_trained() ->
 
 
 def test_the_spread_is_told_by_the_sketches_of_those_who_are_here() -> None:
-    peer, seen = Peer(Script()), []
+    peer, seen = IndependentPeer(Script()), []
 
     def compare(mine: Sketch) -> Mapping[PeerId, Sketch]:
         seen.append(mine)
@@ -140,7 +151,7 @@ def test_the_spread_is_told_by_the_sketches_of_those_who_are_here() -> None:
 
 
 def test_who_leaves_hands_in_what_there_is() -> None:
-    peer = Peer(Script(average=half))
+    peer = IndependentPeer(Script(average=half))
 
     async def main() -> RoundReport:
         await peer.outer_loop.settle()
@@ -153,7 +164,7 @@ def test_who_leaves_hands_in_what_there_is() -> None:
 
 def test_snapshots_are_kept_by_its_own_rounds() -> None:
     snapshots = Snapshots(every_rounds=2)
-    peer = Peer(Script(), Script(), snapshots=snapshots)
+    peer = IndependentPeer(Script(), Script(), snapshots=snapshots)
     _, second = peer.play(2)
     newest = snapshots.held()[0]
     assert (newest.round, newest.lineage.hex()) == (2, second.lineage)
@@ -162,16 +173,18 @@ def test_snapshots_are_kept_by_its_own_rounds() -> None:
 
 def test_who_jumps_over_the_round_in_which_a_snapshot_is_due_keeps_one_behind_it() -> None:
     snapshots = Snapshots(every_rounds=5)
-    peer = Peer(Script(average=half, rounds=2), Script(average=half, rounds=3), Script(), Script(), snapshots=snapshots)
+    peer = IndependentPeer(
+        Script(average=half, rounds=2), Script(average=half, rounds=3), Script(), Script(), snapshots=snapshots
+    )
     peer.play(4)
     assert [each.round for each in snapshots.held()] == [7, 0]
 
 
 def test_it_starts_from_a_state_that_was_kept() -> None:
     snapshots = Snapshots(every_rounds=1)
-    former = Peer(Script(average=half), snapshots=snapshots)
+    former = IndependentPeer(Script(average=half), snapshots=snapshots)
     (report,) = former.play()
-    peer = Peer(Script())
+    peer = IndependentPeer(Script())
 
     async def main() -> RoundReport:
         await peer.outer_loop.start_from(snapshots.held()[0])
@@ -190,7 +203,7 @@ def test_it_starts_from_a_state_that_was_kept() -> None:
 def test_a_round_that_others_cut_short_is_no_measure_of_a_whole_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else who joins at the end of a round is cut in each of its own, with no time left to mix, for ever."""
     monkeypatch.setattr(labour, "ROUND_LIMIT_FLOOR_SECONDS", 0.0)
-    peer = Peer(Script(average=half, hurried=True), Script(average=half), Script(average=half))
+    peer = IndependentPeer(Script(average=half, hurried=True), Script(average=half), Script(average=half))
     peer.play(3)
     first, second, third = peer.averager.limits_seconds
     assert pytest.approx(first) == second == labour.FIRST_ROUND_LIMIT_SECONDS
@@ -199,7 +212,7 @@ def test_a_round_that_others_cut_short_is_no_measure_of_a_whole_one(monkeypatch:
 
 def test_who_was_cut_by_its_own_limit_has_longer_for_the_next_round() -> None:
     """Its machine has become slow: it would never mix again."""
-    peer = Peer(*(Script() for _ in range(4)))
+    peer = IndependentPeer(*(Script() for _ in range(4)))
     peer.outer_loop._limit_seconds = 1.5
     peer.play(4)
     assert peer.averager.limits_seconds == pytest.approx([1.5, 3.0, 6.0, 6.0])
@@ -240,7 +253,7 @@ def another(round_number: int, room: type[MemoryBuffer] = MemoryBuffer) -> Snaps
     return snapshot
 
 
-def fetched(peer: Peer, rounds: int, snapshot: Snapshot) -> RoundReport:
+def fetched(peer: IndependentPeer, rounds: int, snapshot: Snapshot) -> RoundReport:
     """After so many rounds of its own, the peer fetches that."""
 
     async def main() -> RoundReport:
@@ -254,7 +267,7 @@ def fetched(peer: Peer, rounds: int, snapshot: Snapshot) -> RoundReport:
 
 
 def test_a_state_that_cannot_be_read_to_its_end_changes_nothing() -> None:
-    peer = Peer(Script())
+    peer = IndependentPeer(Script())
     report = fetched(peer, 1, another(7, Torn))
     theta, velocity = stepped(1)
     assert report.outcome == "undecided" and peer.outer_loop.key.round == 1
@@ -265,14 +278,14 @@ def test_a_state_that_cannot_be_read_to_its_end_changes_nothing() -> None:
 def test_who_went_over_to_anothers_state_hands_out_its_own_no_more() -> None:
     """And does not go back to it when it is started again."""
     snapshots = Snapshots(every_rounds=1, keep=3)
-    peer, donors = Peer(Script(), Script(), snapshots=snapshots), another(1)
+    peer, donors = IndependentPeer(Script(), Script(), snapshots=snapshots), another(1)
     report = fetched(peer, 2, donors)
     assert report.outcome == "superseded" and holds(peer.outer_loop.anchor, 9.0) and peer.outer_loop.key.round == 2
     assert [each.lineage for each in snapshots.held()] == [peer.outer_loop.key.lineage, donors.lineage]
 
 
 def test_who_looks_for_a_state_has_none_for_others() -> None:
-    outer_loop = Peer().outer_loop
+    outer_loop = IndependentPeer().outer_loop
     assert not outer_loop.seeks_state
     outer_loop.astray = True
     assert outer_loop.seeks_state

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.looseswarm import LooseSwarm
-from tests.realswarm import RealPeer, paced, wait
+from tests.support.independent_swarm import IndependentSwarm
+from tests.support.real_swarm import RealPeer, paced, wait
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 PATIENT_SECONDS = 120.0
@@ -25,7 +25,7 @@ def mixed(peer: RealPeer) -> int:
 
 
 def test_three_peers_mix_though_one_of_them_is_killed(tmp_path: Path) -> None:
-    with LooseSwarm(tmp_path, RUN, often) as swarm:
+    with IndependentSwarm(tmp_path, RUN, often) as swarm:
         founder = swarm.found("a")
         b, c = swarm.join("b", "c", via=founder)
         wait("all have mixed twice", lambda: min(map(mixed, (founder, b, c))) >= 2, PATIENT_SECONDS)

@@ -16,11 +16,11 @@ from protocols.moshpit.group_allreduce import GroupAllReduce
 from protocols.moshpit.state import ACQUAINTANCES, MoshpitState
 from tests.sim.contact import LIVENESS_SECONDS
 from tests.sim.host import SimDirectory, sim_host
+from tests.sim.moshpit_harness import MoshpitHarness, Told
 from tests.sim.network import SimNetwork, Trace
-from tests.sim.pits import Pits, Told
 
 
-def swarm(count: int, most: int = 8, elements: int = 1001, **options: object) -> Pits:
+def swarm(count: int, most: int = 8, elements: int = 1001, **options: object) -> MoshpitHarness:
     """Peers whose states are a run's: near each other, and each with a momentum."""
     generator = torch.Generator().manual_seed(count)
     common = torch.randn(elements, generator=generator)
@@ -29,10 +29,10 @@ def swarm(count: int, most: int = 8, elements: int = 1001, **options: object) ->
         for _ in range(count)
     ]
     rng = random.Random(count)
-    return Pits(states, [rng.randrange(1000, 5000) for _ in range(count)], most=most, **options)  # type: ignore[arg-type]
+    return MoshpitHarness(states, [rng.randrange(1000, 5000) for _ in range(count)], most=most, **options)  # type: ignore[arg-type]
 
 
-def mean_of(pits: Pits) -> torch.Tensor:
+def mean_of(pits: MoshpitHarness) -> torch.Tensor:
     """By tokens, in float64, of the states as they are now."""
     whole = [torch.cat(state).double() for state in pits.states]
     total = sum(tokens * state for tokens, state in zip(pits.tokens, whole, strict=True))
@@ -231,7 +231,7 @@ def test_who_falls_silent_in_the_midst_costs_no_more_than_it_takes_to_miss_it(se
     assert all(outcomes(histories[peer])[-1] == "committed" for peer in others)
 
 
-def points(pits: Pits, victim: PeerId) -> int:
+def points(pits: MoshpitHarness, victim: PeerId) -> int:
     """How many messages a peer sends and receives in a run without faults."""
     pits.play()
     return pits.network.nodes[victim].messages

@@ -20,8 +20,8 @@ from protocols.moshpit.matchmaker import GroupMatchmaker
 from protocols.moshpit.peer_tracker import DONE, TRAINING, PositionAnnouncement, group_key
 from protocols.wire import Chunk, Contribute, Offer, PartDone, Plan, Reduced, WantPart
 from tests.sim.host import SimSigner
+from tests.sim.moshpit_harness import RUN, MoshpitHarness, Told
 from tests.sim.network import SimNetwork
-from tests.sim.pits import RUN, Pits, Told
 from tests.test_moshpit import death_of, handed_on, named, outcomes, same_bits_in_a_group, swarm
 
 LOSSES = ("nan", "infinity", "norm", "size", "huge-length", "endless-header", "garbage", "twice", "codec", "stale")
@@ -96,7 +96,7 @@ class Twisted:
         await self._stream.send(self._change(self._stream.peer, header), payload)
 
 
-def twist(pits: Pits, peer: PeerId, change: Change) -> None:
+def twist(pits: MoshpitHarness, peer: PeerId, change: Change) -> None:
     """From the start, that peer says everything as `change` puts it."""
 
     def dress(network: SimNetwork) -> None:

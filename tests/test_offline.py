@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from node.cli.app import main
-from tests.kept import kept_gpt
+from tests.support.statedir_fixtures import kept_gpt
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.realswarm import HOUSE, START_SECONDS, RealPeer, RealSwarm, wait
+from tests.support.real_swarm import HOUSE, START_SECONDS, RealPeer, RealSwarm, wait
 from tests.test_own import example
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(150)]

@@ -19,9 +19,9 @@ from protocols.butterfly.part_store import GIVE_WAY_SECONDS, PartStore
 from protocols.codec import codec
 from protocols.gate import Gate
 from protocols.sync.snapshot import MemoryBuffer
-from tests.peers import Swarm
 from tests.sim import loop as simloop
 from tests.sim.host import SimCompute
+from tests.support.sync_cluster import SyncCluster
 from tests.test_sync_rounds import ROUND_SECONDS, Lives
 
 SPAN = (100, 1100)
@@ -194,7 +194,7 @@ def test_writing_gives_way_to_a_data_phase_but_not_for_ever() -> None:
 
 
 def test_a_file_that_fails_costs_its_round() -> None:
-    world = Swarm(("anna", "bert"), keep_rounds=2, store_rounds=64, every_rounds=50)
+    world = SyncCluster(("anna", "bert"), keep_rounds=2, store_rounds=64, every_rounds=50)
 
     async def main() -> None:
         part_cache, rooms = world.peers["anna"].part_cache, Rooms()
@@ -216,7 +216,7 @@ def test_a_file_that_fails_costs_its_round() -> None:
 
 
 def test_who_was_away_for_long_replays_what_others_stored() -> None:
-    world = Swarm(("anna", "bert", "cleo"), keep_rounds=2, store_rounds=64, every_rounds=100)
+    world = SyncCluster(("anna", "bert", "cleo"), keep_rounds=2, store_rounds=64, every_rounds=100)
 
     async def main() -> None:
         await world.rounds("anna bert", 40)

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkers import Report
-from tests.realswarm import RealPeer, RealSwarm, deciding, paced, wait
+from tests.support.checkers import Report
+from tests.support.real_swarm import RealPeer, RealSwarm, deciding, paced, wait
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(90)]
 

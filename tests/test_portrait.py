@@ -25,8 +25,8 @@ from protocols.base import LocalProgress, Member
 from protocols.consensus.record import Kind
 from protocols.history.chain import Chain
 from protocols.sync.progress import SyncProgressLine
-from tests.rounds import RUN, line
 from tests.sim import loop as simloop
+from tests.support.fake_rounds import RUN, line
 
 ME = Member("me")
 ROSTER = (Member("anna"), Member("bert"), ME)

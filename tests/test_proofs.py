@@ -19,8 +19,8 @@ from protocols.history.round_log import RoundLog
 from protocols.sync import head_verifier as proofs
 from protocols.sync.head_verifier import ROUND_SECONDS, TRAIL_SECONDS
 from protocols.sync.requests import Certificates, HeadAnnouncement
-from tests.peers import Disguise, Peer, Swarm
-from tests.rounds import RUN, line
+from tests.support.fake_rounds import RUN, line
+from tests.support.sync_cluster import SpoofedPeer, SyncCluster, SyncPeer
 
 ANNA = Member("anna")
 ROUNDS = 900
@@ -34,9 +34,9 @@ def trail(rounds: int = ROUNDS) -> list[DecidedRound]:
 class Told:
     """What a peer is told in the place of what another says; counts certificates."""
 
-    def __init__(self, peer: Peer, lie: Callable[[FramedStream, Header], Coroutine[Any, Any, Header]]) -> None:
+    def __init__(self, peer: SyncPeer, lie: Callable[[FramedStream, Header], Coroutine[Any, Any, Header]]) -> None:
         self.certificates, self._lie = 0, lie
-        peer.transport.disguise = lambda method, stream, pipe: Disguise(stream, self.tell)  # type: ignore[assignment,return-value]
+        peer.transport.disguise = lambda method, stream, pipe: SpoofedPeer(stream, self.tell)  # type: ignore[assignment,return-value]
 
     async def tell(self, stream: FramedStream, header: Header, payload: Buffer) -> None:
         self.certificates += isinstance(header, Certificate)
@@ -47,9 +47,9 @@ async def true(stream: FramedStream, header: Header) -> Header:
     return header
 
 
-def play(rounds: dict[str, int], main: Callable[[Swarm, Peer], Coroutine[Any, Any, None]]) -> None:
+def play(rounds: dict[str, int], main: Callable[[SyncCluster, SyncPeer], Coroutine[Any, Any, None]]) -> None:
     """Peers that are so many rounds ahead, in a run that anna has decided alone, and a newcomer."""
-    world = Swarm(("anna",))
+    world = SyncCluster(("anna",))
 
     async def whole() -> None:
         for name in rounds.keys() - {"anna"}:
@@ -67,7 +67,7 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-async def better(peer: Peer, seconds: float = 30.0) -> Branch | None:
+async def better(peer: SyncPeer, seconds: float = 30.0) -> Branch | None:
     return await peer.sync.better(now() + seconds)
 
 
@@ -91,7 +91,7 @@ def leads_to(branch: Branch | None, round_number: int) -> bool:
 def test_a_long_trail_is_followed_in_pieces_and_needs_no_room_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = judged(monkeypatch)
 
-    async def main(world: Swarm, zoe: Peer) -> None:
+    async def main(world: SyncCluster, zoe: SyncPeer) -> None:
         branch = await better(zoe)
         assert leads_to(branch, ROUNDS) and branch is not None and isinstance(branch.links, RoundLog)
         assert sum(counts) == ROUNDS and max(counts) == proofs.VERIFY_AT_ONCE
@@ -107,7 +107,7 @@ def test_a_long_trail_is_followed_in_pieces_and_needs_no_room_in_memory(monkeypa
 def test_what_was_judged_is_not_judged_again(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = judged(monkeypatch)
 
-    async def main(world: Swarm, zoe: Peer) -> None:
+    async def main(world: SyncCluster, zoe: SyncPeer) -> None:
         told = Told(world.peers["anna"], true)
         assert leads_to(await better(zoe), ROUNDS - 5)
         chain = world.peers["anna"].chain
@@ -121,7 +121,7 @@ def test_what_was_judged_is_not_judged_again(monkeypatch: pytest.MonkeyPatch) ->
 def test_heads_on_one_way_are_proved_together(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = judged(monkeypatch)
 
-    async def main(world: Swarm, zoe: Peer) -> None:
+    async def main(world: SyncCluster, zoe: SyncPeer) -> None:
         assert leads_to(await better(zoe), ROUNDS)
         assert sum(counts) == ROUNDS
 
@@ -131,7 +131,7 @@ def test_heads_on_one_way_are_proved_together(monkeypatch: pytest.MonkeyPatch) -
 def test_where_one_breaks_off_another_leads_on(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = judged(monkeypatch)
 
-    async def main(world: Swarm, zoe: Peer) -> None:
+    async def main(world: SyncCluster, zoe: SyncPeer) -> None:
         async def falls_silent(stream: FramedStream, header: Header) -> Header:
             if told.certificates > 500:
                 await asyncio.sleep(1e5)
@@ -148,7 +148,7 @@ def test_where_one_breaks_off_another_leads_on(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("pause, is_in_time", [(ROUND_SECONDS / 2, True), (3 * ROUND_SECONDS, False)])
 def test_who_leads_on_has_time_for_it_and_no_more(pause: float, is_in_time: bool) -> None:
-    async def main(world: Swarm, zoe: Peer) -> None:
+    async def main(world: SyncCluster, zoe: SyncPeer) -> None:
         async def dribble(stream: FramedStream, header: Header) -> Header:
             await asyncio.sleep(pause if isinstance(header, Certificate) else 0)
             return header
@@ -168,7 +168,7 @@ def test_who_leads_on_has_time_for_it_and_no_more(pause: float, is_in_time: bool
 def test_a_trail_without_an_end_is_cut_off_and_its_peer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proofs, "MAX_GROWTH", 64)
 
-    async def main(world: Swarm, zoe: Peer) -> None:
+    async def main(world: SyncCluster, zoe: SyncPeer) -> None:
         async def modest(stream: FramedStream, header: Header) -> Header:
             key = trail()[9].head.key
             return replace(header, key=key) if isinstance(header, HeadAnnouncement) else header
@@ -183,7 +183,7 @@ def test_a_trail_without_an_end_is_cut_off_and_its_peer_is_named(monkeypatch: py
 
 @pytest.mark.parametrize("lie", ["nothing more", "the same again"])
 def test_a_trail_that_leads_nowhere_ends(lie: str) -> None:
-    async def main(world: Swarm, zoe: Peer) -> None:
+    async def main(world: SyncCluster, zoe: SyncPeer) -> None:
         start = zoe.chain.head.key.lineage
 
         async def around(stream: FramedStream, header: Header) -> Header:
@@ -204,7 +204,7 @@ def test_a_trail_that_leads_nowhere_ends(lie: str) -> None:
 
 
 def test_a_peer_on_another_way_is_not_taken_for_a_liar() -> None:
-    async def main(world: Swarm, zoe: Peer) -> None:
+    async def main(world: SyncCluster, zoe: SyncPeer) -> None:
         bert = world.peers["bert"].chain
         bert.switch(trail()[599].lineage, line(trail()[599].head, 200, plan=b"e" * 32))
         branch = await better(zoe)
@@ -216,7 +216,7 @@ def test_a_peer_on_another_way_is_not_taken_for_a_liar() -> None:
 
 
 def test_nobody_holds_up_what_as_many_others_show() -> None:
-    async def main(world: Swarm, zoe: Peer) -> None:
+    async def main(world: SyncCluster, zoe: SyncPeer) -> None:
         async def slow(stream: FramedStream, header: Header) -> Header:
             await asyncio.sleep(ROUND_SECONDS * 0.9 if isinstance(header, Certificate) else 0)
             return header

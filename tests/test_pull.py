@@ -11,18 +11,18 @@ from node.outer.noloco import NoLoCo
 from node.reporting.report import RoundReport
 from protocols.base import Contribution, PeerId, Vector
 from protocols.sync.snapshot import Snapshots
-from tests.loosepeer import FROM_BERT, STEPS, Peer, Script, half, holds
 from tests.sim import loop as simloop
 from tests.sim.host import SimClock
-from tests.slope import STEP
+from tests.support.linear_learner import STEP
+from tests.support.scripted_averager import FROM_BERT, STEPS, IndependentPeer, Script, half, holds
 
 RATE, MOMENTUM, PULL = 0.5, 0.5, 0.5  # sums of eighths stay exact
 DELTA = STEPS * STEP
 Meanwhile = Callable[[Sequence[Vector]], Mapping[PeerId, Contribution]]
 
 
-def puller(*scripts: Script, snapshots: Snapshots | None = None) -> Peer:
-    return Peer(*scripts, snapshots=snapshots, rule=NoLoCo(MOMENTUM, RATE, PULL))
+def puller(*scripts: Script, snapshots: Snapshots | None = None) -> IndependentPeer:
+    return IndependentPeer(*scripts, snapshots=snapshots, rule=NoLoCo(MOMENTUM, RATE, PULL))
 
 
 def stepped(phi: float, velocity: float, mean: float) -> tuple[float, float]:
@@ -53,7 +53,7 @@ def nothing_lent(vectors: Sequence[Vector]) -> Mapping[PeerId, Contribution]:
     return {}
 
 
-def stands(peer: Peer, state: tuple[float, float]) -> bool:
+def stands(peer: IndependentPeer, state: tuple[float, float]) -> bool:
     outer_loop = peer.outer_loop
     return holds(outer_loop.anchor, state[0]) and holds(outer_loop.velocity, state[1])
 

@@ -8,7 +8,7 @@ import torch
 from node.outer.independent_loop import IndependentOuterLoop
 from protocols.base import PeerId, Vector
 from tests.sim.__main__ import main as simulate
-from tests.sim.loose import LooseWorld, Wander
+from tests.sim.independent_world import IndependentWorld, Wander
 from tests.sim.scenario import OUTER_MOMENTUM, OUTER_RATE, Scenario
 from tests.sim.world import play
 
@@ -29,7 +29,7 @@ class Walked(Wander):
         return done
 
 
-class WalkedWorld(LooseWorld):
+class WalkedWorld(IndependentWorld):
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
         self.walkers: list[Walked] = []

@@ -19,39 +19,39 @@ from protocols.pairwise.share_receiver import MAX_TAKING
 from protocols.pairwise.share_sender import split_share
 from protocols.pairwise.shares import PUSH, PushShare
 from protocols.vectors import VectorView
+from tests.sim.byzantine.contributors import ByzantineContributorStream
 from tests.sim.faults import Faults
 from tests.sim.faults import Message as At
-from tests.sim.gossiping import DONE, ROUND_SECONDS, Swarm, flat, head
+from tests.sim.gossip_harness import DONE, ROUND_SECONDS, GossipHarness, flat, head
 from tests.sim.host import Hearsay, sim_host
 from tests.sim.injection import Injector
-from tests.sim.lies import LyingStream
 from tests.sim.network import SimNetwork, Trace
 
 REST_SECONDS = 60.0
 """Who cost a timeout may be spoken to again."""
 
 
-def pushers(count: int, **options: Any) -> Swarm:
-    return Swarm(count, protocol=PushSum, **options)
+def pushers(count: int, **options: Any) -> GossipHarness:
+    return GossipHarness(count, protocol=PushSum, **options)
 
 
-def weights(swarm: Swarm) -> list[float]:
+def weights(swarm: GossipHarness) -> list[float]:
     return [each.weighted.masses.weight for each in swarm.gossips]
 
 
-def mass(swarm: Swarm) -> torch.Tensor:
+def mass(swarm: GossipHarness) -> torch.Tensor:
     """Σ w·z over everybody."""
     return torch.stack([w * flat(state) for w, state in zip(weights(swarm), swarm.state, strict=True)]).sum(0)
 
 
-def is_conserved(swarm: Swarm) -> bool:
+def is_conserved(swarm: GossipHarness) -> bool:
     """Nothing is under way any more, and all is as it was."""
     assert not any(each.giver.kept for each in swarm.gossips)
     off = float((mass(swarm) - torch.stack(swarm.first).sum(0)).abs().max())
     return abs(sum(weights(swarm)) - swarm.count) < 1e-12 and off < 1e-5 * swarm.count
 
 
-def play(swarm: Swarm, faults: Faults, rounds: int = 1, healed: int = 0) -> None:
+def play(swarm: GossipHarness, faults: Faults, rounds: int = 1, healed: int = 0) -> None:
     """So many rounds of everybody with these faults, then more without."""
 
     async def life(index: int, first: int, count: int) -> None:
@@ -73,7 +73,7 @@ def play(swarm: Swarm, faults: Faults, rounds: int = 1, healed: int = 0) -> None
     swarm.run(main)
 
 
-async def settle(swarm: Swarm, number: int) -> None:
+async def settle(swarm: GossipHarness, number: int) -> None:
     """One last round of each while the others are there: what became of all that was given is known then."""
     for index in range(swarm.count):
         others = [swarm.start(other, swarm.lending(other, 30.0)) for other in range(swarm.count) if other != index]
@@ -149,7 +149,7 @@ def test_silence_at_any_message_costs_one_timeout_and_no_mass(both: bool) -> Non
         assert all(each.ended - each.asked < 5.0 for told in swarm.told for each in told)
 
 
-async def until_counted(swarm: Swarm) -> None:
+async def until_counted(swarm: GossipHarness) -> None:
     """Until p1 has counted what p0 gave, of which p0 does not know yet."""
     while swarm.gossips[1].weighted.masses.weight == 1.0:  # noqa: ASYNC110 - it tells nobody
         await asyncio.sleep(0.001)
@@ -215,7 +215,7 @@ def test_who_has_no_state_to_count_it_in_sends_a_share_home_at_once() -> None:
 
 @pytest.mark.parametrize("lie", ("nan", "infinity", "norm", "size", "garbage"))
 def test_a_liar_is_refused_and_named(lie: str) -> None:
-    disguise = {1: lambda method, stream, pipe: LyingStream(stream, pipe, lie, None)}  # type: ignore[arg-type]
+    disguise = {1: lambda method, stream, pipe: ByzantineContributorStream(stream, pipe, lie, None)}  # type: ignore[arg-type]
     swarm = pushers(2, disguises=disguise)
     swarm.rounds()
     (told,) = swarm.told[0]
@@ -224,7 +224,7 @@ def test_a_liar_is_refused_and_named(lie: str) -> None:
 
 def test_who_sent_what_is_wrong_is_given_nothing_more() -> None:
     """Each share takes half of what is left to us along."""
-    disguise = {1: lambda method, stream, pipe: LyingStream(stream, pipe, "norm", None)}  # type: ignore[arg-type]
+    disguise = {1: lambda method, stream, pipe: ByzantineContributorStream(stream, pipe, "norm", None)}  # type: ignore[arg-type]
     swarm = pushers(2, disguises=disguise)
     swarm.rounds(4)
     refused = [number for number, told in enumerate(swarm.told[0]) if told.mean.blamed]
@@ -242,7 +242,7 @@ def test_who_sent_what_is_wrong_is_given_nothing_more() -> None:
     ],
 )
 def test_a_share_that_cannot_be_is_refused_and_named(change: Any, why: str) -> None:
-    class Forger(LyingStream):
+    class Forger(ByzantineContributorStream):
         async def send(self, header: Any, payload: Any = b"") -> None:
             await self._stream.send(change(header) if isinstance(header, PushShare) else header, payload)
 
@@ -262,7 +262,7 @@ def test_who_is_busy_says_so_before_a_whole_state_has_been_sent() -> None:
     assert told.ended - told.asked < 1.0 and told.mean.bytes_sent < 2e6
 
 
-async def hang(swarm: Swarm, count: int, peer: str = "p1") -> None:
+async def hang(swarm: GossipHarness, count: int, peer: str = "p1") -> None:
     """It promises p0 so many shares, and sends none."""
     loop, key = asyncio.get_running_loop(), head(0).key
     async with AsyncExitStack() as stack:
@@ -375,7 +375,7 @@ def test_a_broken_stream_says_nothing_of_how_fast_a_line_is() -> None:
 def test_who_stalls_costs_its_own_timeout_and_not_that_of_a_slower_peer() -> None:
     """The lines to p1 are said to be very slow, and p1 is not to be spoken to; p2 takes a share and never says so."""
 
-    class Mute(LyingStream):
+    class Mute(ByzantineContributorStream):
         async def send(self, header: Any, payload: Any = b"") -> None:
             await asyncio.Event().wait()
 

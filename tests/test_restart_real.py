@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.realswarm import RealPeer, RealSwarm, wait
+from tests.support.real_swarm import RealPeer, RealSwarm, wait
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 ALONE = """

@@ -30,8 +30,8 @@ from protocols.base import Layout, Member
 from protocols.consensus.record import Kind
 from protocols.history.chain import Chain
 from protocols.sync.snapshot import Snapshot
-from tests.rounds import RUN, decided
-from tests.stays import View
+from tests.support.fake_rounds import RUN, decided
+from tests.support.session_cluster import View
 from tests.test_branches import ROSTER
 from tests.test_checkpoint import Disk, Worker, like, state
 

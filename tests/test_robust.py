@@ -19,8 +19,8 @@ from protocols import robust
 from protocols.base import Outcome, Settings, Vector
 from protocols.moshpit.matchmaker import UNCLIPPED
 from protocols.robust import RULES, RobustAggregator
-from tests.sim.averaging import Averaged, Group
-from tests.sim.poison import ATTACKS, PoisonedTrainer
+from tests.sim.butterfly_harness import Averaged, ButterflyHarness
+from tests.sim.byzantine.gradients import ATTACKS, PoisonedTrainer
 from tests.sim.scenario import Scenario
 from tests.sim.transport import SimTransport
 from tests.sim.world import Outcome as Played
@@ -290,7 +290,7 @@ def test_a_few_numbers_say_nothing_of_norms() -> None:
 
 def averaged(name: str, rows: torch.Tensor, codec: str = "fp32", declared: dict[int, float] | None = None) -> Averaged:
     count = len(rows)
-    group = Group(list(rows), [1000] * count, [1e7] * count, codec=codec, chunk_elements=1024, robust=name)
+    group = ButterflyHarness(list(rows), [1000] * count, [1e7] * count, codec=codec, chunk_elements=1024, robust=name)
     return replace(group, declared=declared or {}).average()
 
 

@@ -36,10 +36,10 @@ from protocols.consensus.record import Kind, Record
 from protocols.history.chain import Chain, state_root
 from protocols.vectors import root
 from protocols.wire import ChunkSpan, Offer, PartDigest, Ready, decode, encode
-from tests.rounds import certified
 from tests.sim import loop as simloop
 from tests.sim.host import EPOCH, SimClock, SimCompute
-from tests.slope import ELEMENTS, STEP, Slope
+from tests.support.fake_rounds import certified
+from tests.support.linear_learner import ELEMENTS, STEP, LinearLearner
 
 T = TypeVar("T")
 
@@ -141,7 +141,7 @@ class WatchedTrainer(InlineTrainer):
     """Counts what is written to it."""
 
     def __init__(self) -> None:
-        super().__init__(Slope(), inner_steps=2, step_seconds=STEP_SECONDS)
+        super().__init__(LinearLearner(), inner_steps=2, step_seconds=STEP_SECONDS)
         self.written: list[Vector] = []
 
     @property

@@ -14,7 +14,7 @@ from protocols.butterfly.session import ButterflySession
 from protocols.consensus.messages import Decided, Instruction
 from protocols.consensus.record import Kind, decode
 from tests.sim import contact
-from tests.sim.staged import Cast, Stage
+from tests.sim.scenario_runner import ScenarioRunner, ScenarioSetup
 
 LATENCY_SECONDS = 0.05
 ROUND_TRIP_SECONDS = 2 * LATENCY_SECONDS
@@ -50,12 +50,12 @@ def decisions(monkeypatch: pytest.MonkeyPatch) -> Decisions:
     return seen
 
 
-def stage(peers: int = 4, **changes: object) -> Stage:
-    return Stage(Cast(peers, fork_peers=0, latency_seconds=LATENCY_SECONDS, **changes))  # type: ignore[arg-type]
+def stage(peers: int = 4, **changes: object) -> ScenarioRunner:
+    return ScenarioRunner(ScenarioSetup(peers, fork_peers=0, latency_seconds=LATENCY_SECONDS, **changes))  # type: ignore[arg-type]
 
 
 def delayed(
-    swarm: Stage,
+    swarm: ScenarioRunner,
     decisions: Decisions,
     victim: Callable[[], PeerId],
     when: Callable[[ButterflySession, int], bool],

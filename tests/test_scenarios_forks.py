@@ -10,8 +10,8 @@ import pytest
 from protocols.base import PeerId
 from protocols.consensus.record import Kind
 from protocols.consensus.vote_tally import majority
-from tests.checkers import Report
-from tests.sim.staged import Cast, Stage
+from tests.sim.scenario_runner import ScenarioRunner, ScenarioSetup
+from tests.support.checkers import Report
 
 HEAL_SECONDS = 30.0
 """From the moment when all links are open to the moment when all vote on one branch again."""
@@ -44,7 +44,7 @@ class Side:
 class Split:
     """A split and its healing."""
 
-    stage: Stage
+    stage: ScenarioRunner
     sides: tuple[Side, Side]
     ancestor: bytes
     one_branch_seconds: float
@@ -54,7 +54,7 @@ class Split:
 
 def split(left: int, right: int, fork_peers: int, apart_seconds: float) -> Split:
     """Some rounds together, a time apart, and all that follows until everybody votes on one branch."""
-    stage = Stage(Cast(left + right, fork_peers=fork_peers, pace_seconds=PACE_SECONDS))
+    stage = ScenarioRunner(ScenarioSetup(left + right, fork_peers=fork_peers, pace_seconds=PACE_SECONDS))
     some, others = stage.peers[:left], stage.peers[left:]
 
     async def story() -> Split:
@@ -157,7 +157,7 @@ def test_where_forks_are_forbidden_a_minority_waits_and_nothing_is_lost(left: in
 @pytest.mark.parametrize("fork_peers", (0, 1))
 def test_who_missed_a_few_rounds_takes_part_in_them_afterwards(fork_peers: int) -> None:
     """It asks about the round that it stands in, and is told what was decided, round by round; nothing is lost."""
-    stage = Stage(Cast(4, fork_peers=fork_peers))
+    stage = ScenarioRunner(ScenarioSetup(4, fork_peers=fork_peers))
     rest = stage.peers[:3]
 
     async def story() -> tuple[list[Report], int]:
@@ -177,7 +177,7 @@ def test_who_missed_a_few_rounds_takes_part_in_them_afterwards(fork_peers: int) 
 
 def test_who_gave_a_round_up_replays_the_means_since() -> None:
     """Nothing is downloaded but what was averaged, and nothing is lost."""
-    stage = Stage(Cast(4, fork_peers=0, keep_rounds=16, pace_seconds=4.0))
+    stage = ScenarioRunner(ScenarioSetup(4, fork_peers=0, keep_rounds=16, pace_seconds=4.0))
     rest = stage.peers[:3]
 
     async def story() -> tuple[list[Report], int]:

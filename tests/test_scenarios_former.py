@@ -9,7 +9,7 @@ import pytest
 from node.training.trainer import InlineTrainer
 from protocols.allreduce.plan import BUDGET_FLOOR_SECONDS
 from tests.sim.leaving import PACE_SECONDS, Leaving, Play
-from tests.sim.parting import LongRounds
+from tests.sim.leaving_scenario import LongRounds
 
 AGAIN_SECONDS = 45.0
 """From the start of those who go on to a roster of all of them: patience, a vote, the rounds that admit the rest."""

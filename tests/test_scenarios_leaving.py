@@ -10,7 +10,7 @@ from node.outer.outer_loop import FIRST_STEP_SECONDS
 from protocols.base import PeerId
 from protocols.butterfly.round_call import LEAVER_SECONDS
 from protocols.consensus.record import Kind
-from tests.sim.parting import LongRounds, Parting
+from tests.sim.leaving_scenario import LeavingScenario, LongRounds
 
 STEP_SECONDS = 0.5
 MIDDLE_SECONDS = 2.2
@@ -20,12 +20,12 @@ PROMPT_SECONDS = 1.5
 ROLES = ("coordinator", "successor", "last")
 
 
-def leaver(stage: Parting, role: str) -> PeerId:
+def leaver(stage: LeavingScenario, role: str) -> PeerId:
     """Who plays this part in the round under way."""
     return stage.coordinator(stage.alive()[0], {"coordinator": 0, "successor": 1, "last": -1}[role])
 
 
-def parted(stage: Parting, round_number: int, gone: set[PeerId]) -> None:
+def parted(stage: LeavingScenario, round_number: int, gone: set[PeerId]) -> None:
     """The round in which these left, and those after it, are as if nothing had happened: but without them."""
     stayed = stage.alive()
     for peer in stayed:
@@ -48,7 +48,7 @@ def parted(stage: Parting, round_number: int, gone: set[PeerId]) -> None:
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize("peers", (2, 3, 4, 5))
 def test_who_leaves_ends_the_round_and_nobody_waits_for_it_again(peers: int, role: str, jitter: bool) -> None:
-    stage = Parting(LongRounds(peers, pace_seconds=STEP_SECONDS, jitter=jitter))
+    stage = LeavingScenario(LongRounds(peers, pace_seconds=STEP_SECONDS, jitter=jitter))
 
     async def story() -> tuple[int, PeerId, float]:
         await stage.rounds(2)
@@ -67,7 +67,7 @@ def test_who_leaves_ends_the_round_and_nobody_waits_for_it_again(peers: int, rol
 @pytest.mark.parametrize("peers", (2, 3, 4))
 def test_who_has_not_ended_its_first_step_is_waited_for_until_it_has(peers: int) -> None:
     """It has asked to leave, and has nothing to bring before; where nobody has, the round is skipped."""
-    stage = Parting(LongRounds(peers, pace_seconds=STEP_SECONDS), {"p1": 4 * STEP_SECONDS})
+    stage = LeavingScenario(LongRounds(peers, pace_seconds=STEP_SECONDS), {"p1": 4 * STEP_SECONDS})
 
     async def story() -> float:
         await stage.rounds(2)
@@ -88,7 +88,7 @@ def test_who_has_not_ended_its_first_step_is_waited_for_until_it_has(peers: int)
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize("peers", (2, 3, 4))
 def test_who_is_asked_in_its_first_step_hands_that_step_in(peers: int, role: str) -> None:
-    stage = Parting(LongRounds(peers, pace_seconds=STEP_SECONDS))
+    stage = LeavingScenario(LongRounds(peers, pace_seconds=STEP_SECONDS))
 
     async def story() -> tuple[PeerId, int, float]:
         await stage.rounds(2)
@@ -108,7 +108,7 @@ def test_who_is_asked_in_its_first_step_hands_that_step_in(peers: int, role: str
 
 
 def test_who_does_not_end_a_step_soon_goes_with_nothing() -> None:
-    stage = Parting(LongRounds(3, pace_seconds=STEP_SECONDS), {"p1": 60.0})
+    stage = LeavingScenario(LongRounds(3, pace_seconds=STEP_SECONDS), {"p1": 60.0})
 
     async def story() -> float:
         await asyncio.sleep(0.2)
@@ -124,7 +124,7 @@ def test_who_does_not_end_a_step_soon_goes_with_nothing() -> None:
 @pytest.mark.parametrize(("peers", "leavers"), ((3, 2), (4, 2), (4, 3), (5, 2), (5, 3), (5, 4)))
 def test_several_leave_in_one_round(peers: int, leavers: int) -> None:
     """At different moments, one among them who coordinates; those who stay go on at once."""
-    stage = Parting(LongRounds(peers, pace_seconds=STEP_SECONDS))
+    stage = LeavingScenario(LongRounds(peers, pace_seconds=STEP_SECONDS))
 
     async def story() -> float:
         await stage.rounds(2)
@@ -144,7 +144,7 @@ def test_several_leave_in_one_round(peers: int, leavers: int) -> None:
 
 @pytest.mark.parametrize("peers", (1, 2, 3, 4, 5))
 def test_all_leave_at_once_each_with_the_same_state(peers: int) -> None:
-    stage = Parting(LongRounds(peers, pace_seconds=STEP_SECONDS))
+    stage = LeavingScenario(LongRounds(peers, pace_seconds=STEP_SECONDS))
 
     async def story() -> float:
         await stage.rounds(2)
@@ -159,7 +159,7 @@ def test_all_leave_at_once_each_with_the_same_state(peers: int) -> None:
 
 
 def test_one_after_the_other_leaves_and_newcomers_come() -> None:
-    stage = Parting(LongRounds(6, founders=4, pace_seconds=STEP_SECONDS))
+    stage = LeavingScenario(LongRounds(6, founders=4, pace_seconds=STEP_SECONDS))
 
     async def leave() -> None:
         await asyncio.sleep(MIDDLE_SECONDS)
@@ -192,7 +192,7 @@ def test_one_after_the_other_leaves_and_newcomers_come() -> None:
 def test_who_asks_while_the_means_are_made_leaves_with_that_round(peers: int) -> None:
     """The next roster is not yet proposed, and is without it."""
     cast = LongRounds(peers, pace_seconds=STEP_SECONDS, elements=200_000, chunk_elements=10_000, uplinks=(2e5,) * peers)
-    stage = Parting(cast)
+    stage = LeavingScenario(cast)
 
     async def story() -> None:
         await stage.rounds(2)
@@ -210,7 +210,7 @@ def test_who_asks_while_the_means_are_made_leaves_with_that_round(peers: int) ->
 
 @pytest.mark.parametrize("peers", (2, 3))
 def test_who_has_left_and_comes_back_is_a_newcomer(peers: int) -> None:
-    stage = Parting(LongRounds(peers, pace_seconds=STEP_SECONDS, fork_peers=0))
+    stage = LeavingScenario(LongRounds(peers, pace_seconds=STEP_SECONDS, fork_peers=0))
 
     async def story() -> None:
         await stage.rounds(2)

@@ -14,9 +14,9 @@ from protocols.base import Buffer, Header, Member, Outcome, PeerId
 from protocols.consensus.record import Kind, coordinators
 from protocols.framing import FramedStream
 from protocols.history.chain import genesis
-from tests.sim.averaging import RUN, Averaged, Group
+from tests.sim.butterfly_harness import RUN, Averaged, ButterflyHarness
+from tests.sim.leaving_scenario import LeavingScenario, LongRounds
 from tests.sim.network import SimNetwork
-from tests.sim.parting import LongRounds, Parting
 from tests.test_butterfly import vectors
 
 STEP_SECONDS = 0.5
@@ -25,7 +25,7 @@ FINISH_SECONDS = 7.0
 """After which a peer gives up leaving in good order (`node.session.peer_session`)."""
 
 
-def others(stage: Parting, peer: PeerId) -> list[PeerId]:
+def others(stage: LeavingScenario, peer: PeerId) -> list[PeerId]:
     return [each for each in stage.peers if each != peer]
 
 
@@ -41,7 +41,7 @@ def leave_and_die(peers: int, role: int, at: int | None) -> tuple[int, float, li
     cast = LongRounds(
         peers, pace_seconds=STEP_SECONDS, elements=24 * peers, chunk_elements=12, fork_peers=1 if peers == 2 else 0
     )
-    stage, goes, count = Parting(cast), "", 0
+    stage, goes, count = LeavingScenario(cast), "", 0
 
     def watch(peer: PeerId, number: int, way: str, other: PeerId) -> None:
         nonlocal count
@@ -91,7 +91,7 @@ def test_wherever_it_dies_in_its_last_round_the_others_go_on(peers: int, role: i
 def test_one_that_is_cut_off_as_it_leaves_holds_the_others_up_as_any_other(
     peers: int, after_seconds: float, role: int
 ) -> None:
-    stage = Parting(LongRounds(peers, pace_seconds=STEP_SECONDS, fork_peers=0))
+    stage = LeavingScenario(LongRounds(peers, pace_seconds=STEP_SECONDS, fork_peers=0))
 
     async def story() -> float:
         await stage.rounds(2)
@@ -117,7 +117,7 @@ def test_one_that_is_cut_off_as_it_leaves_holds_the_others_up_as_any_other(
 @pytest.mark.parametrize("leaving", (False, True))
 def test_of_two_nobody_evicts_the_other_that_is_merely_silent(leaving: bool, fork_peers: int) -> None:
     """Whether the one who is left wants to leave or to stay: no record without the other's vote, only a fork."""
-    stage = Parting(LongRounds(2, pace_seconds=STEP_SECONDS, fork_peers=fork_peers))
+    stage = LeavingScenario(LongRounds(2, pace_seconds=STEP_SECONDS, fork_peers=fork_peers))
 
     async def story() -> set[int]:
         await stage.rounds(2)
@@ -137,7 +137,7 @@ def test_of_two_nobody_evicts_the_other_that_is_merely_silent(leaving: bool, for
 
 def average(count: int, lies: dict[int, str], before: Callable[[SimNetwork], None] = lambda network: None) -> Averaged:
     given = vectors(count, 1000, seed=5)
-    group = Group(given, [1000] * count, [1e7] * count, chunk_elements=256, lies=lies, before=before)
+    group = ButterflyHarness(given, [1000] * count, [1e7] * count, chunk_elements=256, lies=lies, before=before)
     return group.average()
 
 

@@ -13,10 +13,10 @@ from protocols.butterfly.averager import CONTROL
 from protocols.consensus.messages import Accept, Prepare, Promise, Propose, VoteMessage
 from protocols.consensus.record import coordinators
 from protocols.history.chain import genesis
-from tests.sim.averaging import RUN, Averaged, Group
+from tests.sim.butterfly_harness import RUN, Averaged, ButterflyHarness
+from tests.sim.byzantine.voters import forged, made_up
 from tests.sim.host import sim_host
 from tests.sim.network import SimNetwork
-from tests.sim.perjury import forged, made_up
 from tests.test_butterfly import vectors
 
 COUNT = 4
@@ -34,7 +34,9 @@ def average(
     codec: str = "fp32",
 ) -> Averaged:
     given = vectors(COUNT, 4000, seed=5)
-    group = Group(given, [1000] * COUNT, [1e7] * COUNT, codec=codec, chunk_elements=256, lies=lies or {}, before=before)
+    group = ButterflyHarness(
+        given, [1000] * COUNT, [1e7] * COUNT, codec=codec, chunk_elements=256, lies=lies or {}, before=before
+    )
     return group.average()
 
 

@@ -19,7 +19,7 @@ from protocols.consensus.record import Kind, Record
 from protocols.history.chain import DecidedRound
 from protocols.static_members import StaticMembers
 from tests.sim.host import sim_host
-from tests.sim.staged import Cast, Stage
+from tests.sim.scenario_runner import ScenarioRunner, ScenarioSetup
 
 WHOLE_SECONDS = 30.0
 
@@ -33,7 +33,7 @@ def contributed(links: tuple[DecidedRound, ...], peer: PeerId) -> list[int]:
 @pytest.mark.parametrize("peers", (3, 5))
 def test_a_peer_that_restarts_is_a_new_member(peers: int, dead_seconds: float) -> None:
     """It catches up, knocks, is admitted by a record, and brings work again; nobody is kept waiting for it."""
-    stage = Stage(Cast(peers, fork_peers=0))
+    stage = ScenarioRunner(ScenarioSetup(peers, fork_peers=0))
 
     async def story() -> tuple[tuple[DecidedRound, ...], float, float]:
         await stage.rounds(4)
@@ -62,7 +62,7 @@ def test_a_peer_that_restarts_is_a_new_member(peers: int, dead_seconds: float) -
 
 def test_a_life_that_has_ended_has_no_vote() -> None:
     """Whoever says something in its name is refused and named, before its next life is admitted and after."""
-    stage = Stage(Cast(4, fork_peers=0))
+    stage = ScenarioRunner(ScenarioSetup(4, fork_peers=0))
 
     async def vote() -> None:
         """In the name of p2's first life, by its second."""
@@ -94,7 +94,7 @@ def test_a_life_that_has_ended_has_no_vote() -> None:
 @pytest.mark.parametrize(("founders", "newcomers"), ((1, 4), (2, 4), (4, 4)))
 def test_newcomers_are_admitted_a_few_at_a_time(founders: int, newcomers: int) -> None:
     """At most half as many as there are, so that they are never the majority that decides on the rest; or four."""
-    stage = Stage(Cast(founders + newcomers, founders=founders, fork_peers=0))
+    stage = ScenarioRunner(ScenarioSetup(founders + newcomers, founders=founders, fork_peers=0))
 
     async def story() -> tuple[tuple[DecidedRound, ...], float]:
         await stage.rounds(3)
@@ -118,7 +118,7 @@ def test_newcomers_are_admitted_a_few_at_a_time(founders: int, newcomers: int) -
 
 def test_who_loses_the_others_on_the_verge_of_proposing_evicts_no_majority(monkeypatch: pytest.MonkeyPatch) -> None:
     """It holds a whole mean, and nobody is left to vote on it: in time it forks, with that mean."""
-    stage = Stage(Cast(3))
+    stage = ScenarioRunner(ScenarioSetup(3))
     draft, left, drafted = RoundCoordinator._outcome, list[PeerId](), list[Record]()
 
     def bereft(self: RoundCoordinator, resolved: ResolvedPlan, exchange: AllReduce) -> Record:
@@ -147,7 +147,7 @@ def test_who_loses_the_others_on_the_verge_of_proposing_evicts_no_majority(monke
 
 @pytest.mark.parametrize("peers", (3, 5))
 def test_a_silent_member_is_evicted_by_a_record_and_admitted_again(peers: int) -> None:
-    stage = Stage(Cast(peers, fork_peers=0))
+    stage = ScenarioRunner(ScenarioSetup(peers, fork_peers=0))
     mute = stage.peers[-1]
     rest = stage.peers[:-1]
 

@@ -18,7 +18,7 @@ from protocols.butterfly.session import ButterflySession
 from protocols.control_channel import KEEP_MESSAGES
 from protocols.sync.snapshot import Snapshot
 from tests.sim.host import SimCompute
-from tests.sim.staged import Cast, Stage
+from tests.sim.scenario_runner import ScenarioRunner, ScenarioSetup
 
 KINDS = (ReducedPart, Reducer, AllReduce, ButterflySession, ConsensusDriver, Snapshot)
 PEERS = 4
@@ -27,7 +27,7 @@ SETTLING_ROUNDS = 10
 UNDECIDED = 20
 ELEMENTS = 4000
 
-Trouble = Callable[[Stage], Awaitable[None]]
+Trouble = Callable[[ScenarioRunner], Awaitable[None]]
 
 
 def tracker() -> Counter[str]:
@@ -44,17 +44,17 @@ def tracker() -> Counter[str]:
     return count
 
 
-def waiting(stage: Stage) -> int:
+def waiting(stage: ScenarioRunner) -> int:
     """The most messages that one peer keeps for another."""
     lines = [line for peer in stage.alive() for line in stage.averager(peer)._post._lines.values()]
     return max((max(len(line.waiting), len(line.sent)) for line in lines), default=0)
 
 
-async def nothing(stage: Stage) -> None:
+async def nothing(stage: ScenarioRunner) -> None:
     """No trouble."""
 
 
-async def undecided(stage: Stage) -> None:
+async def undecided(stage: ScenarioRunner) -> None:
     """Nobody has a majority, for many attempts."""
     half = stage.peers[:2], stage.peers[2:]
     stage.cut(*half)
@@ -67,12 +67,12 @@ async def undecided(stage: Stage) -> None:
     stage.heal(*half)
 
 
-async def _attempts(stage: Stage, count: int) -> None:
+async def _attempts(stage: ScenarioRunner, count: int) -> None:
     await stage.until(lambda: all(stage.outcomes(peer).count("undecided") >= count for peer in stage.peers), 1e4)
     await asyncio.sleep(1.0)
 
 
-async def skipped(stage: Stage) -> None:
+async def skipped(stage: ScenarioRunner) -> None:
     """Nobody gets anything computed for longer than a round may take."""
     for peer in stage.peers:
         compute = stage.replicas[peer]._compute
@@ -81,7 +81,7 @@ async def skipped(stage: Stage) -> None:
     await stage.until(lambda: all("skipped" in stage.outcomes(peer) for peer in stage.peers), 300.0, "a skipped round")
 
 
-async def repaired(stage: Stage) -> None:
+async def repaired(stage: ScenarioRunner) -> None:
     """A reducer dies in the data phase, three times over, and comes back."""
     for _ in range(3):
         now = stage.head("p0").key.round
@@ -104,7 +104,7 @@ async def repaired(stage: Stage) -> None:
         await stage.until(stage.whole, 60.0, "a whole roster")
 
 
-async def superseded(stage: Stage) -> None:
+async def superseded(stage: ScenarioRunner) -> None:
     """One goes on alone, and gives it up."""
     stage.cut(["p0"], stage.peers[1:])
     await stage.until(lambda: stage.outcomes("p0").count("alone") >= 5, 600.0, "rounds alone")
@@ -116,7 +116,7 @@ async def superseded(stage: Stage) -> None:
 def level(trouble: Trouble, fork_peers: int) -> tuple[Counter[str], set[str]]:
     """What is alive when the trouble is over and as many rounds are decided as anything is kept for; and what came of
     the rounds until then."""
-    stage = Stage(Cast(PEERS, fork_peers=fork_peers, elements=ELEMENTS, chunk_elements=500))
+    stage = ScenarioRunner(ScenarioSetup(PEERS, fork_peers=fork_peers, elements=ELEMENTS, chunk_elements=500))
 
     async def story() -> Counter[str]:
         await stage.rounds(4)

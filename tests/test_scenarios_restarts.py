@@ -10,15 +10,15 @@ from protocols.allreduce.plan import BUDGET_FLOOR_SECONDS
 from protocols.base import PeerId
 from protocols.consensus.record import Kind
 from protocols.history.chain import DecidedRound
-from tests.sim.durable import Durable
-from tests.sim.staged import Cast
+from tests.sim.durable_world import DurableWorld
+from tests.sim.scenario_runner import ScenarioSetup
 
 WHOLE_SECONDS = 30.0
 """From the moment when all are there again to the moment when all vote on one branch, in their new lives."""
 PATIENCE_SECONDS = 3 * BUDGET_FLOOR_SECONDS
 
 
-def forks(stage: Durable, peer: PeerId) -> list[DecidedRound]:
+def forks(stage: DurableWorld, peer: PeerId) -> list[DecidedRound]:
     chain = stage.chain(peer)
     return [link for link in chain.since(chain.locator()[-1]) if link.record.kind == Kind.FORK]
 
@@ -29,7 +29,7 @@ def forks(stage: Durable, peer: PeerId) -> list[DecidedRound]:
 )
 def test_all_are_killed_and_all_come_back(peers: int, every_rounds: int, moment: float) -> None:
     """In one round, by one FORK of them all; what is lost is at most what was decided since the last checkpoint."""
-    stage = Durable(Cast(peers), every_rounds)
+    stage = DurableWorld(ScenarioSetup(peers), every_rounds)
 
     async def story() -> tuple[int, int]:
         await stage.rounds(5)
@@ -53,7 +53,7 @@ def test_all_are_killed_and_all_come_back(peers: int, every_rounds: int, moment:
 
 @pytest.mark.parametrize("pause_seconds", (1.0, 15.0))
 def test_they_come_back_one_after_the_other(pause_seconds: float) -> None:
-    stage = Durable(Cast(4), 2)
+    stage = DurableWorld(ScenarioSetup(4), 2)
 
     async def story() -> None:
         await stage.rounds(5)
@@ -70,7 +70,7 @@ def test_they_come_back_one_after_the_other(pause_seconds: float) -> None:
 
 def test_the_newest_state_among_them_is_what_they_go_on_from() -> None:
     """One has a later checkpoint than the others: they take it over."""
-    stage = Durable(Cast(4), 3)
+    stage = DurableWorld(ScenarioSetup(4), 3)
 
     async def story() -> bytes:
         await stage.rounds(4)
@@ -92,7 +92,7 @@ def test_the_newest_state_among_them_is_what_they_go_on_from() -> None:
 
 
 def test_one_never_comes_back() -> None:
-    stage = Durable(Cast(4))
+    stage = DurableWorld(ScenarioSetup(4))
 
     async def story() -> float:
         await stage.rounds(3)
@@ -111,7 +111,7 @@ def test_one_never_comes_back() -> None:
 
 @pytest.mark.parametrize(("fork_peers", "back"), ((0, 4), (3, 2)))
 def test_where_the_run_does_not_allow_it_they_wait(fork_peers: int, back: int) -> None:
-    stage = Durable(Cast(4, fork_peers=fork_peers))
+    stage = DurableWorld(ScenarioSetup(4, fork_peers=fork_peers))
 
     async def story() -> None:
         await stage.rounds(3)
@@ -132,7 +132,7 @@ def test_where_the_run_does_not_allow_it_they_wait(fork_peers: int, back: int) -
 
 def test_a_member_that_lives_decides_and_the_others_wait_for_it() -> None:
     """It holds the newest state: nothing is lost but the round under way."""
-    stage = Durable(Cast(4), 4)
+    stage = DurableWorld(ScenarioSetup(4), 4)
 
     async def story() -> bytes:
         await stage.rounds(3)
@@ -150,7 +150,7 @@ def test_a_member_that_lives_decides_and_the_others_wait_for_it() -> None:
 
 
 def test_who_is_started_again_while_the_others_go_on_does_not_fork() -> None:
-    stage = Durable(Cast(4), 3)
+    stage = DurableWorld(ScenarioSetup(4), 3)
 
     async def story() -> None:
         await stage.rounds(4)
@@ -167,7 +167,7 @@ def test_who_is_started_again_while_the_others_go_on_does_not_fork() -> None:
 
 def test_members_and_heirs_go_on_apart_and_the_members_branch_holds() -> None:
     """Two live, two were started again, and the two halves do not hear each other: neither can know of the other."""
-    stage = Durable(Cast(4))
+    stage = DurableWorld(ScenarioSetup(4))
     members, heirs = stage.peers[:2], stage.peers[2:]
 
     async def story() -> None:
@@ -189,7 +189,7 @@ def test_members_and_heirs_go_on_apart_and_the_members_branch_holds() -> None:
 
 def test_a_member_that_stands_a_round_behind_does_not_hold_its_heirs_up() -> None:
     """It lives, and cannot get to where they are: the means that lead there died with those who held them."""
-    stage = Durable(Cast(3))
+    stage = DurableWorld(ScenarioSetup(3))
     behind, others = stage.peers[2], stage.peers[:2]
 
     async def story() -> None:
@@ -214,7 +214,7 @@ def test_a_member_that_stands_a_round_behind_does_not_hold_its_heirs_up() -> Non
 @pytest.mark.parametrize(("peers", "fork_peers", "dead"), ((3, 2, 2), (4, 2, 3)))
 def test_too_few_survivors_are_no_reason_to_wait_for_ever(peers: int, fork_peers: int, dead: int) -> None:
     """They may not fork, being fewer than the run wants; the heirs are enough, and admit them."""
-    stage = Durable(Cast(peers, fork_peers=fork_peers))
+    stage = DurableWorld(ScenarioSetup(peers, fork_peers=fork_peers))
 
     async def story() -> None:
         await stage.rounds(3)
@@ -230,7 +230,7 @@ def test_too_few_survivors_are_no_reason_to_wait_for_ever(peers: int, fork_peers
 
 def test_one_that_was_cut_off_does_not_take_everybody_back() -> None:
     """It forked alone while the others, all of them started again, went on without it."""
-    stage = Durable(Cast(4))
+    stage = DurableWorld(ScenarioSetup(4))
     alone, others = stage.peers[3], stage.peers[:3]
 
     async def story() -> bytes:

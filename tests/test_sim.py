@@ -14,8 +14,8 @@ from node.outer.replicated_loop import ReplicatedOuterLoop
 from protocols.allreduce.reducer import Reducer
 from tests.sim import scheduling
 from tests.sim.__main__ import main
+from tests.sim.byzantine.contributors import LIES
 from tests.sim.families import CALM
-from tests.sim.lies import LIES
 from tests.sim.scenario import Scenario
 from tests.sim.world import Outcome, play
 
@@ -31,7 +31,7 @@ def test_other_seeds_give_other_traces() -> None:
 
 def test_the_trace_does_not_depend_on_the_hash_seed_of_the_process() -> None:
     code = (
-        "from tests.sim.standin import *; from tests.sim.world import *;"
+        "from tests.sim.oracle_protocol import *; from tests.sim.world import *;"
         "print(play(Scenario(peers=4, rounds=2, seed=3, fault='lies')).trace.digest());"
         "print(play(Scenario(peers=4, rounds=2, seed=3, fault='mixed'), StandIn).trace.digest())"
     )

@@ -28,20 +28,20 @@ from protocols.base import (
 from protocols.control_channel import RoundAccounting
 from protocols.moshpit.peer_tracker import PeerTracker
 from protocols.pairwise.round_estimator import RoundEstimator
-from tests.checkers import Report, Violation
 from tests.sim import crashes, scheduling
 from tests.sim import world as worlds
 from tests.sim.__main__ import main as simulate
-from tests.sim.loose import LooseWorld
+from tests.sim.independent_world import IndependentWorld
+from tests.sim.message_fault import ROUND, enumerate_points, small, strike
 from tests.sim.pairs import Pairs, PairSession
 from tests.sim.scenario import Scenario
-from tests.sim.striking import ROUND, enumerate_points, small, strike
 from tests.sim.world import Outcome as Played
 from tests.sim.world import World, play
 from tests.sim.worlds import world_of
+from tests.support.checkers import Report, Violation
 
 
-class PairWorld(LooseWorld):
+class PairWorld(IndependentWorld):
     """A world of stand-ins."""
 
     session: type[PairSession] = PairSession
@@ -116,7 +116,7 @@ def test_the_spread_that_is_told_is_about_the_true_one() -> None:
 
 
 def test_each_protocol_has_its_world() -> None:
-    assert world_of("butterfly") is World and world_of("gossip") is LooseWorld
+    assert world_of("butterfly") is World and world_of("gossip") is IndependentWorld
 
 
 # -- what is found ----------------------------------------------------------------------------------------------------
@@ -271,7 +271,7 @@ def test_the_honest_come_through_beside_a_liar(protocol: str, lie: str, seed: in
     assert CountingWorld.apart < 0.11, "three that meet nobody are .14 apart"
 
 
-class CountingWorld(LooseWorld):
+class CountingWorld(IndependentWorld):
     """Knows how many lies were told, and how far the honest are apart in the end."""
 
     lies, apart = 0, 0.0
@@ -285,27 +285,29 @@ class CountingWorld(LooseWorld):
 def test_a_lie_that_nobody_names_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RoundAccounting, "name", lambda self, peer, why: None)
     scenario = Scenario(protocol="gossip", peers=4, rounds=4, seed=0, fault="lies", lie="scaled")
-    assert found(play(scenario, LooseWorld)) == {"named"}
+    assert found(play(scenario, IndependentWorld)) == {"named"}
 
 
 def test_a_clock_that_one_liar_moves_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RoundEstimator, "round", lambda self, mine, others: max([mine, *self._said.values()]))
     scenario = Scenario(protocol="gossip", peers=4, rounds=4, seed=4, fault="lies", lie="ahead")
-    assert "clock" in found(play(scenario, LooseWorld))
+    assert "clock" in found(play(scenario, IndependentWorld))
 
 
 def test_without_waiting_for_those_behind_one_ahead_is_never_met_again(monkeypatch: pytest.MonkeyPatch) -> None:
     scenario = Scenario(protocol="moshpit", peers=3, rounds=5, seed=11, fault="partition")
-    assert play(scenario, LooseWorld).violations == []
+    assert play(scenario, IndependentWorld).violations == []
     monkeypatch.setattr(PeerTracker, "leads", lambda self, round: False)
-    assert "progress" in found(play(scenario, LooseWorld))
+    assert "progress" in found(play(scenario, IndependentWorld))
 
 
 def test_who_is_slow_ends_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     scenario = Scenario(protocol="gossip", peers=4, rounds=5, fault="slow")
-    assert play(scenario, LooseWorld).violations == []
+    assert play(scenario, IndependentWorld).violations == []
     monkeypatch.setattr(RoundEstimator, "round", lambda self, mine, others: mine)
-    assert "spread" in found(play(scenario, LooseWorld)), "alone for as long as the others took together, many times"
+    assert "spread" in found(play(scenario, IndependentWorld)), (
+        "alone for as long as the others took together, many times"
+    )
 
 
 def test_seeds_in_which_nobody_would_lie_are_not_played_as_lies(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ from protocols.history.chain import Chain, state_root
 from protocols.sync.requests import SnapshotRef
 from protocols.sync.snapshot import Snapshot, SnapshotIndex, Snapshots, chunk_digests, root_of
 from protocols.vectors import CHUNK_ELEMENTS, root
-from tests.rounds import RUN, line
+from tests.support.fake_rounds import RUN, line
 from tests.test_branches import ROSTER
 
 SIZES = (1, 7, CHUNK_ELEMENTS - 1, CHUNK_ELEMENTS, CHUNK_ELEMENTS + 1, 3 * CHUNK_ELEMENTS)

@@ -51,7 +51,7 @@ def value_of(snapshot: Snapshot) -> float:
 
 
 @dataclass
-class Town:
+class DonorCluster:
     """Donors, and a newcomer."""
 
     network: SimNetwork
@@ -66,14 +66,14 @@ class Town:
         return await self.newcomer.fetch(lambda donors: order or donors, until)
 
 
-def play(body: Callable[[Town], Awaitable[None]], **donors: Snapshot | None) -> None:
+def play(body: Callable[[DonorCluster], Awaitable[None]], **donors: Snapshot | None) -> None:
     """Args: a donor's snapshot; None: it is a newcomer as well."""
 
     async def main() -> None:
         network = SimNetwork(Trace())
         names = [*donors, "newcomer"]
         transports = {name: network.join(name, 1.25e6) for name in names}
-        town = Town(network, {})
+        town = DonorCluster(network, {})
         for name in names:
             snapshots, mine = Snapshots(), donors.get(name)
             if mine:
@@ -91,7 +91,7 @@ def play(body: Callable[[Town], Awaitable[None]], **donors: Snapshot | None) -> 
 
 
 def test_a_newcomer_fetches_the_state_that_one_donor_vouches_for() -> None:
-    async def body(town: Town) -> None:
+    async def body(town: DonorCluster) -> None:
         snapshot = await town.fetch()
         assert (value_of(snapshot), snapshot.round) == (2.0, 4)
         assert snapshot.lineage == snapshot.index.state_root(4)
@@ -101,14 +101,14 @@ def test_a_newcomer_fetches_the_state_that_one_donor_vouches_for() -> None:
 
 
 def test_who_fetches_says_whose() -> None:
-    async def body(town: Town) -> None:
+    async def body(town: DonorCluster) -> None:
         assert value_of(await town.fetch(60.0, "anna")) == 1.0
 
     play(body, anna=state(1.0, 4), bert=state(2.0, 4))
 
 
 def test_where_a_donor_dies_the_next_one_brings_its_own() -> None:
-    async def body(town: Town) -> None:
+    async def body(town: DonorCluster) -> None:
         asyncio.get_running_loop().call_later(1.0, town.network.kill, "anna")
         assert value_of(await town.fetch(60.0, "anna", "bert")) == 2.0
         named, _, _ = town.newcomer.accounting.take()
@@ -118,7 +118,7 @@ def test_where_a_donor_dies_the_next_one_brings_its_own() -> None:
 
 
 def test_where_nobody_has_a_state_there_is_none() -> None:
-    async def body(town: Town) -> None:
+    async def body(town: DonorCluster) -> None:
         with pytest.raises(StateUnavailable):
             await town.fetch()
         assert asyncio.get_running_loop().time() < 10.0
@@ -128,7 +128,7 @@ def test_where_nobody_has_a_state_there_is_none() -> None:
 
 @pytest.mark.parametrize("lie", ["signature", "root", "round", "name", "run"])
 def test_who_vouches_for_what_it_should_not_is_named_and_not_fetched_from(lie: str) -> None:
-    async def body(town: Town) -> None:
+    async def body(town: DonorCluster) -> None:
         liar = town.state_sync["liar"]
         honest = liar._standing
 
@@ -155,7 +155,7 @@ def test_who_vouches_for_what_it_should_not_is_named_and_not_fetched_from(lie: s
 
 
 def test_a_donor_whose_index_makes_another_root_than_it_signed_is_left() -> None:
-    async def body(town: Town) -> None:
+    async def body(town: DonorCluster) -> None:
         good = state(9.0, 4)
         theta = torch.full((ELEMENTS,), 7.0)
         wrong = Snapshot(good.lineage, 4, SnapshotIndex.of(theta, theta))
@@ -171,7 +171,7 @@ def test_a_donor_whose_index_makes_another_root_than_it_signed_is_left() -> None
 def test_a_state_that_is_not_finite_is_not_taken(value: float) -> None:
     """It would be the newcomer's for good: nobody mixes with it, and its distance from others is no number."""
 
-    async def body(town: Town) -> None:
+    async def body(town: DonorCluster) -> None:
         assert value_of(await town.fetch(60.0, "liar", "anna")) == 1.0
         named, _, _ = town.newcomer.accounting.take()
         assert [blame.peer for blame in named] == ["liar"] and "not finite" in named[0].why
@@ -180,7 +180,7 @@ def test_a_state_that_is_not_finite_is_not_taken(value: float) -> None:
 
 
 def test_who_could_not_be_asked_in_time_is_not_named() -> None:
-    async def body(town: Town) -> None:
+    async def body(town: DonorCluster) -> None:
         asyncio.get_running_loop().call_later(1.7, town.network.kill, "anna")
         with pytest.raises(StateUnavailable, match="none of 1 donors"):
             await town.fetch(1.0, "anna", "bert")
@@ -191,7 +191,7 @@ def test_who_could_not_be_asked_in_time_is_not_named() -> None:
 
 
 def test_a_person_is_told_when_it_was_in_vain_five_times_in_a_row() -> None:
-    async def body(town: Town) -> None:
+    async def body(town: DonorCluster) -> None:
         said: list[str] = []
         town.newcomer.complain_to(said.append)
         snapshots, mine = town.state_sync["anna"]._snapshots, state(1.0, 4)
@@ -206,7 +206,7 @@ def test_a_person_is_told_when_it_was_in_vain_five_times_in_a_row() -> None:
             town.state_sync["anna"]._donor._loans.clear()
         assert said == ["nobody here has a state: waiting for a peer that has one"]
 
-    def away(town: Town) -> Awaitable[None]:
+    def away(town: DonorCluster) -> Awaitable[None]:
         town.state_sync["anna"]._snapshots._held.clear()
         return body(town)
 
@@ -214,7 +214,7 @@ def test_a_person_is_told_when_it_was_in_vain_five_times_in_a_row() -> None:
 
 
 def test_one_caller_leaves_room_for_others() -> None:
-    async def body(town: Town) -> None:
+    async def body(town: DonorCluster) -> None:
         until = asyncio.get_running_loop().time() + 60.0
         async with AsyncExitStack() as held:
             for _ in range(MAX_STREAMS):

@@ -28,16 +28,16 @@ from protocols.allreduce.parts import ReducedPart
 from protocols.base import Member
 from tests.sim import loop as simloop
 from tests.sim.host import Hearsay, SimClock
-from tests.stays import Directory, Peer, Town, View, now, until
+from tests.support.session_cluster import Directory, SessionCluster, SessionPeer, View, now, until
 
 Play = Callable[..., None]
 
 
 @pytest.fixture
 def play(tmp_path: Path) -> Play:
-    def run(body: Callable[[Town], Awaitable[None]], founders: str = "abc") -> None:
+    def run(body: Callable[[SessionCluster], Awaitable[None]], founders: str = "abc") -> None:
         async def main() -> None:
-            town = Town(tmp_path, founders)
+            town = SessionCluster(tmp_path, founders)
             await body(town)
             if town.network.bugs:
                 raise town.network.bugs[0]
@@ -51,7 +51,7 @@ def play(tmp_path: Path) -> Play:
 
 
 def test_a_stay_ends_with_the_run(play: Play) -> None:
-    async def body(town: Town) -> None:
+    async def body(town: SessionCluster) -> None:
         peers = town.all()
         await town.end()
         for peer in peers:
@@ -70,7 +70,7 @@ def test_a_stay_ends_with_the_run(play: Play) -> None:
 def test_what_a_round_leaves_in_circles_goes_with_it(play: Play) -> None:
     """Reduced parts above all: a hundred rounds would hold a hundred times the state, till the collector comes by."""
 
-    async def body(town: Town) -> None:
+    async def body(town: SessionCluster) -> None:
         peers, parts = town.all(run_rounds=24), []
         peers[-1].view.on_report = lambda _: parts.append(sum(type(each) is ReducedPart for each in gc.get_objects()))
         gc.disable()
@@ -85,7 +85,7 @@ def test_what_a_round_leaves_in_circles_goes_with_it(play: Play) -> None:
 
 
 def test_a_run_that_is_over_already_is_left_at_once(play: Play) -> None:
-    async def body(town: Town) -> None:
+    async def body(town: SessionCluster) -> None:
         (peer,) = town.all("a", run_rounds=0)
         await town.end()
         assert peer.outcomes == [] and (peer.ended or math.inf) < 1.0
@@ -94,7 +94,7 @@ def test_a_run_that_is_over_already_is_left_at_once(play: Play) -> None:
 
 
 def test_one_that_comes_alone_and_others_that_join_it_end_together(play: Play) -> None:
-    async def body(town: Town) -> None:
+    async def body(town: SessionCluster) -> None:
         first = town.add("a", run_rounds=8)
         await until(lambda: len(first.view.reports) == 2)
         others = town.all("bc", run_rounds=8)
@@ -109,7 +109,7 @@ def test_one_that_comes_alone_and_others_that_join_it_end_together(play: Play) -
 
 
 def test_a_share_of_the_rounds_is_done_and_handed_in(play: Play) -> None:
-    async def body(town: Town) -> None:
+    async def body(town: SessionCluster) -> None:
         a, b = town.all("ab", run_rounds=6)
         c = town.add("c", run_rounds=6, rounds=2)
         await town.end("c")
@@ -130,7 +130,7 @@ def test_a_share_of_the_rounds_is_done_and_handed_in(play: Play) -> None:
 def test_who_leaves_at_any_moment_does_so_by_a_decision(play: Play, after_seconds: float) -> None:
     """Where the round is too far gone to let it go, by that of one more, which may hold no work yet."""
 
-    async def body(town: Town) -> None:
+    async def body(town: SessionCluster) -> None:
         a, b, c = town.all(run_rounds=6)
         await asyncio.sleep(after_seconds)
         began = now()
@@ -149,7 +149,7 @@ def test_who_leaves_at_any_moment_does_so_by_a_decision(play: Play, after_second
 
 
 def test_who_leaves_between_two_rounds_begins_none_that_it_would_not_end(play: Play) -> None:
-    async def body(town: Town) -> None:
+    async def body(town: SessionCluster) -> None:
         a, b, c = town.all(run_rounds=6)
         c.view.on_report = lambda report: c.session.leave()
         await town.end("c")
@@ -161,7 +161,7 @@ def test_who_leaves_between_two_rounds_begins_none_that_it_would_not_end(play: P
 
 
 def test_who_leaves_alone_leaves_when_its_round_is_over(play: Play) -> None:
-    async def body(town: Town) -> None:
+    async def body(town: SessionCluster) -> None:
         (peer,) = town.all("a", run_rounds=6)
         await asyncio.sleep(0.5)
         peer.session.leave()
@@ -172,7 +172,7 @@ def test_who_leaves_alone_leaves_when_its_round_is_over(play: Play) -> None:
 
 
 def test_who_leaves_while_it_waits_for_others_leaves_at_once(play: Play) -> None:
-    async def body(town: Town) -> None:
+    async def body(town: SessionCluster) -> None:
         (peer,) = town.all("a", wait=5)
         await asyncio.sleep(30.0)
         assert peer.status_tracker.state == "waiting" and "5 peers" in peer.status_tracker.reason
@@ -184,7 +184,7 @@ def test_who_leaves_while_it_waits_for_others_leaves_at_once(play: Play) -> None
 
 
 def test_waiting_ends_when_enough_are_here(play: Play) -> None:
-    async def body(town: Town) -> None:
+    async def body(town: SessionCluster) -> None:
         first = town.add("a", wait=3, run_rounds=3)
         await asyncio.sleep(20.0)
         assert first.outcomes == []
@@ -198,7 +198,7 @@ def test_waiting_ends_when_enough_are_here(play: Play) -> None:
 def test_who_leaves_while_it_catches_up_leaves_at_once(play: Play) -> None:
     """It looks on; whom it asks for the state does not answer any more."""
 
-    async def body(town: Town) -> None:
+    async def body(town: SessionCluster) -> None:
         first = town.add("a", run_rounds=50)
         await until(lambda: len(first.view.reports) == 3)
         newcomer = town.add("d", run_rounds=50)
@@ -216,7 +216,7 @@ def test_who_leaves_while_it_catches_up_leaves_at_once(play: Play) -> None:
 
 
 def test_who_is_cut_off_leaves_without_its_round(play: Play) -> None:
-    async def body(town: Town) -> None:
+    async def body(town: SessionCluster) -> None:
         a, b, c = town.all(run_rounds=50)
         await asyncio.sleep(3.0)
         town.cut("c")
@@ -237,7 +237,7 @@ def test_who_is_cut_off_leaves_without_its_round(play: Play) -> None:
 
 
 def test_all_leave_at_once(play: Play) -> None:
-    async def body(town: Town) -> None:
+    async def body(town: SessionCluster) -> None:
         peers = town.all(run_rounds=50)
         await asyncio.sleep(3.0)
         for peer in peers:
@@ -251,7 +251,7 @@ def test_all_leave_at_once(play: Play) -> None:
 
 
 def test_a_killed_peer_keeps_nobody(play: Play) -> None:
-    async def body(town: Town) -> None:
+    async def body(town: SessionCluster) -> None:
         a, b, _ = town.all(run_rounds=5)
         await asyncio.sleep(3.0)
         town.network.kill("c")
@@ -267,7 +267,7 @@ def test_a_killed_peer_keeps_nobody(play: Play) -> None:
 def test_others_wait_for_one_that_missed_the_last_round(play: Play) -> None:
     """It is there, and can still fetch what was decided; for who is silent for good nobody waits."""
 
-    async def body(town: Town) -> None:
+    async def body(town: SessionCluster) -> None:
         a, b, c = town.all(run_rounds=3)
         await until(lambda: len(c.view.reports) == 2)
         town.cut("c")
@@ -324,8 +324,8 @@ def test_lingering_ends_when_the_last_has_caught_up_or_the_user_is_tired() -> No
 
 @pytest.mark.parametrize(("roster", "farewells"), [("abc", FAREWELLS), ("a", 0), ("bc", 0)])
 def test_farewells_are_for_those_who_count_on_us_and_few(play: Play, roster: str, farewells: int) -> None:
-    async def body(town: Town) -> None:
-        peer = Peer(town, "a", SessionLimits(9, None, 1), 0.1)
+    async def body(town: SessionCluster) -> None:
+        peer = SessionPeer(town, "a", SessionLimits(9, None, 1), 0.1)
         session = peer.session
         assert all(session._goes_on() for _ in range(5))
         session.leave()
@@ -339,7 +339,7 @@ def test_farewells_are_for_those_who_count_on_us_and_few(play: Play, roster: str
 
 @pytest.mark.parametrize("error", [WorkerError("the worker died"), TimeoutError()], ids=["died", "no answer"])
 def test_a_worker_that_cannot_evaluate_costs_no_report(play: Play, error: Exception) -> None:
-    async def body(town: Town) -> None:
+    async def body(town: SessionCluster) -> None:
         peers = town.all(run_rounds=3)
         peers[0].trainer.broken = error
         await town.end()
@@ -352,7 +352,7 @@ def test_a_worker_that_cannot_evaluate_costs_no_report(play: Play, error: Except
 
 
 def test_a_loss_is_told_only_where_the_state_moved(play: Play) -> None:
-    async def body(town: Town) -> None:
+    async def body(town: SessionCluster) -> None:
         peer = town.add("a", run_rounds=3)
         await town.end()
         (first, *_), evaluated = peer.view.reports, peer.trainer.evaluated
@@ -376,7 +376,7 @@ def test_a_loss_is_told_only_where_the_state_moved(play: Play) -> None:
      b'[1, null, ["x"], "\\ud800", "/ip4/\\u001b[2J"]'],
 )  # fmt: skip
 def test_what_a_directory_finds_may_be_nonsense(play: Play, value: bytes) -> None:
-    async def body(town: Town) -> None:
+    async def body(town: SessionCluster) -> None:
         for name in ("ghost", "b", "x" * 1000, ""):
             await Directory(town.entries, name, SimClock(), Hearsay()).announce(SCOPE, value, 1e6, 1e6)
         peers = town.all(run_rounds=3)
@@ -390,7 +390,7 @@ def test_what_a_directory_finds_may_be_nonsense(play: Play, value: bytes) -> Non
 
 
 def test_who_was_met_is_remembered_with_where_it_is(play: Play) -> None:
-    async def body(town: Town) -> None:
+    async def body(town: SessionCluster) -> None:
         peers = town.all(run_rounds=50)
         await until(lambda: len(peers[0].view.reports) == 12)
         assert peers[0].state.peers() == {name: ("/ip4/10.0.0.1/tcp/1",) for name in "bc"}

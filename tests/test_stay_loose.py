@@ -6,13 +6,13 @@ import math
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from tests.checkers_loose import check
 from tests.sim import loop as simloop
-from tests.stays import SPREAD_LIMIT, LoosePeer, Town, now, until
+from tests.support.independent_checkers import check
+from tests.support.session_cluster import SPREAD_LIMIT, IndependentSessionPeer, SessionCluster, now, until
 
 
-def play(path: Path, body: Callable[[Town], Awaitable[None]], founders: str = "abc") -> Town:
-    town = Town(path, founders, LoosePeer)
+def play(path: Path, body: Callable[[SessionCluster], Awaitable[None]], founders: str = "abc") -> SessionCluster:
+    town = SessionCluster(path, founders, IndependentSessionPeer)
     simloop.run(body(town))
     assert town.network.bugs == []
     assert check({name: peer.lines() for name, peer in town.peers.items()}) == []
@@ -20,7 +20,7 @@ def play(path: Path, body: Callable[[Town], Awaitable[None]], founders: str = "a
 
 
 def test_a_run_comes_to_its_end_and_what_is_told_says_how_far_apart_peers_are(tmp_path: Path) -> None:
-    async def body(town: Town) -> None:
+    async def body(town: SessionCluster) -> None:
         peers = town.all(wait=3)
         await until(lambda: any(peer.outcomes for peer in peers))
         status = peers[0].status_tracker.status()
@@ -37,7 +37,7 @@ def test_a_run_comes_to_its_end_and_what_is_told_says_how_far_apart_peers_are(tm
 
 
 def test_who_comes_later_fetches_a_state_and_trains_on_from_there(tmp_path: Path) -> None:
-    async def body(town: Town) -> None:
+    async def body(town: SessionCluster) -> None:
         founder = town.add("a", run_rounds=12)
         await until(lambda: len(founder.outcomes) >= 3)
         newcomer = town.add("b", run_rounds=12)
@@ -51,7 +51,7 @@ def test_who_comes_later_fetches_a_state_and_trains_on_from_there(tmp_path: Path
 
 
 def test_who_is_asked_to_leave_hands_in_and_goes(tmp_path: Path) -> None:
-    async def body(town: Town) -> None:
+    async def body(town: SessionCluster) -> None:
         peers = town.all(run_rounds=8)
         await until(lambda: len(peers[0].outcomes) >= 2)
         asked = now()
@@ -65,7 +65,7 @@ def test_who_is_asked_to_leave_hands_in_and_goes(tmp_path: Path) -> None:
 
 
 def test_own_rounds_count_though_nobody_is_met(tmp_path: Path) -> None:
-    async def body(town: Town) -> None:
+    async def body(town: SessionCluster) -> None:
         alone = town.add("a", rounds=3, run_rounds=50)
         await town.end()
         assert alone.outcomes == ["skipped"] * 3

@@ -21,7 +21,7 @@ from protocols.sync.requests import (
     HeadAnnouncement,
     SnapshotRef,
 )
-from tests.peers import TOKENS, Swarm
+from tests.support.sync_cluster import TOKENS, SyncCluster
 from tests.test_wire import headers, places, replaced
 
 ANNA, BERT, CLEO, DORA, EMIL = (Member(name) for name in ("anna", "bert", "cleo", "dora", "emil"))
@@ -29,8 +29,8 @@ ALL = "anna bert cleo dora emil"
 INT8 = 1000 + 4 * 8  # what a mean of 1000 elements takes
 
 
-def swarm(names: str = "anna bert cleo", **options: object) -> Swarm:
-    return Swarm(names.split(), **options)  # type: ignore[arg-type]
+def swarm(names: str = "anna bert cleo", **options: object) -> SyncCluster:
+    return SyncCluster(names.split(), **options)  # type: ignore[arg-type]
 
 
 # -- behind -----------------------------------------------------------------------------------------------------------

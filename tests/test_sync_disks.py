@@ -10,11 +10,11 @@ from typing import TypeVar
 
 import pytest
 
-import tests.peers
+import tests.support.sync_cluster
 from protocols.base import Buffer
 from protocols.sync.snapshot import MemoryBuffer, Snapshots
-from tests.peers import Peer, Swarm
 from tests.sim.host import SimCompute
+from tests.support.sync_cluster import SyncCluster, SyncPeer
 
 T = TypeVar("T")
 
@@ -62,10 +62,10 @@ def disks(monkeypatch: pytest.MonkeyPatch) -> None:
         return await run(self, at_work, cost_bytes)
 
     monkeypatch.setattr(SimCompute, "run", watched)
-    monkeypatch.setattr(tests.peers, "Snapshots", partial(Snapshots, make_room=Disk))
+    monkeypatch.setattr(tests.support.sync_cluster, "Snapshots", partial(Snapshots, make_room=Disk))
 
 
-def fails(peer: Peer) -> None:
+def fails(peer: SyncPeer) -> None:
     """What it holds, and what it will."""
     peer.snapshots._make_room = partial(Disk, failing=True)
     for snapshot in peer.snapshots.held():
@@ -76,8 +76,8 @@ def full(lineage: bytes, round_number: int, size: int) -> Disk:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def swarm() -> Swarm:
-    return Swarm(("anna", "bert"), every_rounds=2, keep_rounds=2)
+def swarm() -> SyncCluster:
+    return SyncCluster(("anna", "bert"), every_rounds=2, keep_rounds=2)
 
 
 def test_a_snapshot_that_cannot_be_written_is_dropped_and_the_round_is_not(caplog: pytest.LogCaptureFixture) -> None:

@@ -21,8 +21,8 @@ from protocols.consensus.record import Kind
 from protocols.framing import FramedStream
 from protocols.sync.requests import Busy, Certificates, HeadAnnouncement, SnapshotIndexHeader, SnapshotRef
 from protocols.sync.snapshot import Snapshot
-from tests.peers import Disguise, Peer, Swarm
-from tests.rounds import certified
+from tests.support.fake_rounds import certified
+from tests.support.sync_cluster import SpoofedPeer, SyncCluster, SyncPeer
 
 Lie = Callable[[FramedStream, Header, Buffer], Coroutine[Any, Any, None]]
 ANNA, BERT, CLEO = (Member(name) for name in ("anna", "bert", "cleo"))
@@ -98,20 +98,20 @@ async def never(stream: FramedStream, header: Header, payload: Buffer) -> None:
     await asyncio.sleep(1e5)
 
 
-def play(liar: Lie | None, main: Callable[[Swarm, Peer], Coroutine[Any, Any, None]], **options: Any) -> None:
+def play(liar: Lie | None, main: Callable[[SyncCluster, SyncPeer], Coroutine[Any, Any, None]], **options: Any) -> None:
     """Anna and bert are eleven rounds ahead of cleo; anna lies, and is asked first."""
-    world = Swarm(("anna", "bert", "cleo"), **{"keep_rounds": 4, **options})
+    world = SyncCluster(("anna", "bert", "cleo"), **{"keep_rounds": 4, **options})
 
     async def whole() -> None:
         await world.rounds("anna bert", 11)
         if liar:
-            world.peers["anna"].transport.disguise = lambda method, stream, pipe: Disguise(stream, liar)  # type: ignore[assignment,return-value]
+            world.peers["anna"].transport.disguise = lambda method, stream, pipe: SpoofedPeer(stream, liar)  # type: ignore[assignment,return-value]
         await main(world, world.peers["cleo"])
 
     world.play(whole)
 
 
-def right(world: Swarm, report: RoundReport, liar: str | None) -> None:
+def right(world: SyncCluster, report: RoundReport, liar: str | None) -> None:
     assert world.same("bert cleo") and report.outcome == "superseded", report.blamed
     assert liar is None or (list(report.blamed) == ["anna"] and liar in report.blamed["anna"]), report.blamed
 
@@ -146,7 +146,7 @@ CONTACTS: dict[str, tuple[Lie, str | None]] = {
 
 @pytest.mark.parametrize("lie, said", CONTACTS.values(), ids=CONTACTS)
 def test_a_contact_that_lies_is_named_and_the_others_are_believed(lie: Lie, said: str | None) -> None:
-    async def main(world: Swarm, cleo: Peer) -> None:
+    async def main(world: SyncCluster, cleo: SyncPeer) -> None:
         report = await cleo.catch_up()
         right(world, report, said)
         assert asyncio.get_running_loop().time() < 60.0
@@ -155,10 +155,10 @@ def test_a_contact_that_lies_is_named_and_the_others_are_believed(lie: Lie, said
 
 
 def test_a_directory_that_lies_only_costs_time() -> None:
-    async def main(world: Swarm, cleo: Peer) -> None:
+    async def main(world: SyncCluster, cleo: SyncPeer) -> None:
         world.hints[:0] = ["nobody", "zeno", "cleo", "anna", "anna", *(f"invented-{each}" for each in range(500))]
         zeno = await world.add("zeno")
-        zeno.transport.disguise = lambda method, stream, pipe: Disguise(stream, CONTACTS["ahead"][0])  # type: ignore[assignment,return-value]
+        zeno.transport.disguise = lambda method, stream, pipe: SpoofedPeer(stream, CONTACTS["ahead"][0])  # type: ignore[assignment,return-value]
         world.network.block("cleo", "nobody")
         report = await cleo.catch_up()
         assert world.same("anna bert cleo") and list(report.blamed) == ["zeno"]
@@ -168,7 +168,7 @@ def test_a_directory_that_lies_only_costs_time() -> None:
 
 
 def test_one_who_lied_is_not_asked_again_for_a_while() -> None:
-    async def main(world: Swarm, cleo: Peer) -> None:
+    async def main(world: SyncCluster, cleo: SyncPeer) -> None:
         assert (await cleo.catch_up()).blamed
         await world.decide("anna bert")
         report = await cleo.catch_up()
@@ -181,7 +181,7 @@ def test_one_who_lied_is_not_asked_again_for_a_while() -> None:
 
 
 def test_a_fork_of_one_captures_nobody_who_may_still_decide() -> None:
-    async def main(world: Swarm, cleo: Peer) -> None:
+    async def main(world: SyncCluster, cleo: SyncPeer) -> None:
         await cleo.catch_up()
         capture = await world.decide("anna", Kind.FORK)
         await world.rounds("anna", 5)
@@ -197,7 +197,7 @@ def test_a_fork_of_one_captures_nobody_who_may_still_decide() -> None:
 
 
 def test_greetings_of_a_liar_do_not_keep_a_peer_busy() -> None:
-    async def main(world: Swarm, cleo: Peer) -> None:
+    async def main(world: SyncCluster, cleo: SyncPeer) -> None:
         await cleo.catch_up()
         asked, better = [], cleo.sync.better
 
@@ -246,7 +246,7 @@ DONORS: dict[str, tuple[Lie, str | None]] = {
 
 @pytest.mark.parametrize("lie, said", DONORS.values(), ids=DONORS)
 def test_a_donor_that_lies_is_named_and_the_state_is_right(lie: Lie, said: str | None) -> None:
-    async def main(world: Swarm, cleo: Peer) -> None:
+    async def main(world: SyncCluster, cleo: SyncPeer) -> None:
         if said and "nothing moved" in said:  # bert alone is quick enough to be done before that
             world.network.nodes["bert"].bytes_per_second = 1e5
         report = await cleo.catch_up()
@@ -260,7 +260,7 @@ def test_a_donor_that_lies_is_named_and_the_state_is_right(lie: Lie, said: str |
 def test_a_lying_donor_alone_changes_nothing_and_holds_nothing() -> None:
     """After a catch-up that failed: the state is what it was, buffers are gone, and a later try works."""
 
-    async def main(world: Swarm, cleo: Peer) -> None:
+    async def main(world: SyncCluster, cleo: SyncPeer) -> None:
         def held() -> list[int]:
             gc.collect()
             return [
@@ -285,7 +285,7 @@ def test_a_lying_donor_alone_changes_nothing_and_holds_nothing() -> None:
 def test_a_donor_killed_in_mid_chunk_is_replaced(chunks: int) -> None:
     brought = [0]
 
-    async def main(world: Swarm, cleo: Peer) -> None:
+    async def main(world: SyncCluster, cleo: SyncPeer) -> None:
         async def count(stream: FramedStream, header: Header, payload: Buffer) -> None:
             brought[0] += isinstance(header, wire.Chunk)
             if brought[0] == chunks + 1:
@@ -293,7 +293,7 @@ def test_a_donor_killed_in_mid_chunk_is_replaced(chunks: int) -> None:
                 brought[0] += 1000
             await stream.send(header, payload)
 
-        world.peers["anna"].transport.disguise = lambda method, stream, pipe: Disguise(stream, count)  # type: ignore[assignment,return-value]
+        world.peers["anna"].transport.disguise = lambda method, stream, pipe: SpoofedPeer(stream, count)  # type: ignore[assignment,return-value]
         report = await cleo.catch_up()
         right(world, report, "lost as a donor")
         assert report.bytes_downloaded < 8 * LARGE + 5 * (1 << 20)
@@ -302,7 +302,7 @@ def test_a_donor_killed_in_mid_chunk_is_replaced(chunks: int) -> None:
 
 
 def test_donors_that_are_busy_for_ever_are_asked_so_often_and_no_more() -> None:
-    async def main(world: Swarm, cleo: Peer) -> None:
+    async def main(world: SyncCluster, cleo: SyncPeer) -> None:
         world.network.kill("bert")
         report = await cleo.catch_up(1e6)
         assert report.outcome == "undecided" and asyncio.get_running_loop().time() < 60.0
@@ -312,7 +312,7 @@ def test_donors_that_are_busy_for_ever_are_asked_so_often_and_no_more() -> None:
 
 
 def test_all_donors_dead_is_undecided_in_bounded_time() -> None:
-    async def main(world: Swarm, cleo: Peer) -> None:
+    async def main(world: SyncCluster, cleo: SyncPeer) -> None:
         loop = asyncio.get_running_loop()
         loop.call_later(0.7, world.network.kill, "anna")
         loop.call_later(0.8, world.network.kill, "bert")
@@ -324,7 +324,7 @@ def test_all_donors_dead_is_undecided_in_bounded_time() -> None:
 
 
 def test_few_are_served_at_a_time_and_all_in_the_end() -> None:
-    async def main(world: Swarm, cleo: Peer) -> None:
+    async def main(world: SyncCluster, cleo: SyncPeer) -> None:
         world.network.kill("bert")
         joiners = [await world.add(f"j{each}") for each in range(7)]
         donor, most = world.peers["anna"].sync._donor, [0]
@@ -351,7 +351,7 @@ def test_few_are_served_at_a_time_and_all_in_the_end() -> None:
     [spoiled(wire.Reduced), late(wire.Reduced, 1e5), instead(wire.Availability, lambda each: wire.Availability(False))],
 )
 def test_a_source_that_lies_about_a_mean_is_passed_over(lie: Lie) -> None:
-    async def main(world: Swarm, cleo: Peer) -> None:
+    async def main(world: SyncCluster, cleo: SyncPeer) -> None:
         report = await cleo.catch_up()
         right(world, report, None)
         assert (report.replayed_rounds, report.bytes_downloaded) == (11, 0)
@@ -361,7 +361,7 @@ def test_a_source_that_lies_about_a_mean_is_passed_over(lie: Lie) -> None:
 
 
 def test_a_record_whose_parts_make_no_mean_is_passed_by_a_snapshot() -> None:
-    async def main(world: Swarm, cleo: Peer) -> None:
+    async def main(world: SyncCluster, cleo: SyncPeer) -> None:
         assert (await cleo.catch_up()).outcome == "superseded"
         head = cleo.chain.head
         link = await world.decide("anna bert")

@@ -20,11 +20,11 @@ from protocols.butterfly.averager import Butterfly
 from protocols.history.chain import Chain
 from protocols.sync.chain_sync import ChainSync
 from protocols.sync.snapshot import Snapshots
-from tests.checkers import check
-from tests.rounds import RUN
 from tests.sim import loop as simloop
 from tests.sim.host import sim_host
 from tests.sim.network import SimNetwork, Trace
+from tests.support.checkers import check
+from tests.support.fake_rounds import RUN
 
 ELEMENTS = 3000
 ROUND_SECONDS = 2.0

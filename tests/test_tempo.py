@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from protocols.pairwise.round_estimator import WITNESSES, RoundEstimator
-from tests.sim.gossiping import Swarm
+from tests.sim.gossip_harness import GossipHarness
 
 
 def heard(**said: int) -> RoundEstimator:
@@ -49,7 +49,7 @@ def test_what_a_peer_said_last_counts_and_no_more_are_remembered_than_a_few() ->
 
 def test_who_is_slow_is_in_the_round_of_the_others() -> None:
     """Three do six rounds while the fourth does one: it ends that in the last of theirs."""
-    swarm, sessions = Swarm(4), list[Any]()
+    swarm, sessions = GossipHarness(4), list[Any]()
     swarm.gossips[3].estimator.hear("p0", 10**6)  # which one says, and takes back
     opened = swarm.gossips[3].exchanges.open
 

@@ -24,7 +24,7 @@ from protocols.consensus.messages import RecordRequest
 from protocols.sync.requests import SYNC
 from protocols.wire import Chunk
 from tests.faults.tracing import Watch
-from tests.realswarm import START_SECONDS, RealPeer, RealSwarm, deciding, paced, wait
+from tests.support.real_swarm import START_SECONDS, RealPeer, RealSwarm, deciding, paced, wait
 from tests.test_journal import REPORT
 
 KEY = RoundKey(bytes(32), "run", bytes(32), 7)

@@ -14,7 +14,7 @@ from node.config.run_config import load_run
 from node.export import trained_model as room
 from node.export.trained_model import TrainedError, load_trained
 from node.storage.checkpoint import Checkpoint, CheckpointError, newest
-from tests.kept import keep, kept_gpt, small_gpt
+from tests.support.statedir_fixtures import keep, kept_gpt, small_gpt
 
 
 def refusal(directory: Path) -> str:

@@ -11,7 +11,7 @@ from node.config.run_config import load_run
 from node.export.generation import harmless, write
 from node.export.trained_model import TrainedError, load_trained
 from node.tasks.gpt import Gpt
-from tests.kept import keep, kept_gpt
+from tests.support.statedir_fixtures import keep, kept_gpt
 
 
 def test_it_is_what_the_module_writes(tmp_path: Path) -> None:

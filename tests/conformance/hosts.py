@@ -5,8 +5,8 @@ from __future__ import annotations
 from protocols.base import Host, Member, PeerId, Transport
 from protocols.static_members import StaticMembers
 from tests.conformance.worlds import Peers
-from tests.rounds import SEED
 from tests.sim.host import Hearsay, SimClock, SimCompute, SimDirectory, SimSigner
+from tests.support.fake_rounds import SEED
 
 
 def host(peers: Peers, index: int) -> Host:
@@ -24,7 +24,7 @@ def host(peers: Peers, index: int) -> Host:
 
 
 class Network:
-    """What `tests.peers` asks of a network, of a world's peers."""
+    """What `tests.support.sync_cluster` asks of a network, of a world's peers."""
 
     def __init__(self, peers: Peers) -> None:
         members = StaticMembers(Member(transport.me) for transport in peers.transports)

@@ -14,7 +14,7 @@ from protocols.codec import codec
 from protocols.vectors import CHUNK_ELEMENTS, VectorView
 from tests.conformance.hosts import Network, host
 from tests.conformance.worlds import Peers, World, soon
-from tests.peers import Swarm
+from tests.support.sync_cluster import SyncCluster
 
 ELEMENTS = 4 * CHUNK_ELEMENTS + 12_345
 LARGE_ELEMENTS = 10 * CHUNK_ELEMENTS
@@ -88,12 +88,12 @@ class TestParts:
         world.run(body)
 
 
-def play(world: World, elements: int, body: Callable[[Swarm, Peers, list[str]], Awaitable[None]]) -> None:
+def play(world: World, elements: int, body: Callable[[SyncCluster, Peers, list[str]], Awaitable[None]]) -> None:
     """Run `body` with three peers of a world, the first two of whom start the run."""
 
     async def whole(peers: Peers) -> None:
         names = [transport.me for transport in peers.transports]
-        swarm = Swarm(names[:2], elements)
+        swarm = SyncCluster(names[:2], elements)
         swarm.network = Network(peers)  # type: ignore[assignment]
         for name in names[:2]:
             await swarm.add(name, founder=True)
@@ -104,7 +104,7 @@ def play(world: World, elements: int, body: Callable[[Swarm, Peers, list[str]], 
 
 class TestChains:
     def test_heads_are_shown_and_proved(self, world: World) -> None:
-        async def body(swarm: Swarm, peers: Peers, names: list[str]) -> None:
+        async def body(swarm: SyncCluster, peers: Peers, names: list[str]) -> None:
             anna, bert = names[:2]
             links = await swarm.rounds(anna, 5, voters=swarm.founders)
             branch = await swarm.peers[bert].sync.better(soon())
@@ -114,7 +114,7 @@ class TestChains:
         play(world, 1000, body)
 
     def test_missed_rounds_are_taken_again_from_their_parts(self, world: World) -> None:
-        async def body(swarm: Swarm, peers: Peers, names: list[str]) -> None:
+        async def body(swarm: SyncCluster, peers: Peers, names: list[str]) -> None:
             anna, bert = names[:2]
             await swarm.rounds(f"{anna} {bert}", 5)
             await swarm.rounds(anna, 2, voters=swarm.founders)
@@ -128,7 +128,7 @@ class TestChains:
 class TestSnapshots:
     @pytest.mark.parametrize("liar", [0, 1])
     def test_two_donors_of_whom_one_lies(self, world: World, liar: int) -> None:
-        async def body(swarm: Swarm, peers: Peers, names: list[str]) -> None:
+        async def body(swarm: SyncCluster, peers: Peers, names: list[str]) -> None:
             await swarm.rounds(" ".join(names[:2]), 6)
             for snapshot in swarm.peers[names[liar]].snapshots.held():
                 for chunk in range(len(snapshot.index.digests)):  # its index stays, and makes the state root
@@ -144,7 +144,7 @@ class TestSnapshots:
         play(world, LARGE_ELEMENTS, body)
 
     def test_a_donor_that_dies_leaves_it_to_the_other(self, world: World) -> None:
-        async def body(swarm: Swarm, peers: Peers, names: list[str]) -> None:
+        async def body(swarm: SyncCluster, peers: Peers, names: list[str]) -> None:
             await swarm.rounds(" ".join(names[:2]), 6)
             newcomer = await swarm.add(names[2])
             await newcomer.sync.better(soon())  # it has heard what both of them hand out

@@ -29,12 +29,12 @@ from tests.docker import image, verdict
 from tests.docker.cases import Cases
 from tests.docker.engine import Engine, NotHere, engine, firewall
 from tests.docker.swarm import Swarm
+from tests.faults.artifacts import from_shell
 from tests.faults.judge import judge
-from tests.faults.keeping import from_shell
 from tests.faults.picture import draw
 from tests.faults.timeline import timeline
-from tests.history import one_mean
-from tests.realswarm import wait
+from tests.support.history import one_mean
+from tests.support.real_swarm import wait
 
 PROGRAM = "python -m tests.docker"
 NOT_HERE = 77

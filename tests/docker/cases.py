@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from tests.checkers import began
 from tests.docker.swarm import FOUNDER, POLL_SECONDS, Swarm
 from tests.faults.goodput import MEANS
-from tests.faults.play import Event
-from tests.history import one_mean
-from tests.realswarm import wait
+from tests.faults.recording import Event
+from tests.support.checkers import began
+from tests.support.history import one_mean
+from tests.support.real_swarm import wait
 
 KILL_SECONDS = CUT_SECONDS = 90.0
 TOGETHER_SECONDS = 120.0

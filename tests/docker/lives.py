@@ -11,8 +11,8 @@ from pathlib import Path
 
 import psutil
 
-from tests.checkers import Report
-from tests.history import History
+from tests.support.checkers import Report
+from tests.support.history import History
 
 _HELD = re.compile(r"/state/starling/(peer-\d+)(/|$)")
 

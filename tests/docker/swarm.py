@@ -23,9 +23,9 @@ from node.runtime.identity import peer_id_of
 from tests.docker.engine import Engine
 from tests.docker.image import HOUSE
 from tests.docker.lives import Peer, Spell, bytes_of, directories
-from tests.faults.play import Life
-from tests.history import History
-from tests.realswarm import wait
+from tests.faults.recording import Life
+from tests.support.history import History
+from tests.support.real_swarm import wait
 
 FOUNDER = "founder"
 POLL_SECONDS = 0.25

@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tests.checkers import Violation
 from tests.docker.cases import Struck
 from tests.docker.swarm import Swarm
 from tests.faults.goodput import reports
 from tests.faults.judge import NO_ROUND
-from tests.faults.play import Event, Limits, Play
+from tests.faults.recording import Event, Limits, Recording
+from tests.support.checkers import Violation
 
 RECOVERY_SECONDS = 120.0
 Figures = dict[str, Any]
@@ -19,11 +19,11 @@ Figures = dict[str, Any]
 
 def play(
     swarm: Swarm, events: Sequence[Event], struck: Sequence[Struck], calm: tuple[float, float], ended: float
-) -> Play:
+) -> Recording:
     """Everything that happened, as the checker takes it. The swarm has left; its volumes are still there."""
     everybody = swarm.everybody()
     last = struck[-1] if struck else Struck("the start", over=calm[1], should=tuple(everybody))
-    return Play(
+    return Recording(
         scenario="docker",
         seed=0,
         protocol="butterfly",
@@ -44,7 +44,7 @@ def play(
     )
 
 
-def forks(play: Play, struck: Sequence[Struck]) -> Iterator[Violation]:
+def forks(play: Recording, struck: Sequence[Struck]) -> Iterator[Violation]:
     """Forks of a peer to which, or to whose roster, nothing was done just then: most of it was there all the time."""
     windows = [
         (case.began, case.over + case.figures.get("recovery_seconds", RECOVERY_SECONDS), case) for case in struck
@@ -65,7 +65,7 @@ def unnamed(swarm: Swarm) -> Iterator[Violation]:
             yield Violation("exit-code", spell.container[:12], NO_ROUND, what)
 
 
-def losses(play: Play) -> tuple[float, float]:
+def losses(play: Recording) -> tuple[float, float]:
     """The first held-out loss that anybody reported, and the last."""
     told = [
         each["held_out_loss"]
@@ -75,7 +75,7 @@ def losses(play: Play) -> tuple[float, float]:
     return (told[0], told[-1]) if told else (math.nan, math.nan)
 
 
-def figures(play: Play, swarm: Swarm, struck: Sequence[Struck]) -> Figures:
+def figures(play: Recording, swarm: Swarm, struck: Sequence[Struck]) -> Figures:
     """What was measured while it ran, for JSON."""
     everything = [report for history in play.histories.values() for report in history]
     first, last = losses(play)

@@ -17,10 +17,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.faults.keeping import DIRECTORY, PROGRAM, from_shell, home_of, one
+from tests.faults.artifacts import DIRECTORY, PROGRAM, from_shell, home_of, one
 from tests.faults.points import POINTS
+from tests.faults.runner import TASKS, Options, Unplayable
 from tests.faults.scenarios import SCENARIOS
-from tests.faults.stage import TASKS, Options, Unplayable
 from tests.sim.arguments import Parser, at_least
 
 MATRIX = "matrix"

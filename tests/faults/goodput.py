@@ -6,14 +6,14 @@ import math
 from collections.abc import Sequence
 from statistics import fmean
 
-from tests.checkers import DECIDED, Report, Tree
-from tests.faults.play import Play
+from tests.faults.recording import Recording
+from tests.support.checkers import DECIDED, Report, Tree
 
 MEANS = ("committed", "alone", "fork")
 """Outcomes that move the parameters; a fork does so only if it took over a mean."""
 
 
-def goodput(play: Play) -> float:
+def goodput(play: Recording) -> float:
     """How much of what the living could have brought has counted; 1 is as in the calm. nan if that rate is unknown.
 
         tokens counted from the last mean of the calm to `ended`
@@ -41,7 +41,7 @@ def goodput(play: Play) -> float:
     return brought / (usual / calm_peer_seconds * peer_seconds)
 
 
-def participation(play: Play) -> float:
+def participation(play: Recording) -> float:
     """Contributors of a round over peers that were up when it was decided; the mean of all rounds since the calm began.
 
     A round that was skipped has none. One that was decided on two branches counts on both. Who is in a mean with no
@@ -58,11 +58,11 @@ def participation(play: Play) -> float:
     return fmean(shares) if shares else math.nan
 
 
-def _up(play: Play, time: float) -> int:
+def _up(play: Recording, time: float) -> int:
     return sum(life.began <= time <= life.ended for each in play.lives.values() for life in each)
 
 
-def _counted(play: Play, given_up: bool = False) -> list[tuple[float, float]]:
+def _counted(play: Recording, given_up: bool = False) -> list[tuple[float, float]]:
     """Times and tokens of contributions to the means of the branch on which it ended, oldest first; with those of
     others, if what was given up is asked for, too."""
     tree, times = Tree(reports(play, DECIDED)), first_told(play, MEANS)
@@ -84,17 +84,17 @@ def _tokens(report: Report) -> float:
     return float(tokens * chunks_counted / max(1, chunks))
 
 
-def _peer_seconds(play: Play, since: float, until: float) -> float:
+def _peer_seconds(play: Recording, since: float, until: float) -> float:
     lives = (life for each in play.lives.values() for life in each)
     return sum(max(0.0, min(life.ended, until) - max(life.began, since)) for life in lives)
 
 
-def reports(play: Play, outcomes: Sequence[str]) -> list[Report]:
+def reports(play: Recording, outcomes: Sequence[str]) -> list[Report]:
     """Of all peers, oldest first."""
     found = (report for history in play.histories.values() for report in history if report["outcome"] in outcomes)
     return sorted(found, key=lambda report: report["time"])
 
 
-def first_told(play: Play, outcomes: Sequence[str]) -> dict[str, float]:
+def first_told(play: Recording, outcomes: Sequence[str]) -> dict[str, float]:
     """When somebody first reported each lineage that was decided so."""
     return {report["lineage"]: report["time"] for report in reversed(reports(play, outcomes))}

@@ -17,10 +17,10 @@ from statistics import median
 from typing import Any
 
 from protocols import INDEPENDENT_PROTOCOLS
-from tests.checkers import DECIDED, Violation, began, check, one_branch
-from tests.faults import loose
+from tests.faults import independent as loose
 from tests.faults.goodput import MEANS, first_told, goodput, participation, reports
-from tests.faults.play import Play
+from tests.faults.recording import Recording
+from tests.support.checkers import DECIDED, Violation, began, check, one_branch
 
 NO_ROUND = -1
 """The round of a violation that belongs to none."""
@@ -81,16 +81,16 @@ class Promise:
         measures: what histories say of themselves: name -> values.
     """
 
-    broken: Callable[[Play], Sequence[Violation]]
-    recovery_seconds: Callable[[Play], float]
+    broken: Callable[[Recording], Sequence[Violation]]
+    recovery_seconds: Callable[[Recording], float]
     back: str
     together: str
-    goodput: Callable[[Play], float]
-    participation: Callable[[Play], float]
-    measures: Callable[[Play], Mapping[str, Sequence[float]]]
+    goodput: Callable[[Recording], float]
+    participation: Callable[[Recording], float]
+    measures: Callable[[Recording], Mapping[str, Sequence[float]]]
 
 
-def judge(play: Play) -> Verdict:
+def judge(play: Recording) -> Verdict:
     """The verdict on a play. Raises KeyError for a history that holds something else than round reports."""
     promise = promise_of(play)
     recovery = promise.recovery_seconds(play)
@@ -126,21 +126,21 @@ def judge(play: Play) -> Verdict:
     )
 
 
-def name_of(play: Play, peer: str) -> str:
+def name_of(play: Recording, peer: str) -> str:
     """The name of the peer with this id; the id's end if it is nobody's."""
     return next((name for name, each in play.ids.items() if each == peer), f"…{peer[-6:]}")
 
 
-def promise_of(play: Play) -> Promise:
+def promise_of(play: Recording) -> Promise:
     """By whether its peers share an anchor."""
     return _APART if play.protocol in INDEPENDENT_PROTOCOLS else _ONE
 
 
-def _one_story(play: Play) -> list[Violation]:
+def _one_story(play: Recording) -> list[Violation]:
     return [*check(play.histories), *one_branch({name: play.histories.get(name, ()) for name in play.should})]
 
 
-def _recovery_seconds(play: Play) -> float:
+def _recovery_seconds(play: Recording) -> float:
     """From the end of the faults until all who should had reported a round that holds them all; nan: they have not.
 
     The round began after the faults: one that was under way may hold what was brought before. And it holds work of
@@ -161,7 +161,7 @@ def _recovery_seconds(play: Play) -> float:
     return float(min(ends, default=math.nan) - play.healed)
 
 
-def _skipped(play: Play) -> dict[str, float]:
+def _skipped(play: Recording) -> dict[str, float]:
     """Rounds skipped after the calm, and their share of all that were decided since."""
     skipped, means = (
         sum(time > play.calm[1] for time in first_told(play, outcomes).values()) for outcomes in (("skipped",), MEANS)
@@ -169,7 +169,7 @@ def _skipped(play: Play) -> dict[str, float]:
     return {"rounds_skipped": skipped, "skipped_share": skipped / max(1, skipped + means)}
 
 
-def _standstill(play: Play) -> float:
+def _standstill(play: Recording) -> float:
     """The longest time, after the calm, in which nobody told of a mean."""
     times = [
         play.calm[1],
@@ -179,7 +179,7 @@ def _standstill(play: Play) -> float:
     return max(later - earlier for earlier, later in itertools.pairwise(times))
 
 
-def _progress(play: Play, recovery: float) -> Iterator[Violation]:
+def _progress(play: Recording, recovery: float) -> Iterator[Violation]:
     """Who should commits a round with all the others who should, in time. That nobody should is a mistake."""
     limit, whom = play.limits.recovery_seconds, ", ".join(play.should) or "nobody"
     if not recovery <= limit:
@@ -188,7 +188,7 @@ def _progress(play: Play, recovery: float) -> Iterator[Violation]:
         yield Violation("progress", "", NO_ROUND, f"{what} with {whom} in it; due within {limit:g} s")
 
 
-def _forks(play: Play) -> Iterator[Violation]:
+def _forks(play: Recording) -> Iterator[Violation]:
     """Nobody leaves most of its roster behind where that was there all the time."""
     if play.limits.forks:
         return
@@ -201,7 +201,7 @@ def _forks(play: Play) -> Iterator[Violation]:
             )
 
 
-def _strangers(play: Play) -> Iterator[Violation]:
+def _strangers(play: Recording) -> Iterator[Violation]:
     """Nobody reports or is counted whom nobody started."""
     known = set(play.ids.values())
     for report in (report for history in play.histories.values() for report in history):
@@ -210,7 +210,7 @@ def _strangers(play: Play) -> Iterator[Violation]:
             yield Violation("stranger", report["peer"], report["round"], f"{peer} is none of the peers")
 
 
-def _endings(play: Play) -> Iterator[Violation]:
+def _endings(play: Recording) -> Iterator[Violation]:
     """Each process ends when and as it should, and takes its children along."""
     for name in play.ids:
         lives, starts = play.lives.get(name, ()), {report["incarnation"] for report in play.histories.get(name, ())}
@@ -227,7 +227,7 @@ def _endings(play: Play) -> Iterator[Violation]:
             yield Violation("orphan", name, NO_ROUND, f"is left of it: {_short(command)}")
 
 
-def _alarms(play: Play) -> Iterator[Violation]:
+def _alarms(play: Recording) -> Iterator[Violation]:
     """No peer says that something went wrong in it which nobody thought of; faults from outside are warnings."""
     for name, log in play.logs.items():
         lines = log.splitlines()
@@ -236,7 +236,7 @@ def _alarms(play: Play) -> Iterator[Violation]:
             yield Violation("log", name, NO_ROUND, f"alarms: {len(found)}, the first: {_quoted(lines[found[0] :])}")
 
 
-def _levels(play: Play) -> Iterator[Violation]:
+def _levels(play: Recording) -> Iterator[Violation]:
     """What a peer that lived through all of it holds at the end is what it held in the calm.
 
     Medians, because a report may fall into a transfer. Descriptors and tasks may grow with the number of peers, if more
@@ -282,7 +282,7 @@ def _summary(values: Sequence[float]) -> dict[str, float]:
     return {"median": middle, "worst": worst, "trials": len(values)}
 
 
-def _named(violation: Violation, play: Play) -> Violation:
+def _named(violation: Violation, play: Recording) -> Violation:
     """With names for the peers' ids."""
     detail = violation.detail
     for name, peer in play.ids.items():

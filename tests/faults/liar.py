@@ -21,8 +21,8 @@ from typing import Any, cast
 from protocols import wire
 from protocols.base import Deadline, Handler, PeerId, Signer, Stream
 from protocols.framing import FramedStream
-from tests.sim.lies import LyingStream
-from tests.sim.perjury import PerjuredStream
+from tests.sim.byzantine.contributors import ByzantineContributorStream
+from tests.sim.byzantine.voters import ByzantineVoterStream
 
 VARIABLE = "STARLING_TEST_LIE"
 PERJURIES = {"wrong-mean": "two-parts", "forged-record": "forged-certificate"}
@@ -62,10 +62,12 @@ class LyingTransport:
         lie, stream = self._lie(), cast(FramedStream, honest)
         # Every stream: a perjury needs the plan that came on another one.
         dupes = cast(Any, self._dupes)
-        perjured = PerjuredStream(stream, PERJURIES.get(lie, ""), self._signer, dupes, self._plans)
+        perjured = ByzantineVoterStream(stream, PERJURIES.get(lie, ""), self._signer, dupes, self._plans)
         if lie in PERJURIES:
             return cast(Stream, perjured)
-        return cast(Stream, LyingStream(cast(FramedStream, perjured), cast(Any, None), lie, self._signer))
+        return cast(
+            Stream, ByzantineContributorStream(cast(FramedStream, perjured), cast(Any, None), lie, self._signer)
+        )
 
     def _lie(self) -> str:
         with suppress(OSError):

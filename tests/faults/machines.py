@@ -13,11 +13,11 @@ from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from tests.checkers import Report, began
+from tests.faults.event_log import EventLog
 from tests.faults.network import Namespaces
-from tests.faults.notes import Notes
 from tests.faults.steps import Step
-from tests.realswarm import RealPeer, RealSwarm, wait
+from tests.support.checkers import Report, began
+from tests.support.real_swarm import RealPeer, RealSwarm, wait
 
 Act = Callable[[tuple[str, ...], Step], None]
 
@@ -56,12 +56,12 @@ def _to_disk(directory: Path) -> None:
             shutil.copytree(kept, directory, dirs_exist_ok=True)
 
 
-class Machines:
+class MachineFaults:
     """Attributes:
     began: monotonic time at which the schedule began.
     """
 
-    def __init__(self, notes: Notes, swarm: RealSwarm, network: Namespaces | None) -> None:
+    def __init__(self, notes: EventLog, swarm: RealSwarm, network: Namespaces | None) -> None:
         self.began = time.monotonic()
         self._notes, self._swarm, self._network = notes, swarm, network
         self._full: list[RealPeer] = []

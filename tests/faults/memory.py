@@ -18,9 +18,9 @@ import psutil
 
 from node.session.peer import NO_WORKER
 from node.training.cgroup import ControlGroup, memory_group, memory_kills
-from tests.faults.notes import Notes
+from tests.faults.event_log import EventLog
 from tests.faults.steps import Step
-from tests.realswarm import RealSwarm, wait
+from tests.support.real_swarm import RealSwarm, wait
 
 HEADROOM_BYTES = 64 << 20
 """How much more than it has a peer is allowed, before another program takes that, too."""
@@ -125,7 +125,7 @@ def why_not() -> str:
 class Memory:
     """What can be done to a peer's memory."""
 
-    def __init__(self, notes: Notes, swarm: RealSwarm, groups: Mapping[str, Group]) -> None:
+    def __init__(self, notes: EventLog, swarm: RealSwarm, groups: Mapping[str, Group]) -> None:
         self._notes, self._swarm, self._groups = notes, swarm, groups
 
     def heal(self) -> None:

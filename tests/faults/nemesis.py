@@ -12,18 +12,18 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from tests.checkers import began
+from tests.faults.event_log import DEATH_SECONDS, EventLog
 from tests.faults.goodput import MEANS
-from tests.faults.lying import Liars
-from tests.faults.machines import Act, Machines
+from tests.faults.liar_control import LiarControl
+from tests.faults.machines import Act, MachineFaults
 from tests.faults.memory import Group, Memory
 from tests.faults.network import Namespaces
-from tests.faults.notes import DEATH_SECONDS, Notes
 from tests.faults.steps import STRUCK, Step
 from tests.faults.straggler import Straggler
 from tests.faults.tracing import Watch
 from tests.faults.wire import Proxied, Wire
-from tests.realswarm import RealSwarm, T, deciding, wait
+from tests.support.checkers import began
+from tests.support.real_swarm import RealSwarm, T, deciding, wait
 
 TROUBLE = (AssertionError, LookupError, ValueError, OSError, RuntimeError, psutil.Error, subprocess.SubprocessError)
 """What a step may end with, where peers do not do what they should."""
@@ -33,7 +33,7 @@ SUSPECTED_SECONDS = 30.0
 LEAVE_SECONDS = 15.0
 
 
-HANDS = (Machines, Memory, Wire, Liars)
+HANDS = (MachineFaults, Memory, Wire, LiarControl)
 """What does the steps that a nemesis does not do itself."""
 
 
@@ -53,7 +53,7 @@ class Tools:
     proxied: Proxied | None = None
 
 
-class Nemesis(Notes):
+class Nemesis(EventLog):
     """Does what a schedule says, and notes it."""
 
     def __init__(self, swarm: RealSwarm, tools: Tools, patience: float = 1.0) -> None:
@@ -64,9 +64,9 @@ class Nemesis(Notes):
         super().__init__(swarm)
         self._patience = patience
         self._watch, self._network = tools.watch, tools.network
-        self.machines = Machines(self, swarm, tools.network)
+        self.machines = MachineFaults(self, swarm, tools.network)
         self._hands = (
-            self.machines, Memory(self, swarm, tools.groups), Wire(self, tools.proxied), Liars(self, swarm),
+            self.machines, Memory(self, swarm, tools.groups), Wire(self, tools.proxied), LiarControl(self, swarm),
         )  # fmt: skip
         self._stragglers: list[Straggler] = []
         self._struck = ""
@@ -106,7 +106,7 @@ class Nemesis(Notes):
         return [peer.name for peer in self.running(but)]
 
     def awaits(self, what: str, condition: Callable[[], T | None], seconds: float = SETTLE_SECONDS) -> T:
-        """What `tests.realswarm.wait` returns, with this nemesis's patience."""
+        """What `tests.support.real_swarm.wait` returns, with this nemesis's patience."""
         return wait(what, condition, self._patience * seconds)
 
     def _suffers(self) -> bool:

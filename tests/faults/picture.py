@@ -15,10 +15,10 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from tests.checkers import Report
 from tests.faults.judge import Verdict, in_words, promise_of
-from tests.faults.play import Event, Play
+from tests.faults.recording import Event, Recording
 from tests.faults.timeline import beginning
+from tests.support.checkers import Report
 
 WIDTH_INCHES, DOTS_PER_INCH = 14.0, 110
 COLOURS = {
@@ -39,7 +39,7 @@ _AXES_INCHES, _DIGIT_INCHES, _LETTER_INCHES = WIDTH_INCHES - 1.2, 0.08, 0.07
 _TURN = 0.8  # from this share of the picture on, a label stands to the left of its line
 
 
-def draw(play: Play, verdict: Verdict, path: Path) -> None:
+def draw(play: Recording, verdict: Verdict, path: Path) -> None:
     """Write the picture as a PNG. Raises OSError if the file cannot be written."""
     start, ends = beginning(play), [life.ended for lives in play.lives.values() for life in lives]
     seconds = max([*ends, play.ended, start + 1.0]) - start
@@ -78,7 +78,7 @@ def _label(event: Event) -> str:
     return f"{event.what}: {', '.join(event.whom)}" if 0 < len(event.whom) <= 4 else event.what
 
 
-def _event(play: Play, event: Event, since: float, row: int, above: Axes, below: Axes) -> None:
+def _event(play: Recording, event: Event, since: float, row: int, above: Axes, below: Axes) -> None:
     """A line through both, a label above, and a mark in the lanes of those that it was done to."""
     colour, loud = _KINDS.get(event.kind, _QUIET), event.kind in _KINDS
     width, weight = (1.1, "bold") if loud else (0.6, "normal")
@@ -92,7 +92,7 @@ def _event(play: Play, event: Event, since: float, row: int, above: Axes, below:
         below.plot([since] * len(edges), edges, marker, color=colour, markeredgecolor="white", markersize=9, zorder=5)
 
 
-def _lane(play: Play, name: str, lane: int, start: float, below: Axes, digit_seconds: float) -> None:
+def _lane(play: Recording, name: str, lane: int, start: float, below: Axes, digit_seconds: float) -> None:
     """The lives of a peer, and in them its rounds, with their numbers where there is room."""
     for life in play.lives.get(name, ()):
         below.barh(lane, life.ended - life.began, left=life.began - start, height=0.3, color=_LIFE, zorder=1)
@@ -109,7 +109,7 @@ def _lane(play: Play, name: str, lane: int, start: float, below: Axes, digit_sec
             )
 
 
-def _segments(play: Play, name: str) -> Iterator[tuple[float, Report]]:
+def _segments(play: Recording, name: str) -> Iterator[tuple[float, Report]]:
     """When each round of a peer began, as far as its reports tell, and its report."""
     before = -math.inf
     for report in play.histories.get(name, ()):
@@ -119,7 +119,7 @@ def _segments(play: Play, name: str) -> Iterator[tuple[float, Report]]:
         before = report["time"]
 
 
-def _phases(play: Play, verdict: Verdict, start: float, above: Axes, below: Axes) -> None:
+def _phases(play: Recording, verdict: Verdict, start: float, above: Axes, below: Axes) -> None:
     """The calm, and what lies between the first fault and the last heal, shaded; the end of the recovery."""
     faults = [event.time for event in play.events if event.kind == "fault"]
     for since, until, what in [(*play.calm, "calm"), *[(min(faults), play.healed, "faults") for _ in faults[:1]]]:
@@ -129,7 +129,7 @@ def _phases(play: Play, verdict: Verdict, start: float, above: Axes, below: Axes
         below.axvline(play.healed + verdict.recovery_seconds - start, zorder=3, **_BACK)
 
 
-def _dress(play: Play, verdict: Verdict, above: Axes, below: Axes) -> None:
+def _dress(play: Recording, verdict: Verdict, above: Axes, below: Axes) -> None:
     """Titles, names, seconds and a legend."""
     known = not math.isnan(verdict.recovery_seconds)
     recovery = f"recovered in {verdict.recovery_seconds:.1f} s" if known else "not recovered"

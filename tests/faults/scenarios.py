@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from protocols import INDEPENDENT_PROTOCOLS
 from tests.faults import draws
 from tests.faults.draws import Draw
-from tests.faults.play import Limits
 from tests.faults.points import POINTS
+from tests.faults.recording import Limits
 from tests.faults.steps import Step
 
 LIES = ("wrong-mean", "nan", "forged-record")

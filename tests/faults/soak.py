@@ -20,13 +20,13 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import NamedTuple
 
-from tests.checkers import DECIDED
-from tests.faults.keeping import DIRECTORY, from_shell, kept
-from tests.faults.play import Limits, Play
+from tests.faults.artifacts import DIRECTORY, from_shell, kept
+from tests.faults.recording import Limits, Recording
+from tests.faults.runner import Options, Unplayable
 from tests.faults.scenarios import Scenario
-from tests.faults.stage import Options, Unplayable
 from tests.faults.steps import Step
 from tests.sim.arguments import Parser, at_least
+from tests.support.checkers import DECIDED
 
 PROGRAM = "python -m tests.faults.soak"
 EVERY_SECONDS = 15.0
@@ -112,7 +112,7 @@ def soak(minutes: int) -> Scenario:
     return Scenario(f"something every {EVERY_SECONDS:g} s, for {minutes} minutes", draw, Limits(120, forks=True))
 
 
-def growth(play: Play) -> Mapping[str, Mapping[str, Growth]]:
+def growth(play: Recording) -> Mapping[str, Mapping[str, Growth]]:
     """Of each peer that lived through all of it: level -> how it grew since the swarm was warm."""
     found = {}
     for name, lives in play.lives.items():

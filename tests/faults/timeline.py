@@ -12,9 +12,9 @@ import textwrap
 from collections.abc import Iterator
 from itertools import groupby
 
-from tests.checkers import DECIDED, Report, Tree
 from tests.faults.judge import Verdict, in_words, name_of, promise_of
-from tests.faults.play import Play
+from tests.faults.recording import Recording
+from tests.support.checkers import DECIDED, Report, Tree
 
 COLUMNS = 100
 _WIDTH = 20
@@ -24,7 +24,7 @@ Entry = tuple[float, str, str]
 """Wall time, a word for the margin, and what there is to say."""
 
 
-def timeline(play: Play, verdict: Verdict) -> list[str]:
+def timeline(play: Recording, verdict: Verdict) -> list[str]:
     """Lines of 100 columns for people: one for each event, each lineage that was decided, each report of anything else.
 
     Seconds are since the first process was started; rounds stand at their first report. The verdict comes last.
@@ -38,13 +38,13 @@ def timeline(play: Play, verdict: Verdict) -> list[str]:
     return [*lines, "", *_verdict(play, verdict)]
 
 
-def beginning(play: Play) -> float:
+def beginning(play: Recording) -> float:
     """Wall time from which its seconds are counted: whatever came first."""
     times = [event.time for event in play.events] + [life.began for lives in play.lives.values() for life in lives]
     return min(times, default=play.calm[0])
 
 
-def _deeds(play: Play, verdict: Verdict) -> Iterator[Entry]:
+def _deeds(play: Recording, verdict: Verdict) -> Iterator[Entry]:
     """What was done to the peers, how their processes ended, and the moments that the verdict speaks of."""
     yield play.calm[0], "", "-- the calm begins"
     yield play.calm[1], "", "-- the calm is over"
@@ -58,7 +58,7 @@ def _deeds(play: Play, verdict: Verdict) -> Iterator[Entry]:
             yield life.ended, "exit", f"{name}: {in_words(life.code)}"
 
 
-def _decisions(play: Play) -> Iterator[Entry]:
+def _decisions(play: Recording) -> Iterator[Entry]:
     """Each lineage that was decided: who is in it, and who said so, how many seconds after the first."""
     told = [(name, each) for name, history in play.histories.items() for each in history if each["outcome"] in DECIDED]
     told.sort(key=lambda each: (each[1]["lineage"], each[1]["time"]))
@@ -71,7 +71,7 @@ def _decisions(play: Play) -> Iterator[Entry]:
         yield first["time"], "", f"{_round(first):<{_WIDTH}} {peers:<{_WIDTH}} {who}"
 
 
-def _peers(play: Play, report: Report) -> str:
+def _peers(play: Recording, report: Report) -> str:
     """Who is in its mean; where they are many, how many, and who of those that were up is not."""
     peers = sorted(name_of(play, peer) for peer in report["peers"])
     if len(text := " ".join(peers)) <= _WIDTH:
@@ -83,7 +83,7 @@ def _peers(play: Play, report: Report) -> str:
     return f"{len(peers)} peers{f', without {missing}' if missing else ''}"
 
 
-def _others(play: Play) -> Iterator[Entry]:
+def _others(play: Recording) -> Iterator[Entry]:
     """Reports of rounds that were not decided, as far as their peers know; where to, of those that caught up."""
     rounds = Tree(report for history in play.histories.values() for report in history).rounds
     for name, history in play.histories.items():
@@ -100,7 +100,7 @@ def _round(report: Report) -> str:
     return f"round {report['round']} {report['outcome']}"
 
 
-def _verdict(play: Play, verdict: Verdict) -> Iterator[str]:
+def _verdict(play: Recording, verdict: Verdict) -> Iterator[str]:
     figures = f"{verdict.rounds_committed} rounds committed, {verdict.rounds_skipped} skipped"
     figures += f"; recovery {_number(verdict.recovery_seconds)} s of {play.limits.recovery_seconds:g} s"
     shares = f"goodput {_number(verdict.goodput)}, participation {_number(verdict.participation)}"

@@ -11,11 +11,11 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Self
 
+from tests.faults.event_log import EventLog
 from tests.faults.network import Namespaces
-from tests.faults.notes import Notes
 from tests.faults.proxy import PORT, Faults
 from tests.faults.steps import Step
-from tests.realswarm import HOUSE
+from tests.support.real_swarm import HOUSE
 
 ACTS = ("delay", "corrupt")
 ANSWER_SECONDS = 10.0
@@ -74,7 +74,7 @@ class Proxied:
 class Wire:
     """What can be done to what peers send each other."""
 
-    def __init__(self, notes: Notes, proxied: Proxied | None) -> None:
+    def __init__(self, notes: EventLog, proxied: Proxied | None) -> None:
         self._notes, self._proxied = notes, proxied
         self._faults = Faults()
 

@@ -17,15 +17,15 @@ from typing import Any
 from protocols import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
 from protocols.codec import CODECS
 from protocols.wire import MAX_ROSTER
-from tests.checkers import Violation
 from tests.sim.arguments import Parser, at_least_one, seeds
+from tests.sim.byzantine.independent import INDEPENDENT_LIES
 from tests.sim.families import BREAKING, CALM, FAULTS
-from tests.sim.liars import LOOSE_LIES
 from tests.sim.process import prepare
 from tests.sim.scenario import MOST_PULL, Scenario
 from tests.sim.trace import Trace
 from tests.sim.world import Outcome, play
 from tests.sim.worlds import world_of
+from tests.support.checkers import Violation
 
 MAX_VIOLATIONS = 50
 LIES, DIRECTORY = "lies", "directory"
@@ -57,7 +57,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         parser.error(f"argument --directory: {options.protocol} finds nobody there, moshpit does")
     if options.pull is not None and (options.protocol != "gossip" or not 0 < options.pull < MOST_PULL):
         parser.error(f"argument --pull: of gossip, above 0 and below {MOST_PULL:g}")
-    if options.faults == LIES and options.protocol not in (*REPLICATED_PROTOCOLS, *LOOSE_LIES):
+    if options.faults == LIES and options.protocol not in (*REPLICATED_PROTOCOLS, *INDEPENDENT_LIES):
         parser.error(f"argument --faults: {options.protocol} is not made to bear {LIES}")
     return options
 
@@ -83,7 +83,7 @@ def _scenarios(options: argparse.Namespace) -> Iterable[Scenario]:
 def _felt(fault: str, options: argparse.Namespace) -> bool:
     """Whether a family does anything to these peers that another does not."""
     if fault == LIES:
-        return options.protocol in (*REPLICATED_PROTOCOLS, *LOOSE_LIES)
+        return options.protocol in (*REPLICATED_PROTOCOLS, *INDEPENDENT_LIES)
     return fault != DIRECTORY or options.directory  # else nobody asks it: a crash under another name
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from tests.sim import loop as simloop
 from tests.sim.arguments import Parser, at_least_one, seeds
-from tests.sim.loose import LooseWorld
+from tests.sim.independent_world import IndependentWorld
 from tests.sim.process import prepare
 from tests.sim.scenario import MOST_PULL, Scenario
 
@@ -22,7 +22,7 @@ LIMIT = 0.02
 """What a run bears unless its file says otherwise."""
 
 
-class Unclosed(LooseWorld):
+class Unclosed(IndependentWorld):
     """A run that ends with its last round."""
 
     CLOSES = False
@@ -47,7 +47,7 @@ class End:
     violations: tuple[str, ...]
 
 
-def end_of(scenario: Scenario, world_type: type[LooseWorld] = LooseWorld) -> End:
+def end_of(scenario: Scenario, world_type: type[IndependentWorld] = IndependentWorld) -> End:
     """Play a run without faults to its end.
 
     Raises:

@@ -11,8 +11,9 @@ again for each of them, with a fault just before it takes effect:
 With `--end`, of gossip and push-sum, the same at every message of the closing exchanges with which a run ends
 (`tests.sim.ending`).
 
-Judged are the invariants of `tests.checkers` on all histories, those of the dead included, and that every peer in touch
-with a majority decides that round and the next, and leaves the dead out. The last thing printed is one JSON object.
+Judged are the invariants of `tests.support.checkers` on all histories, those of the dead included, and that every peer
+in touch with a majority decides that round and the next, and leaves the dead out. The last thing printed is one JSON
+object.
 """
 
 from __future__ import annotations
@@ -30,13 +31,12 @@ from typing import Any
 from protocols import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
 from tests.sim.arguments import Parser, at_least, at_least_one
 from tests.sim.ending import RecordingEnd, StruckEnd
-from tests.sim.process import prepare, workers
-from tests.sim.striking import (
+from tests.sim.message_fault import (
     KINDS,
     PAIRS,
+    MessageFault,
     Point,
     Recording,
-    Struck,
     Verdict,
     combinations,
     enumerate_points,
@@ -44,6 +44,7 @@ from tests.sim.striking import (
     small,
     strike,
 )
+from tests.sim.process import prepare, workers
 from tests.sim.world import World
 from tests.sim.worlds import world_of
 
@@ -131,7 +132,7 @@ def main(arguments: list[str] | None = None, world_type: type[World] | None = No
     prepare()
     began = time.monotonic()
     scenario = replace(small(options.peers, options.protocol, options.seed), directory=options.directory)
-    recording, struck = (RecordingEnd, StruckEnd) if options.end else (Recording, Struck)
+    recording, struck = (RecordingEnd, StruckEnd) if options.end else (Recording, MessageFault)
     points = enumerate_points(scenario, world_type, recording)
     try:
         chosen = (

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 from protocols.base import PeerId
 from protocols.pairwise.push_sum import PushSum
-from tests.checkers import Violation
-from tests.sim.loose import SPREAD_BOUND, LooseWorld
+from tests.sim.independent_world import SPREAD_BOUND, IndependentWorld
+from tests.sim.message_fault import LIMIT_SECONDS, MessageFault, Recording
 from tests.sim.scenario import Scenario
-from tests.sim.striking import LIMIT_SECONDS, Recording, Struck
+from tests.support.checkers import Violation
 
 ENDS_SECONDS = 120.0
 """In these runs, whose rounds take three seconds: a wait of twenty, twice, and three steps of some seven."""
@@ -30,7 +30,7 @@ class RecordingEnd(Recording):
             self.record(peer, number, way, other)
 
 
-class StruckEnd(Struck, LooseWorld):
+class StruckEnd(MessageFault, IndependentWorld):
     """A run in whose closing exchanges something happens, until all who live have ended it."""
 
     def __init__(self, scenario: Scenario) -> None:

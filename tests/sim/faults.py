@@ -98,7 +98,7 @@ class Skew:
 
 @dataclass(frozen=True, slots=True)
 class Lie:
-    """A peer that lies to others (`tests.sim.lies`), from beginning to end."""
+    """A peer that lies to others (`tests.sim.byzantine.contributors`), from beginning to end."""
 
     peer: PeerId
     kind: str

@@ -7,8 +7,8 @@ from the first leave until the former members go on, with a fault just before it
     crash      the peer is killed; where it was to stay, it starts again twenty seconds later
     silence    the peer neither hears nor is heard for forty seconds
 
-Judged are the invariants of `tests.checkers` on all histories, and that the swarm becomes whole both times. The last
-thing printed is one JSON object.
+Judged are the invariants of `tests.support.checkers` on all histories, and that the swarm becomes whole both times. The
+last thing printed is one JSON object.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from protocols.base import PeerId
 from protocols.consensus.record import Kind
 from protocols.history.chain import DecidedRound
 from tests.sim.arguments import Parser, at_least, at_least_one
-from tests.sim.durable import Durable
-from tests.sim.parting import LongRounds, Parting
+from tests.sim.durable_world import DurableWorld
+from tests.sim.leaving_scenario import LeavingScenario, LongRounds
 from tests.sim.process import prepare, workers
 
 KINDS = ("crash", "silence")
@@ -41,7 +41,7 @@ WHOLE_SECONDS = 240.0
 MAX_VIOLATIONS = 20
 
 
-class Leaving(Durable, Parting):
+class Leaving(DurableWorld, LeavingScenario):
     """Peers that leave, and come back from the checkpoints that they wrote then."""
 
     async def leave_in_turn(self, peers: Sequence[PeerId], pause_seconds: float = 0.0) -> None:

@@ -30,8 +30,8 @@ from tests.sim.arguments import Parser, at_least, at_least_one
 from tests.sim.faults import Faults
 from tests.sim.host import Hearsay
 from tests.sim.injection import Injector
+from tests.sim.moshpit_harness import MoshpitHarness
 from tests.sim.network import SimNetwork
-from tests.sim.pits import Pits
 from tests.sim.process import prepare
 
 ELEMENTS, CHUNK_ELEMENTS = 96, 16
@@ -65,10 +65,10 @@ class Losses:
         self.most_seconds = max(self.most_seconds, seconds)
 
 
-def group(size: int) -> Pits:
+def group(size: int) -> MoshpitHarness:
     generator = torch.Generator().manual_seed(size)
     states = [[torch.randn(ELEMENTS, generator=generator)] for _ in range(size)]
-    return Pits(states, [1000] * size, [TRAIN_SECONDS] * size, chunk_elements=CHUNK_ELEMENTS)
+    return MoshpitHarness(states, [1000] * size, [TRAIN_SECONDS] * size, chunk_elements=CHUNK_ELEMENTS)
 
 
 def messages(size: int) -> tuple[list[tuple[PeerId, int]], float]:

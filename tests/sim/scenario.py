@@ -10,10 +10,10 @@ from protocols import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
 from protocols.base import PeerId
 from protocols.codec import codec
 from tests.sim import families
+from tests.sim.byzantine.contributors import LIES
+from tests.sim.byzantine.independent import INDEPENDENT_LIES
 from tests.sim.families import BREAKING, FAULTS
 from tests.sim.faults import Faults, Message, Skew
-from tests.sim.liars import LOOSE_LIES
-from tests.sim.lies import LIES
 
 DRAWN_CODECS = ("bf16", "fp16", "fp32", "int8")
 LATER_CODECS = ("e3m0", "int4", "topk")
@@ -103,8 +103,8 @@ def resolve(scenario: Scenario) -> Scenario:
         if later != "topk" or (scenario.protocol == "butterfly" and scenario.fault != "lies"):
             chosen = later
     lie = rng.choice(LIES)
-    if scenario.protocol in LOOSE_LIES:
-        lie = random.Random(f"lie/{scenario.seed}").choice(LOOSE_LIES[scenario.protocol])
+    if scenario.protocol in INDEPENDENT_LIES:
+        lie = random.Random(f"lie/{scenario.seed}").choice(INDEPENDENT_LIES[scenario.protocol])
     if scenario.fault == "slow":
         for index in rng.sample(range(scenario.peers), max(1, scenario.peers // 3)):
             steps[index] *= 10

@@ -23,7 +23,7 @@ from protocols.consensus import messages as votes
 from protocols.consensus.paxos import PaxosInstance
 from protocols.consensus.vote_tally import majority
 from tests.sim.arguments import Parser, seeds
-from tests.sim.judging import Broken, Node, Remembering, Side
+from tests.sim.invariants import InvariantBroken, Node, Remembering, Side
 from tests.sim.process import prepare
 from tests.sim.voting import DELAY, TIMEOUT, World
 
@@ -247,7 +247,7 @@ class Schedule:
         for heir in self.left.get(lineage, ()):
             side = heir.sides.get((lineage, False))
             if not side or not side.vote.decided:
-                raise Broken("progress", f"nobody is left, and {heir.me} does not fork with the other heirs")
+                raise InvariantBroken("progress", f"nobody is left, and {heir.me} does not fork with the other heirs")
         sides = [self.world.nodes[member.peer].sides.get((lineage, False)) for member in able]
         if line.key.round >= self.world.depth or not any(sides):
             return
@@ -256,20 +256,20 @@ class Schedule:
             return  # all whom it keeps are gone: those who leave have nobody to leave it to
         majority_left = len(able) >= majority(len(line.roster))
         if not all(side and side.vote.decided for side in sides):
-            raise Broken("progress", f"{len(able)} of {len(line.roster)} are there and do not decide")
+            raise InvariantBroken("progress", f"{len(able)} of {len(line.roster)} are there and do not decide")
         ballots = [side.vote.decided.ballot for side in sides if side and side.vote.decided]
         limit = self.met.get(lineage, -1) + len(line.roster) - len(able) + 1
         if majority_left and min(ballots, default=0) > limit:
-            raise Broken("ballots", f"decided in ballot {min(ballots)}, after {limit}")
+            raise InvariantBroken("ballots", f"decided in ballot {min(ballots)}, after {limit}")
 
 
-def play(chosen: Iterable[int], **planted: Any) -> list[tuple[int, Broken]]:
+def play(chosen: Iterable[int], **planted: Any) -> list[tuple[int, InvariantBroken]]:
     """Play seeds; those in which a rule broke, and which."""
     broken = []
     for seed in chosen:
         try:
             Schedule(seed, **planted).run()
-        except Broken as error:
+        except InvariantBroken as error:
             broken.append((seed, error))
     return broken
 
@@ -298,7 +298,7 @@ def _show(seed: int) -> None:
     schedule = Schedule(seed)
     schedule.world.trace = trace = list[str]()
     try:
-        with suppress(Broken):
+        with suppress(InvariantBroken):
             schedule.run()
     finally:
         print("\n".join(trace))

@@ -15,8 +15,8 @@ from protocols.consensus.paxos import PaxosInstance
 from protocols.consensus.record import Kind, Record
 from protocols.consensus.vote_tally import Value, majority, max_admitted, min_retained
 from protocols.wire import ChunkSpan, PartDigest, PartDone
-from tests.sim import judging
-from tests.sim.judging import NOTHING, Line, Node, Remembering, Seal, Side, short
+from tests.sim import invariants as judging
+from tests.sim.invariants import NOTHING, Node, Remembering, Seal, Side, VoteChecker, short
 
 DELAY = 1.0
 TIMEOUT = 12.0
@@ -59,7 +59,7 @@ class World:
         self._numbers, self._records = itertools.count(), 0
         self.nodes = {name: Node(Member(name)) for name in names}
         genesis = rng.randbytes(32)
-        self.lines = {genesis: Line(self._key(genesis, 0), tuple(Member(name) for name in names[:members]))}
+        self.lines = {genesis: VoteChecker(self._key(genesis, 0), tuple(Member(name) for name in names[:members]))}
         for member in self.lines[genesis].roster:
             self.enter(self.nodes[member.peer], genesis)
 
@@ -182,7 +182,7 @@ class World:
             line, roster = self.lines[key.lineage], value.record.roster
             larger = [each for each in (line.roster, *line.former) if len(each) > len(roster)]
             former = [each for at, each in enumerate(larger) if all(len(each) > len(after) for after in larger[:at])]
-            self.lines[value.digest] = Line(child, roster, tuple(former), key.lineage, value.is_fork)
+            self.lines[value.digest] = VoteChecker(child, roster, tuple(former), key.lineage, value.is_fork)
         return value
 
     def go_on(self, node: Node, value: Value) -> None:

@@ -22,16 +22,16 @@ from protocols.codec import codec
 from protocols.history.chain import Chain
 from protocols.sync.chain_sync import ChainSync
 from protocols.sync.snapshot import Snapshots
-from tests import checkers
 from tests.sim import loop as simloop
-from tests.sim.account import Account, Head
+from tests.sim.byzantine.contributors import ByzantineContributorStream
 from tests.sim.host import Entries, Hearsay, sim_host
 from tests.sim.injection import Injector
-from tests.sim.lies import LyingStream
 from tests.sim.network import SimNetwork
+from tests.sim.round_account import Account, Head
 from tests.sim.scenario import OUTER_MOMENTUM, OUTER_RATE, Scenario, resolve
 from tests.sim.trace import Trace
 from tests.sim.transport import SimTransport
+from tests.support import checkers
 
 RUN = bytes(range(32))
 GRACE_SECONDS = 120.0
@@ -194,7 +194,7 @@ class World:
         host = sim_host(self.network, transport, scenario.seed, self._entries, skew_seconds, self.hearsay)
         if me in self.liars:
             lie, signer = scenario.faults.lies()[me], host.signer
-            transport.disguise = lambda method, stream, pipe: LyingStream(stream, pipe, lie, signer)
+            transport.disguise = lambda method, stream, pipe: ByzantineContributorStream(stream, pipe, lie, signer)
         return host
 
     def _settings(self, index: int, trainer: InlineTrainer, transport: SimTransport) -> Settings:

@@ -1,0 +1,73 @@
+"""A play that is kept: played, judged, told and drawn, in a directory of its own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.faults.judge import judge
+from tests.faults.picture import draw
+from tests.faults.recording import Recording
+from tests.faults.runner import Options, play
+from tests.faults.scenarios import Scenario, scenario_of
+from tests.faults.timeline import timeline
+
+PROGRAM = "python -m tests.faults"
+DIRECTORY = Path("build/faults")
+
+
+def home_of(plays: Path, name: str, seed: int, stage: Options) -> Path:
+    """Where a play is kept."""
+    return plays / "-".join([stage.protocol] * stage.loose + [name, str(seed)])
+
+
+def one(name: str, seed: int, stage: Options, home: Path, say: Callable[[str], None]) -> dict[str, Any]:
+    """Play and judge one scenario in a directory of its own, which is emptied before; returns the JSON object.
+
+    Raises:
+        Unplayable: this machine cannot.
+    """
+    return kept(name, scenario_of(name, stage.protocol), seed, stage, home, say)[1]
+
+
+def kept(
+    name: str, scenario: Scenario, seed: int, stage: Options, home: Path, say: Callable[[str], None]
+) -> tuple[Recording, dict[str, Any]]:
+    """As `one`, of any scenario; returns what was played, too."""
+    shutil.rmtree(home, ignore_errors=True)
+    home.mkdir(parents=True)
+    played = play(name, scenario, seed, stage, home.absolute(), say)
+    verdict = judge(played)
+    lines = timeline(played, verdict)
+    result = verdict.as_dict()
+    for line in lines:
+        say(line)
+    (home / "timeline.txt").write_text("\n".join(lines) + "\n")
+    (home / "verdict.json").write_text(json.dumps(result, allow_nan=False) + "\n")
+    draw(played, verdict, home / "picture.png")
+    say(f"kept in {home}: what each peer wrote, timeline.txt, picture.png")
+    return played, result
+
+
+def from_shell(command: Callable[[], int], program: str = PROGRAM) -> int:
+    """Run a command so that nothing is left behind when it is told to stop; returns its exit code."""
+
+    def stop(number: int, _: object) -> None:
+        signal.signal(number, signal.SIG_IGN)  # cleaning up takes seconds; who asks twice is not answered twice
+        sys.exit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup
+            signal.signal(number, stop)
+    try:
+        return command()
+    except KeyboardInterrupt:
+        return 130
+    except OSError as error:
+        print(f"{program}: {error}: give another directory by --dir", file=sys.stderr)
+        return 2

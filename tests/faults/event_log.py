@@ -1,0 +1,90 @@
+"""What was done to peers and how it went, noted while it happens."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Sequence
+
+import psutil
+
+from tests.faults.recording import Event, Life
+from tests.support.real_swarm import ORPHAN_SECONDS, RealPeer, RealSwarm
+
+DEATH_SECONDS = 3.0
+
+
+class EventLog:
+    """Attributes:
+    events: what was done.
+    measures: name -> seconds, of each time that it was measured.
+    lives: name -> processes that have ended.
+    left: name -> command lines of what was left of it a while after its end.
+    stuck: what could not be done, or was waited for in vain, in words.
+    last: wall time at which the last fault, or the last thing lasting, was over.
+    """
+
+    def __init__(self, swarm: RealSwarm) -> None:
+        self.events: list[Event] = []
+        self.measures: dict[str, list[float]] = {}
+        self.lives: dict[str, list[Life]] = {}
+        self.left: dict[str, list[str]] = {}
+        self.stuck: list[str] = []
+        self.last = time.time()
+        self._swarm = swarm
+        self._began: dict[str, float] = {}
+
+    def tell(self, what: str, whom: Sequence[str], kind: str) -> float:
+        """Note an event; returns its wall time, which is where recovery begins, unless another follows."""
+        self.events.append(Event(time.time(), what, tuple(whom), kind))
+        self.last = self.events[-1].time
+        return self.last
+
+    def began(self, name: str) -> None:
+        """A process of that peer was started."""
+        self._began[name] = time.time()
+
+    def over(self, name: str, expected: int, seconds: float) -> None:
+        """A peer's process ends, within so many seconds, and takes its children along; one that does not is killed."""
+        peer = self._swarm[name]
+        try:
+            peer.ends(seconds)
+        except subprocess.TimeoutExpired:
+            self.stuck.append(f"{name} did not end within {seconds:g} s")
+            peer.strike()
+            peer.ends(DEATH_SECONDS)
+        self.ended(name, expected)
+        until = time.monotonic() + ORPHAN_SECONDS
+        while (left := peer.left()) and time.monotonic() < until:
+            time.sleep(0.05)
+        if left:
+            self.left[name] = [_command(each) for each in left]
+            peer.clear()
+
+    def ended(self, name: str, expected: int) -> None:
+        """A peer's process has ended."""
+        code = self._swarm[name].code
+        assert code is not None
+        self.lives.setdefault(name, []).append(Life(self._began.pop(name), time.time(), code, expected))
+
+    def unseen(self) -> None:
+        """Note whose process has ended without anybody's doing."""
+        for name in [name for name in self._began if name in self._swarm.peers]:
+            if not self._swarm[name].running:
+                self.stuck.append(f"{name} ended, and nobody had asked it to")
+                self.ended(name, 0)
+
+    def running(self, but: Sequence[str] = ()) -> list[RealPeer]:
+        """Who runs, without these."""
+        return [peer for peer in self._swarm.running if peer.name not in but]
+
+    def measure(self, what: str, value: float) -> None:
+        """Note what something came to."""
+        self.measures.setdefault(what, []).append(value)
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline()) or str(process.pid)
+    except psutil.Error:
+        return str(process.pid)

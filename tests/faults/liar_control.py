@@ -1,0 +1,61 @@
+"""Liars as a nemesis has them in hand: when which peer tells which lie, and who has named it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from tests.faults.event_log import EventLog
+from tests.faults.liar import VARIABLE
+from tests.faults.steps import Step
+from tests.support.real_swarm import RealPeer, RealSwarm, wait
+
+ACCUSED_SECONDS = 30.0
+
+
+def can_lie(peer: RealPeer) -> None:
+    """Have a peer that is not started yet run as one that can be told to lie."""
+    peer.program = "tests.faults.liar"
+    peer.environment |= {VARIABLE: str(lie_file(peer))}
+
+
+def lie_file(peer: RealPeer) -> Path:
+    """Which lie a peer tells; there is none while it is honest."""
+    return peer.directory.with_suffix(".lie")
+
+
+class LiarControl:
+    """What peers are told to say."""
+
+    def __init__(self, notes: EventLog, swarm: RealSwarm) -> None:
+        self._notes, self._swarm = notes, swarm
+        self._lying: dict[str, float] = {}  # name -> since when
+
+    def heal(self) -> None:
+        """All are honest."""
+        for name in self._lying:
+            lie_file(self._swarm[name]).unlink(missing_ok=True)
+        self._lying.clear()
+
+    def lie(self, whom: tuple[str, ...], step: Step) -> None:
+        for name in whom:
+            file = lie_file(self._swarm[name])
+            file.with_suffix(".new").write_text(step.role)
+            file.with_suffix(".new").replace(file)
+        self._lying |= dict.fromkeys(whom, self._notes.tell(f"it lies: {step.role}", whom, "fault"))
+
+    def accused(self, whom: tuple[str, ...], step: Step) -> None:
+        """That somebody honest has named each, in the report of a round."""
+        for name in whom:
+            words = wait(f"somebody names {name}", lambda name=name: self._named(name), ACCUSED_SECONDS)  # type: ignore[misc]
+            self._notes.measure("named_seconds", time.time() - self._lying[name])
+            self._notes.tell(f"named: {words}", whom, "heal")
+
+    def _named(self, name: str) -> str:
+        """What was said of a liar since it lies."""
+        liar = self._swarm[name]
+        for peer in self._notes.running(tuple(self._lying)):
+            for report in reversed(peer.reports()):
+                if report["time"] > self._lying[name] and (why := report["blamed"].get(liar.id)):
+                    return f"{why} ({peer.name})"
+        return ""

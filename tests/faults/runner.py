@@ -1,0 +1,236 @@
+"""One scenario from the first process to the last: a swarm is started, played with, healed, asked to finish."""
+
+from __future__ import annotations
+
+import os
+import string
+import time
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from protocols import INDEPENDENT_PROTOCOLS
+from tests.faults import memory
+from tests.faults.goodput import MEANS
+from tests.faults.liar_control import can_lie
+from tests.faults.machines import CLOCK, clock_file, set_clock, small_disk
+from tests.faults.nemesis import TROUBLE, Nemesis, Tools
+from tests.faults.network import Namespaces, why_not
+from tests.faults.recording import Recording
+from tests.faults.scenarios import Scenario
+from tests.faults.steps import Step, left
+from tests.faults.tracing import Watch
+from tests.faults.wire import ACTS as PROXIED
+from tests.faults.wire import Proxied
+from tests.support.independent_swarm import IndependentSwarm
+from tests.support.real_swarm import RealPeer, RealSwarm, paced, wait
+
+CALM_ROUNDS = 5
+LATER_ROUNDS, LATER_MIXINGS = 2, 8
+"""After the recovery: who averages with all at once is together then; who mixes halves what is left round by round."""
+PROCESS_SECONDS, START_SECONDS = 60.0, 120.0
+ROUNDS_SECONDS = 90.0
+STEPS_TOLD = 40
+"""Of a schedule, before it is played: the timeline has all of them."""
+_RUNS = {
+    "paced": paced(elements=1_000_000, inner_steps=8),
+    "gpt": 'task = "gpt"\n[recipe]\ninner_steps = 8\nrounds = 10000\n',
+}
+TASKS = tuple(_RUNS)
+_DISKS, _LIMITED = frozenset(("fill", "choke")), frozenset(("squeeze", "confine"))
+"""Steps that need a small disk, a memory limit."""
+_APART = "spread_limit = 1.0\n"
+"""Paced peers walk at random, each by itself: they are as far apart as they are, and none is astray."""
+
+
+class Unplayable(Exception):
+    """This machine does not allow the scenario; one line says what is missing and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What to play with.
+
+    Attributes:
+        peers: how many there are before anything is done to them.
+        patience: times as long is waited for what they should do, but for their recovery: on a machine with other work.
+    """
+
+    peers: int = 4
+    protocol: str = "butterfly"
+    task: str = "paced"
+    patience: float = 1.0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the peers, the founder first."""
+        return tuple(string.ascii_lowercase[: self.peers])
+
+    @property
+    def run(self) -> str:
+        """The run file."""
+        apart = _APART if self.loose and self.task == "paced" else ""
+        return f'protocol = "{self.protocol}"\n{apart}{_RUNS[self.task]}'
+
+    @property
+    def loose(self) -> bool:
+        """Whether the peers share no anchor."""
+        return self.protocol in INDEPENDENT_PROTOCOLS
+
+
+def play(
+    name: str, scenario: Scenario, seed: int, options: Options, home: Path, say: Callable[[str], None]
+) -> Recording:
+    """Play a scenario in an empty directory, which keeps what the peers wrote.
+
+    Raises:
+        Unplayable: this machine cannot.
+    """
+    schedule = scenario.schedule(name, seed, options.names)
+    rest = f"; and {len(schedule) - STEPS_TOLD} more" if len(schedule) > STEPS_TOLD else ""
+    say(f"{name}, seed {seed}: " + "; ".join(str(step) for step in schedule[:STEPS_TOLD]) + rest)
+    acts = {step.act for step in schedule}
+    why = _required(name, scenario, schedule, options)
+    with ExitStack() as stack:
+        network = None if why else stack.enter_context(Namespaces())
+        watch = stack.enter_context(Watch())
+        # Who is killed leaves its sockets behind. A short path: that of a socket has some hundred bytes at most.
+        sockets = stack.enter_context(TemporaryDirectory(prefix="play-", dir="/tmp", ignore_cleanup_errors=True))
+        struck = _struck(schedule)
+        proxied = stack.enter_context(Proxied(network, seed)) if network and acts & {*PROXIED} else None
+        groups: dict[str, memory.Group] = {}
+
+        def prepare(peer: RealPeer) -> None:
+            peer.environment = {"TMPDIR": sockets} | (watch.environment(peer.name) if "trap" in acts else {})
+            if "skew" in acts:
+                set_clock(peer, 0.0)
+                peer.environment |= {CLOCK: str(clock_file(peer))}
+            if peer.name in struck(_DISKS):
+                stack.callback(small_disk(peer.directory))
+            if peer.name in struck({"lie"}):
+                can_lie(peer)
+            if peer.name in struck(_LIMITED):
+                groups[peer.name] = memory.group(peer.name)
+                stack.callback(groups[peer.name].remove)
+                peer.inside = groups[peer.name].inside
+            if network:
+                place = network.add(peer.name)
+                address = "0.0.0.0" if "move" in acts else place.address
+                peer.inside, peer.listen = (*peer.inside, *place.inside), f"/ip4/{address}/tcp/0"
+
+        swarm = (IndependentSwarm if options.loose else RealSwarm)(home, options.run, prepare)
+        nemesis = Nemesis(swarm, Tools(watch, network, groups, proxied), options.patience)
+        stack.callback(_clear, swarm)
+        stack.callback(nemesis.heal)
+        return _Runner(swarm, nemesis, scenario, options).run(name, seed, options, schedule)
+
+
+def _required(name: str, scenario: Scenario, schedule: Sequence[Step], options: Options) -> str:
+    """Why this machine has no network of namespaces, where that does not matter; empty if it has one.
+
+    Raises:
+        Unplayable: this machine cannot play it.
+    """
+    acts = {step.act for step in schedule}
+    if options.loose and left(schedule, options.names) < 2:
+        what = f"{name} leaves one of {options.peers} peers: by {options.protocol} it has nobody to mix with"
+        raise Unplayable(f"{what}; take more peers, or another scenario")
+    why = why_not()
+    if why and scenario.network:
+        raise Unplayable(f"{name} needs a network of its own: {why}")
+    if os.geteuid() and acts & _DISKS:
+        raise Unplayable(f"{name} needs a small disk of its own: run it as root")
+    if acts & _LIMITED and (why_unlimited := memory.why_not()):
+        raise Unplayable(f"{name} needs a memory limit: {why_unlimited}")
+    return why
+
+
+def _struck(schedule: Sequence[Step]) -> Callable[[Collection[str]], set[str]]:
+    """acts -> those to whom one of them is done."""
+    return lambda acts: {name for step in schedule if step.act in acts for name in step.whom}
+
+
+def _clear(swarm: RealSwarm) -> None:
+    for peer in swarm.peers.values():
+        peer.clear()
+
+
+class _Runner:
+    def __init__(self, swarm: RealSwarm, nemesis: Nemesis, scenario: Scenario, options: Options) -> None:
+        self._swarm, self._nemesis, self._scenario, self._patience = swarm, nemesis, scenario, options.patience
+        self._later_rounds = LATER_MIXINGS if options.loose else LATER_ROUNDS
+
+    def run(self, name: str, seed: int, options: Options, schedule: Sequence[Step]) -> Recording:
+        nemesis, swarm = self._nemesis, self._swarm
+        calm = self._begin(options.names)
+        if calm[1] > calm[0]:
+            nemesis.play(schedule)
+        nemesis.unseen()
+        healed, should, limits = nemesis.last, swarm.running, self._scenario.limits.beside(calm)
+        self._recover(should, healed, limits.recovery_seconds)
+        ended = nemesis.tell("asked to finish", [peer.name for peer in should], "end")
+        self._end(should)
+        return Recording(
+            scenario=name,
+            seed=seed,
+            protocol=options.protocol,
+            task=options.task,
+            limits=limits,
+            calm=calm,
+            healed=healed,
+            ended=ended,
+            should=tuple(peer.name for peer in should),
+            ids={peer.name: peer.id for peer in swarm.peers.values()},
+            events=nemesis.events,
+            histories=nemesis.machines.right(swarm.histories()),
+            logs={peer.name: peer.said() for peer in swarm.peers.values()},
+            lives=nemesis.lives,
+            left=nemesis.left,
+            measures=nemesis.measures,
+            stuck=nemesis.stuck,
+        )
+
+    def _begin(self, names: Sequence[str]) -> tuple[float, float]:
+        """All are there, and nothing happens for a few rounds; from when to when, which is no time if it failed."""
+        founder, *others = names
+        for name in names:
+            self._nemesis.began(name)
+        began = self._nemesis.tell("started", names, "start")
+        try:
+            first = self._swarm.found(founder, seconds=PROCESS_SECONDS * self._patience)
+            self._swarm.join(*others, via=first, seconds=PROCESS_SECONDS * self._patience)
+            within = START_SECONDS * self._patience
+            wait("all are in one mean", lambda: self._swarm.all_in_one_mean(self._swarm.running), within)
+            began = time.time()
+            self._rounds(self._swarm.running, began, CALM_ROUNDS)
+        except TROUBLE as error:
+            self._nemesis.stuck.append(f"the start: {error or type(error).__name__}")
+            return began, began
+        return began, time.time()
+
+    def _recover(self, should: Sequence[RealPeer], healed: float, within: float) -> None:
+        """Until all who should have committed together, which the judge looks for, and for a few rounds more."""
+        with suppress(AssertionError):
+            wait("a mean of all", lambda: self._swarm.all_in_one_mean(should, healed), within)
+        try:
+            self._rounds(should, time.time(), self._later_rounds)
+        except TROUBLE as error:
+            self._nemesis.stuck.append(f"after the faults: {error or type(error).__name__}")
+
+    def _rounds(self, peers: Sequence[RealPeer], since: float, count: int) -> None:
+        def means(peer: RealPeer) -> int:
+            return sum(each["time"] > since and each["outcome"] in MEANS for each in peer.reports())
+
+        within = self._patience * ROUNDS_SECONDS
+        wait(f"{count} rounds more", lambda: all(means(peer) >= count for peer in peers), within)
+
+    def _end(self, peers: Sequence[RealPeer]) -> None:
+        """One after the other: what leaving costs is another scenario."""
+        for peer in peers:
+            try:
+                self._nemesis.leave(peer.name)
+            except TROUBLE as error:
+                self._nemesis.stuck.append(f"{peer.name} leaves: {error or type(error).__name__}")
+        self._nemesis.unseen()

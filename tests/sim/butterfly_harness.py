@@ -1,0 +1,115 @@
+"""One round of averaging over given vectors, without trainers: what the protocol does with exactly these inputs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from protocols import REPLICATED_PROTOCOLS
+from protocols.base import AveragingResult, Deadline, Head, Host, LocalProgress, Member, PeerId, Settings, Vector
+from protocols.framing import FramedStream
+from protocols.history.chain import genesis
+from protocols.vectors import norm
+from protocols.wire import Plan
+from tests.sim import loop as simloop
+from tests.sim.byzantine.contributors import VOTERS_LIES, ByzantineContributorStream
+from tests.sim.byzantine.voters import ByzantineVoterStream
+from tests.sim.host import sim_host
+from tests.sim.network import SimNetwork, Trace
+from tests.sim.pipe import SimPipe
+
+RUN = bytes(32)
+
+
+@dataclass(slots=True)
+class Averaged:
+    """What came of it, in the order of the vectors."""
+
+    means: list[AveragingResult]
+    results: list[Vector]
+    sent_bytes: list[int]
+    seconds: float
+    peers: tuple[PeerId, ...]
+
+
+@dataclass(slots=True)
+class ButterflyHarness:
+    """A group of peers, each with a vector and what it claims for it.
+
+    Attributes:
+        tokens, bandwidths, step_seconds: of each peer.
+        lies: peer index -> lie (`tests.sim.byzantine.contributors`). Of two stories, the last of the others is told the
+        second.
+        declared: peer index -> norm, where it is not the vector's.
+        before: called with the network when everybody has joined.
+    """
+
+    vectors: Sequence[Vector]
+    tokens: Sequence[int]
+    bandwidths: Sequence[float]
+    codec: str = "fp32"
+    chunk_elements: int = 1 << 18
+    protocol: str = "butterfly"
+    robust: str = "mean"
+    declared: dict[int, float] = field(default_factory=dict)
+    lies: dict[int, str] = field(default_factory=dict)
+    before: Callable[[SimNetwork], None] = lambda network: None
+
+    def average(self) -> Averaged:
+        """Run one round to its end."""
+        return simloop.run(self._run())
+
+    async def _run(self) -> Averaged:
+        loop = asyncio.get_running_loop()
+        network = SimNetwork(Trace())
+        peers = tuple(f"p{index:02}" for index in range(len(self.vectors)))
+        hosts = []
+        for index, peer in enumerate(peers):
+            transport = network.join(peer, self.bandwidths[index])
+            host = sim_host(network, transport, 1, {})
+            if index in self.lies:
+                transport.disguise = self._disguise(index, peers, host)
+            hosts.append(host)
+        self.before(network)
+        head = genesis(RUN, "run", tuple(Member(peer) for peer in peers), bytes(32))
+        results = [torch.full_like(vector, torch.nan) for vector in self.vectors]
+        jobs = [
+            self._member(index, host, head, results[index], loop.time() + 600.0) for index, host in enumerate(hosts)
+        ]
+        means = await asyncio.gather(*jobs)
+        seconds = loop.time()
+        await asyncio.sleep(60.0)  # what still serves others ends
+        if network.bugs:
+            raise network.bugs[0]
+        sent = [network.nodes[peer].sent_bytes for peer in peers]
+        return Averaged(list(means), results, sent, seconds, peers)
+
+    def _disguise(self, index: int, peers: Sequence[PeerId], host: Host) -> Callable[..., Any]:
+        lie, dupes = self.lies[index], [peer for peer in peers if peer != host.me][-1:]
+
+        plans: dict[bytes, Plan] = {}
+
+        def disguise(
+            method: str, stream: FramedStream, pipe: SimPipe
+        ) -> ByzantineContributorStream | ByzantineVoterStream:
+            if lie in VOTERS_LIES:
+                return ByzantineVoterStream(stream, lie, host.signer, dupes, plans)
+            return ByzantineContributorStream(stream, pipe, lie, host.signer)
+
+        return disguise
+
+    async def _member(self, index: int, host: Host, head: Head, into: Vector, deadline: Deadline) -> AveragingResult:
+        vector = self.vectors[index]
+        settings = Settings(self.codec, (len(vector),), self.chunk_elements, self.bandwidths[index], robust=self.robust)
+        averager = REPLICATED_PROTOCOLS[self.protocol](host, settings)
+        tokens = self.tokens[index]
+        size = self.declared.get(index, norm([vector]))
+        work = LocalProgress(tokens, 0.0, 1.0, size if tokens else 0.0, complete=True)
+        async with averager.enter(head, deadline) as session:
+            session.offer(work)
+            await session.cut.wait()
+            return await session.average([vector], work, [into])

@@ -1,0 +1,161 @@
+"""Lying peers that share no anchor: what their honest code sends to others is altered on its way out.
+
+    nan … twice       of each chunk of a state or a part, as in `tests.sim.byzantine.contributors`
+    scaled            states and parts, times -1000
+    reversed          the same, times -1: as long as the truth, so that nobody can tell
+    replayed          each message under the number of the one before, to the same peer
+    far-number        under a number that is far ahead, once; then under the true ones
+    ahead             of a round that is a million later
+    round-back        of rounds that go back
+    other-run, other-sender, other-size, other-codec, weight      what the name says
+    stale             to a group of another round
+    hanging           a state is promised and does not come
+
+A lie is refused, and its teller named by somebody to whom it was told; or it is borne: nobody can tell it from the
+truth, or it concerns nobody but its teller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+
+from protocols import wire
+from protocols.base import Buffer, Header, Member, PeerId
+from protocols.codec import codec
+from protocols.framing import FramedStream
+from protocols.moshpit.averager import state_codec
+from protocols.moshpit.peer_tracker import PositionAnnouncement
+from protocols.pairwise.shares import PushShare
+from protocols.pairwise.state_swap import ExchangeMessage, ExchangeReply, ExchangeRequest
+from tests.sim.byzantine.contributors import ByzantineContributorStream
+from tests.sim.pipe import SimPipe
+
+FACTORS: Final = {"scaled": -1000.0, "reversed": -1.0}
+AHEAD_ROUNDS = 10**6
+_CHUNKS = ("nan", "infinity", "norm", "size", "huge-length", "endless-header", "garbage", "twice", "scaled")
+REFUSED: Final = {
+    "gossip": (
+        *_CHUNKS, "replayed", "far-number", "round-back", "other-run", "other-sender", "other-size", "other-codec",
+        "hanging",
+    ),
+    "push_sum": (*_CHUNKS, "other-run", "other-sender", "other-size", "other-codec", "weight"),
+    "moshpit": (*_CHUNKS, "stale", "other-codec", "other-run", "other-sender"),
+}  # fmt: skip
+BORNE: Final = {
+    "gossip": ("reversed", "ahead"),
+    "push_sum": ("reversed", "ahead", "replayed", "far-number"),
+    "moshpit": ("reversed", "ahead", "replayed", "hanging"),
+}
+_OPENING: Final = (ExchangeRequest, PushShare, ExchangeReply)
+INDEPENDENT_LIES: Final = {protocol: (*REFUSED[protocol], *BORNE[protocol]) for protocol in REFUSED}
+"""Every lie that can be told in a protocol. Those of the baselines, which bear none, are not there."""
+
+
+_SOMEBODY = Member("somebody")
+_CHANGES: Final[dict[tuple[str, type], Callable[[Any], Header]]] = {
+    ("ahead", ExchangeRequest): lambda ask: _in_round(ask, ask.key.round + AHEAD_ROUNDS),
+    ("ahead", PushShare): lambda give: _in_round(give, give.key.round + AHEAD_ROUNDS),
+    ("ahead", ExchangeReply): lambda answer: replace(answer, round=AHEAD_ROUNDS),
+    ("ahead", PositionAnnouncement): lambda here: replace(here, round=here.round + AHEAD_ROUNDS),
+    ("replayed", PositionAnnouncement): lambda here: replace(here, number=1),
+    ("other-run", PositionAnnouncement): lambda here: replace(here, run=bytes(32)),
+    ("other-sender", PositionAnnouncement): lambda here: replace(here, sender=_SOMEBODY),
+    ("other-codec", wire.Contribute): lambda opening: replace(opening, codec="fp64"),
+    ("stale", wire.Contribute): lambda opening: replace(opening, key=replace(opening.key, lineage=bytes(32))),
+    ("weight", PushShare): lambda give: replace(give, weight=1e6),
+    **{("other-run", kind): lambda each: replace(each, key=replace(each.key, run=bytes(32))) for kind in _OPENING},
+    **{("other-sender", kind): lambda each: replace(each, sender=_SOMEBODY) for kind in _OPENING},
+    **{("other-size", kind): lambda each: replace(each, elements=each.elements + 1) for kind in _OPENING[:2]},
+    **{("other-codec", kind): lambda each: replace(each, codec="fp64") for kind in _OPENING[:2]},
+}
+
+
+def _in_round(header: Any, number: int) -> Header:
+    changed: Header = replace(header, key=replace(header.key, round=number))
+    return changed
+
+
+class ByzantinePeer:
+    """One lying peer, on all of its streams.
+
+    Attributes:
+        refused: whether who is told the lie can tell.
+        parts: its lies are in states that are taken: the honest may be as far apart as it likes.
+        lies: how many were told.
+    """
+
+    def __init__(self, protocol: str, lie: str, codec_name: str, chunk_elements: int) -> None:
+        self.lie, self.refused, self.parts, self.lies = lie, lie in REFUSED[protocol], lie == "reversed", 0
+        self._codec = state_codec(codec_name) if protocol == "moshpit" else codec(codec_name)
+        self._chunk_elements, self._last = chunk_elements, defaultdict[PeerId, list[int]](list)
+
+    def disguise(self, method: str, stream: FramedStream, pipe: SimPipe) -> ByzantineIndependentStream:
+        return ByzantineIndependentStream(stream, pipe, self)
+
+    def altered(self, peer: PeerId, header: Header) -> Header:
+        """What is sent to a peer in place of a message."""
+        if isinstance(header, ExchangeRequest | ExchangeReply | PushShare) and self.lie in (
+            "replayed",
+            "far-number",
+            "round-back",
+        ):
+            return self._numbered(peer, header)
+        change = _CHANGES.get((self.lie, type(header)))
+        self.lies += change is not None
+        return change(header) if change else header
+
+    def _numbered(self, peer: PeerId, header: ExchangeMessage) -> ExchangeMessage:
+        """Under a false number, or of a false round; what is told to each peer is remembered."""
+        told = self._last[peer]
+        if not isinstance(header, ExchangeRequest | PushShare):
+            self.lies += self.lie == "far-number"
+            return replace(header, sequence=header.sequence + (self.lie == "far-number"))
+        self.lies += bool(told)  # only the second can be told to be one
+        match self.lie:
+            case "replayed" if told:
+                return replace(header, sequence=told[-1])
+            case "far-number" if not told:
+                header = replace(header, sequence=header.sequence + (1 << 39))
+            case "round-back":
+                header = _in_round(header, AHEAD_ROUNDS - len(told))
+        told.append(header.sequence)
+        return header
+
+    def scaled(self, payload: Buffer) -> bytes:
+        """A chunk of a state or a part, times a number."""
+        sizes = [each for each in range(self._chunk_elements, 0, -1) if self._codec.encoded_bytes(each) == len(payload)]
+        if not sizes:
+            return bytes(payload)  # of something else
+        vector = torch.empty(sizes[0])
+        self._codec.decode(payload, vector)
+        told = bytearray(len(payload))
+        self._codec.encode(vector.mul_(FACTORS[self.lie]), memoryview(told))
+        return bytes(told)
+
+
+class ByzantineIndependentStream(ByzantineContributorStream):
+    """A stream that tells its peer's lie whenever its occasion comes."""
+
+    def __init__(self, stream: FramedStream, pipe: SimPipe, liar: ByzantinePeer) -> None:
+        super().__init__(stream, pipe, liar.lie, None)  # type: ignore[arg-type]
+        self._liar = liar
+
+    async def send(self, header: Header, payload: Buffer = b"") -> None:
+        if isinstance(header, wire.Chunk):
+            return await self._send_chunk(header, payload)
+        await self._stream.send(self._liar.altered(self._stream.peer, header), payload)
+
+    async def _send_chunk(self, header: wire.Chunk, payload: Buffer) -> None:
+        liar = self._liar
+        liar.lies += liar.lie in _CHUNKS or liar.lie in FACTORS or liar.lie == "hanging"
+        if liar.lie in FACTORS:
+            payload = liar.scaled(payload)
+        elif liar.lie == "hanging":
+            await asyncio.Event().wait()  # until whoever waits for it has had enough
+        await super()._send_chunk(header, payload)

@@ -1,0 +1,56 @@
+"""A swarm whose peers have disks: a life begins from the checkpoint that one before it has written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from node.outer.replicated_loop import ReplicatedOuterLoop
+from node.reporting.report import RoundReport, tokens_counted
+from protocols.base import PeerId, Vector
+from protocols.consensus.record import genesis
+from protocols.history.chain import Chain, DecidedRound
+from tests.sim.scenario_runner import ScenarioRunner, ScenarioSetup
+from tests.sim.world import RUN
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """The outer state before a round, and what was decided up to it."""
+
+    links: tuple[DecidedRound, ...]
+    anchor: Vector
+    velocity: Vector
+
+
+class DurableWorld(ScenarioRunner):
+    """Attributes:
+    every_rounds: a checkpoint is written before every round whose number this divides.
+    disks: what each peer's checkpoint is; it may be taken away, or be another's.
+    """
+
+    def __init__(self, cast: ScenarioSetup, every_rounds: int = 1) -> None:
+        super().__init__(cast)
+        self.every_rounds = every_rounds
+        self.disks: dict[PeerId, Checkpoint] = {}
+
+    async def restored(self, outer_loop: ReplicatedOuterLoop) -> None:
+        if kept := self.disks.get(outer_loop.averager.me.peer):
+            outer_loop.chain.switch(genesis(RUN), kept.links)
+            outer_loop.anchor.copy_(kept.anchor)
+            outer_loop.velocity.copy_(kept.velocity)
+            await outer_loop.trainer.write(outer_loop.anchor)
+            await outer_loop.state.hash()
+            await outer_loop.state.keep(outer_loop._snapshots, outer_loop.chain.head.key)
+            outer_loop.recall(
+                tokens_counted(RoundReport(**each) for each in self.histories[outer_loop.averager.me.peer])
+            )
+
+    def entering(self, peer: PeerId, head: object) -> None:
+        super().entering(peer, self.head(peer))
+        chain = self.chain(peer)
+        if chain.head.key.round % self.every_rounds == 0:
+            self.disks[peer] = self._checkpoint(chain, self.replicas[peer])
+
+    @staticmethod
+    def _checkpoint(chain: Chain, outer_loop: ReplicatedOuterLoop) -> Checkpoint:
+        return Checkpoint(chain.since(genesis(RUN)), outer_loop.anchor.clone(), outer_loop.velocity.clone())

@@ -1,0 +1,135 @@
+"""Rounds of peers that share no anchor over given states, without trainers: what an averager does with these inputs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from protocols.base import (
+    AveragingResult,
+    Head,
+    Host,
+    IndependentAverager,
+    LocalProgress,
+    Outcome,
+    RoundKey,
+    Settings,
+    Vector,
+)
+from tests.sim import loop as simloop
+from tests.sim.host import Entries, sim_host
+from tests.sim.loop import PROCESS
+from tests.sim.network import SimNetwork, Trace
+
+RUN = bytes(32)
+Step = Callable[[int, int, list[Vector]], None]
+"""What a peer's own work does to its state, in place: (peer, round, state)."""
+
+
+def nothing(index: int, number: int, state: list[Vector]) -> None:
+    """No work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Came:
+    """What came of one peer's round.
+
+    Attributes:
+        state: to go on from, copied.
+        round: that the session ended in.
+    """
+
+    mean: AveragingResult
+    state: list[Vector]
+    round: int
+    half_exchanges: int
+
+
+@dataclass
+class IndependentHarness:
+    """Peers, each with a state of its own, and what came of their rounds.
+
+    Attributes:
+        starts: the rounds in which peers begin; 0 unless given.
+        work_seconds: how long a peer trains in each round.
+        joins: when a peer comes; 0 unless given.
+        entries: the directory that they share.
+        came: peer -> its rounds.
+        ended: when all were over.
+    """
+
+    count: int
+    make: Callable[[Host, Settings], IndependentAverager]
+    elements: int = 1001
+    codec: str = "fp32"
+    chunk_elements: int = 256
+    rounds: int = 1
+    deadline_seconds: float = 60.0
+    step: Step = nothing
+    starts: dict[int, int] = field(default_factory=dict)
+    work_seconds: Callable[[int], float] = lambda index: 0.0
+    joins: dict[int, float] = field(default_factory=dict)
+    network: SimNetwork = field(default_factory=lambda: SimNetwork(Trace()))
+    came: dict[int, list[Came]] = field(default_factory=lambda: defaultdict(list))
+    entries: Entries = field(default_factory=dict)
+    averagers: dict[int, IndependentAverager] = field(default_factory=dict)
+    ended: float = 0.0
+
+    def __post_init__(self) -> None:
+        draw = torch.Generator().manual_seed(self.count)
+        self.states = [[torch.randn(self.elements, generator=draw) for _ in range(2)] for _ in range(self.count)]
+        self.tokens = [1000 + 100 * index for index in range(self.count)]
+
+    def play(self, strike: Callable[[SimNetwork], None] = lambda network: None) -> IndependentHarness:
+        """All rounds of all peers; fails on a bug, and if tasks or streams are left over."""
+        simloop.run(self._run(strike))
+        return self
+
+    async def _run(self, strike: Callable[[SimNetwork], None]) -> None:
+        tasks = [self._start(index) for index in range(self.count) if index not in self.joins]
+        strike(self.network)
+        for index, at in sorted(self.joins.items(), key=lambda item: item[1]):
+            await asyncio.sleep(at - asyncio.get_running_loop().time())
+            tasks.append(self._start(index))
+        await asyncio.wait(tasks)
+        self.ended = asyncio.get_running_loop().time()
+        await asyncio.sleep(self.deadline_seconds + 15.0)
+        for task in tasks:
+            if not task.cancelled():
+                task.result()
+        assert not self.network.bugs, self.network.bugs[0]
+        assert not any(node.process.tasks or node.ends for node in self.network.nodes.values())
+
+    def _start(self, index: int) -> asyncio.Task[None]:
+        transport = self.network.join(f"p{index:02}")
+        host = sim_host(self.network, transport, 1, self.entries)
+        averager = self.averagers[index] = self.make(host, Settings(self.codec, (self.elements,), self.chunk_elements))
+        token = PROCESS.set(transport.node.process)
+        task = asyncio.get_running_loop().create_task(self._peer(index, averager))
+        PROCESS.reset(token)
+        return task
+
+    async def _peer(self, index: int, averager: IndependentAverager) -> None:
+        loop, state = asyncio.get_running_loop(), self.states[index]
+        number = self.starts.get(index, 0)
+        for _ in range(self.rounds):
+            key = RoundKey(RUN, "run", index.to_bytes(32, "big"), number)
+            into = [torch.full((self.elements,), torch.nan) for _ in range(2)]
+            head, deadline = Head(key, (averager.me,), bytes(32), bytes(32)), loop.time() + self.deadline_seconds
+            async with averager.enter(head, deadline) as session:
+                session.share(state)
+                await asyncio.sleep(self.work_seconds(index))
+                session.offer(work := LocalProgress(self.tokens[index], 1.0, 1.0, 1.0, complete=True))
+                await session.cut.wait()
+                await session.reclaim()
+                self.step(index, number, state)
+                mean = await session.average(state, work, into)
+            if mean.outcome is Outcome.COMMITTED:
+                state = into
+            number = session.round + 1
+            copied = [each.clone() for each in state]
+            self.came[index].append(Came(mean, copied, session.round, session.half_exchanges))

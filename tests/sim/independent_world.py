@@ -1,0 +1,260 @@
+"""A simulated swarm of peers that share no anchor: the same scenarios, faults and seeds, judged by other rules."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from node.outer.closing import ClosingPhase
+from node.outer.independent_loop import IndependentOuterLoop
+from node.outer.noloco import NoLoCo
+from node.outer.round_history import LocalHistory
+from node.outer.round_loops import run_independent_rounds
+from node.outer.sgd import OuterSGD
+from node.outer.sketch import Sketch
+from node.tasks.paced import Paced
+from node.training.trainer import Step
+from protocols import INDEPENDENT_PROTOCOLS
+from protocols.aio import task_group
+from protocols.base import ClosingAverager, Host, IndependentAverager, Member, PeerId, RoundKey, Settings
+from protocols.moshpit.averager import Moshpit
+from protocols.sync.independent_sync import IndependentStateSync
+from protocols.sync.snapshot import Snapshots
+from tests.sim.byzantine.independent import ByzantinePeer
+from tests.sim.network import SimNetwork
+from tests.sim.round_account import Head
+from tests.sim.scenario import Scenario
+from tests.sim.transport import SimTransport
+from tests.sim.world import HEALED_SECONDS, RUN, World
+from tests.support import checkers
+from tests.support import independent_checkers as checkers_loose
+
+STEP_SIZE = 1 / 32
+SPREAD_BOUND = 0.25
+"""Peers that mix stay well below; peers that do not are beyond it after some twenty rounds."""
+SPREAD_LIMIT = 0.05
+HEALED_ROUNDS = 10
+"""So many rounds are committed by everybody after all is healed: enough to see whether the spread falls."""
+LIARS_ROUNDS = 12
+"""In a row, to be drawn for the one liar of four: twice in a million."""
+SELDOM = 0.2
+"""Who could mix in more than a few rounds did so in such a share of them; who is slow comes when others are busy."""
+ENDLESS = 10
+"""Times as many rounds as a run has: who has reported those gets no further."""
+
+
+class Wander(Paced):
+    """Walks at random, with nothing to return to: only mixing keeps two of different seeds near each other."""
+
+    def __init__(self, elements: int, seed: int, tokens_per_step: int) -> None:
+        super().__init__(elements, seed, tokens_per_step)
+        self._generator = torch.Generator()
+        self.vectors[0].mul_(0.5).add_(1.0)
+
+    def step(self, round_number: int, step: int) -> Step:
+        (vector,) = self.vectors
+        # A generator takes 64 bits: of larger numbers, the lowest.
+        self._generator.manual_seed(((self._seed * 1_000_003 + round_number) * 1_000_003 + step) % (1 << 64))
+        noise = torch.rand(len(vector), generator=self._generator)
+        vector.add_(noise.sub_(0.5).mul_(2 * STEP_SIZE))
+        return Step(float(vector.square().mean()), self._tokens)
+
+
+class IndependentAccount:
+    """What became of each peer's rounds: which could have met somebody, and which did."""
+
+    def __init__(self, network: SimNetwork, liars: tuple[PeerId, ...]) -> None:
+        self._network, self._liars = network, liars
+        self._began: dict[PeerId, float] = {}
+        self._committed: dict[PeerId, list[float]] = {}
+        self.could: Counter[PeerId] = Counter()
+        self.did: Counter[PeerId] = Counter()
+
+    def entered(self, peer: PeerId, head: Head, now: float) -> None:
+        self._began[peer] = now
+
+    def reported(self, report: dict[str, Any], now: float) -> None:
+        peer, committed = report["peer"], report["outcome"] == "committed"
+        if report["outcome"] == "superseded":
+            return
+        here = [node.member for peer, node in self._network.nodes.items() if peer not in self._liars]
+        could = self._network.contacts.outages.connected(here, 2, self._began[peer], now, peer)
+        self.could[peer] += could
+        self.did[peer] += could and committed
+        if committed:
+            self._committed.setdefault(peer, []).append(now)
+
+    def shares(self) -> tuple[int, int]:
+        """Rounds of a peer in which another was in touch with it all the time, and those of them that it committed."""
+        return self.could.total(), self.did.total()
+
+    def whole(self, peers: tuple[PeerId, ...], since: float) -> int:
+        """How many rounds all of these peers have committed since then, at least."""
+        return min(sum(each >= since for each in self._committed.get(peer, ())) for peer in peers)
+
+
+class IndependentWorld(World):
+    """One run in progress."""
+
+    CLOSES = True
+    """Whether its peers end a run with closing exchanges, if their protocol has them."""
+    replicas: dict[PeerId, IndependentOuterLoop]  # type: ignore[assignment]
+    account: IndependentAccount  # type: ignore[assignment]
+
+    def __init__(self, scenario: Scenario) -> None:
+        super().__init__(scenario)
+        self.account = IndependentAccount(self.network, self.liars)
+        self.endless = scenario.breaks
+        self.sketches: dict[PeerId, Sketch] = {}
+        self.told: dict[PeerId, ByzantinePeer] = {}
+
+    def learner(self, index: int) -> Paced:
+        assert self.scenario.elements
+        return Wander(self.scenario.elements, self.scenario.seed * 1000 + index, 256)
+
+    def met_since(self, peer: PeerId, number: int) -> bool:
+        reports, nodes = self.histories[peer], self.network.nodes
+        alone = not any(
+            nodes[other].process.alive and self.network.contacts.open(peer, other)
+            for other in self.peers
+            if other != peer
+        )
+        return alone or any(each["outcome"] == "committed" and each["round"] >= number for each in reports)
+
+    def _own_outer(self) -> OuterSGD | NoLoCo:
+        outer, pull = self.outer(), self.scenario.pull
+        return NoLoCo(outer.momentum, outer.learning_rate, pull) if pull else outer
+
+    def averager(self, host: Host, settings: Settings) -> IndependentAverager:
+        """How the peers mix."""
+        if self.scenario.directory:
+            return Moshpit(host, settings, most=2, told=0)
+        return INDEPENDENT_PROTOCOLS[self.scenario.protocol](host, settings)
+
+    async def _peer(self, index: int, transport: SimTransport) -> None:
+        me, host, trainer = transport.me, self._host(transport), self.trainer(index)
+        settings, snapshots = self._settings(index, trainer, transport), Snapshots()
+        averager = self.averager(host, settings)
+        anchor = torch.empty(trainer.layout.sizes()[0])
+        await trainer.read(anchor)
+        course = LocalHistory(averager.me, RoundKey(RUN, "run", bytes(32), 0))
+        outer = self._own_outer()
+        outer_loop = IndependentOuterLoop(course, trainer, averager, outer, host.compute, anchor, snapshots)
+        outer_loop.compare = lambda mine: self._compare(me, mine, host.members.live())
+        self.replicas[me] = outer_loop
+        outer_loop.spread_limit = SPREAD_LIMIT
+        if self.CLOSES and isinstance(averager, ClosingAverager) and not self.endless:
+            outer_loop.closing = ClosingPhase(averager, self.scenario.rounds, lambda: self.rounds(me))
+        outer_loop.lacks_state = not await self.restored(outer_loop) and transport.node.incarnation > 0
+        state_sync = IndependentStateSync(
+            host, settings, snapshots, lambda: outer_loop.key, lambda: self.peers, lambda: not outer_loop.seeks_state
+        )
+        await outer_loop.settle()
+        async with task_group() as group:
+            background = group.create_task(state_sync.run())
+            self.enters(outer_loop)
+            async for report in run_independent_rounds(
+                outer_loop, state_sync, host.clock.wall, lambda: self.goes_on(me)
+            ):
+                await self.after_round(index, trainer)
+                self.reported(asdict(report))
+                self.enters(outer_loop)
+            background.cancel()
+
+    def _host(self, transport: SimTransport) -> Host:
+        host, (me, scenario) = super()._host(transport), (transport.me, self.scenario)
+        if me in self.liars:
+            assert scenario.codec and scenario.lie
+            liar = ByzantinePeer(scenario.protocol, scenario.lie, scenario.codec, scenario.chunk_elements)
+            self.told[me], transport.disguise = liar, liar.disguise
+        return host
+
+    def goes_on(self, peer: PeerId) -> bool:
+        """A run is so many rounds long, whoever has had how many of them; one whose rounds go back has no end."""
+        rounds, had = self.scenario.rounds, len(self.histories[peer])
+        return self.endless or (self.replicas[peer].key.round < rounds and had < ENDLESS * rounds)
+
+    def enters(self, outer_loop: IndependentOuterLoop) -> None:
+        self.entering(outer_loop.averager.me.peer, outer_loop.chain.head)
+
+    async def restored(self, outer_loop: IndependentOuterLoop) -> bool:  # type: ignore[override]
+        """For worlds in which something outlives a process: whether this life has a state to start from."""
+        return False
+
+    def _compare(self, me: PeerId, mine: Sketch, live: tuple[Member, ...]) -> Mapping[PeerId, Sketch]:
+        """Sketches travel by themselves here; of a link that is blocked, only those of before."""
+        self.sketches[me] = mine
+        near = [member.peer for member in live if member.peer != me]
+        return {peer: self.sketches[peer] for peer in near if peer in self.sketches}
+
+    def rounds(self, me: PeerId) -> dict[PeerId, int]:
+        """As pulses tell them; of a link that is blocked, nothing."""
+        nodes, contacts = self.network.nodes, self.network.contacts
+        near = [peer for peer in self.replicas if peer != me and nodes[peer].process.alive and contacts.open(me, peer)]
+        return {peer: self.replicas[peer].key.round for peer in near}
+
+    # -- judging ------------------------------------------------------------------------------------------------------
+
+    def spread(self) -> float:
+        """max ‖θ_i − mean‖ / ‖mean‖ over the honest peers, exactly."""
+        states = [outer_loop.anchor for peer, outer_loop in self.replicas.items() if peer not in self.liars]
+        mean = torch.stack(states).mean(dim=0)
+        return max(float((state - mean).norm() / mean.norm()) for state in states)
+
+    def satisfied(self) -> bool:
+        return self.healed_at is not None and self._rounds_since() >= HEALED_ROUNDS and self.spread() <= SPREAD_BOUND
+
+    def _rounds_since(self) -> int:
+        """Rounds that all have committed since all was healed; of one alone, that it has had."""
+        if len(self.peers) == 1:
+            return len(self.histories[self.peers[0]])
+        return self.account.whole(self.peers, self.healed_at or 0.0)
+
+    def check(self, histories: dict[PeerId, list[checkers.Report]]) -> list[checkers.Violation]:
+        return checkers_loose.check(histories, self.scenario.protocol)
+
+    def _healed(self, honest: dict[PeerId, list[checkers.Report]]) -> list[checkers.Violation]:
+        found, rounds = [], self._rounds_since()
+        if rounds < HEALED_ROUNDS:
+            what = f"{rounds} rounds of all peers in {HEALED_SECONDS:g} s after all was healed, not {HEALED_ROUNDS}"
+            found.append(checkers.Violation("progress", "", 0, what))
+        return found + self._together()
+
+    def _undisturbed(self, honest: dict[PeerId, list[checkers.Report]]) -> list[checkers.Violation]:
+        """Everybody comes to the end, and whoever could mix did."""
+        found = []
+        for peer, history in honest.items():
+            if not history or history[-1]["round"] < self.scenario.rounds - 1:
+                found.append(checkers.Violation("progress", peer, len(history), "it does not come to the end"))
+            could, did = self.account.could[peer], self.account.did[peer]
+            seldom = self.scenario.fault != "slow" and did < SELDOM * could
+            if could > self._bad_luck() and (seldom or not did):
+                what = f"it could mix in {could} rounds, and did so in {did}"
+                found.append(checkers.Violation("progress", peer, len(history), what))
+            if self.scenario.fault == "none" and len(history) < self.scenario.rounds / 2:  # nobody is that slow
+                found.append(checkers.Violation("progress", peer, len(history), "it leaves most rounds out"))
+            if len(self.peers) > 2 and any(report["round"] >= self.scenario.rounds for report in history):
+                found.append(checkers.Violation("clock", peer, len(history), "a round that nobody has come to"))
+        return found + self._unnamed(honest) + self._together()
+
+    def _bad_luck(self) -> int:
+        """In so many rounds a peer may meet nobody. By push-sum, who is drawn for a liar is given nothing by others."""
+        return LIARS_ROUNDS if self.scenario.protocol == "push_sum" and self.liars else 2
+
+    def _unnamed(self, honest: dict[PeerId, list[checkers.Report]]) -> list[checkers.Violation]:
+        """Lies that are refused are named, by somebody to whom they were told."""
+        blamed = {peer for history in honest.values() for report in history for peer in report["blamed"]}
+        found = []
+        for peer, liar in self.told.items():
+            if liar.refused and liar.lies and peer not in blamed:
+                found.append(checkers.Violation("named", peer, 0, f"nobody named the lie {liar.lie!r}"))
+        return found
+
+    def _together(self) -> list[checkers.Violation]:
+        if any(liar.parts for liar in self.told.values()) or (spread := self.spread()) <= SPREAD_BOUND:
+            return []
+        return [checkers.Violation("spread", "", 0, f"{spread:.3f} at the end, not at most {SPREAD_BOUND}")]

@@ -1,0 +1,137 @@
+"""Rounds of Moshpit over given vectors, without trainers: what becomes of exactly these states."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from protocols.base import AveragingResult, Head, Host, LocalProgress, Member, PeerId, RoundKey, Settings, Vector
+from protocols.moshpit.averager import Moshpit
+from protocols.moshpit.session import MoshpitSession
+from tests.sim import loop as simloop
+from tests.sim.byzantine.contributors import ByzantineContributorStream
+from tests.sim.host import Entries, sim_host
+from tests.sim.network import SimNetwork, Trace
+
+RUN = bytes(range(32))
+
+
+@dataclass(slots=True)
+class Told:
+    """What one round of one peer came to."""
+
+    began: int
+    round: int
+    group: str
+    mean: AveragingResult
+    half_exchanges: int
+    seconds: float
+    states: list[Vector]
+
+
+@dataclass(slots=True)
+class MoshpitHarness:
+    """A swarm.
+
+    Attributes:
+        states: of each peer: its vectors, replaced by what its rounds lead to.
+        tokens: of each peer, in every round.
+        train_seconds: before its work is complete.
+        starts: the rounds in which peers begin; 0 unless given.
+        codec, chunk_elements, most, told: as of `Moshpit`.
+        claims: what peers say that they can send, bytes/s; 12.5e6 unless given.
+        lies: peer index -> lie (`tests.sim.byzantine.contributors`).
+        before: called with the network when everybody has joined.
+        dress: changes a peer's host.
+    """
+
+    states: Sequence[list[Vector]]
+    tokens: Sequence[int]
+    train_seconds: Sequence[float] = ()
+    starts: Sequence[int] = ()
+    codec: str = "fp32"
+    chunk_elements: int = 1 << 10
+    most: int = 8
+    told: int = 64
+    claims: Sequence[float] = ()
+    lies: dict[int, str] = field(default_factory=dict)
+    before: Callable[[SimNetwork], None] = lambda network: None
+    dress: Callable[[Host], Host] = lambda host: host
+    round_seconds: float = 600.0
+    robust: str = "mean"
+    histories: dict[PeerId, list[Told]] = field(default_factory=dict)
+    network: SimNetwork = field(init=False)
+    averagers: dict[PeerId, Moshpit] = field(default_factory=dict)
+
+    @property
+    def peers(self) -> list[PeerId]:
+        return [f"p{index:02}" for index in range(len(self.states))]
+
+    def play(self, rounds: int = 1) -> dict[PeerId, list[Told]]:
+        """So many rounds of everybody."""
+        simloop.run(self._play(rounds))
+        return self.histories
+
+    async def _play(self, rounds: int) -> None:
+        self.network = SimNetwork(Trace())
+        entries: Entries = {}
+        transports = [self.network.join(peer) for peer in self.peers]
+        jobs = []
+        for index, transport in enumerate(transports):
+            host = self.dress(sim_host(self.network, transport, 1, entries))
+            if index in self.lies:
+                lie, signer = self.lies[index], host.signer
+                transport.disguise = lambda method, stream, pipe, lie=lie, signer=signer: ByzantineContributorStream(
+                    stream, pipe, lie, signer
+                )
+            token = simloop.PROCESS.set(transport.node.process)
+            jobs.append(asyncio.get_running_loop().create_task(self._peer(index, host, rounds)))
+            simloop.PROCESS.reset(token)
+        self.before(self.network)
+        await asyncio.gather(*jobs, return_exceptions=True)
+        for job in jobs:
+            if not job.cancelled() and (error := job.exception()):
+                raise error
+        await asyncio.sleep(120.0)  # what still serves others ends
+        if self.network.bugs:
+            raise self.network.bugs[0]
+
+    async def _peer(self, index: int, host: Host, rounds: int) -> None:
+        loop, peer = asyncio.get_running_loop(), self.peers[index]
+        state = self.states[index]
+        claim = self.claims[index] if self.claims else 12.5e6
+        settings = Settings(self.codec, (len(state[0]),), self.chunk_elements, bandwidth=claim, robust=self.robust)
+        averager = self.averagers[peer] = Moshpit(host, settings, self.most, self.told)
+        history = self.histories.setdefault(peer, [])
+        number = self.starts[index] if self.starts else 0
+        while number < rounds:
+            began = loop.time()
+            key = RoundKey(RUN, "run", bytes(32), number)
+            head = Head(key, (Member(peer),), bytes(32), bytes(32))
+            async with averager.enter(head, began + self.round_seconds) as session:
+                work = LocalProgress(0, 0.0, 1.0, 1.0)
+                session.offer(work)
+                work = await self._train(index, session, work)
+                into = [torch.full_like(vector, torch.nan) for vector in state]
+                mean = await session.average(state, work, into)
+                if mean.outcome == "committed":
+                    for vector, new in zip(state, into, strict=True):
+                        vector.copy_(new)
+            told = Told(number, session.round, session.group, mean, session.half_exchanges, loop.time() - began, [])
+            history.append(replace(told, states=[vector.clone() for vector in state]))
+            number = session.round + 1
+
+    async def _train(self, index: int, session: MoshpitSession, work: LocalProgress) -> LocalProgress:
+        seconds = self.train_seconds[index] if self.train_seconds else 1.0
+        try:
+            async with asyncio.timeout(seconds):
+                await session.cut.wait()
+        except TimeoutError:
+            work = replace(work, tokens=self.tokens[index], complete=True)
+            session.offer(work)
+            await session.cut.wait()
+            return work
+        return replace(work, tokens=self.tokens[index])

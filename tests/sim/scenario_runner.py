@@ -1,0 +1,250 @@
+"""A swarm whose story a test tells: real peers on virtual time, cut off, killed, revived and watched as it goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from node.training.trainer import InlineTrainer
+from protocols.base import Head, Member, PeerId, Settings
+from protocols.butterfly.averager import Butterfly
+from protocols.butterfly.consensus_driver import ConsensusDriver
+from protocols.butterfly.session import ButterflySession
+from protocols.consensus.record import coordinators
+from protocols.history.chain import Chain
+from tests.sim import loop as simloop
+from tests.sim.host import EPOCH
+from tests.sim.scenario import Scenario
+from tests.sim.transport import SimTransport
+from tests.sim.world import World
+from tests.support import checkers
+
+T = TypeVar("T")
+
+LATENCY_SECONDS = 0.02
+LOOK_SECONDS = 0.1
+"""How often `until` looks whether something has come about."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScenarioSetup:
+    """Who plays, and on what terms.
+
+    Attributes:
+        founders: so many are in the first roster; None: all. The others come when they are called.
+        fork_peers, keep_rounds: as in `Settings`.
+        latency_seconds: of every link, always the same.
+        pace_seconds: of an inner step; a round has two.
+        uplinks: bytes/s of each peer; None: the same for all.
+    """
+
+    peers: int
+    founders: int | None = None
+    fork_peers: int = 1
+    keep_rounds: int = 8
+    latency_seconds: float = LATENCY_SECONDS
+    pace_seconds: float = 0.5
+    elements: int = 400
+    chunk_elements: int = 50
+    uplinks: tuple[float, ...] | None = None
+    jitter: bool = False
+
+    def scenario(self) -> Scenario:
+        return Scenario(
+            peers=self.peers,
+            codec="int8",
+            elements=self.elements,
+            chunk_elements=self.chunk_elements,
+            inner_steps=2,
+            uplinks=self.uplinks or (1.25e7,) * self.peers,
+            step_seconds=(self.pace_seconds,) * self.peers,
+            jitter=self.jitter,
+        )
+
+
+class ScenarioRunner(World):
+    """Peers p0, p1, …, who go on until the story ends."""
+
+    def __init__(self, cast: ScenarioSetup) -> None:
+        super().__init__(cast.scenario())
+        self.cast = cast
+        self.network.latency_seconds = cast.latency_seconds
+        self.founders = self.peers[: cast.founders]
+        self.roster = tuple(Member(peer) for peer in self.founders)
+        self._began: dict[PeerId, asyncio.Task[None]] = {}
+
+    def play(self, story: Callable[[], Awaitable[T]]) -> T:
+        """Start the founders, let the story go on, kill everybody; nothing that the checkers watch may be broken.
+
+        Raises:
+            Exception: a bug in protocol or round code, as itself.
+        """
+
+        async def main() -> T:
+            for peer in self.peers:
+                if peer in self.founders:
+                    self.begin(peer)
+            result = await story()
+            self._raise()
+            for peer, node in self.network.nodes.items():
+                if node.process.alive:
+                    self.network.kill(peer)
+            await asyncio.sleep(0.0)
+            return result
+
+        result = simloop.run(main())
+        self._raise()
+        found = [*checkers.check(self.histories), *self.unclean()]
+        assert not found, "\n".join(str(each) for each in found[:10])
+        return result
+
+    def _raise(self) -> None:
+        if self.network.bugs:
+            raise self.network.bugs[0]
+
+    def unclean(self) -> list[checkers.Violation]:
+        """Tasks that outlive their process."""
+        return [
+            checkers.Violation("no-leak", node.peer, 0, f"{len(node.process.tasks)} tasks are left over")
+            for node in (*self.network.past, *self.network.nodes.values())
+            if node.process.tasks
+        ]
+
+    def begin(self, peer: PeerId) -> None:
+        """A peer enters; for the first time."""
+        rate = self.scenario.uplinks[self.peers.index(peer)] if self.scenario.uplinks else None
+        self.network.join(peer, rate)
+        self._start(peer)
+
+    def kill(self, peer: PeerId) -> None:
+        """The end of a peer's present life; nothing of it is kept."""
+        self.network.kill(peer)
+        self.network.nodes[peer].handlers.clear()
+
+    def revive(self, peer: PeerId) -> None:
+        """The next life of a peer that was killed."""
+        self._revive(peer)
+
+    def goes_on(self, peer: PeerId) -> bool:
+        return True
+
+    def _settings(self, index: int, trainer: InlineTrainer, transport: SimTransport) -> Settings:
+        settings = super()._settings(index, trainer, transport)
+        return replace(settings, fork_peers=self.cast.fork_peers, keep_rounds=self.cast.keep_rounds)
+
+    # -- links --------------------------------------------------------------------------------------------------------
+
+    def cut(self, some: Iterable[PeerId], others: Iterable[PeerId]) -> None:
+        """Silence between these and those, both ways."""
+        for one, other in _pairs(some, others):
+            self.network.block(one, other)
+            self.network.block(other, one)
+
+    def heal(self, some: Iterable[PeerId], others: Iterable[PeerId]) -> None:
+        for one, other in _pairs(some, others):
+            self.network.heal(one, other)
+            self.network.heal(other, one)
+
+    def silence(self, peer: PeerId) -> None:
+        """One peer neither hears nor is heard."""
+        self.cut([peer], [other for other in self.peers if other != peer])
+
+    # -- what is seen -------------------------------------------------------------------------------------------------
+
+    @property
+    def now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def alive(self) -> list[PeerId]:
+        return [peer for peer, node in self.network.nodes.items() if node.process.alive]
+
+    def chain(self, peer: PeerId) -> Chain:
+        return self.replicas[peer].chain
+
+    def head(self, peer: PeerId) -> Head:
+        return self.chain(peer).head
+
+    def averager(self, peer: PeerId) -> Butterfly:
+        averager = self.replicas[peer].averager
+        assert isinstance(averager, Butterfly)
+        return averager
+
+    def session(self, peer: PeerId) -> ButterflySession | None:
+        """The attempt at a round that a peer is in, or was in last."""
+        return self.averager(peer)._session
+
+    def decision(self, peer: PeerId) -> ConsensusDriver | None:
+        session = self.session(peer)
+        return session.decision if session else None
+
+    def coordinator(self, peer: PeerId, ballot: int = 0) -> PeerId:
+        """Who owns a ballot of the round that a peer is in."""
+        head = self.head(peer)
+        order = coordinators(head.key.lineage, head.roster)
+        return order[ballot % len(order)]
+
+    def one_branch(self, peers: Sequence[PeerId] | None = None) -> bool:
+        """Whether all stand on one branch, no more than a round apart."""
+        heads = [self.head(peer) for peer in peers or self.alive()]
+        last = max(heads, key=lambda head: head.key.round)
+        ahead = next(peer for peer in peers or self.alive() if self.head(peer) is last)
+        return all(head.key.lineage in self.chain(ahead) and head.key.round >= last.key.round - 1 for head in heads)
+
+    def whole(self) -> bool:
+        """Whether all who live vote on one branch, each in its present life."""
+        members = {self.network.nodes[peer].member for peer in self.alive()}
+        return self.one_branch() and all(set(self.head(peer).roster) == members for peer in self.alive())
+
+    def outcomes(self, peer: PeerId, since: float = 0.0) -> list[str]:
+        """What a peer's rounds came to, of those that were over after a moment."""
+        return [str(each["outcome"]) for each in self.told(peer, since)]
+
+    def told(self, peer: PeerId, since: float = 0.0) -> list[checkers.Report]:
+        """A peer's reports since a moment."""
+        return [each for each in self.histories[peer] if each["time"] - EPOCH >= since]
+
+    def caught_up(self, peer: PeerId, since: float = 0.0) -> list[checkers.Report]:
+        """The reports that say what catching up came to."""
+        return [each for each in self.told(peer, since) if moved_over(each)]
+
+    async def until(self, condition: Callable[[], bool], seconds: float, what: str = "") -> float:
+        """Wait until something has come about; returns how long it took.
+
+        Raises:
+            AssertionError: it has not, in so many seconds.
+        """
+        began = self.now
+        while not condition():
+            assert self.now - began <= seconds, f"{what or 'it'} did not come about in {seconds:g} s: {self.scene()}"
+            await asyncio.sleep(LOOK_SECONDS)
+        return self.now - began
+
+    async def rounds(self, count: int, peers: Sequence[PeerId] | None = None, seconds: float = 600.0) -> float:
+        """Wait until each of these, all who live by default, stands so many rounds further on."""
+        peers = peers or self.alive()
+        await asyncio.sleep(0.0)  # who has just been started is there
+        goal = count + max(self.head(peer).key.round for peer in peers)
+        return await self.until(
+            lambda: all(self.head(peer).key.round >= goal for peer in peers), seconds, f"round {goal}"
+        )
+
+    def scene(self) -> str:
+        """Where everybody stands, in a line."""
+        return "; ".join(
+            f"{peer} at {self.head(peer).key.round} {self.head(peer).key.lineage.hex()[:6]}"
+            f" of {'+'.join(f'{m.peer}.{m.incarnation}' for m in self.head(peer).roster)}"
+            for peer in self.alive()
+            if peer in self.replicas
+        )
+
+
+def moved_over(report: checkers.Report) -> bool:
+    """Whether it says that a peer went over to what others decided."""
+    return report["outcome"] == "superseded" and report["lineage"] != report["parent"]
+
+
+def _pairs(some: Iterable[PeerId], others: Iterable[PeerId]) -> list[tuple[PeerId, PeerId]]:
+    others = list(others)
+    return [(one, other) for one in some for other in others if one != other]

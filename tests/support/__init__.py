@@ -1,0 +1,1 @@
+"""What tests share: clusters, fixtures and checkers. `checkers.py` judges the histories of simulated and real runs."""

@@ -1,0 +1,131 @@
+"""`python -m tests.support.fake_peer …`: the command line over a peer of straw, which needs no PyTorch, no p2pd, no
+network.
+
+FAKE says how it behaves; what it does it writes to stderr, so that tests need no clock of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+import os
+import sys
+import time
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from node.cli import app as cli
+from node.config.toml import ConfigError
+from node.reporting.report import RoundReport
+from node.reporting.status import EventSink, Status
+from node.ui.control import ControlServer
+
+HOW = os.environ.get("FAKE", "")
+ADDRESS = "/ip4/203.0.113.7/tcp/4000/p2p/12D3KooWGRUfuFwTaVcXCnUbTbVLYYEkYgjDM3Bd7q4RuRyTQhaP"
+
+
+def tell(*words: object) -> None:
+    if HOW != "quiet":
+        print(*words, file=sys.stderr, flush=True)
+
+
+class FatalPeerError(Exception):
+    code = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class PeerConfig:
+    bootstrap: tuple[str, ...] = ()
+    run_id: str | None = None
+    state_dir: Path | None = None
+    rounds: int | None = None
+    nickname: str = ""
+    bandwidth_bytes_per_second: float = 1.0
+    wait_for_peers: int = 1
+    nat: bool = True
+    new: bool = False
+    consent: str | None = None
+    log_level: str = "info"
+    json: bool = False
+
+
+def load_peer(flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | None) -> PeerConfig:
+    if flags.get("nickname") == "bad":
+        raise ConfigError("flag --wait-for-peers: too many", "wait_for_peers")
+    return PeerConfig(**flags)
+
+
+def load_run(path: Path | None, overrides: Mapping[str, object], protocols: Collection[str]) -> object:
+    return {"path": path, **overrides}
+
+
+class Peer:
+    def __init__(self, config: PeerConfig, run: object, view: EventSink) -> None:
+        self.config, self.view = config, view
+        self.finished = asyncio.Event()
+        self.on_asked = self.finish
+        tell("given", config, run)
+
+    def finish(self) -> None:
+        tell("asked to finish")
+        self.finished.set()
+
+    def status(self) -> Status:
+        return Status(
+            "training", "", (), 1, 3, "", "straw", "", "12D3KooWx", self.config.nickname, (), (ADDRESS,), 0,
+            math.nan, math.nan, math.nan, 0, 0, 0, 0.0, None, os.getpid(), 1,
+        )  # fmt: skip
+
+    async def run(self) -> int:
+        assert self.config.state_dir is not None
+        if HOW == "refuse":
+            raise FatalPeerError("the port is taken:\nfree it")
+        try:
+            async with ControlServer(self.config.state_dir, self.status, lambda: self.on_asked()):
+                for number in range(3):
+                    self.view.report(report(number))
+                tell("running")
+                return await self.live()
+        finally:
+            tell("cleaned up")
+
+    async def live(self) -> int:
+        if HOW == "short":
+            return 0
+        if HOW == "stuck":
+            time.sleep(100)  # noqa: ASYNC251  # a loop that hangs
+        await self.finished.wait()
+        if HOW == "hangs":
+            time.sleep(100)  # noqa: ASYNC251
+        if HOW == "deaf":
+            await asyncio.sleep(100)
+        if HOW == "stubborn":
+            while True:
+                try:
+                    await asyncio.sleep(100)
+                except asyncio.CancelledError:
+                    tell("cancelled, and goes on")
+        return 0
+
+
+def report(number: int) -> RoundReport:
+    return RoundReport(
+        "r", "p", 1, number, "a", "b", "c", "committed", ("p", "q"), {}, {}, True, 0.5, 10, math.nan, "h",
+        1.0, 0.1, 0.2, 5, 6, 0.0,
+    )  # fmt: skip
+
+
+def module(name: str, **content: object) -> None:
+    made = sys.modules[name] = ModuleType(name)
+    vars(made).update(content)
+
+
+if __name__ == "__main__":
+    module("node.session.peer", Peer=Peer, FatalPeerError=FatalPeerError)
+    module("node.config.peer_config", load_peer=load_peer, PeerConfig=PeerConfig)
+    module("node.config.run_config", load_run=load_run, RunConfig=object)
+    module("protocols", REPLICATED_PROTOCOLS={"butterfly": None}, INDEPENDENT_PROTOCOLS={"gossip": None})
+    sys.exit(cli.main())

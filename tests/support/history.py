@@ -1,0 +1,62 @@
+"""A peer's history, read from its directory while the peer writes it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Protocol
+
+from tests.support.checkers import Report, began
+
+
+class History:
+    """The reports in a `rounds.jsonl`; what was read once is not read again."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._reports: list[Report] = []
+        self._read_bytes = 0
+
+    def reports(self) -> list[Report]:
+        """All so far, oldest first; a line that is not whole yet is none."""
+        try:
+            with self._path.open("rb") as file:
+                if file.seek(0, os.SEEK_END) < self._read_bytes:  # another run's
+                    self._reports, self._read_bytes = [], 0
+                file.seek(self._read_bytes)
+                data = file.read()
+        except OSError:
+            return []
+        whole = data[: data.rfind(b"\n") + 1]
+        self._reports += [json.loads(line) for line in whole.splitlines()]
+        self._read_bytes += len(whole)
+        return list(self._reports)
+
+
+class Reporter(Protocol):
+    """Whoever has a peer id and a history."""
+
+    @property
+    def id(self) -> str: ...
+
+    def reports(self) -> list[Report]: ...
+
+
+def one_mean(peers: Iterable[Reporter], since: float = 0.0) -> Report | None:
+    """A round whose mean holds work of them all and of nobody else, and that each began later than at that wall
+    time; None: not yet."""
+    wanted = list(peers)
+    everybody = {peer.id for peer in wanted}
+    full = [
+        {
+            each["lineage"]: each
+            for each in peer.reports()
+            if began(each) > since and everybody == {*each["peers"]} and (each["weight"] or 0) > 0
+        }
+        for peer in wanted
+    ]
+    if not full:
+        return None
+    return next((report for lineage, report in full[0].items() if all(lineage in each for each in full)), None)

@@ -1,0 +1,29 @@
+"""A learner whose every step is known."""
+
+from __future__ import annotations
+
+import torch
+
+from node.training.trainer import Step
+from protocols.base import Layout, Vector
+
+ELEMENTS, STEP, TOKENS = 10, 0.125, 100
+
+
+class LinearLearner:
+    """A `Learner` that moves every element down by an eighth at each step: sums of it are exact."""
+
+    def __init__(self) -> None:
+        self.layout = Layout(((("slope", (ELEMENTS,)),),))
+        self.vectors: tuple[Vector, ...] = (torch.ones(ELEMENTS),)
+        self.step_size = STEP
+
+    def step(self, round_number: int, step: int) -> Step:
+        self.vectors[0].sub_(self.step_size)
+        return Step(2.5, TOKENS)
+
+    def moments(self, make: bool = False) -> dict[str, torch.Tensor]:
+        return {}
+
+    def evaluate(self) -> float:
+        return 0.0

@@ -1,0 +1,220 @@
+"""Peers with all that a stay in a run is made of, on virtual time.
+
+Everything is real but the network, the clocks, the signatures and the model: rounds, votes, membership, state
+directories.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from node.membership.handshake import LocalPeer
+from node.membership.membership import Membership
+from node.outer.independent_loop import IndependentOuterLoop
+from node.outer.replicated_loop import ReplicatedOuterLoop
+from node.outer.round_history import LocalHistory, RoundHistory
+from node.outer.round_loops import run_independent_rounds, run_replicated_rounds
+from node.outer.sgd import OuterSGD
+from node.reporting.report import RoundReport
+from node.runtime.metrics import LoopLag
+from node.session.peer_session import OuterLoopStack, PeerSession, PeerSessionDeps, SessionLimits
+from node.storage.journal import Journal
+from node.storage.statedir import StateDir
+from node.tasks.paced import Paced
+from node.training.trainer import InlineTrainer
+from node.ui.status_tracker import StatusTracker
+from protocols import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
+from protocols.base import Deadline, Host, Member, PeerId, RoundKey, Settings
+from protocols.history.chain import Chain
+from protocols.sync.chain_sync import ChainSync
+from protocols.sync.independent_sync import IndependentStateSync
+from protocols.sync.snapshot import Snapshots
+from tests.sim import loop as simloop
+from tests.sim.host import Entries, Hearsay, SimClock, SimCompute, SimDirectory, SimSigner
+from tests.sim.network import SimNetwork, Trace
+from tests.support.fake_rounds import RUN
+
+ELEMENTS = 2000
+STEPS = 10
+EVALUATE_SECONDS = 0.1
+SPREAD_LIMIT = 1.0
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+class Trainer(InlineTrainer):
+    """Attributes:
+    broken: why it cannot evaluate, nor write text.
+    """
+
+    broken: Exception | None = None
+    evaluated = 0
+    threads = 3
+
+    async def evaluate(self) -> float:
+        await asyncio.sleep(EVALUATE_SECONDS)
+        self.evaluated += 1
+        if self.broken:
+            raise self.broken
+        return await super().evaluate()
+
+    async def generate(self, prompt: bytes, tokens: int, temperature: float = 0.0, seed: int = 0) -> bytes:
+        if self.broken:
+            raise self.broken
+        return b"something"
+
+
+class Directory(SimDirectory):
+    async def meet(self, peer: PeerId, deadline: Deadline) -> bool:
+        return True
+
+
+class View:
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.reports: list[RoundReport] = []
+        self.on_report: Callable[[RoundReport], None] = lambda report: None
+
+    def say(self, line: str) -> None:
+        self.said.append(line)
+
+    def report(self, report: RoundReport) -> None:
+        self.reports.append(report)
+        self.on_report(report)
+
+
+class SessionPeer:
+    """One peer with everything that a stay is made of."""
+
+    def __init__(self, town: SessionCluster, name: PeerId, limits: SessionLimits, step_seconds: float) -> None:
+        self.town, self.name, self.view, self.status_tracker = town, name, View(), StatusTracker(name)
+        transport = town.network.join(name)
+        me, clock, state = Member(name), SimClock(), StateDir.open(town.path / name)
+        self.status_tracker.peer, self.status_tracker.addresses = name, lambda: (f"/ip4/10.0.0.1/tcp/1/p2p/{name}",)
+        course = self.status_tracker.chain = self.course(me)
+        who = LocalPeer(me, RUN, len(town.peers), f"nick-{name}", tuple, lambda: course.head.key.round)
+        members = self.members = self.status_tracker.membership = Membership(
+            transport,
+            clock,
+            SimSigner(name, 1),
+            who,
+            lambda: [member.peer for member in course.head.roster if member != me],
+        )
+        members.hint(town.founders[0].peer)
+        directory = Directory(town.entries, name, clock, Hearsay())
+        host = Host(transport, directory, members, SimCompute(), clock, SimSigner(name, 1), 1)
+        settings = Settings("fp32", (ELEMENTS,), 512)
+        self.trainer = Trainer(Paced(ELEMENTS, seed=len(town.peers), tokens_per_step=256), STEPS, step_seconds)
+        way = self.way(host, settings)
+        self.outer_loop = way.outer_loop
+        self.outer_loop.on_phase, self.status_tracker.waiting_for = (
+            self.status_tracker.on_progress,
+            lambda: self.outer_loop.waiting_for(),
+        )
+        journal = self.status_tracker.journal = Journal(state.rounds)
+        self.state = state
+        self.deps = PeerSessionDeps(
+            *way, self.trainer, members, directory, state, journal, LoopLag(), clock, SimCompute()
+        )
+        self.session = PeerSession(self.deps, limits, self.status_tracker, self.view)
+        self.ended: float | None = None
+
+    def course(self, me: Member) -> RoundHistory:
+        self.chain = Chain(RUN, "run", self.town.founders, bytes(32))
+        return self.chain
+
+    def way(self, host: Host, settings: Settings) -> OuterLoopStack:
+        """Its replica, and what belongs to its kind."""
+        averager, snapshots = REPLICATED_PROTOCOLS["butterfly"](host, settings), Snapshots()
+        anchor, outer = self.trainer.local_training.learner.vectors[0].clone(), OuterSGD(0.9, 0.5)
+        outer_loop = ReplicatedOuterLoop(self.chain, self.trainer, averager, outer, host.compute, anchor, snapshots)
+        sync = ChainSync(host, self.chain, settings, snapshots, self.members.peers, averager.part_cache)
+        sync.on_better = lambda branch: averager.supersede()
+        averager.on_ahead = sync.hear
+        return OuterLoopStack(outer_loop, sync, partial(run_replicated_rounds, outer_loop, sync))
+
+    async def live(self) -> None:
+        await self.trainer.read(self.outer_loop.anchor)
+        await self.session.run()
+        self.ended = now()
+        asyncio.get_running_loop().call_soon(self.town.network.kill, self.name)  # its process ends
+
+    @property
+    def outcomes(self) -> list[str]:
+        return [report.outcome for report in self.view.reports]
+
+    def lines(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.state.rounds.read_text().splitlines()]
+
+
+class IndependentSessionPeer(SessionPeer):
+    """One with a state of its own; who is no founder is a newcomer."""
+
+    outer_loop: IndependentOuterLoop
+
+    def course(self, me: Member) -> RoundHistory:
+        self.own = LocalHistory(me, RoundKey(RUN, "run", bytes(32), 0))
+        return self.own
+
+    def way(self, host: Host, settings: Settings) -> OuterLoopStack:
+        anchor, outer = self.trainer.local_training.learner.vectors[0].clone(), OuterSGD(0.9, 0.5)
+        averager, snapshots = INDEPENDENT_PROTOCOLS["gossip"](host, settings), Snapshots(every_rounds=1)
+        outer_loop = IndependentOuterLoop(self.own, self.trainer, averager, outer, host.compute, anchor, snapshots)
+        outer_loop.lacks_state = Member(self.name) not in self.town.founders
+        outer_loop.compare, outer_loop.spread_limit = self.members.compare, SPREAD_LIMIT
+        peers, whole = self.members.peers, lambda: not outer_loop.seeks_state
+        state_sync = IndependentStateSync(host, settings, snapshots, lambda: self.own.key, peers, whole)
+        return OuterLoopStack(outer_loop, state_sync, partial(run_independent_rounds, outer_loop, state_sync))
+
+
+class SessionCluster:
+    """A network, and the peers on it. The founders are in the first roster."""
+
+    def __init__(self, path: Path, founders: str = "abc", kind: type[SessionPeer] = SessionPeer) -> None:
+        self.kind = kind
+        self.path, self.founders = path, tuple(Member(name) for name in founders)
+        self.network, self.entries = SimNetwork(Trace()), Entries()
+        self.peers: dict[PeerId, SessionPeer] = {}
+        self.tasks: dict[PeerId, asyncio.Task[None]] = {}
+
+    def add(
+        self, name: PeerId, run_rounds: int = 4, rounds: int | None = None, wait: int = 1, step_seconds: float = 0.2
+    ) -> SessionPeer:
+        peer = self.peers[name] = self.kind(self, name, SessionLimits(run_rounds, rounds, wait), step_seconds)
+        token = simloop.PROCESS.set(self.network.nodes[name].process)
+        self.tasks[name] = asyncio.get_running_loop().create_task(peer.live())
+        simloop.PROCESS.reset(token)
+        return peer
+
+    def all(self, names: Iterable[str] = "abc", **limits: Any) -> list[SessionPeer]:
+        return [self.add(name, **limits) for name in names]
+
+    async def end(self, names: Iterable[str] | None = None, seconds: float = 300.0) -> None:
+        """Wait for these stays to end well."""
+        async with asyncio.timeout(seconds):
+            await asyncio.gather(*(self.tasks[name] for name in (names or list(self.tasks))))
+
+    def cut(self, name: PeerId) -> None:
+        for other in self.peers:
+            if other != name:
+                self.network.block(name, other)
+                self.network.block(other, name)
+
+    def heal(self, name: PeerId) -> None:
+        for other in self.peers:
+            if other != name:
+                self.network.heal(name, other)
+                self.network.heal(other, name)
+
+
+async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)

@@ -1,0 +1,251 @@
+"""Peers with a chain, a state and a way to catch up, on a simulated network, and rounds that are made up for them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from node.outer.replicated_loop import ReplicatedOuterLoop
+from node.outer.sgd import OuterSGD
+from node.reporting.report import RoundReport
+from node.tasks.paced import Paced
+from node.training.trainer import InlineTrainer
+from protocols import wire
+from protocols.allreduce.parts import ReducedPart, chunk_digest, seal
+from protocols.base import (
+    AveragingResult,
+    Buffer,
+    Contribution,
+    Header,
+    LocalProgress,
+    Member,
+    Outcome,
+    PeerId,
+    Settings,
+    Vector,
+)
+from protocols.butterfly.part_cache import PartCache
+from protocols.butterfly.part_store import PartStore
+from protocols.codec import codec
+from protocols.consensus import record as records
+from protocols.consensus.record import Kind, Record
+from protocols.framing import FramedStream
+from protocols.history.chain import UNSETTLED, Chain, DecidedRound, follow
+from protocols.sync.chain_sync import ChainSync
+from protocols.sync.snapshot import MemoryBuffer, Snapshots
+from protocols.vectors import VectorView
+from tests.sim import loop as simloop
+from tests.sim.host import sim_host
+from tests.sim.network import SimNetwork, Trace
+from tests.support.fake_rounds import RUN, SEED, certified
+
+T = TypeVar("T")
+
+CODEC = "int8"
+TOKENS = 100
+
+
+class Observer:
+    """An averager that only has a name."""
+
+    def __init__(self, me: Member) -> None:
+        self.me = me
+
+
+class SyncPeer:
+    """One peer. It starts from `anchor`; a newcomer has none."""
+
+    def __init__(self, swarm: SyncCluster, name: PeerId, anchor: Vector | None, incarnation: int = 0) -> None:
+        self.swarm, self.me = swarm, Member(name, incarnation)
+        self.transport = swarm.network.join(name)
+        self.host = sim_host(swarm.network, self.transport, SEED, {})
+        self.settings = Settings(CODEC, (swarm.elements,), swarm.chunk_elements, incarnation=incarnation)
+        self.chain = Chain(RUN, "run", swarm.founders, swarm.root)
+        self.part_cache, self.snapshots = PartCache(self.host), Snapshots(swarm.every_rounds)
+        if swarm.store_rounds:
+            self.part_cache.past = PartStore(
+                MemoryBuffer, self.host.compute, self.part_cache.gate, most_rounds=swarm.store_rounds, least_rounds=1
+            )
+        self.held: list[bytes] = []
+        self.trainer = InlineTrainer(Paced(swarm.elements, SEED), 10, 0.1)
+        self.sync = ChainSync(
+            self.host, self.chain, self.settings, self.snapshots, lambda: swarm.hints, self.part_cache
+        )
+        self.outer_loop = ReplicatedOuterLoop(
+            self.chain,
+            self.trainer,
+            Observer(self.me),  # type: ignore[arg-type]
+            OuterSGD(0.7, 0.9),
+            self.host.compute,
+            torch.zeros(swarm.elements) if anchor is None else anchor.clone(),
+            self.snapshots,
+        )
+
+    @property
+    def round(self) -> int:
+        return self.chain.head.key.round
+
+    async def keep(self, parts: Sequence[ReducedPart], record: Record) -> None:
+        """Put a round's parts on the shelf, and let those of rounds long past go, or move to the store."""
+        for part in parts:
+            self.part_cache.put(record.parent, part)
+        self.part_cache.decided(record.parent, {part.digest for part in record.parts})
+        await self.part_cache.save()
+        self.held = [*self.held, record.parent][-self.swarm.keep_rounds :]
+        self.part_cache.keep(self.held, self.held[-2:])
+
+    async def catch_up(self, seconds: float = 600.0) -> RoundReport:
+        return await self.outer_loop.catch_up(
+            self.sync, self.host.clock.wall, asyncio.get_running_loop().time() + seconds
+        )
+
+
+class SyncCluster:
+    """A network, and the rounds that its peers decide. All hold what `founders` started from."""
+
+    def __init__(
+        self,
+        founders: Iterable[str],
+        elements: int = 1000,
+        every_rounds: int = 4,
+        keep_rounds: int = 8,
+        store_rounds: int = 0,
+        **options: Any,
+    ) -> None:
+        """
+        Args:
+            store_rounds: kept beyond those in memory.
+        """
+        self.network = SimNetwork(Trace(), **options)
+        self.elements, self.every_rounds, self.keep_rounds = elements, every_rounds, keep_rounds
+        self.store_rounds = store_rounds
+        self.founders = tuple(Member(name) for name in founders)
+        self.chunk_elements = max(256, elements // 8)
+        self.root = UNSETTLED
+        self.hints: list[PeerId] = [member.peer for member in self.founders]
+        self.peers: dict[PeerId, SyncPeer] = {}
+        self._made = 0
+        self._anchor = torch.linspace(-1, 1, elements)
+
+    def play(self, main: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Run `main` with the founders there; a bug in a handler fails it."""
+
+        async def whole() -> T:
+            for member in self.founders:
+                await self.add(member.peer, founder=True)
+            result = await main()
+            if self.network.bugs:
+                raise self.network.bugs[0]
+            return result
+
+        return simloop.run(whole())
+
+    async def add(self, name: PeerId, founder: bool = False, incarnation: int = 0) -> SyncPeer:
+        """A peer with the state that the run starts from, or a newcomer without any."""
+        peer = self.peers[name] = SyncPeer(self, name, self._anchor if founder else None, incarnation)
+        await peer.outer_loop.settle()
+        return peer
+
+    def of(self, names: str) -> list[SyncPeer]:
+        return [self.peers[name] for name in names.split()]
+
+    async def decide(
+        self,
+        names: str,
+        kind: Kind = Kind.MEAN,
+        roster: Sequence[Member] | None = None,
+        voters: Sequence[Member] | None = None,
+        root: bytes | None = None,
+        parts: bool | None = None,
+    ) -> DecidedRound:
+        """A round that these peers decide and apply; they stand at one head.
+
+        Args:
+            voters: whose votes its certificate holds; of the peers that are in the roster by default.
+            parts: whether there is a mean; only a MEAN has one by default.
+        """
+        members = self.of(names)
+        head, old = members[0].chain.head, members[0].chain.head.roster
+        voters = [peer.me for peer in members if peer.me in old] if voters is None else voters
+        mean = kind == Kind.MEAN if parts is None else parts
+        held = self._parts() if mean else []
+        record = Record(
+            parent=head.key.lineage,
+            state_root=root or head.state_root,
+            round=head.key.round,
+            kind=kind,
+            plan=b"d" * 32,
+            parts=tuple(part.result for part in held if part.result),
+            roster=tuple(roster or (old if kind != Kind.FORK else voters)),
+            peers=tuple(voter.peer for voter in voters),
+            bounds=(0, self.elements // 3, self.elements) if held else (),
+        )
+        link = follow(head, certified(head, record, voters))
+        for peer in members:
+            await self._apply(peer, link, held)
+        return link
+
+    async def rounds(self, names: str, count: int, **changes: Any) -> list[DecidedRound]:
+        return [await self.decide(names, **changes) for _ in range(count)]
+
+    def _parts(self) -> list[ReducedPart]:
+        """The encoded mean of a round, in two parts, as reducers would have made it."""
+        self._made += 1
+        delta = torch.randn(self.elements, generator=torch.Generator().manual_seed(self._made)) / 100
+        third, held = self.elements // 3, []
+        for low, high in ((0, third), (third, self.elements)):
+            part = ReducedPart(codec(CODEC), low, high, self.chunk_elements)
+            for index in range(part.chunks):
+                first, last = part.elements(index)
+                part.codec.encode(delta[first:last], part.chunk(index))
+            part.masks = [1] * part.chunks
+            part.result = seal(
+                part.low, part.high, part.masks, [chunk_digest(1, part.chunk(index)) for index in range(part.chunks)]
+            )
+            held.append(part)
+        return held
+
+    async def _apply(self, peer: SyncPeer, link: DecidedRound, held: Sequence[ReducedPart]) -> None:
+        outer_loop, record = peer.outer_loop, link.record
+        await peer.keep(held, record)
+        for part in held:
+            part.decode(VectorView([outer_loop._mean]))
+        mean = AveragingResult(
+            Outcome.COMMITTED if held else Outcome.SKIPPED,
+            record=records.encode(record),
+            certificate=wire.encode(link.certificate),
+            contributions={name: Contribution(1, 1) for name in record.peers},
+        )
+        done = await outer_loop._apply(outer_loop.chain.head, mean, LocalProgress(TOKENS, 1.0, 1.0, 1.0), False)
+        assert done.mean.outcome == mean.outcome, done.mean.blamed
+
+    def same(self, names: str) -> bool:
+        """Whether these peers stand at one head with one state, and say what it is."""
+        first, *others = self.of(names)
+        return all(
+            peer.chain.head == first.chain.head
+            and torch.equal(peer.outer_loop.anchor, first.outer_loop.anchor)
+            and torch.equal(peer.outer_loop.velocity, first.outer_loop.velocity)
+            and peer.chain.head.state_root == peer.outer_loop.state.root(peer.round)
+            for peer in others
+        )
+
+
+class SpoofedPeer:
+    """A stream of a lying peer: `lie` sees what its honest code sends, and sends what it likes.
+
+    Args:
+        lie: gets the honest stream, the header and the payload.
+    """
+
+    def __init__(self, stream: FramedStream, lie: Callable[[FramedStream, Header, Buffer], Coroutine[Any, Any, None]]):
+        self._stream, self._lie = stream, lie
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    async def send(self, header: Header, payload: Buffer = b"") -> None:
+        await self._lie(self._stream, header, payload)
