@@ -1,4 +1,4 @@
-"""Small things that asyncio leaves to its users."""
+"""Small additions to asyncio: a notifier, task groups, sub-deadlines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Notifier:
-    """Wakes everyone who waits for a condition; state stays with its owner."""
+    """Wakes the tasks that wait for a condition. The state that the condition reads stays with its owner."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
@@ -23,10 +23,10 @@ class Notifier:
         self._event.clear()
 
     async def until(self, condition: Callable[[], bool], deadline: Deadline) -> None:
-        """Wait until `condition()` holds; it is asked again at each ring.
+        """Wait until `condition()` holds. It is checked at once and after each `notify`.
 
         Raises:
-            TimeoutError: it did not before the deadline.
+            TimeoutError: it did not hold before the deadline.
         """
         async with asyncio.timeout_at(deadline):
             while not condition():
@@ -37,7 +37,7 @@ async def run_with_helper(main: Coroutine[Any, Any, T], helper: Coroutine[Any, A
     """Run `helper` while `main` runs; the helper is cancelled when `main` returns.
 
     Raises:
-        whatever either raises first; the other is cancelled and awaited.
+        The first exception of either; the other one is cancelled and awaited.
     """
     async with task_group() as group:
         side = group.create_task(helper)
@@ -47,7 +47,7 @@ async def run_with_helper(main: Coroutine[Any, Any, T], helper: Coroutine[Any, A
 
 
 class _Group(asyncio.TaskGroup):
-    """A task group that knows its tasks."""
+    """A task group that can wait for its tasks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,17 +60,17 @@ class _Group(asyncio.TaskGroup):
         return task
 
     async def end(self) -> None:
-        """Wait for all tasks, however long."""
+        """Wait for all tasks."""
         while self._running:
             await asyncio.wait(list(self._running))
 
 
 @asynccontextmanager
 async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
-    """A task group whose first error reaches the caller as itself, not in a group of errors.
+    """A task group that raises its first error itself instead of an exception group.
 
-    Python 3.11 forgets that a group was cancelled if one of its tasks fails in the same moment; and if one fails while
-    the group waits for the last of them, it leaves behind a cancellation that nobody asked for. This one does neither.
+    It also avoids two defects of Python 3.11: a group forgets that it was cancelled if one of its tasks fails at the
+    same moment, and it leaves a stray cancellation behind if a task fails while the group waits for its last tasks.
     """
     task = asyncio.current_task()
     assert task is not None
@@ -86,7 +86,7 @@ async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
 
 
 async def until_gone(members: Members, watched: Sequence[Member], deadline: Deadline) -> list[PeerId]:
-    """Wait until one of them is not believed alive any more, in this life: which those are. Nobody: the deadline."""
+    """Wait until a watched member is no longer live, and return those that are not; empty at the deadline."""
     loop = asyncio.get_running_loop()
     while loop.time() < deadline:
         version, live = members.version, members.live()
@@ -98,10 +98,10 @@ async def until_gone(members: Members, watched: Sequence[Member], deadline: Dead
 
 @asynccontextmanager
 async def peer_timeout(seconds: float, peer: PeerId, doing: str) -> AsyncIterator[None]:
-    """A shorter deadline than the stream's own; the stream is not to be used after it.
+    """Bound a step by a deadline earlier than the stream's own. The stream must not be used after it has passed.
 
     Raises:
-        PeerSilent: it has passed.
+        PeerSilent: the deadline passed.
     """
     try:
         async with asyncio.timeout(seconds):

@@ -1,24 +1,23 @@
-"""The contract: what a protocol may touch, and what it must give back.
+"""The contract between protocols and the node: what a protocol may use, and what it must provide.
 
-A protocol reaches the world only through the `Host` that it is built with: streams to peers, hints from a directory,
-the list of live members, a place for heavy work, wall time, signatures, seeded randomness. The same protocol code runs
-over libp2p and in the simulated world. There is no clock for deadlines: a `Deadline` is a value of the running
-loop's `time()`, used through `asyncio.timeout_at`, so the loop is the clock.
+A protocol reaches the outside world only through the `Host` that it is built with, so the same protocol code runs over
+libp2p and in the simulator. A `Deadline` is a value of the running loop's `time()` and is used through
+`asyncio.timeout_at`: the loop is the clock.
 
-It stands in four rooms, and everybody takes it from here:
+Its names are defined in four modules of `protocols.contract`. Import them from here:
 
-    values      plain values: keys, members, heads, work, means, settings
-    errors      as below
-    host        the world as a protocol sees it
-    strategy    averagers and trainers
+    values      plain values: keys, members, heads, progress, results, settings
+    errors      the tree below
+    host        transport, directory, members, compute, clock, signer
+    averager    averagers, their sessions, and trainers
 
 Errors:
 
     ProtocolError
       PeerError            something about one peer; carries `peer`
-        PeerGone           definite: not a byte reached it, or it refused; it has not counted us
-        PeerSilent         indefinite: a reset, an end or a deadline in mid stream; it may have counted us
-      BadPayload           what was received breaks the rules; whoever reads knows the sender and names it
+        PeerGone           definite: no byte reached the peer, or it refused; it has not counted our data
+        PeerSilent         indefinite: a reset, an end or a deadline in mid stream; it may have counted our data
+      BadPayload           received data breaks the rules; the reader knows the sender and reports it
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Frames over any pipe of bytes: the one implementation of `Stream`, shared by every transport.
+"""Frames over any byte pipe: the only implementation of `Stream`, shared by every transport.
 
 A frame is a 4-byte big-endian header length, the header (`protocols.wire`), and the raw payload that the header
-announces. A transport supplies only a `Pipe`; deadlines, bounds, counting and mapped errors are done here, once.
+announces. A transport supplies only a `Pipe`. Deadlines, bounds, byte counts and errors are handled here.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _OPENING_LIMIT = 64
 
 
 class Pipe(Protocol):
-    """Bytes to and from one peer. Any failure is an `OSError` or an `EOFError`."""
+    """Bytes to and from one peer. Every failure is an `OSError` or an `EOFError`."""
 
     async def write(self, data: Buffer) -> None:
-        """Take `data`, waiting while the peer does not keep up."""
+        """Send `data`, waiting for flow control."""
 
     async def read_into(self, buffer: memoryview) -> None:
         """Fill the whole buffer.
@@ -86,7 +86,7 @@ class FramedStream:
 
 
 async def opened(peer: PeerId, pipe: Pipe, deadline: Deadline) -> FramedStream:
-    """The opener's side: tells the peer how many seconds the stream may live."""
+    """The opener's side: sends how many seconds the stream may live."""
     stream = FramedStream(peer, pipe, deadline)
     remaining = max(0.0, deadline - asyncio.get_running_loop().time())
     await stream.send(wire.Opening(min(remaining, wire.MAX_SECONDS)))
@@ -96,9 +96,9 @@ async def opened(peer: PeerId, pipe: Pipe, deadline: Deadline) -> FramedStream:
 async def accepted(
     peer: PeerId, pipe: Pipe, opening_seconds: float, on_bad: Callable[[PeerId, BadPayload], None]
 ) -> FramedStream | None:
-    """The server's side: a stream that lives as long as its opener said; None if the opening is refused.
+    """The server's side: a stream that lives as long as its opener asked; None if the opening is refused.
 
-    The opening itself must arrive within `opening_seconds`. `on_bad` counts and names a peer that breaks the rules.
+    The opening itself must arrive within `opening_seconds`. `on_bad` reports a peer that breaks the rules.
     """
     loop = asyncio.get_running_loop()
     stream = FramedStream(peer, pipe, loop.time() + opening_seconds)

@@ -1,4 +1,4 @@
-"""What can wait lets what others wait for go first: the link, and the disk, while a round's data phase is under way."""
+"""Lets low-priority work wait while the data phase of a round needs the link and the disk."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from protocols.base import Deadline
 
 
 class Gate:
-    """Closed for a time, or until it is opened again. It belongs to who closes it; any number may wait."""
+    """Closed until it is opened or until a deadline. One owner closes it; any number of tasks may wait."""
 
     def __init__(self) -> None:
         self._until = float("-inf")
@@ -20,16 +20,16 @@ class Gate:
         return asyncio.get_running_loop().time() < self._until
 
     def close(self, until: Deadline) -> None:
-        """From now until then at most, whatever was said before."""
+        """Close until `until` at the latest. Replaces an earlier deadline."""
         self._until = until
 
     def open(self) -> None:
-        """Let all pass who wait."""
+        """Open the gate and wake the waiting tasks."""
         self._until = float("-inf")
         self._notifier.notify()
 
     async def passed(self, seconds: float) -> bool:
-        """Wait until it is open, at most so long; returns whether it is."""
+        """Wait at most `seconds` until the gate is open. Returns whether it is open."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + seconds
         while self.closed and loop.time() < deadline:

@@ -1,4 +1,4 @@
-"""Members of a group that was put together by hand."""
+"""A fixed list of members, for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from protocols.base import Deadline, Member
 
 
 class StaticMembers:
-    """`protocols.base.Members` that are believed alive, come what may: a broken stream shows a death, nothing else."""
+    """`protocols.base.Members` that are always believed alive. Only a broken stream shows that one has died."""
 
     version = 0
 

@@ -1,4 +1,4 @@
-"""Places for those who are served: so many at a time, and of these so many for one peer. Pure."""
+"""Limits how many streams are served at a time, in total and for each peer. No I/O."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from contextlib import contextmanager
 from protocols.base import PeerId
 
 MAX_STREAMS = 64
-"""Served at a time; whoever comes then finds the stream closed."""
+"""Streams served at a time. Further ones are closed."""
 MAX_STREAMS_OF_ONE = 32
-"""Of these, for one peer: nobody keeps all others out by itself. Who was cut off for a while comes on many at once."""
+"""Streams of one peer, so that no peer can keep all others out. A peer that was cut off for a while opens many at
+once."""
 
 
 class StreamLimiter:
-    """Who is being served."""
+    """Counts the streams that are being served."""
 
     def __init__(self) -> None:
         self._taken = Counter[PeerId]()
 
     @contextmanager
     def one_for(self, peer: PeerId) -> Iterator[bool]:
-        """Whether there is a place for another stream of this peer; if so, it is taken inside this context."""
+        """Whether another stream of this peer may be served. If so, it counts inside this context."""
         if self._taken.total() >= MAX_STREAMS or self._taken[peer] >= MAX_STREAMS_OF_ONE:
             yield False
             return

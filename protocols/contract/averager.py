@@ -1,4 +1,4 @@
-"""The two axes of a run: how replicas agree, an averager and its sessions; and who computes, a trainer."""
+"""The two plug-in interfaces of a run: an averager decides how peers agree, a trainer computes the inner steps."""
 
 from __future__ import annotations
 
@@ -25,47 +25,48 @@ class AveragingSession(Protocol):
     """One peer's side of one round of averaging."""
 
     cut: asyncio.Event
-    """Set when the round is called, or has reached its deadline: start no further step, hand in."""
+    """Set when the coordinator calls the round, or its deadline has come: finish the step, then call `average`."""
 
     def offer(self, work: LocalProgress) -> None:
-        """Tell the others what there is to hand in; again as the work grows."""
+        """Announce this peer's progress to the others. Call it again as the work grows."""
 
     def waiting_for(self) -> tuple[PeerId, ...]:
-        """Whom the round waits for, as far as this peer can tell: what a person who wonders is shown."""
+        """Peers that the round is waiting for, as far as this peer knows. Shown in the status."""
 
     async def average(self, mine: Sequence[Vector], work: LocalProgress, into: Sequence[Vector]) -> AveragingResult:
-        """Average `mine` with the others into `into` (same shapes). `mine` is lent, and unchanged until return.
+        """Average `mine` with the others' vectors into `into`, which has the same shapes.
 
-        Never raises for a peer's failure: the outcome says what became of the round.
+        The caller must not change `mine` before this returns. A failure of another peer never raises: the outcome of
+        the result says what became of the round.
         """
 
 
 class Averager(Protocol):
-    """How replicas agree."""
+    """How peers with replicated state agree on the next outer parameters."""
 
     me: Member
 
     def enter(self, head: Head, deadline: Deadline) -> AbstractAsyncContextManager[AveragingSession]:
-        """Take part in the round that extends `head`, from its first moment: peers may call from then on.
+        """Take part in the round that extends `head`. Other peers may call the round as soon as this is entered.
 
-        Who is not in the roster looks on, asks to be admitted, and learns what was decided.
+        A peer outside the roster asks for admission and learns what the roster decides, but does not vote.
         """
 
 
 class IndependentSession(AveragingSession, Protocol):
-    """A session of a protocol without a shared anchor: what travels is a peer's state, or what it brings to its step.
+    """One round of a protocol in which each peer owns its state.
 
-    `average` is given that at the end of this peer's round. Committed, `into` holds the mean; skipped, nobody averaged
-    with us, and `into` is undefined. Others may average with a peer that still trains, too.
+    The peer calls `average` at the end of its round with its state, or with its contribution to its own outer step. If
+    the outcome is COMMITTED, `into` holds the mean. If it is SKIPPED, no peer averaged with this one and `into` is
+    undefined. Other peers may average with a shared state while its owner still trains.
 
     Attributes:
-        round: that this session ended in: a later one than it was entered for if others were ahead.
-        group: names the last group that this peer completed in it: all who name it hold the same bits. Empty: none,
-            or there are no groups.
-        half_exchanges: that this peer began or answered and does not know to be over at both ends: one end may have
-            moved alone.
-        mass_drift: by how much these may have moved the mean of all, at most: the sum over them of
-            ‖what this end moved, or would have moved‖ / ‖its state‖.
+        round: number of the round in which the session ended; higher than at entry if other peers were ahead.
+        group: name of the last group that this peer completed. All peers that report the same name hold the same bits.
+            Empty if there was none, or if the protocol has no groups.
+        half_exchanges: exchanges of this peer that may have been committed at one end only.
+        mass_drift: upper bound of how far these moved the mean of all peers: the sum over them of
+            ‖what this end changed, or would have changed‖ / ‖its state‖.
     """
 
     round: int
@@ -74,53 +75,55 @@ class IndependentSession(AveragingSession, Protocol):
     mass_drift: float
 
     def share(self, state: Sequence[Vector]) -> None:
-        """Let others average with this, in place, until it is taken back: all of it at once, or nothing. Who lends
-        nothing is busy to those who ask."""
+        """Let other peers average with this state, in place, until `reclaim`. An exchange changes all of it or nothing.
+
+        A peer that shares no state answers "busy" to exchange requests.
+        """
 
     async def reclaim(self) -> Mapping[PeerId, Contribution]:
-        """From now on the state is the caller's alone; waits for an exchange under way, which has its own deadline.
+        """Stop sharing the state. Waits for an exchange that is under way, which has a deadline of its own.
 
         Returns:
-            Of whom the state holds something, since it was lent; empty: it is as it was.
+            Contribution of each peer that the state has been averaged with; empty if the state did not change.
         """
 
 
 class ClosingSession(IndependentSession, Protocol):
-    """A session of a protocol that ends a run with closing exchanges: a few, without training, one after the other.
+    """A session of a protocol that ends a run with closing exchanges: a few exchanges in sequence, without training.
 
     Attributes:
-        closing_exchanges: that held.
+        closing_exchanges: number of closing exchanges that succeeded.
     """
 
     closing_exchanges: int
 
     async def close(self, mine: Sequence[Vector], into: Sequence[Vector], here: Collection[PeerId]) -> AveragingResult:
-        """Average `mine` with the states of those who have come to the run's end, into `into`, as `average` does.
+        """Average `mine` into `into`, as `average` does, with the peers that have reached the end of the run.
 
-        At most ⌈log₂ n⌉ + 1 exchanges, n with this peer. It ends early when `cut` is set.
+        Takes at most ⌈log₂ n⌉ + 1 exchanges among n peers, this one included. Ends early when `cut` is set.
 
         Args:
-            here: the others that are there for it; the same at all of them, if it is to come to the mean of all.
+            here: the other peers that take part. The result is the mean of all only if all of them pass the same set.
         """
 
 
 class IndependentAverager(Protocol):
-    """How replicas that share no anchor come near each other.
+    """How peers with independent state bring their states near each other.
 
-    `enter` is given the number of this peer's own round, and as lineage the root of its own last state. The class says
-    `shares_anchor = False`.
+    The head passed to `enter` has this peer's own round number, and as lineage the root of its own last state. Classes
+    set `shares_anchor = False`.
     """
 
     me: Member
     shares_anchor: bool
 
     def enter(self, head: Head, deadline: Deadline) -> AbstractAsyncContextManager[IndependentSession]:
-        """Take part in a round: peers may call from then on, for this one or for an exchange with what was lent."""
+        """Take part in a round. From then on other peers may open the round, or an exchange with a shared state."""
 
 
 @runtime_checkable
 class ClosingAverager(IndependentAverager, Protocol):
-    """One that ends a run with closing exchanges: its class says `closes = True`."""
+    """An averager that ends a run with closing exchanges. Classes set `closes = True`."""
 
     closes: bool
 
@@ -128,30 +131,30 @@ class ClosingAverager(IndependentAverager, Protocol):
 
 
 class Trainer(Protocol):
-    """Who computes: the inner steps between two rounds, behind a process boundary in a node."""
+    """Computes the inner steps between two rounds. In a node it is a worker process."""
 
     layout: Layout
 
     async def train(
         self, key: RoundKey, cut: asyncio.Event, progress: Callable[[LocalProgress], None], surplus: bool = True
     ) -> LocalProgress:
-        """Train from where the parameters stand until `cut` is set; the cut is seen at every inner step.
+        """Train from the present parameters until `cut` is set, which is checked after every inner step.
 
-        `progress` is called at once, with what earlier rounds left over, after the first inner step, when the round's
-        inner steps are complete, and whenever the work has grown by a tenth since the last call.
+        `progress` is called at once (with work left over from earlier rounds), after the first inner step, when the
+        round's inner steps are complete, and whenever the work has grown by a tenth since the last call.
 
         Args:
-            surplus: go on when the round's inner steps are complete; else wait for the cut.
+            surplus: keep training after the round's inner steps are complete; otherwise wait for the cut.
         """
 
     async def read(self, into: Vector, fragment: int = 0) -> None:
-        """Copy the local parameters out, at a step boundary."""
+        """Copy the local parameters into `into`, between two inner steps."""
 
     async def write(self, source: Vector, fragment: int = 0, anchor: Vector | None = None, tokens: int = 0) -> None:
-        """Replace the local parameters; the inner optimiser's state stays, the account of work starts again.
+        """Replace the local parameters and reset the progress. The inner optimiser keeps its state.
 
         Args:
-            anchor: what the pseudo-gradient is measured from, if not `source`: where work is kept that no round has
-                counted, `source` is the new anchor less that work.
-            tokens: how many tokens that work is worth.
+            anchor: what the pseudo-gradient is measured from, if not `source`. A peer that keeps work which no round
+                has counted passes the new anchor minus that work as `source`.
+            tokens: number of tokens in that work.
         """

@@ -1,4 +1,4 @@
-"""What may go wrong between peers: a small tree, in which the name says whether a peer may have counted us."""
+"""Errors between peers. The name says whether the other peer may have counted what was sent to it."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from protocols.contract.values import PeerId
 
 
 class ProtocolError(Exception):
-    """Root of all errors that cross the contract."""
+    """Base class of all errors that protocols raise."""
 
 
 class PeerError(ProtocolError):
     """An error about one peer.
 
     Attributes:
-        peer: whom it is about.
-        why: one line for a person.
+        peer: id of the peer.
+        why: user-facing message of one line.
     """
 
     def __init__(self, peer: PeerId, why: str) -> None:
@@ -24,7 +24,7 @@ class PeerError(ProtocolError):
 
 
 class PeerGone(PeerError):
-    """Definite: not a byte reached the peer, or it refused explicitly."""
+    """Definite: no byte reached the peer, or it refused explicitly."""
 
 
 class PeerSilent(PeerError):

@@ -1,4 +1,4 @@
-"""What a protocol may touch of the world: streams, hints, who is alive, heavy work, time, signatures, randomness."""
+"""What a protocol may use of the outside world: streams, directory, members, compute, clock, signatures, randomness."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Stream(Protocol):
     bytes_received: int
 
     async def send(self, header: Header, payload: Buffer = b"") -> None:
-        """Send a header and its raw payload; returns when flow control has taken them and `payload` may be reused.
+        """Send a header and its raw payload. Returns when flow control has taken both and `payload` may be reused.
 
         Raises:
             PeerSilent: the stream was reset, has ended or its deadline has passed.
         """
 
     async def receive(self, limit: int) -> Header:
-        """Receive one header of at most `limit` bytes; the bound is checked before the header is read.
+        """Receive one header of at most `limit` bytes. The size is checked before the header is read.
 
         Raises:
             BadPayload: too long, not decodable, or not a known message.
@@ -58,10 +58,10 @@ class Transport(Protocol):
     me: PeerId
 
     def serve(self, method: str, handler: Handler) -> None:
-        """Answer the streams that peers open for `method`. One handler a method."""
+        """Register the handler of the streams that peers open for `method`. Each method has one handler."""
 
     def open(self, peer: PeerId, method: str, deadline: Deadline) -> AbstractAsyncContextManager[Stream]:
-        """Open a stream; leaving the context normally closes it after what was sent, by an exception resets it.
+        """Open a stream. A normal exit of the context closes it after everything was sent; an exception resets it.
 
         Raises:
             PeerGone: the peer could not be reached, or does not serve `method`.
@@ -70,7 +70,7 @@ class Transport(Protocol):
 
 
 class Directory(Protocol):
-    """What a protocol sees of the DHT: hints, never decisions."""
+    """The DHT as a protocol sees it. Its content is unverified: a hint, never the basis of a decision."""
 
     async def announce(self, scope: str, value: bytes, ttl_seconds: float, deadline: Deadline) -> None: ...
 
@@ -78,15 +78,15 @@ class Directory(Protocol):
 
 
 class Members(Protocol):
-    """Peers that completed a handshake and are believed alive. Deaths are pushed, not polled."""
+    """Peers that completed a handshake and are believed alive. A death notifies the waiters of `changed`."""
 
     version: int
 
     def live(self) -> tuple[Member, ...]:
-        """The live members, this peer included, in the order of their ids."""
+        """The live members, this peer included, ordered by id."""
 
     async def changed(self, since: int, deadline: Deadline) -> int:
-        """Wait until `version` exceeds `since`; returns the version then, or at the deadline."""
+        """Wait until `version` exceeds `since` or the deadline has come, and return the version."""
 
 
 class Signer(Protocol):
@@ -98,20 +98,20 @@ class Signer(Protocol):
 
 
 class Clock(Protocol):
-    """Wall time, for record expiry and log stamps only."""
+    """Wall time in seconds since the epoch, for record expiry and log stamps only."""
 
     def wall(self) -> float: ...
 
 
 class Compute(Protocol):
-    """Runs work that would hold up the loop: on threads in a node, inline for virtual seconds in the simulator."""
+    """Runs work that would block the event loop: on threads in a node, on virtual time in the simulator."""
 
     async def run(self, work: Callable[[], T], cost_bytes: int) -> T: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Everything that a protocol may touch."""
+    """Everything that a protocol may use of the outside world."""
 
     transport: Transport
     directory: Directory
@@ -126,5 +126,5 @@ class Host:
         return self.transport.me
 
     def rng(self, purpose: str) -> random.Random:
-        """A generator of its own for each purpose, so that draws for one never shift those of another."""
+        """A separate generator for each purpose, so that draws for one purpose never shift those of another."""
         return random.Random(f"{self.seed}/{self.me}/{purpose}")

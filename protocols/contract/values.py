@@ -1,4 +1,4 @@
-"""The plain values of the contract: what a round is bound to, who is in it, what was brought and what came of it."""
+"""Plain values of the contract: round keys, members, heads, local progress, results, settings."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class RoundKey:
-    """What every frame of a round is bound to.
+    """Identifies a round. Every frame of the round is bound to it.
 
     Attributes:
         run: hash of the manifest, 32 bytes.
-        scope: which replicas average; equal scope means replicas of the same parameters.
-        lineage: hash of the record that this round extends, 32 bytes.
-        round: the number of the round, from 0.
-        fragment: which fragment of the model this round commits.
+        scope: which parameters are averaged: peers of equal scope hold the same ones.
+        lineage: record hash that this round extends, 32 bytes.
+        round: number of the round, from 0.
+        fragment: index of the model fragment that this round commits.
     """
 
     run: bytes
@@ -45,7 +45,7 @@ class RoundKey:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Member:
-    """A peer in one of its lives: a restart is a new incarnation."""
+    """One incarnation of a peer: each start of its process is a new one."""
 
     peer: PeerId
     incarnation: int = 0
@@ -53,7 +53,10 @@ class Member:
 
 @dataclass(frozen=True, slots=True, order=True)
 class LinkFault:
-    """Between these two no contribution travelled, though both took part: neither reduces until that round."""
+    """A broken link: no contribution travelled between two members that both took part.
+
+    Neither of them reduces a part before round `until`.
+    """
 
     first: PeerId
     second: PeerId
@@ -62,16 +65,16 @@ class LinkFault:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Where a peer stands on the chain of records: what the next round extends.
+    """The tip of a peer's chain of records, which the next round extends.
 
     Attributes:
-        key: of the next round.
-        roster: the members whose votes count in it.
+        key: key of the next round.
+        roster: members whose votes count in it.
         state_root: root of the outer state after the last decided round, 32 bytes.
-        anchor: lineage of the last record that changed the outer state: what pseudo-gradients are measured from.
-        complaints: links that are known not to carry contributions.
-        former: rosters that the present one has shrunk from, the latest first, each larger than the one before it. It
-            follows from the chain, so two heads of one lineage never differ in it.
+        anchor: lineage of the last record that changed the outer state. Pseudo-gradients are measured from there.
+        complaints: links that are known to be broken.
+        former: larger rosters that the present one has shrunk from, the latest first. Derived from the chain, so two
+            heads of one lineage never differ in it.
     """
 
     key: RoundKey
@@ -95,14 +98,14 @@ class LocalProgress:
     Attributes:
         tokens: tokens (or samples) that the inner steps consumed.
         loss: mean training loss over them; nan before the first step.
-        seconds: time spent training.
-        step_seconds: what one inner step takes: how long a cut may have to wait.
+        seconds: time spent on training.
+        step_seconds: duration of one inner step, so how long the peer may need to notice the cut.
         norm: L2 norm of the pseudo-gradient, anchor - local.
-        complete: the inner steps of the round are done; more may follow until the round is cut.
+        complete: the round's inner steps are done; more may follow until the round is cut.
         state_root: root of the outer state after the last committed round, 32 bytes.
-        leaving: the last that it brings: it will be gone when the round is over, which is called at once.
-        carried: of the tokens, those that the parameters held when they were written: `seconds` and `loss` are not of
-            them.
+        leaving: the peer leaves after this round, so the round is called at once.
+        carried: tokens of earlier work that the parameters already held when they were written. Included in `tokens`,
+            not in `seconds` and `loss`.
     """
 
     tokens: int
@@ -117,6 +120,8 @@ class LocalProgress:
 
 
 class Outcome(StrEnum):
+    """How a round ended: `SUPERSEDED` means that the peer switched to a better branch instead."""
+
     COMMITTED = "committed"
     SKIPPED = "skipped"
     UNDECIDED = "undecided"
@@ -125,7 +130,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PeerFault:
-    """A peer that was left out or clamped, and why, in one line."""
+    """A peer that was excluded or clamped, and the reason in one line."""
 
     peer: PeerId
     why: str
@@ -133,11 +138,11 @@ class PeerFault:
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """How much the mean holds of what a peer brought, its pseudo-gradient or its state.
+    """How much of one peer's pseudo-gradient or state the mean holds.
 
     Attributes:
-        messages: where states travel, the names of those that were counted, of at most 128 characters: never given
-            twice, so that whoever counts one twice can be told.
+        messages: for protocols that send states: names of the messages that were counted, at most 128 characters
+            each. A name is never used twice, which lets the checkers find a message that was counted twice.
     """
 
     chunks_counted: int
@@ -147,16 +152,16 @@ class Contribution:
 
 @dataclass(frozen=True, slots=True)
 class AveragingResult:
-    """What became of a round's averaging.
+    """Result of one round of averaging.
 
     Attributes:
-        outcome: `into` holds the mean only if committed.
-        record: encoded record of the round (`protocols.consensus.record`), empty unless decided.
-        certificate: the record with the votes that decided it, as a frame's header; empty unless decided.
-        contributions: peer -> chunks of it that the mean holds, in the order of the plan.
-        weights: peer -> its weight in the mean, after clamping; empty where this peer does not know the plan.
-        blamed: who was refused, lost or clamped, and why.
-        bytes_sent, bytes_received: of this round, headers and control messages included.
+        outcome: `into` holds the mean only if this is COMMITTED.
+        record: encoded record of the round (`protocols.consensus.record`); empty if none was decided.
+        certificate: the record with the votes that decided it, encoded as a header; empty if none was decided.
+        contributions: peer -> chunks of its contribution in the mean, in the order of the plan.
+        weights: peer -> its weight in the mean, after clamping; empty if this peer does not know the plan.
+        blamed: peers that were refused, lost or clamped, with reasons.
+        bytes_sent, bytes_received: traffic of this round, headers and control messages included.
     """
 
     outcome: Outcome
@@ -170,26 +175,27 @@ class AveragingResult:
 
     @property
     def peers(self) -> tuple[PeerId, ...]:
-        """Peers of which the mean holds at least one chunk."""
+        """Peers with at least one chunk in the mean."""
         return tuple(peer for peer, part in self.contributions.items() if part.chunks_counted)
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What an averager is built with, next to its host.
+    """Configuration of an averager.
 
     Attributes:
-        codec: name of the codec in which vectors travel; the same for all peers of a run, as are the next two.
+        codec: name of the codec of vectors on the wire. This and the next two are equal at all peers of a run.
         elements: length of each fragment's flat vector.
-        chunk_elements: vectors travel and are reduced in chunks of so many.
-        bandwidth: this peer's upload, bytes/s; decides how much it reduces.
-        incarnation: this life of the peer.
-        keep_rounds: decided bytes are kept for so many rounds, for members that missed one.
-        quorum: votes that decide, by the size of the roster; None: a majority.
-        fork_peers: members that may go on alone, at least, where the majority is gone; 0: none may.
-        robust: name of the rule by which reducers average (`protocols.robust`); the same for all peers of a run.
-        schedule: whom a peer asks in gossip, or gives to (`protocols.pairwise.matching`); the same for all peers of a
-        run.
+        chunk_elements: elements of a chunk, the unit in which vectors travel and are reduced.
+        bandwidth: upload of this peer, bytes/s. Determines the size of the part that it reduces.
+        incarnation: incarnation of this peer.
+        keep_rounds: number of rounds whose reduced parts are kept in memory for members that missed them.
+        quorum: number of votes that decide, as a function of the roster's size; None means a majority.
+        fork_peers: least number of members that may fork when the majority is gone; 0 forbids forks.
+        robust: name of the rule by which reducers average (`protocols.robust`); equal at all peers of a run.
+        schedule: name of the partner schedule of gossip and push-sum (`protocols.pairwise.matching`); equal at all
+        peers
+            of a run.
     """
 
     codec: str
@@ -206,7 +212,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The parameters as flat vectors: tensor names and shapes, in order, for each fragment."""
+    """The parameters as flat vectors: names and shapes of the tensors of each fragment, in order."""
 
     fragments: tuple[tuple[tuple[str, tuple[int, ...]], ...], ...]
 
