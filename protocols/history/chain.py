@@ -1,7 +1,7 @@
-"""The chain of decided rounds as one peer sees it, and its head: what the next round extends. Pure.
+"""The chain of decided rounds as one peer sees it, and its head, which the next round extends. No I/O of its own.
 
-A chain says nothing of whether a certificate is right: who adds one has judged it (`protocols.history.fork_choice`), or
-has just helped to decide it.
+A chain does not verify certificates. The caller has verified them (`protocols.history.fork_choice`) or has just taken
+part in the decision.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from protocols.history.round_log import UNSETTLED, Archive, DecidedRound, RoundL
 __all__ = ["UNSETTLED", "Archive", "Chain", "DecidedRound", "certificate_in", "follow", "genesis", "state_root"]
 
 PIECE = 16
-"""Certificates that are looked up at once: fast enough to be done between two others' turns."""
+"""Certificates looked up at once: few enough not to block the event loop."""
 
 
 def state_root(parameters_root: bytes, velocity_root: bytes, round_number: int) -> bytes:
-    """One hash for the whole outer state: parameters, momentum and the round that comes next."""
+    """One hash of the whole outer state: parameters, momentum and the number of the next round."""
     number = round_number.to_bytes(8, "big")
     return hashlib.sha256(b"starling state" + parameters_root + velocity_root + number).digest()
 
@@ -36,18 +36,18 @@ def genesis(run: bytes, scope: str, roster: tuple[Member, ...], root: bytes = UN
 
     Args:
         run: hash of the manifest, 32 bytes.
-        root: state root that the run starts from, 32 bytes.
+        root: state root at the start of the run, 32 bytes.
     """
     lineage = records.genesis(run)
     return Head(RoundKey(run, scope, lineage, 0), roster, root, anchor=lineage)
 
 
 def certificate_in(head: Head, data: bytes) -> Certificate:
-    """The certificate that an averager hands over, of the round after `head`.
+    """Decode the certificate of the round after `head`.
 
     Raises:
-        BadPayload: no certificate.
-        ValueError: of another round.
+        BadPayload: the data holds no certificate.
+        ValueError: the certificate is of another round.
     """
     certificate, key = wire.expect(wire.decode(data), Certificate), head.key
     if certificate.key != key:
@@ -56,12 +56,13 @@ def certificate_in(head: Head, data: bytes) -> Certificate:
 
 
 class Chain:
-    """The head, and the rounds that led to it since the genesis, as far as they can be read.
+    """The head and the rounds that lead to it from the genesis, as far as they can be read.
 
-    The rounds are a trunk that the copies of a chain share with it; what only a copy has is its own.
+    A chain shares the rounds of a common trunk with its copies. A copy stores only its own rounds.
 
     Attributes:
-        head: its state root is this peer's own, as it was settled last; `UNSETTLED` before that.
+        head: tip of the chain. Its state root is the one that this peer computed and passed to `settle`, or
+            `UNSETTLED` before that.
     """
 
     def __init__(
@@ -72,21 +73,21 @@ class Chain:
         root: bytes = UNSETTLED,
         archive: Archive | None = None,
     ) -> None:
-        """A chain at its genesis, or where the archive leads from there; what does not is cut off there.
+        """Start at the genesis, or after the rounds in `archive`. Certificates that do not follow are removed.
 
         Args:
-            run, scope, roster, root: as for `genesis`. Unsettled, the root is what the first record says.
-            archive: where the certificates are kept, whose votes have been judged; None: in memory.
+            run, scope, roster, root: as for `genesis`. If the root is unsettled, the first record defines it.
+            archive: storage of certificates whose votes have been verified; None keeps them in memory.
         """
         self._trunk = RoundLog(genesis(run, scope, roster, root), archive)
-        self._shared = len(self._trunk)  # rounds of the trunk that are ours
-        self._own: RoundLog | None = None  # those after them; None: the trunk is ours
-        self._lent = False  # whether they are somebody else's, too
+        self._shared = len(self._trunk)  # rounds of the trunk that belong to this chain
+        self._own: RoundLog | None = None  # rounds after them; None: this chain owns the trunk
+        self._lent = False  # whether another chain uses `_own`, too
         self._copies: WeakSet[Chain] = WeakSet()  # of the trunk
         self.head = self._head(len(self))
 
     def copy(self) -> Chain:
-        """A chain of its own with the same rounds, which never writes to the archive."""
+        """An independent chain with the same rounds. It never writes to the archive."""
         other = Chain.__new__(Chain)
         other._trunk, other._shared, other._copies = self._trunk, self._shared, self._copies
         other._own, other._lent = RoundLog(self._trunk.head(self._shared)), False
@@ -99,20 +100,20 @@ class Chain:
         return self._shared + len(self._own or ())
 
     def __bool__(self) -> bool:
-        return True  # one without rounds is a chain all the same
+        return True  # also without rounds
 
     @property
     def trained(self) -> int:
-        """Rounds up to the head that were rounds of training, whatever became of them: all but FORKs without a mean.
+        """Number of training rounds up to the head, whatever their outcome: all but FORKs without a mean.
 
-        What a run is long, and what its learning rate goes by: who goes on after a restart trains what it would have.
+        The length of a run and its learning-rate schedule count these, so a fork after a restart costs no training.
         """
         own = self._own.idle(len(self._own)) if self._own else 0
         return self.head.key.round - self._trunk.idle(self._shared) - own
 
     @property
     def refused(self) -> int:
-        """Certificates that the archive held at the beginning, and that did not lead on from the genesis."""
+        """Number of certificates in the archive that did not lead on from the genesis."""
         return self._trunk.refused
 
     @property
@@ -120,13 +121,13 @@ class Chain:
         """The encoded records that can be read, oldest first."""
         return tuple(link.certificate.record for link in self._read(self._trunk.floor, len(self)))
 
-    # -- looking ------------------------------------------------------------------------------------------------------
+    # -- reading ------------------------------------------------------------------------------------------------------
 
     def __contains__(self, lineage: bytes) -> bool:
         return self._place(lineage) is not None
 
     def _place(self, lineage: bytes) -> int | None:
-        """How many rounds come before this lineage's child."""
+        """Number of rounds before the child of this lineage; None if it is not on this chain."""
         place = self._trunk.place(lineage)
         if place is not None and place <= self._shared:
             return place
@@ -136,7 +137,7 @@ class Chain:
     def _read(self, place: int, count: int) -> list[DecidedRound]:
         """
         Raises:
-            Forgotten: one of them cannot be.
+            RoundPruned: one of them cannot be read.
         """
         shared = self._trunk.read(place, min(count, self._shared - place)) if place < self._shared else []
         if self._own is None or len(shared) == count:
@@ -146,7 +147,7 @@ class Chain:
     def _head(self, place: int) -> Head:
         """
         Raises:
-            Forgotten: it cannot be told.
+            RoundPruned: the head is not known any more.
         """
         return self._read(place - 1, 1)[0].head if place else self._trunk.start
 
@@ -158,11 +159,11 @@ class Chain:
         )
 
     def child(self, lineage: bytes) -> DecidedRound | None:
-        """The round that extends this lineage, if we have it."""
+        """The round that extends this lineage, if it is on this chain."""
         return next(iter(self.since(lineage, 1)), None)
 
     def since(self, lineage: bytes, limit: int | None = None) -> tuple[DecidedRound, ...]:
-        """The rounds after this lineage, oldest first, at most `limit`; none if it is not on this chain."""
+        """The rounds after this lineage, oldest first, at most `limit`; empty if it is not on this chain."""
         place = self._place(lineage)
         if place is None:
             return ()
@@ -172,18 +173,18 @@ class Chain:
             return ()
 
     def walk(self, lineage: bytes) -> Iterator[DecidedRound]:
-        """As `since`, a few at a time; ends early where one cannot be read."""
+        """Like `since`, but a few at a time. Ends early where a round cannot be read."""
         while some := self.since(lineage, PIECE):
             yield from some
             lineage = some[-1].lineage
 
     def count_since(self, lineage: bytes) -> int:
-        """How many rounds there are after this lineage; 0 if it is not on this chain."""
+        """Number of rounds after this lineage; 0 if it is not on this chain."""
         place = self._place(lineage)
         return 0 if place is None else len(self) - place
 
     def certificates(self, lineage: bytes) -> list[Certificate]:
-        """Of some rounds after this lineage, at least one if there is one: what is quickly looked up."""
+        """Certificates of a few rounds after this lineage, at least one if there is one."""
         place = self._place(lineage)
         if place is None or place == len(self):
             return []
@@ -195,7 +196,8 @@ class Chain:
             return []
 
     def at(self, lineage: bytes) -> Head | None:
-        """The head at a lineage of this chain; its state root as the certificates have it, not as we computed it."""
+        """The head at a lineage of this chain. Its state root is that of the certificates, not the one computed
+        here."""
         place = self._place(lineage)
         if place is None:
             return None
@@ -206,7 +208,7 @@ class Chain:
         return replace(head, state_root=after[0].record.state_root) if after else head
 
     def locator(self) -> tuple[bytes, ...]:
-        """Lineages from the head down, ever farther apart, the last one the oldest kept: where do we part?"""
+        """Lineages from the head to the oldest one, at growing distances. Lets a peer find where two chains part."""
         return tuple(self._lineage(place) for place in steps(len(self), self._trunk.floor))
 
     def common(self, locator: Sequence[bytes]) -> bytes | None:
@@ -214,7 +216,7 @@ class Chain:
         return next((lineage for lineage in locator if lineage in self), None)
 
     def largest(self, lineage: bytes) -> int:
-        """Members of the largest roster that there was after this lineage; 0 where it is not on this chain."""
+        """Size of the largest roster after this lineage; 0 if it is not on this chain."""
         place = self._place(lineage)
         if place is None:
             return 0
@@ -223,8 +225,10 @@ class Chain:
         return max(trunk, own)
 
     def members(self, limit: int) -> tuple[Member, ...]:
-        """Who was in a roster, the latest first, one life of each peer, at most `limit`; not of all times, of a chain
-        whose roster changed more than a thousand times."""
+        """Members of past rosters, latest first, one incarnation of each peer, at most `limit`.
+
+        If the roster changed more than `MAX_ROSTERS` times, the oldest rosters are missing.
+        """
         found: dict[str, Member] = {}
         own = () if self._own is None else self._own.rosters(len(self._own))
         for roster in chain(own, self._trunk.rosters(self._shared)):
@@ -234,14 +238,14 @@ class Chain:
                 break
         return tuple(found.values())[:limit]
 
-    # -- moving -------------------------------------------------------------------------------------------------------
+    # -- changing -----------------------------------------------------------------------------------------------------
 
     def extend(self, certificate: bytes) -> Record:
-        """Move the head to a decided round, `wire.encode(certificate)`; its state root follows with `settle`.
+        """Append a decided round, given as `wire.encode(certificate)`. `settle` sets its state root later.
 
         Raises:
-            BadPayload: no certificate.
-            ValueError: it does not extend the head: applying it would break the chain.
+            BadPayload: the data holds no certificate.
+            ValueError: the certificate does not extend the head.
         """
         link = follow(self.head, certificate_in(self.head, certificate))
         self._append(link, certificate)
@@ -249,17 +253,18 @@ class Chain:
         return link.record
 
     def settle(self, root: bytes) -> None:
-        """The state that the head's record led to is computed, or the round in its root has changed (after a SKIP)."""
+        """Set the state root of the head: after its state was computed, or after a SKIP, which changes the round in
+        it."""
         self.head = replace(self.head, state_root=root)
 
     def switch(self, lineage: bytes, links: Sequence[DecidedRound]) -> tuple[DecidedRound, ...]:
-        """Go over to another branch, which leaves this one at a lineage of it; the head's state is to be settled.
+        """Switch to another branch that leaves this chain at `lineage`. The caller settles the head's state later.
 
         Returns:
-            The rounds that are given up, oldest first.
+            The rounds that were dropped, oldest first.
 
         Raises:
-            ValueError: the lineage is not on this chain, or the links do not follow it; nothing has changed then.
+            ValueError: the lineage is not on this chain, or the rounds do not follow it. Nothing has changed then.
         """
         place = self._place(lineage)
         if place is None or not _follows(lineage, links):
@@ -281,19 +286,19 @@ class Chain:
     def _extend(self, links: Sequence[DecidedRound]) -> None:
         """
         Raises:
-            Forgotten: some of them cannot be read any more.
+            RoundPruned: some of them cannot be read any more.
         """
         if self._own is None:
             self._trunk.extend(links)
             self._shared = len(self._trunk)
         elif isinstance(links, RoundLog) and not self._own:
-            self._own, self._lent = links, True  # a copy is for judging: it rarely goes on from there
+            self._own, self._lent = links, True  # copies serve for judging and are rarely extended
         else:
             self._unshare()
             self._own.extend(links)
 
     def _unshare(self) -> None:
-        """Before what is our own changes: if it is somebody else's, too, it becomes ours alone."""
+        """Copy `_own` before a change if another chain uses it, too."""
         if self._lent and self._own is not None:
             before, self._own, self._lent = self._own, RoundLog(self._own.start), False
             self._own.extend(before)
@@ -307,10 +312,10 @@ class Chain:
             self._own.append(link, encoded)
 
     def _cut(self, place: int) -> tuple[DecidedRound, ...]:
-        """Give up what comes after so many rounds.
+        """Drop all rounds after the first `place`.
 
         Raises:
-            Forgotten: the head there cannot be told; nothing has changed.
+            RoundPruned: the head there is not known any more; nothing has changed.
         """
         if self._own is not None and place >= self._shared:
             self._unshare()
@@ -326,7 +331,7 @@ class Chain:
         return lost
 
     def _part(self, head: Head, place: int, lost: tuple[DecidedRound, ...]) -> None:
-        """The trunk is given up from there on: what of that is ours too, becomes our own."""
+        """Keep the rounds of the trunk that its owner drops from `place` on, if this chain has them."""
         if place < self._shared and self._own is not None:
             before, self._own, self._lent = self._own, RoundLog(head), False
             self._own.extend((*lost[: self._shared - place], *before))
@@ -334,7 +339,7 @@ class Chain:
 
 
 def _follows(lineage: bytes, links: Sequence[DecidedRound]) -> bool:
-    """Whether these rounds follow each other from a lineage."""
+    """Whether these rounds follow each other, starting at a lineage."""
     if isinstance(links, RoundLog):
         return links.start.key.lineage == lineage
     parents = [lineage, *(link.lineage for link in links)]

@@ -1,19 +1,20 @@
-"""Judging what others say was decided: certificates one by one, and which of two branches holds. Pure.
+"""Verification of certificates, and the fork-choice rule: which of two branches wins. No I/O.
 
 At the lineage where two branches part, the one whose first child carries more signatures of that lineage's roster wins
 (docs/protocols.md); of two with the same number, the lower hash. A child that a quorum decided counts as one quorum,
-and a FORK as its own roster, whatever votes a certificate happens to hold: two peers with different certificates of the
-same records must come to the same answer. A FORK of heirs (`protocols.consensus.vote_tally`) counts as its roster, too,
-may be larger than a quorum, and loses to what a quorum decided all the same. A longer branch wins over its own
-beginning.
+and a FORK counts as its own roster, whatever votes a certificate holds: two peers with different certificates of the
+same records must come to the same answer. A FORK of successors (`protocols.consensus.vote_tally`) counts as its roster,
+too. It may be larger than a quorum, and still loses to a child that a quorum decided. A longer branch wins over its own
+prefix.
 
-A FORK of former members outnumbers the whole roster that it replaces. Beside another child, the branch wins that came
-to the larger roster, and the other child's of two equal ones. So one peer that left last, and comes back, does not undo
-what all the others have trained since; nor do a few that start far from the others undo what has grown without them.
+A FORK of former members outnumbers the whole roster that it replaces. Against another child, the branch with the larger
+roster wins; if both are equal, the other child wins. So a peer that left last and comes back does not undo what all
+others have trained since. Nor do a few peers that start apart from the others undo a branch that has grown without
+them.
 
-One thing has to be kept from who has no child yet where a branch goes on with a FORK: any single member can make one.
-While those whom the fork leaves out are enough to decide, it does not win over their waiting for each other; it does
-for a peer that is `stranded`: undecided for so long that it might fork itself.
+A peer without a child of its own at that lineage is careful with FORKs, because a single member can make one. While the
+members that the fork leaves out are enough to decide, the peer does not follow it but waits for them. A peer that is
+`stranded`, undecided for so long that it might fork itself, follows it.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from protocols.history.round_log import RoundLog
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """Judged rounds that beat what a chain holds.
+    """Verified rounds that win over those of a chain.
 
     Attributes:
-        ancestor: the head, on that chain, where they leave it.
-        links: what follows there, oldest first; at least one.
+        ancestor: head of the chain where they leave it.
+        links: the rounds that follow there, oldest first; at least one.
     """
 
     ancestor: Head
@@ -49,12 +50,12 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class ForkChoice:
-    """What decides in this run.
+    """The rules of a run for certificates and branches.
 
     Attributes:
-        me: this peer, in this life.
-        quorum: votes that decide, by the size of the roster; None: a majority.
-        fork_peers: so many members at least may fork; 0: none may.
+        me: this peer in its present incarnation.
+        quorum: number of votes that decide, as a function of the roster's size; None means a majority.
+        fork_peers: least number of members that may fork; 0 forbids forks.
     """
 
     me: Member
@@ -63,11 +64,11 @@ class ForkChoice:
     fork_peers: int = 1
 
     def judge(self, head: Head, certificate: Certificate) -> DecidedRound:
-        """What a certificate of the round after `head` leads to.
+        """Verify a certificate of the round after `head`, and return the round.
 
         Raises:
-            BadPayload: it is not of that round, its record breaks the rules, or its votes are forged, a stranger's or
-                too few.
+            BadPayload: it is of another round, its record breaks the rules, or its votes are forged, from peers
+                without a vote, or too few.
         """
         if certificate.key != head.key:
             raise BadPayload(f"a certificate of round {certificate.key.round} that does not extend {_named(head)}")
@@ -87,7 +88,7 @@ class ForkChoice:
         return follow(head, certificate)
 
     def verify(self, head: Head, certificates: Sequence[Certificate]) -> tuple[DecidedRound, ...]:
-        """What certificates lead to that follow each other from `head`.
+        """Verify certificates that follow each other from `head`, and return their rounds.
 
         Raises:
             BadPayload: as for `judge`.
@@ -100,7 +101,11 @@ class ForkChoice:
     def beating(
         self, chain: Chain, ancestor: bytes, links: Sequence[DecidedRound], stranded: bool = False
     ) -> Branch | None:
-        """What of these rounds, judged from a lineage of the chain, is to be followed; None if they do not beat it."""
+        """The part of these verified rounds that the chain should switch to; None if the chain wins.
+
+        Args:
+            ancestor: lineage of the chain at which the rounds begin.
+        """
         links = links if isinstance(links, RoundLog) else tuple(links)
         shared = bisect_left(range(len(links)), True, key=lambda place: links[place].lineage not in chain)
         head = chain.at(links[shared - 1].lineage if shared else ancestor)
@@ -111,15 +116,15 @@ class ForkChoice:
             sizes = _largest(links, shared), chain.largest(head.key.lineage)
             if not self._wins(head, (first, ours), sizes):
                 return None
-        own = 1 if ours or stranded else 0  # where we hold another child, or have waited in vain, a FORK is not hasty
+        own = 1 if ours or stranded else 0  # with another child here, or after waiting in vain, follow the FORK
         end = self._first_hasty(head, links, shared, shared + own)
         if end == shared:
             return None
         return Branch(head, links if (shared, end) == (0, len(links)) else links[shared:end])
 
     def better(self, first: Branch, second: Branch) -> Branch:
-        """Which of two branches that beat one chain wins."""
-        if first.ancestor.key.round != second.ancestor.key.round:  # it beats the chain where the other still follows it
+        """The winner of two branches that both win over one chain."""
+        if first.ancestor.key.round != second.ancestor.key.round:  # it wins where the other still follows the chain
             return min(first, second, key=lambda branch: branch.ancestor.key.round)
         head = first.ancestor
         mine, others = first.links, second.links
@@ -132,7 +137,7 @@ class ForkChoice:
         return max(first, second, key=lambda branch: len(branch.links))
 
     def depends_on_growth(self, chain: Chain, ancestor: bytes, links: Sequence[DecidedRound]) -> bool:
-        """Whether these rounds, which do not beat the chain, may do so with those that follow them."""
+        """Whether these rounds, which do not win over the chain, may win together with the rounds after them."""
         shared = bisect_left(range(len(links)), True, key=lambda place: links[place].lineage not in chain)
         head = chain.at(links[shared - 1].lineage if shared else ancestor)
         ours = chain.child(head.key.lineage) if head else None
@@ -141,10 +146,10 @@ class ForkChoice:
         return _of_former(head, ours) != _of_former(head, links[shared])
 
     def _wins(self, head: Head, children: tuple[DecidedRound, DecidedRound], sizes: tuple[int, int]) -> bool:
-        """Whether the first of two children of a head is to be followed.
+        """Whether the first of two children of a head wins.
 
         Args:
-            sizes: members of the largest roster that the branch of each came to.
+            sizes: size of the largest roster on the branch of each child.
         """
         former = tuple(_of_former(head, child) for child in children)
         if former[0] == former[1]:
@@ -153,7 +158,8 @@ class ForkChoice:
         return one > other if former[0] else one >= other
 
     def _first_hasty(self, head: Head, links: Sequence[DecidedRound], start: int, since: int) -> int:
-        """The place of the first FORK, from `since` on, that we need not follow yet; `head` is what `start` follows."""
+        """Place of the first FORK from `since` on that this peer should not follow yet; `head` is the one before
+        `start`."""
         for place in _forks(links):
             if place >= since:
                 before = links[place - 1].head if place > start else head
@@ -162,7 +168,7 @@ class ForkChoice:
         return len(links)
 
     def _hasty(self, head: Head, record: Record) -> bool:
-        """A FORK without us, of so few that the others, we among them, may still decide."""
+        """Whether a FORK leaves out this peer and so many others that they may still decide without it."""
         others = len(head.roster) - len(record.roster)
         left_out = self.me in head.roster and self.me not in record.roster
         return record.kind == Kind.FORK and left_out and others >= self._tally(head).quorum
@@ -172,7 +178,10 @@ class ForkChoice:
 
 
 def _rank(head: Head, child: DecidedRound) -> tuple[int, int, bytes]:
-    """The lower wins. A FORK loses to any other child; of two, the larger, of two equal ones that of members."""
+    """Sort key of a child; the lower wins.
+
+    A FORK loses to any other child. Of two FORKs the larger wins; of two equal ones, the one of members alone.
+    """
     record = child.record
     if record.kind != Kind.FORK:
         return -1 - len(head.roster), 0, child.lineage
@@ -180,14 +189,14 @@ def _rank(head: Head, child: DecidedRound) -> tuple[int, int, bytes]:
 
 
 def _of_former(head: Head, child: DecidedRound) -> bool:
-    """Whether it is a FORK of former members: not of members and heirs alone."""
+    """Whether a child is a FORK with former members, not only with members and successors."""
     peers = {member.peer for member in head.roster}
     record = child.record
     return record.kind == Kind.FORK and any(member.peer not in peers for member in record.roster)
 
 
 def _largest(links: Sequence[DecidedRound], start: int) -> int:
-    """Members of the largest roster that these rounds, from a place on, led to."""
+    """Size of the largest roster after these rounds, from a place on."""
     if isinstance(links, RoundLog):
         return links.largest(start, len(links))
     return max(len(link.head.roster) for link in links[start:])

@@ -1,4 +1,4 @@
-"""Many lineages in little memory: in their order, found by their place and by themselves. Pure."""
+"""A compact index of lineages: by place, and from lineage to place. No I/O."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _BYTES = 32
 
 
 class LineageIndex:
-    """40 bytes each; a dictionary takes four times that."""
+    """Lineages in order. Each takes 40 bytes, a quarter of what a dictionary takes."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
@@ -27,7 +27,7 @@ class LineageIndex:
         self._sorted.insert(bisect_left(self._sorted, key), key)
 
     def find(self, lineage: bytes) -> int | None:
-        """Its place, if it is here."""
+        """Place of a lineage; None if it is not in the index."""
         low = _key(lineage, 0)
         for at in range(bisect_left(self._sorted, low), len(self._sorted)):
             place = self._sorted[at] - low
@@ -38,7 +38,7 @@ class LineageIndex:
         return None
 
     def cut(self, length: int) -> None:
-        """Forget all but the first so many."""
+        """Remove all but the first `length`."""
         if length < len(self):
             del self._bytes[length * _BYTES :]
             self._sorted = array("Q", (each for each in self._sorted if each & 0xFFFFFFFF < length))

@@ -1,6 +1,7 @@
-"""Decided rounds one after the other, however many: the last ones at hand, all of them as bytes in an archive. Pure.
+"""An append-only log of decided rounds, of any length. No I/O of its own.
 
-Of each round some fifty bytes stay in memory: its lineage, where to find that, and which state it is measured from.
+The latest rounds are decoded in memory; all are in an archive as bytes. Each round costs about fifty bytes of memory:
+its lineage, an index entry, and the place of its anchor.
 """
 
 from __future__ import annotations
@@ -19,29 +20,29 @@ from protocols.consensus.record import Kind, Record
 from protocols.history.lineage_index import LineageIndex
 
 UNSETTLED = bytes(32)
-"""State root of a head whose state nobody has vouched for yet."""
+"""State root of a head whose state is not known yet."""
 RECENT = 128
-"""So many of the last rounds are at hand decoded; a certificate takes some 20 KB so, for a roster of 32."""
+"""Latest rounds that are kept decoded. With a roster of 32 a certificate takes about 20 KB."""
 LOCATOR_RECENT = 8
-"""So many lineages stand in a locator one by one; below them the steps double."""
+"""Lineages that a locator lists one by one; below them the steps double."""
 PIECE = 64
-"""Rounds that are read from an archive at once."""
+"""Rounds read from an archive at once."""
 MAX_ROSTERS = 1024
-"""Of the rosters that followed each other so many are known, the latest."""
+"""Roster changes that are remembered, the latest ones."""
 
 
 class Archive(Protocol):
-    """Encoded certificates one after the other. Never raises: what a disk does to them is its own business."""
+    """Encoded certificates in order. Its methods never raise: an archive handles disk errors itself."""
 
     def __len__(self) -> int: ...
 
     def extend(self, certificates: Sequence[bytes]) -> None: ...
 
     def read(self, place: int, count: int) -> Sequence[bytes]:
-        """So many from this place on, fewer at the end; fewer, too, where one cannot be read any more."""
+        """Return `count` certificates from `place` on: fewer at the end, or where one cannot be read any more."""
 
     def truncate(self, length: int) -> None:
-        """Forget all but the first `length`."""
+        """Remove all but the first `length`."""
 
 
 class ListArchive:
@@ -64,7 +65,7 @@ class ListArchive:
 
 
 class _Roster(NamedTuple):
-    """A roster, from which place on it is the one of the heads, and those that it has shrunk from."""
+    """A roster, the place from which it holds, and the larger rosters that it has shrunk from."""
 
     since: int
     members: tuple[Member, ...]
@@ -77,7 +78,7 @@ class DecidedRound:
 
     Attributes:
         certificate: its record and votes.
-        head: what it led to; the state root is unsettled: only the next record says it.
+        head: the head after it. The state root is `UNSETTLED`, because only the next record holds it.
     """
 
     certificate: Certificate
@@ -89,16 +90,16 @@ class DecidedRound:
 
     @property
     def lineage(self) -> bytes:
-        """The lineage that its record names."""
+        """Hash of its record."""
         return self.head.key.lineage
 
 
 def follow(head: Head, certificate: Certificate) -> DecidedRound:
-    """What a certificate leads to, whose votes are not looked at.
+    """The round that a certificate decides after `head`. Its votes are not verified.
 
     Raises:
-        BadPayload: it holds no record.
-        ValueError: its record does not extend that head.
+        BadPayload: the certificate holds no record.
+        ValueError: its record does not extend `head`.
     """
     return _followed(head, certificate)[0]
 
@@ -120,7 +121,7 @@ def _followed(head: Head, certificate: Certificate) -> tuple[DecidedRound, Recor
 
 
 def shrunk_from(rosters: Sequence[tuple[Member, ...]], roster: tuple[Member, ...]) -> tuple[tuple[Member, ...], ...]:
-    """Those of some earlier rosters, the latest first, that are larger than this one and all after it: at most 31."""
+    """Earlier rosters, latest first, each larger than `roster` and than all after it: at most 31."""
     found: list[tuple[Member, ...]] = []
     for each in rosters:
         if len(each) > len(found[-1] if found else roster):
@@ -129,7 +130,7 @@ def shrunk_from(rosters: Sequence[tuple[Member, ...]], roster: tuple[Member, ...
 
 
 def steps(last: int, first: int) -> Iterator[int]:
-    """Places from the last one down to the first: one by one, then each twice as far apart as the one before."""
+    """Places from `last` down to `first`: one by one at the beginning, then in steps that double."""
     place, step, count = last, 1, 0
     while place > first:
         yield place
@@ -139,24 +140,24 @@ def steps(last: int, first: int) -> Iterator[int]:
 
 
 class RoundPruned(LookupError):
-    """That round cannot be read any more."""
+    """A round that cannot be read any more."""
 
 
 class RoundLog(Sequence[DecidedRound]):
-    """Rounds that follow each other from `start`. A place counts the rounds before it.
+    """Decided rounds, each extending the one before it. The place of a round is the number of rounds before it.
 
-    What an archive cannot bring any more is forgotten, with all that was before it.
+    If the archive cannot read a round any more, that round and all before it are pruned.
 
     Attributes:
-        floor: the first place that is not forgotten.
+        floor: the first place that is not pruned.
         forks: places of the rounds that were decided by a FORK.
-        refused: certificates that the archive held and that did not follow each other: they are cut off.
+        refused: number of certificates in the archive that did not follow each other and were removed.
     """
 
     def __init__(self, start: Head, archive: Archive | None = None) -> None:
         """
         Args:
-            archive: what it holds already is followed, its votes are not looked at; None: a new one, in memory.
+            archive: certificates to start from, whose votes are not verified; None for a new one in memory.
         """
         self.start, self._archive = start, ListArchive() if archive is None else archive
         self.forks, self.floor = array("Q"), 0
@@ -180,7 +181,7 @@ class RoundLog(Sequence[DecidedRound]):
             self.floor = 0
         return held - len(self)
 
-    # -- looking ------------------------------------------------------------------------------------------------------
+    # -- reading ------------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         return len(self._lineages) - 1
@@ -190,32 +191,32 @@ class RoundLog(Sequence[DecidedRound]):
         return self._recent[-1].head if self._recent else self.start
 
     def place(self, lineage: bytes) -> int | None:
-        """How many rounds there are up to this lineage; None if it is not here."""
+        """Number of rounds up to this lineage; None if the log does not have it."""
         found = self._lineages.find(lineage)
         return None if found is None or found < self.floor else found
 
     def lineage(self, place: int) -> bytes:
-        """What so many rounds lead to."""
+        """Lineage after the first `place` rounds."""
         return self._lineages[place]
 
     def head(self, place: int) -> Head:
-        """What so many rounds lead to, its state root unsettled.
+        """Head after the first `place` rounds, its state root unsettled.
 
         Raises:
-            Forgotten: it cannot be told.
+            RoundPruned: the head is not known any more.
         """
         return self.read(place - 1, 1)[0].head if place else self.start
 
     def idle(self, place: int) -> int:
-        """How many of the first so many rounds were no rounds of training: FORKs that took no mean over."""
+        """How many of the first `place` rounds are FORKs without a mean, so that nothing was trained in them."""
         return sum(self._anchors[at + 1] != at + 1 for at in self.forks if at < place)
 
     def rosters(self, place: int) -> Iterator[tuple[Member, ...]]:
-        """Those of the heads up to a place, the latest first, each that differs from the one after it."""
+        """Distinct consecutive rosters up to a place, the latest first."""
         return (each.members for each in reversed(self._rosters) if each.since <= place)
 
     def largest(self, place: int, stop: int) -> int:
-        """Members of the largest roster of the heads after one place, up to another."""
+        """Size of the largest roster after `place`, up to `stop`."""
         first = max(1, bisect_right(self._rosters, place + 1, key=lambda each: each.since))
         last = bisect_right(self._rosters, stop, key=lambda each: each.since)
         return max((len(each.members) for each in self._rosters[first - 1 : last]), default=0)
@@ -237,14 +238,14 @@ class RoundLog(Sequence[DecidedRound]):
             yield from self.read(place, PIECE)
 
     def locator(self) -> tuple[bytes, ...]:
-        """Lineages from the last one down, ever farther apart, down to the oldest."""
+        """Lineages from the latest to the oldest, at growing distances."""
         return tuple(self.lineage(place) for place in steps(len(self), self.floor))
 
     def read(self, place: int, count: int) -> list[DecidedRound]:
-        """So many rounds from this place on, fewer at the end.
+        """Return `count` rounds from `place` on, fewer at the end.
 
         Raises:
-            Forgotten: one of them is not to be had.
+            RoundPruned: one of them cannot be read.
         """
         at_hand = len(self) - len(self._recent)
         end = min(place + count, len(self))
@@ -255,10 +256,10 @@ class RoundLog(Sequence[DecidedRound]):
         return found + self._recent[max(place - at_hand, 0) : max(end - at_hand, 0)]
 
     def certificates(self, place: int, count: int) -> list[Certificate]:
-        """Of the rounds from this place on; perhaps fewer than that, but at least one where there is one.
+        """Certificates of rounds from `place` on: at most `count`, and at least one if there is one.
 
         Raises:
-            Forgotten: the first of them is not to be had.
+            RoundPruned: the first of them cannot be read.
         """
         at_hand = len(self) - len(self._recent)
         if place < at_hand:
@@ -266,17 +267,17 @@ class RoundLog(Sequence[DecidedRound]):
         return [link.certificate for link in self._recent[place - at_hand : place - at_hand + count]]
 
     def _decoded(self, place: int, count: int) -> list[Certificate]:
-        """What the archive holds there, at least one certificate.
+        """Decode what the archive holds from `place` on, at least one certificate.
 
         Raises:
-            Forgotten: the first of them is not to be had.
+            RoundPruned: the first of them cannot be read.
         """
         found: list[Certificate] = []
         try:
             for each in self._archive.read(place, min(count, PIECE)) if place + 1 >= self.floor else ():
                 found.append(wire.expect(wire.decode(each), Certificate))
         except BadPayload:
-            pass  # those before it are as good as ever
+            pass  # those before it are still good
         if not found:
             raise self._forget(place)
         return found
@@ -292,7 +293,7 @@ class RoundLog(Sequence[DecidedRound]):
         return link
 
     def _before(self, key: RoundKey, place: int) -> Head:
-        """What a round at this place extends, as far as that says what it leads to."""
+        """The head that the round at this place extends, with what `follow` needs of it."""
         known = bisect_right(self._rosters, place, key=lambda each: each.since)
         roster, former = self._rosters[known - 1][1:] if known else ((), ())
         anchor = self._anchors[place]
@@ -300,16 +301,16 @@ class RoundLog(Sequence[DecidedRound]):
         return Head(key, roster, UNSETTLED, at, former=former)
 
     def _forget(self, place: int) -> RoundPruned:
-        self.floor = max(self.floor, place + 2)  # neither what it follows nor what it leads to can be told
+        self.floor = max(self.floor, place + 2)  # neither the head before it nor the one after it is known
         return RoundPruned(f"round {place} of {len(self)} cannot be read any more")
 
-    # -- moving -------------------------------------------------------------------------------------------------------
+    # -- changing -----------------------------------------------------------------------------------------------------
 
     def append(self, link: DecidedRound, encoded: bytes | None = None) -> None:
         """Add the round after the last.
 
         Args:
-            encoded: its certificate, where somebody has that already.
+            encoded: its encoded certificate, if the caller has it.
         """
         self._archive.extend([wire.encode(link.certificate) if encoded is None else encoded])
         self._take(link, link.record)
@@ -318,7 +319,7 @@ class RoundLog(Sequence[DecidedRound]):
         """Add the rounds after the last.
 
         Raises:
-            Forgotten: some of them cannot be read any more; nothing has changed.
+            RoundPruned: some of them cannot be read any more; nothing has changed.
         """
         if isinstance(links, RoundLog):
             self.adopt(links, 0, len(links))
@@ -327,10 +328,10 @@ class RoundLog(Sequence[DecidedRound]):
                 self.append(link)
 
     def adopt(self, other: RoundLog, start: int, stop: int) -> None:
-        """Add what `other` has between two places, where this one ends at the first; no certificate is decoded for it.
+        """Append the rounds of `other` between two places; this log ends at the first. No certificate is decoded.
 
         Raises:
-            Forgotten: some of them cannot be read any more; nothing has changed.
+            RoundPruned: some of them cannot be read any more; nothing has changed.
         """
         before, end, forks = len(self), start, set(other.forks)
         last = other.read(max(start, stop - RECENT), min(RECENT, stop - start))
@@ -364,19 +365,19 @@ class RoundLog(Sequence[DecidedRound]):
     def _meet(self, place: int, roster: tuple[Member, ...]) -> None:
         before = self._rosters[-1]
         if roster != before.members:
-            known = {each: each for each in before.members}  # a member is held once, however many rosters it is in
+            known = {each: each for each in before.members}  # one object for a member of many rosters
             former = shrunk_from((before.members, *before.former), roster)
             self._rosters.append(_Roster(place, tuple(known.get(member, member) for member in roster), former))
             del self._rosters[:-MAX_ROSTERS]
 
     def cut(self, length: int) -> tuple[DecidedRound, ...]:
-        """Give up all but the first so many; returns those that are given up, as far as they can be read.
+        """Remove all but the first `length` rounds. Returns the removed ones, as far as they can be read.
 
         Raises:
-            Forgotten: what they follow cannot be; nothing has changed.
+            RoundPruned: the round before them cannot be read; nothing has changed.
         """
         floor, lost = self.floor, self._readable(length)
-        self.floor = floor  # what could not be read is given up
+        self.floor = floor  # what could not be read is removed
         at_hand = len(self) - len(self._recent)
         self._recent = self._recent[: max(0, length - at_hand)] or self._at_hand(length)
         self._shrink(length)
@@ -391,7 +392,7 @@ class RoundLog(Sequence[DecidedRound]):
         del self.forks[bisect_left(self.forks, length) :]
 
     def _readable(self, place: int) -> tuple[DecidedRound, ...]:
-        """What can be read of the rounds from there on."""
+        """The rounds from `place` on that can be read."""
         while True:
             try:
                 return tuple(self.read(place, len(self) - place))
@@ -399,7 +400,7 @@ class RoundLog(Sequence[DecidedRound]):
                 place = min(self.floor, len(self))
 
     def _at_hand(self, length: int) -> list[DecidedRound]:
-        """Some of the last of the first so many rounds, decoded: where there are any, the last one has to be."""
+        """The latest of the first `length` rounds, decoded. The last one is required, if there is one."""
         try:
             return self.read(max(0, length - RECENT), min(length, RECENT))
         except RoundPruned:
