@@ -10,6 +10,7 @@ command starts it again. Everything drawn is read from the peers' `rounds.jsonl`
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 import time
@@ -48,6 +49,7 @@ class Run:
         same_bits: whether all reports of a round name the same parameters.
         decided_seconds: from the kill until the last survivor decided the round under way.
         counted_seconds: from the restart until the mean of a round held the victim's work again.
+        cores, load: of the machine, when the victim was started again; other work counts in the load.
     """
 
     losses: tuple[float, ...]
@@ -58,6 +60,8 @@ class Run:
     restarted: float
     decided_seconds: float
     counted_seconds: float
+    cores: int
+    load: float
 
 
 def play(home: Path, rounds: int, inner_steps: int) -> Run:
@@ -72,10 +76,10 @@ def play(home: Path, rounds: int, inner_steps: int) -> Run:
         killed = victim.strike()
         victim.leaves_nothing()
         reached(founder, rounds * 2 // 5)
-        restarted = time.time()
+        restarted, load = time.time(), os.getloadavg()[0]
         victim.start("--bootstrap", founder.address)
         wait("the end of the run", lambda: not swarm.running, PATIENT_SECONDS)
-        return told(swarm.peers, killed, restarted)
+        return told(swarm.peers, killed, restarted, load)
 
 
 def not_nice(peer: RealPeer) -> None:
@@ -88,7 +92,7 @@ def reached(peer: RealPeer, rounds: int) -> None:
     wait(f"round {rounds}", lambda: peer.last()["round"] + 1 >= rounds, PATIENT_SECONDS)
 
 
-def told(peers: Mapping[str, RealPeer], killed: float, restarted: float) -> Run:
+def told(peers: Mapping[str, RealPeer], killed: float, restarted: float, load: float) -> Run:
     """Put the histories of all peers together.
 
     Raises:
@@ -116,6 +120,8 @@ def told(peers: Mapping[str, RealPeer], killed: float, restarted: float) -> Run:
         restarted=restarted,
         decided_seconds=max(each["time"] for name, each in under_way.items() if name != VICTIM) - killed,
         counted_seconds=back[0] - restarted,
+        cores=os.cpu_count() or 1,
+        load=load,
     )
 
 
@@ -128,6 +134,7 @@ def draw(run: Run, path: Path) -> None:
     above.plot(numbers, run.losses, "o-", color=LOSS, markersize=4, linewidth=1.8)
     above.set_ylabel("held-out loss\n(nats per byte)")
     above.set_title("Four peers train one model; one is killed and comes back", loc="left", weight="bold", fontsize=12)
+    above.set_title(f"{run.cores} cores, load {run.load:.0f}", loc="right", fontsize=9, color="#666666")
     above.grid(axis="y", color="#e6e6e6", linewidth=0.8)
     lanes(below, run)
     killed = f"{VICTIM} gets SIGKILL: the others decide\nthis round {run.decided_seconds:.1f} s later"
