@@ -464,9 +464,9 @@ def test_a_long_chain_costs_little_memory() -> None:
 
     def grow(rounds: int) -> int:
         chain = Chain(RUN, "run", ROSTER, ROOT, Elsewhere())
-        gc.collect()  # else the finalizers of an earlier test's garbage may run, and allocate, while this is measured
         tracemalloc.start()
         chain.switch(chain.head.key.lineage, links[:rounds])
+        gc.collect()  # what is garbage already is no memory of the chain
         traces = tracemalloc.take_snapshot().filter_traces([ours])
         tracemalloc.stop()
         return sum(trace.size for trace in traces.statistics("filename"))
