@@ -22,7 +22,7 @@ from node.joining.run_selector import RunSelector
 from node.outer.replicated_loop import ReplicatedOuterLoop
 from node.storage.certificate_log import CertificateLog
 from node.storage.checkpoint import Checkpoint, DataCursor, whole
-from node.storage.checkpoint_manager import CheckpointManager
+from node.storage.checkpoint_manager import CheckpointManager, CheckpointStorage
 from node.storage.statedir import StateDir, StateError
 from node.training.remote import RemoteTrainer, WorkerError
 from protocols import REPLICATED_PROTOCOLS
@@ -179,6 +179,9 @@ class Nobody:
         self.on_named: Callable[[Sequence[str]], None] = lambda addresses: None
         self.on_find: Callable[[], None] = lambda: None
 
+    def set_listener(self, on_named: Callable[[Sequence[str]], None]) -> None:
+        self.on_named = on_named
+
     async def find(self, addresses: tuple[str, ...], remembered: Sequence[str]) -> RunInfo:
         self.asked += addresses
         self.on_find()
@@ -295,7 +298,9 @@ def newest_first(path: Path) -> tuple[Checkpoint, ...]:
 
 
 def checkpoints(path: Path, first: Checkpoint | None = None) -> CheckpointManager:
-    return CheckpointManager(path, 1, 1 << 30, first or replace(like(path), run=RUN.hex()), Worker(), Disk())
+    return CheckpointManager(
+        CheckpointStorage(path, 1, 1 << 30, Disk()), first or replace(like(path), run=RUN.hex()), Worker()
+    )
 
 
 @pytest.fixture

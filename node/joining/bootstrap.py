@@ -153,7 +153,6 @@ class BootstrapClient:
     Attributes:
         met: peers that answered, and the address that led to them.
         named: file of addresses -> what it named when it was read last.
-        on_named: called with that after each reading, for as long as this lasts.
     """
 
     def __init__(
@@ -172,7 +171,7 @@ class BootstrapClient:
         """
         self.met: dict[PeerId, str] = {}
         self.named: dict[str, tuple[str, ...]] = {}
-        self.on_named: Callable[[Sequence[str]], None] = lambda addresses: None
+        self._on_named: Callable[[Sequence[str]], None] = lambda addresses: None
         self._read = read
         self._connect, self._ask, self._judge, self._say = connect, ask, judge, say
         self._exit = AsyncExitStack()
@@ -208,6 +207,10 @@ class BootstrapClient:
         self._begin(remembered, f"none of the {len(remembered)} addresses where peers were met before")
         return await asyncio.shield(self._found)
 
+    def set_listener(self, on_named: Callable[[Sequence[str]], None]) -> None:
+        """From now on, call this with the addresses that a file names, after each reading; it replaces the last one."""
+        self._on_named = on_named
+
     def stop(self) -> None:
         """Try no further: who asked goes on without an answer."""
         self._stopped = True
@@ -229,7 +232,7 @@ class BootstrapClient:
                 told = why
                 if why:
                     self._say(f"{source}: {why}{'' if self._tries else _WAITS} (it is read again)")
-            self.on_named(named)
+            self._on_named(named)
             await asyncio.sleep(READ_SECONDS if seeks else LATER_SECONDS)
 
     def _begin(self, addresses: Iterable[str], together: str = "") -> list[str]:

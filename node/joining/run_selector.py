@@ -124,13 +124,13 @@ class RunSelector:
         try:
             async with asyncio.timeout(None) as limit:
 
-                def heard(named: Sequence[str] = ()) -> None:
-                    """From the moment on when the run held here may be meant, others have so long to answer."""
+                def on_named(named: Sequence[str] = ()) -> None:
+                    """From the moment when the user may mean the run held here, others have ten seconds to answer."""
                     if limit.when() is None and is_meant():
                         limit.reschedule(asyncio.get_running_loop().time() + resume.ANSWER_SECONDS)
 
-                entry.on_named = heard
-                heard()
+                entry.set_listener(on_named)
+                on_named()
                 return await entry.find(addresses, [each for each in addresses if each not in self._config.bootstrap])
         except TimeoutError:
             pass
@@ -139,7 +139,7 @@ class RunSelector:
                 raise
             self._say(str(error))
         finally:
-            entry.on_named = lambda named: None
+            entry.set_listener(lambda named: None)
         assert held is not None
         entry.stop()
         self.alone = True

@@ -20,7 +20,9 @@ GAP_SECONDS = 0.05
 """Between two answers to one peer: more pulses than that wait, and slow down whoever sends them."""
 QUICK_SECONDS = 2.0
 """An echo that took longer, having waited behind vectors, says nothing of a clock."""
-TWIN = "another process runs with this identity: two peers cannot share one; stop one, or give it its own --state-dir"
+DUPLICATE_IDENTITY = (
+    "another process runs with this identity: two peers cannot share one; stop one, or give it its own --state-dir"
+)
 
 
 @dataclass(frozen=True, slots=True)

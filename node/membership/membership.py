@@ -13,11 +13,12 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
 from statistics import median
 
 from node.membership.addresses import sound
 from node.membership.failure_detector import FailureDetector
-from node.membership.handshake import TWIN, HandshakeProtocol, LocalPeer
+from node.membership.handshake import DUPLICATE_IDENTITY, HandshakeProtocol, LocalPeer
 from node.membership.hello import HELLO, MAX_INTRODUCED, Hello, HelloRejected, PeerAddress, Welcome
 from node.membership.host_monitor import MAX_OFFSET_SECONDS, HostMonitor
 from node.membership.peer_record import MAX_FAILURES, PeerRecord
@@ -61,12 +62,40 @@ Reach = Callable[[PeerId, Sequence[str], Deadline], Awaitable[None]]
 Drop = Callable[[PeerId, Deadline], Awaitable[None]]
 
 
-async def _no_way(peer: PeerId, addresses: Sequence[str], deadline: Deadline) -> None:
-    """Where the transport finds peers by itself."""
+async def _reach_nothing(peer: PeerId, addresses: Sequence[str], deadline: Deadline) -> None:
+    """For a transport that finds peers by itself."""
 
 
-async def _nothing(peer: PeerId, deadline: Deadline) -> None:
-    """Where the transport holds no connections."""
+async def _drop_nothing(peer: PeerId, deadline: Deadline) -> None:
+    """For a transport that holds no connections."""
+
+
+@dataclass(frozen=True, slots=True)
+class DialPolicy:
+    """Which peers are dialled, and how.
+
+    Attributes:
+        wanted: returns peers that are dialled again and again, such as those of the roster.
+        reach: connects the transport to a peer at one of its addresses, or raises a `PeerError`.
+        drop: closes the transport's connections to a peer, so that the next attempt dials it.
+    """
+
+    wanted: Callable[[], Iterable[PeerId]] = tuple
+    reach: Reach = _reach_nothing
+    drop: Drop = _drop_nothing
+
+
+@dataclass(frozen=True, slots=True)
+class MembershipCallbacks:
+    """What a `Membership` tells the peer that it belongs to.
+
+    Attributes:
+        on_duplicate_identity: called with one line when another process turns out to have this peer's identity.
+        say: called with one line for the user when this machine slept, or its clock or its addresses changed.
+    """
+
+    on_duplicate_identity: Callable[[str], None] = lambda line: None
+    say: Callable[[str], None] = log.warning
 
 
 class Membership:
@@ -74,9 +103,7 @@ class Membership:
 
     Attributes:
         version: grows with every change of who is live.
-        refused: why -> peers turned away, and what peers told that broke a rule.
-        on_met: called with a peer that has just become live.
-        on_twin: called with one line when another process turns out to have our identity.
+        refused: reason -> number of peers turned away, and of messages that broke a rule.
         host_monitor: what this peer notices of its own machine.
     """
 
@@ -85,26 +112,16 @@ class Membership:
         transport: Transport,
         clock: Clock,
         signer: Signer,
-        who: LocalPeer,
-        wanted: Callable[[], Iterable[PeerId]] = tuple,
-        reach: Reach = _no_way,
-        drop: Drop = _nothing,
+        local: LocalPeer,
+        dialing: DialPolicy = DialPolicy(),
+        callbacks: MembershipCallbacks = MembershipCallbacks(),
     ) -> None:
-        """
-        Args:
-            wanted: peers that are dialled again and again, such as those of the roster.
-            reach: brings the transport to a peer at one of its addresses, or fails by a `PeerError`.
-            drop: closes the transport's connections to a peer, so that it is dialled and not waited for.
-        """
         self.version = 0
         self.refused: Counter[str] = Counter()
-        self.on_met: Callable[[PeerId], None] = lambda peer: None
-        self.on_twin: Callable[[str], None] = lambda why: None
-        self._transport, self._who, self._wanted = transport, who, wanted
-        self._reach, self._drop, self.host_monitor = reach, drop, HostMonitor(clock, who.addresses)
-        self._greeter = HandshakeProtocol(who, clock, signer)
-        self._contacts = PeerTable(who.me.peer, wanted)
-        self._contacts.on_forget = self._forgotten
+        self.host_monitor = HostMonitor(clock, local.addresses, callbacks.say)
+        self._transport, self._local, self._dialing, self._callbacks = transport, local, dialing, callbacks
+        self._handshake = HandshakeProtocol(local, clock, signer)
+        self._contacts = PeerTable(local.me.peer, dialing.wanted, self._on_forget)
         self._changed = Notifier()
         self._group: asyncio.TaskGroup | None = None
         self._dials, self._hearsay = asyncio.Semaphore(DIALS_AT_ONCE), asyncio.Semaphore(HEARSAY_AT_ONCE)
@@ -115,7 +132,7 @@ class Membership:
     def live(self) -> tuple[Member, ...]:
         """Who answers us, and we, in the order of their ids."""
         members = [contact.member for contact in self._contacts if contact.live and contact.member]
-        return tuple(sorted((self._who.me, *members)))
+        return tuple(sorted((self._local.me, *members)))
 
     async def changed(self, since: int, deadline: Deadline) -> int:
         """Wait until `version` exceeds `since`; returns the version then, or at the deadline."""
@@ -141,7 +158,7 @@ class Membership:
 
     def compare(self, mine: Sketch) -> dict[PeerId, Sketch]:
         """Tell the others this sketch of our parameters from now on; returns those of the live, as they told last."""
-        self._greeter.sketch = sketches.pack(mine)
+        self._handshake.sketch = sketches.pack(mine)
         told = {each.peer: sketches.unpack(each.sketch) for each in self._contacts if each.live}
         return {peer: numbers for peer, numbers in told.items() if numbers}
 
@@ -160,7 +177,7 @@ class Membership:
             contact.task = self._group.create_task(self._tend(contact))
         return contact
 
-    def _forgotten(self, contact: PeerRecord) -> None:
+    def _on_forget(self, contact: PeerRecord) -> None:
         contact.hello = None
         if contact.task:
             contact.task.cancel()
@@ -195,7 +212,7 @@ class Membership:
                 elif now >= contact.suspicion.due():
                     self._set_live(contact, False, f"silent for {contact.suspicion.patience_seconds:.1f} s")
                     contact.end_watch()
-            for peer in self._wanted():
+            for peer in self._dialing.wanted():
                 self.hint(peer)
             await asyncio.sleep(TICK_SECONDS)
 
@@ -205,8 +222,6 @@ class Membership:
             contact.live = live
             self._bump()
             log.info("%s is %s", contact.peer, "here" if live else f"gone: {why}")
-            if live:
-                self.on_met(contact.peer)
 
     def _bump(self) -> None:
         self.version += 1
@@ -246,7 +261,7 @@ class Membership:
 
     async def _cut(self, contact: PeerRecord) -> None:
         with suppress(PeerError):
-            await self._drop(contact.peer, asyncio.get_running_loop().time() + contact.patience_seconds)
+            await self._dialing.drop(contact.peer, asyncio.get_running_loop().time() + contact.patience_seconds)
 
     async def _watched(self, contact: PeerRecord) -> str:
         """Watch a peer for as long as it goes; returns why it ended."""
@@ -274,12 +289,12 @@ class Membership:
                 await self._turn(contact, dialling)
             limit.reschedule(loop.time() + contact.patience_seconds)
             if contact.addresses and (contact.cut or not contact.live):
-                await self._reach(peer, contact.addresses, loop.time() + contact.patience_seconds)
+                await self._dialing.reach(peer, contact.addresses, loop.time() + contact.patience_seconds)
             async with self._transport.open(peer, HELLO, loop.time() + WATCH_SECONDS) as stream:
                 await self._greet(contact, stream)
                 await dialling.aclose()
                 limit.reschedule(None)
-                await self._greeter.exchange(contact, stream, self._on_refusal)
+                await self._handshake.exchange(contact, stream, self._on_refusal)
 
     async def _turn(self, contact: PeerRecord, dialling: AsyncExitStack) -> None:
         """Wait for one's turn to be dialled. Whom we know by hearsay has a long one, whoever else wants us to dial."""
@@ -290,12 +305,12 @@ class Membership:
             await dialling.enter_async_context(self._dials)
 
     async def _greet(self, contact: PeerRecord, stream: Stream) -> None:
-        await stream.send(self._greeter.hello())
+        await stream.send(self._handshake.hello())
         answer = await stream.receive(wire.MAX_HEADER_BYTES)
         if isinstance(answer, HelloRejected):
             self._on_refusal(contact.peer, answer)
         welcome = wire.expect(answer, Welcome)
-        self._greeter.check(contact.peer, welcome.hello)
+        self._handshake.check(contact.peer, welcome.hello)
         if contact.is_older(welcome.hello):
             raise BadPayload("it greets us from an older life")
         self._meet(contact, welcome.hello)
@@ -309,11 +324,11 @@ class Membership:
                 self.hint(each.peer, each.addresses[:MAX_BELIEVED_ADDRESSES], told_by=contact.peer)
 
     def _on_refusal(self, peer: PeerId, refusal: HelloRejected) -> None:
-        """Somebody will have nothing to do with us; because another process has our identity, if it proves that."""
+        """A peer refuses us; it may prove that the reason is another process with our identity."""
         for other in refusal.other:
-            if not self._greeter.is_duplicate(other):
+            if not self._handshake.is_duplicate(other):
                 raise BadPayload("refuses us for another life of ours that it cannot prove")
-            self.on_twin(TWIN)
+            self._callbacks.on_duplicate_identity(DUPLICATE_IDENTITY)
         raise PeerGone(peer, f"it refuses us: {refusal.why}")
 
     # -- being watched ------------------------------------------------------------------------------------------------
@@ -322,7 +337,7 @@ class Membership:
         async with peer_timeout(ANSWER_SECONDS, peer, "it greets"):
             hello = wire.expect(await stream.receive(wire.MAX_HEADER_BYTES), Hello)
         try:
-            self._greeter.check(peer, hello)
+            self._handshake.check(peer, hello)
         except BadPayload as error:
             self._refuse(peer, str(error))
             return await stream.send(HelloRejected(str(error)[:200]))
@@ -332,9 +347,9 @@ class Membership:
         if contact.hello and contact.is_older(hello):
             return await stream.send(HelloRejected("another life of it is known here", (contact.hello,)))
         self._meet(contact, hello)
-        await stream.send(Welcome(self._greeter.hello(), self._known(peer)))
+        await stream.send(Welcome(self._handshake.hello(), self._known(peer)))
         contact.called()
-        await self._greeter.echo(contact, hello, stream)
+        await self._handshake.echo(contact, hello, stream)
 
     # -- greetings ----------------------------------------------------------------------------------------------------
 
@@ -359,6 +374,6 @@ class Membership:
 
     def goodbye(self) -> None:
         """Tell everybody at once that we are leaving."""
-        self._greeter.leaving = True
+        self._handshake.leaving = True
         for contact in self._contacts:
             contact.hurry.set()
