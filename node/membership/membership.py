@@ -1,9 +1,9 @@
-"""Who is here: peers that completed a handshake with us and answer our pulses.
+"""The live peers: those that completed a handshake with this peer and answer its heartbeats.
 
-Every peer watches every other on a stream of its own: it greets, then sends a pulse each second, which is echoed. So
-liveness is two-way contact, as this peer sees it. libp2p's own "connected" says nothing: the connection of a stopped
-process stays. Silence makes a peer suspect (`node.membership.failure_detector`), a broken stream that cannot be opened
-again makes it gone at once.
+Every peer watches every other on a stream of its own: it greets, then sends a heartbeat each second, which the other
+peer echoes. So liveness is two-way contact, as this peer sees it. libp2p's own "connected" says nothing: the connection
+of a stopped process stays. A silent peer is suspected (`node.membership.failure_detector`). A peer whose stream breaks
+and cannot be opened again is gone at once.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ HEARSAY_SECONDS = 0.25
 MAX_REASONS = 256
 RETRY_SECONDS = 0.05
 CUT_FAILURES = 3
-"""Tries in a row after which the connection to who was here is closed: the next one dials."""
+"""Tries in a row after which the connection to a peer that was live is closed: the next try dials."""
 MAX_TOLD_ADDRESSES = 6
 """Of each peer that is introduced: all of them together have to fit into one greeting."""
 MAX_BELIEVED_ADDRESSES = 4
@@ -130,7 +130,7 @@ class Membership:
     # -- what others see ----------------------------------------------------------------------------------------------
 
     def live(self) -> tuple[Member, ...]:
-        """Who answers us, and we, in the order of their ids."""
+        """The live peers and this one, in the order of their ids."""
         members = [contact.member for contact in self._contacts if contact.live and contact.member]
         return tuple(sorted((self._local.me, *members)))
 
@@ -141,11 +141,11 @@ class Membership:
         return self.version
 
     def contacts(self) -> tuple[PeerRecord, ...]:
-        """Everybody we know of, for a view; not to be changed."""
+        """All peers that are known, for a view; not to be changed."""
         return tuple(self._contacts)
 
     def peers(self) -> list[PeerId]:
-        """Everybody we know of, the live ones first."""
+        """All peers that are known, the live ones first."""
         return [contact.peer for contact in sorted(self._contacts, key=lambda each: not each.live)]
 
     def offset_seconds(self) -> float:
@@ -157,20 +157,20 @@ class Membership:
         return [contact.offset_seconds for contact in self._contacts if contact.live and contact.round_trip_seconds]
 
     def compare(self, mine: Sketch) -> dict[PeerId, Sketch]:
-        """Tell the others this sketch of our parameters from now on; returns those of the live, as they told last."""
+        """From now on, send this sketch of our parameters; returns the latest sketch of each live peer."""
         self._handshake.sketch = sketches.pack(mine)
-        told = {each.peer: sketches.unpack(each.sketch) for each in self._contacts if each.live}
-        return {peer: numbers for peer, numbers in told.items() if numbers}
+        received = {each.peer: sketches.unpack(each.sketch) for each in self._contacts if each.live}
+        return {peer: numbers for peer, numbers in received.items() if numbers}
 
     def rounds(self) -> dict[PeerId, int]:
-        """Of each of the others who is live, and not about to leave, the round that it says it is in."""
+        """The round of each other peer that is live and does not leave, as that peer says."""
         return {each.peer: each.round for each in self._contacts if each.live and not each.leaving}
 
     def hint(self, peer: PeerId, addresses: Sequence[str] = (), told_by: PeerId = "") -> PeerRecord | None:
-        """A peer may be found there; returns its contact, if it can have one.
+        """Note that a peer may be found at these addresses; returns its contact, if the table has a place for it.
 
         Args:
-            told_by: who told us; empty if we know it otherwise.
+            told_by: the peer that said so; empty if we know it otherwise.
         """
         contact = self._contacts.add(peer, addresses, told_by)
         if contact and self._group and contact.is_due(asyncio.get_running_loop().time()):
@@ -182,10 +182,10 @@ class Membership:
         if contact.task:
             contact.task.cancel()
 
-    # -- life ---------------------------------------------------------------------------------------------------------
+    # -- running ------------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Watch the others, for ever."""
+        """Watch the other peers until cancelled."""
         async with task_group() as group:
             self._group = group
             try:
@@ -230,7 +230,7 @@ class Membership:
     # -- watching -----------------------------------------------------------------------------------------------------
 
     async def _tend(self, contact: PeerRecord) -> None:
-        """Watch one peer; when that ends, it rests, ever longer, and holds no task meanwhile."""
+        """Watch one peer; when that ends, pause, ever longer, without a task."""
         while True:
             contact.greeted = None
             if not contact.live and contact.is_doubtful():
@@ -251,7 +251,7 @@ class Membership:
             return contact.rest(asyncio.get_running_loop().time(), self._contacts.wants(contact.peer))
 
     def _wake(self, contact: PeerRecord, now: float) -> None:
-        """Try one that rests, if its time has come or it has called us; who never answers, and nobody wants, goes."""
+        """Try a pausing peer that is due or has called us; forget one that never answers and is not wanted."""
         if not contact.is_due(now):
             return
         if contact.failures > MAX_FAILURES and not contact.nudge.is_set() and not self._contacts.wants(contact.peer):
@@ -297,7 +297,7 @@ class Membership:
                 await self._handshake.exchange(contact, stream, self._on_refusal)
 
     async def _turn(self, contact: PeerRecord, dialling: AsyncExitStack) -> None:
-        """Wait for one's turn to be dialled. Whom we know by hearsay has a long one, whoever else wants us to dial."""
+        """Wait for a turn to dial; peers known by hearsay only share a slow queue of their own."""
         if contact.told_by and contact.hello is None and not self._contacts.wants(contact.peer):
             await dialling.enter_async_context(self._hearsay)
             await asyncio.sleep(HEARSAY_SECONDS)
@@ -319,7 +319,7 @@ class Membership:
         contact.failures, contact.greeted = 0, now
         contact.stale = contact.cut = False
         self._set_live(contact, True)
-        for each in welcome.known:  # only now: who is here is not forgotten for whom it introduces
+        for each in welcome.known:  # only now: a live peer is not forgotten in favour of those that it introduces
             if each.peer not in self._contacts:
                 self.hint(each.peer, each.addresses[:MAX_BELIEVED_ADDRESSES], told_by=contact.peer)
 
@@ -373,7 +373,7 @@ class Membership:
         log.log(logging.WARNING if new else logging.DEBUG, "%s: %s", peer, why)
 
     def goodbye(self) -> None:
-        """Tell everybody at once that we are leaving."""
+        """Tell all peers at once that this one is leaving."""
         self._handshake.leaving = True
         for contact in self._contacts:
             contact.hurry.set()
