@@ -29,6 +29,7 @@ from protocols.base import (
     ClosingSession,
     Deadline,
     IndependentAverager,
+    IndependentSession,
     LocalProgress,
     Outcome,
     PeerId,
@@ -163,28 +164,45 @@ class IndependentOuterLoop(OuterLoop):
             work, _ = await self._train(session, key, key.lineage, surplus=True)
             await mixing.reclaim(session)
             watch.lap("train")
-            self._show_progress("averaging", work)
-            mean, work = await mixing.mix(session, work, lambda work: self._offered(work, key.lineage))
-            self._offer_again = lambda: None
+            mean, work = await self._step_and_average(session, work, key.lineage)
             watch.lap("average")
         self._set_limit(mean, work, watch)
         self.chain.move_to(replace(key, round=session.round + 1))
         mean, undone = joined(mean, mixing.held), mixing.undone
         closed = await self._close(replace(key, round=session.round), watch)
-        mean = closed.follows(mean)
         await mixing.begin()
         await self.settle()
-        done = RoundResult(key, key.lineage, mean, work, watch.seconds)
-        report = replace(
-            self._report(done, self.key.lineage, wall()),
+        done = RoundResult(key, key.lineage, closed.follows(mean), work, watch.seconds)
+        report = self._report_exchanges(done, session, closed, wall())
+        report = replace(report, half_exchanges=report.half_exchanges + undone)
+        return await self._compare(report, key, closed.sketches)
+
+    async def _step_and_average(
+        self, session: IndependentSession, work: LocalProgress, lineage: bytes
+    ) -> tuple[AveragingResult, LocalProgress]:
+        """Step along what was trained, and average with the partners, as the mixing strategy does.
+
+        Returns:
+            What became of the averaging, and the work as it was offered.
+        """
+        self._show_progress("averaging", work)
+        mean, work = await self._mixing.mix(session, work, lambda work: self._offered(work, lineage))
+        self._offer_again = lambda: None
+        return mean, work
+
+    def _report_exchanges(
+        self, done: RoundResult, session: IndependentSession, closed: ClosingResult, time: float
+    ) -> RoundReport:
+        """The report of a round, with its exchanges."""
+        return replace(
+            self._report(done, self.key.lineage, time),
             round=session.round,
             group=session.group,
-            messages=tuple(name for each in mean.contributions.values() for name in each.messages),
-            half_exchanges=session.half_exchanges + undone + closed.half_exchanges,
+            messages=tuple(name for each in done.mean.contributions.values() for name in each.messages),
+            half_exchanges=session.half_exchanges + closed.half_exchanges,
             mass_drift=session.mass_drift + closed.mass_drift,
             closing_exchanges=closed.exchanges,
         )
-        return await self._compare(report, key, closed.sketches)
 
     async def _close(self, key: RoundKey, watch: LapTimer) -> ClosingResult:
         """Run the closing exchanges, if that was the run's last round and this peer does not leave."""

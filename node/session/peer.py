@@ -228,7 +228,7 @@ class Peer:
                 return self._end(line)
             await self._join_run(resources, run)
         elif held and held.has_state:
-            await self._join_run(resources, selector.go_on(held))
+            await self._join_run(resources, selector.resume_held(held))
         else:
             if not self._config.new:
                 resume.require_none(state)
@@ -286,9 +286,9 @@ class Peer:
         own, shares_anchor = self._selector.own, manifest.config.protocol not in INDEPENDENT_PROTOCOLS
         load = partial(resume.load_restart_point, resources.state, manifest, resources.me, own, shares_anchor)
         start = await resources.disk.run(load, 0)
-        if line := start.words():
+        if line := start.description():
             self._view.say(line)
-        if own and (line := start.strange(resources.me, manifest.config.fork_peers)):
+        if own and (line := start.waiting_reason(resources.me, manifest.config.fork_peers)):
             self._view.say(line)
         return start
 
