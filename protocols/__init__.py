@@ -9,7 +9,7 @@ from protocols.moshpit.averager import Moshpit
 from protocols.pairwise.gossip import Gossip
 from protocols.pairwise.push_sum import PushSum
 
-REPLICATED_PROTOCOLS: dict[str, Callable[[Host, Settings], Butterfly]] = {"butterfly": Butterfly}
+REPLICATED_PROTOCOLS: dict[str, type[Butterfly]] = {"butterfly": Butterfly}
 """Every protocol by which peers share one anchor, by its name."""
 
 INDEPENDENT_PROTOCOLS: dict[str, Callable[[Host, Settings], IndependentAverager]] = {

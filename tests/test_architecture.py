@@ -1,9 +1,11 @@
-"""Who may import whom, read from the source: the import rule of the house, and what only named files may touch."""
+"""Rules of the source: which module may import which, how many parameters a function takes, one name for one class."""
 
 from __future__ import annotations
 
 import ast
+import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -39,6 +41,11 @@ ONLY_IN: dict[str, set[str]] = {
     "node.runtime.compute": PEER,
     "node.runtime.clock": PEER,
 }
+MAX_CONSTRUCTOR_ARGUMENTS, MAX_PARAMETERS = 6, 7
+COMMANDS = "node/cli/app.py"
+"""Its typer commands take as many parameters as they have options."""
+ALIAS = re.compile("[A-Z][A-Za-z0-9]*[a-z][A-Za-z0-9]*")
+"""The name of a type that is assigned, not a constant."""
 # The stream handler's boundary; the root; code of users, who may raise anything.
 BROAD_EXCEPT = {"node/network/serving.py", "node/network/libp2p.py", "node/session/peer.py", "node/tasks/user_task.py"}
 
@@ -71,6 +78,42 @@ def is_broad(handler: ast.ExceptHandler) -> bool:
     return bool(names & {"Exception", "BaseException"}) and not (isinstance(last, ast.Raise) and last.exc is None)
 
 
+def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """How many it takes, `self` and `cls` not counted."""
+    given = function.args
+    named = [each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+    return len(named) - (named[:1] in (["self"], ["cls"])) + (given.vararg is not None) + (given.kwarg is not None)
+
+
+def is_command(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return any(ast.unparse(each) == "app.command()" for each in function.decorator_list)
+
+
+def too_many_parameters(file: str, source: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not (file == COMMANDS and is_command(node)):
+            most = MAX_CONSTRUCTOR_ARGUMENTS if node.name == "__init__" else MAX_PARAMETERS
+            if (count := parameters(node)) > most:
+                yield f"{file}:{node.lineno}: {node.name} takes {count} parameters, at most {most} are allowed"
+
+
+def public_types(source: str) -> Iterator[str]:
+    """Names of the classes that a file defines, and of the types that it assigns."""
+    tree = ast.parse(source)
+    yield from (node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name[0] != "_")
+    for node in tree.body:
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
+        yield from (each.id for each in targets if isinstance(each, ast.Name) and ALIAS.fullmatch(each.id))
+
+
+def named_twice(sources: dict[str, str]) -> list[str]:
+    """Types of which there are several."""
+    names = Counter(name for source in sources.values() for name in public_types(source))
+    return sorted(name for name, count in names.items() if count > 1)
+
+
 def violations(file: str, source: str) -> Iterator[str]:
     tree = ast.parse(source)
     yield from (f"{file}:{line}: imports {name}" for line, name in imports(tree) if not allowed(file, name))
@@ -100,6 +143,8 @@ def test_the_house_keeps_its_rules() -> None:
     assert len(SOURCES) > 10
     assert [each for file, source in SOURCES.items() for each in violations(file, source)] == []
     assert cycle(SOURCES) == []
+    assert [each for file, source in SOURCES.items() for each in too_many_parameters(file, source)] == []
+    assert named_twice(SOURCES) == []
 
 
 @pytest.mark.parametrize(
@@ -147,3 +192,44 @@ def test_a_planted_cycle_is_caught() -> None:
     planted = {"node/a.py": "from node import b", "node/b.py": "from node.c import x", "node/c.py": "import node.a"}
     assert set(cycle(planted)) == {"node.a", "node.b", "node.c"}
     assert cycle({"node/__init__.py": "from node.a import x", "node/a.py": "from node import b", "node/b.py": ""}) == []
+
+
+SEVEN = "a, b, c, d, e, f, g"
+
+
+@pytest.mark.parametrize(
+    "file, source",
+    [
+        ("node/outer/sgd.py", f"class A:\n    def __init__(self, {SEVEN}): ..."),
+        ("node/outer/sgd.py", f"class A:\n    def step(self, {SEVEN}, h): ..."),
+        ("protocols/gate.py", f"async def late({SEVEN}, *, h): ..."),
+        ("protocols/gate.py", f"def outer():\n    def inner({SEVEN}, **more): ..."),
+        ("protocols/gate.py", f"@app.command()\ndef join({SEVEN}, h): ..."),
+        ("node/cli/app.py", f"def helper({SEVEN}, h): ..."),
+    ],
+)
+def test_a_planted_crowd_of_parameters_is_caught(file: str, source: str) -> None:
+    assert len(list(too_many_parameters(file, source))) == 1
+
+
+@pytest.mark.parametrize(
+    "file, source",
+    [
+        ("node/outer/sgd.py", "class A:\n    def __init__(self, a, b, c, d, e, f): ..."),
+        ("node/outer/sgd.py", f"class A:\n    def step(self, {SEVEN}): ..."),
+        ("node/cli/app.py", f"@app.command()\ndef join({SEVEN}, h): ..."),
+    ],
+)
+def test_as_many_parameters_as_allowed_pass(file: str, source: str) -> None:
+    assert list(too_many_parameters(file, source)) == []
+
+
+def test_a_planted_second_class_of_one_name_is_caught() -> None:
+    planted = {
+        "node/a.py": "class Peer: ...\nclass _Task: ...\nReach = Callable[[], None]\nLIMIT = 1\nT = TypeVar('T')",
+        "node/b.py": "def make():\n    class Peer: ...",
+        "protocols/c.py": "Reach: TypeAlias = int\nclass _Task: ...\nLIMIT = 1\nT = TypeVar('T')",
+        "protocols/d.py": "class Gate: ...",
+    }
+    assert named_twice(planted) == ["Peer", "Reach"]
+    assert named_twice({"node/a.py": planted["node/a.py"], "protocols/d.py": planted["protocols/d.py"]}) == []

@@ -33,7 +33,7 @@ from node.storage.checkpoint import (
     newest,
     whole,
 )
-from node.storage.checkpoint_manager import CheckpointManager
+from node.storage.checkpoint_manager import CheckpointManager, CheckpointStorage
 from node.storage.state import OuterState
 from node.training.process import WorkerError
 from protocols.base import Layout, RoundKey
@@ -105,7 +105,7 @@ def state(seed: int = 1) -> OuterState:
 
 
 def checkpoints(path: Path, worker: Worker | None = None, limit_bytes: int = 1 << 30) -> CheckpointManager:
-    return CheckpointManager(path, 5, limit_bytes, like(path), worker or Worker(), Disk())
+    return CheckpointManager(CheckpointStorage(path, 5, limit_bytes, Disk()), like(path), worker or Worker())
 
 
 def keep(
@@ -198,7 +198,9 @@ def test_the_disk_has_the_chain_before_the_checkpoint_that_needs_it(tmp_path: Pa
 
         return call
 
-    synced = CheckpointManager(tmp_path, 5, 1 << 30, like(tmp_path), Worker(), Disk(), step("chain", lambda: None))
+    synced = CheckpointManager(
+        CheckpointStorage(tmp_path, 5, 1 << 30, Disk(), step("chain", lambda: None)), like(tmp_path), Worker()
+    )
     with pytest.MonkeyPatch.context() as patch:
         for name in ("fsync", "rename"):
             patch.setattr(os, name, step(name, getattr(os, name)))
@@ -214,7 +216,11 @@ def test_where_the_disk_does_not_take_the_chain_there_is_no_checkpoint(
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     keep(tmp_path, 5)
-    keep(tmp_path, 10, of=CheckpointManager(tmp_path, 5, 1 << 30, like(tmp_path), Worker(), Disk(), broken))
+    keep(
+        tmp_path,
+        10,
+        of=CheckpointManager(CheckpointStorage(tmp_path, 5, 1 << 30, Disk(), broken), like(tmp_path), Worker()),
+    )
     assert rounds(tmp_path) == [5]
     assert [each.message for each in caplog.records] == ["no checkpoint before round 11: Input/output error"]
 
@@ -521,7 +527,7 @@ def test_a_disk_that_is_too_slow_costs_checkpoints_and_no_time(
                     await gate.wait()
                 return await super().run(work, cost_bytes)
 
-        made = CheckpointManager(tmp_path, 5, 1 << 30, like(tmp_path), Worker(), Slow())
+        made = CheckpointManager(CheckpointStorage(tmp_path, 5, 1 << 30, Slow()), like(tmp_path), Worker())
         async with made:
             await made.keep(state(5), key(5))
             await made.keep(state(10), key(10))

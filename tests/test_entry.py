@@ -242,7 +242,7 @@ def test_what_a_file_names_no_more_is_tried_no_more() -> None:
         addresses.files["/f"] = [(0.0, first), (60.0, "cannot be read"), (90.0, AddressLine(("b", "c"), line))]
         named: list[Sequence[str]] = []
         async with addresses.entry() as entry:
-            entry.on_named = named.append
+            entry.set_listener(named.append)
             assert await entry.find(["a", "@/f"]) == RUN, "all may lead elsewhere: the file may name others"
             assert (until := now()) >= 90.0 and entry.met == {"peer-c": "c"}
             assert addresses.tried["d"] == [pytest.approx(0.0)]

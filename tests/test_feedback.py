@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from node.outer.outer_loop import OuterLoopDeps
 from node.outer.replicated_loop import ReplicatedOuterLoop
 from node.outer.sgd import OuterSGD
 from node.storage.checkpoint import FEEDBACK, newest
-from node.storage.checkpoint_manager import CheckpointManager
+from node.storage.checkpoint_manager import CheckpointManager, CheckpointStorage
 from node.storage.error_feedback import ErrorFeedback, feedback
 from node.training.trainer import InlineTrainer, Step
 from protocols.base import AveragingResult, Contribution, Layout, LocalProgress, Outcome, Vector
@@ -164,21 +165,12 @@ class Life:
         self.error_feedback = ErrorFeedback(TOPK, WIDE, SimCompute())
         first = replace(like(place), layout=self.trainer.layout)
         self.checkpoints = CheckpointManager(
-            place, EVERY_ROUNDS, 1 << 30, first, Worker(), Disk(), feedback=self.error_feedback
+            CheckpointStorage(place, EVERY_ROUNDS, 1 << 30, Disk()), first, Worker(), self.error_feedback
         )
         averager = Scripted(*[counted() for _ in range(rounds)])
         anchor, outer = torch.ones(WIDE), OuterSGD(0.7, 0.9)
-        self.outer_loop = ReplicatedOuterLoop(
-            chain,
-            self.trainer,
-            averager,
-            outer,
-            SimCompute(),
-            anchor,
-            self.checkpoints.snapshots,
-            self.checkpoints,
-            self.error_feedback,
-        )
+        deps = OuterLoopDeps(self.trainer, SimCompute(), anchor, self.checkpoints.snapshots, self.checkpoints)
+        self.outer_loop = ReplicatedOuterLoop(chain, averager, outer, deps, self.error_feedback)
         self.averager = averager
 
     async def live(self) -> Chain | None:
@@ -187,7 +179,7 @@ class Life:
         async with self.checkpoints:
             await self.outer_loop.settle()
             for _ in list(self.averager.scripts):
-                await self.outer_loop.run_round(ME, SimClock().wall)
+                await self.outer_loop.run_round(SimClock().wall)
                 if self.chain.head.key.round == EVERY_ROUNDS:
                     kept = self.chain.copy()
         return kept

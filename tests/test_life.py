@@ -26,7 +26,7 @@ class Scripted:
 
     def __init__(self, *script: tuple[str, RoundReport]) -> None:
         self.script = list(script)
-        self.averager = SimpleNamespace(me=ME)
+        self.me = ME
         self.chain = SimpleNamespace(head=SimpleNamespace(roster=()))
 
     async def catch_up(self, *_: Any) -> RoundReport:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from node.outer import outer_loop as labour
+from node.outer.independent_loop import IndependentOptions
 from node.outer.sketch import Sketch, sketch
 from node.reporting.report import RoundReport
 from protocols.base import Contribution, Deadline, PeerId, Vector
@@ -138,13 +139,13 @@ def test_a_step_that_leads_nowhere_takes_back_what_came_in_while_it_trained() ->
 
 
 def test_the_spread_is_told_by_the_sketches_of_those_who_are_here() -> None:
-    peer, seen = IndependentPeer(Script()), []
+    seen = []
 
     def compare(mine: Sketch) -> Mapping[PeerId, Sketch]:
         seen.append(mine)
         return {"bert": tuple(3 * each for each in mine)}
 
-    peer.outer_loop.compare = compare
+    peer = IndependentPeer(Script(), options=IndependentOptions(compare))
     (report,) = peer.play()
     assert seen == [sketch(peer.outer_loop.anchor, KEY.run)]
     assert report.spread == pytest.approx(0.5)

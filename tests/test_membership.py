@@ -24,7 +24,7 @@ from node.membership.hello import (
     Welcome,
     signed_part,
 )
-from node.membership.membership import Membership
+from node.membership.membership import DialPolicy, Membership, MembershipCallbacks
 from node.membership.peer_record import MAX_FAILURES, PeerRecord
 from node.membership.peer_table import MAX_CONTACTS, MAX_TOLD_OF
 from protocols import wire
@@ -55,7 +55,7 @@ class Swarm:
     def __init__(self) -> None:
         self.network = SimNetwork(Trace(), latency_seconds=0.02)
         self.members: dict[PeerId, Membership] = {}
-        self.twins: list[tuple[PeerId, str]] = []
+        self.duplicates: list[tuple[PeerId, str]] = []
         self.addresses: dict[PeerId, tuple[str, ...]] = {}
         self.clocks: dict[PeerId, SimClock] = {}
         self.said: list[tuple[PeerId, str]] = []
@@ -89,18 +89,18 @@ class Swarm:
     def _membership(self, transport: Transport, me: Member, run: bytes, life: int, skew_seconds: float) -> Membership:
         self.addresses[me.peer] = (f"/ip4/10.0.0.1/tcp/{life}",)
         self.clocks[me.peer] = SimClock(skew_seconds)
-        members = Membership(
+        dialing = DialPolicy(lambda: [peer for peer in self.members if peer != me.peer], self.reach, self.drop)
+        callbacks = MembershipCallbacks(
+            lambda line: self.duplicates.append((me.peer, line)), lambda line: self.said.append((me.peer, line))
+        )
+        return Membership(
             transport,
             self.clocks[me.peer],
             SimSigner(me.peer, 0),
             LocalPeer(me, run, life, f"nick-{me.peer}", lambda: self.addresses[me.peer], lambda: 7),
-            wanted=lambda: [peer for peer in self.members if peer != me.peer],
-            reach=self.reach,
-            drop=self.drop,
+            dialing,
+            callbacks,
         )
-        members.host_monitor.say = lambda line: self.said.append((me.peer, line))
-        members.on_twin = lambda why: self.twins.append((me.peer, why))
-        return members
 
     def sees(self, peer: PeerId) -> list[PeerId]:
         return [member.peer for member in self.members[peer].live()]
@@ -257,11 +257,11 @@ def test_a_twin_is_told_and_a_restart_is_not_taken_for_one() -> None:
         swarm.network.kill("c")
         swarm.start("c")
         await until(lambda: Member("c", 1) in swarm.members["a"].live(), 12.0)
-        assert swarm.twins == []
+        assert swarm.duplicates == []
         swarm.network.kill("c")
         swarm.start("c", incarnation=1)  # a copy of its directory, started elsewhere
-        await until(lambda: bool(swarm.twins), 12.0)
-        assert swarm.twins[0][0] == "c" and "identity" in swarm.twins[0][1]
+        await until(lambda: bool(swarm.duplicates), 12.0)
+        assert swarm.duplicates[0][0] == "c" and "identity" in swarm.duplicates[0][1]
 
     play(body)
 
@@ -311,7 +311,7 @@ def test_sketches_travel_with_the_pulses_and_nonsense_is_left_out() -> None:
         await until(lambda: all(len(swarm.sees(name)) == 3 for name in "abc"), 5.0)
         told = tuple(float(number) for number in range(64))
         assert swarm.members["a"].compare(told) == {}
-        swarm.members["c"]._greeter.sketch = b"\xff" * 256  # not numbers
+        swarm.members["c"]._handshake.sketch = b"\xff" * 256  # not numbers
         await asyncio.sleep(2.0)
         assert swarm.members["b"].compare(told) == {"a": told}
         swarm.network.kill("a")
@@ -493,7 +493,7 @@ def test_who_calls_us_a_twin_without_our_own_word_for_it_does_not_stop_us(other:
         for liar in liars:
             swarm.members["a"].hint(liar.name)
         await asyncio.sleep(120.0)
-        assert swarm.twins == [] and swarm.sees("a") == ["a"]
+        assert swarm.duplicates == [] and swarm.sees("a") == ["a"]
         assert any("cannot prove" in why for why in swarm.members["a"].refused)
 
     play(body)
@@ -505,8 +505,8 @@ def test_one_that_proves_a_twin_by_our_own_signature_is_believed() -> None:
         other.refusal = HelloRejected("another life of it is known here", (PROVEN,))
         swarm.start("a")
         swarm.members["a"].hint("x")
-        await until(lambda: bool(swarm.twins), 20.0)
-        assert swarm.twins[0][0] == "a" and "identity" in swarm.twins[0][1]
+        await until(lambda: bool(swarm.duplicates), 20.0)
+        assert swarm.duplicates[0][0] == "a" and "identity" in swarm.duplicates[0][1]
 
     play(body)
 
@@ -523,7 +523,7 @@ def test_one_contact_cannot_make_us_dial_the_world() -> None:
             if peer.startswith("ghost"):
                 raise PeerGone(peer, "nobody there")
 
-        members._reach = reach
+        members._dialing = replace(members._dialing, reach=reach)
         hostile, count = Hostile(swarm), itertools.count()
 
         def introduce() -> tuple[PeerAddress, ...]:
@@ -685,7 +685,7 @@ def test_one_that_starts_again_and_again_neither_leaks_nor_stops_us() -> None:
             swarm.start("c")
             await asyncio.sleep(0.7)
         await until(lambda: settled(swarm), 30.0)
-        assert Member("c", 10) in swarm.members["a"].live() and swarm.twins == []
+        assert Member("c", 10) in swarm.members["a"].live() and swarm.duplicates == []
         assert len(swarm.network.nodes["a"].process.tasks) < 30
 
     play(body)

@@ -229,13 +229,11 @@ def test_who_was_away_for_long_replays_what_others_stored() -> None:
 
 
 def test_a_real_swarm_has_two_rounds_in_memory_and_the_others_stored() -> None:
-    world, rooms = Lives("anna bert", keep_rounds=4), Rooms()
+    world = Lives("anna bert", keep_rounds=4, rooms=Rooms())
 
     async def main() -> None:
         for name in world.founders:
-            life = world.begin(name.peer)
-            part_cache = life.averager.part_cache
-            part_cache.past = PartStore(rooms, SimCompute(), part_cache.gate, most_rounds=5, least_rounds=1)
+            world.begin(name.peer)
         most = 0
         for _ in range(100):
             await asyncio.sleep(10 * ROUND_SECONDS / 100)

@@ -20,7 +20,7 @@ from node.outer.round_history import LocalHistory
 from node.reporting.report import RoundReport
 from node.reporting.status import Status, SyncStatus, parse, to_json
 from node.storage.journal import Journal
-from node.ui.status_tracker import StatusTracker
+from node.ui.status_tracker import OuterLoopSources, RunLabels, StatusTracker
 from protocols.base import LocalProgress, Member
 from protocols.consensus.record import Kind
 from protocols.history.chain import Chain
@@ -34,6 +34,7 @@ REPORT = RoundReport(
     "r", "me", 0, 0, "a", "b", "c", "committed", ("me",), {}, {}, True, 0.5, 100, 2.5, "h", 2.0, 0.1, 0.2, 5, 6, 0.0,
     held_out_loss=3.5,
 )  # fmt: skip
+LABELS = RunLabels("tiny", "ab" * 32, rounds=10)
 WORK = LocalProgress(50, 1.5, 2.0, 0.1)
 
 
@@ -55,14 +56,25 @@ def in_a_run(
     tmp_path: Path, roster: tuple[Member, ...] = ROSTER, contacts: tuple[PeerRecord, ...] = ()
 ) -> StatusTracker:
     status_tracker = StatusTracker("nick")
-    status_tracker.peer, status_tracker.incarnation = "me", 4
-    status_tracker.run, status_tracker.run_id, status_tracker.rounds = "tiny", "ab" * 32, 10
-    status_tracker.chain = Chain(RUN, "run", roster, b"0" * 32)
-    status_tracker.journal = Journal(tmp_path / "rounds.jsonl")
-    host_monitor = SimpleNamespace(clock="an hour off")
-    status_tracker.membership = SimpleNamespace(contacts=lambda: contacts, host_monitor=host_monitor)  # type: ignore[assignment]
-    status_tracker.lag = SimpleNamespace(peek=lambda: 0.004)  # type: ignore[assignment]
+    for stage in stages(tmp_path, roster, contacts):
+        stage(status_tracker)
     return status_tracker
+
+
+def stages(
+    tmp_path: Path, roster: tuple[Member, ...] = ROSTER, contacts: tuple[PeerRecord, ...] = ()
+) -> tuple[Callable[[StatusTracker], None], ...]:
+    """What a peer tells its status tracker, one after the other."""
+    chain = Chain(RUN, "run", roster, b"0" * 32)
+    membership = SimpleNamespace(contacts=lambda: contacts, host_monitor=SimpleNamespace(clock="an hour off"))
+    lag, journal = SimpleNamespace(peek=lambda: 0.004), Journal(tmp_path / "rounds.jsonl")
+    return (
+        lambda tracker: tracker.set_identity("me", 4),
+        lambda tracker: tracker.set_network(tuple, lag),  # type: ignore[arg-type]
+        lambda tracker: tracker.enter_run(LABELS),
+        lambda tracker: tracker.join_swarm(chain, membership),  # type: ignore[arg-type]
+        lambda tracker: tracker.start_outer_loop(OuterLoopSources(journal)),
+    )
 
 
 def test_there_is_a_status_before_there_is_anything_else() -> None:
@@ -75,14 +87,16 @@ def test_there_is_a_status_before_there_is_anything_else() -> None:
 
 def test_it_is_filled_in_part_by_part(tmp_path: Path) -> None:
     """Whatever is there first."""
-    whole = in_a_run(tmp_path, contacts=(contact("anna", "Anna"),))
-    for name in ("chain", "journal", "membership", "lag"):
-        status_tracker = StatusTracker("nick")
-        setattr(status_tracker, name, getattr(whole, name))
-        assert shown(status_tracker).peers == ()
+    contacts = (contact("anna", "Anna"),)
+    whole, parts = StatusTracker("nick"), stages(tmp_path, contacts=contacts)
+    for number, stage in enumerate(parts):
+        alone = StatusTracker("nick")
+        stage(alone), stage(whole)
+        for status_tracker in (alone, whole):
+            assert (shown(status_tracker).peers == ()) == (number < 3 or (status_tracker is alone and number > 3))
     status = shown(whole)
     assert (status.run, status.run_id, status.rounds, status.incarnation) == ("tiny", "ab" * 32, 10, 4)
-    assert status.lineage == whole.chain.head.key.lineage.hex()  # type: ignore[union-attr]
+    assert status.lineage == Chain(RUN, "run", ROSTER, b"0" * 32).head.key.lineage.hex()
     assert status.loop_lag_p99_seconds == 0.004 and status.clock == "an hour off"
 
 
@@ -102,31 +116,34 @@ def test_who_is_shown_of_the_others(tmp_path: Path) -> None:
 
 def test_where_nobody_votes_nobody_only_looks_on(tmp_path: Path) -> None:
     status_tracker = in_a_run(tmp_path, contacts=(contact("anna", "Anna"), contact("cleo", "Cleo", live=False)))
-    status_tracker.chain = LocalHistory(Member("me", 4), status_tracker.chain.head.key)  # type: ignore[union-attr]
+    chain, membership = status_tracker._chain, status_tracker._membership
+    assert chain and membership
+    status_tracker.join_swarm(LocalHistory(Member("me", 4), chain.head.key), membership)
     assert [line.member for line in shown(status_tracker).peers] == [True, True]
 
 
 def test_who_is_waited_for_is_named(tmp_path: Path) -> None:
     status_tracker = in_a_run(tmp_path, contacts=(contact("anna", "Anna"), contact("12D3KooWverylong", None)))
-    status_tracker.waiting_for = lambda: ("anna", "12D3KooWverylong")
+    journal = Journal(tmp_path / "rounds.jsonl")
+    status_tracker.start_outer_loop(OuterLoopSources(journal, lambda: ("anna", "12D3KooWverylong")))
     for state in ("starting", "joining", "syncing", "waiting"):
         status_tracker.set_state(state)
         assert shown(status_tracker).waiting_for == ()
     for phase in ("training", "averaging"):
         status_tracker.on_progress(phase, WORK)
         assert shown(status_tracker).waiting_for == ("Anna", "…rylong")
-    status_tracker.waiting_for = lambda: ("anna", "me")
+    status_tracker.start_outer_loop(OuterLoopSources(journal, lambda: ("anna", "me")))
     assert shown(status_tracker).waiting_for == (), "nobody waits for others while we are at work ourselves"
 
 
 def test_a_round_under_way_counts_and_once_only(tmp_path: Path) -> None:
     async def body() -> None:
         status_tracker = in_a_run(tmp_path)
-        assert status_tracker.journal
+        assert status_tracker._sources
         status_tracker.on_progress("training", WORK)
         status = shown(status_tracker)
         assert (status.state, status.tokens, status.tokens_per_second, status.loss) == ("training", 50, 25.0, 1.5)
-        status_tracker.journal.write(REPORT)
+        status_tracker._sources.journal.write(REPORT)
         status_tracker.reported(REPORT)
         status = shown(status_tracker)
         assert (status.tokens, status.tokens_per_second, status.loss) == (100, 50.0, 2.5)
@@ -172,8 +189,8 @@ def test_who_leaves_stays_so_whatever_its_last_rounds_do(tmp_path: Path, end: st
 def test_the_end_is_estimated_from_the_last_rounds(tmp_path: Path) -> None:
     async def body() -> None:
         status_tracker = in_a_run(tmp_path)
-        chain = status_tracker.chain
-        assert chain
+        chain = status_tracker._chain
+        assert isinstance(chain, Chain)
         for seconds in (1000.0, 100.0, 10.0, 10.0, 10.0, 10.0, 10.0):
             await asyncio.sleep(seconds)
             status_tracker.reported(REPORT)
@@ -182,19 +199,21 @@ def test_the_end_is_estimated_from_the_last_rounds(tmp_path: Path) -> None:
         assert shown(status_tracker).eta_seconds == pytest.approx(10.0 * 10)
         chain.switch(chain.head.key.lineage, line(chain.head, 4, kind=Kind.SKIP))
         assert shown(status_tracker).eta_seconds == pytest.approx(6 * 10.0) and shown(status_tracker).round == 4
-        status_tracker.rounds = 2
+        status_tracker.enter_run(replace(LABELS, rounds=2))
         assert shown(status_tracker).eta_seconds == 0.0
-        status_tracker.rounds = 0
+        status_tracker.enter_run(replace(LABELS, rounds=0))
         assert shown(status_tracker).eta_seconds is None
 
     play(body)
 
 
-def test_how_far_catching_up_is_is_shown_while_it_lasts() -> None:
+def test_how_far_catching_up_is_is_shown_while_it_lasts(tmp_path: Path) -> None:
     async def body() -> None:
         status_tracker = StatusTracker("nick")
         assert shown(status_tracker).syncing is None
-        status_tracker.progress = lambda: SyncProgressLine(1, 10, 3, 2.5, 0, 4, None)
+        progress = SyncProgressLine(1, 10, 3, 2.5, 0, 4, None)
+        journal = Journal(tmp_path / "rounds.jsonl")
+        status_tracker.start_outer_loop(OuterLoopSources(journal, sync_progress=lambda: progress))
         assert shown(status_tracker).syncing == SyncStatus(1, 10, 3, 2.5, 0, 4, None)
 
     play(body)

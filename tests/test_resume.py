@@ -22,7 +22,7 @@ from node.joining.run_selector import RunSelector
 from node.outer.replicated_loop import ReplicatedOuterLoop
 from node.storage.certificate_log import CertificateLog
 from node.storage.checkpoint import Checkpoint, DataCursor, whole
-from node.storage.checkpoint_manager import CheckpointManager
+from node.storage.checkpoint_manager import CheckpointManager, CheckpointStorage
 from node.storage.statedir import StateDir, StateError
 from node.training.remote import RemoteTrainer, WorkerError
 from protocols import REPLICATED_PROTOCOLS
@@ -179,6 +179,9 @@ class Nobody:
         self.on_named: Callable[[Sequence[str]], None] = lambda addresses: None
         self.on_find: Callable[[], None] = lambda: None
 
+    def set_listener(self, on_named: Callable[[Sequence[str]], None]) -> None:
+        self.on_named = on_named
+
     async def find(self, addresses: tuple[str, ...], remembered: Sequence[str]) -> RunInfo:
         self.asked += addresses
         self.on_find()
@@ -295,7 +298,9 @@ def newest_first(path: Path) -> tuple[Checkpoint, ...]:
 
 
 def checkpoints(path: Path, first: Checkpoint | None = None) -> CheckpointManager:
-    return CheckpointManager(path, 1, 1 << 30, first or replace(like(path), run=RUN.hex()), Worker(), Disk())
+    return CheckpointManager(
+        CheckpointStorage(path, 1, 1 << 30, Disk()), first or replace(like(path), run=RUN.hex()), Worker()
+    )
 
 
 @pytest.fixture
@@ -345,8 +350,8 @@ def test_where_no_anchor_is_shared_checkpoints_stand_on_their_own(here: StateDir
     here.certificates.unlink()
     again = resume.load_restart_point(here, manifest, Member("anna", 2), alone=True, shares_anchor=False)
     assert [each.path for each in again.checkpoints] == paths[::-1]
-    assert again.words() == "from the checkpoint before round 5"
-    assert again.strange(Member("anna", 2), 1) == "" and again.chain.head.key.round == 0
+    assert again.description() == "from the checkpoint before round 5"
+    assert again.waiting_reason(Member("anna", 2), 1) == "" and again.chain.head.key.round == 0
     for path in paths:
         (path / "manifest.json").write_bytes(b'{"format": 2}')
     with pytest.raises(StateError, match="none of the checkpoints"):
@@ -471,17 +476,17 @@ def test_a_checkpoint_that_cannot_be_read_any_more_is_one_line(tmp_path: Path, c
 def test_where_a_peer_begins_is_told_and_what_keeps_it_waiting(tmp_path: Path, chain: Chain) -> None:
     kept = resume.cut_back([checkpoint(tmp_path, chain, number) for number in (2, 4)][::-1], chain)
     begun = resume.RestartPoint(chain, cast(CertificateLog, None), kept, kept[0].data)
-    assert begun.words() == "from the checkpoint before round 5"
-    assert replace(begun, checkpoints=()).words() == ""
-    assert begun.strange(Member(ROSTER[0].peer, 7), 1) == ""
-    line = begun.strange(Member("zoe", 1), 1)
+    assert begun.description() == "from the checkpoint before round 5"
+    assert replace(begun, checkpoints=()).description() == ""
+    assert begun.waiting_reason(Member(ROSTER[0].peer, 7), 1) == ""
+    line = begun.waiting_reason(Member("zoe", 1), 1)
     assert line.startswith("this peer, zoe, is not among those who made that state (") and "\n" not in line
     assert all(member.peer in line for member in chain.head.roster) and "identity.key" in line
     first, *others = chain.head.roster
     chain.switch(chain.head.key.lineage, [decided(chain.head, roster=tuple(others))])
-    left = begun.strange(first, 1)
+    left = begun.waiting_reason(first, 1)
     assert "left the run before its last members" in left and left.endswith("or for most of the peers that left")
-    assert begun.strange(first, 0).endswith("the run forbids forks")
+    assert begun.waiting_reason(first, 0).endswith("the run forbids forks")
 
 
 def test_a_fork_without_a_mean_is_no_round_of_training(chain: Chain) -> None:

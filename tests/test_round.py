@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from node.outer.outer_loop import FIRST_ROUND_LIMIT_SECONDS
+from node.outer.outer_loop import FIRST_ROUND_LIMIT_SECONDS, OuterLoopDeps
 from node.outer.replicated_loop import ReplicatedOuterLoop, RoundReport
 from node.outer.sgd import OuterSGD
 from node.reporting.report import Totals, TrainingDelta
@@ -163,12 +163,18 @@ class Peer:
         self.chain = Chain(RUN, "run", roster, bytes(32))
         self.outer = outer or OuterSGD(0.5, 0.5)
         self.outer_loop = ReplicatedOuterLoop(
-            self.chain, self.trainer, self.averager, self.outer, SimCompute(), torch.ones(ELEMENTS)
+            self.chain,
+            self.averager,
+            self.outer,
+            OuterLoopDeps(
+                self.trainer, SimCompute(), torch.ones(ELEMENTS), on_progress=lambda *shown: self.on_progress(*shown)
+            ),
         )
+        self.on_progress: Callable[[str, LocalProgress], None] = lambda phase, work: None
 
     async def rounds(self) -> list[RoundReport]:
         await self.outer_loop.settle()
-        return [await self.outer_loop.run_round(ME, SimClock().wall) for _ in list(self.averager.scripts)]
+        return [await self.outer_loop.run_round(SimClock().wall) for _ in list(self.averager.scripts)]
 
     @property
     def seen(self) -> list[Seen]:
@@ -586,7 +592,7 @@ def test_reports_add_up_to_what_was_trained(scripts: list[Script]) -> None:
     """Whatever became of the rounds: four steps of 100 tokens and half a second in each, told once."""
     peer, totals = Peer(*(replace(script) for script in scripts)), Totals()
     shown: list[tuple[int, float]] = []
-    peer.outer_loop.on_phase = lambda phase, work: shown.append((work.tokens, work.seconds))
+    peer.on_progress = lambda phase, work: shown.append((work.tokens, work.seconds))
     reports = play(peer.rounds())
     for report in reports:
         totals.add(report)

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from node.outer.independent_loop import ASTRAY_FACTOR, IndependentOuterLoop
+from node.outer.independent_loop import ASTRAY_FACTOR, IndependentOptions, IndependentOuterLoop
+from node.outer.outer_loop import OuterLoopDeps
 from node.outer.round_history import LocalHistory
 from node.outer.round_loops import run_independent_rounds
 from node.outer.sgd import OuterSGD
@@ -263,11 +264,14 @@ def lives(spread_limit: float, start: float, rounds: int) -> dict[PeerId, list[R
         await trainer.write(anchor)
         averager = Pairs(host, settings, Alone)
         course, outer = LocalHistory(averager.me, replace(KEY, round=0)), OuterSGD(1e-3, 0.0)
-        outer_loop = IndependentOuterLoop(course, trainer, averager, outer, host.compute, anchor, snapshots)
-        outer_loop.spread_limit, outer_loop.lacks_state = spread_limit, name == "zoe" and not start
-        outer_loop.compare = lambda mine: (
-            sketches.update({name: mine}) or {peer: each for peer, each in sketches.items() if peer != name}
-        )
+
+        def compare(mine: Sketch) -> dict[PeerId, Sketch]:
+            sketches[name] = mine
+            return {peer: each for peer, each in sketches.items() if peer != name}
+
+        options = IndependentOptions(compare, spread_limit, newcomer=name == "zoe" and not start)
+        deps = OuterLoopDeps(trainer, host.compute, anchor, snapshots)
+        outer_loop = IndependentOuterLoop(course, averager, outer, deps, options)
         state_sync = IndependentStateSync(
             host, settings, snapshots, lambda: outer_loop.key, lambda: told, lambda: not outer_loop.seeks_state
         )

@@ -17,7 +17,7 @@ from node.session.peer_session import (
     FAREWELLS,
     FINISH_SECONDS,
     LINGER_SECONDS,
-    LOOK_ON_SECONDS,
+    OBSERVER_SECONDS,
     SCOPE,
     PeerSession,
     SessionLimits,
@@ -208,7 +208,7 @@ def test_who_leaves_while_it_catches_up_leaves_at_once(play: Play) -> None:
         began = now()
         newcomer.session.leave()
         await town.end("d")
-        assert now() - began <= LOOK_ON_SECONDS + 0.1
+        assert now() - began <= OBSERVER_SECONDS + 0.1
         first.session.leave()
         await town.end("a")
 
@@ -327,9 +327,9 @@ def test_farewells_are_for_those_who_count_on_us_and_few(play: Play, roster: str
     async def body(town: SessionCluster) -> None:
         peer = SessionPeer(town, "a", SessionLimits(9, None, 1), 0.1)
         session = peer.session
-        assert all(session._goes_on() for _ in range(5))
+        assert all(session._should_continue() for _ in range(5))
         session.leave()
-        assert [session._goes_on() for _ in range(5)] == [True] * farewells + [False] * (5 - farewells)
+        assert [session._should_continue() for _ in range(5)] == [True] * farewells + [False] * (5 - farewells)
 
     play(body, founders=roster)
 

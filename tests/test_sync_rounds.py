@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from node.outer.outer_loop import OuterLoopDeps
 from node.outer.replicated_loop import ReplicatedOuterLoop
 from node.outer.sgd import OuterSGD
 from node.reporting.report import RoundReport
@@ -17,9 +18,12 @@ from node.training.trainer import InlineTrainer
 from protocols.aio import run_with_helper
 from protocols.base import Member, PeerId, Settings
 from protocols.butterfly.averager import Butterfly
+from protocols.butterfly.part_cache import PartCache
+from protocols.butterfly.part_store import PartStore
+from protocols.gate import Gate
 from protocols.history.chain import Chain
-from protocols.sync.chain_sync import ChainSync
-from protocols.sync.snapshot import Snapshots
+from protocols.sync.chain_sync import ChainSync, ChainSyncOptions
+from protocols.sync.snapshot import SnapshotBuffer, Snapshots
 from tests.sim import loop as simloop
 from tests.sim.host import sim_host
 from tests.sim.network import SimNetwork, Trace
@@ -38,17 +42,22 @@ class Life:
     def __init__(self, world: Lives, name: PeerId) -> None:
         host = sim_host(world.network, world.network.join(name), 1, {})
         self.chain, snapshots = Chain(RUN, "run", world.founders), Snapshots()
-        self.averager = Butterfly(host, world.settings)
+        hints = [member.peer for member in world.founders]
+        part_cache = PartCache(host)
+        if world.rooms is not None:
+            gate = Gate()
+            store = PartStore(world.rooms, host.compute, gate, most_rounds=5, least_rounds=1)
+            part_cache = PartCache(host, store, gate)
+        options = ChainSyncOptions(part_cache, on_better=lambda branch: self.averager.supersede())
+        self.sync = ChainSync(host, self.chain, world.settings, snapshots, lambda: hints, options)
+        self.averager = Butterfly(host, world.settings, part_cache)
         self.me, self.history = self.averager.me, list[RoundReport]()
         self.newcomer = self.me not in world.founders
         trainer = InlineTrainer(Paced(ELEMENTS, ord(name[0])), 4, 0.25)
         anchor = torch.zeros(ELEMENTS) if self.newcomer else trainer.local_training.learner.vectors[0].clone()
         self.outer_loop = ReplicatedOuterLoop(
-            self.chain, trainer, self.averager, OuterSGD(0.7, 0.9), host.compute, anchor, snapshots
+            self.chain, self.averager, OuterSGD(0.7, 0.9), OuterLoopDeps(trainer, host.compute, anchor, snapshots)
         )
-        hints = [member.peer for member in world.founders]
-        self.sync = ChainSync(host, self.chain, world.settings, snapshots, lambda: hints, self.averager.part_cache)
-        self.sync.on_better = lambda branch: self.averager.supersede()
         self._wall = host.clock.wall
 
     async def run(self) -> None:
@@ -59,7 +68,7 @@ class Life:
         if self.newcomer:
             await self._catch_up()
         while True:
-            self.history.append(await self.outer_loop.run_round(self.me, self._wall))
+            self.history.append(await self.outer_loop.run_round(self._wall))
             if self.history[-1].outcome == "superseded":
                 await self._catch_up()
 
@@ -73,9 +82,10 @@ class Life:
 
 
 class Lives:
-    """Peers that live until the test is over."""
+    """Peers that live until the test is over; with `rooms` they store past rounds there."""
 
-    def __init__(self, names: str, **settings: Any) -> None:
+    def __init__(self, names: str, rooms: Callable[[int], SnapshotBuffer] | None = None, **settings: Any) -> None:
+        self.rooms = rooms
         self.network, self.settings = SimNetwork(Trace()), replace(SETTINGS, **settings)
         self.founders = tuple(Member(name) for name in names.split())
         self.lives: dict[PeerId, Life] = {}

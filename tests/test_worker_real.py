@@ -276,9 +276,8 @@ async def test_who_dies_at_once_again_and_again_is_given_up(
 ) -> None:
     monkeypatch.setattr(succession, "BACKOFF_SECONDS", (0.0,) * 5)
     told: list[str] = []
-    async with RemoteTrainer(words, compute) as trainer:
+    async with RemoteTrainer(words, compute, told.append) as trainer:
         before = await vector(trainer)
-        trainer.on_given_up = told.append
         os.unlink(text)
         os.kill(trainer.pid or 0, signal.SIGKILL)
         with pytest.raises(WorkerError) as error:
@@ -290,7 +289,7 @@ async def test_who_dies_at_once_again_and_again_is_given_up(
         await asyncio.sleep(0)
         assert not training.task.done(), "who leaves waits for the end of its round, without a worker"
         assert (await training.end()).tokens == 0
-        trainer.on_given_up = None
+        trainer._on_given_up = None
         with pytest.raises(WorkerError):
             await Training(trainer).task
         assert torch.equal(await vector(trainer), before) and trainer.pid is None

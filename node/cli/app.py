@@ -1,6 +1,8 @@
-"""The command line: what people type, and the one line that they get where it cannot be done.
+"""The command line, and the one line that it prints where a command cannot be carried out.
 
-Commands import what they run when they run, so that `--help` and `status` do not wait for PyTorch.
+`join` is the way into everything else: it resolves the configuration, claims the state directory and runs a
+`node.session.peer.Peer`. Commands import what they need when they run, so that `--help` and `status` do not wait for
+PyTorch.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ _OPTIONS = {
     "--wait-for-peers": "--wait-for",
     "--disk-limit-bytes": "--disk-limit",
 }
-"""Names of values, as a configuration's errors have them, and of the options that give them."""
+"""Names of values in a configuration's errors, and the options that set these values."""
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(offline.app)
@@ -84,7 +86,7 @@ def join(
     log_level: options.LogLevelOption = None,
 ) -> int:
     """Start a run, or join one by the address of any of its peers; Ctrl-C hands in the round and leaves."""
-    gc.disable()  # while modules are loaded: it would take a fifth of that time; a living peer has it on
+    gc.disable()  # while modules are loaded: it would take a fifth of that time; a running peer has it on
     try:
         with exit_on_signal():
             return _join({name: value for name, value in ctx.params.items() if value not in (None, (), [])})
@@ -116,7 +118,7 @@ def swarm(
         from node.cli.swarm_command import run_swarm
 
         if run or task or protocol:
-            with _in_options():  # before anything is started
+            with _name_options():  # before anything is started
                 _check(run, task, protocol, rounds)
         return asyncio.run(run_swarm(SwarmOptions(peers, rounds, protocol, task, run, dir, json)))
 
@@ -157,15 +159,16 @@ def _join(given: dict[str, Any]) -> int:
         given["disk_limit_bytes"] = 1e9 * given.pop("disk_limit")
     from node.config.peer_config import load_peer
 
-    with _in_options():
+    with _name_options():
         config = load_peer(given, os.environ, of_run.get("run"))
-        with _held(config.state_dir) as state_dir:
-            return _run(*_settled(replace(config, state_dir=state_dir), of_run, state_dir))
+        with _claim_state_dir(config.state_dir) as state_dir:
+            config, run = _resolve_run(replace(config, state_dir=state_dir), of_run, state_dir)
+            return _run_peer(config, run)
 
 
 @contextmanager
-def _in_options() -> Iterator[None]:
-    """What is wrong with a value is said of the option that gave it."""
+def _name_options() -> Iterator[None]:
+    """Raise a configuration's error as a `CommandError` that names the option instead of the value."""
     from node.config.toml import ConfigError
 
     try:
@@ -178,7 +181,7 @@ def _in_options() -> Iterator[None]:
 
 
 @contextmanager
-def _held(state_dir: Path | None) -> Iterator[Path]:
+def _claim_state_dir(state_dir: Path | None) -> Iterator[Path]:
     from node.ui.control import claimed
 
     with ExitStack() as stack:
@@ -192,10 +195,16 @@ def _held(state_dir: Path | None) -> Iterator[Path]:
         yield directory
 
 
-def _settled(config: PeerConfig, of_run: Mapping[str, Any], state_dir: Path) -> tuple[PeerConfig, RunConfig | None]:
-    """The run to start, if one is: a swarm's, or one that the directory holds, is not for its joiners to set.
+def _resolve_run(config: PeerConfig, of_run: Mapping[str, Any], state_dir: Path) -> tuple[PeerConfig, RunConfig | None]:
+    """The run to start; None if the peer joins a swarm's run, or resumes the one in its directory.
 
-    Given with a directory that holds a run, it has to be that one: what started a run goes on with it.
+    A run that is given together with a directory that holds one has to be the same run.
+
+    Args:
+        of_run: options that describe a run to start: a joiner cannot set them.
+
+    Raises:
+        CommandError: the options contradict each other, or the directory.
     """
     from node.storage.statedir import holds_run, is_over
 
@@ -229,14 +238,14 @@ def _load_run(of_run: Mapping[str, Any], rounds: int | None) -> RunConfig:
 
 
 def _check(run: Path | None, task: str | None, protocol: str | None, rounds: int | None) -> None:
-    """What a swarm's peers will be given."""
+    """Check what a swarm's peers will be given."""
     from node.config.peer_config import load_peer
 
     _load_run({"run": run, "task": task, "protocol": protocol}, rounds)
     load_peer({}, os.environ, run)
 
 
-def _run(config: PeerConfig, run: RunConfig | None) -> int:
+def _run_peer(config: PeerConfig, run: RunConfig | None) -> int:
     from node.session.peer import FatalPeerError
     from node.session.shutdown import run_peer
 
@@ -246,7 +255,7 @@ def _run(config: PeerConfig, run: RunConfig | None) -> int:
         raise CommandError(str(error), error.code) from None
 
 
-# -- the way out ------------------------------------------------------------------------------------------------------
+# -- errors and exit codes ---------------------------------------------------------------------------------------------
 
 
 def _in_words(error: typer.TyperException) -> str:

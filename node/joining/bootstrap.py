@@ -1,8 +1,9 @@
-"""The way into a run: which one it is, asked of a peer at an address; and the answers that we give to newcomers.
+"""Bootstrap: asks the peers at known addresses which run they are in, and answers joiners that ask this peer.
 
-All addresses are tried side by side. Each that does not lead in is told of once, with its cause, and tried again, ever
-more rarely, for as long as none has led in; one that leads into another run is not. A file of addresses is read again
-and again, and what it names then is tried. Of addresses that no person gave one by one, all are told of in one line.
+The client tries all addresses side by side. It logs each unreachable address once, with its cause, and tries it again,
+ever more rarely, until one address has led to the run. It does not try an address again that leads into another run. It
+reads a file of addresses again and again, and tries the addresses that it names then. One line covers all addresses
+that the user did not give one by one.
 """
 
 from __future__ import annotations
@@ -35,18 +36,18 @@ TRANSFER_SECONDS = 60.0
 PAUSE_SECONDS = (1.0, 2.0, 5.0, 10.0)
 READ_SECONDS = 1.0
 LATER_SECONDS = 10.0
-"""Between two looks at a file of addresses: while a way in is sought, and for who is alone after that."""
+"""Between two looks at a file of addresses: before the run is found, and after that."""
 
 _WAITS = "; this peer waits for others' addresses there, and starts no run of its own"
 
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
-    """What a newcomer is told.
+    """What a joiner is told of a run.
 
     Attributes:
         sealed: the manifest, in its founder's envelope.
-        sample: held-out text that everybody evaluates on; empty if the task has none.
+        sample: held-out text that all peers evaluate on; empty if the task has none.
     """
 
     sealed: bytes
@@ -54,7 +55,7 @@ class RunInfo:
 
 
 class BootstrapServer:
-    """Answers who asks which run this is, and how this peer is doing."""
+    """Answers peers that ask which run this is, or for this peer's status."""
 
     def __init__(self, transport: Transport, run: RunInfo, status: Callable[[], dict[str, Any]]) -> None:
         self._run, self._status = run, status
@@ -76,14 +77,14 @@ class BootstrapServer:
 
 
 def _bounded(status: dict[str, Any]) -> bytes:
-    """As much of a status as may be sent: of a crowd of peers, some."""
+    """A status as JSON, with so few peers that it may be sent."""
     while len(data := to_json(status).encode()) > MAX_STATUS_BYTES and status["peers"]:
         status = status | {"peers": status["peers"][: len(status["peers"]) // 2]}
     return data
 
 
 async def ask_run(transport: Transport, peer: PeerId, deadline: Deadline) -> RunInfo:
-    """Which run a peer is in. What it says is not judged here.
+    """Ask a peer which run it is in. The caller has to check the answer.
 
     Raises:
         PeerError, BadPayload: no answer, or none that can be read.
@@ -97,7 +98,7 @@ async def ask_run(transport: Transport, peer: PeerId, deadline: Deadline) -> Run
 
 
 async def ask_status(transport: Transport, peer: PeerId, deadline: Deadline) -> dict[str, Any]:
-    """How a peer says that it is doing.
+    """Ask a peer for its status.
 
     Raises:
         PeerError, BadPayload: no answer, or none that can be read.
@@ -148,12 +149,11 @@ class _Refusals:
 
 
 class BootstrapClient:
-    """Tries addresses until one has led in; the others are tried on, once each at least. An async context manager.
+    """Tries addresses until one leads to the run, each at least once. Use as an async context manager.
 
     Attributes:
         met: peers that answered, and the address that led to them.
         named: file of addresses -> what it named when it was read last.
-        on_named: called with that after each reading, for as long as this lasts.
     """
 
     def __init__(
@@ -167,12 +167,12 @@ class BootstrapClient:
         """
         Args:
             judge: raises a ValueError of one line for a run that is not the one to join.
-            say: told one line for a person.
-            read: what a file of addresses says, or why it cannot be read.
+            say: called with one line for the user.
+            read: returns what a file of addresses says, or why it cannot be read.
         """
         self.met: dict[PeerId, str] = {}
         self.named: dict[str, tuple[str, ...]] = {}
-        self.on_named: Callable[[Sequence[str]], None] = lambda addresses: None
+        self._on_named: Callable[[Sequence[str]], None] = lambda addresses: None
         self._read = read
         self._connect, self._ask, self._judge, self._say = connect, ask, judge, say
         self._exit = AsyncExitStack()
@@ -208,8 +208,12 @@ class BootstrapClient:
         self._begin(remembered, f"none of the {len(remembered)} addresses where peers were met before")
         return await asyncio.shield(self._found)
 
+    def set_listener(self, on_named: Callable[[Sequence[str]], None]) -> None:
+        """From now on, call this with the addresses that a file names, after each reading; it replaces the last one."""
+        self._on_named = on_named
+
     def stop(self) -> None:
-        """Try no further: who asked goes on without an answer."""
+        """Stop trying: the caller goes on without an answer."""
         self._stopped = True
         for each in self._tries.values():
             each.cancel()
@@ -229,7 +233,7 @@ class BootstrapClient:
                 told = why
                 if why:
                     self._say(f"{source}: {why}{'' if self._tries else _WAITS} (it is read again)")
-            self.on_named(named)
+            self._on_named(named)
             await asyncio.sleep(READ_SECONDS if seeks else LATER_SECONDS)
 
     def _begin(self, addresses: Iterable[str], together: str = "") -> list[str]:

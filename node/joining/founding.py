@@ -1,4 +1,4 @@
-"""How a run begins: its initial state is drawn here, once, and downloaded by everybody else."""
+"""Starting a run: its founder draws the initial state, once, and all other peers download it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from protocols.sync.snapshot import SnapshotIndex
 async def found_run(
     config: RunConfig, founder: Member, identity: Identity, trainer: RemoteTrainer, compute: Compute, created: float
 ) -> tuple[Manifest, RunInfo]:
-    """The manifest of a new run, and what newcomers are told of it.
+    """The manifest of a new run, and what joiners are told of it.
 
     Args:
         identity: of the founder.
@@ -39,7 +39,7 @@ async def found_run(
 
 
 async def _initial_root(trainer: RemoteTrainer, compute: Compute) -> bytes:
-    """Root of the outer state that a run starts from: the parameters as they were drawn here, and no momentum."""
+    """Root of the outer state that a run starts from: the parameters as they were drawn, and no momentum."""
     anchor = torch.empty(trainer.layout.sizes()[0])
     await trainer.read(anchor)
     index = await compute.run(lambda: SnapshotIndex.of(anchor, torch.zeros_like(anchor)), 8 * len(anchor))

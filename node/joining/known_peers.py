@@ -1,19 +1,18 @@
-"""Whom a peer knows when it enters a run: who is in the roster, who let it in, whom it met when it was last here."""
+"""The peers that a peer knows when it enters a run: the roster, its bootstrap peers, and those of its last session."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
 from node.joining.bootstrap import reach
 from node.membership.handshake import LocalPeer
-from node.membership.membership import Membership
+from node.membership.membership import DialPolicy, Membership, MembershipCallbacks
 from node.outer.round_history import RoundHistory
-from node.storage.statedir import StateDir
-from node.ui.status_tracker import StatusTracker
-from protocols.base import Clock, Deadline, Member, PeerId, Transport
+from protocols.base import Clock, Deadline, Member, PeerId, Signer, Transport
 from protocols.wire import MAX_ROSTER
 
 
@@ -26,7 +25,7 @@ class DialingTransport(Transport, Protocol):
 
 
 def hinted(membership: Membership) -> Callable[[Sequence[str]], None]:
-    """What becomes of the multiaddrs in a file once a run is entered: they are tried while no other peer is live."""
+    """Returns what to do with the multiaddrs in a file once a run is entered: dial them while no other peer is live."""
 
     def hint(addresses: Sequence[str]) -> None:
         if len(membership.live()) > 1:
@@ -37,42 +36,62 @@ def hinted(membership: Membership) -> Callable[[Sequence[str]], None]:
     return hint
 
 
+@dataclass(frozen=True, slots=True)
+class KnownPeers:
+    """Peers that are dialled first.
+
+    Attributes:
+        bootstrap: each peer that let this one in, and the multiaddr that led there.
+        unanswered: multiaddrs that the user gave and where no peer answered; they are dialled on.
+        remembered: peers of this peer's last session in the run, and their addresses.
+    """
+
+    bootstrap: Mapping[PeerId, str]
+    unanswered: Sequence[str]
+    remembered: Mapping[PeerId, Sequence[str]]
+
+
+def local_peer(me: Member, nickname: str, addresses: Callable[[], Sequence[str]], history: RoundHistory) -> LocalPeer:
+    """What this peer says of itself in its greetings.
+
+    Args:
+        addresses: returns the multiaddrs at which others can dial it now.
+    """
+    return LocalPeer(
+        me=me,
+        run=history.head.key.run,
+        life=secrets.randbits(63),
+        nickname=nickname,
+        addresses=lambda: [address.rpartition("/p2p/")[0] for address in addresses()],
+        round=lambda: history.head.key.round,
+    )
+
+
 def build_membership(
     transport: DialingTransport,
     clock: Clock,
-    state: StateDir,
-    status_tracker: StatusTracker,
-    chain: RoundHistory,
-    met: Mapping[PeerId, str],
-    unanswered: Sequence[str] = (),
+    signer: Signer,
+    local: LocalPeer,
+    history: RoundHistory,
+    known: KnownPeers,
+    callbacks: MembershipCallbacks,
 ) -> Membership:
-    """Who is here, beginning with whom this peer knows.
+    """The membership of a run, beginning with the peers that this peer knows.
 
     Args:
-        status_tracker: has this peer's name and addresses.
-        met: who let it in, and the multiaddr that led there.
-        unanswered: multiaddrs that the user gave and where nobody was; they are dialled on.
+        history: has the members that are dialled again and again.
     """
-    who = LocalPeer(
-        me=Member(state.identity.peer_id, state.incarnation),
-        run=chain.head.key.run,
-        life=secrets.randbits(63),
-        nickname=status_tracker.nickname,
-        addresses=lambda: [address.rpartition("/p2p/")[0] for address in status_tracker.addresses()],
-        round=lambda: chain.head.key.round,
-    )
-    silent = {peer: address for address, _, peer in (each.rpartition("/p2p/") for each in unanswered)}
+    silent = {peer: address for address, _, peer in (each.rpartition("/p2p/") for each in known.unanswered)}
 
     def wanted() -> list[PeerId]:
-        return [*(member.peer for member in chain.members(MAX_ROSTER) if member != who.me), *silent]
+        return [*(member.peer for member in history.members(MAX_ROSTER) if member != local.me), *silent]
 
-    made = Membership(
-        transport, clock, state.identity, who, wanted, partial(reach, transport.connect), transport.forget
-    )
+    dialing = DialPolicy(wanted, partial(reach, transport.connect), transport.forget)
+    membership = Membership(transport, clock, signer, local, dialing, callbacks)
     for peer, address in silent.items():
-        made.hint(peer, (address,))
-    for peer, address in met.items():
-        made.hint(peer, (address.rpartition("/p2p/")[0],))
-    for peer, addresses in state.peers().items():
-        made.hint(peer, addresses)
-    return made
+        membership.hint(peer, (address,))
+    for peer, address in known.bootstrap.items():
+        membership.hint(peer, (address.rpartition("/p2p/")[0],))
+    for peer, addresses in known.remembered.items():
+        membership.hint(peer, addresses)
+    return membership

@@ -1,9 +1,10 @@
-"""Going on in a run after a restart: what a state directory holds of it, and which state this peer starts from.
+"""Resuming a run after a restart: what the state directory holds of it, and which state this peer starts from.
 
-The rule: there is a run here to go on with if its manifest is here, it is not over, and either others were met, who can
-be asked, or there is a state of one's own. Others are asked first, if there are addresses. Where nobody answers for a
-while, a peer with a state of its own goes on without an answer: else a swarm of which everybody was started again would
-wait for itself for ever. A state of one's own is a checkpoint, or, at the run's founder, where the run starts from.
+A directory holds a run to resume if the run's manifest is there, the run is not over, and the peer either knows other
+peers that it can ask, or has a state of its own. It asks the others first, if it has addresses. If none answers for a
+while, a peer with a state of its own resumes without an answer: else a swarm whose peers were all restarted would wait
+for itself for ever. A state of the peer's own is a checkpoint or, at the run's founder, the state that the run starts
+from.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ log = logging.getLogger(__name__)
 
 ANOTHER = "--new starts another run, and moves what is here to past/"
 ANSWER_SECONDS = 10.0
-"""Others have so long to say which run they are in before a peer that knows one goes on with that."""
+"""Others have so long to say which run they are in before a peer resumes the run that it knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +45,8 @@ class ResumableRun:
     """A run that a state directory holds, and that is not over.
 
     Attributes:
-        run: what newcomers are told of it.
-        has_state: whether there is something to start from that nobody has to be asked for.
+        run: what joiners are told of it.
+        has_state: whether this peer can start without fetching a state from others.
     """
 
     manifest: Manifest
@@ -54,10 +55,10 @@ class ResumableRun:
 
 
 def find_resumable(state: StateDir, asks: bool = True) -> ResumableRun | None:
-    """The run that the directory is of; None if there is none to go on with, or one that cannot be read.
+    """The run that the directory holds; None if it holds none to resume, or one that cannot be read.
 
     Args:
-        asks: others are asked where it cannot be read; else `require_none` says why.
+        asks: the peer asks others if the run cannot be read; else `require_none` says why.
 
     Raises:
         StateError: its checkpoints cannot be looked for.
@@ -83,10 +84,10 @@ def find_resumable(state: StateDir, asks: bool = True) -> ResumableRun | None:
 
 
 def require_none(state: StateDir) -> None:
-    """To start a run here and not to ask for that by --new, there has to be nothing left that was worth keeping.
+    """Check that a run can be started here without --new: the directory holds nothing worth keeping.
 
     Raises:
-        StateError: there is.
+        StateError: it does.
     """
     if state.is_over:
         raise StateError(f"the run in {state.path} is over: {ANOTHER}")
@@ -105,11 +106,11 @@ class RestartPoint:
     """Where a peer begins in a run.
 
     Attributes:
-        chain: as its former lives knew it, up to the state that it starts from.
-        archive: where that is kept.
-        checkpoints: of its former lives, whole and on the chain, the newest first; none: it begins with nothing.
-        data: where its stream of data goes on.
-        shares_anchor: else the chain is empty, and checkpoints stand on their own.
+        chain: as this peer's earlier incarnations knew it, up to the state that the peer starts from.
+        archive: where the chain is kept.
+        checkpoints: of earlier incarnations, whole and on the chain, the newest first; empty: there are none.
+        data: where the stream of data continues.
+        shares_anchor: all members share one state; else the chain is empty, and checkpoints stand on their own.
     """
 
     chain: Chain
@@ -118,14 +119,14 @@ class RestartPoint:
     data: DataCursor
     shares_anchor: bool = True
 
-    def words(self) -> str:
-        """Where that is, for a person; empty where there is nothing yet."""
+    def description(self) -> str:
+        """Where the peer starts from, for the user; empty if there is no checkpoint."""
         return f"from {_listed(self.checkpoints[:1])}" if self.checkpoints else ""
 
-    def strange(self, me: Member, fork_peers: int) -> str:
-        """What keeps this peer waiting if nobody comes: the state is of others. Empty where it is its own, too.
+    def waiting_reason(self, me: Member, fork_peers: int) -> str:
+        """Why this peer waits if no other peer comes: it is not in the state's roster. Empty if it is.
 
-        So it is where this peer left and others went on, and with a new identity in an old directory.
+        This happens where the peer left and others went on, and with a new identity in an old directory.
 
         Args:
             fork_peers: so many members at least may fork; 0: none may.
@@ -166,10 +167,10 @@ def _named(peers: Collection[PeerId]) -> str:
 def load_restart_point(
     state: StateDir, manifest: Manifest, me: Member, alone: bool = False, shares_anchor: bool = True
 ) -> RestartPoint:
-    """Where this life begins. It reads the chain and all checkpoints: to be called off the event loop.
+    """Find where this incarnation starts. Reads the chain and all checkpoints: call it off the event loop.
 
     Args:
-        alone: nobody answered, who could show us the chain.
+        alone: no other peer answered that could show us the chain.
         shares_anchor: whether the run's peers have one chain; else every checkpoint of the run can be started from.
 
     Raises:
@@ -189,10 +190,10 @@ def load_restart_point(
 
 
 def _cut(state: StateDir, manifest: Manifest, found: Sequence[Checkpoint], alone: bool) -> tuple[CertificateLog, Chain]:
-    """The chain up to the newest checkpoint on it. A copy is cut, and takes the place of what there was in the end.
+    """Cut the chain back to the newest checkpoint on it: a copy is cut, which replaces the file at the end.
 
-    For one byte may be wrong in the chain and a month of training lie behind it: what the chain does not lead to is
-    put by, together with the chain as it was.
+    One wrong byte in the chain may hide a month of training: checkpoints that the chain does not lead to are put by,
+    together with the chain as it was.
     """
     copy = state.certificates.with_name(f".{state.certificates.name}.new")
     copy.unlink(missing_ok=True)
@@ -236,34 +237,34 @@ def _is_of(chain: Chain, checkpoint: Checkpoint) -> bool:
 
 
 async def restore(
-    begin: RestartPoint,
+    start: RestartPoint,
     outer_loop: ReplicatedOuterLoop | IndependentOuterLoop,
     trainer: RemoteTrainer,
     checkpoints: CheckpointManager,
 ) -> None:
-    """Put this peer where its last checkpoint was made, inner optimiser and all; the older ones are handed out again.
+    """Restore the last checkpoint, outer and inner state; older checkpoints are handed out again.
 
     Raises:
         StateError: it cannot be read, though it could be a moment ago.
     """
     try:
-        for each in begin.checkpoints:
+        for each in start.checkpoints:
             checkpoints.holds(each)
-        snapshot = checkpoints.snapshots.get(begin.checkpoints[0].lineage) if begin.checkpoints else None
+        snapshot = checkpoints.snapshots.get(start.checkpoints[0].lineage) if start.checkpoints else None
         if snapshot:
             await outer_loop.start_from(snapshot)
     except OSError as error:
-        what = f"{_listed(begin.checkpoints[:1])} cannot be read any more ({error.strerror or error})"
+        what = f"{_listed(start.checkpoints[:1])} cannot be read any more ({error.strerror or error})"
         where = checkpoints.home
         raise StateError(f"{what}: set {where} right, or move the damaged one out of it, and start again") from None
-    if begin.checkpoints:
-        await _load(begin.checkpoints[0], trainer)
+    if start.checkpoints:
+        await _load(start.checkpoints[0], trainer)
         if checkpoints.feedback:
-            await checkpoints.feedback.load(begin.checkpoints[0].feedback)
+            await checkpoints.feedback.load(start.checkpoints[0].feedback)
 
 
 async def _load(checkpoint: Checkpoint, trainer: RemoteTrainer) -> None:
-    """The inner optimiser's state; where that cannot be had, it begins anew."""
+    """Load the inner optimiser's state; where it cannot be loaded, the optimiser begins anew."""
     try:
         await trainer.load(checkpoint.inner, checkpoint.data.position, checkpoint.threads)
     except WorkerError as error:

@@ -1,4 +1,4 @@
-"""Which run a peer takes part in: the one that it is led into, or the one that its directory holds."""
+"""Which run a peer takes part in: the one that an address leads to, or the one that its directory holds."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class RunSelector:
     """What the user gave, what the directory holds and what others answer, put together.
 
     Attributes:
-        alone: nobody answered.
-        own: the run is the one that is held here, and nobody was heard about it.
+        alone: no peer answered.
+        own: the run is the one in the state directory, and no other peer was heard about it.
     """
 
     def __init__(self, config: PeerConfig, protocols: Collection[str], say: Callable[[str], None]) -> None:
@@ -30,7 +30,7 @@ class RunSelector:
         Args:
             config: of this machine.
             protocols: names of those that this peer can take part in.
-            say: told one line for a person.
+            say: called with one line for the user.
         """
         self.alone = self.own = False
         self._config, self._protocols, self._say = config, protocols, say
@@ -53,13 +53,13 @@ class RunSelector:
         return held
 
     def over(self, state: StateDir, wanted: RunConfig | None) -> str:
-        """One line if the run that is meant is the one that the directory holds, and that is over; else nothing.
+        """One line if the run that the user means is the one in the directory, and is over; else empty.
 
         Args:
             wanted: as of `find_resumable`.
 
         Raises:
-            StateError: another is asked for, and that one is in the way.
+            StateError: another run is asked for, and the directory holds this one.
         """
         held, config = run_id(state.manifest()), self._config
         if config.new or not held or not state.is_over:
@@ -75,12 +75,12 @@ class RunSelector:
         return _over(held, state)
 
     def is_over(self, state: StateDir, run: RunInfo) -> str:
-        """The same of a run that others are still in."""
+        """The same for a run that other peers are still in."""
         there = unseal(run.sealed, verify).run_id
         return _over(there, state) if state.is_over and there == run_id(state.manifest()) else ""
 
     def addresses(self, state: StateDir) -> tuple[str, ...]:
-        """Where to look: what the user gave; and whom this peer met when it was last here, if that is the same run."""
+        """Where to look for the run: the user's addresses and, for the same run, the last session's peers."""
         config = self._config
         held = self._held = "" if config.new else run_id(state.manifest())
         if config.bootstrap and not (config.run_id and held.startswith(config.run_id)):
@@ -89,10 +89,10 @@ class RunSelector:
         return (*config.bootstrap, *(state.addresses() if held else ()))
 
     def judge(self, run: RunInfo) -> None:
-        """Whether to join this run.
+        """Check that this peer may join a run.
 
         Raises:
-            ManifestError: no.
+            ManifestError: it may not.
         """
         manifest = unseal(run.sealed, verify, self._expected)
         manifest.config.require_protocol(self._protocols)
@@ -104,7 +104,7 @@ class RunSelector:
     async def ask(
         self, entry: BootstrapClient, state: StateDir, addresses: Sequence[str], held: resume.ResumableRun | None
     ) -> RunInfo:
-        """Which run this is, from whoever is found at one of these addresses; or the one that is held here.
+        """Ask the peers at these addresses which run they are in; if none answers, take the run held here.
 
         Raises:
             ManifestError: all lead into others.
@@ -124,13 +124,13 @@ class RunSelector:
         try:
             async with asyncio.timeout(None) as limit:
 
-                def heard(named: Sequence[str] = ()) -> None:
-                    """From the moment on when the run held here may be meant, others have so long to answer."""
+                def on_named(named: Sequence[str] = ()) -> None:
+                    """From the moment when the user may mean the run held here, others have ten seconds to answer."""
                     if limit.when() is None and is_meant():
                         limit.reschedule(asyncio.get_running_loop().time() + resume.ANSWER_SECONDS)
 
-                entry.on_named = heard
-                heard()
+                entry.set_listener(on_named)
+                on_named()
                 return await entry.find(addresses, [each for each in addresses if each not in self._config.bootstrap])
         except TimeoutError:
             pass
@@ -139,11 +139,11 @@ class RunSelector:
                 raise
             self._say(str(error))
         finally:
-            entry.on_named = lambda named: None
+            entry.set_listener(lambda named: None)
         assert held is not None
         entry.stop()
         self.alone = True
-        return self.go_on(held)
+        return self.resume_held(held)
 
     def given(self, entry: BootstrapClient) -> tuple[str, ...]:
         """The multiaddrs that the user gave, those in files as they were read last."""
@@ -151,13 +151,13 @@ class RunSelector:
         return (*plain, *(address for named in entry.named.values() for address in named))
 
     def _is_meant(self, held: str, met: Container[PeerId], given: Sequence[str]) -> bool:
-        """Whether the user may mean the run that is held here: whoever gave addresses may mean another."""
+        """Whether the user may mean the run held here: a user that gave addresses may mean another."""
         if self._config.run_id:
             return held.startswith(self._config.run_id)
         return not self._config.bootstrap or any(address.rpartition("/p2p/")[2] in met for address in given)
 
-    def go_on(self, held: resume.ResumableRun) -> RunInfo:
-        """Go on with the run that is held here, whoever is there."""
+    def resume_held(self, held: resume.ResumableRun) -> RunInfo:
+        """Resume the run held here without an answer from others."""
         self.judge(held.run)
         self.own, why = True, "nobody answers: " if self.alone else ""
         self._say(f"{why}going on with the run {held.manifest.run_id[:12]} that is held here; --new starts another")
@@ -169,14 +169,14 @@ def _over(run: str, state: StateDir) -> str:
 
 
 def asks(sources: Sequence[str]) -> str:
-    """What a peer does that seeks a way in, for its status."""
+    """What a peer does while it asks at addresses, for its status."""
     files = [each.removeprefix(FILE_SIGN) for each in sources if each.startswith(FILE_SIGN)]
     places = [f"{len(sources) - len(files)} addresses"] if len(files) < len(sources) else []
     return f"asking at {' and '.join([*places, *(f'those in {each}' for each in files)])} which run this is"
 
 
 def run_id(sealed: bytes) -> str:
-    """Of the run that a directory is of; empty if it is of none, or of one that cannot be read any more."""
+    """The id of the run that a directory holds; empty if it holds none, or one that cannot be read."""
     try:
         return unseal(sealed, verify).run_id if sealed else ""
     except ManifestError:

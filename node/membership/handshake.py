@@ -1,4 +1,4 @@
-"""What passes on the stream on which one peer watches another: greetings that are checked, pulses and their echoes."""
+"""The stream on which one peer watches another: greetings that are checked, heartbeats and their echoes."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ from protocols.aio import peer_timeout, task_group
 from protocols.base import BadPayload, Clock, Member, PeerId, Signer, Stream
 
 IDLE_SECONDS = 60.0
-"""A peer that watches us and sends no pulse for so long is not served any more."""
+"""A peer that watches us and sends no heartbeat for so long is not served any more."""
 GAP_SECONDS = 0.05
-"""Between two answers to one peer: more pulses than that wait, and slow down whoever sends them."""
+"""Between two answers to one peer: more heartbeats than that wait, which slows their sender down."""
 QUICK_SECONDS = 2.0
 """An echo that took longer, having waited behind vectors, says nothing of a clock."""
-TWIN = "another process runs with this identity: two peers cannot share one; stop one, or give it its own --state-dir"
+DUPLICATE_IDENTITY = (
+    "another process runs with this identity: two peers cannot share one; stop one, or give it its own --state-dir"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class LocalPeer:
-    """What this peer says of itself.
+    """What this peer says of itself in its greetings.
 
     Attributes:
         me: in this life.
@@ -47,7 +49,7 @@ class HandshakeProtocol:
     """One peer's side of all such streams.
 
     Attributes:
-        leaving: what pulses say: this peer is about to go.
+        leaving: what heartbeats say: this peer is about to leave.
         sketch: what they say of its parameters (`node.outer.sketch`); empty: nothing.
     """
 
@@ -77,10 +79,10 @@ class HandshakeProtocol:
         return Heartbeat(number, self._clock.wall(), self._who.round(), self.leaving, self.sketch)
 
     def check(self, peer: PeerId, hello: Hello) -> None:
-        """Refuse who is not one of us.
+        """Refuse a peer that cannot be in this run.
 
         Raises:
-            BadPayload: in words that its user understands.
+            BadPayload: with a reason that the peer's user understands.
         """
         if hello.version != VERSION:
             raise BadPayload(

@@ -1,4 +1,4 @@
-"""A peer's watch over its own machine: did it sleep, is its clock right, has it other addresses now?"""
+"""Notices when this peer's machine slept, when its clock is wrong, and when its addresses change."""
 
 from __future__ import annotations
 
@@ -17,16 +17,22 @@ MAX_OFFSET_SECONDS = 600.0
 
 
 class HostMonitor:
-    """Looks at each tick.
+    """Looks at the machine at each tick.
 
     Attributes:
-        say: told one line for a person, of all that happens.
-        clock: one line for a person, as long as this machine's clock is not the one that the others have; or empty.
-        upset: set where it has to be told anew where this peer is; for who tells that to take away.
+        clock: one line for the user while this machine's clock differs from the other peers'; else empty.
+        upset: set when this peer has to announce anew where it is; the code that announces it clears the event.
     """
 
-    def __init__(self, clock: Clock, addresses: Callable[[], Sequence[str]]) -> None:
-        self.say: Callable[[str], None] = log.warning
+    def __init__(
+        self, clock: Clock, addresses: Callable[[], Sequence[str]], say: Callable[[str], None] = log.warning
+    ) -> None:
+        """
+        Args:
+            addresses: returns those at which others can dial this peer now.
+            say: called with one line for the user for each thing that happens.
+        """
+        self._say = say
         self.clock, self.upset = "", asyncio.Event()
         self._wall, self._addresses = clock, addresses
         self._ticks = SuspendDetector()
@@ -47,7 +53,7 @@ class HostMonitor:
             self._compared = now
             self._compare(sorted(offsets()))
         if gap and gap.line:
-            self.say(gap.line)
+            self._say(gap.line)
             self.upset.set()
         return gap
 
@@ -64,6 +70,6 @@ class HostMonitor:
             return
         before, self._skewed = self._skewed, skew(offsets, MAX_OFFSET_SECONDS)
         if bool(before) == bool(self._skewed) == (not self.clock):
-            self.say(self._skewed or "this machine's clock is the one that the others have again")
+            self._say(self._skewed or "this machine's clock is the one that the others have again")
         if bool(before) == bool(self._skewed):
             self.clock = self._skewed

@@ -1,9 +1,9 @@
-"""Who is here: peers that completed a handshake with us and answer our pulses.
+"""The live peers: those that completed a handshake with this peer and answer its heartbeats.
 
-Every peer watches every other on a stream of its own: it greets, then sends a pulse each second, which is echoed. So
-liveness is two-way contact, as this peer sees it. libp2p's own "connected" says nothing: the connection of a stopped
-process stays. Silence makes a peer suspect (`node.membership.failure_detector`), a broken stream that cannot be opened
-again makes it gone at once.
+Every peer watches every other on a stream of its own: it greets, then sends a heartbeat each second, which the other
+peer echoes. So liveness is two-way contact, as this peer sees it. libp2p's own "connected" says nothing: the connection
+of a stopped process stays. A silent peer is suspected (`node.membership.failure_detector`). A peer whose stream breaks
+and cannot be opened again is gone at once.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
 from statistics import median
 
 from node.membership.addresses import sound
 from node.membership.failure_detector import FailureDetector
-from node.membership.handshake import TWIN, HandshakeProtocol, LocalPeer
+from node.membership.handshake import DUPLICATE_IDENTITY, HandshakeProtocol, LocalPeer
 from node.membership.hello import HELLO, MAX_INTRODUCED, Hello, HelloRejected, PeerAddress, Welcome
 from node.membership.host_monitor import MAX_OFFSET_SECONDS, HostMonitor
 from node.membership.peer_record import MAX_FAILURES, PeerRecord
@@ -52,7 +53,7 @@ HEARSAY_SECONDS = 0.25
 MAX_REASONS = 256
 RETRY_SECONDS = 0.05
 CUT_FAILURES = 3
-"""Tries in a row after which the connection to who was here is closed: the next one dials."""
+"""Tries in a row after which the connection to a peer that was live is closed: the next try dials."""
 MAX_TOLD_ADDRESSES = 6
 """Of each peer that is introduced: all of them together have to fit into one greeting."""
 MAX_BELIEVED_ADDRESSES = 4
@@ -61,12 +62,40 @@ Reach = Callable[[PeerId, Sequence[str], Deadline], Awaitable[None]]
 Drop = Callable[[PeerId, Deadline], Awaitable[None]]
 
 
-async def _no_way(peer: PeerId, addresses: Sequence[str], deadline: Deadline) -> None:
-    """Where the transport finds peers by itself."""
+async def _reach_nothing(peer: PeerId, addresses: Sequence[str], deadline: Deadline) -> None:
+    """For a transport that finds peers by itself."""
 
 
-async def _nothing(peer: PeerId, deadline: Deadline) -> None:
-    """Where the transport holds no connections."""
+async def _drop_nothing(peer: PeerId, deadline: Deadline) -> None:
+    """For a transport that holds no connections."""
+
+
+@dataclass(frozen=True, slots=True)
+class DialPolicy:
+    """Which peers are dialled, and how.
+
+    Attributes:
+        wanted: returns peers that are dialled again and again, such as those of the roster.
+        reach: connects the transport to a peer at one of its addresses, or raises a `PeerError`.
+        drop: closes the transport's connections to a peer, so that the next attempt dials it.
+    """
+
+    wanted: Callable[[], Iterable[PeerId]] = tuple
+    reach: Reach = _reach_nothing
+    drop: Drop = _drop_nothing
+
+
+@dataclass(frozen=True, slots=True)
+class MembershipCallbacks:
+    """What a `Membership` tells the peer that it belongs to.
+
+    Attributes:
+        on_duplicate_identity: called with one line when another process turns out to have this peer's identity.
+        say: called with one line for the user when this machine slept, or its clock or its addresses changed.
+    """
+
+    on_duplicate_identity: Callable[[str], None] = lambda line: None
+    say: Callable[[str], None] = log.warning
 
 
 class Membership:
@@ -74,9 +103,7 @@ class Membership:
 
     Attributes:
         version: grows with every change of who is live.
-        refused: why -> peers turned away, and what peers told that broke a rule.
-        on_met: called with a peer that has just become live.
-        on_twin: called with one line when another process turns out to have our identity.
+        refused: reason -> number of peers turned away, and of messages that broke a rule.
         host_monitor: what this peer notices of its own machine.
     """
 
@@ -85,26 +112,16 @@ class Membership:
         transport: Transport,
         clock: Clock,
         signer: Signer,
-        who: LocalPeer,
-        wanted: Callable[[], Iterable[PeerId]] = tuple,
-        reach: Reach = _no_way,
-        drop: Drop = _nothing,
+        local: LocalPeer,
+        dialing: DialPolicy = DialPolicy(),
+        callbacks: MembershipCallbacks = MembershipCallbacks(),
     ) -> None:
-        """
-        Args:
-            wanted: peers that are dialled again and again, such as those of the roster.
-            reach: brings the transport to a peer at one of its addresses, or fails by a `PeerError`.
-            drop: closes the transport's connections to a peer, so that it is dialled and not waited for.
-        """
         self.version = 0
         self.refused: Counter[str] = Counter()
-        self.on_met: Callable[[PeerId], None] = lambda peer: None
-        self.on_twin: Callable[[str], None] = lambda why: None
-        self._transport, self._who, self._wanted = transport, who, wanted
-        self._reach, self._drop, self.host_monitor = reach, drop, HostMonitor(clock, who.addresses)
-        self._greeter = HandshakeProtocol(who, clock, signer)
-        self._contacts = PeerTable(who.me.peer, wanted)
-        self._contacts.on_forget = self._forgotten
+        self.host_monitor = HostMonitor(clock, local.addresses, callbacks.say)
+        self._transport, self._local, self._dialing, self._callbacks = transport, local, dialing, callbacks
+        self._handshake = HandshakeProtocol(local, clock, signer)
+        self._contacts = PeerTable(local.me.peer, dialing.wanted, self._on_forget)
         self._changed = Notifier()
         self._group: asyncio.TaskGroup | None = None
         self._dials, self._hearsay = asyncio.Semaphore(DIALS_AT_ONCE), asyncio.Semaphore(HEARSAY_AT_ONCE)
@@ -113,9 +130,9 @@ class Membership:
     # -- what others see ----------------------------------------------------------------------------------------------
 
     def live(self) -> tuple[Member, ...]:
-        """Who answers us, and we, in the order of their ids."""
+        """The live peers and this one, in the order of their ids."""
         members = [contact.member for contact in self._contacts if contact.live and contact.member]
-        return tuple(sorted((self._who.me, *members)))
+        return tuple(sorted((self._local.me, *members)))
 
     async def changed(self, since: int, deadline: Deadline) -> int:
         """Wait until `version` exceeds `since`; returns the version then, or at the deadline."""
@@ -124,11 +141,11 @@ class Membership:
         return self.version
 
     def contacts(self) -> tuple[PeerRecord, ...]:
-        """Everybody we know of, for a view; not to be changed."""
+        """All peers that are known, for a view; not to be changed."""
         return tuple(self._contacts)
 
     def peers(self) -> list[PeerId]:
-        """Everybody we know of, the live ones first."""
+        """All peers that are known, the live ones first."""
         return [contact.peer for contact in sorted(self._contacts, key=lambda each: not each.live)]
 
     def offset_seconds(self) -> float:
@@ -140,35 +157,35 @@ class Membership:
         return [contact.offset_seconds for contact in self._contacts if contact.live and contact.round_trip_seconds]
 
     def compare(self, mine: Sketch) -> dict[PeerId, Sketch]:
-        """Tell the others this sketch of our parameters from now on; returns those of the live, as they told last."""
-        self._greeter.sketch = sketches.pack(mine)
-        told = {each.peer: sketches.unpack(each.sketch) for each in self._contacts if each.live}
-        return {peer: numbers for peer, numbers in told.items() if numbers}
+        """From now on, send this sketch of our parameters; returns the latest sketch of each live peer."""
+        self._handshake.sketch = sketches.pack(mine)
+        received = {each.peer: sketches.unpack(each.sketch) for each in self._contacts if each.live}
+        return {peer: numbers for peer, numbers in received.items() if numbers}
 
     def rounds(self) -> dict[PeerId, int]:
-        """Of each of the others who is live, and not about to leave, the round that it says it is in."""
+        """The round of each other peer that is live and does not leave, as that peer says."""
         return {each.peer: each.round for each in self._contacts if each.live and not each.leaving}
 
     def hint(self, peer: PeerId, addresses: Sequence[str] = (), told_by: PeerId = "") -> PeerRecord | None:
-        """A peer may be found there; returns its contact, if it can have one.
+        """Note that a peer may be found at these addresses; returns its contact, if the table has a place for it.
 
         Args:
-            told_by: who told us; empty if we know it otherwise.
+            told_by: the peer that said so; empty if we know it otherwise.
         """
         contact = self._contacts.add(peer, addresses, told_by)
         if contact and self._group and contact.is_due(asyncio.get_running_loop().time()):
             contact.task = self._group.create_task(self._tend(contact))
         return contact
 
-    def _forgotten(self, contact: PeerRecord) -> None:
+    def _on_forget(self, contact: PeerRecord) -> None:
         contact.hello = None
         if contact.task:
             contact.task.cancel()
 
-    # -- life ---------------------------------------------------------------------------------------------------------
+    # -- running ------------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Watch the others, for ever."""
+        """Watch the other peers until cancelled."""
         async with task_group() as group:
             self._group = group
             try:
@@ -195,7 +212,7 @@ class Membership:
                 elif now >= contact.suspicion.due():
                     self._set_live(contact, False, f"silent for {contact.suspicion.patience_seconds:.1f} s")
                     contact.end_watch()
-            for peer in self._wanted():
+            for peer in self._dialing.wanted():
                 self.hint(peer)
             await asyncio.sleep(TICK_SECONDS)
 
@@ -205,8 +222,6 @@ class Membership:
             contact.live = live
             self._bump()
             log.info("%s is %s", contact.peer, "here" if live else f"gone: {why}")
-            if live:
-                self.on_met(contact.peer)
 
     def _bump(self) -> None:
         self.version += 1
@@ -215,7 +230,7 @@ class Membership:
     # -- watching -----------------------------------------------------------------------------------------------------
 
     async def _tend(self, contact: PeerRecord) -> None:
-        """Watch one peer; when that ends, it rests, ever longer, and holds no task meanwhile."""
+        """Watch one peer; when that ends, pause, ever longer, without a task."""
         while True:
             contact.greeted = None
             if not contact.live and contact.is_doubtful():
@@ -236,7 +251,7 @@ class Membership:
             return contact.rest(asyncio.get_running_loop().time(), self._contacts.wants(contact.peer))
 
     def _wake(self, contact: PeerRecord, now: float) -> None:
-        """Try one that rests, if its time has come or it has called us; who never answers, and nobody wants, goes."""
+        """Try a pausing peer that is due or has called us; forget one that never answers and is not wanted."""
         if not contact.is_due(now):
             return
         if contact.failures > MAX_FAILURES and not contact.nudge.is_set() and not self._contacts.wants(contact.peer):
@@ -246,7 +261,7 @@ class Membership:
 
     async def _cut(self, contact: PeerRecord) -> None:
         with suppress(PeerError):
-            await self._drop(contact.peer, asyncio.get_running_loop().time() + contact.patience_seconds)
+            await self._dialing.drop(contact.peer, asyncio.get_running_loop().time() + contact.patience_seconds)
 
     async def _watched(self, contact: PeerRecord) -> str:
         """Watch a peer for as long as it goes; returns why it ended."""
@@ -274,15 +289,15 @@ class Membership:
                 await self._turn(contact, dialling)
             limit.reschedule(loop.time() + contact.patience_seconds)
             if contact.addresses and (contact.cut or not contact.live):
-                await self._reach(peer, contact.addresses, loop.time() + contact.patience_seconds)
+                await self._dialing.reach(peer, contact.addresses, loop.time() + contact.patience_seconds)
             async with self._transport.open(peer, HELLO, loop.time() + WATCH_SECONDS) as stream:
                 await self._greet(contact, stream)
                 await dialling.aclose()
                 limit.reschedule(None)
-                await self._greeter.exchange(contact, stream, self._on_refusal)
+                await self._handshake.exchange(contact, stream, self._on_refusal)
 
     async def _turn(self, contact: PeerRecord, dialling: AsyncExitStack) -> None:
-        """Wait for one's turn to be dialled. Whom we know by hearsay has a long one, whoever else wants us to dial."""
+        """Wait for a turn to dial; peers known by hearsay only share a slow queue of their own."""
         if contact.told_by and contact.hello is None and not self._contacts.wants(contact.peer):
             await dialling.enter_async_context(self._hearsay)
             await asyncio.sleep(HEARSAY_SECONDS)
@@ -290,12 +305,12 @@ class Membership:
             await dialling.enter_async_context(self._dials)
 
     async def _greet(self, contact: PeerRecord, stream: Stream) -> None:
-        await stream.send(self._greeter.hello())
+        await stream.send(self._handshake.hello())
         answer = await stream.receive(wire.MAX_HEADER_BYTES)
         if isinstance(answer, HelloRejected):
             self._on_refusal(contact.peer, answer)
         welcome = wire.expect(answer, Welcome)
-        self._greeter.check(contact.peer, welcome.hello)
+        self._handshake.check(contact.peer, welcome.hello)
         if contact.is_older(welcome.hello):
             raise BadPayload("it greets us from an older life")
         self._meet(contact, welcome.hello)
@@ -304,16 +319,16 @@ class Membership:
         contact.failures, contact.greeted = 0, now
         contact.stale = contact.cut = False
         self._set_live(contact, True)
-        for each in welcome.known:  # only now: who is here is not forgotten for whom it introduces
+        for each in welcome.known:  # only now: a live peer is not forgotten in favour of those that it introduces
             if each.peer not in self._contacts:
                 self.hint(each.peer, each.addresses[:MAX_BELIEVED_ADDRESSES], told_by=contact.peer)
 
     def _on_refusal(self, peer: PeerId, refusal: HelloRejected) -> None:
-        """Somebody will have nothing to do with us; because another process has our identity, if it proves that."""
+        """A peer refuses us; it may prove that the reason is another process with our identity."""
         for other in refusal.other:
-            if not self._greeter.is_duplicate(other):
+            if not self._handshake.is_duplicate(other):
                 raise BadPayload("refuses us for another life of ours that it cannot prove")
-            self.on_twin(TWIN)
+            self._callbacks.on_duplicate_identity(DUPLICATE_IDENTITY)
         raise PeerGone(peer, f"it refuses us: {refusal.why}")
 
     # -- being watched ------------------------------------------------------------------------------------------------
@@ -322,7 +337,7 @@ class Membership:
         async with peer_timeout(ANSWER_SECONDS, peer, "it greets"):
             hello = wire.expect(await stream.receive(wire.MAX_HEADER_BYTES), Hello)
         try:
-            self._greeter.check(peer, hello)
+            self._handshake.check(peer, hello)
         except BadPayload as error:
             self._refuse(peer, str(error))
             return await stream.send(HelloRejected(str(error)[:200]))
@@ -332,9 +347,9 @@ class Membership:
         if contact.hello and contact.is_older(hello):
             return await stream.send(HelloRejected("another life of it is known here", (contact.hello,)))
         self._meet(contact, hello)
-        await stream.send(Welcome(self._greeter.hello(), self._known(peer)))
+        await stream.send(Welcome(self._handshake.hello(), self._known(peer)))
         contact.called()
-        await self._greeter.echo(contact, hello, stream)
+        await self._handshake.echo(contact, hello, stream)
 
     # -- greetings ----------------------------------------------------------------------------------------------------
 
@@ -358,7 +373,7 @@ class Membership:
         log.log(logging.WARNING if new else logging.DEBUG, "%s: %s", peer, why)
 
     def goodbye(self) -> None:
-        """Tell everybody at once that we are leaving."""
-        self._greeter.leaving = True
+        """Tell all peers at once that this one is leaving."""
+        self._handshake.leaving = True
         for contact in self._contacts:
             contact.hurry.set()

@@ -17,19 +17,20 @@ MAX_PEER_CHARACTERS = 64
 
 
 class PeerTable:
-    """Contacts by peer.
+    """Contacts by peer."""
 
-    Attributes:
-        on_forget: called with a contact that has had to go.
-    """
-
-    def __init__(self, me: PeerId, wanted: Callable[[], Iterable[PeerId]]) -> None:
+    def __init__(
+        self,
+        me: PeerId,
+        wanted: Callable[[], Iterable[PeerId]],
+        on_forget: Callable[[PeerRecord], None] = lambda contact: None,
+    ) -> None:
         """
         Args:
-            wanted: peers that always have a place.
+            wanted: returns the peers that always have a place.
+            on_forget: called with a contact that lost its place.
         """
-        self.on_forget: Callable[[PeerRecord], None] = lambda contact: None
-        self._me, self._wanted = me, wanted
+        self._me, self._wanted, self._on_forget = me, wanted, on_forget
         self._contacts: dict[PeerId, PeerRecord] = {}
 
     def __iter__(self) -> Iterator[PeerRecord]:
@@ -60,7 +61,7 @@ class PeerTable:
     def forget(self, contact: PeerRecord) -> None:
         """Its place is free again."""
         if self._contacts.pop(contact.peer, None):
-            self.on_forget(contact)
+            self._on_forget(contact)
 
     def _has_room(self, peer: PeerId, told_by: PeerId) -> bool:
         wanted = set(self._wanted())

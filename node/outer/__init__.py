@@ -1,1 +1,1 @@
-"""Outer rounds of one peer, with and without a shared anchor, and catching up."""
+"""The outer loop of a peer: train, average, step, report, with an outer state of all members or of its own."""

@@ -1,7 +1,7 @@
-"""From where a peer stands to the head of a judged chain: which state to start from, and the means since.
+"""Brings a peer's outer state to the head of a verified chain: a start state, and the means of the rounds since.
 
-Everything happens on a copy: until the last step is taken, the peer's own state stays as it is, and goes on being its
-state if the way turns out to be barred.
+Everything happens on a copy. The peer's own state stays as it is until the head is reached, and remains the peer's
+state if the head is not reached.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from protocols.sync.state_fetcher import StateFetcher
 log = logging.getLogger(__name__)
 
 VOUCHED_SECONDS = 30.0
-"""For a state that records vouch for, where former members have a later one."""
+"""For an attempt that starts from a state in the chain's records, where former members may have a later state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +45,15 @@ class CatchUpResult:
 class CatchUp:
     """One attempt to reach the head of `chain`.
 
-    The state comes first, then the rounds since, the oldest first; what was decided meanwhile is for the next attempt,
-    which has so much less to do.
+    The state comes first, then the rounds since, the oldest first. Rounds that were decided meanwhile are left to the
+    next attempt.
 
     Attributes:
-        chain: judged, and not necessarily the peer's own.
+        chain: verified, and not necessarily the peer's own.
         own: the peer's state, at `lineage`.
-        snapshots: that it kept, of this chain or another.
-        scratch: room for a mean, float32 (n); destroyed.
-        deadline: past it, it goes on only while it moves.
+        snapshots: that the peer kept, of this chain or another.
+        scratch: memory for a mean, float32 (n); overwritten.
+        deadline: past it, the attempt goes on only while it makes progress.
     """
 
     fetcher: StateFetcher
@@ -65,22 +65,24 @@ class CatchUp:
     deadline: Deadline
 
     async def run(self) -> CatchUpResult | None:
-        """Try the cheaper way first, then the other, then the last resort; None if none leads there."""
+        """Start from the cheaper state, then from the other, then from a former member's; None if all fail."""
         fetcher, loop = self.fetcher, asyncio.get_running_loop()
-        ways: list[tuple[int, Callable[[], Awaitable[CatchUpResult]]]] = []
+        attempts: list[tuple[int, Callable[[], Awaitable[CatchUpResult]]]] = []
         if offered := fetcher.offered(self.chain):
-            ways.append((fetcher.cost_bytes(self.chain, offered[0]), self._from_others))
+            attempts.append((fetcher.cost_bytes(self.chain, offered[0]), self._from_others))
         if start := self._nearest():
-            ways.append((fetcher.mean_bytes * self.chain.count_since(start[1]), lambda: self._from_own(*start)))
+            attempts.append((fetcher.mean_bytes * self.chain.count_since(start[1]), lambda: self._from_own(*start)))
         goal = self.chain.head.key.round
         if line := fetcher.trend.begins(loop.time(), goal, fetcher.sync_progress.fetched_bytes, fetcher.mean_bytes):
             fetcher.on_slow(line)
         try:
             last_resort = bool(fetcher.former_donors(self.chain.head))
-            for way in (*(way for _, way in sorted(ways, key=lambda each: each[0])), self._from_former):
-                try:  # where there is another way, one that leads nowhere may not take the time of all
-                    async with asyncio.timeout(VOUCHED_SECONDS if last_resort and way != self._from_former else None):
-                        reached = await way()
+            cheapest_first = [attempt for _, attempt in sorted(attempts, key=lambda each: each[0])]
+            for attempt in (*cheapest_first, self._from_former):
+                limit_seconds = VOUCHED_SECONDS if last_resort and attempt != self._from_former else None
+                try:  # where a former member may help, an attempt that fails must not take all the time
+                    async with asyncio.timeout(limit_seconds):
+                        reached = await attempt()
                 except (StateUnavailable, TimeoutError) as error:
                     log.info("the state before round %d is not reached: %s", goal + 1, error)
                     continue
@@ -92,7 +94,7 @@ class CatchUp:
         return None
 
     def _nearest(self) -> tuple[OuterState | Snapshot, bytes] | None:
-        """The latest state of ours that the chain vouches for, and its lineage."""
+        """The latest of this peer's states that the chain has on record, and its lineage."""
         states: list[tuple[OuterState | Snapshot, bytes]] = [(self.own, self.lineage)]
         states += [(snapshot, snapshot.lineage) for snapshot in self.snapshots]
         sound = []
@@ -104,7 +106,7 @@ class CatchUp:
 
     async def _from_own(self, start: OuterState | Snapshot, lineage: bytes) -> CatchUpResult:
         self.fetcher.sync_progress.begin(self.chain.count_since(lineage), self.fetcher.mean_bytes)
-        return await self._replayer(await self._copy(start), lineage)
+        return await self._replay(await self._copy(start), lineage)
 
     async def _from_others(self) -> CatchUpResult:
         sync_progress, offered = self.fetcher.sync_progress, self.fetcher.offered(self.chain)
@@ -112,7 +114,7 @@ class CatchUp:
         sync_progress.begin(since, self.fetcher.mean_bytes)
         snapshot = await self.fetcher.download(self.chain, self.deadline)
         sync_progress.rounds_whole = self.chain.count_since(snapshot.lineage)
-        return await self._replayer(await self._copy(snapshot), snapshot.lineage, snapshot)
+        return await self._replay(await self._copy(snapshot), snapshot.lineage, snapshot)
 
     async def _from_former(self) -> CatchUpResult:
         """The last resort: see `StateFetcher.from_former`."""
@@ -121,10 +123,10 @@ class CatchUp:
         return CatchUpResult(await self._copy(snapshot), 0, True, snapshot)
 
     async def _copy(self, source: OuterState | Snapshot) -> OuterState:
-        """A state of its own that is what `source` is.
+        """A new state that equals `source`.
 
         Raises:
-            Unavailable: the file of a snapshot fails.
+            StateUnavailable: the file of a snapshot fails.
         """
         state = await self.own.copy()
         if source is not self.own:
@@ -134,11 +136,11 @@ class CatchUp:
                 raise StateUnavailable(f"a snapshot cannot be read: {error.strerror or error}") from error
         return state
 
-    async def _replayer(self, state: OuterState, lineage: bytes, snapshot: Snapshot | None = None) -> CatchUpResult:
+    async def _replay(self, state: OuterState, lineage: bytes, snapshot: Snapshot | None = None) -> CatchUpResult:
         """Take the steps since a lineage again.
 
         Raises:
-            Unavailable: a mean is not to be had, or we come to another state than the others did.
+            StateUnavailable: a mean cannot be fetched, or this peer comes to another state than the others did.
         """
         replayed, finite = 0, True
         links = self.chain.since(lineage)
@@ -164,6 +166,6 @@ class CatchUp:
         return await self.fetcher.parts(link, self._until()) if link.record.averaged else []
 
     def _until(self) -> Deadline:
-        """For one mean: a long replay is not over as long as each of its rounds comes."""
+        """The deadline for one mean: a long replay goes on as long as each mean arrives in time."""
         slowest_seconds = STALL_SECONDS + self.fetcher.mean_bytes / SLOWEST_BYTES_PER_SECOND
         return max(self.deadline, asyncio.get_running_loop().time() + slowest_seconds)

@@ -1,7 +1,8 @@
-"""The end of a run of peers that share no anchor: waiting for the others to come to it, and closing exchanges.
+"""The end of a run whose peers have states of their own: waiting for the other peers, and closing exchanges.
 
-Rounds are each peer's own, so that peers come to the end one after the other. Who is there waits for the others while
-its state stays lent to them, and no longer than its last round of training took since somebody came last.
+Each peer counts its own rounds, so peers come to the end of the run one after the other. A peer that has come to it
+waits for the others, and goes on sharing its state with them. It waits no longer than its last round of training took
+since the last peer arrived.
 """
 
 from __future__ import annotations
@@ -26,55 +27,54 @@ from protocols.base import (
 WAIT_FLOOR_SECONDS, WAIT_LIMIT_SECONDS = 20.0, 600.0
 """For the others to come to the end: as long as this peer trained in its last round, within these."""
 LOOK_SECONDS = 0.25
-TOLD_SECONDS = 3.0
-"""Sketches travel with pulses: so long, and until all have told another than before, their new ones are waited for."""
+SKETCH_SECONDS = 3.0
+"""Sketches travel with heartbeats: a peer waits so long at most for the others' new sketches."""
 
 
 @dataclass(slots=True)
 class ClosingResult:
-    """What came of closing exchanges.
+    """What came of the closing exchanges.
 
     Attributes:
-        mean: of the exchanges, those included that others had with the state while it waited.
-        exchanges: that held, of this peer's own.
+        mean: of the exchanges, including those that others had with the state while it waited.
+        exchanges: number of this peer's own exchanges that held.
         half_exchanges, mass_drift: as in a session.
-        told: of the others that were there for it, the sketches that they had told before it.
+        sketches: what each peer that took part had sent before; None: it had sent none.
     """
 
     mean: AveragingResult = field(default_factory=lambda: AveragingResult(Outcome.SKIPPED))
     exchanges: int = 0
     half_exchanges: int = 0
     mass_drift: float = 0.0
-    told: Mapping[PeerId, Sketch | None] = field(default_factory=dict)
+    sketches: Mapping[PeerId, Sketch | None] = field(default_factory=dict)
 
     def follows(self, last: AveragingResult) -> AveragingResult:
-        """The last round's mean and these exchanges as one."""
-        bytes_sent, bytes_received = (
-            last.bytes_sent + self.mean.bytes_sent,
-            last.bytes_received + self.mean.bytes_received,
-        )
-        both = joined(replace(last, bytes_sent=bytes_sent, bytes_received=bytes_received), self.mean.contributions)
+        """Merge these exchanges into the last round's mean."""
+        sent, received = last.bytes_sent + self.mean.bytes_sent, last.bytes_received + self.mean.bytes_received
+        both = joined(replace(last, bytes_sent=sent, bytes_received=received), self.mean.contributions)
         return replace(both, blamed=(*last.blamed, *self.mean.blamed))
 
 
 class ClosingPhase:
-    """Attributes:
-    rounds: of each of the others who is here and not about to leave, the round that it is in.
+    """The end of a run at one peer.
+
+    Attributes:
+        rounds: the round of each other peer that is live and does not leave.
     """
 
     def __init__(self, averager: ClosingAverager, run_rounds: int, rounds: Callable[[], Mapping[PeerId, int]]) -> None:
         """
         Args:
-            run_rounds: so many rounds is the run long.
+            run_rounds: the length of the run, in rounds.
         """
         self._averager, self._run_rounds, self.rounds = averager, run_rounds, rounds
 
     def is_due(self, round_number: int) -> bool:
-        """Whether a peer that is about to begin this round is through, and not alone."""
+        """Whether a peer that is about to begin this round has come to the end of the run, and is not alone."""
         return round_number >= self._run_rounds and bool(self.rounds())
 
     def behind(self) -> tuple[PeerId, ...]:
-        """Who has not come to the end."""
+        """Peers that have not come to the end of the run."""
         return tuple(peer for peer, number in self.rounds().items() if number < self._run_rounds)
 
     async def run(
@@ -83,15 +83,15 @@ class ClosingPhase:
         key: RoundKey,
         seconds: tuple[float, float],
         on_enter: Callable[[ClosingSession], None],
-        told: Callable[[], Mapping[PeerId, Sketch]],
+        sketches: Callable[[], Mapping[PeerId, Sketch]],
     ) -> ClosingResult:
-        """Wait for the others, then average with those who are there.
+        """Wait for the other peers, then average with those that have come to the end.
 
         Args:
             key: of the last round, in which all of this counts.
             seconds: that the last round of training took, and that a round may take.
-            on_enter: called with the session: setting its `cut` ends this soon.
-            told: the sketches that the others have told.
+            on_enter: called with the session; setting the session's `cut` ends the phase soon.
+            sketches: returns the last sketches of the others.
         """
         wait_seconds = min(max(WAIT_FLOOR_SECONDS, seconds[0]), WAIT_LIMIT_SECONDS)
         head = Head(key, (self._averager.me,), key.lineage, key.lineage)
@@ -99,11 +99,11 @@ class ClosingPhase:
         async with self._averager.enter(head, deadline) as session:
             on_enter(session)
             mixing.share(session)
-            await self._gathered(wait_seconds, session.cut)
+            await self._gather(wait_seconds, session.cut)
             await mixing.reclaim(session)
             early, undone = mixing.held, mixing.undone
             here = [peer for peer, number in self.rounds().items() if number >= self._run_rounds]
-            before = told()
+            before = sketches()
             mean = await mixing.close(session, here)
         return ClosingResult(
             joined(mean, early),
@@ -113,8 +113,8 @@ class ClosingPhase:
             {peer: before.get(peer) for peer in here},
         )
 
-    async def _gathered(self, wait_seconds: float, cut: asyncio.Event) -> None:
-        """Wait until nobody is behind any more, or nobody has come for so long; twice that in all."""
+    async def _gather(self, wait_seconds: float, cut: asyncio.Event) -> None:
+        """Wait until no peer is behind, or none has arrived for so long; at most twice as long in all."""
         loop = asyncio.get_running_loop()
         limit = loop.time() + 2 * wait_seconds
         until, behind = loop.time() + wait_seconds, set(self.behind())

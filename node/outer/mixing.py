@@ -1,11 +1,11 @@
-"""What of a peer's round travels where no anchor is shared, and how that, and what others bring, becomes its state.
+"""The vectors that a peer with a state of its own exchanges, and how what it receives becomes part of that state.
 
-    StateMixing     its own outer step, then the mean of stepped states: the step is linear, so that to average stepped
-                    states is to step the averages
-    PullMixing      what it brings to NoLoCo's step (`node.outer.noloco`), and then the step by the mean
+    StateMixing     the peer's own outer step, then the mean of stepped states: the step is linear, so the mean of
+                    stepped states is the step of the means
+    PullMixing      the peer's contribution to NoLoCo's step (`node.outer.noloco`), then the step by the mean
 
-Both ways others may average with a peer that still trains: a pseudo-gradient is measured from the parameters that the
-trainer was written with, wherever the state has moved meanwhile.
+With either, others may average with a peer that still trains: a pseudo-gradient is measured from the parameters that
+the trainer was written with, wherever the state has moved meanwhile.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from protocols.sync.snapshot import Snapshot
 from protocols.vectors import norm
 
 OfferCallback = Callable[[LocalProgress], LocalProgress]
-"""Makes of work what others hear of it."""
+"""Returns the work as it is offered to other peers."""
 NOWHERE = "its own step led to parameters that are not finite: it is left out"
 NO_MEAN = "the mean is not finite: it keeps its own state"
 
 
 class MixingStrategy(ABC):
-    """The state of one peer, through its rounds: `share`, `reclaim`, `mix`, and `begin` again.
+    """Exchanges one peer's state in each round: `share`, `reclaim`, `mix`, and `begin` again.
 
     Attributes:
-        held: of whom the state holds something that came in while it was lent, in this round.
-        undone: exchanges of this round that are in nothing of ours any more: the others have moved, and we have not.
+        held: peers whose vectors entered the state while it was shared, in this round.
+        undone: exchanges of this round that this peer gave up: the others have moved, and this peer has not.
     """
 
     def __init__(self, state: OuterState, trainer: Trainer, compute: Compute, me: PeerId) -> None:
@@ -58,12 +58,12 @@ class MixingStrategy(ABC):
         self._delta = torch.empty_like(state.anchor)
 
     async def begin(self) -> None:
-        """Let the trainer stand where the state does."""
+        """Write the state to the trainer, for the next round."""
         await self._trainer.write(self._state.anchor)
         await self._compute.run(lambda: self._origin.copy_(self._state.anchor), 8 * len(self._origin))
 
     async def take(self, snapshot: Snapshot) -> None:
-        """Take up a state that was kept, or another peer's, between two rounds.
+        """Take a kept state, or another peer's, between two rounds.
 
         Raises:
             OSError: it cannot be read; the state is what it was.
@@ -83,56 +83,53 @@ class MixingStrategy(ABC):
         """Let others average with this peer while it trains."""
 
     async def reclaim(self, session: IndependentSession) -> None:
-        """The training is over: what came in meanwhile is in the state, and nothing comes any more."""
+        """Stop sharing after training: what arrived meanwhile is in the state."""
         self.undone, self.held = 0, await session.reclaim()
 
     @abstractmethod
     async def mix(
         self, session: IndependentSession, work: LocalProgress, offer: OfferCallback
     ) -> tuple[AveragingResult, LocalProgress]:
-        """Step along what was trained, and average with whom one meets.
+        """Step along what was trained, and average with the partners.
 
         Returns:
-            What became of the averaging, and the work as it counts: nothing, where it led nowhere.
+            What became of the averaging, and the work as it counts: none, where its step was not finite.
         """
 
     async def close(self, session: ClosingSession, here: Collection[PeerId]) -> AveragingResult:
-        """Closing exchanges with those who are here: whole states are averaged, parameters and momentum.
-
-        Whatever travels in a round: nothing is made of it afterwards any more.
-        """
+        """Average whole states, parameters and momentum, with the peers that have come to the end of the run."""
         into = [self._origin, self._delta]
-        return await self._adopted(await session.close([self._state.anchor, self._state.velocity], into, here))
+        return await self._adopt(await session.close([self._state.anchor, self._state.velocity], into, here))
 
-    async def _adopted(self, mean: AveragingResult) -> AveragingResult:
-        """What was averaged into `_origin` and `_delta` is our state, if it is anything good."""
+    async def _adopt(self, mean: AveragingResult) -> AveragingResult:
+        """Make the mean in `_origin` and `_delta` this peer's state, if it is committed and finite."""
         state, into = self._state, [self._origin, self._delta]
         if mean.outcome is not Outcome.COMMITTED:
             return replace(mean, outcome=Outcome.SKIPPED)
         if not await self._compute.run(lambda: math.isfinite(norm(into)), 8 * len(self._delta)):
-            return self._given_up(mean, NO_MEAN)
+            return self._give_up(mean, NO_MEAN)
         state.anchor, self._origin = self._origin, state.anchor
         state.velocity, self._delta = self._delta, state.velocity
         return mean
 
     async def _read(self) -> None:
-        """The pseudo-gradient of this round, into `_delta`."""
+        """Read the pseudo-gradient of this round into `_delta`."""
         delta = self._delta
         await self._trainer.read(delta)
         await self._compute.run(lambda: pseudo_gradient(self._origin, delta, delta), 4 * len(delta))
 
-    def _stand_still(self) -> None:
-        """We stand where the training began, and nothing that came in meanwhile is in our state."""
+    def _revert(self) -> None:
+        """Return to where the training began, and give up what arrived meanwhile."""
         self._state.anchor.copy_(self._origin)
         self._state.velocity.zero_()
         self._undo(self.held)
         self.held = {}
 
     def _undo(self, held: Mapping[PeerId, Contribution]) -> None:
-        """What was averaged with these is given up."""
+        """Give up what was averaged with these peers."""
         self.undone += sum(len(each.messages) for each in held.values())
 
-    def _given_up(self, mean: AveragingResult, why: str) -> AveragingResult:
+    def _give_up(self, mean: AveragingResult, why: str) -> AveragingResult:
         self._undo(mean.contributions)
         blamed = (*mean.blamed, PeerFault(self._me, why))
         return replace(mean, outcome=Outcome.SKIPPED, contributions={}, weights={}, blamed=blamed)
@@ -153,32 +150,32 @@ class StateMixing(MixingStrategy):
         return (mean if stepped else replace(mean, blamed=(*mean.blamed, PeerFault(self._me, NOWHERE)))), work
 
     async def _step(self, work: LocalProgress) -> bool:
-        """Our own outer step along what was trained, if it was anything; False if it led nowhere."""
+        """Take the peer's own outer step along what was trained, if anything was; False if it was not finite."""
         if not work.tokens:
             return True
         await self._read()
         if await self._state.advance(self._delta):
             return True
-        self._stand_still()
+        self._revert()
         return False
 
     async def _average(self, session: IndependentSession, work: LocalProgress) -> AveragingResult:
-        """What comes of it is our state, if anything good does."""
+        """Average the state, parameters and momentum, with the partners."""
         into = [self._origin, self._delta]
-        return await self._adopted(await session.average([self._state.anchor, self._state.velocity], work, into))
+        return await self._adopt(await session.average([self._state.anchor, self._state.velocity], work, into))
 
 
 class PullMixing(MixingStrategy):
-    """What a peer brings to NoLoCo's step travels; parameters are pulled together through momenta that are its own.
+    """Contributions to NoLoCo's step travel; each peer's own momentum pulls the parameters together.
 
-    What was brought stays lent through the next round's training: the step is amended by what comes in by then.
+    A contribution stays shared through the next round's training: what arrives by then amends the step.
     """
 
     def __init__(self, state: OuterState, trainer: Trainer, compute: Compute, me: PeerId, rule: NoLoCo) -> None:
         super().__init__(state, trainer, compute, me)
         self._rule = rule
-        self._lent = torch.empty_like(state.anchor)  # the mean that the last step was taken by, as others move it
-        self._stepped = False  # whether there is one; as it was, it is in `_delta`
+        self._shared = torch.empty_like(state.anchor)  # the mean of the last step, which exchanges since have moved
+        self._stepped = False  # whether there was a step; its mean, as it was then, is in `_delta`
 
     async def take(self, snapshot: Snapshot) -> None:
         self._stepped = False
@@ -186,17 +183,17 @@ class PullMixing(MixingStrategy):
 
     def share(self, session: IndependentSession) -> None:
         if self._stepped:
-            session.share([self._lent])
+            session.share([self._shared])
 
     async def reclaim(self, session: IndependentSession) -> None:
         await super().reclaim(session)
-        if self.held and not await self._compute.run(self._amend, 12 * len(self._lent)):
+        if self.held and not await self._compute.run(self._amend, 12 * len(self._shared)):
             self._undo(self.held)
             self.held = {}
         self._stepped = False
 
     def _amend(self) -> bool:
-        torch.sub(self._lent, self._delta, out=self._delta)
+        torch.sub(self._shared, self._delta, out=self._delta)
         if not math.isfinite(norm([self._delta])):
             return False
         self._rule.amend(self._state.anchor, self._state.velocity, self._delta)
@@ -205,19 +202,19 @@ class PullMixing(MixingStrategy):
     async def mix(
         self, session: IndependentSession, work: LocalProgress, offer: OfferCallback
     ) -> tuple[AveragingResult, LocalProgress]:
-        whole = not diverged(work) and await self._bring(work)
+        whole = not diverged(work) and await self._contribute(work)
         if not whole:
             work = nothing_of(work)
-            await self._bring(work)
+            await self._contribute(work)
         work = offer(work)
         mean = await self._average(session, work)
         if not await self._step():
-            self._stand_still()
-            return self._given_up(mean, NOWHERE), work
+            self._revert()
+            return self._give_up(mean, NOWHERE), work
         return (mean if whole else replace(mean, blamed=(*mean.blamed, PeerFault(self._me, NOWHERE)))), work
 
-    async def _bring(self, work: LocalProgress) -> bool:
-        """Make what we bring, into `_delta`; who trained nothing has no pseudo-gradient. Whether it is finite."""
+    async def _contribute(self, work: LocalProgress) -> bool:
+        """Compute the contribution into `_delta`; returns whether it is finite. Without work, Δ is zero."""
         if work.tokens:
             await self._read()
         else:
@@ -230,25 +227,25 @@ class PullMixing(MixingStrategy):
         return await self._compute.run(make, 12 * len(self._delta))
 
     async def _average(self, session: IndependentSession, work: LocalProgress) -> AveragingResult:
-        """The mean to step by, into `_lent`: without others, what we bring."""
-        mean = await session.average([self._delta], work, [self._lent])
+        """Average the contributions into `_shared`; without partners it is this peer's own."""
+        mean = await session.average([self._delta], work, [self._shared])
         if mean.outcome is not Outcome.COMMITTED:
             mean = replace(mean, outcome=Outcome.SKIPPED)
-        elif not await self._compute.run(lambda: math.isfinite(norm([self._lent])), 4 * len(self._lent)):
-            mean = self._given_up(mean, NO_MEAN)
+        elif not await self._compute.run(lambda: math.isfinite(norm([self._shared])), 4 * len(self._shared)):
+            mean = self._give_up(mean, NO_MEAN)
         if mean.outcome is Outcome.SKIPPED:
-            await self._compute.run(lambda: self._lent.copy_(self._delta), 8 * len(self._lent))
+            await self._compute.run(lambda: self._shared.copy_(self._delta), 8 * len(self._shared))
         return mean
 
     async def _step(self) -> bool:
-        """Step by the mean; False if that led nowhere."""
-        if not await self._state.advance(self._lent):
+        """Step by the mean; False if the result is not finite."""
+        if not await self._state.advance(self._shared):
             return False
-        await self._compute.run(lambda: self._delta.copy_(self._lent), 8 * len(self._lent))
+        await self._compute.run(lambda: self._delta.copy_(self._shared), 8 * len(self._shared))
         self._stepped = True
         return True
 
 
 def nothing_of(work: LocalProgress) -> LocalProgress:
-    """That work, if it is worth nothing."""
+    """The work, without tokens: its step was not finite."""
     return replace(work, tokens=0, norm=0.0)

@@ -1,11 +1,15 @@
-"""What both kinds of replica do in a round: train, offer the work while it grows, and tell what became of it."""
+"""What the outer loops of both kinds share: the outer state, a round's training, offers of work, and the report.
+
+`node.outer.replicated_loop.ReplicatedOuterLoop` and `node.outer.independent_loop.IndependentOuterLoop` run the rounds:
+train, average, step, report.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -33,34 +37,76 @@ FIRST_ROUND_LIMIT_SECONDS = 3600.0
 ROUND_LIMIT_MULTIPLE = 10.0
 ROUND_LIMIT_FLOOR_SECONDS = 60.0
 FIRST_STEP_SECONDS = 2.0
-"""Who is asked to leave with nothing in hand waits so long for its first step, and goes with that."""
+"""A leaving peer that has trained nothing yet waits so long for its first step, and hands that in."""
+
+
+def _ignore_progress(phase: str, work: LocalProgress) -> None:
+    """For an outer loop whose progress is not shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class OuterLoopDeps:
+    """What an outer loop of either kind works with.
+
+    Attributes:
+        compute: runs arithmetic over whole vectors.
+        anchor: outer parameters that the run starts from, float32 (n); the outer loop owns them from now on. A joiner,
+            which has yet to fetch them, may bring any.
+        snapshots: keeps copies of the outer state, for this peer and for others; None: none are kept.
+        checkpoints: writes the outer state to the disk, into the same `snapshots`; None: none are written.
+        on_progress: called with `training` or `averaging` and the work of the round so far.
+    """
+
+    trainer: Trainer
+    compute: Compute
+    anchor: Vector
+    snapshots: Snapshots | None = None
+    checkpoints: CheckpointManager | None = None
+    on_progress: Callable[[str, LocalProgress], None] = _ignore_progress
+
+
+@dataclass(frozen=True, slots=True)
+class RoundResult:
+    """What one round came to at this peer.
+
+    Attributes:
+        key: of the round.
+        anchor: lineage of the state that the work was measured from, 32 bytes.
+        mean: what the averager returned; COMMITTED only if the mean was applied.
+        seconds: what the round took, by the names of its laps: `train` and `average`.
+        finite: whether every parameter was finite after the outer step.
+        outcome: as the report names it; empty: that of the mean.
+    """
+
+    key: RoundKey
+    anchor: bytes
+    mean: AveragingResult
+    work: LocalProgress
+    seconds: Mapping[str, float]
+    finite: bool = True
+    outcome: str = ""
 
 
 class OuterLoop:
     """A peer's outer state, and its work in one round after the other.
 
     Attributes:
-        state: parameters and momentum.
-        leaving: the round under way is this peer's last, and shall end at once.
-        last: it is the last, and ends as any other.
-        waiting_for: whom the round waits for, as far as this peer can tell.
-        on_phase: called with `training` or `averaging` and what was trained so far, as a round goes on.
+        me: this peer.
+        state: outer parameters and momentum.
+        leaving: this peer leaves: the round under way is its last, and ends as soon as it can.
     """
 
     SHARES_ANCHOR: ClassVar[bool] = True
-    """Whether all measure their work from one state."""
+    """Whether all peers measure their work from one state."""
 
-    def __init__(
-        self, trainer: Trainer, outer: OuterSGD | NoLoCo, compute: Compute, anchor: Vector, snapshots: Snapshots | None,
-        checkpoints: CheckpointManager | None,
-    ) -> None:  # fmt: skip
-        self.trainer = trainer
-        self._compute, self._snapshots, self._checkpoints = compute, snapshots, checkpoints
-        self.state = OuterState(anchor, torch.zeros_like(anchor), outer, compute)
-        self.leaving = self.last = False
-        self.on_phase: Callable[[str, LocalProgress], None] = lambda phase, work: None
-        self.waiting_for: Callable[[], Sequence[PeerId]] = tuple
-        self._empty_handed = False  # leaves even if it has nothing to hand in
+    def __init__(self, me: Member, optimizer: OuterSGD | NoLoCo, deps: OuterLoopDeps) -> None:
+        self.me, self.trainer, self.leaving = me, deps.trainer, False
+        self.state = OuterState(deps.anchor, torch.zeros_like(deps.anchor), optimizer, deps.compute)
+        self._compute, self._snapshots, self._checkpoints = deps.compute, deps.snapshots, deps.checkpoints
+        self._on_progress = deps.on_progress
+        self._waiting_for: Callable[[], Sequence[PeerId]] = tuple
+        self._last_round = False
+        self._may_leave_without_work = False
         self._offer_again: Callable[[], None] = lambda: None
         self._limit_seconds = FIRST_ROUND_LIMIT_SECONDS
         self._trained = TrainingDelta()
@@ -75,8 +121,16 @@ class OuterLoop:
         """Outer momentum m, float32 (n)."""
         return self.state.velocity
 
+    def waiting_for(self) -> Sequence[PeerId]:
+        """Peers that the round waits for, as far as this peer can tell."""
+        return self._waiting_for()
+
+    def set_last_round(self, last: bool) -> None:
+        """Say whether the next round is this peer's last; it ends as any other, and its offer says so."""
+        self._last_round = last
+
     async def start_from(self, snapshot: Snapshot) -> None:
-        """Take up the state of a former life, where this peer stands; `settle` follows.
+        """Restore the outer state of an earlier incarnation from a snapshot; call `settle` afterwards.
 
         Raises:
             OSError: it cannot be read.
@@ -94,13 +148,13 @@ class OuterLoop:
             await self.state.keep(snapshots, key)
 
     def leave(self) -> None:
-        """Hand in what there is, as soon as the others can: this peer goes when the round is over."""
+        """Offer the work so far as final: this peer leaves when the round is over."""
         self.leaving = True
         self._offer_again()
         asyncio.get_running_loop().call_later(FIRST_STEP_SECONDS, self._leave_with_nothing)
 
     def _leave_with_nothing(self) -> None:
-        self._empty_handed = True
+        self._may_leave_without_work = True
         self._offer_again()
 
     async def _train(
@@ -115,42 +169,43 @@ class OuterLoop:
             The work, and the tokens of each offer that was made of it.
         """
         offers: list[int] = []
-        self.waiting_for = session.waiting_for
+        self._waiting_for = session.waiting_for
 
         def offer(work: LocalProgress) -> None:
             self._offer_again = lambda: session.offer(self._offered(work, state_root))
             session.offer(offered := self._offered(work, state_root))
             offers.append(offered.tokens)
-            self._show("training", work)
+            self._show_progress("training", work)
 
         return await self.trainer.train(key, session.cut, offer, surplus), offers
 
-    def _show(self, phase: str, work: LocalProgress) -> None:
+    def _show_progress(self, phase: str, work: LocalProgress) -> None:
         self._trained.hear(work)
-        self.on_phase(phase, replace(work, tokens=self._trained.tokens, seconds=self._trained.seconds))
+        self._on_progress(phase, replace(work, tokens=self._trained.tokens, seconds=self._trained.seconds))
 
     def _offered(self, work: LocalProgress, state_root: bytes) -> LocalProgress:
         """Work as the others hear of it: bound to our state, and nothing if it diverged."""
         if diverged(work):
             work = replace(work, tokens=0, norm=0.0)
-        if (self.leaving and (work.tokens or self._empty_handed)) or (self.last and work.complete):
+        if (self.leaving and (work.tokens or self._may_leave_without_work)) or (self._last_round and work.complete):
             work = replace(work, complete=True, leaving=True)
         return replace(work, state_root=state_root)
 
-    def _took(self, watch: LapTimer) -> None:
-        """A round has gone well, which says how long another may take."""
+    def _learn_limit(self, watch: LapTimer) -> None:
+        """Set how long the next round may take, from a round that went well."""
         self._limit_seconds = max(ROUND_LIMIT_FLOOR_SECONDS, ROUND_LIMIT_MULTIPLE * watch.total())
 
-    def _report(
-        self, me: Member, key: RoundKey, lineage: bytes, anchor: bytes, mean: AveragingResult, work: LocalProgress,
-        seconds: Mapping[str, float], time: float,
-    ) -> RoundReport:  # fmt: skip
-        """What became of the round that extends `key.lineage`, now that this peer stands at `lineage`."""
+    def _report(self, done: RoundResult, lineage: bytes, time: float) -> RoundReport:
+        """The report of a round.
+
+        Args:
+            lineage: where this peer stands after it.
+            time: of the wall clock.
+        """
+        me, key, mean, anchor = self.me, done.key, done.mean, done.anchor.hex()
         trained_tokens, trained_seconds = self._trained.take()
         known = mean.contributions if self.SHARES_ANCHOR else {me.peer}  # else a state comes without its lineage
-        counted = {
-            p: (anchor.hex() if p in known else "", c.chunks_counted, c.chunks) for p, c in mean.contributions.items()
-        }
+        counted = {p: (anchor if p in known else "", c.chunks_counted, c.chunks) for p, c in mean.contributions.items()}
         return RoundReport(
             run=key.run.hex(),
             peer=me.peer,
@@ -158,19 +213,19 @@ class OuterLoop:
             round=key.round,
             parent=key.lineage.hex(),
             lineage=lineage.hex(),
-            anchor_lineage=anchor.hex(),
-            outcome=str(mean.outcome),
+            anchor_lineage=anchor,
+            outcome=done.outcome or str(mean.outcome),
             peers=mean.peers,
             contributions=counted,
             blamed={blame.peer: blame.why for blame in mean.blamed},
-            finite=True,
+            finite=done.finite,
             weight=mean.weights.get(me.peer, math.nan if me.peer in mean.peers else 0.0),
             tokens=trained_tokens,
-            loss=work.loss,
+            loss=done.work.loss,
             params_hash=self.state.index.parameters_root.hex(),
             seconds_train=trained_seconds,
-            seconds_wait=max(0.0, seconds["train"] - trained_seconds),
-            seconds_average=seconds["average"],
+            seconds_wait=max(0.0, done.seconds["train"] - trained_seconds),
+            seconds_average=done.seconds["average"],
             bytes_sent=mean.bytes_sent,
             bytes_received=mean.bytes_received,
             time=time,
@@ -178,5 +233,5 @@ class OuterLoop:
 
 
 def diverged(work: LocalProgress) -> bool:
-    """Not finite, or more than an offer can say: a plan that held such an offer would be refused by everybody."""
+    """Whether the work is not finite, or larger than an offer can say: all peers would refuse a plan with it."""
     return not work.norm <= MAX_NORM

@@ -1,4 +1,4 @@
-"""Where a peer stands in its run, as far as those must know who do not care how it averages."""
+"""Where a peer stands in its run, for code to which it does not matter how the peer averages."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class RoundHistory(Protocol):
 
     @property
     def trained(self) -> int:
-        """Rounds of training so far: what a run is long."""
+        """Rounds of training so far; a run has a set number of them."""
 
     def members(self, limit: int) -> Iterable[Member]:
-        """Whom it knows as members, the latest first."""
+        """The members that it knows, the latest first."""
 
 
 class LocalHistory:
-    """The rounds of one peer, in which nobody else has a voice: a roster of itself, and roots of states as lineages.
+    """The rounds of one peer by itself: a roster of this peer, and roots of its states as lineages.
 
     Attributes:
         key: of the next round.
@@ -33,10 +33,14 @@ class LocalHistory:
     def __init__(self, me: Member, key: RoundKey) -> None:
         """
         Args:
-            key: of the first round; what its lineage is shows when the state is hashed.
+            key: of the first round; its lineage is not known before the state is hashed.
         """
         self.key = key
         self._me = me
+
+    def move_to(self, key: RoundKey) -> None:
+        """Set the key of the next round: this peer stands before another round, or at another state."""
+        self.key = key
 
     @property
     def head(self) -> Head:

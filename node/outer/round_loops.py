@@ -1,4 +1,4 @@
-"""The rounds of one peer, one after the other, and catching up wherever one was decided without it."""
+"""The rounds of one peer, one after the other, and catching up with rounds that were decided without it."""
 
 from __future__ import annotations
 
@@ -12,36 +12,35 @@ from protocols.sync.chain_sync import ChainSync
 from protocols.sync.independent_sync import IndependentStateSync
 
 CATCH_UP_SECONDS = 120.0
-"""To find out what was decided, and until something comes in: what moves goes on."""
+"""To find out what was decided, and to receive the first bytes; a transfer that makes progress goes on for longer."""
 AGAIN_SECONDS, NEAR_ROUNDS = 1.0, 2
-"""Who took longer to catch up, over more rounds, catches up again with what was decided meanwhile, which is less."""
+"""A peer that took longer to catch up, over more rounds, catches up again: fewer rounds were decided meanwhile."""
 MAX_PASSES = 16
-"""So often in a row: then the others look no nearer, and a round may tell what is decided just now."""
+"""Times in a row that a peer catches up; then it enters a round, which tells what is decided just now."""
 PAUSE_SECONDS = 1.0
-"""Before a round that ended without a decision is tried again: whoever is ahead needs a moment, too."""
+"""Before a round that ended without a decision is tried again: peers that are ahead need a moment, too."""
 
 
 async def run_replicated_rounds(
     outer_loop: ReplicatedOuterLoop,
     sync: ChainSync,
     wall: Callable[[], float],
-    goes_on: Callable[[], bool],
-    tell: Callable[[str, str], None] = lambda state, reason: None,
+    should_continue: Callable[[], bool],
+    set_state: Callable[[str, str], None] = lambda state, reason: None,
 ) -> AsyncIterator[RoundReport]:
-    """Run rounds for as long as `goes_on` says; yields a report for each, and for each time that it caught up.
+    """Run rounds while `should_continue` says so; yields a report for each, and for each time that the peer caught up.
 
-    What it cost to try, where that came to nothing, is in the report of the round that follows.
+    The cost of an attempt to catch up that failed is in the report of the round that follows.
 
     Args:
-        tell: told, in words, what this peer does and why, where it is not a round.
+        set_state: called with what this peer does and why, where that is not a round.
     """
-    me = outer_loop.averager.me
     loop = asyncio.get_running_loop()
-    behind, passes = me not in outer_loop.chain.head.roster, 0
-    while goes_on():
+    behind, passes = outer_loop.me not in outer_loop.chain.head.roster, 0
+    while should_continue():
         tried = None
         if behind:
-            tell("syncing", "others may be ahead: asking them what was decided, and for the state")
+            set_state("syncing", "others may be ahead: asking them what was decided, and for the state")
             began = loop.time()
             tried = await outer_loop.catch_up(sync, wall, began + CATCH_UP_SECONDS)
             if tried.outcome == Outcome.SUPERSEDED:
@@ -52,7 +51,7 @@ async def run_replicated_rounds(
             if not passes:
                 await asyncio.sleep(PAUSE_SECONDS)
         passes = 0
-        report = await outer_loop.run_round(me, wall)
+        report = await outer_loop.run_round(wall)
         yield report.after(tried) if tried else report
         behind = report.outcome in (Outcome.UNDECIDED, Outcome.SUPERSEDED)
         sync.stranded = report.outcome == Outcome.UNDECIDED
@@ -62,18 +61,18 @@ async def run_independent_rounds(
     outer_loop: IndependentOuterLoop,
     state_sync: IndependentStateSync,
     wall: Callable[[], float],
-    goes_on: Callable[[], bool],
-    tell: Callable[[str, str], None] = lambda state, reason: None,
+    should_continue: Callable[[], bool],
+    set_state: Callable[[str, str], None] = lambda state, reason: None,
 ) -> AsyncIterator[RoundReport]:
-    """The same where no anchor is shared: a newcomer, and who went astray, fetches another's state.
+    """The same where each peer has a state of its own: a joiner, and a peer that went astray, fetches another's state.
 
-    Who went astray tries once after each round: mixing goes on meanwhile, and is the other cure.
+    A peer that went astray tries once after each round: meanwhile it goes on averaging, which may bring it back, too.
     """
     loop = asyncio.get_running_loop()
     tried: RoundReport | None = None
-    while goes_on():
+    while should_continue():
         if outer_loop.seeks_state:
-            tell("syncing", "fetching a state from a peer that has one")
+            set_state("syncing", "fetching a state from a peer that has one")
             report = await outer_loop.catch_up(state_sync, wall, loop.time() + CATCH_UP_SECONDS)
             report = report.after(tried) if tried else report
             tried = None if report.outcome == Outcome.SUPERSEDED else report

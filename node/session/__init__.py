@@ -1,1 +1,1 @@
-"""Composition root and lifetime of one peer: `peer.py` builds the parts, `peer_session.py` uses them in one run."""
+"""The lifetime of one peer: `peer.py` builds the parts, `peer_session.py` runs the rounds of one run with them."""

@@ -48,12 +48,12 @@ may be sent only when the next round has begun at its sender."""
 def with_failpoints(
     transport: Transport, trainer: RemoteTrainer, rounds: Path
 ) -> tuple[Transport, RemoteTrainer, Journal]:
-    """What a peer meets the world by, with a journal at that path: as it is, or telling of its points if asked to."""
+    """Wrap transport, trainer and journal so that they report failpoints, if the environment says so."""
     if not (path := os.environ.get(VARIABLE)):
         return transport, trainer, Journal(rounds)
     trace = FailpointClient(path)
-    told = FailpointTransport(trace, transport), FailpointTrainer(trace, trainer), FailpointJournal(trace, rounds)
-    return cast(tuple[Transport, RemoteTrainer, Journal], told)
+    wrapped = FailpointTransport(trace, transport), FailpointTrainer(trace, trainer), FailpointJournal(trace, rounds)
+    return cast(tuple[Transport, RemoteTrainer, Journal], wrapped)
 
 
 class FailpointClient:

@@ -1,4 +1,4 @@
-"""A peer's replica and all that belongs to its kind, put together for the protocol of its run."""
+"""Builds a peer's outer loop, and what belongs to it, for the protocol of its run."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from pathlib import Path
 from node.config.run_config import RunConfig
 from node.membership.membership import Membership
 from node.outer.closing import ClosingPhase
-from node.outer.independent_loop import IndependentOuterLoop
+from node.outer.independent_loop import IndependentOptions, IndependentOuterLoop
 from node.outer.noloco import NoLoCo
+from node.outer.outer_loop import OuterLoopDeps
 from node.outer.replicated_loop import ReplicatedOuterLoop
 from node.outer.round_history import LocalHistory
 from node.outer.round_loops import run_independent_rounds, run_replicated_rounds
@@ -21,17 +22,22 @@ from node.storage.certificate_log import spool
 from node.storage.checkpoint_manager import CheckpointManager
 from node.training.remote import RemoteTrainer
 from protocols import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
-from protocols.base import ClosingAverager, Host, Settings
+from protocols.base import ClosingAverager, Host, LocalProgress, Settings, Vector
+from protocols.butterfly.part_cache import PartCache
 from protocols.butterfly.part_store import PartStore
 from protocols.gate import Gate
 from protocols.history.chain import Chain
-from protocols.sync.chain_sync import ChainSync
+from protocols.sync.chain_sync import ChainSync, ChainSyncOptions
 from protocols.sync.independent_sync import IndependentStateSync
 
 
 @dataclass(frozen=True, slots=True)
 class OuterLoopFactory:
-    """What replicas of both kinds are made of."""
+    """Builds outer loops of both kinds.
+
+    Attributes:
+        on_progress: as of `OuterLoopDeps`.
+    """
 
     host: Host
     settings: Settings
@@ -39,45 +45,52 @@ class OuterLoopFactory:
     trainer: RemoteTrainer
     checkpoints: CheckpointManager
     membership: Membership
+    on_progress: Callable[[str, LocalProgress], None]
 
-    def _outer(self) -> OuterSGD:
-        return OuterSGD(self.config.recipe.outer_learning_rate, self.config.recipe.outer_momentum)
+    def replicated(self, chain: Chain, make_store: Callable[[Gate], PartStore], directory: Path) -> OuterLoopStack:
+        """The outer loop of a peer that shares its outer state with all members.
 
-    def _own_outer(self) -> OuterSGD | NoLoCo:
-        """Of a peer with a state of its own: a run may say that pairs pull each other."""
-        recipe = self.config.recipe
-        if recipe.outer_pull is None:
-            return self._outer()
-        return NoLoCo(recipe.outer_momentum, recipe.outer_learning_rate, recipe.outer_pull)
-
-    def replicated(self, chain: Chain, past: Callable[[Gate], PartStore], home: Path) -> OuterLoopStack:
-        """One that shares its anchor with the others."""
-        host, checkpoints, anchor = self.host, self.checkpoints, self.trainer.anchor()
-        snapshots, error_feedback = checkpoints.snapshots, checkpoints.feedback
-        averager = REPLICATED_PROTOCOLS[self.config.protocol](host, self.settings)
-        averager.part_cache.past = past(averager.part_cache.gate)
-        outer = self._outer()
-        outer_loop = ReplicatedOuterLoop(
-            chain, self.trainer, averager, outer, host.compute, anchor, snapshots, checkpoints, error_feedback
-        )
-        sync = ChainSync(host, chain, self.settings, snapshots, self.membership.peers, averager.part_cache)
-        sync.on_better, sync.proofs.room = (lambda branch: averager.supersede()), partial(spool, home)
-        averager.on_ahead = sync.hear
+        Args:
+            make_store: returns where the reduced parts of past rounds are stored.
+            directory: the peer's state directory.
+        """
+        host, snapshots, gate = self.host, self.checkpoints.snapshots, Gate()
+        part_cache = PartCache(host, make_store(gate), gate)
+        options = ChainSyncOptions(part_cache, partial(spool, directory), lambda branch: averager.supersede())
+        sync = ChainSync(host, chain, self.settings, snapshots, self.membership.peers, options)
+        averager = REPLICATED_PROTOCOLS[self.config.protocol](host, self.settings, part_cache, sync.hear)
+        deps = self._deps(self.trainer.anchor())
+        outer_loop = ReplicatedOuterLoop(chain, averager, self._sgd(), deps, self.checkpoints.feedback)
         return OuterLoopStack(outer_loop, sync, partial(run_replicated_rounds, outer_loop, sync))
 
-    def independent(self, course: LocalHistory, newcomer: bool) -> OuterLoopStack:
-        """One with a state of its own; a newcomer has yet to fetch it."""
-        # A copy: others may move the state while the worker trains, and the worker measures from what it was given.
-        host, checkpoints, anchor = self.host, self.checkpoints, self.trainer.anchor().clone()
+    def independent(self, history: LocalHistory, newcomer: bool) -> OuterLoopStack:
+        """The outer loop of a peer with an outer state of its own; a newcomer has yet to fetch its first state."""
+        host, snapshots, membership = self.host, self.checkpoints.snapshots, self.membership
         averager = INDEPENDENT_PROTOCOLS[self.config.protocol](host, self.settings)
-        outer_loop = IndependentOuterLoop(
-            course, self.trainer, averager, self._own_outer(), host.compute, anchor, checkpoints.snapshots, checkpoints
-        )
-        outer_loop.lacks_state, outer_loop.spread_limit = newcomer, self.config.spread_limit
+        closing = None
         if isinstance(averager, ClosingAverager):
-            outer_loop.closing = ClosingPhase(averager, self.config.recipe.rounds, self.membership.rounds)
-        outer_loop.compare, hints = self.membership.compare, self.membership.peers
-        state_sync = IndependentStateSync(
-            host, self.settings, checkpoints.snapshots, lambda: course.key, hints, lambda: not outer_loop.seeks_state
+            closing = ClosingPhase(averager, self.config.recipe.rounds, membership.rounds)
+        options = IndependentOptions(membership.compare, self.config.spread_limit, closing, newcomer)
+        # A copy: others may move the state while the worker trains, and the worker measures from what it was given.
+        deps = self._deps(self.trainer.anchor().clone())
+        outer_loop = IndependentOuterLoop(history, averager, self._independent_optimizer(), deps, options)
+        sync = IndependentStateSync(
+            host, self.settings, snapshots, lambda: history.key, membership.peers, lambda: not outer_loop.seeks_state
         )
-        return OuterLoopStack(outer_loop, state_sync, partial(run_independent_rounds, outer_loop, state_sync))
+        return OuterLoopStack(outer_loop, sync, partial(run_independent_rounds, outer_loop, sync))
+
+    def _deps(self, anchor: Vector) -> OuterLoopDeps:
+        checkpoints = self.checkpoints
+        return OuterLoopDeps(
+            self.trainer, self.host.compute, anchor, checkpoints.snapshots, checkpoints, self.on_progress
+        )
+
+    def _sgd(self) -> OuterSGD:
+        return OuterSGD(self.config.recipe.outer_learning_rate, self.config.recipe.outer_momentum)
+
+    def _independent_optimizer(self) -> OuterSGD | NoLoCo:
+        """SGD, or NoLoCo where the run says how strongly partners pull each other."""
+        recipe = self.config.recipe
+        if recipe.outer_pull is None:
+            return self._sgd()
+        return NoLoCo(recipe.outer_momentum, recipe.outer_learning_rate, recipe.outer_pull)

@@ -1,4 +1,7 @@
-"""One peer, from its first process to its last: the composition root, the only place that knows every adapter."""
+"""One peer, from the start of its processes to their end.
+
+`Peer` is the composition root: the only class that knows every adapter, and builds what a `PeerSession` needs.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +25,10 @@ from node.joining import resume
 from node.joining.addresses_file import AddressesFile, AddressLine, read_addresses, require_usable
 from node.joining.bootstrap import BootstrapClient, BootstrapServer, RunInfo, ask_run, ask_status
 from node.joining.founding import found_run
-from node.joining.known_peers import build_membership, hinted
+from node.joining.known_peers import KnownPeers, build_membership, hinted, local_peer
 from node.joining.run_selector import RunSelector, asks, run_id
 from node.membership.addresses import shareable
-from node.membership.membership import Membership
+from node.membership.membership import Membership, MembershipCallbacks
 from node.network.daemon import DaemonError
 from node.network.dht import DhtDirectory
 from node.network.libp2p import LibP2PConfig, LibP2PTransport
@@ -39,14 +42,15 @@ from node.runtime.identity import IdentityError, create, verify
 from node.runtime.metrics import LoopLag
 from node.session.failpoints import with_failpoints
 from node.session.outer_loop_factory import OuterLoopFactory
-from node.session.peer_session import PeerSession, PeerSessionDeps, SessionLimits
-from node.storage.checkpoint_manager import CheckpointManager
+from node.session.peer_session import OuterLoopStack, PeerSession, PeerSessionDeps, SessionLimits
+from node.storage.checkpoint_manager import CheckpointManager, CheckpointStorage
 from node.storage.error_feedback import feedback
+from node.storage.journal import Journal
 from node.storage.scratch import ScratchSpace
 from node.storage.statedir import StateDir, StateError
-from node.training.remote import RemoteTrainer, WorkerError
+from node.training.remote import RemoteTrainer, WorkerError, WorkerSpec
 from node.ui.control import ControlServer
-from node.ui.status_tracker import StatusTracker
+from node.ui.status_tracker import OuterLoopSources, RunLabels, StatusTracker
 from protocols import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
 from protocols.aio import run_with_helper
 from protocols.base import BadPayload, Host, Member, PeerError
@@ -58,15 +62,14 @@ log = logging.getLogger(__name__)
 
 STATUS_SECONDS = 10.0
 KEEP_CHECKPOINTS = 2
-"""The parts of the rounds since so many checkpoints are kept at least: whoever takes one finds the rounds since."""
-
+"""A peer keeps the parts of the rounds since so many checkpoints at least: a joiner that fetches one needs them."""
 
 NO_WORKER = 3
 """The exit code of a peer that left in good order because its worker could not be kept alive."""
 
 
 class FatalPeerError(Exception):
-    """This peer cannot go on, for what its user or its machine gave it; one line says what, why and what to do.
+    """This peer cannot go on because of what its user or its machine gave it; one line says what, why and what to do.
 
     Attributes:
         code: the process's exit code.
@@ -78,13 +81,19 @@ class FatalPeerError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _PeerResources:
+class _Resources:
+    """What a peer holds from the start of its processes to their end.
+
+    Attributes:
+        disk, files: run what waits for the disk: the state directory, and files of addresses.
+    """
+
     state: StateDir
     transport: LibP2PTransport
     compute: ThreadCompute
     disk: ThreadCompute
     files: ThreadCompute
-    entry: BootstrapClient
+    bootstrap: BootstrapClient
     lag: LoopLag
 
     @property
@@ -92,35 +101,44 @@ class _PeerResources:
         return Member(self.state.identity.peer_id, self.state.incarnation)
 
 
+@dataclass(frozen=True, slots=True)
+class _EnteredRun:
+    """A run that this peer takes part in: what newcomers are told of it, and where this peer starts from."""
+
+    manifest: Manifest
+    run: RunInfo
+    start: resume.RestartPoint
+    trainer: RemoteTrainer
+
+
 class Peer:
-    """A volunteer's peer. `run` is its whole life.
+    """A volunteer's peer. `run` starts its processes, joins or starts a run, trains in a `PeerSession`, and leaves."""
 
-    Attributes:
-        on_asked: called when the control door is asked to let the peer finish, and, with what has happened, when it
-            has to leave for want of a worker.
-    """
-
-    def __init__(self, config: PeerConfig, run: RunConfig | None, view: EventSink) -> None:
+    def __init__(
+        self, config: PeerConfig, run: RunConfig | None, view: EventSink, on_asked: Callable[..., None] | None = None
+    ) -> None:
         """
         Args:
             config: of this machine; its state directory is given.
             run: what to start, if no address leads into a run, and what a run in its state directory has to be.
+            on_asked: called without arguments when the control channel asks the peer to finish, and with one line when
+                the peer has to leave because it has no worker; None: `finish`.
         """
-        self.on_asked: Callable[..., None] = self.finish
+        self._on_asked = on_asked or self.finish
         self._config, self._wanted, self._view = config, run, view
         self._status_tracker = StatusTracker(config.nickname)
         self._clock = WallClock()
         self._session: PeerSession | None = None
-        self._living: asyncio.Task[None] | None = None
-        self._choice = RunSelector(config, (*REPLICATED_PROTOCOLS, *INDEPENDENT_PROTOCOLS), view.say)
+        self._main: asyncio.Task[None] | None = None
+        self._selector = RunSelector(config, (*REPLICATED_PROTOCOLS, *INDEPENDENT_PROTOCOLS), view.say)
         self._finishing, self._failure, self._no_worker = False, "", ""
 
     def finish(self, why: str = "") -> None:
         """End the round, hand in, leave; at once where there is no round yet."""
         if self._session:
             self._session.leave()
-        elif self._living and not self._finishing:
-            self._living.cancel()
+        elif self._main and not self._finishing:
+            self._main.cancel()
         self._finishing = True
 
     def status(self) -> Status:
@@ -131,14 +149,14 @@ class Peer:
         """Join or start a run, train, leave; returns the process's exit code.
 
         Raises:
-            Refused: it cannot go on.
+            FatalPeerError: it cannot go on.
         """
         assert self._config.state_dir is not None
         me = asyncio.current_task()
         try:
             require_usable(self._config)
-            self._living = asyncio.create_task(self._live(StateDir.open(self._config.state_dir)))
-            await self._living
+            self._main = asyncio.create_task(self._run_processes(StateDir.open(self._config.state_dir)))
+            await self._main
         except asyncio.CancelledError:
             if me is None or me.cancelling() or not (self._finishing or self._failure):
                 raise
@@ -152,207 +170,215 @@ class Peer:
         return 0
 
     def _end(self, line: str) -> None:
-        """There is nothing to take part in any more: no fault of anybody's."""
+        """There is nothing to take part in any more, and nothing went wrong."""
         self._view.say(line)
         self._status_tracker.set_state("finished", "the run is over")
 
     def _fail(self, why: str) -> None:
         self._failure = why
-        if self._living:
-            self._living.cancel()
+        if self._main:
+            self._main.cancel()
 
     def _give_up_training(self, why: str) -> None:
-        """There will be no other worker: leave as if asked to, and say why at the end."""
-        self._no_worker = why
-        self.on_asked("there is no worker any more")
+        """There will be no other worker: leave as if asked to, and say why at the end.
 
-    async def _live(self, state: StateDir) -> None:
+        Before there is a session, the trainer's own error ends the peer.
+        """
+        if self._session:
+            self._no_worker = why
+            self._on_asked("there is no worker any more")
+
+    async def _run_processes(self, state: StateDir) -> None:
         config, status_tracker = self._config, self._status_tracker
-        if line := self._choice.over(state, self._wanted):
+        if line := self._selector.over(state, self._wanted):
             return self._end(line)
-        status_tracker.peer, status_tracker.incarnation = state.identity.peer_id, state.incarnation
+        status_tracker.set_identity(state.identity.peer_id, state.incarnation)
         kept = state.listening(config.listen)
         link = LibP2PConfig(state.identity, config.listen, kept, config.announce, nat=config.nat)
         async with (
-            ControlServer(state.path, self.status, lambda: self.on_asked()),
+            ControlServer(state.path, self.status, self._on_asked),
             LoopLag() as lag,
             ThreadCompute() as compute,
             ThreadCompute() as disk,
             ThreadCompute() as files,
             LibP2PTransport(link) as transport,
-            self._entry(transport, files) as entry,
+            self._bootstrap_client(transport, files) as bootstrap,
         ):
             await disk.run(partial(state.listens, config.listen, transport.listening), 0)
-            status_tracker.addresses = lambda: shareable(transport.addresses) or transport.addresses
-            status_tracker.lag = lag
-            tools = _PeerResources(state, transport, compute, disk, files, entry, lag)
-            held = self._choice.held(state, self._wanted)
-            if addresses := self._choice.addresses(state):
-                status_tracker.set_state("joining", asks(addresses))
-                run = await self._choice.ask(entry, state, addresses, held)
-                if line := self._choice.is_over(state, run):
-                    return self._end(line)
-                await self._join(tools, run)
-            elif held and held.has_state:
-                await self._join(tools, self._choice.go_on(held))
-            else:
-                if not config.new:
-                    resume.require_none(state)
-                await self._found(tools)
+            status_tracker.set_network(lambda: shareable(transport.addresses) or transport.addresses, lag)
+            await self._enter_run(_Resources(state, transport, compute, disk, files, bootstrap, lag))
 
-    def _entry(self, transport: LibP2PTransport, files: ThreadCompute) -> BootstrapClient:
+    def _bootstrap_client(self, transport: LibP2PTransport, files: ThreadCompute) -> BootstrapClient:
         async def read(path: Path) -> AddressLine | str:
             return await files.run(partial(read_addresses, transport.me, path), 0)
 
-        return BootstrapClient(transport.connect, partial(ask_run, transport), self._choice.judge, self._view.say, read)
+        ask = partial(ask_run, transport)
+        return BootstrapClient(transport.connect, ask, self._selector.judge, self._view.say, read)
 
     # -- into a run ---------------------------------------------------------------------------------------------------
 
-    async def _join(self, tools: _PeerResources, run: RunInfo) -> None:
-        """Take part in a run that others started, or a former life of this peer."""
-        manifest, state = unseal(run.sealed, verify), tools.state
-        await self._begin(tools, manifest, run)
+    async def _enter_run(self, resources: _Resources) -> None:
+        """Join the run that an address leads to, or resume the one in the state directory, or start one."""
+        state, selector = resources.state, self._selector
+        held = selector.held(state, self._wanted)
+        if addresses := selector.addresses(state):
+            self._status_tracker.set_state("joining", asks(addresses))
+            run = await selector.ask(resources.bootstrap, state, addresses, held)
+            if line := selector.is_over(state, run):
+                return self._end(line)
+            await self._join_run(resources, run)
+        elif held and held.has_state:
+            await self._join_run(resources, selector.resume_held(held))
+        else:
+            if not self._config.new:
+                resume.require_none(state)
+            await self._start_run(resources)
+
+    async def _join_run(self, resources: _Resources, run: RunInfo) -> None:
+        """Take part in a run that others started, or an earlier incarnation of this peer."""
+        manifest, state = unseal(run.sealed, verify), resources.state
+        await self._claim_state_dir(resources, manifest, run)
         async with AsyncExitStack() as stack:
             try:
-                start = await self._start(tools, manifest)
+                start = await self._load_restart_point(resources, manifest)
                 spec = worker_spec(manifest.config, self._config, start.data.seed, state.sample if run.sample else None)
-                trainer = await stack.enter_async_context(RemoteTrainer(spec, tools.compute))
+                trainer = await stack.enter_async_context(self._trainer(spec, resources))
                 manifest.require_layout(trainer.layout)
             except (WorkerError, ManifestError):  # this machine cannot train it
-                await tools.disk.run(state.withdraw, 0)
+                await resources.disk.run(state.withdraw, 0)
                 raise
-            await self._settle(tools, trainer, manifest, run, start)
+            await self._run_session(resources, _EnteredRun(manifest, run, start, trainer))
 
-    async def _found(self, tools: _PeerResources) -> None:
-        """Start a run: the initial state is drawn here, once, and downloaded by everybody else."""
+    async def _start_run(self, resources: _Resources) -> None:
+        """Start a run: this peer draws the initial state, once, and all others download it."""
         config = self._wanted
         if config is None:
             raise FatalPeerError("no address leads to a run: give one by --bootstrap, or start a run by --new")
         self._status_tracker.set_state("starting", "the model is built")
-        seed = stream_seed(tools.me)
-        async with RemoteTrainer(worker_spec(config, self._config, seed), tools.compute) as trainer:
-            created = self._clock.wall()
-            manifest, run = await found_run(config, tools.me, tools.state.identity, trainer, tools.compute, created)
-            await self._begin(tools, manifest, run)
+        spec = worker_spec(config, self._config, stream_seed(resources.me))
+        async with self._trainer(spec, resources) as trainer:
+            me, identity, created = resources.me, resources.state.identity, self._clock.wall()
+            manifest, run = await found_run(config, me, identity, trainer, resources.compute, created)
+            await self._claim_state_dir(resources, manifest, run)
             self._view.say(f"started the run {manifest.config.name} ({manifest.run_id[:12]})")
             if command := join_command(self.status()):
                 self._view.say(f"others join by: {command[0]}")
                 if why := narrow(command[1], bool(self._config.announce)):
                     self._view.say(why)
-            await self._settle(tools, trainer, manifest, run, await self._start(tools, manifest))
+            start = await self._load_restart_point(resources, manifest)
+            await self._run_session(resources, _EnteredRun(manifest, run, start, trainer))
 
-    async def _begin(self, tools: _PeerResources, manifest: Manifest, run: RunInfo) -> None:
-        """This peer's directory, and what it shows, are of this run now."""
-        state = tools.state
+    def _trainer(self, spec: WorkerSpec, resources: _Resources) -> RemoteTrainer:
+        return RemoteTrainer(spec, resources.compute, self._give_up_training)
+
+    async def _claim_state_dir(self, resources: _Resources, manifest: Manifest, run: RunInfo) -> None:
+        """From now on this peer's directory, and its status, are of this run."""
+        state, config = resources.state, manifest.config
         begin = partial(state.begin, manifest.run_id, run_id(state.manifest()), run.sealed, run.sample)
-        await tools.disk.run(begin, 0)
-        status_tracker, config = self._status_tracker, manifest.config
-        status_tracker.run, status_tracker.run_id, status_tracker.rounds = (
-            config.name,
-            manifest.run_id,
-            config.recipe.rounds,
+        await resources.disk.run(begin, 0)
+        rounds = config.recipe.rounds
+        self._status_tracker.enter_run(
+            RunLabels(config.name, manifest.run_id, config.own_task, config.protocol, rounds)
         )
-        status_tracker.task, status_tracker.protocol = config.own_task, config.protocol
 
-    async def _start(self, tools: _PeerResources, manifest: Manifest) -> resume.RestartPoint:
-        """From where, which is told: a worker takes seconds to come up."""
-        shares_anchor = manifest.config.protocol not in INDEPENDENT_PROTOCOLS
-        start = partial(resume.load_restart_point, tools.state, manifest, tools.me, self._choice.own, shares_anchor)
-        found = await tools.disk.run(start, 0)
-        if line := found.words():
+    async def _load_restart_point(self, resources: _Resources, manifest: Manifest) -> resume.RestartPoint:
+        """Find where this peer starts from, and say so: a worker takes seconds to come up."""
+        own, shares_anchor = self._selector.own, manifest.config.protocol not in INDEPENDENT_PROTOCOLS
+        load = partial(resume.load_restart_point, resources.state, manifest, resources.me, own, shares_anchor)
+        start = await resources.disk.run(load, 0)
+        if line := start.description():
             self._view.say(line)
-        if self._choice.own and (line := found.strange(tools.me, manifest.config.fork_peers)):
+        if own and (line := start.waiting_reason(resources.me, manifest.config.fork_peers)):
             self._view.say(line)
-        return found
+        return start
 
     # -- in the run ---------------------------------------------------------------------------------------------------
 
-    async def _settle(
-        self,
-        tools: _PeerResources,
-        trainer: RemoteTrainer,
-        manifest: Manifest,
-        run: RunInfo,
-        start: resume.RestartPoint,
-    ) -> None:
-        """Put together what a peer in a run is made of, and stay until it is over."""
-        config, status_tracker, state, transport = manifest.config, self._status_tracker, tools.state, tools.transport
-        key = start.chain.head.key
-        course = start.chain if start.shares_anchor else LocalHistory(tools.me, key)
-        status_tracker.chain = course
-        membership = status_tracker.membership = self._membership(tools, course)
+    async def _run_session(self, resources: _Resources, entered: _EnteredRun) -> None:
+        """Build a session from its parts, and run it until the run is over or this peer leaves."""
+        config, start, state, disk = entered.manifest.config, entered.start, resources.state, resources.disk
+        key, status_tracker, transport = start.chain.head.key, self._status_tracker, resources.transport
+        history = start.chain if start.shares_anchor else LocalHistory(resources.me, key)
+        membership = self._membership(resources, history)
+        status_tracker.join_swarm(history, membership)
         async with (
             DhtDirectory(transport, state.identity, self._clock, key.run, membership.offset_seconds) as directory,
-            ScratchSpace(state.path, tools.disk) as scratch,
-            self._checkpoints(tools, trainer, manifest, start) as checkpoints,
+            ScratchSpace(state.path, disk) as scratch,
+            self._checkpoints(resources, entered) as checkpoints,
         ):
-            status_tracker.checkpoint_age_seconds = lambda: checkpoints.age_seconds(self._clock.wall())
-            remote = trainer
-            frames, trainer, status_tracker.journal = with_failpoints(transport, trainer, state.rounds)
-            host = Host(frames, directory, membership, tools.compute, self._clock, state.identity, config.seed)
-            settings = protocol_settings(manifest, self._config, state.incarnation)
-            made = OuterLoopFactory(host, settings, config, trainer, checkpoints, membership)
-            if isinstance(course, LocalHistory):
-                way = made.independent(
-                    course, newcomer=not start.checkpoints and manifest.founder.peer != tools.me.peer
-                )
-            else:
-                way = made.replicated(course, partial(self._past, scratch, tools), state.path)
-            outer_loop = way.outer_loop
-            await resume.restore(start, outer_loop, trainer, checkpoints)
-            outer_loop.on_phase, status_tracker.waiting_for = (
-                status_tracker.on_progress,
-                lambda: outer_loop.waiting_for(),
+            frames, trainer, journal = with_failpoints(transport, entered.trainer, state.rounds)
+            host = Host(frames, directory, membership, resources.compute, self._clock, state.identity, config.seed)
+            settings = protocol_settings(entered.manifest, self._config, state.incarnation)
+            factory = OuterLoopFactory(
+                host, settings, config, trainer, checkpoints, membership, status_tracker.on_progress
             )
-            status_tracker.pids = lambda: [pid for pid in (os.getpid(), trainer.pid, transport.daemon_pid) if pid]
-            BootstrapServer(transport, run, lambda: asdict(public(self.status())))
-            journal, clock, disk = status_tracker.journal, self._clock, tools.disk
-            if isinstance(outer_loop, ReplicatedOuterLoop):
-                outer_loop.recall(tokens_counted(await disk.run(journal.recent, 0)))
-            deps = PeerSessionDeps(*way, trainer, membership, directory, state, journal, tools.lag, clock, disk)
-            wait_for = self._config.wait_for_peers if course.head.key.round == 0 else 1
+            if isinstance(history, LocalHistory):
+                newcomer = not start.checkpoints and entered.manifest.founder.peer != resources.me.peer
+                stack = factory.independent(history, newcomer)
+            else:
+                stack = factory.replicated(history, partial(self._part_store, scratch, resources), state.path)
+            status_tracker.start_outer_loop(self._status_sources(resources, trainer, journal, checkpoints, stack))
+            await resume.restore(start, stack.outer_loop, trainer, checkpoints)
+            BootstrapServer(transport, entered.run, lambda: asdict(public(self.status())))
+            if isinstance(stack.outer_loop, ReplicatedOuterLoop):
+                stack.outer_loop.recall(tokens_counted(await disk.run(journal.recent, 0)))
+            lag, clock = resources.lag, self._clock
+            deps = PeerSessionDeps(*stack, trainer, membership, directory, state, journal, lag, clock, disk)
+            wait_for = self._config.wait_for_peers if key.round == 0 else 1
             limits = SessionLimits(config.recipe.rounds, self._config.rounds, wait_for)
             self._session = PeerSession(deps, limits, status_tracker, self._view)
-            remote.on_given_up = self._give_up_training
-            await self._told(self._session.run(), tools.files)
+            await self._publish_addresses(self._session.run(), resources.files)
 
-    async def _told(self, session: Coroutine[Any, Any, None], files: ThreadCompute) -> None:
-        """While this peer can let others in, its addresses are where others look for them."""
+    def _status_sources(
+        self, of: _Resources, trainer: RemoteTrainer, journal: Journal, made: CheckpointManager, stack: OuterLoopStack
+    ) -> OuterLoopSources:
+        return OuterLoopSources(
+            journal,
+            stack.outer_loop.waiting_for,
+            stack.sync.sync_progress.progress,
+            lambda: made.age_seconds(self._clock.wall()),
+            lambda: [pid for pid in (os.getpid(), trainer.pid, of.transport.daemon_pid) if pid],
+        )
+
+    async def _publish_addresses(self, session: Coroutine[Any, Any, None], files: ThreadCompute) -> None:
+        """Run the session, and meanwhile keep this peer's addresses in the file where others look for them."""
         if path := self._config.addresses_file:
             kept = AddressesFile(path, self._status_tracker.addresses, files, self._view.say)
             await run_with_helper(session, kept.run())
         else:
             await session
 
-    def _checkpoints(
-        self, tools: _PeerResources, trainer: RemoteTrainer, manifest: Manifest, start: resume.RestartPoint
-    ) -> CheckpointManager:
+    def _checkpoints(self, resources: _Resources, entered: _EnteredRun) -> CheckpointManager:
         every_rounds, limit_bytes = self._config.checkpoint_every, int(self._config.disk_limit_bytes)
-        like = start.like(manifest.run_id, trainer.layout)
-        error_feedback = feedback(codec(manifest.config.codec), sum(trainer.layout.sizes()), tools.compute)
-        return CheckpointManager(
-            tools.state.path, every_rounds, limit_bytes, like, trainer, tools.disk, start.archive.sync, error_feedback
-        )
+        path, sync, trainer = resources.state.path, entered.start.archive.sync, entered.trainer
+        like = entered.start.like(entered.manifest.run_id, trainer.layout)
+        not_sent = feedback(codec(entered.manifest.config.codec), sum(trainer.layout.sizes()), resources.compute)
+        storage = CheckpointStorage(path, every_rounds, limit_bytes, resources.disk, sync)
+        return CheckpointManager(storage, like, trainer, not_sent)
 
-    def _past(self, scratch: ScratchSpace, tools: _PeerResources, gate: Gate) -> PartStore:
+    def _part_store(self, scratch: ScratchSpace, resources: _Resources, gate: Gate) -> PartStore:
         least_rounds = max(LEAST_ROUNDS, KEEP_CHECKPOINTS * self._config.checkpoint_every)
-        return PartStore(scratch.room, tools.disk, gate, least_rounds=least_rounds)
+        return PartStore(scratch.room, resources.disk, gate, least_rounds=least_rounds)
 
-    def _membership(self, tools: _PeerResources, course: RoundHistory) -> Membership:
-        unanswered = self._choice.given(tools.entry) if self._choice.alone else ()
-        made = build_membership(
-            tools.transport, self._clock, tools.state, self._status_tracker, course, tools.entry.met, unanswered
+    def _membership(self, resources: _Resources, history: RoundHistory) -> Membership:
+        """The membership of the run; from now on it hears what files of addresses name."""
+        tracker, bootstrap, state = self._status_tracker, resources.bootstrap, resources.state
+        local = local_peer(resources.me, tracker.nickname, tracker.addresses, history)
+        unanswered = self._selector.given(bootstrap) if self._selector.alone else ()
+        known = KnownPeers(bootstrap.met, unanswered, state.peers())
+        callbacks = MembershipCallbacks(self._fail, self._view.say)
+        membership = build_membership(
+            resources.transport, self._clock, state.identity, local, history, known, callbacks
         )
-        made.on_twin, made.host_monitor.say = self._fail, self._view.say
-        tools.entry.on_named = hinted(made)
-        return made
+        bootstrap.set_listener(hinted(membership))
+        return membership
 
 
 async def remote_status(address: str, seconds: float = STATUS_SECONDS) -> dict[str, Any]:
-    """How the peer at a multiaddr says that it is doing, asked under an identity of a moment's life.
+    """Ask the peer at a multiaddr for its status, under an identity that exists only for this question.
 
     Raises:
-        Refused: it cannot be asked.
+        FatalPeerError: it cannot be asked.
     """
     with tempfile.TemporaryDirectory() as directory:
         identity = create(Path(directory) / "identity.key")

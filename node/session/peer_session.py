@@ -1,4 +1,4 @@
-"""A peer inside a run: rounds, what is told of them, and leaving in good order."""
+"""A peer inside a run: its rounds, the reports of them, and leaving in good order."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ from protocols.sync.progress import SyncProgress
 log = logging.getLogger(__name__)
 
 FINISH_SECONDS = 7.0
-"""A peer that is asked to leave ends its round within so long, or leaves without."""
-LOOK_ON_SECONDS = 1.0
-"""The same for a peer that is not in the roster: for its goodbye."""
+"""A peer that is asked to leave ends its round within so long, or leaves without ending it."""
+OBSERVER_SECONDS = 1.0
+"""The same for a peer that is not in the roster: only its goodbye takes time."""
 FAREWELLS = 2
-"""Rounds that a peer takes part in after it was asked to leave, if those before were too far gone to let it go."""
+"""Rounds that a peer takes part in after it was asked to leave, if it was too late to leave in the rounds before."""
 KEEP_BYTES = 1 << 30
-"""Who leaves makes a checkpoint of where it stands, if the parameters are no more: there is not time for any size."""
+"""A peer that leaves writes a checkpoint if its parameters are no larger: there is no time for more."""
 LINGER_SECONDS = 20.0
-"""After the last round, others who missed it may still ask for it; this long at most, and until all have it."""
+"""After the last round, the peer stays so long at most for others that missed it and may ask for it."""
 ANNOUNCED_SECONDS = 180.0
 FIND_SECONDS = 20.0
 FIRST_SECONDS = 5.0
 MEET_SECONDS = 3.0
 SETTLE_SECONDS = 2.0
-"""After a sleep, until it is known again what the clock is off by, and p2pd has seen where it is."""
+"""After a sleep, until the clock's offset is known again, and p2pd knows its addresses."""
 WAIT_SECONDS = 1.0
 SCOPE = "run"
 MAX_FOUND = 64
@@ -53,13 +53,13 @@ SAMPLE_PROMPT, SAMPLE_TOKENS, SAMPLE_TEMPERATURE = b"def ", 400, 0.7
 
 
 class BootstrapDirectory(Directory, Protocol):
-    """A directory that grows by peers whom we know."""
+    """A directory that learns of peers from this one."""
 
     async def meet(self, peer: PeerId, deadline: Deadline) -> bool: ...
 
 
 class Evaluator(Protocol):
-    """What can tell how good the outer parameters are, and how many threads it computes with."""
+    """Evaluates the outer parameters, and says how many threads it computes with."""
 
     @property
     def threads(self) -> int: ...
@@ -70,7 +70,7 @@ class Evaluator(Protocol):
 
 
 class SyncService(Protocol):
-    """`protocols.sync.chain_sync.Sync`, or `protocols.sync.independent_sync.Standings` where no anchor is shared."""
+    """`protocols.sync.chain_sync.ChainSync`, or `protocols.sync.independent_sync.IndependentStateSync`."""
 
     @property
     def sync_progress(self) -> SyncProgress: ...
@@ -83,11 +83,11 @@ class SyncService(Protocol):
 Rounds: TypeAlias = Callable[
     [Callable[[], float], Callable[[], bool], Callable[[str, str], None]], AsyncIterator[RoundReport]
 ]
-"""(wall time, whether to go on, who is told what the peer does) -> reports."""
+"""(wall clock, whether to begin another round, what to call with state and reason) -> reports."""
 
 
 class OuterLoopStack(NamedTuple):
-    """How a peer comes from round to round; see `PeerSessionDeps`."""
+    """An outer loop, and what brings it from round to round; see `PeerSessionDeps`."""
 
     outer_loop: ReplicatedOuterLoop | IndependentOuterLoop
     sync: SyncService
@@ -96,11 +96,11 @@ class OuterLoopStack(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PeerSessionDeps:
-    """What a stay is made of.
+    """What a session works with.
 
     Attributes:
-        sync: asks and answers others beside the rounds.
-        rounds: those of the replica, `node.outer.round_loops`.
+        sync: asks other peers for what this one missed, and answers them, beside the rounds.
+        rounds: runs the outer loop's rounds: a function of `node.outer.round_loops`.
         disk: runs what waits for the disk.
     """
 
@@ -119,12 +119,12 @@ class PeerSessionDeps:
 
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
-    """How long a stay lasts.
+    """How long a session lasts.
 
     Attributes:
         run_rounds: rounds of the whole run.
         rounds: that this peer takes part in; None: all.
-        wait_for_peers: so many must be here before the first, this one included.
+        wait_for_peers: peers that must be live before the first round, this one included.
     """
 
     run_rounds: int
@@ -133,27 +133,29 @@ class SessionLimits:
 
 
 class PeerSession:
-    """Runs rounds until the run is over, this peer has done its share of them, or its user wants to leave."""
+    """Runs rounds until the run is over, this peer has done its share of them, or its user wants to leave.
+
+    Beside the rounds it keeps the membership, the sync service and the directory running, and remembers the live peers.
+    """
 
     def __init__(
         self, deps: PeerSessionDeps, limits: SessionLimits, status_tracker: StatusTracker, view: EventSink
     ) -> None:
         self._deps, self._limits, self._status_tracker, self._view = deps, limits, status_tracker, view
         self._done = self._farewells = 0
-        self._evaluated = ""  # hash of the parameters whose loss was told, or that the run starts from
+        self._evaluated = ""  # hash of the parameters that were evaluated last, or that the run starts from
         self._leave, self._reported = asyncio.Event(), asyncio.Event()
 
     def leave(self) -> None:
-        """End the round under way, and go."""
+        """End the round under way, hand in its work, and end the session."""
         self._leave.set()
         self._status_tracker.set_state("leaving", "the round ends, its work is handed in")
         self._deps.membership.goodbye()
         self._deps.outer_loop.leave()
 
     async def run(self) -> None:
-        """The whole stay; returns when it is over."""
+        """Run the whole session; returns when it is over."""
         deps = self._deps
-        self._status_tracker.progress = deps.sync.sync_progress.progress
         deps.sync.complain_to(self._view.say)
         async with task_group() as group:
             helpers = [
@@ -163,35 +165,35 @@ class PeerSession:
                 group.create_task(self._remember()),
             ]
             main = group.create_task(self._rounds())
-            watch = group.create_task(self._hurry(main))
+            watch = group.create_task(self._limit_leaving(main))
             await asyncio.wait([main])
             if not self._leave.is_set():
                 if main.cancelled():
-                    raise RuntimeError("the rounds were cancelled, and nobody asked for that")
+                    raise RuntimeError("the rounds were cancelled, and this peer was not asked to leave")
                 await self._linger()
             for each in (*helpers, watch):
                 each.cancel()
 
-    async def _hurry(self, main: asyncio.Task[None]) -> None:
-        """Who is asked to leave does not wait for others for long; who looks on has nothing to hand in."""
+    async def _limit_leaving(self, main: asyncio.Task[None]) -> None:
+        """Cancel the rounds of a peer that was asked to leave and does not end its round in time."""
         await self._leave.wait()
         roster = {member.peer for member in self._deps.outer_loop.chain.head.roster}
-        await asyncio.sleep(FINISH_SECONDS if self._status_tracker.peer in roster else LOOK_ON_SECONDS)
+        await asyncio.sleep(FINISH_SECONDS if self._status_tracker.peer in roster else OBSERVER_SECONDS)
         if not main.done():
             self._view.say("the round did not end in time: leaving without it")
             main.cancel()
 
-    def _goes_on(self) -> bool:
+    def _should_continue(self) -> bool:
         if self._over():
             return False
         enough = self._limits.rounds is not None and self._done >= self._limits.rounds
         if not enough and not self._leave.is_set():
             return True
         self._farewells += 1
-        return self._farewells <= FAREWELLS and self._is_awaited()
+        return self._farewells <= FAREWELLS and self._is_expected()
 
-    def _is_awaited(self) -> bool:
-        """Whether the others count on us: who is in their roster and just goes costs them a round's time."""
+    def _is_expected(self) -> bool:
+        """Whether the others count on this peer: a member of their roster that just goes costs them a round's time."""
         roster = self._deps.outer_loop.chain.head.roster
         return len(roster) > 1 and self._deps.outer_loop.averager.me in roster
 
@@ -203,11 +205,11 @@ class PeerSession:
         await deps.outer_loop.settle()
         self._evaluated = deps.outer_loop.state.index.parameters_root.hex()
         await self._wait_for_others()
-        deps.outer_loop.last = self._limits.rounds == 1
-        async for report in deps.rounds(deps.clock.wall, self._goes_on, self._status_tracker.set_state):
+        deps.outer_loop.set_last_round(self._limits.rounds == 1)
+        async for report in deps.rounds(deps.clock.wall, self._should_continue, self._status_tracker.set_state):
             await self._report(report)
             if self._limits.rounds is not None:
-                deps.outer_loop.last = self._done >= self._limits.rounds - 1
+                deps.outer_loop.set_last_round(self._done >= self._limits.rounds - 1)
                 if self._done >= self._limits.rounds:
                     deps.outer_loop.leave()
         if self._over() or 4 * len(deps.outer_loop.anchor) <= KEEP_BYTES:
@@ -219,7 +221,7 @@ class PeerSession:
         self._status_tracker.set_state("finished", "the run is over" if self._over() else "")
 
     async def _sample(self) -> None:
-        """Keep something that the model writes at the end of the run, if it writes: for people."""
+        """Keep a text that the model writes at the end of the run, if it writes text."""
         try:
             text = await self._deps.trainer.generate(SAMPLE_PROMPT, SAMPLE_TOKENS, SAMPLE_TEMPERATURE)
         except (WorkerError, TimeoutError) as error:
@@ -249,7 +251,7 @@ class PeerSession:
         gc.collect()  # a round's objects refer to each other, and hold its reduced parts: at 100 MB, 100 MB
 
     async def _remember(self) -> None:
-        """Note after each round who is here, behind its back: the disk may be busy with a checkpoint for seconds."""
+        """Note the live peers after each round, beside the rounds: a checkpoint may keep the disk busy for seconds."""
         deps = self._deps
         while await self._reported.wait():
             self._reported.clear()
@@ -257,7 +259,7 @@ class PeerSession:
             await deps.disk.run(partial(deps.state.remember, live), 0)
 
     async def _held_out_loss(self) -> float:
-        """Unknown where the worker fails: what the round came to is told all the same, and the next asks for it."""
+        """Evaluate the outer parameters; nan where the worker fails: the next round tries again."""
         try:
             return await self._deps.trainer.evaluate()
         except (WorkerError, TimeoutError) as error:
@@ -265,7 +267,7 @@ class PeerSession:
             return math.nan
 
     async def _linger(self) -> None:
-        """Stay until all who are here are as far as we: who missed the last round, or looked on, can ask us."""
+        """Stay until all live peers are as far as this one: those that missed the last round can ask for it."""
         members, chain = self._deps.membership, self._deps.outer_loop.chain
         loop = asyncio.get_running_loop()
         until = loop.time() + LINGER_SECONDS
@@ -280,12 +282,12 @@ class PeerSession:
             await asyncio.sleep(0.1)
 
     async def _discover(self) -> None:
-        """Tell the directory where we are, and ask it for others, again and again."""
+        """Announce this peer's addresses in the directory, and look for other peers there, again and again."""
         loop, deps = asyncio.get_running_loop(), self._deps
         met: set[PeerId] = set()
         while True:
             until = loop.time() + FIND_SECONDS
-            await deps.membership.changed(0, loop.time() + FIRST_SECONDS)  # a directory begins with whom we know
+            await deps.membership.changed(0, loop.time() + FIRST_SECONDS)  # it learns of peers from this one
             here = {member.peer for member in deps.membership.live()} - {deps.outer_loop.averager.me.peer}
             for peer in sorted(here - met):
                 if await deps.directory.meet(peer, loop.time() + MEET_SECONDS):
@@ -296,10 +298,10 @@ class PeerSession:
             await deps.directory.announce(SCOPE, value, ANNOUNCED_SECONDS, until)
             for peer, found in await deps.directory.find(SCOPE, MAX_FOUND, until):
                 deps.membership.hint(peer, _addresses(found))
-            await self._quiet(until)
+            await self._pause(until)
 
-    async def _quiet(self, until: Deadline) -> None:
-        """Wait, less long if this machine slept or moved: others look for it at its old addresses."""
+    async def _pause(self, until: Deadline) -> None:
+        """Wait; less long if this machine slept or moved: other peers look for it at its old addresses."""
         upset = self._deps.membership.host_monitor.upset
         with suppress(TimeoutError):
             async with asyncio.timeout_at(until):
@@ -309,7 +311,7 @@ class PeerSession:
 
 
 def _addresses(value: bytes) -> tuple[str, ...]:
-    """What a directory says: a hint, perhaps nonsense."""
+    """The addresses in a directory entry, which anyone may have written; none where it cannot be read."""
     try:
         found = json.loads(value)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Running a peer until it is done, or until somebody wants to leave: Ctrl-C, SIGTERM, and what is not to hang."""
+"""Runs a peer until it is done or asked to leave by Ctrl-C or SIGTERM, and ends it by force if it hangs."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 
 
 def run_peer(config: PeerConfig, run: RunConfig | None) -> int:
-    """Run a peer for all of its life, before a person's eyes; returns the process's exit code.
+    """Run a peer to its end, with a terminal that shows it; returns the process's exit code.
 
     Raises:
-        Refused: it cannot go on.
+        FatalPeerError: it cannot go on.
     """
-    import uvloop  # here, because a swarm departs, too, and needs no PyTorch for that
+    import uvloop  # here, because a swarm uses this module, too, and needs no PyTorch for that
 
     from node.session.peer import Peer
     from node.ui import logs
@@ -35,21 +35,20 @@ def run_peer(config: PeerConfig, run: RunConfig | None) -> int:
 
     terminal = Terminal(config.json)
     logs.set_up(config.log_level, terminal.log, terminal.is_terminal)
-    peer = Peer(config, run, terminal)
-    departure = GracefulShutdown(peer.finish, terminal.say, terminal.close)
-    peer.on_asked = departure.finish
-    # What has been loaded by now stays: PyTorch's quarter of a million objects, which the collector of cycles would go
-    # through again and again, .14 s each time, on the loop.
+    shutdown = GracefulShutdown(lambda: peer.finish(), terminal.say, terminal.close)
+    peer = Peer(config, run, terminal, shutdown.finish)
+    # What has been loaded by now stays: the collector of cycles would go through PyTorch's quarter of a million objects
+    # again and again, on the loop, and take .14 s each time.
     gc.freeze()
     gc.enable()
 
-    async def life() -> int:
+    async def show_and_run() -> int:
         async with terminal.showing(peer.status):
-            return await departure.run(peer.run())
+            return await shutdown.run(peer.run())
 
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(life())
+            return runner.run(show_and_run())
     finally:
         terminal.close()
 
@@ -69,14 +68,14 @@ def exit_on_signal() -> Iterator[None]:
 def _leave_at_once(number: int, frame: FrameType | None) -> None:
     with suppress(OSError):
         os.write(2, f"{NAMES[signal.Signals(number)]}: leaving\n".encode())
-    os._exit(0)  # an exception would be raised amid somebody's import, where it may be swallowed
+    os._exit(0)  # an exception might be raised during an import, which may swallow it
 
 
 class GracefulShutdown:
-    """Two ways out. The first signal asks the peer to finish, within 10 s; the second cancels it, within 2 s.
+    """Ends a peer on signals: the first asks it to finish, within 10 s; the second cancels it, within 2 s.
 
-    Whoever overstays is ended by the process's own alarm, which works even if the event loop is stuck or a thread
-    hangs; p2pd and the worker die with this process.
+    The process's own alarm ends a peer that takes longer. It works even if the event loop is stuck or a thread hangs;
+    p2pd and the worker die with this process.
     """
 
     def __init__(self, finish: Callable[[], None], say: Callable[[str], None], last_words: Callable[[], None]) -> None:
@@ -105,7 +104,11 @@ class GracefulShutdown:
         return self._code
 
     def finish(self, why: str = "asked to finish") -> None:
-        """What the first signal does, for who asks in another way; a signal that follows is the second."""
+        """Do what the first signal does; a signal that follows is the second.
+
+        Args:
+            why: one line for the user.
+        """
         if not self._asked:
             self._asked = 1
             self._set_alarm(signal.SIGTERM)
@@ -115,7 +118,7 @@ class GracefulShutdown:
     def _listening(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
 
-        def heard(number: int, frame: FrameType | None) -> None:
+        def on_signal(number: int, frame: FrameType | None) -> None:
             self._asked += 1
             if self._asked <= 2:
                 self._set_alarm(number)
@@ -123,7 +126,7 @@ class GracefulShutdown:
 
         signal.signal(signal.SIGALRM, self._end_by_force)
         for number in NAMES:
-            signal.signal(number, heard)  # not the loop's: this one hears while the loop is stuck, too
+            signal.signal(number, on_signal)  # not the loop's handler: this one works while the loop is stuck, too
         try:
             yield
         finally:

@@ -15,7 +15,7 @@ import os
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -69,6 +69,29 @@ class InnerStateSource(Protocol):
         """
 
 
+def _nothing_to_sync() -> None:
+    """For checkpoints that stand on no chain."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointStorage:
+    """Where checkpoints are written, how often, and how much of the disk they may take.
+
+    Attributes:
+        directory: the peer's state directory.
+        every_rounds: a checkpoint is written before every round whose number this divides.
+        limit_bytes: of the disk, for all checkpoints together.
+        disk: runs what waits for the disk, and nothing that a round waits for.
+        sync: makes the chain that a checkpoint stands on survive a power cut; blocks, and raises OSError.
+    """
+
+    directory: Path
+    every_rounds: int
+    limit_bytes: int
+    disk: Compute
+    sync: Callable[[], None] = _nothing_to_sync
+
+
 class CheckpointManager:
     """Keeps the checkpoints of one run. Use as an async context manager: it ends when the last is sealed.
 
@@ -80,28 +103,20 @@ class CheckpointManager:
 
     def __init__(
         self,
-        directory: Path,
-        every_rounds: int,
-        limit_bytes: int,
+        storage: CheckpointStorage,
         like: Checkpoint,
         inner: InnerStateSource,
-        disk: Compute,
-        sync: Callable[[], None] = lambda: None,
         feedback: ErrorFeedback | None = None,
     ) -> None:
         """
         Args:
-            directory: the peer's state directory.
-            limit_bytes: that all checkpoints together may take.
-            like: run, layout and data of those to come.
-            disk: runs what waits for the disk, and nothing that a round waits for.
-            sync: has the disk keep the chain that a checkpoint stands on; it blocks, and raises OSError.
+            like: run, layout and data of the checkpoints to come.
         """
-        self.snapshots = Snapshots(every_rounds, KEEP, self.room)
-        self.snapshots.has_begun = lambda lineage, before: (self._draft(lineage, before) / OUTER).exists()
-        self.home, self._like = directory / DIRECTORY, like
-        self._quota = Quota(self.home, limit_bytes)
-        self._inner, self._disk, self._sync, self.feedback = inner, disk, sync, feedback
+        self.snapshots = Snapshots(storage.every_rounds, KEEP, self.room, self._has_draft)
+        self.home, self._like = storage.directory / DIRECTORY, like
+        self._quota = Quota(self.home, storage.limit_bytes)
+        self._inner, self.feedback = inner, feedback
+        self._disk, self._sync = storage.disk, storage.sync
         self._sealing: asyncio.Task[None] | None = None
         self._whole: set[str] = set()
         self._told = -math.inf
@@ -243,6 +258,9 @@ class CheckpointManager:
         except OSError as error:
             self._warn(f"no {size >> 20} MiB on the disk for a snapshot ({error.strerror}): they are taken from memory")
             return MemoryBuffer(size)
+
+    def _has_draft(self, lineage: bytes, round_number: int) -> bool:
+        return (self._draft(lineage, round_number) / OUTER).exists()
 
     def _draft(self, lineage: bytes, round_number: int) -> Path:
         return self.home / f".{name_of(round_number, lineage)}"

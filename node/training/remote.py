@@ -52,13 +52,16 @@ class RemoteTrainer:
     Attributes:
         layout: of the parameters.
         restarts: how often a worker was replaced.
-        on_given_up: called with one line when there will be no other worker; whoever sets it ends this trainer soon.
     """
 
     layout: Layout
 
-    def __init__(self, spec: WorkerSpec, compute: Compute) -> None:
-        self.on_given_up: Callable[[str], None] | None = None
+    def __init__(self, spec: WorkerSpec, compute: Compute, on_given_up: Callable[[str], None] | None = None) -> None:
+        """
+        Args:
+            on_given_up: called with one line when there will be no other worker; it has to end this trainer soon.
+        """
+        self._on_given_up = on_given_up
         self.restarts = 0
         self._spec, self._compute = spec, compute
         self._life: WorkerProcess | None = None
@@ -307,7 +310,7 @@ class RemoteTrainer:
         if self._minding.cancelled():
             raise WorkerError("the worker was sent home")
         if self._minding.done():
-            if cut is None or self.on_given_up is None:
+            if cut is None or self._on_given_up is None:
                 self._minding.result()
             else:  # the last rounds of a peer that leaves: others need it in them
                 await cut.wait()
@@ -328,8 +331,8 @@ class RemoteTrainer:
                 try:
                     life = await self._succession.restart(life, how)
                 except WorkerError as error:
-                    if self.on_given_up:
-                        self.on_given_up(str(error))
+                    if self._on_given_up:
+                        self._on_given_up(str(error))
                     raise
                 self.restarts += 1
                 self._life, self._untold = life, True

@@ -1,4 +1,4 @@
-"""What a peer shows of itself, put together from those of its parts that exist already."""
+"""The status of a peer, as `starling status` and the terminal show it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 from node.membership.membership import Membership
 from node.outer.round_history import LocalHistory, RoundHistory
@@ -20,55 +20,121 @@ from protocols.sync.progress import SyncProgressLine
 _RECENT_ROUNDS = 5
 
 
+@dataclass(frozen=True, slots=True)
+class RunLabels:
+    """What a status says of the run.
+
+    Attributes:
+        name: of the run.
+        rounds: of training; 0: not known.
+    """
+
+    name: str = ""
+    run_id: str = ""
+    task: str = ""
+    protocol: str = ""
+    rounds: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class OuterLoopSources:
+    """Where a status finds the figures of a peer that is in the rounds of its run.
+
+    Attributes:
+        waiting_for: returns the peers that the round waits for.
+        sync_progress: returns how far catching up is; None: the peer does not catch up just now.
+        checkpoint_age_seconds: of the newest whole checkpoint; None: there is none.
+        pids: of the peer's processes.
+    """
+
+    journal: Journal
+    waiting_for: Callable[[], Sequence[PeerId]] = tuple
+    sync_progress: Callable[[], SyncProgressLine | None] = lambda: None
+    checkpoint_age_seconds: Callable[[], float | None] = lambda: None
+    pids: Callable[[], Sequence[int]] = lambda: (os.getpid(),)
+
+
 class StatusTracker:
-    """Filled in as the peer comes to life; `status()` works from the first moment on.
+    """Puts the status of a peer together from the parts of the peer that exist already.
+
+    The peer calls, in this order: `set_identity`, `set_network`, `enter_run`, `join_swarm`, `start_outer_loop`.
+    `status()` works before the first of them, and after each.
 
     Attributes:
         state, reason: as in `Status`.
-        pids: of the peer's processes.
-        waiting_for: whom the round waits for.
-        progress: how far catching up is, while it goes on.
-        checkpoint_age_seconds: of the newest whole one; None: there is none.
+        nickname, peer: this peer's; `peer` is empty before `set_identity`.
     """
 
     def __init__(self, nickname: str) -> None:
         self.state, self.reason = "starting", "its processes come up"
-        self.nickname, self.peer, self.incarnation = nickname, "", 0
-        self.run, self.run_id, self.task, self.protocol, self.rounds = "", "", "", "", 0
-        self.addresses: Callable[[], Sequence[str]] = tuple
-        self.pids: Callable[[], Sequence[int]] = lambda: (os.getpid(),)
-        self.waiting_for: Callable[[], Sequence[PeerId]] = tuple
-        self.progress: Callable[[], SyncProgressLine | None] = lambda: None
-        self.checkpoint_age_seconds: Callable[[], float | None] = lambda: None
-        self.journal: Journal | None = None
-        self.membership: Membership | None = None
-        self.chain: RoundHistory | None = None
-        self.lag: LoopLag | None = None
-        self.held_out_loss = self.loss = self.spread = self.spread_limit = float("nan")
+        self.nickname, self.peer, self._incarnation = nickname, "", 0
+        self._addresses: Callable[[], Sequence[str]] = tuple
+        self._lag: LoopLag | None = None
+        self._run = RunLabels()
+        self._chain: RoundHistory | None = None
+        self._membership: Membership | None = None
+        self._sources: OuterLoopSources | None = None
+        self._held_out_loss = self._loss = self._spread = self._spread_limit = float("nan")
         self._work = LocalProgress(0, float("nan"), 0.0, 0.0)
         self._ends: deque[float] = deque(maxlen=_RECENT_ROUNDS + 1)
 
+    # -- what the peer hands over -------------------------------------------------------------------------------------
+
+    def set_identity(self, peer: PeerId, incarnation: int) -> None:
+        """The state directory is open."""
+        self.peer, self._incarnation = peer, incarnation
+
+    def set_network(self, addresses: Callable[[], Sequence[str]], lag: LoopLag) -> None:
+        """The transport is up.
+
+        Args:
+            addresses: returns the multiaddrs at which others reach this peer.
+            lag: measures the event loop.
+        """
+        self._addresses, self._lag = addresses, lag
+
+    def enter_run(self, run: RunLabels) -> None:
+        """The peer knows which run it takes part in."""
+        self._run = run
+
+    def join_swarm(self, chain: RoundHistory, membership: Membership) -> None:
+        """The peer knows its round and the run's other peers."""
+        self._chain, self._membership = chain, membership
+
+    def start_outer_loop(self, sources: OuterLoopSources) -> None:
+        """The outer loop is built."""
+        self._sources = sources
+
     def set_state(self, state: str, reason: str = "") -> None:
-        """The peer does something else now; whatever it is, one that leaves is leaving until it has."""
+        """The peer does something else now; a peer that leaves is leaving until it has finished."""
         if self.state not in ("leaving", "finished") or state == "finished":
             self.state, self.reason = state, reason
 
-    def _awaited(self) -> tuple[str, ...]:
-        """By name; while this peer itself is among them, nobody else is held up."""
-        waits = self.waiting_for() if self.state in ("averaging", "training") else ()
-        return () if self.peer in waits else self._names(waits)
+    def addresses(self) -> Sequence[str]:
+        """Multiaddrs at which others reach this peer; none before the transport is up."""
+        return self._addresses()
+
+    def pids(self) -> Sequence[int]:
+        """The peer's processes."""
+        return self._sources.pids() if self._sources else (os.getpid(),)
+
+    def _waiting_for(self) -> tuple[str, ...]:
+        """Names of the peers that the round waits for; none while it waits for this peer, too."""
+        sources = self._sources if self.state in ("averaging", "training") else None
+        peers = sources.waiting_for() if sources else ()
+        return () if self.peer in peers else self._names(peers)
 
     def on_progress(self, phase: str, work: LocalProgress) -> None:
         """How far the round is."""
         self._work = work
-        self.set_state(phase, self._looks_on())
+        self.set_state(phase, self._why_no_vote())
 
-    def _looks_on(self) -> str:
-        """Why this peer has no vote, and what it waits for; empty if it has one."""
-        roster = {member.peer for member in self.chain.head.roster} if self.chain else {self.peer}
+    def _why_no_vote(self) -> str:
+        """Why this peer has no vote, and what it waits for; empty if it has a vote."""
+        roster = {member.peer for member in self._chain.head.roster} if self._chain else {self.peer}
         if self.peer in roster:
             return ""
-        live = {each.peer for each in self.membership.contacts() if each.live} if self.membership else roster
+        live = {each.peer for each in self._membership.contacts() if each.live} if self._membership else roster
         if roster & live:
             return "not in the roster yet: it is admitted at the end of a round"
         names = ", ".join(self._names(sorted(roster))[:4])
@@ -79,31 +145,32 @@ class StatusTracker:
     def reported(self, report: RoundReport) -> None:
         """A round is over."""
         self._ends.append(asyncio.get_running_loop().time())
-        self.loss = report.loss
+        self._loss = report.loss
         if report.held_out_loss == report.held_out_loss:
-            self.held_out_loss = report.held_out_loss
+            self._held_out_loss = report.held_out_loss
         if report.spread == report.spread:
-            self.spread, self.spread_limit = report.spread, report.spread_limit
+            self._spread, self._spread_limit = report.spread, report.spread_limit
         self._work = LocalProgress(0, float("nan"), 0.0, 0.0)
 
     def _eta_seconds(self, round_number: int) -> float | None:
-        if len(self._ends) < 2 or not self.rounds:
+        if len(self._ends) < 2 or not self._run.rounds:
             return None
         each = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
         return max(0.0, each * (self._total() - round_number))
 
     def _total(self) -> int:
-        """Rounds of the run as they are counted: those that were no rounds of training come on top."""
-        return self.rounds + (self.chain.head.key.round - self.chain.trained if self.chain and self.rounds else 0)
+        """Rounds of the run as they are counted: rounds without training come on top."""
+        rounds, chain = self._run.rounds, self._chain
+        return rounds + chain.head.key.round - chain.trained if chain and rounds else rounds
 
     def _rate(self) -> float:
-        last = self.journal.last if self.journal else None
+        last = self._sources.journal.last if self._sources else None
         if self._work.seconds > 0:
             return self._work.tokens / self._work.seconds
         return last.tokens / last.seconds_train if last and last.seconds_train > 0 else 0.0
 
     def _syncing(self) -> SyncStatus | None:
-        progress = self.progress()
+        progress = self._sources.sync_progress() if self._sources else None
         return SyncStatus(**asdict(progress)) if progress else None
 
     def _names(self, peers: Sequence[PeerId]) -> tuple[str, ...]:
@@ -111,10 +178,10 @@ class StatusTracker:
         return tuple(known.get(peer) or short(peer) for peer in peers)
 
     def _peers(self) -> tuple[PeerStatus, ...]:
-        if self.membership is None or self.chain is None:
+        if self._membership is None or self._chain is None:
             return ()
-        roster = {member.peer for member in self.chain.head.roster}
-        votes = not isinstance(self.chain, LocalHistory)
+        roster = {member.peer for member in self._chain.head.roster}
+        votes = not isinstance(self._chain, LocalHistory)
         return tuple(
             PeerStatus(
                 peer=each.peer,
@@ -124,43 +191,44 @@ class StatusTracker:
                 round=each.round,
                 address=each.addresses[0] if each.addresses else "",
             )
-            for each in self.membership.contacts()
+            for each in self._membership.contacts()
             if each.hello or each.peer in roster
         )
 
     def status(self) -> Status:
         """Everything, as of now."""
-        key, journal = (self.chain.head.key if self.chain else None), self.journal
+        key, sources = (self._chain.head.key if self._chain else None), self._sources
+        totals = sources.journal.totals if sources else None
         round_number = key.round if key else 0
         return Status(
             state=self.state,
             reason=self.reason,
-            waiting_for=self._awaited(),
+            waiting_for=self._waiting_for(),
             round=round_number,
             rounds=self._total(),
             lineage=key.lineage.hex() if key else "",
-            run=self.run,
-            run_id=self.run_id,
+            run=self._run.name,
+            run_id=self._run.run_id,
             peer=self.peer,
             nickname=self.nickname,
             peers=self._peers(),
             addresses=tuple(self.addresses()),
-            tokens=(journal.totals.tokens if journal else 0) + self._work.tokens,
+            tokens=(totals.tokens if totals else 0) + self._work.tokens,
             tokens_per_second=self._rate(),
-            loss=self._work.loss if self._work.tokens else self.loss,
-            held_out_loss=self.held_out_loss,
-            bytes_sent=journal.totals.bytes_sent if journal else 0,
-            bytes_received=journal.totals.bytes_received if journal else 0,
+            loss=self._work.loss if self._work.tokens else self._loss,
+            held_out_loss=self._held_out_loss,
+            bytes_sent=totals.bytes_sent if totals else 0,
+            bytes_received=totals.bytes_received if totals else 0,
             rss_bytes=rss_bytes(self.pids()),
-            loop_lag_p99_seconds=self.lag.peek() if self.lag else 0.0,
+            loop_lag_p99_seconds=self._lag.peek() if self._lag else 0.0,
             eta_seconds=self._eta_seconds(round_number),
             pid=os.getpid(),
-            incarnation=self.incarnation,
+            incarnation=self._incarnation,
             syncing=self._syncing(),
-            task=self.task,
-            protocol=self.protocol,
-            spread=self.spread,
-            spread_limit=self.spread_limit,
-            clock=self.membership.host_monitor.clock if self.membership else "",
-            checkpoint_age_seconds=self.checkpoint_age_seconds(),
+            task=self._run.task,
+            protocol=self._run.protocol,
+            spread=self._spread,
+            spread_limit=self._spread_limit,
+            clock=self._membership.host_monitor.clock if self._membership else "",
+            checkpoint_age_seconds=sources.checkpoint_age_seconds() if sources else None,
         )

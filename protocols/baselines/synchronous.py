@@ -36,7 +36,9 @@ from protocols.baselines.synchronous_round import (
     AllReduceAlgorithm,
     JoinRound,
     RoundAborted,
+    RoundChannel,
     RoundMismatch,
+    RoundTask,
     SynchronousRound,
 )
 from protocols.control_channel import RoundAccounting, first_frame
@@ -146,10 +148,8 @@ class SynchronousSession:
 
     async def average(self, mine: Sequence[Vector], work: LocalProgress, into: Sequence[Vector]) -> AveragingResult:
         averager, host = self._averager, self._averager.host
-        head, deadline = self.head, self.deadline
-        meeting = SynchronousRound(
-            host, averager.settings, averager.method, averager.accounting, head, mine, into, work, deadline
-        )
+        channel, task = RoundChannel(averager.method, averager.accounting), RoundTask(mine, into, work)
+        meeting = SynchronousRound(host, averager.settings, channel, self.head.key, task, self.deadline)
         if self.round > self.head.key.round:
             meeting.spoil(f"others are in round {self.round + 1} already")
         elif len(meeting.members) == 1:

@@ -14,7 +14,18 @@ from typing import Protocol
 from protocols import wire
 from protocols.aio import Notifier
 from protocols.allreduce.parts import PartLayout, ReducedPart
-from protocols.base import Deadline, Head, Header, Host, LocalProgress, PeerId, ProtocolError, Settings, Stream, Vector
+from protocols.base import (
+    Deadline,
+    Header,
+    Host,
+    LocalProgress,
+    PeerId,
+    ProtocolError,
+    RoundKey,
+    Settings,
+    Stream,
+    Vector,
+)
 from protocols.codec import state_codec
 from protocols.control_channel import RoundAccounting
 from protocols.vectors import VectorView
@@ -90,40 +101,66 @@ class AllReduceAlgorithm(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True)
+class RoundChannel:
+    """How the members of a round reach each other.
+
+    Attributes:
+        method: of the data streams.
+        accounting: counts their bytes, and names peers that broke a rule.
+    """
+
+    method: str
+    accounting: RoundAccounting
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTask:
+    """What this peer brings to a round, and where the mean goes.
+
+    Attributes:
+        mine, into: float32, of the same shapes; `into` is overwritten.
+    """
+
+    mine: Sequence[Vector]
+    into: Sequence[Vector]
+    work: LocalProgress
+
+
 class SynchronousRound:
-    """Attributes:
-    members: of the round: who is live when we come to it, in the order of their ids; `place` is our own among them.
-    weight: how much our vectors count: tokens, one at least.
-    arrived: who has opened a stream to us.
-    over: everything is in; what still runs serves others.
-    why: it is spoilt, if this says something.
-    ahead: the latest round that somebody else was in.
+    """A round that all live peers take part in, as this peer sees it.
+
+    Attributes:
+        members: the peers that are live when this one comes to average, in the order of their ids.
+        place: this peer's index among the members.
+        weight: how much this peer's vectors count: tokens, one at least.
+        arrived: members that have opened a stream to this peer.
+        over: everything has arrived; what still runs serves others.
+        why: the reason why the round is spoilt; empty: it is not.
+        ahead: the latest round that any other peer was in.
     """
 
     def __init__(
         self,
         host: Host,
         settings: Settings,
-        method: str,
-        accounting: RoundAccounting,
-        head: Head,
-        mine: Sequence[Vector],
-        into: Sequence[Vector],
-        work: LocalProgress,
+        channel: RoundChannel,
+        key: RoundKey,
+        task: RoundTask,
         deadline: Deadline,
     ) -> None:
-        self.host, self.method, self.accounting = host, method, accounting
-        self.key, self.deadline = head.key, deadline
+        self.host, self.method, self.accounting = host, channel.method, channel.accounting
+        self.key, self.deadline = key, deadline
         self.members = host.members.live()
         self.peers = tuple(member.peer for member in self.members)
         self.place = self.peers.index(host.me)
-        self.mine, self.into = VectorView(mine), VectorView(into)
-        self.weight = float(max(1, work.tokens))
+        self.mine, self.into = VectorView(task.mine), VectorView(task.into)
+        self.weight = float(max(1, task.work.tokens))
         self.codec, self.chunk_elements = state_codec(settings.codec), settings.chunk_elements
         self.arrived: set[PeerId] = set()
         self.over = False
         self.why = ""
-        self.ahead = head.key.round
+        self.ahead = key.round
         named = "".join(f"{member.peer}/{member.incarnation}\n" for member in self.members)
         self.digest = hashlib.sha256(named.encode()).digest()
         self._notifier = Notifier()

@@ -50,19 +50,28 @@ class Butterfly:
 
     Attributes:
         part_cache: the reduced parts of the last rounds.
-        on_ahead: called with a peer that stands where we do not: rounds ahead, or on another branch.
     """
 
     shares_anchor = True
 
-    def __init__(self, host: Host, settings: Settings) -> None:
+    def __init__(
+        self,
+        host: Host,
+        settings: Settings,
+        part_cache: PartCache | None = None,
+        on_ahead: Callable[[PeerId], None] = lambda peer: None,
+    ) -> None:
+        """
+        Args:
+            part_cache: holds the reduced parts; None: one that keeps them in memory.
+            on_ahead: called with a peer that is rounds ahead of this one, or on another branch.
+        """
         self.host, self.settings = host, settings
         self.me = Member(host.me, settings.incarnation)
         self.accounting = RoundAccounting()
         known(settings.robust)
         self.bandwidth = settings.bandwidth
-        self.part_cache = PartCache(host)
-        self.on_ahead: Callable[[PeerId], None] = lambda peer: None
+        self.part_cache, self._on_ahead = part_cache or PartCache(host), on_ahead
         self._post = ControlChannel(host, CONTROL, self.accounting)
         self._context = ButterflyContext(
             host, settings, codec(settings.codec), self.me, self.accounting, self._post, self.part_cache
@@ -88,7 +97,7 @@ class Butterfly:
         self._forget(head.key)
         self._session = self._sessions[lineage] = session
         self._post.on_gone = session.gone
-        session.decision.on_rival = self.on_ahead
+        session.decision.on_rival = self._on_ahead
         everybody = {member.peer for member in (*head.roster, *self.host.members.live())}
         try:
             async with task_group() as group, self._post.run(group, deadline, everybody):
@@ -164,7 +173,7 @@ class Butterfly:
                 self._park(peer, message)
                 self._post.send(peer, StartBallot(here, self.me, session.decision.vote.ballot, ()))
             else:
-                self.on_ahead(peer)
+                self._on_ahead(peer)
         except BadPayload as error:
             self.accounting.name(peer, f"refused: {error}")
 

@@ -35,9 +35,12 @@ class PartCache:
         gate: past rounds are not handed out while it is closed.
     """
 
-    def __init__(self, host: Host) -> None:
-        self.past: PartStore | None = None
-        self.gate = Gate()
+    def __init__(self, host: Host, past: PartStore | None = None, gate: Gate | None = None) -> None:
+        """
+        Args:
+            gate: that of `past`; None: one of its own.
+        """
+        self.past, self.gate = past, gate or Gate()
         self._parts: dict[bytes, dict[bytes, ReducedPart]] = {}
         self._waiting: dict[bytes, None] = {}  # decided, and to be stored
         self._limiter = StreamLimiter()

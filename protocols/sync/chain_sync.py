@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from functools import reduce
 
 from protocols import wire
@@ -33,6 +34,7 @@ from protocols.control_channel import RoundAccounting
 from protocols.gate import Gate
 from protocols.history.chain import Chain
 from protocols.history.fork_choice import Branch, ForkChoice
+from protocols.history.round_log import Archive, ListArchive
 from protocols.sync.head_verifier import TRAIL_SECONDS, HeadVerifier
 from protocols.sync.progress import SyncProgress
 from protocols.sync.requests import MAX_TRAIL, SYNC, Certificates, CertificatesRequest, HeadAnnouncement
@@ -51,6 +53,25 @@ GRACE_SECONDS = 1.0
 PROOFS_AT_ONCE = 8
 
 
+def _ignore_branch(branch: Branch) -> None:
+    """For a peer that looks for better branches only between its rounds."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChainSyncOptions:
+    """What a `ChainSync` works with beyond what every peer has.
+
+    Attributes:
+        part_cache: parts of reduced vectors that this peer holds; None: it holds none.
+        make_archive: returns an archive for certificates that are being verified.
+        on_better: called when a branch that beats this peer's was found and verified.
+    """
+
+    part_cache: PartCache | None = None
+    make_archive: Callable[[], Archive] = ListArchive
+    on_better: Callable[[Branch], None] = _ignore_branch
+
+
 class ChainSync:
     """What one peer asks others, and answers them, about the chain.
 
@@ -59,7 +80,6 @@ class ChainSync:
         accounting: who was named, and the bytes that crossed, since it was last taken.
         snapshots: what we hand out.
         proofs: how others prove their heads to us.
-        on_better: called when a branch has been found, and judged, that beats ours.
         fetcher: what others hand out to us.
         stranded: whether this peer has been undecided for so long that it might fork itself: see `branches`.
     """
@@ -71,27 +91,25 @@ class ChainSync:
         settings: Settings,
         snapshots: Snapshots,
         contacts: Callable[[], Iterable[PeerId]],
-        part_cache: PartCache | None = None,
+        options: ChainSyncOptions = ChainSyncOptions(),
     ) -> None:
         """
         Args:
             chain: this peer's, shared with who moves it.
             contacts: peers that may know more: bootstrap addresses, hints of a directory. Any of them may lie.
-            part_cache: parts that we hold ourselves.
         """
         self.rules = ForkChoice(
             Member(host.me, settings.incarnation), host.signer, settings.quorum, settings.fork_peers
         )
         self.accounting, self.snapshots, self.stranded = RoundAccounting(), snapshots, False
-        self.on_better: Callable[[Branch], None] = lambda branch: None
+        self._on_better, self._part_cache = options.on_better, options.part_cache
         self._host, self._chain = host, chain
         self._contacts = SyncPeers(host.me, host.members, chain, contacts, _now)
-        self.fetcher = StateFetcher(host, self.accounting, settings, snapshots, self._contacts, part_cache)
-        self._part_cache = part_cache
+        self.fetcher = StateFetcher(host, self.accounting, settings, snapshots, self._contacts, self._part_cache)
         self._donor = SnapshotServer(
-            snapshots, host.compute, part_cache.gate if part_cache else Gate(), self._has_rounds_since
+            snapshots, host.compute, self._part_cache.gate if self._part_cache else Gate(), self._has_rounds_since
         )
-        self.proofs = HeadVerifier(host, chain, self.rules, self.accounting, self._contacts)
+        self.proofs = HeadVerifier(host, chain, self.rules, self.accounting, self._contacts, options.make_archive)
         self._news = asyncio.Event()
         self._server = SyncServer(host, self.accounting, self._donor, self._answer)
 
@@ -180,7 +198,7 @@ class ChainSync:
                 if branch.ancestor.key == self._chain.head.key:
                     await asyncio.sleep(GRACE_SECONDS)
                 if self._unknown(branch.head.key) and branch.ancestor.key.lineage in self._chain:
-                    self.on_better(branch)
+                    self._on_better(branch)
             await asyncio.sleep(HASTE_SECONDS)
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(began + DIAL_SECONDS):

@@ -64,16 +64,22 @@ class _Proof:
 
 
 class HeadVerifier:
-    """Asks for certificates, and trusts nobody who gives them.
-
-    Attributes:
-        room: makes an archive for certificates that are being judged.
-    """
+    """Asks for certificates, and trusts no peer that sends them."""
 
     def __init__(
-        self, host: Host, chain: Chain, rules: ForkChoice, accounting: RoundAccounting, contacts: SyncPeers
+        self,
+        host: Host,
+        chain: Chain,
+        rules: ForkChoice,
+        accounting: RoundAccounting,
+        contacts: SyncPeers,
+        make_archive: Callable[[], Archive] = ListArchive,
     ) -> None:
-        self.room: Callable[[], Archive] = ListArchive
+        """
+        Args:
+            make_archive: returns an archive for certificates that are being verified.
+        """
+        self._make_archive = make_archive
         self._host, self._chain, self._rules, self._accounting, self._contacts = (
             host,
             chain,
@@ -194,7 +200,7 @@ class HeadVerifier:
         if not some:
             return
         async with self._turn:  # others may be at the same rounds
-            way.links = way.links or RoundLog(way.end, self.room())
+            way.links = way.links or RoundLog(way.end, self._make_archive())
             way.rounds += len(some)
             if some := some[self._take_over(way.links, some) :]:
                 cost_bytes = VERIFY_BYTES * len(some)
@@ -245,7 +251,7 @@ class HeadVerifier:
         place = known.place(lineage) if known else None
         if known is None or place is None:
             raise RoundPruned("our chain has moved meanwhile")
-        way.head, way.links = known.start, RoundLog(known.start, self.room())
+        way.head, way.links = known.start, RoundLog(known.start, self._make_archive())
         way.links.adopt(known, 0, place)
 
 

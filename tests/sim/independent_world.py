@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from node.outer.closing import ClosingPhase
-from node.outer.independent_loop import IndependentOuterLoop
+from node.outer.independent_loop import IndependentOptions, IndependentOuterLoop
 from node.outer.noloco import NoLoCo
+from node.outer.outer_loop import OuterLoopDeps
 from node.outer.round_history import LocalHistory
 from node.outer.round_loops import run_independent_rounds
 from node.outer.sgd import OuterSGD
@@ -143,13 +144,19 @@ class IndependentWorld(World):
         await trainer.read(anchor)
         course = LocalHistory(averager.me, RoundKey(RUN, "run", bytes(32), 0))
         outer = self._own_outer()
-        outer_loop = IndependentOuterLoop(course, trainer, averager, outer, host.compute, anchor, snapshots)
-        outer_loop.compare = lambda mine: self._compare(me, mine, host.members.live())
-        self.replicas[me] = outer_loop
-        outer_loop.spread_limit = SPREAD_LIMIT
+        closing = None
         if self.CLOSES and isinstance(averager, ClosingAverager) and not self.endless:
-            outer_loop.closing = ClosingPhase(averager, self.scenario.rounds, lambda: self.rounds(me))
-        outer_loop.lacks_state = not await self.restored(outer_loop) and transport.node.incarnation > 0
+            closing = ClosingPhase(averager, self.scenario.rounds, lambda: self.rounds(me))
+        options = IndependentOptions(
+            lambda mine: self._compare(me, mine, host.members.live()),
+            SPREAD_LIMIT,
+            closing,
+            newcomer=transport.node.incarnation > 0,
+        )
+        deps = OuterLoopDeps(trainer, host.compute, anchor, snapshots)
+        outer_loop = self.replicas[me] = IndependentOuterLoop(course, averager, outer, deps, options)
+        if await self.restored(outer_loop):
+            outer_loop.lacks_state = False
         state_sync = IndependentStateSync(
             host, settings, snapshots, lambda: outer_loop.key, lambda: self.peers, lambda: not outer_loop.seeks_state
         )

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 
+from node.outer.outer_loop import OuterLoopDeps
 from node.outer.replicated_loop import ReplicatedOuterLoop
 from node.outer.round_loops import run_replicated_rounds
 from node.outer.sgd import OuterSGD
@@ -18,9 +19,10 @@ from node.training.trainer import InlineTrainer, Learner
 from protocols import REPLICATED_PROTOCOLS
 from protocols.aio import task_group
 from protocols.base import Host, Member, PeerId, Settings
+from protocols.butterfly.part_cache import PartCache
 from protocols.codec import codec
 from protocols.history.chain import Chain
-from protocols.sync.chain_sync import ChainSync
+from protocols.sync.chain_sync import ChainSync, ChainSyncOptions
 from protocols.sync.snapshot import Snapshots
 from tests.sim import loop as simloop
 from tests.sim.byzantine.contributors import ByzantineContributorStream
@@ -165,17 +167,20 @@ class World:
         host = self._host(transport)
         trainer = self.trainer(index)
         settings, snapshots = self._settings(index, trainer, transport), Snapshots()
-        averager = REPLICATED_PROTOCOLS[scenario.protocol](host, settings)
+        part_cache = PartCache(host)
         anchor = torch.empty(trainer.layout.sizes()[0])
         await trainer.read(anchor)
         chain = Chain(RUN, "run", self.roster, bytes(32))
+        options = ChainSyncOptions(part_cache, on_better=lambda branch: averager.supersede())
+        sync = ChainSync(host, chain, settings, snapshots, lambda: self.peers, options)
+        averager = REPLICATED_PROTOCOLS[scenario.protocol](host, settings, part_cache, sync.hear)
         outer_loop = self.replicas[me] = ReplicatedOuterLoop(
-            chain, trainer, averager, self.outer(), host.compute, anchor, snapshots
+            chain,
+            averager,
+            self.outer(),
+            OuterLoopDeps(trainer, host.compute, anchor, snapshots),
+            feedback(codec(settings.codec), len(anchor), host.compute),
         )
-        outer_loop.feedback = feedback(codec(settings.codec), len(anchor), host.compute)
-        sync = ChainSync(host, chain, settings, snapshots, lambda: self.peers, averager.part_cache)
-        sync.on_better = lambda branch: averager.supersede()
-        averager.on_ahead = sync.hear
         await self.restored(outer_loop)
         await outer_loop.settle()
         async with task_group() as group:

@@ -12,7 +12,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -63,10 +63,9 @@ def load_run(path: Path | None, overrides: Mapping[str, object], protocols: Coll
 
 
 class Peer:
-    def __init__(self, config: PeerConfig, run: object, view: EventSink) -> None:
-        self.config, self.view = config, view
+    def __init__(self, config: PeerConfig, run: object, view: EventSink, on_asked: Callable[[], None]) -> None:
+        self.config, self.view, self.on_asked = config, view, on_asked
         self.finished = asyncio.Event()
-        self.on_asked = self.finish
         tell("given", config, run)
 
     def finish(self) -> None:
@@ -84,7 +83,7 @@ class Peer:
         if HOW == "refuse":
             raise FatalPeerError("the port is taken:\nfree it")
         try:
-            async with ControlServer(self.config.state_dir, self.status, lambda: self.on_asked()):
+            async with ControlServer(self.config.state_dir, self.status, self.on_asked):
                 for number in range(3):
                     self.view.report(report(number))
                 tell("running")

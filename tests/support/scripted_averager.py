@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from node.outer.independent_loop import IndependentOuterLoop
+from node.outer.independent_loop import IndependentOptions, IndependentOuterLoop
 from node.outer.noloco import NoLoCo
+from node.outer.outer_loop import OuterLoopDeps
 from node.outer.round_history import LocalHistory
 from node.outer.sgd import OuterSGD
 from node.reporting.report import RoundReport
@@ -123,13 +124,20 @@ class ScriptedSession:
 class IndependentPeer:
     """A replica, and what it is made of."""
 
-    def __init__(self, *scripts: Script, snapshots: Snapshots | None = None, rule: NoLoCo | None = None) -> None:
+    def __init__(
+        self,
+        *scripts: Script,
+        snapshots: Snapshots | None = None,
+        rule: NoLoCo | None = None,
+        options: IndependentOptions | None = None,
+    ) -> None:
         self.learner = LinearLearner()
         self.trainer = InlineTrainer(self.learner, STEPS, 0.5)
         self.averager = ScriptedAverager(list(scripts))
         course, anchor = LocalHistory(ME, KEY), torch.ones(ELEMENTS)
+        deps = OuterLoopDeps(self.trainer, SimCompute(), anchor, snapshots)
         self.outer_loop = IndependentOuterLoop(
-            course, self.trainer, self.averager, rule or OUTER, SimCompute(), anchor, snapshots
+            course, self.averager, rule or OUTER, deps, options or IndependentOptions()
         )
 
     def play(self, rounds: int = 1) -> list[RoundReport]:

@@ -1,4 +1,4 @@
-"""Peers with all that a stay in a run is made of, on virtual time.
+"""Peers with all that a session is made of, on virtual time.
 
 Everything is real but the network, the clocks, the signatures and the model: rounds, votes, membership, state
 directories.
@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from node.membership.handshake import LocalPeer
-from node.membership.membership import Membership
-from node.outer.independent_loop import IndependentOuterLoop
+from node.membership.membership import DialPolicy, Membership
+from node.outer.independent_loop import IndependentOptions, IndependentOuterLoop
+from node.outer.outer_loop import OuterLoopDeps
 from node.outer.replicated_loop import ReplicatedOuterLoop
 from node.outer.round_history import LocalHistory, RoundHistory
 from node.outer.round_loops import run_independent_rounds, run_replicated_rounds
@@ -27,11 +28,12 @@ from node.storage.journal import Journal
 from node.storage.statedir import StateDir
 from node.tasks.paced import Paced
 from node.training.trainer import InlineTrainer
-from node.ui.status_tracker import StatusTracker
+from node.ui.status_tracker import OuterLoopSources, StatusTracker
 from protocols import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
 from protocols.base import Deadline, Host, Member, PeerId, RoundKey, Settings
+from protocols.butterfly.part_cache import PartCache
 from protocols.history.chain import Chain
-from protocols.sync.chain_sync import ChainSync
+from protocols.sync.chain_sync import ChainSync, ChainSyncOptions
 from protocols.sync.independent_sync import IndependentStateSync
 from protocols.sync.snapshot import Snapshots
 from tests.sim import loop as simloop
@@ -91,53 +93,50 @@ class View:
 
 
 class SessionPeer:
-    """One peer with everything that a stay is made of."""
+    """One peer with everything that a session is made of."""
 
     def __init__(self, town: SessionCluster, name: PeerId, limits: SessionLimits, step_seconds: float) -> None:
         self.town, self.name, self.view, self.status_tracker = town, name, View(), StatusTracker(name)
         transport = town.network.join(name)
-        me, clock, state = Member(name), SimClock(), StateDir.open(town.path / name)
-        self.status_tracker.peer, self.status_tracker.addresses = name, lambda: (f"/ip4/10.0.0.1/tcp/1/p2p/{name}",)
-        course = self.status_tracker.chain = self.course(me)
-        who = LocalPeer(me, RUN, len(town.peers), f"nick-{name}", tuple, lambda: course.head.key.round)
-        members = self.members = self.status_tracker.membership = Membership(
-            transport,
-            clock,
-            SimSigner(name, 1),
-            who,
-            lambda: [member.peer for member in course.head.roster if member != me],
-        )
+        me, clock, lag, state = Member(name), SimClock(), LoopLag(), StateDir.open(town.path / name)
+        self.status_tracker.set_identity(name, 0)
+        self.status_tracker.set_network(lambda: (f"/ip4/10.0.0.1/tcp/1/p2p/{name}",), lag)
+        history = self.history(me)
+        local = LocalPeer(me, RUN, len(town.peers), f"nick-{name}", tuple, lambda: history.head.key.round)
+        dialing = DialPolicy(lambda: [member.peer for member in history.head.roster if member != me])
+        members = self.members = Membership(transport, clock, SimSigner(name, 1), local, dialing)
+        self.status_tracker.join_swarm(history, members)
         members.hint(town.founders[0].peer)
         directory = Directory(town.entries, name, clock, Hearsay())
         host = Host(transport, directory, members, SimCompute(), clock, SimSigner(name, 1), 1)
         settings = Settings("fp32", (ELEMENTS,), 512)
         self.trainer = Trainer(Paced(ELEMENTS, seed=len(town.peers), tokens_per_step=256), STEPS, step_seconds)
-        way = self.way(host, settings)
-        self.outer_loop = way.outer_loop
-        self.outer_loop.on_phase, self.status_tracker.waiting_for = (
-            self.status_tracker.on_progress,
-            lambda: self.outer_loop.waiting_for(),
-        )
-        journal = self.status_tracker.journal = Journal(state.rounds)
+        stack = self.stack(host, settings)
+        self.outer_loop, journal = stack.outer_loop, Journal(state.rounds)
+        sources = OuterLoopSources(journal, self.outer_loop.waiting_for, stack.sync.sync_progress.progress)
+        self.status_tracker.start_outer_loop(sources)
         self.state = state
-        self.deps = PeerSessionDeps(
-            *way, self.trainer, members, directory, state, journal, LoopLag(), clock, SimCompute()
-        )
+        self.deps = PeerSessionDeps(*stack, self.trainer, members, directory, state, journal, lag, clock, SimCompute())
         self.session = PeerSession(self.deps, limits, self.status_tracker, self.view)
         self.ended: float | None = None
 
-    def course(self, me: Member) -> RoundHistory:
+    def history(self, me: Member) -> RoundHistory:
         self.chain = Chain(RUN, "run", self.town.founders, bytes(32))
         return self.chain
 
-    def way(self, host: Host, settings: Settings) -> OuterLoopStack:
-        """Its replica, and what belongs to its kind."""
-        averager, snapshots = REPLICATED_PROTOCOLS["butterfly"](host, settings), Snapshots()
-        anchor, outer = self.trainer.local_training.learner.vectors[0].clone(), OuterSGD(0.9, 0.5)
-        outer_loop = ReplicatedOuterLoop(self.chain, self.trainer, averager, outer, host.compute, anchor, snapshots)
-        sync = ChainSync(host, self.chain, settings, snapshots, self.members.peers, averager.part_cache)
-        sync.on_better = lambda branch: averager.supersede()
-        averager.on_ahead = sync.hear
+    def outer_loop_deps(self, host: Host, snapshots: Snapshots) -> OuterLoopDeps:
+        anchor = self.trainer.local_training.learner.vectors[0].clone()
+        show = self.status_tracker.on_progress
+        return OuterLoopDeps(self.trainer, host.compute, anchor, snapshots, on_progress=show)
+
+    def stack(self, host: Host, settings: Settings) -> OuterLoopStack:
+        """Its outer loop, and what belongs to its kind."""
+        snapshots, part_cache = Snapshots(), PartCache(host)
+        options = ChainSyncOptions(part_cache, on_better=lambda branch: averager.supersede())
+        sync = ChainSync(host, self.chain, settings, snapshots, self.members.peers, options)
+        averager = REPLICATED_PROTOCOLS["butterfly"](host, settings, part_cache, sync.hear)
+        deps = self.outer_loop_deps(host, snapshots)
+        outer_loop = ReplicatedOuterLoop(self.chain, averager, OuterSGD(0.9, 0.5), deps)
         return OuterLoopStack(outer_loop, sync, partial(run_replicated_rounds, outer_loop, sync))
 
     async def live(self) -> None:
@@ -159,16 +158,16 @@ class IndependentSessionPeer(SessionPeer):
 
     outer_loop: IndependentOuterLoop
 
-    def course(self, me: Member) -> RoundHistory:
+    def history(self, me: Member) -> RoundHistory:
         self.own = LocalHistory(me, RoundKey(RUN, "run", bytes(32), 0))
         return self.own
 
-    def way(self, host: Host, settings: Settings) -> OuterLoopStack:
-        anchor, outer = self.trainer.local_training.learner.vectors[0].clone(), OuterSGD(0.9, 0.5)
+    def stack(self, host: Host, settings: Settings) -> OuterLoopStack:
         averager, snapshots = INDEPENDENT_PROTOCOLS["gossip"](host, settings), Snapshots(every_rounds=1)
-        outer_loop = IndependentOuterLoop(self.own, self.trainer, averager, outer, host.compute, anchor, snapshots)
-        outer_loop.lacks_state = Member(self.name) not in self.town.founders
-        outer_loop.compare, outer_loop.spread_limit = self.members.compare, SPREAD_LIMIT
+        newcomer = Member(self.name) not in self.town.founders
+        options = IndependentOptions(self.members.compare, SPREAD_LIMIT, newcomer=newcomer)
+        deps = self.outer_loop_deps(host, snapshots)
+        outer_loop = IndependentOuterLoop(self.own, averager, OuterSGD(0.9, 0.5), deps, options)
         peers, whole = self.members.peers, lambda: not outer_loop.seeks_state
         state_sync = IndependentStateSync(host, settings, snapshots, lambda: self.own.key, peers, whole)
         return OuterLoopStack(outer_loop, state_sync, partial(run_independent_rounds, outer_loop, state_sync))
@@ -197,7 +196,7 @@ class SessionCluster:
         return [self.add(name, **limits) for name in names]
 
     async def end(self, names: Iterable[str] | None = None, seconds: float = 300.0) -> None:
-        """Wait for these stays to end well."""
+        """Wait for these sessions to end well."""
         async with asyncio.timeout(seconds):
             await asyncio.gather(*(self.tasks[name] for name in (names or list(self.tasks))))
 

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from node.outer.outer_loop import OuterLoopDeps
 from node.outer.replicated_loop import ReplicatedOuterLoop
 from node.outer.sgd import OuterSGD
 from node.reporting.report import RoundReport
@@ -33,8 +34,10 @@ from protocols.codec import codec
 from protocols.consensus import record as records
 from protocols.consensus.record import Kind, Record
 from protocols.framing import FramedStream
+from protocols.gate import Gate
 from protocols.history.chain import UNSETTLED, Chain, DecidedRound, follow
-from protocols.sync.chain_sync import ChainSync
+from protocols.history.fork_choice import Branch
+from protocols.sync.chain_sync import ChainSync, ChainSyncOptions
 from protocols.sync.snapshot import MemoryBuffer, Snapshots
 from protocols.vectors import VectorView
 from tests.sim import loop as simloop
@@ -66,22 +69,24 @@ class SyncPeer:
         self.chain = Chain(RUN, "run", swarm.founders, swarm.root)
         self.part_cache, self.snapshots = PartCache(self.host), Snapshots(swarm.every_rounds)
         if swarm.store_rounds:
-            self.part_cache.past = PartStore(
-                MemoryBuffer, self.host.compute, self.part_cache.gate, most_rounds=swarm.store_rounds, least_rounds=1
-            )
+            gate, rounds = Gate(), swarm.store_rounds
+            store = PartStore(MemoryBuffer, self.host.compute, gate, most_rounds=rounds, least_rounds=1)
+            self.part_cache = PartCache(self.host, store, gate)
         self.held: list[bytes] = []
         self.trainer = InlineTrainer(Paced(swarm.elements, SEED), 10, 0.1)
-        self.sync = ChainSync(
-            self.host, self.chain, self.settings, self.snapshots, lambda: swarm.hints, self.part_cache
-        )
+        self.on_better: Callable[[Branch], object] = lambda branch: None
+        options = ChainSyncOptions(self.part_cache, on_better=lambda branch: self.on_better(branch))
+        self.sync = ChainSync(self.host, self.chain, self.settings, self.snapshots, lambda: swarm.hints, options)
         self.outer_loop = ReplicatedOuterLoop(
             self.chain,
-            self.trainer,
             Observer(self.me),  # type: ignore[arg-type]
             OuterSGD(0.7, 0.9),
-            self.host.compute,
-            torch.zeros(swarm.elements) if anchor is None else anchor.clone(),
-            self.snapshots,
+            OuterLoopDeps(
+                self.trainer,
+                self.host.compute,
+                torch.zeros(swarm.elements) if anchor is None else anchor.clone(),
+                self.snapshots,
+            ),
         )
 
     @property
