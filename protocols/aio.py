@@ -12,6 +12,11 @@ from protocols.base import Deadline, Member, Members, PeerId, PeerSilent
 T = TypeVar("T")
 
 
+def loop_time() -> float:
+    """The running loop's time, seconds: what every `Deadline` is measured in."""
+    return asyncio.get_running_loop().time()
+
+
 class Notifier:
     """Wakes everyone who waits for a condition; state stays with its owner."""
 

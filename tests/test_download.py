@@ -159,7 +159,7 @@ def test_drops_do_not_keep_a_download_alive_for_ever() -> None:
 def test_a_line_slower_than_the_rounds_is_told_of_once() -> None:
     async def main(world: SyncCluster) -> None:
         cleo, told = await joiner(world, 2e5), list[str]()
-        cleo.sync.fetcher.on_slow = told.append
+        cleo.sync.complain_to(told.append)
         rounds = asyncio.create_task(deciding(world, "anna bert", 3.5))
         for _ in range(3):
             await cleo.catch_up(60.0)

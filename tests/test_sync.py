@@ -290,7 +290,7 @@ def test_the_evicted_are_dialled_and_learn_of_the_better_branch() -> None:
         found: dict[str, list[float]] = {name: [] for name in ALL.split()}
         began = asyncio.get_running_loop().time()
         for name, peer in world.peers.items():
-            peer.sync.on_better = lambda branch, name=name: found[name].append(asyncio.get_running_loop().time())  # type: ignore[misc]
+            peer.on_better = lambda branch, name=name: found[name].append(asyncio.get_running_loop().time())  # type: ignore[misc]
         healing = [asyncio.create_task(peer.sync.run()) for peer in world.of("anna dora emil")]
         await asyncio.sleep(1.0)
         assert [name for name, times in found.items() if times] == ["dora", "emil"], "greeted at once"
@@ -314,7 +314,7 @@ def test_a_peer_that_went_to_sleep_is_woken_by_a_greeting() -> None:
         world.hints.clear()
         await world.decide("anna bert", roster=(ANNA, BERT))
         cleo, told = world.peers["cleo"], []
-        cleo.sync.on_better = lambda branch: told.append(asyncio.get_running_loop().time())
+        cleo.on_better = lambda branch: told.append(asyncio.get_running_loop().time())
         sleeper = asyncio.create_task(cleo.sync.run())
         await asyncio.sleep(3.0)
         assert not told, "all that it knows are in its roster"
@@ -333,7 +333,7 @@ def test_who_hears_of_a_round_a_moment_before_it_decides_it_stays_in_it() -> Non
         await world.decide("anna bert cleo", roster=(ANNA, BERT))
         link = await world.decide("bert cleo", voters=(ANNA, BERT))
         anna, told = world.peers["anna"], []
-        anna.sync.on_better = lambda branch: told.append(branch)
+        anna.on_better = lambda branch: told.append(branch)
         healing = asyncio.create_task(anna.sync.run())
         await asyncio.sleep(0.5)
         anna.chain.switch(link.record.parent, [link])

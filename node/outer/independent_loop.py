@@ -245,7 +245,8 @@ class IndependentOuterLoop(OuterLoop):
         seconds = {"train": 0.0, "average": watch.total()}
         me, lineage = self.averager.me, self.key.lineage
         report = self._report(me, key, lineage, key.lineage, mean, idle, seconds, wall())
-        return replace(report, bytes_downloaded=state_sync.take_bytes())
+        downloaded, _ = state_sync.take_bytes()
+        return replace(report, bytes_downloaded=downloaded)
 
     def _nearest(self, donors: Sequence[PeerId]) -> Sequence[PeerId]:
         centre = middle([self._sketches[peer] for peer in sorted(self._sketches)])

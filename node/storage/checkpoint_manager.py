@@ -97,8 +97,8 @@ class CheckpointManager:
             disk: runs what waits for the disk, and nothing that a round waits for.
             sync: has the disk keep the chain that a checkpoint stands on; it blocks, and raises OSError.
         """
-        self.snapshots = Snapshots(every_rounds, KEEP, self.room)
-        self.snapshots.has_begun = lambda lineage, before: (self._draft(lineage, before) / OUTER).exists()
+        has_begun = lambda lineage, before: (self._draft(lineage, before) / OUTER).exists()  # noqa: E731
+        self.snapshots = Snapshots(every_rounds, KEEP, self.room, has_begun)
         self.home, self._like = directory / DIRECTORY, like
         self._quota = Quota(self.home, limit_bytes)
         self._inner, self._disk, self._sync, self.feedback = inner, disk, sync, feedback

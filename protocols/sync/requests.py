@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from protocols.base import Header, Member, RoundKey
-from protocols.wire import digest, flag, many, one, real, register, uint
+from protocols.wire import blob, digest, flag, many, one, real, register, uint
 
 SYNC = "starling/sync/1"
 
@@ -39,6 +39,32 @@ class HeadAnnouncement(Header):
     key: RoundKey = one(RoundKey)
     sender: Member = one(Member)
     kept: tuple[SnapshotRef, ...] = many(one(SnapshotRef), MAX_KEPT)
+
+
+@dataclass(frozen=True, slots=True)
+class SignedStateRef:
+    """A state that its peer hands out: its root, the round that it comes before, and the peer's word for that."""
+
+    root: bytes = digest()
+    round: int = uint(1 << 40)
+    signature: bytes = blob(128)
+
+
+@dataclass(frozen=True, slots=True)
+class StateAdvert(Header):
+    """Where its sender stands; answered with the same.
+
+    Attributes:
+        key: of the sender's next round.
+        sender: in this life.
+        states: that it hands out, the newest first.
+        whole: whether it has a state; else it looks for one itself.
+    """
+
+    key: RoundKey = one(RoundKey)
+    sender: Member = one(Member)
+    states: tuple[SignedStateRef, ...] = many(one(SignedStateRef), MAX_KEPT)
+    whole: bool = flag()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,3 +127,4 @@ MESSAGES: tuple[type[Header], ...] = (
     WantChunk,
 )
 register(32, MESSAGES)
+register(160, (StateAdvert,))

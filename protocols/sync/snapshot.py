@@ -225,9 +225,9 @@ class Snapshots:
         every_rounds: int = SNAPSHOT_ROUNDS,
         keep: int = KEEP_SNAPSHOTS,
         make_room: MakeBuffer = lambda lineage, round_number, size: MemoryBuffer(size),
+        has_begun: Callable[[bytes, int], bool] = lambda lineage, round_number: False,
     ) -> None:
-        self.every_rounds, self._keep, self._make_room = every_rounds, keep, make_room
-        self.has_begun: Callable[[bytes, int], bool] = lambda lineage, round_number: False
+        self.every_rounds, self._keep, self._make_room, self.has_begun = every_rounds, keep, make_room, has_begun
         self._held: list[Snapshot] = []
 
     def new(self, lineage: bytes, round_number: int, index: SnapshotIndex) -> Snapshot:

@@ -6,14 +6,13 @@ as long as it is taken, and a while longer, though later snapshots have come: a 
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 from protocols import wire
-from protocols.aio import peer_timeout
+from protocols.aio import loop_time, peer_timeout
 from protocols.base import CHUNK_BYTES, BadPayload, Compute, Deadline, PeerId, Stream
 from protocols.gate import Gate
 from protocols.sync.requests import MAX_KEPT, Busy, SnapshotIndexHeader, SnapshotRef, WantChunk, WantSnapshot
@@ -74,7 +73,7 @@ class SnapshotServer:
 
     def _lent(self) -> list[_Lease]:
         """Those that are still of use, beyond those that are kept; the others go."""
-        now, held = asyncio.get_running_loop().time(), {each.lineage for each in self._snapshots.held()}
+        now, held = loop_time(), {each.lineage for each in self._snapshots.held()}
         last = sorted(self._loans.values(), key=lambda loan: -loan.until)
         loans = [each for each in last if each.until > now and each.snapshot.lineage not in held]
         lent = [each for each in loans if self._follows(each.snapshot.lineage)][:LENT]
@@ -84,7 +83,7 @@ class SnapshotServer:
         return lent
 
     def _lend(self, snapshot: Snapshot) -> None:
-        until = asyncio.get_running_loop().time() + LEND_SECONDS
+        until = loop_time() + LEND_SECONDS
         self._loans.setdefault(snapshot.lineage, _Lease(snapshot, until)).until = until
 
     async def serve(self, stream: Stream, wanted: WantSnapshot) -> None:
