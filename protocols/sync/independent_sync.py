@@ -20,6 +20,7 @@ from protocols.aio import loop_time
 from protocols.base import BadPayload, Deadline, Head, Header, Host, PeerId, RoundKey, Settings, Stream
 from protocols.codecs.coding import finite_range
 from protocols.gate import Gate
+from protocols.round_estimator import DONOR_ROUND
 from protocols.sync.context import SyncContext
 from protocols.sync.requests import SignedStateRef, StateAdvert
 from protocols.sync.service import SyncServiceBase
@@ -156,11 +157,8 @@ def eligible(standings: Mapping[PeerId, StateAdvert]) -> dict[PeerId, SignedStat
     would take whoever believes it out of the run's schedule.
     """
     newest = {peer: each.states[0] for peer, each in standings.items() if each.whole and each.states}
-    if not newest:
-        return {}
-    rounds = sorted(state.round for state in newest.values())
-    median = rounds[len(rounds) // 2] if len(rounds) % 2 else rounds[len(rounds) // 2 - 1]
-    return {peer: state for peer, state in newest.items() if state.round <= median}
+    latest = DONOR_ROUND.latest((state.round for state in newest.values()), len(newest))
+    return {peer: state for peer, state in newest.items() if latest is not None and state.round <= latest}
 
 
 def _refuse_non_finite(snapshot: Snapshot) -> None:

@@ -1,4 +1,4 @@
-"""How far a run is in which nobody calls a round: what most of those say whom a peer has heard of. Pure.
+"""How far a run without a coordinator is: what most of the peers say that a peer has heard from. Pure.
 
 A round is a peer's own, and how long one takes differs from peer to peer. The number says how far the schedule is, and
 when the run is over: a peer that is slower than most goes by theirs, or it would train on alone when they are done.
@@ -10,15 +10,14 @@ from collections import OrderedDict
 from collections.abc import Collection
 
 from protocols.base import PeerId
+from protocols.round_estimator import PAIRWISE_ROUND
 
 WITNESSES = 15
-"""The last word of so many peers is known; who has been quiet longest is forgotten first."""
-LEAST_WITNESSES = 2
-"""So many have to say it, where there are as many others: one liar cannot move the clock."""
+"""The last claims of so many peers are known; the peer that has been quiet longest is forgotten first."""
 
 
-class RoundEstimator:
-    """The rounds that others have come to the end of, as each of them says."""
+class ClaimedRounds:
+    """The rounds that other peers have come to the end of, as each of them claims."""
 
     def __init__(self) -> None:
         self._said: OrderedDict[PeerId, int] = OrderedDict()
@@ -34,9 +33,9 @@ class RoundEstimator:
         """The round that this peer is in, or the later one that more than half of the others have come to.
 
         Args:
-            others: who are live. Of the rest only those count who were ahead: they have come to the end, and left.
+            others: the live ones. Of the rest only those count that were ahead: they have ended their run, and left.
         """
-        said = sorted((each for peer, each in self._said.items() if peer in others or each > mine), reverse=True)
-        here = len(said) + sum(peer not in self._said for peer in others)
-        needed = max(len(said), min(LEAST_WITNESSES, here)) // 2
-        return max(mine, said[needed]) if needed < len(said) else mine
+        claims = [each for peer, each in self._said.items() if peer in others or each > mine]
+        silent = sum(peer not in self._said for peer in others)
+        latest = PAIRWISE_ROUND.latest(claims, len(claims) + silent)
+        return mine if latest is None else max(mine, latest)
