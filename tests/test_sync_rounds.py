@@ -18,7 +18,7 @@ from protocols.aio import run_with_helper
 from protocols.base import Member, PeerId, Settings
 from protocols.butterfly.averager import Butterfly
 from protocols.history.chain import Chain
-from protocols.sync.chain_sync import ChainSync, SyncCallbacks
+from protocols.sync.chain_sync import ChainSync, ChainSyncOptions
 from protocols.sync.snapshot import Snapshots
 from tests.sim import loop as simloop
 from tests.sim.host import sim_host
@@ -47,8 +47,8 @@ class Life:
             self.chain, trainer, self.averager, OuterSGD(0.7, 0.9), host.compute, anchor, snapshots
         )
         hints = [member.peer for member in world.founders]
-        callbacks = SyncCallbacks(lambda: hints, lambda branch: self.averager.supersede())
-        self.sync = ChainSync(host, self.chain, world.settings, snapshots, self.averager.part_cache, callbacks)
+        options = ChainSyncOptions(self.averager.part_cache, on_better=lambda branch: self.averager.supersede())
+        self.sync = ChainSync(host, self.chain, world.settings, snapshots, lambda: hints, options)
         self._wall = host.clock.wall
 
     async def run(self) -> None:

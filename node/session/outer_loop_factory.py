@@ -25,7 +25,7 @@ from protocols.base import ClosingAverager, Host, Settings
 from protocols.butterfly.part_store import PartStore
 from protocols.gate import Gate
 from protocols.history.chain import Chain
-from protocols.sync.chain_sync import ChainSync, SyncCallbacks
+from protocols.sync.chain_sync import ChainSync, ChainSyncOptions
 from protocols.sync.independent_sync import IndependentStateSync
 
 
@@ -60,8 +60,8 @@ class OuterLoopFactory:
         outer_loop = ReplicatedOuterLoop(
             chain, self.trainer, averager, outer, host.compute, anchor, snapshots, checkpoints, error_feedback
         )
-        callbacks = SyncCallbacks(self.membership.peers, lambda branch: averager.supersede(), partial(spool, home))
-        sync = ChainSync(host, chain, self.settings, snapshots, averager.part_cache, callbacks)
+        options = ChainSyncOptions(averager.part_cache, partial(spool, home), lambda branch: averager.supersede())
+        sync = ChainSync(host, chain, self.settings, snapshots, self.membership.peers, options)
         averager.on_ahead = sync.hear
         return OuterLoopStack(outer_loop, sync, partial(run_replicated_rounds, outer_loop, sync))
 

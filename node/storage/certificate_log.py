@@ -4,8 +4,9 @@
 Both read the whole file, for seconds if it holds thousands of rounds: they are made off the event loop. It has to
 be at hand before the chain moves, and belongs to one chain of one run: with another run, another file
 (`node.storage.statedir` puts files aside). `sync` makes what was appended survive a power cut; it is worth its
-milliseconds before a checkpoint is put in place that lies beyond what was synced. `SyncCallbacks(make_archive=
-partial(spool, directory))` has long trails judged on the disk, too (`protocols.sync.head_verifier`).
+milliseconds before a checkpoint is put in place that lies beyond what was synced. With
+`ChainSyncOptions(make_archive=partial(spool, directory))` long trails are verified on the disk, too
+(`protocols.sync.head_verifier`).
 
 An entry is its length and checksum, 4 bytes each, and the encoded certificate; eight bytes at the beginning of the file
 name its form. What a crash or a bad disk made of the end is cut off when the file is opened.

@@ -36,19 +36,23 @@ GRACE_SECONDS = 1.0
 PROOFS_AT_ONCE = 8
 
 
+def _ignore_branch(branch: Branch) -> None:
+    """For a peer that looks for better branches only between its rounds."""
+
+
 @dataclass(frozen=True, slots=True)
-class SyncCallbacks:
-    """What a `ChainSync` asks of the node around it.
+class ChainSyncOptions:
+    """What a `ChainSync` works with beyond what every peer has.
 
     Attributes:
-        hints: peers that may know more: bootstrap addresses, hints of a directory. Any of them may lie.
-        on_better: called when a branch that beats ours has been found and judged.
-        make_archive: makes an archive for certificates that are being judged.
+        part_cache: parts of reduced vectors that this peer holds.
+        make_archive: returns an archive for certificates that are being verified.
+        on_better: called when a branch that beats this peer's was found and verified.
     """
 
-    hints: Callable[[], Iterable[PeerId]]
-    on_better: Callable[[Branch], None] = lambda branch: None
+    part_cache: PartCache
     make_archive: Callable[[], Archive] = ListArchive
+    on_better: Callable[[Branch], None] = _ignore_branch
 
 
 class ChainSync(SyncServiceBase[HeadAnnouncement]):
@@ -68,22 +72,22 @@ class ChainSync(SyncServiceBase[HeadAnnouncement]):
         chain: Chain,
         settings: Settings,
         snapshots: Snapshots,
-        part_cache: PartCache,
-        callbacks: SyncCallbacks,
+        hints: Callable[[], Iterable[PeerId]],
+        options: ChainSyncOptions,
     ) -> None:
         """
         Args:
-            chain: this peer's; the replica that moves it shares it.
+            chain: this peer's; the outer loop that moves it shares it.
             snapshots: those that this peer hands out.
-            part_cache: parts that this peer holds.
+            hints: peers that may know more: bootstrap addresses, hints of a directory. Any of them may lie.
         """
-        context = SyncContext(host, settings, snapshots, callbacks.hints, chain)
+        context, part_cache = SyncContext(host, settings, snapshots, hints, chain), options.part_cache
         donor = SnapshotServer(snapshots, host.compute, part_cache.gate, self._has_rounds_since)
         super().__init__(context, HeadAnnouncement, lambda: chain.head.key, donor)
         self.rules = ForkChoice(context.me, host.signer, settings.quorum, settings.fork_peers)
         self.fetcher, self.stranded = StateFetcher(context, part_cache), False
-        self._chain, self._part_cache, self._on_better = chain, part_cache, callbacks.on_better
-        self._verifier = HeadVerifier(context, chain, self.rules, callbacks.make_archive)
+        self._chain, self._part_cache, self._on_better = chain, part_cache, options.on_better
+        self._verifier = HeadVerifier(context, chain, self.rules, options.make_archive)
         self._news = asyncio.Event()
 
     def hear(self, peer: PeerId) -> None:

@@ -64,14 +64,14 @@ class _Proof:
 
 
 class HeadVerifier:
-    """Asks for certificates, and trusts no peer that gives them."""
+    """Asks for certificates, and trusts no peer that sends them."""
 
     def __init__(
         self, context: SyncContext, chain: Chain, rules: ForkChoice, make_archive: Callable[[], Archive]
     ) -> None:
         """
         Args:
-            make_archive: makes an archive for certificates that are being judged.
+            make_archive: returns an archive for certificates that are being verified.
         """
         self._context, self._chain, self._rules, self._make_archive = context, chain, rules, make_archive
         self._ways: list[_Proof] = []  # those under way

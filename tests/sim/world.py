@@ -20,7 +20,7 @@ from protocols.aio import task_group
 from protocols.base import Host, Member, PeerId, Settings
 from protocols.codec import codec
 from protocols.history.chain import Chain
-from protocols.sync.chain_sync import ChainSync, SyncCallbacks
+from protocols.sync.chain_sync import ChainSync, ChainSyncOptions
 from protocols.sync.snapshot import Snapshots
 from tests.sim import loop as simloop
 from tests.sim.byzantine.contributors import ByzantineContributorStream
@@ -173,8 +173,8 @@ class World:
             chain, trainer, averager, self.outer(), host.compute, anchor, snapshots
         )
         outer_loop.feedback = feedback(codec(settings.codec), len(anchor), host.compute)
-        callbacks = SyncCallbacks(lambda: self.peers, lambda branch: averager.supersede())
-        sync = ChainSync(host, chain, settings, snapshots, averager.part_cache, callbacks)
+        options = ChainSyncOptions(averager.part_cache, on_better=lambda branch: averager.supersede())
+        sync = ChainSync(host, chain, settings, snapshots, lambda: self.peers, options)
         averager.on_ahead = sync.hear
         await self.restored(outer_loop)
         await outer_loop.settle()

@@ -31,7 +31,7 @@ from node.ui.status_tracker import StatusTracker
 from protocols import INDEPENDENT_PROTOCOLS, REPLICATED_PROTOCOLS
 from protocols.base import Deadline, Host, Member, PeerId, RoundKey, Settings
 from protocols.history.chain import Chain
-from protocols.sync.chain_sync import ChainSync, SyncCallbacks
+from protocols.sync.chain_sync import ChainSync, ChainSyncOptions
 from protocols.sync.independent_sync import IndependentStateSync
 from protocols.sync.snapshot import Snapshots
 from tests.sim import loop as simloop
@@ -135,8 +135,8 @@ class SessionPeer:
         averager, snapshots = REPLICATED_PROTOCOLS["butterfly"](host, settings), Snapshots()
         anchor, outer = self.trainer.local_training.learner.vectors[0].clone(), OuterSGD(0.9, 0.5)
         outer_loop = ReplicatedOuterLoop(self.chain, self.trainer, averager, outer, host.compute, anchor, snapshots)
-        callbacks = SyncCallbacks(self.members.peers, lambda branch: averager.supersede())
-        sync = ChainSync(host, self.chain, settings, snapshots, averager.part_cache, callbacks)
+        options = ChainSyncOptions(averager.part_cache, on_better=lambda branch: averager.supersede())
+        sync = ChainSync(host, self.chain, settings, snapshots, self.members.peers, options)
         averager.on_ahead = sync.hear
         return OuterLoopStack(outer_loop, sync, partial(run_replicated_rounds, outer_loop, sync))
 

@@ -35,7 +35,7 @@ from protocols.consensus.record import Kind, Record
 from protocols.framing import FramedStream
 from protocols.history.chain import UNSETTLED, Chain, DecidedRound, follow
 from protocols.history.fork_choice import Branch
-from protocols.sync.chain_sync import ChainSync, SyncCallbacks
+from protocols.sync.chain_sync import ChainSync, ChainSyncOptions
 from protocols.sync.snapshot import MemoryBuffer, Snapshots
 from protocols.vectors import VectorView
 from tests.sim import loop as simloop
@@ -72,9 +72,9 @@ class SyncPeer:
             )
         self.held: list[bytes] = []
         self.trainer = InlineTrainer(Paced(swarm.elements, SEED), 10, 0.1)
-        self.on_better: Callable[[Branch], None] = lambda branch: None
-        callbacks = SyncCallbacks(lambda: swarm.hints, lambda branch: self.on_better(branch))
-        self.sync = ChainSync(self.host, self.chain, self.settings, self.snapshots, self.part_cache, callbacks)
+        self.on_better: Callable[[Branch], object] = lambda branch: None
+        options = ChainSyncOptions(self.part_cache, on_better=lambda branch: self.on_better(branch))
+        self.sync = ChainSync(self.host, self.chain, self.settings, self.snapshots, lambda: swarm.hints, options)
         self.outer_loop = ReplicatedOuterLoop(
             self.chain,
             self.trainer,
