@@ -25,7 +25,7 @@ TRAINING, WAITING, DONE = 0, 1, 2
 MAX_GONE = 64
 """Of so many of those who are out of sight it is kept what they said, and what they did to others."""
 MAX_MISSED = 16
-MAX_KEPT = 5
+MAX_WITHHELD = 5
 UNHEARD_SECONDS = 2.0
 """Who has been in sight for longer and said nothing is not counted: it fetches the state, or does something else."""
 
@@ -272,7 +272,7 @@ class PeerTracker:
         """Its part of a group did not come. It is in no group of ours in the next round, and in twice as many each
         time: a single peer that lives and gives nothing would have all of its groups fail, for good."""
         if past := self._past.get(member):
-            past.kept = min(past.kept + 1, MAX_KEPT)
+            past.kept = min(past.kept + 1, MAX_WITHHELD)
             past.until = round + 1 + 2 ** (past.kept - 1)
 
     def gave(self, member: Member) -> None:

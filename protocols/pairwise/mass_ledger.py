@@ -23,7 +23,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from protocols.base import BadPayload, Member
 
-WINDOW = 64
+SHARE_WINDOW = 64
 """Shares that one receiver has not acknowledged: a giver keeps their values, and gives it no more."""
 MAX_GIVERS = 256
 """Lives of peers whose numbers are known; the one that gave least recently goes first."""
@@ -70,7 +70,7 @@ class _Numbers:
     def settle(self, number: int, into: set[int]) -> None:
         """Once for each number. What is so far behind it that no giver has it outstanding any more never comes."""
         into.add(number)
-        self.floor = max(self.floor, number - WINDOW + 1)
+        self.floor = max(self.floor, number - SHARE_WINDOW + 1)
         self.counted = {each for each in self.counted if each >= self.floor}
         self.void = {each for each in self.void if each >= self.floor}
 
@@ -108,7 +108,7 @@ class MassLedger(Generic[V]):
         """Half of what is here, for this receiver; None if it has too much unacknowledged, or too little is here."""
         number = self._next.get(to, self._unused)
         first = min(self._outstanding.get(to, ()), default=number)
-        if number >= first + WINDOW or self.weight < LEAST_WEIGHT or to == self.me:
+        if number >= first + SHARE_WINDOW or self.weight < LEAST_WEIGHT or to == self.me:
             return None
         self.value, self.weight = self.value / 2, self.weight / 2
         share = Share(self.me, to, number, self.value, self.weight)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from protocols.base import BadPayload, Member, PeerId
+from protocols.limits import DISTRUST_SECONDS
 
 ANSWER_FLOOR_SECONDS = 2.0
 ROUND_TRIPS = 8.0
@@ -20,13 +21,11 @@ REST_MULTIPLE = 4.0
 """Who cost us time for nothing, or more than was to be expected, is left alone for so many times as long."""
 CHEAP_SECONDS = 1.0
 """What comes to nothing sooner has cost nothing: a partner may have gone on to another round."""
-DISTRUST_SECONDS = 60.0
-"""Who broke a rule is neither spoken to nor answered for so long."""
 LEAST_RATE = 1e3
 MAX_RATE_GAIN = 1.5
 MAX_PEERS = 256
 """Peers of whom something is remembered; who has been quiet longest is forgotten first."""
-WINDOW = 64
+REQUEST_WINDOW = 64
 """Questions of one life that may overtake each other: an older one is stale."""
 
 V = TypeVar("V")
@@ -155,10 +154,10 @@ class RequestDeduplicator:
         asked = remember(self._lives, sender, _Asked)
         if sequence in asked.seen:
             raise BadPayload(f"question {sequence} is asked again")
-        if sequence <= asked.highest - WINDOW:
+        if sequence <= asked.highest - REQUEST_WINDOW:
             raise BadPayload(f"question {sequence} is stale: {asked.highest} was heard")
         if sequence > asked.highest:
             if round_number < asked.round:
                 raise BadPayload(f"question {sequence} of round {round_number}, after one of round {asked.round}")
             asked.highest, asked.round = sequence, round_number
-        asked.seen = {each for each in asked.seen if each > asked.highest - WINDOW} | {sequence}
+        asked.seen = {each for each in asked.seen if each > asked.highest - REQUEST_WINDOW} | {sequence}

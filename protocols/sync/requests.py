@@ -14,7 +14,7 @@ SYNC = "starling/sync/1"
 MAX_LOCATOR = 64
 MAX_TRAIL = 256
 """Certificates in one answer."""
-MAX_KEPT = 6
+MAX_SNAPSHOTS = 6
 MAX_BUSY_SECONDS = 600.0
 
 
@@ -38,7 +38,7 @@ class HeadAnnouncement(Header):
 
     key: RoundKey = one(RoundKey)
     sender: Member = one(Member)
-    kept: tuple[SnapshotRef, ...] = many(one(SnapshotRef), MAX_KEPT)
+    kept: tuple[SnapshotRef, ...] = many(one(SnapshotRef), MAX_SNAPSHOTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class StateAdvert(Header):
 
     key: RoundKey = one(RoundKey)
     sender: Member = one(Member)
-    states: tuple[SignedStateRef, ...] = many(one(SignedStateRef), MAX_KEPT)
+    states: tuple[SignedStateRef, ...] = many(one(SignedStateRef), MAX_SNAPSHOTS)
     whole: bool = flag()
 
 

@@ -13,6 +13,7 @@ from protocols.base import BadPayload, Deadline, PeerError, PeerGone, PeerId, Ve
 from protocols.butterfly.part_cache import PartCache, fetch_part
 from protocols.codec import codec
 from protocols.consensus.record import Record
+from protocols.limits import SLOWEST_BYTES_PER_SECOND
 from protocols.sync.context import SyncContext
 from protocols.sync.snapshot_download import StateUnavailable
 from protocols.vectors import VectorView
@@ -20,8 +21,7 @@ from protocols.vectors import VectorView
 AT_ONCE = 4
 """Parts of a round that are fetched at a time."""
 PART_SECONDS = 20.0
-SLOWEST_BYTES_PER_SECOND = 65_536.0
-"""A source gets `PART_SECONDS`, and what the part takes at this rate, to bring it."""
+"""A source has so long, and what the part takes at the slowest rate, to bring it."""
 MAX_SOURCES = 16
 MAX_FAILURES = 64
 """Sources that are remembered to have failed."""

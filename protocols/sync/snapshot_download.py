@@ -28,6 +28,7 @@ from protocols.base import (
     ProtocolError,
     Stream,
 )
+from protocols.limits import SLOWEST_BYTES_PER_SECOND
 from protocols.sync.chunk_scheduler import ChunkScheduler, DonorRate
 from protocols.sync.context import SyncContext
 from protocols.sync.requests import Busy, WantChunk, WantSnapshot
@@ -43,16 +44,15 @@ CHUNK_SECONDS = 30.0
 """A donor of which nothing at all has come for so long has stalled."""
 PIECE_BYTES = 1 << 16
 STALL_SECONDS = 60.0
-"""A download goes on for as long as something comes in so often, whatever its deadline."""
-SLOWEST_BYTES_PER_SECOND = 65_536.0
-"""But no longer than it takes at this rate."""
+"""A download goes on for as long as something comes in so often, whatever its deadline, but no longer than
+it takes at the slowest rate."""
 LOOK_SECONDS = 10.0
 """How often to see whether there are other donors."""
 FAILURES = 3
 """So often may a donor break off."""
 BUSY_LIMIT_SECONDS = 10.0
 """A donor may send us away for so long at most."""
-PAUSE_SECONDS = 1.0
+RETRY_DONOR_SECONDS = 1.0
 BUSY_ANSWERS = 20
 """So often is one that is busy asked again, and so often may one put off a chunk."""
 WAIT_SECONDS = 20.0
@@ -167,7 +167,7 @@ class SnapshotDownload:
                 return
             except PeerError as error:
                 self._context.accounting.name(donor, f"lost as a donor: {error.why}")
-                failures, busy_seconds = failures + 1, PAUSE_SECONDS
+                failures, busy_seconds = failures + 1, RETRY_DONOR_SECONDS
             else:
                 busy += busy_seconds > 0
             await asyncio.sleep(busy_seconds)
@@ -182,7 +182,7 @@ class SnapshotDownload:
         """
         index = await shown_index(stream, self.at.key.lineage, self._elements)
         if isinstance(index, Busy):
-            return min(max(PAUSE_SECONDS, index.seconds), BUSY_LIMIT_SECONDS)
+            return min(max(RETRY_DONOR_SECONDS, index.seconds), BUSY_LIMIT_SECONDS)
         await self._check(index)
         self._sync_progress.donors += 1
         try:

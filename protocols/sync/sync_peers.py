@@ -8,13 +8,12 @@ from typing import TypeVar
 
 from protocols.base import Members, PeerId
 from protocols.history.chain import Chain
+from protocols.limits import DISTRUST_SECONDS
 from protocols.sync.requests import SnapshotRef
 
 V = TypeVar("V")
 
 MAX_CONTACTS = 64
-DISTRUST_SECONDS = 60.0
-"""Who broke a rule, or showed a head that it could not prove, is not asked for so long."""
 
 
 class SyncPeers:
