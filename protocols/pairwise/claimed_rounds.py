@@ -6,10 +6,10 @@ when the run is over: a peer that is slower than most goes by theirs, or it woul
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Collection
 
 from protocols.base import PeerId
+from protocols.estimates import RecentDict
 from protocols.round_estimator import PAIRWISE_ROUND
 
 WITNESSES = 15
@@ -20,14 +20,11 @@ class ClaimedRounds:
     """The rounds that other peers have come to the end of, as each of them claims."""
 
     def __init__(self) -> None:
-        self._said: OrderedDict[PeerId, int] = OrderedDict()
+        self._said: RecentDict[PeerId, int] = RecentDict(WITNESSES)
 
     def hear(self, peer: PeerId, round_number: int) -> None:
         """A peer says that it has come to the end of that round: this replaces what it said before."""
         self._said[peer] = round_number
-        self._said.move_to_end(peer)
-        if len(self._said) > WITNESSES:
-            self._said.popitem(last=False)
 
     def round(self, mine: int, others: Collection[PeerId]) -> int:
         """The round that this peer is in, or the later one that more than half of the others have come to.

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from protocols.base import BadPayload, Member
+from protocols.estimates import RecentDict
 
 SHARE_WINDOW = 64
 """Shares that one receiver has not acknowledged: a giver keeps their values, and gives it no more."""
@@ -88,7 +89,7 @@ class MassLedger(Generic[V]):
         self._outstanding: dict[Member, dict[int, Share[V]]] = {}
         self._next: OrderedDict[Member, int] = OrderedDict()
         self._unused = 0  # no receiver that is forgotten has been given this number, or a later one
-        self._senders: OrderedDict[Member, _Numbers] = OrderedDict()
+        self._senders: RecentDict[Member, _Numbers] = RecentDict(MAX_GIVERS)
 
     @property
     def mean(self) -> V:
@@ -185,9 +186,4 @@ class MassLedger(Generic[V]):
         return False
 
     def _numbers(self, sender: Member) -> _Numbers:
-        if sender not in self._senders:
-            self._senders[sender] = _Numbers()
-            if len(self._senders) > MAX_GIVERS:
-                self._senders.popitem(last=False)
-        self._senders.move_to_end(sender)
-        return self._senders[sender]
+        return self._senders.renew(sender, _Numbers)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 
+from protocols.estimates import ewma
+
 MAX_REQUESTED_CHUNKS = 8
 """Chunks that one donor is asked for ahead of what it has brought, at most."""
 AHEAD_SECONDS = 1.0
@@ -29,7 +31,7 @@ class DonorRate:
 
     def took(self, seconds: float) -> None:
         """One more."""
-        self.seconds = seconds if self.seconds is None else 0.75 * self.seconds + 0.25 * seconds
+        self.seconds = seconds if self.seconds is None else ewma(self.seconds, seconds, 1 / 4)
 
     @property
     def window(self) -> int:
