@@ -12,6 +12,11 @@ from protocols.base import Deadline, Member, Members, PeerId, PeerSilent
 T = TypeVar("T")
 
 
+def loop_time() -> float:
+    """The running loop's time, seconds: what every `Deadline` is measured in."""
+    return asyncio.get_running_loop().time()
+
+
 class Notifier:
     """Wakes the tasks that wait for a condition. The state that the condition reads stays with its owner."""
 

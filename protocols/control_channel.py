@@ -22,8 +22,8 @@ from protocols.base import (
     Stream,
 )
 
-RETRY_SECONDS = 0.1
-RETRY_LIMIT_SECONDS = 5.0
+RECONNECT_SECONDS = 0.1
+RECONNECT_LIMIT_SECONDS = 5.0
 FIRST_FRAME_SECONDS = 10.0
 MAX_NAMED = 256
 """Between two reports: strangers come under as many names as they like."""
@@ -182,7 +182,7 @@ class ControlChannel:
             line.task = self._group.create_task(self._carry(peer, line))
 
     async def _carry(self, peer: PeerId, line: _Outbox) -> None:
-        loop, pause_seconds = asyncio.get_running_loop(), RETRY_SECONDS
+        loop, pause_seconds = asyncio.get_running_loop(), RECONNECT_SECONDS
         try:
             while not self._stopping and loop.time() < self._deadline:
                 began = loop.time()
@@ -191,13 +191,13 @@ class ControlChannel:
                 except PeerGone:
                     self.on_gone(peer)
                 except BadPayload:
-                    pause_seconds = RETRY_LIMIT_SECONDS  # it is named
+                    pause_seconds = RECONNECT_LIMIT_SECONDS  # it is named
                 except PeerError:
-                    if loop.time() - began > RETRY_SECONDS and line.sent:  # it was there: is it still?
+                    if loop.time() - began > RECONNECT_SECONDS and line.sent:  # it was there: is it still?
                         pause_seconds = 0.0
                 line.again()
                 await asyncio.sleep(min(pause_seconds, max(0.0, self._deadline - loop.time())))
-                pause_seconds = min(max(RETRY_SECONDS, 2 * pause_seconds), RETRY_LIMIT_SECONDS)
+                pause_seconds = min(max(RECONNECT_SECONDS, 2 * pause_seconds), RECONNECT_LIMIT_SECONDS)
         finally:
             line.again()
             line.task, line.idle = None, False

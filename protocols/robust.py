@@ -32,6 +32,7 @@ from typing import Final, Protocol
 import torch
 
 from protocols.base import Vector
+from protocols.limits import LARGEST_FLOAT32
 from protocols.vectors import norm, weighted_mean
 
 TRIM_SHARE = 0.25
@@ -58,7 +59,6 @@ NAMED_DISTANCE = 3.0
 times slower, the furthest came to twice."""
 
 _PIECE = 1 << 14  # columns that are sorted at a time
-_LARGEST = torch.finfo(torch.float32).max
 
 
 class Rule(Protocol):
@@ -104,7 +104,7 @@ def trimmed_mean(
             up_to = up_to.clamp(low, high)
             total.add_(value.double().mul_((up_to - before).div_(high - low)))
             before = up_to
-        into[piece].copy_(total.clamp_(-_LARGEST, _LARGEST))
+        into[piece].copy_(total.clamp_(-LARGEST_FLOAT32, LARGEST_FLOAT32))
 
 
 def centered_clip(
@@ -123,7 +123,7 @@ def centered_clip(
         for row, distance, voice in zip(contributions, far, voices, strict=True):
             kept = within / distance if distance > within else 1.0
             step.add_(_difference(row, into, apart).mul_(kept * voice / whole))
-        into.add_(step).clamp_(-_LARGEST, _LARGEST)
+        into.add_(step).clamp_(-LARGEST_FLOAT32, LARGEST_FLOAT32)
 
 
 def krum(contributions: torch.Tensor, weights: Sequence[float], into: Vector) -> None:
@@ -189,7 +189,7 @@ def _ranked(contributions: torch.Tensor, voices: Sequence[float]) -> Iterator[tu
 
 def _difference(row: Vector, centre: Vector, into: Vector) -> Vector:
     """row - centre, held at the largest float32."""
-    return torch.sub(row, centre, out=into).clamp_(-_LARGEST, _LARGEST)
+    return torch.sub(row, centre, out=into).clamp_(-LARGEST_FLOAT32, LARGEST_FLOAT32)
 
 
 def _middle(values: Sequence[float], voices: Sequence[float]) -> float:

@@ -10,17 +10,17 @@ import hashlib
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import torch
 
 from protocols.base import CHUNK_BYTES, Vector
+from protocols.limits import LARGEST_FLOAT32
 
 CHUNK_ELEMENTS = CHUNK_BYTES // 4
 
 _ROOT_TAG = b"starling root 1\n"
 _NORM_PIECE = 1 << 16  # elements; their float64 copies stay in the processor's second-level cache
-_LARGEST = torch.finfo(torch.float32).max
 
 
 def check_vector(vector: Vector) -> None:
@@ -139,7 +139,7 @@ def weighted_mean(contributions: Sequence[Vector], weights: Sequence[float], int
     torch.mul(contributions[0], weights[0] / largest / total, out=into)
     for contribution, weight in zip(contributions[1:], weights[1:], strict=True):
         into.add_(contribution.mul_(weight / largest / total))
-    into.clamp_(-_LARGEST, _LARGEST)
+    into.clamp_(-LARGEST_FLOAT32, LARGEST_FLOAT32)
 
 
 def norm(vectors: Sequence[Vector]) -> float:
@@ -157,19 +157,30 @@ def norm(vectors: Sequence[Vector]) -> float:
     return math.sqrt(math.fsum(squares))
 
 
+def chunk_digests(vector: Vector) -> tuple[bytes, ...]:
+    """SHA-256 of each 1 MiB chunk of little-endian float32."""
+    check_vector(vector)
+    held = bytearray(CHUNK_BYTES)
+    chunk, found = torch.frombuffer(held, dtype=torch.float32), []
+    for index in range(chunk_count(len(vector))):
+        low, high = chunk_range(0, len(vector), index)
+        chunk[: high - low].copy_(vector[low:high])
+        found.append(hashlib.sha256(memoryview(held)[: 4 * (high - low)]).digest())
+    return tuple(found)
+
+
+def root_of(vectors: Sequence[tuple[int, Sequence[bytes]]]) -> bytes:
+    """`root` of vectors, from the number of elements and the chunk digests of each."""
+    outer = hashlib.sha256(_ROOT_TAG + len(vectors).to_bytes(8, "little"))
+    for elements, digests in vectors:
+        outer.update(elements.to_bytes(8, "little") + b"".join(digests))
+    return outer.digest()
+
+
 def root(vectors: Sequence[Vector]) -> bytes:
     """The state root: 32 bytes that bind every bit of the vectors, how many there are and how long each is.
 
-    SHA-256 over a tag, the count and, for each vector, its size followed by the SHA-256 of each of its 1 MiB chunks of
-    little-endian float32; numbers are 8 bytes, little-endian.
+    SHA-256 over a tag, the count and, for each vector, its size followed by its `chunk_digests`; numbers are 8 bytes,
+    little-endian.
     """
-    outer = hashlib.sha256(_ROOT_TAG + len(vectors).to_bytes(8, "little"))
-    held = bytearray(CHUNK_BYTES)
-    chunk = torch.frombuffer(held, dtype=torch.float32)
-    for vector in vectors:
-        check_vector(vector)
-        outer.update(len(vector).to_bytes(8, "little"))
-        for low, high in pairwise([*range(0, len(vector), CHUNK_ELEMENTS), len(vector)]):
-            chunk[: high - low].copy_(vector[low:high])
-            outer.update(hashlib.sha256(memoryview(held)[: (high - low) * 4]).digest())
-    return outer.digest()
+    return root_of([(len(vector), chunk_digests(vector)) for vector in vectors])

@@ -29,13 +29,14 @@ from protocols.base import (
     Vector,
 )
 from protocols.butterfly.averager import CONTROL, Butterfly
-from protocols.butterfly.part_cache import IDLE_SECONDS, PARTS, fetch_part
+from protocols.butterfly.part_cache import PARTS, fetch_part
 from protocols.butterfly.session import ButterflySession
 from protocols.codec import codec
 from protocols.consensus import record as records
 from protocols.consensus.messages import Propose
 from protocols.consensus.record import Kind, Record, coordinators
 from protocols.history.chain import genesis
+from protocols.limits import REQUESTER_IDLE_SECONDS
 from protocols.static_members import StaticMembers
 from protocols.stream_limiter import MAX_STREAMS, MAX_STREAMS_OF_ONE
 from protocols.vectors import norm
@@ -168,7 +169,7 @@ def test_strangers_do_not_hold_streams_for_parts() -> None:
         """Held by us at first, and after that time."""
         tasks = [asyncio.get_running_loop().create_task(stays(host, asks)) for host in hosts for _ in range(count)]
         counts = []
-        for seconds in (5.0, 2 * IDLE_SECONDS):
+        for seconds in (5.0, 2 * REQUESTER_IDLE_SECONDS):
             await asyncio.sleep(seconds)
             counts.append(len(network.nodes[me].ends))
         for task in tasks:

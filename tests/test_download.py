@@ -13,11 +13,12 @@ from node.reporting.report import RoundReport
 from protocols import wire
 from protocols.base import Buffer, Header
 from protocols.framing import FramedStream
-from protocols.sync.chunk_scheduler import WINDOW, ChunkScheduler, DonorRate
+from protocols.limits import SLOWEST_BYTES_PER_SECOND
+from protocols.sync.chunk_scheduler import MAX_REQUESTED_CHUNKS, ChunkScheduler, DonorRate
 from protocols.sync.requests import Busy
 from protocols.sync.snapshot import MemoryBuffer, Snapshot
-from protocols.sync.snapshot_download import SLOWEST_BYTES_PER_SECOND, STALL_SECONDS
-from protocols.sync.snapshot_server import LEND_SECONDS, MAX_PAUSES, PAUSE_SECONDS
+from protocols.sync.snapshot_download import STALL_SECONDS
+from protocols.sync.snapshot_server import LEND_SECONDS, MAX_PAUSES, PUT_OFF_SECONDS
 from tests import test_checkpoint as checkpoints
 from tests.support.sync_cluster import SpoofedPeer, SyncCluster, SyncPeer
 
@@ -159,7 +160,7 @@ def test_drops_do_not_keep_a_download_alive_for_ever() -> None:
 def test_a_line_slower_than_the_rounds_is_told_of_once() -> None:
     async def main(world: SyncCluster) -> None:
         cleo, told = await joiner(world, 2e5), list[str]()
-        cleo.sync.fetcher.on_slow = told.append
+        cleo.sync.complain_to(told.append)
         rounds = asyncio.create_task(deciding(world, "anna bert", 3.5))
         for _ in range(3):
             await cleo.catch_up(60.0)
@@ -312,7 +313,7 @@ def test_where_rounds_never_end_a_little_is_brought_all_the_same() -> None:
         cleo, began = await joiner(world, SLOW), now()
         assert (await cleo.catch_up(10.0)).outcome == "superseded"
         times = sorted(at for each in sent for at in each)
-        assert now() - began > len(times) / 2 * MAX_PAUSES * PAUSE_SECONDS - 60.0
+        assert now() - began > len(times) / 2 * MAX_PAUSES * PUT_OFF_SECONDS - 60.0
 
     play(main)
 
@@ -341,7 +342,7 @@ def test_how_much_is_asked_for_ahead_follows_the_donor() -> None:
     assert fast.window == 2
     for rate, seconds in ((fast, 0.01), (slow, 0.28), (crawling, 8.0)):
         rate.took(seconds)
-    assert (fast.window, slow.window, crawling.window) == (WINDOW, 4, 1)
+    assert (fast.window, slow.window, crawling.window) == (MAX_REQUESTED_CHUNKS, 4, 1)
     assert (fast.patience_seconds, crawling.patience_seconds) == (1.0, 24.0)
 
 

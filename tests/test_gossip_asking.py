@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from protocols.base import Outcome
-from protocols.pairwise.gossip import PAUSE_SECONDS, Gossip
+from protocols.pairwise.gossip import BUSY_PAUSE_SECONDS, Gossip
 from protocols.pairwise.peer_timeouts import PeerTimeouts
 from protocols.pairwise.push_sum import PushSum
 from protocols.pairwise.state_swap import StateReceived
@@ -83,7 +83,7 @@ def test_who_is_busy_is_not_asked_again_at_once_where_another_has_been_met(monke
     monkeypatch.setattr(initiator, "ask", timed)
     play(swarm, 2)
     assert swarm.told[0][0].mean.peers == ("p2",) and len(asked) == 3
-    assert all(later - sooner >= PAUSE_SECONDS for sooner, later in pairwise(asked))
+    assert all(later - sooner >= BUSY_PAUSE_SECONDS for sooner, later in pairwise(asked))
 
 
 async def until_moved(swarm: GossipHarness) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from protocols import wire
 from protocols.base import Member, PeerError, PeerSilent, RoundKey
-from protocols.pairwise.peer_timeouts import DISTRUST_SECONDS
+from protocols.limits import DISTRUST_SECONDS
 from protocols.pairwise.push_sum import MAX_KEPT, PushSum
 from protocols.pairwise.responder import MOST_MEETINGS
 from protocols.pairwise.share_receiver import MOST_SHARE

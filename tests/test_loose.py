@@ -232,7 +232,7 @@ class Torn(MemoryBuffer):
 
 
 class OneDonor:
-    """`protocols.sync.independent_sync.Standings`, as far as a replica asks it."""
+    """`protocols.sync.independent_sync.IndependentStateSync`, as far as a replica asks it."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self.accounting, self._snapshot = RoundAccounting(), snapshot
@@ -240,8 +240,8 @@ class OneDonor:
     async def fetch(self, order: Order, deadline: Deadline) -> Snapshot:
         return self._snapshot
 
-    def take_bytes(self) -> int:
-        return 0
+    def take_bytes(self) -> tuple[int, int]:
+        return 0, 0
 
 
 def another(round_number: int, room: type[MemoryBuffer] = MemoryBuffer) -> Snapshot:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from protocols.base import BadPayload, Member
+from protocols.limits import DISTRUST_SECONDS
 from protocols.pairwise.peer_timeouts import (
     CHEAP_SECONDS,
-    DISTRUST_SECONDS,
     MAX_PEERS,
+    REQUEST_WINDOW,
     REST_MULTIPLE,
     TIMEOUT_MULTIPLE,
-    WINDOW,
     PeerTimeouts,
     RequestDeduplicator,
 )
@@ -129,7 +129,7 @@ def test_each_question_is_heard_once_in_any_order_and_not_when_it_is_old() -> No
     for number, why in ((5, "stale"), (70, "again"), (6, "stale")):
         with pytest.raises(BadPayload, match=why):
             questions.hear(member, number, 7)
-    questions.hear(member, 70 - WINDOW + 1, 0)
+    questions.hear(member, 70 - REQUEST_WINDOW + 1, 0)
     with pytest.raises(BadPayload, match="after one of round 7"):
         questions.hear(member, 71, 6)
     questions.hear(Member("p", 1), 0, 0)  # another life counts anew

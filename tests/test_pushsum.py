@@ -11,7 +11,7 @@ import torch
 
 from protocols.base import BadPayload, Member
 from protocols.pairwise import mass_ledger as pushsum
-from protocols.pairwise.mass_ledger import WINDOW, MassLedger, Share
+from protocols.pairwise.mass_ledger import SHARE_WINDOW, MassLedger, Share
 from protocols.pairwise.matching import mixing_matrix, select_partners
 
 
@@ -196,14 +196,14 @@ def test_a_share_is_for_one_life_of_its_receiver() -> None:
 
 def test_what_is_not_acknowledged_is_bounded() -> None:
     giver, taker = masses(1), masses(2)
-    shares = [giver.give(taker.me) for _ in range(WINDOW + 5)]
+    shares = [giver.give(taker.me) for _ in range(SHARE_WINDOW + 5)]
     given = [share for share in shares if share is not None]
-    assert len(given) == WINDOW
+    assert len(given) == SHARE_WINDOW
     with pytest.raises(BadPayload, match="weight"):
         taker.take(Share(giver.me, taker.me, 0, Fraction(1), -1.0))
     rich = masses(3)
     rich.weight = Fraction(1 << 200)  # type: ignore[assignment]
-    assert sum(rich.give(taker.me) is not None for _ in range(WINDOW + 5)) == WINDOW
+    assert sum(rich.give(taker.me) is not None for _ in range(SHARE_WINDOW + 5)) == SHARE_WINDOW
     assert rich.give(rich.me) is None
 
 
@@ -211,12 +211,12 @@ def test_numbers_that_never_come_hold_nothing_up() -> None:
     """A giver that could not reach us has its share home, and its number is not used again."""
     giver, taker = masses(1), masses(2)
     giver.weight = Fraction(1 << 400)  # type: ignore[assignment]
-    for number in range(3 * WINDOW):
+    for number in range(3 * SHARE_WINDOW):
         share = giver.give(taker.me)
         assert share is not None and share.sequence == number
         counted = number % 2 == 0 and taker.take(share)
         giver.answered(taker.me, number, counted)
-    assert not taker.recalled(giver.me, 3 * WINDOW - 1) and taker.recalled(giver.me, 3 * WINDOW - 2)
+    assert not taker.recalled(giver.me, 3 * SHARE_WINDOW - 1) and taker.recalled(giver.me, 3 * SHARE_WINDOW - 2)
 
 
 def test_receivers_are_forgotten_and_what_they_are_given_later_counts() -> None:

@@ -6,10 +6,12 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
 
+from node.outer.outer_loop import RoundResult
 from node.outer.replicated_loop import ReplicatedOuterLoop
 from protocols.allreduce.reducer import Reducer
 from tests.sim import scheduling
@@ -203,16 +205,16 @@ def test_a_violation_names_its_seed_and_how_to_replay_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A planted bug: one peer steps twice as far as the others."""
-    step = ReplicatedOuterLoop._apply
+    step = ReplicatedOuterLoop._step
 
-    async def wrong(self: ReplicatedOuterLoop, *arguments: object) -> bool:
-        finite = await step(self, *arguments)  # type: ignore[arg-type]
+    async def wrong(self: ReplicatedOuterLoop, *arguments: Any, **more: Any) -> RoundResult:
+        done = await step(self, *arguments, **more)
         if self.averager.me.peer == "p1":
             self.anchor.mul_(2.0)
             await self.settle()
-        return finite
+        return done
 
-    monkeypatch.setattr(ReplicatedOuterLoop, "_apply", wrong)
+    monkeypatch.setattr(ReplicatedOuterLoop, "_step", wrong)
     assert main(["--peers", "3", "--rounds", "1", "--seeds", "4"]) == 1
     out, err = capsys.readouterr()
     assert json.loads(out.splitlines()[-1])["violations"][0]["invariant"] == "same-bits"

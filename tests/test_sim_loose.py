@@ -27,7 +27,7 @@ from protocols.base import (
 )
 from protocols.control_channel import RoundAccounting
 from protocols.moshpit.peer_tracker import PeerTracker
-from protocols.pairwise.round_estimator import RoundEstimator
+from protocols.pairwise.claimed_rounds import ClaimedRounds
 from tests.sim import crashes, scheduling
 from tests.sim import world as worlds
 from tests.sim.__main__ import main as simulate
@@ -289,7 +289,7 @@ def test_a_lie_that_nobody_names_is_found(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_clock_that_one_liar_moves_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RoundEstimator, "round", lambda self, mine, others: max([mine, *self._said.values()]))
+    monkeypatch.setattr(ClaimedRounds, "round", lambda self, mine, others: max([mine, *self._said.values()]))
     scenario = Scenario(protocol="gossip", peers=4, rounds=4, seed=4, fault="lies", lie="ahead")
     assert "clock" in found(play(scenario, IndependentWorld))
 
@@ -304,7 +304,7 @@ def test_without_waiting_for_those_behind_one_ahead_is_never_met_again(monkeypat
 def test_who_is_slow_ends_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     scenario = Scenario(protocol="gossip", peers=4, rounds=5, fault="slow")
     assert play(scenario, IndependentWorld).violations == []
-    monkeypatch.setattr(RoundEstimator, "round", lambda self, mine, others: mine)
+    monkeypatch.setattr(ClaimedRounds, "round", lambda self, mine, others: mine)
     assert "spread" in found(play(scenario, IndependentWorld)), (
         "alone for as long as the others took together, many times"
     )

@@ -17,8 +17,8 @@ from node.storage.file_buffer import FileBuffer, outer_buffer
 from protocols.base import CHUNK_BYTES, BadPayload, Vector
 from protocols.history.chain import Chain, state_root
 from protocols.sync.requests import SnapshotRef
-from protocols.sync.snapshot import Snapshot, SnapshotIndex, Snapshots, chunk_digests, root_of
-from protocols.vectors import CHUNK_ELEMENTS, root
+from protocols.sync.snapshot import Snapshot, SnapshotIndex, Snapshots
+from protocols.vectors import CHUNK_ELEMENTS, chunk_digests, root, root_of
 from tests.support.fake_rounds import RUN, line
 from tests.test_branches import ROSTER
 
@@ -40,7 +40,7 @@ def made(elements: int = 10, round_number: int = 0, lineage: bytes = b"l" * 32) 
 @pytest.mark.parametrize("elements", SIZES)
 def test_the_root_follows_from_the_digests(elements: int) -> None:
     parameters, velocity = vectors(elements)
-    assert root_of(elements, chunk_digests(parameters)) == root([parameters])
+    assert root_of([(elements, chunk_digests(parameters))]) == root([parameters])
     index = SnapshotIndex.of(parameters, velocity)
     assert index.parameters_root == root([parameters])
     assert index.state_root(7) == state_root(root([parameters]), root([velocity]), 7) != index.state_root(8)

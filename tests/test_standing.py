@@ -22,8 +22,8 @@ from node.tasks.paced import Paced
 from node.training.trainer import InlineTrainer
 from protocols.base import AveragingResult, LocalProgress, Member, Outcome, PeerId, RoundKey, Settings, Vector
 from protocols.stream_limiter import MAX_STREAMS
-from protocols.sync.independent_sync import IndependentStateSync, SignedStateRef, StateAdvert, eligible
-from protocols.sync.requests import SYNC
+from protocols.sync.independent_sync import IndependentStateSync, eligible
+from protocols.sync.requests import SYNC, SignedStateRef, StateAdvert
 from protocols.sync.snapshot import Snapshot, SnapshotIndex, Snapshots
 from protocols.sync.snapshot_download import StateUnavailable
 from tests.sim import loop as simloop
@@ -96,7 +96,7 @@ def test_a_newcomer_fetches_the_state_that_one_donor_vouches_for() -> None:
         snapshot = await town.fetch()
         assert (value_of(snapshot), snapshot.round) == (2.0, 4)
         assert snapshot.lineage == snapshot.index.state_root(4)
-        assert town.newcomer.take_bytes() == 8 * ELEMENTS and town.newcomer.take_bytes() == 0
+        assert town.newcomer.take_bytes() == (8 * ELEMENTS, 0) and town.newcomer.take_bytes() == (0, 0)
 
     play(body, anna=state(1.0, 2), bert=state(2.0, 4), cora=state(3.0, 4), dora=None)
 
@@ -131,7 +131,7 @@ def test_where_nobody_has_a_state_there_is_none() -> None:
 def test_who_vouches_for_what_it_should_not_is_named_and_not_fetched_from(lie: str) -> None:
     async def body(town: DonorCluster) -> None:
         liar = town.state_sync["liar"]
-        honest = liar._standing
+        honest = liar._announcement
 
         def lying() -> StateAdvert:
             standing = honest()
@@ -147,7 +147,7 @@ def test_who_vouches_for_what_it_should_not_is_named_and_not_fetched_from(lie: s
                     return replace(standing, sender=Member("zita"))
             return replace(standing, key=replace(KEY, run=b"x" * 32))
 
-        liar._standing = lying  # type: ignore[method-assign]
+        liar._announcement = lying  # type: ignore[method-assign]
         assert value_of(await town.fetch()) == 1.0
         named, _, _ = town.newcomer.accounting.take()
         assert {blame.peer for blame in named} == {"liar"}
@@ -160,7 +160,7 @@ def test_a_donor_whose_index_makes_another_root_than_it_signed_is_left() -> None
         good = state(9.0, 4)
         theta = torch.full((ELEMENTS,), 7.0)
         wrong = Snapshot(good.lineage, 4, SnapshotIndex.of(theta, theta))
-        town.state_sync["liar"]._snapshots.put(wrong)
+        town.state_sync["liar"]._context.snapshots.put(wrong)
         assert value_of(await town.fetch(60.0, "liar", "anna")) == 1.0
         named, _, _ = town.newcomer.accounting.take()
         assert any(blame.peer == "liar" and "state root" in blame.why for blame in named)
@@ -195,7 +195,7 @@ def test_a_person_is_told_when_it_was_in_vain_five_times_in_a_row() -> None:
     async def body(town: DonorCluster) -> None:
         said: list[str] = []
         town.newcomer.complain_to(said.append)
-        snapshots, mine = town.state_sync["anna"]._snapshots, state(1.0, 4)
+        snapshots, mine = town.state_sync["anna"]._context.snapshots, state(1.0, 4)
         for rounds in (4, 5):
             for _ in range(rounds):
                 assert said == []
@@ -208,7 +208,7 @@ def test_a_person_is_told_when_it_was_in_vain_five_times_in_a_row() -> None:
         assert said == ["nobody here has a state: waiting for a peer that has one"]
 
     def away(town: DonorCluster) -> Awaitable[None]:
-        town.state_sync["anna"]._snapshots._held.clear()
+        town.state_sync["anna"]._context.snapshots._held.clear()
         return body(town)
 
     play(away, anna=state(0.0, 4))

@@ -14,8 +14,8 @@ from protocols import wire
 from protocols.base import BadPayload, Header, Member, RoundKey
 from protocols.consensus.record import Kind
 from protocols.sync.requests import (
-    MAX_KEPT,
     MAX_LOCATOR,
+    MAX_SNAPSHOTS,
     MESSAGES,
     CertificatesRequest,
     HeadAnnouncement,
@@ -366,7 +366,7 @@ def test_messages_come_as_they_went_or_are_refused(kind: type[Header], data: st.
 
 def test_the_fullest_messages_fit() -> None:
     key = RoundKey(b"r" * 32, "s" * 64, b"l" * 32, 1 << 40, 1 << 16)
-    kept = (SnapshotRef(b"l" * 32, 1 << 40),) * MAX_KEPT
+    kept = (SnapshotRef(b"l" * 32, 1 << 40),) * MAX_SNAPSHOTS
     for header in (
         HeadAnnouncement(key, Member("p" * 64, 1 << 40), kept),
         CertificatesRequest((b"l" * 32,) * MAX_LOCATOR),

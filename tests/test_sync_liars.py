@@ -209,7 +209,7 @@ def test_greetings_of_a_liar_do_not_keep_a_peer_busy() -> None:
         healing = asyncio.create_task(cleo.sync.run())
         anna = world.peers["anna"]
         for _ in range(500):
-            await anna.sync._greet(["cleo"], asyncio.get_running_loop().time() + 1.0)
+            await anna.sync._exchange(["cleo"], asyncio.get_running_loop().time() + 1.0)
             await asyncio.sleep(0.1)
         assert len(asked) <= 2, "it is not listened to for a minute"
         healing.cancel()

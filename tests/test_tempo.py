@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from protocols.pairwise.round_estimator import WITNESSES, RoundEstimator
+from protocols.pairwise.claimed_rounds import WITNESSES, ClaimedRounds
 from tests.sim.gossip_harness import GossipHarness
 
 
-def heard(**said: int) -> RoundEstimator:
-    estimator = RoundEstimator()
+def heard(**said: int) -> ClaimedRounds:
+    estimator = ClaimedRounds()
     for peer, number in said.items():
         estimator.hear(peer, number)
     return estimator

@@ -16,8 +16,9 @@ from protocols.aio import task_group
 from protocols.allreduce.parts import ReducedPart
 from protocols.base import Deadline, Vector
 from protocols.history.chain import UNSETTLED, Chain, DecidedRound
+from protocols.limits import SLOWEST_BYTES_PER_SECOND
 from protocols.sync.snapshot import Snapshot
-from protocols.sync.snapshot_download import SLOWEST_BYTES_PER_SECOND, STALL_SECONDS, StateUnavailable
+from protocols.sync.snapshot_download import STALL_SECONDS, StateUnavailable
 from protocols.sync.state_fetcher import StateFetcher
 
 log = logging.getLogger(__name__)

@@ -284,7 +284,8 @@ class IndependentOuterLoop(OuterLoop):
         mean = AveragingResult(outcome, blamed=blamed, bytes_sent=sent, bytes_received=received)
         idle, seconds = LocalProgress(0, math.nan, 0.0, 0.0), {"train": 0.0, "average": watch.total()}
         done = RoundResult(key, key.lineage, mean, idle, seconds)
-        return replace(self._report(done, self.key.lineage, wall()), bytes_downloaded=state_sync.take_bytes())
+        downloaded, _ = state_sync.take_bytes()
+        return replace(self._report(done, self.key.lineage, wall()), bytes_downloaded=downloaded)
 
     def _nearest(self, donors: Sequence[PeerId]) -> Sequence[PeerId]:
         centre = middle([self._sketches[peer] for peer in sorted(self._sketches)])

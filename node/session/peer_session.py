@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from node.membership.addresses import sound
 from node.membership.membership import Membership
@@ -26,7 +26,7 @@ from node.training.process import WorkerError
 from node.ui.status_tracker import StatusTracker
 from protocols.aio import task_group
 from protocols.base import Clock, Compute, Deadline, Directory, PeerId
-from protocols.sync.progress import SyncProgress
+from protocols.sync.service import SyncServiceBase
 
 log = logging.getLogger(__name__)
 
@@ -69,17 +69,6 @@ class Evaluator(Protocol):
     async def generate(self, prompt: bytes, tokens: int, temperature: float = 0.0, seed: int = 0) -> bytes: ...
 
 
-class SyncService(Protocol):
-    """`protocols.sync.chain_sync.ChainSync`, or `protocols.sync.independent_sync.IndependentStateSync`."""
-
-    @property
-    def sync_progress(self) -> SyncProgress: ...
-
-    def complain_to(self, say: Callable[[str], None]) -> None: ...
-
-    async def run(self) -> None: ...
-
-
 Rounds: TypeAlias = Callable[
     [Callable[[], float], Callable[[], bool], Callable[[str, str], None]], AsyncIterator[RoundReport]
 ]
@@ -90,7 +79,7 @@ class OuterLoopStack(NamedTuple):
     """An outer loop, and what brings it from round to round; see `PeerSessionDeps`."""
 
     outer_loop: ReplicatedOuterLoop | IndependentOuterLoop
-    sync: SyncService
+    sync: SyncServiceBase[Any]
     rounds: Rounds
 
 
@@ -105,7 +94,7 @@ class PeerSessionDeps:
     """
 
     outer_loop: ReplicatedOuterLoop | IndependentOuterLoop
-    sync: SyncService
+    sync: SyncServiceBase[Any]
     rounds: Rounds
     trainer: Evaluator
     membership: Membership

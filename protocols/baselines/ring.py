@@ -19,10 +19,10 @@ from protocols.base import BadPayload, PeerId, PeerSilent, Stream
 from protocols.baselines.synchronous_round import REFUSED_LIMIT, Hop, JoinRound, SynchronousRound
 from protocols.baselines.transfer import receive_chunk
 from protocols.codec import CODECS, Codec
+from protocols.limits import LARGEST_FLOAT32
 
 _HOP_LIMIT = 64
 _RAW: Codec = CODECS["fp32"]
-_LARGEST = torch.finfo(torch.float32).max
 
 
 class Ring:
@@ -89,7 +89,7 @@ class Ring:
         for index in range(part.chunks):
             mean = self._meeting.into.read(*part.elements(index), scratch)
             part.codec.encode(
-                mean.clamp_(-_LARGEST, _LARGEST), part.chunk(index)
+                mean.clamp_(-LARGEST_FLOAT32, LARGEST_FLOAT32), part.chunk(index)
             )  # rounding may have carried it beyond
         part.decode(self._meeting.into)
 

@@ -20,8 +20,7 @@ from protocols.allreduce.parts import PartLayout, ReducedPart
 from protocols.base import BadPayload, PeerId, PeerSilent, Stream
 from protocols.baselines.synchronous_round import JoinRound, SynchronousRound
 from protocols.baselines.transfer import give, receive_chunk, take
-
-_LARGEST = torch.finfo(torch.float32).max
+from protocols.limits import LARGEST_FLOAT32
 
 
 class RunningMean:
@@ -65,7 +64,7 @@ class RunningMean:
         self.sealed = True
 
     def _seal(self, meeting: SynchronousRound) -> None:
-        self._mean.clamp_(-_LARGEST, _LARGEST)  # rounding may have carried it beyond
+        self._mean.clamp_(-LARGEST_FLOAT32, LARGEST_FLOAT32)  # rounding may have carried it beyond
         for index in range(self.held.chunks):
             low, high = (edge - self.held.low for edge in self.held.elements(index))
             self.held.codec.encode(self._mean[low:high], self.held.chunk(index))

@@ -17,11 +17,10 @@ from protocols.base import BadPayload, Buffer, Deadline, Host, PeerGone, PeerId,
 from protocols.butterfly.part_store import PartStore, Stored
 from protocols.codec import Codec
 from protocols.gate import Gate
+from protocols.limits import REQUESTER_IDLE_SECONDS
 from protocols.stream_limiter import StreamLimiter
 
 PARTS = "starling/parts/1"
-IDLE_SECONDS = 30.0
-"""Who asks for nothing, or takes nothing of what it asked for, for so long is sent away."""
 GIVE_WAY_SECONDS = 5.0
 """A chunk of a past round waits so long for a data phase: who asked for it has a deadline."""
 _LIMIT = 256
@@ -104,10 +103,10 @@ class PartCache:
                 await self._answer(peer, stream)
 
     async def _answer(self, peer: PeerId, stream: Stream) -> None:
-        async with peer_timeout(IDLE_SECONDS, peer, "it asks for a part"):
+        async with peer_timeout(REQUESTER_IDLE_SECONDS, peer, "it asks for a part"):
             wanted = wire.expect(await stream.receive(_LIMIT), wire.WantPart)
         part = self._find(wanted.digest)
-        async with peer_timeout(IDLE_SECONDS, peer, "it takes a part"):
+        async with peer_timeout(REQUESTER_IDLE_SECONDS, peer, "it takes a part"):
             await stream.send(wire.Availability(part is not None))
         if part:
             await self._give(stream, part)
@@ -118,7 +117,7 @@ class PartCache:
             data: Buffer | None = part.chunk(index) if isinstance(part, ReducedPart) else await self._read(part, index)
             if data is None:
                 return
-            async with peer_timeout(IDLE_SECONDS, stream.peer, "it takes a part"):
+            async with peer_timeout(REQUESTER_IDLE_SECONDS, stream.peer, "it takes a part"):
                 await stream.send(wire.Reduced(index, part.masks[index], len(data)), data)
         await stream.send(part.done or wire.PartDone(0, 0, part.result, b""))
 

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-KEEP_ROUNDS = 64
+STORE_ROUNDS = 64
 LEAST_ROUNDS = 16
 """Kept however large they are: a state is eight bytes an element and a mean about one, so whoever can follow the rounds
 at all has fetched a snapshot before eight of them are over, and it was five old at most when it was begun."""
@@ -81,7 +81,7 @@ class PartStore:
         compute: Compute,
         gate: Gate,
         limit_bytes: int = LIMIT_BYTES,
-        most_rounds: int = KEEP_ROUNDS,
+        most_rounds: int = STORE_ROUNDS,
         least_rounds: int = LEAST_ROUNDS,
     ) -> None:
         """

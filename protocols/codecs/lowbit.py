@@ -17,10 +17,9 @@ import torch
 
 from protocols.base import BadPayload, Buffer, Vector
 from protocols.codecs.coding import PIECE, Codec, finite_range, received, target, typed
+from protocols.limits import LARGEST_FLOAT32, SMALLEST_NORMAL_FLOAT32
 
 BLOCK = 128
-_TINY = torch.finfo(torch.float32).tiny
-_LARGEST = torch.finfo(torch.float32).max
 _UNUSED = 8  # the code that no encoder writes: minus eight, or minus zero
 
 
@@ -101,7 +100,7 @@ class Int8(_Blockwise):
     """An element is off by at most half a step, which is absmax / 254 of its block, and a little for rounding."""
 
     name = "int8"
-    _TOP, _LEAST = 127.0, _TINY
+    _TOP, _LEAST = 127.0, SMALLEST_NORMAL_FLOAT32
     _MOST = float.fromhex("0x1.020406p+121")  # the largest float32 whose product with 127, rounded, is finite
     _STEP = 0.50002  # half a step; quotient and product each round off by at most 127 * 2**-24 of a step
 
@@ -164,7 +163,7 @@ class Int4(_FourBit):
     """An element is off by at most half a step, which is absmax / 14 of its block, and a little for rounding."""
 
     name = "int4"
-    _TOP, _LEAST, _STEP = 7.0, _TINY, 0.50002
+    _TOP, _LEAST, _STEP = 7.0, SMALLEST_NORMAL_FLOAT32, 0.50002
     _MOST = float.fromhex("0x1.249248p+125")  # the largest float32 whose product with 7, rounded, is finite
     _LEVELS = (*range(8), *range(-7, 0))
 
@@ -181,7 +180,7 @@ class E3M0(_FourBit):
     """
 
     name = "e3m0"
-    _TOP, _LEAST, _MOST = 1.0, 64 * _TINY, _LARGEST
+    _TOP, _LEAST, _MOST = 1.0, 64 * SMALLEST_NORMAL_FLOAT32, LARGEST_FLOAT32
     _LEVELS = (0.0, *(2.0**k for k in range(-6, 1)), *(-(2.0**k) for k in range(-6, 1)))
     _RELATIVE, _FLOOR = 0.333334, 0.0078126
 

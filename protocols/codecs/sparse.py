@@ -26,12 +26,11 @@ import torch
 from protocols.base import BadPayload, Buffer, Vector
 from protocols.codecs.coding import PIECE, Codec, carry, finite_range, received, target, typed
 from protocols.codecs.lowbit import Int8
+from protocols.limits import LARGEST_FLOAT32, SMALLEST_NORMAL_FLOAT32
 
 GROUP = 4096
 KEEP = 64
 DECAY = 0.95
-_TINY = torch.finfo(torch.float32).tiny
-_LARGEST = torch.finfo(torch.float32).max
 _LARGEST_LEVEL = torch.finfo(torch.bfloat16).max
 
 
@@ -63,7 +62,7 @@ class TwoBits(Codec):
         held = received(self, data, into)
         start = 4 * -(-len(into) // KEEP)
         levels = typed(held[:start], torch.bfloat16).view(-1, 2).to(torch.float32)
-        sound = (levels == 0) | ((levels >= _TINY) & (levels <= _LARGEST_LEVEL))
+        sound = (levels == 0) | ((levels >= SMALLEST_NORMAL_FLOAT32) & (levels <= _LARGEST_LEVEL))
         if not bool((sound & ~levels.signbit()).all()) or bool((levels[:, 0] > levels[:, 1]).any()):
             raise BadPayload("levels of two bits that no encoder writes")
         codes = (held[start:].long()[:, None] >> torch.arange(0, 8, 2) & 3).view(-1)
@@ -78,7 +77,7 @@ class TwoBits(Codec):
     def error_bound(self, source: Vector) -> Vector:
         sizes = _padded(source.abs(), KEEP)
         most = sizes.amax(1, keepdim=True) * (1 + 2**-8) if len(source) else sizes
-        return torch.maximum(sizes, most.sub(sizes)).clamp_(max=_LARGEST).view(-1)[: len(source)]
+        return torch.maximum(sizes, most.sub(sizes)).clamp_(max=LARGEST_FLOAT32).view(-1)[: len(source)]
 
 
 class TopK(Codec):
@@ -243,7 +242,7 @@ def _levels(values: torch.Tensor, there: torch.Tensor) -> tuple[torch.Tensor, to
     low = _sum(sizes * lower) / lower.sum(1, keepdim=True).clamp_(min=1)
     both = torch.cat((torch.where(lower.any(1, keepdim=True), low, high), high), dim=1)
     both = both.to(torch.float32).clamp_(max=_LARGEST_LEVEL)
-    return both.to(torch.bfloat16).to(torch.float32).masked_fill_(both < _TINY, 0.0), upper
+    return both.to(torch.bfloat16).to(torch.float32).masked_fill_(both < SMALLEST_NORMAL_FLOAT32, 0.0), upper
 
 
 def _sum(rows: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ FLOOR_SECONDS = 1.0
 ROUND_TRIP_LIMIT_SECONDS = 2.0
 CALLERS = 3
 """If so many fail to call, those who wait go without a group."""
-NORM_SPREAD = 4.0
+GROUP_NORM_SPREAD = 4.0
 """States that have drifted apart are still about as long: what is longer than so many median ones is no state of this
 run, and would drown the others."""
 WEIGHT_SCALE = 1 << 20
@@ -247,7 +247,7 @@ class GroupMatchmaker:
     def _alike(self, offers: Sequence[wire.Offer]) -> list[wire.Offer]:
         """Those that can be averaged; whose cannot is named."""
         norms = [offer.norm for offer in offers if offer.norm > 0]
-        most = NORM_SPREAD * median_low(norms) if norms else 0.0
+        most = GROUP_NORM_SPREAD * median_low(norms) if norms else 0.0
         found = []
         for offer in offers:
             if offer.state_root != self._kind():

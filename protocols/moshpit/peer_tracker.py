@@ -17,18 +17,15 @@ from protocols.allreduce.plan import PATIENCE, call_after
 from protocols.base import BadPayload, Deadline, Header, Member, PeerId, RoundKey
 from protocols.butterfly.round_call import LEAVER_SECONDS
 from protocols.moshpit.grid import MAX_AXES, MAX_PLACES, Cell, Grid, GridShape, line
+from protocols.round_estimator import MOSHPIT_ROUND
 from protocols.wire import MAX_SECONDS, Offer, digest, flag, many, one, peer_id, real, register, text, uint
 
 TRAINING, WAITING, DONE = 0, 1, 2
 """Along an axis: not there yet; waiting for the others of the line; in a group, or without one for good."""
-AHEAD_SHARE = 1 / 3
-"""So many of the others have to be in a later round before a peer goes there. Those who are ahead and too few wait."""
-LEAST_WITNESSES = 2
-"""So many in any case, where there are as many others: one liar cannot move the clock."""
 MAX_GONE = 64
 """Of so many of those who are out of sight it is kept what they said, and what they did to others."""
 MAX_MISSED = 16
-MAX_KEPT = 5
+MAX_WITHHELD = 5
 UNHEARD_SECONDS = 2.0
 """Who has been in sight for longer and said nothing is not counted: it fetches the state, or does something else."""
 
@@ -223,14 +220,13 @@ class PeerTracker:
 
         Enough of those in sight, heard or not: where most have not spoken yet, who speaks first is not enough.
         """
-        rounds = sorted((here.round for here in self.words()), reverse=True)
-        need = max(_enough(len(rounds)), min(LEAST_WITNESSES, len(self.sight)))
-        return max(round, rounds[need - 1]) if 0 < need <= len(rounds) else round
+        latest = MOSHPIT_ROUND.latest((here.round for here in self.words()), len(self.sight))
+        return round if latest is None else max(round, latest)
 
     def leads(self, round: int) -> bool:
         """Whether this peer is in a round to which those behind will not jump: too few are there, it included."""
         rounds = [here.round for here in self.words()]
-        return 1 + sum(each >= round for each in rounds) < _enough(len(rounds))
+        return 1 + sum(each >= round for each in rounds) < MOSHPIT_ROUND.quorum(len(rounds), len(rounds))
 
     def due(
         self, mine: PositionAnnouncement, complete_at: float, began: float, worked: bool, now: float
@@ -276,7 +272,7 @@ class PeerTracker:
         """Its part of a group did not come. It is in no group of ours in the next round, and in twice as many each
         time: a single peer that lives and gives nothing would have all of its groups fail, for good."""
         if past := self._past.get(member):
-            past.kept = min(past.kept + 1, MAX_KEPT)
+            past.kept = min(past.kept + 1, MAX_WITHHELD)
             past.until = round + 1 + 2 ** (past.kept - 1)
 
     def gave(self, member: Member) -> None:
@@ -309,8 +305,3 @@ class PeerTracker:
             step_seconds = here.step_seconds if here.progress == (0, TRAINING) else 0.0
             longest = max(longest, min(most_seconds, max(late.seconds, step_seconds)) / 2**late.missed)
         return PATIENCE * longest
-
-
-def _enough(others: int) -> int:
-    """How many have to be in a round before somebody who has so many others in sight goes there."""
-    return max(min(LEAST_WITNESSES, others), math.ceil(AHEAD_SHARE * others))

@@ -24,7 +24,7 @@ CLOSING = "starling/pairs/closing/1"
 STEP_SECONDS = 5.0
 """A step is given so much longer than an exchange may take: peers notice one after the other that all have come to the
 end, and each timeout of a partner holds up the next."""
-PAUSE_SECONDS = 0.5
+STEP_POLL_SECONDS = 0.5
 """Who is not there yet is asked again after so long; it asks by itself as soon as it is."""
 BEFORE, BEYOND = 0, 63
 """Steps count from 1: a peer is before them, or has done with them."""
@@ -94,7 +94,7 @@ class ClosingExchanges:
             if said is None or said >= self.at:
                 return said == self.at
             with suppress(TimeoutError):
-                again = min(until, loop.time() + PAUSE_SECONDS)
+                again = min(until, loop.time() + STEP_POLL_SECONDS)
                 await self._notifier.until(lambda: self._heard.get(partner, BEFORE) >= self.at, again)
         return False
 

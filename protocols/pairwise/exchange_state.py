@@ -14,8 +14,8 @@ from protocols.aio import Notifier
 from protocols.base import Contribution, Deadline, Host, Member, PeerId, PeerSilent, RoundKey, Settings
 from protocols.codec import codec
 from protocols.control_channel import RoundAccounting
+from protocols.pairwise.claimed_rounds import ClaimedRounds
 from protocols.pairwise.peer_timeouts import PeerTimeouts
-from protocols.pairwise.round_estimator import RoundEstimator
 from protocols.pairwise.state_swap import ExchangeRequest, StateSwap, exchange_id
 from protocols.vectors import VectorView
 
@@ -86,7 +86,7 @@ class ExchangeState:
         self.host, self.me, self.accounting, self.codec = host, me, accounting, codec(settings.codec)
         self.patience, self.notifier = PeerTimeouts(settings.bandwidth), Notifier()
         self.half_exchanges = 0
-        self.estimator, self.round = RoundEstimator(), 0
+        self.estimator, self.round = ClaimedRounds(), 0
         self.owner: StateOwner | None = None
         self.exchange: PairExchange | None = None
         self._chunk_elements = settings.chunk_elements

@@ -30,7 +30,7 @@ OTHERS = 2
 """Who finds its partners busy asks so many more before it pauses."""
 TRIES = 3
 """A partner that the schedule names is asked so often while it is busy."""
-PAUSE_SECONDS = 0.25
+BUSY_PAUSE_SECONDS = 0.25
 """A question to somebody who is busy takes two round trips: so much longer, or twice that, it waits for the next."""
 
 
@@ -145,13 +145,13 @@ class Gossip:
                 break
             if verdict is ExchangeOutcome.BUSY:
                 with suppress(TimeoutError):
-                    again = min(until, loop.time() + PAUSE_SECONDS)
+                    again = min(until, loop.time() + BUSY_PAUSE_SECONDS)
                     await self.exchanges.notifier.until(lambda: session.counted(peer) > before, again)
         return session.counted(peer) > before
 
     async def _pause(self, session: SharedStateSession, until: Deadline) -> None:
         """Give those who are busy time, or until somebody has asked us."""
-        held, seconds = dict(session.held), self.rng.uniform(PAUSE_SECONDS, 2 * PAUSE_SECONDS)
+        held, seconds = dict(session.held), self.rng.uniform(BUSY_PAUSE_SECONDS, 2 * BUSY_PAUSE_SECONDS)
         with suppress(TimeoutError):
             resumes = min(until, asyncio.get_running_loop().time() + seconds)
             await self.exchanges.notifier.until(lambda: session.held != held, resumes)

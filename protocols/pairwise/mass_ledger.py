@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from protocols.base import BadPayload, Member
+from protocols.estimates import RecentDict
 
-WINDOW = 64
+SHARE_WINDOW = 64
 """Shares that one receiver has not acknowledged: a giver keeps their values, and gives it no more."""
 MAX_GIVERS = 256
 """Lives of peers whose numbers are known; the one that gave least recently goes first."""
@@ -70,7 +71,7 @@ class _Numbers:
     def settle(self, number: int, into: set[int]) -> None:
         """Once for each number. What is so far behind it that no giver has it outstanding any more never comes."""
         into.add(number)
-        self.floor = max(self.floor, number - WINDOW + 1)
+        self.floor = max(self.floor, number - SHARE_WINDOW + 1)
         self.counted = {each for each in self.counted if each >= self.floor}
         self.void = {each for each in self.void if each >= self.floor}
 
@@ -88,7 +89,7 @@ class MassLedger(Generic[V]):
         self._outstanding: dict[Member, dict[int, Share[V]]] = {}
         self._next: OrderedDict[Member, int] = OrderedDict()
         self._unused = 0  # no receiver that is forgotten has been given this number, or a later one
-        self._senders: OrderedDict[Member, _Numbers] = OrderedDict()
+        self._senders: RecentDict[Member, _Numbers] = RecentDict(MAX_GIVERS)
 
     @property
     def mean(self) -> V:
@@ -108,7 +109,7 @@ class MassLedger(Generic[V]):
         """Half of what is here, for this receiver; None if it has too much unacknowledged, or too little is here."""
         number = self._next.get(to, self._unused)
         first = min(self._outstanding.get(to, ()), default=number)
-        if number >= first + WINDOW or self.weight < LEAST_WEIGHT or to == self.me:
+        if number >= first + SHARE_WINDOW or self.weight < LEAST_WEIGHT or to == self.me:
             return None
         self.value, self.weight = self.value / 2, self.weight / 2
         share = Share(self.me, to, number, self.value, self.weight)
@@ -185,9 +186,4 @@ class MassLedger(Generic[V]):
         return False
 
     def _numbers(self, sender: Member) -> _Numbers:
-        if sender not in self._senders:
-            self._senders[sender] = _Numbers()
-            if len(self._senders) > MAX_GIVERS:
-                self._senders.popitem(last=False)
-        self._senders.move_to_end(sender)
-        return self._senders[sender]
+        return self._senders.renew(sender, _Numbers)

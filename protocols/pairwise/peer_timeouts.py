@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from protocols.base import BadPayload, Member, PeerId
+from protocols.estimates import RecentDict, ewma
+from protocols.limits import DISTRUST_SECONDS
 
 ANSWER_FLOOR_SECONDS = 2.0
 ROUND_TRIPS = 8.0
@@ -20,27 +19,12 @@ REST_MULTIPLE = 4.0
 """Who cost us time for nothing, or more than was to be expected, is left alone for so many times as long."""
 CHEAP_SECONDS = 1.0
 """What comes to nothing sooner has cost nothing: a partner may have gone on to another round."""
-DISTRUST_SECONDS = 60.0
-"""Who broke a rule is neither spoken to nor answered for so long."""
 LEAST_RATE = 1e3
 MAX_RATE_GAIN = 1.5
 MAX_PEERS = 256
-"""Peers of whom something is remembered; who has been quiet longest is forgotten first."""
-WINDOW = 64
+"""So many peers are remembered; the one that has been quiet longest is forgotten first."""
+REQUEST_WINDOW = 64
 """Questions of one life that may overtake each other: an older one is stale."""
-
-V = TypeVar("V")
-
-
-def remember(entries: OrderedDict[Member, V] | OrderedDict[PeerId, V], key: Member | PeerId, new: Callable[[], V]) -> V:
-    """The entry of that key, made if there is none; it is now the newest, and the oldest beyond `MAX_PEERS` go."""
-    held: OrderedDict[Member | PeerId, V] = entries  # type: ignore[assignment]
-    if key not in held:
-        held[key] = new()
-        if len(held) > MAX_PEERS:
-            held.popitem(last=False)
-    held.move_to_end(key)
-    return held[key]
 
 
 @dataclass(slots=True)
@@ -67,10 +51,10 @@ class PeerTimeouts:
 
     def __init__(self, bandwidth: float) -> None:
         self._usual = bandwidth
-        self._peers: OrderedDict[PeerId, _Seen] = OrderedDict()
+        self._peers: RecentDict[PeerId, _Seen] = RecentDict(MAX_PEERS)
 
     def _of(self, peer: PeerId) -> _Seen:
-        return remember(self._peers, peer, _Seen)
+        return self._peers.renew(peer, _Seen)
 
     def answer_seconds(self, peer: PeerId) -> float:
         """How long a peer may take to say yes or no, opening a stream included."""
@@ -89,7 +73,7 @@ class PeerTimeouts:
         """A stream was opened and answered in that time: two round trips."""
         seen = self._of(peer)
         observed = min(seconds / 2, MAX_ROUND_TRIP_SECONDS)
-        seen.round_trip_seconds = max(observed, (seen.round_trip_seconds + observed) / 2)
+        seen.round_trip_seconds = max(observed, ewma(seen.round_trip_seconds, observed, 1 / 2))
 
     def took(self, peer: PeerId, size_bytes: int, now: float, seconds: float) -> None:
         """An exchange held. Who was slow is met seldom: one that does it on purpose has a fifth of our time at most."""
@@ -131,7 +115,7 @@ class PeerTimeouts:
 
 
 def _towards(rate: float, observed: float) -> float:
-    return max(LEAST_RATE, min((rate + observed) / 2, MAX_RATE_GAIN * rate))
+    return max(LEAST_RATE, min(ewma(rate, observed, 1 / 2), MAX_RATE_GAIN * rate))
 
 
 @dataclass(slots=True)
@@ -145,20 +129,20 @@ class RequestDeduplicator:
     """Which questions of which life of a peer have been heard: each counts once, in whatever order they come."""
 
     def __init__(self) -> None:
-        self._lives: OrderedDict[Member, _Asked] = OrderedDict()
+        self._lives: RecentDict[Member, _Asked] = RecentDict(MAX_PEERS)
 
     def hear(self, sender: Member, sequence: int, round_number: int) -> None:
         """
         Raises:
             BadPayload: heard before, older than any that may still be under way, or its round goes back.
         """
-        asked = remember(self._lives, sender, _Asked)
+        asked = self._lives.renew(sender, _Asked)
         if sequence in asked.seen:
             raise BadPayload(f"question {sequence} is asked again")
-        if sequence <= asked.highest - WINDOW:
+        if sequence <= asked.highest - REQUEST_WINDOW:
             raise BadPayload(f"question {sequence} is stale: {asked.highest} was heard")
         if sequence > asked.highest:
             if round_number < asked.round:
                 raise BadPayload(f"question {sequence} of round {round_number}, after one of round {asked.round}")
             asked.highest, asked.round = sequence, round_number
-        asked.seen = {each for each in asked.seen if each > asked.highest - WINDOW} | {sequence}
+        asked.seen = {each for each in asked.seen if each > asked.highest - REQUEST_WINDOW} | {sequence}

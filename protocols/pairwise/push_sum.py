@@ -26,7 +26,7 @@ from contextlib import asynccontextmanager, suppress
 
 from protocols.base import Deadline, Head, Host, Member, PeerId, Settings
 from protocols.pairwise import matching
-from protocols.pairwise.closing import PAUSE_SECONDS, ClosingExchanges
+from protocols.pairwise.closing import STEP_POLL_SECONDS, ClosingExchanges
 from protocols.pairwise.share_receiver import ShareReceiver
 from protocols.pairwise.share_sender import MAX_KEPT, ShareSender
 from protocols.pairwise.shared_state import SharedStateSession, cut_at
@@ -138,6 +138,6 @@ class PushSum:
         """Wait for a share of a peer that is at our step, too; whether it is counted."""
         while session.counted(giver.peer) == before and await self._steps.meets(giver, until):
             with suppress(TimeoutError):
-                again = min(until, asyncio.get_running_loop().time() + PAUSE_SECONDS)
+                again = min(until, asyncio.get_running_loop().time() + STEP_POLL_SECONDS)
                 await session.notifier.until(lambda: session.counted(giver.peer) > before, again)
         return session.counted(giver.peer) > before

@@ -24,7 +24,7 @@ from protocols.base import (
     Vector,
 )
 from protocols.control_channel import RoundAccounting
-from protocols.pairwise.round_estimator import RoundEstimator
+from protocols.pairwise.claimed_rounds import ClaimedRounds
 from protocols.vectors import VectorView
 
 SLOWEST_SHARE = 0.25
@@ -37,7 +37,7 @@ class Mixer(Protocol):
     me: Member
     host: Host
     accounting: RoundAccounting
-    estimator: RoundEstimator
+    estimator: ClaimedRounds
 
     async def mix(self, session: SharedStateSession, state: VectorView) -> None:
         """Average the state, which is open to others meanwhile, in place."""

@@ -10,7 +10,7 @@ from protocols.allreduce.parts import ReducedPart
 from protocols.base import BadPayload, Compute, PeerSilent, Stream, Vector
 from protocols.vectors import VectorView, norm
 
-NORM_SPREAD = 16.0
+PAIR_NORM_SPREAD = 16.0
 """Another's state counts if its norm is at most so many times ours; of a state of norm 0 nothing can be said."""
 CHUNK_LIMIT = 512
 
@@ -41,7 +41,7 @@ class StateReceiver:
         self.ours = await self._compute.run(partial(state_norm, state, self.part), 4 * state.size)
         if not math.isfinite(self.ours):
             raise PeerSilent(stream.peer, "our own state is not finite: it is not for others")
-        self._limit = NORM_SPREAD * self.ours if self.ours > 0 else wire.MAX_NORM
+        self._limit = PAIR_NORM_SPREAD * self.ours if self.ours > 0 else wire.MAX_NORM
 
     async def take(self, stream: Stream) -> None:
         """
@@ -63,7 +63,7 @@ class StateReceiver:
         low, high = self.part.elements(index)
         self._squares += norm([room[: high - low]]) ** 2
         if not self._squares <= self._limit * self._limit:
-            raise BadPayload(f"a state of norm above {self._limit:.3g}, {NORM_SPREAD:g} times ours")
+            raise BadPayload(f"a state of norm above {self._limit:.3g}, {PAIR_NORM_SPREAD:g} times ours")
 
 
 def state_norm(state: VectorView, part: ReducedPart) -> float:

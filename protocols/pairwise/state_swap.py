@@ -43,13 +43,13 @@ from protocols.base import (
     Stream,
 )
 from protocols.codec import Codec
+from protocols.limits import LARGEST_FLOAT32
 from protocols.pairwise.state_receiver import StateReceiver
 from protocols.vectors import VectorView, norm
 from protocols.wire import flag, one, register, text, uint
 
 EXCHANGE = "starling/gossip/exchange/1"
 HEADER_LIMIT = 512
-_LARGEST = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +232,7 @@ class StateSwap:
             self._codec.decode(data, sent)
             theirs.decode_chunk(index, None, mixed)
             mixed.mul_(0.5).add_(torch.mul(sent, 0.5, out=half))
-            mixed.add_(torch.sub(mine, sent, out=half)).clamp_(-_LARGEST, _LARGEST)
+            mixed.add_(torch.sub(mine, sent, out=half)).clamp_(-LARGEST_FLOAT32, LARGEST_FLOAT32)
             squares += norm([torch.sub(mixed, mine, out=half)]) ** 2
             if write:
                 self.state.write(low, mixed)

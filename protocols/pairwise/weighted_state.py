@@ -11,9 +11,9 @@ from protocols.allreduce.parts import ReducedPart
 from protocols.base import Host, Member, Settings
 from protocols.codec import codec
 from protocols.control_channel import RoundAccounting
+from protocols.pairwise.claimed_rounds import ClaimedRounds
 from protocols.pairwise.mass_ledger import MassLedger
 from protocols.pairwise.peer_timeouts import PeerTimeouts
-from protocols.pairwise.round_estimator import RoundEstimator
 from protocols.pairwise.shared_state import SharedStateSession
 from protocols.pairwise.shares import merge_share
 from protocols.pairwise.state_receiver import state_norm
@@ -40,7 +40,7 @@ class WeightedState:
             RoundAccounting(),
             PeerTimeouts(settings.bandwidth),
         )
-        self.masses, self.estimator = MassLedger(self.me, 0.0), RoundEstimator()
+        self.masses, self.estimator = MassLedger(self.me, 0.0), ClaimedRounds()
         self.session: SharedStateSession | None = None
         self.turn, self.notifier = asyncio.Lock(), Notifier()
         self._chunk_elements = settings.chunk_elements

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 
-WINDOW = 8
+from protocols.estimates import ewma
+
+MAX_REQUESTED_CHUNKS = 8
 """Chunks that one donor is asked for ahead of what it has brought, at most."""
 AHEAD_SECONDS = 1.0
 """It is asked for as many as it brings in so long: a round trip must not stop the flow, nor a slow one hold much."""
@@ -29,7 +31,7 @@ class DonorRate:
 
     def took(self, seconds: float) -> None:
         """One more."""
-        self.seconds = seconds if self.seconds is None else 0.75 * self.seconds + 0.25 * seconds
+        self.seconds = seconds if self.seconds is None else ewma(self.seconds, seconds, 1 / 4)
 
     @property
     def window(self) -> int:
@@ -37,7 +39,7 @@ class DonorRate:
         if self.seconds is None:
             return 2
         least = 1 if self.seconds > CRAWL_SECONDS else 2
-        return max(least, min(WINDOW, 1 + int(AHEAD_SECONDS / max(self.seconds, 1e-3))))
+        return max(least, min(MAX_REQUESTED_CHUNKS, 1 + int(AHEAD_SECONDS / max(self.seconds, 1e-3))))
 
     @property
     def patience_seconds(self) -> float:

@@ -14,15 +14,15 @@ from functools import partial
 from itertools import takewhile
 
 from protocols import wire
-from protocols.base import BadPayload, Deadline, Head, Host, PeerError, PeerGone, PeerId, PeerSilent, RoundKey, Stream
+from protocols.aio import loop_time
+from protocols.base import BadPayload, Deadline, Head, PeerError, PeerGone, PeerId, PeerSilent, RoundKey, Stream
 from protocols.consensus import record as records
 from protocols.consensus.messages import Certificate
-from protocols.control_channel import RoundAccounting
 from protocols.history.chain import Chain
 from protocols.history.fork_choice import Branch, ForkChoice
-from protocols.history.round_log import Archive, ListArchive, RoundLog, RoundPruned
-from protocols.sync.requests import MAX_LOCATOR, SYNC, Certificates, CertificatesRequest
-from protocols.sync.sync_peers import SyncPeers
+from protocols.history.round_log import Archive, RoundLog, RoundPruned
+from protocols.sync.context import SyncContext
+from protocols.sync.requests import MAX_LOCATOR, Certificates, CertificatesRequest
 
 TRAIL_SECONDS = 20.0
 """A contact has so long to prove its head, or to lead on."""
@@ -67,26 +67,13 @@ class HeadVerifier:
     """Asks for certificates, and trusts no peer that sends them."""
 
     def __init__(
-        self,
-        host: Host,
-        chain: Chain,
-        rules: ForkChoice,
-        accounting: RoundAccounting,
-        contacts: SyncPeers,
-        make_archive: Callable[[], Archive] = ListArchive,
+        self, context: SyncContext, chain: Chain, rules: ForkChoice, make_archive: Callable[[], Archive]
     ) -> None:
         """
         Args:
             make_archive: returns an archive for certificates that are being verified.
         """
-        self._make_archive = make_archive
-        self._host, self._chain, self._rules, self._accounting, self._contacts = (
-            host,
-            chain,
-            rules,
-            accounting,
-            contacts,
-        )
+        self._context, self._chain, self._rules, self._make_archive = context, chain, rules, make_archive
         self._ways: list[_Proof] = []  # those under way
         self._turn = asyncio.Lock()  # to judge
         self._judged: RoundLog | None = None  # of those that have ended, the longest
@@ -106,9 +93,9 @@ class HeadVerifier:
             try:
                 return await self._proved(peer, way, stranded, deadline)
             except BadPayload:
-                self._contacts.distrust(peer)
+                self._context.peers.distrust(peer)
             except PeerError as error:
-                self._accounting.name(peer, f"lost as a contact: {error.why}")
+                self._context.accounting.name(peer, f"lost as a contact: {error.why}")
             except RoundPruned:
                 self._judged = way.links = None
             finally:
@@ -135,12 +122,9 @@ class HeadVerifier:
         """
         goes_on = True
         while goes_on:
-            before, until = way.rounds, _now() + TRAIL_SECONDS
+            before, until = way.rounds, loop_time() + TRAIL_SECONDS
             try:
-                async with (
-                    self._host.transport.open(peer, SYNC, until if before else min(until, deadline)) as stream,
-                    self._accounting.counting(stream),
-                ):
+                async with self._context.open(peer, until if before else min(until, deadline)) as stream:
                     goes_on = await self._leg(stream, way, stranded)
             except PeerSilent:
                 if way.rounds == before:
@@ -178,9 +162,9 @@ class HeadVerifier:
         known = max(self._others(way.links), key=len, default=None)
         locator = self._locator(way, known)
         await stream.send(CertificatesRequest(locator))
-        began = _now()
+        began = loop_time()
         trail = wire.expect(await stream.receive(_LIMIT), Certificates)
-        way.waited_seconds += _now() - began
+        way.waited_seconds += loop_time() - began
         if trail.ancestor not in locator:
             if trail.ancestor == bytes(32) and not trail.count:
                 raise PeerGone(stream.peer, "keeps nothing back to where we stand")
@@ -191,9 +175,9 @@ class HeadVerifier:
         return trail.more and trail.count > 0
 
     async def _judge(self, stream: Stream, way: _Proof, count: int) -> None:
-        began = _now()
+        began = loop_time()
         some = [wire.expect(await stream.receive(wire.MAX_HEADER_BYTES), Certificate) for _ in range(count)]
-        way.waited_seconds += _now() - began
+        way.waited_seconds += loop_time() - began
         assert way.end
         while some and not way.links and (head := self._ours(way.end, some[0])):
             way.head, some = head, some[1:]  # whatever the votes for a round that we have
@@ -204,7 +188,9 @@ class HeadVerifier:
             way.rounds += len(some)
             if some := some[self._take_over(way.links, some) :]:
                 cost_bytes = VERIFY_BYTES * len(some)
-                way.links.extend(await self._host.compute.run(partial(self._rules.verify, way.end, some), cost_bytes))
+                way.links.extend(
+                    await self._context.host.compute.run(partial(self._rules.verify, way.end, some), cost_bytes)
+                )
         if way.end.key.round > way.shown.round + MAX_GROWTH:
             raise BadPayload(f"shows a head at round {way.shown.round}, and leads on and on beyond it")
         if way.waited_seconds > TRAIL_SECONDS + ROUND_SECONDS * way.rounds:
@@ -253,7 +239,3 @@ class HeadVerifier:
             raise RoundPruned("our chain has moved meanwhile")
         way.head, way.links = known.start, RoundLog(known.start, self._make_archive())
         way.links.adopt(known, 0, place)
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

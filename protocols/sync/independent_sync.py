@@ -5,46 +5,29 @@ it hands out, by its signature under run, round and root: a newcomer fetches wha
 else's bytes can make that root. Which donor is decided by who fetches; it is nobody who claims to be far ahead of most.
 """
 
-# ruff: noqa: RUF009 - a field's bound is its default
-
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
 
 import torch
 
 from protocols import wire
-from protocols.aio import task_group
-from protocols.base import (
-    BadPayload,
-    Deadline,
-    Head,
-    Header,
-    Host,
-    Member,
-    PeerError,
-    PeerId,
-    RoundKey,
-    Settings,
-    Stream,
-)
+from protocols.aio import loop_time
+from protocols.base import BadPayload, Deadline, Head, Header, Host, PeerId, RoundKey, Settings, Stream
 from protocols.codecs.coding import finite_range
-from protocols.control_channel import RoundAccounting
 from protocols.gate import Gate
-from protocols.sync.progress import SyncProgress
-from protocols.sync.requests import MAX_KEPT, SYNC
+from protocols.round_estimator import DONOR_ROUND
+from protocols.sync.context import SyncContext
+from protocols.sync.requests import SignedStateRef, StateAdvert
+from protocols.sync.service import SyncServiceBase
 from protocols.sync.snapshot import Snapshot, Snapshots
 from protocols.sync.snapshot_download import SnapshotDownload, StateUnavailable
 from protocols.sync.snapshot_server import SnapshotServer
-from protocols.sync.sync_peers import SyncPeers
-from protocols.sync.sync_server import SyncServer
-from protocols.wire import blob, digest, flag, many, one, register, uint
 
-ASK_SECONDS = 5.0
 TIDY_SECONDS = 10.0
 COMPLAIN_AFTER = 5
 """Attempts in vain, one after the other, of which the first few belong to a start."""
@@ -54,47 +37,15 @@ Order: TypeAlias = Callable[[Sequence[PeerId]], Sequence[PeerId]]
 _TAG = b"starling state 1\n"
 
 
-@dataclass(frozen=True, slots=True)
-class SignedStateRef:
-    """A state that its peer hands out: its root, the round that it comes before, and the peer's word for that."""
-
-    root: bytes = digest()
-    round: int = uint(1 << 40)
-    signature: bytes = blob(128)
-
-
-@dataclass(frozen=True, slots=True)
-class StateAdvert(Header):
-    """Where its sender stands; answered with the same.
-
-    Attributes:
-        key: of the sender's next round.
-        sender: in this life.
-        states: that it hands out, the newest first.
-        whole: whether it has a state; else it looks for one itself.
-    """
-
-    key: RoundKey = one(RoundKey)
-    sender: Member = one(Member)
-    states: tuple[SignedStateRef, ...] = many(one(SignedStateRef), MAX_KEPT)
-    whole: bool = flag()
-
-
-register(160, (StateAdvert,))
-
-
 def sign_state_ref(key: RoundKey, round_number: int, root: bytes) -> bytes:
     """What is signed for a state before that round."""
     return _TAG + wire.body(replace(key, round=round_number, lineage=root))
 
 
-class IndependentStateSync:
-    """What one peer without a shared anchor asks others outside of rounds, and answers them.
+class IndependentStateSync(SyncServiceBase[StateAdvert]):
+    """What one peer without a shared anchor asks others outside of rounds, and answers them."""
 
-    Attributes:
-        accounting: who was named, and the bytes that crossed, since it was last taken.
-        sync_progress: how far this peer is with fetching a state.
-    """
+    described = "a standing"
 
     def __init__(
         self,
@@ -103,66 +54,45 @@ class IndependentStateSync:
         snapshots: Snapshots,
         key: Callable[[], RoundKey],
         hints: Callable[[], Iterable[PeerId]],
-        whole: Callable[[], bool] = lambda: True,
+        has_state: Callable[[], bool],
     ) -> None:
         """
         Args:
             snapshots: what we hand out, and where there is room for what we fetch.
             key: of our next round.
             hints: peers that may be in the run; any of them may lie.
-            whole: whether we have a state that others may start from; a newcomer has yet to fetch its first.
+            has_state: whether we have a state that others may start from; a newcomer has yet to fetch its first.
         """
-        self.accounting, self.sync_progress, self._whole = RoundAccounting(), SyncProgress(_now), whole
-        self._host, self._me, self._snapshots, self._key = host, Member(host.me, settings.incarnation), snapshots, key
-        self._elements = sum(settings.elements)
-        self._contacts = SyncPeers(host.me, host.members, None, hints, _now)
-        self._donor = SnapshotServer(snapshots, host.compute, Gate())
-        self._server = SyncServer(host, self.accounting, self._donor, self._answer)
-        self._say: Callable[[str], None] = lambda line: None
-        self._fruitless = 0
+        context = SyncContext(host, settings, snapshots, hints)
+        super().__init__(context, StateAdvert, key, SnapshotServer(snapshots, host.compute, Gate()))
+        self._has_state, self._fruitless = has_state, 0
         self._signed: dict[tuple[int, bytes], bytes] = {}
-        self._downloaded_bytes = 0
 
-    def complain_to(self, say: Callable[[str], None]) -> None:
-        """Tell a person, in one line, if nobody has a state to hand out."""
-        self._say = say
-
-    async def run(self) -> None:
-        """Let go what nobody takes any more, for ever."""
-        while True:
-            self._donor.tidy()
-            await asyncio.sleep(TIDY_SECONDS)
+    async def _look_around(self) -> None:
+        await asyncio.sleep(TIDY_SECONDS)
 
     # -- where we stand -----------------------------------------------------------------------------------------------
 
-    def _standing(self) -> StateAdvert:
+    def _announcement(self) -> StateAdvert:
         kept = [(each.round, each.lineage) for each in self._donor.kept()]
         self._signed = {each: self._signed.get(each) or self._sign(*each) for each in kept}
         states = tuple(SignedStateRef(root, number, signature) for (number, root), signature in self._signed.items())
-        return StateAdvert(self._key(), self._me, states, self._whole())
+        return StateAdvert(self._key(), self._context.me, states, self._has_state())
 
     def _sign(self, round_number: int, root: bytes) -> bytes:
-        return self._host.signer.sign(sign_state_ref(self._key(), round_number, root))
+        return self._context.host.signer.sign(sign_state_ref(self._key(), round_number, root))
 
     async def _answer(self, stream: Stream, request: Header) -> None:
-        self._judge(stream.peer, wire.expect(request, StateAdvert))
-        await stream.send(self._standing())
+        self._admit(stream.peer, wire.expect(request, StateAdvert))
+        await stream.send(self._announcement())
 
-    def _judge(self, peer: PeerId, standing: StateAdvert) -> StateAdvert:
-        """What a peer says of itself.
-
-        Raises:
-            BadPayload: it is in another run, speaks for another peer, or vouches for a state with a wrong signature.
-        """
-        ours, theirs = self._key(), standing.key
-        if (theirs.run, theirs.scope, theirs.fragment) != (ours.run, ours.scope, ours.fragment):
-            raise BadPayload("a standing in another run")
-        if standing.sender.peer != peer:
-            raise BadPayload(f"a standing in the name of {standing.sender.peer}")
-        for each in standing.states:
-            if not self._host.signer.verify(peer, sign_state_ref(theirs, each.round, each.root), each.signature):
+    def _admit(self, peer: PeerId, announcement: StateAdvert) -> None:
+        """As in `SyncServiceBase`; a peer that vouches for a state with a wrong signature breaks a rule, too."""
+        super()._admit(peer, announcement)
+        for each in announcement.states:
+            signed = sign_state_ref(announcement.key, each.round, each.root)
+            if not self._context.host.signer.verify(peer, signed, each.signature):
                 raise BadPayload(f"a state before round {each.round + 1} without its signature")
-        return standing
 
     # -- fetching a state ---------------------------------------------------------------------------------------------
 
@@ -179,11 +109,12 @@ class IndependentStateSync:
         """
         self.sync_progress.begin(0, 0)
         try:
-            snapshot = await self._from_one(eligible(await self.ask(deadline)), order, deadline)
+            adverts = await self._exchange(self._context.peers.everybody(), deadline)
+            snapshot = await self._from_one(eligible(adverts), order, deadline)
         except StateUnavailable as error:
             self._fruitless += 1
             if self._fruitless == COMPLAIN_AFTER:
-                self._say(f"{error}: waiting for a peer that has one")
+                self._context.say(f"{error}: waiting for a peer that has one")
             raise
         finally:
             self.sync_progress.end()
@@ -194,11 +125,11 @@ class IndependentStateSync:
         tried = 0
         due = order(sorted(donors, key=lambda donor: (-donors[donor].round, donor)))[:DONORS]
         for donor in due:
-            if _now() >= deadline:
+            if loop_time() >= deadline:
                 break
-            share = (deadline - _now()) / (len(due) - tried)  # one that brings nothing leaves time for the next
+            share = (deadline - loop_time()) / (len(due) - tried)  # one that brings nothing leaves time for the next
             tried += 1
-            if snapshot := await self._brought(donor, donors[donor], _now() + share):
+            if snapshot := await self._brought(donor, donors[donor], loop_time() + share):
                 return snapshot
         raise StateUnavailable(f"none of {tried} donors brought its state" if due else "nobody here has a state")
 
@@ -206,51 +137,17 @@ class IndependentStateSync:
         """That state, whole and finite; None, and the donor is named: it did not bring it."""
         key = replace(self._key(), round=state.round, lineage=state.root)
         head = Head(key, (), state.root, state.root)
-        download = SnapshotDownload(
-            self._host, self.accounting, self._snapshots, self.sync_progress, head, self._elements
-        )
         try:
-            snapshot = await download.run(lambda: [donor], deadline)
-            await self._host.compute.run(partial(_refuse_non_finite, snapshot), 8 * self._elements)
+            snapshot = await SnapshotDownload(self._context, head).run(lambda: [donor], deadline)
+            await self._context.host.compute.run(partial(_refuse_non_finite, snapshot), 8 * self._context.elements)
         except StateUnavailable:
             self.accounting.name(donor, "did not bring its state")
         except ValueError:  # nobody would mix with it, and no sketch would show that it is far away
-            self._contacts.distrust(donor)
+            self._context.peers.distrust(donor)
             self.accounting.name(donor, "hands out a state that is not finite")
         else:
             return snapshot
-        finally:
-            self._downloaded_bytes += download.bytes_received
         return None
-
-    async def ask(self, deadline: Deadline) -> Mapping[PeerId, StateAdvert]:
-        """Where all are that answer; who lies is named, and not asked for a while."""
-        deadline = min(deadline, _now() + ASK_SECONDS)
-        found: dict[PeerId, StateAdvert] = {}
-
-        async def one_of_them(peer: PeerId) -> None:
-            try:
-                async with (
-                    self._host.transport.open(peer, SYNC, deadline) as stream,
-                    self.accounting.counting(stream),
-                ):
-                    await stream.send(self._standing())
-                    answer = wire.expect(await stream.receive(wire.MAX_HEADER_BYTES), StateAdvert)
-                    found[peer] = self._judge(peer, answer)
-            except BadPayload:
-                self._contacts.distrust(peer)
-            except PeerError:
-                pass
-
-        async with task_group() as group:
-            for peer in self._contacts.everybody():
-                group.create_task(one_of_them(peer))
-        return found
-
-    def take_bytes(self) -> int:
-        """Bytes of states fetched since the last call."""
-        taken, self._downloaded_bytes = self._downloaded_bytes, 0
-        return taken
 
 
 def eligible(standings: Mapping[PeerId, StateAdvert]) -> dict[PeerId, SignedStateRef]:
@@ -260,11 +157,8 @@ def eligible(standings: Mapping[PeerId, StateAdvert]) -> dict[PeerId, SignedStat
     would take whoever believes it out of the run's schedule.
     """
     newest = {peer: each.states[0] for peer, each in standings.items() if each.whole and each.states}
-    if not newest:
-        return {}
-    rounds = sorted(state.round for state in newest.values())
-    median = rounds[len(rounds) // 2] if len(rounds) % 2 else rounds[len(rounds) // 2 - 1]
-    return {peer: state for peer, state in newest.items() if state.round <= median}
+    latest = DONOR_ROUND.latest((state.round for state in newest.values()), len(newest))
+    return {peer: state for peer, state in newest.items() if latest is not None and state.round <= latest}
 
 
 def _refuse_non_finite(snapshot: Snapshot) -> None:
@@ -275,7 +169,3 @@ def _refuse_non_finite(snapshot: Snapshot) -> None:
     """
     for chunk in range(len(snapshot.index.digests)):
         finite_range(torch.frombuffer(snapshot.chunk(chunk), dtype=torch.float32))
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

@@ -7,14 +7,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from protocols.base import Header, Member, RoundKey
-from protocols.wire import digest, flag, many, one, real, register, uint
+from protocols.wire import blob, digest, flag, many, one, real, register, uint
 
 SYNC = "starling/sync/1"
 
 MAX_LOCATOR = 64
 MAX_TRAIL = 256
 """Certificates in one answer."""
-MAX_KEPT = 6
+MAX_SNAPSHOTS = 6
 MAX_BUSY_SECONDS = 600.0
 
 
@@ -38,7 +38,33 @@ class HeadAnnouncement(Header):
 
     key: RoundKey = one(RoundKey)
     sender: Member = one(Member)
-    kept: tuple[SnapshotRef, ...] = many(one(SnapshotRef), MAX_KEPT)
+    kept: tuple[SnapshotRef, ...] = many(one(SnapshotRef), MAX_SNAPSHOTS)
+
+
+@dataclass(frozen=True, slots=True)
+class SignedStateRef:
+    """A state that its peer hands out: its root, the round that it comes before, and the peer's word for that."""
+
+    root: bytes = digest()
+    round: int = uint(1 << 40)
+    signature: bytes = blob(128)
+
+
+@dataclass(frozen=True, slots=True)
+class StateAdvert(Header):
+    """Where its sender stands; answered with the same.
+
+    Attributes:
+        key: of the sender's next round.
+        sender: in this life.
+        states: that it hands out, the newest first.
+        whole: whether it has a state; else it looks for one itself.
+    """
+
+    key: RoundKey = one(RoundKey)
+    sender: Member = one(Member)
+    states: tuple[SignedStateRef, ...] = many(one(SignedStateRef), MAX_SNAPSHOTS)
+    whole: bool = flag()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,3 +127,4 @@ MESSAGES: tuple[type[Header], ...] = (
     WantChunk,
 )
 register(32, MESSAGES)
+register(160, (StateAdvert,))

@@ -7,56 +7,37 @@ from collections.abc import Sequence
 from functools import partial
 
 from protocols import wire
-from protocols.aio import task_group
+from protocols.aio import loop_time, task_group
 from protocols.allreduce.parts import PartLayout, ReducedPart
-from protocols.base import BadPayload, Deadline, Host, PeerError, PeerGone, PeerId, Vector
+from protocols.base import BadPayload, Deadline, PeerError, PeerGone, PeerId, Vector
 from protocols.butterfly.part_cache import PartCache, fetch_part
-from protocols.codec import Codec
+from protocols.codec import codec
 from protocols.consensus.record import Record
-from protocols.control_channel import RoundAccounting
-from protocols.sync.progress import SyncProgress
+from protocols.limits import SLOWEST_BYTES_PER_SECOND
+from protocols.sync.context import SyncContext
 from protocols.sync.snapshot_download import StateUnavailable
 from protocols.vectors import VectorView
 
 AT_ONCE = 4
 """Parts of a round that are fetched at a time."""
 PART_SECONDS = 20.0
-SLOWEST_BYTES_PER_SECOND = 65_536.0
-"""A source gets `PART_SECONDS`, and what the part takes at this rate, to bring it."""
+"""A source has so long, and what the part takes at the slowest rate, to bring it."""
 MAX_SOURCES = 16
 MAX_FAILURES = 64
 """Sources that are remembered to have failed."""
 
 
 class RoundReplayer:
-    """Fetches means of past rounds.
+    """Fetches means of past rounds."""
 
-    Attributes:
-        bytes_received: encoded, of the parts that were used.
-    """
-
-    def __init__(
-        self,
-        host: Host,
-        accounting: RoundAccounting,
-        codec: Codec,
-        chunk_elements: int,
-        part_cache: PartCache | None,
-        sync_progress: SyncProgress,
-    ) -> None:
-        self.bytes_received = 0
-        self._host, self._accounting, self._part_cache, self._sync_progress = (
-            host,
-            accounting,
-            part_cache,
-            sync_progress,
-        )
-        self._codec, self._chunk_elements = codec, chunk_elements
+    def __init__(self, context: SyncContext, part_cache: PartCache) -> None:
+        self._context, self._part_cache = context, part_cache
+        self._codec, self._chunk_elements = codec(context.settings.codec), context.settings.chunk_elements
         self._failures: dict[PeerId, int] = {}
 
     def encoded_bytes(self, elements: int) -> int:
         """About what the mean of one round takes to fetch, if it is of those who are here now."""
-        return self._codec.reduced(len(self._host.members.live())).encoded_bytes(elements)
+        return self._codec.reduced(len(self._context.host.members.live())).encoded_bytes(elements)
 
     async def parts(
         self, record: Record, elements: int, sources: Sequence[PeerId], deadline: Deadline
@@ -72,11 +53,11 @@ class RoundReplayer:
         bounds, sources = record.bounds, sources[:MAX_SOURCES]
         if not record.tiles(elements):
             raise StateUnavailable(f"the record of round {record.round} has parts that do not make up its mean")
-        turn, codec = asyncio.Semaphore(AT_ONCE), self._codec.reduced(len(record.peers))
+        turn, reduced = asyncio.Semaphore(AT_ONCE), self._codec.reduced(len(record.peers))
 
         async def one(place: int, part: wire.PartDigest) -> ReducedPart:
             first = place % max(1, len(sources))
-            shape = PartLayout(codec, bounds[place], bounds[place + 1], self._chunk_elements)
+            shape = PartLayout(reduced, bounds[place], bounds[place + 1], self._chunk_elements)
             async with turn:
                 order = sorted((*sources[first:], *sources[:first]), key=lambda peer: self._failures.get(peer, 0))
                 return await self._part(part, shape, order, deadline)
@@ -98,7 +79,7 @@ class RoundReplayer:
         target = VectorView([into])
         for part in parts:
             try:
-                await self._host.compute.run(partial(part.decode, target), 4 * (part.high - part.low))
+                await self._context.host.compute.run(partial(part.decode, target), 4 * (part.high - part.low))
             except BadPayload as error:  # what a quorum signed: nobody who hands it on is to blame
                 raise StateUnavailable(f"a decided part does not decode: {error}") from None
 
@@ -107,7 +88,7 @@ class RoundReplayer:
     ) -> ReducedPart:
         if sum(run.count for run in part.runs) != shape.chunks:
             raise StateUnavailable("a part of another number of chunks than it has elements for")
-        held = await self._part_cache.load(part.digest) if self._part_cache else None
+        held = await self._part_cache.load(part.digest)
         return held or await self._fetch(part, shape, sources, deadline)
 
     async def _fetch(
@@ -115,9 +96,9 @@ class RoundReplayer:
     ) -> ReducedPart:
         size, span = shape.size_bytes, (shape.low, shape.high, shape.chunk_elements)
         for source in sources:
-            until = asyncio.get_running_loop().time() + PART_SECONDS + size / SLOWEST_BYTES_PER_SECOND
+            until = loop_time() + PART_SECONDS + size / SLOWEST_BYTES_PER_SECOND
             try:
-                held = await fetch_part(self._host, source, part, shape.codec, span, min(deadline, until))
+                held = await fetch_part(self._context.host, source, part, shape.codec, span, min(deadline, until))
             except BadPayload as error:
                 self._fail(source, f"refused: {error}")
             except PeerGone:
@@ -125,14 +106,14 @@ class RoundReplayer:
             except PeerError as error:
                 self._fail(source, f"lost as a source: {error.why}")
             else:
-                self.bytes_received += size
-                self._sync_progress.came(size)
+                self._context.part_bytes += size
+                self._context.sync_progress.came(size)
                 return held
         raise StateUnavailable(f"nobody has a part that is needed, of {len(sources)} asked")
 
     def _fail(self, source: PeerId, why: str) -> None:
         """Name a source, and ask it last from now on."""
-        self._accounting.name(source, why)
+        self._context.accounting.name(source, why)
         self._failures[source] = self._failures.get(source, 0) + 1
         if len(self._failures) > MAX_FAILURES:
             del self._failures[next(iter(self._failures))]

@@ -7,43 +7,22 @@ index as it arrives.
 
 from __future__ import annotations
 
-import hashlib
 import mmap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 import torch
 
-from protocols.base import CHUNK_BYTES, BadPayload, Buffer, Vector
+from protocols.base import BadPayload, Buffer, Vector
 from protocols.history.chain import Chain, state_root
 from protocols.sync.requests import SnapshotRef
-from protocols.vectors import CHUNK_ELEMENTS, check_vector, chunk_count, chunk_range
+from protocols.vectors import CHUNK_ELEMENTS, chunk_count, chunk_digests, chunk_range, root_of
 
 SNAPSHOT_ROUNDS = 4
 """A snapshot is kept at every so many rounds. It can be handed out once the next round is decided, and is of use for as
 long as the deltas since then can be had: keep parts for at least twice as many rounds."""
 KEEP_SNAPSHOTS = 2
-
-_ROOT_TAG = b"starling root 1\n"
-
-
-def chunk_digests(vector: Vector) -> tuple[bytes, ...]:
-    """SHA-256 of each 1 MiB chunk of little-endian float32."""
-    check_vector(vector)
-    held = bytearray(CHUNK_BYTES)
-    chunk, found = torch.frombuffer(held, dtype=torch.float32), []
-    for index in range(chunk_count(len(vector))):
-        low, high = chunk_range(0, len(vector), index)
-        chunk[: high - low].copy_(vector[low:high])
-        found.append(hashlib.sha256(memoryview(held)[: 4 * (high - low)]).digest())
-    return tuple(found)
-
-
-def root_of(elements: int, digests: Sequence[bytes]) -> bytes:
-    """`vectors.root` of one vector of so many elements, from the digests of its chunks."""
-    start = _ROOT_TAG + (1).to_bytes(8, "little") + elements.to_bytes(8, "little")
-    return hashlib.sha256(start + b"".join(digests)).digest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +58,11 @@ class SnapshotIndex:
     @property
     def parameters_root(self) -> bytes:
         """`vectors.root` of the parameters."""
-        return root_of(self.elements, self.digests[: len(self.digests) // 2])
+        return root_of([(self.elements, self.digests[: len(self.digests) // 2])])
 
     def state_root(self, round_number: int) -> bytes:
         """Root of the outer state before that round."""
-        velocity = root_of(self.elements, self.digests[len(self.digests) // 2 :])
+        velocity = root_of([(self.elements, self.digests[len(self.digests) // 2 :])])
         return state_root(self.parameters_root, velocity, round_number)
 
     def size(self, chunk: int) -> int:

@@ -17,24 +17,23 @@ from functools import partial
 from typing import TypeVar
 
 from protocols import wire
-from protocols.aio import Notifier, peer_timeout, task_group
+from protocols.aio import Notifier, loop_time, peer_timeout, task_group
 from protocols.base import (
     CHUNK_BYTES,
     BadPayload,
     Deadline,
     Head,
-    Host,
     PeerError,
     PeerId,
     ProtocolError,
     Stream,
 )
-from protocols.control_channel import RoundAccounting
+from protocols.limits import SLOWEST_BYTES_PER_SECOND
 from protocols.sync.chunk_scheduler import ChunkScheduler, DonorRate
-from protocols.sync.progress import SyncProgress
-from protocols.sync.requests import SYNC, Busy, WantChunk, WantSnapshot
+from protocols.sync.context import SyncContext
+from protocols.sync.requests import Busy, WantChunk, WantSnapshot
 from protocols.sync.requests import SnapshotIndexHeader as Shown
-from protocols.sync.snapshot import Snapshot, SnapshotIndex, Snapshots
+from protocols.sync.snapshot import Snapshot, SnapshotIndex
 
 log = logging.getLogger(__name__)
 
@@ -45,16 +44,15 @@ CHUNK_SECONDS = 30.0
 """A donor of which nothing at all has come for so long has stalled."""
 PIECE_BYTES = 1 << 16
 STALL_SECONDS = 60.0
-"""A download goes on for as long as something comes in so often, whatever its deadline."""
-SLOWEST_BYTES_PER_SECOND = 65_536.0
-"""But no longer than it takes at this rate."""
+"""A download goes on for as long as something comes in so often, whatever its deadline, but no longer than
+it takes at the slowest rate."""
 LOOK_SECONDS = 10.0
 """How often to see whether there are other donors."""
 FAILURES = 3
 """So often may a donor break off."""
 BUSY_LIMIT_SECONDS = 10.0
 """A donor may send us away for so long at most."""
-PAUSE_SECONDS = 1.0
+RETRY_DONOR_SECONDS = 1.0
 BUSY_ANSWERS = 20
 """So often is one that is busy asked again, and so often may one put off a chunk."""
 WAIT_SECONDS = 20.0
@@ -74,25 +72,16 @@ class SnapshotDownload:
         bytes_received: of chunks, the bad and the doubled among them.
     """
 
-    def __init__(
-        self,
-        host: Host,
-        accounting: RoundAccounting,
-        snapshots: Snapshots,
-        sync_progress: SyncProgress,
-        at: Head,
-        elements: int,
-    ) -> None:
+    _now = staticmethod(loop_time)
+
+    def __init__(self, context: SyncContext, at: Head) -> None:
         """
         Args:
-            snapshots: makes room for it.
-            sync_progress: is told how far it is.
             at: its state root as certificates have it, or as most donors say.
-            elements: of the parameters, n.
         """
         self.at, self.bytes_received = at, 0
-        self._host, self._accounting, self._snapshots, self._sync_progress = host, accounting, snapshots, sync_progress
-        self._elements = elements
+        self._context, self._host, self._sync_progress = context, context.host, context.sync_progress
+        self._elements = context.elements
         self._snapshot: Snapshot | None = None
         self._missing: set[int] = set()
         self._brought: dict[PeerId, int] = {}  # bytes
@@ -116,10 +105,6 @@ class SnapshotDownload:
             return 8 * self._elements
         return sum(self._snapshot.index.size(index) for index in self._missing)
 
-    @staticmethod
-    def _now() -> float:
-        return asyncio.get_running_loop().time()
-
     async def run(self, donors: Callable[[], Sequence[PeerId]], deadline: Deadline) -> Snapshot:
         """Fetch what is missing; a donor that lies, stalls or dies is named and left, a new one is asked as well.
 
@@ -135,7 +120,7 @@ class SnapshotDownload:
         self._until = deadline + 8 * self._elements / SLOWEST_BYTES_PER_SECOND
         self._moved = float("-inf")
         self._tell()
-        asked = 0
+        asked, before = 0, self.bytes_received
         async with task_group() as group:
             jobs: dict[PeerId, asyncio.Task[None]] = {}
             try:
@@ -155,6 +140,7 @@ class SnapshotDownload:
             finally:
                 for job in jobs.values():
                     job.cancel()
+                self._context.snapshot_bytes += self.bytes_received - before
         if self._snapshot is None or not self.complete:
             raise StateUnavailable(f"no snapshot before round {self.at.key.round + 1} from {asked} donors")
         log.info("the state before round %d is here, brought by %s", self.at.key.round + 1, self._shares())
@@ -175,16 +161,13 @@ class SnapshotDownload:
         rate = DonorRate()
         while not self.complete and failures < FAILURES and busy < BUSY_ANSWERS:
             try:
-                async with (
-                    self._host.transport.open(donor, SYNC, self._until) as stream,
-                    self._accounting.counting(stream),
-                ):
+                async with self._context.open(donor, self._until) as stream:
                     busy_seconds = await self._take(stream, rate)
             except (BadPayload, StateUnavailable):
                 return
             except PeerError as error:
-                self._accounting.name(donor, f"lost as a donor: {error.why}")
-                failures, busy_seconds = failures + 1, PAUSE_SECONDS
+                self._context.accounting.name(donor, f"lost as a donor: {error.why}")
+                failures, busy_seconds = failures + 1, RETRY_DONOR_SECONDS
             else:
                 busy += busy_seconds > 0
             await asyncio.sleep(busy_seconds)
@@ -199,7 +182,7 @@ class SnapshotDownload:
         """
         index = await shown_index(stream, self.at.key.lineage, self._elements)
         if isinstance(index, Busy):
-            return min(max(PAUSE_SECONDS, index.seconds), BUSY_LIMIT_SECONDS)
+            return min(max(RETRY_DONOR_SECONDS, index.seconds), BUSY_LIMIT_SECONDS)
         await self._check(index)
         self._sync_progress.donors += 1
         try:
@@ -217,7 +200,9 @@ class SnapshotDownload:
             raise BadPayload("an index that does not make the state root")
         async with self._beginning:  # others bring the same index
             if self._snapshot is None:
-                snapshot = await self._stored(lambda: self._snapshots.new(at.key.lineage, at.key.round, index), 0)
+                snapshot = await self._stored(
+                    lambda: self._context.snapshots.new(at.key.lineage, at.key.round, index), 0
+                )
                 self._missing.update(range(len(index.digests)))
                 if not snapshot.fresh:
                     await self._find(snapshot)

@@ -6,17 +6,17 @@ as long as it is taken, and a while longer, though later snapshots have come: a 
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 from protocols import wire
-from protocols.aio import peer_timeout
+from protocols.aio import loop_time, peer_timeout
 from protocols.base import CHUNK_BYTES, BadPayload, Compute, Deadline, PeerId, Stream
 from protocols.gate import Gate
-from protocols.sync.requests import MAX_KEPT, Busy, SnapshotIndexHeader, SnapshotRef, WantChunk, WantSnapshot
+from protocols.limits import REQUESTER_IDLE_SECONDS
+from protocols.sync.requests import MAX_SNAPSHOTS, Busy, SnapshotIndexHeader, SnapshotRef, WantChunk, WantSnapshot
 from protocols.sync.snapshot import Snapshot, Snapshots
 
 log = logging.getLogger(__name__)
@@ -24,13 +24,11 @@ log = logging.getLogger(__name__)
 JOINERS = 3
 BUSY_SECONDS = 5.0
 """Whom we cannot serve is told to come again after so long."""
-IDLE_SECONDS = 30.0
-"""A joiner that asks for nothing, or takes nothing of what it asked for, for so long gives up its place."""
 LENT = 2
 """Snapshots, beyond those that are kept, that stay for those who take them: those that were taken from last."""
 LEND_SECONDS = 300.0
 """Who was cut off, or started again, comes back within that."""
-PAUSE_SECONDS = 4.0
+PUT_OFF_SECONDS = 4.0
 """Who waits for a round to be over is told so as often."""
 MAX_PAUSES = 4
 """Then it gets one chunk: where rounds are nothing but data phases, little is brought, but not nothing."""
@@ -66,7 +64,7 @@ class SnapshotServer:
         """What to tell others."""
         held = self._snapshots.kept()
         lent = [SnapshotRef(each.snapshot.lineage, each.snapshot.round) for each in self._lent()]
-        return (*held, *(each for each in lent if each not in held))[:MAX_KEPT]
+        return (*held, *(each for each in lent if each not in held))[:MAX_SNAPSHOTS]
 
     def tidy(self) -> None:
         """Let go what nobody takes any more: to be called now and then."""
@@ -74,7 +72,7 @@ class SnapshotServer:
 
     def _lent(self) -> list[_Lease]:
         """Those that are still of use, beyond those that are kept; the others go."""
-        now, held = asyncio.get_running_loop().time(), {each.lineage for each in self._snapshots.held()}
+        now, held = loop_time(), {each.lineage for each in self._snapshots.held()}
         last = sorted(self._loans.values(), key=lambda loan: -loan.until)
         loans = [each for each in last if each.until > now and each.snapshot.lineage not in held]
         lent = [each for each in loans if self._follows(each.snapshot.lineage)][:LENT]
@@ -84,7 +82,7 @@ class SnapshotServer:
         return lent
 
     def _lend(self, snapshot: Snapshot) -> None:
-        until = asyncio.get_running_loop().time() + LEND_SECONDS
+        until = loop_time() + LEND_SECONDS
         self._loans.setdefault(snapshot.lineage, _Lease(snapshot, until)).until = until
 
     async def serve(self, stream: Stream, wanted: WantSnapshot) -> None:
@@ -109,27 +107,27 @@ class SnapshotServer:
 
     async def _hand_out(self, stream: Stream, snapshot: Snapshot) -> None:
         index = snapshot.index
-        async with peer_timeout(IDLE_SECONDS, stream.peer, "it takes an index"):
+        async with peer_timeout(REQUESTER_IDLE_SECONDS, stream.peer, "it takes an index"):
             await stream.send(SnapshotIndexHeader(index.elements), index.pack())
         for _ in range(2 * len(index.digests)):
-            async with peer_timeout(IDLE_SECONDS, stream.peer, "it asks for a chunk"):
+            async with peer_timeout(REQUESTER_IDLE_SECONDS, stream.peer, "it asks for a chunk"):
                 asked = wire.expect(await stream.receive(_LIMIT), WantChunk)
             self._lend(snapshot)
             await self._give_way(stream)
             data = await self._read(snapshot, asked.index)
             if data is None:
                 return
-            async with peer_timeout(IDLE_SECONDS, stream.peer, "it takes a chunk"):
+            async with peer_timeout(REQUESTER_IDLE_SECONDS, stream.peer, "it takes a chunk"):
                 await stream.send(wire.Chunk(asked.index, len(data)), data)
         raise BadPayload(f"asks for {2 * len(index.digests)} chunks, twice all there are")
 
     async def _give_way(self, stream: Stream) -> None:
         """Wait while a round needs the link, and tell the joiner that there is life in us."""
         for _ in range(MAX_PAUSES):
-            if await self._gate.passed(PAUSE_SECONDS):
+            if await self._gate.passed(PUT_OFF_SECONDS):
                 return
-            async with peer_timeout(IDLE_SECONDS, stream.peer, "it is told to wait"):
-                await stream.send(Busy(PAUSE_SECONDS))
+            async with peer_timeout(REQUESTER_IDLE_SECONDS, stream.peer, "it is told to wait"):
+                await stream.send(Busy(PUT_OFF_SECONDS))
 
     async def _read(self, snapshot: Snapshot, chunk: int) -> bytearray | None:
         """A chunk's bytes; None where its file fails: it is handed out no more then."""

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from protocols.aio import task_group
+from protocols.aio import loop_time, task_group
 from protocols.allreduce.parts import ReducedPart
-from protocols.base import Deadline, Head, Host, PeerError, PeerId, Settings, Vector
+from protocols.base import Deadline, Head, PeerError, PeerId, Vector
 from protocols.butterfly.part_cache import PartCache
-from protocols.codec import codec
-from protocols.control_channel import RoundAccounting
 from protocols.history.chain import UNSETTLED, Chain, DecidedRound
-from protocols.sync.progress import CatchUpTrend, SyncProgress
-from protocols.sync.requests import SYNC
+from protocols.sync.context import SyncContext
+from protocols.sync.progress import CatchUpTrend
 from protocols.sync.round_replayer import RoundReplayer
-from protocols.sync.snapshot import Snapshot, SnapshotIndex, Snapshots
+from protocols.sync.snapshot import Snapshot, SnapshotIndex
 from protocols.sync.snapshot_download import SnapshotDownload, StateUnavailable, shown_index
-from protocols.sync.sync_peers import SyncPeers
 
 INDEX_SECONDS = 10.0
 """Former members have so long to show which state they hold."""
@@ -27,30 +23,22 @@ MAX_FAILED = 16
 
 
 class StateFetcher:
-    """Attributes:
-    sync_progress: how far this peer is with catching up.
-    trend, on_slow: whether it comes nearer; called with one line for a person if it does not.
+    """Fetches what leads from a state that this peer has, or another peer hands out, to the head of a chain.
+
+    Attributes:
+        sync_progress: how far this peer is with catching up.
+        trend: whether it comes nearer.
     """
 
-    def __init__(
-        self,
-        host: Host,
-        accounting: RoundAccounting,
-        settings: Settings,
-        snapshots: Snapshots,
-        contacts: SyncPeers,
-        part_cache: PartCache | None,
-    ) -> None:
-        self.sync_progress, self.trend = SyncProgress(_now), CatchUpTrend()
-        self.on_slow: Callable[[str], None] = lambda line: None
-        self._host, self._accounting, self._snapshots, self._contacts = host, accounting, snapshots, contacts
-        self._elements = sum(settings.elements)
-        self._replayer = RoundReplayer(
-            host, accounting, codec(settings.codec), settings.chunk_elements, part_cache, self.sync_progress
-        )
+    def __init__(self, context: SyncContext, part_cache: PartCache) -> None:
+        self.sync_progress, self.trend = context.sync_progress, CatchUpTrend()
+        self._context, self._replayer = context, RoundReplayer(context, part_cache)
         self._begun: SnapshotDownload | None = None
-        self._downloaded_bytes = 0
         self._failed: set[bytes] = set()  # roots that no former member brought a state of
+
+    def on_slow(self, line: str) -> None:
+        """Tell a person that catching up comes no nearer."""
+        self._context.say(line)
 
     # -- means --------------------------------------------------------------------------------------------------------
 
@@ -61,10 +49,10 @@ class StateFetcher:
             Unavailable: they are not to be had.
         """
         voters = [vote.voter.peer for vote in link.certificate.votes]  # each of them held all parts when it voted
-        sources = self._contacts.others(voters, self._contacts.everybody())
-        live = {member.peer for member in self._host.members.live()}
+        sources = self._context.peers.others(voters, self._context.peers.everybody())
+        live = {member.peer for member in self._context.host.members.live()}
         sources = [peer for peer in sources if peer in live] or sources  # who is silent would take its time
-        return await self._replayer.parts(link.record, self._elements, sources, deadline)
+        return await self._replayer.parts(link.record, self._context.elements, sources, deadline)
 
     async def decode(self, parts: Sequence[ReducedPart], into: Vector) -> None:
         """Put the mean that these parts make up, float32 (n), into `into`.
@@ -77,7 +65,7 @@ class StateFetcher:
     @property
     def mean_bytes(self) -> int:
         """About what fetching the mean of one round costs."""
-        return self._replayer.encoded_bytes(self._elements)
+        return self._replayer.encoded_bytes(self._context.elements)
 
     # -- snapshots ----------------------------------------------------------------------------------------------------
 
@@ -87,7 +75,7 @@ class StateFetcher:
         What a snapshot costs is what is missing of it, and the means since. So one that was begun is gone on with,
         until that is dearer than a newer one from its first byte.
         """
-        lineages = [*self._contacts.stock(), *([self._begun.at.key.lineage] if self._begun else [])]
+        lineages = [*self._context.peers.stock(), *([self._begun.at.key.lineage] if self._begun else [])]
         heads = [head for lineage in dict.fromkeys(lineages) if (head := chain.at(lineage))]
         sound = [head for head in heads if head.state_root != UNSETTLED]
         return sorted(sound, key=lambda head: (self.cost_bytes(chain, head), -head.key.round))
@@ -97,8 +85,8 @@ class StateFetcher:
         if self._begun and self._begun.at == head:
             missing_bytes = self._begun.missing_bytes
         else:
-            missing_bytes = 8 * self._elements
-            if self._snapshots.has_begun(head.key.lineage, head.key.round):
+            missing_bytes = 8 * self._context.elements
+            if self._context.snapshots.has_begun(head.key.lineage, head.key.round):
                 missing_bytes //= 2  # nobody knows how much of it a former life has left
         return missing_bytes + self.mean_bytes * (chain.head.key.round - head.key.round)
 
@@ -114,14 +102,12 @@ class StateFetcher:
         offered = self.offered(chain)
         for tried, head in enumerate(offered):
             download = self._download(head)
-            share = (deadline - _now()) / (len(offered) - tried)  # a head that nobody brings leaves time for the next
+            share = (deadline - loop_time()) / (len(offered) - tried)  # leaves time for the next
             try:
-                return await download.run(lambda: self._donors(head), _now() + share)  # noqa: B023 - awaited here
+                return await download.run(lambda: self._donors(head), loop_time() + share)  # noqa: B023 - awaited here
             except StateUnavailable:
                 continue
             finally:
-                self._downloaded_bytes += download.bytes_received
-                download.bytes_received = 0
                 self._begun = download if download.begun else self._begun
         raise StateUnavailable("nobody brought a snapshot of this chain")
 
@@ -135,22 +121,17 @@ class StateFetcher:
             Unavailable: we are neither of them, a member of the roster is here, or nobody brings it.
         """
         donors = self.former_donors(chain.head)
-        roots = await self._roots(chain.head, donors, min(deadline, _now() + INDEX_SECONDS))
+        roots = await self._roots(chain.head, donors, min(deadline, loop_time() + INDEX_SECONDS))
         if not roots:
             raise StateUnavailable("nobody here who was a member has the state at the head of the chain")
         # Whoever asks these donors takes the same state, also where one of them is wrong: else nobody agrees on a FORK.
         root = min(roots, key=lambda root: (root in self._failed, -len(roots[root]), root))
         head = replace(chain.head, state_root=root)
-        download = SnapshotDownload(
-            self._host, self._accounting, self._snapshots, self.sync_progress, head, self._elements
-        )
         try:
-            return await download.run(lambda: roots[root], deadline)
+            return await SnapshotDownload(self._context, head).run(lambda: roots[root], deadline)
         except StateUnavailable:
             self._failed = {*self._failed, root} if len(self._failed) < MAX_FAILED else {root}
             raise
-        finally:
-            self._downloaded_bytes += download.bytes_received
 
     async def _roots(self, head: Head, donors: Sequence[PeerId], deadline: Deadline) -> dict[bytes, list[PeerId]]:
         """State roots that these show for the head of the chain, and who shows them."""
@@ -158,11 +139,8 @@ class StateFetcher:
 
         async def one(donor: PeerId) -> None:
             with suppress(PeerError, StateUnavailable):
-                async with (
-                    self._host.transport.open(donor, SYNC, deadline) as stream,
-                    self._accounting.counting(stream),
-                ):
-                    index = await shown_index(stream, head.key.lineage, self._elements)
+                async with self._context.open(donor, deadline) as stream:
+                    index = await shown_index(stream, head.key.lineage, self._context.elements)
                 if isinstance(index, SnapshotIndex):
                     found.setdefault(index.state_root(head.key.round), []).append(donor)
 
@@ -173,9 +151,9 @@ class StateFetcher:
 
     def former_donors(self, head: Head) -> list[PeerId]:
         """Whom to ask for a state that no record vouches for, of the latest roster that has one: see `from_former`."""
-        live = self._host.members.live()
+        live = self._context.host.members.live()
         rosters = [{member.peer for member in each} for each in (head.roster, *head.former)]
-        if not set(head.roster).isdisjoint(live) or not any(self._host.me in each for each in rosters):
+        if not set(head.roster).isdisjoint(live) or not any(self._context.host.me in each for each in rosters):
             return []
         offering = set(self._donors(head)) & {member.peer for member in live}
         return next((sorted(offering & each) for each in rosters if offering & each), [])
@@ -183,21 +161,11 @@ class StateFetcher:
     def _download(self, head: Head) -> SnapshotDownload:
         if self._begun and self._begun.at == head:
             return self._begun
-        return SnapshotDownload(self._host, self._accounting, self._snapshots, self.sync_progress, head, self._elements)
+        return SnapshotDownload(self._context, head)
 
     def _donors(self, head: Head) -> list[PeerId]:
-        return self._contacts.stock().get(head.key.lineage, [])
+        return self._context.peers.stock().get(head.key.lineage, [])
 
     def caught_up(self) -> None:
         """What was fetched is in use."""
         self._begun = None
-
-    def take_bytes(self) -> tuple[int, int]:
-        """Bytes of snapshots, and of parts, fetched since the last call."""
-        taken = self._downloaded_bytes, self._replayer.bytes_received
-        self._downloaded_bytes = self._replayer.bytes_received = 0
-        return taken
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import TypeVar
 
 from protocols.base import Members, PeerId
+from protocols.estimates import RecentDict
 from protocols.history.chain import Chain
+from protocols.limits import DISTRUST_SECONDS
 from protocols.sync.requests import SnapshotRef
 
-V = TypeVar("V")
-
 MAX_CONTACTS = 64
-DISTRUST_SECONDS = 60.0
-"""Who broke a rule, or showed a head that it could not prove, is not asked for so long."""
 
 
 class SyncPeers:
@@ -36,8 +33,8 @@ class SyncPeers:
     ) -> None:
         self._me, self._members, self._chain, self._hints, self._now = me, members, chain, hints, now
         self._callers: deque[PeerId] = deque(maxlen=MAX_CONTACTS // 4)
-        self._distrusted: dict[PeerId, float] = {}
-        self._stock: dict[PeerId, tuple[SnapshotRef, ...]] = {}
+        self._distrusted: RecentDict[PeerId, float] = RecentDict(MAX_CONTACTS)
+        self._stock: RecentDict[PeerId, tuple[SnapshotRef, ...]] = RecentDict(MAX_CONTACTS)
 
     def called(self, peer: PeerId) -> bool:
         """A peer came with news; returns whether to look into them."""
@@ -47,11 +44,11 @@ class SyncPeers:
 
     def has(self, peer: PeerId, kept: tuple[SnapshotRef, ...]) -> None:
         """A peer says which snapshots it hands out."""
-        _renew(self._stock, peer, kept)
+        self._stock[peer] = kept
 
     def distrust(self, peer: PeerId) -> None:
         """A peer lied."""
-        _renew(self._distrusted, peer, self._now() + DISTRUST_SECONDS)
+        self._distrusted[peer] = self._now() + DISTRUST_SECONDS
 
     def trusts(self, peer: PeerId) -> bool:
         return self._distrusted.get(peer, 0.0) <= self._now()
@@ -81,11 +78,3 @@ class SyncPeers:
 
     def _past(self) -> list[PeerId]:
         return [member.peer for member in self._chain.members(MAX_CONTACTS // 2)] if self._chain else []
-
-
-def _renew(entries: dict[PeerId, V], key: PeerId, value: V) -> None:
-    """Set an entry as the newest; the oldest beyond the bound go."""
-    entries.pop(key, None)
-    entries[key] = value
-    if len(entries) > MAX_CONTACTS:
-        del entries[next(iter(entries))]

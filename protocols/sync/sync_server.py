@@ -8,9 +8,10 @@ from protocols import wire
 from protocols.aio import peer_timeout
 from protocols.base import BadPayload, Header, Host, PeerId, Stream
 from protocols.control_channel import RoundAccounting
+from protocols.limits import REQUESTER_IDLE_SECONDS
 from protocols.stream_limiter import StreamLimiter
 from protocols.sync.requests import SYNC, WantSnapshot
-from protocols.sync.snapshot_server import IDLE_SECONDS, SnapshotServer
+from protocols.sync.snapshot_server import SnapshotServer
 
 SERVE_SECONDS = 30.0
 MAX_REQUESTS = 64
@@ -43,7 +44,7 @@ class SyncServer:
 
     async def _requests(self, peer: PeerId, stream: Stream) -> None:
         for _ in range(MAX_REQUESTS):
-            async with peer_timeout(IDLE_SECONDS, peer, "it asks"):
+            async with peer_timeout(REQUESTER_IDLE_SECONDS, peer, "it asks"):
                 request = await stream.receive(wire.MAX_HEADER_BYTES)
             if isinstance(request, WantSnapshot):
                 return await self._donor.serve(stream, request)

@@ -1,0 +1,113 @@
+"""What sync services with and without a shared chain have in common: announcements to each other, and snapshots."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import ClassVar, Generic, TypeVar
+
+from protocols import wire
+from protocols.aio import loop_time, task_group
+from protocols.base import BadPayload, Deadline, Header, PeerError, PeerId, RoundKey, Stream
+from protocols.sync.context import SyncContext
+from protocols.sync.requests import HeadAnnouncement, StateAdvert
+from protocols.sync.snapshot_server import SnapshotServer
+from protocols.sync.sync_server import SyncServer
+
+ANNOUNCE_SECONDS = 5.0
+"""Peers have so long to answer an announcement."""
+
+A = TypeVar("A", HeadAnnouncement, StateAdvert)
+
+
+class SyncServiceBase(ABC, Generic[A]):
+    """Asks other peers beside the rounds, and answers them; `A` is how a peer announces itself.
+
+    Attributes:
+        accounting: faults of other peers, and bytes on streams, since the last report.
+        sync_progress: how far this peer is with catching up.
+    """
+
+    described: ClassVar[str]
+    """What the faults of other peers call `A`."""
+
+    def __init__(
+        self, context: SyncContext, announcement: type[A], key: Callable[[], RoundKey], donor: SnapshotServer
+    ) -> None:
+        """
+        Args:
+            key: of this peer's next round.
+            donor: hands out this peer's snapshots.
+        """
+        self.accounting, self.sync_progress = context.accounting, context.sync_progress
+        self._context, self._key, self._donor = context, key, donor
+        self._announcement_type: type[A] = announcement
+        self._server = SyncServer(context.host, context.accounting, donor, self._answer)
+
+    async def run(self) -> None:
+        """Serve for ever: release what no peer fetches any more, and do this service's own part."""
+        while True:
+            self._donor.tidy()
+            await self._look_around()
+
+    def complain_to(self, say: Callable[[str], None]) -> None:
+        """Tell a person, in one line, if catching up comes no nearer."""
+        self._context.say = say
+
+    def take_bytes(self) -> tuple[int, int]:
+        """Bytes of snapshots, and of parts, fetched since the last call."""
+        return self._context.take_bytes()
+
+    @abstractmethod
+    def _announcement(self) -> A:
+        """Where this peer stands."""
+
+    @abstractmethod
+    async def _look_around(self) -> None:
+        """One pass of `run`, which also takes the time until the next one."""
+
+    @abstractmethod
+    async def _answer(self, stream: Stream, request: Header) -> None:
+        """Answer a request that is not for a snapshot.
+
+        Raises:
+            BadPayload: it is no request, or breaks a rule.
+        """
+
+    def _admit(self, peer: PeerId, announcement: A) -> None:
+        """Take what a peer announces of itself.
+
+        Raises:
+            BadPayload: it is in another run, or speaks for another peer.
+        """
+        ours, theirs = self._key(), announcement.key
+        if (theirs.run, theirs.scope, theirs.fragment) != (ours.run, ours.scope, ours.fragment):
+            raise BadPayload(f"{self.described} of another run")
+        if announcement.sender.peer != peer:
+            raise BadPayload(f"{self.described} in the name of {announcement.sender.peer}")
+
+    async def _exchange(self, peers: Sequence[PeerId], deadline: Deadline) -> dict[PeerId, A]:
+        """Exchange announcements with these peers; one that lies is named, and not asked for a while.
+
+        Returns:
+            The announcements of those that answered, in the order of `peers`.
+        """
+        deadline = min(deadline, loop_time() + ANNOUNCE_SECONDS)
+        found: dict[PeerId, A] = {}
+
+        async def one(peer: PeerId) -> None:
+            try:
+                async with self._context.open(peer, deadline) as stream:
+                    await stream.send(self._announcement())
+                    answer = wire.expect(await stream.receive(wire.MAX_HEADER_BYTES), self._announcement_type)
+                    self._admit(peer, answer)
+                    found[peer] = answer
+            except BadPayload:
+                self._context.peers.distrust(peer)
+            except PeerError:
+                pass
+
+        async with task_group() as group:
+            for peer in peers:
+                group.create_task(one(peer))
+        return {peer: found[peer] for peer in peers if peer in found}
