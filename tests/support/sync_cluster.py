@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from node.outer.outer_loop import OuterLoopDeps
+from node.outer.outer_loop import OuterLoopDeps, RoundResult
 from node.outer.replicated_loop import ReplicatedOuterLoop
 from node.outer.sgd import OuterSGD
 from node.reporting.report import RoundReport
@@ -67,11 +67,10 @@ class SyncPeer:
         self.host = sim_host(swarm.network, self.transport, SEED, {})
         self.settings = Settings(CODEC, (swarm.elements,), swarm.chunk_elements, incarnation=incarnation)
         self.chain = Chain(RUN, "run", swarm.founders, swarm.root)
-        self.part_cache, self.snapshots = PartCache(self.host), Snapshots(swarm.every_rounds)
-        if swarm.store_rounds:
-            gate, rounds = Gate(), swarm.store_rounds
+        gate, rounds, store = Gate(), swarm.store_rounds, None
+        if rounds:
             store = PartStore(MemoryBuffer, self.host.compute, gate, most_rounds=rounds, least_rounds=1)
-            self.part_cache = PartCache(self.host, store, gate)
+        self.part_cache, self.snapshots = PartCache(self.host, store, gate), Snapshots(swarm.every_rounds)
         self.held: list[bytes] = []
         self.trainer = InlineTrainer(Paced(swarm.elements, SEED), 10, 0.1)
         self.on_better: Callable[[Branch], object] = lambda branch: None
@@ -224,7 +223,9 @@ class SyncCluster:
             certificate=wire.encode(link.certificate),
             contributions={name: Contribution(1, 1) for name in record.peers},
         )
-        done = await outer_loop._apply(outer_loop.chain.head, mean, LocalProgress(TOKENS, 1.0, 1.0, 1.0), False)
+        head, work = outer_loop.chain.head, LocalProgress(TOKENS, 1.0, 1.0, 1.0)
+        brought = RoundResult(head.key, head.anchor, mean, work, {"train": 1.0, "average": 0.0})
+        done = await outer_loop._step(head, brought, one_step=False)
         assert done.mean.outcome == mean.outcome, done.mean.blamed
 
     def same(self, names: str) -> bool:
