@@ -43,11 +43,10 @@ class Life:
         host = sim_host(world.network, world.network.join(name), 1, {})
         self.chain, snapshots = Chain(RUN, "run", world.founders), Snapshots()
         hints = [member.peer for member in world.founders]
-        part_cache = PartCache(host)
+        gate, store = Gate(), None
         if world.rooms is not None:
-            gate = Gate()
             store = PartStore(world.rooms, host.compute, gate, most_rounds=5, least_rounds=1)
-            part_cache = PartCache(host, store, gate)
+        part_cache = PartCache(host, store, gate)
         options = ChainSyncOptions(part_cache, on_better=lambda branch: self.averager.supersede())
         self.sync = ChainSync(host, self.chain, world.settings, snapshots, lambda: hints, options)
         self.averager = Butterfly(host, world.settings, part_cache)

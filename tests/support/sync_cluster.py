@@ -67,10 +67,10 @@ class SyncPeer:
         self.host = sim_host(swarm.network, self.transport, SEED, {})
         self.settings = Settings(CODEC, (swarm.elements,), swarm.chunk_elements, incarnation=incarnation)
         self.chain = Chain(RUN, "run", swarm.founders, swarm.root)
-        self.snapshots, gate, store = Snapshots(swarm.every_rounds), Gate(), None
-        if rounds := swarm.store_rounds:
+        gate, rounds, store = Gate(), swarm.store_rounds, None
+        if rounds:
             store = PartStore(MemoryBuffer, self.host.compute, gate, most_rounds=rounds, least_rounds=1)
-        self.part_cache = PartCache(self.host, store, gate)
+        self.part_cache, self.snapshots = PartCache(self.host, store, gate), Snapshots(swarm.every_rounds)
         self.held: list[bytes] = []
         self.trainer = InlineTrainer(Paced(swarm.elements, SEED), 10, 0.1)
         self.on_better: Callable[[Branch], object] = lambda branch: None
@@ -224,7 +224,8 @@ class SyncCluster:
             contributions={name: Contribution(1, 1) for name in record.peers},
         )
         head, work = outer_loop.chain.head, LocalProgress(TOKENS, 1.0, 1.0, 1.0)
-        done = await outer_loop._step(head, RoundResult(head.key, head.anchor, mean, work, {}), one_step=False)
+        brought = RoundResult(head.key, head.anchor, mean, work, {"train": 1.0, "average": 0.0})
+        done = await outer_loop._step(head, brought, one_step=False)
         assert done.mean.outcome == mean.outcome, done.mean.blamed
 
     def same(self, names: str) -> bool:
