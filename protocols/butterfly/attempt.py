@@ -47,10 +47,11 @@ class RoundAttempt:
         """The data phase of another plan begins."""
         self.exchange = exchange
 
+    def exchange_of(self, plan: bytes) -> AllReduce | None:
+        """This member's data phase, if it is of the plan with this digest."""
+        exchange = self.exchange
+        return exchange if exchange and exchange.task.resolved.digest == plan else None
+
     async def until(self, condition: Callable[[], bool], deadline: Deadline | None = None) -> bool:
         """Wait for a condition; False if the deadline comes first, which is the attempt's unless one is given."""
-        try:
-            await self.changed.until(condition, self.deadline if deadline is None else deadline)
-        except TimeoutError:
-            return False
-        return True
+        return await self.changed.reached(condition, self.deadline if deadline is None else deadline)

@@ -32,7 +32,7 @@ from protocols.consensus.messages import (
 )
 from protocols.consensus.paxos import PaxosInstance
 from protocols.consensus.record import Kind
-from protocols.consensus.vote_tally import ONLOOKER, VoteTally
+from protocols.consensus.vote_tally import ONLOOKER, Value, VoteTally
 from protocols.wire import PartDone
 
 BALLOT_FLOOR_SECONDS = 2.0
@@ -123,36 +123,35 @@ class ConsensusDriver:
         if isinstance(message, Propose):
             self._examine(message)
         if isinstance(message, Promise) and message.record:
-            self._believe(message)
+            self._admissible("a promise with a record", message.accepted, message.record)
         self.hear(peer)
         self._speaker = peer
         self._act(self.vote.receive(peer, message))
 
-    def _believe(self, promise: Promise) -> None:
-        """Refuse the claim of having accepted what nobody can have proposed to who stands where we do.
-
-        Raises:
-            BadPayload: of another state, or no record that may be put to the vote.
-        """
-        value = self.tally.value(promise.accepted, promise.record)
-        if value is None or value.record.state_root != self.head.state_root:
-            raise BadPayload("a promise with a record that may not be put to the vote, or of another state")
-
     def _has_a_voice(self, sender: Member) -> bool:
-        """A member has; among those who may only fork, one of them."""
+        """A member has; among peers that may only fork, one of them."""
         return self.tally.counts(sender) or (self.forks_only and self.tally.forks_only(sender))
 
-    def _examine(self, proposal: Propose) -> None:
-        """Refuse a record that may not be voted on, starts from another state, or does not fit the vector.
+    def _admissible(self, what: str, ballot: int, record: bytes) -> Value:
+        """The record, which an honest member with this member's state may have put to the vote.
 
-        As many as could decide without the others are evicted only if they leave: this we know, a poll does not.
+        Raises:
+            BadPayload: it may not be put to the vote, or starts from another state.
+        """
+        value = self.tally.value(ballot, record)
+        if value is None or value.record.state_root != self.head.state_root:
+            raise BadPayload(f"{what} that may not be put to the vote, or of another state")
+        return value
+
+    def _examine(self, proposal: Propose) -> None:
+        """Refuse a record that may not be put to the vote, starts from another state, or does not fit the vector.
+
+        It may evict as many as could decide without the others only if these leave, which the tally does not know.
 
         Raises:
             BadPayload: it is such a one.
         """
-        value = self.tally.value(proposal.ballot, proposal.record)
-        if value is None or value.record.state_root != self.head.state_root:
-            raise BadPayload("a proposal that may not be put to the vote, or of another state")
+        value = self._admissible("a proposal", proposal.ballot, proposal.record)
         record, settings = value.record, self._context.settings
         willing = [each for each in self.tally.roster if each in record.roster or each.peer in self.state.leaving]
         if len(willing) < self.tally.quorum and not value.is_fork:

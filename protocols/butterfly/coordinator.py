@@ -7,12 +7,11 @@ when the time for it is spent.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 
 from protocols.allreduce import plan as planning
 from protocols.allreduce.all_reduce import AllReduce
-from protocols.allreduce.parts import ReducedPart
 from protocols.base import Deadline, Member, PeerId
 from protocols.butterfly.attempt import RoundAttempt
 from protocols.butterfly.part_fetcher import PartFetcher
@@ -47,7 +46,7 @@ class RoundCoordinator:
         await self._fetch_what_others_hold()
         while state.leading == ballot and (resolved := call.resolved):
             now, until = asyncio.get_running_loop().time(), self._until(resolved)
-            exchange = self._exchange(resolved)
+            exchange = self._attempt.exchange_of(resolved.digest)
             if exchange and exchange.complete:
                 return driver.chosen(ballot, records.encode(self._outcome(resolved, exchange)))
             if now >= until:
@@ -82,11 +81,6 @@ class RoundCoordinator:
             if member != self._me:
                 self._context.post.send(member.peer, plan)
         self._call.on_plan(plan)
-
-    def _exchange(self, resolved: planning.ResolvedPlan) -> AllReduce | None:
-        """This member's data phase, if it is of this plan."""
-        exchange = self._attempt.exchange
-        return exchange if exchange and exchange.task.resolved.digest == resolved.digest else None
 
     def _until(self, resolved: planning.ResolvedPlan) -> Deadline:
         return min(self._attempt.deadline, self._call.cut_at + resolved.plan.budget_seconds)
@@ -146,26 +140,19 @@ class RoundCoordinator:
     # -- records ------------------------------------------------------------------------------------------------------
 
     def _outcome(self, resolved: planning.ResolvedPlan, exchange: AllReduce) -> Record:
-        """The mean; but a mean of nothing would move the state by its momentum alone: nobody's work is no round."""
-        parts = [exchange.parts[part] for part in range(len(resolved.plan.reducers))]
+        """The mean, or a skipped round if no work is in it: the outer momentum alone would move the state."""
+        head, parts = self._attempt.head, [exchange.parts[part] for part in range(len(resolved.plan.reducers))]
         results = tuple(held.result for held in parts if held.result)
-        present = {peer for peer, each in records.contributions(resolved.peers, results).items() if each.chunks_counted}
-        return self._mean(resolved, parts, present) if present else self._skip(resolved)
-
-    def _mean(
-        self, resolved: planning.ResolvedPlan, parts: Sequence[ReducedPart], present: Collection[PeerId]
-    ) -> Record:
-        results = tuple(held.result for held in parts if held.result)
-        silent = [
-            peer
-            for peer, weight in zip(resolved.peers, resolved.weights, strict=True)
-            if weight and peer not in present
-        ]
-        roster = self._roster(silent)
+        brought = records.contributions(resolved.peers, results)
+        present = {peer for peer, each in brought.items() if each.chunks_counted}
+        if not present:
+            return self._skip(resolved)
+        weights = zip(resolved.peers, resolved.weights, strict=True)
+        roster = self._roster(peer for peer, weight in weights if weight and peer not in present)
         known = {member.peer for member in roster}
-        found = planning.complaints(resolved, [held.done for held in parts if held.done], self._attempt.head.complaints)
+        found = planning.complaints(resolved, [held.done for held in parts if held.done], head.complaints)
         return replace(
-            records.extend(self._attempt.head, Kind.MEAN, roster, resolved.digest),
+            records.extend(head, Kind.MEAN, roster, resolved.digest),
             parts=results,
             peers=resolved.peers,
             bounds=resolved.plan.bounds,

@@ -10,7 +10,7 @@ from protocols import wire
 from protocols.aio import task_group
 from protocols.allreduce.all_reduce import AllReduce
 from protocols.allreduce.parts import ReducedPart, ReduceJob
-from protocols.allreduce.plan import BUDGET_FLOOR_SECONDS, BUDGET_MULTIPLE, ResolvedPlan
+from protocols.allreduce.plan import ResolvedPlan
 from protocols.base import AveragingResult, BadPayload, Outcome
 from protocols.butterfly.attempt import RoundAttempt
 from protocols.butterfly.part_fetcher import PartFetcher
@@ -48,8 +48,8 @@ class MemberAveraging:
 
     def _follow(self, group: asyncio.TaskGroup, resolved: ResolvedPlan) -> None:
         """Begin the data phase of a plan, or go on with it under another version of that plan."""
-        exchange = self._attempt.exchange
-        if exchange is None or exchange.task.resolved.digest != resolved.digest:
+        exchange = self._attempt.exchange_of(resolved.digest)
+        if exchange is None:
             if self._running:
                 self._running.cancel()
             exchange = self._start(resolved)
@@ -58,7 +58,7 @@ class MemberAveraging:
 
     def _start(self, resolved: ResolvedPlan) -> AllReduce:
         context, attempt, driver = self._context, self._attempt, self._attempt.driver
-        attempt.state.data_phase_planned((resolved.plan.budget_seconds - BUDGET_FLOOR_SECONDS) / BUDGET_MULTIPLE)
+        attempt.state.data_phase_planned(resolved.phase_seconds)
         bound = [value.record for value in (driver.vote.accepted, driver.vote.forked) if value]
         context.part_cache.retain(attempt.head.key.lineage, {part.digest for record in bound for part in record.parts})
         exchange = AllReduce(context.host, context.accounting, self._task(resolved), self._on_exchange)

@@ -90,8 +90,8 @@ class PartFetcher:
 
     async def _underway(self, record: Record, index: int) -> None:
         """Wait for a part that this member's data phase is about to have, for as long as data flows."""
-        exchange = self._attempt.exchange
-        if exchange is None or exchange.task.resolved.digest != record.plan:
+        exchange = self._attempt.exchange_of(record.plan)
+        if exchange is None:
             return
 
         def settled() -> bool:

@@ -141,13 +141,10 @@ class RoundCall:
             due = self._deadline if after is None else self._began + after
             if self.resolved is not None or (after is not None and loop.time() >= due):
                 return True
-            try:
-                await self.changed.until(
-                    lambda known=known: self.resolved is not None or self._stands() != known,  # type: ignore[misc]
-                    due,
-                )
-            except TimeoutError:
-                continue
+            await self.changed.reached(
+                lambda known=known: self.resolved is not None or self._stands() != known,  # type: ignore[misc]
+                due,
+            )
         return False
 
     def incomplete(self) -> tuple[PeerId, ...]:

@@ -87,12 +87,7 @@ class ButterflySession:
     @property
     def in_time(self) -> bool | None:
         """Whether the data phase ended within its budget; None if it was not time that was short."""
-        exchange = self.attempt.exchange
-        if exchange is None:
-            return None
-        if exchange.complete:
-            return True
-        return None if asyncio.get_running_loop().time() < exchange.task.deadline else False
+        return self.attempt.exchange.in_time if self.attempt.exchange else None
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
