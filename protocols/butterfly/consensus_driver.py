@@ -1,7 +1,7 @@
-"""One lineage's vote at one member, driven: messages out, timers, what is held, who was heard.
+"""Drives one lineage's vote at one member: sends messages, sets timers, reports which parts are here.
 
-`protocols.consensus.paxos` decides; this gives it time and a voice. It lives for as long as its lineage may still be
-asked about, while sessions come and go; without one, timers rest.
+`protocols.consensus.paxos` decides, without a clock or a network; the driver supplies both. It lives for as long as
+other peers may ask about its lineage, while sessions come and go. Without a session its timers rest.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ROUND_TRIP_LIMIT_SECONDS = 0.75
 One that stops in mid contribution is late at `SCATTER_SHARE` of the budget, and as a reducer overdue a patience later:
 within this bound what is left of `BUDGET_FLOOR_SECONDS` is enough for another to reduce its part."""
 LENIENCE = 1.25
-"""A silent member is given up before the coordinator who waits for it is."""
+"""A silent member is given up before the coordinator that waits for it is."""
 
 _MEMBERS_ONLY = (Prepare, Promise, Propose, Accept, BallotNack)
 
@@ -114,7 +114,7 @@ class ConsensusDriver:
         """A message of the vote.
 
         Raises:
-            BadPayload: a vote of who has none, or a proposal that no honest member makes.
+            BadPayload: a vote of a peer that has none, or a proposal that no honest member makes.
         """
         if message.sender.peer != peer:
             raise BadPayload(f"a vote in the name of {message.sender.peer}")
@@ -192,11 +192,11 @@ class ConsensusDriver:
         self._act(self.vote.chosen(ballot, record))
 
     def holds(self, plan: bytes, parts: Sequence[PartDone], others: Collection[bytes]) -> None:
-        """All that we hold: parts of the present plan as their reducers signed them, and whatever else."""
+        """The parts that are here: of the present plan as their reducers signed them, and all others by digest."""
         self._act(self.vote.holds(plan, parts, others))
 
     def fork(self, record: bytes) -> None:
-        """Go on with those whom we reach; empty: the majority is back."""
+        """Agree on this FORK with the members at hand; empty: the majority is back."""
         self._act(self.vote.fork(record))
 
     # -- instructions -------------------------------------------------------------------------------------------------

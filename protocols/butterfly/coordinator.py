@@ -1,7 +1,7 @@
-"""What the coordinator of a ballot does while it is free to choose: call, see to every part, propose.
+"""The coordinator of a ballot while it may choose a record: call the round, see to every part, propose.
 
-It goes on with a data phase that runs, gives what a lost reducer had to another, and proposes to skip the round only
-when the time for it is spent.
+It keeps a running data phase, gives the parts of a lost reducer to another, and proposes to skip the round only when
+the time for it is spent.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RoundCoordinator:
                 return
             if call.resolved is None and state.leading == ballot:
                 self._publish(call.draw(ballot, self._suspects(ballot)))
-        elif ballot > call.resolved.plan.ballot:  # some may not have heard of it
+        elif ballot > call.resolved.plan.ballot:  # some members may not know the plan
             self._publish(planning.reassign_parts(call.resolved.plan, {}, ballot))
         await self._fetch_what_others_hold()
         while state.leading == ballot and (resolved := call.resolved):
@@ -88,7 +88,7 @@ class RoundCoordinator:
     # -- what is lost -------------------------------------------------------------------------------------------------
 
     def _lost(self, resolved: planning.ResolvedPlan, exchange: AllReduce | None, now: float) -> list[int]:
-        """Parts that we do not have and whose reducer is gone, failed us, or is long overdue."""
+        """Parts that are missing here and whose reducer is gone, has failed, or is long overdue."""
         if exchange is None:
             return []
         live = self._context.live_peers()
@@ -102,13 +102,13 @@ class RoundCoordinator:
         ]
 
     def _overdue(self, resolved: planning.ResolvedPlan, exchange: AllReduce | None) -> Deadline:
-        """When a part is overdue: others, which should take as long, came in long ago."""
+        """When a part is overdue: other parts, which should take as long, came in long before."""
         if exchange is None or not exchange.parts or exchange.complete:
             return self._until(resolved)
         return exchange.finished + 2 * self._state.phase_seconds + self._attempt.driver.patience_seconds
 
     def _replacement_reducer(self, resolved: planning.ResolvedPlan) -> int:
-        """Who reduces what was lost: we, who propose it; if we are not in the plan, the best of those who are."""
+        """The index of the member that reduces lost parts: this one; if it is not in the plan, the fastest that is."""
         if self._me.peer in resolved.peers:
             return resolved.peers.index(self._me.peer)
         live = self._context.live_peers()
@@ -116,7 +116,7 @@ class RoundCoordinator:
         return max(indices, key=lambda index: resolved.plan.offers[index].bandwidth)
 
     async def _fetch_what_others_hold(self) -> None:
-        """In a ballot that was opened late, some may hold parts whose reducers are lost since."""
+        """Fetch parts that members held when they promised this ballot, and whose reducers have been lost since."""
         resolved, exchange = self._call.resolved, self._attempt.exchange
         if resolved is None or exchange is None:
             return
@@ -131,7 +131,7 @@ class RoundCoordinator:
                     exchange.adopt(done.part, held)
 
     def _suspects(self, ballot: int) -> list[PeerId]:
-        """Coordinators of earlier ballots who have not been heard of since one should have ended."""
+        """Coordinators of earlier ballots that have been silent for longer than a ballot may take."""
         driver, now = self._attempt.driver, asyncio.get_running_loop().time()
         earlier = dict.fromkeys(driver.tally.coordinator(each) for each in range(min(ballot, MAX_ROSTER)))
         since = now - driver.patience_seconds
@@ -163,7 +163,7 @@ class RoundCoordinator:
         return records.extend(self._attempt.head, Kind.SKIP, self._roster(resolved.peers), resolved.digest)
 
     def _beyond_a_broken_link(self) -> list[PeerId]:
-        """Whom we need not hear: its only broken link is the one to us. Others tell whether it lives."""
+        """Peers whose only broken link is the one to this member: others tell whether they are alive."""
         ends = [(each.first, each.second) for each in self._attempt.head.complaints]
         ours = [
             first if second == self._me.peer else second for first, second in ends if self._me.peer in (first, second)
@@ -171,15 +171,15 @@ class RoundCoordinator:
         return [peer for peer in ours if sum(peer in pair for pair in ends) == 1]
 
     def _roster(self, doubtful: Iterable[PeerId]) -> tuple[Member, ...]:
-        """Who votes next: who is alive and stays, less the doubtful who said nothing since the call; and newcomers."""
+        """The next roster: live members that stay, and candidates; without doubtful members silent since the call."""
         state, tally, head = self._state, self._attempt.driver.tally, self._attempt.head
         live = set(self._context.host.members.live())
         live |= {member for member in head.roster if member.peer in self._beyond_a_broken_link()}
         mute = {peer for peer in doubtful if state.heard.get(peer, -1.0) < self._call.cut_at}
         here = [member for member in head.roster if member == self._me or (member in live and member.peer not in mute)]
-        found = here if len(here) >= tally.quorum else head.roster  # none evicts as many as could decide
+        found = here if len(here) >= tally.quorum else head.roster  # a record never evicts as many as could decide
         staying = [member for member in found if member.peer not in state.leaving]
-        # it ends with those who leave
+        # where all leave, as many hold the vote as any quorum needs one of
         staying = staying or here[: min_retained(len(head.roster), tally.quorum)]
         taken = {member.peer for member in staying}
         asking = [member for member in self._candidates.values() if member in live and member.peer not in taken]

@@ -1,4 +1,4 @@
-"""A member's own averaging in a round: the data phase of whatever is called, then the mean that was decided."""
+"""A member's own averaging in a round: the data phase of each plan that is called, then the decided mean."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from protocols.vectors import VectorView
 
 
 class MemberAveraging:
-    """What becomes of `mine`; the mean goes into `into`."""
+    """Averages `mine` in one attempt at a round; the mean goes into `into`."""
 
     def __init__(self, attempt: RoundAttempt, fetcher: PartFetcher, mine: VectorView, into: VectorView) -> None:
         self._attempt, self._context, self._fetcher = attempt, attempt.context, fetcher
@@ -28,7 +28,7 @@ class MemberAveraging:
         self._running: asyncio.Task[None] | None = None
 
     async def run(self) -> AveragingResult:
-        """Run the data phase of whatever is called, until the round is over and we have what was decided."""
+        """Run the data phase of each plan that is called, until the round is over and the decided mean is here."""
         attempt = self._attempt
         async with task_group() as group:
             while not attempt.over():
@@ -39,7 +39,7 @@ class MemberAveraging:
                     break
             self._context.part_cache.gate.open()
             parts = await self._collect()
-            if self._running:  # nothing may write to `into` any more while it is decoded, or after we return
+            if self._running:  # nothing may write to `into` any more while it is decoded, or after the return
                 self._running.cancel()
                 await asyncio.wait([self._running])
         return await self._conclude(parts)
@@ -106,7 +106,7 @@ class MemberAveraging:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     async def _collect(self) -> list[ReducedPart] | None:
-        """The parts of what was decided, got from others where we lack them; None if they cannot be had here."""
+        """The parts of the decided record, fetched where they are missing; None if they cannot be had here."""
         certificate = self._attempt.driver.certificate
         record = records.decode(certificate.record) if certificate else None
         if certificate is None or record is None or record.state_root != self._attempt.head.state_root:
@@ -143,7 +143,7 @@ class MemberAveraging:
         )
 
     async def _decode(self, parts: Sequence[ReducedPart]) -> bool:
-        """Decode what did not come in by the data phase that ran last; False if it does not decode."""
+        """Decode the parts that the last data phase did not decode; False if one does not decode."""
         exchange = self._attempt.exchange
         for index, held in enumerate(parts):
             if exchange and exchange.parts.get(index) is held and index not in exchange.torn:

@@ -1,7 +1,7 @@
 """How a round is called: offers travel to the coordinators, the plan of one cuts every trainer.
 
-Each member's offer goes to the round's first coordinators from the start and again as its work grows, so that a slow
-member's tokens are known when the call comes; once complete it goes to the whole roster, any of whom may have to
+Each member's offer goes to the round's first coordinators from the start, and again as its work grows, so that a slow
+member's tokens are known when the call comes. Once complete it goes to the whole roster: any member may have to
 coordinate.
 """
 
@@ -21,7 +21,7 @@ from protocols.wire import Offer, Plan, Ready
 GROWTH = 1.25
 """An offer is sent again when its tokens have grown by this factor."""
 LEAVER_SECONDS = 2.0
-"""Who leaves waits so long for a round in which nobody could take a step yet: called at once, it would be skipped."""
+"""A leaver waits so long for a round in which it has taken no step yet: called at once, the round would be skipped."""
 INFORMED = 2
 """Coordinators that hear of incomplete work: the first, and the one that takes over from it."""
 
@@ -125,7 +125,7 @@ class RoundCall:
         """The plan that calls the round with the offers that are in, for the coordinator of a ballot.
 
         Args:
-            without: members that have been silent; nobody shall wait for them.
+            without: members that have been silent: no member shall wait for them.
         """
         offers = [each for peer, each in self._offers.items() if peer not in without and self._agrees(each)]
         return planning.make_plan(self._inputs, offers, self._elapsed(), ballot)
@@ -136,7 +136,7 @@ class RoundCall:
         while loop.time() < self._deadline:
             here, worked, leaving, _ = known = self._stands()
             after = planning.call_after(list(done.values()), len(self._roster)) if here else None
-            if here and leaving:  # who wants to go is not kept waiting, but for a moment, if nothing is done yet
+            if here and leaving:  # a leaver waits for a moment only, if no work is done yet
                 after = 0.0 if worked else LEAVER_SECONDS
             due = self._deadline if after is None else self._began + after
             if self.resolved is not None or (after is not None and loop.time() >= due):
@@ -148,18 +148,17 @@ class RoundCall:
         return False
 
     def incomplete(self) -> tuple[PeerId, ...]:
-        """Members of whom we have not heard that their inner steps are done."""
+        """Members that have not said that their inner steps are done."""
         return tuple(m.peer for m in self._roster if m.peer not in self._complete_seconds)
 
     def _stands(self) -> tuple[bool, bool, bool, int]:
-        """Whether we have an offer, as a coordinator has before it calls, and one of work; if anybody leaves; how many
-        are ready."""
+        """Whether this member has an offer, and one with work; whether a member leaves; how many are complete."""
         mine = self._offers.get(self._me.peer)
         leaving = any(offer.leaving for offer in self._offers.values())
         return mine is not None, bool(mine and mine.tokens), leaving, len(self._complete_seconds)
 
     def leaving(self) -> frozenset[PeerId]:
-        """Members that will be gone when the round is over; who has not heard it of them finds it in the plan."""
+        """Members that leave after the round, by their offers or by those in the plan."""
         called = self.resolved.plan.offers if self.resolved else ()
         return frozenset(offer.member.peer for offer in (*self._offers.values(), *called) if offer.leaving)
 
