@@ -33,7 +33,7 @@ def test_the_trace_does_not_depend_on_the_hash_seed_of_the_process() -> None:
     code = (
         "from tests.sim.oracle_protocol import *; from tests.sim.world import *;"
         "print(play(Scenario(peers=4, rounds=2, seed=3, fault='lies')).trace.digest());"
-        "print(play(Scenario(peers=4, rounds=2, seed=3, fault='mixed'), StandIn).trace.digest())"
+        "print(play(Scenario(peers=4, rounds=2, seed=3, fault='mixed'), OracleProtocol).trace.digest())"
     )
     digests = {
         subprocess.run(
