@@ -37,6 +37,14 @@ class Notifier:
             while not condition():
                 await self._event.wait()
 
+    async def reached(self, condition: Callable[[], bool], deadline: Deadline) -> bool:
+        """Wait as `until` does; whether the condition holds before the deadline."""
+        try:
+            await self.until(condition, deadline)
+        except TimeoutError:
+            return False
+        return True
+
 
 async def run_with_helper(main: Coroutine[Any, Any, T], helper: Coroutine[Any, Any, None]) -> T:
     """Run `helper` while `main` runs; the helper is cancelled when `main` returns.

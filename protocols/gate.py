@@ -33,8 +33,5 @@ class Gate:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + seconds
         while self.closed and loop.time() < deadline:
-            try:
-                await self._notifier.until(lambda: not self.closed, min(deadline, self._until))
-            except TimeoutError:
-                continue
+            await self._notifier.reached(lambda: not self.closed, min(deadline, self._until))
         return not self.closed

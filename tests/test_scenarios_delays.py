@@ -71,7 +71,13 @@ def delayed(
 
         def watch(peer: PeerId, number: int, way: str, other: PeerId) -> None:
             session = swarm.session(who)
-            if struck or peer != who or session is None or session.head.key.round != ROUND or not session.exchange:
+            if (
+                struck
+                or peer != who
+                or session is None
+                or session.head.key.round != ROUND
+                or not session.attempt.exchange
+            ):
                 return
             began.append(swarm.now)
             if when(session, len(began)):
@@ -99,7 +105,7 @@ def test_a_coordinator_that_dies_with_all_parts_in_costs_two_round_trips(peers: 
         swarm,
         decisions,
         lambda: swarm.coordinator("p0"),
-        lambda session, _: session.exchange is not None and session.exchange.complete,
+        lambda session, _: session.attempt.exchange is not None and session.attempt.exchange.complete,
         swarm.kill,
     )
     assert seconds, "it was decided before the coordinator died"

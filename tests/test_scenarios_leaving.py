@@ -199,7 +199,7 @@ def test_who_asks_while_the_means_are_made_leaves_with_that_round(peers: int) ->
         number, goes = stage.head("p0").key.round, leaver(stage, "last")
         session = stage.session(goes)
         assert session
-        await stage.until(lambda: session.exchange is not None, 10.0, "the data phase")
+        await stage.until(lambda: session.attempt.exchange is not None, 10.0, "the data phase")
         stage.leave(goes)
         await stage.gone(goes)
         await stage.rounds(2)

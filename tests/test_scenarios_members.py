@@ -127,7 +127,8 @@ def test_who_loses_the_others_on_the_verge_of_proposing_evicts_no_majority(monke
             for peer in stage.peers:
                 if peer not in left:
                     stage.kill(peer)
-            self._host = replace(self._host, members=StaticMembers([self._me]))  # and it knows at once
+            host = replace(self._context.host, members=StaticMembers([self._me]))  # and it knows at once
+            self._context = replace(self._context, host=host)
             drafted.append(draft(self, resolved, exchange))
             return drafted[0]
         return draft(self, resolved, exchange)

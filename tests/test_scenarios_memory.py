@@ -89,7 +89,7 @@ async def repaired(stage: ScenarioRunner) -> None:
 
         def reducing(victim: str = victim) -> bool:
             session = stage.session(victim)
-            return session is not None and session.exchange is not None and not session.exchange.parts
+            return session is not None and session.attempt.exchange is not None and not session.attempt.exchange.parts
 
         def watch(peer: str, number: int, way: str, other: str, victim: str = victim, now: int = now) -> None:
             if peer == victim and stage.head(victim).key.round == now and reducing():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
 from protocols import wire
@@ -15,7 +15,7 @@ from protocols.aio import Notifier, task_group
 from protocols.allreduce.parts import ReducedPart, ReduceJob, seal
 from protocols.allreduce.plan import ResolvedPlan
 from protocols.allreduce.reducer import Reducer, contribute
-from protocols.base import BadPayload, Deadline, Host, PeerError, PeerGone, PeerId, PeerSilent, Stream
+from protocols.base import BadPayload, Host, PeerError, PeerGone, PeerId, PeerSilent, Stream
 from protocols.control_channel import RoundAccounting
 
 DATA = "starling/butterfly/data/1"
@@ -69,6 +69,13 @@ class AllReduce:
         return len(self.parts) == len(self.task.resolved.plan.reducers)
 
     @property
+    def in_time(self) -> bool | None:
+        """Whether all parts came in within the budget; None if time was not what was short."""
+        if self.complete:
+            return True
+        return None if asyncio.get_running_loop().time() < self.task.deadline else False
+
+    @property
     def withheld(self) -> set[PeerId]:
         """Who brought nothing in time for the parts that are reduced here, or gave no answer."""
         return {peer for peer, why in self._lost.items() if why.startswith(("silent", "late"))}
@@ -103,11 +110,10 @@ class AllReduce:
                 for part in range(len(resolved.plan.reducers)):
                     self._begin(group, part, resolved.reducer(part))
                 self._notifier.notify()
-                with suppress(TimeoutError):
-                    await self._notifier.until(
-                        lambda resolved=resolved: resolved is not self.task.resolved,  # type: ignore[misc]
-                        self.task.deadline,
-                    )
+                await self._notifier.reached(
+                    lambda resolved=resolved: resolved is not self.task.resolved,  # type: ignore[misc]
+                    self.task.deadline,
+                )
 
     def _begin(self, group: asyncio.TaskGroup, part: int, reducer: PeerId) -> None:
         """Start on a part, unless its reducer is the one of before.
@@ -168,21 +174,17 @@ class AllReduce:
     @asynccontextmanager
     async def _opened(self, peer: PeerId, task: ReduceJob) -> AsyncIterator[Stream]:
         """A stream to a reducer, which has to answer before it counts as silent."""
-        opening = self._host.transport.open(peer, self._method, task.deadline)
         answer_by = max(task.silent, asyncio.get_running_loop().time() + task.patience_seconds)
-        try:
-            async with asyncio.timeout_at(answer_by):
-                stream = await opening.__aenter__()
-        except TimeoutError:
-            self._silent.append(peer)
-            self._lost.setdefault(peer, "silent: it did not answer in time")
-            raise PeerSilent(peer, "did not answer in time") from None
-        try:
+        async with AsyncExitStack() as opened:
+            try:
+                async with asyncio.timeout_at(answer_by):
+                    opening = self._host.transport.open(peer, self._method, task.deadline)
+                    stream = await opened.enter_async_context(opening)
+            except TimeoutError:
+                self._silent.append(peer)
+                self._lost.setdefault(peer, "silent: it did not answer in time")
+                raise PeerSilent(peer, "did not answer in time") from None
             yield stream
-        except BaseException as error:
-            await opening.__aexit__(type(error), error, error.__traceback__)
-            raise
-        await opening.__aexit__(None, None, None)
 
     def adopt(self, part: int, held: ReducedPart) -> None:
         """A part is here by another way."""
@@ -205,14 +207,10 @@ class AllReduce:
         """
         if opening.codec != self.task.codec.name:
             raise BadPayload(f"codec {opening.codec!r} where the run uses {self.task.codec.name}")
-        try:
-            await self._notifier.until(lambda: opening.part in self._reducers, self._until(stream))
-        except TimeoutError:
-            raise PeerSilent(peer, f"part {opening.part} was not ours to reduce") from None
+        deadline = min(stream.deadline, self.task.deadline)
+        if not await self._notifier.reached(lambda: opening.part in self._reducers, deadline):
+            raise PeerSilent(peer, f"part {opening.part} was not ours to reduce")
         await self._reducers[opening.part].serve(peer, stream)
-
-    def _until(self, stream: Stream) -> Deadline:
-        return min(stream.deadline, self.task.deadline)
 
 
 def _empty(task: ReduceJob, part: int) -> ReducedPart:

@@ -201,6 +201,11 @@ class ResolvedPlan:
     median_norm: float
     robust: str = "mean"
 
+    @property
+    def phase_seconds(self) -> float:
+        """The expected length of the data phase, of which the budget is a multiple."""
+        return (self.plan.budget_seconds - BUDGET_FLOOR_SECONDS) / BUDGET_MULTIPLE
+
     def part(self, index: int) -> tuple[int, int]:
         """Element range of a part."""
         return self.plan.bounds[index], self.plan.bounds[index + 1]

@@ -91,13 +91,12 @@ class Butterfly:
     async def enter(self, head: Head, deadline: Deadline) -> AsyncIterator[ButterflySession]:
         lineage = head.key.lineage
         if lineage not in self._decisions:
-            self._decisions[lineage] = ConsensusDriver(self._context, head, may_vote=lineage not in self._forgotten)
-        self._decisions[lineage].head = head  # its state may be another than when we were here before
+            may_vote = lineage not in self._forgotten
+            self._decisions[lineage] = ConsensusDriver(self._context, head, may_vote, self._on_ahead)
         session = ButterflySession(self._context, head, self._decisions[lineage], self.bandwidth, deadline)
         self._forget(head.key)
         self._session = self._sessions[lineage] = session
         self._post.on_gone = session.gone
-        session.decision.on_rival = self._on_ahead
         everybody = {member.peer for member in (*head.roster, *self.host.members.live())}
         try:
             async with task_group() as group, self._post.run(group, deadline, everybody):

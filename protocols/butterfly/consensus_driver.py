@@ -1,7 +1,7 @@
-"""One lineage's vote at one member, driven: messages out, timers, what is held, who was heard.
+"""Drives one lineage's vote at one member: sends messages, sets timers, reports which parts are here.
 
-`protocols.consensus.paxos` decides; this gives it time and a voice. It lives for as long as its lineage may still be
-asked about, while sessions come and go; without one, timers rest.
+`protocols.consensus.paxos` decides, without a clock or a network; the driver supplies both. It lives for as long as
+other peers may ask about its lineage, while sessions come and go. Without a session its timers rest.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from protocols.aio import Notifier
 from protocols.base import BadPayload, Deadline, Head, Member, PeerId
 from protocols.butterfly.context import ButterflyContext
+from protocols.butterfly.round_state import RoundState
 from protocols.consensus.messages import (
     Accept,
     BallotNack,
@@ -31,7 +32,7 @@ from protocols.consensus.messages import (
 )
 from protocols.consensus.paxos import PaxosInstance
 from protocols.consensus.record import Kind
-from protocols.consensus.vote_tally import ONLOOKER, VoteTally
+from protocols.consensus.vote_tally import ONLOOKER, Value, VoteTally
 from protocols.wire import PartDone
 
 BALLOT_FLOOR_SECONDS = 2.0
@@ -41,7 +42,7 @@ ROUND_TRIP_LIMIT_SECONDS = 0.75
 One that stops in mid contribution is late at `SCATTER_SHARE` of the budget, and as a reducer overdue a patience later:
 within this bound what is left of `BUDGET_FLOOR_SECONDS` is enough for another to reduce its part."""
 LENIENCE = 1.25
-"""A silent member is given up before the coordinator who waits for it is."""
+"""A silent member is given up before the coordinator that waits for it is."""
 
 _MEMBERS_ONLY = (Prepare, Promise, Propose, Accept, BallotNack)
 
@@ -50,44 +51,29 @@ class ConsensusDriver:
     """One member's part in the decision on one lineage's child.
 
     Attributes:
-        votes: whether we have one.
-        forks_only: whether we have none, and may fork with others like us: heirs, or former members.
-        leaving: who goes when the round is over, by its own word; nobody takes that back.
-        called: the last ballot in which we sent a plan.
-        leading: the ballot in which we coordinate and are free to choose; None if there is none.
-        promises: what the members promised us for it.
-        wanted: digests without which our vote cannot be cast; of the record in `proposed`.
-        certificate: the decision.
-        on_rival: called with who sent another decision, which is not ours to take.
-        heard: peer -> when we heard of it last.
-        left_since: since when there have been only those who might fork; None if there are others.
-        phase_seconds: what the data phase is expected to take.
-        onlookers: who waits for the decision without being of the roster.
+        head: the head that the round extends; its state root may differ between attempts.
+        votes: whether this member has a vote.
+        forks_only: whether it has none, but may fork with others like it: successors, or former members.
+        state: what this member knows of the round, beside the vote.
+        changed: rings after every event; that of the present attempt.
     """
 
-    def __init__(self, context: ButterflyContext, head: Head, may_vote: bool) -> None:
+    def __init__(
+        self, context: ButterflyContext, head: Head, may_vote: bool, on_rival: Callable[[PeerId], None]
+    ) -> None:
         """
         Args:
-            may_vote: whether we vote if we are in the roster; else we look on.
+            may_vote: whether this member votes if it is in the roster; else it only takes certificates.
+            on_rival: called with a peer that sent a decision which this member cannot take.
         """
         me, settings = context.me if may_vote else Member(context.me.peer, ONLOOKER), context.settings
         self.votes = me in head.roster
         signer, fork_peers = context.host.signer, settings.fork_peers
         self.head, self.tally = head, VoteTally(head.key, head.roster, signer, settings.quorum, fork_peers, head.former)
         self.vote, self.forks_only = PaxosInstance(me, self.tally), self.tally.forks_only(me)
-        self.leading = 0 if self.votes and self.tally.coordinator(0) == me.peer else None
-        self.called = -1
-        self.leaving: set[PeerId] = set()
-        self.promises: tuple[Promise, ...] = ()
-        self.proposed = b""
-        self.wanted: tuple[bytes, ...] = ()
-        self.on_rival: Callable[[PeerId], None] = lambda peer: None
-        self.heard: dict[PeerId, float] = {}
-        self.left_since: float | None = None
-        self.phase_seconds = 0.0
-        self.onlookers: dict[PeerId, Member] = {}
+        self.state = RoundState(0 if self.votes and self.tally.coordinator(0) == me.peer else None)
         self.changed = Notifier()
-        self._context = context
+        self._context, self._on_rival = context, on_rival
         self._timer: asyncio.TimerHandle | None = None
         self._moved = 0.0
         self._awake = False
@@ -102,18 +88,18 @@ class ConsensusDriver:
         """T_b: two round trips, the data phase, and a floor."""
         trips = self._context.post.round_trip_seconds
         slowest = max((trips.get(member.peer, 0.0) for member in self.tally.roster), default=0.0)
-        return BALLOT_FLOOR_SECONDS + 2 * min(slowest, ROUND_TRIP_LIMIT_SECONDS) + self.phase_seconds
+        return BALLOT_FLOOR_SECONDS + 2 * min(slowest, ROUND_TRIP_LIMIT_SECONDS) + self.state.phase_seconds
 
     # -- events -------------------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """A session is here: messages and timers go on.
+    def begin_attempt(self, head: Head, changed: Notifier) -> None:
+        """A session of the round is here; `start` follows if it takes part in the vote."""
+        self.head, self.changed = head, changed
 
-        A plan of ours from an attempt that is over binds nobody any more: it is the next coordinator's turn.
-        """
+    def start(self) -> None:
+        """Messages and timers go on."""
         self._awake = True
-        if self.leading is not None and self.leading == self.called:
-            self.leading = None
+        if self.state.attempt_restarted():
             self._act(self.vote.timeout(self.vote.ballot))
         elif self.vote.ballot:
             self.progress()
@@ -128,7 +114,7 @@ class ConsensusDriver:
         """A message of the vote.
 
         Raises:
-            BadPayload: a vote of who has none, or a proposal that no honest member makes.
+            BadPayload: a vote of a peer that has none, or a proposal that no honest member makes.
         """
         if message.sender.peer != peer:
             raise BadPayload(f"a vote in the name of {message.sender.peer}")
@@ -137,38 +123,37 @@ class ConsensusDriver:
         if isinstance(message, Propose):
             self._examine(message)
         if isinstance(message, Promise) and message.record:
-            self._believe(message)
+            self._admissible("a promise with a record", message.accepted, message.record)
         self.hear(peer)
         self._speaker = peer
         self._act(self.vote.receive(peer, message))
 
-    def _believe(self, promise: Promise) -> None:
-        """Refuse the claim of having accepted what nobody can have proposed to who stands where we do.
-
-        Raises:
-            BadPayload: of another state, or no record that may be put to the vote.
-        """
-        value = self.tally.value(promise.accepted, promise.record)
-        if value is None or value.record.state_root != self.head.state_root:
-            raise BadPayload("a promise with a record that may not be put to the vote, or of another state")
-
     def _has_a_voice(self, sender: Member) -> bool:
-        """A member has; among those who may only fork, one of them."""
+        """A member has; among peers that may only fork, one of them."""
         return self.tally.counts(sender) or (self.forks_only and self.tally.forks_only(sender))
 
-    def _examine(self, proposal: Propose) -> None:
-        """Refuse a record that may not be voted on, starts from another state, or does not fit the vector.
+    def _admissible(self, what: str, ballot: int, record: bytes) -> Value:
+        """The record, which an honest member with this member's state may have put to the vote.
 
-        As many as could decide without the others are evicted only if they leave: this we know, a poll does not.
+        Raises:
+            BadPayload: it may not be put to the vote, or starts from another state.
+        """
+        value = self.tally.value(ballot, record)
+        if value is None or value.record.state_root != self.head.state_root:
+            raise BadPayload(f"{what} that may not be put to the vote, or of another state")
+        return value
+
+    def _examine(self, proposal: Propose) -> None:
+        """Refuse a record that may not be put to the vote, starts from another state, or does not fit the vector.
+
+        It may evict as many as could decide without the others only if these leave, which the tally does not know.
 
         Raises:
             BadPayload: it is such a one.
         """
-        value = self.tally.value(proposal.ballot, proposal.record)
-        if value is None or value.record.state_root != self.head.state_root:
-            raise BadPayload("a proposal that may not be put to the vote, or of another state")
+        value = self._admissible("a proposal", proposal.ballot, proposal.record)
         record, settings = value.record, self._context.settings
-        willing = [each for each in self.tally.roster if each in record.roster or each.peer in self.leaving]
+        willing = [each for each in self.tally.roster if each in record.roster or each.peer in self.state.leaving]
         if len(willing) < self.tally.quorum and not value.is_fork:
             raise BadPayload("a proposal that may not be put to the vote: it evicts too many who do not leave")
         if record.kind != Kind.MEAN and not record.parts:
@@ -181,8 +166,8 @@ class ConsensusDriver:
                 raise BadPayload(f"a proposal with part {index} at another place")
 
     def hear(self, peer: PeerId) -> None:
-        """There is life in a peer."""
-        self.heard[peer] = asyncio.get_running_loop().time()
+        """A message or a stream of a peer came in."""
+        self.state.peer_heard(peer, asyncio.get_running_loop().time())
 
     def moved(self, at: Deadline | None = None) -> None:
         """Data flows, or will from then on: the present ballot has its whole time again."""
@@ -202,16 +187,16 @@ class ConsensusDriver:
             self._act(self.vote.timeout(self.vote.ballot))
 
     def chosen(self, ballot: int, record: bytes) -> None:
-        """What we propose, as the coordinator of a ballot."""
-        self.leading = None
+        """Propose a record, as the coordinator of a ballot."""
+        self.state.record_chosen()
         self._act(self.vote.chosen(ballot, record))
 
     def holds(self, plan: bytes, parts: Sequence[PartDone], others: Collection[bytes]) -> None:
-        """All that we hold: parts of the present plan as their reducers signed them, and whatever else."""
+        """The parts that are here: of the present plan as their reducers signed them, and all others by digest."""
         self._act(self.vote.holds(plan, parts, others))
 
     def fork(self, record: bytes) -> None:
-        """Go on with those whom we reach; empty: the majority is back."""
+        """Agree on this FORK with the members at hand; empty: the majority is back."""
         self._act(self.vote.fork(record))
 
     # -- instructions -------------------------------------------------------------------------------------------------
@@ -219,8 +204,7 @@ class ConsensusDriver:
     def _act(self, instructions: Sequence[Instruction]) -> None:
         for each in instructions:
             self._follow(each)
-        if self.leading is not None and self.leading != self.vote.promised:
-            self.leading = None
+        self.state.ballot_promised(self.vote.promised)
         self.changed.notify()
 
     def _follow(self, instruction: Instruction) -> None:
@@ -230,14 +214,14 @@ class ConsensusDriver:
             case SetTimer(ballot, factor):
                 self._arm(ballot, factor)
             case ProposalNeeded(ballot, promises):
-                self.leading, self.promises = ballot, promises
+                self.state.ballot_won(ballot, promises)
             case Fetch(record, parts):
-                self.proposed, self.wanted = record, parts
+                self.state.parts_missing(record, parts)
             case Decided(certificate):
                 self.stop()
-                self._tell(self.onlookers, certificate)
+                self._tell(self.state.onlookers, certificate)
             case ConflictingCertificate():
-                self.on_rival(self._speaker)
+                self._on_rival(self._speaker)
             case ReportFault(peer, why):
                 self._context.accounting.name(peer, f"refused: {why}")
 

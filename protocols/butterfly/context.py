@@ -1,11 +1,11 @@
-"""What all rounds of one averager work with."""
+"""What all rounds of one averager share."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from protocols.allreduce.plan import PlanInputs
-from protocols.base import Head, Host, Member, Settings
+from protocols.base import Head, Host, Member, PeerId, Settings
 from protocols.butterfly.part_cache import PartCache
 from protocols.codec import Codec
 from protocols.control_channel import ControlChannel, RoundAccounting
@@ -13,10 +13,10 @@ from protocols.control_channel import ControlChannel, RoundAccounting
 
 @dataclass(frozen=True, slots=True)
 class ButterflyContext:
-    """What stays from round to round.
+    """What does not change from round to round.
 
     Raises:
-        ValueError: chunks of the settings' size would cut the codec's grain.
+        ValueError: the settings' chunk length is no multiple of the codec's grain.
     """
 
     host: Host
@@ -32,13 +32,21 @@ class ButterflyContext:
         if chunk % grain:
             raise ValueError(f"chunks of {chunk} elements with codec {self.codec.name}: take a multiple of {grain}")
 
-    def inputs(self, head: Head, elements: int) -> PlanInputs:
-        """What the plan of the round that extends this head is drawn on."""
+    def live_peers(self) -> set[PeerId]:
+        """The peers that the failure detector believes alive."""
+        return {member.peer for member in self.host.members.live()}
+
+    def elements(self, head: Head) -> int:
+        """The length of the vector that the round after this head averages."""
+        return self.settings.elements[head.key.fragment]
+
+    def inputs(self, head: Head) -> PlanInputs:
+        """The inputs from which each member draws the plan of the round after this head."""
         codec, many = self.codec, 1 << 20
         size = codec.encoded_bytes(many)
         return PlanInputs(
             key=head.key,
-            elements=elements,
+            elements=self.elements(head),
             bytes_per_element=size / many,
             complaints=head.complaints,
             robust=self.settings.robust,

@@ -9,14 +9,13 @@ roster that the last one has shrunk from.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from protocols.allreduce.plan import BUDGET_FLOOR_SECONDS
-from protocols.base import Head, Member
-from protocols.butterfly.context import ButterflyContext
-from protocols.butterfly.round_view import RoundView
+from protocols.base import Member
+from protocols.butterfly.attempt import RoundAttempt
 from protocols.consensus import record as records
-from protocols.consensus.record import Kind, Record
+from protocols.consensus.record import Kind
 
 FORK_BUDGETS = 3
 """The majority has been gone for so many budgets of a round; for one, if the roster is of two."""
@@ -27,73 +26,57 @@ COMPLETE_SECONDS = 5.0
 WATCH_SECONDS = 0.5
 
 
-async def watch_majority(context: ButterflyContext, view: RoundView) -> None:
-    """Until the round is over, want a fork of all whom we reach when it is time, and none when the majority is back."""
-    loop, decision = asyncio.get_running_loop(), view.decision
+async def watch_majority(attempt: RoundAttempt) -> None:
+    """Until the round is over, want a fork with all members at hand when it is time, and none when the majority is
+    back."""
+    loop, driver = asyncio.get_running_loop(), attempt.driver
     wanted: tuple[Member, ...] = ()
-    while not view.over() and loop.time() < view.deadline:
-        left = _survivors(context, view) if decision.votes else _successors(context, view)
-        due: tuple[Member, ...] = ()
-        if not decision.tally.may_fork(left):
-            decision.left_since = None
-        elif decision.left_since is None:
-            decision.left_since = loop.time()
-        elif loop.time() - decision.left_since >= _patience_seconds(context, view, left):
-            due = left
+    while not attempt.over() and loop.time() < attempt.deadline:
+        left = _survivors(attempt) if driver.votes else _successors(attempt)
+        alone_seconds = attempt.state.alone_seconds(loop.time(), driver.tally.may_fork(left))
+        due = left if alone_seconds >= _patience_seconds(attempt, left) else ()
         if due != wanted:
             wanted = due
-            decision.fork(fork(view.head, wanted) if wanted else b"")
-        await view.until(view.over, min(view.deadline, loop.time() + WATCH_SECONDS))
+            driver.fork(records.encode(records.extend(attempt.head, Kind.FORK, wanted)) if wanted else b"")
+        await attempt.until(attempt.over, min(attempt.deadline, loop.time() + WATCH_SECONDS))
 
 
-def _survivors(context: ButterflyContext, view: RoundView) -> tuple[Member, ...]:
-    """The members that are here; nobody, if they are a majority."""
-    tally, live = view.decision.tally, {*context.host.members.live(), context.me}
+def _live(attempt: RoundAttempt) -> set[Member]:
+    return {*attempt.context.host.members.live(), attempt.context.me}
+
+
+def _survivors(attempt: RoundAttempt) -> tuple[Member, ...]:
+    """The members of the roster that are here; none if they are a majority."""
+    tally, live = attempt.driver.tally, _live(attempt)
     here = tuple(sorted(member for member in tally.roster if member in live))
     return here if len(here) < tally.quorum else ()
 
 
-def _successors(context: ButterflyContext, view: RoundView) -> tuple[Member, ...]:
-    """Who is here with our state and may fork with us, where we have no vote; nobody, if we may not.
+def _successors(attempt: RoundAttempt) -> tuple[Member, ...]:
+    """The peers without a vote that are here with this member's state and may fork with it; none if it may not fork.
 
-    Heirs of all of the roster, since nobody of it can come back. Else a majority of a former roster, which wins over
-    whatever those who are missing decide: so not while a member is here, whose round may just be a long one. Else the
-    heirs that are here.
+    These are the successors of the whole roster, if all are here: none of its members can come back then. Else they are
+    a majority of a former roster. Such a fork wins over whatever the missing members decide, so it does not come
+    about while a member is here, whose round may just be a long one. Else they are the successors that are here.
     """
-    tally, live = view.decision.tally, {*context.host.members.live(), context.me}
-    waiting = [member for member in (context.me, *view.decision.onlookers.values()) if member in live]
-    heirs = tuple(sorted(filter(tally.is_successor, waiting)))
-    if len(heirs) < len(tally.roster) and live.isdisjoint(tally.roster):
+    me, tally, live = attempt.context.me, attempt.driver.tally, _live(attempt)
+    waiting = [member for member in (me, *attempt.state.onlookers.values()) if member in live]
+    successors = tuple(sorted(filter(tally.is_successor, waiting)))
+    if len(successors) < len(tally.roster) and live.isdisjoint(tally.roster):
         many = tally.former_majority(waiting)
-        if context.me in many:
+        if me in many:
             return many
-    return heirs if context.me in heirs else ()
+    return successors if me in successors else ()
 
 
-def _patience_seconds(context: ButterflyContext, view: RoundView, left: Sequence[Member]) -> float:
-    resolved, roster, tally = view.call.resolved, view.head.roster, view.decision.tally
-    if len(left) == len(roster) and all(map(tally.is_successor, left)):
+def _patience_seconds(attempt: RoundAttempt, left: Sequence[Member]) -> float:
+    resolved, roster, driver = attempt.call.resolved, attempt.head.roster, attempt.driver
+    if len(left) == len(roster) and all(map(driver.tally.is_successor, left)):
         return COMPLETE_SECONDS
     budget_seconds = resolved.plan.budget_seconds if resolved else BUDGET_FLOOR_SECONDS
-    if len(left) > len(roster):  # no others outnumber the members
+    if len(left) > len(roster):  # no other peers outnumber the members
         return budget_seconds * FORMER_BUDGETS
     patience_seconds = budget_seconds * (1 if len(roster) == 2 else FORK_BUDGETS)
-    # A member that is here may fork, and admit us: unless it stands elsewhere, or is one of too few.
-    first = view.decision.forks_only and any(member in context.host.members.live() for member in roster)
+    # A member that is here may fork, and admit this peer: unless it stands elsewhere, or is one of too few.
+    first = driver.forks_only and any(member in attempt.context.host.members.live() for member in roster)
     return (2 if first else 1) * patience_seconds
-
-
-def fork(head: Head, members: Iterable[Member]) -> bytes:
-    """The record by which these members go on without the others."""
-    return records.encode(
-        Record(
-            parent=head.key.lineage,
-            state_root=head.state_root,
-            round=head.key.round,
-            kind=Kind.FORK,
-            plan=bytes(32),
-            parts=(),
-            roster=tuple(sorted(members)),
-            complaints=head.complaints,
-        )
-    )

@@ -1,4 +1,4 @@
-"""A member's own averaging in a round: the data phase of whatever is called, then the mean that was decided."""
+"""A member's own averaging in a round: the data phase of each plan that is called, then the decided mean."""
 
 from __future__ import annotations
 
@@ -10,39 +10,36 @@ from protocols import wire
 from protocols.aio import task_group
 from protocols.allreduce.all_reduce import AllReduce
 from protocols.allreduce.parts import ReducedPart, ReduceJob
-from protocols.allreduce.plan import BUDGET_FLOOR_SECONDS, BUDGET_MULTIPLE, ResolvedPlan
+from protocols.allreduce.plan import ResolvedPlan
 from protocols.base import AveragingResult, BadPayload, Outcome
-from protocols.butterfly.context import ButterflyContext
+from protocols.butterfly.attempt import RoundAttempt
 from protocols.butterfly.part_fetcher import PartFetcher
-from protocols.butterfly.round_view import RoundView
 from protocols.consensus import record as records
 from protocols.consensus.messages import Certificate
 from protocols.vectors import VectorView
 
 
 class MemberAveraging:
-    """What becomes of `mine`; the mean goes into `into`."""
+    """Averages `mine` in one attempt at a round; the mean goes into `into`."""
 
-    def __init__(
-        self, context: ButterflyContext, view: RoundView, sources: PartFetcher, mine: VectorView, into: VectorView
-    ) -> None:
-        self._context, self._view, self._sources = context, view, sources
+    def __init__(self, attempt: RoundAttempt, fetcher: PartFetcher, mine: VectorView, into: VectorView) -> None:
+        self._attempt, self._context, self._fetcher = attempt, attempt.context, fetcher
         self._mine, self._into = mine, into
         self._running: asyncio.Task[None] | None = None
 
     async def run(self) -> AveragingResult:
-        """Run the data phase of whatever is called, until the round is over and we have what was decided."""
-        view = self._view
+        """Run the data phase of each plan that is called, until the round is over and the decided mean is here."""
+        attempt = self._attempt
         async with task_group() as group:
-            while not view.over():
-                resolved = view.call.resolved
+            while not attempt.over():
+                resolved = attempt.call.resolved
                 if resolved and self._context.me.peer in resolved.peers:
                     self._follow(group, resolved)
-                if not await view.until(lambda: view.over() or view.call.resolved is not resolved):  # noqa: B023 - awaited
+                if not await attempt.until(lambda: attempt.over() or attempt.call.resolved is not resolved):  # noqa: B023 - awaited
                     break
             self._context.part_cache.gate.open()
             parts = await self._collect()
-            if self._running:  # nothing may write to `into` any more while it is decoded, or after we return
+            if self._running:  # nothing may write to `into` any more while it is decoded, or after the return
                 self._running.cancel()
                 await asyncio.wait([self._running])
         return await self._conclude(parts)
@@ -51,8 +48,8 @@ class MemberAveraging:
 
     def _follow(self, group: asyncio.TaskGroup, resolved: ResolvedPlan) -> None:
         """Begin the data phase of a plan, or go on with it under another version of that plan."""
-        exchange = self._view.exchange
-        if exchange is None or exchange.task.resolved.digest != resolved.digest:
+        exchange = self._attempt.exchange_of(resolved.digest)
+        if exchange is None:
             if self._running:
                 self._running.cancel()
             exchange = self._start(resolved)
@@ -60,26 +57,26 @@ class MemberAveraging:
         exchange.assign(resolved)
 
     def _start(self, resolved: ResolvedPlan) -> AllReduce:
-        context, view, decision = self._context, self._view, self._view.decision
-        decision.phase_seconds = (resolved.plan.budget_seconds - BUDGET_FLOOR_SECONDS) / BUDGET_MULTIPLE
-        vote, lineage = decision.vote, view.head.key.lineage
-        bound = [value.record for value in (vote.accepted, vote.forked) if value]
-        context.part_cache.retain(lineage, {part.digest for record in bound for part in record.parts})
-        view.exchange = exchange = AllReduce(context.host, context.accounting, self._task(resolved), self._on_exchange)
-        live = {member.peer for member in context.host.members.live()}
+        context, attempt, driver = self._context, self._attempt, self._attempt.driver
+        attempt.state.data_phase_planned(resolved.phase_seconds)
+        bound = [value.record for value in (driver.vote.accepted, driver.vote.forked) if value]
+        context.part_cache.retain(attempt.head.key.lineage, {part.digest for record in bound for part in record.parts})
+        exchange = AllReduce(context.host, context.accounting, self._task(resolved), self._on_exchange)
+        attempt.data_phase_begun(exchange)
+        live = context.live_peers()
         for peer in resolved.peers:
             if peer not in live and peer != context.me.peer:
                 exchange.lose(peer, "gone")
         context.part_cache.gate.close(exchange.task.deadline)
-        self._sources.hold()
-        view.notifier.notify()
+        self._fetcher.hold()
+        attempt.changed.notify()
         return exchange
 
     def _task(self, resolved: ResolvedPlan) -> ReduceJob:
-        context, view = self._context, self._view
-        patience_seconds = view.decision.patience_seconds
+        context, attempt = self._context, self._attempt
+        patience_seconds = attempt.driver.patience_seconds
         return ReduceJob(
-            key=view.head.key,
+            key=attempt.head.key,
             resolved=resolved,
             me=context.me.peer,
             mine=self._mine,
@@ -88,53 +85,53 @@ class MemberAveraging:
             chunk_elements=context.settings.chunk_elements,
             compute=context.host.compute,
             signer=context.host.signer,
-            silent=max(asyncio.get_running_loop().time(), view.call.cut_at) + patience_seconds,
+            silent=max(asyncio.get_running_loop().time(), attempt.call.cut_at) + patience_seconds,
             patience_seconds=patience_seconds,
-            deadline=view.call.hand_in_until(),
-            progress=view.decision.moved,
+            deadline=attempt.call.hand_in_until(),
+            progress=attempt.driver.moved,
         )
 
     def _on_exchange(self) -> None:
         """A part came in, or cannot be had from its reducer."""
-        view, exchange = self._view, self._view.exchange
+        attempt, exchange = self._attempt, self._attempt.exchange
         assert exchange is not None
         for held in exchange.parts.values():
-            self._context.part_cache.put(view.head.key.lineage, held)
-        self._sources.hold()
-        view.decision.progress()
+            self._context.part_cache.put(attempt.head.key.lineage, held)
+        self._fetcher.hold()
+        attempt.driver.progress()
         for peer in exchange.take_silent():
-            view.decision.suspect(peer)
-        view.notifier.notify()
+            attempt.driver.suspect(peer)
+        attempt.changed.notify()
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
     async def _collect(self) -> list[ReducedPart] | None:
-        """The parts of what was decided, got from others where we lack them; None if they cannot be had here."""
-        certificate = self._view.decision.certificate
+        """The parts of the decided record, fetched where they are missing; None if they cannot be had here."""
+        certificate = self._attempt.driver.certificate
         record = records.decode(certificate.record) if certificate else None
-        if certificate is None or record is None or record.state_root != self._view.head.state_root:
+        if certificate is None or record is None or record.state_root != self._attempt.head.state_root:
             return None
         voters = [vote.voter.peer for vote in certificate.votes]
         parts = []
         for index in range(len(record.parts)):
-            held = await self._sources.obtain(record, index, voters)
+            held = await self._fetcher.obtain(record, index, voters)
             if held is None:
                 return None
             parts.append(held)
         return parts
 
     async def _conclude(self, parts: list[ReducedPart] | None) -> AveragingResult:
-        certificate = self._view.decision.certificate
+        certificate = self._attempt.driver.certificate
         if certificate is None:
-            return AveragingResult(Outcome.SUPERSEDED if self._view.over() else Outcome.UNDECIDED)
-        if records.decode(certificate.record).state_root != self._view.head.state_root:
+            return AveragingResult(Outcome.SUPERSEDED if self._attempt.over() else Outcome.UNDECIDED)
+        if records.decode(certificate.record).state_root != self._attempt.head.state_root:
             self._context.accounting.name(self._context.me.peer, "our state is not the one that was decided on")
         if parts is None or not await self._decode(parts):
             return AveragingResult(Outcome.SUPERSEDED)
         return self._decided(certificate)
 
     def _decided(self, certificate: Certificate) -> AveragingResult:
-        record, resolved = records.decode(certificate.record), self._view.call.resolved
+        record, resolved = records.decode(certificate.record), self._attempt.call.resolved
         resolved = resolved if resolved and resolved.digest == record.plan else None
         return AveragingResult(
             Outcome.COMMITTED if record.averaged else Outcome.SKIPPED,
@@ -146,8 +143,8 @@ class MemberAveraging:
         )
 
     async def _decode(self, parts: Sequence[ReducedPart]) -> bool:
-        """Decode what did not come in by the data phase that ran last; False if it does not decode."""
-        exchange = self._view.exchange
+        """Decode the parts that the last data phase did not decode; False if one does not decode."""
+        exchange = self._attempt.exchange
         for index, held in enumerate(parts):
             if exchange and exchange.parts.get(index) is held and index not in exchange.torn:
                 continue

@@ -1,4 +1,4 @@
-"""Parts that others have: fetched for a vote, for a decision, or for a coordinator whose reducer is lost."""
+"""Fetching parts from other peers: for a vote, for a decision, or for a coordinator whose reducer is lost."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from functools import partial
 from protocols import wire
 from protocols.allreduce.parts import ReducedPart, part_message
 from protocols.base import BadPayload, Deadline, PeerError, PeerId
-from protocols.butterfly.context import ButterflyContext
+from protocols.butterfly.attempt import RoundAttempt
 from protocols.butterfly.part_cache import fetch_part
-from protocols.butterfly.round_view import RoundView
 from protocols.consensus import record as records
 from protocols.consensus.record import Record
 
@@ -19,55 +18,57 @@ RETRY_SECONDS = 0.5
 
 
 class PartFetcher:
-    """Attributes:
-    elements: length of the vector that the round averages.
-    """
+    """Fetches the parts of one attempt at a round."""
 
-    def __init__(self, context: ButterflyContext, view: RoundView, elements: int) -> None:
-        self._context, self._view, self._elements = context, view, elements
-        self._host = context.host
+    def __init__(self, attempt: RoundAttempt) -> None:
+        self._attempt, self._context = attempt, attempt.context
+        self._elements = attempt.context.elements(attempt.head)
 
     def hold(self) -> None:
-        """Tell the vote what we hold."""
-        exchange = self._view.exchange
+        """Tell the vote which parts are here."""
+        exchange = self._attempt.exchange
         signed = [held.done for held in exchange.parts.values() if held.done and held.chunks] if exchange else []
         plan = exchange.task.resolved.digest if exchange else bytes(32)
-        self._view.decision.holds(plan, signed, self._context.part_cache.of(self._view.head.key.lineage))
+        self._attempt.driver.holds(plan, signed, self._here())
+
+    def _here(self) -> tuple[bytes, ...]:
+        return self._context.part_cache.of(self._attempt.head.key.lineage)
+
+    def _keep(self, held: ReducedPart) -> None:
+        self._context.part_cache.put(self._attempt.head.key.lineage, held)
 
     def _within(self, seconds: float) -> Deadline:
-        return min(self._view.deadline, asyncio.get_running_loop().time() + seconds)
+        return min(self._attempt.deadline, asyncio.get_running_loop().time() + seconds)
 
     async def fetch_when_asked(self) -> None:
-        """Our vote waits for parts that we do not have: get them from those who vote already."""
-        while await self._view.until(lambda: bool(self._view.decision.wanted) or self._view.over()):
-            if self._view.over():
+        """Fetch the parts that this member's vote waits for, from the members that have voted already."""
+        attempt, driver, state = self._attempt, self._attempt.driver, self._attempt.state
+        while await attempt.until(lambda: bool(state.wanted) or attempt.over()):
+            if attempt.over():
                 return
-            record, decision = records.decode(self._view.decision.proposed), self._view.decision
-            digest, ballot = records.lineage(decision.proposed), decision.vote.ballot
-            wanted, decision.wanted = decision.wanted, ()
-            voters = [member.peer for member in decision.tally.voters(ballot, digest)]
+            proposed, ballot = state.proposed, driver.vote.ballot
+            record, wanted = records.decode(proposed), state.fetch_begun()
+            voters = driver.tally.voters(ballot, records.lineage(proposed))
+            holders = [driver.tally.coordinator(ballot), *(member.peer for member in voters)]
             for index, part in enumerate(record.parts):
                 if part.digest in wanted:
-                    await self.obtain(record, index, [decision.tally.coordinator(ballot), *voters])
+                    await self.obtain(record, index, holders)
             self.hold()
-            missing = tuple(
-                each for each in wanted if each not in self._context.part_cache.of(self._view.head.key.lineage)
-            )
-            if missing and not decision.wanted and decision.proposed == records.encode(record):
-                await self._view.until(self._view.over, self._within(RETRY_SECONDS))
-                decision.wanted = missing
+            missing = tuple(each for each in wanted if each not in self._here())
+            if missing and not state.wanted and state.proposed == proposed:
+                await attempt.until(attempt.over, self._within(RETRY_SECONDS))
+                state.fetch_failed(missing)
 
     async def lost_part(self, plan: bytes, done: wire.PartDone, holders: Sequence[PeerId]) -> ReducedPart | None:
-        """Get a part of the present plan, whose reducer is lost, from those who hold it."""
-        exchange = self._view.exchange
+        """Get a part of the present plan, whose reducer is lost, from the peers that hold it."""
+        exchange = self._attempt.exchange
         if exchange is None or done.reducer >= len(exchange.task.resolved.peers):
             return None
-        signer = exchange.task.resolved.peers[done.reducer]
-        if not self._host.signer.verify(signer, part_message(self._view.head.key, plan, done), done.signature):
+        resolved = exchange.task.resolved
+        message = part_message(self._attempt.head.key, plan, done)
+        if not self._context.host.signer.verify(resolved.peers[done.reducer], message, done.signature):
             return None
-        low, high = exchange.task.resolved.part(done.part)
-        span = (low, high, self._context.settings.chunk_elements)
-        held = await self._ask(holders, done.result, span, len(exchange.task.resolved.peers))
+        held = await self._ask(holders, done.result, resolved.part(done.part), len(resolved.peers))
         if held:
             held.done = done
         return held
@@ -77,46 +78,50 @@ class PartFetcher:
         part = record.parts[index]
         await self._underway(record, index)
         if held := self._context.part_cache.get(part.digest):
-            self._context.part_cache.put(self._view.head.key.lineage, held)
+            self._keep(held)
             return held
         if not record.tiles(self._elements):
             return None
-        span = (record.bounds[index], record.bounds[index + 1], self._context.settings.chunk_elements)
-        held = await self._ask(holders, part, span, len(record.peers))
+        held = await self._ask(holders, part, (record.bounds[index], record.bounds[index + 1]), len(record.peers))
         if held:
             self._convict(index, held)
-            self._context.part_cache.put(self._view.head.key.lineage, held)
+            self._keep(held)
         return held
 
     async def _underway(self, record: Record, index: int) -> None:
-        """Wait for a part that our own data phase is about to have, for as long as it moves."""
-        exchange = self._view.exchange
-        if exchange is None or exchange.task.resolved.digest != record.plan:
+        """Wait for a part that this member's data phase is about to have, for as long as data flows."""
+        exchange = self._attempt.exchange_of(record.plan)
+        if exchange is None:
             return
 
         def settled() -> bool:
-            return index in exchange.parts or index in exchange.failed or self._view.exchange is not exchange
+            return index in exchange.parts or index in exchange.failed or self._attempt.exchange is not exchange
 
         loop = asyncio.get_running_loop()
         while not settled():
-            until = min(exchange.task.deadline, exchange.moved + self._view.decision.patience_seconds)
+            until = min(exchange.task.deadline, exchange.moved + self._attempt.driver.patience_seconds)
             if loop.time() >= until:
                 return
-            await self._view.until(settled, until)
+            await self._attempt.until(settled, until)
 
     async def _ask(
-        self, holders: Sequence[PeerId], part: wire.PartDigest, span: tuple[int, int, int], members: int
+        self, holders: Sequence[PeerId], part: wire.PartDigest, bounds: tuple[int, int], members: int
     ) -> ReducedPart | None:
-        """Ask one after the other, none for longer than a ballot may take. The plan had so many members."""
-        codec = self._context.codec.reduced(members)
-        live = {member.peer for member in self._host.members.live()}
+        """Ask one peer after the other, none for longer than a ballot may take.
+
+        Args:
+            bounds: element range of the part.
+            members: of the plan.
+        """
+        codec, live = self._context.codec.reduced(members), self._context.live_peers()
+        span = (*bounds, self._context.settings.chunk_elements)
         for peer in dict.fromkeys(holders):
             if peer == self._context.me.peer or peer not in live:
                 continue
-            deadline = self._within(self._view.decision.patience_seconds)
+            deadline = self._within(self._attempt.driver.patience_seconds)
             try:
-                held = await fetch_part(self._host, peer, part, codec, span, deadline)
-                await self._host.compute.run(partial(held.decode, None), 4 * (held.high - held.low))
+                held = await fetch_part(self._context.host, peer, part, codec, span, deadline)
+                await self._context.host.compute.run(partial(held.decode, None), 4 * (held.high - held.low))
                 return held
             except BadPayload as error:
                 self._context.accounting.name(peer, f"refused as a source: {error}")
@@ -126,7 +131,7 @@ class PartFetcher:
 
     def _convict(self, index: int, held: ReducedPart) -> None:
         """Two different parts under one reducer's signature are proof against it."""
-        exchange = self._view.exchange
+        exchange = self._attempt.exchange
         mine = exchange.parts.get(index) if exchange else None
         if not exchange or not mine or not mine.done or not held.done or mine.result == held.result:
             return
@@ -134,5 +139,5 @@ class PartFetcher:
         if theirs.reducer != mine.done.reducer or theirs.part != index:
             return
         peer = resolved.peers[theirs.reducer]
-        if self._host.signer.verify(peer, exchange.task.message(theirs), theirs.signature):
+        if self._context.host.signer.verify(peer, exchange.task.message(theirs), theirs.signature):
             self._context.accounting.name(peer, f"signed two different results for part {index}")

@@ -1,7 +1,7 @@
 """How a round is called: offers travel to the coordinators, the plan of one cuts every trainer.
 
-Each member's offer goes to the round's first coordinators from the start and again as its work grows, so that a slow
-member's tokens are known when the call comes; once complete it goes to the whole roster, any of whom may have to
+Each member's offer goes to the round's first coordinators from the start, and again as its work grows, so that a slow
+member's tokens are known when the call comes. Once complete it goes to the whole roster: any member may have to
 coordinate.
 """
 
@@ -9,38 +9,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from protocols.aio import Notifier
 from protocols.allreduce import plan as planning
-from protocols.base import BadPayload, Deadline, Head, Host, LocalProgress, Member, PeerId
+from protocols.base import BadPayload, Deadline, Head, LocalProgress, PeerId
+from protocols.butterfly.context import ButterflyContext
 from protocols.consensus.record import coordinators
-from protocols.control_channel import ControlChannel, RoundAccounting
 from protocols.wire import Offer, Plan, Ready
 
 GROWTH = 1.25
 """An offer is sent again when its tokens have grown by this factor."""
 LEAVER_SECONDS = 2.0
-"""Who leaves waits so long for a round in which nobody could take a step yet: called at once, it would be skipped."""
+"""A leaver waits so long for a round in which it has taken no step yet: called at once, the round would be skipped."""
 INFORMED = 2
 """Coordinators that hear of incomplete work: the first, and the one that takes over from it."""
-
-
-@dataclass(frozen=True, slots=True)
-class RoundCallInputs:
-    """What a call is about.
-
-    Attributes:
-        inputs: what plans are drawn on.
-        bandwidth: this member's upload, bytes/s.
-        deadline: end of the round.
-    """
-
-    inputs: planning.PlanInputs
-    head: Head
-    me: Member
-    bandwidth: float
-    deadline: Deadline
 
 
 class RoundCall:
@@ -53,19 +36,25 @@ class RoundCall:
         changed: rings for every offer and plan.
     """
 
-    def __init__(self, host: Host, terrain: RoundCallInputs, post: ControlChannel, accounting: RoundAccounting) -> None:
+    def __init__(self, context: ButterflyContext, head: Head, bandwidth: float, deadline: Deadline) -> None:
+        """
+        Args:
+            bandwidth: this member's upload, bytes/s.
+            deadline: the end of the attempt at the round.
+        """
+        loop = asyncio.get_running_loop()
         self.cut = asyncio.Event()
         self.resolved: planning.ResolvedPlan | None = None
-        self.cut_at = terrain.deadline
+        self.cut_at = deadline
         self.changed = Notifier()
-        self._host, self._terrain, self._post, self._accounting = host, terrain, post, accounting
-        self._key = terrain.inputs.key
-        self._order = coordinators(self._key.lineage, terrain.head.roster)
-        self._began = asyncio.get_running_loop().time()
+        self._context, self._me, self._bandwidth, self._deadline = context, context.me, bandwidth, deadline
+        self._key, self._roster, self._inputs = head.key, head.roster, context.inputs(head)
+        self._order = coordinators(head.key.lineage, head.roster)
+        self._began = loop.time()
         self._offers: dict[PeerId, Offer] = {}
         self._complete_seconds: dict[PeerId, float] = {}
         self._announced: Offer | None = None
-        self._timer = asyncio.get_running_loop().call_at(terrain.deadline, self.cut.set)
+        self._timer = loop.call_at(deadline, self.cut.set)
 
     def close(self) -> None:
         self._timer.cancel()
@@ -74,28 +63,27 @@ class RoundCall:
         """End of this member's data phase: one that was late to hand in has as long to fetch what the others made."""
         budget_seconds = self.resolved.plan.budget_seconds if self.resolved else 0.0
         handed_in = max(self.cut_at, asyncio.get_running_loop().time())
-        return min(self._terrain.deadline, handed_in + budget_seconds)
+        return min(self._deadline, handed_in + budget_seconds)
 
     def ready(self, work: LocalProgress) -> None:
         """Offer this work to the round."""
-        terrain = self._terrain
         offer = Offer(
-            member=terrain.me,
+            member=self._me,
             tokens=work.tokens,
             norm=work.norm,
             step_seconds=work.step_seconds,
             complete=work.complete,
             leaving=work.leaving,
-            bandwidth=terrain.bandwidth,
+            bandwidth=self._bandwidth,
             state_root=work.state_root,
             signature=b"",
         )
-        signature = self._host.signer.sign(planning.offer_message(self._key, offer))
+        signature = self._context.host.signer.sign(planning.offer_message(self._key, offer))
         offer = replace(offer, signature=signature)
         self._take(offer)
         if self.resolved is None or offer.leaving:  # which the next roster can still be without
             self._announce(offer)
-        if self.resolved and terrain.me.peer in self.resolved.peers:
+        if self.resolved and self._me.peer in self.resolved.peers:
             self._arm()
 
     def _announce(self, offer: Offer) -> None:
@@ -106,8 +94,8 @@ class RoundCall:
         self._announced = offer
         told: Sequence[PeerId] = self._order if completed else self._order[:INFORMED]
         for peer in told:
-            if peer != self._terrain.me.peer:
-                self._post.send(peer, Ready(self._key, offer))
+            if peer != self._me.peer:
+                self._context.post.send(peer, Ready(self._key, offer))
 
     def on_ready(self, peer: PeerId, offer: Offer) -> None:
         """An offer from a peer.
@@ -115,9 +103,9 @@ class RoundCall:
         Raises:
             BadPayload: it is not that peer's, or forged.
         """
-        if offer.member not in self._terrain.head.roster or offer.member.peer != peer:
+        if offer.member not in self._roster or offer.member.peer != peer:
             raise BadPayload(f"an offer of {offer.member.peer}, who is not this member of the roster")
-        if not self._host.signer.verify(peer, planning.offer_message(self._key, offer), offer.signature):
+        if not self._context.host.signer.verify(peer, planning.offer_message(self._key, offer), offer.signature):
             raise BadPayload("an offer with a forged signature")
         known = self._offers.get(peer)
         if known is None or _extent(offer) >= _extent(known):
@@ -137,51 +125,47 @@ class RoundCall:
         """The plan that calls the round with the offers that are in, for the coordinator of a ballot.
 
         Args:
-            without: members that have been silent; nobody shall wait for them.
+            without: members that have been silent: no member shall wait for them.
         """
         offers = [each for peer, each in self._offers.items() if peer not in without and self._agrees(each)]
-        return planning.make_plan(self._terrain.inputs, offers, self._elapsed(), ballot)
+        return planning.make_plan(self._inputs, offers, self._elapsed(), ballot)
 
     async def due(self) -> bool:
         """Wait for the moment of the call; False if the round ends first."""
         loop, done = asyncio.get_running_loop(), self._complete_seconds
-        while loop.time() < self._terrain.deadline:
+        while loop.time() < self._deadline:
             here, worked, leaving, _ = known = self._stands()
-            after = planning.call_after(list(done.values()), len(self._terrain.head.roster)) if here else None
-            if here and leaving:  # who wants to go is not kept waiting, but for a moment, if nothing is done yet
+            after = planning.call_after(list(done.values()), len(self._roster)) if here else None
+            if here and leaving:  # a leaver waits for a moment only, if no work is done yet
                 after = 0.0 if worked else LEAVER_SECONDS
-            due = self._terrain.deadline if after is None else self._began + after
+            due = self._deadline if after is None else self._began + after
             if self.resolved is not None or (after is not None and loop.time() >= due):
                 return True
-            try:
-                await self.changed.until(
-                    lambda known=known: self.resolved is not None or self._stands() != known,  # type: ignore[misc]
-                    due,
-                )
-            except TimeoutError:
-                continue
+            await self.changed.reached(
+                lambda known=known: self.resolved is not None or self._stands() != known,  # type: ignore[misc]
+                due,
+            )
         return False
 
     def incomplete(self) -> tuple[PeerId, ...]:
-        """Members of whom we have not heard that their inner steps are done."""
-        return tuple(m.peer for m in self._terrain.head.roster if m.peer not in self._complete_seconds)
+        """Members that have not said that their inner steps are done."""
+        return tuple(m.peer for m in self._roster if m.peer not in self._complete_seconds)
 
     def _stands(self) -> tuple[bool, bool, bool, int]:
-        """Whether we have an offer, as a coordinator has before it calls, and one of work; if anybody leaves; how many
-        are ready."""
-        mine = self._offers.get(self._terrain.me.peer)
+        """Whether this member has an offer, and one with work; whether a member leaves; how many are complete."""
+        mine = self._offers.get(self._me.peer)
         leaving = any(offer.leaving for offer in self._offers.values())
         return mine is not None, bool(mine and mine.tokens), leaving, len(self._complete_seconds)
 
     def leaving(self) -> frozenset[PeerId]:
-        """Members that will be gone when the round is over; who has not heard it of them finds it in the plan."""
+        """Members that leave after the round, by their offers or by those in the plan."""
         called = self.resolved.plan.offers if self.resolved else ()
         return frozenset(offer.member.peer for offer in (*self._offers.values(), *called) if offer.leaving)
 
     def _agrees(self, offer: Offer) -> bool:
-        if offer.state_root == self._offers[self._terrain.me.peer].state_root:
+        if offer.state_root == self._offers[self._me.peer].state_root:
             return True
-        self._accounting.name(offer.member.peer, "its state root differs from the coordinator's")
+        self._context.accounting.name(offer.member.peer, "its state root differs from the coordinator's")
         return False
 
     def on_plan(self, plan: Plan) -> None:
@@ -195,18 +179,18 @@ class RoundCall:
             if plan != known and (plan.ballot, plan.version) == (known.ballot, known.version):
                 raise BadPayload("a second plan for one round")
             return
-        planning.check(plan, self._terrain.inputs, self._terrain.head.roster, self._host.signer.verify)
-        before, self.resolved = self.resolved, planning.resolve_plan(plan, self._terrain.inputs.robust)
+        planning.check(plan, self._inputs, self._roster, self._context.host.signer.verify)
+        before, self.resolved = self.resolved, planning.resolve_plan(plan, self._inputs.robust)
         self.changed.notify()
         if before is None or before.digest != self.resolved.digest:
-            self.cut_at = min(self._terrain.deadline, asyncio.get_running_loop().time() + plan.cut_seconds)
-            if self._terrain.me.peer in self.resolved.peers:
+            self.cut_at = min(self._deadline, asyncio.get_running_loop().time() + plan.cut_seconds)
+            if self._me.peer in self.resolved.peers:
                 self._arm()
 
     def _arm(self) -> None:
         """Cut when no further step of ours would end in time; a step's length may be news even after the call."""
         loop = asyncio.get_running_loop()
-        mine = self._offers.get(self._terrain.me.peer)  # none yet if the call came before the trainer's first word
+        mine = self._offers.get(self._me.peer)  # none yet if the call came before the trainer's first word
         cut_at = self.cut_at - (mine.step_seconds if mine else 0.0)
         self._timer.cancel()
         if cut_at <= loop.time():

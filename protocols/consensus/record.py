@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from protocols.base import BadPayload, Contribution, Header, LinkFault, Member, PeerId
+from protocols.base import BadPayload, Contribution, Head, Header, LinkFault, Member, PeerId
 from protocols.wire import MAX_ROSTER, PartDigest, digest, many, one, peer_id, some, uint, unpack_body
 from protocols.wire import body as _body
 
@@ -57,6 +57,20 @@ class Record(Header):
         if len(bounds) != len(self.parts) + 1 or list(bounds) != sorted(bounds):
             return False
         return (bounds[0], bounds[-1]) == (0, elements)
+
+
+def extend(head: Head, kind: Kind, roster: Iterable[Member], plan: bytes = bytes(32)) -> Record:
+    """The record of this kind that extends a head, leaves its state as it is, and hands the vote to this roster."""
+    return Record(
+        parent=head.key.lineage,
+        state_root=head.state_root,
+        round=head.key.round,
+        kind=kind,
+        plan=plan,
+        parts=(),
+        roster=tuple(sorted(roster)),
+        complaints=head.complaints,
+    )
 
 
 def encode(record: Record) -> bytes:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from protocols import wire
 from protocols.aio import Notifier, task_group
 from protocols.allreduce.all_reduce import AllReduce
 from protocols.allreduce.parts import ReducedPart, ReduceJob
-from protocols.allreduce.plan import BUDGET_FLOOR_SECONDS, BUDGET_MULTIPLE, ResolvedPlan
+from protocols.allreduce.plan import ResolvedPlan
 from protocols.allreduce.reducer import Reducer, contribute
 from protocols.base import BadPayload, Contribution, Deadline, PeerError, PeerId, PeerSilent, RoundKey, Stream
 from protocols.moshpit.grid import seeded_order
@@ -66,8 +66,7 @@ class GroupAllReduce:
         self._context, self._deadline, self._over, self._notifier = context, deadline, False, Notifier()
         self._gone: set[PeerId] = set()
         now, budget_seconds = asyncio.get_running_loop().time(), resolved.plan.budget_seconds
-        phase_seconds = (budget_seconds - BUDGET_FLOOR_SECONDS) / BUDGET_MULTIPLE
-        self._patience_seconds = 2 * context.answer_seconds + phase_seconds
+        self._patience_seconds = 2 * context.answer_seconds + resolved.phase_seconds
         task = ReduceJob(
             key=key,
             resolved=resolved,
@@ -105,10 +104,8 @@ class GroupAllReduce:
 
     @property
     def in_time(self) -> bool | None:
-        """Whether all parts came within the budget; None if it was not time that was short."""
-        if self._exchange.complete:
-            return True
-        return None if asyncio.get_running_loop().time() < self._exchange.task.deadline else False
+        """Whether all parts came in within the budget; None if time was not what was short."""
+        return self._exchange.in_time
 
     async def run(self) -> GroupResult | None:
         """Average; None if a part is not to be had."""
@@ -120,7 +117,7 @@ class GroupAllReduce:
                     again = min(
                         exchange.task.deadline, asyncio.get_running_loop().time() + self._context.answer_seconds
                     )
-                    await self._until(lambda: all(self._known(part) for part in parts), again)
+                    await self._notifier.reached(lambda: all(self._known(part) for part in parts), again)
                 running.cancel()  # nothing may write to the target any more
         finally:
             self._over = True  # two who lack the same part do not wait for each other
@@ -159,12 +156,6 @@ class GroupAllReduce:
         moving = now < exchange.moved + self._context.answer_seconds
         hoped = [part for part in owing if moving or self.resolved.reducer(part) not in self._gone]
         return bool(hoped) and now < exchange.task.deadline
-
-    async def _until(self, condition: Callable[[], bool], deadline: Deadline) -> None:
-        try:
-            await self._notifier.until(condition, deadline)
-        except TimeoutError:
-            return
 
     async def _obtain(self, part: int) -> bool:
         """Get a part from a member that has it of its reducer."""
@@ -231,7 +222,7 @@ class GroupAllReduce:
         """
         if opening.part >= len(self.resolved.plan.reducers):
             raise BadPayload(f"part {opening.part} of {len(self.resolved.plan.reducers)}")
-        await self._until(lambda: self._over or self._known(opening.part), stream.deadline)
+        await self._notifier.reached(lambda: self._over or self._known(opening.part), stream.deadline)
         held = self._held(opening.part)
         if held is None or held.done is None or not held.done.signature:
             raise PeerSilent(peer, f"part {opening.part} is not here")

@@ -1,0 +1,119 @@
+"""What one member knows of a round, beside the vote itself. Pure: moments come in as arguments.
+
+`ConsensusDriver` keeps one for each lineage, and it outlives the attempts at the round. Every method names an event;
+nothing but these methods changes the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from protocols.base import Member, PeerId
+from protocols.consensus.messages import Promise
+
+
+class RoundState:
+    """The coordinator's turn, the parts that the vote waits for, and the signs of life of other peers.
+
+    Attributes:
+        leading: the ballot that this member coordinates and may still choose a record for; None if there is none.
+        promises: the members' promises for that ballot.
+        wanted: digests of the parts that this member must hold before it can vote for `proposed`.
+        proposed: the encoded record that `wanted` belongs to.
+        heard: peer -> when this member last heard of it, in seconds.
+        leaving: members that have announced that they leave after this round. An announcement is final.
+        onlookers: peer -> the member that waits for the decision without being in the roster.
+        phase_seconds: the expected length of the data phase.
+    """
+
+    def __init__(self, leading: int | None) -> None:
+        """
+        Args:
+            leading: 0 if this member coordinates the first ballot, else None.
+        """
+        self.leading = leading
+        self.promises: tuple[Promise, ...] = ()
+        self.wanted: tuple[bytes, ...] = ()
+        self.proposed = b""
+        self.heard: dict[PeerId, float] = {}
+        self.leaving: set[PeerId] = set()
+        self.onlookers: dict[PeerId, Member] = {}
+        self.phase_seconds = 0.0
+        self._published = -1  # the last ballot in which this member sent a plan
+        self._alone_since: float | None = None
+
+    # -- this member coordinates --------------------------------------------------------------------------------------
+
+    def ballot_won(self, ballot: int, promises: tuple[Promise, ...]) -> None:
+        """A quorum promised this ballot, and none of its members had accepted a record."""
+        self.leading, self.promises = ballot, promises
+
+    def plan_published(self, ballot: int) -> None:
+        """This member sent a plan to the roster."""
+        self._published = ballot
+
+    def record_chosen(self) -> None:
+        """This member proposed its record: the ballot leaves no further choice."""
+        self.leading = None
+
+    def ballot_promised(self, ballot: int) -> None:
+        """This member promised a ballot, and so cannot choose in an earlier one."""
+        if self.leading != ballot:
+            self.leading = None
+
+    def attempt_restarted(self) -> bool:
+        """A new attempt begins; whether this member gives up its ballot, because it published a plan there before.
+
+        That plan belongs to an attempt that is over, so it binds no member: the next coordinator has its turn.
+        """
+        given_up = self.leading is not None and self.leading == self._published
+        if given_up:
+            self.leading = None
+        return given_up
+
+    # -- this member votes --------------------------------------------------------------------------------------------
+
+    def parts_missing(self, record: bytes, digests: tuple[bytes, ...]) -> None:
+        """The vote for a record waits for these parts."""
+        self.proposed, self.wanted = record, digests
+
+    def fetch_begun(self) -> tuple[bytes, ...]:
+        """The digests of the parts to fetch now; they are not wanted any more."""
+        wanted, self.wanted = self.wanted, ()
+        return wanted
+
+    def fetch_failed(self, digests: tuple[bytes, ...]) -> None:
+        """These parts could not be fetched: they are wanted again."""
+        self.wanted = digests
+
+    # -- other peers --------------------------------------------------------------------------------------------------
+
+    def peer_heard(self, peer: PeerId, now: float) -> None:
+        """A message or a stream of a peer came in."""
+        self.heard[peer] = now
+
+    def members_leave(self, peers: Collection[PeerId]) -> None:
+        """These members announced that they leave after this round."""
+        self.leaving.update(peers)
+
+    def onlooker_asked(self, member: Member) -> bool:
+        """A peer outside the roster asked for admission; whether it is news."""
+        news = self.onlookers.get(member.peer) != member
+        self.onlookers[member.peer] = member
+        return news
+
+    def alone_seconds(self, now: float, alone: bool) -> float:
+        """For how long the members at hand have been such that may fork; 0.0 unless they are now.
+
+        Args:
+            alone: whether they are.
+        """
+        if not alone:
+            self._alone_since = None
+        elif self._alone_since is None:
+            self._alone_since = now
+        return 0.0 if self._alone_since is None else now - self._alone_since
+
+    def data_phase_planned(self, seconds: float) -> None:
+        """A plan was called whose data phase should take so long."""
+        self.phase_seconds = seconds
