@@ -169,7 +169,7 @@ def test_so_many_shares_are_kept_and_no_more() -> None:
         async def life() -> None:
             for number in range(12):
                 await swarm.round(0, number, train_seconds=1.0)
-                most[0] = max(most[0], len(swarm.gossips[0].giver.kept))
+                most[0] = max(most[0], len(swarm.gossips[0].share_sender.kept))
 
         await asyncio.wait([swarm.start(0, life()), *others])
 

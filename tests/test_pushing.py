@@ -46,7 +46,7 @@ def mass(swarm: GossipHarness) -> torch.Tensor:
 
 def is_conserved(swarm: GossipHarness) -> bool:
     """Nothing is under way any more, and all is as it was."""
-    assert not any(each.giver.kept for each in swarm.gossips)
+    assert not any(each.share_sender.kept for each in swarm.gossips)
     off = float((mass(swarm) - torch.stack(swarm.first).sum(0)).abs().max())
     return abs(sum(weights(swarm)) - swarm.count) < 1e-12 and off < 1e-5 * swarm.count
 
@@ -173,7 +173,7 @@ def test_a_share_whose_receiver_is_in_another_life_comes_home() -> None:
         await swarm.start(0, swarm.round(0, 1))
 
     swarm.run(main)
-    assert swarm.gossips[0].weighted.masses.weight == 1.0 and not swarm.gossips[0].giver.kept
+    assert swarm.gossips[0].weighted.masses.weight == 1.0 and not swarm.gossips[0].share_sender.kept
     second = swarm.told[0][1]
     assert second.mean.outcome is Outcome.COMMITTED and list(second.mean.contributions) == ["p0"], "its own, of before"
     assert float((flat(swarm.state[0]) - swarm.first[0]).abs().max()) < 1e-6
@@ -235,7 +235,7 @@ def test_who_sent_what_is_wrong_is_given_nothing_more() -> None:
     "change, why",
     [
         (lambda give: replace(give, weight=1e6), "a share of weight 1e"),
-        (lambda give: replace(give, sender=Member("p7")), "a share of p7"),
+        (lambda give: replace(give, sender=Member("p7")), "in the name of p7"),
         (lambda give: replace(give, elements=give.elements + 1), "elements"),
         (lambda give: replace(give, codec="fp16"), "codec"),
         (lambda give: replace(give, key=replace(give.key, run=bytes(32))), "another run"),

@@ -14,9 +14,9 @@ from typing import Protocol
 from protocols import wire
 from protocols.aio import Notifier
 from protocols.allreduce.parts import PartLayout, ReducedPart
-from protocols.base import Deadline, Head, Header, Host, LocalProgress, PeerId, ProtocolError, Settings, Stream, Vector
+from protocols.base import Deadline, Head, Header, LocalProgress, PeerId, ProtocolError, Stream, Vector
 from protocols.codec import state_codec
-from protocols.control_channel import RoundAccounting
+from protocols.endpoint import ProtocolEndpoint
 from protocols.vectors import VectorView
 from protocols.wire import digest, real, register, text, uint
 
@@ -102,24 +102,23 @@ class SynchronousRound:
 
     def __init__(
         self,
-        host: Host,
-        settings: Settings,
+        endpoint: ProtocolEndpoint,
         method: str,
-        accounting: RoundAccounting,
         head: Head,
         mine: Sequence[Vector],
         into: Sequence[Vector],
         work: LocalProgress,
         deadline: Deadline,
     ) -> None:
-        self.host, self.method, self.accounting = host, method, accounting
+        self.host, self.accounting = endpoint.host, endpoint.accounting
+        self._endpoint, self._method = endpoint, method
         self.key, self.deadline = head.key, deadline
-        self.members = host.members.live()
+        self.members = self.host.members.live()
         self.peers = tuple(member.peer for member in self.members)
-        self.place = self.peers.index(host.me)
+        self.place = self.peers.index(endpoint.me.peer)
         self.mine, self.into = VectorView(mine), VectorView(into)
         self.weight = float(max(1, work.tokens))
-        self.codec, self.chunk_elements = state_codec(settings.codec), settings.chunk_elements
+        self.codec, self.chunk_elements = state_codec(endpoint.settings.codec), endpoint.settings.chunk_elements
         self.arrived: set[PeerId] = set()
         self.over = False
         self.why = ""
@@ -140,10 +139,7 @@ class SynchronousRound:
         Raises:
             PeerError: as `Transport.open`.
         """
-        async with (
-            self.host.transport.open(peer, self.method, self.deadline) as stream,
-            self.accounting.counting(stream),
-        ):
+        async with self._endpoint.open(peer, self._method, self.deadline) as stream:
             await stream.send(self.hello(part))
             yield stream
 

@@ -56,7 +56,7 @@ class PushSum:
         self.me, self.accounting, self.estimator = self.weighted.me, self.weighted.accounting, self.weighted.estimator
         self.share_sender = ShareSender(self.weighted)
         ShareReceiver(self.weighted, settings.bandwidth)
-        self._steps = ClosingExchanges(host, self.me, self.accounting, self.weighted.patience)
+        self._steps = ClosingExchanges(self.weighted.endpoint, self.weighted.patience)
 
     @property
     def half_exchanges(self) -> int:
@@ -66,6 +66,7 @@ class PushSum:
     @asynccontextmanager
     async def enter(self, head: Head, deadline: Deadline) -> AsyncIterator[SharedStateSession]:
         self.weighted.session = session = SharedStateSession(self, head, deadline)
+        self.weighted.endpoint.bind(head.key)
         try:
             async with cut_at(session):
                 yield session
