@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from protocols import wire
-from protocols.aio import peer_timeout, run_with_helper, until_gone
+from protocols.aio import peer_timeout, run_with_helper, set_at, until_gone
 from protocols.allreduce.parts import PartLayout
 from protocols.base import (
     AveragingResult,
@@ -105,11 +105,8 @@ class AsyncParameterServer:
     async def enter(self, head: Head, deadline: Deadline) -> AsyncIterator[AsyncSession]:
         session = self._session = AsyncSession(self, head, deadline)
         self.endpoint.bind(head.key)
-        late = asyncio.get_running_loop().call_at(deadline, session.cut.set)
-        try:
+        async with set_at(session.cut, deadline):
             yield session
-        finally:
-            late.cancel()
 
     def choose(self) -> PeerId:
         """Whom to go to, as far as we know: the one we went to last, while it lives; else the first by its id."""

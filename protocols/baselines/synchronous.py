@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
-from protocols.aio import run_with_helper, task_group, until_gone
+from protocols.aio import run_with_helper, set_at, task_group, until_gone
 from protocols.base import (
     AveragingResult,
     BadPayload,
@@ -67,11 +67,10 @@ class SynchronousAverager:
         self._sessions.close(self._sessions.keys())
         self._sessions.wake()
         session.hear(self._latest_round)
-        late = asyncio.get_running_loop().call_at(deadline, session.cut.set)
         try:
-            yield session
+            async with set_at(session.cut, deadline):
+                yield session
         finally:
-            late.cancel()
             session.end()
 
     def met(self, session: SynchronousSession) -> None:

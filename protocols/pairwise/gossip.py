@@ -16,6 +16,7 @@ import asyncio
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager, suppress
 
+from protocols.aio import set_at
 from protocols.base import Deadline, Head, Host, Member, PeerId, Settings
 from protocols.endpoint import ProtocolEndpoint
 from protocols.pairwise import matching
@@ -23,7 +24,7 @@ from protocols.pairwise.closing import ClosingExchanges
 from protocols.pairwise.exchange_state import ExchangeState
 from protocols.pairwise.initiator import ExchangeInitiator, ExchangeOutcome
 from protocols.pairwise.responder import ExchangeResponder
-from protocols.pairwise.shared_state import SharedStateSession, cut_at
+from protocols.pairwise.shared_state import SharedStateSession
 from protocols.pairwise.state_swap import HEADER_LIMIT
 from protocols.vectors import VectorView
 
@@ -72,7 +73,7 @@ class Gossip:
         self._endpoint.bind(head.key)
         self.exchanges.open(session)
         try:
-            async with cut_at(session):
+            async with set_at(session.cut, deadline):
                 yield session
         finally:
             await self.exchanges.close()

@@ -24,12 +24,13 @@ import asyncio
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager, suppress
 
+from protocols.aio import set_at
 from protocols.base import Deadline, Head, Host, Member, PeerId, Settings
 from protocols.pairwise import matching
 from protocols.pairwise.closing import PAUSE_SECONDS, ClosingExchanges
 from protocols.pairwise.share_receiver import ShareReceiver
 from protocols.pairwise.share_sender import MAX_KEPT, ShareSender
-from protocols.pairwise.shared_state import SharedStateSession, cut_at
+from protocols.pairwise.shared_state import SharedStateSession
 from protocols.pairwise.weighted_state import WeightedState
 from protocols.vectors import VectorView
 
@@ -68,7 +69,7 @@ class PushSum:
         self.weighted.session = session = SharedStateSession(self, head, deadline)
         self.weighted.endpoint.bind(head.key)
         try:
-            async with cut_at(session):
+            async with set_at(session.cut, deadline):
                 yield session
         finally:
             session.state, self.weighted.session = None, None
