@@ -121,3 +121,13 @@ async def peer_timeout(seconds: float, peer: PeerId, doing: str) -> AsyncIterato
             yield
     except TimeoutError:
         raise PeerSilent(peer, f"nothing moved for {seconds:g} s while {doing}") from None
+
+
+@asynccontextmanager
+async def set_at(event: asyncio.Event, deadline: Deadline) -> AsyncIterator[None]:
+    """Inside this context, set the event at the deadline."""
+    timer = asyncio.get_running_loop().call_at(deadline, event.set)
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 
-from protocols import wire
 from protocols.aio import run_with_helper
 from protocols.base import (
     BadPayload,
@@ -24,7 +23,6 @@ from protocols.base import (
 
 RECONNECT_SECONDS = 0.1
 RECONNECT_LIMIT_SECONDS = 5.0
-FIRST_FRAME_SECONDS = 10.0
 MAX_NAMED = 256
 """Between two reports: strangers come under as many names as they like."""
 KEEP_MESSAGES = 64
@@ -70,50 +68,6 @@ class RoundAccounting:
         taken = tuple(PeerFault(peer, why) for peer, why in self._names.items()), self._bytes_sent, self._bytes_received
         self._names, self._bytes_sent, self._bytes_received = {}, 0, 0
         return taken
-
-
-async def first_frame(
-    host: Host, stream: Stream, known: Collection[PeerId] = (), limit_bytes: int = wire.MAX_HEADER_BYTES
-) -> Header:
-    """The first frame of a stream, which its opener has at hand when it opens it.
-
-    Only live members are heard, and who is `known` otherwise: a stranger would hold a stream for nothing.
-
-    Raises:
-        BadPayload: it is none.
-        PeerSilent: it did not come in time, or not from a live member.
-    """
-    try:
-        async with asyncio.timeout(FIRST_FRAME_SECONDS):
-            message = await stream.receive(limit_bytes)
-    except TimeoutError:
-        raise PeerSilent(stream.peer, "opened a stream and said nothing") from None
-    if stream.peer not in known and all(member.peer != stream.peer for member in host.members.live()):
-        raise PeerSilent(stream.peer, "not a live member")
-    return message
-
-
-async def serve_control_stream(
-    host: Host,
-    accounting: RoundAccounting,
-    stream: Stream,
-    take: Callable[[Header], None],
-    known: Collection[PeerId] = (),
-) -> None:
-    """Serve a control stream: `take` whatever its opener says, until its round is over, or it is.
-
-    Raises:
-        BadPayload: what came is no message, or `take` says so.
-        PeerSilent: as for `first_frame`.
-    """
-    async with accounting.counting(stream):
-        message = await first_frame(host, stream, known)
-        while True:
-            take(message)
-            try:
-                message = await stream.receive(wire.MAX_HEADER_BYTES)
-            except PeerSilent:
-                return
 
 
 class _Outbox:

@@ -199,8 +199,8 @@ def test_streams_that_are_accepted_and_reset_are_not_reopened_without_pause() ->
 
     company = Company(2, Settings("fp32", (64,), 16), Counting(Trace(), latency_seconds=0.001))
     ours, theirs = company.peers
-    averager = company.averagers[theirs]
-    averager.host = replace(averager.host, members=StaticMembers([Member(theirs)]))
+    endpoint = company.averagers[theirs]._endpoint
+    endpoint.host = replace(endpoint.host, members=StaticMembers([Member(theirs)]))
 
     async def main() -> None:
         await company.attempt(ours, torch.ones(64), seconds=60.0)

@@ -178,7 +178,7 @@ def test_two_lines_do_not_disturb_each_other() -> None:
 
     def kill_in_data(network: SimNetwork) -> None:
         def watch(peer: PeerId, number: int, way: str, other: PeerId) -> None:
-            mixing = pits.averagers["p03"]._moshpit.mixings if "p03" in pits.averagers else {}
+            mixing = pits.averagers["p03"]._moshpit.mixings.values() if "p03" in pits.averagers else ()
             if mixing and not deaths:
                 deaths.append("p03")
                 network.kill("p03")

@@ -235,7 +235,7 @@ def test_who_sent_what_is_wrong_is_given_nothing_more() -> None:
     "change, why",
     [
         (lambda give: replace(give, weight=1e6), "a share of weight 1e"),
-        (lambda give: replace(give, sender=Member("p7")), "a share of p7"),
+        (lambda give: replace(give, sender=Member("p7")), "in the name of p7"),
         (lambda give: replace(give, elements=give.elements + 1), "elements"),
         (lambda give: replace(give, codec="fp16"), "codec"),
         (lambda give: replace(give, key=replace(give.key, run=bytes(32))), "another run"),

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from protocols import wire
-from protocols.aio import Notifier, peer_timeout, run_with_helper, until_gone
+from protocols.aio import peer_timeout, run_with_helper, set_at, until_gone
 from protocols.allreduce.parts import PartLayout
 from protocols.base import (
     AveragingResult,
@@ -33,7 +33,6 @@ from protocols.base import (
     Header,
     Host,
     LocalProgress,
-    Member,
     Outcome,
     PeerError,
     PeerGone,
@@ -46,7 +45,7 @@ from protocols.base import (
 from protocols.baselines.delayed_nesterov import DelayedNesterov
 from protocols.baselines.transfer import give, take
 from protocols.codec import codec
-from protocols.control_channel import RoundAccounting, first_frame
+from protocols.endpoint import ProtocolEndpoint, SessionTable
 from protocols.vectors import VectorView, norm
 from protocols.wire import digest, flag, peer_id, register, text, uint
 
@@ -83,8 +82,7 @@ class AsyncParameterServer:
     """`protocols.base.LooseAverager`.
 
     Attributes:
-        arrivals: what we serve, if it is us.
-        turn: held by whoever changes or reads that.
+        turn: held by the one that changes or reads the parameters that this peer serves.
         confirmed: we have been to a server, or have been told that it is us.
     """
 
@@ -92,25 +90,23 @@ class AsyncParameterServer:
 
     def __init__(self, host: Host, settings: Settings, momentum: float = 0.0) -> None:
         """`momentum` is the server's, and delayed."""
-        self.host, self.settings = host, settings
-        self.me = Member(host.me, settings.incarnation)
-        self.accounting, self.turn = RoundAccounting(), asyncio.Lock()
-        self.arrivals: DelayedNesterov | None = None
+        self.host, self.settings, self.endpoint = host, settings, ProtocolEndpoint(host, settings)
+        self.me, self.accounting = self.endpoint.me, self.endpoint.accounting
+        self.turn = asyncio.Lock()
         self.confirmed = False
         self._momentum = momentum
         self._chosen: PeerId = ""
         self._session: AsyncSession | None = None
-        self._notifier = Notifier()
-        host.transport.serve(METHOD, self._serve)
+        # What this peer serves, under its own id, once it is the server.
+        self._served = SessionTable[PeerId, DelayedNesterov]()
+        self.endpoint.serve(METHOD, PushUpdate, self._serve)
 
     @asynccontextmanager
     async def enter(self, head: Head, deadline: Deadline) -> AsyncIterator[AsyncSession]:
         session = self._session = AsyncSession(self, head, deadline)
-        late = asyncio.get_running_loop().call_at(deadline, session.cut.set)
-        try:
+        self.endpoint.bind(head.key)
+        async with set_at(session.cut, deadline):
             yield session
-        finally:
-            late.cancel()
 
     def choose(self) -> PeerId:
         """Whom to go to, as far as we know: the one we went to last, while it lives; else the first by its id."""
@@ -120,48 +116,39 @@ class AsyncParameterServer:
     def remain_at(self, server: PeerId) -> None:
         """Go there from now on."""
         self._chosen, self.confirmed = server, True
-        self._notifier.notify()
+        self._served.wake()
 
-    async def serve_from(self, start: Vector) -> DelayedNesterov:
+    async def serve_from(self, start: Vector) -> None:
         """Serve from now on; if we do not yet, beginning with these parameters."""
-        if self.arrivals is None:
+        if not self._served.get(self.me.peer):
             copied = await self.host.compute.run(start.clone, 8 * len(start))
-            self.arrivals = self.arrivals or DelayedNesterov(copied, self._momentum)
-            self._notifier.notify()
-        return self.arrivals
+            if not self._served.get(self.me.peer):
+                self._served.open(self.me.peer, DelayedNesterov(copied, self._momentum))
 
     async def count(self, displacement: Vector) -> DelayedNesterov:
         """Apply one, ours or a worker's, in its turn."""
-        assert self.arrivals is not None
-        count = len(self.host.members.live())
-        apply = partial(self.arrivals.apply, displacement, count)
-        await self.host.compute.run(apply, 12 * len(displacement))
-        return self.arrivals
+        served, count = self._served.get(self.me.peer), len(self.host.members.live())
+        assert served is not None
+        await self.host.compute.run(partial(served.apply, displacement, count), 12 * len(displacement))
+        return served
 
     def shape(self, name: str) -> PartLayout:
         """How a whole vector travels in that codec."""
         return PartLayout(codec(name), 0, self.settings.elements[0], self.settings.chunk_elements)
 
-    async def _serve(self, peer: PeerId, stream: Stream) -> None:
-        async with self.accounting.counting(stream):
-            push = wire.expect(await first_frame(self.host, stream), PushUpdate)
-            session, chosen = self._session, self.choose()
-            if session and (push.run, push.scope) != (session.head.key.run, session.head.key.scope):
-                raise BadPayload("of another run or scope")
-            if push.asks or chosen != self.me.peer:
-                return await stream.send(ServerReply(False, chosen))
-            if (push.codec, push.elements) != (self.settings.codec, self.settings.elements[0]):
-                raise BadPayload(f"{push.elements} elements in {push.codec}")
-            try:
-                await self._notifier.until(
-                    lambda: self.arrivals is not None or self.choose() != chosen, stream.deadline
-                )
-                if self.arrivals is None:
-                    return await stream.send(ServerReply(False, self.choose()))
-                async with asyncio.timeout_at(stream.deadline), self.turn:
-                    await self._serve_one(peer, stream)
-            except TimeoutError:
-                raise PeerSilent(peer, "its turn did not come before its deadline") from None
+    async def _serve(self, stream: Stream, push: PushUpdate) -> None:
+        chosen = self.choose()
+        if push.asks or chosen != self.me.peer:
+            return await stream.send(ServerReply(False, chosen))
+        if (push.codec, push.elements) != (self.settings.codec, self.settings.elements[0]):
+            raise BadPayload(f"{push.elements} elements in {push.codec}")
+        if not await self._served.wait_for(self.me.peer, stream, lambda: self.choose() != chosen):
+            return await stream.send(ServerReply(False, self.choose()))
+        try:
+            async with asyncio.timeout_at(stream.deadline), self.turn:
+                await self._serve_one(stream.peer, stream)
+        except TimeoutError:
+            raise PeerSilent(stream.peer, "its turn did not come before its deadline") from None
 
     async def _serve_one(self, peer: PeerId, stream: Stream) -> None:
         """Take a displacement, whole or not at all, and give the parameters."""
@@ -277,10 +264,7 @@ class AsyncSession:
     async def _opened(self, peer: PeerId, asks: bool) -> AsyncIterator[Stream]:
         key, averager = self.head.key, self._averager
         shape = averager.shape(averager.settings.codec)
-        async with (
-            self._host.transport.open(peer, METHOD, self.deadline) as stream,
-            averager.accounting.counting(stream),
-        ):
+        async with averager.endpoint.open(peer, METHOD, self.deadline) as stream:
             await stream.send(PushUpdate(key.run, key.scope, shape.codec.name, shape.high, asks))
             yield stream
 

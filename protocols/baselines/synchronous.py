@@ -12,8 +12,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
-from protocols import wire
-from protocols.aio import Notifier, run_with_helper, task_group, until_gone
+from protocols.aio import run_with_helper, set_at, task_group, until_gone
 from protocols.base import (
     AveragingResult,
     BadPayload,
@@ -36,12 +35,11 @@ from protocols.baselines.synchronous_round import (
     AllReduceAlgorithm,
     JoinRound,
     RoundAborted,
-    RoundChannel,
     RoundMismatch,
     RoundTask,
     SynchronousRound,
 )
-from protocols.control_channel import RoundAccounting, first_frame
+from protocols.endpoint import ProtocolEndpoint, SessionTable
 
 AlgorithmFactory = Callable[[SynchronousRound], AllReduceAlgorithm]
 
@@ -56,59 +54,43 @@ class SynchronousAverager:
     shares_anchor = False
 
     def __init__(self, host: Host, settings: Settings, method: str, way: AlgorithmFactory) -> None:
-        self.host, self.settings, self.method, self.way = host, settings, method, way
-        self.me = Member(host.me, settings.incarnation)
-        self.accounting = RoundAccounting()
+        self.endpoint, self.method, self.way = ProtocolEndpoint(host, settings), method, way
+        self.me, self.accounting = self.endpoint.me, self.endpoint.accounting
         self._session: SynchronousSession | None = None
-        self._entered = Notifier()
-        host.transport.serve(method, self._on_stream)
+        self._sessions = SessionTable[int, SynchronousSession]()
+        self._latest_round = 0  # that a peer was in
+        self.endpoint.serve(method, JoinRound, self._on_stream)
 
     @asynccontextmanager
     async def enter(self, head: Head, deadline: Deadline) -> AsyncIterator[SynchronousSession]:
         session = self._session = SynchronousSession(self, head, deadline)
-        self._entered.notify()
-        late = asyncio.get_running_loop().call_at(deadline, session.cut.set)
+        self.endpoint.bind(head.key)
+        self._sessions.close(self._sessions.keys())
+        self._sessions.wake()
+        session.hear(self._latest_round)
         try:
-            yield session
+            async with set_at(session.cut, deadline):
+                yield session
         finally:
-            late.cancel()
             session.end()
 
-    def met(self) -> None:
+    def met(self, session: SynchronousSession) -> None:
         """The session's meeting has begun, or will not."""
-        self._entered.notify()
+        self._sessions.open(session.head.key.round, session)
 
-    async def _on_stream(self, peer: PeerId, stream: Stream) -> None:
-        async with self.accounting.counting(stream):
-            hello = wire.expect(await first_frame(self.host, stream), JoinRound)
-            try:
-                await self._entered.until(lambda: self._at(hello) is not None, stream.deadline)
-            except TimeoutError:
-                raise PeerSilent(peer, f"round {hello.round} did not begin here") from None
-            session = self._at(hello)
-            assert session is not None
-            if why := session.misfit(peer, hello):
-                return await stream.send(RoundMismatch(session.head.key.round + session.ended, why[:128]))
-            await session.serve(peer, stream, hello)
+    async def _on_stream(self, stream: Stream, hello: JoinRound) -> None:
+        """Serve a stream when its round has begun here, or refuse it when that is over."""
+        self._latest_round = max(self._latest_round, hello.round)
+        if self._session:
+            self._session.hear(hello.round)
+        session = await self._sessions.wait_for(hello.round, stream, lambda: self._is_past(hello)) or self._session
+        assert session is not None
+        if why := session.misfit(stream.peer, hello):
+            return await stream.send(RoundMismatch(session.head.key.round + session.ended, why[:128]))
+        await session.serve(stream.peer, stream, hello)
 
-    def _at(self, hello: JoinRound) -> SynchronousSession | None:
-        """The session that answers a stream: the round has begun here, or is over; None while neither is so.
-
-        Raises:
-            BadPayload: the stream is of another run.
-        """
-        session = self._session
-        if session is None:
-            return None
-        key = session.head.key
-        if (key.run, key.scope) != (hello.run, hello.scope):
-            raise BadPayload("a stream of another run or scope")
-        if hello.round > key.round:
-            session.hear(hello.round)
-            return None
-        if hello.round < key.round or session.meeting or session.ended:
-            return session
-        return None
+    def _is_past(self, hello: JoinRound) -> bool:
+        return self._session is not None and hello.round < self._session.head.key.round
 
 
 class SynchronousSession:
@@ -147,22 +129,21 @@ class SynchronousSession:
         return {}
 
     async def average(self, mine: Sequence[Vector], work: LocalProgress, into: Sequence[Vector]) -> AveragingResult:
-        averager, host = self._averager, self._averager.host
-        channel, task = RoundChannel(averager.method, averager.accounting), RoundTask(mine, into, work)
-        meeting = SynchronousRound(host, averager.settings, channel, self.head.key, task, self.deadline)
+        averager, task = self._averager, RoundTask(mine, into, work)
+        meeting = SynchronousRound(averager.endpoint, averager.method, self.head, task, self.deadline)
         if self.round > self.head.key.round:
             meeting.spoil(f"others are in round {self.round + 1} already")
         elif len(meeting.members) == 1:
             meeting.spoil("")  # there is nobody: nothing is wrong, and nothing is averaged
         else:
             self.meeting, self.exchange = meeting, averager.way(meeting)
-            averager.met()
+            averager.met(self)
             await self._meet(meeting, self.exchange)
         blamed, sent, received = averager.accounting.take()
         if not meeting.over:
             self.round = max(self.round, meeting.ahead - 1)
             if meeting.why and not blamed:
-                blamed = (PeerFault(host.me, meeting.why),)
+                blamed = (PeerFault(averager.me.peer, meeting.why),)
             return AveragingResult(Outcome.SKIPPED, blamed=blamed, bytes_sent=sent, bytes_received=received)
         return AveragingResult(
             Outcome.COMMITTED,
@@ -226,11 +207,13 @@ class SynchronousSession:
 
     async def _watch(self, meeting: SynchronousRound) -> None:
         """A member that is gone spoils the round at once."""
-        if gone := await until_gone(self._averager.host.members, meeting.members, meeting.deadline):
+        if gone := await until_gone(self._averager.endpoint.host.members, meeting.members, meeting.deadline):
             meeting.spoil("gone in the middle of a round", *gone)
 
     def hear(self, number: int) -> None:
-        """Others are in that later round: go there. One that has met may still come to its end."""
+        """Others are in that round: go there if it is later. One that has met may still come to its end."""
+        if number <= self.head.key.round:
+            return
         if self.meeting:
             self.meeting.ahead = max(self.meeting.ahead, number)
         else:
@@ -241,4 +224,4 @@ class SynchronousSession:
         self.ended = True
         if self.meeting:
             self.meeting.spoil("this peer has left the round")
-        self._averager.met()
+        self._averager.met(self)

@@ -14,20 +14,9 @@ from typing import Protocol
 from protocols import wire
 from protocols.aio import Notifier
 from protocols.allreduce.parts import PartLayout, ReducedPart
-from protocols.base import (
-    Deadline,
-    Header,
-    Host,
-    LocalProgress,
-    PeerId,
-    ProtocolError,
-    RoundKey,
-    Settings,
-    Stream,
-    Vector,
-)
+from protocols.base import Deadline, Head, Header, LocalProgress, PeerId, ProtocolError, Stream, Vector
 from protocols.codec import state_codec
-from protocols.control_channel import RoundAccounting
+from protocols.endpoint import ProtocolEndpoint
 from protocols.vectors import VectorView
 from protocols.wire import digest, real, register, text, uint
 
@@ -102,19 +91,6 @@ class AllReduceAlgorithm(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class RoundChannel:
-    """How the members of a round reach each other.
-
-    Attributes:
-        method: of the data streams.
-        accounting: counts their bytes, and names peers that broke a rule.
-    """
-
-    method: str
-    accounting: RoundAccounting
-
-
-@dataclass(frozen=True, slots=True)
 class RoundTask:
     """What this peer brings to a round, and where the mean goes.
 
@@ -142,25 +118,25 @@ class SynchronousRound:
 
     def __init__(
         self,
-        host: Host,
-        settings: Settings,
-        channel: RoundChannel,
-        key: RoundKey,
+        endpoint: ProtocolEndpoint,
+        method: str,
+        head: Head,
         task: RoundTask,
         deadline: Deadline,
     ) -> None:
-        self.host, self.method, self.accounting = host, channel.method, channel.accounting
-        self.key, self.deadline = key, deadline
-        self.members = host.members.live()
+        self.host, self.accounting = endpoint.host, endpoint.accounting
+        self._endpoint, self._method = endpoint, method
+        self.key, self.deadline = head.key, deadline
+        self.members = self.host.members.live()
         self.peers = tuple(member.peer for member in self.members)
-        self.place = self.peers.index(host.me)
+        self.place = self.peers.index(endpoint.me.peer)
         self.mine, self.into = VectorView(task.mine), VectorView(task.into)
         self.weight = float(max(1, task.work.tokens))
-        self.codec, self.chunk_elements = state_codec(settings.codec), settings.chunk_elements
+        self.codec, self.chunk_elements = state_codec(endpoint.settings.codec), endpoint.settings.chunk_elements
         self.arrived: set[PeerId] = set()
         self.over = False
         self.why = ""
-        self.ahead = key.round
+        self.ahead = head.key.round
         named = "".join(f"{member.peer}/{member.incarnation}\n" for member in self.members)
         self.digest = hashlib.sha256(named.encode()).digest()
         self._notifier = Notifier()
@@ -177,10 +153,7 @@ class SynchronousRound:
         Raises:
             PeerError: as `Transport.open`.
         """
-        async with (
-            self.host.transport.open(peer, self.method, self.deadline) as stream,
-            self.accounting.counting(stream),
-        ):
+        async with self._endpoint.open(peer, self._method, self.deadline) as stream:
             await stream.send(self.hello(part))
             yield stream
 

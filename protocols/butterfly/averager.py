@@ -7,20 +7,18 @@ Here is what stays from round to round, and where a peer's streams find the roun
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from functools import partial
 
 from protocols import wire
-from protocols.aio import Notifier, task_group
+from protocols.aio import task_group
 from protocols.allreduce.all_reduce import DATA, next_claim
 from protocols.base import (
     BadPayload,
     Deadline,
     Head,
-    Header,
     Host,
-    Member,
     PeerId,
     PeerSilent,
     RoundKey,
@@ -33,11 +31,14 @@ from protocols.butterfly.part_cache import PartCache
 from protocols.butterfly.session import ButterflySession
 from protocols.codec import codec
 from protocols.consensus import record as records
-from protocols.consensus.messages import StartBallot, VoteMessage
-from protocols.control_channel import ControlChannel, RoundAccounting, first_frame, serve_control_stream
+from protocols.consensus.messages import MESSAGES, StartBallot, VoteMessage
+from protocols.control_channel import ControlChannel
+from protocols.endpoint import ProtocolEndpoint, SessionTable
 from protocols.robust import known
 
 CONTROL = "starling/butterfly/control/1"
+RoundMessage = wire.Ready | wire.Plan | wire.AdmissionRequest | VoteMessage
+ROUND_MESSAGES: tuple[type[RoundMessage], ...] = (wire.Ready, wire.Plan, wire.AdmissionRequest, *MESSAGES)
 FORGOTTEN_LIMIT = 1 << 16
 PARKED_LIMIT = 16
 """Messages of one peer that is a round ahead of us which are kept until we get there."""
@@ -66,9 +67,8 @@ class Butterfly:
             part_cache: holds the reduced parts; None: one that keeps them in memory.
             on_ahead: called with a peer that is rounds ahead of this one, or on another branch.
         """
-        self.host, self.settings = host, settings
-        self.me = Member(host.me, settings.incarnation)
-        self.accounting = RoundAccounting()
+        self.settings, self._endpoint = settings, ProtocolEndpoint(host, settings)
+        self.me, self.accounting = self._endpoint.me, self._endpoint.accounting
         known(settings.robust)
         self.bandwidth = settings.bandwidth
         self.part_cache, self._on_ahead = part_cache or PartCache(host), on_ahead
@@ -80,12 +80,11 @@ class Butterfly:
         # Who comes back to such a lineage, on another branch, has forgotten its promises there: it looks on.
         self._forgotten: dict[bytes, None] = {}
         # The last round's session stays: who was slow to hand in fetches the reduced parts from it.
-        self._sessions: dict[bytes, ButterflySession] = {}
+        self._sessions = SessionTable[bytes, ButterflySession]()
         self._session: ButterflySession | None = None
-        self._parked: dict[PeerId, list[Header]] = {}
-        self._entered = Notifier()
-        host.transport.serve(CONTROL, self._on_control)
-        host.transport.serve(DATA, self._on_data)
+        self._parked = defaultdict[PeerId, deque[RoundMessage]](lambda: deque(maxlen=PARKED_LIMIT))
+        self._endpoint.listen(CONTROL, ROUND_MESSAGES, self._take)
+        self._endpoint.serve(DATA, wire.Contribute, self._on_data)
 
     @asynccontextmanager
     async def enter(self, head: Head, deadline: Deadline) -> AsyncIterator[ButterflySession]:
@@ -95,14 +94,15 @@ class Butterfly:
             self._decisions[lineage] = ConsensusDriver(self._context, head, may_vote, self._on_ahead)
         session = ButterflySession(self._context, head, self._decisions[lineage], self.bandwidth, deadline)
         self._forget(head.key)
-        self._session = self._sessions[lineage] = session
+        self._session = session
+        self._endpoint.bind(head.key)
         self._post.on_gone = session.gone
-        everybody = {member.peer for member in (*head.roster, *self.host.members.live())}
+        everybody = {member.peer for member in (*head.roster, *self._endpoint.host.members.live())}
         try:
             async with task_group() as group, self._post.run(group, deadline, everybody):
                 background = [group.create_task(session.live()), group.create_task(self.part_cache.save())]
-                self._entered.notify()
-                self._unpark(session)
+                self._sessions.open(lineage, session)
+                self._unpark()
                 try:
                     yield session
                 finally:
@@ -140,87 +140,64 @@ class Butterfly:
             [lineage for lineage, rounds in age.items() if rounds <= most],
             [lineage for lineage, rounds in age.items() if rounds <= 1],
         )
-        self._sessions = {
-            lineage: each for lineage, each in self._sessions.items() if each.head.key.round == key.round - 1
-        }
+        kept = [each.head.key for each in self._sessions.values()]
+        self._sessions.close(each.lineage for each in kept if each.round != key.round - 1)
 
     # -- control ------------------------------------------------------------------------------------------------------
 
-    async def _on_control(self, peer: PeerId, stream: Stream) -> None:
-        await serve_control_stream(self.host, self.accounting, stream, partial(self._take, peer))
-
-    def _take(self, peer: PeerId, message: Header) -> None:
-        """A message goes to the round that it is about; what is wrong with it is held against its sender.
+    def _take(self, peer: PeerId, message: RoundMessage) -> None:
+        """A message goes to the round that it is about.
 
         Raises:
-            BadPayload: not a control message, or of another run.
+            BadPayload: it breaks a rule of that round.
         """
-        if not isinstance(message, wire.Ready | wire.Plan | wire.AdmissionRequest | VoteMessage):
-            raise BadPayload(f"{type(message).__name__} on a control stream")
         session = self._session
         if session is None:
-            return self._park(peer, message)
+            return self._parked[peer].append(message)
         key, here = message.key, session.head.key
-        if (key.run, key.scope) != (here.run, here.scope):
-            raise BadPayload("a frame of another run or scope")
-        try:
-            if key == here:
-                session.take(peer, message)
-            elif key.lineage in self._decisions:
-                self._on_past(peer, message, self._decisions[key.lineage])
-            elif key.round == here.round + 1:
-                self._park(peer, message)
-                self._post.send(peer, StartBallot(here, self.me, session.decision.vote.ballot, ()))
-            else:
-                self._on_ahead(peer)
-        except BadPayload as error:
-            self.accounting.name(peer, f"refused: {error}")
+        if key == here:
+            session.take(peer, message)
+        elif key.lineage in self._decisions:
+            self._on_past(peer, message, self._decisions[key.lineage])
+        elif key.round == here.round + 1:
+            self._parked[peer].append(message)
+            self._post.send(peer, StartBallot(here, self.me, session.decision.vote.ballot, ()))
+        else:
+            self._on_ahead(peer)
 
-    def _on_past(self, peer: PeerId, message: Header, decision: ConsensusDriver) -> None:
+    def _on_past(self, peer: PeerId, message: RoundMessage, decision: ConsensusDriver) -> None:
         """Of a round that is over here: its certificate is the answer."""
         if isinstance(message, VoteMessage):
             decision.receive(peer, message)
         elif decision.certificate:
             self._post.send(peer, decision.certificate)
 
-    def _park(self, peer: PeerId, message: Header) -> None:
-        parked = self._parked.setdefault(peer, [])
-        parked.append(message)
-        del parked[:-PARKED_LIMIT]
-
-    def _unpark(self, session: ButterflySession) -> None:
-        parked, self._parked = self._parked, {}
-        for peer, messages in parked.items():
-            for message in messages:
-                try:
-                    self._take(peer, message)
-                except BadPayload as error:
-                    self.accounting.name(peer, f"refused: {error}")
+    def _unpark(self) -> None:
+        parked = [(peer, message) for peer, messages in self._parked.items() for message in messages]
+        self._parked.clear()
+        for peer, message in parked:
+            self._endpoint.deliver(CONTROL, peer, message)
 
     # -- data ---------------------------------------------------------------------------------------------------------
 
-    async def _on_data(self, peer: PeerId, stream: Stream) -> None:
-        async with self.accounting.counting(stream):
-            opening = wire.expect(await first_frame(self.host, stream), wire.Contribute)
-            session = await self._session_for(stream, opening.key)
-            await session.serve(peer, stream, opening)
-
-    async def _session_for(self, stream: Stream, key: RoundKey) -> ButterflySession:
-        """The session that a data stream is bound to, waited for if its opener is a round ahead of us.
+    async def _on_data(self, stream: Stream, opening: wire.Contribute) -> None:
+        """Serve a data stream at the session that it is bound to, waited for if its opener is a round ahead of us.
 
         Raises:
-            BadPayload: of another run or lineage, or of a round that nobody can be in.
+            BadPayload: of another lineage, or of a round that no peer can be in.
             PeerSilent: we did not enter that round in time, or it is over.
         """
-        here = self._session.head.key if self._session else None
+        key, here = opening.key, self._session.head.key if self._session else None
         if here and (key.round > here.round + 1 or (key.round == here.round and key != here)):
-            raise BadPayload(f"a contribution to another run or lineage, round {key.round}")
-        if here and key.round < here.round and key.lineage not in self._sessions:
+            raise BadPayload(f"a contribution to another lineage, round {key.round}")
+        if here and key.round < here.round and not self._sessions.get(key.lineage):
             if key.lineage not in self._decisions:
                 raise BadPayload(f"a stale contribution to round {key.round}")
             raise PeerSilent(stream.peer, f"round {key.round} is over")
-        try:
-            await self._entered.until(lambda: key.lineage in self._sessions, stream.deadline)
-        except TimeoutError:
-            raise PeerSilent(stream.peer, f"round {key.round} did not begin here") from None
-        return self._sessions[key.lineage]
+        session = await self._sessions.wait_for(key.lineage, stream, lambda: self._is_past(key))
+        if session is None:
+            raise PeerSilent(stream.peer, f"round {key.round} is over")
+        await session.serve(stream.peer, stream, opening)
+
+    def _is_past(self, key: RoundKey) -> bool:
+        return self._session is not None and key.round < self._session.head.key.round

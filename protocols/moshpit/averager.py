@@ -16,14 +16,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
 
 from protocols import wire
-from protocols.aio import Notifier, task_group
+from protocols.aio import task_group
 from protocols.allreduce.plan import offer_message
-from protocols.base import BadPayload, Deadline, Head, Header, Host, Member, PeerId, PeerSilent, Settings, Stream
+from protocols.base import BadPayload, Deadline, Head, Host, PeerId, PeerSilent, Settings, Stream
 from protocols.codec import state_codec
-from protocols.control_channel import ControlChannel, RoundAccounting, first_frame, serve_control_stream
+from protocols.control_channel import ControlChannel
+from protocols.endpoint import ProtocolEndpoint
 from protocols.moshpit.grid import GROUP_MOST
 from protocols.moshpit.group_allreduce import DATA, PART, GroupAllReduce
 from protocols.moshpit.matchmaker import MoshpitContext
@@ -50,20 +50,22 @@ class Moshpit:
             told: whom a peer tells where it stands, at most.
         """
         self.host, self.settings = host, settings
-        self.me = Member(host.me, settings.incarnation)
-        self.accounting = RoundAccounting()
+        self._endpoint = ProtocolEndpoint(host, settings, acquaintances=lambda: self._moshpit.found)
+        self.me, self.accounting = self._endpoint.me, self._endpoint.accounting
         self._post = ControlChannel(host, CONTROL, self.accounting)
         used, tracker = state_codec(settings.codec), PeerTracker(self.me)
-        context = MoshpitContext(host, settings, used, self.me, self.accounting, self._post, tracker, Notifier())
+        context = MoshpitContext(host, settings, used, self.me, self.accounting, self._post, tracker)
         self._moshpit = MoshpitState(context, most, told)
         self._session: MoshpitSession | None = None
-        host.transport.serve(CONTROL, self._on_control)
-        host.transport.serve(DATA, self._on_data)
-        host.transport.serve(PART, self._on_part)
+        self._endpoint.listen(CONTROL, [PositionAnnouncement], self._hear)
+        self._endpoint.listen(CONTROL, [wire.Plan], self._on_plan)
+        self._endpoint.serve(DATA, wire.Contribute, self._on_data)
+        self._endpoint.serve(PART, wire.Contribute, self._on_part)
 
     @asynccontextmanager
     async def enter(self, head: Head, deadline: Deadline) -> AsyncIterator[MoshpitSession]:
         session = self._session = MoshpitSession(self._moshpit, head, deadline)
+        self._endpoint.bind(head.key)
         self._post.on_gone = session.gone
         try:
             async with task_group() as group, self._post.run(group, deadline, [*self._moshpit.in_sight()]):
@@ -78,37 +80,6 @@ class Moshpit:
 
     # -- what others say ----------------------------------------------------------------------------------------------
 
-    async def _on_control(self, peer: PeerId, stream: Stream) -> None:
-        await serve_control_stream(self.host, self.accounting, stream, partial(self._take, peer), self._moshpit.found)
-
-    def _take(self, peer: PeerId, message: Header) -> None:
-        """A message; what is wrong with one is held against its sender, who may say better ones.
-
-        Raises:
-            BadPayload: of another kind or run.
-        """
-        if not isinstance(message, PositionAnnouncement | wire.Plan):
-            raise BadPayload(f"{type(message).__name__} on a control stream")
-        if self._session is None:
-            if isinstance(message, PositionAnnouncement):
-                self._hear(peer, message)
-            return
-        here = self._session.head.key
-        run, scope = (
-            (message.run, message.scope)
-            if isinstance(message, PositionAnnouncement)
-            else (message.key.run, message.key.scope)
-        )
-        if (run, scope) != (here.run, here.scope):
-            raise BadPayload("a frame of another run or scope")
-        try:
-            if isinstance(message, PositionAnnouncement):
-                self._hear(peer, message)
-            else:
-                self._session.on_plan(peer, message)
-        except BadPayload as error:
-            self.accounting.name(peer, f"refused: {error}")
-
     def _hear(self, peer: PeerId, here: PositionAnnouncement) -> None:
         check(here, peer)
         for offer in here.offer:
@@ -117,43 +88,33 @@ class Moshpit:
         if self._moshpit.hear(here) and self._session:
             self._session.heard(here)
 
+    def _on_plan(self, peer: PeerId, plan: wire.Plan) -> None:
+        if self._session:
+            self._session.on_plan(peer, plan)
+
     # -- data ---------------------------------------------------------------------------------------------------------
 
-    async def _on_data(self, peer: PeerId, stream: Stream) -> None:
-        async with self.accounting.counting(stream):
-            mixing, opening = await self._mixing_for(peer, stream)
-            await mixing.serve(peer, stream, opening)
+    async def _on_data(self, stream: Stream, opening: wire.Contribute) -> None:
+        await (await self._mixing_for(stream, opening)).serve(stream.peer, stream, opening)
 
-    async def _on_part(self, peer: PeerId, stream: Stream) -> None:
-        async with self.accounting.counting(stream):
-            mixing, opening = await self._mixing_for(peer, stream)
-            await mixing.serve_part(peer, stream, opening)
+    async def _on_part(self, stream: Stream, opening: wire.Contribute) -> None:
+        await (await self._mixing_for(stream, opening)).serve_part(stream.peer, stream, opening)
 
-    async def _mixing_for(self, peer: PeerId, stream: Stream) -> tuple[GroupAllReduce, wire.Contribute]:
+    async def _mixing_for(self, stream: Stream, opening: wire.Contribute) -> GroupAllReduce:
         """The group that a stream is for, which its opener may have heard of before us.
 
         Raises:
-            BadPayload: of another run, or a stale group.
+            BadPayload: a stale group, or another than its plan's.
             PeerSilent: we are in another group, or did not hear of this one in time.
         """
-        opening = wire.expect(await first_frame(self.host, stream, self._moshpit.found), wire.Contribute)
         key, moshpit = opening.key, self._moshpit
-        here = self._session.head.key if self._session else None
-        if here and (key.run, key.scope) != (here.run, here.scope):
-            raise BadPayload("a contribution to another run or scope")
-        if self._session and opening.plan not in moshpit.mixings and key.round < self._session.round:
+        if self._session and not moshpit.mixings.get(opening.plan) and key.round < self._session.round:
             raise BadPayload(f"a stale contribution, to round {key.round}")
-        until = min(stream.deadline, asyncio.get_running_loop().time() + ENTER_SECONDS)
-        try:
-            await moshpit.context.entered.until(
-                lambda: opening.plan in moshpit.mixings or key.lineage in moshpit.closed, until
-            )
-        except TimeoutError:
-            raise PeerSilent(peer, "its group did not begin here") from None
-        if opening.plan not in moshpit.mixings:
-            raise PeerSilent(peer, "this peer is not in that group")
-        mixing = moshpit.mixings[opening.plan]
+        until = asyncio.get_running_loop().time() + ENTER_SECONDS
+        mixing = await moshpit.mixings.wait_for(opening.plan, stream, lambda: key.lineage in moshpit.closed, until)
+        if mixing is None:
+            raise PeerSilent(stream.peer, "this peer is not in that group")
         if key != mixing.key:
-            mixing.lose(peer, "refused: a contribution to another group")
+            mixing.lose(stream.peer, "refused: a contribution to another group")
             raise BadPayload("a contribution to another group than its plan's")
-        return mixing, opening
+        return mixing

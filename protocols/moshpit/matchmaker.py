@@ -37,11 +37,7 @@ UNCLIPPED = math.inf
 
 @dataclass(frozen=True, slots=True)
 class MoshpitContext:
-    """What all groups of one averager work with.
-
-    Attributes:
-        entered: rings when this peer has entered a group, or left one.
-    """
+    """What all groups of one averager work with."""
 
     host: Host
     settings: Settings
@@ -50,7 +46,6 @@ class MoshpitContext:
     accounting: RoundAccounting
     post: ControlChannel
     tracker: PeerTracker
-    entered: Notifier
 
     @property
     def answer_seconds(self) -> float:

@@ -11,6 +11,7 @@ import torch
 
 from protocols.aio import Notifier
 from protocols.base import Deadline, Member, PeerId, RoundKey, Vector
+from protocols.endpoint import SessionTable
 from protocols.moshpit.grid import Cell, Grid, assign_cell, choose_grid, default_cell
 from protocols.moshpit.group_allreduce import GroupAllReduce
 from protocols.moshpit.matchmaker import MoshpitContext
@@ -47,7 +48,7 @@ class MoshpitState:
         self.index: Cell | None = None
         self.found: dict[PeerId, bytes] = {}
         self.coming = b""
-        self.mixings: dict[bytes, GroupAllReduce] = {}
+        self.mixings = SessionTable[bytes, GroupAllReduce]()
         self.closed: dict[bytes, None] = {}
         self.bandwidth = context.settings.bandwidth
         self.numbered = 0
@@ -177,14 +178,12 @@ class MoshpitState:
         self.closed[lineage] = None
         while len(self.closed) > MAX_CLOSED:
             del self.closed[next(iter(self.closed))]
-        self.context.entered.notify()
+        self.mixings.wake()
 
     def keep(self, mixing: GroupAllReduce) -> None:
         """A data phase begins."""
-        self.mixings[mixing.resolved.digest] = mixing
-        while len(self.mixings) > KEEP_GROUPS:
-            del self.mixings[next(iter(self.mixings))]
-        self.context.entered.notify()
+        self.mixings.open(mixing.resolved.digest, mixing)
+        self.mixings.close(self.mixings.keys()[:-KEEP_GROUPS])
 
     def spare_buffers(self, like: Sequence[Vector]) -> list[Vector]:
         """Room for one more state."""

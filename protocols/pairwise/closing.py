@@ -13,11 +13,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from protocols.aio import Notifier
-from protocols.base import BadPayload, Deadline, Header, Host, Member, PeerError, PeerGone, PeerId, PeerSilent, Stream
-from protocols.control_channel import RoundAccounting, first_frame
+from protocols.base import BadPayload, Deadline, Header, Member, PeerError, PeerGone, PeerId, Stream
+from protocols.endpoint import ProtocolEndpoint
 from protocols.pairwise.peer_timeouts import PeerTimeouts
 from protocols.pairwise.shared_state import SharedStateSession
-from protocols.pairwise.state_swap import HEADER_LIMIT, ExchangeMessage, hear
+from protocols.pairwise.state_swap import ExchangeMessage, hear
 from protocols.wire import register, uint
 
 CLOSING = "starling/pairs/closing/1"
@@ -48,14 +48,14 @@ class ClosingExchanges:
         at: the step that this peer is at.
     """
 
-    def __init__(self, host: Host, me: Member, accounting: RoundAccounting, patience: PeerTimeouts) -> None:
+    def __init__(self, endpoint: ProtocolEndpoint, patience: PeerTimeouts) -> None:
         self.at = BEFORE
-        self._host, self._me, self._accounting, self._patience = host, me, accounting, patience
+        self._endpoint, self._members, self._patience = endpoint, endpoint.host.members, patience
         self._session: SharedStateSession | None = None
         self._number, self._asked = BEFORE, 0
         self._heard: dict[Member, int] = {}  # of live members
         self._notifier = Notifier()
-        host.transport.serve(CLOSING, self._serve)
+        endpoint.serve(CLOSING, ClosingStep, self._serve)
 
     async def run(
         self,
@@ -77,7 +77,7 @@ class ClosingExchanges:
             for self._number, needed in enumerate(steps, 1):
                 if session.cut.is_set():
                     break
-                live = {member.peer: member for member in self._host.members.live() if member != self._me}
+                live = {member.peer: member for member in self._members.live() if member != self._endpoint.me}
                 there = tuple(live.get(peer) for peer in needed)
                 waits = [self._patience.timeout_seconds(each.peer, size_bytes) for each in there if each]
                 until += STEP_SECONDS + max(waits) if waits else 0.0
@@ -100,18 +100,15 @@ class ClosingExchanges:
 
     def _is_awaited(self, partner: Member) -> bool:
         now = asyncio.get_running_loop().time()
-        return partner in self._host.members.live() and not self._patience.resting(partner.peer, now)
+        return partner in self._members.live() and not self._patience.resting(partner.peer, now)
 
     async def _ask(self, session: SharedStateSession, partner: Member, until: Deadline) -> int | None:
         """Which step it is at; None: it does not take part."""
         self._asked += 1
-        peer, question = partner.peer, ClosingStep(session.key, self._me, self._asked, self.at)
+        peer, question = partner.peer, ClosingStep(session.key, self._endpoint.me, self._asked, self.at)
         answer_by = min(until, asyncio.get_running_loop().time() + self._patience.answer_seconds(peer))
         try:
-            async with (
-                self._host.transport.open(peer, CLOSING, answer_by) as stream,
-                self._accounting.counting(stream),
-            ):
+            async with self._endpoint.open(peer, CLOSING, answer_by) as stream:
                 await stream.send(question)
                 return (await hear(stream, ClosingStep, question)).step
         except (PeerGone, BadPayload):
@@ -119,18 +116,8 @@ class ClosingExchanges:
         except PeerError:
             return BEFORE
 
-    async def _serve(self, peer: PeerId, stream: Stream) -> None:
-        async with self._accounting.counting(stream):
-            message = await first_frame(self._host, stream, limit_bytes=HEADER_LIMIT)
-            if not isinstance(message, ClosingStep):
-                raise BadPayload(f"{type(message).__name__} is no step")
-            if message.sender.peer != peer:
-                raise BadPayload(f"a step of {message.sender.peer}")
-            if message.sender not in self._host.members.live():
-                raise PeerSilent(peer, "not a live member")
-            if session := self._session:
-                if (message.key.run, message.key.scope) != (session.key.run, session.key.scope):
-                    raise BadPayload("a step of another run or scope")
-                self._heard[message.sender] = message.step
-                self._notifier.notify()
-            await stream.send(ClosingStep(message.key, self._me, message.sequence, self.at))
+    async def _serve(self, stream: Stream, message: ClosingStep) -> None:
+        if self._session:
+            self._heard[message.sender] = message.step
+            self._notifier.notify()
+        await stream.send(ClosingStep(message.key, self._endpoint.me, message.sequence, self.at))

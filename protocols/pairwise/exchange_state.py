@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from protocols.aio import Notifier
-from protocols.base import Contribution, Deadline, Host, Member, PeerId, PeerSilent, RoundKey, Settings
+from protocols.base import Contribution, Deadline, Member, PeerId, PeerSilent, RoundKey
 from protocols.codec import codec
-from protocols.control_channel import RoundAccounting
+from protocols.endpoint import ProtocolEndpoint
 from protocols.pairwise.claimed_rounds import ClaimedRounds
 from protocols.pairwise.peer_timeouts import PeerTimeouts
 from protocols.pairwise.state_swap import ExchangeRequest, StateSwap, exchange_id
@@ -82,8 +82,10 @@ class ExchangeState:
     notifier: rings when an exchange has ended.
     """
 
-    def __init__(self, host: Host, settings: Settings, me: Member, accounting: RoundAccounting) -> None:
-        self.host, self.me, self.accounting, self.codec = host, me, accounting, codec(settings.codec)
+    def __init__(self, endpoint: ProtocolEndpoint) -> None:
+        settings = endpoint.settings
+        self.endpoint, self.codec = endpoint, codec(settings.codec)
+        self.host, self.me, self.accounting = endpoint.host, endpoint.me, endpoint.accounting
         self.patience, self.notifier = PeerTimeouts(settings.bandwidth), Notifier()
         self.half_exchanges = 0
         self.estimator, self.round = ClaimedRounds(), 0

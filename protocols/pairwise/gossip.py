@@ -16,14 +16,16 @@ import asyncio
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager, suppress
 
+from protocols.aio import set_at
 from protocols.base import Deadline, Head, Host, Member, PeerId, Settings
-from protocols.control_channel import RoundAccounting
+from protocols.endpoint import ProtocolEndpoint
 from protocols.pairwise import matching
 from protocols.pairwise.closing import ClosingExchanges
 from protocols.pairwise.exchange_state import ExchangeState
 from protocols.pairwise.initiator import ExchangeInitiator, ExchangeOutcome
 from protocols.pairwise.responder import ExchangeResponder
-from protocols.pairwise.shared_state import SharedStateSession, cut_at
+from protocols.pairwise.shared_state import SharedStateSession
+from protocols.pairwise.state_swap import HEADER_LIMIT
 from protocols.vectors import VectorView
 
 OTHERS = 2
@@ -52,13 +54,13 @@ class Gossip:
         """
         matching.known(settings.schedule)
         self.host, self.schedule = host, settings.schedule
-        self.me = Member(host.me, settings.incarnation)
-        self.accounting, self.rng = RoundAccounting(), host.rng("gossip")
-        self.exchanges = ExchangeState(host, settings, self.me, self.accounting)
+        self._endpoint, self.rng = ProtocolEndpoint(host, settings, HEADER_LIMIT), host.rng("gossip")
+        self.me, self.accounting = self._endpoint.me, self._endpoint.accounting
+        self.exchanges = ExchangeState(self._endpoint)
         self.estimator = self.exchanges.estimator
         self._initiator = ExchangeInitiator(self.exchanges)
         ExchangeResponder(self.exchanges, self._initiator)
-        self._steps = ClosingExchanges(host, self.me, self.accounting, self.exchanges.patience)
+        self._steps = ClosingExchanges(self._endpoint, self.exchanges.patience)
 
     @property
     def half_exchanges(self) -> int:
@@ -68,9 +70,10 @@ class Gossip:
     @asynccontextmanager
     async def enter(self, head: Head, deadline: Deadline) -> AsyncIterator[SharedStateSession]:
         session = SharedStateSession(self, head, deadline)
+        self._endpoint.bind(head.key)
         self.exchanges.open(session)
         try:
-            async with cut_at(session):
+            async with set_at(session.cut, deadline):
                 yield session
         finally:
             await self.exchanges.close()

@@ -69,8 +69,7 @@ class ExchangeInitiator:
         try:
             async with (
                 asyncio.timeout_at(answer_by) as limit,
-                exchanges.host.transport.open(peer, EXCHANGE, until) as stream,
-                exchanges.accounting.counting(stream),
+                exchanges.endpoint.open(peer, EXCHANGE, until) as stream,
             ):
                 await stream.send(ask)
                 answer = await hear(stream, ExchangeReply, ask)
@@ -120,10 +119,7 @@ class ExchangeInitiator:
         try:
             if isinstance(error, BadPayload):
                 raise error
-            async with (
-                exchanges.host.transport.open(peer, EXCHANGE, deadline) as stream,
-                exchanges.accounting.counting(stream),
-            ):
+            async with exchanges.endpoint.open(peer, EXCHANGE, deadline) as stream:
                 await stream.send(OutcomeQuery(ask.key, exchanges.me, ask.sequence))
                 exchange.moving = (await hear(stream, OutcomeReply, ask)).moved
         except (PeerError, BadPayload):

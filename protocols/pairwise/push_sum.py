@@ -24,12 +24,13 @@ import asyncio
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager, suppress
 
+from protocols.aio import set_at
 from protocols.base import Deadline, Head, Host, Member, PeerId, Settings
 from protocols.pairwise import matching
 from protocols.pairwise.closing import STEP_POLL_SECONDS, ClosingExchanges
 from protocols.pairwise.share_receiver import ShareReceiver
 from protocols.pairwise.share_sender import MAX_KEPT, ShareSender
-from protocols.pairwise.shared_state import SharedStateSession, cut_at
+from protocols.pairwise.shared_state import SharedStateSession
 from protocols.pairwise.weighted_state import WeightedState
 from protocols.vectors import VectorView
 
@@ -56,7 +57,7 @@ class PushSum:
         self.me, self.accounting, self.estimator = self.weighted.me, self.weighted.accounting, self.weighted.estimator
         self.share_sender = ShareSender(self.weighted)
         ShareReceiver(self.weighted, settings.bandwidth)
-        self._steps = ClosingExchanges(host, self.me, self.accounting, self.weighted.patience)
+        self._steps = ClosingExchanges(self.weighted.endpoint, self.weighted.patience)
 
     @property
     def half_exchanges(self) -> int:
@@ -66,8 +67,9 @@ class PushSum:
     @asynccontextmanager
     async def enter(self, head: Head, deadline: Deadline) -> AsyncIterator[SharedStateSession]:
         self.weighted.session = session = SharedStateSession(self, head, deadline)
+        self.weighted.endpoint.bind(head.key)
         try:
-            async with cut_at(session):
+            async with set_at(session.cut, deadline):
                 yield session
         finally:
             session.state, self.weighted.session = None, None

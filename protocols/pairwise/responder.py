@@ -7,14 +7,12 @@ from collections import OrderedDict
 from contextlib import suppress
 
 from protocols.aio import peer_timeout, run_with_helper
-from protocols.base import BadPayload, PeerError, PeerId, PeerSilent, Stream
-from protocols.control_channel import first_frame
+from protocols.base import BadPayload, PeerError, Stream
 from protocols.pairwise.exchange_state import ExchangeState, PairExchange
 from protocols.pairwise.initiator import ExchangeInitiator
 from protocols.pairwise.peer_timeouts import CHEAP_SECONDS, MAX_PEERS, RequestDeduplicator
 from protocols.pairwise.state_swap import (
     EXCHANGE,
-    HEADER_LIMIT,
     ExchangeReply,
     ExchangeRequest,
     OutcomeQuery,
@@ -36,50 +34,37 @@ class ExchangeResponder:
         self._questions = RequestDeduplicator()
         self._moved: OrderedDict[str, None] = OrderedDict()  # questions after which we have
         self._doubted: dict[str, PairExchange] = {}  # of these, where we do not know yet that the asker has, too
-        exchanges.host.transport.serve(EXCHANGE, self._serve)
+        exchanges.endpoint.serve(EXCHANGE, ExchangeRequest, self._serve)
+        exchanges.endpoint.serve(EXCHANGE, OutcomeQuery, self._tell)
 
-    async def _serve(self, peer: PeerId, stream: Stream) -> None:
+    async def _serve(self, stream: Stream, ask: ExchangeRequest) -> None:
         exchanges = self._exchanges
-        async with exchanges.accounting.counting(stream):
-            message = await first_frame(exchanges.host, stream, limit_bytes=HEADER_LIMIT)
-            if not isinstance(message, ExchangeRequest | OutcomeQuery):
-                raise BadPayload(f"{type(message).__name__} opens no exchange")
-            self._admit(peer, message)
-            if isinstance(message, OutcomeQuery):
-                return await stream.send(
-                    OutcomeReply(message.key, exchanges.me, message.sequence, self._settle(message))
-                )
-            exchange = self._accept(message, stream)
-            if exchange is None:
-                return await stream.send(self._answer(message, False))
-            try:
-                await self._follow(exchange, stream)
-            finally:
-                exchanges.end(exchange)
-            await self._last_word(exchange, stream)
+        self._admit(ask)
+        exchange = self._accept(ask, stream)
+        if exchange is None:
+            return await stream.send(self._answer(ask, False))
+        try:
+            await self._follow(exchange, stream)
+        finally:
+            exchanges.end(exchange)
+        await self._last_word(exchange, stream)
+
+    async def _tell(self, stream: Stream, query: OutcomeQuery) -> None:
+        await stream.send(OutcomeReply(query.key, self._exchanges.me, query.sequence, self._settle(query)))
 
     def _answer(self, ask: ExchangeRequest, accepted: bool) -> ExchangeReply:
         return ExchangeReply(ask.key, self._exchanges.me, ask.sequence, accepted, self._exchanges.round)
 
-    def _admit(self, peer: PeerId, message: ExchangeRequest | OutcomeQuery) -> None:
+    def _admit(self, ask: ExchangeRequest) -> None:
         """
         Raises:
-            BadPayload: of another sender, run, scope or codec, or asked before.
-            PeerSilent: of nobody who is known to be alive, in this life.
+            BadPayload: of another codec, or asked before.
         """
-        exchanges, key = self._exchanges, message.key
-        if message.sender.peer != peer:
-            raise BadPayload(f"a question of {message.sender.peer}")
-        if message.sender not in exchanges.host.members.live():
-            raise PeerSilent(peer, "not a live member")
-        here = exchanges.owner.key if exchanges.owner else key
-        if (key.run, key.scope) != (here.run, here.scope):
-            raise BadPayload("a question of another run or scope")
-        if isinstance(message, ExchangeRequest):
-            self._questions.hear(message.sender, message.sequence, key.round)
-            if message.codec != exchanges.codec.name:
-                raise BadPayload(f"codec {message.codec!r} where the run uses {exchanges.codec.name}")
-            exchanges.estimator.hear(peer, key.round)
+        exchanges = self._exchanges
+        self._questions.hear(ask.sender, ask.sequence, ask.key.round)
+        if ask.codec != exchanges.codec.name:
+            raise BadPayload(f"codec {ask.codec!r} where the run uses {exchanges.codec.name}")
+        exchanges.estimator.hear(ask.sender.peer, ask.key.round)
 
     def _accept(self, ask: ExchangeRequest, stream: Stream) -> PairExchange | None:
         """Begin the exchange, unless we are busy, or there is no time for it.

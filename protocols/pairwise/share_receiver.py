@@ -7,13 +7,12 @@ import asyncio
 from protocols.aio import run_with_helper
 from protocols.allreduce.parts import ReducedPart
 from protocols.base import BadPayload, PeerId, PeerSilent, Stream
-from protocols.control_channel import first_frame
 from protocols.pairwise.mass_ledger import Share
 from protocols.pairwise.peer_timeouts import CHEAP_SECONDS, PeerTimeouts
 from protocols.pairwise.shared_state import SharedStateSession
 from protocols.pairwise.shares import PUSH, PushShare, RecallShare, ShareStatus
 from protocols.pairwise.state_receiver import StateReceiver
-from protocols.pairwise.state_swap import HEADER_LIMIT, watch
+from protocols.pairwise.state_swap import watch
 from protocols.pairwise.weighted_state import WeightedState
 from protocols.vectors import VectorView
 
@@ -31,34 +30,29 @@ class ShareReceiver:
         self._weighted = weighted
         self._patience = PeerTimeouts(bandwidth)  # with lines as they are this way
         self._taking: set[PeerId] = set()
-        weighted.host.transport.serve(PUSH, self._serve)
+        weighted.endpoint.serve(PUSH, PushShare, self._serve)
+        weighted.endpoint.serve(PUSH, RecallShare, self._tell)
 
-    async def _serve(self, peer: PeerId, stream: Stream) -> None:
-        weighted = self._weighted
-        async with weighted.accounting.counting(stream):
-            message = await first_frame(weighted.host, stream, limit_bytes=HEADER_LIMIT)
-            if not isinstance(message, PushShare | RecallShare):
-                raise BadPayload(f"{type(message).__name__} opens no share")
-            self._admit(peer, message)
-            state = weighted.state
-            if (
-                isinstance(message, RecallShare)
-                or state is None
-                or self._is_busy(peer)
-                or self._is_full(message.weight)
-            ):
-                counted = weighted.masses.recalled(message.sender, message.sequence)
-            else:
-                self._taking.add(peer)
-                try:
-                    counted = await self._take(state, message, stream)
-                except BadPayload:  # what is given to it would be lost to us as well
-                    for patience in (self._patience, weighted.patience):
-                        patience.distrust(peer, asyncio.get_running_loop().time())
-                    raise
-                finally:
-                    self._taking.remove(peer)
-            await stream.send(ShareStatus(message.key, weighted.me, message.sequence, counted))
+    async def _serve(self, stream: Stream, give: PushShare) -> None:
+        weighted, state, peer = self._weighted, self._weighted.state, stream.peer
+        self._admit(give)
+        if state is None or self._is_busy(peer) or self._is_full(give.weight):
+            return await self._tell(stream, give)
+        self._taking.add(peer)
+        try:
+            counted = await self._take(state, give, stream)
+        except BadPayload:  # what is given to it would be lost to us as well
+            for patience in (self._patience, weighted.patience):
+                patience.distrust(peer, asyncio.get_running_loop().time())
+            raise
+        finally:
+            self._taking.remove(peer)
+        await stream.send(ShareStatus(give.key, weighted.me, give.sequence, counted))
+
+    async def _tell(self, stream: Stream, share: PushShare | RecallShare) -> None:
+        """Say whether a share has been counted; if not, it never will be."""
+        counted = self._weighted.masses.recalled(share.sender, share.sequence)
+        await stream.send(ShareStatus(share.key, self._weighted.me, share.sequence, counted))
 
     def _is_busy(self, peer: PeerId) -> bool:
         now = asyncio.get_running_loop().time()
@@ -67,26 +61,17 @@ class ShareReceiver:
     def _is_full(self, weight: float) -> bool:
         return self._weighted.masses.mass + weight > 2 * MOST_SHARE
 
-    def _admit(self, peer: PeerId, message: PushShare | RecallShare) -> None:
+    def _admit(self, give: PushShare) -> None:
         """
         Raises:
-            BadPayload: of another sender, run or scope, or of another codec or weight than can be.
-            PeerSilent: of nobody who is known to be alive, or for another life of ours.
+            BadPayload: of another codec or weight than can be.
         """
         weighted = self._weighted
-        if message.sender.peer != peer or message.to.peer != weighted.me.peer:
-            raise BadPayload(f"a share of {message.sender.peer} for {message.to.peer}")
-        if message.sender not in weighted.host.members.live() or message.to != weighted.me:
-            raise PeerSilent(peer, "not of a live member, or not for this life of ours")
-        session = weighted.session
-        if session and (message.key.run, message.key.scope) != (session.key.run, session.key.scope):
-            raise BadPayload("a share of another run or scope")
-        if isinstance(message, PushShare):
-            if message.codec != weighted.codec.name:
-                raise BadPayload(f"codec {message.codec!r} where the run uses {weighted.codec.name}")
-            if message.weight > MOST_SHARE:
-                raise BadPayload(f"a share of weight {message.weight:g}, more than {MOST_SHARE:g}")
-            weighted.estimator.hear(peer, message.key.round)
+        if give.codec != weighted.codec.name:
+            raise BadPayload(f"codec {give.codec!r} where the run uses {weighted.codec.name}")
+        if give.weight > MOST_SHARE:
+            raise BadPayload(f"a share of weight {give.weight:g}, more than {MOST_SHARE:g}")
+        weighted.estimator.hear(give.sender.peer, give.key.round)
 
     async def _take(self, state: VectorView, give: PushShare, stream: Stream) -> bool:
         """Take a share in, and count it as soon as there is a state to count it in.

@@ -85,8 +85,7 @@ class ShareSender:
         try:
             async with (
                 asyncio.timeout_at(answer_by) as limit,
-                weighted.host.transport.open(peer, PUSH, until) as stream,
-                weighted.accounting.counting(stream),
+                weighted.endpoint.open(peer, PUSH, until) as stream,
             ):
                 limit.reschedule(None)  # from here on it is watched
                 patience.answered(peer, 2 * (loop.time() - began))
@@ -149,10 +148,7 @@ class ShareSender:
         deadline = min(session.deadline, answer_by)
         recall = RecallShare(session.key, weighted.me, share.sequence, share.to)
         try:
-            async with (
-                weighted.host.transport.open(peer, PUSH, deadline) as stream,
-                weighted.accounting.counting(stream),
-            ):
+            async with weighted.endpoint.open(peer, PUSH, deadline) as stream:
                 await stream.send(recall)
                 return (await hear(stream, ShareStatus, recall)).counted
         except (PeerError, BadPayload):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
@@ -177,16 +176,6 @@ class SharedStateSession:
         """An exchange that may have moved one end only, by this share of its norm."""
         self.half_exchanges += 1
         self.mass_drift += drift
-
-
-@asynccontextmanager
-async def cut_at(session: SharedStateSession) -> AsyncIterator[SharedStateSession]:
-    """The round is cut at its deadline at the latest."""
-    timer = asyncio.get_running_loop().call_at(session.deadline, session.cut.set)
-    try:
-        yield session
-    finally:
-        timer.cancel()
 
 
 def _copy(source: Sequence[Vector], into: Sequence[Vector]) -> None:

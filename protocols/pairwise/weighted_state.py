@@ -8,15 +8,16 @@ from functools import partial
 
 from protocols.aio import Notifier
 from protocols.allreduce.parts import ReducedPart
-from protocols.base import Host, Member, Settings
+from protocols.base import Host, Settings
 from protocols.codec import codec
-from protocols.control_channel import RoundAccounting
+from protocols.endpoint import ProtocolEndpoint
 from protocols.pairwise.claimed_rounds import ClaimedRounds
 from protocols.pairwise.mass_ledger import MassLedger
 from protocols.pairwise.peer_timeouts import PeerTimeouts
 from protocols.pairwise.shared_state import SharedStateSession
 from protocols.pairwise.shares import merge_share
 from protocols.pairwise.state_receiver import state_norm
+from protocols.pairwise.state_swap import HEADER_LIMIT
 from protocols.vectors import VectorView
 
 
@@ -34,12 +35,9 @@ class WeightedState:
         Raises:
             ValueError: there is no such codec.
         """
-        self.host, self.me = host, Member(host.me, settings.incarnation)
-        self.codec, self.accounting, self.patience = (
-            codec(settings.codec),
-            RoundAccounting(),
-            PeerTimeouts(settings.bandwidth),
-        )
+        self.host, self.endpoint = host, ProtocolEndpoint(host, settings, HEADER_LIMIT)
+        self.me, self.accounting = self.endpoint.me, self.endpoint.accounting
+        self.codec, self.patience = codec(settings.codec), PeerTimeouts(settings.bandwidth)
         self.masses, self.estimator = MassLedger(self.me, 0.0), ClaimedRounds()
         self.session: SharedStateSession | None = None
         self.turn, self.notifier = asyncio.Lock(), Notifier()

@@ -1,0 +1,213 @@
+"""The streams of one protocol at one peer: it opens its own, and admits those of others by their first frame.
+
+A stream may also come before the session that it is for has begun at this peer: `SessionTable` lets it wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from protocols import wire
+from protocols.aio import Notifier
+from protocols.base import BadPayload, Deadline, Header, Host, Member, PeerId, PeerSilent, RoundKey, Settings, Stream
+from protocols.control_channel import RoundAccounting
+
+FIRST_FRAME_SECONDS = 10.0
+
+HeaderType = TypeVar("HeaderType", bound=Header)
+Key = TypeVar("Key")
+Session = TypeVar("Session")
+
+
+class ProtocolEndpoint:
+    """Opens and serves the streams of a protocol, counts their bytes, and names each peer that breaks a rule.
+
+    A data stream is served if its first frame
+
+    - comes within `FIRST_FRAME_SECONDS`, from a live member or an acquaintance,
+    - is of a kind that its method has a handler for,
+    - is bound to the run and scope of this peer's rounds,
+    - has as `sender`, where it names one, the peer of the stream in its present life,
+    - has as receiver (`to`), where it names one, this peer in its present life.
+
+    A control stream carries one message after the other. Its first comes from a live member or an acquaintance, in
+    time. A message of another kind, run or scope does not reach a handler.
+
+    Attributes:
+        me: this peer, in this life.
+        accounting: bytes that crossed the streams, and the peers that broke a rule.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        settings: Settings,
+        limit_bytes: int = wire.MAX_HEADER_BYTES,
+        acquaintances: Callable[[], Collection[PeerId]] = tuple,
+    ) -> None:
+        """
+        Args:
+            limit_bytes: the longest frame that is read.
+            acquaintances: peers that are heard although they may not be live members.
+        """
+        self.host, self.settings = host, settings
+        self.me, self.accounting = Member(host.me, settings.incarnation), RoundAccounting()
+        self._limit_bytes, self._acquaintances = limit_bytes, acquaintances
+        self._handlers: dict[str, dict[type[Header], Callable[..., Any]]] = {}
+        self._run: tuple[bytes, str] | None = None
+
+    def bind(self, key: RoundKey) -> None:
+        """Refuse frames of another run or scope than this from now on; before the first round nothing is known."""
+        self._run = key.run, key.scope
+
+    @asynccontextmanager
+    async def open(self, peer: PeerId, method: str, deadline: Deadline) -> AsyncIterator[Stream]:
+        """Open a stream as `Transport.open` does, and count it.
+
+        Raises:
+            PeerGone, PeerSilent: as `Transport.open`.
+        """
+        async with self.host.transport.open(peer, method, deadline) as stream, self.accounting.counting(stream):
+            yield stream
+
+    def serve(
+        self, method: str, kind: type[HeaderType], handle: Callable[[Stream, HeaderType], Awaitable[None]]
+    ) -> None:
+        """Let `handle` serve the streams of a method whose first frame is of this kind."""
+        self._register(method, self._serve)[kind] = handle
+
+    def listen(
+        self, method: str, kinds: Iterable[type[HeaderType]], take: Callable[[PeerId, HeaderType], None]
+    ) -> None:
+        """Let `take` have each message of these kinds that comes on a control stream of a method.
+
+        A `BadPayload` that it raises is held against the sender, which may say better things: the stream goes on.
+        """
+        self._register(method, self._serve_messages).update(dict.fromkeys(kinds, take))
+
+    def deliver(self, method: str, peer: PeerId, message: Header) -> None:
+        """Give a control message to its handler."""
+        try:
+            handle = self._handler(method, message, "on a control stream")
+            handle(peer, message)
+        except BadPayload as error:
+            self.accounting.name(peer, f"refused: {error}")
+
+    def _register(self, method: str, serve: Callable[..., Awaitable[None]]) -> dict[type[Header], Callable[..., Any]]:
+        if method not in self._handlers:
+            self._handlers[method] = {}
+            self.host.transport.serve(method, partial(serve, method))
+        return self._handlers[method]
+
+    async def _serve(self, method: str, peer: PeerId, stream: Stream) -> None:
+        async with self.accounting.counting(stream):
+            header = await self._first_frame(stream)
+            handle = self._handler(method, header, "opens no exchange")
+            self._check_ends(peer, header)
+            await handle(stream, header)
+
+    async def _serve_messages(self, method: str, peer: PeerId, stream: Stream) -> None:
+        async with self.accounting.counting(stream):
+            message = await self._first_frame(stream)
+            while True:
+                self.deliver(method, peer, message)
+                try:
+                    message = await stream.receive(self._limit_bytes)
+                except PeerSilent:
+                    return
+
+    async def _first_frame(self, stream: Stream) -> Header:
+        """The first frame, which an opener has at hand; a stranger would hold a stream for nothing.
+
+        Raises:
+            BadPayload: it cannot be read.
+            PeerSilent: it did not come in time, or its sender is not heard.
+        """
+        try:
+            async with asyncio.timeout(FIRST_FRAME_SECONDS):
+                header = await stream.receive(self._limit_bytes)
+        except TimeoutError:
+            raise PeerSilent(stream.peer, "opened a stream and said nothing") from None
+        live = {member.peer for member in self.host.members.live()}
+        if stream.peer not in live and stream.peer not in self._acquaintances():
+            raise PeerSilent(stream.peer, "not a live member")
+        return header
+
+    def _handler(self, method: str, header: Any, misfit: str) -> Callable[..., Any]:
+        """
+        Raises:
+            BadPayload: there is none for this kind, or the header is of another run or scope.
+        """
+        handle = self._handlers[method].get(type(header))
+        if handle is None:
+            raise BadPayload(f"{type(header).__name__} {misfit}")
+        bound = header if hasattr(header, "run") else header.key
+        if self._run not in (None, (bound.run, bound.scope)):
+            raise BadPayload("a frame of another run or scope")
+        return handle
+
+    def _check_ends(self, peer: PeerId, header: Header) -> None:
+        """
+        Raises:
+            BadPayload: it names another peer as its sender, or as its receiver.
+            PeerSilent: it names another life of either: it may be late, and honest.
+        """
+        sender, receiver = getattr(header, "sender", None), getattr(header, "to", self.me)
+        if receiver.peer != self.me.peer or (sender and sender.peer != peer):
+            raise BadPayload(f"a frame in the name of {sender.peer if sender else peer} for {receiver.peer}")
+        if receiver != self.me or (sender and sender not in self.host.members.live()):
+            raise PeerSilent(peer, "not of a live member, or not for this life of ours")
+
+
+class SessionTable(Generic[Key, Session]):
+    """Sessions by key. A stream that comes before its session has begun at this peer waits for it."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[Key, Session] = {}
+        self._notifier = Notifier()
+
+    def open(self, key: Key, session: Session) -> None:
+        """A session begins, or takes the place of one with the same key."""
+        self._sessions[key] = session
+        self._notifier.notify()
+
+    def close(self, keys: Iterable[Key]) -> None:
+        """These sessions serve no further streams."""
+        for key in keys:
+            self._sessions.pop(key, None)
+
+    def get(self, key: Key) -> Session | None:
+        return self._sessions.get(key)
+
+    def keys(self) -> tuple[Key, ...]:
+        """Of all sessions, the one that was first opened first."""
+        return tuple(self._sessions)
+
+    def values(self) -> tuple[Session, ...]:
+        return tuple(self._sessions.values())
+
+    def wake(self) -> None:
+        """What an `over` of `wait_for` asks about has changed."""
+        self._notifier.notify()
+
+    async def wait_for(
+        self, key: Key, stream: Stream, over: Callable[[], bool], until: Deadline | None = None
+    ) -> Session | None:
+        """The session with this key, as soon as it has begun; None as soon as `over` says that it will not.
+
+        Args:
+            until: wait no longer; None: until the stream's deadline.
+
+        Raises:
+            PeerSilent: neither came about in time.
+        """
+        deadline = stream.deadline if until is None else min(until, stream.deadline)
+        try:
+            await self._notifier.until(lambda: key in self._sessions or over(), deadline)
+        except TimeoutError:
+            raise PeerSilent(stream.peer, "what its stream is for did not begin here") from None
+        return self._sessions.get(key)

@@ -1,0 +1,200 @@
+"""Which streams and messages a protocol's endpoint admits, and how a stream waits for its session."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+import pytest
+
+from protocols import wire
+from protocols.base import BadPayload, Header, Member, PeerError, PeerId, PeerSilent, RoundKey, Settings, Stream
+from protocols.endpoint import FIRST_FRAME_SECONDS, ProtocolEndpoint, SessionTable
+from protocols.pairwise.shares import RecallShare
+from protocols.static_members import StaticMembers
+from tests.sim import loop as simloop
+from tests.sim.host import sim_host
+from tests.sim.network import SimNetwork, Trace
+
+DATA, CONTROL = "endpoint/data", "endpoint/control"
+KEY = RoundKey(bytes(range(32)), "run", bytes(32), 5)
+RECALL = RecallShare(KEY, Member("p1"), 1, Member("p0"))
+LIVE = (Member("p0"), Member("p1"))
+
+
+class Pair:
+    """Two peers: p0 has an endpoint, and p1 writes streams by hand.
+
+    Attributes:
+        heard: what reached a handler of p0.
+    """
+
+    def __init__(self, sender: PeerId = "p1", bound: bool = True) -> None:
+        network = SimNetwork(Trace(), latency_seconds=0.001)
+        host = replace(sim_host(network, network.join("p0"), 1, {}), members=StaticMembers(LIVE))
+        self.transport = network.join(sender)
+        self.endpoint = ProtocolEndpoint(host, Settings("fp32", (8,)), acquaintances=lambda: {"friend"})
+        self.heard: list[Header] = []
+        self.endpoint.serve(DATA, RecallShare, self._serve)
+        self.endpoint.listen(CONTROL, [wire.AdmissionRequest], self._take)
+        if bound:
+            self.endpoint.bind(KEY)
+
+    async def _serve(self, stream: Stream, header: RecallShare) -> None:
+        self.heard.append(header)
+
+    def _take(self, peer: PeerId, message: wire.AdmissionRequest) -> None:
+        if message.member.peer != peer:
+            raise BadPayload("for another")
+        self.heard.append(message)
+
+    def send(self, method: str, *messages: Header, seconds: float = 60.0) -> str:
+        """Send these on one stream; says why the endpoint named the sender, if it did."""
+
+        async def main() -> None:
+            deadline = asyncio.get_running_loop().time() + seconds
+            try:
+                async with self.transport.open("p0", method, deadline) as stream:
+                    for message in messages:
+                        await stream.send(message)
+                    await asyncio.sleep(0.1)
+                    if not messages:
+                        await stream.receive(64)
+            except PeerError:
+                pass
+            await asyncio.sleep(0.1)
+
+        simloop.run(main())
+        faults, _, received = self.endpoint.accounting.take()
+        assert received or not messages
+        return " ".join(f"{fault.peer} {fault.why}" for fault in faults)
+
+
+def test_an_honest_first_frame_reaches_its_handler() -> None:
+    pair = Pair()
+    assert pair.send(DATA, RECALL) == "" and pair.heard == [RECALL]
+
+
+@pytest.mark.parametrize(
+    "frame, why",
+    (
+        (wire.Availability(True), "Availability opens no exchange"),
+        (replace(RECALL, key=replace(KEY, run=bytes(32))), "another run or scope"),
+        (replace(RECALL, key=replace(KEY, scope="stage/1")), "another run or scope"),
+        (replace(RECALL, sender=Member("p0")), "in the name of p0"),
+        (replace(RECALL, to=Member("p1")), "for p1"),
+    ),
+)
+def test_a_false_first_frame_is_refused_and_named(frame: Header, why: str) -> None:
+    pair = Pair()
+    assert why in pair.send(DATA, frame) and pair.heard == []
+
+
+@pytest.mark.parametrize("frame", (replace(RECALL, sender=Member("p1", 1)), replace(RECALL, to=Member("p0", 1))))
+def test_a_frame_of_another_life_is_refused_unnamed(frame: Header) -> None:
+    pair = Pair()
+    assert pair.send(DATA, frame) == "" and pair.heard == []
+
+
+@pytest.mark.parametrize("sender, admitted", (("p1", True), ("friend", True), ("zoe", False)))
+def test_members_and_acquaintances_alone_are_heard(sender: PeerId, admitted: bool) -> None:
+    pair, message = Pair(sender), wire.AdmissionRequest(KEY, Member(sender), bytes(32))
+    assert pair.send(CONTROL, message) == "" and (pair.heard == [message]) == admitted
+
+
+def test_before_the_first_round_any_run_is_admitted() -> None:
+    pair, frame = Pair(bound=False), replace(RECALL, key=replace(KEY, run=bytes(32)))
+    assert pair.send(DATA, frame) == "" and pair.heard == [frame]
+
+
+def test_a_silent_stream_is_reset() -> None:
+    pair = Pair()
+
+    async def held_seconds() -> float:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        with pytest.raises(PeerSilent):
+            async with pair.transport.open("p0", DATA, began + 1000.0) as stream:
+                await stream.receive(64)
+        return loop.time() - began
+
+    assert FIRST_FRAME_SECONDS <= simloop.run(held_seconds()) < FIRST_FRAME_SECONDS + 1
+
+
+@pytest.mark.parametrize(
+    "false",
+    (
+        wire.AdmissionRequest(KEY, Member("p7"), bytes(32)),
+        wire.AdmissionRequest(replace(KEY, run=bytes(32)), Member("p1"), bytes(32)),
+        wire.Availability(True),
+    ),
+)
+def test_a_false_control_message_leaves_the_stream_open(false: Header) -> None:
+    pair, message = Pair(), wire.AdmissionRequest(KEY, Member("p1"), bytes(32))
+    assert pair.send(CONTROL, false, message).startswith("p1 refused") and pair.heard == [message]
+
+
+def test_an_opened_stream_is_counted() -> None:
+    pair = Pair()
+
+    async def main() -> None:
+        async with pair.endpoint.open("p0", DATA, asyncio.get_running_loop().time() + 10.0) as stream:
+            await stream.send(RECALL)
+
+    simloop.run(main())
+    assert pair.endpoint.accounting.take()[1] > 0
+
+
+# -- sessions ----------------------------------------------------------------------------------------------------------
+
+
+class Waiting:
+    """A stream that waits for a session: all that the table asks of it."""
+
+    peer, deadline = "p1", 10.0
+
+
+async def _open(table: SessionTable[str, int]) -> None:
+    table.open("other", 1)
+    await asyncio.sleep(3.0)
+    table.open("mine", 2)
+
+
+async def _give_up(table: SessionTable[str, int]) -> None:
+    await asyncio.sleep(3.0)
+    table.open("over", 0)
+
+
+@pytest.mark.parametrize("events, found, seconds", ((_open, 2, 3.0), (_give_up, None, 3.0)))
+def test_a_stream_waits_until_its_session_begins_or_cannot(
+    events: Callable[[SessionTable[str, int]], Awaitable[None]], found: int | None, seconds: float
+) -> None:
+    async def main() -> None:
+        table, loop = SessionTable[str, int](), asyncio.get_running_loop()
+        job = asyncio.ensure_future(events(table))
+        over = lambda: table.get("over") is not None  # noqa: E731
+        assert await table.wait_for("mine", Waiting(), over) == found  # type: ignore[arg-type]
+        assert loop.time() == seconds
+        await job
+
+    simloop.run(main())
+
+
+@pytest.mark.parametrize("until, seconds", ((None, 10.0), (4.0, 4.0), (20.0, 10.0)))
+def test_a_session_that_does_not_begin_in_time_is_silence(until: float | None, seconds: float) -> None:
+    async def main() -> None:
+        table, loop = SessionTable[str, int](), asyncio.get_running_loop()
+        with pytest.raises(PeerSilent, match="did not begin here"):
+            await table.wait_for("mine", Waiting(), lambda: False, until)  # type: ignore[arg-type]
+        assert loop.time() == seconds
+
+    simloop.run(main())
+
+
+def test_a_closed_session_serves_no_stream() -> None:
+    table = SessionTable[str, int]()
+    for number, key in enumerate("abc"):
+        table.open(key, number)
+    table.close(["b", "missing"])
+    assert table.keys() == ("a", "c") and table.values() == (0, 2) and table.get("b") is None
