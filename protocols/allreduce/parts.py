@@ -48,6 +48,11 @@ class PartLayout:
         """Scratch for one chunk."""
         return torch.empty(min(self.chunk_elements, self.high - self.low))
 
+    def chunk_buffer(self) -> Callable[[int], memoryview]:
+        """Memory for one encoded chunk. The result maps a chunk's index to its bytes; all chunks share the memory."""
+        memory = memoryview(bytearray(self.size(0) if self.chunks else 0))
+        return lambda index: memory[: self.size(index)]
+
 
 class ReducedPart(PartLayout):
     """One reduced part, encoded: filled chunk by chunk, then sealed.

@@ -17,7 +17,7 @@ from protocols.aio import run_with_helper, task_group
 from protocols.allreduce.parts import ReducedPart
 from protocols.base import BadPayload, PeerId, PeerSilent, Stream
 from protocols.baselines.synchronous_round import REFUSED_LIMIT, Hop, JoinRound, SynchronousRound
-from protocols.baselines.transfer import receive_chunk
+from protocols.chunks import receive_chunk, send_encoded, send_vector
 from protocols.codec import CODECS, Codec
 
 _HOP_LIMIT = 64
@@ -96,16 +96,11 @@ class Ring:
     async def _send(self, out: Stream, step: int) -> None:
         """Send what came in with the step before."""
         index, compute = (self._meeting.place - step) % self._count, self._meeting.host.compute
-        finished = self._finished.pop(index, None)
-        part = finished or self._part(index, raw=True)
-        scratch = part.room()
         await out.send(Hop(step, index, self._weights[index]))
-        for number in range(part.chunks):
-            data = part.chunk(number)
-            if not finished:
-                mean = self._meeting.into.read(*part.elements(number), scratch)
-                await compute.run(partial(_RAW.encode, mean, data), len(data))
-            await out.send(wire.Chunk(number, len(data)), data)
+        if finished := self._finished.pop(index, None):
+            await send_encoded(out, finished)
+        else:
+            await send_vector(out, self._part(index, raw=True), self._meeting.into, compute)
 
     async def _receive(self, stream: Stream, step: int) -> None:
         """Mix a part with what we bring to it, or take one that is finished."""
@@ -117,12 +112,10 @@ class Ring:
         part = self._part(index, raw=mixing)
         scratch = part.room()
         for number in range(part.chunks):
-            await receive_chunk(stream, number, part.chunk(number))
-            if mixing:
-                await compute.run(partial(self._mix, part, number, hop.weight), part.size(number))
-            else:
-                decode = partial(part.decode_chunk, number, self._meeting.into, scratch)
-                await compute.run(decode, part.size(number))
+            data = part.chunk(number)
+            await receive_chunk(stream, number, data)
+            decode = partial(part.decode_chunk, number, self._meeting.into, scratch)
+            await compute.run(partial(self._mix, part, number, hop.weight) if mixing else decode, len(data))
         if mixing:
             self._weights[index] += hop.weight
         else:

@@ -7,12 +7,12 @@ from functools import partial
 
 from protocols import wire
 from protocols.allreduce.parts import ReducedPart
-from protocols.base import BadPayload, Compute, PeerSilent, Stream, Vector
+from protocols.base import BadPayload, Compute, Header, PeerSilent, Stream, Vector
+from protocols.chunks import receive_chunk
 from protocols.vectors import VectorView, norm
 
 NORM_SPREAD = 16.0
 """Another's state counts if its norm is at most so many times ours; of a state of norm 0 nothing can be said."""
-CHUNK_LIMIT = 512
 
 
 class StateReceiver:
@@ -51,12 +51,12 @@ class StateReceiver:
         """
         room = self.part.room()
         for index in range(self.part.chunks):
-            header, data = wire.expect(await stream.receive(CHUNK_LIMIT), wire.Chunk), self.part.chunk(index)
-            if (header.index, header.size) != (index, len(data)):
-                raise BadPayload(f"chunk {header.index} of {header.size} bytes where {index} of {len(data)} is due")
-            self.begun = True
-            await stream.receive_into(data)
+            data = self.part.chunk(index)
+            await receive_chunk(stream, index, data, self._on_header)
             await self._compute.run(partial(self._check, index, room), 2 * len(data))
+
+    def _on_header(self, header: Header) -> None:
+        self.begun = True
 
     def _check(self, index: int, room: Vector) -> None:
         self.part.decode_chunk(index, None, room)
