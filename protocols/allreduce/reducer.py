@@ -231,7 +231,10 @@ class Reducer:
 
 
 async def contribute(task: ReduceJob, part: int, stream: Stream, again: bool = False) -> ReducedPart:
-    """Hand in one part to its reducer and take the reduced part; where the first stream broke off, take it only.
+    """Send this member's contribution to one part to its reducer, and receive the reduced part.
+
+    Args:
+        again: only receive, on a second stream, because the first one broke off.
 
     Raises:
         BadPayload: the reducer broke a rule.

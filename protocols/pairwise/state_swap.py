@@ -206,12 +206,13 @@ class StateSwap:
         self._part = self._theirs.part = ReducedPart(self._codec, 0, 0)
 
     def _mix(self, write: bool) -> float:
-        """Every element, off the loop, in separate multiplications and additions; returns the norm of the move."""
+        """Compute the move of every element, and apply it if `write`; returns its L2 norm. Runs off the loop.
+
+        Multiplications and additions stay separate, so that the bits are the same on every machine.
+        """
         theirs, buffer = self._part, self._part.chunk_buffer()
-        rooms, squares = [theirs.room() for _ in range(4)], 0.0
-        for index in range(theirs.chunks):
-            low, high = theirs.elements(index)
-            room, sent, half, mixed = (each[: high - low] for each in rooms)
+        squares = 0.0
+        for index, low, high, (room, sent, half, mixed) in theirs.pieces(4):
             mine, data = self.state.read(low, high, room), buffer(index)
             self._codec.encode(mine, data)
             self._codec.decode(data, sent)
