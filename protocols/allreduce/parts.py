@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -48,6 +48,22 @@ class PartLayout:
         """Scratch for one chunk."""
         return torch.empty(min(self.chunk_elements, self.high - self.low))
 
+    def chunk_buffer(self) -> Callable[[int], memoryview]:
+        """Memory for one encoded chunk. The result maps a chunk's index to its bytes; all chunks share the memory."""
+        memory = memoryview(bytearray(self.size(0) if self.chunks else 0))
+        return lambda index: memory[: self.size(index)]
+
+    def pieces(self, count: int) -> Iterator[tuple[int, int, int, list[Vector]]]:
+        """Walk the chunks with `count` scratch vectors, whose memory all chunks share.
+
+        Yields:
+            A chunk's index, its element range [low, high), and the vectors, each of high - low elements.
+        """
+        rooms = [self.room() for _ in range(count)]
+        for index in range(self.chunks):
+            low, high = self.elements(index)
+            yield index, low, high, [room[: high - low] for room in rooms]
+
 
 class ReducedPart(PartLayout):
     """One reduced part, encoded: filled chunk by chunk, then sealed.
@@ -77,8 +93,7 @@ class ReducedPart(PartLayout):
         Raises:
             BadPayload: a chunk does not decode to finite numbers.
         """
-        scratch = self.room()
-        for index in range(self.chunks):
+        for index, _, _, (scratch,) in self.pieces(1):
             self.decode_chunk(index, into, scratch)
 
     def decode_chunk(self, index: int, into: VectorView | None, scratch: Vector) -> None:

@@ -12,6 +12,7 @@ All or nothing holds for each chunk: a contribution that breaks off counts up to
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -19,16 +20,15 @@ import torch
 
 from protocols import wire
 from protocols.aio import Notifier, run_with_helper
-from protocols.allreduce.parts import PartLayout, ReducedPart, ReduceJob, chunk_digest, seal
+from protocols.allreduce.parts import ReducedPart, ReduceJob, chunk_digest, seal
 from protocols.allreduce.plan import SCATTER_SHARE
 from protocols.base import BadPayload, Deadline, PeerError, PeerId, PeerSilent, Stream
+from protocols.chunks import HEADER_LIMIT, due, receive_reduced, send_vector
 from protocols.codecs.coding import carry
 from protocols.robust import RobustAggregator
 from protocols.vectors import norm
 
 WINDOW_CHUNKS = 2
-_CHUNK_LIMIT = 64
-_DONE_LIMIT = wire.MAX_HEADER_BYTES
 
 
 class Reducer:
@@ -134,10 +134,9 @@ class Reducer:
             raise
 
     async def _take_chunk(self, peer: PeerId, stream: Stream, index: int) -> None:
-        header = wire.expect(await stream.receive(_CHUNK_LIMIT), wire.Chunk)
+        # Not `receive_chunk`: only a chunk that is on its way takes a buffer, and all members share the free ones.
         size = self._handed_in.size(index)
-        if (header.index, header.size) != (index, size):
-            raise BadPayload(f"chunk {header.index} of {header.size} bytes where {index} of {size} is due")
+        due(await stream.receive(HEADER_LIMIT), wire.Chunk, index, size)
         whole = self._free.pop() if self._free else memoryview(bytearray(self._handed_in.size(0)))
         await stream.receive_into(whole[:size])
         if peer in self.lost:
@@ -232,68 +231,35 @@ class Reducer:
 
 
 async def contribute(task: ReduceJob, part: int, stream: Stream, again: bool = False) -> ReducedPart:
-    """Hand in one part to its reducer and take the reduced part; where the first stream broke off, take it only.
+    """Send this member's contribution to one part to its reducer, and receive the reduced part.
+
+    Args:
+        again: only receive, on a second stream, because the first one broke off.
 
     Raises:
         BadPayload: the reducer broke a rule.
         PeerSilent: the stream broke off.
     """
-    held = task.part(part)
     await stream.send(wire.Contribute(task.key, task.resolved.digest, part, task.codec.name))
-    if again:
-        return await _receive_part(task, part, held, stream)
-    return await run_with_helper(
-        _receive_part(task, part, held, stream), _send_part(task, task.handed_in(part), stream)
-    )
+    receiving = _receive_part(task, part, stream)
+    return await receiving if again else await run_with_helper(receiving, _send_part(task, part, stream))
 
 
-async def _send_part(task: ReduceJob, shape: PartLayout, stream: Stream) -> None:
-    weight = task.resolved.weights[task.resolved.peers.index(task.me)]
-    if weight == 0:
+async def _send_part(task: ReduceJob, part: int, stream: Stream) -> None:
+    if task.resolved.weights[task.resolved.peers.index(task.me)] == 0:
         return
-    scratch = shape.room()
-    encoded = memoryview(bytearray(shape.size(0)))
-
-    def encode(index: int) -> memoryview:
-        low, high = shape.elements(index)
-        data = encoded[: shape.size(index)]
-        task.codec.encode(task.mine.read(low, high, scratch), data)
-        return data
-
-    for index in range(shape.chunks):
-        data = await task.compute.run(partial(encode, index), len(encoded))
-        try:
-            await stream.send(wire.Chunk(index, len(data)), data)
-        except PeerSilent:
-            return  # a reducer that gave us up as late closes when it has sent its part: receiving tells which it was
+    # A reducer that gave this peer up as late closes the stream once it has sent its part. If it is lost instead,
+    # the receiving side raises.
+    with suppress(PeerSilent):
+        await send_vector(stream, task.handed_in(part), task.mine, task.compute)
 
 
-async def _receive_part(task: ReduceJob, part: int, held: ReducedPart, stream: Stream) -> ReducedPart:
-    digests: list[bytes] = []
-    scratch = held.room()
-
-    def accept(index: int) -> bytes:
-        held.decode_chunk(index, task.into, scratch)
-        return chunk_digest(held.masks[index], held.chunk(index))
-
-    mask = (1 << len(task.resolved.peers)) - 1
-    for index in range(held.chunks):
-        header = wire.expect(await stream.receive(_CHUNK_LIMIT), wire.Reduced)
-        data = held.chunk(index)
-        if (header.index, header.size) != (index, len(data)):
-            raise BadPayload(f"reduced chunk {header.index} of {header.size} bytes where {index} is due")
-        if header.mask & ~mask:
-            raise BadPayload(f"reduced chunk {index} holds who is out already, or nobody's work")
-        mask = header.mask
-        await stream.receive_into(data)
-        held.masks.append(mask)
-        digests.append(await task.compute.run(partial(accept, index), 2 * len(data)))
-        task.progress()
-    done = wire.expect(await stream.receive(_DONE_LIMIT), wire.PartDone)
-    result = seal(held.low, held.high, held.masks, digests)
-    if (done.part, done.result) != (part, result) or done.reducer >= len(task.resolved.peers):
+async def _receive_part(task: ReduceJob, part: int, stream: Stream) -> ReducedPart:
+    held, peers = task.part(part), task.resolved.peers
+    done = await receive_reduced(stream, held, task.compute, task.into, (1 << len(peers)) - 1, task.progress)
+    if (done.part, done.result) != (part, held.result) or done.reducer >= len(peers):
         raise BadPayload("a part whose digest is not that of its chunks")
-    if not task.signer.verify(task.resolved.peers[done.reducer], task.message(done), done.signature):
+    if not task.signer.verify(peers[done.reducer], task.message(done), done.signature):
         raise BadPayload("a part with a forged signature")
-    held.result, held.done = done.result, done
+    held.done = done
     return held

@@ -43,7 +43,7 @@ from protocols.base import (
     Vector,
 )
 from protocols.baselines.delayed_nesterov import DelayedNesterov
-from protocols.baselines.transfer import give, take
+from protocols.chunks import receive_vector, send_vector
 from protocols.codec import codec
 from protocols.endpoint import ProtocolEndpoint, SessionTable
 from protocols.vectors import VectorView, norm
@@ -155,10 +155,10 @@ class AsyncParameterServer:
         brought, compute = torch.empty(self.settings.elements[0]), self.host.compute
         async with peer_timeout(STALL_SECONDS, peer, "it was served"):
             await stream.send(ServerReply(True, self.me.peer))
-            await take(compute, stream, self.shape(self.settings.codec), VectorView([brought]))
+            await receive_vector(stream, self.shape(self.settings.codec), VectorView([brought]), compute)
             parameters = (await self.count(brought)).parameters
             try:
-                await give(compute, stream, self.shape("fp32"), VectorView([parameters]))
+                await send_vector(stream, self.shape("fp32"), VectorView([parameters]), compute)
             except (PeerError, asyncio.CancelledError):
                 if self._session:
                     self._session.half(brought, parameters)
@@ -281,8 +281,8 @@ class AsyncSession:
             if not told.here:
                 return told.server
             self._brought = True
-            await give(compute, stream, averager.shape(averager.settings.codec), flat)
-            await take(compute, stream, averager.shape("fp32"), flat)
+            await send_vector(stream, averager.shape(averager.settings.codec), flat, compute)
+            await receive_vector(stream, averager.shape("fp32"), flat, compute)
             self._brought = False
             return ""
 

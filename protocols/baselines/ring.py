@@ -17,7 +17,7 @@ from protocols.aio import run_with_helper, task_group
 from protocols.allreduce.parts import ReducedPart
 from protocols.base import BadPayload, PeerId, PeerSilent, Stream
 from protocols.baselines.synchronous_round import REFUSED_LIMIT, Hop, JoinRound, SynchronousRound
-from protocols.baselines.transfer import receive_chunk
+from protocols.chunks import receive_chunk, send_encoded, send_vector
 from protocols.codec import CODECS, Codec
 from protocols.limits import LARGEST_FLOAT32
 
@@ -77,38 +77,30 @@ class Ring:
         return ReducedPart(_RAW, part.low, part.high, part.chunk_elements) if raw else part
 
     def _begin(self) -> None:
-        """The work is done where the mean belongs: at first that is what we bring."""
-        meeting, scratch = self._meeting, torch.empty(self._meeting.chunk_elements)
-        for low in range(0, meeting.mine.size, meeting.chunk_elements):
-            high = min(low + meeting.chunk_elements, meeting.mine.size)
+        """Copy this member's vectors to `into`, where the means grow."""
+        meeting = self._meeting
+        for _, low, high, (scratch,) in meeting.shape(0, 1).pieces(1):
             meeting.into.write(low, meeting.mine.read(low, high, scratch))
 
     def _finish(self, part: ReducedPart) -> None:
-        """Encode a complete part, and hold what the others will decode."""
-        scratch = part.room()
-        for index in range(part.chunks):
-            mean = self._meeting.into.read(*part.elements(index), scratch)
-            part.codec.encode(
-                mean.clamp_(-LARGEST_FLOAT32, LARGEST_FLOAT32), part.chunk(index)
-            )  # rounding may have carried it beyond
+        """Encode a complete part, and put into `into` what the others will decode."""
+        for index, low, high, (scratch,) in part.pieces(1):
+            mean = self._meeting.into.read(low, high, scratch)
+            mean.clamp_(-LARGEST_FLOAT32, LARGEST_FLOAT32)  # rounding may have carried it beyond
+            part.codec.encode(mean, part.chunk(index))
         part.decode(self._meeting.into)
 
     async def _send(self, out: Stream, step: int) -> None:
-        """Send what came in with the step before."""
+        """Send the part that came in with the step before."""
         index, compute = (self._meeting.place - step) % self._count, self._meeting.host.compute
-        finished = self._finished.pop(index, None)
-        part = finished or self._part(index, raw=True)
-        scratch = part.room()
         await out.send(Hop(step, index, self._weights[index]))
-        for number in range(part.chunks):
-            data = part.chunk(number)
-            if not finished:
-                mean = self._meeting.into.read(*part.elements(number), scratch)
-                await compute.run(partial(_RAW.encode, mean, data), len(data))
-            await out.send(wire.Chunk(number, len(data)), data)
+        if finished := self._finished.pop(index, None):
+            await send_encoded(out, finished)
+        else:
+            await send_vector(out, self._part(index, raw=True), self._meeting.into, compute)
 
     async def _receive(self, stream: Stream, step: int) -> None:
-        """Mix a part with what we bring to it, or take one that is finished."""
+        """Receive a part: add this member's elements to it in the first half, decode it in the second."""
         index, compute = (self._meeting.place - step - 1) % self._count, self._meeting.host.compute
         hop = wire.expect(await stream.receive(_HOP_LIMIT), Hop)
         if (hop.step, hop.part) != (step, index):
@@ -117,12 +109,10 @@ class Ring:
         part = self._part(index, raw=mixing)
         scratch = part.room()
         for number in range(part.chunks):
-            await receive_chunk(stream, number, part.chunk(number))
-            if mixing:
-                await compute.run(partial(self._mix, part, number, hop.weight), part.size(number))
-            else:
-                decode = partial(part.decode_chunk, number, self._meeting.into, scratch)
-                await compute.run(decode, part.size(number))
+            data = part.chunk(number)
+            await receive_chunk(stream, number, data)
+            decode = partial(part.decode_chunk, number, self._meeting.into, scratch)
+            await compute.run(partial(self._mix, part, number, hop.weight) if mixing else decode, len(data))
         if mixing:
             self._weights[index] += hop.weight
         else:

@@ -14,12 +14,11 @@ from functools import partial
 
 import torch
 
-from protocols import wire
 from protocols.aio import run_with_helper, task_group
 from protocols.allreduce.parts import PartLayout, ReducedPart
 from protocols.base import BadPayload, PeerId, PeerSilent, Stream
 from protocols.baselines.synchronous_round import JoinRound, SynchronousRound
-from protocols.baselines.transfer import give, receive_chunk, take
+from protocols.chunks import receive_chunk, receive_vector, send_encoded, send_vector
 from protocols.limits import LARGEST_FLOAT32
 
 
@@ -112,16 +111,15 @@ class ScatterReduce:
             raise BadPayload(f"part {hello.part} is not for this peer to reduce, or is brought already")
         self._begun.add((hello.part, peer))
         held = mixture.held
-        data = memoryview(bytearray(held.size(0)))
+        buffer = held.chunk_buffer()
         for index in range(held.chunks):
-            piece = data[: held.size(index)]
-            await receive_chunk(stream, index, piece)
-            await mixture.add(meeting, index, piece, hello.weight)
+            data = buffer(index)
+            await receive_chunk(stream, index, data)
+            await mixture.add(meeting, index, data, hello.weight)
         self._brought.add((hello.part, peer))
         meeting.ring()
         await meeting.until(lambda: mixture.sealed)
-        for index in range(held.chunks):
-            await stream.send(wire.Chunk(index, held.size(index)), held.chunk(index))
+        await send_encoded(stream, held)
 
     # -- the others' --------------------------------------------------------------------------------------------------
 
@@ -131,11 +129,11 @@ class ScatterReduce:
         if not held.chunks:
             return
         async with meeting.open(peer, part) as stream:
+            hear = partial(meeting.hear, peer)
             await run_with_helper(
-                take(meeting.host.compute, stream, held, meeting.into, partial(meeting.hear, peer)),
-                self._send(stream, held),
+                receive_vector(stream, held, meeting.into, meeting.host.compute, hear), self._send(stream, held)
             )
 
     async def _send(self, stream: Stream, part: PartLayout) -> None:
-        with suppress(PeerSilent):  # who receives learns why
-            await give(self._meeting.host.compute, stream, part, self._meeting.mine)
+        with suppress(PeerSilent):  # the receiving side raises, and knows why
+            await send_vector(stream, part, self._meeting.mine, self._meeting.host.compute)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
-from functools import partial
 
 from protocols import wire
 from protocols.aio import peer_timeout
-from protocols.allreduce.parts import ReducedPart, chunk_digest, seal
+from protocols.allreduce.parts import ReducedPart
 from protocols.base import BadPayload, Buffer, Deadline, Host, PeerGone, PeerId, Stream
 from protocols.butterfly.part_store import PartStore, Stored
+from protocols.chunks import receive_reduced
 from protocols.codec import Codec
 from protocols.gate import Gate
 from protocols.limits import REQUESTER_IDLE_SECONDS
@@ -146,18 +146,8 @@ async def fetch_part(
         await stream.send(wire.WantPart(wanted.digest))
         if not wire.expect(await stream.receive(_LIMIT), wire.Availability).here:
             raise PeerGone(peer, "does not have the part")
-        masks, digests = [], []
-        for index in range(part.chunks):
-            header = wire.expect(await stream.receive(_LIMIT), wire.Reduced)
-            data = part.chunk(index)
-            if (header.index, header.size) != (index, len(data)):
-                raise BadPayload(f"chunk {header.index} of {header.size} bytes where {index} of {len(data)} is due")
-            await stream.receive_into(data)
-            masks.append(header.mask)
-            digests.append(await host.compute.run(partial(chunk_digest, header.mask, data), len(data)))
-        done = wire.expect(await stream.receive(wire.MAX_HEADER_BYTES), wire.PartDone)
-    if seal(part.low, part.high, masks, digests) != wanted:
+        done = await receive_reduced(stream, part, host.compute)
+    if part.result != wanted:
         raise BadPayload("a part whose digest is not the one that was asked for")
-    part.masks, part.result = masks, wanted
     part.done = replace(done, result=wanted) if done.signature else None
     return part

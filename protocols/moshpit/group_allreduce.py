@@ -231,16 +231,14 @@ class GroupAllReduce:
     # -- afterwards ---------------------------------------------------------------------------------------------------
 
     def moved(self, source: VectorView, target: VectorView) -> float:
-        """By what share of its norm the state moved, or would have; judged by the parts that are here."""
+        """Norm of target - source over the norm of source, in the parts that are here; 0 if source is 0."""
         squares, whole = 0.0, 0.0
         for held in self._exchange.parts.values():
-            scratch, apart = held.room(), held.room()
-            for index in range(held.chunks):
-                low, high = held.elements(index)
+            for _, low, high, (scratch, apart) in held.pieces(2):
                 before = source.read(low, high, scratch)
                 whole += norm([before]) ** 2
-                apart[: high - low].copy_(before)
-                squares += norm([apart[: high - low].sub_(target.read(low, high, scratch))]) ** 2
+                apart.copy_(before)
+                squares += norm([apart.sub_(target.read(low, high, scratch))]) ** 2
         return math.sqrt(squares / whole) if whole else 0.0
 
 

@@ -7,10 +7,10 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 
-from protocols import wire
 from protocols.aio import run_with_helper, task_group
 from protocols.allreduce.parts import ReducedPart
 from protocols.base import BadPayload, Deadline, Member, PeerError, PeerId, Stream
+from protocols.chunks import send_encoded
 from protocols.pairwise.mass_ledger import Share
 from protocols.pairwise.peer_timeouts import CHEAP_SECONDS
 from protocols.pairwise.shared_state import SharedStateSession
@@ -169,6 +169,4 @@ async def _deliver(stream: Stream, give: PushShare, part: ReducedPart) -> bool:
 async def _send_all(stream: Stream, give: PushShare, part: ReducedPart) -> None:
     with suppress(PeerError):  # there may be an answer that came before the end: `hear` knows
         await stream.send(give)
-        for index in range(part.chunks):
-            data = part.chunk(index)
-            await stream.send(wire.Chunk(index, len(data)), data)
+        await send_encoded(stream, part)

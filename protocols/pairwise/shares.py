@@ -51,23 +51,20 @@ register(72, MESSAGES)
 
 
 def split_share(state: VectorView, part: ReducedPart) -> None:
-    """Encode what the receiver of half of it will hold, and keep the other half: together they are what was there."""
-    rooms = [part.room() for _ in range(2)]
-    for index in range(part.chunks):
-        low, high = part.elements(index)
-        room, sent = (each[: high - low] for each in rooms)
+    """Encode `state` into `part`, then correct `state` for what the codec lost.
+
+    The mean of what the receiver decodes and of what stays is the state as it was.
+    """
+    for index, low, high, (room, sent) in part.pieces(2):
         mine = state.read(low, high, room)
         part.codec.encode(mine, part.chunk(index))
-        part.decode_chunk(index, None, rooms[1])
+        part.decode_chunk(index, None, sent)
         state.write(low, torch.sub(mine, sent, out=sent).add_(mine))
 
 
 def merge_share(state: VectorView, part: ReducedPart, share: float) -> None:
-    """So much of the state is theirs now."""
-    rooms = [part.room() for _ in range(2)]
-    for index in range(part.chunks):
-        low, high = part.elements(index)
-        room, theirs = (each[: high - low] for each in rooms)
-        part.decode_chunk(index, None, rooms[1])
+    """Average an encoded state into `state`, in place: `share` is its weight, between 0 and 1."""
+    for index, low, high, (room, theirs) in part.pieces(2):
+        part.decode_chunk(index, None, theirs)
         mine = state.read(low, high, room)
         state.write(low, theirs.mul_(share).add_(torch.mul(mine, 1 - share)))

@@ -1,4 +1,4 @@
-"""Another peer's state on its way in: chunk by chunk into scratch, and checked as it comes."""
+"""Receive another peer's state, chunk by chunk, and check each chunk as it comes in."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ from functools import partial
 
 from protocols import wire
 from protocols.allreduce.parts import ReducedPart
-from protocols.base import BadPayload, Compute, PeerSilent, Stream, Vector
+from protocols.base import BadPayload, Compute, Header, PeerSilent, Stream, Vector
+from protocols.chunks import receive_chunk
 from protocols.vectors import VectorView, norm
 
 PAIR_NORM_SPREAD = 16.0
-"""Another's state counts if its norm is at most so many times ours; of a state of norm 0 nothing can be said."""
-CHUNK_LIMIT = 512
+"""A state is refused if its norm is more than this many times ours. If ours is 0, only `wire.MAX_NORM` limits it."""
 
 
 class StateReceiver:
-    """Attributes:
-    part: their state, encoded; at first room for it.
-    begun: something of it has come.
-    ours: the norm of the state that it is to be averaged with.
+    """One peer's encoded state while it comes in, compared with the state that it is to be averaged with.
+
+    Attributes:
+        part: the peer's state, encoded; empty memory at first.
+        begun: whether a first header has come.
+        ours: L2 norm of our state; NaN before `measure`.
     """
 
     def __init__(self, part: ReducedPart, compute: Compute) -> None:
@@ -29,14 +31,14 @@ class StateReceiver:
 
     @property
     def norm(self) -> float:
-        """Of what has come."""
+        """L2 norm of the chunks that have come."""
         return math.sqrt(self._squares)
 
     async def measure(self, stream: Stream, state: VectorView) -> None:
-        """Look at our own state first: what theirs is judged by.
+        """Compute the norm of our own state, which limits that of the peer's.
 
         Raises:
-            PeerSilent: it is not finite, and not for others.
+            PeerSilent: our state is not finite, so others must not get it.
         """
         self.ours = await self._compute.run(partial(state_norm, state, self.part), 4 * state.size)
         if not math.isfinite(self.ours):
@@ -44,19 +46,21 @@ class StateReceiver:
         self._limit = PAIR_NORM_SPREAD * self.ours if self.ours > 0 else wire.MAX_NORM
 
     async def take(self, stream: Stream) -> None:
-        """
+        """Receive all chunks into `part`.
+
         Raises:
-            BadPayload: what came breaks the rules: its size, its order, NaN, a norm far off.
+            BadPayload: a chunk has the wrong size or comes out of order, an element is not finite, or the norm is too
+                large.
             PeerSilent: the stream broke off.
         """
         room = self.part.room()
         for index in range(self.part.chunks):
-            header, data = wire.expect(await stream.receive(CHUNK_LIMIT), wire.Chunk), self.part.chunk(index)
-            if (header.index, header.size) != (index, len(data)):
-                raise BadPayload(f"chunk {header.index} of {header.size} bytes where {index} of {len(data)} is due")
-            self.begun = True
-            await stream.receive_into(data)
+            data = self.part.chunk(index)
+            await receive_chunk(stream, index, data, self._on_header)
             await self._compute.run(partial(self._check, index, room), 2 * len(data))
+
+    def _on_header(self, header: Header) -> None:
+        self.begun = True
 
     def _check(self, index: int, room: Vector) -> None:
         self.part.decode_chunk(index, None, room)
@@ -67,7 +71,6 @@ class StateReceiver:
 
 
 def state_norm(state: VectorView, part: ReducedPart) -> float:
-    """Of a state that is cut as that part is; not finite if it is not."""
-    room = part.room()
-    pieces = (state.read(*part.elements(index), room) for index in range(part.chunks))
+    """L2 norm of a state, read in the chunks of `part`. Not finite if an element is not."""
+    pieces = (state.read(low, high, room) for _, low, high, (room,) in part.pieces(1))
     return math.sqrt(math.fsum(norm([piece]) ** 2 for piece in pieces))

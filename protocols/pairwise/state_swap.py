@@ -42,6 +42,7 @@ from protocols.base import (
     RoundKey,
     Stream,
 )
+from protocols.chunks import send_vector
 from protocols.codec import Codec
 from protocols.limits import LARGEST_FLOAT32
 from protocols.pairwise.state_receiver import StateReceiver
@@ -186,7 +187,7 @@ class StateSwap:
         """
         await self._theirs.measure(stream, self.state)
         async with task_group() as group:
-            group.create_task(self._give(stream))
+            group.create_task(send_vector(stream, self._part, self.state, self._compute))
             await self._theirs.take(stream)
 
     async def commit(self) -> None:
@@ -204,30 +205,15 @@ class StateSwap:
         """Their state is needed no more; what is known of it, and of the move, stays."""
         self._part = self._theirs.part = ReducedPart(self._codec, 0, 0)
 
-    def _encoded(self) -> memoryview:
-        """Room for one encoded chunk."""
-        return memoryview(bytearray(self._part.size(0) if self.chunks else 0))
-
-    async def _give(self, stream: Stream) -> None:
-        room, encoded = self._part.room(), self._encoded()
-
-        def encode(index: int) -> memoryview:
-            data = encoded[: self._part.size(index)]
-            self._codec.encode(self.state.read(*self._part.elements(index), room), data)
-            return data
-
-        for index in range(self.chunks):
-            data = await self._compute.run(partial(encode, index), len(encoded))
-            await stream.send(wire.Chunk(index, len(data)), data)
-
     def _mix(self, write: bool) -> float:
-        """Every element, off the loop, in separate multiplications and additions; returns the norm of the move."""
-        theirs, encoded = self._part, self._encoded()
-        rooms, squares = [theirs.room() for _ in range(4)], 0.0
-        for index in range(theirs.chunks):
-            low, high = theirs.elements(index)
-            room, sent, half, mixed = (each[: high - low] for each in rooms)
-            mine, data = self.state.read(low, high, room), encoded[: theirs.size(index)]
+        """Compute the move of every element, and apply it if `write`; returns its L2 norm. Runs off the loop.
+
+        Multiplications and additions stay separate, so that the bits are the same on every machine.
+        """
+        theirs, buffer = self._part, self._part.chunk_buffer()
+        squares = 0.0
+        for index, low, high, (room, sent, half, mixed) in theirs.pieces(4):
+            mine, data = self.state.read(low, high, room), buffer(index)
             self._codec.encode(mine, data)
             self._codec.decode(data, sent)
             theirs.decode_chunk(index, None, mixed)

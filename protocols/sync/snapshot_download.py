@@ -23,11 +23,13 @@ from protocols.base import (
     BadPayload,
     Deadline,
     Head,
+    Header,
     PeerError,
     PeerId,
     ProtocolError,
     Stream,
 )
+from protocols.chunks import due
 from protocols.limits import SLOWEST_BYTES_PER_SECOND
 from protocols.sync.chunk_scheduler import ChunkScheduler, DonorRate
 from protocols.sync.context import SyncContext
@@ -264,9 +266,9 @@ class SnapshotDownload:
         index, began = mine[0], self._now()
         size = self._snapshot.index.size(index)
         data = scratch[:size]
+        # Not `receive_chunk`: a donor may put a chunk off, and each piece of it shows that the donor has not stalled.
         header, put_off = await self._header(stream)
-        if (header.index, header.size) != (index, size):
-            raise BadPayload(f"chunk {header.index} of {header.size} bytes where {index} of {size} is due")
+        due(header, wire.Chunk, index, size)
         for start in range(0, size, PIECE_BYTES):
             async with peer_timeout(CHUNK_SECONDS, stream.peer, "it brings a chunk"):
                 await stream.receive_into(data[start : start + PIECE_BYTES])
@@ -281,13 +283,13 @@ class SnapshotDownload:
             self._missing.discard(index)
             self._sync_progress.bytes_here += size
 
-    async def _header(self, stream: Stream) -> tuple[wire.Chunk, bool]:
-        """Of the next chunk, and whether its donor has put it off first."""
+    async def _header(self, stream: Stream) -> tuple[Header, bool]:
+        """Receive the next header that is not `Busy`, and whether the donor has put the chunk off first."""
         for put_off in range(BUSY_ANSWERS):
             async with peer_timeout(CHUNK_SECONDS, stream.peer, "it brings a chunk"):
                 answer = await stream.receive(_LIMIT)
             if not isinstance(answer, Busy):
-                return wire.expect(answer, wire.Chunk), put_off > 0
+                return answer, put_off > 0
         raise BadPayload(f"puts off one chunk {BUSY_ANSWERS} times")
 
     def _tell(self) -> None:
