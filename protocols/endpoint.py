@@ -15,11 +15,12 @@ from protocols import wire
 from protocols.aio import Notifier
 from protocols.base import BadPayload, Deadline, Header, Host, Member, PeerId, PeerSilent, RoundKey, Settings, Stream
 from protocols.control_channel import RoundAccounting
+from protocols.wire import HeaderType
 
 FIRST_FRAME_SECONDS = 10.0
 
-HeaderType = TypeVar("HeaderType", bound=Header)
-Key = TypeVar("Key")
+
+K = TypeVar("K")
 Session = TypeVar("Session")
 
 
@@ -163,27 +164,27 @@ class ProtocolEndpoint:
             raise PeerSilent(peer, "not of a live member, or not for this life of ours")
 
 
-class SessionTable(Generic[Key, Session]):
+class SessionTable(Generic[K, Session]):
     """Sessions by key. A stream that comes before its session has begun at this peer waits for it."""
 
     def __init__(self) -> None:
-        self._sessions: dict[Key, Session] = {}
+        self._sessions: dict[K, Session] = {}
         self._notifier = Notifier()
 
-    def open(self, key: Key, session: Session) -> None:
+    def open(self, key: K, session: Session) -> None:
         """A session begins, or takes the place of one with the same key."""
         self._sessions[key] = session
         self._notifier.notify()
 
-    def close(self, keys: Iterable[Key]) -> None:
+    def close(self, keys: Iterable[K]) -> None:
         """These sessions serve no further streams."""
         for key in keys:
             self._sessions.pop(key, None)
 
-    def get(self, key: Key) -> Session | None:
+    def get(self, key: K) -> Session | None:
         return self._sessions.get(key)
 
-    def keys(self) -> tuple[Key, ...]:
+    def keys(self) -> tuple[K, ...]:
         """Of all sessions, the one that was first opened first."""
         return tuple(self._sessions)
 
@@ -195,7 +196,7 @@ class SessionTable(Generic[Key, Session]):
         self._notifier.notify()
 
     async def wait_for(
-        self, key: Key, stream: Stream, over: Callable[[], bool], until: Deadline | None = None
+        self, key: K, stream: Stream, over: Callable[[], bool], until: Deadline | None = None
     ) -> Session | None:
         """The session with this key, as soon as it has begun; None as soon as `over` says that it will not.
 
