@@ -126,7 +126,7 @@ def test_a_full_disk_costs_one_line_and_nothing_else(
     assert len(caplog.records) == 1 and str(path) in caplog.text
     assert content(file)[:4] == ENTRIES[:4] and list(file.read(4, 9)) == ENTRIES[4:8] and len(file) == 8
     assert content(CertificateLog(path)) == ENTRIES[:4]
-    with pytest.raises(OSError, match="is not whole"):
+    with pytest.raises(OSError, match="is incomplete"):
         file.sync()
     file.truncate(7)
     disk(None)
@@ -147,7 +147,7 @@ def test_what_waits_for_the_disk_is_bounded(
     assert list(file.read(18, 9)) == ENTRIES[18:]
     disk(None)
     file.extend([b"more"])
-    with pytest.raises(OSError, match="is not whole"):
+    with pytest.raises(OSError, match="is incomplete"):
         file.sync()
     assert len(file) == 21 and content(CertificateLog(path)) == ENTRIES[:4], "a gap is not papered over"
     file.truncate(10)

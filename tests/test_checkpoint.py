@@ -184,7 +184,7 @@ def test_tensors_of_more_than_a_piece(tmp_path: Path) -> None:
     tensors.read(tmp_path / "file", again)
     assert all(torch.equal(tensor, wide[name]) for name, tensor in again.items())
     for other in ({"a": wide["a"]}, wide | {"b": torch.arange(4)}, wide | {"b": torch.arange(3.0)}):
-        with pytest.raises(tensors.Unreadable, match="other tensors"):
+        with pytest.raises(tensors.Unreadable, match="its tensors are not those"):
             tensors.read(tmp_path / "file", other)
 
 

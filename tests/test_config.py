@@ -180,7 +180,7 @@ def test_who_may_go_on_alone() -> None:
         ("task = 'a.b:c:d'", "'a.b:c:d' is no task"),
         ("task = 'a:b'\noptions = 3", '"options" must be a table, [options]'),
         ("task = 'a:b'\n[options]\nx = [1]", "[options]: x must be a text, a number, true or false"),
-        ("task = 'a:b'\n[options]\n'x y' = 1", "[options]: 'x y' is no name of an option"),
+        ("task = 'a:b'\n[options]\n'x y' = 1", "[options]: 'x y' is not a valid option name"),
         ("task = 'a:b'\n[options]\nx = nan", "[options]: x must be a finite number"),
         (f"task = 'a:b'\n[options]\nx = {'9' * 30}", "[options]: x is a whole number of more than 63 bits"),
         (f"task = 'a:b'\n[options]\nx = '{'y' * 1025}'", "[options]: x has 1025 characters, more than 1024"),

@@ -189,7 +189,8 @@ class TestDirectory:
             await b.connect(a)
             await a.directory.announce("all", b"a", TTL, soon())
             assert await b.find() == {}
-            assert list(b.directory.refused) == [(a.transport.me, "a hint of another run, or in a place not its own")]
+            why = "a record of another run, or under a key that is not its own"
+            assert list(b.directory.refused) == [(a.transport.me, why)]
 
         run(body)
 
@@ -259,12 +260,12 @@ class TestLiars:
             good, me = sealed(a.key), a.transport.me
             forged = dataclasses.replace(good, value=b"forged")
             lies = {
-                "a hint that is not signed by its peer": store_request(forged),
-                "a hint that is good for too long": store_request(sealed(a.key, ttl=700)),
-                "a hint that has expired": store_request(sealed(a.key, ttl=-1)),
-                "a hint of another run, or in a place not its own": store_request(good, run=bytes(32)),
-                "not a hint": store_request(good, values=[MSGPackSerializer.dumps(b"junk")]),
-                "a hint that is too large": store_request(good, values=[MSGPackSerializer.dumps(bytes(4097))]),
+                "a record that is not signed by its peer": store_request(forged),
+                "a record that is valid for too long": store_request(sealed(a.key, ttl=700)),
+                "a record that has expired": store_request(sealed(a.key, ttl=-1)),
+                "a record of another run, or under a key that is not its own": store_request(good, run=bytes(32)),
+                "not a directory record": store_request(good, values=[MSGPackSerializer.dumps(b"junk")]),
+                "a record that is too large": store_request(good, values=[MSGPackSerializer.dumps(bytes(4097))]),
             }
             for why, request in lies.items():
                 response = await a.call(b, "rpc_store", request, dht_pb2.StoreResponse)
@@ -318,7 +319,7 @@ class TestLiars:
             await a.directory.announce("all", b"a", TTL, soon())
             lies[liar.transport.me] = dataclasses.replace(sealed(a.key, ttl=500), value=b"forged")
             assert await c.find() == {a.transport.me: b"a"}
-            assert c.directory.refused == {(liar.transport.me, "a hint that is not signed by its peer"): 1}
+            assert c.directory.refused == {(liar.transport.me, "a record that is not signed by its peer"): 1}
 
         monkeypatch.setattr(StarlingDHT, "rpc_find", rpc_find)
         run(body)
@@ -358,7 +359,7 @@ import msgpack
 from hivemind.p2p import P2PContext, P2PHandlerError
 from hivemind.proto import dht_pb2
 from hivemind.dht.routing import DHTID
-from node import identity
+from node.runtime import identity
 from node.runtime.clock import WallClock
 from node.network.dht import DhtDirectory
 from node.network.libp2p import LibP2PConfig, LibP2PTransport

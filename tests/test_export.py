@@ -78,7 +78,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     (tmp_path / "full" / "config.json").write_text("mine")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     for name in ("file", "full", "link"):
-        assert "is there already, and nothing is overwritten" in refusal(tmp_path / "peer", tmp_path / name)
+        assert "exists already and is not overwritten" in refusal(tmp_path / "peer", tmp_path / name)
     assert (tmp_path / "full" / "config.json").read_text() == (tmp_path / "file").read_text() == "mine"
 
 

@@ -134,7 +134,7 @@ def test_it_comes_back_and_what_cannot_be_read_is_nothing(tmp_path: Path, caplog
         assert again.offered(LocalProgress(1, 1.0, 1.0, 0.0)).norm == pytest.approx(0.95 * norm([made.residual]))
         (tmp_path / "file").write_bytes(b"nothing like it")
         await again.load(tmp_path / "file")
-        assert not again.residual.any() and "not sent yet of former rounds is lost" in caplog.messages[0]
+        assert not again.residual.any() and "the error feedback is lost" in caplog.messages[0]
         await again.load(None)
         assert not again.residual.any() and len(caplog.records) == 1
 

@@ -69,7 +69,7 @@ def test_the_one_peer_here_is_found(home: Path, tmp_path: Path, starling: Said) 
     module = kept_gpt(home / "peer-1")
     code, out, err = starling("export", "--out", "out")
     assert (code, out) == (0, "") and err.startswith("wrote out: run ") and err.endswith(" after 5 rounds\n")
-    assert "out is there already" in starling.refused("export", "--out", "out")
+    assert "out exists already" in starling.refused("export", "--out", "out")
     code, text, err = starling("generate", "def ", "--tokens", "20", "--temperature", "0")
     assert code == 0 and err == "" and text.endswith("\n") and 1 < len(text) <= 21
     assert starling("generate", "def ", "--tokens", "20", "--seed", "1") != starling(
@@ -85,8 +85,8 @@ def test_the_one_peer_here_is_found(home: Path, tmp_path: Path, starling: Said) 
     "arguments, words",
     [
         (["export"], "--out"),
-        (["export", "--out", "out", "--state-dir", "absent"], "absent is no directory"),
-        (["export", "--out", "out", "--state-dir", "."], "holds no run"),
+        (["export", "--out", "out", "--state-dir", "absent"], "absent is not a directory"),
+        (["export", "--out", "out", "--state-dir", "."], "contains no run"),
         (["generate"], "argument 'prompt'"),
         (["generate", ""], "the prompt is empty"),
         (["generate", "x", "--tokens", "-1"], "--tokens"),
@@ -95,7 +95,7 @@ def test_the_one_peer_here_is_found(home: Path, tmp_path: Path, starling: Said) 
         (["generate", "x", "--temperature", "-1"], "--temperature"),
         (["generate", "x", "--temperature", "nan"], "--temperature"),
         (["generate", "x", "--seed", "-1"], "--seed"),
-        (["generate", "x", "--state-dir", "absent"], "absent is no directory"),
+        (["generate", "x", "--state-dir", "absent"], "absent is not a directory"),
     ],
 )
 def test_a_mistake_is_one_line(arguments: list[str], words: str, home: Path, starling: Said) -> None:

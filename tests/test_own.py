@@ -129,7 +129,7 @@ def test_what_lies_in_the_current_directory_takes_no_librarys_place(directory: P
         ("xml.absent:make", "there is no module xml.absent on this machine"),
         ("math:absent", "has no function absent"),
         ("math:pi", "has no function pi"),
-        ("math:floor", "the factory does not take what the run gives it: "),
+        ("math:floor", "the factory does not accept the run's options: "),
     ],
 )
 def test_who_is_not_there(name: str, words: str, capfd: pytest.CaptureFixture[str]) -> None:
@@ -149,18 +149,18 @@ def test_who_is_not_there(name: str, words: str, capfd: pytest.CaptureFixture[st
         (("nn.Linear(width, 1)", "nn.Linear(width, 1, device='meta')"), "the module is on meta, not on the device"),
         (("nn.Linear(width, 1)", "nn.Linear(width, 1).requires_grad_(False)"), "parameter weight takes no gradient"),
         (("nn.Linear(width, 1)", "nn.Identity()"), "the module has no parameters to train"),
-        (("nn.Linear(width, 1)", "3"), "what the factory made, a Line, lacks module, a torch module"),
-        (("def evaluate", "def assess"), "what the factory made, a Line, lacks evaluate"),
+        (("nn.Linear(width, 1)", "3"), "the factory's result, a Line, lacks module, a torch module"),
+        (("def evaluate", "def assess"), "the factory's result, a Line, lacks evaluate"),
         (("return Line(given, width)", "return None"), "a NoneType, lacks batch, loss, evaluate"),
         (("return x, x.sum(1, keepdim=True)", "1 / 0"), "batch(): ZeroDivisionError"),
         (("return x, x.sum(1, keepdim=True)", "return x"), "batch() must return a tuple of tensors"),
         (("return x, x.sum(1, keepdim=True)", "return ()"), "batch() must return a tuple of tensors"),
         (("return x, x.sum(1, keepdim=True)", "return x, 3"), "batch() must return a tuple of tensors"),
         (("return x, x.sum(1, keepdim=True)", "return x, x[:0]"), "batch() must return a tuple of tensors"),
-        (("generator=draw", ""), "batch() gave two batches for the same seed and position"),
-        (("** 2).mean()", "** 2)"), "loss() must return a tensor without dimensions that follows"),
-        (("** 2).mean()", "** 2).mean().item()"), "loss() must return a tensor without dimensions that follows"),
-        (("** 2).mean()", "** 2).mean().detach()"), "loss() must return a tensor without dimensions that follows"),
+        (("generator=draw", ""), "batch() gave different batches for the same seed and position"),
+        (("** 2).mean()", "** 2)"), "loss() must return a tensor without dimensions that depends"),
+        (("** 2).mean()", "** 2).mean().item()"), "loss() must return a tensor without dimensions that depends"),
+        (("** 2).mean()", "** 2).mean().detach()"), "loss() must return a tensor without dimensions that depends"),
         (("self.module(x) - y", "self.module(x[:, 1:]) - y"), "loss(): RuntimeError: mat1 and mat2"),
     ],
 )  # fmt: skip
@@ -177,7 +177,7 @@ def test_what_is_wrong_is_one_line(
 
 def test_a_misspelt_option_is_refused(module: Callable[[str], str]) -> None:
     assert refusal(module(GOOD), widht=3) == (
-        "the factory does not take what the run gives it: got an unexpected keyword argument 'widht'"
+        "the factory does not accept the run's options: got an unexpected keyword argument 'widht'"
     )
 
 

@@ -26,7 +26,9 @@ class Life:
         self.dies, self.given_seconds = dies, 0.0
         self.child = SimpleNamespace(send_kill=lambda: None)
 
-    async def ask(self, command: dict[str, Any], memory: Any, extra_seconds: float, hear: Callable[..., None]) -> Any:
+    async def ask(
+        self, command: dict[str, Any], memory: Any, extra_seconds: float, on_progress: Callable[..., None]
+    ) -> Any:
         self.given_seconds = extra_seconds
         if self.dies:
             raise WorkerGone
@@ -35,7 +37,7 @@ class Life:
 
 def trainer(life: Life | None) -> RemoteTrainer:
     made = RemoteTrainer(cast(WorkerSpec, None), SimCompute())
-    parts: dict[str, Any] = {"layout": HUNDRED_MILLION, "_life": life, "_shared": SimpleNamespace(attention=False)}
+    parts: dict[str, Any] = {"layout": HUNDRED_MILLION, "_worker": life, "_shared": SimpleNamespace(attention=False)}
     vars(made).update(parts)
     return made
 
@@ -55,7 +57,7 @@ def test_a_disk_has_the_time_that_the_bytes_take() -> None:
 
 def test_a_worker_that_dies_while_it_saves_costs_that_file_and_says_so() -> None:
     made = trainer(Life(dies=True))
-    with pytest.raises(WorkerError, match="gone before the inner state was written"):
+    with pytest.raises(WorkerError, match="died before it had written the inner state"):
         run(lambda: made.save(Path("inner")))
     assert made.pid is None
 

@@ -444,7 +444,7 @@ class Stand:
     async def load(self, path: Path | None, position: int, threads: int) -> None:
         self.loads.append((path, position, threads))
         if path and self.broken:
-            raise WorkerError("it holds other tensors")
+            raise WorkerError("its tensors are not those of this model")
 
 
 @pytest.mark.parametrize("broken", [False, True])

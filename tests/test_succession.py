@@ -67,7 +67,9 @@ def test_who_dies_now_and_then_is_replaced_for_ever(starts: list[float]) -> None
 
 
 def test_who_does_nothing_before_it_dies_is_given_up_soon_with_growing_pauses(starts: list[float]) -> None:
-    with pytest.raises(WorkerError, match=f"died {DEATHS} times in a row: killed by signal 9; .*; see to what"):
+    with pytest.raises(
+        WorkerError, match=f"died {DEATHS} times in a row: killed by signal 9; .*; check its last output"
+    ):
         lives(100, 0.0, useful=False)
     assert starts == [0.0, 0.5, 1.5, 3.5]
 

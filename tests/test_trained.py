@@ -47,15 +47,15 @@ def test_a_loss_that_was_not_measured_is_none(tmp_path: Path) -> None:
 
 
 def test_where_there_is_nothing_it_is_one_line(tmp_path: Path) -> None:
-    assert refusal(tmp_path / "absent").endswith("is no directory: give a peer's by --state-dir")
-    assert "holds no run: give the state directory of a peer" in refusal(tmp_path)
+    assert refusal(tmp_path / "absent").endswith("is not a directory: name a peer's state directory by --state-dir")
+    assert "contains no run: name the state directory of a peer" in refusal(tmp_path)
     kept_gpt(tmp_path / "peer")
     for path in (tmp_path / "peer" / "checkpoints").rglob("*.safetensors"):
         path.write_bytes(path.read_bytes()[:-1])
     line = refusal(tmp_path / "peer")
     assert "holds no whole checkpoint" in line and "is damaged: outer.safetensors is not what it was" in line
     shutil.rmtree(tmp_path / "peer" / "checkpoints")
-    assert "holds no whole checkpoint: a peer makes its first after some rounds" in refusal(tmp_path / "peer")
+    assert "holds no whole checkpoint: a peer makes its first one after some rounds" in refusal(tmp_path / "peer")
     manifest = tmp_path / "peer" / "manifest.bin"
     manifest.write_bytes(manifest.read_bytes()[:-1])
     assert "manifest.bin: the envelope is damaged" in refusal(tmp_path / "peer")
@@ -68,7 +68,7 @@ def test_of_another_run_nothing_is_taken(tmp_path: Path) -> None:
     kept_gpt(tmp_path / "a")
     kept_gpt(tmp_path / "b")
     shutil.copy(tmp_path / "a" / "manifest.bin", tmp_path / "b")
-    assert "its peer has not made one of its new run yet" in refusal(tmp_path / "b")
+    assert "its peer has made no checkpoint of the new run yet" in refusal(tmp_path / "b")
 
 
 def test_one_that_goes_while_it_is_read_is_followed_by_the_next(

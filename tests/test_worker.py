@@ -199,7 +199,7 @@ def test_an_inner_state_that_cannot_be_had_is_refused(memory: int, text: Path, t
     assert save_none["done"] > 0 and load_none == {"done": None}, "before the first step there is none"
     tensors.write(path, {"exp_avg": torch.zeros(3)}, {})
     assert serve(memory, spec, load) == [
-        {"refused": "the inner state cannot be read: it holds other tensors than this model and its optimiser have"}
+        {"refused": "the inner state cannot be read: its tensors are not those of this model and its optimiser"}
     ]
     path.unlink()
     path.mkdir()
@@ -241,7 +241,7 @@ def test_the_sample_of_the_run_takes_the_place_of_ones_own(memory: int, text: Pa
     [
         ({"data": Path("/absent")}, "no file or folder /absent"),
         ({"held_out": Path("/absent")}, "cannot read /absent: No such file or directory"),
-        ({"device": "mps"}, "no device mps on this machine, or none that this torch can use: try --device auto"),
+        ({"device": "mps"}, "no device mps on this machine that this build of torch can use: try --device auto"),
         ({"values": PacedValues(10**14)}, "not enough memory for this task: "),
     ],
 )

@@ -48,7 +48,7 @@ def test_what_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(TrainedError, match=r"^the prompt is empty: "):
         list(write(load_trained(tmp_path / "gpt"), b"", 5, 0.0, 0))
     keep(tmp_path / "own", load_run(None, {"task": "mine:make"}, ["butterfly"]), torch.nn.Linear(1, 1))
-    with pytest.raises(TrainedError, match=r"^this run trains mine:make, which writes no text: gpt does$"):
+    with pytest.raises(TrainedError, match=r"^this run trains mine:make, which generates no text: only gpt does$"):
         list(write(load_trained(tmp_path / "own"), b"a", 5, 0.0, 0))
 
 

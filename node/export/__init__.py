@@ -1,1 +1,1 @@
-"""What a run has trained, taken out and tried."""
+"""Export of a run's trained model, and text generation with it."""

@@ -1,4 +1,4 @@
-"""Text from a trained model, a piece at a time, fit for a terminal: strangers had a hand in the model."""
+"""Generate text from a trained model, piece by piece. The text is sanitised for terminals: the model is untrusted."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from node.export.trained_model import TrainedError, TrainedModel
 from node.tasks.gpt import Gpt
 
 _OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
-"""What a terminal obeys, but for the tab and the end of a line."""
+"""Control characters of a terminal, except tab and newline."""
 
 
 def write(model: TrainedModel, prompt: bytes, tokens: int, temperature: float, seed: int) -> Iterator[str]:
-    """Continue a prompt by so many bytes: the likeliest at temperature 0, else drawn from a seed.
+    """Continue a prompt by `tokens` bytes: the likeliest at temperature 0, otherwise drawn with a seed.
 
     Raises:
-        TrainedError: the model writes no text, or there is no prompt.
+        TrainedError: the model generates no text, or the prompt is empty.
     """
     gpt = model.manifest.config.gpt
     if gpt is None:
-        raise TrainedError(f"this run trains {model.manifest.config.task}, which writes no text: gpt does")
+        raise TrainedError(f"this run trains {model.manifest.config.task}, which generates no text: only gpt does")
     if not prompt:
         raise TrainedError("the prompt is empty: give the beginning of a text")
     module = Gpt(gpt.shape)
@@ -33,5 +33,5 @@ def write(model: TrainedModel, prompt: bytes, tokens: int, temperature: float, s
 
 
 def harmless(text: str) -> str:
-    """Without anything that a terminal obeys."""
+    """Replace all control characters of a terminal."""
     return _OBEYED.sub("\ufffd", text)

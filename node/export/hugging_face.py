@@ -1,7 +1,7 @@
-"""A peer's model as a directory that others read: the language model as Hugging Face's Llama, all else as safetensors.
+"""Export a peer's model: the language model in Hugging Face's Llama format, all other models as safetensors.
 
-The language model's tensors have the names, the halves of rotary pairs and the order of operations of
-`LlamaForCausalLM`, so nothing is converted. Its tokens are bytes: the tokenizer is GPT-2's byte level without merges.
+The language model has the tensor names, the halves of rotary pairs and the order of operations of `LlamaForCausalLM`,
+so its tensors are not converted. Its tokens are bytes: the tokenizer is GPT-2's byte level without merges.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ MODEL = "model.safetensors"
 
 
 class ExportError(ValueError):
-    """It cannot be written there; one line: what, why, what to do."""
+    """The model cannot be written. The message says in one line what happened, why, and what to do."""
 
 
 def export(model: TrainedModel, out: Path) -> None:
-    """Make the directory, whole or not at all.
+    """Create the directory, atomically.
 
     Raises:
-        ExportError: it is there already, or cannot be written.
+        ExportError: it exists already and is not empty, or cannot be written.
     """
     if out.is_symlink() or (out.exists() and not (out.is_dir() and not any(out.iterdir()))):
-        raise ExportError(f"{out} is there already, and nothing is overwritten: give another directory by --out")
+        raise ExportError(f"{out} exists already and is not overwritten: name another directory by --out")
     draft = out.absolute().with_name(f".{out.absolute().name}.new-{os.getpid()}")
     try:
         draft.mkdir(parents=True)
@@ -80,7 +80,7 @@ def llama(gpt: GptTable) -> dict[str, Any]:
         "max_position_embeddings": gpt.context,
         "hidden_act": "silu",
         "rms_norm_eps": RMS_EPS,
-        "rope_theta": ROPE_THETA,  # where transformers before 5 look; 5 look at the next
+        "rope_theta": ROPE_THETA,  # for transformers before 5; version 5 reads the next one
         "rope_parameters": {"rope_type": "default", "rope_theta": ROPE_THETA},
         "attention_bias": False,
         "mlp_bias": False,
@@ -94,7 +94,7 @@ def llama(gpt: GptTable) -> dict[str, Any]:
 
 
 def tokenizer() -> dict[str, Any]:
-    """`tokenizer.json` in which a byte's token is the byte."""
+    """`tokenizer.json` of a tokenizer in which the token of a byte is the byte itself."""
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     return {
         "version": "1.0",
@@ -120,14 +120,14 @@ def tokenizer() -> dict[str, Any]:
 
 
 def _letters() -> list[str]:
-    """The character that stands for each byte at GPT-2's byte level: itself if it can be seen, else one from 256 on."""
+    """The character of each byte at GPT-2's byte level: the byte itself if printable, otherwise one from 256 on."""
     seen = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = [byte for byte in range(256) if byte not in seen]
     return [chr(byte if byte in seen else 256 + hidden.index(byte)) for byte in range(256)]
 
 
 def card(model: TrainedModel) -> str:
-    """`README.md`: where it comes from, and how to load it."""
+    """`README.md` of the model: where it comes from, and how to load it."""
     manifest, checkpoint = model.manifest, model.checkpoint
     config, count = manifest.config, sum(manifest.elements)
     loss = f"{model.held_out_loss:.4f}" if math.isfinite(model.held_out_loss) else "not measured"
@@ -147,14 +147,14 @@ def card(model: TrainedModel) -> str:
     return (head if config.gpt else "") + about + _loading(config.own_task, config.gpt)
 
 
-_ABOUT = "Trained by the peers of a Starling run: volunteers' machines, with nobody in charge."
+_ABOUT = "Trained by the peers of a Starling run: volunteers' machines, without a central server."
 
 
 def _loading(own_task: str, gpt: GptTable | None) -> str:
     if gpt:
         return (
-            f"A language model over bytes: a token is a byte, and it sees {gpt.context} of them. It has no tokens for\n"
-            "the beginning or the end of a text.\n\n"
+            f"A language model over bytes: a token is a byte, and the context is {gpt.context} bytes. It has no\n"
+            "tokens for the beginning or the end of a text.\n\n"
             "```python\n"
             "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
             'tokenizer = AutoTokenizer.from_pretrained(".")\n'
@@ -165,7 +165,7 @@ def _loading(own_task: str, gpt: GptTable | None) -> str:
         )
     module = f"the module that `{own_task}` makes" if own_task else "the task"
     return (
-        f"`{MODEL}` holds the parameters of {module} under its own names; buffers are not part of it.\n\n"
+        f"`{MODEL}` contains the parameters of {module} under their own names, but no buffers.\n\n"
         "```python\n"
         "from safetensors.torch import load_file\n\n"
         f'module.load_state_dict(load_file("{MODEL}"), strict=False)\n'

@@ -1,5 +1,6 @@
-"""What a peer's directory holds of a trained model: its newest checkpoint, and which run that is of. Nothing is changed
-there, so that it does not matter whether the peer runs.
+"""Load the trained model of a peer's state directory: its newest checkpoint and its run.
+
+It changes nothing in the directory, so the peer may be running.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ from node.storage.checkpoint import DIRECTORY, Checkpoint, CheckpointError, newe
 
 _LAST_REPORTS_BYTES = 4 << 20
 _ATTEMPTS = 3
-"""A running peer puts a checkpoint aside while this one is read; by then there is a newer one."""
+"""A running peer may delete a checkpoint while it is being read; there is a newer one then."""
 
 
 class TrainedError(ValueError):
-    """There is nothing to be had there; one line: what, why, what to do."""
+    """There is no model to load. The message says in one line what happened, why, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedModel:
-    """A model as a run had it before a round.
+    """The model of a run before a round.
 
     Attributes:
         tensors: the outer parameters by their names in the module, float32.
-        held_out_loss: of these parameters, as this peer measured it; nan if it did not.
+        held_out_loss: loss of these parameters, as measured by this peer; nan if it was not measured.
     """
 
     manifest: Manifest
@@ -42,10 +43,10 @@ class TrainedModel:
 
 
 def load_trained(directory: Path) -> TrainedModel:
-    """The newest checkpoint in a peer's state directory.
+    """Load the newest checkpoint in a peer's state directory.
 
     Raises:
-        TrainedError: no such directory, none of a peer's, no checkpoint, or none that is whole.
+        TrainedError: there is no such directory, it is not a peer's, or it has no undamaged checkpoint.
     """
     manifest = _manifest(directory)
     for attempt in range(_ATTEMPTS):
@@ -56,12 +57,12 @@ def load_trained(directory: Path) -> TrainedModel:
         except CheckpointError as error:
             if attempt == _ATTEMPTS - 1 or not (directory / DIRECTORY).is_dir():
                 raise TrainedError(
-                    f"{error}: a peer makes its first after some rounds, and keeps the last ones"
+                    f"{error}: a peer makes its first one after some rounds, and keeps only the last ones"
                 ) from None
     if checkpoint.run != manifest.run_id:
         raise TrainedError(
             f"the newest checkpoint in {directory} is of run {checkpoint.run[:12]}, the directory of "
-            f"{manifest.run_id[:12]}: its peer has not made one of its new run yet"
+            f"{manifest.run_id[:12]}: its peer has made no checkpoint of the new run yet"
         )
     tensors = {}
     for vector, fragment in zip(vectors, checkpoint.layout.fragments, strict=True):
@@ -76,12 +77,12 @@ def load_trained(directory: Path) -> TrainedModel:
 
 def _manifest(directory: Path) -> Manifest:
     if not directory.is_dir():
-        raise TrainedError(f"{directory} is no directory: give a peer's by --state-dir")
+        raise TrainedError(f"{directory} is not a directory: name a peer's state directory by --state-dir")
     try:
         with (directory / "manifest.bin").open("rb") as file:
             return unseal(file.read(MAX_RUN_BYTES + 1), verify)
     except FileNotFoundError:
-        raise TrainedError(f"{directory} holds no run: give the state directory of a peer that was in one") from None
+        raise TrainedError(f"{directory} contains no run: name the state directory of a peer that was in one") from None
     except OSError as error:
         raise TrainedError(f"{directory / 'manifest.bin'} cannot be read: {error.strerror}") from None
     except ManifestError as error:
@@ -89,7 +90,7 @@ def _manifest(directory: Path) -> Manifest:
 
 
 def _held_out_loss(reports: Path, lineage: str) -> float:
-    """What the peer's last reports say of the parameters that a record led to."""
+    """Held-out loss after a record, from the peer's last reports; nan if it is not in them."""
     try:
         with reports.open("rb") as file:
             file.seek(max(0, reports.stat().st_size - _LAST_REPORTS_BYTES))
@@ -101,6 +102,6 @@ def _held_out_loss(reports: Path, lineage: str) -> float:
             report = json.loads(line)
             if report["lineage"] == lineage and report["held_out_loss"] is not None:
                 return float(report["held_out_loss"])
-        except (ValueError, TypeError, KeyError, RecursionError):  # half a line, or somebody else's
+        except (ValueError, TypeError, KeyError, RecursionError):  # an incomplete line, or another format
             continue
     return math.nan

@@ -1,1 +1,1 @@
-"""libp2p and the DHT: the only rooms that touch p2pd and hivemind."""
+"""libp2p and the DHT. No other package uses p2pd or hivemind."""

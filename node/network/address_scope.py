@@ -1,4 +1,4 @@
-"""From where a multiaddr can be dialled, as far as it shows by itself. Pure, and loads next to nothing."""
+"""From where a multiaddr can be dialled, as far as its text shows. No I/O, and no heavy imports."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from enum import IntEnum
 from ipaddress import ip_address, ip_network
 
 _PRIVATE = tuple(map(ip_network, ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "fc00::/7")))
-"""RFC 1918, 6598 and 4193: a home's or a company's, a provider's, a container engine's."""
+"""RFC 1918, 6598 and 4193: networks of homes, companies, providers and container engines."""
 
 
 class Scope(IntEnum):
-    """The widest first."""
+    """From where an address can be dialled, the widest scope first."""
 
     ANYWHERE = 0
     NETWORK = 1
@@ -19,7 +19,10 @@ class Scope(IntEnum):
 
 
 def scope(address: str) -> Scope:
-    """Of an address through a relay: from where the relay can be dialled. A name without a dot is its network's own."""
+    """The scope of a multiaddr; of an address through a relay, that of the relay.
+
+    A name without a dot counts as local to its network.
+    """
     kind, _, host = address.removeprefix("/").partition("/")
     host = host.partition("/")[0].partition("%")[0]
     if kind.startswith("dns") and host:

@@ -1,10 +1,10 @@
-"""p2pd: the go-libp2p daemon that the hivemind wheel ships, as one child process of ours.
+"""p2pd, the go-libp2p daemon that the hivemind wheel ships, as one child process.
 
-Facts of that daemon which this file relies on (read in its source, and tried):
+This file relies on these facts about the daemon (read in its source, and tested):
 
-  - it prints "Peer ID:" when its control socket listens;
-  - it closes when the last persistent connection to it has ended, or if none was made within `-idleTimeout`;
-  - SIGTERM closes it in good order; SIGINT does too, hence a session of its own: Ctrl-C must not reach it.
+  - It prints "Peer ID:" when its control socket listens.
+  - It exits when the last persistent connection to it has ended, or if none was made within `-idleTimeout`.
+  - SIGTERM closes it in good order. So does SIGINT, so it runs in a session of its own, which Ctrl-C does not reach.
 """
 
 from __future__ import annotations
@@ -23,37 +23,38 @@ log = logging.getLogger(__name__)
 
 _START_SECONDS = 20.0
 _GOGC = "50"
-"""p2pd keeps 23 MB alive, nearly all of it a table of the world's networks, and each stream leaves 64 KB of garbage. Go
-by itself collects when as much again has gathered; at half of it p2pd takes 15 MB less, for .1 ms a stream."""
+"""Go's garbage collector target, in percent. p2pd keeps 23 MB alive, nearly all of it a table of the world's networks,
+and each stream leaves 64 KB of garbage. Go's default, 100, collects when the heap has doubled. At 50 p2pd takes 15 MB
+less, for 0.1 ms a stream."""
 
 
 class DaemonError(Exception):
-    """p2pd cannot be found or did not start; the message holds its last words."""
+    """p2pd cannot be found or did not start. The message contains its last output."""
 
 
 def binary() -> Path:
-    """Where the hivemind wheel keeps p2pd; does not import hivemind.
+    """Path of the p2pd in the hivemind wheel. Does not import hivemind.
 
     Raises:
-        DaemonError: hivemind is not installed, or without p2pd.
+        DaemonError: hivemind is not installed, or has no p2pd.
     """
     spec = find_spec("hivemind")
     path = Path(spec.origin).parent / "hivemind_cli" / "p2pd" if spec and spec.origin else None
     if path is None or not os.access(path, os.X_OK):
-        raise DaemonError("p2pd is not installed: pip install hivemind==1.1.12 brings it")
+        raise DaemonError("p2pd is not installed. Install it with: pip install hivemind==1.1.12")
     return path
 
 
 def arguments(
     control: Path, identity: Path, listen: Sequence[str], announce: Sequence[str] = (), nat: bool = False
 ) -> list[str]:
-    """p2pd's command line. Bare, without bootstrap peers: given unreachable ones it would exit."""
+    """p2pd's command line. It names no bootstrap peers, because p2pd exits if they are unreachable."""
     traversal = int(nat)
     flags = {
         "listen": f"/unix{control}",
         "id": identity,
         "hostAddrs": ",".join(listen),
-        # Peers that met through a third find each other's addresses in libp2p's own table.
+        # Peers that met through a third peer find each other's addresses in libp2p's own DHT.
         "dhtServer": 1,
         "connManager": 1,
         "natPortMap": traversal,
@@ -72,14 +73,14 @@ _IP_PORT = re.compile(r"/(?P<family>ip[46])/(?P<host>[^/]+)/(?P<kind>tcp|udp)/(?
 
 
 def with_ports(listen: Sequence[str], found: Sequence[str]) -> tuple[str, ...]:
-    """`listen` with each port 0 replaced by the one that p2pd took, as seen in the addresses found. Pure."""
+    """Return `listen` with each port 0 replaced by the port that p2pd chose, taken from the addresses found."""
     seen = [match for address in found if (match := _IP_PORT.fullmatch(address))]
 
     def fixed(address: str) -> str:
         match = _IP_PORT.fullmatch(address)
         if match is None or match["port"] != "0":
             return address
-        # Of an unspecified address p2pd shows the interfaces'; a router's mapping never is on the loopback.
+        # For an unspecified address p2pd lists those of all interfaces. A router never maps a port of the loopback.
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(match["host"], match["host"])
         wanted = (match["family"], host, match["kind"], match["rest"])
         ports = [s["port"] for s in seen if (s["family"], s["host"], s["kind"], s["rest"]) == wanted]
@@ -91,7 +92,7 @@ def with_ports(listen: Sequence[str], found: Sequence[str]) -> tuple[str, ...]:
 
 
 class Daemon:
-    """One running p2pd. `Daemon.start` makes it; it dies with this process, however that ends. From the main thread."""
+    """One running p2pd. It dies with this process, however that ends. Call `Daemon.start` from the main thread."""
 
     def __init__(self, child: ChildProcess) -> None:
         self._child = child
@@ -105,25 +106,25 @@ class Daemon:
         """Run p2pd until its control socket listens, within 20 seconds.
 
         Raises:
-            DaemonError: it ended or said nothing.
+            DaemonError: it ended, or did not report that it listens.
         """
         ready: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
-        def hear(line: str | None) -> None:
+        def on_line(line: str | None) -> None:
             if line is not None:
                 log.debug("p2pd: %s", line)
             if not ready.done() and (line is None or line.startswith("Peer ID:")):
                 ready.set_result(line is not None)
 
         environment = {"GOLOG_LOG_LEVEL": "error", "GOGC": os.environ.get("GOGC", _GOGC)}
-        child = await ChildProcess.start("p2pd", (str(binary()), *command_arguments), hear, environment)
+        child = await ChildProcess.start("p2pd", (str(binary()), *command_arguments), on_line, environment)
         try:
             async with asyncio.timeout(_START_SECONDS):
                 if not await ready:
                     raise DaemonError(f"p2pd did not start: {child.output_tail}")
         except TimeoutError:
             await child.kill()
-            raise DaemonError(f"p2pd said nothing for {_START_SECONDS:g} s: {child.output_tail}") from None
+            raise DaemonError(f"p2pd was not ready within {_START_SECONDS:g} s: {child.output_tail}") from None
         except BaseException:
             await child.kill()
             raise

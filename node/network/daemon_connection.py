@@ -1,4 +1,4 @@
-"""One life of p2pd and hivemind's client at it; only this and `node.network.kademlia` import hivemind."""
+"""One p2pd process with hivemind's client. Only this module and `node.network.kademlia` import hivemind."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from protocols.base import PeerId
 log = logging.getLogger(__name__)
 
 LINK_ERRORS = (P2PDaemonError, OSError, EOFError)
-"""What calls of a `DaemonConnection` raise: p2pd said no, or it is not there. A missed deadline is an OSError."""
+"""Errors of calls on a `DaemonConnection`: p2pd reported an error, or is not running. A timeout is an OSError."""
 
 _PROTOCOL = "/starling/stream/1"
 _ATTACH_SECONDS = 10.0
@@ -37,18 +37,18 @@ _PROBE_SECONDS = 3.0
 _PROBES = 2
 
 IncomingHandler = Callable[[PeerId, str, asyncio.StreamReader, asyncio.StreamWriter], None]
-"""Takes a stream that the peer has opened from an address; never waits."""
+"""Called with each stream that a peer has opened, and the peer's multiaddr. It must not block."""
 
-use_hivemind_log_handler("nowhere")  # hivemind writes to stderr by itself: where its words go is the root's business
+use_hivemind_log_handler("nowhere")  # hivemind would write to stderr itself: leave its output to the root logger
 
 
 class DaemonConnection:
-    """`DaemonConnection.start` makes it.
+    """A p2pd process and the connections to its control socket. `DaemonConnection.start` creates it.
 
     Attributes:
         client: hivemind's `P2P`, for its DHT.
-        addresses: multiaddrs on which p2pd can be reached, without its id, never older than a few seconds.
-        peers: who is connected, and from which multiaddr, as of a few seconds ago.
+        addresses: multiaddrs at which p2pd can be reached, without its id. At most a few seconds old.
+        peers: connected peers, each with its multiaddr. At most a few seconds old.
         gone: set when p2pd has ended, before the client is closed.
     """
 
@@ -62,10 +62,10 @@ class DaemonConnection:
 
     @classmethod
     async def start(cls, command: Sequence[str], control: Path, me: PeerId, incoming: IncomingHandler) -> Self:
-        """Start p2pd with its control socket at `control`; the streams that peers open go to `incoming`.
+        """Start p2pd with its control socket at `control`. Streams that peers open go to `incoming`.
 
         Raises:
-            DaemonError, P2PDaemonError, OSError, EOFError: it does not come up.
+            DaemonError, P2PDaemonError, OSError, EOFError: it does not start.
         """
         with suppress(FileNotFoundError):
             os.unlink(control)  # a killed daemon leaves its socket behind
@@ -79,7 +79,7 @@ class DaemonConnection:
         return link
 
     async def _attach(self, me: PeerId, incoming: IncomingHandler) -> None:
-        # hivemind would put the client's socket into /tmp, open to everybody on this machine.
+        # hivemind would create the client's socket in /tmp, where every user of this machine could connect to it.
         client: Any = type("AttachedP2P", (P2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{self._control.parent}/"})
         self.client = await client.replicate(HivemindMultiaddr(f"/unix{self._control}"))
         if self.client.peer_id.to_base58() != me:
@@ -92,14 +92,14 @@ class DaemonConnection:
         await self._look()
 
     async def stream(self, peer: PeerId, seconds: int) -> SocketPipe:
-        """Open a stream of our protocol."""
+        """Open a stream of Starling's libp2p protocol."""
         target = p2pd_pb2.StreamOpenRequest(peer=_peer_bytes(peer), proto=[_PROTOCOL], timeout=seconds)
         _, reader, writer = await self._ask(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=target)
         return SocketPipe(reader, writer)
 
     async def connect(self, peer: PeerId, address: str, seconds: int) -> None:
         """Connect to the peer at a multiaddr."""
-        where = Multiaddr(address).to_bytes()  # not hivemind's Multiaddr: it cannot write the id of a relay
+        where = Multiaddr(address).to_bytes()  # not hivemind's Multiaddr, which cannot encode the id of a relay
         target = p2pd_pb2.ConnectRequest(peer=_peer_bytes(peer), addrs=[where], timeout=seconds)
         await self._tell(type=p2pd_pb2.Request.CONNECT, connect=target)
 
@@ -109,7 +109,7 @@ class DaemonConnection:
         await self._tell(type=p2pd_pb2.Request.DISCONNECT, disconnect=target)
 
     async def ended(self) -> str:
-        """Wait until p2pd has ended, however long; returns how, in one line. If it hangs, it is ended by force."""
+        """Wait until p2pd has ended, and return how, in one line. A p2pd that hangs is killed."""
         probing = asyncio.create_task(self._probe())
         try:
             return await self.daemon.ended()
@@ -118,7 +118,7 @@ class DaemonConnection:
             await asyncio.gather(probing, return_exceptions=True)
 
     async def _probe(self) -> None:
-        """Ask p2pd how things are, again and again, until it has not answered twice in a row; then kill it."""
+        """Query p2pd regularly. When it has not answered twice in a row, kill it."""
         missed = 0
         while missed < _PROBES:
             await asyncio.sleep(0 if missed else _PROBE_EVERY_SECONDS)
@@ -144,10 +144,10 @@ class DaemonConnection:
         return response
 
     async def _ask(self, **request: Any) -> tuple[Any, asyncio.StreamReader, asyncio.StreamWriter]:
-        """Ask p2pd; the connection that comes back is the stream, if one was asked for.
+        """Send p2pd a request. If it opens a stream, the returned connection is the stream.
 
-        hivemind's own calls leave the connection open when they fail or are cancelled, and set no time limit, so that
-        p2pd would go on for a minute.
+        hivemind's own calls leave the connection open when they fail or are cancelled, and set no time limit, so p2pd
+        would continue for a minute.
         """
         reader, writer = await asyncio.open_unix_connection(self._control)
         try:
@@ -161,7 +161,7 @@ class DaemonConnection:
         return response, reader, writer
 
     async def close(self) -> None:
-        """End the client's tasks, which hivemind does not wait for or forgets, and the daemon."""
+        """End the daemon and the client's tasks, which hivemind does not await, or loses track of."""
         self.gone.set()
         if self.client is not None:
             control = self.client._client.control
@@ -180,7 +180,7 @@ def _peer_bytes(peer: PeerId) -> bytes:
 
 
 def _text(address: bytes) -> str:
-    """A multiaddr as text; empty if it is none that we know. Not hivemind's: it fails on the id of a relay."""
+    """A multiaddr as text; empty if it is of an unknown kind. hivemind's own decoder fails on the id of a relay."""
     try:
         return str(Multiaddr(address))
     except (ValueError, LookupError):

@@ -1,4 +1,4 @@
-"""`protocols.base.Directory` on hivemind's DHT: signed, bounded, short-lived hints, never decisions."""
+"""`protocols.base.Directory` on hivemind's DHT: signed, bounded, short-lived records. It decides nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MAX_MET = 64
 
 
 class Carrier(Protocol):
-    """What is needed of `node.network.libp2p.LibP2PTransport`."""
+    """The part of `node.network.libp2p.LibP2PTransport` that the directory needs."""
 
     me: PeerId
 
@@ -35,13 +35,13 @@ class Carrier(Protocol):
 
 
 class DhtDirectory:
-    """Where peers of one run find each other. Does nothing before `async with`, which the transport's must enclose.
+    """The directory in which peers of one run find each other. Use as an async context manager, inside the transport.
 
-    Whoever is met (`meet`) makes the others known. If p2pd is restarted, those who were met are met again, and what was
-    announced is announced again. Nothing raises for the network's failures.
+    Each peer that it has contacted (`meet`) makes other peers known to it. If p2pd is restarted, the directory contacts
+    these peers again and repeats its announcements. No method raises for network failures.
 
     Attributes:
-        refused: (peer, why) -> what this peer sent that broke the rules; the latest 1,024 such pairs.
+        refused: (peer, why) -> number of invalid records and requests from that peer; the latest 1,024 pairs.
     """
 
     def __init__(
@@ -54,8 +54,8 @@ class DhtDirectory:
     ) -> None:
         """
         Args:
-            run: hash of the manifest; hints of other runs are refused.
-            offset_seconds: what to add to the clock for the time that the others have.
+            run: hash of the manifest; records of other runs are rejected.
+            offset_seconds: returns the seconds to add to the clock to get the other peers' time.
         """
         self.refused: Counter[tuple[PeerId, str]] = Counter()
         self._transport, self._signer, self._clock, self._run = transport, signer, clock, run
@@ -77,13 +77,13 @@ class DhtDirectory:
             await asyncio.gather(self._keeping, return_exceptions=True)
 
     async def announce(self, scope: str, value: bytes, ttl_seconds: float, deadline: Deadline) -> None:
-        """Say `value` of ourselves, for at most ten minutes; replaces what was said before in this scope.
+        """Announce `value` for this peer, for at most ten minutes. It replaces the previous value in this scope.
 
         Raises:
-            ValueError: the value or the scope is too long (4 KiB, 128 bytes), or the time is.
+            ValueError: the value (4 KiB), the scope (128 bytes) or the time is too long.
         """
         if not 0 < ttl_seconds <= TTL_SECONDS:
-            raise ValueError(f"a hint is good for at most {TTL_SECONDS:g} s, not for {ttl_seconds:g} s")
+            raise ValueError(f"ttl_seconds must be above 0 and at most {TTL_SECONDS:g}, not {ttl_seconds:g}")
         draft = DirectoryRecord(self._transport.me, scope, self._now() + ttl_seconds, value)
         message = draft.message(self._run)
         hint = DirectoryRecord(draft.peer, scope, draft.expires, value, self._signer.sign(message))
@@ -92,14 +92,14 @@ class DhtDirectory:
         await self._ask(deadline, lambda node: self._store(node, hint))
 
     async def find(self, scope: str, limit: int, deadline: Deadline) -> Sequence[tuple[PeerId, bytes]]:
-        """What peers, this one included, say in a scope, the latest first; at the deadline, what is known by then."""
+        """Announcements in a scope, this peer's included, the latest first; at the deadline, those known then."""
         name = name_of(self._run, scope)
         await self._ask(deadline, lambda node: node.search(name))
         entries = sorted(self._records.live(place(name)).items(), key=lambda pair: pair[1].expires, reverse=True)
         return [(peer, unpack(_content(entry.value)).value) for peer, entry in entries[:limit]]
 
     async def meet(self, peer: PeerId, deadline: Deadline) -> bool:
-        """Make our nodes known to each other, once the transport can reach the peer; False if it does not answer."""
+        """Add both nodes to each other's routing table, if the transport can reach the peer; False if it is silent."""
         renew(self._met, peer, None, _MAX_MET)
         return bool(await self._ask(deadline, lambda node: node.meet(peer)))
 
@@ -110,7 +110,7 @@ class DhtDirectory:
         await node.store(name_of(self._run, hint.scope), hint.peer, hint.pack(), hint.expires)
 
     async def _ask(self, deadline: Deadline, question: Callable[[Node], Coroutine[Any, Any, T]]) -> T | None:
-        """Ask the node, and if p2pd ends meanwhile the next one; None if there is no answer by the deadline."""
+        """Ask the node; if p2pd ends meanwhile, ask the next node. None if there is no answer by the deadline."""
         with suppress(TimeoutError):
             async with asyncio.timeout_at(deadline):
                 while True:
@@ -126,7 +126,7 @@ class DhtDirectory:
         return None
 
     async def _keep(self) -> None:
-        """Keep a node running on whichever p2pd there is."""
+        """Keep a node running on the present p2pd process."""
         while True:
             try:
                 link = await self._transport.link()
@@ -135,7 +135,7 @@ class DhtDirectory:
             except DaemonError:
                 return  # the transport is closed
             except LINK_ERRORS as error:
-                log.warning("no DHT node: %s", error or type(error).__name__)
+                log.warning("cannot run the DHT node (%s); trying again", error or type(error).__name__)
                 await asyncio.sleep(_RETRY_SECONDS)
 
     async def _serve(self, node: Node, link: DaemonConnection) -> None:
@@ -152,7 +152,7 @@ class DhtDirectory:
                 renew(self._met, peer, None, _MAX_MET)
 
     async def _again(self, node: Node) -> None:
-        """Tell a new node what the one before it knew."""
+        """Contact the peers again that the previous node knew, and repeat the announcements."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_AGAIN_SECONDS):
                 await asyncio.gather(*(node.meet(peer) for peer in self._met), return_exceptions=True)
@@ -160,11 +160,11 @@ class DhtDirectory:
                 await asyncio.gather(*(self._store(node, hint) for hint in current))
 
     def _is_sound(self, sender: PeerId, key: Key, subkey: str, packed: bytes, expires: float) -> bool:
-        """Whether what `sender` handed us is a hint of this run, of the peer and in the place that it claims."""
+        """Whether a record that `sender` sent is valid, of this run, and stored under its own peer and key."""
         try:
             hint = unpack(_content(packed))
             if (hint.peer, hint.expires, place(name_of(self._run, hint.scope))) != (subkey, expires, key):
-                raise BadPayload("a hint of another run, or in a place not its own")
+                raise BadPayload("a record of another run, or under a key that is not its own")
             check(hint, self._run, self._now(), self._signer)
         except BadPayload as error:
             self._refuse(sender, str(error))
@@ -177,18 +177,22 @@ class DhtDirectory:
 
 
 def _content(packed: bytes) -> bytes:
-    """What hivemind has packed once more."""
+    """Remove hivemind's own packing from a record.
+
+    Raises:
+        BadPayload: the packed value is not of type bytes.
+    """
     try:
         content = loads(packed)
     except ValueError:
         content = None
     if not isinstance(content, bytes):
-        raise BadPayload("not a hint")
+        raise BadPayload("not a directory record")
     return content
 
 
 def _result(task: asyncio.Task[T]) -> T | None:
     if error := task.exception():
-        log.warning("the DHT failed: %s", error or type(error).__name__)
+        log.warning("a DHT request failed: %s", error or type(error).__name__)
         return None
     return task.result()

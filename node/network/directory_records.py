@@ -1,4 +1,4 @@
-"""Hints: what peers say of themselves in the DHT, signed and short-lived; the shelf where others keep them. Pure."""
+"""Directory records: signed, short-lived announcements of peers in the DHT, and the store that keeps them. No I/O."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import msgpack
 from protocols.base import BadPayload, PeerId, Signer
 
 HINT_BYTES = 4096
-"""Bound on a whole hint, packed."""
+"""Largest size of a packed record."""
 TTL_SECONDS = 600.0
 _SKEW_SECONDS = 60.0
 _SCOPE_BYTES = 128
@@ -31,17 +31,17 @@ _PACKED = {"max_str_len": 256, "max_bin_len": HINT_BYTES + 8, "max_array_len": M
 
 
 def name_of(run: bytes, scope: str) -> bytes:
-    """Under what name the hints of a scope are kept: 32 bytes."""
+    """DHT name of the records of a scope, 32 bytes."""
     return hashlib.sha256(_DOMAIN + len(run).to_bytes(4, "big") + run + scope.encode()).digest()
 
 
 @dataclass(frozen=True, slots=True)
 class DirectoryRecord:
-    """What one peer says about itself.
+    """A peer's announcement about itself.
 
     Attributes:
         expires: wall time, seconds since the epoch.
-        signature: the peer's, over the run and the other fields.
+        signature: the peer's signature over the run and the other fields.
     """
 
     peer: PeerId
@@ -51,64 +51,69 @@ class DirectoryRecord:
     signature: bytes = field(default=b"", repr=False)
 
     def message(self, run: bytes) -> bytes:
-        """What the peer signs."""
+        """The bytes that the peer signs."""
         fields: bytes = msgpack.packb([run, self.scope, self.peer, self.expires, self.value])
         return _DOMAIN + fields
 
     def pack(self) -> bytes:
-        """
+        """Encode the record.
+
         Raises:
-            ValueError: over 4 KiB, or the scope over 128 bytes.
+            ValueError: the result is over 4 KiB, or the scope over 128 bytes.
         """
         packed: bytes = msgpack.packb([self.peer, self.scope, self.expires, self.value, self.signature])
         if len(packed) > HINT_BYTES or len(self.scope.encode()) > _SCOPE_BYTES:
-            raise ValueError(f"a hint of {len(packed)} bytes, or its scope, is too long")
+            raise ValueError(f"the record ({len(packed)} bytes) or its scope is too long: at most 4 KiB and 128 bytes")
         return packed
 
 
 def unpack(packed: bytes) -> DirectoryRecord:
-    """
+    """Decode a record; its signature is not checked.
+
     Raises:
-        BadPayload: not a hint, or one over 4 KiB.
+        BadPayload: not a record, or over 4 KiB.
     """
     if len(packed) > HINT_BYTES:
-        raise BadPayload("a hint that is too large")
+        raise BadPayload("a record that is too large")
     try:
         fields = msgpack.unpackb(packed, raw=False, **_BOUNDS)
     except (ValueError, msgpack.UnpackException):
-        raise BadPayload("not a hint") from None
+        raise BadPayload("not a directory record") from None
     if not isinstance(fields, list) or [type(each) for each in fields] != [str, str, float, bytes, bytes]:
-        raise BadPayload("not a hint")
+        raise BadPayload("not a directory record")
     return DirectoryRecord(*fields)
 
 
 def check(hint: DirectoryRecord, run: bytes, now: float, signer: Signer) -> None:
-    """
+    """Verify the expiry and the signature of a record.
+
     Args:
         now: wall time, seconds since the epoch.
 
     Raises:
-        BadPayload: expired, good for too long, or not signed by the peer that it names.
+        BadPayload: expired, valid for too long, or not signed by the peer that it names.
     """
     if not math.isfinite(hint.expires) or hint.expires > now + TTL_SECONDS + _SKEW_SECONDS:
-        raise BadPayload("a hint that is good for too long")
+        raise BadPayload("a record that is valid for too long")
     if hint.expires <= now:
-        raise BadPayload("a hint that has expired")
+        raise BadPayload("a record that has expired")
     if not signer.verify(hint.peer, hint.message(run), hint.signature):
-        raise BadPayload("a hint that is not signed by its peer")
+        raise BadPayload("a record that is not signed by its peer")
 
 
 def loads(packed: bytes) -> str | bytes | list[tuple[str, bytes, float]]:
-    """What hivemind's DHT packs: a string, bytes, or a dictionary as (peer, value, expiry); extensions never nest.
+    """Decode a value of hivemind's DHT: a string, bytes, or a dictionary as (peer, value, expiry).
+
+    Nested extensions are not decoded.
 
     Raises:
         ValueError: anything else.
     """
-    found = msgpack.unpackb(packed, raw=False, **_PACKED)  # extensions stay closed
+    found = msgpack.unpackb(packed, raw=False, **_PACKED)  # leaves extensions undecoded
     if isinstance(found, str | bytes):
         return found
     if not isinstance(found, msgpack.ExtType) or found.code != _DICTIONARY:
-        raise ValueError(f"a {type(found).__name__} has no place in this DHT")
+        raise ValueError(f"a {type(found).__name__} is not allowed in this DHT")
     match msgpack.unpackb(found.data, raw=False, **_PACKED):
         case [_, _, [*entries]] if all(map(_is_entry, entries)):
             return [(peer, value, expires) for peer, value, expires in entries]
@@ -121,14 +126,14 @@ def _is_entry(item: object) -> bool:
 
 
 class StoredValue(NamedTuple):
-    """A value, and until when it is good: wall time, seconds since the epoch."""
+    """A value and its expiry: wall time, seconds since the epoch."""
 
     value: bytes
     expires: float
 
 
 class RecordStore:
-    """Values by key and peer, until they expire; bounded in all directions but the length of one value."""
+    """Values by key and peer, until they expire. All numbers are bounded, but not the length of one value."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
@@ -138,10 +143,10 @@ class RecordStore:
         return sum(map(len, self._kept.values()))
 
     def put(self, key: Hashable, peer: PeerId, value: bytes, expires: float) -> bool:
-        """Keep a value, if it expires later than the one in its place, and there is room.
+        """Store a value if it expires later than the one that it replaces, and no limit is reached.
 
-        Whoever came first stays for as long as it renews its own: a place that strangers could take by a later expiry
-        would be theirs alone.
+        A full store never evicts a live value for a new peer's. If a later expiry could evict, attackers could take
+        all places.
         """
         old = self._kept.get(key, {}).get(peer)
         if expires <= self._now() or (old is not None and old.expires >= expires):
@@ -154,7 +159,7 @@ class RecordStore:
         return True
 
     def live(self, key: Hashable) -> Mapping[PeerId, StoredValue]:
-        """What has not expired."""
+        """The values of a key that have not expired."""
         now = self._now()
         return {peer: entry for peer, entry in self._kept.get(key, {}).items() if entry.expires > now}
 

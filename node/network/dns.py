@@ -1,4 +1,4 @@
-"""What a name in a multiaddr stands for: p2pd tells of the addresses that it dialled, and not of names."""
+"""Resolve a DNS name in a multiaddr. Needed because p2pd reports the addresses that it dialled, not their names."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _KINDS = {"dns": ("ip4", "ip6"), "dns4": ("ip4",), "dns6": ("ip6",)}
 
 
 async def stands_for(where: str, deadline: Deadline) -> tuple[str, ...] | None:
-    """The multiaddrs that one with a name stands for, none if the name has no address of its kind.
+    """Resolve the name in a multiaddr to multiaddrs with IP addresses; empty if the name has none of the wanted kind.
 
-    None: it has no name, or there was no telling before the deadline.
+    Returns None if the multiaddr has no name, or if it was not resolved before the deadline.
     """
     _, kind, name, *rest = [*where.split("/", 3), "", ""]
     if kind not in _KINDS:

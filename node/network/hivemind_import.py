@@ -1,8 +1,8 @@
-"""hivemind without what it imports for its own trainers: import this before any part of it.
+"""Import hivemind without the modules that only its trainers need. Import this module before any part of hivemind.
 
-Its package imports all there is: optimisers, experts, and SciPy and pydantic for them, 500 modules that nothing of
-ours uses: .7 s of a peer's start, and 38 MB. Entered without its own first file, its parts are loaded as they are asked
-for; whoever asks for a name of the package itself (`hivemind.DHT`) gets the whole of it after all.
+hivemind's `__init__.py` imports optimisers, experts, and SciPy and pydantic for them: 500 modules that a peer does not
+use. They cost 0.7 s of a peer's start and 38 MB. This module registers the package without running its `__init__.py`,
+so submodules are loaded on request. An access to a name of the package itself (`hivemind.DHT`) still runs it.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 
 
 class _Package(ModuleType):
-    """A package whose first file is run when somebody asks for what only that can know."""
+    """A package whose `__init__.py` runs when a name is requested that is not a loaded submodule."""
 
     def __getattr__(self, name: str) -> Any:
-        if part := sys.modules.get(f"{self.__name__}.{name}"):  # asked for while it is still being loaded
+        if part := sys.modules.get(f"{self.__name__}.{name}"):  # requested while it is still being loaded
             return part
         if name.startswith("__") or "_entered" in self.__dict__:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
@@ -28,7 +28,10 @@ class _Package(ModuleType):
 
 
 def enter(package: str) -> None:
-    """Make this package's parts importable without its first file, unless it is imported already, or is not there."""
+    """Make a package's submodules importable without running its `__init__.py`.
+
+    Does nothing if the package is imported already, or is not installed.
+    """
     if package not in sys.modules and (spec := find_spec(package)):
         module = module_from_spec(spec)
         module.__class__ = _Package

@@ -1,12 +1,12 @@
-"""hivemind's DHT node with bounds: on what others may send it, on what it keeps for them, on the tasks that it leaves.
+"""hivemind's DHT node with limits on requests, on storage and on the lifetime of its tasks.
 
-What is changed of hivemind 1.1.12, all of it tried there:
+It changes these properties of hivemind 1.1.12, all confirmed there by experiment:
 
-  - its serializer unpacks extensions within extensions by recursion: 1 KB from anybody ends the interpreter;
-  - its storage has no bounds, and judges expiry by a clock that must agree with everybody's within 3 seconds;
-  - anybody can claim any node id, fill the routing table with invented ones, and ask for 200,000 keys at once;
-  - whoever is new is sent all that is stored;
-  - what it starts with `asyncio.create_task` goes on when the node is shut down.
+  - Its serializer decodes nested extensions recursively: 1 KB from any peer crashes the interpreter.
+  - Its storage is unbounded, and it judges expiry by a clock that must agree with all others within 3 seconds.
+  - Any peer can claim any node id, fill the routing table with invented ids, and ask for 200,000 keys at once.
+  - It sends all stored values to each new node.
+  - Tasks that it starts with `asyncio.create_task` continue after the node is shut down.
 """
 
 from __future__ import annotations
@@ -48,22 +48,22 @@ _CALLS = 64
 T = TypeVar("T")
 
 Key: TypeAlias = Any
-"""A place in the DHT: hivemind's `DHTID`."""
+"""A key of the DHT: hivemind's `DHTID`."""
 
 RecordValidator: TypeAlias = Callable[[PeerId, Key, str, bytes, float], bool]
-"""Whether a record (handed over by this peer, at this key, under this subkey, expiring then) is one to keep."""
+"""Takes a record as (sender, key, subkey, value, expiry), and returns whether to keep it."""
 
 Refuse: TypeAlias = Callable[[PeerId, str], None]
 
 
 def place(name: bytes) -> Key:
-    """Where in the DHT records of this name are kept."""
+    """DHT key of the records of this name."""
     return DHTID.generate(source=name)
 
 
 def _dictionary(entries: Iterable[tuple[str, bytes, float]]) -> Any:
     found = DictionaryDHTValue()
-    found.frozen = True  # asks hivemind's clock for nothing
+    found.frozen = True  # so that it does not consult hivemind's clock
     for entry in entries:
         found.store(*entry)
     return found
@@ -77,7 +77,7 @@ class _Serializer(MSGPackSerializer):  # type: ignore[misc]
 
 
 class _Storage:
-    """The shelf, as hivemind's node uses its storage and its cache."""
+    """A `RecordStore` with the interface of hivemind's storage and cache."""
 
     def __init__(self, records: RecordStore) -> None:
         self._records = records
@@ -97,7 +97,7 @@ _owner: ContextVar[set[asyncio.Task[Any]] | None] = ContextVar("_owner", default
 
 
 class _OwnedTasks:
-    """asyncio as hivemind's DHT sees it: tasks that it starts belong to the node in whose context they are started."""
+    """The asyncio module for hivemind's DHT. Tasks that it starts belong to the node in whose context they start."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(asyncio, name)
@@ -116,12 +116,12 @@ for _module in (hivemind.dht.node, hivemind.dht.protocol, hivemind.dht.traverse)
 
 
 class StarlingDHT(DHTProtocol):  # type: ignore[misc]
-    """hivemind's calls between nodes; the name of this class is what they are called on the wire."""
+    """hivemind's calls between nodes. Their names on the wire contain the name of this class."""
 
     serializer = _Serializer
 
     def prepare(self, records: RecordStore, judge: RecordValidator, refuse: Refuse) -> None:
-        """To be called before the node can be reached."""
+        """Set the node up. Call this before the node can be reached."""
         self._records = records
         self.storage = self.cache = _Storage(records)
         self.tasks: set[asyncio.Task[Any]] = set()
@@ -156,7 +156,7 @@ class StarlingDHT(DHTProtocol):  # type: ignore[misc]
         return dht_pb2.StoreResponse(store_ok=[is_stored], peer=self.node_info)
 
     async def call_ping(self, peer: PeerID, validate: bool = False, strict: bool = True) -> Any:
-        with suppress(AssertionError):  # it says something else than a node's id
+        with suppress(AssertionError):  # the answer is not a node id
             return await super().call_ping(peer, validate=False)
 
     async def call_find(self, peer: PeerID, keys: Collection[Key]) -> Any:
@@ -166,7 +166,7 @@ class StarlingDHT(DHTProtocol):  # type: ignore[misc]
         }
 
     async def update_routing_table(self, node_id: Key, peer_id: PeerID, responded: bool = True) -> None:
-        """Unlike hivemind's, sends nothing to whoever is new, and believes no id but the hash of the peer's own."""
+        """Update the table as hivemind does, but send nothing to new nodes, and accept only the hash of a peer's id."""
         table = self.routing_table
         if not responded:
             known = table.get(peer_id=peer_id)
@@ -178,7 +178,7 @@ class StarlingDHT(DHTProtocol):  # type: ignore[misc]
                 _OwnedTasks.create_task(self.call_ping(doubtful[1]))
 
     async def _admit(self, request: Any, context: P2PContext) -> Key:
-        """Every request passes here; returns the id of the node that it comes from."""
+        """Check a request against the limits, and return the id of the node that sent it."""
         _owner.set(self.tasks)
         second, peer = int(asyncio.get_running_loop().time()), context.remote_id.to_base58()
         if second != self._second:
@@ -208,7 +208,7 @@ class StarlingDHT(DHTProtocol):  # type: ignore[misc]
         return sound and self._records.put(where, subkey, value, expiration_time)
 
     def _sift(self, sender: PeerID, key: Key, found: Any) -> Any:
-        """Keep what is sound of what a node has found; returns all that is known then."""
+        """Store the valid records that a node has found, and return all known records of this key."""
         if found is not None and isinstance(found.value, DictionaryDHTValue):
             known = self._records.live(key)
             for subkey, (value, expires) in islice(found.value.items(), MAX_HINTS_PER_KEY):
@@ -223,7 +223,7 @@ class StarlingDHT(DHTProtocol):  # type: ignore[misc]
 
 
 class Node:
-    """One node, on one life of p2pd. `running_node` makes it."""
+    """One DHT node on one p2pd process. `running_node` creates it."""
 
     def __init__(self, node: DHTNode) -> None:
         self._node = node
@@ -237,24 +237,24 @@ class Node:
 
     @property
     def peers(self) -> tuple[PeerId, ...]:
-        """Whose nodes this one knows."""
+        """Peers in this node's routing table."""
         return tuple(peer.to_base58() for peer in self._protocol.routing_table.peer_id_to_uid)
 
     async def meet(self, peer: PeerId) -> bool:
-        """Make each other known; False if it does not answer."""
+        """Ping a peer, which adds both nodes to each other's routing table; False if it does not answer."""
         other = PeerID.from_base58(peer)
         node_id = await self._protocol.call_ping(other)
         await self._protocol.update_routing_table(node_id, other, responded=node_id is not None)
         return node_id is not None
 
     async def store(self, name: bytes, subkey: PeerId, value: bytes, expires: float) -> None:
-        """Keep a record here and at the nodes that are nearest to its place."""
+        """Store a record here and at the nodes that are nearest to its key."""
         self._protocol.storage.store(place(name), _Serializer.dumps(value), expires, subkey)
         await self._node.store(name, value, expires, subkey=subkey)
 
     async def search(self, name: bytes) -> None:
-        """Ask the nodes that are nearest to a place; what is sound of their answers is put on the shelf as it comes."""
-        if len(self._node.blacklist.ban_counter) > _MAX_NODES:  # of all who ever failed to answer
+        """Ask the nodes that are nearest to a key; valid records go into the record store as they arrive."""
+        if len(self._node.blacklist.ban_counter) > _MAX_NODES:  # it counts all nodes that ever failed to answer
             self._node.blacklist.clear()
         await self._node.get(name, latest=True)
 
@@ -263,15 +263,15 @@ class Node:
 async def running_node(
     link: DaemonConnection, records: RecordStore, judge: RecordValidator, refuse: Refuse
 ) -> AsyncIterator[Node]:
-    """A node on this life of p2pd, until left: then it has no tasks any more.
+    """Run a node on this p2pd process. On exit, all its tasks are cancelled and awaited.
 
     Raises:
-        P2PDaemonError, OSError, EOFError: p2pd does not take it.
+        P2PDaemonError, OSError, EOFError: p2pd does not accept it.
     """
     me = place(link.client.peer_id.to_bytes())
     options = {"node_id": me, "wait_timeout": _CALL_SECONDS, "client_mode": True}
     caches = {"cache_locally": False, "cache_nearest": 0, "cache_on_store": False, "cache_refresh_before_expiry": 0}
-    # In client mode neither says anything to p2pd: nobody reaches the node before it is bounded.
+    # In client mode neither registers with p2pd, so no peer reaches the node before its limits are set.
     node = await DHTNode.create(p2p=link.client, **options, **caches)
     node.protocol = protocol = await StarlingDHT.create(
         link.client, me, _BUCKET, _DEPTH, _REPLICAS, _CALL_SECONDS, _CALLS, client_mode=True

@@ -1,12 +1,12 @@
-"""`Transport` over libp2p: p2pd is our supervised child, hivemind's client speaks to it.
+"""`Transport` over libp2p. p2pd runs as a supervised child process; hivemind's client talks to it.
 
-One libp2p protocol carries all methods (`node.network.serving`): serving one needs no word to the daemon, and every
-failure to open but a missed deadline is definite.
+One libp2p protocol carries all methods (`node.network.serving`). So a new method needs no request to the daemon, and
+each failure to open a stream, except a missed deadline, is definite.
 
-What `nat` does, as far as it was tried, on one machine: peers behind no router find each other as before; a peer that
-listens nowhere, and which p2pd was told to take for unreachable, reserved a place at other peers of the run within
-seconds, and was reached through them. It takes four peers that can serve as relays; with fewer p2pd waits for three
-minutes. That p2pd finds out by itself that it is unreachable, maps ports and punches holes is libp2p's word, not tried.
+The option `nat` was tested only on one machine. Peers without a router find each other as before. A peer that listens
+nowhere, and whose p2pd was told that it is unreachable, reserved a relay slot at other peers of the run within seconds,
+and was reached through them. This needs four peers that can serve as relays; with fewer, p2pd waits for three minutes.
+libp2p claims that p2pd detects by itself that it is unreachable, maps ports and punches holes. That is untested.
 """
 
 from __future__ import annotations
@@ -45,28 +45,29 @@ _KEPT_PORT_ATTEMPTS = 4
 _MAX_KNOWN = 64
 _MAX_CAUSES, _MAX_CAUSES_PER_PEER = 256, 8
 _PAUSE_SECONDS = (0.1, 0.6)
-"""After a dial that crossed the other's, tries are as far apart, by chance: those two shall not cross again."""
+"""Bounds of the random pause after a dial that crossed the other peer's, so that the two do not cross again."""
 
 T = TypeVar("T")
 
 
 class _NotNow(PeerGone):
-    """The dial says nothing about whether the peer is there: it crossed the peer's own, or was none at all."""
+    """The dial does not show whether the peer is up: it crossed the peer's own dial, or p2pd did not dial at all."""
 
 
 @dataclass(frozen=True, slots=True)
 class LibP2PConfig:
-    """What one peer's transport is made of.
+    """Settings of one peer's transport.
 
     Attributes:
         identity: the key, and the file that p2pd reads it from.
-        listen: multiaddrs to listen on; port 0 takes a free one, and keeps it when the daemon is restarted.
-        kept: `listening` of an earlier life: ports that others may know, taken again if they are free.
-        announce: multiaddrs to tell others instead of those found; need fixed ports.
-        nat: map ports on the router, find out whether this peer is reachable, use and serve relays; see above.
-        max_streams: incoming streams served at once.
-        max_streams_per_peer: of these, from one peer.
-        runtime_directory: where the directory of the control sockets is made; None: the system's place.
+        listen: multiaddrs to listen on. Port 0 takes a free port, and keeps it when the daemon is restarted.
+        kept: `listening` of an earlier incarnation: ports that other peers may know, reused if they are free.
+        announce: multiaddrs to announce instead of those that p2pd finds; they need fixed ports.
+        nat: map ports on the router, detect whether this peer is reachable, use and serve relays; see above.
+        max_streams: number of incoming streams served at once.
+        max_streams_per_peer: number of these from one peer.
+        runtime_directory: where to create the directory of the control sockets; None: in the system's directory for
+            temporary files.
     """
 
     identity: Identity
@@ -80,12 +81,12 @@ class LibP2PConfig:
 
 
 class LibP2PTransport:
-    """`protocols.base.Transport` over libp2p. Does nothing before `async with`.
+    """`protocols.base.Transport` over libp2p. Use it as an async context manager.
 
     Attributes:
         me: this peer's id.
         restarts: how often p2pd died and was started again.
-        refused: (peer, why) -> incoming streams turned away, or reset because they broke the rules.
+        refused: (peer, why) -> number of incoming streams rejected, or reset because they broke the rules.
     """
 
     def __init__(self, config: LibP2PConfig) -> None:
@@ -103,20 +104,20 @@ class LibP2PTransport:
         self._known: dict[PeerId, str] = {}
         self._seen: dict[PeerId, str] = {}
         self._causes: dict[PeerId, dict[str, str]] = {}
-        self._chance = random.Random(self.me)  # another for each peer: that is what it is for
+        self._chance = random.Random(self.me)  # seeded differently for each peer, so that two peers' dials diverge
         self._exit = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        """Start p2pd; from the main thread, because p2pd dies with the thread that started it.
+        """Start p2pd. Call this from the main thread, because p2pd dies with the thread that started it.
 
         Raises:
             IdentityError: another process holds the identity.
-            DaemonError: p2pd does not come up; the message says why and what to do.
+            DaemonError: p2pd does not start; the message says why and what to do.
         """
         async with AsyncExitStack() as stack:
             stack.enter_context(self._config.identity.held())
             self._directory = stack.enter_context(socket_directory(self._config.runtime_directory))
-            stack.callback(self._up.set)  # whoever waits for the daemon learns that there will be none
+            stack.callback(self._up.set)  # tasks that wait for the daemon learn that there will be none
             stack.push_async_callback(self._close_link)
             link = await self._first_launch()
             self._listen = with_ports(self._config.listen, link.addresses)
@@ -131,15 +132,15 @@ class LibP2PTransport:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Multiaddrs at which p2pd believes it can be reached now, as others `connect` to them; none while it is down.
+        """Multiaddrs at which p2pd believes it can be reached now, for others to `connect` to; none while it is down.
 
-        They change: an interface comes up, a router maps a port, a relay takes us in.
+        They change when an interface comes up, a router maps a port, or a relay accepts this peer.
         """
         return tuple(f"{address}/p2p/{self.me}" for address in self._link.addresses) if self._link else ()
 
     @property
     def listening(self) -> tuple[str, ...]:
-        """The multiaddrs to listen on, with the ports that were taken."""
+        """The multiaddrs to listen on, with the chosen ports in place of port 0."""
         return self._listen
 
     @property
@@ -148,7 +149,7 @@ class LibP2PTransport:
         return self._link.daemon.pid if self._link else None
 
     async def link(self) -> DaemonConnection:
-        """This life of p2pd, when it is up: for hivemind's DHT, which needs a new node in each life.
+        """Wait until p2pd is up and return its connection. hivemind's DHT needs a new node for each p2pd process.
 
         Raises:
             DaemonError: this transport is closed.
@@ -172,11 +173,11 @@ class LibP2PTransport:
         self._serving.finish(pipe)
 
     async def connect(self, address: str | Multiaddr, deadline: Deadline) -> PeerId:
-        """Connect to the peer at a multiaddr that ends in /p2p/<its id>; again by itself if p2pd is restarted.
+        """Connect to the peer at a multiaddr that ends in /p2p/<its id>. If p2pd is restarted, it reconnects by itself.
 
         Raises:
             ValueError: not such a multiaddr.
-            PeerGone: nothing listens there, something else does, or no way leads there; `why` says which.
+            PeerGone: nothing listens there, another peer or program does, or there is no route; `why` says which.
             PeerSilent: no answer before the deadline.
         """
         try:
@@ -186,16 +187,16 @@ class LibP2PTransport:
                 f"{address!s:.200} is not a multiaddr like /ip4/203.0.113.5/tcp/4001/p2p/…: {error}"
             ) from None
         if not where or "/" in peer:
-            raise ValueError(f"{address!s:.200} does not say who is there: it must end in /p2p/<peer id>")
+            raise ValueError(f"{address!s:.200} does not name the peer: it must end in /p2p/<peer id>")
         await self._calling(peer, deadline, lambda link, seconds: link.connect(peer, where, seconds), where)
         renew(self._known, peer, where, _MAX_KNOWN)
         return peer
 
     async def forget(self, peer: PeerId, deadline: Deadline) -> None:
-        """Close the connections to a peer, and do not dial it by ourselves any more. Its streams are reset.
+        """Close the connections to a peer, which resets its streams, and do not reconnect to it after a restart.
 
         Raises:
-            PeerGone, PeerSilent: p2pd failed, not the peer: it may still be connected.
+            PeerGone, PeerSilent: p2pd failed, not the peer, which may still be connected.
         """
         self._known.pop(peer, None)
         self._seen.pop(peer, None)
@@ -211,10 +212,10 @@ class LibP2PTransport:
     async def _calling(
         self, peer: PeerId, deadline: Deadline, call: Callable[[DaemonConnection, int], Awaitable[T]], where: str = ""
     ) -> T:
-        """Have p2pd dial; again when it died meanwhile, or when the peer dialled us at the same instant.
+        """Have p2pd dial. Try again if p2pd died meanwhile, or if the peer dialled this one at the same instant.
 
-        Both dial from the port on which they listen, so that TCP makes one connection of the two, at whose ends both
-        wait for the other's answer. Both give up, and do not dial the other again for five seconds.
+        In that case both dial from the port on which they listen, so TCP merges the two dials into one connection, on
+        which each side waits for the other's answer. Both give up, and do not dial the other again for five seconds.
         """
         while True:
             try:
@@ -222,7 +223,7 @@ class LibP2PTransport:
                     try:
                         result = await call(link, seconds)
                     except (ConnectionError, FileNotFoundError, EOFError):
-                        await link.gone.wait()  # our daemon's fault, not the peer's: ask the next one
+                        await link.gone.wait()  # p2pd failed, not the peer: ask the next p2pd
                     else:
                         self._causes.pop(peer, None)
                         return result
@@ -236,7 +237,7 @@ class LibP2PTransport:
     async def _reaching(
         self, peer: PeerId, deadline: Deadline, where: str = ""
     ) -> AsyncIterator[tuple[DaemonConnection, int]]:
-        """The daemon, when it is up, and the whole seconds left; inside, every failure becomes one about `peer`."""
+        """Wait for the daemon, and yield it with the whole seconds left. Failures inside become errors about `peer`."""
         try:
             async with asyncio.timeout_at(deadline):
                 await self._up.wait()
@@ -244,23 +245,26 @@ class LibP2PTransport:
                     raise PeerGone(peer, "this transport is closed")
                 yield self._link, max(1, math.ceil(deadline - asyncio.get_running_loop().time()))
         except TimeoutError:
-            raise PeerSilent(peer, "no answer before the deadline: a firewall, or it is down or hangs") from None
+            raise PeerSilent(
+                peer, "no answer before the deadline: it is down, it hangs, or a firewall blocks it"
+            ) from None
         except EOFError:
             raise PeerGone(peer, "did not accept the stream: method not served, too many streams, or gone") from None
         except (ValueError, *LINK_ERRORS) as error:
-            words = str(error) or type(error).__name__
+            text = str(error) or type(error).__name__
             before = self._causes.get(peer, {}).get("")
-            means = CROSSED if has_crossed(words, before) else meaning(words, where, await stands_for(where, deadline))
+            means = CROSSED if has_crossed(text, before) else meaning(text, where, await stands_for(where, deadline))
             cause = self._cause(peer, where, means)
-            # p2pd dials of its own accord, too: whoever gives an address wants to know more than that it has.
+            # p2pd also dials by itself. Its backoff after that says nothing about the address that the caller gave.
             not_now = cause == CROSSED or (cause == BACKOFF and where != "" and before is None)
-            kind = _NotNow if not_now else PeerSilent if is_silent(words) else PeerGone
+            kind = _NotNow if not_now else PeerSilent if is_silent(text) else PeerGone
             raise kind(peer, f"cannot be reached: {cause}") from None
 
     def _cause(self, peer: PeerId, where: str, why: str) -> str:
-        """For some seconds after a dial that failed, p2pd says only that one did: what counts is why.
+        """Return the cause of a failed dial, remembered from an earlier one if p2pd reports only a backoff.
 
-        The last cause stands under no address, too: for `open`, which names none.
+        For some seconds after a failed dial, p2pd reports only that it failed. The last cause is also stored under an
+        empty address, for `open`, which names no address.
         """
         causes = self._causes.get(peer, {})
         if why != BACKOFF:
@@ -271,9 +275,9 @@ class LibP2PTransport:
 
     def _incoming(self, peer: PeerId, address: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if address:
-            # p2pd dials from the port that it listens on, so that whence a peer came is where it can be found.
+            # p2pd dials from the port that it listens on, so a peer can be reached at the address that it came from.
             renew(self._seen, peer, address, _MAX_KNOWN)
-        # In a task of ours: asyncio reports an error when the one that it made for this call is cancelled.
+        # In a new task: asyncio logs an error when the task that it created for this call is cancelled.
         self._serving.take(peer, SocketPipe(reader, writer))
 
     async def _first_launch(self) -> DaemonConnection:
@@ -283,7 +287,7 @@ class LibP2PTransport:
                 if not self._unserved([each for each in kept if each not in self._config.listen], link):
                     return link
             await self._close_link()
-            log.warning("the port of the last life is taken: others have to find this peer at another")
+            log.warning("this peer's previous port is taken: other peers must find it at another one")
         try:
             link = await self._launch(self._config.listen)
         except DaemonError as error:
@@ -297,7 +301,7 @@ class LibP2PTransport:
         return link
 
     def _unserved(self, listen: Sequence[str], link: DaemonConnection) -> tuple[str, ...]:
-        """Where p2pd was to listen and does not. Told what to announce, it shows that, and nobody can tell."""
+        """The addresses on which p2pd should listen but does not; empty with `announce`, which p2pd reports instead."""
         return () if self._config.announce else missing(listen, link.addresses)
 
     async def _launch(self, listen: Sequence[str]) -> DaemonConnection:
@@ -329,7 +333,7 @@ class LibP2PTransport:
             self._up.set()
 
     async def _relaunch(self) -> DaemonConnection:
-        """Start p2pd again, for as long as it takes; on its old port, unless somebody else has taken that."""
+        """Start p2pd again, until it succeeds. After a few failures, give up its old port, which may be taken."""
         attempt = 0
         while True:
             await asyncio.sleep(_BACKOFF_SECONDS[min(self._starts_in_a_row, len(_BACKOFF_SECONDS) - 1)])
@@ -341,8 +345,11 @@ class LibP2PTransport:
                 log.warning("p2pd does not start (attempt %d): %s", attempt, error or type(error).__name__)
 
     async def _redial(self, link: DaemonConnection) -> None:
-        """Connect again to the peers we knew. The new daemon knows none of them; and those of them that found us gone
-        do not dial again for five seconds and more (libp2p's backoff), while a call from us ends that."""
+        """Connect again to the known peers, which the new daemon does not know.
+
+        A peer that could not reach this one does not dial again for five seconds or more (libp2p's backoff). A dial
+        from this side ends that pause.
+        """
 
         async def dial(peer: PeerId, address: str) -> None:
             with suppress(ValueError, *LINK_ERRORS):

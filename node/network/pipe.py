@@ -1,9 +1,9 @@
-"""`protocols.framing.Pipe` over an asyncio reader and writer, with an explicit end.
+"""`protocols.framing.Pipe` over an asyncio reader and writer, with an explicit end marker.
 
-On the wire: pieces, each a 4-byte big-endian length and that many bytes; a length of 0 is the end. The end is ours
-because the carrier's says too little: p2pd has no half close, and turns a close with anything unread into a reset that
-destroys what was sent before it. So whoever is done says so, then waits for the other to be done (`close`), or
-breaks off (`reset`).
+On the wire: pieces, each a 4-byte big-endian length and that many bytes. A length of 0 marks the end. The marker is
+needed because p2pd has no half close, and turns a close with unread data into a reset that destroys the data sent
+before it. So a side that is done sends the marker and then waits until the other side is done (`close`), or resets the
+stream (`reset`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _RESET_SECONDS = 0.1
 
 
 class SocketPipe:
-    """Bytes to and from one peer; unread bytes are bounded by the reader's limit, unsent ones by one piece."""
+    """Bytes to and from one peer. Buffers are bounded: unread bytes by the reader's limit, unsent ones by one piece."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -31,14 +31,14 @@ class SocketPipe:
         self._left = 0
         self._received = 0
         self._ended = False
-        # Drained means handed to the kernel: only then may the caller change its buffer, which is never copied.
+        # `drain` returns when the kernel has all bytes. Until then the caller must not change its buffer.
         self._transport.set_write_buffer_limits(high=0)
 
     async def write(self, data: Buffer) -> None:
-        """Hand `data` to the kernel. Failing or cancelled, breaks off: a lent buffer must not be sent later.
+        """Pass `data` to the kernel, without a copy. On failure or cancellation, abort, so that none is sent later.
 
         Raises:
-            OSError: the stream is gone.
+            OSError: the stream is closed.
         """
         view = memoryview(data).cast("B")
         try:
@@ -53,8 +53,8 @@ class SocketPipe:
         """Fill the whole buffer.
 
         Raises:
-            OSError: the stream is gone.
-            EOFError: the peer said it was done, or the stream ended without a word.
+            OSError: the stream is closed.
+            EOFError: the peer sent the end marker, or the stream ended without one.
         """
         view, filled = buffer.cast("B"), 0
         while filled < len(view):
@@ -63,9 +63,9 @@ class SocketPipe:
             filled += len(piece)
 
     async def close(self, seconds: float) -> None:
-        """Say that this side is done, then wait at most `seconds` until the other is: what was sent has arrived then.
+        """Send the end marker, then wait at most `seconds` for the other side's: all sent data has then arrived.
 
-        What the peer still sends is dropped; if it sends much, it has not noticed, and the stream is broken off.
+        Data that the peer still sends is discarded. After 16 MiB of it, the stream is reset.
         """
         try:
             async with asyncio.timeout(seconds):
@@ -80,10 +80,10 @@ class SocketPipe:
             await self.reset()
 
     async def reset(self) -> None:
-        """Break off so that the other side's p2pd notices, too; harmless after `close`.
+        """Reset the stream in a way that the other side's p2pd notices, too. Harmless after `close`.
 
-        If nothing is unread when we break off, our p2pd closes the stream instead of resetting it; the other one, in
-        the middle of sending, then waits for ever with what it holds. So let something come in first.
+        If no data is unread at the reset, this side's p2pd closes the stream instead of resetting it. The other side's
+        p2pd, if it is sending, then waits for ever and keeps its buffers. So this method first lets some data arrive.
         """
         if self._received >= _POURING_BYTES and not self._transport.get_write_buffer_size():
             self._transport.pause_reading()
@@ -91,13 +91,13 @@ class SocketPipe:
         await self._gone()
 
     def abort(self) -> None:
-        """Break off at once; the other side sees the stream end in mid air. Harmless after `close` and `reset`."""
+        """Abort at once: for the other side the stream ends without a marker. Harmless after `close` and `reset`."""
         if not self._transport.is_closing():
             self._transport.abort()
 
     async def _gone(self) -> None:
         self.abort()
-        with suppress(OSError):  # asyncio keeps the connection's last error until somebody looks at it
+        with suppress(OSError):  # asyncio keeps the connection's last error until it is retrieved
             await self._writer.wait_closed()
 
     async def _write_raw(self, *parts: Buffer) -> None:

@@ -1,6 +1,6 @@
-"""Both ends of opening a stream by method, and the server's duties: slots, the handler's boundary, orderly ends.
+"""Opening a stream by method, on both sides; and the server: limits on streams, error boundary, orderly close.
 
-An opener names a method and waits for one byte that says it is accepted; nothing of its caller's is sent before.
+The opener sends the name of a method and waits for one byte, which accepts it. It sends no data of its caller before.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _FAREWELL_SECONDS = 1.0
 
 
 async def ask(pipe: SocketPipe, method: str) -> None:
-    """Ask the other side to serve `method`; on failure breaks off.
+    """Ask the other side to serve `method`. On failure, abort the stream.
 
     Raises:
-        OSError, EOFError: it did not accept; nothing but the method's name has reached it.
+        OSError, EOFError: it did not accept. Only the method's name has been sent.
     """
     name = method.encode()
     try:
@@ -41,10 +41,10 @@ async def ask(pipe: SocketPipe, method: str) -> None:
 
 
 class Serving:
-    """Answers incoming streams by their method, and sees all streams to their end.
+    """Serves incoming streams by their method, and closes all streams in order.
 
     Attributes:
-        refused: (peer, why) -> streams turned away or reset for breaking the rules; the latest 1,024 such pairs.
+        refused: (peer, why) -> number of streams rejected, or reset for breaking the rules; the latest 1,024 pairs.
     """
 
     def __init__(self, max_streams: int, max_streams_per_peer: int) -> None:
@@ -58,13 +58,13 @@ class Serving:
         self._closed = False
 
     def serve(self, method: str, handler: Handler) -> None:
-        """Answer streams for `method`, a name of at most 64 bytes that is not served yet."""
+        """Serve streams for `method`, a name of at most 64 bytes that is not served yet."""
         if method in self._handlers or not 0 < len(method.encode()) <= METHOD_BYTES:
             raise ValueError(f"{method!r} is served already, or is not a name of 1 to {METHOD_BYTES} bytes")
         self._handlers[method] = handler
 
     def take(self, peer: PeerId, pipe: SocketPipe) -> None:
-        """Serve an incoming stream to its end, if there is a slot for it."""
+        """Serve an incoming stream, or abort it if too many are being served."""
         full = self._active.total() >= self._max_streams
         if self._closed or full or self._active[peer] >= self._max_streams_per_peer:
             self._refuse(peer, "too many streams")
@@ -77,19 +77,19 @@ class Serving:
             pipe.abort()
             self._active -= Counter((peer,))  # forgets the peer at zero
 
-        # Not in the task itself: one that is cancelled before its first step runs no line of it.
+        # Not in the task itself: a task that is cancelled before its first step runs none of its code.
         task.add_done_callback(release)
 
     def finish(self, pipe: SocketPipe) -> asyncio.Task[None]:
-        """See a stream to its orderly end: all that was sent on it arrives, if the peer takes it within 30 seconds."""
+        """Close a stream in order: all data sent on it arrives if the peer reads it within 30 seconds."""
         return self._see_out(pipe, pipe.close(_LINGER_SECONDS))
 
     def reset(self, pipe: SocketPipe) -> asyncio.Task[None]:
-        """Break a stream off."""
+        """Reset a stream."""
         return self._see_out(pipe, pipe.reset())
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run `work` beside, until it is done or this is closed."""
+        """Run `work` in a task of its own, until it is done or this object is closed."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -101,7 +101,7 @@ class Serving:
             log.error("%s failed", task.get_coro(), exc_info=error)
 
     async def close(self) -> None:
-        """Take no more; give streams at their end another second, then break off everything."""
+        """Accept no more streams. Give closing streams another second, then abort all that are left."""
         self._closed = True
         if self._lingering:
             await asyncio.wait(self._lingering, timeout=_FAREWELL_SECONDS)
@@ -155,7 +155,7 @@ class Serving:
         return None if stream is None else (handler, stream)
 
     def _on_bad(self, peer: PeerId, error: BadPayload) -> None:
-        new = self._refuse(peer, "bad payload")  # anybody can do it, as often as they like
+        new = self._refuse(peer, "bad payload")  # warn once: any peer can send bad payloads as often as it likes
         log.log(logging.WARNING if new else logging.DEBUG, "%s broke the rules: %s", peer, error)
 
     def _refuse(self, peer: PeerId, why: str) -> bool:

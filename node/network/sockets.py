@@ -1,4 +1,4 @@
-"""Directories for unix sockets. They go with whoever made them; of one that was killed, the next one removes them."""
+"""Directories for unix sockets. Their owner removes them; if it was killed, the next process to create one does."""
 
 from __future__ import annotations
 
@@ -20,12 +20,15 @@ _TRIES = 8
 
 @contextmanager
 def socket_directory(parent: Path | None = None) -> Iterator[Path]:
-    """A new directory that only this user can enter, until left; None: in the system's place.
+    """Create a directory that only this user can enter, and remove it on exit.
 
-    Where nothing can be locked it is as good as any other, only that nobody removes it if this process is killed.
+    On a file system without locks, the directory stays behind if this process is killed.
+
+    Args:
+        parent: where to create it; None: in the system's directory for temporary files.
 
     Raises:
-        DaemonError: it cannot be made, or its path is too long for a socket's.
+        DaemonError: it cannot be created, or its path is too long for a socket.
     """
     directory, held = _made(parent)
     try:
@@ -38,7 +41,7 @@ def socket_directory(parent: Path | None = None) -> Iterator[Path]:
 
 
 def _made(parent: Path | None) -> tuple[Path, int | None]:
-    """A directory, and the descriptor by which it is known to be in use; None if there is no such thing here."""
+    """Create a directory. Return it with the descriptor of its lock, or None if locks do not work here."""
     for _ in range(_TRIES):
         directory = _new(parent)
         if len(bytes(directory)) > _MAX_LENGTH:
@@ -55,10 +58,10 @@ def _made(parent: Path | None) -> tuple[Path, int | None]:
                     return directory, held
                 os.close(held)
         except FileNotFoundError:
-            pass  # swept before it was locked
+            pass  # another process removed it before it was locked
         except OSError:
             return directory, None
-    raise DaemonError(f"no directory for sockets can be made beside {directory}: something removes them at once")
+    raise DaemonError(f"cannot create a directory for sockets beside {directory}: another program removes them at once")
 
 
 def _new(parent: Path | None) -> Path:
@@ -67,12 +70,12 @@ def _new(parent: Path | None) -> Path:
     except OSError as error:
         place = parent or "the temporary directory"
         raise DaemonError(
-            f"no directory for sockets can be made in {place} ({error.strerror}): make room there, or set TMPDIR"
+            f"cannot create a directory for sockets in {place} ({error.strerror}): free space there, or set TMPDIR"
         ) from None
 
 
 def _sweep(parent: Path) -> None:
-    """Remove what was left by those of this user who were killed: directories that nobody locks any more."""
+    """Remove directories that killed processes of this user have left: those that no process locks any more."""
     with suppress(OSError):
         names = [name for name in os.listdir(parent) if name.startswith(_PREFIX)]
         for left in (parent / name for name in names[:_MAX_SWEPT]):
@@ -83,7 +86,7 @@ def _sweep(parent: Path) -> None:
 
 
 def _remove(directory: Path) -> None:
-    """Its sockets and its lock, and the directory if it holds nothing else."""
+    """Remove its sockets and its lock, and the directory itself if it is empty then."""
     with suppress(OSError):
         for each in directory.iterdir():
             if each.is_socket():

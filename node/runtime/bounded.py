@@ -1,4 +1,4 @@
-"""Dictionaries that others fill, and that do not grow for it: the oldest entry makes room."""
+"""Dictionaries of bounded size for data from other peers: a new entry replaces the oldest."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_COUNTED = 1024
 
 
 def renew(entries: dict[K, V], key: K, value: V, most: int) -> None:
-    """Set an entry as the newest; the oldest beyond `most` goes."""
+    """Set an entry as the newest one. If there are more than `most`, remove the oldest."""
     entries.pop(key, None)
     entries[key] = value
     if len(entries) > most:
@@ -20,7 +20,7 @@ def renew(entries: dict[K, V], key: K, value: V, most: int) -> None:
 
 
 def count(counter: Counter[K], key: K, most: int = MAX_COUNTED) -> bool:
-    """Count one more of it, keeping `most` kinds: a new one replaces the oldest. Returns whether it is new."""
+    """Increase a count, with at most `most` keys: a new key replaces the oldest. Return whether the key is new."""
     new = key not in counter
     if new and len(counter) >= most:
         del counter[next(iter(counter))]

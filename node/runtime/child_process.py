@@ -1,4 +1,4 @@
-"""A program of ours in a process of its own: it dies with this one, Ctrl-C does not reach it, its output is logged."""
+"""A child process that dies with this process. Ctrl-C does not reach it, and its output goes to a callback."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _LAST_WORDS_SECONDS = 1.0
 _KEPT_LINES = 5
 _LINE_CHARACTERS = 300
 
-# Becomes the program after asking the kernel to kill it with its parent. A program of its own, because code between
-# fork and exec (preexec_fn) is unsafe once threads exist. The parent may have died before the request: hence the
-# second look.
+# Asks the kernel to kill this process with its parent, then becomes the program. It is a program of its own, because
+# code between fork and exec (preexec_fn) is unsafe once threads exist. It checks the parent's id because the parent may
+# have died before the request.
 _SHIM = """
 import ctypes, os, sys
 if sys.platform == "linux":
@@ -39,10 +39,10 @@ os.execv(sys.argv[3], sys.argv[3:])
 
 
 class ChildProcess:
-    """One running program. `ChildProcess.start` makes it.
+    """One running program. `ChildProcess.start` creates it.
 
-    Start it from the main thread: the kernel's die-with-parent follows the thread that started it, and exists on Linux
-    alone; elsewhere the program itself has to notice that its parent is gone.
+    Start it from the main thread, because the kernel kills the program when the thread that started it ends. This
+    exists only on Linux; elsewhere the program itself has to detect that its parent is gone.
     """
 
     def __init__(self, name: str, process: Process, on_line: Callable[[str | None], None]) -> None:
@@ -58,12 +58,12 @@ class ChildProcess:
 
     @property
     def code(self) -> int | None:
-        """Its exit code; minus the signal that killed it; None while it runs."""
+        """Exit code; minus the number of the signal that killed it; None while it runs."""
         return self._process.returncode
 
     @property
     def is_killed(self) -> bool:
-        """Whether SIGKILL has ended it: ours, that of a person, or the kernel's where memory has run out."""
+        """Whether SIGKILL has ended it, sent by this process, by a user, or by the kernel when memory ran out."""
         return self.code == -signal.SIGKILL
 
     @classmethod
@@ -76,16 +76,18 @@ class ChildProcess:
         pass_fds: Sequence[int] = (),
         oom_score: int = 0,
     ) -> ChildProcess:
-        """
+        """Start a program.
+
         Args:
+            name: of the program, for the log.
             command: the program's full path, and its arguments.
-            on_line: called with each line of its output, cut at 300 characters, and with None when that has ended.
-            environment: what differs from ours.
+            on_line: called with each line of its output, cut at 300 characters, and with None at the end of the output.
+            environment: variables that differ from this process's environment.
             pass_fds: file descriptors that it inherits, under the same numbers.
-            oom_score: how much rather than others the kernel is to take it where memory runs out, up to 1000; Linux.
+            oom_score: Linux's `oom_score_adj`, up to 1000: a higher score is killed first when memory runs out.
 
         Raises:
-            OSError: no process can be had.
+            OSError: the process cannot be created.
         """
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-I", "-S", "-c", _SHIM, str(os.getpid()), str(oom_score)),
@@ -104,15 +106,15 @@ class ChildProcess:
         return " | ".join(self._last_lines) or "(no output)"
 
     async def ended(self) -> str:
-        """Wait until the process has ended, however long; returns how, in one line."""
+        """Wait until the process has ended, and return in one line how it did."""
         code = await self._process.wait()
-        # What it wrote may still be on its way; a process of its own may hold the pipe, and need not end.
+        # Wait for the rest of its output, but not for ever: a child of its own may still hold the pipe open.
         await asyncio.wait([self._reading], timeout=_LAST_WORDS_SECONDS)
         how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
         return f"{how}; last output: {self.output_tail}"
 
     async def stop(self) -> None:
-        """End it in good order, within 3 seconds, by force after that."""
+        """Ask the process to end, and kill it if it has not ended within 3 seconds."""
         self.ask()
         try:
             async with asyncio.timeout(_STOP_SECONDS):
@@ -123,21 +125,21 @@ class ChildProcess:
             await self.kill()
 
     def ask(self) -> None:
-        """Have it end in good order (SIGTERM), and do not wait for that."""
+        """Ask the process to end (SIGTERM), without waiting for its end."""
         self._signal(signal.SIGTERM)
 
     def send_kill(self) -> None:
-        """Have it killed, and do not wait for its end."""
+        """Send SIGKILL, without waiting for the end of the process."""
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: signal.Signals) -> None:
-        """Not by asyncio's own methods: CPython's look for the exit code first, and who waits for it gets 255 then."""
+        """Send a signal. asyncio's own methods poll for the exit code first; a task that waits for it then gets 255."""
         if self.code is None:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     async def kill(self) -> None:
-        """End it at once."""
+        """Kill the process and wait for its end."""
         self.send_kill()
         await self.ended()
         self._reading.cancel()
@@ -149,7 +151,7 @@ class ChildProcess:
         while True:
             try:
                 line = await output.readline()
-            except ValueError:  # longer than the reader's buffer, which has dropped it
+            except ValueError:  # a line longer than the reader's buffer, which has discarded it
                 continue
             if not line:
                 break

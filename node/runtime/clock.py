@@ -1,4 +1,4 @@
-"""Wall time: record expiry and log stamps only. Deadlines belong to the event loop."""
+"""Wall time, only for the expiry of records and for log timestamps. Deadlines use the event loop's clock."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import os
 import time
 
 VARIABLE = "STARLING_CLOCK_FILE"
-"""Names a file that holds what the clock shall be off by, seconds: for tests of wrong clocks, with real processes."""
+"""Environment variable that names a file with the seconds to add to the clock. For tests of wrong clocks with real
+processes."""
 _MAX_BYTES = 64
 _MAX_OFF_SECONDS = 1e8
 
 
 class WallClock:
-    """`protocols.base.Clock`."""
+    """`protocols.base.Clock` over this machine's wall clock."""
 
     def __init__(self) -> None:
         self._file = os.environ.get(VARIABLE, "")
@@ -23,7 +24,7 @@ class WallClock:
         return time.time() + (self._off_seconds() if self._file else 0.0)
 
     def _off_seconds(self) -> float:
-        """What the file says now; 0 where it says nothing that could be meant."""
+        """Seconds that the file says now; 0 if it cannot be read, or holds no plausible number."""
         try:
             with open(self._file, "rb") as file:
                 seconds = float(file.read(_MAX_BYTES))

@@ -1,4 +1,4 @@
-"""Work that would hold up the event loop, on one thread: the other cores are the trainer's."""
+"""Run work that would block the event loop, on one thread. The other cores are for training."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ThreadCompute:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     async def run(self, work: Callable[[], T], cost_bytes: int) -> T:
-        """Run `work` off the loop. A cancelled caller waits for the work, which has its buffers in hand."""
+        """Run `work` outside the event loop. A cancelled caller still waits for the work, which uses its buffers."""
         future = asyncio.get_running_loop().run_in_executor(self._pool, work)
         try:
             return await asyncio.shield(future)
@@ -37,6 +37,6 @@ class ThreadCompute:
 
 
 def _set_up_thread() -> None:
-    # Both are per thread; subnormal numbers belong to the bits that all members agree on.
+    # Both settings are per thread. Subnormal numbers are kept, because all members must compute the same bits.
     torch.set_flush_denormal(False)
     torch.set_num_threads(1)

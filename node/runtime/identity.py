@@ -1,7 +1,7 @@
-"""Who this peer is: an Ed25519 key in libp2p's own file format, and signatures bound to peer ids.
+"""A peer's identity: an Ed25519 key in libp2p's own file format, and signatures bound to peer ids.
 
-A peer id of an Ed25519 key is the public key itself (identity multihash of its protobuf, in base58btc: "12D3Koo…"), so
-whoever knows a peer's id can check its signatures, without asking anybody.
+The peer id of an Ed25519 key contains the public key (identity multihash of its protobuf, in base58btc: "12D3Koo…"). So
+a peer's id is enough to verify its signatures.
 
 Source: https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md
 """
@@ -35,7 +35,7 @@ _ALPHABET = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 
 
 class IdentityError(Exception):
-    """The identity file cannot be used; the message says what, why and what to do."""
+    """The identity file cannot be used. The message says what happened, why, and what to do."""
 
 
 def _base58(data: bytes) -> str:
@@ -54,7 +54,7 @@ def peer_id_of(public_key: bytes) -> PeerId:
 
 
 def public_key_of(peer: PeerId) -> bytes:
-    """The raw Ed25519 public key, 32 bytes, that a peer id holds.
+    """The raw Ed25519 public key, 32 bytes, in a peer id.
 
     Raises:
         ValueError: not the id of an Ed25519 key in base58btc.
@@ -66,14 +66,14 @@ def public_key_of(peer: PeerId) -> bytes:
         number = number * 58 + _ALPHABET.index(character)
     size = len(_PEER_ID_PREFIX) + _KEY_BYTES
     data = number.to_bytes(_PEER_ID_CHARACTERS, "big")[-size:]
-    # The second half of the test refuses any other spelling of the same bytes.
+    # The second condition rejects any other spelling of the same bytes.
     if not data.startswith(_PEER_ID_PREFIX) or _base58(data) != peer:
         raise ValueError(f"{peer!r} is not the id of an Ed25519 key")
     return data[len(_PEER_ID_PREFIX) :]
 
 
 def verify(peer: PeerId, message: bytes, signature: bytes) -> bool:
-    """Whether `peer` signed `message`; False also for an id or a signature that is none."""
+    """Whether `peer` signed `message`. False also if the id or the signature is malformed."""
     try:
         Ed25519PublicKey.from_public_bytes(public_key_of(peer)).verify(signature, message)
     except (InvalidSignature, ValueError):
@@ -94,12 +94,12 @@ class Identity:
         return self._key.sign(message)
 
     def verify(self, peer: PeerId, message: bytes, signature: bytes) -> bool:
-        """As the function of this name."""
+        """Whether `peer` signed `message`; see the function `verify`."""
         return verify(peer, message, signature)
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold the identity: two daemons with one id disturb each other's connections.
+        """Lock the identity file inside the context: two daemons with one id disturb each other's connections.
 
         Raises:
             IdentityError: another process on this machine holds it.
@@ -121,7 +121,7 @@ def _identity(path: Path, key: Ed25519PrivateKey) -> Identity:
 
 
 def create(path: Path) -> Identity:
-    """Make a new identity at `path`, readable by its owner only; never replaces a file, never leaves half of one.
+    """Create a new identity at `path`, readable only by its owner. Never replaces a file, nor leaves an incomplete one.
 
     Raises:
         IdentityError: the file exists, or cannot be written.
@@ -150,10 +150,10 @@ def create(path: Path) -> Identity:
 
 
 def sync_directory(path: Path) -> None:
-    """Make what was renamed or linked in a directory survive a power cut.
+    """Flush a directory to disk, so that renames and links in it survive a power failure.
 
     Raises:
-        OSError: it cannot be.
+        OSError: the flush failed.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -166,24 +166,24 @@ def load(path: Path) -> Identity:
     """Read the identity at `path`.
 
     Raises:
-        IdentityError: no such file, others may read it, or it holds something else than an Ed25519 key.
+        IdentityError: there is no such file, other users may read it, or it does not hold an Ed25519 key.
     """
     content = _read_private(path)
     if len(content) != _FILE_BYTES or not content.startswith(_PRIVATE_PREFIX):
         raise IdentityError(
             f"{path} does not hold an Ed25519 key in libp2p's format (hivemind writes RSA keys): "
-            "move it away, and a new identity is made"
+            "move it away, and this peer creates a new identity"
         )
     private, public = content[len(_PRIVATE_PREFIX) : -_KEY_BYTES], content[-_KEY_BYTES:]
     key = Ed25519PrivateKey.from_private_bytes(private)
     if key.public_key().public_bytes_raw() != public:
-        raise IdentityError(f"{path} is damaged, its two halves do not match: restore it, or move it away")
+        raise IdentityError(f"{path} is damaged (its two halves do not match): restore it, or move it away")
     return _identity(path, key)
 
 
 def _read_private(path: Path) -> bytes:
     try:
-        # Neither a link to somebody else's file nor a pipe that never ends.
+        # Do not follow a link to another user's file, and do not block on a pipe.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         why = "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror
@@ -205,7 +205,7 @@ def _read_private(path: Path) -> bytes:
 
 
 def load_or_create(path: Path) -> Identity:
-    """The identity at `path`, made first if there is none; of two that start at once, one makes it for both.
+    """Read the identity at `path`; create it first if there is none. Two processes that start at once get the same one.
 
     Raises:
         IdentityError: as for `load` and `create`.

@@ -1,4 +1,4 @@
-"""Locks that the kernel ends with the process that holds them, however that ends."""
+"""File locks that the kernel releases when their process ends, however it ends."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 
 
 def hold(path: Path) -> int | None:
-    """A descriptor that locks a file or a directory until it is closed; None if somebody has one already.
+    """Lock a file or a directory. Return a descriptor that holds the lock until it is closed; None if it is locked.
 
     Raises:
-        OSError: it cannot be opened, or not be locked there.
+        OSError: the file cannot be opened, or its file system has no locks.
     """
     held = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:

@@ -1,4 +1,4 @@
-"""How a peer's processes are doing: the event loop's lag, memory, open files, tasks. Measured, never estimated."""
+"""Health of a peer's processes: event loop lag, memory, open files, tasks. All measured, none estimated."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PROC = Path("/proc")
 
 @dataclass(frozen=True, slots=True)
 class Vitals:
-    """What a peer says of its own health in a round's report: lag since the last one, the rest as it is now."""
+    """A peer's health in a round's report: the event loop's lag since the last report; present values of the rest."""
 
     loop_lag_p99_seconds: float
     loop_lag_max_seconds: float
@@ -30,21 +30,21 @@ class Vitals:
 
 
 def vitals(lag: LoopLag, pids: Iterable[int]) -> Vitals:
-    """Take the lag since the last time, and count everything else.
+    """Take the lag since the last call, and measure everything else.
 
     Args:
-        pids: of the peer's processes: its own, the worker's, p2pd's.
+        pids: ids of the peer's processes: its own, the worker's, p2pd's.
     """
     p99_seconds, max_seconds = lag.take()
     return Vitals(p99_seconds, max_seconds, rss_bytes(pids), open_files(), tasks())
 
 
 class LoopLag:
-    """How long whoever wants to run on the event loop has to wait. Use as an async context manager.
+    """How long a callback has to wait for the event loop. Use as an async context manager.
 
-    A timer every 10 ms looks how late it is. One that is 100 ms late stands for the ten that were due meanwhile, each
-    later than the next, so the 99th percentile is of time, not of timers that happened to fire. Memory is a histogram
-    of fixed size: milliseconds up to 2 s; the maximum is kept apart.
+    A timer measures every 10 ms how late it fires. A timer that is 100 ms late counts as the ten that were due
+    meanwhile, each 10 ms less late than the one before, so the 99th percentile is over time, not over timers that
+    fired. The memory is a histogram of fixed size, in milliseconds up to 2 s, and the maximum.
     """
 
     def __init__(self) -> None:
@@ -60,13 +60,13 @@ class LoopLag:
         self._timer.cancel()
 
     def take(self) -> tuple[float, float]:
-        """(99th percentile, maximum) in seconds since the last take; zeros if nothing was measured since."""
+        """Return (99th percentile, maximum) in seconds since the last call, and reset them; zeros if none measured."""
         p99_seconds, max_seconds = self.peek(), self._max_seconds
         self._counts, self._max_seconds = [0] * _BINS, 0.0
         return p99_seconds, max_seconds
 
     def peek(self) -> float:
-        """The 99th percentile so far, seconds; takes nothing away."""
+        """The 99th percentile since the last `take`, seconds. Does not reset it."""
         wanted, seen = math.ceil(0.99 * sum(self._counts)), 0
         for bin_number, count in enumerate(self._counts):
             seen += count
@@ -88,10 +88,10 @@ class LoopLag:
 
 
 def rss_bytes(pids: Iterable[int]) -> int:
-    """Resident memory of these processes together; one that is gone counts 0.
+    """Resident memory of these processes together; a process that has ended counts 0.
 
-    On Linux, memory that they share on purpose (the vectors: memfd, /dev/shm) counts once: the largest share that one
-    of them has touched. Libraries count in each process, as they do in any tool's RSS. Elsewhere: the sum of RSS.
+    On Linux, shared memory (the vectors: memfd, /dev/shm) counts once, as the largest share that one process has
+    touched. Libraries count in each process, as in any tool's RSS. On other systems: the sum of RSS.
     """
     private_bytes, shared_bytes = 0, 0
     for pid in set(pids):
@@ -102,7 +102,7 @@ def rss_bytes(pids: Iterable[int]) -> int:
 
 
 def _memory_bytes(pid: int) -> tuple[int, int]:
-    """(resident, of it shared memory), bytes."""
+    """Return (resident memory, shared part of it), in bytes."""
     try:
         if not _PROC.is_dir():
             return int(psutil.Process(pid).memory_info().rss), 0
@@ -114,17 +114,17 @@ def _memory_bytes(pid: int) -> tuple[int, int]:
 
 
 def open_files() -> int:
-    """File descriptors that this process has open."""
+    """Number of open file descriptors of this process."""
     return int(psutil.Process().num_fds())
 
 
 def tasks() -> int:
-    """Tasks of the running event loop."""
+    """Number of tasks of the running event loop."""
     return len(asyncio.all_tasks())
 
 
 def workers_here() -> int:
-    """Workers of peers on this machine, one's own included, as far as this user can see: they share its cores."""
+    """Number of worker processes on this machine that this user can see, the caller's own included."""
     count = 0
     for process in psutil.process_iter(["cmdline"]):
         line = process.info["cmdline"] or ()

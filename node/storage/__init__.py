@@ -1,1 +1,1 @@
-"""What a peer keeps on its disk: checkpoints, certificates, its history, room for what is large."""
+"""A peer's files: checkpoints, certificates, its history, and buffers for large data."""

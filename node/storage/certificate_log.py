@@ -1,15 +1,15 @@
-"""The certificates of a peer's chain on its disk: one file that grows by one entry a round.
+"""The certificates of a peer's chain on disk: one file that grows by one entry a round.
 
-`CertificateLog(path)` opens it, or makes it; `Chain(..., archive=CertificateFile(path))` goes on from what it holds.
-Both read the whole file, for seconds if it holds thousands of rounds: they are made off the event loop. It has to
-be at hand before the chain moves, and belongs to one chain of one run: with another run, another file
-(`node.storage.statedir` puts files aside). `sync` makes what was appended survive a power cut; it is worth its
-milliseconds before a checkpoint is put in place that lies beyond what was synced. With
-`ChainSyncOptions(make_archive=partial(spool, directory))` long trails are verified on the disk, too
-(`protocols.sync.head_verifier`).
+`CertificateLog(path)` opens or creates the file; `Chain(..., archive=CertificateLog(path))` resumes the chain in it.
+Both read the whole file, which takes seconds for thousands of rounds: construct them outside the event loop. The log
+must exist before the chain changes. It belongs to one chain of one run; for another run, `node.storage.statedir` moves
+the file aside. `sync` makes appended certificates survive a power failure. Call it before publishing a checkpoint that
+is later than the synced certificates. With
+`ChainSyncOptions(make_archive=partial(spool, directory))`, long sequences of
+certificates that are being verified are also stored on disk (`protocols.sync.head_verifier`).
 
-An entry is its length and checksum, 4 bytes each, and the encoded certificate; eight bytes at the beginning of the file
-name its form. What a crash or a bad disk made of the end is cut off when the file is opened.
+The file starts with eight bytes that name its format. An entry is length and checksum, 4 bytes each, and the encoded
+certificate. When the file is opened, a damaged end, left by a crash or a bad disk, is cut off.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from protocols.wire import MAX_HEADER_BYTES
 log = logging.getLogger(__name__)
 
 MAX_WAITING_BYTES = 32 << 20
-"""Of certificates that a full disk does not take, so much is kept in memory, until it does."""
+"""Limit of certificates that wait in memory while the disk is full."""
 _MAGIC = b"starcer1"
 _PREFIX_BYTES = 8
 _SCAN_BYTES = 1 << 20
@@ -39,39 +39,39 @@ _PIECE = 64
 
 
 def spool(directory: Path) -> Archive:
-    """Room for certificates that are being judged: on the disk, or in memory where that fails."""
+    """An archive for certificates that are being verified: on disk, or in memory if that fails."""
     try:
         return CertificateLog.anonymous(directory)
     except OSError as error:
-        log.warning(
-            "no room for certificates on the disk of %s (%s): they are kept in memory", directory, error.strerror
-        )
+        log.warning("cannot store certificates in %s (%s): keeping them in memory instead", directory, error.strerror)
         return ListArchive()
 
 
 class CertificateLog:
-    """`protocols.history.round_log.Archive`. Certificates that the disk does not take wait in memory, those that do not
-    fit there are lost: whoever restarts then goes on from the last one before them.
+    """`protocols.history.round_log.Archive` in a file.
 
-    A round appends a few kilobytes, on the event loop: they go to the cache, and only `sync` waits for the disk.
+    While the disk accepts no more, certificates wait in memory, up to `MAX_WAITING_BYTES`; the oldest beyond that are
+    lost. A peer that restarts then resumes from the last certificate before them.
+
+    A round appends a few kilobytes on the event loop. They go to the page cache; only `sync` waits for the disk.
     """
 
     def __init__(self, path: Path, name: str = "") -> None:
         """
         Args:
-            name: what a person is told that it is; else its path.
+            name: name of the file in log messages; empty: its path.
 
         Raises:
-            OSError: it can neither be read nor made.
+            OSError: the file can be neither opened nor created.
         """
         self._open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), name or str(path))
 
     @classmethod
     def anonymous(cls, directory: Path) -> Self:
-        """One without a name, which goes with its last user: for certificates that are being judged.
+        """Create an unnamed file, which is deleted with its last user: for certificates that are being verified.
 
         Raises:
-            OSError: it cannot be made.
+            OSError: it cannot be created.
         """
         file = cls.__new__(cls)
         with tempfile.TemporaryFile(dir=directory) as temporary:
@@ -81,14 +81,14 @@ class CertificateLog:
     def _open(self, file: int, name: str) -> None:
         self._file, self._name = file, name
         weakref.finalize(self, os.close, file)
-        self._ends = array("Q", [len(_MAGIC)])  # of the entries; the first is where they begin
-        self._waiting: list[bytes] = []  # after those on the disk
-        self._waiting_bytes = self._lost = 0  # how many are lost between those on the disk and those that wait
+        self._ends = array("Q", [len(_MAGIC)])  # ends of the entries; the first value is where they begin
+        self._waiting: list[bytes] = []  # certificates after those on disk
+        self._waiting_bytes = self._lost = 0  # `_lost`: number between those on disk and those that wait
         self._failing = False
         self._scan()
 
     def _scan(self) -> None:
-        """Find the entries; cut off what is none."""
+        """Find the entries, and cut off the file after the last whole one."""
         size = os.fstat(self._file).st_size
         if os.pread(self._file, len(_MAGIC), 0) == _MAGIC:
             at, data = len(_MAGIC), b""
@@ -99,25 +99,24 @@ class CertificateLog:
                     break
                 at, data = at + used, data[used:]
         elif size:
-            self._tell("does not begin as a file of certificates")
+            self._warn("is not a file of certificates")
             os.ftruncate(self._file, 0)
         if self._ends[-1] < size:
             log.warning(
-                "%s: the last %d bytes are damaged and are cut off: the rounds in them are asked of others",
+                "%s: the last %d bytes are damaged and are cut off: this peer fetches their rounds from other peers",
                 self._name, size - self._ends[-1],
             )  # fmt: skip
             os.ftruncate(self._file, self._ends[-1])
 
     def _whole(self, data: bytes) -> int:
-        """Note the whole entries at the beginning of `data`; returns the bytes that they take."""
+        """Register the whole entries at the beginning of `data`, and return their size in bytes."""
         at = 0
         while (entry := _entry(data, at)) is not None:
             at += _PREFIX_BYTES + len(entry)
             self._ends.append(self._ends[-1] + _PREFIX_BYTES + len(entry))
         return at
 
-    # -- protocols.history.round_log.Archive
-    # --------------------------------------------------------------------------------------
+    # -- the methods of `Archive` -------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         return self._written + self._lost + len(self._waiting)
@@ -143,13 +142,13 @@ class CertificateLog:
         try:
             data = os.pread(self._file, end - begin, begin)
         except OSError as error:
-            self._tell(f"cannot be read ({error.strerror})")
+            self._warn(f"cannot be read ({error.strerror})")
             return ()
         found: list[bytes] = []
         for each in range(count):
             entry = _entry(data, self._ends[place + each] - begin)
             if entry is None:
-                self._tell(f"round {place + each} is damaged")
+                self._warn(f"round {place + each} is damaged")
                 break
             found.append(entry)
         return found
@@ -159,8 +158,8 @@ class CertificateLog:
             del self._ends[length + 1 :]
             try:
                 os.ftruncate(self._file, self._ends[-1])
-            except OSError as error:  # what follows does not link, or is written over
-                self._tell(f"cannot be cut ({error.strerror})")
+            except OSError as error:  # harmless: later entries do not extend the chain, or are overwritten
+                self._warn(f"cannot be cut ({error.strerror})")
         del self._waiting[max(0, length - self._written - self._lost) :]
         self._waiting_bytes = sum(map(len, self._waiting))
         self._lost = min(self._lost, length - self._written)
@@ -168,14 +167,14 @@ class CertificateLog:
     # -- the disk -----------------------------------------------------------------------------------------------------
 
     def sync(self) -> None:
-        """Have the disk keep what was appended; blocks: to be called off the event loop.
+        """Flush appended certificates to disk. Blocks: call it outside the event loop.
 
         Raises:
-            OSError: it does not, or has not taken all of it.
+            OSError: the flush failed, or some certificates are not in the file.
         """
         os.fsync(self._file)
         if self._failing and (self._waiting or self._lost):
-            raise OSError(errno.ENOSPC, f"{self._name} is not whole: certificates wait for room")
+            raise OSError(errno.ENOSPC, f"{self._name} is incomplete: the disk does not take more certificates")
 
     def _flush(self) -> None:
         while self._waiting and not self._lost:
@@ -196,13 +195,13 @@ class CertificateLog:
             why = "no space left"
         except OSError as error:
             why = error.strerror or str(error)
-        self._tell(f"cannot be written ({why})")
+        self._warn(f"cannot be written ({why})")
         return False
 
-    def _tell(self, what: str) -> None:
-        """One line, until the disk takes something again."""
+    def _warn(self, what: str) -> None:
+        """Log a problem, once until the next successful write."""
         if not self._failing:
-            log.warning("%s: %s: rounds go on, others may have to be asked for some that were", self._name, what)
+            log.warning("%s: %s: rounds continue, but after a restart this peer may fetch some again", self._name, what)
         self._failing = True
 
 
@@ -211,7 +210,7 @@ def _checksum(certificate: bytes) -> bytes:
 
 
 def _entry(data: bytes, at: int) -> bytes | None:
-    """The certificate whose entry begins there; None if no whole one does."""
+    """The certificate whose entry begins at an offset; None if the entry is incomplete or damaged."""
     size = int.from_bytes(data[at : at + 4], "big")
     certificate = data[at + _PREFIX_BYTES : at + _PREFIX_BYTES + size]
     if not 0 < len(certificate) == size <= MAX_HEADER_BYTES:

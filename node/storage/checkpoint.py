@@ -1,14 +1,14 @@
-"""Checkpoints: the state of a peer before a round, in files that are whole or not there, and known to be damaged if so.
+"""Checkpoints: the state of a peer before a round, in files that are written atomically and verified by digests.
 
-    checkpoints/000015-3f2a9c01d4e7/        before round 15, after the record of that lineage
-        outer.safetensors                   the outer parameters and momentum: what newcomers are handed out, too
-        inner.safetensors                   moments and steps of this peer's AdamW; missing where none could be saved
-        feedback.safetensors                what of this peer's work was not sent yet, where a codec sends parts of it
-        manifest.json                       what the others are, with the digest of each; and a digest of itself
-    checkpoints/.000015-3f2a9c01d4e7/       one in the making, or a download that was broken off
+    checkpoints/000015-3f2a9c01d4e7/        before round 15, after the record with this hash
+        outer.safetensors                   the outer parameters and momentum, which are also served to joiners
+        inner.safetensors                   moments and steps of this peer's AdamW; missing if they were not saved
+        feedback.safetensors                error feedback, if the codec sends only parts of a vector
+        manifest.json                       description and digest of the other files, and a digest of itself
+    checkpoints/.000015-3f2a9c01d4e7/       an unfinished checkpoint, or an interrupted download
 
-One is made in a hidden directory, flushed, and renamed into place. Its local parameters are the outer ones: at a
-checkpoint a peer trains on from there.
+A checkpoint is written to a hidden directory, flushed, and renamed. It holds no local parameters: at a checkpoint they
+are the outer ones, from which the peer continues to train.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ MAX_MANIFEST_BYTES = 1 << 26
 
 
 class CheckpointError(ValueError):
-    """There is no checkpoint to use, or this one is damaged; one line."""
+    """There is no usable checkpoint, or this one is damaged. The message is one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class DataCursor:
-    """Where a peer's stream of data stands.
+    """Position of a peer in its stream of data.
 
     Attributes:
         seed: of the stream.
-        incarnation: the life of the peer that began it.
-        position: batches drawn.
+        incarnation: incarnation of the peer that started the stream.
+        position: number of batches drawn.
     """
 
     seed: int
@@ -56,7 +56,7 @@ class DataCursor:
 
 @dataclass(frozen=True, slots=True)
 class FileDigest:
-    """One file of a checkpoint.
+    """Size and digest of one file of a checkpoint.
 
     Attributes:
         sha256: of its bytes, hex.
@@ -68,20 +68,20 @@ class FileDigest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """One that is there, whole when it was verified.
+    """A checkpoint on disk.
 
     Attributes:
         path: its directory.
         run: id of the run, 64 hex digits.
-        round: the round that comes next.
-        lineage: of the record that led there, 32 bytes.
+        round: the next round.
+        lineage: hash of the record before that round, 32 bytes.
         state_root: of the outer state, 32 bytes.
         layout: of the parameters.
         index: digests of the outer state's chunks.
-        data: where the worker's data go on.
-        carried: tokens of work that the local parameters held beyond the outer ones, and that is not kept.
-        files: name -> what it is.
-        threads: that the worker computed with; 0: not known.
+        data: position at which the worker continues its data.
+        carried: tokens of uncounted work in the local parameters, which the checkpoint does not contain.
+        files: name -> size and digest.
+        threads: number of threads that the worker computed with; 0: not known.
     """
 
     path: Path
@@ -102,34 +102,34 @@ class Checkpoint:
 
     @property
     def inner(self) -> Path | None:
-        """The file of the inner optimiser, if there is one."""
+        """Path of the inner optimiser's state, if the checkpoint has one."""
         return self.path / INNER if INNER in self.files else None
 
     @property
     def feedback(self) -> Path | None:
-        """The file of what was not sent yet, if there is one."""
+        """Path of the error feedback, if the checkpoint has one."""
         return self.path / FEEDBACK if FEEDBACK in self.files else None
 
     @property
     def bytes(self) -> int:
-        """What its files take."""
+        """Total size of its files."""
         return sum(file.size for file in self.files.values())
 
     def snapshot(self) -> Snapshot:
-        """Its outer state, to be handed out and to be read.
+        """Its outer state, for serving it to joiners and for reading it.
 
         Raises:
-            OSError: it has gone, or changed since it was verified.
+            OSError: the file is missing, or has been replaced.
         """
         sizes = self.layout.sizes()
-        room = outer_buffer(self.path / OUTER, sizes, self.round, self.lineage, there=True)
-        return Snapshot(self.lineage, self.round, self.index, room)
+        buffer = outer_buffer(self.path / OUTER, sizes, self.round, self.lineage, there=True)
+        return Snapshot(self.lineage, self.round, self.index, buffer)
 
     def parameters(self) -> tuple[Vector, ...]:
         """The outer parameters: a flat float32 vector for each fragment of the layout.
 
         Raises:
-            CheckpointError: it has gone, or changed since it was verified.
+            CheckpointError: the file is missing, or has been replaced.
         """
         sizes = self.layout.sizes()
         held = tensors.fragments((PARAMETERS, VELOCITY), sizes)
@@ -142,7 +142,7 @@ class Checkpoint:
 
 
 def name_of(round_number: int, lineage: bytes) -> str:
-    """Of a checkpoint's directory."""
+    """Name of a checkpoint's directory."""
     return f"{round_number:06d}-{lineage.hex()[:12]}"
 
 
@@ -150,16 +150,16 @@ def name_of(round_number: int, lineage: bytes) -> str:
 
 
 def newest(directory: Path) -> Checkpoint:
-    """The latest whole checkpoint of a peer: verified, which reads all of it, at about a second a gigabyte.
+    """Find the latest undamaged checkpoint of a peer. It verifies all bytes, at about a second a gigabyte.
 
-    `run` and `round` say what it is of, `layout` names and shapes the tensors, `parameters()` are the outer parameters
-    as flat vectors, one for each of the layout's fragments (of which there is one today).
+    `run` and `round` identify it, `layout` has the names and shapes of the tensors, and `parameters()` reads the outer
+    parameters as flat vectors, one for each fragment of the layout (today there is one).
 
     Args:
-        directory: the peer's state directory. A running peer may replace its checkpoints while this one is read.
+        directory: the peer's state directory. A running peer may replace its checkpoints during this call.
 
     Raises:
-        CheckpointError: there is none; one line, that names the damaged ones.
+        CheckpointError: there is none. The message names the damaged ones.
     """
     damaged: list[str] = []
     for checkpoint in whole(directory, damaged.append):
@@ -168,20 +168,20 @@ def newest(directory: Path) -> Checkpoint:
 
 
 def whole(directory: Path, say: Callable[[str], None], run: str = "") -> Iterator[Checkpoint]:
-    """The whole checkpoints of a peer, the newest first, each verified when its turn comes.
+    """Yield the undamaged checkpoints of a peer, newest first. Each is verified just before it is yielded.
 
     Args:
         directory: the peer's state directory.
-        say: told one line of each that is damaged.
-        run: id of the run that they have to be of; empty: any.
+        say: called with a one-line message for each checkpoint that is damaged or of another run.
+        run: id of the run that they must belong to; empty: any.
 
     Raises:
-        CheckpointError: where they are cannot be read; one line.
+        CheckpointError: the directory of checkpoints cannot be read.
     """
     try:
         there = places(directory / DIRECTORY)
     except OSError as error:
-        raise CheckpointError(f"{directory / DIRECTORY} cannot be read ({_why(error)}): set that right") from None
+        raise CheckpointError(f"{directory / DIRECTORY} cannot be read ({_why(error)}): repair it") from None
     for path in reversed(there):
         try:
             checkpoint = verified(path)
@@ -194,10 +194,10 @@ def whole(directory: Path, say: Callable[[str], None], run: str = "") -> Iterato
 
 
 def places(home: Path, drafts: bool = False) -> list[Path]:
-    """Directories of checkpoints, whole or not, the oldest first; or those that are in the making.
+    """List the directories of checkpoints, oldest first, unverified; or with `drafts` the unfinished ones.
 
     Raises:
-        OSError: it cannot be read; that there is none is no error.
+        OSError: `home` cannot be read. If it does not exist, the result is empty.
     """
     try:
         names = sorted(each.name for each in os.scandir(home) if each.is_dir(follow_symlinks=False))
@@ -207,10 +207,10 @@ def places(home: Path, drafts: bool = False) -> list[Path]:
 
 
 def verified(path: Path) -> Checkpoint:
-    """The checkpoint in a directory, every byte of it compared with its digest.
+    """Read the checkpoint in a directory, and compare each file with its digest.
 
     Raises:
-        CheckpointError: it is not whole; one line.
+        CheckpointError: it is damaged, incomplete or unreadable.
     """
     try:
         checkpoint = described(path)
@@ -227,7 +227,7 @@ def verified(path: Path) -> Checkpoint:
 
 
 def described(path: Path) -> Checkpoint:
-    """What the manifest in a directory says; the other files are not looked at.
+    """Read the manifest in a directory, without looking at the other files.
 
     Raises:
         CheckpointError: it is damaged, or of another version.
@@ -239,9 +239,9 @@ def described(path: Path) -> Checkpoint:
         fields = json.loads(data)
         if type(fields) is dict and fields.get("format", FORMAT) != FORMAT:
             raise CheckpointError(f"the checkpoint {path} is of format {str(fields['format'])[:10]}: update Starling")
-        said = fields.pop("digest")
-        sound = said == hashlib.sha256(encode(fields)).hexdigest() and data == encode(fields | {"digest": said})
-        if not sound:
+        own = fields.pop("digest")
+        is_intact = own == hashlib.sha256(encode(fields)).hexdigest() and data == encode(fields | {"digest": own})
+        if not is_intact:
             raise ValueError
         checkpoint = parse(path, fields)
         if checkpoint.name != path.name.removeprefix("."):
@@ -254,14 +254,15 @@ def described(path: Path) -> Checkpoint:
 
 
 def parse(path: Path, fields: Mapping[str, Any]) -> Checkpoint:
-    """
+    """Build a checkpoint from the fields of its manifest.
+
     Raises:
-        ValueError, KeyError, TypeError: no manifest that this version writes.
+        ValueError, KeyError, TypeError: not a manifest of this version.
     """
     layout = Layout(
         tuple(tuple((name, tuple(shape)) for name, shape in fragment) for fragment in fields["layout"]),
     )
-    threads = fields.get("threads", 0)  # checkpoints of before threads were measured have none
+    threads = fields.get("threads", 0)  # older checkpoints have none
     if type(threads) is not int or threads < 0:
         raise ValueError
     if list(layout.sizes()) != fields["elements"] or not fields["files"].keys() <= {OUTER, INNER, FEEDBACK}:
@@ -291,7 +292,7 @@ def _why(error: Exception) -> str:
 
 
 def digest(file: int) -> str:
-    """SHA-256 of an open file, hex; read in pieces."""
+    """SHA-256 of an open file, in hex."""
     found, piece, at = hashlib.sha256(), memoryview(bytearray(tensors.PIECE_BYTES)), 0
     while count := os.preadv(file, [piece], at):
         found.update(piece[:count])
@@ -300,5 +301,5 @@ def digest(file: int) -> str:
 
 
 def encode(fields: Mapping[str, Any]) -> bytes:
-    """The one spelling of a manifest."""
+    """The canonical encoding of a manifest."""
     return json.dumps(fields, indent=1, sort_keys=True).encode() + b"\n"

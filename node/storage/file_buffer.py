@@ -1,4 +1,4 @@
-"""Room for snapshots in files of tensors: their bytes are the disk's and its cache's, not this process's memory."""
+"""Buffers for snapshots in files of tensors. They use the disk and its cache, not this process's memory."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ PARAMETERS, VELOCITY = "parameters", "velocity"
 
 
 class FileBuffer:
-    """`protocols.sync.snapshot.Room` in a safetensors file; it stays readable if the file is renamed or deleted
-    meanwhile.
+    """A `protocols.sync.snapshot.SnapshotBuffer` in a safetensors file.
+
+    It stays readable if the file is renamed or deleted.
 
     Attributes:
-        path: where it was opened.
+        path: path under which the file was opened.
     """
 
     def __init__(self, path: Path, start: bytes, size: int, there: bool = False) -> None:
-        """Take the file that is there, if it is one of this header, else make it.
+        """Open the file if it exists with this header and size; otherwise create it.
 
         Args:
-            start: the file's header, as `outer_header` makes it.
-            size: bytes that follow it.
-            there: it has to be there, and is only read.
+            start: the file's header, from `outer_header`.
+            size: number of bytes that follow it.
+            there: the file must exist, and is only read.
 
         Raises:
-            OSError: there is no room, no access, or no such file.
+            OSError: there is not enough space, no access, or no such file.
         """
         self.path, self._start = path, len(start)
         self._file = os.open(path, os.O_CLOEXEC | (os.O_RDONLY if there else os.O_RDWR | os.O_CREAT), 0o600)
@@ -40,26 +41,26 @@ class FileBuffer:
         same = os.fstat(self._file).st_size == len(start) + size and os.pread(self._file, len(start), 0) == start
         self.fresh = not same
         if there and self.fresh:
-            raise OSError(errno.ENOENT, "it is another file than it was")
+            raise OSError(errno.ENOENT, "the file was replaced")
         if self.fresh:
             os.ftruncate(self._file, 0)
             allocate(self._file, len(start) + size)
             tensors.put(self._file, start, 0)
 
     def read(self, offset: int, into: memoryview) -> None:
-        """Fill `into`."""
+        """Fill `into` from an offset."""
         tensors.get(self._file, into, self._start + offset)
 
     def write(self, offset: int, data: Buffer) -> None:
-        """Put all of `data` there."""
+        """Write all of `data` at an offset."""
         tensors.put(self._file, data, self._start + offset)
 
 
 def allocate(file: int, size: int) -> None:
-    """Take so many bytes of the disk, so that one that fills up later does not matter.
+    """Allocate `size` bytes on disk, so that later writes do not fail on a full disk.
 
     Raises:
-        OSError: there are not so many.
+        OSError: there is not enough space.
     """
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(file, 0, size)
@@ -68,10 +69,10 @@ def allocate(file: int, size: int) -> None:
 
 
 def outer_header(sizes: Sequence[int], round_number: int, lineage: bytes) -> bytes:
-    """Of a file that holds an outer state: the parameters, then the velocity, by fragment.
+    """Header of a file that holds an outer state: the parameters, then the velocity, by fragment.
 
     Args:
-        sizes: elements of each fragment.
+        sizes: number of elements of each fragment.
     """
     about = {"format": "starling outer state 1", "round": str(round_number), "lineage": lineage.hex()}
     return tensors.header(tensors.fragments((PARAMETERS, VELOCITY), sizes), about)
@@ -80,9 +81,9 @@ def outer_header(sizes: Sequence[int], round_number: int, lineage: bytes) -> byt
 def outer_buffer(
     path: Path, sizes: Sequence[int], round_number: int, lineage: bytes, there: bool = False
 ) -> FileBuffer:
-    """Room for an outer state.
+    """Open or create the file of an outer state.
 
     Raises:
-        OSError: as `FileBuffer`.
+        OSError: as for `FileBuffer`.
     """
     return FileBuffer(path, outer_header(sizes, round_number, lineage), buffer_bytes(sum(sizes)), there)

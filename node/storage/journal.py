@@ -1,7 +1,7 @@
-"""A peer's history on disk: one RoundReport a line in `rounds.jsonl`, and what all of them add up to.
+"""A peer's history on disk: one RoundReport a line in `rounds.jsonl`, and their totals in `totals.json`.
 
-The last lines are kept, some hundred megabytes (`node.storage.rotation`); `totals.json` beside them counts those
-before, too, and those of former lives in this directory.
+The last hundred megabytes or so of lines are kept (`node.storage.rotation`). The totals also count older reports, and
+those of earlier incarnations in this directory.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _MAX_TOTALS_BYTES = 4096
 _RECENT_BYTES = 8 << 20
 MAX_WAITING_BYTES = 8 << 20
 AT_ONCE = 16
-"""Lines that are made up for with one new one: each is an access to the file."""
+"""Number of waiting lines written with one new line. Each costs an access to the file."""
 
 
 class Journal:
-    """Appends reports. On a full disk they wait in memory, some thousands of them; rounds go on.
+    """Appends reports. If the disk is full, some thousands of reports wait in memory, and rounds continue.
 
     Attributes:
-        totals: of all reports so far, former lives' among them.
+        totals: of all reports so far, those of earlier incarnations included.
         last: the latest report.
     """
 
@@ -47,8 +47,8 @@ class Journal:
     def write(self, report: RoundReport) -> None:
         """Add a line.
 
-        It stays on the event loop: one line, no more than a megabyte read back, nothing waited for: no file is flushed
-        here, so it is the cache that takes them, and a line that a power cut costs is no state.
+        This runs on the event loop: it writes one line, reads back at most a megabyte, and does not wait for the disk,
+        because it flushes no file. A power failure may lose lines, but they are not part of the peer's state.
         """
         self.last = report
         self.totals.add(report)
@@ -68,7 +68,7 @@ class Journal:
             self._failing = True
 
     def recent(self) -> list[RoundReport]:
-        """The last reports on the disk, oldest first, some megabytes of them; what cannot be read is left out."""
+        """The last reports on disk, a few megabytes of them, oldest first; unreadable lines are left out."""
         tail = b""
         for path in (self._path, rotated_path(self._path)):
             if len(tail) < _RECENT_BYTES:
@@ -77,12 +77,12 @@ class Journal:
         for line in tail.splitlines():
             with suppress(ValueError, TypeError):
                 report = RoundReport.from_json(line)
-                bytes.fromhex(report.lineage)  # a disk may have changed a letter
+                bytes.fromhex(report.lineage)  # the line may be damaged
                 found.append(replace(report, tokens=int(report.tokens)))
         return found
 
     def _append(self, line: bytes) -> None:
-        """After the last whole line: a disk that was full, or a crash, may have left a piece of one behind it."""
+        """Append after the last whole line: a full disk or a crash may have left an incomplete line."""
         rotate(self._path, len(line))
         with self._path.open("a+b", buffering=0) as file:
             end = file.seek(0, os.SEEK_END)
@@ -93,7 +93,7 @@ class Journal:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _remembered(self) -> Totals:
-        """What the file says; nothing if it is not there, or was damaged."""
+        """Read the totals; zeros if the file is missing or damaged."""
         try:
             with self._totals_path.open("rb") as file:
                 return Totals.of(json.loads(file.read(_MAX_TOTALS_BYTES)))
@@ -107,7 +107,7 @@ class Journal:
 
 
 def _tail(path: Path, size_bytes: int) -> bytes:
-    """The last bytes of a file; none where it cannot be read."""
+    """The last bytes of a file; empty if it cannot be read."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - size_bytes))

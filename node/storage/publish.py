@@ -1,4 +1,4 @@
-"""How a hidden directory with a checkpoint's files becomes a checkpoint: digested, flushed, renamed."""
+"""Turn a hidden directory with a checkpoint's files into a checkpoint: hash them, flush them, rename the directory."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from node.storage.checkpoint import (
 
 
 def publish_checkpoint(made: Checkpoint, inner: bool, feedback: bool = False) -> Checkpoint:
-    """Make a checkpoint of a hidden directory with its files: from now on it is there, whatever happens.
+    """Publish a hidden directory as a checkpoint, which then survives a crash or a power failure.
 
     Args:
-        made: its path is the hidden directory's, its files are not looked at.
-        inner: whether there is an inner state; what else is in its file is none.
-        feedback: the same of what was not sent yet.
+        made: the checkpoint; its path is that of the hidden directory, and its `files` are ignored.
+        inner: whether it has an inner state; if not, the file of that name is deleted.
+        feedback: the same for the error feedback.
 
     Raises:
-        OSError: it cannot be written; it is not there then.
+        OSError: it cannot be written; there is no checkpoint then.
     """
     draft, home = made.path, made.path.parent
     there = {OUTER: True, INNER: inner, FEEDBACK: feedback}
@@ -51,16 +51,16 @@ def publish_checkpoint(made: Checkpoint, inner: bool, feedback: bool = False) ->
         os.close(file)
     sync_directory(draft)
     place = home / made.name
-    if place.exists():  # a damaged one, or one that this one is the same as
+    if place.exists():  # a damaged one, or an identical one
         shutil.rmtree(place)
     draft.rename(place)
     sync_directory(home)
-    sync_directory(home.parent)  # the first one's home is as new as itself
+    sync_directory(home.parent)  # before the first checkpoint, `home` may itself be new
     return parse(place, fields)
 
 
 def _flushed(path: Path) -> str:
-    """Have a file's bytes on the disk; returns their digest, read back."""
+    """Flush a file to disk, and return the digest of its content."""
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         found = digest(file)

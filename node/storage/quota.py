@@ -1,4 +1,4 @@
-"""How much of the disk checkpoints may take, and what they do take."""
+"""The limit on disk space for checkpoints, and how much they use."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from node.storage.checkpoint import places
 
 
 class Quota:
-    """The cap on a directory of checkpoints, whole ones and those in the making."""
+    """The limit on the size of a directory of checkpoints, unfinished ones included."""
 
     def __init__(self, home: Path, limit_bytes: int) -> None:
         self._home, self.limit_bytes = home, limit_bytes
 
     def check(self, size: int, ours: Collection[Path] = ()) -> None:
-        """
+        """Check whether `size` bytes more are within the limit.
+
         Args:
-            ours: directories that are not counted: the bytes are for one of them, or it is to be given up.
+            ours: directories that do not count, because the bytes are for them, or they will be deleted.
 
         Raises:
-            OSError: so much more would be too much.
+            OSError: they would exceed the limit.
         """
         there = [*places(self._home), *places(self._home, drafts=True)]
         taken = sum(_bytes(path) for path in there if path not in ours)
@@ -32,7 +33,7 @@ class Quota:
             raise OSError(errno.EDQUOT, f"{(taken + size) / 1e9:.3g} GB would be over {limit}: raise --disk-limit")
 
     def would_do(self, size: int, gone: Collection[Path]) -> bool:
-        """Whether there would be so much room if these directories were given up."""
+        """Whether there would be space for `size` bytes if these directories were deleted."""
         with suppress(OSError):
             self.check(size, gone)
             disk = os.statvfs(self._home)
@@ -41,7 +42,7 @@ class Quota:
 
 
 def _bytes(path: Path) -> int:
-    """What the files in a directory take; files may come and go meanwhile."""
+    """Total size of the files in a directory. Files may appear and disappear meanwhile."""
     taken = 0
     with suppress(OSError):
         for each in os.scandir(path):

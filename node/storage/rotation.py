@@ -1,4 +1,4 @@
-"""Files that grow for ever and may not: the last few of a set size are kept, `name.1.suffix` being the one before."""
+"""Rotation of files that would grow for ever: a few older ones are kept, the newest of them as `name.1.suffix`."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from pathlib import Path
 
 FILE_BYTES = 32 << 20
 KEEP_FILES = 3
-"""Older ones, besides the present one."""
+"""Number of older files that are kept besides the present one."""
 
 
 def rotated_path(path: Path, number: int = 1) -> Path:
-    """The file that was the present one so many turns ago."""
+    """Path of the file that was the present one before the last `number` rotations."""
     return path.with_suffix(f".{number}{path.suffix}")
 
 
 def rotate(path: Path, coming_bytes: int = 0) -> bool:
-    """Put a file aside that is full, before so many bytes more are written to a new one; returns whether it was.
+    """Rename a file if `coming_bytes` more would make it too large. Return whether it was renamed.
 
     Raises:
-        OSError: it cannot be.
+        OSError: it cannot be renamed.
     """
     try:
         if path.stat().st_size + coming_bytes <= FILE_BYTES:

@@ -1,8 +1,8 @@
-"""Room in files of a life of this peer: their bytes are the disk's and its cache's, and go when nobody needs them.
+"""Temporary files of one incarnation of this peer. They use the disk instead of memory, and are deleted after use.
 
-There may be a hundred of them, so each is open only while it is used. What a killed life left is removed by the next.
-Files are read and written, not mapped: while a thread faults pages of a mapping in, all others wait for the process's
-memory to be theirs again, the event loop's among them (docs/decisions/0012-snapshots-on-the-disk.md).
+There may be a hundred of them, so each is open only during an access. The next incarnation removes the files of a
+killed one. Files are read and written, not mapped: while one thread faults in pages of a mapping, all other threads,
+the event loop's among them, wait for the lock of the process's memory (docs/decisions/0012-snapshots-on-the-disk.md).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DIRECTORY = "scratch"
 
 
 class ScratchSpace:
-    """The directory for it. An async context manager: it is empty at the beginning, and gone at the end."""
+    """The directory of the temporary files. An async context manager, which empties it at the start and at the end."""
 
     def __init__(self, home: Path, disk: Compute) -> None:
         self._directory, self._disk = home / DIRECTORY, disk
@@ -40,13 +40,13 @@ class ScratchSpace:
         await self._disk.run(self._empty, 0)
 
     def room(self, size: int) -> ScratchFile:
-        """Room of so many bytes; blocks: to be called on the disk's thread.
+        """Create a file of this many bytes. Blocks: call it on the disk's thread.
 
-        Files that nobody needs any more go first: a disk may take its time over large ones, and the last reference to
-        a room is as a rule dropped on the event loop.
+        It first deletes files that are no longer used. That is not done earlier because the last reference to a file is
+        usually dropped on the event loop, and deleting a large file may take long.
 
         Raises:
-            OSError: there is none.
+            OSError: there is not enough space.
         """
         while self._useless:
             _remove(self._useless.popleft())
@@ -57,17 +57,18 @@ class ScratchSpace:
 
 
 class ScratchFile:
-    """`protocols.sync.snapshot.Room`."""
+    """A `protocols.sync.snapshot.SnapshotBuffer` in a temporary file."""
 
     fresh = True
 
     def __init__(self, directory: Path, size: int, remove: Callable[[Path], None] | None = None) -> None:
         """
         Args:
-            remove: called with the file once nobody needs it, on any thread; None: it is deleted there and then.
+            size: in bytes; they are allocated at once.
+            remove: called on any thread with the file's path when the file is no longer used; None: delete it.
 
         Raises:
-            OSError: there is no room.
+            OSError: there is not enough space.
         """
         directory.mkdir(mode=0o700, exist_ok=True)
         file, name = tempfile.mkstemp(dir=directory)
@@ -79,12 +80,12 @@ class ScratchFile:
             os.close(file)
 
     def read(self, offset: int, into: memoryview) -> None:
-        """Fill `into`."""
+        """Fill `into` from an offset."""
         with self._opened(os.O_RDONLY) as file:
             tensors.get(file, into, offset)
 
     def write(self, offset: int, data: Buffer) -> None:
-        """Put all of `data` there."""
+        """Write all of `data` at an offset."""
         with self._opened(os.O_WRONLY) as file:
             tensors.put(file, data, offset)
 

@@ -1,4 +1,4 @@
-"""The outer state of a peer: parameters, momentum, and the digests that others hold it to."""
+"""The outer state of a peer: parameters, momentum, and their digests, which other peers can check."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ log = logging.getLogger(__name__)
 
 
 class OuterState:
-    """Parameters and momentum, and how they step.
+    """Outer parameters and momentum, with the outer step.
 
     Attributes:
         anchor: outer parameters θ, float32 (n).
         velocity: outer momentum m, float32 (n).
-        index: of both, as they were hashed last; empty before that.
+        index: digests of both from the last `hash`; empty before that.
     """
 
     def __init__(self, anchor: Vector, velocity: Vector, outer: OuterSGD | NoLoCo, compute: Compute) -> None:
@@ -27,27 +27,27 @@ class OuterState:
         self._compute = compute
 
     def root(self, round_number: int) -> bytes:
-        """The state root, were this the state before that round."""
+        """The state root that this state has as the state before a round."""
         return self.index.state_root(round_number)
 
     async def hash(self) -> None:
-        """Compute the digests of the state as it stands."""
+        """Compute the digests of the present state."""
         self.index = await self._compute.run(lambda: SnapshotIndex.of(self.anchor, self.velocity), 8 * len(self.anchor))
 
     async def step(self, delta: Vector) -> bool:
-        """Take the outer step along a mean pseudo-gradient, float32 (n); returns whether all parameters are finite."""
+        """Take the outer step along a mean pseudo-gradient, float32 (n). Return whether all parameters are finite."""
         finite = await self.advance(delta)
         await self.hash()
         return finite
 
     async def advance(self, delta: Vector) -> bool:
-        """As `step`, where more is to come before the state is hashed; by NoLoCo, along what came of `offer`."""
+        """Like `step`, but without hashing. With NoLoCo, `delta` is the result of its `offer`."""
         return await self._compute.run(
             lambda: self.outer.step(self.anchor, self.velocity, delta), 12 * len(self.anchor)
         )
 
     async def copy(self) -> OuterState:
-        """A state of its own with the same bits."""
+        """An independent state with the same bits."""
         other = await self._compute.run(self._copied, 16 * len(self.anchor))
         other.index = self.index
         return other
@@ -56,10 +56,10 @@ class OuterState:
         return OuterState(self.anchor.clone(), self.velocity.clone(), self.outer, self._compute)
 
     async def take(self, source: OuterState | Snapshot) -> None:
-        """Become what `source`, of the same size, is; its vectors are copied.
+        """Copy the vectors and digests of `source`, which has the same size.
 
         Raises:
-            OSError: a snapshot's file fails; the vectors are then undefined.
+            OSError: a snapshot's file cannot be read; the vectors are undefined then.
         """
 
         def copy() -> None:
@@ -73,7 +73,7 @@ class OuterState:
         self.index = source.index
 
     async def keep(self, snapshots: Snapshots, key: RoundKey) -> Snapshot | None:
-        """Put an immutable copy with the snapshots, as the state before a round; none where its file fails."""
+        """Add an immutable copy to the snapshots, as the state before a round; None if its file cannot be written."""
 
         def fill() -> Snapshot:
             snapshot = snapshots.new(key.lineage, key.round, self.index)

@@ -1,13 +1,13 @@
-"""A peer's directory: who it is, which run it is in, whom it met, what it reported.
+"""A peer's state directory: its identity, its run, the peers it has met, and its reports.
 
-identity.key    the Ed25519 key                     peers.json     whom it met, and where
-incarnation     how often it was started            rounds.jsonl   one report a line; rounds.1.jsonl … before that
-manifest.bin    the sealed manifest of its run      held-out.bin   the sample that everybody evaluates on
-sample.txt      what the model wrote at the end     certificates.bin   its chain (`node.storage.certificate_log`)
+identity.key    the Ed25519 key                     peers.json     peers it has met, and their addresses
+incarnation     how often it was started            rounds.jsonl   one report a line; older ones in rounds.1.jsonl …
+manifest.bin    the sealed manifest of its run      held-out.bin   the sample that all peers evaluate on
+sample.txt      text of the model at the end        certificates.bin   its chain (`node.storage.certificate_log`)
 checkpoints/    its state before some rounds (`node.storage.checkpoint`)
-listen.json     where it listened, and where it was asked to
-over            there if the run is                 scratch/       parts of past rounds, of this life
-past/<run>/     the files of runs that it was in before; past/<run>-unused/: checkpoints that its chain did not lead to
+listen.json     addresses it was asked to listen on, and those with the chosen ports
+over            exists if the run is over           scratch/       parts of past rounds, of this incarnation
+past/<run>/     files of its earlier runs; past/<run>-unused/: checkpoints that are not on its chain
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from protocols.base import PeerId
 
 MAX_CACHED_PEERS = 64
 MAX_INCARNATION = 1 << 40
-"""As `protocols.wire` has it: nobody would listen to a member of a higher one."""
+"""The limit of `protocols.wire`: other peers ignore members of a higher incarnation."""
 _OF_A_RUN = (
     "manifest.bin", "held-out.bin", "peers.json", "rounds.jsonl", "sample.txt", "over", "totals.json",
     "certificates.bin", "checkpoints", *(f"rounds.{number}.jsonl" for number in range(1, KEEP_FILES + 1)),
@@ -38,19 +38,19 @@ _MAX_CACHE_BYTES = 1 << 20
 
 
 class StateError(Exception):
-    """The directory cannot be used; the message says what, why and what to do."""
+    """The directory cannot be used. The message says what happened, why, and what to do."""
 
 
 class StateDir:
-    """The directory in one life of the peer; whoever starts the peer sees to it that there is one at a time."""
+    """The state directory of one incarnation. The caller ensures that only one process uses it at a time."""
 
     def __init__(self, path: Path, identity: Identity, incarnation: int) -> None:
         self.path, self.identity, self.incarnation = path, identity, incarnation
-        self._moved: Sequence[tuple[Path, Path]] | None = None  # what `begin` put aside: from where, to where
+        self._moved: Sequence[tuple[Path, Path]] | None = None  # files that `begin` moved aside: (from, to)
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Make the directory if there is none, and begin a life of its own number.
+        """Create the directory if there is none, and start a new incarnation.
 
         Raises:
             StateError: it cannot be written.
@@ -62,7 +62,7 @@ class StateDir:
         except OSError as error:
             raise StateError(
                 f"cannot write {error.filename or path} ({error.strerror}): "
-                "give a directory that can be written, with space left, by --state-dir"
+                "name a writable directory with free space by --state-dir"
             ) from None
 
     @property
@@ -71,18 +71,18 @@ class StateDir:
 
     @property
     def sample(self) -> Path:
-        """Where the run's evaluation sample is; it may be missing."""
+        """Path of the run's evaluation sample. The file may be missing."""
         return self.path / "held-out.bin"
 
     @property
     def certificates(self) -> Path:
-        """Where the chain is; it may be missing."""
+        """Path of the chain. The file may be missing."""
         return self.path / "certificates.bin"
 
     # -- the run ------------------------------------------------------------------------------------------------------
 
     def manifest(self) -> bytes:
-        """The sealed manifest of the run that this directory is of; empty if it is of none."""
+        """The sealed manifest of this directory's run; empty if it has none."""
         return _read(self.path / "manifest.bin", MAX_RUN_BYTES)
 
     def held_out(self) -> bytes:
@@ -91,11 +91,11 @@ class StateDir:
 
     @property
     def is_over(self) -> bool:
-        """Whether the run that this directory is of is over, as far as was seen here."""
+        """Whether this directory's run is over, as far as this peer knows."""
         return is_over(self.path)
 
     def begin(self, run_id: str, before: str, sealed: bytes, sample: bytes) -> None:
-        """Make it the directory of a run. The files of another, `before`, are moved aside, never deleted.
+        """Make this the directory of a run. The files of an earlier run, `before`, are moved aside, never deleted.
 
         Raises:
             StateError: it cannot be written.
@@ -113,9 +113,9 @@ class StateDir:
             ) from None
 
     def withdraw(self) -> None:
-        """Undo `begin`, before anything was trained: this peer cannot take part in that run after all.
+        """Undo `begin` before any training, if this peer cannot take part in that run after all.
 
-        What was moved aside for it is back in its place. Does nothing where the directory was of that run before.
+        Moves back the files that `begin` moved aside. Does nothing if the directory already was of that run.
 
         Raises:
             StateError: it cannot be written; nothing is lost.
@@ -132,15 +132,15 @@ class StateDir:
             for past in {aside.parent for _, aside in self._moved}:
                 past.rmdir()
         except OSError as error:
-            raise StateError(f"cannot write {self.path} ({error.strerror}): what was there is in past/") from None
+            raise StateError(f"cannot write {self.path} ({error.strerror}): its former files are in past/") from None
         self._moved = None
 
     def _put_aside(self, run_id: str) -> list[tuple[Path, Path]]:
-        """Returns what was moved: from where, to where."""
+        """Move the files of a run aside, and return them as (from, to)."""
         there = [self.path / name for name in _OF_A_RUN if (self.path / name).exists()]
         if not there:
             return []
-        shutil.rmtree(self.path / SCRATCH, ignore_errors=True)  # nobody will need it
+        shutil.rmtree(self.path / SCRATCH, ignore_errors=True)  # only that run's peers needed it
         past = self._past(run_id[:16] or "unknown")
         for file in there:
             file.rename(past / file.name)
@@ -149,7 +149,7 @@ class StateDir:
         return [(file, past / file.name) for file in there]
 
     def quarantine(self, run_id: str, checkpoints: Collection[Path]) -> Path:
-        """Move checkpoints aside, with a copy of the chain as it is, as of a directory of their own; returns that.
+        """Move checkpoints and a copy of the present chain to a directory of their own, and return its path.
 
         Raises:
             OSError: it cannot be written.
@@ -175,27 +175,27 @@ class StateDir:
         return past
 
     def keep_text(self, text: bytes) -> None:
-        """Note what the run's model wrote; off the event loop, as `remember`."""
+        """Save text that the run's model generated. Blocks: call it outside the event loop."""
         with suppress(OSError):
             write_atomically(self.path / "sample.txt", text)
 
-    # -- whom it met --------------------------------------------------------------------------------------------------
+    # -- known peers --------------------------------------------------------------------------------------------------
 
     def peers(self) -> dict[PeerId, tuple[str, ...]]:
-        """Peers that were live when this was last in the run, and their addresses; what cannot be read is left out."""
+        """Peers that were live when this peer last took part, and their addresses; unreadable entries are left out."""
         try:
             entries = json.loads(_read(self.path / "peers.json", _MAX_CACHE_BYTES) or b"{}")
         except (ValueError, RecursionError):
             return {}
         if not isinstance(entries, dict):
             return {}
-        found = {peer: sound(said) for peer, said in entries.items() if isinstance(said, list)}
+        found = {peer: sound(addresses) for peer, addresses in entries.items() if isinstance(addresses, list)}
         return dict(list(found.items())[:MAX_CACHED_PEERS])
 
     def remember(self, peers: Mapping[PeerId, Sequence[str]]) -> None:
-        """Note whom we see now; those noted before come after them, as many as there is room for.
+        """Save the peers that are live now, followed by those saved before, up to `MAX_CACHED_PEERS`.
 
-        It waits for the disk, as long as that takes: to be called off the event loop.
+        Blocks on the disk: call it outside the event loop.
         """
         merged = {peer: sound(addresses) for peer, addresses in peers.items()}
         for peer, addresses in self.peers().items():
@@ -206,14 +206,14 @@ class StateDir:
                 write_atomically(self.path / "peers.json", json.dumps(kept, indent=1).encode())
 
     def forget(self) -> None:
-        """The run is over: there is nobody to go back to, nothing to go on with; off the event loop, as `remember`."""
+        """Mark the run as over, and forget its peers. Blocks: call it outside the event loop."""
         with suppress(OSError):
             (self.path / "over").touch()
             (self.path / "peers.json").unlink(missing_ok=True)
             sync_directory(self.path)
 
     def listening(self, asked: Sequence[str]) -> tuple[str, ...]:
-        """Where the last life listened, ports and all, if it was asked to listen at the same addresses."""
+        """Addresses, with ports, of the previous incarnation, if it was asked to listen on the same addresses."""
         try:
             kept = json.loads(_read(self.path / "listen.json", _MAX_CACHE_BYTES) or b"{}")
             took = kept["took"] if kept["asked"] == [*asked] else []
@@ -223,26 +223,26 @@ class StateDir:
         return sound(took) if fits and len(sound(took)) == len(asked) else ()
 
     def listens(self, asked: Sequence[str], took: Sequence[str]) -> None:
-        """Note where this life listens: those who knew it will look for it there."""
+        """Save the addresses of this incarnation, where peers that know it will look for it after a restart."""
         if self.listening(asked) != tuple(took):
             with suppress(OSError):
                 write_atomically(self.path / "listen.json", json.dumps({"asked": [*asked], "took": [*took]}).encode())
 
     def addresses(self) -> Iterable[str]:
-        """Multiaddrs with peer ids of those who were live."""
+        """Yield multiaddrs, with peer ids, of the saved peers."""
         for peer, addresses in self.peers().items():
             yield from (f"{address}/p2p/{peer}" for address in addresses[:4])
 
 
 def holds_run(directory: Path) -> bool:
-    """Whether a directory is of a run to go on with: not over, and with somebody to ask, or a state of its own."""
+    """Whether a directory's run can be resumed: it is not over, and the directory has known peers or checkpoints."""
     if not (directory / "manifest.bin").exists() or is_over(directory):
         return False
     return (directory / "peers.json").exists() or (directory / "checkpoints").exists()
 
 
 def is_over(directory: Path) -> bool:
-    """Whether a directory is of a run that is over, as far as was seen there."""
+    """Whether a directory's run is over, as far as its peer knows."""
     return (directory / "over").exists()
 
 
@@ -255,10 +255,10 @@ def _read(path: Path, limit: int) -> bytes:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Replace a file's content, so that after a crash there is the old one or the new one, once this is over the new.
+    """Replace a file's content. After a crash it has the old or the new content; after this returns, the new one.
 
     Raises:
-        OSError: it cannot be written; the old content stays.
+        OSError: the file cannot be written; the old content stays.
     """
     temporary = path.with_name(f".{path.name}.new")
     with temporary.open("wb") as file:
@@ -278,9 +278,9 @@ def _sync_file(path: Path) -> None:
 
 
 def _next_incarnation(path: Path) -> int:
-    """One more than in any life before: a member that came back under its old number could vote twice.
+    """Increase the incarnation by one. A member that returned with an old incarnation could vote twice.
 
-    So only a file that was never there counts as none; one that is empty, or cannot be read, does not.
+    So only a missing file counts as 0. An empty or unreadable file is an error.
     """
     try:
         with path.open("rb") as file:
@@ -288,7 +288,9 @@ def _next_incarnation(path: Path) -> int:
     except FileNotFoundError:
         text = "0"
     if not text.isdecimal() or int(text) >= MAX_INCARNATION:
-        raise StateError(f"{path} is damaged: write a number into it that is higher than any that others have seen")
+        raise StateError(
+            f"{path} is damaged: write a number into it that is higher than any incarnation that other peers have seen"
+        )
     incarnation = int(text) + 1
     write_atomically(path, f"{incarnation}\n".encode())
     return incarnation

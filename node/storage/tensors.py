@@ -1,11 +1,11 @@
-"""Files of tensors in the safetensors format, written and read in pieces, so that no second copy of them is needed.
+"""Files of tensors in the safetensors format, read and written in pieces, so that no second copy of them is needed.
 
     8 bytes         length of the header, little-endian
     the header      JSON: name -> dtype, shape, [first, last) byte of the payload; padded by spaces to 8 bytes
     the payload     the tensors' bytes, little-endian, one after the other
 
-Files are read and written, not mapped: while a thread faults pages of a mapping in, all others wait for the process's
-memory to be theirs again, the event loop's among them (measured: for 100 ms and more, at 200 MB).
+Files are read and written, not mapped. While one thread faults in pages of a mapping, all other threads, the event
+loop's among them, wait for the lock of the process's memory (measured: 100 ms and more, at 200 MB).
 
 Source: https://github.com/huggingface/safetensors#format
 """
@@ -32,12 +32,12 @@ _METADATA = "__metadata__"
 
 
 class Unreadable(ValueError):
-    """A file that is none of these; one line."""
+    """Not a valid file of tensors, or not with the expected ones. The message is one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor of a file: where its bytes are, counted from the first of the payload."""
+    """One tensor of a file, and the range of its bytes in the payload."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -46,21 +46,21 @@ class TensorEntry:
 
 
 def entry_of(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
-    """(dtype, shape) as they stand in a header.
+    """Return (dtype, shape) in the spelling of a header.
 
     Raises:
-        KeyError: of a dtype that is not kept.
+        KeyError: the dtype is not supported.
     """
     dtype = {each: name for name, each in _DTYPES.items()}[tensor.dtype]
     return dtype, tuple(tensor.shape)
 
 
 def header(tensors: Mapping[str, tuple[str, tuple[int, ...]]], about: Mapping[str, str]) -> bytes:
-    """What a file begins with: the same bytes for the same arguments.
+    """The header of a file, with its length. Deterministic: the same arguments give the same bytes.
 
     Args:
         tensors: name -> (dtype, shape), in the order of their bytes.
-        about: words for whoever opens the file.
+        about: metadata for human readers of the file.
     """
     fields: dict[str, object] = {_METADATA: dict(about)} if about else {}
     at = 0
@@ -74,10 +74,10 @@ def header(tensors: Mapping[str, tuple[str, tuple[int, ...]]], about: Mapping[st
 
 
 def read_header(file: int) -> tuple[dict[str, TensorEntry], int]:
-    """The tensors of an open file, and where its payload begins.
+    """Return the tensors of an open file, and the offset of its payload.
 
     Raises:
-        Unreadable: no such file, or a size that the header does not make.
+        Unreadable: not a file of tensors, or its size does not match its header.
         OSError: it cannot be read.
     """
     size = os.fstat(file).st_size
@@ -109,7 +109,7 @@ def _entry(fields: dict[str, Any]) -> TensorEntry:
 
 
 def write(path: Path, tensors: Mapping[str, torch.Tensor], about: Mapping[str, str]) -> int:
-    """Make a file of these tensors, in the place of one that is there; returns its size. It is not flushed.
+    """Write a file of these tensors, over an existing one, and return its size. The file is not flushed to disk.
 
     Raises:
         OSError: it cannot be written.
@@ -132,10 +132,10 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor], about: Mapping[str, s
 
 
 def names(path: Path) -> tuple[str, ...]:
-    """Of a file's tensors.
+    """Names of a file's tensors.
 
     Raises:
-        Unreadable: no such file.
+        Unreadable: not a file of tensors.
         OSError: it cannot be read.
     """
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -146,18 +146,18 @@ def names(path: Path) -> tuple[str, ...]:
 
 
 def read(path: Path, into: Mapping[str, torch.Tensor]) -> None:
-    """Copy a file's tensors into these, which are all there are in it.
+    """Copy all tensors of a file into these tensors, which must have the same names, dtypes and shapes.
 
     Raises:
-        Unreadable: it holds others; some may have been copied.
-        OSError: it cannot be read.
+        Unreadable: the file holds other tensors, or is damaged.
+        OSError: it cannot be read; some tensors may have been copied.
     """
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         found, start = read_header(file)
         held = {name: (each.dtype, each.shape) for name, each in found.items()}
         if held != {name: entry_of(tensor) for name, tensor in into.items()}:
-            raise Unreadable("it holds other tensors than this model and its optimiser have")
+            raise Unreadable("its tensors are not those of this model and its optimiser")
         for name, tensor in into.items():
             at = start + found[name].first
             for piece in _pieces(tensor):
@@ -170,13 +170,13 @@ def read(path: Path, into: Mapping[str, torch.Tensor]) -> None:
 
 
 def scratch(elements: int, dtype: torch.dtype = torch.float32) -> tuple[memoryview, torch.Tensor]:
-    """The same new memory as bytes and as a vector."""
+    """Allocate memory, and return it both as bytes and as a vector."""
     data = bytearray(elements * dtype.itemsize)
     return memoryview(data), torch.frombuffer(data, dtype=dtype) if elements else torch.empty(0, dtype=dtype)
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Views of at most 1 MiB, in order."""
+    """Yield consecutive flat views of at most 1 MiB each."""
     flat = tensor.detach().view(-1)
     step = PIECE_BYTES // flat.dtype.itemsize
     for low in range(0, len(flat), step):
@@ -184,7 +184,7 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def put(file: int, data: Buffer, offset: int) -> None:
-    """Put all of `data` at an offset of a file.
+    """Write all of `data` at an offset of a file.
 
     Raises:
         OSError: it cannot be written.
@@ -199,14 +199,14 @@ def get(file: int, into: memoryview, offset: int) -> None:
     """Fill `into` from an offset of a file.
 
     Raises:
-        OSError: it cannot be read, or is shorter.
+        OSError: the file cannot be read, or is too short.
     """
     if os.preadv(file, [into], offset) != len(into):
         raise OSError("the file has become shorter")
 
 
 def fragments(names: Sequence[str], sizes: Sequence[int]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Flat float32 vectors for a header: each name once, or, of several fragments, `name.0`, `name.1` and so on."""
+    """Header entries of flat float32 vectors: `name`, or with several fragments `name.0`, `name.1` and so on."""
     if len(sizes) == 1:
         return {name: ("F32", (sizes[0],)) for name in names}
     return {f"{name}.{number}": ("F32", (size,)) for name in names for number, size in enumerate(sizes)}

@@ -1,8 +1,8 @@
-"""The door for users' own tasks: what is trained, on which data, with which loss, by which values.
+"""The interface of tasks, users' own tasks included: what is trained, on which data, with which loss and settings.
 
-A task is a torch module, a data stream and a loss. Everything else (flat vectors, the optimiser, the schedule, rounds)
-is put round it by `node.training.trainer`. The stream is a pure function of (seed, position): it is resumed by
-remembering one integer, and two peers differ by their seeds alone.
+A task is a torch module, a data stream and a loss. `node.training.trainer` adds everything else: flat vectors, the
+optimiser, the schedule, rounds. The stream is a pure function of (seed, position). So one integer is enough to resume
+it, and the streams of two peers differ only by their seeds.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from node.outer.noloco import most_pull
 from protocols.base import Layout, Vector
 
 MAX_ELEMENTS = 1 << 31
-"""Parameters that a run may have."""
+"""Largest number of parameters of a run."""
 
 Batch: TypeAlias = tuple[torch.Tensor, ...]
-"""The arguments of `Task.loss`. The last tensor holds the targets: its elements are what "tokens" counts."""
+"""The arguments of `Task.loss`. The last tensor holds the targets; its number of elements counts as tokens."""
 
 OptionValue: TypeAlias = bool | int | float | str
 
 
 @dataclass(frozen=True, slots=True)
 class TaskContext:
-    """What the factory of a user's own task is given: `factory(given, **given.options)` returns a `Task`.
+    """Argument of the factory of a user's own task: `factory(given, **given.options)` returns a `Task`.
 
     Attributes:
-        seed: of the initial weights, the same for all peers. They matter to a run's founder alone.
-        device: "cpu", "cuda" or "mps": where the module has to be.
-        data: what this machine's --data says; it is for the task to know what that means. None: nothing was said.
-        options: the run's, the same for all peers.
+        seed: of the initial weights, the same for all peers. Only the weights of a run's founder are used.
+        device: "cpu", "cuda" or "mps": the device on which the module has to be.
+        data: the value of --data on this machine, whose meaning the task defines. None: the option was not given.
+        options: options of the run, the same for all peers.
     """
 
     seed: int
@@ -46,41 +46,41 @@ class TaskContext:
 
 
 class Task(Protocol):
-    """What is trained."""
+    """A module, its data and its loss."""
 
     @property
     def module(self) -> nn.Module:
-        """Its parameters are float32; its buffers stay local and are never averaged."""
+        """The module to train. Its parameters are float32; its buffers stay local and are never averaged."""
 
     def batch(self, seed: int, position: int) -> Batch:
-        """The `position`-th batch (from 0) of the stream of `seed`; the same arguments give the same batch."""
+        """The `position`-th batch (from 0) of the stream of `seed`. The same arguments give the same batch."""
 
     def loss(self, *batch: torch.Tensor) -> torch.Tensor:
         """Mean loss over the batch's targets, in nats: a scalar to differentiate."""
 
     def evaluate(self) -> float:
-        """Mean loss of the module as it stands, over held-out data that no stream ever draws."""
+        """Mean loss of the present module over held-out data, which no stream ever draws."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a task is trained: the inner steps (AdamW), the rounds, and the outer step (Nesterov SGD).
+    """Hyper-parameters of a run: the inner steps (AdamW), the rounds, and the outer step (Nesterov SGD).
 
     Raises:
-        ValueError: a value is out of its range; one line that names it.
+        ValueError: a value is out of its range. The message is one line that names it.
 
     Attributes:
         inner_steps: H, inner steps of a round.
         rounds: length of the run, and of the learning rate's cosine.
         batches: batches accumulated into one inner step.
-        learning_rate, betas, weight_decay: of AdamW (Loshchilov & Hutter 2019); the decay holds for every parameter.
+        learning_rate, betas, weight_decay: of AdamW (Loshchilov & Hutter 2019); the decay applies to every parameter.
         clip_norm: L2 norm at which the gradient of an inner step is clipped.
-        warmup_steps: global inner steps in which the rate rises linearly.
-        final_fraction: what the cosine leaves of the rate at the end.
+        warmup_steps: number of first global inner steps in which the rate rises linearly.
+        final_fraction: learning rate at the end of the cosine, as a fraction of `learning_rate`.
         outer_learning_rate, outer_momentum: of the outer step (Douillard et al. 2023, algorithm 1).
-        outer_pull: of gossip alone: the outer step is NoLoCo's (Kolehmainen et al. 2025), with this as its gamma, and
-            pulls pairs of peers together by so much, best by 1 - outer_momentum², instead of averaging their states.
-            None: it averages.
+        outer_pull: only for gossip. If set, the outer step is NoLoCo's (Kolehmainen et al. 2025) with this gamma: it
+            pulls the states of two peers together by this much instead of averaging them; best is
+            1 - outer_momentum². None: gossip averages states.
     """
 
     inner_steps: int
@@ -116,7 +116,7 @@ class Recipe:
     def rate(self, global_step: int) -> float:
         """Learning rate of the inner step `global_step` (round * inner_steps + step, from 0): warm-up, then cosine.
 
-        It depends on nothing but the global step, so that a late joiner trains at everybody's rate.
+        It depends only on the global step, so a late joiner trains at the same rate as all other peers.
         """
         steps = self.inner_steps * self.rounds
         warmup = min(1.0, (global_step + 1) / (self.warmup_steps + 1))
@@ -127,9 +127,16 @@ class Recipe:
 
 
 def require(values: object, name: str, valid: Callable[[float], bool], words: str) -> None:
-    """Raise a ValueError of one line unless the number `name` of a dataclass is valid, and whole where it must be."""
+    """Check a number in a field of a dataclass; fields annotated as int must be whole numbers.
+
+    Args:
+        words: description of the valid range, for the message.
+
+    Raises:
+        ValueError: it is not valid. The message is one line that names the field.
+    """
     value = getattr(values, name)
-    # The annotation is a string here; a bool passes for an int in Python, but not as a value that somebody meant.
+    # The annotation is a string here. In Python a bool is an int, but it is not meant as a number here.
     whole = next(each.type for each in fields(values) if each.name == name) == "int"  # type: ignore[arg-type]
     right = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
     if not right or not valid(value):
@@ -140,7 +147,7 @@ def require(values: object, name: str, valid: Callable[[float], bool], words: st
 class FlatParameters:
     """A module's parameters and gradients as flat vectors, one of each for a fragment of the layout.
 
-    The module's tensors are views of the vectors: writing a vector changes the module, and copies nothing else.
+    The module's tensors are views of the vectors, so writing to a vector changes the module.
     """
 
     layout: Layout
@@ -149,10 +156,10 @@ class FlatParameters:
 
 
 def require_trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The parameters that are trained and averaged: all of them, by name.
+    """Return all parameters of a module by name, after checking that they can be trained and averaged.
 
     Raises:
-        ValueError: there are none, or one is not float32, not on the device of the others, or not to be trained.
+        ValueError: there are none, or one is not float32, is on another device than the others, or takes no gradient.
     """
     parameters = list(module.named_parameters())
     if not sum(parameter.numel() for _, parameter in parameters):
@@ -164,21 +171,21 @@ def require_trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
                 f"parameter {name} is {parameter.dtype} on {parameter.device}: float32 on {device} is needed"
             )
         if not parameter.requires_grad:
-            raise ValueError(f"parameter {name} takes no gradient: what is not trained has to be a buffer")
+            raise ValueError(f"parameter {name} takes no gradient: tensors that are not trained must be buffers")
     return parameters
 
 
 def flatten(module: nn.Module, allocate: Callable[[int], Vector] | None = None, resume: bool = False) -> FlatParameters:
-    """Move a module's parameters into flat vectors, in the order of `named_parameters`; their values stay.
+    """Move a module's parameters into flat vectors, in the order of `named_parameters`. Their values do not change.
 
-    One fragment today. Gradients are views as well: never set them to None, fill their vectors with zeros.
+    Today there is one fragment. Gradients are views as well: fill their vectors with zeros, never set them to None.
 
     Args:
-        allocate: gives the vector, of so many elements, that is to hold the parameters (shared memory, say).
-        resume: what that vector holds becomes the parameters' values, instead of the other way round.
+        allocate: returns the vector of the given number of elements for the parameters, for example in shared memory.
+        resume: use the values in that vector as the parameters, instead of copying the parameters into it.
 
     Raises:
-        ValueError: as `require_trainable` does.
+        ValueError: as for `require_trainable`.
     """
     parameters = require_trainable(module)
     device = parameters[0][1].device

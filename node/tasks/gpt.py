@@ -1,8 +1,8 @@
 """A small Llama-style language model over bytes, its presets, and the task that trains it.
 
-RMSNorm, rotary positions, SwiGLU (Touvron et al. 2023). State-dict keys, the halves that a rotary pair is made of and
-the order of operations are those of `LlamaForCausalLM` in Hugging Face transformers, so that weights load there
-unchanged, with `tie_word_embeddings=False`, `rope_theta=10000` and `rms_norm_eps` of `RMS_EPS`.
+RMSNorm, rotary positions, SwiGLU (Touvron et al. 2023). State-dict keys, the halves of rotary pairs and the order of
+operations are those of `LlamaForCausalLM` in Hugging Face transformers. So its weights load there unchanged, with
+`tie_word_embeddings=False`, `rope_theta=10000` and `rms_norm_eps` of `RMS_EPS`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class GptConfig:
     """The model's size.
 
     Raises:
-        ValueError: a value out of its range, or heads that do not divide the width into even parts; one line.
+        ValueError: a value is out of its range, or the heads do not divide the width into even parts.
     """
 
     layers: int
@@ -53,7 +53,7 @@ class GptConfig:
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """All the values of a run of this task: the model's shape, the rows of a batch, the inner and outer steps."""
+    """All settings of a run of this task: the model's shape, the rows of a batch, the inner and outer steps."""
 
     shape: GptConfig
     rows: int
@@ -77,16 +77,16 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         "w256": _preset(256, 2e-3),
     }
 )
-"""By width. The values of w64 and w128 were tuned; the others have those of w128."""
+"""Presets, named by width. Those of w64 and w128 are tuned. The others use the values of w128, w96 to w256."""
 
 DEFAULT_PRESET = "w128"
 
 
 def preset(name: str) -> Preset:
-    """The preset of that name.
+    """The preset with this name.
 
     Raises:
-        ValueError: there is none; one line with the names that there are.
+        ValueError: there is none. The message lists the names.
     """
     if name not in PRESETS:
         raise ValueError(f"no preset {name!r}: one of {', '.join(PRESETS)}")
@@ -94,7 +94,7 @@ def preset(name: str) -> Preset:
 
 
 class _Linear(nn.Linear):
-    """Without a bias, and left uninitialised: `Gpt` draws every weight from its own generator."""
+    """A linear layer without bias, left uninitialised: `Gpt` draws all weights from its own generator."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, bias=False)
@@ -111,7 +111,7 @@ def rotary(context: int, head: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn (…, positions, head) by its positions; element i pairs with i + head/2 (`rotate_half`)."""
+    """Apply RoPE to (…, positions, head). Element i forms a pair with i + head/2 (`rotate_half`)."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
@@ -187,9 +187,9 @@ class _Body(nn.Module):
 class Gpt(nn.Module):
     """The model: int64 bytes (rows, positions), positions <= context, to float32 logits (rows, positions, 256).
 
-    The weights are drawn from `seed` alone, as torch draws them by default: after 400 steps of w128 that gave 1.81 nats
-    per byte where a normal of 0.02 everywhere gave 2.06 (one seed each). They are not the same bits on every CPU: a
-    run's founder draws them once, and everybody else downloads them.
+    The weights depend only on `seed`, with torch's default distributions. After 400 steps of w128 these gave 1.81 nats
+    per byte, where a normal distribution of 0.02 for all weights gave 2.06 (one seed each). The weights are not the
+    same bits on every CPU, so a run's founder draws them once, and all other peers download them.
     """
 
     def __init__(self, shape: GptConfig, seed: int = 0) -> None:
@@ -210,13 +210,16 @@ class Gpt(nn.Module):
         return logits
 
     def generate(self, prompt: bytes, tokens: int, temperature: float = 0.0, seed: int = 0) -> bytes:
-        """All of `stream`."""
+        """Return all bytes of `stream`."""
         return bytes(self.stream(prompt, tokens, temperature, seed))
 
     def stream(self, prompt: bytes, tokens: int, temperature: float = 0.0, seed: int = 0) -> Iterator[int]:
-        """Continue `prompt` (not empty) by `tokens` bytes: the likeliest ones, or drawn at a temperature above 0.
+        """Continue `prompt` by `tokens` bytes: the likeliest ones, or drawn at random at a temperature above 0.
 
-        Of a prompt longer than the context its end is seen.
+        Of a prompt longer than the context, only the end is used.
+
+        Raises:
+            ValueError: the prompt is empty.
         """
         if not prompt:
             raise ValueError("the prompt is empty")
@@ -233,22 +236,22 @@ class Gpt(nn.Module):
 
     @torch.no_grad()
     def _next(self, text: Sequence[int]) -> torch.Tensor:
-        """What is to come after it: logits (256) on the CPU."""
+        """Logits (256) of the byte after `text`, on the CPU."""
         seen = torch.tensor([text[-self.shape.context :]], device=self.lm_head.weight.device)
         logits: torch.Tensor = self(seen)[0, -1].cpu()
         return logits
 
 
 class GptTask:
-    """The model on text: a `Task`."""
+    """A `Task` that trains the model on text."""
 
     module: Gpt
 
     def __init__(self, preset: Preset, text: Text, seed: int = 0, device: str = "cpu") -> None:
         """
         Args:
-            seed: of the initial weights, the same for all peers; streams have seeds of their own.
-            device: where the model computes. Weights and batches are drawn on the CPU, whatever it is.
+            seed: of the initial weights, the same for all peers. Streams have their own seeds.
+            device: device of the model. Weights and batches are always drawn on the CPU.
 
         Raises:
             ValueError: the text is too short for a window of context + 1 bytes.

@@ -1,4 +1,4 @@
-"""What tasks are called, ours and users' own, and the options of the latter. Nothing is imported by a name here."""
+"""Names of built-in tasks and of users' own tasks, and the latter's options. This module imports no task."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _OWN = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 
 
 def is_own(name: str) -> bool:
-    """Whether it names a user's own task: package.module:factory, in ASCII, at most 128 characters."""
+    """Whether a name is that of a user's own task: package.module:factory, in ASCII, at most 128 characters."""
     return len(name) <= MAX_NAME_CHARACTERS and _OWN.fullmatch(name) is not None
 
 
 def known(name: str) -> str:
-    """That name.
+    """Return the name if it is that of a task.
 
     Raises:
-        ValueError: it is no task's; one line.
+        ValueError: it is not. The message is one line.
     """
     if name in BUILT_IN or is_own(name):
         return name
@@ -30,16 +30,16 @@ def known(name: str) -> str:
 
 
 def plain(options: dict[str, Any]) -> dict[str, Any]:
-    """Those options: texts, numbers, true and false, by names that a factory can take them by.
+    """Return the options if all are strings, numbers or booleans, with names that are valid Python arguments.
 
     Raises:
-        ValueError: too many, too long, or of another kind; one line.
+        ValueError: too many, too long, or of another kind. The message is one line.
     """
     if len(options) > MAX_OPTIONS:
         raise ValueError(f"{len(options)} options, more than {MAX_OPTIONS}")
     for key, value in options.items():
         if not re.fullmatch(r"[A-Za-z_]\w{0,63}", key, re.ASCII):
-            raise ValueError(f"{key[:60]!a} is no name of an option: letters, digits and _, at most 64")
+            raise ValueError(f"{key[:60]!a} is not a valid option name: use letters, digits and _, at most 64")
         if not isinstance(value, bool | int | float | str):
             raise ValueError(f"{key} must be a text, a number, true or false")
         if isinstance(value, str) and len(value) > MAX_OPTION_CHARACTERS:

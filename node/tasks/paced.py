@@ -1,8 +1,8 @@
-"""The paced task: real vectors, and inner steps that take a set time instead of a processor.
+"""The paced task: real vectors, and inner steps that take a set time without using the processor.
 
-On a small machine real trainers share the cores: killing one speeds the others up, and nothing can be learnt about
-interference. A paced step costs microseconds whatever the size: it moves one slice, by integer arithmetic that gives
-the same bits on every CPU, and whoever runs it sleeps between its steps (`InlineTrainer.step_seconds`).
+On a small machine real trainers share the cores: killing one speeds up the others, which hides the interference between
+them. A paced step costs microseconds at any size: it changes one slice, by integer arithmetic that gives the same bits
+on every CPU. Its caller sleeps between steps (`InlineTrainer.step_seconds`).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _PRIME = 1_000_003
 class Paced:
     """A `Learner` whose vector of `elements` float32 follows a bounded pseudo-random walk.
 
-    Two of the same seed move alike; the start is the same for all seeds. Elements stay in [-1, 1].
+    Two learners with the same seed take the same steps. The start is the same for all seeds. Elements stay in [-1, 1].
 
     Attributes:
-        position: steps taken so far. Nothing follows from it: a step is decided by its round and number.
+        position: number of steps taken so far. Steps do not depend on it, only on the seed, the round and the step.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Paced:
             piece.copy_(_noise(low, len(piece), 0))
 
     def step(self, round_number: int, step: int) -> Step:
-        """Move the next slice halfway to noise that (seed, round, step) decides. Loss: the slice's mean square."""
+        """Move the next slice halfway to noise that depends on (seed, round, step). Loss: the slice's mean square."""
         (vector,) = self.vectors
         self.position += 1
         key = (self._seed * _PRIME + round_number) * _PRIME + step
@@ -65,7 +65,7 @@ class Paced:
         return Step(float(place.square().mean()), self._tokens)
 
     def moments(self, make: bool = False) -> dict[str, torch.Tensor]:
-        """It has no optimiser."""
+        """Empty, because there is no optimiser."""
         return {}
 
     def evaluate(self) -> float:

@@ -1,4 +1,4 @@
-"""What a worker is to do, as plain data: which task, how, on which data, on which device."""
+"""The specification of a worker's job as plain data: task, hyper-parameters, data, device."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from protocols.base import Vector
 DEVICES = ("auto", "cpu", "cuda", "mps")
 PRECISIONS = ("auto", "float32", "bfloat16")
 BFLOAT16_WIDTH = 192
-"""From this width on bfloat16 pays on CPUs that compute in it: 8.8k tokens/s against 7.7k at 192, less below."""
+"""Least width at which bfloat16 is faster, on CPUs that support it: 8.8k tokens/s against 7.7k at 192, slower below."""
 
 
 @dataclass(frozen=True, slots=True)
 class GptValues:
-    """The language model of `node.tasks.gpt`: its shape, and the rows of a batch."""
+    """The language model of `node.tasks.gpt`: its shape, and the number of rows of a batch."""
 
     shape: GptConfig
     rows: int
@@ -35,7 +35,7 @@ class GptValues:
 
 @dataclass(frozen=True, slots=True)
 class PacedValues:
-    """The paced task of `node.tasks.paced`; a step sleeps `step_seconds`."""
+    """The paced task of `node.tasks.paced`. A step sleeps for `step_seconds`."""
 
     elements: int
     tokens_per_step: int = 1024
@@ -58,19 +58,21 @@ Values: TypeAlias = GptValues | PacedValues | OwnValues
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """Everything that a worker needs to know.
+    """The specification of a worker's job.
 
     Attributes:
-        values: of the task, by whose type it is chosen.
-        stream_seed: of this peer's stream of data, different for each peer.
-        weights_seed: of the initial weights; they matter to a run's founder alone.
-        data: a text file or a folder of them; None: the standard library's source.
-        held_out: the run's evaluation sample, a file; None: what one's own text holds out, as a founder's.
-        device: "auto" takes cuda or mps where there is one.
-        threads: of the worker's arithmetic; 0: they are measured, beginning with its share of the cores, of which
-            `peers_here` peers have one each.
-        precision: of the forward pass. "auto" is bfloat16 where it was measured to pay, float32 elsewhere.
-        nice: how much less than the peer's own processes the worker is to get of busy cores: 0 to 19 as `nice` has it.
+        values: settings of the task. Their type selects the task.
+        stream_seed: seed of this peer's stream of data, different for each peer.
+        weights_seed: seed of the initial weights. Only those of a run's founder are used.
+        data: a text file or a folder of text files; None: the source code of the standard library.
+        held_out: file with the run's evaluation sample; None: hold out a part of this peer's own text, as a founder
+            does.
+        device: one of `DEVICES`. "auto" uses cuda or mps if available.
+        threads: number of threads for computation; 0: tune it by measurement, starting with this worker's share of
+            the cores, which it divides with `peers_here` peers.
+        peers_here: number of peers on this machine.
+        precision: of the forward pass. "auto" is bfloat16 where it was measured to be faster, and otherwise float32.
+        nice: niceness to add to that of the worker, 0 to 19, as for the command `nice`.
     """
 
     values: Values
@@ -98,7 +100,7 @@ class WorkerSpec:
 
     @classmethod
     def from_json(cls, text: str) -> WorkerSpec:
-        """What `to_json` wrote."""
+        """Decode the result of `to_json`."""
         fields: dict[str, Any] = json.loads(text)
         fields["values"] = _read_values(fields.pop("task"), fields["values"])
         recipe = fields.pop("recipe")
@@ -107,7 +109,7 @@ class WorkerSpec:
         return cls(recipe=Recipe(**recipe | {"betas": tuple(recipe["betas"])}), **fields)
 
     def thread_count(self) -> int:
-        """Threads of torch to begin with: this worker's share of the usable cores, unless they were given."""
+        """Number of threads to start with: the given one, or this worker's share of the usable cores."""
         return self.threads or max(1, usable_cores() // self.peers_here)
 
 
@@ -118,10 +120,10 @@ def _read_values(kind: str, values: dict[str, Any]) -> Values:
 
 
 class ResumableLearner(Learner, Protocol):
-    """A learner whose data go on where another's ended.
+    """A learner that can resume the data of an earlier one.
 
     Attributes:
-        position: batches drawn so far.
+        position: number of batches drawn so far.
     """
 
     position: int
@@ -129,12 +131,13 @@ class ResumableLearner(Learner, Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
-    """A task that is ready to be trained.
+    """A task that is ready for training.
 
     Attributes:
-        rest_seconds: to sleep before each step.
+        rest_seconds: time to sleep before each step.
         held_out: the evaluation sample; empty if the task has none.
-        generate: continues (prompt, tokens, temperature, seed) by what the learner holds, if the task can.
+        generate: takes (prompt, tokens, temperature, seed) and generates text with the learner's parameters; None if
+            the task generates no text.
     """
 
     learner: ResumableLearner
@@ -147,15 +150,15 @@ Allocate: TypeAlias = Callable[[int], Vector]
 
 
 def build(spec: WorkerSpec, allocate: Allocate, resume: bool) -> Job:
-    """Load data and model. Parameters on the CPU stand in the vector that `allocate` gives.
+    """Load data and model. On the CPU the parameters are in the vector that `allocate` returns.
 
-    On another device (untested: none at hand) they stand there; whoever shares vectors has to copy.
+    On another device (untested) they are in that device's memory, and the caller has to copy them.
 
     Args:
-        resume: that vector holds the parameters already.
+        resume: that vector already holds the parameters.
 
     Raises:
-        ValueError: data, device or a user's module are not there, or do not fit; one line.
+        ValueError: data, device or a user's module are missing or unsuitable. The message is one line.
     """
     values = spec.values
     if isinstance(values, PacedValues):
@@ -164,10 +167,10 @@ def build(spec: WorkerSpec, allocate: Allocate, resume: bool) -> Job:
     device = _device(spec.device)
     place, resume = (allocate, resume) if device == "cpu" else (None, False)
     if isinstance(values, OwnValues):
-        theirs = own.make(values.name, TaskContext(spec.weights_seed, device, spec.data, values.options))
-        theirs.try_out(spec.stream_seed)
+        own_task = own.make(values.name, TaskContext(spec.weights_seed, device, spec.data, values.options))
+        own_task.try_out(spec.stream_seed)
         autocast = _autocast(spec.precision, device, width=0)
-        return Job(AdamWLearner(theirs, spec.recipe, spec.stream_seed, place, resume, autocast))
+        return Job(AdamWLearner(own_task, spec.recipe, spec.stream_seed, place, resume, autocast))
     text = load(spec.data, spec.held_out)
     preset = Preset(values.shape, values.rows, spec.recipe)
     task = GptTask(preset, text, spec.weights_seed, device)
@@ -181,7 +184,7 @@ def _device(name: str) -> str:
     if name == "auto":
         return next(each for each in ("cuda", "mps", "cpu") if there[each])
     if not there[name]:
-        raise ValueError(f"no device {name} on this machine, or none that this torch can use: try --device auto")
+        raise ValueError(f"no device {name} on this machine that this build of torch can use: try --device auto")
     return name
 
 

@@ -1,7 +1,7 @@
-"""Text as bytes: what peers train on, and a sample held out from all of them.
+"""Text as bytes: the training text of a peer, and a sample that no peer trains on.
 
-Files are told apart by a hash of their relative path, so a file that one peer holds out is held out by every peer that
-has it, whatever else their folders contain.
+A hash of its relative path decides whether a file is held out. So each peer that has a file decides the same, whatever
+else its folder contains.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 HELD_OUT_BYTES = 256 << 10
-_HELD_OUT_SHARE = 16  # one file, or one byte, of so many
+_HELD_OUT_SHARE = 16  # one file, or one byte, of this many is held out
 _BLOCK = 4 << 10
 _IN_MEMORY_BYTES = 64 << 20
 _SKIPPED = frozenset({"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages"})
@@ -28,13 +28,14 @@ _SKIPPED = frozenset({"test", "tests", "idlelib", "lib2to3", "site-packages", "d
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Text:
-    """Training text and held-out text, uint8 vectors that share no file, or, of a single file, no byte."""
+    """Training text and held-out text, uint8 vectors. They share no file or, if there is only one file, no byte."""
 
     training: torch.Tensor
     held_out: torch.Tensor
 
     def require(self, width: int) -> None:
-        """
+        """Check that both texts are long enough.
+
         Raises:
             ValueError: one of the two is shorter than a window of `width` bytes.
         """
@@ -43,7 +44,7 @@ class Text:
                 raise ValueError(f"the {words} text has {len(part)} bytes: a window takes {width}")
 
     def windows(self, seed: int, position: int, rows: int, width: int) -> torch.Tensor:
-        """The `position`-th draw of a stream: int64 (rows, width), at places that (seed, position) alone decide."""
+        """The `position`-th batch of a stream: int64 (rows, width), at offsets that depend only on (seed, position)."""
         draw = random.Random(f"{seed}/{position}")
         starts = [draw.randrange(len(self.training) - width + 1) for _ in range(rows)]
         return torch.stack([self.training[start : start + width] for start in starts]).long()
@@ -51,24 +52,25 @@ class Text:
     def held_out_windows(self, rows: int, width: int) -> torch.Tensor:
         """At most `rows` windows, int64 (rows, width), spread evenly over the held-out text without overlap."""
         rows = min(rows, len(self.held_out) // width)
-        room = len(self.held_out) - width
-        starts = [room * row // max(1, rows - 1) for row in range(rows)]
+        last = len(self.held_out) - width
+        starts = [last * row // max(1, rows - 1) for row in range(rows)]
         return torch.stack([self.held_out[start : start + width] for start in starts]).long()
 
 
 def load(path: Path | None = None, sample: Path | None = None) -> Text:
     """Read the text: the standard library's source unless a file or a folder is given.
 
-    The standard library's: all its *.py files without tests, idlelib, lib2to3 and site-packages, about 11 MB. It
-    differs between Python versions, so a run sends its held-out sample (at most `HELD_OUT_BYTES`) to all peers. A
-    folder: all its files, without hidden ones; of a large one (over 64 MiB) a copy is kept in the user's cache, one
-    file that all processes map, and that may be deleted. A single file is mapped, not read; its end is held out.
+    Of the standard library it uses all *.py files without tests, idlelib, lib2to3 and site-packages, about 11 MB. They
+    differ between Python versions, so a run sends its held-out sample (at most `HELD_OUT_BYTES`) to all peers.
+
+    Of a folder it uses all files that are not hidden. If they are over 64 MiB, it copies them into one file in the
+    user's cache, which all processes map, and which may be deleted. A single file is mapped, and its end is held out.
 
     Args:
-        sample: a file to evaluate on instead of what this text holds out, which is not trained on either.
+        sample: a file to evaluate on instead of the held-out part of this text, which is not trained on either.
 
     Raises:
-        ValueError: nothing there, nothing in it, or not readable; one line that names the path.
+        ValueError: the path is missing, empty or unreadable. The message is one line that names it.
     """
     try:
         text = _load(path)
@@ -105,24 +107,24 @@ def _map(path: Path) -> torch.Tensor:
 
 
 def held_out(relative: str) -> bool:
-    """Whether the file of that relative path (with slashes) is held out; about one of 16 is."""
+    """Whether the file with this relative path (with slashes) is held out. About one file in 16 is."""
     return hashlib.sha256(relative.encode(errors="surrogateescape")).digest()[0] % _HELD_OUT_SHARE == 0
 
 
 def _split(root: Path, files: Iterable[Path]) -> Text:
-    """Read files in the order of their relative paths, each on its side of the split."""
+    """Read the training files and the held-out files, each in the order of their relative paths."""
     names = sorted(file.relative_to(root).as_posix() for file in files if file.is_file())
     training = _read(root, [name for name in names if not held_out(name)])
     sample = _read(root, [name for name in names if held_out(name)])
     if not len(training) and not len(sample):
         raise ValueError(f"{root} holds no text")
-    if not len(training) or not len(sample):  # too few files for the hash to tell them apart
+    if not len(training) or not len(sample):  # too few files: the hash put all on one side
         return _split_bytes(training if len(training) else sample, str(root))
     return Text(training, _sample(sample))
 
 
 def _read(root: Path, names: Sequence[str]) -> torch.Tensor:
-    """The files one after the other, uint8."""
+    """The concatenated files, uint8."""
     states = [(root / name).stat() for name in names]
     if sum(state.st_size for state in states) > _IN_MEMORY_BYTES:
         described = [str(root.resolve()), *((n, s.st_size, s.st_mtime_ns) for n, s in zip(names, states, strict=True))]
@@ -134,7 +136,7 @@ def _read(root: Path, names: Sequence[str]) -> torch.Tensor:
 
 
 def _copied(root: Path, names: Sequence[str], digest: str) -> Path:
-    """A file of the user's cache that holds them all; made unless it is there."""
+    """A file in the user's cache that contains all of them; created if it does not exist."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "starling"
     path = cache / f"{digest}.text"
     if path.exists():
@@ -146,7 +148,7 @@ def _copied(root: Path, names: Sequence[str], digest: str) -> Path:
             for name in names:
                 with open(root / name, "rb") as file:
                     shutil.copyfileobj(file, copy)
-        os.replace(fresh, path)  # whole or not at all: other peers of this machine may be making the same
+        os.replace(fresh, path)  # atomic, because other peers on this machine may be creating the same file
     except BaseException:
         os.unlink(fresh)
         raise
@@ -154,7 +156,7 @@ def _copied(root: Path, names: Sequence[str], digest: str) -> Path:
 
 
 def _sample(text: torch.Tensor) -> torch.Tensor:
-    """At most `HELD_OUT_BYTES` of it, in blocks spread evenly, so that no file that sorts early stands for all."""
+    """At most `HELD_OUT_BYTES` of a text, in blocks spread evenly over it, so that the first files do not dominate."""
     blocks = HELD_OUT_BYTES // _BLOCK
     if len(text) <= HELD_OUT_BYTES:
         return text

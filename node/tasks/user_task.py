@@ -1,7 +1,7 @@
-"""A user's own task, `package.module:factory`: found on this machine, made, and looked over before it is trained.
+"""A user's own task, `package.module:factory`: imported on this machine, built, and checked before training.
 
-A run's manifest carries the name and the options, never code: each peer has to have the module itself. Only the worker
-imports it, and only once the person at this machine has named it, too (`node.joining.consent`).
+A run's manifest carries the name and the options, never code: each peer must have the module itself. Only the worker
+imports it, and only after the user of this machine has also named it (`node.joining.consent`).
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from node.tasks.base import MAX_ELEMENTS, Batch, Task, TaskContext, require_trai
 
 MAX_TENSORS = 4096
 MAX_TENSOR_NAME_CHARACTERS = 200
-"""The layout travels in one line between worker and peer."""
+"""These limits keep the layout, which the worker sends to its peer in one line, small."""
 
 
 class TaskError(ValueError):
-    """A user's task cannot be made, or does not keep its contract; one line that names it."""
+    """A user's task cannot be built, or breaks its contract. The message is one line that names the task."""
 
 
 class OwnTask:
-    """A task as a user made it, whose faults are told as such. A `Task`."""
+    """A `Task` that wraps a user's task, and reports its errors as errors of that task."""
 
     def __init__(self, name: str, task: Task) -> None:
         self.name, self._task = name, task
@@ -40,37 +40,39 @@ class OwnTask:
         return self._task.module
 
     def batch(self, seed: int, position: int) -> Batch:
-        """The user's own."""
+        """Call the user's `batch`."""
         with blamed(self.name, "batch()"):
             return self._task.batch(seed, position)
 
     def loss(self, *batch: torch.Tensor) -> torch.Tensor:
-        """The user's own."""
+        """Call the user's `loss`."""
         with blamed(self.name, "loss()"):
             return self._task.loss(*batch)
 
     def evaluate(self) -> float:
-        """The user's own."""
+        """Call the user's `evaluate`."""
         with blamed(self.name, "evaluate()"), torch.no_grad():
             return float(self._task.evaluate())
 
     def try_out(self, seed: int) -> None:
-        """Draw a batch twice and take its loss, so that what is wrong with them is told before a round begins.
+        """Draw a batch twice and compute its loss, to report errors in them before a round begins.
 
         Raises:
-            TaskError: they fail, or are not what a task's are to be.
+            TaskError: they fail, or break the contract of `Task`.
         """
-        with _told_in_full():
+        with _with_traceback():
             batch = self.batch(seed, 0)
             right = isinstance(batch, tuple) and batch and all(isinstance(each, torch.Tensor) for each in batch)
             if not right or not batch[-1].numel():
                 raise self._fault("batch() must return a tuple of tensors, the last of them the targets")
             again = self.batch(seed, 0)
             if len(again) != len(batch) or not all(map(_same, batch, again)):
-                raise self._fault("batch() gave two batches for the same seed and position: draw by these two alone")
+                raise self._fault(
+                    "batch() gave different batches for the same seed and position: it must depend on nothing else"
+                )
             loss = self.loss(*batch)
             if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.requires_grad:
-                raise self._fault("loss() must return a tensor without dimensions that follows from the parameters")
+                raise self._fault("loss() must return a tensor without dimensions that depends on the parameters")
 
     def _fault(self, why: str) -> TaskError:
         return TaskError(f"task {self.name}: {why}")
@@ -83,30 +85,31 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def make(name: str, given: TaskContext) -> OwnTask:
-    """Import the module, call the factory, look at what it made. The current directory is looked through last.
+    """Import the module, call its factory, and check the result. The current directory is searched last.
 
-    Torch's own generator is seeded first: layers that draw their weights from it are the same for the same seed.
+    Torch's global generator is seeded first, so layers that draw their weights from it are the same for the same seed.
 
     Args:
-        name: `node.tasks.name.is_own`.
+        name: a name for which `node.tasks.name.is_own` holds.
 
     Raises:
-        TaskError: it is not there, fails, or its module cannot be trained; the traceback is written to stderr.
+        TaskError: the module or factory is missing or fails, or the task cannot be trained. The traceback of an error
+            in the user's code is written to stderr.
     """
-    with _told_in_full():
+    with _with_traceback():
         factory = _find(name)
         try:
             inspect.signature(factory).bind(given, **given.options)
         except TypeError as error:
-            raise TaskError(f"task {name}: the factory does not take what the run gives it: {error}") from None
+            raise TaskError(f"task {name}: the factory does not accept the run's options: {error}") from None
         torch.manual_seed(given.seed)
         with blamed(name, "the factory"):
             task = factory(given, **given.options)
         missing = [each for each in ("batch", "loss", "evaluate") if not callable(getattr(task, each, None))]
         if missing or not isinstance(getattr(task, "module", None), nn.Module):
             lacks = ", ".join(missing) or "module, a torch module"
-            raise TaskError(f"task {name}: what the factory made, a {type(task).__name__}, lacks {lacks}")
-        _look_over(name, task.module, given.device)
+            raise TaskError(f"task {name}: the factory's result, a {type(task).__name__}, lacks {lacks}")
+        _check_module(name, task.module, given.device)
     return OwnTask(name, task)
 
 
@@ -114,16 +117,16 @@ def _find(name: str) -> Callable[..., Any]:
     module_name, _, attribute = name.partition(":")
     here = os.getcwd()
     if here not in sys.path:
-        sys.path.append(here)  # at the end: what lies there cannot take the place of a library
+        sys.path.append(here)  # at the end: a file there cannot replace a library
     with blamed(name, f"importing {module_name}"):
         try:
             module = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-                raise  # something that the module itself wants
+                raise  # the module itself imports something that is missing
             raise TaskError(
                 f"task {name}: there is no module {error.name} on this machine, and code never comes from peers: "
-                "put it into the directory that you start from, or onto PYTHONPATH, or install it"
+                "put it into the directory in which you start Starling, or onto PYTHONPATH, or install it"
             ) from None
     factory = getattr(module, attribute, None)
     if not callable(factory):
@@ -132,10 +135,11 @@ def _find(name: str) -> Callable[..., Any]:
     return factory  # type: ignore[no-any-return]
 
 
-def _look_over(name: str, module: nn.Module, device: str) -> None:
-    """
+def _check_module(name: str, module: nn.Module, device: str) -> None:
+    """Check that the module can be trained on this device.
+
     Raises:
-        TaskError: the module cannot be trained, or not here.
+        TaskError: it cannot.
     """
     try:
         parameters = require_trainable(module)
@@ -154,10 +158,10 @@ def _look_over(name: str, module: nn.Module, device: str) -> None:
 
 @contextmanager
 def blamed(name: str, where: str) -> Iterator[None]:
-    """What a user's code raises, whatever it is, becomes a line that names the task.
+    """Turn any error of a user's code into a one-line error that names the task.
 
     Raises:
-        TaskError: it raised something.
+        TaskError: the code raised an exception.
     """
     try:
         yield
@@ -169,8 +173,8 @@ def blamed(name: str, where: str) -> Iterator[None]:
 
 
 @contextmanager
-def _told_in_full() -> Iterator[None]:
-    """Of a fault in a user's code the whole traceback goes to stderr, which is logged: one line is not enough there."""
+def _with_traceback() -> Iterator[None]:
+    """Print the traceback of an error in a user's code to stderr, which is logged, because one line is not enough."""
     try:
         yield
     except TaskError as error:

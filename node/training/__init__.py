@@ -1,1 +1,1 @@
-"""Inner steps in a process of their own."""
+"""Training: inner steps in a worker process."""

@@ -1,6 +1,6 @@
-"""What this process's control groups say: which limits hold, and how often the kernel has killed for want of memory.
+"""Read the limits of this process's control groups, and the number of out-of-memory kills.
 
-Both versions of Linux control groups are read, from inside a container too. What cannot be read is not known.
+Supports both versions of Linux control groups, also from inside a container. A value that cannot be read is unknown.
 
 Source: https://docs.kernel.org/admin-guide/cgroup-v2.html and, for version 1, Documentation/admin-guide/cgroup-v1.
 """
@@ -14,10 +14,10 @@ from pathlib import Path, PurePosixPath
 PROCESS = Path("/proc/self")
 _MAX_FILE_BYTES = 1 << 20
 _MAX_DEPTH = 32
-"""Levels of groups that are looked at, from the process's own upwards."""
+"""Levels of groups to read, from the process's own upwards."""
 _OCTAL = {"\\040": " ", "\\011": "\t", "\\012": "\n", "\\134": "\\"}
 _UNLIMITED_BYTES = 1 << 60
-"""What version 1 shows where there is no limit is more than this."""
+"""Version 1 shows a number above this where there is no limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class ControlGroup:
     """A control group.
 
     Attributes:
-        path: its directory; None if none is known.
+        path: its directory; None if it is not known.
         version: 1 or 2.
     """
 
@@ -33,15 +33,15 @@ class ControlGroup:
     version: int = 2
 
     def read(self, name: str) -> str:
-        """One of its files; empty where it cannot be read."""
+        """Text of one of its files; empty if it cannot be read."""
         return _text(self.path / name) if self.path else ""
 
 
 def groups(controller: str, process: Path = PROCESS) -> Iterator[ControlGroup]:
-    """The groups by which a controller may limit a process: of each hierarchy its own first, then those above it.
+    """Yield the groups whose limits apply to a process: in each hierarchy its own group first, then those above it.
 
     Args:
-        controller: `cpu` or `memory`. Version 1 has a hierarchy for each, and comes first.
+        controller: `cpu` or `memory`. Groups of version 1, which has a hierarchy for each controller, come first.
         process: the directory in /proc to read from.
     """
     mounts = _text(process / "mountinfo")
@@ -56,7 +56,7 @@ def groups(controller: str, process: Path = PROCESS) -> Iterator[ControlGroup]:
 
 
 def _mounted(mounts: str, controller: str, version: int) -> Iterator[tuple[PurePosixPath, Path]]:
-    """(the part of the hierarchy that is mounted, where): a container sees its own part only."""
+    """Yield (mounted part of the hierarchy, mount point). A container sees only its own part."""
     for line in mounts.splitlines():
         fields, _, source = line.partition(" - ")
         place, kind = fields.split(), source.split()
@@ -67,14 +67,14 @@ def _mounted(mounts: str, controller: str, version: int) -> Iterator[tuple[PureP
 
 
 def _upwards(root: PurePosixPath, point: Path, path: PurePosixPath) -> Iterator[Path]:
-    """A group's directory and those above it, as far as they are mounted."""
+    """Yield a group's directory and those above it, as far as they are mounted."""
     inside = path.relative_to(root) if path.is_relative_to(root) and ".." not in path.parts else PurePosixPath()
     levels = [inside, *inside.parents]
     yield from (point / level for level in levels[:_MAX_DEPTH])
 
 
 def _plain(field: str) -> str:
-    """A path of mountinfo, where some characters are octal."""
+    """Decode a path of mountinfo, which escapes some characters in octal."""
     for octal, character in _OCTAL.items():
         field = field.replace(octal, character)
     return field
@@ -92,12 +92,12 @@ def _text(path: Path) -> str:
 
 
 def memory_group(process: Path = PROCESS) -> ControlGroup:
-    """The memory group of this process; one without a path where there is none, or not on Linux."""
+    """The memory group of this process; a group without a path if there is none, or outside Linux."""
     return next(groups("memory", process), ControlGroup())
 
 
 def memory_kills(group: ControlGroup) -> int | None:
-    """How many processes of it the kernel has killed for want of memory; None: not known."""
+    """Number of processes in the group that the kernel has killed for lack of memory; None: not known."""
     for line in group.read("memory.events" if group.version == 2 else "memory.oom_control").splitlines():
         word, _, count = line.partition(" ")
         if word == "oom_kill" and count.isdigit():
@@ -106,6 +106,6 @@ def memory_kills(group: ControlGroup) -> int | None:
 
 
 def memory_limit_bytes(group: ControlGroup) -> int | None:
-    """The most memory that its processes may have together; None: no limit, or not known."""
+    """Memory limit of all processes in the group together; None: no limit, or not known."""
     text = group.read("memory.max" if group.version == 2 else "memory.limit_in_bytes").strip()
     return int(text) if text.isdigit() and int(text) < _UNLIMITED_BYTES else None

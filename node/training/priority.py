@@ -1,4 +1,4 @@
-"""A lower share of busy cores, so that the programs of the machine's user come first; and what that costs a process."""
+"""Lower the priority of this process, so that other programs come first, and measure how long it waits for cores."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ from pathlib import Path
 
 _ATTEMPTS = 20
 _PAUSE_SECONDS = 0.11
-"""The kernel takes ten requests a second for groups of sessions, from all users together."""
+"""The kernel accepts ten requests a second for session groups, from all users together."""
 _PROC = Path("/proc/self")
 
 
 def stand_back(nice: int, sleep: Callable[[float], None]) -> None:
     """Raise the niceness of all threads, and of the session's scheduling group where the kernel makes such groups.
 
-    With autogroups (`kernel.sched_autogroup_enabled`) each session is a group, cores are shared out between the groups,
-    and niceness acts inside of one only. What cannot be had is left as it is: in a container the cgroup decides.
+    With autogroups (`kernel.sched_autogroup_enabled`) each session is a group. The kernel divides the cores between
+    the groups, and niceness has an effect only inside a group. A request that the kernel rejects has no effect: in a
+    container the cgroup decides.
 
     Args:
-        nice: is added to the process's own, up to 19. 0 leaves everything as it is.
-        sleep: waits between two attempts.
+        nice: added to the process's own niceness, up to 19. 0 changes nothing.
+        sleep: called to wait between two attempts.
     """
     if nice == 0:
         return
     level = min(19, os.getpriority(os.PRIO_PROCESS, 0) + nice)
-    for thread in _threads():  # niceness is each thread's own; those to come inherit it
+    for thread in _threads():  # each thread has its own niceness, and later threads inherit it
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, thread, level)
     for _ in range(_ATTEMPTS):
@@ -40,9 +41,10 @@ def stand_back(nice: int, sleep: Callable[[float], None]) -> None:
 
 
 def ready_seconds(pid: int) -> float:
-    """How long the threads of a process, together, were ready to run while no core was free for them.
+    """Total time that the threads of a process were ready to run while no core was free.
 
-    0 where the kernel does not tell. It grows while others take the cores, not while the process hangs or is stopped.
+    0 if the kernel does not report it. It grows while other processes take the cores, but not while the process hangs
+    or is stopped.
     """
     nanoseconds = 0
     with suppress(OSError):

@@ -1,4 +1,4 @@
-"""One worker process as its peer sees it: commands, answers, and how long to wait for them."""
+"""The peer's side of one worker process: commands, answers and timeouts."""
 
 from __future__ import annotations
 
@@ -22,29 +22,31 @@ from protocols.base import Layout
 log = logging.getLogger(__name__)
 
 START_SECONDS = 120.0
-"""Reading the data takes its time on a slow disk."""
+"""Long enough to read the data from a slow disk."""
 FIRST_STEP_SECONDS = 60.0
 OOM_SCORE = 1000
-"""Where memory runs out the kernel is to take the worker, which is replaced: whatever it holds, from its start on."""
+"""When memory runs out, the kernel kills the worker first, because the peer can replace it. Set from its start on,
+however much memory it uses."""
 PATIENCE_SECONDS = 5.0
 PATIENCE_STEPS = 20
 STARVED, STARVED_TIMES = 0.25, 20
-"""A worker that was ready for so much of its time, but had no core, does not hang: it has so many times as long."""
+"""A worker that was ready to run for more than this share of the time, but had no core, does not hang. Its time limit
+is extended up to `STARVED_TIMES` times."""
 
 SPIN = {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "1"}
-"""How long a thread that waits for others keeps its core before it sleeps: of libgomp in turns, of LLVM's and Intel's
-libomp in milliseconds. Left to themselves they spin thirty times, or two hundred times, as long: once another program
-takes a core, each operation waits for a thread that cannot run. With fewer turns the quiet machine pays: RESULTS.md."""
+"""How long a waiting thread keeps its core before it sleeps: in turns for libgomp, in milliseconds for LLVM's and
+Intel's libomp. Their defaults are 30 and 200 times as long. With those, as soon as another program takes a core, each
+operation waits for a thread that cannot run. Fewer turns slow down an idle machine: see RESULTS.md."""
 _WAITING = (*SPIN, "OMP_WAIT_POLICY", "KMP_LIBRARY")
 
-Hear = Callable[[dict[str, Any]], None]
+OnProgress = Callable[[dict[str, Any]], None]
 
 
 class WorkerError(Exception):
-    """The worker cannot be started, refuses, or dies each time; one line for a person.
+    """The worker cannot be started, rejects a command, or dies each time. The message is one line.
 
     Attributes:
-        is_killed: it was killed (SIGKILL) before it had come up.
+        is_killed: the worker was killed (SIGKILL) during its start.
     """
 
     def __init__(self, why: str, is_killed: bool = False) -> None:
@@ -53,14 +55,14 @@ class WorkerError(Exception):
 
 
 class WorkerGone(Exception):
-    """This worker is dead, or as good as dead."""
+    """This worker has died, or hangs and was killed."""
 
 
 class WorkerProcess:
     """One worker process, from its start to its end.
 
     Attributes:
-        useful: it has carried out a command, or taken a step.
+        useful: the worker has carried out a command or taken a step.
     """
 
     def __init__(self, child: ChildProcess, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -71,13 +73,17 @@ class WorkerProcess:
 
     @classmethod
     async def start(cls, spec: WorkerSpec, memory: int) -> WorkerProcess:
-        """
+        """Start a worker and wait until it is ready.
+
+        Args:
+            memory: file descriptor of the shared vectors (`node.training.shared`).
+
         Raises:
-            WorkerError: it refused, and said why, or did not come up.
-            OSError: no process can be had.
+            WorkerError: the worker rejected the spec, or did not start.
+            OSError: the process cannot be created.
         """
         ours, theirs = socket.socketpair()
-        # `-P` and the path: what lies in the current directory is not ours to import.
+        # `-P` and the path: never import from the current directory.
         command = [
             sys.executable,
             "-P",
@@ -95,13 +101,13 @@ class WorkerProcess:
             except BaseException:
                 writer.close()
                 raise
-        life = cls(child, reader, writer)
+        worker = cls(child, reader, writer)
         try:
-            await life._introduce(spec)
+            await worker._introduce(spec)
         except BaseException:
-            await life.end()
+            await worker.end()
             raise
-        return life
+        return worker
 
     async def _introduce(self, spec: WorkerSpec) -> None:
         self._writer.write(spec.to_json().encode() + b"\n")
@@ -113,17 +119,20 @@ class WorkerProcess:
                 f"the worker did not start within {START_SECONDS:g} s: {self.child.output_tail}"
             ) from None
         except WorkerGone:
-            self.child.send_kill()  # in case it has closed its socket and lives on
+            self.child.send_kill()  # in case it closed its socket and still runs
             how = await self.child.ended()
             raise WorkerError(f"the worker did not start: {how}", self.child.is_killed) from None
         self.layout = Layout(tuple(tuple((name, tuple(shape)) for name, shape in each) for each in fragments))
 
-    async def ask(self, command: dict[str, Any], memory: Shared, extra_seconds: float, hear: Hear) -> Any:
-        """The answer to a command; progress is heard meanwhile.
+    async def ask(self, command: dict[str, Any], memory: Shared, extra_seconds: float, on_progress: OnProgress) -> Any:
+        """Send a command and return its answer. Progress messages before it go to `on_progress`.
+
+        Args:
+            extra_seconds: added to the time that the worker may take without finishing a step.
 
         Raises:
-            WorkerError: it refused.
-            WorkerGone: it died, or took no step for too long.
+            WorkerError: the worker rejected the command.
+            WorkerGone: the worker died, or finished no step for too long.
         """
         self._writer.write(json.dumps(command).encode() + b"\n")
         starved = 0
@@ -140,31 +149,31 @@ class WorkerProcess:
                 if ready_seconds(self.child.pid) - ready > STARVED * patience_seconds and starved < STARVED_TIMES:
                     starved += 1
                     continue
-                log.warning("worker %d does not move and is killed", self.child.pid)
+                log.warning("worker %d makes no progress and is killed", self.child.pid)
                 raise WorkerGone from None
             if "done" in answer:
                 self.useful = True
                 return answer["done"]
             self.useful |= answer["progress"]["tokens"] > 0
-            hear(answer["progress"])
+            on_progress(answer["progress"])
 
     async def _next(self) -> dict[str, Any]:
         try:
             answer: dict[str, Any] = json.loads(await self._reader.readline())
-        except (ValueError, OSError):  # an end in the middle of a line, or at its beginning
+        except (ValueError, OSError):  # end of the stream, or an incomplete line
             raise WorkerGone from None
         if "refused" in answer:
             raise WorkerError(answer["refused"])
         return answer
 
     async def end(self) -> None:
-        """End it at once."""
+        """Kill the process at once and wait for its end."""
         self._writer.close()
         await self.child.kill()
 
 
 def bounded_spin(environment: Mapping[str, str]) -> dict[str, str]:
-    """What bounds the spinning of a worker's threads; nothing where the user has said how they are to wait."""
+    """Variables that limit how long a worker's threads spin; empty if the user has set one of these variables."""
     return {} if any(environment.get(name) for name in _WAITING) else SPIN
 
 

@@ -1,13 +1,13 @@
-"""The peer's side of its worker: a `Trainer` whose steps are taken in another process, which may die at any moment.
+"""A `Trainer` that takes its steps in a worker process, which may die at any moment.
 
-Parameters and anchor stand in memory that this side owns (`node.training.shared`), so a round sends none through the
-pipe, and a dead worker takes nothing along but its optimiser's moments and, if it died in the middle of a command, the
-work since the anchor. Another is started in its place. Nobody is told: a caller sees work that grows from nothing
-again.
+Parameters and anchor are in memory that the peer owns (`node.training.shared`), so a round sends no vectors over the
+worker's socket. A worker that dies loses its optimiser's moments and, if it died in the middle of a command, the
+training since the anchor. The trainer starts another one in its place. It does not report this to its caller, which
+sees progress that starts again from zero.
 
-The worker does one thing at a time: training is a sequence of legs, and whoever wants the vectors between two steps
-ends a leg (`Shared.attention`) and takes the next turn. A worker that takes no step for much longer than its longest
-one is killed, so that no turn lasts for ever.
+The worker does one thing at a time. Training is therefore a sequence of `train` commands: a caller that wants the
+vectors between two steps ends the present command (`Shared.attention`) and takes the next turn. A worker that finishes
+no step for much longer than its longest step is killed, so no turn lasts for ever.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any, Self
 
 from node.tasks.spec import WorkerSpec
 from node.training import shared
-from node.training.process import Hear, WorkerError, WorkerGone, WorkerProcess
+from node.training.process import OnProgress, WorkerError, WorkerGone, WorkerProcess
 from node.training.shared import Shared
 from node.training.worker_supervisor import MENDING_SECONDS, WorkerSupervisor
 from protocols.aio import Notifier, run_with_helper
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 ATTEMPTS = 3
 _PROMPT_BYTES = 64 << 10
 DISK_SECONDS, DISK_BYTES_PER_SECOND = 60.0, 1e6
-"""A file of the optimiser's state takes so long at most, and what the slowest of disks takes beyond that."""
+"""Time limit for reading or writing the optimiser's state: a constant plus the time of a very slow disk."""
 _NOTHING = LocalProgress(0, math.nan, 0.0, 0.0)
 
 __all__ = ["RemoteTrainer", "WorkerError", "WorkerSpec"]
@@ -46,8 +46,9 @@ __all__ = ["RemoteTrainer", "WorkerError", "WorkerSpec"]
 class RemoteTrainer:
     """A `protocols.base.Trainer` over a worker process. Use as an async context manager, from the main thread.
 
-    A worker that dies or hangs is replaced, at the anchor if it was busy, else where it stood. All methods raise
-    `WorkerError` once that has failed for good; but with `on_given_up`, `train` trains nothing until it is cut.
+    A worker that dies or hangs is replaced. The new one starts from the anchor if the old one was busy, and otherwise
+    from the local parameters. If no worker can be started any more, all methods raise `WorkerError`; with `on_given_up`
+    set, `train` instead waits for its cut without training.
 
     Attributes:
         layout: of the parameters.
@@ -59,49 +60,53 @@ class RemoteTrainer:
     def __init__(self, spec: WorkerSpec, compute: Compute, on_given_up: Callable[[str], None] | None = None) -> None:
         """
         Args:
-            on_given_up: called with one line when there will be no other worker; it has to end this trainer soon.
+            on_given_up: called with a one-line reason when there will be no further worker. The caller should close
+            this
+                trainer soon.
         """
         self._on_given_up = on_given_up
         self.restarts = 0
         self._spec, self._compute = spec, compute
-        self._life: WorkerProcess | None = None
-        self._torn: WorkerProcess | None = None  # its command was not answered: the local parameters are anything
-        self._carried, self._untold = 0, False  # tokens in the local parameters; whether the worker has to hear of it
+        self._worker: WorkerProcess | None = None
+        # A worker that did not answer its command: the local parameters may be inconsistent.
+        self._torn: WorkerProcess | None = None
+        # Tokens of uncounted work in the local parameters, and whether the worker must still be notified of them.
+        self._carried, self._notify_carried = 0, False
         self._turn, self._waiting = asyncio.Lock(), 0
         self._notifier = Notifier()
 
     async def __aenter__(self) -> Self:
         """
         Raises:
-            WorkerError: data, device or memory are not to be had, or the worker does not start; one line.
+            WorkerError: data, device or memory are not available, or the worker does not start.
         """
         self._descriptor = shared.create()
-        self._succession = WorkerSupervisor(self._spec, self._descriptor)
+        self._supervisor = WorkerSupervisor(self._spec, self._descriptor)
         try:
-            life = self._life = await WorkerProcess.start(self._spec, self._descriptor)
-            self.layout = life.layout
-            self._shared = Shared(self._descriptor, life.layout.sizes())
+            worker = self._worker = await WorkerProcess.start(self._spec, self._descriptor)
+            self.layout = worker.layout
+            self._shared = Shared(self._descriptor, worker.layout.sizes())
         except BaseException as error:
             os.close(self._descriptor)
             if isinstance(error, OSError):
                 raise WorkerError(f"the worker cannot be started: {error.strerror}") from error
             if isinstance(error, WorkerError) and error.is_killed:
-                raise WorkerError(self._succession.explained(str(error), True)) from error
+                raise WorkerError(self._supervisor.explained(str(error), True)) from error
             raise
-        self._minding = asyncio.create_task(self._mind(life), name="worker")
+        self._minding = asyncio.create_task(self._mind(worker), name="worker")
         self._minding.add_done_callback(lambda _: self._notifier.notify())
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
         self._minding.cancel()
         await asyncio.gather(self._minding, return_exceptions=True)
-        del self._shared  # unmapped, whatever still refers to us
+        del self._shared  # unmap it, even if this object is still referenced
         os.close(self._descriptor)
 
     @property
     def pid(self) -> int | None:
         """The worker's process id; None while there is none."""
-        return self._life.child.pid if self._life else None
+        return self._worker.child.pid if self._worker else None
 
     # -- the contract -------------------------------------------------------------------------------------------------
 
@@ -110,7 +115,8 @@ class RemoteTrainer:
     ) -> LocalProgress:
         """Train until `cut` is set; see `protocols.base.Trainer`.
 
-        Where a worker died, `progress` is told nothing again. Cut while there is none, it does not wait for the next.
+        After the death of a worker, `progress` starts again from zero. If `cut` is set while there is no worker, the
+        method returns without waiting for the next one.
         """
         return await run_with_helper(self._train(key, cut, progress, surplus), self._watch(cut))
 
@@ -129,13 +135,13 @@ class RemoteTrainer:
             self._shared.local[fragment].copy_(source)
 
         async with self._boundary():
-            self._carried, self._untold = tokens, True
+            self._carried, self._notify_carried = tokens, True
             await self._compute.run(copy, 8 * len(source))
 
     def anchor(self, fragment: int = 0) -> Vector:
-        """The anchor itself, float32: for its owner, who may change it between two rounds and writes it then.
+        """The anchor itself, float32, not a copy. Its owner may change it between two rounds and then calls `write`.
 
-        It is not copied by that `write`: parameters that stand here anyway need no vector of their own.
+        That `write` does not copy the anchor, so its owner needs no other vector for these parameters.
         """
         return self._shared.anchor[fragment]
 
@@ -162,25 +168,26 @@ class RemoteTrainer:
         """Have the worker write its optimiser's state to a file, between two steps; False if there is no worker now.
 
         Raises:
-            WorkerError: it cannot be written, or the worker did not live to the end of that.
+            WorkerError: the state cannot be written, or the worker died before it was.
         """
-        if self._life is None:
+        if self._worker is None:
             return False
         try:
             async with self._boundary():
                 await self._ask({"do": "save", "path": str(path)}, self._disk_seconds())
         except WorkerGone:
-            raise WorkerError("the worker was gone before the inner state was written") from None
+            raise WorkerError("the worker died before it had written the inner state") from None
         return True
 
     async def load(self, path: Path | None, position: int, threads: int = 0) -> None:
-        """Have the worker take up an optimiser's state that `save` wrote, None for none, and go on at a position.
+        """Have the worker load its optimiser's state and continue at a position of its data.
 
         Args:
-            threads: to begin with, where they are measured; 0: as if it were new.
+            path: a file that `save` wrote; None: start with no state.
+            threads: number of threads to start with if the worker chooses it itself; 0: as for a new worker.
 
         Raises:
-            WorkerError: it cannot be read, or is of another model.
+            WorkerError: the file cannot be read, or is of another model.
         """
         command = {"do": "load", "path": str(path) if path else None, "position": position, "threads": threads}
         await self._order(command, self._disk_seconds())
@@ -194,15 +201,15 @@ class RemoteTrainer:
         return base64.b64decode(await self._order({"do": "held_out"}))
 
     async def generate(self, prompt: bytes, tokens: int, temperature: float = 0.0, seed: int = 0) -> bytes:
-        """Continue `prompt` by `tokens` bytes, with the outer parameters; the likeliest at temperature 0.
+        """Continue `prompt` by `tokens` bytes with the outer parameters; at temperature 0 by the likeliest ones.
 
-        Of a long prompt the last 64 KiB are seen.
+        Only the last 64 KiB of the prompt are used.
 
         Raises:
             WorkerError: the task generates no text, or the prompt is empty.
         """
         command: dict[str, Any] = {"do": "generate", "tokens": tokens, "temperature": temperature, "seed": seed}
-        # A token is one row through the model, a step is several, there and back.
+        # A generated token takes less than a step: one row and a forward pass, against several rows and both passes.
         extra_seconds = tokens * (self._shared.longest_step_seconds or 1.0)
         command["prompt"] = base64.b64encode(prompt[-_PROMPT_BYTES:]).decode()
         return base64.b64decode(await self._order(command, extra_seconds))
@@ -214,28 +221,28 @@ class RemoteTrainer:
     ) -> LocalProgress:
         begun: WorkerProcess | None = None
         while True:
-            if self._life is None:
+            if self._worker is None:
                 progress(_NOTHING)
             if not await self._alive(cut):
                 return _NOTHING
             with suppress(WorkerGone):
                 async with self._boundary():
                     self._shared.attention = cut.is_set() or self._waiting > 0
-                    begin = self._life is not begun
+                    begin = self._worker is not begun
                     command = {"do": "train", "round": key.round, "begin": begin, "surplus": surplus}
-                    begun = self._life
+                    begun = self._worker
                     work = LocalProgress(
-                        **await self._ask(command, hear=lambda values: progress(LocalProgress(**values)))
+                        **await self._ask(command, on_progress=lambda values: progress(LocalProgress(**values)))
                     )
                     self._carried = work.tokens
                 if work.complete and not surplus:
-                    await self._rest(begun, cut)
+                    await self._wait_for_cut(begun, cut)
                 if cut.is_set():
                     return work
 
-    async def _rest(self, life: WorkerProcess | None, cut: asyncio.Event) -> None:
+    async def _wait_for_cut(self, worker: WorkerProcess | None, cut: asyncio.Event) -> None:
         """Wait for the cut, which comes at the round's deadline at the latest, or for another worker."""
-        await self._notifier.until(lambda: cut.is_set() or self._life is not life, math.inf)
+        await self._notifier.until(lambda: cut.is_set() or self._worker is not worker, math.inf)
 
     async def _watch(self, cut: asyncio.Event) -> None:
         await cut.wait()
@@ -248,32 +255,34 @@ class RemoteTrainer:
             with suppress(WorkerGone):
                 async with self._boundary():
                     return await self._ask(command, extra_seconds)
-        raise WorkerError(f"the worker died {ATTEMPTS} times when it was to {command['do']}")
+        raise WorkerError(f"the worker died {ATTEMPTS} times during the command {command['do']!r}")
 
-    async def _ask(self, command: dict[str, Any], extra_seconds: float = 0.0, hear: Hear = lambda _: None) -> Any:
-        """Have the worker do something; only inside a boundary."""
-        life = self._life
-        if life is None:
+    async def _ask(
+        self, command: dict[str, Any], extra_seconds: float = 0.0, on_progress: OnProgress = lambda _: None
+    ) -> Any:
+        """Send the worker a command and return its answer. Call it only inside a boundary."""
+        worker = self._worker
+        if worker is None:
             raise WorkerGone
-        if self._untold:
+        if self._notify_carried:
             command = command | {"carried": self._carried}
-        self._torn = life
+        self._torn = worker
         try:
-            answer = await life.ask(command, self._shared, extra_seconds, hear)
-        except WorkerError:  # refused: it changed nothing
-            self._torn, self._untold = None, False
+            answer = await worker.ask(command, self._shared, extra_seconds, on_progress)
+        except WorkerError:  # rejected: it changed nothing
+            self._torn, self._notify_carried = None, False
             raise
-        except BaseException:  # dead, or our caller was cancelled, and nobody will read the answer
-            life.child.send_kill()
-            if self._life is life:
-                self._life = None
+        except BaseException:  # the worker died, or the caller was cancelled and does not read the answer
+            worker.child.send_kill()
+            if self._worker is worker:
+                self._worker = None
             raise
-        self._torn, self._untold = None, False
+        self._torn, self._notify_carried = None, False
         return answer
 
     @asynccontextmanager
     async def _boundary(self) -> AsyncIterator[None]:
-        """One's turn between two steps. Whoever has it is done within a worker's patience, or a copy."""
+        """Hold the turn between two steps. A turn lasts at most as long as one command's time limit, or one copy."""
         self._waiting += 1
         self._shared.attention = True
         try:
@@ -288,55 +297,55 @@ class RemoteTrainer:
             self._turn.release()
 
     async def _heal(self, torn: WorkerProcess) -> None:
-        """Put the local parameters back at the anchor, once nobody can write them any more."""
+        """Kill the worker, so that it cannot write any more, and reset the local parameters to the anchor."""
         await torn.child.kill()
         for local, anchor in zip(self._shared.local, self._shared.anchor, strict=True):
             await self._compute.run(partial(local.copy_, anchor), 4 * len(anchor))
-        self._torn, self._carried, self._untold = None, 0, True
+        self._torn, self._carried, self._notify_carried = None, 0, True
 
-    # -- lives --------------------------------------------------------------------------------------------------------
+    # -- worker processes ---------------------------------------------------------------------------------------------
 
     async def _alive(self, cut: asyncio.Event | None = None) -> bool:
-        """Wait for a worker, until `cut` at the longest; returns whether there is one.
+        """Wait for a worker, at most until `cut` is set, and return whether there is one.
 
         Raises:
             WorkerError: there will be none.
         """
 
         def settled() -> bool:
-            return self._life is not None or self._minding.done() or (cut is not None and cut.is_set())
+            return self._worker is not None or self._minding.done() or (cut is not None and cut.is_set())
 
         await self._notifier.until(settled, asyncio.get_running_loop().time() + MENDING_SECONDS)
         if self._minding.cancelled():
-            raise WorkerError("the worker was sent home")
+            raise WorkerError("the trainer is closed, so there is no worker")
         if self._minding.done():
             if cut is None or self._on_given_up is None:
                 self._minding.result()
-            else:  # the last rounds of a peer that leaves: others need it in them
+            else:  # this peer is leaving, but the other peers still need it in its last rounds
                 await cut.wait()
-        return self._life is not None
+        return self._worker is not None
 
-    async def _mind(self, life: WorkerProcess) -> None:
-        """Replace the worker whenever it has died.
+    async def _mind(self, worker: WorkerProcess) -> None:
+        """Replace the worker each time it has died.
 
         Raises:
-            WorkerError: it dies again and again.
+            WorkerError: workers die again and again.
         """
         try:
             while True:
-                how = await life.child.ended()
-                if self._life is life:
-                    self._life = None
-                await life.end()
+                how = await worker.child.ended()
+                if self._worker is worker:
+                    self._worker = None
+                await worker.end()
                 try:
-                    life = await self._succession.restart(life, how)
+                    worker = await self._supervisor.restart(worker, how)
                 except WorkerError as error:
                     if self._on_given_up:
                         self._on_given_up(str(error))
                     raise
                 self.restarts += 1
-                self._life, self._untold = life, True
+                self._worker, self._notify_carried = worker, True
                 self._notifier.notify()
         finally:
-            self._life = None
-            await life.end()
+            self._worker = None
+            await worker.end()

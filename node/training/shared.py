@@ -1,10 +1,10 @@
-"""Vectors that a peer and its worker share: one nameless file, mapped by both.
+"""Vectors that a peer and its worker share: one unnamed file, mapped by both.
 
-    a page      numbers that either side reads at any time, each written by one of them
+    one page    counters; both sides read them at any time, and one side writes each
     local       the local parameters, one vector for each fragment
-    anchor      what the pseudo-gradient is measured from, the same
+    anchor      the outer parameters, one vector for each fragment
 
-The file outlives the worker, because the peer holds it: the next worker finds everything as the last one left it.
+The peer keeps the file open, so it outlives the worker: the next worker finds the vectors as the last one left them.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _ATTENTION, _STEPS, _POSITION, _LONGEST_STEP, _THREADS = range(5)
 
 
 def create() -> int:
-    """A file descriptor of a new, empty file without a name: in memory where that can be had.
+    """Open a new, empty, unnamed file and return its descriptor. On Linux the file is in memory.
 
     Raises:
-        OSError: there is none.
+        OSError: the file cannot be created.
     """
     if sys.platform == "linux":
         return os.memfd_create("starling")
@@ -40,17 +40,17 @@ class Shared:
 
     Attributes:
         local, anchor: float32 vectors, one for each fragment.
-        fresh: the file was empty before: the vectors hold zeros.
+        fresh: the file was empty, so the vectors hold zeros.
     """
 
     def __init__(self, descriptor: int, sizes: Sequence[int]) -> None:
         """
         Args:
-            descriptor: of the file, which is extended to what it has to hold; it may be closed afterwards.
-            sizes: elements of each fragment.
+            descriptor: of the file, which is extended as needed. It may be closed afterwards.
+            sizes: number of elements of each fragment.
 
         Raises:
-            OSError: there is no room.
+            OSError: there is not enough space.
         """
         total = _PAGE_BYTES + 2 * 4 * sum(sizes)
         self.fresh = os.fstat(descriptor).st_size < total
@@ -67,7 +67,7 @@ class Shared:
 
     @property
     def attention(self) -> bool:
-        """Set by the peer: the worker takes no further step, and reads what it is told."""
+        """Set by the peer: the worker stops after the present step and reads the next command."""
         return self._numbers[_ATTENTION] != 0
 
     @attention.setter
@@ -76,22 +76,22 @@ class Shared:
 
     @property
     def steps(self) -> int:
-        """Inner steps that workers have taken here: what moves while one is alive."""
+        """Number of inner steps that all workers have taken. It rises while a worker is alive."""
         return self._numbers[_STEPS]
 
     @property
     def position(self) -> int:
-        """Where the next step draws its data, whatever becomes of the one that is being taken."""
+        """Batch at which the next step starts to draw its data, whether or not the present step completes."""
         return self._numbers[_POSITION]
 
     @property
     def longest_step_seconds(self) -> float:
-        """0 before the first step."""
+        """Duration of the longest inner step; 0 before the first step."""
         return self._numbers[_LONGEST_STEP] / 1e6
 
     @property
     def threads(self) -> int:
-        """Threads that the worker computes with; 0 before the first one has begun."""
+        """Number of threads that the worker computes with; 0 before the first worker has started."""
         return self._numbers[_THREADS]
 
     @threads.setter
@@ -99,10 +99,10 @@ class Shared:
         self._numbers[_THREADS] = count
 
     def claim(self, position: int) -> None:
-        """Set by the worker before a step: data before `position` are drawn."""
+        """Mark the batches before `position` as drawn. The worker calls this before a step."""
         self._numbers[_POSITION] = position
 
     def stepped(self, seconds: float) -> None:
-        """Set by the worker after a step that took so long."""
+        """Count a step and its duration. The worker calls this after a step."""
         self._numbers[_STEPS] += 1
         self._numbers[_LONGEST_STEP] = max(self._numbers[_LONGEST_STEP], int(seconds * 1e6))

@@ -1,10 +1,10 @@
-"""The inner loop: AdamW steps between two rounds, and the account of what they are worth.
+"""The inner loop: AdamW steps between two rounds, and the accounting of tokens, loss and time.
 
-Three layers, the lower two synchronous, so that a worker process can run them behind its pipe:
+Three layers. The first two are synchronous, so that a worker process can run them:
 
-    Learner          takes inner steps: `AdamWLearner` on a task's module, `Paced` on nothing but time
-    Shift            one learner's work since its anchor: tokens, loss, seconds, norm of the pseudo-gradient
-    InlineTrainer    `protocols.base.Trainer` over a shift, in the event loop itself
+    Learner          takes inner steps: `AdamWLearner` on a task's module, `Paced` without a model, only waiting
+    LocalTraining    one learner's work since its anchor: tokens, loss, seconds, norm of the pseudo-gradient
+    InlineTrainer    `protocols.base.Trainer` over a `LocalTraining`, in the event loop itself
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PIECE = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one inner step did: mean loss over its tokens. No tokens: it was left out, and changed nothing."""
+    """Result of one inner step: mean loss, and tokens. With 0 tokens the step was skipped and changed nothing."""
 
     loss: float
     tokens: int
@@ -36,31 +36,31 @@ class Learner(Protocol):
     """Takes inner steps.
 
     Attributes:
-        vectors: the local parameters, one flat vector for each fragment of the layout; a step changes them in place.
+        vectors: the local parameters, one flat vector for each fragment of the layout. A step changes them in place.
     """
 
     layout: Layout
     vectors: tuple[Vector, ...]
 
     def step(self, round_number: int, step: int) -> Step:
-        """Take inner step `step` (from 0) of a round; a round's surplus steps count on beyond its inner steps."""
+        """Take inner step `step` (from 0) of a round. Surplus steps continue the count beyond the inner steps."""
 
     def moments(self, make: bool = False) -> dict[str, torch.Tensor]:
-        """The optimiser's own tensors, by name, to be read or written; none before the first step.
+        """The optimiser's own tensors by name, for reading or writing; none before the first step.
 
         Args:
-            make: as they are before the first step, if there are none.
+            make: create them, with their values before the first step, if there are none.
         """
 
     def evaluate(self) -> float:
-        """Mean loss of the parameters as they stand, over held-out data."""
+        """Mean loss of the present parameters over held-out data."""
 
 
 class AdamWLearner:
-    """Trains a task's module by AdamW with warm-up, cosine and clipping, on flat vectors.
+    """Train a task's module by AdamW with warm-up, cosine decay and gradient clipping, on flat vectors.
 
     Attributes:
-        position: batches drawn so far; with the seed, all that is needed to resume the data.
+        position: number of batches drawn so far. Together with the seed it is enough to resume the data.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class AdamWLearner:
         Args:
             seed: of this peer's stream of data, different for each peer.
             allocate, resume: as in `flatten`.
-            autocast: what the forward pass of a step computes in where torch thinks it safe; None: in float32. The
-                parameters, the optimiser and evaluations are float32 in any case.
+            autocast: dtype of a step's forward pass, for the operations that torch considers safe; None: float32.
+                Parameters, optimiser and evaluation are always float32.
         """
         flat = flatten(task.module, allocate, resume)
         self.layout, self.vectors, self._gradients = flat.layout, flat.vectors, flat.gradients
@@ -85,7 +85,7 @@ class AdamWLearner:
         self._task, self._recipe, self._seed = task, recipe, seed
         device = self.vectors[0].device.type
         self._precision = torch.autocast(device, autocast, enabled=autocast is not None)
-        # One parameter a fragment: an optimiser step is a few passes over a vector, however many tensors it holds.
+        # One parameter for each fragment: an optimiser step is a few passes over it, however many tensors it holds.
         parameters = [torch.nn.Parameter(vector) for vector in self.vectors]
         for parameter, gradient in zip(parameters, self._gradients, strict=True):
             parameter.grad = gradient
@@ -94,7 +94,7 @@ class AdamWLearner:
         )
 
     def step(self, round_number: int, step: int) -> Step:
-        """One optimiser step over `recipe.batches` batches; left out if its gradient is not finite."""
+        """Take one optimiser step over `recipe.batches` batches; skip it if the gradient is not finite."""
         for gradient in self._gradients:
             gradient.zero_()
         total, tokens = 0.0, 0
@@ -116,7 +116,7 @@ class AdamWLearner:
         return Step(total / self._recipe.batches, tokens)
 
     def moments(self, make: bool = False) -> dict[str, torch.Tensor]:
-        """`exp_avg`, `exp_avg_sq` and `step`; of several fragments, `exp_avg.0` and so on."""
+        """`exp_avg`, `exp_avg_sq` and `step`; with several fragments, `exp_avg.0` and so on."""
         found: dict[str, torch.Tensor] = {}
         (group,) = self._adamw.param_groups
         for number, parameter in enumerate(group["params"]):
@@ -133,7 +133,7 @@ class AdamWLearner:
         return self._task.evaluate()
 
     def _rate(self, round_number: int, step: int) -> float:
-        """The rate by the global step; surplus steps keep the round's last one, not to run ahead of the others."""
+        """The learning rate at the global step. Surplus steps keep the round's last rate, as the other peers do."""
         steps = self._recipe.inner_steps
         return self._recipe.rate(round_number * steps + min(step, steps - 1))
 
@@ -144,8 +144,8 @@ class LocalTraining:
     def __init__(self, learner: Learner, inner_steps: int, anchors: tuple[Vector, ...] | None = None) -> None:
         """
         Args:
-            inner_steps: H, after which the work of a round is complete.
-            anchors: vectors that hold the anchor; None: copies of the parameters as they stand.
+            inner_steps: H, the number of steps that completes a round.
+            anchors: vectors that hold the anchor; None: copies of the present parameters.
         """
         if inner_steps < 1:
             raise ValueError(f"inner_steps must be at least 1, not {inner_steps}")
@@ -157,14 +157,14 @@ class LocalTraining:
         self.reset(0)
 
     def begin(self, round_number: int) -> None:
-        """Start a round, or go on with the one that was begun. Work that a skipped round left over stays."""
+        """Start a round, or resume it. Work that a skipped round has left is kept."""
         if round_number != self._round:
             self._round, self._steps = round_number, 0
         self._reported = 0
 
     @property
     def complete(self) -> bool:
-        """Whether the round's inner steps are taken."""
+        """Whether all inner steps of the round are taken."""
         return self._steps >= self._inner_steps
 
     def step(self) -> None:
@@ -181,9 +181,9 @@ class LocalTraining:
         self._step_seconds = seconds
 
     def due(self) -> bool:
-        """Whether the work is news: the first step, the inner steps complete, or a tenth more than was last said.
+        """Whether to report progress now: at the first step, after the last inner step, and at each 10 % more tokens.
 
-        True makes it said.
+        If it returns True, it takes the progress as reported.
         """
         tokens = self._carried + self._tokens
         news = self._reported == 0 or self._steps == self._inner_steps or 10 * tokens >= 11 * self._reported
@@ -209,19 +209,19 @@ class LocalTraining:
         into.copy_(self.learner.vectors[fragment])
 
     def write(self, source: Vector, fragment: int = 0, anchor: Vector | None = None, tokens: int = 0) -> None:
-        """Replace the local parameters and their anchor; the account starts again.
+        """Replace the local parameters and their anchor, and reset the counts.
 
         Args:
-            anchor: what the pseudo-gradient is measured from, if not `source`: where work is kept that no round has
-                counted, `source` is the new anchor less that work.
-            tokens: how many tokens that work is worth.
+            anchor: the anchor, if it is not `source`. To keep work that no round has counted, `source` is the new
+                anchor minus that work's pseudo-gradient.
+            tokens: number of tokens of that work.
         """
         self.learner.vectors[fragment].copy_(source)
         self._anchors[fragment].copy_(source if anchor is None else anchor)
         self.reset(tokens)
 
     def reset(self, carried: int) -> None:
-        """Start the account again: whoever holds the vectors has written them, and this many tokens are in them."""
+        """Reset the counts. The vectors' owner has written them, and they contain `carried` tokens of work."""
         self._carried, self._tokens, self._loss, self._seconds = carried, 0, 0.0, 0.0
         self._reported = 0
 
@@ -232,7 +232,7 @@ class LocalTraining:
 
     @contextmanager
     def outer(self) -> Iterator[None]:
-        """The learner holds the outer parameters, the anchor; its own are put back."""
+        """Give the learner the outer parameters (the anchor) inside the context; then restore its own."""
         kept = [vector.clone() for vector in self.learner.vectors]
         for vector, anchor in zip(self.learner.vectors, self._anchors, strict=True):
             vector.copy_(anchor)
@@ -243,7 +243,7 @@ class LocalTraining:
                 vector.copy_(local)
 
     def _norm(self) -> float:
-        """In pieces that stay in the cache; a piece's squares are added in float64."""
+        """L2 norm of the pseudo-gradient, in pieces that fit into the cache; squares are summed in float64."""
         squares = 0.0
         for anchor, local in zip(self._anchors, self.learner.vectors, strict=True):
             for low in range(0, len(anchor), _PIECE):
@@ -253,14 +253,14 @@ class LocalTraining:
 
 
 class InlineTrainer:
-    """A `Trainer` in the event loop itself: for the simulator, paced tasks and tests. A node puts a process between.
+    """A `Trainer` in the event loop itself: for the simulator, paced tasks and tests. A node uses a worker process.
 
-    A step first sleeps `step_seconds`, which in the simulator is what makes time pass, then happens at once. Seconds
+    A step first sleeps for `step_seconds`, which lets time pass in the simulator, and then completes at once. Seconds
     are those of the running loop.
 
     Attributes:
-        local_training: the work underneath.
-        step_seconds: what a step takes; it may change at any time.
+        local_training: the learner's work since its anchor.
+        step_seconds: duration of a step; it may change at any time.
     """
 
     def __init__(self, learner: Learner, inner_steps: int, step_seconds: float = 0.0) -> None:
@@ -271,7 +271,7 @@ class InlineTrainer:
     async def train(
         self, key: RoundKey, cut: asyncio.Event, progress: Callable[[LocalProgress], None], surplus: bool = True
     ) -> LocalProgress:
-        """Train until `cut` is set; see `protocols.base.Trainer`. Set beforehand, it leaves the work as it is."""
+        """Train until `cut` is set; see `protocols.base.Trainer`. If it is set already, take no step."""
         loop = asyncio.get_running_loop()
         local_training = self.local_training
         local_training.begin(key.round)

@@ -1,19 +1,20 @@
-"""The worker: a process of its own that owns model, optimiser and device. `node.training.remote` starts it.
+"""The worker process, which owns model, optimiser and device. `node.training.remote` starts it.
 
     python -m node.training.worker PARENT MEMORY SOCKET      # a process id, two inherited file descriptors
 
-Lines of JSON over the socket, one command at a time, each answered by `done` or `refused`:
+The socket carries lines of JSON: one command at a time, each answered by `done` or `refused`:
 
     a WorkerSpec                                        -> done: the layout's fragments
-    do: train, round, begin, surplus                    -> progress: work, ...; done: work
+    do: train, round, begin, surplus                    -> progress: LocalProgress, ...; done: LocalProgress
     do: evaluate                                        -> done: loss
     do: held_out                                        -> done: base64
     do: generate, prompt, tokens, temperature, seed     -> done: base64
-    do: save, path                                      -> done: bytes of a file of the optimiser's state
-    do: load, path or null, position, threads           -> done: null; threads: to begin with, 0: not known
+    do: save, path                                      -> done: size in bytes of the optimiser's state file
+    do: load, path or null, position, threads           -> done: null; threads: to start with, 0: not known
 
-`carried` in a command: the shared vectors were written, and hold work worth so many tokens. Between two steps no line
-is read: `Shared.attention` ends training. The process ends with the socket; a traceback is its last word to the log.
+`carried` in a command means that the peer has written the shared vectors, and that they hold work worth this many
+tokens. The worker reads no line between two steps: `Shared.attention` ends a `train` command. The process ends when the
+socket closes. If it fails, its last output, which goes to the log, is a traceback.
 """
 
 from __future__ import annotations
@@ -44,17 +45,18 @@ from protocols.base import Layout, LocalProgress, Vector
 MAX_LINE_BYTES = 1 << 20
 
 _CONFINE_SECONDS = 20.0
-"""Between two looks at how many other workers there are; each reads the command lines of all processes."""
+"""Pause between two counts of the other workers. Each count reads the command lines of all processes."""
 
 
 class CommandRejected(Exception):
-    """A command that cannot be carried out and has changed nothing; one line."""
+    """The command cannot be carried out and has changed nothing. The message is one line."""
 
 
 class Worker:
-    """Carries out commands on one job, in vectors that are shared with the peer.
+    """Carry out commands on one job, with vectors that are shared with the peer.
 
-    On a device the learner's vectors are its own: they are copied in where `carried` says so, and out after training.
+    On a device other than the CPU the learner has its own vectors. They are copied from the shared ones before a
+    command with `carried`, and back after training.
     """
 
     def __init__(self, job: Job, shared: Shared, spec: WorkerSpec, tell: Callable[[str, Any], None]) -> None:
@@ -73,15 +75,15 @@ class Worker:
         measured = spec.threads == 0 and not self._apart and not isinstance(spec.values, PacedValues)
         self._tuner = ThreadTuner(spec.thread_count(), spec.thread_count()) if measured else None
         self._confined = time.perf_counter()
-        if self._tuner and shared.threads:  # the worker before this one had found it
+        if self._tuner and shared.threads:  # the previous worker found this number
             self._tuner.begin(shared.threads)
         self._compute_with(self._tuner.threads if self._tuner else spec.thread_count())
 
     def carry_out(self, command: dict[str, Any]) -> Any:
-        """What the command is answered with.
+        """Carry out a command and return its answer.
 
         Raises:
-            Refused: it cannot be carried out.
+            CommandRejected: it cannot be carried out.
         """
         if "carried" in command:
             self._take(command["carried"])
@@ -123,9 +125,10 @@ class Worker:
         return as_json(local_training.work())
 
     def _tune(self, tuner: ThreadTuner, seconds: float, now: float) -> None:
-        """Choose the threads of the next step.
+        """Choose the number of threads for the next step.
 
-        No peer takes more than its share of a machine: each by itself would find more better, at the others' cost.
+        Several peers on one machine share its cores equally. Each alone would be faster with more threads, but would
+        slow down the others.
         """
         tuner.took(seconds)
         if now - self._confined >= _CONFINE_SECONDS:
@@ -182,16 +185,17 @@ def _copy(sources: tuple[Vector, ...], targets: tuple[Vector, ...]) -> None:
 
 
 def as_json(work: LocalProgress) -> dict[str, Any]:
-    """What a worker knows of its work: all but the state root, which is the peer's."""
+    """The fields of `LocalProgress` that a worker knows: all but the state root, which the peer computes."""
     values = asdict(work)
     del values["state_root"]
     return values
 
 
 def _start(spec: WorkerSpec, memory: int, tell: Callable[[str, Any], None]) -> tuple[Worker, Layout]:
-    """
+    """Build the job and its worker.
+
     Raises:
-        ValueError, OSError, RuntimeError, MemoryError: data, device or memory are not to be had.
+        ValueError, OSError, RuntimeError, MemoryError: data, device or memory are not available.
     """
     torch.set_num_threads(spec.thread_count())
     kept: list[Shared] = []
@@ -214,14 +218,14 @@ def _one_line(error: Exception) -> str:
 
 
 def serve(lines: BinaryIO, tell: Callable[[str, Any], None], memory: int) -> int:
-    """Read the spec and then commands until the lines end; returns the exit code."""
+    """Read the spec, then commands until the stream ends. Return the exit code."""
     try:
         spec = WorkerSpec.from_json(lines.readline(MAX_LINE_BYTES).decode())
         worker, layout = _start(spec, memory, tell)
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
         tell("refused", _one_line(error))
         return 1
-    stand_back(spec.nice, time.sleep)  # not before: on a busy machine a start would take minutes
+    stand_back(spec.nice, time.sleep)  # not earlier: on a busy machine the start would take minutes
     tell("done", layout.fragments)
     while line := lines.readline(MAX_LINE_BYTES):
         try:
