@@ -33,7 +33,7 @@ OTHER = "12D3KooWGRUfuFwTaVcXCnUbTbVLYYEkYgjDM3Bd7q4RuRyTQhaP"
 FIRST, SECOND = (f"/{where}/tcp/4001/p2p/{OTHER}" for where in ("ip4/203.0.113.7", "dns4/founder"))
 
 
-def test_one_address_a_line_with_blanks_and_comments() -> None:
+def test_file_has_one_address_per_line() -> None:
     text = f"# the founder\n\n  {FIRST}\r\n{SECOND} # by name\n{FIRST}\n/ip4/10.0.0.1/tcp/1/p2p/{ME}\n"
     assert parse_addresses(ME, text.encode()) == AddressLine((FIRST, SECOND))
 
@@ -50,13 +50,13 @@ def test_one_address_a_line_with_blanks_and_comments() -> None:
         (b"/" * 5000, "line 1: longer than 325 characters: is it an address?"),
     ],
 )
-def test_a_file_without_an_address_says_what_it_lacks(data: bytes, words: str) -> None:
+def test_file_without_address_reports_what_is_missing(data: bytes, words: str) -> None:
     named = parse_addresses(ME, data)
     assert isinstance(named, AddressLine) and named.addresses == ()
     assert named.complaint.startswith(words) and named.complaint.isprintable()
 
 
-def test_a_bad_line_costs_no_good_one_and_sizes_are_bounded() -> None:
+def test_bad_line_is_skipped_and_sizes_are_bounded() -> None:
     named = parse_addresses(ME, f"nonsense\n{FIRST}".encode())
     assert isinstance(named, AddressLine) and named.addresses == (FIRST,) and named.complaint.startswith("line 1: ")
     many = "".join(f"/ip4/10.0.0.1/tcp/{port}/p2p/{OTHER}\n" for port in range(1, MAX_ADDRESSES + 2))
@@ -67,7 +67,7 @@ def test_a_bad_line_costs_no_good_one_and_sizes_are_bounded() -> None:
     assert parse_addresses(ME, b"#" * (MAX_BYTES + 1)) == "longer than 64 KiB: is it a file of addresses?"
 
 
-def test_what_cannot_be_read_says_why(tmp_path: Path) -> None:
+def test_unreadable_file_reports_the_reason(tmp_path: Path) -> None:
     assert read_addresses(ME, tmp_path / "f") == "no such file yet"
     assert read_addresses(ME, tmp_path / "d" / "f") == f"no such file yet, nor the directory {tmp_path / 'd'}"
     assert read_addresses(ME, tmp_path) == "is no regular file"
@@ -84,7 +84,7 @@ def test_what_cannot_be_read_says_why(tmp_path: Path) -> None:
         ("/dev/null", "/dev/null is no regular file"),
     ],
 )
-def test_a_place_where_nothing_can_be_written_is_refused(tmp_path: Path, path: str, words: str) -> None:
+def test_unwritable_path_is_rejected(tmp_path: Path, path: str, words: str) -> None:
     flags = {"addresses_file": tmp_path / path, "bootstrap": [f"@{tmp_path}/./read"]}
     with pytest.raises(ConfigError, match=r"^flag --addresses-file: ") as caught:
         require_usable(load_peer(flags, {}, None))
@@ -92,7 +92,7 @@ def test_a_place_where_nothing_can_be_written_is_refused(tmp_path: Path, path: s
     require_usable(load_peer({"addresses_file": tmp_path / "file"}, {}, None))
 
 
-def test_the_file_follows_the_addresses_and_a_disk_that_is_full(tmp_path: Path) -> None:
+def test_file_follows_addresses_and_survives_disk_failures(tmp_path: Path) -> None:
     path, said = tmp_path / "there" / "addresses", list[str]()
     here = list[str]()
 
@@ -126,7 +126,7 @@ def test_the_file_follows_the_addresses_and_a_disk_that_is_full(tmp_path: Path) 
     ]
 
 
-def test_a_file_hints_only_while_no_other_peer_is_live() -> None:
+def test_hints_only_while_no_peer_is_live() -> None:
     here, hints = [Member(ME, 1)], list[tuple[str, tuple[str, ...]]]()
     membership = SimpleNamespace(live=lambda: here, hint=lambda peer, addresses: hints.append((peer, addresses)))
     hint = hinted(cast(Membership, membership))

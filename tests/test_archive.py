@@ -35,7 +35,7 @@ def content(file: CertificateLog) -> list[bytes]:
     return list(file.read(0, len(file)))
 
 
-def test_what_was_appended_is_there_again(path: Path) -> None:
+def test_appended_entries_are_read_back(path: Path) -> None:
     for count in (0, 3, 8):
         file = CertificateLog(path)
         assert content(file) == ENTRIES[: len(file)]
@@ -47,7 +47,7 @@ def test_what_was_appended_is_there_again(path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_what_is_cut_off_is_gone(path: Path) -> None:
+def test_truncated_entries_are_gone(path: Path) -> None:
     file = filled(path)
     file.truncate(20)
     file.truncate(5)
@@ -60,7 +60,7 @@ def test_what_is_cut_off_is_gone(path: Path) -> None:
 
 
 @pytest.mark.parametrize("torn", range(1, 12))
-def test_a_torn_end_is_cut_off_with_one_line(path: Path, torn: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_torn_tail_is_cut_with_one_warning(path: Path, torn: int, caplog: pytest.LogCaptureFixture) -> None:
     filled(path, 6)
     os.truncate(path, path.stat().st_size - torn)
     with caplog.at_level(logging.WARNING):
@@ -72,7 +72,7 @@ def test_a_torn_end_is_cut_off_with_one_line(path: Path, torn: int, caplog: pyte
 
 
 @pytest.mark.parametrize("at", range(8, 60, 3))
-def test_a_flipped_bit_ends_what_is_believed(path: Path, at: int) -> None:
+def test_flipped_bit_ends_the_valid_prefix(path: Path, at: int) -> None:
     filled(path, 8)
     data = bytearray(path.read_bytes())
     data[at] ^= 4
@@ -83,13 +83,13 @@ def test_a_flipped_bit_ends_what_is_believed(path: Path, at: int) -> None:
 
 
 @pytest.mark.parametrize("foreign", [b"x", b"something else, and longer", bytes(300_000)])
-def test_another_file_is_not_believed(path: Path, foreign: bytes) -> None:
+def test_foreign_file_is_not_used(path: Path, foreign: bytes) -> None:
     path.write_bytes(foreign)
     assert len(filled(path, 3)) == 3
     assert content(CertificateLog(path)) == ENTRIES[:3]
 
 
-def test_what_goes_bad_meanwhile_is_not_handed_out(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_entry_damaged_later_is_not_returned(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = filled(path, 6)
     data = bytearray(path.read_bytes())
     data[data.index(ENTRIES[3])] ^= 1
@@ -115,7 +115,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
 
 
 @pytest.mark.parametrize("room", [0, 5])
-def test_a_full_disk_costs_one_line_and_nothing_else(
+def test_full_disk_costs_one_warning(
     path: Path, room: int, disk: Callable[[int | None], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     file = filled(path, 4)
@@ -135,7 +135,7 @@ def test_a_full_disk_costs_one_line_and_nothing_else(
     assert content(file) == content(CertificateLog(path)) == [*ENTRIES[:7], b"and on"]
 
 
-def test_what_waits_for_the_disk_is_bounded(
+def test_unwritten_bytes_are_bounded(
     path: Path, disk: Callable[[int | None], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(archives, "MAX_WAITING_BYTES", 60)
@@ -156,7 +156,7 @@ def test_what_waits_for_the_disk_is_bounded(
     assert content(file) == content(CertificateLog(path)) == [*ENTRIES[:4], b"new"]
 
 
-def test_a_disk_that_was_full_from_the_beginning(path: Path, disk: Callable[[int | None], None]) -> None:
+def test_disk_full_from_the_start_recovers(path: Path, disk: Callable[[int | None], None]) -> None:
     disk(0)
     file = filled(path, 3)
     disk(None)
@@ -164,13 +164,13 @@ def test_a_disk_that_was_full_from_the_beginning(path: Path, disk: Callable[[int
     assert content(CertificateLog(path)) == ENTRIES[:4]
 
 
-def test_one_without_a_name_leaves_nothing(tmp_path: Path) -> None:
+def test_anonymous_log_leaves_no_file(tmp_path: Path) -> None:
     file = CertificateLog.anonymous(tmp_path)
     file.extend([b"one"])
     assert content(file) == [b"one"] and not list(tmp_path.iterdir())
 
 
-def test_a_chain_goes_on_from_its_file(path: Path) -> None:
+def test_chain_resumes_from_its_file(path: Path) -> None:
     roster = (Member("anna"), Member("bert"))
     chain = Chain(RUN, "run", roster, ROOT, CertificateLog(path))
     links = line(chain.head, 300)
@@ -184,7 +184,7 @@ def test_a_chain_goes_on_from_its_file(path: Path) -> None:
     assert Chain(RUN, "run", roster, ROOT, CertificateLog(path)).head == links[98].head
 
 
-def test_where_there_is_no_disk_there_is_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_spool_without_disk_uses_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert isinstance(spool(tmp_path), CertificateLog) and not caplog.records
     archive = spool(tmp_path / "missing")
     archive.extend([b"one"])

@@ -51,7 +51,7 @@ async def judged_round(swarm: Swarm, number: int) -> Answer:
     return report
 
 
-def test_int8_through_real_processes() -> None:
+def test_int8_round_with_real_processes() -> None:
     async def body(swarm: Swarm) -> None:
         await judged_round(swarm, 0)
 
@@ -155,7 +155,7 @@ async def nothing_stays_open(swarm: Swarm, ranks: Sequence[int], level: Sequence
         await asyncio.sleep(0.2)
 
 
-def test_fp32_through_real_processes() -> None:
+def test_fp32_rounds_with_real_processes() -> None:
     async def body(swarm: Swarm) -> None:
         await judged_round(swarm, 0)
         await judged_round(swarm, 1)
@@ -164,7 +164,7 @@ def test_fp32_through_real_processes() -> None:
 
 
 @pytest.mark.parametrize("place", [0, 3], ids=["coordinator", "another"])
-def test_a_peer_that_is_killed_in_mid_round_costs_the_others_next_to_nothing(place: int) -> None:
+def test_killed_peer_barely_delays_the_others(place: int) -> None:
     async def body(swarm: Swarm) -> None:
         fault = await strike(swarm, place, "pid", signal.SIGKILL)
         await others_commit(swarm, fault, FAST_SECONDS)
@@ -173,7 +173,7 @@ def test_a_peer_that_is_killed_in_mid_round_costs_the_others_next_to_nothing(pla
     run(FAULTY, body)
 
 
-def test_a_peer_whose_p2pd_is_killed_in_mid_round_gets_what_the_others_decided() -> None:
+def test_peer_with_killed_p2pd_receives_the_decision() -> None:
     async def body(swarm: Swarm) -> None:
         fault = await strike(swarm, 0, "daemon", signal.SIGKILL)
         records = await others_commit(swarm, fault, FREE_SECONDS)
@@ -183,7 +183,7 @@ def test_a_peer_whose_p2pd_is_killed_in_mid_round_gets_what_the_others_decided()
     run(FAULTY, body)
 
 
-def test_a_peer_that_stops_for_longer_than_anyone_waits_gets_what_the_others_decided() -> None:
+def test_long_stopped_peer_receives_the_decision() -> None:
     async def body(swarm: Swarm) -> None:
         fault = await strike(swarm, 0, "pid", signal.SIGSTOP)
         records = await others_commit(swarm, fault, PATIENT_SECONDS)
@@ -197,7 +197,7 @@ def test_a_peer_that_stops_for_longer_than_anyone_waits_gets_what_the_others_dec
 @pytest.mark.parametrize(
     "arguments", [("--peers", "1"), ("--megabytes", "0"), ("--codec", "fp33"), ("--rounds", "no"), ("--speed",)]
 )
-def test_a_bad_argument_is_one_line(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_argument_gives_one_line_error(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit:
         main(arguments)
     assert exit.value.code == 2

@@ -123,7 +123,7 @@ class Table:
 # -- the normal case --------------------------------------------------------------------------------------------------
 
 
-def test_three_messages_decide_and_everybody_has_a_certificate() -> None:
+def test_all_members_get_certificate_after_three_messages() -> None:
     table = Table()
     mean = table.record(Kind.MEAN, PART)
     table.hold(0, 1, 2)
@@ -140,13 +140,13 @@ def test_three_messages_decide_and_everybody_has_a_certificate() -> None:
     assert not table.sent(votes.Prepare) and not table.heard(0, votes.ConflictingCertificate)
 
 
-def test_alone_a_member_decides_at_once() -> None:
+def test_single_member_decides_at_once() -> None:
     table = Table(1)
     table.do(0, "chosen", 0, table.record())
     assert table.decided() == [(0, table.record())] and table.flying == []
 
 
-def test_a_skip_evicts_the_silent_and_needs_no_parts() -> None:
+def test_skip_evicts_silent_member_without_parts() -> None:
     table = Table()
     table.die(2)
     skip = table.record(without=2)
@@ -155,7 +155,7 @@ def test_a_skip_evicts_the_silent_and_needs_no_parts() -> None:
     assert table.decided() == [(0, skip)] * 2
 
 
-def test_a_record_admits_only_so_many_and_extends_this_lineage_only() -> None:
+def test_invalid_roster_or_parent_is_not_proposed() -> None:
     table = Table()
     new = tuple(Member(f"n{index}") for index in range(2))
     for bad in (
@@ -179,7 +179,7 @@ def test_a_record_admits_only_so_many_and_extends_this_lineage_only() -> None:
 
 @pytest.mark.parametrize("kind", (Kind.MEAN, Kind.SKIP))
 @pytest.mark.parametrize("members", (1, 2, 3, 5))
-def test_a_record_keeps_a_member_however_many_newcomers_it_brings(members: int, kind: Kind) -> None:
+def test_record_must_keep_one_member(members: int, kind: Kind) -> None:
     roster, new = tuple(Member(f"m{index}") for index in range(members)), Member("n0")
     tally = VoteTally(KEY, roster, Seal("m0"))
     for next_roster, allowed in ((roster[:1], True), ((roster[0], new), True), ((new,), False), ((), False)):
@@ -187,7 +187,7 @@ def test_a_record_keeps_a_member_however_many_newcomers_it_brings(members: int, 
         assert (tally.value(0, records.encode(record)) is not None) is allowed
 
 
-def test_those_who_leave_decide_nothing_without_one_who_stays() -> None:
+def test_leaving_majority_needs_a_remaining_voter() -> None:
     """They are a majority, and gone with the mean as soon as they have decided."""
     roster = tuple(Member(f"m{index}") for index in range(3))
     polls = [VoteTally(KEY, roster, Seal(member.peer)) for member in roster]
@@ -199,7 +199,7 @@ def test_those_who_leave_decide_nothing_without_one_who_stays() -> None:
         assert polls[0].decides(value) is decided
 
 
-def test_what_is_not_held_is_fetched_before_it_is_accepted() -> None:
+def test_missing_parts_are_fetched_before_accepting() -> None:
     table = Table()
     mean = table.record(Kind.MEAN, PART)
     table.hold(0)
@@ -217,7 +217,7 @@ def test_what_is_not_held_is_fetched_before_it_is_accepted() -> None:
 # -- when something is lost -------------------------------------------------------------------------------------------
 
 
-def test_a_coordinator_dies_before_it_proposes() -> None:
+def test_coordinator_death_before_proposal_is_survived() -> None:
     table = Table()
     table.hold(2)
     table.die(0)
@@ -240,7 +240,7 @@ def test_a_coordinator_dies_before_it_proposes() -> None:
     assert table.decided() == [(1, repaired)] * 2
 
 
-def test_a_visibly_gone_coordinator_is_not_waited_for() -> None:
+def test_disconnected_coordinator_is_not_waited_for() -> None:
     table = Table()
     table.do(1, "gone", table.name(2))
     assert table.flying == []
@@ -248,7 +248,7 @@ def test_a_visibly_gone_coordinator_is_not_waited_for() -> None:
     assert len(table.sent(votes.Prepare)) == 1
 
 
-def test_an_accepted_record_is_carried_over_when_its_coordinator_dies() -> None:
+def test_next_coordinator_carries_over_accepted_record() -> None:
     table = Table(5)
     mean = table.record(Kind.MEAN, PART)
     table.hold(0, 3)
@@ -267,7 +267,7 @@ def test_an_accepted_record_is_carried_over_when_its_coordinator_dies() -> None:
     assert table.decided() == [(1, mean)] * 4
 
 
-def test_of_two_accepted_records_that_of_the_highest_ballot_is_proposed() -> None:
+def test_record_of_highest_ballot_is_proposed_again() -> None:
     table = Table(5)
     first, second = table.record(without=4), table.record(without=3)
     table.do(0, "chosen", 0, first)
@@ -286,7 +286,7 @@ def test_of_two_accepted_records_that_of_the_highest_ballot_is_proposed() -> Non
     assert table.decided() == [(2, second)] * 5
 
 
-def test_a_late_coordinator_meets_promises_and_gives_up() -> None:
+def test_late_coordinator_yields_to_promises() -> None:
     table = Table()
     table.do(1, "timeout", 0)
     table.deliver(votes.Prepare, to=2)
@@ -303,7 +303,7 @@ def test_a_late_coordinator_meets_promises_and_gives_up() -> None:
     assert table.decided() == [(1, skip)] * 3
 
 
-def test_a_choice_that_comes_too_late_is_dropped() -> None:
+def test_late_proposal_is_dropped() -> None:
     table = Table()
     table.do(1, "timeout", 0)
     table.deliver()
@@ -315,7 +315,7 @@ def test_a_choice_that_comes_too_late_is_dropped() -> None:
     assert table.decided() == [(2, table.record(without=0))] * 3
 
 
-def test_a_promise_outlasts_a_fetch() -> None:
+def test_promise_survives_a_fetch() -> None:
     table = Table()
     table.hold(0)
     table.do(0, "chosen", 0, table.record(Kind.MEAN, PART))
@@ -327,7 +327,7 @@ def test_a_promise_outlasts_a_fetch() -> None:
     assert table.vote(2).promised == 1 and table.vote(2).accepted is None
 
 
-def test_who_missed_everything_asks_and_is_given_the_certificate() -> None:
+def test_member_without_messages_gets_certificate_on_timeout() -> None:
     table = Table()
     table.do(0, "chosen", 0, table.record())
     for kind in (votes.Propose, votes.Accept):
@@ -340,7 +340,7 @@ def test_who_missed_everything_asks_and_is_given_the_certificate() -> None:
     assert table.decided() == [(0, table.record())] * 3
 
 
-def test_who_saw_the_votes_but_not_the_record_asks_the_voters() -> None:
+def test_member_without_record_requests_it_from_voters() -> None:
     table = Table()
     table.do(0, "chosen", 0, table.record())
     table.deliver(votes.Propose, to=1)
@@ -355,7 +355,7 @@ def test_who_saw_the_votes_but_not_the_record_asks_the_voters() -> None:
     assert table.vote(2).decided is not None
 
 
-def test_an_onlooker_decides_by_a_certificate_only() -> None:
+def test_observer_decides_only_by_certificate() -> None:
     table = Table()
     table.do(0, "chosen", 0, table.record())
     table.deliver()
@@ -376,7 +376,7 @@ def test_an_onlooker_decides_by_a_certificate_only() -> None:
 # -- duplicates, strangers --------------------------------------------------------------------------------------------
 
 
-def test_everything_said_twice_changes_nothing() -> None:
+def test_duplicate_messages_change_nothing() -> None:
     table = Table()
     table.do(0, "chosen", 0, table.record())
     for kind in (votes.Propose, votes.Accept, votes.Certificate):
@@ -387,7 +387,7 @@ def test_everything_said_twice_changes_nothing() -> None:
     assert not any(table.heard(index, votes.ConflictingCertificate) for index in range(3))
 
 
-def test_votes_of_strangers_and_of_other_lives_do_not_count() -> None:
+def test_votes_of_non_members_are_not_counted() -> None:
     table = Table()
     table.do(0, "chosen", 0, table.record())
     stranger, reborn = Member("x"), replace(table.members[1], incarnation=1)
@@ -408,7 +408,7 @@ def test_votes_of_strangers_and_of_other_lives_do_not_count() -> None:
     assert table.vote(0).ballot == 0
 
 
-def test_only_its_coordinator_speaks_for_a_ballot() -> None:
+def test_only_the_coordinator_may_lead_a_ballot() -> None:
     table = Table()
     wrong = votes.Propose(KEY, table.members[2], 0, table.record())
     assert table.do(1, "receive", table.name(2), wrong) == []
@@ -417,14 +417,14 @@ def test_only_its_coordinator_speaks_for_a_ballot() -> None:
     assert table.do(1, "receive", table.name(0), votes.Propose(other, table.members[0], 0, table.record())) == []
 
 
-def test_a_second_record_in_one_ballot_is_ignored() -> None:
+def test_second_record_in_one_ballot_is_ignored() -> None:
     table = Table()
     for record in (table.record(), table.record(without=2)):
         table.do(1, "receive", table.name(0), votes.Propose(KEY, table.members[0], 0, record))
     assert table.vote(1).accepted and table.vote(1).accepted.data == table.record()
 
 
-def test_timers_double_up_to_a_limit_and_only_the_present_one_counts() -> None:
+def test_timers_double_to_limit_and_stale_are_ignored() -> None:
     table = Table()
     table.die(0, 1)
     factors = []
@@ -438,7 +438,7 @@ def test_timers_double_up_to_a_limit_and_only_the_present_one_counts() -> None:
 # -- forks ------------------------------------------------------------------------------------------------------------
 
 
-def test_survivors_fork_unanimously() -> None:
+def test_survivors_must_fork_unanimously() -> None:
     table = Table(5)
     table.die(0, 2, 4)
     fork = table.fork(1, 3)
@@ -451,7 +451,7 @@ def test_survivors_fork_unanimously() -> None:
     assert len(table.vote(1).decided.votes) == 2  # type: ignore[union-attr]
 
 
-def test_a_fork_takes_over_what_a_survivor_had_accepted() -> None:
+def test_fork_adopts_record_accepted_by_survivor() -> None:
     table = Table(5)
     table.hold(0, 3)
     table.do(0, "chosen", 0, table.record(Kind.MEAN, PART))
@@ -469,7 +469,7 @@ def test_a_fork_takes_over_what_a_survivor_had_accepted() -> None:
     assert (forked.kind, forked.plan, forked.parts) == (Kind.FORK, PLAN, (PART.result,))
 
 
-def test_alone_a_survivor_forks_alone_if_the_manifest_allows_it() -> None:
+def test_single_survivor_forks_only_where_allowed() -> None:
     table = Table(2)
     table.die(0)
     table.do(1, "fork", table.fork(1))
@@ -484,7 +484,7 @@ def test_alone_a_survivor_forks_alone_if_the_manifest_allows_it() -> None:
         Table().do(0, "fork", Table().fork(1))
 
 
-def test_a_majority_that_returns_is_not_bound_by_half_a_fork() -> None:
+def test_returning_majority_ignores_unfinished_fork() -> None:
     table = Table(5)
     for index in (1, 3):
         table.do(index, "fork", table.fork(1, 3))
@@ -508,7 +508,7 @@ def test_a_majority_that_returns_is_not_bound_by_half_a_fork() -> None:
     assert table.decided() == [(choose.ballot, table.record())] * 5
 
 
-def test_a_fork_does_not_decide_for_others_they_are_told() -> None:
+def test_fork_and_majority_report_conflicting_certificates() -> None:
     table = Table()
     table.do(1, "fork", table.fork(1))
     table.deliver()
@@ -525,7 +525,7 @@ def test_a_fork_does_not_decide_for_others_they_are_told() -> None:
 # -- on the wire ------------------------------------------------------------------------------------------------------
 
 
-def test_every_message_comes_back_from_the_wire_as_it_went() -> None:
+def test_vote_messages_round_trip_on_the_wire() -> None:
     me, record = Member("anna", 3), Table().record(Kind.MEAN, PART)
     signed = (votes.Signed(me, b"s" * 64),)
     messages: list[votes.VoteMessage] = [
@@ -546,7 +546,7 @@ def test_every_message_comes_back_from_the_wire_as_it_went() -> None:
 # -- random scheduling ------------------------------------------------------------------------------------------------
 
 
-def test_random_scheduling_breaks_no_rule() -> None:
+def test_random_schedules_break_no_invariant() -> None:
     assert [f"seed {seed}: {error}" for seed, error in play(SEEDS)] == []
 
 
@@ -630,6 +630,6 @@ class AcceptsUnheld(PaxosInstance):
     ],
     ids=lambda value: getattr(next(iter(value.values())), "__name__", "same life") if isinstance(value, dict) else "",
 )
-def test_a_planted_bug_is_caught(planted: dict[str, Any], rules: set[str]) -> None:
+def test_planted_bug_is_caught(planted: dict[str, Any], rules: set[str]) -> None:
     caught = (error.rule for seed in SEEDS for _, error in play([seed], **planted))
     assert any(rule in rules for rule in caught)

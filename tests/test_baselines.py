@@ -44,7 +44,7 @@ def bits(all_came: list[Came]) -> set[bytes]:
 
 @everyone
 @pytest.mark.parametrize("count, elements", [(2, 1), (3, 7), (5, 1001), (8, 5000)])
-def test_all_hold_the_same_weighted_mean(name: str, count: int, elements: int) -> None:
+def test_all_peers_get_the_same_weighted_mean(name: str, count: int, elements: int) -> None:
     played = swarm(name, count, elements).play()
     for came in results(played):
         assert (came.mean.outcome, came.round) == (Outcome.COMMITTED, 0)
@@ -57,7 +57,7 @@ def test_all_hold_the_same_weighted_mean(name: str, count: int, elements: int) -
 
 @everyone
 @pytest.mark.parametrize("codec", ["int8", "topk"])
-def test_a_codec_for_pseudo_gradients_leaves_states_whole(name: str, codec: str) -> None:
+def test_lossy_gradient_codec_is_not_applied_to_states(name: str, codec: str) -> None:
     """Steps of a thousandth: eight bits an element, of states, would round each of them away again."""
 
     def lower(index: int, number: int, state: list[Vector]) -> None:
@@ -70,7 +70,7 @@ def test_a_codec_for_pseudo_gradients_leaves_states_whole(name: str, codec: str)
 
 
 @everyone
-def test_a_lossy_codec_leaves_all_with_the_same_bits(name: str) -> None:
+def test_lossy_codec_gives_identical_bits(name: str) -> None:
     played = swarm(name, 4, codec="fp16").play()
     assert {came.mean.outcome for came in results(played)} == {Outcome.COMMITTED}
     assert len(bits(results(played))) == 1
@@ -79,7 +79,7 @@ def test_a_lossy_codec_leaves_all_with_the_same_bits(name: str) -> None:
 
 
 @everyone
-def test_round_after_round(name: str) -> None:
+def test_uneven_peers_complete_every_round(name: str) -> None:
     """Peers of unequal speed: the fast ones wait, and nobody is left behind."""
     played = swarm(name, 3, 300, rounds=4, work_seconds=lambda index: 1.0 + index).play()
     for rounds in played.came.values():
@@ -88,13 +88,13 @@ def test_round_after_round(name: str) -> None:
 
 
 @everyone
-def test_one_that_is_alone_keeps_what_it_has(name: str) -> None:
+def test_single_peer_keeps_its_state(name: str) -> None:
     (came,) = results(swarm(name, 1).play())
     assert (came.mean.outcome, came.mean.blamed) == (Outcome.SKIPPED, ())
 
 
 @everyone
-def test_a_death_at_any_message_ends_the_round_at_once_and_is_named(name: str) -> None:
+def test_peer_death_ends_round_with_blame(name: str) -> None:
     """Who has all parts already may commit; they all hold the same bits."""
     at, lived = 0, False
     while not lived:
@@ -119,7 +119,7 @@ def test_a_death_at_any_message_ends_the_round_at_once_and_is_named(name: str) -
 
 
 @everyone
-def test_silence_ends_the_round_at_its_deadline_and_says_of_whom(name: str) -> None:
+def test_silent_peer_is_blamed_at_the_deadline(name: str) -> None:
     def strike(network: SimNetwork) -> None:
         for other in ("p00", "p02"):
             network.link("p01", other).blocked = True  # and nobody is told
@@ -133,7 +133,7 @@ def test_silence_ends_the_round_at_its_deadline_and_says_of_whom(name: str) -> N
 
 
 @everyone
-def test_one_that_is_behind_comes_to_the_others_round(name: str) -> None:
+def test_lagging_peer_joins_the_others_round(name: str) -> None:
     played = swarm(name, 3, 300, starts={0: 57, 1: 57, 2: 3}, rounds=3, work_seconds=lambda index: 1.0).play()
     assert played.came[2][0].mean.outcome is Outcome.SKIPPED
     assert any("left that round" in blame.why or "already" in blame.why for blame in played.came[2][0].mean.blamed)
@@ -143,7 +143,7 @@ def test_one_that_is_behind_comes_to_the_others_round(name: str) -> None:
     assert {rounds[-1].round for rounds in played.came.values()} <= {58, 59}
 
 
-def test_the_bytes_are_those_of_the_literature() -> None:
+def test_bytes_sent_match_the_literature() -> None:
     """All-reduce and ring: 2 (N - 1) / N of the state, everybody; a server: (N - 1) of it in, and as much out."""
     size, count = 4 * 2 * 20_000, 5
     sent = {}
@@ -156,7 +156,7 @@ def test_the_bytes_are_those_of_the_literature() -> None:
 
 
 @everyone
-def test_peers_that_see_other_members_do_not_mix(name: str) -> None:
+def test_peers_with_different_views_do_not_mix(name: str) -> None:
     played = swarm(name, 3, deadline_seconds=10.0).play(lambda network: network.contacts.views["p00"].lose("p02"))
     assert len(results(played)) == 3
     assert {came.mean.outcome for came in results(played)} == {Outcome.SKIPPED}
@@ -164,7 +164,7 @@ def test_peers_that_see_other_members_do_not_mix(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["data_parallel", "parameter_server"])
-def test_who_brings_a_part_twice_at_once_counts_for_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sender_of_duplicate_part_is_blamed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     once = ScatterReduce._hand_in
 
     async def twice(self: ScatterReduce, part: int, peer: PeerId) -> None:
@@ -179,7 +179,7 @@ def test_who_brings_a_part_twice_at_once_counts_for_nothing(name: str, monkeypat
 
 
 @everyone
-def test_a_stream_of_somebody_who_is_no_member_fits_no_meeting(name: str) -> None:
+def test_stream_of_non_member_is_rejected(name: str) -> None:
     """Though it names the same members: it may have come a moment later."""
     averager = swarm(name, 2).play().averagers[0]
     assert isinstance(averager, SynchronousAverager) and (session := averager._session) and (meeting := session.meeting)

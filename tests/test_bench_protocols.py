@@ -19,7 +19,7 @@ def arm(protocol: str, peers: int, failure: float = 0.0, rounds: int = 1) -> Arm
     return Arm(protocol, peers, rounds, inner_steps=2, preset="w64", seed=0, failure=failure)
 
 
-def test_the_same_peers_are_down_for_all_protocols_and_somebody_is_up() -> None:
+def test_all_protocols_share_the_same_downtime() -> None:
     for number in range(200):
         downs = {tuple(up(arm(protocol, 8, 0.9), number)) for protocol in ARMS}
         assert len(downs) == 1 and any(*downs)
@@ -27,7 +27,7 @@ def test_the_same_peers_are_down_for_all_protocols_and_somebody_is_up() -> None:
     assert share == pytest.approx(0.7, abs=0.03)
 
 
-def test_data_parallel_with_one_peer_is_plain_training() -> None:
+def test_data_parallel_with_one_peer_equals_plain_training() -> None:
     pooled, plain = Pooled(arm("data-parallel", 1)), LabMember(arm("one-worker", 1).run(), 0)
     pooled.among([0])
     for step in range(2):
@@ -35,7 +35,7 @@ def test_data_parallel_with_one_peer_is_plain_training() -> None:
     assert torch.equal(pooled.vectors[0], plain.vectors[0])
 
 
-def test_another_rate_is_another_run_and_half_of_it_moves_half_as_far() -> None:
+def test_rate_changes_run_name_and_step_length() -> None:
     """A first step of AdamW is as long as its rate, without decay."""
     one, half = arm("alone", 1), replace(arm("alone", 1), rate=0.5)
     assert one.name() != half.name() and one.run().name() != half.run().name()
@@ -49,16 +49,14 @@ def test_another_rate_is_another_run_and_half_of_it_moves_half_as_far() -> None:
 
 
 @pytest.mark.parametrize("pull", (None, 0.3))
-def test_peers_that_average_all_states_hold_one_model(pull: float | None) -> None:
+def test_full_state_averaging_gives_one_model(pull: float | None) -> None:
     """And then the mean over their losses is the loss of each."""
     averaged = loose(arm("moshpit", 2), all_reduce(2, random.Random(0)), 1, pull)[-1][1]
     apart = loose(arm("moshpit", 2), lambda number, here, values: values, 1, pull)[-1][1]
     assert averaged != apart and averaged == pytest.approx(apart, rel=0.01)
 
 
-def test_a_laboratory_that_is_stopped_has_whole_seeds_to_show(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_interrupted_lab_reports_complete_seeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And what is paired is what both have."""
     path = tmp_path / "runs.json"
     options, book = parse(["--json", str(path), "--seeds", "2"]), Book(path, resume=False)
@@ -80,7 +78,7 @@ def test_a_laboratory_that_is_stopped_has_whole_seeds_to_show(
     assert gossip_line.endswith("80%"), "of what the butterfly gains over one that is alone"
 
 
-def test_runs_on_another_text_are_not_gone_on_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resume_rejects_runs_on_other_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "runs.json"
     path.write_text('{"text": "of another Python", "runs": {}}')
     with pytest.raises(SystemExit, match="2"):
@@ -89,7 +87,7 @@ def test_runs_on_another_text_are_not_gone_on_with(tmp_path: Path, capsys: pytes
     assert main(["--json", str(path), "--show"]) == 0
 
 
-def test_who_finds_its_partner_down_meets_another() -> None:
+def test_gossip_replaces_partner_that_is_down() -> None:
     here, values = torch.tensor([True, False, True, True, False, True]), torch.eye(6, dtype=torch.float64)
     calm = gossip("random")(6, random.Random(1))(3, torch.ones(6, dtype=torch.bool), values)
     assert torch.equal(calm, pairs(6, random.Random(1))(3, torch.ones(6, dtype=torch.bool), values))
@@ -99,7 +97,7 @@ def test_who_finds_its_partner_down_meets_another() -> None:
         assert sorted(mixed[here].max(1).values.tolist()) == [0.5] * 4 and torch.equal(mixed.sum(0), torch.ones(6))
 
 
-def test_what_is_wrong_takes_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_arguments_give_one_line_error(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--json", "x.json", "--failures", "1"])
     assert main(["--json", "/nowhere/x.json"]) == 2

@@ -7,14 +7,14 @@ from collections import Counter
 from node.runtime.bounded import MAX_COUNTED, count, renew
 
 
-def test_the_newest_entries_are_kept_and_what_is_set_again_is_new() -> None:
+def test_oldest_entries_are_dropped_and_rewritten_are_newest() -> None:
     entries: dict[str, int] = {}
     for number, key in enumerate("abcad"):
         renew(entries, key, number, 3)
     assert entries == {"c": 2, "a": 3, "d": 4}
 
 
-def test_counts_tell_what_is_new_and_forget_the_oldest_kind() -> None:
+def test_count_reports_new_keys_and_drops_oldest() -> None:
     counter: Counter[str] = Counter()
     assert [count(counter, key, 2) for key in "aabac"] == [True, False, True, False, True]
     assert counter == {"b": 1, "c": 1}

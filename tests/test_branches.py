@@ -40,7 +40,7 @@ def chain_of(members: int, links: list[DecidedRound]) -> Chain:
 # -- judging ----------------------------------------------------------------------------------------------------------
 
 
-def test_what_was_decided_is_followed_to_its_head() -> None:
+def test_decided_rounds_verify_up_to_the_head() -> None:
     head = start()
     links = line(head, 2)
     links.append(decided(links[-1].head, Kind.SKIP, roster=ROSTER[:2]))
@@ -51,7 +51,7 @@ def test_what_was_decided_is_followed_to_its_head() -> None:
     assert rules().verify(head, []) == ()
 
 
-def test_a_certificate_of_any_ballot_counts() -> None:
+def test_certificate_of_any_ballot_counts() -> None:
     head = start()
     link = decided(head)
     certificate = certified(head, link.record, ROSTER[:2], ballot=77)
@@ -65,7 +65,7 @@ def test_too_few_votes_decide_nothing(voters: tuple[Member, ...], members: int) 
         rules().judge(head, certified(head, decided(head).record, voters))
 
 
-def test_a_manifest_may_ask_for_more_votes() -> None:
+def test_manifest_may_require_more_votes() -> None:
     head = start(5)
     certificate = certified(head, decided(head).record, ROSTER[:3])
     assert rules().judge(head, certificate)
@@ -73,7 +73,7 @@ def test_a_manifest_may_ask_for_more_votes() -> None:
         rules(quorum=lambda members: 2 * members // 3 + 1).judge(head, certificate)
 
 
-def test_votes_of_strangers_and_of_other_lives_are_refused() -> None:
+def test_votes_of_non_members_are_rejected() -> None:
     head = start()
     record = decided(head).record
     for stranger in (OUTSIDER, Member("anna", 1)):
@@ -81,7 +81,7 @@ def test_votes_of_strangers_and_of_other_lives_are_refused() -> None:
             rules().judge(head, certified(head, record, (ANNA, BERT, stranger)))
 
 
-def test_a_forged_vote_is_refused_however_many_are_right() -> None:
+def test_forged_vote_is_rejected_among_valid_ones() -> None:
     head = start()
     good = certified(head, decided(head).record)
     other = decided(head, plan=b"e" * 32)
@@ -99,7 +99,7 @@ def test_a_forged_vote_is_refused_however_many_are_right() -> None:
             rules().judge(head, bad)
 
 
-def test_a_vote_for_this_record_in_another_round_does_not_count() -> None:
+def test_vote_from_another_round_does_not_count() -> None:
     head, link = start(), decided(start())
     later = certified(link.head, decided(link.head).record)
     moved = replace(later, key=head.key)
@@ -109,7 +109,7 @@ def test_a_vote_for_this_record_in_another_round_does_not_count() -> None:
         rules().judge(head, later)
 
 
-def test_records_that_break_the_rules_are_refused() -> None:
+def test_records_breaking_the_rules_are_rejected() -> None:
     head = start(2)
     strangers = tuple(Member(f"s{number}") for number in range(3))
     for roster in ((), (ANNA, ANNA), (ANNA, BERT, *strangers), strangers[:1], (Member("anna", 1), Member("bert", 1))):
@@ -121,7 +121,7 @@ def test_records_that_break_the_rules_are_refused() -> None:
             rules().judge(head, replace(decided(head).certificate, record=data))
 
 
-def test_a_fork_needs_all_of_its_own() -> None:
+def test_fork_needs_votes_of_its_whole_roster() -> None:
     head = start(5)
     link = decided(head, Kind.FORK, roster=(ANNA, BERT))
     assert rules().judge(head, link.certificate) == link
@@ -135,14 +135,14 @@ def test_a_fork_needs_all_of_its_own() -> None:
         rules(fork_peers=0).judge(head, link.certificate)
 
 
-def test_a_run_that_is_known_to_start_elsewhere() -> None:
+def test_chain_from_another_genesis_state_is_rejected() -> None:
     other = decided(start(), root=b"x" * 32).certificate
     assert rules().judge(start(), other)
     with pytest.raises(BadPayload, match="another state"):
         rules().judge(start(root=ROOT), other)
 
 
-def test_links_that_do_not_follow_each_other_are_refused() -> None:
+def test_non_consecutive_links_are_rejected() -> None:
     head = start()
     one, two, three = (link.certificate for link in line(head, 3))
     for bad in ([two], [one, three], [one, one], [two, one]):
@@ -170,13 +170,13 @@ def forked(head: Head, *members: Member, plan: bytes = b"d" * 32) -> DecidedRoun
     return decided(head, Kind.FORK, roster=members, plan=plan)
 
 
-def test_a_longer_chain_on_the_same_branch_is_ahead() -> None:
+def test_longer_chain_on_same_branch_is_ahead() -> None:
     links = line(start(5), 6)
     assert beats(links[:4], links) == 2 and beats([], links) == 6
     assert beats(links, links[:4]) == beats(links, links) == beats(links, []) == 0
 
 
-def test_more_signatures_at_the_first_child_win_over_any_length() -> None:
+def test_more_signatures_beat_a_longer_branch() -> None:
     base = line(start(5), 2)
     head = base[-1].head
     majority = [decided(head, voters=ROSTER[:3])]
@@ -188,7 +188,7 @@ def test_more_signatures_at_the_first_child_win_over_any_length() -> None:
     assert beats([*base, *long], [*base, single]) == 0
 
 
-def test_a_fork_of_heirs_counts_as_its_roster_and_loses_to_what_was_decided() -> None:
+def test_successor_fork_ranks_by_roster_below_majority() -> None:
     base = line(start(5), 2)
     head = base[-1].head
     heirs = tuple(replace(member, incarnation=1) for member in ROSTER)
@@ -207,14 +207,14 @@ def test_a_fork_of_heirs_counts_as_its_roster_and_loses_to_what_was_decided() ->
 
 
 @pytest.mark.parametrize("incarnation, inherits", ((0, False), (4, False), (5, False), (6, True), (ONLOOKER, False)))
-def test_an_heir_is_a_later_life(incarnation: int, inherits: bool) -> None:
+def test_successor_is_a_later_incarnation(incarnation: int, inherits: bool) -> None:
     tally = VoteTally(start().key, (replace(ANNA, incarnation=5), BERT), SimSigner("anna", SEED))
     assert tally.is_successor(replace(ANNA, incarnation=incarnation)) == inherits
     assert not tally.is_successor(replace(OUTSIDER, incarnation=incarnation))
 
 
 @pytest.mark.parametrize("fork_peers, enough", ((0, 9), (1, 1), (2, 2), (3, 3), (4, 3)))
-def test_as_many_heirs_fork_as_the_run_wants_or_all_of_a_small_roster(fork_peers: int, enough: int) -> None:
+def test_successors_may_fork_from_configured_count(fork_peers: int, enough: int) -> None:
     tally = VoteTally(start().key, ROSTER[:3], SimSigner("anna", SEED), fork_peers=fork_peers)
     heirs = [replace(member, incarnation=1) for member in ROSTER[:3]]
     assert [tally.may_fork(heirs[:count]) for count in range(4)] == [count >= enough for count in range(4)]
@@ -249,7 +249,7 @@ def shrinking(*rosters: tuple[Member, ...]) -> list[DecidedRound]:
         ((FIVE, FIVE[4:]), FIVE[:3], True),  # who was evicted and never restarted
     ),
 )
-def test_most_of_a_roster_that_has_shrunk_may_fork(
+def test_former_majority_of_shrunken_roster_may_fork(
     rosters: tuple[tuple[Member, ...], ...], back: tuple[Member, ...], may: bool
 ) -> None:
     head = shrinking(*rosters)[-1].head
@@ -261,7 +261,7 @@ def test_most_of_a_roster_that_has_shrunk_may_fork(
         assert rules().judge(head, forked(head, *back).certificate).head.roster == back
 
 
-def test_of_former_members_and_others_the_larger_branch_wins() -> None:
+def test_largest_branch_wins_among_former_and_other_members() -> None:
     """Whoever looks, and however long they are; of two equal ones, not that of the former members."""
     before = shrinking(FIVE, FIVE[2:], FIVE[4:])
     head = before[-1].head
@@ -283,13 +283,13 @@ def test_of_former_members_and_others_the_larger_branch_wins() -> None:
     assert rules().depends_on_growth(chain, head.key.lineage, grown[:3]), "its growth is still to come"
 
 
-def test_a_tie_goes_to_the_lower_hash() -> None:
+def test_tie_goes_to_the_lower_hash() -> None:
     head = start(4)
     pairs = sorted([forked(head, ANNA, BERT), forked(head, CLEO, DORA)], key=lambda link: link.lineage)
     assert beats([pairs[1]], [pairs[0]], 4) == 1 and beats([pairs[0]], [pairs[1]], 4) == 0
 
 
-def test_two_of_two_who_went_on_alone() -> None:
+def test_between_two_single_member_forks_lower_hash_wins() -> None:
     head = start(2)
     lower, higher = sorted([forked(head, ANNA), forked(head, BERT)], key=lambda link: link.lineage)
     mine = next(member for member in ROSTER[:2] if member in higher.record.roster)
@@ -297,7 +297,7 @@ def test_two_of_two_who_went_on_alone() -> None:
     assert beats([lower], [higher, *line(higher.head, 9)], 2, ANNA) == 0
 
 
-def test_how_many_votes_a_certificate_holds_does_not_matter() -> None:
+def test_vote_count_of_certificate_does_not_matter() -> None:
     """Two peers hold different certificates of the same rounds, and must choose alike."""
     head = start(5)
     every = [decided(head, plan=bytes([plan]) * 32).record for plan in range(2)]
@@ -309,7 +309,7 @@ def test_how_many_votes_a_certificate_holds_does_not_matter() -> None:
     assert len(answers) == 1 and sum(answers.pop()) == 1, "this takes liars; still, all agree"
 
 
-def test_the_parting_is_found_above_the_locators_answer() -> None:
+def test_divergence_is_found_above_common_ancestor() -> None:
     links = line(start(5), 6)
     other = line(links[3].head, 3, plan=b"\x00" * 32)
     chain = chain_of(5, links)
@@ -322,7 +322,7 @@ def test_the_parting_is_found_above_the_locators_answer() -> None:
 # -- forks, and those who wait ----------------------------------------------------------------------------------------
 
 
-def test_one_member_cannot_capture_the_others_who_still_vote() -> None:
+def test_single_member_fork_cannot_capture_a_majority() -> None:
     """R = 4, quorum 3: without dora the others are enough, without two they are not."""
     head = start(4)
     alone, pair = forked(head, DORA), forked(head, CLEO, DORA)
@@ -334,12 +334,12 @@ def test_one_member_cannot_capture_the_others_who_still_vote() -> None:
     assert beats([], [forked(start(2), BERT)], 2, ANNA) == 1
 
 
-def test_who_waited_in_vain_follows() -> None:
+def test_stranded_peer_follows_the_fork() -> None:
     alone = forked(start(4), DORA)
     assert beats([], [alone, *line(alone.head, 2)], 4, ANNA, stranded=True) == 3
 
 
-def test_a_branch_is_followed_up_to_a_fork_that_may_be_a_capture() -> None:
+def test_branch_is_followed_up_to_suspected_capture() -> None:
     links = line(start(4), 3)
     fork = forked(links[-1].head, DORA)
     for ours, stranded in itertools.product((links[:1], links[:2]), (False, True)):
@@ -348,7 +348,7 @@ def test_a_branch_is_followed_up_to_a_fork_that_may_be_a_capture() -> None:
     assert beats(links, [*links, fork], 4, ANNA, stranded=True) == 1
 
 
-def test_a_fork_of_others_beats_a_smaller_one_of_ours() -> None:
+def test_larger_fork_beats_our_smaller_one() -> None:
     head = start(5)
     assert beats([forked(head, ANNA)], [forked(head, DORA, EMIL)], 5, ANNA) == 1
 
@@ -373,7 +373,7 @@ def trees(draw: st.DrawFn) -> list[list[DecidedRound]]:
 
 
 @given(paths=trees(), data=st.data())
-def test_all_come_to_one_branch_whatever_they_hear_first(paths: list[list[DecidedRound]], data: st.DataObject) -> None:
+def test_all_peers_converge_in_any_order(paths: list[list[DecidedRound]], data: st.DataObject) -> None:
     def follow_all(ours: list[DecidedRound], order: list[list[DecidedRound]], at_once: bool) -> bytes:
         chain = chain_of(5, ours)
         genesis_lineage = chain.locator()[-1]

@@ -61,7 +61,7 @@ def same_bits(averaged: Averaged) -> bool:
 
 @pytest.mark.parametrize("count", range(1, 17))
 @pytest.mark.parametrize("elements", (1, 7, 1001, 65_537))
-def test_exact_mean_for_every_size_of_group(count: int, elements: int) -> None:
+def test_exact_mean_for_every_group_size(count: int, elements: int) -> None:
     """Unequal weights, unequal shares, odd sizes, vectors smaller than the group."""
     rng = random.Random(count * 31 + elements)
     given = vectors(count, elements, seed=count)
@@ -78,7 +78,7 @@ def test_exact_mean_for_every_size_of_group(count: int, elements: int) -> None:
 
 @pytest.mark.parametrize("name", ("fp32", "fp16", "bf16", "int8"))
 @pytest.mark.parametrize("count", (2, 3, 5, 8))
-def test_codecs_stay_within_their_bound(name: str, count: int) -> None:
+def test_codec_errors_stay_within_bound(name: str, count: int) -> None:
     """Each contribution is encoded once and the mean once: the errors of both, element by element."""
     given = vectors(count, 30_011, seed=count)
     tokens = [1000 + 500 * index for index in range(count)]
@@ -101,7 +101,7 @@ def _block_bound(name: str, magnitude: Vector) -> Vector:
     return torch.full_like(magnitude, float(magnitude.max()) / 127)
 
 
-def test_each_sends_the_optimum_with_equal_shares() -> None:
+def test_equal_shares_send_the_optimal_bytes() -> None:
     """2(N-1)/N·S per peer, headers included, within 1 %; int8 at most 0.27 of it."""
     count, elements = 4, 10 * MIB // 4
     size = 4 * elements
@@ -115,7 +115,7 @@ def test_each_sends_the_optimum_with_equal_shares() -> None:
     assert all(small / large <= 0.27 for small, large in zip(sent["int8"], sent["fp32"], strict=True))
 
 
-def test_each_sends_its_share_with_unequal_links() -> None:
+def test_unequal_links_send_their_share() -> None:
     """S[1 + (N-2)·f_i], within 1 %, with the shares that let all uplinks end at the same time, T* = 2(N-1)S/Σb."""
     bandwidths = [40e6, 20e6, 20e6, 18e6]
     elements = 10 * MIB // 4
@@ -125,7 +125,7 @@ def test_each_sends_its_share_with_unequal_links() -> None:
         assert abs(sent / (seconds * bandwidth) - 1) < 0.01
 
 
-def test_a_link_too_slow_to_reduce_only_hands_in_its_own() -> None:
+def test_slow_link_sends_only_its_own_contribution() -> None:
     """f_i = 0: it sends S, once."""
     elements = 10 * MIB // 4
     averaged = ButterflyHarness(vectors(4, elements, seed=0), [1000] * 4, [40e6, 20e6, 20e6, 1e6]).average()
@@ -133,7 +133,7 @@ def test_a_link_too_slow_to_reduce_only_hands_in_its_own() -> None:
     assert same_bits(averaged)
 
 
-def test_memory_does_not_grow_with_the_group_times_the_vector() -> None:
+def test_reducer_memory_is_bounded_by_window() -> None:
     """A reducer holds a window of chunks for each contributor, whatever the length of the vector."""
     from protocols.allreduce import reducer as reduce
 
@@ -153,7 +153,7 @@ def test_memory_does_not_grow_with_the_group_times_the_vector() -> None:
     assert 3 <= most <= 3 * reduce.WINDOW_CHUNKS
 
 
-def test_a_peer_alone_averages_with_itself_at_once() -> None:
+def test_single_peer_averages_with_itself_at_once() -> None:
     (given,) = vectors(1, 5000, seed=3)
     averaged = ButterflyHarness([given], [10], [1e6]).average()
     assert torch.equal(averaged.results[0], given)
@@ -161,7 +161,7 @@ def test_a_peer_alone_averages_with_itself_at_once() -> None:
     assert averaged.seconds < 0.1
 
 
-def test_a_member_without_work_receives_and_weighs_nothing() -> None:
+def test_member_without_work_receives_with_zero_weight() -> None:
     given = vectors(4, 20_000, seed=4)
     averaged = ButterflyHarness(given, [1000, 0, 1000, 1000], [1e7] * 4, chunk_elements=1024).average()
     assert same_bits(averaged)
@@ -175,7 +175,7 @@ REFUSED = tuple(lie for lie in LIES if lie != "weight-huge")
 
 @pytest.mark.parametrize("lie", REFUSED)
 @pytest.mark.parametrize(("name", "chunk_elements"), [("fp32", 2048), ("int8", 2048), ("fp32", 1 << 18)])
-def test_a_lying_contributor_is_refused_named_and_left_out(lie: str, name: str, chunk_elements: int) -> None:
+def test_lying_contributor_is_blamed_and_left_out(lie: str, name: str, chunk_elements: int) -> None:
     """Whatever it sends: the others commit the same bits, without it where it lied, and say who it was.
 
     A part of one chunk is no exception, but that a chunk sent twice is then one chunk and something nobody reads.
@@ -212,7 +212,7 @@ def _holds_only_whole_chunks(averaged: Averaged, given: list[Vector], liar: int,
     assert float(nearest.max()) <= 3 * slack + 1e-5
 
 
-def test_a_claim_of_a_huge_weight_is_clamped_and_named() -> None:
+def test_huge_weight_claim_is_clamped_and_blamed() -> None:
     given = vectors(4, 10_000, seed=6)
     names = [f"p{index:02}" for index in range(4)]
     calls = coordinators(genesis(RUN), [Member(name) for name in names])[0]
@@ -226,7 +226,7 @@ def test_a_claim_of_a_huge_weight_is_clamped_and_named() -> None:
     assert all(relative_error(averaged.results[index], expected) <= 1e-6 for index in range(4) if index != liar)
 
 
-def test_one_that_stalls_costs_nobody_else_a_chunk() -> None:
+def test_stalled_peer_costs_others_no_chunk() -> None:
     """Whom the window held up behind it gets time afresh, and who was late still receives the mean."""
     given = vectors(4, 1_500_000, seed=0)
 
@@ -292,7 +292,7 @@ def awaited_at(seen: list[tuple[float, str, tuple[str, ...]]], peer: str, second
     return [whom for at, who, whom in seen if who == peer and at <= seconds][-1]
 
 
-def test_a_round_waits_for_who_trains_then_for_reducers_then_for_a_decision_then_for_nobody() -> None:
+def test_awaited_peers_follow_the_phases_of_a_round() -> None:
     seen, means = watched(4, {2: 0.5})
     assert {mean.outcome for mean in means} == {Outcome.COMMITTED}
     for peer in ("p00", "p01", "p03"):
@@ -306,7 +306,7 @@ def test_a_round_waits_for_who_trains_then_for_reducers_then_for_a_decision_then
         assert max(len(whom) for whom in told[1:-1]) > 1, "the reducers, while data travels"
 
 
-def test_who_holds_up_the_data_is_named() -> None:
+def test_peer_holding_up_data_is_reported() -> None:
     """Its link fails once the round is called: the others wait for the part that it reduces."""
 
     def strike(network: SimNetwork) -> None:
@@ -320,6 +320,6 @@ def test_who_holds_up_the_data_is_named() -> None:
         assert awaited_at(seen, peer, 1e9) == ()
 
 
-def test_one_alone_waits_for_nobody_else() -> None:
+def test_single_peer_waits_only_for_itself() -> None:
     seen, _ = watched(1, {})
     assert {whom for _, _, whom in seen} <= {(), ("p00",)} and seen[-1][2] == ()

@@ -38,7 +38,7 @@ def stated_bytes(name: str, count: int, elements: int) -> float:
 
 
 @pytest.mark.parametrize("count", (1, 2, 5))
-def test_the_mean_of_what_is_sent_of_each(count: int) -> None:
+def test_mean_is_of_the_encoded_contributions(count: int) -> None:
     """Each contribution is what topk makes of it, its reducer's own as well; the mean is off by int8's steps."""
     given = vectors(count, 10 * CHUNK + 700)
     averaged = average("topk", given)
@@ -55,7 +55,7 @@ def test_the_mean_of_what_is_sent_of_each(count: int) -> None:
 
 @pytest.mark.parametrize("name, most", [("int4", 0.25), ("e3m0", 0.35)])
 @pytest.mark.parametrize("count", (2, 5))
-def test_four_bits_come_near_the_mean(name: str, most: float, count: int) -> None:
+def test_four_bit_codecs_approximate_the_mean(name: str, most: float, count: int) -> None:
     given = vectors(count, 30_011)
     expected = torch.stack(given).double().mean(0)
     error = (average(name, given).results[0].double() - expected).norm() / expected.norm()
@@ -63,7 +63,7 @@ def test_four_bits_come_near_the_mean(name: str, most: float, count: int) -> Non
 
 
 @pytest.mark.parametrize("name, factor", [("fp32", 1), ("int8", 3.8), ("int4", 7.4), ("e3m0", 7.4), ("topk", 58)])
-def test_each_sends_what_is_stated(name: str, factor: float) -> None:
+def test_bytes_sent_match_the_codec_estimate(name: str, factor: float) -> None:
     """Within 1 % and a few KiB of headers and votes; `factor` times less than float32, and more for four peers."""
     count, elements = 4, 1 << 20
     averaged = average(name, vectors(count, elements), chunk_elements=1 << 18)
@@ -72,6 +72,6 @@ def test_each_sends_what_is_stated(name: str, factor: float) -> None:
     assert stated_bytes("fp32", count, elements) / stated >= factor
 
 
-def test_chunks_that_cut_the_groups_are_refused() -> None:
+def test_chunks_splitting_codec_groups_are_rejected() -> None:
     with pytest.raises(ValueError, match="take a multiple of 4096"):
         average("topk", vectors(1, 100), chunk_elements=1000)

@@ -24,7 +24,7 @@ from tests.sim.network import SimNetwork, Trace
 from tests.test_butterfly import vectors
 
 
-def test_a_reducer_whose_part_does_not_decode_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reducer_with_undecodable_part_is_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not the coordinator, nor anybody else; its part goes to another, and the round is committed."""
     close = Reducer._close
 
@@ -58,7 +58,7 @@ async def offers(host: Host, key: RoundKey) -> None:
 
 
 @pytest.mark.parametrize("ahead", (0, 1, 10**6))
-def test_a_stranger_holds_no_stream(ahead: int) -> None:
+def test_non_member_stream_is_closed_within_seconds(ahead: int) -> None:
     """Whatever round it speaks of, and when it says nothing: it is sent away in seconds, though it asks for a day."""
     network = SimNetwork(Trace())
     roster = (Member("p0"), Member("p1"))
@@ -81,7 +81,7 @@ def test_a_stranger_holds_no_stream(ahead: int) -> None:
     assert not network.bugs
 
 
-def test_a_claim_of_bandwidth_follows_what_came_of_it() -> None:
+def test_bandwidth_claim_follows_observed_results() -> None:
     """Budgets follow claims: halved after a data phase that did not end in time, and slowly more again."""
     claim = 8e6
     for in_time, due in ((False, 4e6), (False, 2e6), (True, 2.1e6), *((True, None),) * 27, (True, 8e6)):

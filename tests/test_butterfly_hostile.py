@@ -129,7 +129,7 @@ class Company:
 # -- strangers and liars on streams -----------------------------------------------------------------------------------
 
 
-def test_a_frame_sent_back_on_a_control_stream_crashes_nobody() -> None:
+def test_unexpected_control_frame_is_blamed_without_crash() -> None:
     """Nothing is due there: its sender is named, by all others, and they commit the round without it."""
     company = Company(3, Settings("fp32", (64,), 16))
     liar, honest = company.peers[-1], company.peers[:-1]
@@ -149,7 +149,7 @@ def test_a_frame_sent_back_on_a_control_stream_crashes_nobody() -> None:
     assert set(company.named()) == {liar}
 
 
-def test_strangers_do_not_hold_streams_for_parts() -> None:
+def test_non_members_cannot_hold_part_streams() -> None:
     """Who asks for nothing, or takes nothing, is sent away; so many are served at a time, and then others again."""
     company = Company(1, Settings("fp32", (1 << 22,)))
     network, (me,), lineage = company.network, company.peers, company.head.key.lineage
@@ -188,7 +188,7 @@ def test_strangers_do_not_hold_streams_for_parts() -> None:
     assert not network.bugs
 
 
-def test_streams_that_are_accepted_and_reset_are_not_reopened_without_pause() -> None:
+def test_streams_reset_by_peer_are_reopened_with_backoff() -> None:
     """The one believes the other alive, who does not believe it, and sends it away: some tens of times in a minute."""
     opened: list[str] = []
 
@@ -224,7 +224,7 @@ def _part(low: int, high: int) -> ReducedPart:
     return held
 
 
-def test_parts_of_equal_bytes_at_different_places_are_different_parts() -> None:
+def test_equal_parts_at_different_offsets_stay_distinct() -> None:
     """The mean is zero throughout; a member that came late fetches its parts, and every element is written."""
     elements = 4096
     company = Company(4, Settings("int8", (elements,), 256))
@@ -257,7 +257,7 @@ def test_parts_of_equal_bytes_at_different_places_are_different_parts() -> None:
         ({}, ""),
     ),
 )
-def test_a_proposal_is_of_the_whole_vector_and_its_parts_lie_where_they_belong(wrong: dict[str, Any], why: str) -> None:
+def test_proposal_must_cover_vector_with_placed_parts(wrong: dict[str, Any], why: str) -> None:
     """Or it is refused by who holds all of it; without anything wrong, it is accepted."""
     company = Company(3, Settings("fp32", (100,), 100))
     head, (proposer, ours) = company.head, company.order[:2]
@@ -283,7 +283,7 @@ def test_a_proposal_is_of_the_whole_vector_and_its_parts_lie_where_they_belong(w
 # -- attempts that are given up, rounds entered again -----------------------------------------------------------------
 
 
-def test_a_fork_takes_over_where_the_parts_of_an_accepted_mean_lie() -> None:
+def test_fork_keeps_part_locations_of_accepted_mean() -> None:
     """Two are left: one has accepted a mean and has its part, the other fetches it from there; the fork commits."""
     elements = 100
     company = Company(5, Settings("fp32", (elements,), elements))
@@ -315,7 +315,7 @@ def test_a_fork_takes_over_where_the_parts_of_an_accepted_mean_lie() -> None:
     assert all(torch.equal(attempt.into, torch.ones(elements)) for attempt in company.attempts)
 
 
-def test_a_lineage_entered_again_with_another_state_is_judged_by_that() -> None:
+def test_reentry_with_corrected_state_root_commits() -> None:
     """Who once entered it with a wrong state root, and then has the right one, commits with the others."""
     company = Company(2, Settings("fp32", (64,), 16))
     mistaken = company.averagers[company.order[1]]
@@ -330,7 +330,7 @@ def test_a_lineage_entered_again_with_another_state_is_judged_by_that() -> None:
     assert not company.named()
 
 
-def test_a_coordinator_that_comes_back_draws_no_second_plan_of_the_same_ballot() -> None:
+def test_returning_coordinator_sends_no_second_plan() -> None:
     """It was superseded after it sent its plan; it waits for the next coordinator, and nobody calls it a liar."""
     elements = 2_000_000
     company = Company(3, Settings("fp32", (elements,), 1 << 16))

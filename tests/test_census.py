@@ -43,7 +43,7 @@ def tracker(*words: PositionAnnouncement, at: float = 10.0, live: int = 0) -> Pe
     return found
 
 
-def test_a_word_travels() -> None:
+def test_announcement_round_trips() -> None:
     waiting = replace(HERE, stage=WAITING, axis=1, follows="p2", offer=(OFFER,))
     for each in (HERE, waiting):
         assert wire.decode(wire.encode(each)) == each
@@ -67,12 +67,12 @@ def test_a_word_travels() -> None:
         {"stage": WAITING, "offer": (replace(OFFER, member=Member("p2")),)},
     ),
 )
-def test_what_no_peer_says_of_itself_is_refused(changes: dict[str, object]) -> None:
+def test_invalid_announcement_is_rejected(changes: dict[str, object]) -> None:
     with pytest.raises(BadPayload):
         check(replace(HERE, **changes), "p1")  # type: ignore[arg-type]
 
 
-def test_every_part_of_a_key_counts() -> None:
+def test_key_depends_on_every_component() -> None:
     """Run, scope, round, shape, axis and line; and nothing else: not the coordinate along the axis, nor the sender."""
     keys = {HERE.key(0).lineage, HERE.key(1).lineage}
     for changes in ({"run": bytes([1] * 32)}, {"scope": "run/x"}, {"round": 4}, {"shape": (5, 3)}, {"index": (3, 1)}):
@@ -81,7 +81,7 @@ def test_every_part_of_a_key_counts() -> None:
     assert replace(HERE, index=(1, 2), sender=ME, since=9, number=7, stage=DONE).key(0) == HERE.key(0)
 
 
-def test_old_words_change_nothing() -> None:
+def test_stale_announcement_changes_nothing() -> None:
     found = tracker(word("p1", 5, round=4))
     assert not found.take(word("p1", 5, round=9), 11.0)
     assert not found.take(word("p1", 4, round=9), 11.0)
@@ -93,7 +93,7 @@ def test_old_words_change_nothing() -> None:
     assert found.here("p1") == later
 
 
-def test_who_is_out_of_sight_is_forgotten() -> None:
+def test_peer_out_of_view_is_forgotten() -> None:
     found = tracker(word("p1"), word("p2"))
     found.look([ME, Member("p2")], (), 20.0)
     assert [each.sender.peer for each in found.words()] == ["p2"]
@@ -101,7 +101,7 @@ def test_who_is_out_of_sight_is_forgotten() -> None:
     assert [each.sender.peer for each in found.words()] == ["p2"], "found in the directory, it is in sight"
 
 
-def test_a_moment_out_of_sight_costs_no_words() -> None:
+def test_brief_absence_keeps_announcements() -> None:
     """Nobody repeats them to the same life."""
     found = tracker(word("p1"), word("p2"))
     found.look([ME], (), 20.0)
@@ -110,7 +110,7 @@ def test_a_moment_out_of_sight_costs_no_words() -> None:
     assert [each.sender.peer for each in found.words()] == ["p1"], "of the other there is another life"
 
 
-def test_a_moment_out_of_sight_wipes_nothing_out() -> None:
+def test_brief_absence_keeps_the_exclusion_record() -> None:
     found, member = tracker(word("p1")), Member("p1")
     for round in range(3):
         found.kept(member, round)
@@ -120,20 +120,20 @@ def test_a_moment_out_of_sight_wipes_nothing_out() -> None:
     assert not found.line(mine, 0) and "p1" in tracker(word("p1")).line(mine, 0)
 
 
-def test_of_those_who_are_gone_so_many_words_are_kept() -> None:
+def test_announcements_of_departed_peers_are_bounded() -> None:
     found = tracker(*(word(f"p{number}") for number in range(1, MAX_GONE + 10)))
     found.look([ME], (), 20.0)
     assert len(found._heard) == len(found._past) == MAX_GONE
 
 
-def test_who_is_present() -> None:
+def test_present_peers_are_recent_or_newly_joined() -> None:
     """Those of this round and of the one before; who has just come and not yet spoken; nobody who says nothing."""
     found = tracker(word("p1", round=3), word("p2", round=2), word("p3", round=1), word("p4", round=9), live=1)
     assert found.present(3, 10.0) == ["p0", "p1", "p2", "p4", "q0"]
     assert found.present(3, 10.0 + UNHEARD_SECONDS) == ["p0", "p1", "p2", "p4"]
 
 
-def test_one_liar_does_not_move_the_clock() -> None:
+def test_one_liar_does_not_advance_the_round() -> None:
     liar = word("p9", round=1 << 40)
     assert tracker().ahead(3) == 3
     assert tracker(word("p1", round=5)).ahead(3) == 5
@@ -144,7 +144,7 @@ def test_one_liar_does_not_move_the_clock() -> None:
     assert tracker(word("p1", round=1), word("p2", round=2)).ahead(3) == 3, "the clock does not go back"
 
 
-def test_who_speaks_first_is_no_witness_for_those_who_have_not_spoken() -> None:
+def test_first_speaker_does_not_vouch_for_silent_peers() -> None:
     """Where a run begins, and after a moment in which everybody was out of sight."""
     liar = word("p9", round=1 << 40)
     assert tracker(liar, live=1).ahead(3) == tracker(liar, live=4).ahead(3) == 3
@@ -154,7 +154,7 @@ def test_who_speaks_first_is_no_witness_for_those_who_have_not_spoken() -> None:
 
 
 @pytest.mark.parametrize("others", range(8))
-def test_who_is_ahead_is_followed_or_waits(others: int) -> None:
+def test_lagging_peers_follow_or_leading_peers_wait(others: int) -> None:
     """However many of the peers are ahead: those behind go to them, or they wait for those behind."""
     for ahead in range(1, others + 1):  # others besides this peer, which is behind in the one and ahead in the other
         behind = tracker(*(word(f"p{n}", round=9 if n <= ahead else 3) for n in range(1, others + 1)))
@@ -163,7 +163,7 @@ def test_who_is_ahead_is_followed_or_waits(others: int) -> None:
     assert not tracker(*(word(f"p{n}", round=3) for n in range(1, others + 1))).leads(3)
 
 
-def test_who_leads_trains_on_until_others_come() -> None:
+def test_leading_peer_trains_until_others_catch_up() -> None:
     mine = replace(HERE, sender=ME, round=9, complete=True)
     behind = [word(f"p{n}", complete=True) for n in (1, 2)]
     assert tracker(*behind).due(mine, 10.0, 0.0, True, 10.0) is None
@@ -171,7 +171,7 @@ def test_who_leads_trains_on_until_others_come() -> None:
     assert tracker(*behind).due(replace(mine, leaving=True), 10.0, 0.0, True, 10.0) == 0.0
 
 
-def test_when_training_stops() -> None:
+def test_training_stops_when_enough_peers_are_ready() -> None:
     """As a coordinator calls a round: all are ready, or two thirds and a little more time."""
     mine = replace(HERE, sender=ME)
     others = [word(f"p{n}", complete=True) for n in (1, 2)]
@@ -185,14 +185,14 @@ def test_when_training_stops() -> None:
     assert tracker(waiting).due(mine, 10.0, 0.0, True, 10.0) == 0.0, "who was cut is done, too"
 
 
-def test_who_leaves_is_not_kept_waiting() -> None:
+def test_leaver_is_not_kept_waiting() -> None:
     mine, leaver = replace(HERE, sender=ME), word("p1", leaving=True)
     assert tracker(leaver, word("p2")).due(mine, math.inf, 7.0, worked=True, now=10.0) == 7.0
     assert tracker(leaver, word("p2")).due(mine, math.inf, 7.0, worked=False, now=10.0) == 9.0
     assert tracker(word("p2")).due(replace(mine, leaving=True), math.inf, 7.0, True, 10.0) == 7.0
 
 
-def test_nobody_leaves_twice() -> None:
+def test_leaver_ends_only_one_round() -> None:
     """A round that a leaver ends has one step in it; who says in every round that it leaves ends one."""
     found = tracker(word("p1", leaving=True), word("p2"))
     mine = replace(HERE, sender=ME)
@@ -208,7 +208,7 @@ def test_nobody_leaves_twice() -> None:
     assert ahead.due(replace(mine, round=9), math.inf, 7.0, True, 10.0) == 7.0
 
 
-def test_who_may_come_to_a_line() -> None:
+def test_only_peers_of_the_same_group_are_candidates() -> None:
     """Those of the same round and grid whose cell is on it, and who are not past it."""
     mine = replace(HERE, sender=ME, index=(0, 2))
     on = [word("p1", index=(1, 2)), word("p2", index=(2, 2), stage=WAITING, offer=(OFFER,))]
@@ -223,7 +223,7 @@ def test_who_may_come_to_a_line() -> None:
     assert set(tracker(*on, word("p8", index=(0, 1), holds=1), word("p9", index=(0, 0))).line(mine, 1)) == {"p9"}
 
 
-def test_who_kept_its_part_is_in_no_group_for_some_rounds() -> None:
+def test_withholding_peer_is_excluded_with_backoff() -> None:
     """One, then two, then four; less each time that it gives one; nothing in another life."""
     mine, other = replace(HERE, sender=ME, index=(0, 2)), word("p1", index=(1, 2))
     found = tracker(other)
@@ -248,7 +248,7 @@ def test_who_kept_its_part_is_in_no_group_for_some_rounds() -> None:
     assert "p1" in found.line(replace(mine, round=41), 0)
 
 
-def test_patience_follows_what_was_seen() -> None:
+def test_patience_follows_observed_times() -> None:
     """Half as long again as the slowest took, bounded by what training took; less for who has not come before."""
     slow = word("p1", step_seconds=8.0)
     found = tracker(slow)

@@ -45,14 +45,14 @@ def state(chain: Chain) -> tuple[Head, tuple[bytes, ...], tuple[bytes, ...]]:
 # -- extending --------------------------------------------------------------------------------------------------------
 
 
-def test_a_chain_begins_at_its_runs_genesis() -> None:
+def test_chain_begins_at_the_runs_genesis() -> None:
     chain = fresh()
     assert chain.head == Head(RoundKey(RUN, "run", records.genesis(RUN), 0), ROSTER, ROOT, records.genesis(RUN))
     assert chain.records == () and Chain(RUN, "run", ROSTER).head.state_root == UNSETTLED
     assert Chain(b"s" * 32, "run", ROSTER, ROOT).head.key.lineage != chain.head.key.lineage
 
 
-def test_a_certificate_moves_the_head() -> None:
+def test_certificate_advances_the_head() -> None:
     chain = fresh()
     link = decided(chain.head, roster=(Member("bert"), Member("cleo", 3)))
     assert chain.extend(encoded(link)) == link.record
@@ -62,7 +62,7 @@ def test_a_certificate_moves_the_head() -> None:
 
 
 @pytest.mark.parametrize("kind", [Kind.SKIP, Kind.FORK])
-def test_a_record_without_parts_leaves_the_anchor(kind: Kind) -> None:
+def test_record_without_parts_keeps_the_anchor(kind: Kind) -> None:
     chain = grown(2)
     anchor = chain.head.anchor
     link = decided(chain.head, kind, roster=(ROSTER[0],))
@@ -81,7 +81,7 @@ def test_a_record_without_parts_leaves_the_anchor(kind: Kind) -> None:
         (records.genesis(RUN), 1),
     ],
 )
-def test_what_does_not_extend_the_head_is_refused_and_changes_nothing(parent: bytes | None, number: int) -> None:
+def test_record_not_extending_head_is_rejected(parent: bytes | None, number: int) -> None:
     chain = grown(1)
     before = state(chain)
     bad = Record(parent or chain.head.key.lineage, ROOT, number, Kind.MEAN, b"e" * 32, (), ROSTER)
@@ -90,7 +90,7 @@ def test_what_does_not_extend_the_head_is_refused_and_changes_nothing(parent: by
     assert state(chain) == before
 
 
-def test_the_same_round_twice_is_refused() -> None:
+def test_repeated_round_is_rejected() -> None:
     chain = fresh()
     link = decided(chain.head)
     chain.extend(encoded(link))
@@ -98,14 +98,14 @@ def test_the_same_round_twice_is_refused() -> None:
         chain.extend(encoded(link))
 
 
-def test_a_certificate_of_another_run_is_refused() -> None:
+def test_certificate_of_another_run_is_rejected() -> None:
     chain, other = fresh(), Chain(b"s" * 32, "run", ROSTER, ROOT)
     with pytest.raises(ValueError, match="certificate of round 0 does not extend"):
         chain.extend(encoded(decided(other.head)))
     assert state(chain) == state(fresh())
 
 
-def test_bytes_that_are_no_certificate_change_nothing() -> None:
+def test_invalid_certificate_bytes_change_nothing() -> None:
     chain = fresh()
     data = encoded(decided(chain.head))
     bare = decided(chain.head).certificate.record
@@ -115,7 +115,7 @@ def test_bytes_that_are_no_certificate_change_nothing() -> None:
     assert state(chain) == state(fresh())
 
 
-def test_settling_sets_the_root_and_nothing_else() -> None:
+def test_settle_changes_only_the_state_root() -> None:
     chain = grown(1)
     before = chain.head
     assert before.state_root == UNSETTLED
@@ -125,7 +125,7 @@ def test_settling_sets_the_root_and_nothing_else() -> None:
     assert chain.head.state_root == UNSETTLED, "even a SKIP's root has to be settled again: it binds the round"
 
 
-def test_a_head_is_a_value() -> None:
+def test_head_is_immutable() -> None:
     chain = fresh()
     before = chain.head
     chain.extend(encoded(decided(before)))
@@ -136,7 +136,7 @@ def test_a_head_is_a_value() -> None:
 # -- looking ----------------------------------------------------------------------------------------------------------
 
 
-def test_heads_along_the_chain_are_those_that_were() -> None:
+def test_heads_along_the_chain_match_the_past() -> None:
     chain = fresh()
     heads = [chain.head]
     for number in range(5):
@@ -149,7 +149,7 @@ def test_heads_along_the_chain_are_those_that_were() -> None:
     assert chain.at(b"x" * 32) is None
 
 
-def test_the_head_of_a_diverged_peer_is_its_own_the_chain_says_another() -> None:
+def test_head_of_diverged_peer_differs_from_chain() -> None:
     chain = grown(1)
     chain.settle(b"1" * 32)
     chain.extend(encoded(decided(chain.head, root=b"2" * 32)))
@@ -157,14 +157,14 @@ def test_the_head_of_a_diverged_peer_is_its_own_the_chain_says_another() -> None
     assert head is not None and head.state_root == b"2" * 32
 
 
-def test_a_known_genesis_vouches_for_itself() -> None:
+def test_known_genesis_keeps_its_state_root() -> None:
     chain = fresh()
     chain.settle(b"9" * 32)
     head = chain.at(records.genesis(RUN))
     assert head is not None and head.state_root == ROOT
 
 
-def test_since_and_child() -> None:
+def test_since_and_child_return_following_records_or_none() -> None:
     chain = grown(6)
     every = lineages(chain)
     assert [link.lineage for link in chain.since(every[2])] == every[3:]
@@ -175,7 +175,7 @@ def test_since_and_child() -> None:
 
 
 @given(rounds=st.integers(0, 300), shared=st.integers(0, 300))
-def test_a_locator_finds_where_two_chains_part_or_close_below(rounds: int, shared: int) -> None:
+def test_locator_finds_the_common_ancestor_approximately(rounds: int, shared: int) -> None:
     base, mine, theirs = line(fresh().head, min(shared, rounds)), fresh(), fresh()
     start = mine.head.key.lineage
     head = base[-1].head if base else mine.head
@@ -190,7 +190,7 @@ def test_a_locator_finds_where_two_chains_part_or_close_below(rounds: int, share
     assert theirs.common([b"x" * 32]) is None
 
 
-def test_members_are_those_of_all_rosters_the_latest_first() -> None:
+def test_members_of_all_rosters_are_latest_first() -> None:
     chain = fresh()
     for roster in ((Member("anna"), Member("cleo", 1)), (Member("cleo", 2), Member("dora"))):
         chain.extend(encoded(decided(chain.head, roster=roster)))
@@ -201,7 +201,7 @@ def test_members_are_those_of_all_rosters_the_latest_first() -> None:
 # -- switching --------------------------------------------------------------------------------------------------------
 
 
-def test_another_branch_takes_the_place_of_ours_from_where_they_part() -> None:
+def test_switch_replaces_our_branch_from_the_divergence() -> None:
     chain = grown(5)
     every = lineages(chain)
     head = chain.at(every[2])
@@ -215,7 +215,7 @@ def test_another_branch_takes_the_place_of_ours_from_where_they_part() -> None:
     assert chain.head.key.round == 5
 
 
-def test_a_switch_may_only_go_back_or_only_on() -> None:
+def test_switch_may_only_rewind_or_only_extend() -> None:
     chain = grown(3)
     every = lineages(chain)
     more = line(chain.head, 2)
@@ -223,7 +223,7 @@ def test_a_switch_may_only_go_back_or_only_on() -> None:
     assert len(chain.switch(every[0], [])) == 5 and chain.head == replace(fresh().head, state_root=ROOT)
 
 
-def test_a_switch_that_does_not_fit_changes_nothing() -> None:
+def test_invalid_switch_changes_nothing() -> None:
     chain = grown(3)
     every, links = lineages(chain), line(fresh().head, 3, plan=b"e" * 32)
     before = state(chain)
@@ -238,7 +238,7 @@ def test_a_switch_that_does_not_fit_changes_nothing() -> None:
     assert state(chain) == before
 
 
-def test_a_copy_goes_its_own_way() -> None:
+def test_copy_is_independent() -> None:
     chain = grown(3)
     before, other = state(chain), chain.copy()
     other.switch(lineages(chain)[1], line(fresh().head, 0))
@@ -311,7 +311,7 @@ STEPS = st.lists(
 
 @settings(deadline=None, max_examples=40)
 @given(steps=STEPS, recent=st.integers(1, 4), piece=st.integers(1, 3))
-def test_a_chain_over_an_archive_is_what_a_list_would_be(steps: list[Any], recent: int, piece: int) -> None:
+def test_archived_chain_behaves_like_a_list(steps: list[Any], recent: int, piece: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("protocols.history.round_log.RECENT", recent)
         patch.setattr("protocols.history.round_log.PIECE", piece)
@@ -358,7 +358,7 @@ def plan(number: int) -> bytes:
     return number.to_bytes(32, "big")
 
 
-def test_a_copy_that_goes_on_from_a_judged_branch_leaves_that_as_it_was() -> None:
+def test_extending_a_copy_leaves_judged_branch_unchanged() -> None:
     chain, start = fresh(), fresh().head
     copy, links = chain.copy(), line(start, 4)
     branch = judged(start, links)
@@ -378,7 +378,7 @@ def archived(links: list[DecidedRound]) -> ListArchive:
     return archive
 
 
-def test_what_does_not_lead_on_from_the_genesis_is_cut_off_with_what_follows() -> None:
+def test_archived_records_after_a_break_are_dropped() -> None:
     links, other = line(fresh().head, 6), line(fresh().head, 6, plan=b"e" * 32)
     for held, good in (
         ([*links[:3], *other[3:]], 3),
@@ -396,9 +396,7 @@ def test_what_does_not_lead_on_from_the_genesis_is_cut_off_with_what_follows() -
 
 
 @pytest.mark.parametrize("bad", [b"", b"nonsense", None])
-def test_what_an_archive_does_not_bring_any_more_is_forgotten_with_what_was_before_it(
-    bad: bytes | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_record_drops_all_earlier_ones(bad: bytes | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("protocols.history.round_log.RECENT", 2)
     links = line(fresh().head, 20)
     archive = archived(links)
@@ -416,7 +414,7 @@ def test_what_an_archive_does_not_bring_any_more_is_forgotten_with_what_was_befo
     chain.extend(encoded(decided(chain.head)))
 
 
-def test_a_branch_that_leaves_where_nothing_can_be_read_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_switch_at_unreadable_record_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("protocols.history.round_log.RECENT", 2)
     archive = archived(line(fresh().head, 20))
     chain = Chain(RUN, "run", ROSTER, ROOT, archive)
@@ -428,7 +426,7 @@ def test_a_branch_that_leaves_where_nothing_can_be_read_changes_nothing(monkeypa
     chain.extend(encoded(decided(chain.head)))
 
 
-def test_what_is_given_up_and_cannot_be_read_does_not_hold_up_a_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_abandoned_record_does_not_block_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("protocols.history.round_log.RECENT", 2)
     archive = archived(line(fresh().head, 20))
     chain = Chain(RUN, "run", ROSTER, ROOT, archive)
@@ -439,7 +437,7 @@ def test_what_is_given_up_and_cannot_be_read_does_not_hold_up_a_switch(monkeypat
 
 
 @pytest.mark.parametrize("copied", [False, True])
-def test_a_branch_that_cannot_be_read_changes_nothing(copied: bool) -> None:
+def test_unreadable_branch_changes_nothing(copied: bool) -> None:
     chain = grown(5)
     chain, before = chain.copy() if copied else chain, state(chain)
     archive, start = ListArchive(), fresh().head
@@ -455,7 +453,7 @@ def test_a_branch_that_cannot_be_read_changes_nothing(copied: bool) -> None:
         assert chain.since(start.key.lineage) == () and chain.head == branch[-1].head
 
 
-def test_a_long_chain_costs_little_memory() -> None:
+def test_long_chain_costs_little_memory() -> None:
     """Bytes in memory for each round of a chain whose certificates are elsewhere."""
 
     class Elsewhere(ListArchive):
@@ -479,7 +477,7 @@ def test_a_long_chain_costs_little_memory() -> None:
 # -- state roots ------------------------------------------------------------------------------------------------------
 
 
-def test_the_state_root_binds_everything() -> None:
+def test_state_root_depends_on_every_input() -> None:
     one, two = b"1" * 32, b"2" * 32
     roots = [state_root(p, v, n) for p in (one, two) for v in (one, two) for n in (0, 1, 256, 1 << 40)]
     assert len(set(roots)) == len(roots) == 16
@@ -487,14 +485,14 @@ def test_the_state_root_binds_everything() -> None:
     assert state_root(one, two, 5) == state_root(bytes(one), bytes(two), 5)
 
 
-def test_the_state_root_stays_what_it_is() -> None:
+def test_state_root_value_is_stable() -> None:
     """All peers of a run compare it, whatever their version."""
     assert (
         state_root(b"1" * 32, b"2" * 32, 7).hex() == "f543cee602b7233b9b45f14c2d72e8c4f19617500880af3faaa4fed495069822"
     )
 
 
-def test_certificates_of_one_record_lead_to_one_head() -> None:
+def test_certificates_of_one_record_give_one_head() -> None:
     head = genesis(RUN, "run", ROSTER, ROOT)
     record = decided(head).record
     ends = set()

@@ -101,25 +101,25 @@ def found(histories: Histories) -> list[tuple[str, str, int]]:
     return [(each.invariant, each.peer, each.round) for each in checkers.check(histories)]
 
 
-def test_a_clean_history_passes() -> None:
+def test_clean_history_passes() -> None:
     assert checkers.check(clean()) == []
     assert checkers.check({}) == checkers.check({"anna": []}) == []
     assert list(checkers.one_branch(clean())) == list(checkers.one_branch({})) == []
 
 
-def test_a_fork_and_what_follows_passes() -> None:
+def test_forked_history_passes() -> None:
     assert checkers.check(forked()) == []
     assert list(checkers.one_branch(forked())) == []
 
 
-def test_a_new_life_begins_wherever_the_others_are() -> None:
+def test_new_incarnation_may_begin_at_any_round() -> None:
     histories = clean()
     histories["cleo"] = [*histories["cleo"][:2], report("cleo", 3, incarnation=1)]
     histories["cleo"][-1]["contributions"] = histories["anna"][-1]["contributions"]
     assert checkers.check(histories) == []
 
 
-def test_reports_that_know_no_costs_state_none() -> None:
+def test_reports_without_costs_pass() -> None:
     histories = clean()
     for history in histories.values():
         for each in history:
@@ -286,13 +286,13 @@ PLANTED: list[tuple[Callable[[Histories], None], list[tuple[str, str, int]]]] = 
 
 
 @pytest.mark.parametrize("plant, places", PLANTED, ids=[plant.__name__ for plant, _ in PLANTED])
-def test_a_planted_violation_is_found(plant: Callable[[Histories], None], places: list[tuple[str, str, int]]) -> None:
+def test_planted_violation_is_found(plant: Callable[[Histories], None], places: list[tuple[str, str, int]]) -> None:
     histories = clean()
     plant(histories)
     assert found(histories) == places
 
 
-def test_a_missing_round_breaks_the_chain_and_the_count() -> None:
+def test_missing_round_breaks_chain_and_count() -> None:
     histories = clean()
     del histories["anna"][2]
     assert [each for each in found(histories) if each[0] == "never-back"] == [("never-back", "anna", 3)] * 2
@@ -351,7 +351,7 @@ FORKED: list[tuple[Callable[[Histories], None], list[tuple[str, str, int]]]] = [
 
 
 @pytest.mark.parametrize("plant, places", FORKED, ids=[plant.__name__ for plant, _ in FORKED])
-def test_a_planted_violation_round_a_fork_is_found(
+def test_violation_around_a_fork_is_found(
     plant: Callable[[Histories], None], places: list[tuple[str, str, int]]
 ) -> None:
     histories = forked()
@@ -359,21 +359,21 @@ def test_a_planted_violation_round_a_fork_is_found(
     assert found(histories) == places
 
 
-def test_who_stays_on_another_branch_after_healing_is_found() -> None:
+def test_peer_left_on_other_branch_is_found() -> None:
     histories = forked()
     del histories["anna"][-2:]
     assert checkers.check(histories) == []
     assert [(each.invariant, each.peer) for each in checkers.one_branch(histories)] == [("one-branch", "anna")]
 
 
-def test_who_is_behind_on_the_same_branch_is_not_on_another() -> None:
+def test_peer_behind_on_same_branch_passes() -> None:
     histories = clean()
     del histories["bert"][-2:]
     assert list(checkers.one_branch(histories)) == []
 
 
 @pytest.mark.parametrize("outcome", ["undecided", "superseded"])
-def test_what_was_not_decided_is_no_child_and_counts_nothing(outcome: str) -> None:
+def test_undecided_round_is_no_child(outcome: str) -> None:
     histories = clean()
     more = report("anna", 4, outcome=outcome, lineage="L4", contributions={"anna": ("L0", 9, 4)})
     more["params_hash"] = histories["anna"][-1]["params_hash"]
@@ -381,14 +381,14 @@ def test_what_was_not_decided_is_no_child_and_counts_nothing(outcome: str) -> No
     assert checkers.check(histories) == []
 
 
-def test_histories_with_a_circle_end() -> None:
+def test_cyclic_histories_terminate() -> None:
     histories = clean()
     histories["anna"].append(report("anna", 4, lineage="L0"))
     checkers.check(histories)
     assert list(checkers.one_branch(histories)) == []
 
 
-def test_a_violation_says_what_and_where() -> None:
+def test_violation_reports_invariant_peer_and_round() -> None:
     histories = clean()
     two_children(histories)
     (violation,) = checkers.check(histories)
@@ -426,9 +426,7 @@ REAL: dict[str, tuple[set[str], Change]] = {
 
 
 @pytest.mark.parametrize("invariants, change", REAL.values(), ids=REAL)
-def test_a_real_history_passes_and_a_change_to_it_does_not(
-    invariants: set[str], change: Change, real: Histories
-) -> None:
+def test_real_history_passes_and_modified_one_fails(invariants: set[str], change: Change, real: Histories) -> None:
     assert {len(history) for history in real.values()} == {4}
     assert checkers.check(real) == []
     bent = copy.deepcopy(real)
@@ -437,5 +435,5 @@ def test_a_real_history_passes_and_a_change_to_it_does_not(
     assert {each.invariant for each in checkers.check(bent)} == invariants
 
 
-def test_the_checkers_read_the_fields_of_the_report() -> None:
+def test_checkers_use_only_fields_of_the_report() -> None:
     assert set(report("anna", 0)) <= {field.name for field in fields(RoundReport)}

@@ -40,11 +40,11 @@ def found(peer: str, index: int, **change: Any) -> set[str]:
     return {violation.invariant for violation in check(planted)}
 
 
-def test_nothing_is_found_where_nothing_is_wrong() -> None:
+def test_clean_histories_pass() -> None:
     assert check(histories()) == []
 
 
-def test_where_all_mix_in_groups_a_round_without_a_group_is_none() -> None:
+def test_groupless_round_violates_only_group_protocols() -> None:
     assert {violation.peer for violation in check(histories(), "moshpit")} == {"a", "b"}
     assert check(histories(), "gossip") == []
     assert check({peer: history[-1:] for peer, history in histories().items()}, "moshpit") == []
@@ -67,13 +67,13 @@ def test_where_all_mix_in_groups_a_round_without_a_group_is_none() -> None:
         ("b", 2, {"lineage": "x"}, "never-back"),
     ],
 )
-def test_what_is_wrong_is_found(peer: str, index: int, change: dict[str, Any], invariant: str) -> None:
+def test_planted_violation_is_found(peer: str, index: int, change: dict[str, Any], invariant: str) -> None:
     assert found(peer, index, **change) == {invariant}
 
 
-def test_a_message_of_a_former_life_counts_no_more() -> None:
+def test_message_of_former_incarnation_violates_counted_once() -> None:
     assert found("b", 3, outcome="committed", messages=("a 1",)) == {"counted-once"}
 
 
-def test_a_group_that_somebody_left_is_judged_among_those_who_completed_it() -> None:
+def test_left_group_is_judged_by_those_completing() -> None:
     assert found("a", 3, outcome="skipped", messages=(), lineage="alone") == set()

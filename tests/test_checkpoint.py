@@ -140,7 +140,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- what is written --------------------------------------------------------------------------------------------------
 
 
-def test_everything_comes_back(tmp_path: Path) -> None:
+def test_checkpoint_round_trips(tmp_path: Path) -> None:
     keep(tmp_path, 5)
     found, was = newest(tmp_path), state(5)
     assert (found.run, found.round, found.lineage, found.layout) == (RUN, 5, lineage_of(5), LAYOUT)
@@ -157,14 +157,14 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     assert all(torch.equal(moments[name], MOMENTS[name]) for name in MOMENTS)
 
 
-def test_the_library_reads_the_files(tmp_path: Path) -> None:
+def test_safetensors_library_reads_the_files(tmp_path: Path) -> None:
     keep(tmp_path, 5)
     outer, inner = (load_file(newest(tmp_path).path / name) for name in (OUTER, INNER))
     assert torch.equal(outer["parameters"], state(5).anchor) and torch.equal(outer["velocity"], state(5).velocity)
     assert inner.keys() == MOMENTS.keys() and all(torch.equal(inner[name], MOMENTS[name]) for name in MOMENTS)
 
 
-def test_several_fragments_are_tensors_of_their_own(tmp_path: Path) -> None:
+def test_fragments_are_separate_tensors(tmp_path: Path) -> None:
     start = tensors.header(tensors.fragments(("parameters", "velocity"), (2, 3)), {})
     (tmp_path / "file").write_bytes(start + torch.arange(10.0).numpy().tobytes())
     found = load_file(tmp_path / "file")
@@ -176,7 +176,7 @@ def test_several_fragments_are_tensors_of_their_own(tmp_path: Path) -> None:
     }
 
 
-def test_tensors_of_more_than_a_piece(tmp_path: Path) -> None:
+def test_tensors_larger_than_one_piece(tmp_path: Path) -> None:
     wide = {"a": torch.randn(2, 200_000), "b": torch.arange(3), "c": torch.empty(0)}
     tensors.write(tmp_path / "file", wide, {"format": "x"})
     assert all(torch.equal(tensor, wide[name]) for name, tensor in load_file(tmp_path / "file").items())
@@ -188,7 +188,7 @@ def test_tensors_of_more_than_a_piece(tmp_path: Path) -> None:
             tensors.read(tmp_path / "file", other)
 
 
-def test_the_disk_has_the_chain_before_the_checkpoint_that_needs_it(tmp_path: Path) -> None:
+def test_chain_is_synced_before_the_checkpoint(tmp_path: Path) -> None:
     done: list[str] = []
 
     def step(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -209,9 +209,7 @@ def test_the_disk_has_the_chain_before_the_checkpoint_that_needs_it(tmp_path: Pa
     assert "fsync" in done[: done.index("rename")] and done[-2:] == ["fsync", "fsync"], "directories, too"
 
 
-def test_where_the_disk_does_not_take_the_chain_there_is_no_checkpoint(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_failed_chain_sync_prevents_the_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def broken() -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
@@ -225,12 +223,12 @@ def test_where_the_disk_does_not_take_the_chain_there_is_no_checkpoint(
     assert [each.message for each in caplog.records] == ["no checkpoint before round 11: Input/output error"]
 
 
-def test_without_a_worker_there_is_no_inner_state(tmp_path: Path) -> None:
+def test_checkpoint_without_worker_has_no_inner_state(tmp_path: Path) -> None:
     keep(tmp_path, 5, worker=Worker("is gone"))
     assert newest(tmp_path).inner is None and not (newest(tmp_path).path / INNER).exists()
 
 
-def test_a_download_becomes_one(tmp_path: Path) -> None:
+def test_download_becomes_a_checkpoint(tmp_path: Path) -> None:
     async def main() -> None:
         async with checkpoints(tmp_path) as made:
             was = state()
@@ -252,7 +250,7 @@ def test_a_download_becomes_one(tmp_path: Path) -> None:
 # -- damage -----------------------------------------------------------------------------------------------------------
 
 
-def test_every_flipped_bit_and_every_missing_end_is_found(tmp_path: Path) -> None:
+def test_every_bit_flip_and_truncation_is_detected(tmp_path: Path) -> None:
     keep(tmp_path, 5, 10)
     draw, said = random.Random(1), list[str]()
     files = sorted(newest(tmp_path).path.iterdir())
@@ -274,7 +272,7 @@ def test_every_flipped_bit_and_every_missing_end_is_found(tmp_path: Path) -> Non
     assert newest(tmp_path).round == 10
 
 
-def test_none_is_named_in_one_line(tmp_path: Path) -> None:
+def test_missing_checkpoint_gives_one_line_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"holds no whole checkpoint$"):
         newest(tmp_path)
     keep(tmp_path, 5)
@@ -284,7 +282,7 @@ def test_none_is_named_in_one_line(tmp_path: Path) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_another_runs_or_another_versions_is_not_used(tmp_path: Path) -> None:
+def test_checkpoint_of_other_run_or_version_is_skipped(tmp_path: Path) -> None:
     keep(tmp_path, 5)
     said: list[str] = []
     assert list(whole(tmp_path, said.append, "ab" * 32)) == [] and "is of another run, 5f5f5f5f5f5f" in said.pop()
@@ -297,7 +295,7 @@ def test_another_runs_or_another_versions_is_not_used(tmp_path: Path) -> None:
         assert rounds(tmp_path) == []
 
 
-def test_one_of_before_threads_were_measured_is_used(tmp_path: Path) -> None:
+def test_checkpoint_without_thread_count_is_used(tmp_path: Path) -> None:
     keep(tmp_path, 5)
     manifest = newest(tmp_path).path / MANIFEST
     fields = json.loads(manifest.read_text())
@@ -307,7 +305,7 @@ def test_one_of_before_threads_were_measured_is_used(tmp_path: Path) -> None:
         assert [each.threads for each in whole(tmp_path, lambda line: None)] == ([] if found is None else [found])
 
 
-def test_one_under_another_name_is_not_used(tmp_path: Path) -> None:
+def test_checkpoint_under_wrong_name_is_skipped(tmp_path: Path) -> None:
     keep(tmp_path, 5)
     (path := newest(tmp_path).path).rename(path.with_name("000007-050505050505"))
     assert rounds(tmp_path) == []
@@ -335,7 +333,7 @@ def break_down(patch: pytest.MonkeyPatch, at: int, for_good: bool, number: int =
 
 
 @pytest.mark.parametrize("for_good", [True, False])
-def test_whatever_step_fails_the_one_before_is_whole(
+def test_failure_at_any_step_keeps_previous_checkpoint(
     tmp_path: Path, for_good: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     keep(tmp_path / "before", 5)
@@ -360,7 +358,7 @@ def test_whatever_step_fails_the_one_before_is_whole(
     assert rounds(place) == [10, 5] and failed == set(STEPS) and at > 12
 
 
-def test_what_a_killed_peer_was_writing_is_no_checkpoint(tmp_path: Path) -> None:
+def test_unfinished_checkpoint_of_killed_peer_is_ignored(tmp_path: Path) -> None:
     keep(tmp_path, 5, 10)
     newest(tmp_path).path.rename(tmp_path / "checkpoints" / ".000010-0a0a0a0a0a0a")  # killed before the rename
     assert rounds(tmp_path) == [5]
@@ -371,12 +369,12 @@ def test_what_a_killed_peer_was_writing_is_no_checkpoint(tmp_path: Path) -> None
 # -- room -------------------------------------------------------------------------------------------------------------
 
 
-def test_the_last_three_stay(tmp_path: Path) -> None:
+def test_last_three_checkpoints_are_kept(tmp_path: Path) -> None:
     made = keep(tmp_path, 5, 10, 15, 20)
     assert rounds(tmp_path) == [20, 15, 10] == [each.round for each in made.snapshots.held()]
 
 
-def test_those_of_a_former_life_are_handed_out_and_make_room_in_their_turn(tmp_path: Path) -> None:
+def test_former_incarnations_checkpoints_are_served_then_evicted(tmp_path: Path) -> None:
     keep(tmp_path, 5, 10, 15)
 
     async def main() -> None:
@@ -392,7 +390,7 @@ def test_those_of_a_former_life_are_handed_out_and_make_room_in_their_turn(tmp_p
     asyncio.run(main())
 
 
-def test_what_it_neither_made_nor_was_given_is_not_deleted(tmp_path: Path) -> None:
+def test_foreign_checkpoints_are_not_deleted(tmp_path: Path) -> None:
     unread = ["000005-050505050505", "000010-0a0a0a0a0a0a"]
     keep(tmp_path, 5, 10)
     (tmp_path / "checkpoints" / unread[0] / MANIFEST).write_bytes(b"of another version")
@@ -402,7 +400,7 @@ def test_what_it_neither_made_nor_was_given_is_not_deleted(tmp_path: Path) -> No
     assert names(tmp_path)[:2] == unread and rounds(tmp_path)[0] == 30
 
 
-def test_a_place_that_cannot_be_read_is_not_an_empty_one(tmp_path: Path) -> None:
+def test_unreadable_checkpoint_directory_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_bytes(b"a file")
     with pytest.raises(CheckpointError, match=r"checkpoints cannot be read \(Not a directory\)"):
         newest(tmp_path)
@@ -413,7 +411,7 @@ def bytes_of_one(path: Path) -> int:
     return sum(file.stat().st_size for file in newest(path).path.iterdir())
 
 
-def test_the_cap_takes_older_ones_but_never_the_last(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_size_cap_evicts_oldest_but_never_the_last(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     one = bytes_of_one(tmp_path / "one") + 8192
     keep(tmp_path / "three", 5, 10, 15, of=checkpoints(tmp_path / "three", limit_bytes=3 * one))
     assert rounds(tmp_path / "three") == [15, 10, 5] and not caplog.records
@@ -432,7 +430,7 @@ def test_the_cap_takes_older_ones_but_never_the_last(tmp_path: Path, caplog: pyt
 
 
 @pytest.mark.parametrize("full", ["disk", "cap"])
-def test_older_ones_are_not_given_up_for_nothing(tmp_path: Path, full: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_older_checkpoints_are_not_evicted_in_vain(tmp_path: Path, full: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(file: int, offset: int, size: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -450,7 +448,7 @@ def test_older_ones_are_not_given_up_for_nothing(tmp_path: Path, full: str, monk
     assert [each.round for each in made.snapshots.held()] == [20, 15, 10], "others need it all the same"
 
 
-def test_a_full_disk_takes_older_ones_and_then_costs_the_checkpoint(
+def test_full_disk_evicts_older_then_skips_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     real, free = os.posix_fallocate, [0]
@@ -476,7 +474,7 @@ def test_a_full_disk_takes_older_ones_and_then_costs_the_checkpoint(
     assert rounds(tmp_path)[0] == 35
 
 
-def test_what_goes_on_failing_is_told_again_but_not_each_time(
+def test_repeated_checkpoint_failure_warning_is_rate_limited(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = keep(tmp_path, 5, 10, 15, worker=Worker("refuses"))
@@ -492,7 +490,7 @@ def test_what_goes_on_failing_is_told_again_but_not_each_time(
     assert later.age_seconds(sealed + 60.0) == 60.0, "of a former life"
 
 
-def test_a_defect_in_sealing_is_not_passed_over_in_silence(
+def test_unexpected_publish_error_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def defective(made: Checkpoint, inner: bool, feedback: bool) -> Checkpoint:
@@ -507,7 +505,7 @@ def test_a_defect_in_sealing_is_not_passed_over_in_silence(
     assert rounds(tmp_path) == [10] and len(caplog.records) == 1
 
 
-def test_a_worker_that_cannot_write_costs_the_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_worker_write_failure_costs_the_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     made = keep(tmp_path, 5, worker=Worker("refuses"))
     assert names(tmp_path) == [] and [each.round for each in made.snapshots.held()] == [5]
     assert bytes(made.snapshots.held()[0].chunk(0)) == state(5).anchor.numpy().tobytes()
@@ -515,7 +513,7 @@ def test_a_worker_that_cannot_write_costs_the_checkpoint(tmp_path: Path, caplog:
     assert record.message.startswith("no checkpoint before round 6: the inner state cannot be written: No space")
 
 
-def test_a_disk_that_is_too_slow_costs_checkpoints_and_no_time(
+def test_slow_disk_skips_checkpoints_without_blocking(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:

@@ -8,7 +8,7 @@ import sys
 from node.runtime.child_process import ChildProcess
 
 
-async def test_who_strikes_does_not_take_the_exit_code_away() -> None:
+async def test_kill_after_exit_keeps_the_exit_code() -> None:
     """Between the end of a process and the news of it: who looked for the code then would have it, and nobody else."""
     command = (sys.executable, "-I", "-S", "-c", "raise SystemExit(3)")
     for _ in range(20):

@@ -130,7 +130,7 @@ def test_help_and_status_do_not_load_torch(running: Straw) -> None:
         assert len(lines := done.stdout.splitlines()) > 1 and lines[-1] == "0 False", arguments
 
 
-def test_which_version_this_is_can_be_compared_with_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_is_printed_on_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     done = here(capsys, "--version")
     assert (done.returncode, done.stderr) == (0, "")
     assert re.fullmatch(r"starling (\d+\.\S+|\(not installed\))\n", done.stdout)
@@ -148,11 +148,11 @@ def test_which_version_this_is_can_be_compared_with_the_others(capsys: pytest.Ca
         (["status", "extra"], "extra"),
     ],
 )
-def test_a_typo_gets_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_typo_gives_one_line_error(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert words in one_line(here(capsys, *arguments))
 
 
-def test_in_a_process_of_its_own_too() -> None:
+def test_typo_gives_one_line_error_in_subprocess() -> None:
     assert "Did you mean 'join'" in one_line(starling("jion"))
     assert "/ip4/192.0.2.1/tcp/4000" in one_line(starling("join", "--bootstrap", "192.0.2.1:4000"))
 
@@ -165,9 +165,7 @@ def test_in_a_process_of_its_own_too() -> None:
         (["--run", "/nowhere/run.toml"], "/nowhere/run.toml"),
     ],
 )
-def test_a_swarm_that_cannot_be_is_not_begun(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_impossible_swarm_is_not_started(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert words in one_line(here(capsys, "swarm", *arguments))
 
 
@@ -189,7 +187,7 @@ def test_a_swarm_that_cannot_be_is_not_begun(
         (["--task", "gpt", "--bootstrap", ADDRESS], "what is of this machine goes by options, or by variables NODE_*"),
     ],
 )
-def test_bad_values_get_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_values_give_one_line_error(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     line = one_line(here(capsys, "join", *arguments))
     assert words in line and "\x1b" not in line
 
@@ -211,7 +209,7 @@ def test_without_json_stdout_is_empty(straws: list[Straw]) -> None:
     assert straws[0].end(20)[:2] == (0, "")
 
 
-def test_what_is_given_reaches_the_peer(straws: list[Straw], own_home: Path) -> None:
+def test_join_options_reach_the_peer(straws: list[Straw], own_home: Path) -> None:
     straws.append(Straw("short", "--rounds", "7", "--task", "gpt", "--no-nat", "--bandwidth", "1.5", "--wait-for", "3"))
     _, _, err = straws[0].end(20)
     assert "'recipe.rounds': 7" in err and "'task': 'gpt'" in err and " rounds=None" in err
@@ -219,26 +217,26 @@ def test_what_is_given_reaches_the_peer(straws: list[Straw], own_home: Path) -> 
     assert f"{own_home}/peer-1'" in err
 
 
-def test_of_a_swarm_s_run_nothing_can_be_set(straws: list[Straw]) -> None:
+def test_run_options_conflict_with_bootstrap(straws: list[Straw]) -> None:
     straws.append(Straw("short", "--bootstrap", "x", "--task", "gpt"))
     code, _, err = straws[0].end(20)
     assert code == 2 and err.count("\n") == 1
     assert "--task cannot be given with --bootstrap: everything about the run comes from the swarm" in err
 
 
-def test_a_task_of_somebodys_own_is_agreed_to(straws: list[Straw]) -> None:
+def test_own_task_with_bootstrap_gives_consent(straws: list[Straw]) -> None:
     straws.append(Straw("short", "--bootstrap", "x", "--task", "mine.tasks:make"))
     code, _, err = straws[0].end(20)
     assert code == 0 and "consent='mine.tasks:make'" in err and ") None\n" in err
 
 
-def test_with_an_address_rounds_are_this_peer_s(straws: list[Straw]) -> None:
+def test_rounds_with_bootstrap_limit_this_peer(straws: list[Straw]) -> None:
     straws.append(Straw("short", "--bootstrap", "x", "--bootstrap", "y", "--rounds", "7"))
     code, _, err = straws[0].end(20)
     assert code == 0 and "rounds=7" in err and ") None\n" in err and "['x', 'y']" in err
 
 
-def test_a_directory_s_run_is_gone_on_with_unless_a_new_one_is_wanted(straws: list[Straw], tmp_path: Path) -> None:
+def test_directory_run_resumes_unless_over_or_task_given(straws: list[Straw], tmp_path: Path) -> None:
     (tmp_path / "peers.json").touch()
     (tmp_path / "manifest.bin").touch()
     here = ("--state-dir", str(tmp_path))
@@ -252,18 +250,18 @@ def test_a_directory_s_run_is_gone_on_with_unless_a_new_one_is_wanted(straws: li
     assert "'recipe.rounds': 7" in straws[-1].end(20)[2]
 
 
-def test_what_the_peer_refuses_is_one_line(straws: list[Straw]) -> None:
+def test_peer_error_gives_one_line_error(straws: list[Straw]) -> None:
     straws.append(Straw("refuse"))
     code, _, err = straws[0].end(20)
     assert code == 2 and err.endswith("starling: the port is taken: free it\n") and "Traceback" not in err
 
 
-def test_values_are_named_as_their_options(straws: list[Straw]) -> None:
+def test_errors_name_the_option(straws: list[Straw]) -> None:
     straws.append(Straw("short", "--nickname", "bad"))
     assert straws[0].end(20)[2] == "starling: flag --wait-for: too many\n"
 
 
-def test_two_peers_take_two_directories_and_one_is_not_shared(straws: list[Straw], own_home: Path) -> None:
+def test_running_peers_get_separate_directories(straws: list[Straw], own_home: Path) -> None:
     straws += [Straw(), Straw()]
     for each in straws:
         each.until("running")
@@ -277,7 +275,7 @@ def test_two_peers_take_two_directories_and_one_is_not_shared(straws: list[Straw
     assert straws[3].end(20)[0] == 0
 
 
-def test_a_reader_that_leaves_does_not_end_the_peer(straws: list[Straw]) -> None:
+def test_closed_stdout_does_not_end_the_peer(straws: list[Straw]) -> None:
     straws.append(Straw("", "--json"))
     assert straws[0].process.stdout
     straws[0].process.stdout.close()
@@ -291,7 +289,7 @@ def test_a_reader_that_leaves_does_not_end_the_peer(straws: list[Straw]) -> None
 
 
 @pytest.mark.parametrize("number, name", [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")])
-def test_the_first_signal_hands_in(running: Straw, number: int, name: str) -> None:
+def test_first_signal_hands_in_the_round(running: Straw, number: int, name: str) -> None:
     running.signal(number)
     running.until(f"{name}: {SENTENCE}")
     code, _, err = running.end(3)
@@ -300,7 +298,7 @@ def test_the_first_signal_hands_in(running: Straw, number: int, name: str) -> No
 
 
 @pytest.mark.parametrize("number, expected", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_the_second_leaves_at_once_and_cleans_up(straws: list[Straw], number: int, expected: int) -> None:
+def test_second_signal_leaves_at_once_and_cleans_up(straws: list[Straw], number: int, expected: int) -> None:
     straws.append(peer := Straw("deaf"))
     peer.until("running")
     peer.signal(number)
@@ -311,7 +309,7 @@ def test_the_second_leaves_at_once_and_cleans_up(straws: list[Straw], number: in
     assert "again: leaving at once" in err and "cleaned up" in err and "Traceback" not in err
 
 
-def test_a_cleanup_that_never_ends_is_ended(straws: list[Straw]) -> None:
+def test_endless_cleanup_is_terminated(straws: list[Straw]) -> None:
     straws.append(peer := Straw("stubborn"))
     peer.until("running")
     peer.signal(signal.SIGINT)
@@ -320,7 +318,7 @@ def test_a_cleanup_that_never_ends_is_ended(straws: list[Straw]) -> None:
     assert peer.end(2.5)[0] == 130
 
 
-def test_a_stuck_loop_is_ended(straws: list[Straw]) -> None:
+def test_stuck_event_loop_is_terminated(straws: list[Straw]) -> None:
     straws.append(peer := Straw("stuck"))
     peer.until("running")
     peer.signal(signal.SIGINT)
@@ -330,7 +328,7 @@ def test_a_stuck_loop_is_ended(straws: list[Straw]) -> None:
 
 
 @pytest.mark.parametrize("how", ["deaf", "stuck"])
-def test_a_peer_that_does_not_finish_is_ended_within_ten_seconds(straws: list[Straw], how: str) -> None:
+def test_unfinished_peer_is_terminated_within_ten_seconds(straws: list[Straw], how: str) -> None:
     straws.append(peer := Straw(how))
     peer.until("running")
     peer.signal(signal.SIGINT)
@@ -340,7 +338,7 @@ def test_a_peer_that_does_not_finish_is_ended_within_ten_seconds(straws: list[St
 
 
 @pytest.mark.parametrize("how", ["deaf", "hangs"])
-def test_who_is_asked_to_finish_and_does_not_is_ended_as_after_a_signal(straws: list[Straw], how: str) -> None:
+def test_finish_command_has_a_time_limit(straws: list[Straw], how: str) -> None:
     straws.append(peer := Straw(how))
     peer.until("running")
     assert starling("finish").returncode == 0
@@ -348,7 +346,7 @@ def test_who_is_asked_to_finish_and_does_not_is_ended_as_after_a_signal(straws: 
     assert code == 1 and "asked to finish: handing in this round, then leaving\n" in err
 
 
-def test_a_signal_after_a_finish_is_the_second(straws: list[Straw]) -> None:
+def test_signal_after_finish_counts_as_second(straws: list[Straw]) -> None:
     straws.append(peer := Straw("deaf"))
     peer.until("running")
     for _ in range(2):
@@ -359,7 +357,7 @@ def test_a_signal_after_a_finish_is_the_second(straws: list[Straw]) -> None:
 
 
 @pytest.mark.parametrize("number, name", [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")])
-def test_a_signal_while_libraries_load_is_obeyed_at_once(number: int, name: str, own_home: Path) -> None:
+def test_signal_during_library_loading_ends_at_once(number: int, name: str, own_home: Path) -> None:
     command = [sys.executable, "-m", "node", "join", "--task", "paced"]
     with subprocess.Popen(command, cwd=HOUSE, stderr=subprocess.PIPE, text=True) as peer:
         try:
@@ -372,7 +370,7 @@ def test_a_signal_while_libraries_load_is_obeyed_at_once(number: int, name: str,
             peer.kill()
 
 
-def test_a_terminal_that_nobody_reads_holds_up_nothing(own_home: Path) -> None:
+def test_unread_terminal_does_not_block_the_peer(own_home: Path) -> None:
     """As after Ctrl-S, or with the window's host asleep."""
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "tests.support.fake_peer", "join", "--json"]
@@ -397,12 +395,12 @@ def test_a_terminal_that_nobody_reads_holds_up_nothing(own_home: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["status", "finish"])
-def test_no_peer_is_one_line(command: str, tmp_path: Path) -> None:
+def test_missing_peer_gives_one_line_error(command: str, tmp_path: Path) -> None:
     assert "no peer runs in" in one_line(starling(command), 1)
     assert "no peer runs in" in one_line(starling(command, "--state-dir", str(tmp_path)), 1)
 
 
-def test_the_one_peer_here_is_found_and_asked(running: Straw) -> None:
+def test_single_local_peer_is_found_and_queried(running: Straw) -> None:
     done = starling("status", "--json")
     answer = json.loads(done.stdout, parse_constant=pytest.fail)
     assert (answer["run"], answer["pid"], answer["loss"]) == ("straw", running.process.pid, None)
@@ -414,7 +412,7 @@ def test_the_one_peer_here_is_found_and_asked(running: Straw) -> None:
     assert "no peer runs" in one_line(starling("status"), 1)
 
 
-def test_of_several_peers_one_must_be_chosen(straws: list[Straw], own_home: Path) -> None:
+def test_several_local_peers_require_a_choice(straws: list[Straw], own_home: Path) -> None:
     straws += [Straw(), Straw()]
     for each in straws:
         each.until("running")
@@ -424,7 +422,7 @@ def test_of_several_peers_one_must_be_chosen(straws: list[Straw], own_home: Path
 
 
 @pytest.mark.parametrize("address", ["192.0.2.1:4000", "/ip4/192.0.2.1/tcp/4000", "nonsense", "@file"])
-def test_a_mistyped_address_to_ask_gets_one_line(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistyped_status_address_gives_one_line_error(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "--bootstrap" in one_line(here(capsys, "status", "--bootstrap", address))
 
 
@@ -442,7 +440,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, answer: object) -> None:
 
 
 @pytest.mark.parametrize("failure", [DaemonError("no p2pd"), IdentityError("no key"), OSError("no room")])
-def test_what_keeps_us_from_asking_is_one_line(
+def test_failed_status_query_gives_one_line_error(
     failure: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked(monkeypatch, failure)
@@ -450,20 +448,20 @@ def test_what_keeps_us_from_asking_is_one_line(
 
 
 @pytest.mark.parametrize("more", [[], ["--json"]])
-def test_an_answer_that_is_no_status_is_one_line(
+def test_invalid_status_answer_gives_one_line_error(
     more: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked(monkeypatch, {"loss": math.nan})
     assert "cannot be read" in one_line(here(capsys, "status", "--bootstrap", ADDRESS, *more), 1)
 
 
-def test_a_killed_peer_is_no_peer(running: Straw) -> None:
+def test_killed_peer_counts_as_absent(running: Straw) -> None:
     running.process.kill()
     running.process.wait()
     assert "no peer runs" in one_line(starling("status"), 1)
 
 
-def test_a_stopped_peer_is_told_of_in_time(running: Straw) -> None:
+def test_stopped_peer_is_reported_in_time(running: Straw) -> None:
     running.signal(signal.SIGSTOP)
     assert "no peer runs" not in one_line(starling("status", "--state-dir", str(state_of(running))), 1)
 
@@ -473,7 +471,7 @@ def state_of(peer: Straw) -> str:
     return line.split("PosixPath('")[1].split("'")[0]
 
 
-def test_status_into_a_closed_pipe_is_no_error(running: Straw) -> None:
+def test_status_into_closed_pipe_is_no_error(running: Straw) -> None:
     command = f"{sys.executable} -m node status --json | true"
     done = subprocess.run(["bash", "-o", "pipefail", "-c", command], cwd=HOUSE, capture_output=True, text=True)
     assert done.stderr == ""

@@ -10,7 +10,7 @@ import pytest
 from node.runtime.clock import VARIABLE, WallClock
 
 
-def test_it_is_the_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clock_matches_machine_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     assert abs(WallClock().wall() - time.time()) < 1.0
 
@@ -29,7 +29,7 @@ def test_it_is_the_machines(monkeypatch: pytest.MonkeyPatch) -> None:
         (None, 0.0),
     ],
 )
-def test_a_file_puts_it_off_at_once(
+def test_clock_file_shifts_time_at_once(
     said: str | None, seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "clock"

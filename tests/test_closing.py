@@ -56,7 +56,7 @@ def seconds(swarm: GossipHarness) -> float:
     stagger_seconds=st.sampled_from((0.0, 0.1, 1.0)),
     seed=st.integers(0, 9),
 )
-def test_whoever_begins_when_all_end_near_the_mean(
+def test_staggered_closing_ends_near_the_mean(
     protocol: type[Gossip | PushSum], count: int, codec: str, stagger_seconds: float, seed: int
 ) -> None:
     swarm = GossipHarness(count, codec=codec, seed=seed, jitter=seed, protocol=protocol)
@@ -71,7 +71,7 @@ def test_whoever_begins_when_all_end_near_the_mean(
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_a_peer_without_closing_exchanges_is_not_waited_for(protocol: type[Gossip | PushSum]) -> None:
+def test_peer_without_closing_exchanges_is_not_awaited(protocol: type[Gossip | PushSum]) -> None:
     swarm = GossipHarness(4, protocol=protocol)
     del swarm.network.nodes["p3"].handlers[CLOSING]  # of an older version
     before = swarm.spread()
@@ -80,14 +80,14 @@ def test_a_peer_without_closing_exchanges_is_not_waited_for(protocol: type[Gossi
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_a_peer_that_does_not_come_costs_its_partners_their_steps_only(protocol: type[Gossip | PushSum]) -> None:
+def test_absent_peer_costs_partners_only_their_steps(protocol: type[Gossip | PushSum]) -> None:
     swarm = GossipHarness(4, protocol=protocol)
     ended(swarm, 3)
     assert seconds(swarm) < 3 * (STEP_SECONDS + 2.5)
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_who_knows_of_fewer_peers_still_ends_nearer(protocol: type[Gossip | PushSum]) -> None:
+def test_peer_with_partial_view_still_narrows_the_spread(protocol: type[Gossip | PushSum]) -> None:
     swarm = GossipHarness(4, protocol=protocol)
     before = swarm.spread()
 
@@ -117,7 +117,7 @@ def misplaced(step: int) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("step", (0, 1, BEYOND))
-def test_a_peer_that_lies_about_its_step_delays_nobody_for_long(protocol: type[Gossip | PushSum], step: int) -> None:
+def test_peer_lying_about_its_step_delays_briefly(protocol: type[Gossip | PushSum], step: int) -> None:
     swarm = GossipHarness(4, protocol=protocol, disguises={3: misplaced(step)})
     before = swarm.spread()
     ended(swarm, 4)
@@ -125,7 +125,7 @@ def test_a_peer_that_lies_about_its_step_delays_nobody_for_long(protocol: type[G
 
 
 @pytest.mark.parametrize("protocol", ("gossip", "push_sum"))
-def test_a_run_ends_within_its_limit_by_closing_exchanges(protocol: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_closing_exchanges_end_run_within_its_limit(protocol: str, capsys: pytest.CaptureFixture[str]) -> None:
     """And not without them: the limit is a run file's default."""
     assert closing.main(["--protocol", protocol, "--peers", "4", "--rounds", "4", "--seeds", "0"]) == 0
     without = closing.end_of(Scenario(protocol, 4, 4, codec="fp32"), closing.Unclosed)
@@ -154,7 +154,7 @@ class Leaving(IndependentWorld):
 
 
 @pytest.mark.parametrize("protocol", ("gossip", "push_sum"))
-def test_who_is_asked_to_leave_waits_for_nobody(protocol: str) -> None:
+def test_leaver_waits_for_no_closing_exchange(protocol: str) -> None:
     steps = (0.1, 3.0, 3.0)
     end = closing.end_of(Scenario(protocol, 3, 2, step_seconds=steps, elements=64, codec="fp32"), Recorded)
     assert end.violations == () and Recorded.seconds < 3.0
@@ -170,7 +170,7 @@ class Recorded(Leaving):
 
 
 @pytest.mark.parametrize("protocol, kind", (("gossip", "crash"), ("push_sum", "one-way")))
-def test_a_fault_at_a_message_of_the_end(protocol: str, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_faults_during_closing_are_survived(protocol: str, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     """All of them: `python -m tests.sim.crashes --end`."""
     assert crashes.main(["--protocol", protocol, "--kind", kind, "--end", "--sample", "4"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["points"] == 4

@@ -68,7 +68,7 @@ def bits(vector: Vector) -> list[int]:
 
 @every_codec
 @given(vector=vectors())
-def test_a_round_trip_stays_within_the_bound(each: Codec, vector: Vector) -> None:
+def test_round_trip_stays_within_the_bound(each: Codec, vector: Vector) -> None:
     before = vector.clone()
     back = decoded(each, encoded(each, vector), len(vector))
     bound = each.error_bound(vector)
@@ -79,7 +79,7 @@ def test_a_round_trip_stays_within_the_bound(each: Codec, vector: Vector) -> Non
 
 @every_codec
 @given(vector=vectors())
-def test_what_was_decoded_encodes_to_the_same_numbers(each: Codec, vector: Vector) -> None:
+def test_reencoding_stays_within_the_bound(each: Codec, vector: Vector) -> None:
     once = decoded(each, encoded(each, vector), len(vector))
     twice = decoded(each, encoded(each, once), len(vector))
     assert ((twice.double() - once.double()).abs() <= each.error_bound(once).double()).all()
@@ -89,7 +89,7 @@ def test_what_was_decoded_encodes_to_the_same_numbers(each: Codec, vector: Vecto
 
 @every_codec
 @given(data=st.binary(max_size=700), size=st.integers(0, 300))
-def test_any_bytes_decode_to_finite_numbers_or_are_refused(each: Codec, data: bytes, size: int) -> None:
+def test_any_bytes_decode_to_finite_or_are_rejected(each: Codec, data: bytes, size: int) -> None:
     try:
         assert decoded(each, data, size).isfinite().all()
         assert len(data) == each.encoded_bytes(size)
@@ -99,7 +99,7 @@ def test_any_bytes_decode_to_finite_numbers_or_are_refused(each: Codec, data: by
 
 @every_codec
 @given(size=st.integers(1, 300), random=st.randoms(use_true_random=False), tame=st.booleans())
-def test_any_bytes_of_the_right_size(each: Codec, size: int, random: Random, tame: bool) -> None:
+def test_random_bytes_of_correct_size_are_decoded_safely(each: Codec, size: int, random: Random, tame: bool) -> None:
     data = bytearray(random.randbytes(each.encoded_bytes(size)))
     if tame and each.name in ("int8", "int4", "e3m0"):  # random scales are mostly refused: let the codes through too
         scales = -(-size // 128)
@@ -110,7 +110,7 @@ def test_any_bytes_of_the_right_size(each: Codec, size: int, random: Random, tam
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @every_codec
-def test_what_is_not_finite_is_refused_wherever_it_stands(each: Codec, bad: float) -> None:
+def test_non_finite_input_is_rejected_at_any_position(each: Codec, bad: float) -> None:
     for size in (1, 8, 129, 333):
         for at in {0, 1, 5, size // 2, size - 2, size - 1} & set(range(size)):
             vector = torch.ones(size)
@@ -121,7 +121,7 @@ def test_what_is_not_finite_is_refused_wherever_it_stands(each: Codec, bad: floa
 
 @pytest.mark.parametrize("name, word", [("fp32", "<f"), ("fp16", "<e"), ("bf16", None)])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_decoder_refuses_what_is_not_finite(name: str, word: str | None, bad: float) -> None:
+def test_decoder_rejects_non_finite_values(name: str, word: str | None, bad: float) -> None:
     each = codec(name)
     data = encoded(each, torch.ones(201))
     unit = struct.pack(word, bad) if word else struct.pack("<f", bad)[2:]
@@ -133,13 +133,13 @@ def test_a_decoder_refuses_what_is_not_finite(name: str, word: str | None, bad: 
 
 
 @every_codec
-def test_one_side_is_both_sides_but_for_topk(each: Codec) -> None:
+def test_only_topk_uses_another_codec_when_reduced(each: Codec) -> None:
     assert (each.reduced(3) is each) == (each.name != "topk")
     assert (each.grain, each.decay) == ((4096, 0.95) if each.name.startswith("topk") else (1, 0.0))
 
 
 @pytest.mark.parametrize("scale", [math.nan, math.inf, -math.inf, -1.0, -(2**-149), LARGEST, LARGEST / 126])
-def test_int8_refuses_a_bad_scale_and_a_bad_code(scale: float) -> None:
+def test_int8_rejects_bad_scale_and_code(scale: float) -> None:
     each = codec("int8")
     for block in (0, 1, 2):
         data = encoded(each, torch.ones(300))
@@ -153,7 +153,7 @@ def test_int8_refuses_a_bad_scale_and_a_bad_code(scale: float) -> None:
             decoded(each, data, 300)
 
 
-def test_int8_at_both_ends_of_the_range() -> None:
+def test_int8_handles_both_ends_of_the_range() -> None:
     each = codec("int8")
     huge = torch.tensor([LARGEST, -LARGEST, LARGEST / 127 * 50])
     assert torch.allclose(decoded(each, encoded(each, huge), 3), huge, rtol=5e-3)
@@ -172,7 +172,7 @@ def test_narrow_floats_saturate_and_never_overflow() -> None:
 
 
 @every_codec
-def test_sizes_are_known_and_enforced(each: Codec) -> None:
+def test_encoded_sizes_are_known_and_enforced(each: Codec) -> None:
     per_element = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1, "int4": 0.5, "e3m0": 0.5}.get(each.name)
     for size in (0, 1, 127, 128, 129, 262_144):
         scales = -(-size // 128) * 4 if each.name in ("int8", "int4", "e3m0") else 0
@@ -187,7 +187,7 @@ def test_sizes_are_known_and_enforced(each: Codec) -> None:
 
 
 @every_codec
-def test_buffers_of_every_kind_at_every_address(each: Codec) -> None:
+def test_any_buffer_at_any_offset_is_accepted(each: Codec) -> None:
     vector = golden.ordinary()[:1000]
     want = encoded(each, vector)
     back = bits(decoded(each, want, 1000))
@@ -203,7 +203,7 @@ def test_buffers_of_every_kind_at_every_address(each: Codec) -> None:
 
 
 @every_codec
-def test_only_vectors_are_encoded(each: Codec) -> None:
+def test_only_flat_float_vectors_are_encoded(each: Codec) -> None:
     good = torch.ones(8)
     for bad in (good.double(), good.view(2, 4), good[::2], good.clone().requires_grad_()):
         with pytest.raises(ValueError, match="a vector is"):
@@ -212,7 +212,7 @@ def test_only_vectors_are_encoded(each: Codec) -> None:
             each.decode(bytes(each.encoded_bytes(len(bad))), bad)
 
 
-def test_the_bits_do_not_depend_on_the_number_of_threads() -> None:
+def test_bits_do_not_depend_on_thread_count() -> None:
     runs = []
     for count in (1, 2):
         with threads(count):
@@ -220,7 +220,7 @@ def test_the_bits_do_not_depend_on_the_number_of_threads() -> None:
     assert runs[0] == runs[1] == json.loads(golden.FILE.read_text())
 
 
-def test_the_bits_do_not_depend_on_the_processor() -> None:
+def test_bits_do_not_depend_on_the_processor() -> None:
     """torch is told to use no vector instructions at all."""
     run = subprocess.run(
         [sys.executable, "-m", "tests.golden.codecs"],
@@ -233,13 +233,13 @@ def test_the_bits_do_not_depend_on_the_processor() -> None:
     assert json.loads(run.stdout) == json.loads(golden.FILE.read_text())
 
 
-def test_the_vectors_exercise_what_they_say() -> None:
+def test_golden_vectors_cover_every_exponent() -> None:
     vector = golden.every_exponent()
     exponents = set((vector.view(torch.int32) >> 23 & 0xFF).tolist())
     assert vector.isfinite().all() and exponents == set(range(255))
 
 
-def test_an_unknown_codec_is_named_with_those_there_are() -> None:
+def test_unknown_codec_error_lists_known_codecs() -> None:
     assert codec("int8") is CODECS["int8"]
     with pytest.raises(ValueError) as raised:
         codec("int-8")

@@ -56,14 +56,14 @@ def compute_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("compute")]
 
 
-async def test_work_runs_on_another_thread_and_its_result_comes_back() -> None:
+async def test_work_runs_on_another_thread_and_returns_result() -> None:
     async with ThreadCompute() as compute:
         where = await compute.run(threading.current_thread, 0)
         assert where is not threading.current_thread()
         assert await compute.run(lambda: 6 * 7, 0) == 42
 
 
-async def test_the_loop_goes_on_meanwhile(held: Held) -> None:
+async def test_event_loop_continues_during_work(held: Held) -> None:
     async with ThreadCompute() as compute:
         running = asyncio.create_task(compute.run(held, 0))
         await held.begun()
@@ -73,14 +73,14 @@ async def test_the_loop_goes_on_meanwhile(held: Held) -> None:
         assert await running == "done"
 
 
-async def test_what_work_raises_comes_back() -> None:
+async def test_exception_in_work_reaches_caller() -> None:
     async with ThreadCompute() as compute:
         with pytest.raises(ZeroDivisionError):
             await compute.run(lambda: 1 // 0, 0)
         assert await compute.run(lambda: "still there", 0) == "still there"
 
 
-async def test_pieces_of_work_follow_one_another(held: Held) -> None:
+async def test_work_items_run_one_at_a_time(held: Held) -> None:
     """One thread: two pieces never run at once, in the order in which they came."""
     order: list[int] = []
     async with ThreadCompute() as compute:
@@ -94,7 +94,7 @@ async def test_pieces_of_work_follow_one_another(held: Held) -> None:
         assert order == [0, 1, 2, 3, 4]
 
 
-async def test_a_cancelled_caller_waits_for_the_work(held: Held) -> None:
+async def test_cancelled_caller_waits_for_the_work(held: Held) -> None:
     async with ThreadCompute() as compute:
         running = asyncio.create_task(compute.run(held, 0))
         await held.begun()
@@ -107,7 +107,7 @@ async def test_a_cancelled_caller_waits_for_the_work(held: Held) -> None:
         assert held.done
 
 
-async def test_however_often_it_is_cancelled(held: Held) -> None:
+async def test_repeated_cancellation_still_waits_for_the_work(held: Held) -> None:
     async with ThreadCompute() as compute:
         running = asyncio.create_task(compute.run(held, 0))
         await held.begun()
@@ -121,9 +121,7 @@ async def test_however_often_it_is_cancelled(held: Held) -> None:
         assert held.done
 
 
-async def test_work_that_fails_after_its_caller_was_cancelled_disturbs_nobody(
-    held: Held, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_failure_after_cancellation_is_not_logged(held: Held, caplog: pytest.LogCaptureFixture) -> None:
     def failing() -> None:
         held()
         raise ValueError("nobody asks any more")
@@ -139,7 +137,7 @@ async def test_work_that_fails_after_its_caller_was_cancelled_disturbs_nobody(
     assert caplog.records == []
 
 
-async def test_a_deadline_shows_when_the_work_is_done(held: Held) -> None:
+async def test_deadline_is_raised_after_the_work(held: Held) -> None:
     """The deadline shows late, when the work is done, but it shows."""
     async with ThreadCompute() as compute:
         asyncio.get_running_loop().call_later(0.05, held.free.set)
@@ -149,7 +147,7 @@ async def test_a_deadline_shows_when_the_work_is_done(held: Held) -> None:
         assert held.done
 
 
-async def test_leaving_waits_for_work_and_ends_the_thread(held: Held) -> None:
+async def test_exit_waits_for_work_and_ends_the_thread(held: Held) -> None:
     threading.Timer(0.05, held.free.set).start()
     async with ThreadCompute() as compute:
         running = asyncio.create_task(compute.run(held, 0))
@@ -164,7 +162,7 @@ async def test_leaving_waits_for_work_and_ends_the_thread(held: Held) -> None:
         await compute.run(lambda: None, 0)
 
 
-async def test_an_error_inside_closes_it_too() -> None:
+async def test_error_inside_context_closes_the_thread() -> None:
     with pytest.raises(KeyError):
         async with ThreadCompute() as compute:
             await compute.run(lambda: None, 0)
@@ -172,7 +170,7 @@ async def test_an_error_inside_closes_it_too() -> None:
     assert compute_threads() == []
 
 
-async def test_the_thread_computes_the_bits_that_all_agree_on(restored: None) -> None:
+async def test_worker_thread_uses_the_canonical_float_mode(restored: None) -> None:
     """One thread of torch and subnormal numbers kept, whatever the thread it was started from does."""
     torch.set_num_threads(2)
     assert torch.set_flush_denormal(True)

@@ -50,27 +50,27 @@ def peer_refusal(
     return line
 
 
-def test_without_a_word_it_is_the_default_preset() -> None:
+def test_default_config_is_the_default_preset() -> None:
     config = run()
     assert (config.task, config.protocol, config.codec) == ("gpt", "butterfly", "int8")
     assert config.preset() == PRESETS["w128"]
     assert config.fork_peers == 1
 
 
-def test_the_mean_is_what_there_is_without_a_rule() -> None:
+def test_robust_mean_equals_no_robust_rule() -> None:
     assert run({"robust": "mean"}).robust is None and run({"robust": "mean"}).to_canonical() == run().to_canonical()
     config = run({"robust": "krum"})
     assert config.robust == "krum" and RunConfig.from_canonical(config.to_canonical()) == config
 
 
-def test_partners_are_drawn_where_no_schedule_is_named() -> None:
+def test_random_schedule_is_the_default() -> None:
     gossip = run({"protocol": "gossip"})
     assert run({"protocol": "gossip", "schedule": "random"}).to_canonical() == gossip.to_canonical()
     config = run({"protocol": "gossip", "schedule": "ring"})
     assert config.schedule == "ring" and RunConfig.from_canonical(config.to_canonical()) == config
 
 
-def test_states_are_averaged_where_no_pull_is_named() -> None:
+def test_missing_pull_averages_states() -> None:
     gossip = run({"protocol": "gossip"})
     assert gossip.recipe.outer_pull is None and b"pull" not in gossip.to_canonical()
     config = run({"protocol": "gossip", "recipe.outer_pull": 0.3})
@@ -78,13 +78,13 @@ def test_states_are_averaged_where_no_pull_is_named() -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_is_held_by_its_values(name: str) -> None:
+def test_preset_is_stored_by_its_values(name: str) -> None:
     config = run({"gpt.preset": name})
     assert config.preset() == PRESETS[name]
     assert name.encode() not in config.to_canonical()
 
 
-def test_flags_win_over_the_file_and_the_file_over_the_preset(file: Path) -> None:
+def test_flags_override_file_and_file_overrides_preset(file: Path) -> None:
     file.write_text('name = "mine"\n[recipe]\nrounds = 3\ninner_steps = 7\n[gpt]\npreset = "w64"\nwidth = 32\n')
     config = load_run(file, {"recipe.rounds": 5, "gpt.rows": 2, "name": None}, PROTOCOLS)
     assert config.name == "mine"
@@ -93,13 +93,13 @@ def test_flags_win_over_the_file_and_the_file_over_the_preset(file: Path) -> Non
     assert config.gpt == GptTable(layers=4, width=32, heads=4, context=128, rows=2)
 
 
-def test_a_preset_by_flag_leaves_the_values_of_the_file(file: Path) -> None:
+def test_preset_flag_keeps_file_values(file: Path) -> None:
     file.write_text("[gpt]\npreset = 'w64'\ncontext = 64\n")
     shape = load_run(file, {"gpt.preset": "w96"}, PROTOCOLS).preset().shape
     assert (shape.width, shape.context) == (96, 64)
 
 
-def test_a_paced_run_has_a_recipe_of_its_own(file: Path) -> None:
+def test_paced_run_has_its_own_recipe(file: Path) -> None:
     file.write_text("[gpt]\nwidth = 64\n[paced]\nelements = 5000\nstep_seconds = 1\n")
     config = load_run(file, {"task": "paced"}, PROTOCOLS)
     assert config.paced is not None and config.gpt is None
@@ -110,7 +110,7 @@ def test_a_paced_run_has_a_recipe_of_its_own(file: Path) -> None:
         config.preset()
 
 
-def test_a_task_of_ones_own_has_a_name_and_options(file: Path) -> None:
+def test_own_task_has_name_and_options(file: Path) -> None:
     file.write_text(
         "task = 'pkg.mine:make'\n[gpt]\nwidth = 64\n[options]\nrows = 3\nrate = 1.0\nfast = true\nof = 'é'\n"
     )
@@ -124,7 +124,7 @@ def test_a_task_of_ones_own_has_a_name_and_options(file: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["mine:make", "a.b_c.D1:_e", f"{'a' * 62}:{'b' * 65}"])
-def test_names_of_tasks_of_ones_own(name: str) -> None:
+def test_valid_own_task_names_are_accepted(name: str) -> None:
     assert run({"task": name}).own_task == name
 
 
@@ -146,23 +146,23 @@ def test_names_of_tasks_of_ones_own(name: str) -> None:
         f"{'a' * 64}:{'b' * 64}",
     ],
 )
-def test_what_is_no_name_is_refused(name: str) -> None:
+def test_invalid_task_name_is_rejected(name: str) -> None:
     assert "is no task: gpt, paced, or your own as package.module:factory" in refusal(None, {"task": name})
 
 
-def test_the_machines_table_is_not_the_runs(file: Path) -> None:
+def test_peer_table_does_not_change_the_run(file: Path) -> None:
     file.write_text("[peer]\nnickname = 'a'\n")
     assert load_run(file, {}, PROTOCOLS) == run()
 
 
 @pytest.mark.parametrize("layers, width, heads, context", [(1, 8, 2, 4), (3, 48, 4, 16)])
-def test_elements_are_those_that_are_trained(layers: int, width: int, heads: int, context: int) -> None:
+def test_element_count_matches_trained_parameters(layers: int, width: int, heads: int, context: int) -> None:
     table = GptTable(layers=layers, width=width, heads=heads, context=context, rows=1)
     assert (table.elements,) == flatten(Gpt(table.shape)).layout.sizes()
     assert (run({"task": "paced", "paced.elements": 77}).elements,) == Paced(77, seed=0).layout.sizes()
 
 
-def test_who_may_go_on_alone() -> None:
+def test_fork_setting_gives_the_fork_peers() -> None:
     assert run({"min_peers": 3}).fork_peers == 3
     assert run({"min_peers": 3, "fork": "never"}).fork_peers == 0
 
@@ -238,20 +238,20 @@ def test_who_may_go_on_alone() -> None:
         ("#" * (MAX_BYTES + 1), "longer than 64 KiB"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_one_line(file: Path, text: str, words: str) -> None:
+def test_error_in_run_file_gives_one_line(file: Path, text: str, words: str) -> None:
     file.write_text(text)
     line = refusal(file)
     assert line.startswith(f"{file}: ") and words in line
 
 
-def test_a_file_that_cannot_be_read_is_one_line(file: Path) -> None:
+def test_unreadable_run_file_gives_one_line_error(file: Path) -> None:
     assert refusal(file) == f"{file}: No such file or directory: give the path of a run file"
     assert "Is a directory" in refusal(file.parent)
     file.write_bytes(b"name = '\xff'")
     assert "not text in UTF-8" in refusal(file)
 
 
-def test_a_bad_flag_is_not_blamed_on_the_file(file: Path) -> None:
+def test_bad_flag_is_not_blamed_on_the_file(file: Path) -> None:
     file.write_text("seed = 3")
     assert refusal(file, {"recipe.rounds": 0}).startswith("command line: [recipe]: rounds must be")
     assert refusal(file, {"recipe.round": 3}) == (
@@ -264,18 +264,18 @@ def test_a_bad_flag_is_not_blamed_on_the_file(file: Path) -> None:
     assert refusal(None, {"a.b.c": 3}).startswith('command line: unknown key "a.b"')
 
 
-def test_a_configuration_does_not_change() -> None:
+def test_config_is_immutable() -> None:
     with pytest.raises(FrozenInstanceError):
         run().seed = 3  # type: ignore[misc]
 
 
-def test_canonical_bytes_come_back() -> None:
+def test_canonical_bytes_round_trip() -> None:
     for config in (run(), run({"task": "paced"}), run({"name": "Zürich 🐦", "seed": 2**63 - 1})):
         assert config.to_canonical().isascii()
         assert RunConfig.from_canonical(config.to_canonical()) == config
 
 
-def test_canonical_bytes_do_not_depend_on_how_a_number_was_written() -> None:
+def test_canonical_bytes_ignore_number_spelling() -> None:
     whole = run({"recipe.learning_rate": 1})
     assert whole.to_canonical() == run({"recipe.learning_rate": 1.0}).to_canonical()
     config = RunConfig(recipe=replace(whole.recipe, weight_decay=0), gpt=whole.gpt)
@@ -293,7 +293,7 @@ def test_canonical_bytes_do_not_depend_on_how_a_number_was_written() -> None:
     ),
     st.integers(0, 2**63 - 1),
 )
-def test_every_configuration_has_one_spelling(values: dict[str, object], seed: int) -> None:
+def test_every_config_has_one_canonical_form(values: dict[str, object], seed: int) -> None:
     config = run({"seed": seed} | {f"recipe.{name}": value for name, value in values.items()})
     again = RunConfig.from_canonical(config.to_canonical())
     assert again == config and again.to_canonical() == config.to_canonical()
@@ -325,26 +325,26 @@ def spelt(change: Mapping[str, object], **options: object) -> bytes:
         (b" " * (MAX_BYTES + 1), "65537 bytes"),
     ],
 )
-def test_foreign_bytes_are_refused_in_one_line(data: bytes, words: str) -> None:
+def test_foreign_bytes_give_one_line_error(data: bytes, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         RunConfig.from_canonical(data)
     assert words in str(caught.value) and len(str(caught.value).splitlines()) == 1
 
 
 @given(st.binary(max_size=200))
-def test_random_bytes_raise_nothing_else(data: bytes) -> None:
+def test_random_bytes_raise_only_config_error(data: bytes) -> None:
     with pytest.raises(ConfigError):
         RunConfig.from_canonical(data)
 
 
-def test_a_run_of_an_unknown_protocol_is_refused() -> None:
+def test_run_of_unknown_protocol_is_rejected() -> None:
     config = load_run(None, {"protocol": "moshpit"}, PROTOCOLS)
     config.require_protocol(PROTOCOLS)
     with pytest.raises(ConfigError, match='unknown protocol "moshpit": there are butterfly'):
         config.require_protocol(["butterfly"])
 
 
-def test_every_value_of_a_recipe_can_be_set() -> None:
+def test_every_recipe_value_can_be_set() -> None:
     values = {field.name: getattr(PRESETS["w64"].recipe, field.name) for field in fields(Recipe)}
     assert run({f"recipe.{name}": value for name, value in values.items()}).recipe == PRESETS["w64"].recipe
 
@@ -352,7 +352,7 @@ def test_every_value_of_a_recipe_can_be_set() -> None:
 # --- this machine -----------------------------------------------------------------------------------------------------
 
 
-def test_flags_over_environment_over_file_over_defaults(file: Path) -> None:
+def test_flags_override_environment_then_file_then_defaults(file: Path) -> None:
     file.write_text("[peer]\nnickname = 'file'\nthreads = 2\ndevice = 'cuda'\n")
     environment = {"NODE_THREADS": "3", "NODE_DEVICE": "cpu", "PATH": "/bin"}
     config = load_peer({"device": "mps", "rounds": None}, environment, file)
@@ -365,20 +365,20 @@ def test_flags_over_environment_over_file_over_defaults(file: Path) -> None:
 
 
 @pytest.mark.parametrize("line", [f"bootstrap = ['{ADDRESS}']", "run_id = '0123456789ab'"])
-def test_a_run_file_starts_a_run_and_joins_none(file: Path, line: str) -> None:
+def test_run_file_cannot_name_a_run_to_join(file: Path, line: str) -> None:
     file.write_text(f"[peer]\n{line}\n")
     flag = "--" + line.split()[0].replace("_", "-")
     with pytest.raises(ConfigError, match=f"who joins one gives {flag}"):
         load_peer({}, {}, file)
 
 
-def test_without_a_word_it_listens_everywhere() -> None:
+def test_default_peer_listens_on_all_interfaces() -> None:
     config = load_peer({}, {}, None)
     assert config.listen == ("/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0")
     assert replace(config, origins={}) == PeerConfig()
 
 
-def test_the_environment_speaks_in_strings() -> None:
+def test_environment_values_are_parsed_from_strings() -> None:
     config = load_peer(
         {},
         {
@@ -400,7 +400,7 @@ def test_the_environment_speaks_in_strings() -> None:
     assert config.origins["nickname"] == "default"
 
 
-def test_saidof_others_are_left_alone() -> None:
+def test_unrelated_node_variables_are_ignored() -> None:
     assert load_peer({}, {"NODE_ENV": "production", "NODE_OPTIONS": "x", "NODE_RANK": "0"}, None).device == "auto"
 
 
@@ -424,13 +424,13 @@ def test_saidof_others_are_left_alone() -> None:
         (__file__, f"is a file: to have addresses read from it, write @{__file__}"),
     ],
 )
-def test_a_bad_bootstrap_address_says_what_to_write(address: str, words: str) -> None:
+def test_bad_bootstrap_address_error_suggests_the_form(address: str, words: str) -> None:
     line = peer_refusal({"bootstrap": (ADDRESS, address)})
     assert line.startswith("flag --bootstrap: ") and words in line
 
 
 @given(st.text() | st.text().map("/".__add__) | st.text().map(f"/ip4/192.0.2.7/tcp/1/p2p/{PEER}".__add__))
-def test_any_address_is_taken_or_refused_in_one_line(address: str) -> None:
+def test_any_address_is_accepted_or_gives_one_line(address: str) -> None:
     for key in ("bootstrap", "listen", "announce"):
         try:
             load_peer({key: (address,)}, {}, None)
@@ -468,13 +468,13 @@ def test_any_address_is_taken_or_refused_in_one_line(address: str) -> None:
         ("nat", "maybe", "must be true or false, not 'maybe'"),
     ],
 )
-def test_a_bad_value_names_its_flag(key: str, value: object, words: str) -> None:
+def test_bad_value_error_names_its_flag(key: str, value: object, words: str) -> None:
     line = peer_refusal({key: value})
     assert line.startswith(f"flag --{key.replace('_', '-')}: ") and words in line
 
 
 @pytest.mark.parametrize("key", ["listen", "announce"])
-def test_where_to_listen_is_suggested_without_a_peer_id_which_would_be_refused(key: str) -> None:
+def test_suggested_listen_address_is_itself_valid(key: str) -> None:
     for address in ("x", "192.0.2.9:4001", "/ip4/192.0.2.300/tcp/1"):
         suggested = peer_refusal({key: (address,)}).split()[-1]
         fixed = {"listen": (suggested,)}
@@ -482,7 +482,7 @@ def test_where_to_listen_is_suggested_without_a_peer_id_which_would_be_refused(k
 
 
 @pytest.mark.parametrize("kind", ["dns", "dns4", "dns6"])
-def test_names_can_be_announced_and_dialled(kind: str) -> None:
+def test_dns_names_can_be_announced_and_dialled(kind: str) -> None:
     where = f"/{kind}/founder/tcp/4001"
     config = load_peer(
         {"announce": (where,), "bootstrap": (f"{where}/p2p/{PEER}",)}, {"NODE_LISTEN": "/ip4/0.0.0.0/tcp/4001"}, None
@@ -490,7 +490,7 @@ def test_names_can_be_announced_and_dialled(kind: str) -> None:
     assert (config.announce, config.bootstrap) == ((where,), (f"{where}/p2p/{PEER}",))
 
 
-def test_what_a_file_says_of_the_machine_reaches_peers_that_are_not_given_it(file: Path) -> None:
+def test_machine_settings_in_file_become_environment_variables(file: Path) -> None:
     file.write_text("[peer]\ndata = '~/text'\nbandwidth_bytes_per_second = 2.5e6\ndevice = 'cpu'\nnickname = 'ada'\n")
     said = variables(file, {"NODE_DEVICE": "auto", "NODE_DATA": ""})
     assert said == {"NODE_DATA": "~/text", "NODE_BANDWIDTH_BYTES_PER_SECOND": "2500000.0"}, "no peer's own name"
@@ -498,7 +498,7 @@ def test_what_a_file_says_of_the_machine_reaches_peers_that_are_not_given_it(fil
     assert config.data == Path("~/text").expanduser() and config.bandwidth_bytes_per_second == 2.5e6
 
 
-def test_a_bad_value_names_its_source(file: Path) -> None:
+def test_bad_value_error_names_its_source(file: Path) -> None:
     assert peer_refusal({}, {"NODE_DEVICE": "gpu"}).startswith("NODE_DEVICE: must be 'auto'")
     file.write_text("[peer]\ndevice = 'gpu'\n")
     assert peer_refusal(file=file).startswith(f"{file} [peer]: \"device\" must be 'auto'")
@@ -517,7 +517,7 @@ def test_a_bad_value_names_its_source(file: Path) -> None:
     assert peer_refusal(file=file) == f'{file}: "peer" must be a table, [peer]'
 
 
-def test_a_misspelt_key_is_an_error_wherever_it_stands(file: Path) -> None:
+def test_misspelt_key_is_an_error_in_any_source(file: Path) -> None:
     assert peer_refusal({}, {"NODE_LISTN": "x"}) == 'unknown variable "NODE_LISTN": did you mean "NODE_LISTEN"?'
     assert peer_refusal({}, {"NODE_BANDWIDTH": "1"}).endswith('did you mean "NODE_BANDWIDTH_BYTES_PER_SECOND"?')
     assert ": there are NODE_BOOTSTRAP, NODE_RUN_ID, " in peer_refusal({}, {"NODE_XYZZY": "1"}), "none is near"

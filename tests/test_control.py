@@ -44,7 +44,7 @@ async def raw(state_dir: Path, request: bytes) -> bytes:
         writer.transport.abort()
 
 
-async def test_a_peer_is_asked_for_its_status(tmp_path: Path) -> None:
+async def test_status_request_returns_peer_status(tmp_path: Path) -> None:
     async with door(tmp_path):
         answer = await ask(tmp_path, "status", soon())
     assert answer["loss"] is None and answer["eta_seconds"] is None
@@ -52,14 +52,14 @@ async def test_a_peer_is_asked_for_its_status(tmp_path: Path) -> None:
     assert math.isnan(parsed.loss) and replace(parsed, loss=0.0) == replace(STATUS, loss=0.0)
 
 
-async def test_a_peer_is_asked_to_finish(tmp_path: Path) -> None:
+async def test_finish_request_asks_peer_to_finish(tmp_path: Path) -> None:
     asked: list[int] = []
     async with door(tmp_path, lambda: asked.append(1)):
         assert await ask(tmp_path, "finish", soon()) == {"ok": True}
     assert asked == [1]
 
 
-async def test_only_this_user_can_enter_and_nothing_stays_behind(tmp_path: Path) -> None:
+async def test_socket_is_private_and_removed_at_exit(tmp_path: Path) -> None:
     async with door(tmp_path):
         place = json.loads((tmp_path / "control.json").read_text())
         directory = Path(place["socket"]).parent
@@ -70,7 +70,7 @@ async def test_only_this_user_can_enter_and_nothing_stays_behind(tmp_path: Path)
     assert os.listdir(tmp_path) == []
 
 
-async def test_what_is_made_is_for_this_user_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_created_files_are_private_to_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     before = os.umask(0)
     try:
@@ -84,7 +84,7 @@ async def test_what_is_made_is_for_this_user_only(tmp_path: Path, monkeypatch: p
     assert modes == [0o700, 0o700, 0o600]
 
 
-async def test_a_state_directory_may_be_deep(tmp_path: Path) -> None:
+async def test_deep_state_directory_works(tmp_path: Path) -> None:
     deep = tmp_path / ("d" * 100) / ("e" * 100)
     deep.mkdir(parents=True)
     async with door(deep):
@@ -92,19 +92,19 @@ async def test_a_state_directory_may_be_deep(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("request_line", [b"\n", b"[]\n", b'{"do": "dance"}\n', b"\xff\xfe\n", b"[" * 900 + b"\n"])
-async def test_nonsense_gets_an_answer(tmp_path: Path, request_line: bytes) -> None:
+async def test_malformed_request_gets_an_error_answer(tmp_path: Path, request_line: bytes) -> None:
     async with door(tmp_path):
         assert "error" in json.loads(await raw(tmp_path, request_line))
         assert (await ask(tmp_path, "status", soon()))["round"] == 3
 
 
-async def test_a_long_request_is_cut_off(tmp_path: Path) -> None:
+async def test_long_request_is_cut_off(tmp_path: Path) -> None:
     async with door(tmp_path):
         assert await raw(tmp_path, b"x" * 100_000) == b""
         assert (await ask(tmp_path, "status", soon()))["round"] == 3
 
 
-async def test_silent_clients_are_few_and_do_not_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_silent_clients_are_bounded_and_time_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "SERVE_SECONDS", 0.3)
     async with door(tmp_path) as open_door:
         silent = [asyncio.create_task(raw(tmp_path, b"")) for _ in range(8)]
@@ -115,7 +115,7 @@ async def test_silent_clients_are_few_and_do_not_stay(tmp_path: Path, monkeypatc
         assert (await ask(tmp_path, "status", soon()))["round"] == 3
 
 
-async def test_leaving_does_not_wait_for_clients(tmp_path: Path) -> None:
+async def test_exit_does_not_wait_for_clients(tmp_path: Path) -> None:
     async with door(tmp_path):
         silent = asyncio.create_task(raw(tmp_path, b""))
         await asyncio.sleep(0.1)
@@ -124,13 +124,13 @@ async def test_leaving_does_not_wait_for_clients(tmp_path: Path) -> None:
     await silent
 
 
-async def test_no_peer_is_one_clear_line(tmp_path: Path) -> None:
+async def test_missing_peer_gives_one_clear_line(tmp_path: Path) -> None:
     with pytest.raises(ControlUnavailable, match=r"no peer runs in .*: start one"):
         await ask(tmp_path, "status", soon())
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[]", "nonsense", '{"socket": 3}', '{"socket": "/nowhere"}', "[" * 4000])
-async def test_a_damaged_file_is_no_peer(tmp_path: Path, content: str) -> None:
+async def test_damaged_control_file_counts_as_no_peer(tmp_path: Path, content: str) -> None:
     (tmp_path / "control.json").write_text(content)
     with pytest.raises(ControlUnavailable, match="no peer runs"):
         await ask(tmp_path, "status", soon())
@@ -157,7 +157,7 @@ def killed(state_dir: Path) -> Path:
     return left
 
 
-async def test_what_a_killed_peer_left_is_recognised_and_cleared(tmp_path: Path) -> None:
+async def test_leftovers_of_killed_peer_are_cleared(tmp_path: Path) -> None:
     left = killed(tmp_path)
     with pytest.raises(ControlUnavailable, match="no peer runs"):
         await ask(tmp_path, "status", soon())
@@ -166,7 +166,7 @@ async def test_what_a_killed_peer_left_is_recognised_and_cleared(tmp_path: Path)
         assert (await ask(tmp_path, "status", soon()))["round"] == 3
 
 
-async def test_clearing_never_follows_a_file_elsewhere(tmp_path: Path) -> None:
+async def test_cleanup_never_deletes_foreign_files(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.write_text("mine")
     (tmp_path / "control.json").write_text(json.dumps({"pid": 1, "socket": str(precious)}))
@@ -175,7 +175,7 @@ async def test_clearing_never_follows_a_file_elsewhere(tmp_path: Path) -> None:
     assert precious.read_text() == "mine"
 
 
-async def test_a_stopped_peer_is_told_from_none(tmp_path: Path) -> None:
+async def test_stopped_peer_differs_from_missing_peer(tmp_path: Path) -> None:
     async def mute(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
         writer.transport.abort()
@@ -189,7 +189,7 @@ async def test_a_stopped_peer_is_told_from_none(tmp_path: Path) -> None:
     await asyncio.sleep(0.05)
 
 
-async def test_a_door_that_cannot_open_stops_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_failed_control_socket_does_not_stop_the_peer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with door(tmp_path / "missing"):
         pass
     assert "cannot reach this peer" in caplog.text
@@ -207,7 +207,7 @@ async def test_running_peers_are_found(tmp_path: Path) -> None:
             assert await running(tmp_path, soon()) == (first, second)
 
 
-def test_the_first_free_directory_is_claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_free_directory_is_claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     with claimed(None) as first, claimed(None) as second:
         assert (first, second) == (tmp_path / "starling" / "peer-1", tmp_path / "starling" / "peer-2")
@@ -217,12 +217,12 @@ def test_the_first_free_directory_is_claimed(tmp_path: Path, monkeypatch: pytest
         assert (again, own) == (first, tmp_path / "mine" / "own")
 
 
-def test_an_error_inside_a_claim_passes_through(tmp_path: Path) -> None:
+def test_error_inside_claim_passes_through(tmp_path: Path) -> None:
     with pytest.raises(BlockingIOError, match="other"), claimed(tmp_path / "a"):
         raise BlockingIOError("other")
 
 
-async def test_a_copy_of_a_running_peers_directory_leaves_its_door_alone(tmp_path: Path) -> None:
+async def test_copied_directory_leaves_original_socket_alone(tmp_path: Path) -> None:
     socket = tmp_path / "starling-x" / "control"
     socket.parent.mkdir()
     socket.touch()

@@ -41,13 +41,13 @@ def cores(tmp_path: Path, memberships: str, mounts: str, files: dict[str, str]) 
         ({}, 8),
     ],
 )
-def test_a_v2_quota_on_the_path_limits_cores(tmp_path: Path, limits: dict[str, str], expected: int) -> None:
+def test_v2_quota_on_the_path_limits_cores(tmp_path: Path, limits: dict[str, str], expected: int) -> None:
     files = {f"cg/{group}/cpu.max": f"{text}\n" for group, text in limits.items()}
     assert cores(tmp_path, "0::/a/b\n", V2_MOUNT.format(root="/", point=tmp_path / "cg"), files) == expected
 
 
 @pytest.mark.parametrize("root, path", [("/", "/docker/c1"), ("/docker/c1", "/docker/c1"), ("/docker/c1", "/")])
-def test_a_v1_quota_is_found_where_a_container_sees_it(tmp_path: Path, root: str, path: str) -> None:
+def test_v1_quota_is_found_inside_a_container(tmp_path: Path, root: str, path: str) -> None:
     """Docker mounts the container's part of the hierarchy; /proc may name the group from the machine's root."""
     inside = path.removeprefix(root) if root != "/" else path
     group = f"cpu,cpu acct/{inside.strip('/')}"
@@ -57,15 +57,15 @@ def test_a_v1_quota_is_found_where_a_container_sees_it(tmp_path: Path, root: str
     assert cores(tmp_path, memberships, V1_MOUNT.format(root=root, point=point), files) == 3
 
 
-def test_no_path_leads_out_of_the_mount(tmp_path: Path) -> None:
+def test_path_cannot_leave_the_mount(tmp_path: Path) -> None:
     files = {"cpu.max": "100000 100000\n", "cg/cpu.max": "max 100000\n"}
     assert cores(tmp_path, "0::/../../x\n", V2_MOUNT.format(root="/", point=tmp_path / "cg"), files) == 8
 
 
-def test_without_files_the_affinity_counts(tmp_path: Path) -> None:
+def test_without_cgroup_files_affinity_counts(tmp_path: Path) -> None:
     assert usable_cores(tmp_path / "nothing") == 8
 
 
 @pytest.mark.parametrize("text", ["", "max 100000", "-1\n100000\n", "0 100000", "1 0", "1", "1 2 3", "9" * 30 + " 1"])
-def test_what_is_no_quota_limits_nothing(text: str) -> None:
+def test_invalid_quota_limits_nothing(text: str) -> None:
     assert cores_of(text) is None

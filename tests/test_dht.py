@@ -129,7 +129,7 @@ def store_request(*hints: DirectoryRecord, run: bytes = RUN, **changes: Any) -> 
 
 @pytest.mark.real
 class TestDirectory:
-    def test_what_one_announces_all_find(self) -> None:
+    def test_announced_record_is_found_by_all(self) -> None:
         async def body(make: Make) -> None:
             peers = await chain(make, 4)
             for index, peer in enumerate(peers):
@@ -143,7 +143,7 @@ class TestDirectory:
 
         run(body)
 
-    def test_announced_alone_it_is_found_by_who_comes_later(self) -> None:
+    def test_record_announced_alone_reaches_later_peers(self) -> None:
         async def body(make: Make) -> None:
             a = await make()
             await a.directory.announce("all", b"first", TTL, soon())
@@ -157,7 +157,7 @@ class TestDirectory:
 
         run(body)
 
-    def test_hints_expire(self) -> None:
+    def test_records_expire(self) -> None:
         async def body(make: Make) -> None:
             a, b = await chain(make, 2)
             await a.directory.announce("all", b"short", 1.0, soon())
@@ -168,7 +168,7 @@ class TestDirectory:
         run(body)
 
     @pytest.mark.parametrize("ahead_seconds", [-3600.0, 600.0])
-    def test_a_clock_that_is_off_is_corrected(self, ahead_seconds: float) -> None:
+    def test_skewed_clock_is_corrected(self, ahead_seconds: float) -> None:
         class Off(WallClock):
             def wall(self) -> float:
                 return super().wall() + ahead_seconds
@@ -183,7 +183,7 @@ class TestDirectory:
 
         run(body)
 
-    def test_runs_do_not_mix(self) -> None:
+    def test_records_of_other_runs_are_rejected(self) -> None:
         async def body(make: Make) -> None:
             a, b = await make(), await make(run=bytes(32))
             await b.connect(a)
@@ -194,7 +194,7 @@ class TestDirectory:
 
         run(body)
 
-    def test_what_cannot_be_announced_is_an_error(self) -> None:
+    def test_invalid_announcement_raises_value_error(self) -> None:
         async def body(make: Make) -> None:
             a = await make()
             for scope, value, ttl in (("s", bytes(4096), TTL), ("s" * 129, b"", TTL), ("s", b"", 601), ("s", b"", 0)):
@@ -203,7 +203,7 @@ class TestDirectory:
 
         run(body)
 
-    def test_nobody_there_or_nobody_answering_is_no_error(self) -> None:
+    def test_unresponsive_directory_is_no_error(self) -> None:
         async def body(make: Make) -> None:
             a, b = await chain(make, 2)
             await b.directory.announce("all", b"b", TTL, soon())
@@ -218,7 +218,7 @@ class TestDirectory:
 
         run(body)
 
-    def test_p2pd_may_die(self) -> None:
+    def test_killed_p2pd_is_survived(self) -> None:
         async def body(make: Make) -> None:
             a, b = await chain(make, 2)
             await a.directory.announce("all", b"a", TTL, soon())
@@ -238,7 +238,7 @@ class TestDirectory:
 
         run(body)
 
-    def test_closing_in_the_middle_leaves_nothing(self) -> None:
+    def test_close_during_requests_leaves_nothing(self) -> None:
         async def body(make: Make) -> None:
             peers = await chain(make, 3)
             await freeze(peers[1].transport.daemon_pid)
@@ -254,7 +254,7 @@ class TestDirectory:
 
 @pytest.mark.real
 class TestLiars:
-    def test_hints_that_are_not_the_peers_own_are_refused_and_counted(self) -> None:
+    def test_invalid_records_are_rejected_and_counted(self) -> None:
         async def body(make: Make) -> None:
             a, b = await chain(make, 2)
             good, me = sealed(a.key), a.transport.me
@@ -277,7 +277,7 @@ class TestLiars:
 
         run(body)
 
-    def test_requests_that_break_the_rules_are_refused_and_counted(self) -> None:
+    def test_invalid_requests_are_rejected_and_counted(self) -> None:
         async def body(make: Make) -> None:
             a, b = await chain(make, 2)
             key = place(b"k").to_bytes()
@@ -295,9 +295,7 @@ class TestLiars:
 
         run(body)
 
-    def test_a_node_that_answers_with_lies_does_not_spoil_what_others_know(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_lying_node_does_not_spoil_honest_records(self, monkeypatch: pytest.MonkeyPatch) -> None:
         honest = StarlingDHT.rpc_find
         lies: dict[str, DirectoryRecord] = {}
 
@@ -324,7 +322,7 @@ class TestLiars:
         monkeypatch.setattr(StarlingDHT, "rpc_find", rpc_find)
         run(body)
 
-    def test_a_flood_is_bounded(self) -> None:
+    def test_stored_flood_is_bounded(self) -> None:
         async def body(make: Make) -> None:
             a, b = await chain(make, 2)
             taken = errors = 0
@@ -340,7 +338,7 @@ class TestLiars:
 
         run(body)
 
-    def test_a_flood_of_requests_is_turned_away(self) -> None:
+    def test_request_flood_is_rejected(self) -> None:
         async def body(make: Make) -> None:
             a, b = await chain(make, 2)
             request = dht_pb2.FindRequest(keys=[place(b"k").to_bytes()])
@@ -407,14 +405,14 @@ with tempfile.TemporaryDirectory(prefix="st") as made:
 
 
 @pytest.mark.real
-def test_a_bomb_of_nested_extensions_ends_nobody() -> None:
+def test_nested_extension_bomb_is_survived() -> None:
     child = subprocess.run((sys.executable, "-W", "ignore", "-c", BOMB), capture_output=True, text=True, timeout=50)
     assert child.returncode == 0, child.stderr[-2000:]
     assert child.stdout.splitlines()[-1] == "survived 4", child.stdout
 
 
 class TestUnpacking:
-    def test_what_this_dht_holds_comes_back(self) -> None:
+    def test_dht_values_round_trip(self) -> None:
         found = DictionaryDHTValue()
         found.store("peer", b"value", 1e10)
         assert loads(MSGPackSerializer.dumps(found)) == [("peer", b"value", 1e10)]
@@ -425,27 +423,27 @@ class TestUnpacking:
         "thing",
         [None, 1, 1.0, [], [b""], {}, (1, 2), msgpack.ExtType(0x50, b""), msgpack.ExtType(0x41, b"x"), bytes(5000)],
     )
-    def test_anything_else_is_refused(self, thing: object) -> None:
+    def test_other_objects_are_rejected(self, thing: object) -> None:
         with pytest.raises(ValueError):
             loads(MSGPackSerializer.dumps(thing))
 
     @pytest.mark.parametrize(
         "items", [[["p", b"v"]], [["p", "v", 1.0]], [[b"p", b"v", 1.0]], [["p", b"v", float("inf")]], [3], 3]
     )
-    def test_a_dictionary_of_something_else_is_refused(self, items: object) -> None:
+    def test_dictionary_of_other_items_is_rejected(self, items: object) -> None:
         packed = msgpack.packb(msgpack.ExtType(0x50, msgpack.packb([1e9, 0.0, items])))
         with pytest.raises(ValueError):
             loads(packed)
 
     @given(st.binary(max_size=300))
-    def test_no_bytes_do_worse_than_a_value_error(self, packed: bytes) -> None:
+    def test_any_bytes_raise_at_most_value_error(self, packed: bytes) -> None:
         for data in (packed, msgpack.packb(msgpack.ExtType(0x50, packed))):
             with suppress(ValueError):
                 assert isinstance(loads(data), str | bytes | list)
         with suppress(BadPayload):
             unpack(packed)
 
-    def test_deep_nesting_is_refused(self) -> None:
+    def test_deep_nesting_is_rejected(self) -> None:
         for deep in (b"\x91" * 100_000, b"\x91" * 400, b"\xdd\xff\xff\xff\xff" * 100):
             with pytest.raises(ValueError):
                 loads(deep)
@@ -454,7 +452,7 @@ class TestUnpacking:
 
 
 class TestHints:
-    def test_a_hint_is_bound_to_all_that_it_says(self, tmp_path: Path) -> None:
+    def test_signature_covers_every_field(self, tmp_path: Path) -> None:
         key, other = identity.create(tmp_path / "key"), identity.create(tmp_path / "other")
         hint, now = sealed(key), WallClock().wall()
         check(unpack(hint.pack()), RUN, now, key)
@@ -472,24 +470,24 @@ class TestHints:
         with pytest.raises(BadPayload):
             check(hint, bytes(32), now, key)
 
-    def test_names_do_not_collide(self) -> None:
+    def test_record_names_do_not_collide(self) -> None:
         assert len({name_of(b"ab", "c"), name_of(b"a", "bc"), name_of(b"", "abc")}) == 3
 
 
 class TestShelf:
-    def test_it_is_bounded_whatever_comes(self) -> None:
+    def test_store_size_is_bounded(self) -> None:
         records = RecordStore(lambda: 0.0)
         for key in range(300):
             for peer in range(20):
                 records.put(key, f"{key}/{peer}", b"", 100.0)
         assert len(records) == 4096 and len(records._kept) <= 256
 
-    def test_one_peer_takes_few_keys(self) -> None:
+    def test_keys_per_peer_are_bounded(self) -> None:
         records = RecordStore(lambda: 0.0)
         assert sum(records.put(key, "greedy", b"", 100.0) for key in range(100)) == 16
         assert records.put(50, "other", b"", 100.0)
 
-    def test_at_a_full_key_residents_stay_and_renew_their_own(self) -> None:
+    def test_full_key_keeps_and_renews_existing_records(self) -> None:
         now = [0.0]
         records = RecordStore(lambda: now[0])
         honest, strangers = [f"{n}" for n in range(10)], [f"stranger {n}" for n in range(MAX_HINTS_PER_KEY)]
@@ -502,7 +500,7 @@ class TestShelf:
         assert records.put("key", "late", b"", 480.0) and len(records) <= MAX_HINTS_PER_KEY
         assert "late" in records.live("key")
 
-    def test_what_expires_makes_room_and_the_older_never_replaces_the_newer(self) -> None:
+    def test_expired_records_are_replaced_and_older_ones_rejected(self) -> None:
         now = [0.0]
         records = RecordStore(lambda: now[0])
         assert records.put("key", "peer", b"new", 20.0)

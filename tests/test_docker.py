@@ -12,21 +12,21 @@ from tests.docker.verdict import forks, table
 from tests.faults.recording import Limits, Recording
 
 
-def test_env_example_names_every_setting_with_its_default() -> None:
+def test_env_example_lists_every_setting_with_its_default() -> None:
     compose = (HOUSE / "docker/compose.yaml").read_text()
     settings = {name: default for name, default in re.findall(r"\$\{(\w+):?-([^}]*)\}", compose)}
     example = (HOUSE / "docker/.env.example").read_text()
     assert dict(re.findall(r"^#(\w+)=(.*)$", example, re.MULTILINE)) == settings
 
 
-def test_build_arguments_have_one_default_in_both_files() -> None:
+def test_build_arguments_have_one_default() -> None:
     compose = (HOUSE / "docker/compose.yaml").read_text()
     dockerfile = (HOUSE / "docker/Dockerfile").read_text()
     for name, default in re.findall(r'^ARG (\w+)="?([^"\n]*)"?$', dockerfile, re.MULTILINE):
         assert re.search(rf"{name}: \$\{{{name}:?-{re.escape(default)}\}}", compose)
 
 
-def test_fork_of_a_peer_that_nothing_was_done_to_is_a_violation() -> None:
+def test_fork_of_unharmed_peer_is_a_violation() -> None:
     now = time.time()
     fork = {"outcome": "fork", "peer": "A", "round": 7, "time": now + 5}
     play = _play({"founder": [fork]}, {"founder": "A", "peer-1": "B"}, now)
@@ -38,11 +38,11 @@ def test_fork_of_a_peer_that_nothing_was_done_to_is_a_violation() -> None:
     assert [each.round for each in forks(play, [struck])] == [7]
 
 
-def test_sizes_are_read_as_docker_writes_them() -> None:
+def test_docker_sizes_are_parsed() -> None:
     assert [bytes_of(each) for each in ("0B", "12.5kB", "604.5MiB", "1.5GiB")] == [0, 12500, 604.5 * 2**20, 1.5 * 2**30]
 
 
-def test_table_shows_what_was_not_measured_as_such() -> None:
+def test_table_marks_unmeasured_values() -> None:
     lines = table({"cases": [{"name": "pause", "peers": 4, "failed": ["late"], "next_round_seconds": 1.25}]})
     assert lines[-1] == "| pause | 1.2 | – | 4 | failed: late |"
 

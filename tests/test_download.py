@@ -86,7 +86,7 @@ def chunks_from(peer: SyncPeer) -> list[float]:
 # -- time -------------------------------------------------------------------------------------------------------------
 
 
-def test_on_a_slow_line_it_catches_up_while_rounds_go_on() -> None:
+def test_slow_joiner_catches_up_while_rounds_continue() -> None:
     async def main(world: SyncCluster) -> None:
         cleo, began = await joiner(world, SLOW), now()
         rounds = asyncio.create_task(deciding(world, "anna bert"))
@@ -101,7 +101,7 @@ def test_on_a_slow_line_it_catches_up_while_rounds_go_on() -> None:
     play(main)
 
 
-def test_three_slow_donors_are_all_used_to_the_full() -> None:
+def test_three_slow_donors_are_fully_used() -> None:
     async def main(world: SyncCluster) -> None:
         names, sent = "anna bert dora", {}
         for name in names.split():
@@ -116,7 +116,7 @@ def test_three_slow_donors_are_all_used_to_the_full() -> None:
     play(main, "anna bert dora", elements=2_000_000)
 
 
-def test_a_fast_donor_brings_more_and_a_slow_one_does_not_hold_up_the_end() -> None:
+def test_fast_donor_sends_more_and_finishes_the_download() -> None:
     async def main(world: SyncCluster) -> None:
         world.network.nodes["anna"].bytes_per_second = 1e5
         sent, began = {name: chunks_from(world.peers[name]) for name in ("anna", "bert")}, now()
@@ -128,7 +128,7 @@ def test_a_fast_donor_brings_more_and_a_slow_one_does_not_hold_up_the_end() -> N
     play(main)
 
 
-def test_a_download_that_moves_outlasts_its_deadline_and_one_that_does_not_ends() -> None:
+def test_progressing_download_outlasts_deadline_and_stalled_ends() -> None:
     async def main(world: SyncCluster) -> None:
         cleo, began = await joiner(world, 2e5), now()
         assert (await cleo.catch_up(10.0)).outcome == "superseded" and now() - began > STATE / 2e5
@@ -141,7 +141,7 @@ def test_a_download_that_moves_outlasts_its_deadline_and_one_that_does_not_ends(
     play(main)
 
 
-def test_drops_do_not_keep_a_download_alive_for_ever() -> None:
+def test_slow_chunks_do_not_extend_download_forever() -> None:
     async def main(world: SyncCluster) -> None:
         async def drop(stream: FramedStream, header: Header, payload: Buffer) -> None:
             if isinstance(header, wire.Chunk):
@@ -157,7 +157,7 @@ def test_drops_do_not_keep_a_download_alive_for_ever() -> None:
     play(main)
 
 
-def test_a_line_slower_than_the_rounds_is_told_of_once() -> None:
+def test_link_slower_than_rounds_is_reported_once() -> None:
     async def main(world: SyncCluster) -> None:
         cleo, told = await joiner(world, 2e5), list[str]()
         cleo.sync.complain_to(told.append)
@@ -174,7 +174,7 @@ def test_a_line_slower_than_the_rounds_is_told_of_once() -> None:
 # -- what is here stays -----------------------------------------------------------------------------------------------
 
 
-def test_a_second_attempt_fetches_what_the_first_one_lacked() -> None:
+def test_second_attempt_fetches_only_missing_chunks() -> None:
     async def main(world: SyncCluster) -> None:
         cleo = await joiner(world, SLOW)
         for name in ("anna", "bert"):
@@ -191,7 +191,7 @@ def test_a_second_attempt_fetches_what_the_first_one_lacked() -> None:
     play(main, every_rounds=1)
 
 
-def test_what_is_taken_stays_to_be_had_and_no_longer() -> None:
+def test_snapshot_in_transfer_is_kept_until_done() -> None:
     async def main(world: SyncCluster) -> None:
         anna, cleo = world.peers["anna"], await joiner(world, SLOW)
         asyncio.get_running_loop().call_later(3.0, world.network.kill, "bert")
@@ -208,7 +208,7 @@ def test_what_is_taken_stays_to_be_had_and_no_longer() -> None:
     play(main)
 
 
-def test_one_is_lent_only_for_as_long_as_the_rounds_since_are_there() -> None:
+def test_snapshot_is_lent_only_while_replayable() -> None:
     async def main(world: SyncCluster) -> None:
         anna, cleo = world.peers["anna"], await joiner(world, SLOW)
         sync_progress = asyncio.create_task(cleo.catch_up(60.0))
@@ -234,7 +234,7 @@ class Rooms:
 
 
 @pytest.mark.parametrize("spoilt", [False, True])
-def test_another_life_finds_what_the_last_one_fetched(spoilt: bool) -> None:
+def test_next_incarnation_resumes_the_download(spoilt: bool) -> None:
     async def main(world: SyncCluster) -> None:
         rooms, first = Rooms(), await joiner(world, SLOW)
         first.snapshots._make_room = rooms
@@ -257,7 +257,7 @@ def test_another_life_finds_what_the_last_one_fetched(spoilt: bool) -> None:
     play(main, every_rounds=2)
 
 
-def test_a_life_knows_by_its_files_what_the_last_one_began(tmp_path: Path) -> None:
+def test_next_incarnation_finds_download_begun_on_disk(tmp_path: Path) -> None:
     before, whole = checkpoints.checkpoints(tmp_path).snapshots, checkpoints.state()
     lineage = checkpoints.lineage_of(5)
     made = Snapshot(lineage, 5, whole.index)
@@ -271,7 +271,7 @@ def test_a_life_knows_by_its_files_what_the_last_one_began(tmp_path: Path) -> No
     assert begun.fresh and not found.fresh and found.chunk(0) == made.chunk(0)
 
 
-def test_a_newer_snapshot_is_taken_where_the_rounds_since_the_one_begun_are_dearer() -> None:
+def test_newer_snapshot_is_taken_when_replay_costs_more() -> None:
     async def main(world: SyncCluster) -> None:
         cleo = await joiner(world, SLOW)
         for name in ("anna", "bert"):
@@ -289,7 +289,7 @@ def test_a_newer_snapshot_is_taken_where_the_rounds_since_the_one_begun_are_dear
 # -- rounds go first --------------------------------------------------------------------------------------------------
 
 
-def test_donors_send_nothing_while_a_round_needs_the_link() -> None:
+def test_donors_pause_while_a_round_needs_the_link() -> None:
     async def main(world: SyncCluster) -> None:
         peers, began = world.of("anna bert"), now()
         sent, cleo = [chunks_from(peer) for peer in peers], await joiner(world, SLOW)
@@ -305,7 +305,7 @@ def test_donors_send_nothing_while_a_round_needs_the_link() -> None:
     play(main)
 
 
-def test_where_rounds_never_end_a_little_is_brought_all_the_same() -> None:
+def test_endless_rounds_still_allow_a_slow_download() -> None:
     async def main(world: SyncCluster) -> None:
         for peer in world.of("anna bert"):
             peer.part_cache.gate.close(now() + 1e6)
@@ -318,7 +318,7 @@ def test_where_rounds_never_end_a_little_is_brought_all_the_same() -> None:
     play(main)
 
 
-def test_a_donor_that_puts_off_for_ever_is_refused() -> None:
+def test_donor_postponing_one_chunk_forever_is_blamed() -> None:
     async def main(world: SyncCluster) -> None:
         async def later(stream: FramedStream, header: Header, payload: Buffer) -> None:
             if isinstance(header, wire.Chunk):
@@ -337,7 +337,7 @@ def test_a_donor_that_puts_off_for_ever_is_refused() -> None:
 # -- who is asked for what --------------------------------------------------------------------------------------------
 
 
-def test_how_much_is_asked_for_ahead_follows_the_donor() -> None:
+def test_request_window_follows_the_donor_rate() -> None:
     fast, slow, crawling = DonorRate(), DonorRate(), DonorRate()
     assert fast.window == 2
     for rate, seconds in ((fast, 0.01), (slow, 0.28), (crawling, 8.0)):
@@ -346,7 +346,7 @@ def test_how_much_is_asked_for_ahead_follows_the_donor() -> None:
     assert (fast.patience_seconds, crawling.patience_seconds) == (1.0, 24.0)
 
 
-def test_claims_go_back_and_are_shared_at_the_end() -> None:
+def test_released_chunks_are_reclaimed_and_shared_at_end() -> None:
     time = [0.0]
     scheduler = ChunkScheduler([3, 1, 2, 0], lambda: time[0])
     assert [scheduler.share(donors) for donors in (0, 1, 2, 9)] == [4, 4, 2, 2]

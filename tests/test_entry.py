@@ -98,7 +98,7 @@ def gone(why: str) -> PeerGone:
     return PeerGone("x", why)
 
 
-def test_all_are_tried_side_by_side_and_the_dead_are_told_with_their_causes() -> None:
+def test_all_addresses_are_tried_and_failures_reported() -> None:
     async def body() -> None:
         addresses = Addresses(a=gone("refused"), b=PeerSilent("b", "silent"), c=BadPayload("nonsense"), d=RUN)
         addresses.seconds = {"a": 0.1, "b": 30.0, "c": 0.1, "d": 3.0}
@@ -116,7 +116,7 @@ def test_all_are_tried_side_by_side_and_the_dead_are_told_with_their_causes() ->
     play(body)
 
 
-def test_the_first_answer_wins_and_later_ones_are_met_too() -> None:
+def test_first_answer_wins_and_later_peers_are_kept() -> None:
     async def body() -> None:
         addresses = Addresses(a=RUN, b=RUN)
         addresses.seconds["a"] = 5.0
@@ -130,7 +130,7 @@ def test_the_first_answer_wins_and_later_ones_are_met_too() -> None:
     play(body)
 
 
-def test_a_cause_is_told_once_and_again_only_when_it_changes() -> None:
+def test_failure_is_reported_only_when_it_changes() -> None:
     async def body() -> None:
         causes = [gone("refused"), gone("refused"), gone("no route"), gone("no route"), gone("refused"), RUN]
         addresses = Addresses(a=list(causes))
@@ -142,7 +142,7 @@ def test_a_cause_is_told_once_and_again_only_when_it_changes() -> None:
     play(body)
 
 
-def test_the_dead_are_tried_ever_more_rarely_and_for_as_long_as_it_takes() -> None:
+def test_dead_address_is_retried_with_growing_pauses() -> None:
     async def body() -> None:
         addresses = Addresses(a=[*[gone("refused")] * 50, RUN])
         async with addresses.entry() as entry:
@@ -155,7 +155,7 @@ def test_the_dead_are_tried_ever_more_rarely_and_for_as_long_as_it_takes() -> No
     play(body)
 
 
-def test_an_attempt_is_bounded() -> None:
+def test_attempt_has_a_time_limit() -> None:
     async def body() -> None:
         addresses = Addresses(a=RUN, b=RUN)
         addresses.seconds = {"a": 1e6, "b": ATTEMPT_SECONDS + 1}
@@ -169,7 +169,7 @@ def test_an_attempt_is_bounded() -> None:
     play(body)
 
 
-def test_another_run_is_not_joined_nor_asked_again_and_once_all_are_that_is_said() -> None:
+def test_other_run_is_neither_joined_nor_retried() -> None:
     async def body() -> None:
         addresses = Addresses(a=OTHER, b=[gone("refused")] * 3 + [OTHER], c=ValueError("is not a multiaddr"))
         async with addresses.entry() as entry:
@@ -187,7 +187,7 @@ def test_another_run_is_not_joined_nor_asked_again_and_once_all_are_that_is_said
     play(body)
 
 
-def test_one_liar_does_not_keep_us_from_the_run() -> None:
+def test_one_liar_does_not_block_the_join() -> None:
     async def body() -> None:
         addresses = Addresses(a=OTHER, b=[gone("refused"), gone("refused"), RUN])
         async with addresses.entry() as entry:
@@ -197,7 +197,7 @@ def test_one_liar_does_not_keep_us_from_the_run() -> None:
     play(body)
 
 
-def test_who_stops_looking_leaves_nothing_behind() -> None:
+def test_cancelled_search_leaves_no_tasks() -> None:
     async def body() -> None:
         addresses = Addresses(a=gone("refused"), b=RUN)
         addresses.seconds["b"] = 100.0
@@ -218,7 +218,7 @@ def test_who_stops_looking_leaves_nothing_behind() -> None:
 # -- files of addresses -----------------------------------------------------------------------------------------------
 
 
-def test_a_file_that_comes_late_leads_in() -> None:
+def test_late_address_file_is_used() -> None:
     async def body() -> None:
         addresses = Addresses(a=RUN)
         addresses.files["/f"] = [
@@ -235,7 +235,7 @@ def test_a_file_that_comes_late_leads_in() -> None:
     play(body)
 
 
-def test_what_a_file_names_no_more_is_tried_no_more() -> None:
+def test_address_removed_from_file_is_not_retried() -> None:
     async def body() -> None:
         addresses = Addresses(a=gone("refused"), b=gone("refused"), c=RUN, d=OTHER)
         first, line = AddressLine(("a", "b", "d")), "line 4: is nonsense"
@@ -255,7 +255,7 @@ def test_what_a_file_names_no_more_is_tried_no_more() -> None:
     play(body)
 
 
-def test_addresses_that_nobody_gave_one_by_one_are_told_of_in_one_line() -> None:
+def test_unlisted_addresses_are_reported_in_one_line() -> None:
     async def body() -> None:
         refused, other = gone("cannot be reached: refused: is it up?"), gone("cannot be reached: no route, or worse")
         addresses = Addresses(a=refused, b=[refused, other, RUN], c=refused, d=other, e=OTHER, f=refused, g=refused)
@@ -277,7 +277,7 @@ def test_addresses_that_nobody_gave_one_by_one_are_told_of_in_one_line() -> None
 # -- reaching a peer that is known ------------------------------------------------------------------------------------
 
 
-def test_a_peer_is_reached_at_the_first_address_that_works() -> None:
+def test_first_working_address_reaches_the_peer() -> None:
     async def body() -> None:
         ended: Counter[str] = Counter()
 
@@ -324,7 +324,7 @@ class Street:
         pytest.fail("it was answered")
 
 
-def test_the_door_answers_both_questions_strictly() -> None:
+def test_server_answers_run_and_status_requests() -> None:
     async def body() -> None:
         street = Street()
         assert await ask_run(street.guest, "a", now() + 5.0) == RUN
@@ -333,7 +333,7 @@ def test_the_door_answers_both_questions_strictly() -> None:
     play(body)
 
 
-def test_a_run_without_a_sample_is_one() -> None:
+def test_run_without_sample_is_accepted() -> None:
     async def body() -> None:
         network = SimNetwork(Trace())
         BootstrapServer(network.join("a"), RunInfo(b"s", b""), lambda: STATUS)
@@ -342,7 +342,7 @@ def test_a_run_without_a_sample_is_one() -> None:
     play(body)
 
 
-def test_the_status_of_a_crowd_is_cut_between_two_peers() -> None:
+def test_status_of_many_peers_is_cut_between_peers() -> None:
     async def body() -> None:
         crowd = [{"peer": "\x1b" * 64, "address": f"{number:0256}"} for number in range(1000)]
         status = await ask_status(Street(lambda: STATUS | {"peers": crowd}).guest, "a", now() + 5.0)
@@ -353,7 +353,7 @@ def test_the_status_of_a_crowd_is_cut_between_two_peers() -> None:
 
 
 @pytest.mark.parametrize("request_", [RunReply(1, 1), StatusReply(5)], ids=lambda each: type(each).__name__)
-def test_the_door_refuses_what_is_no_question(request_: Header) -> None:
+def test_server_rejects_invalid_requests(request_: Header) -> None:
     async def body() -> None:
         street = Street()
         assert issubclass(await street.refusal(request_), PeerError)
@@ -362,7 +362,7 @@ def test_the_door_refuses_what_is_no_question(request_: Header) -> None:
     play(body)
 
 
-def test_who_asks_nothing_is_not_waited_for() -> None:
+def test_silent_client_is_not_waited_for() -> None:
     async def body() -> None:
         street = Street()
         with pytest.raises(PeerError):
@@ -374,7 +374,7 @@ def test_who_asks_nothing_is_not_waited_for() -> None:
     play(body)
 
 
-def test_who_does_not_take_the_answer_is_not_waited_for_for_ever() -> None:
+def test_client_not_reading_the_answer_is_dropped() -> None:
     class Stuck:
         async def receive(self, limit: int) -> Header:
             return WantRun()
@@ -453,7 +453,7 @@ async def _lied_to(ask: Callable[..., Awaitable[Any]], lie: Lie) -> type[BaseExc
         (_drip, PeerSilent),
     ],
 )
-def test_a_door_that_lies_about_the_run_is_a_failed_attempt(lie: Lie, error: type[Exception]) -> None:
+def test_false_run_reply_fails_the_attempt(lie: Lie, error: type[Exception]) -> None:
     async def body() -> None:
         assert issubclass(await _lied_to(ask_run, lie), error)
 
@@ -475,14 +475,14 @@ def test_a_door_that_lies_about_the_run_is_a_failed_attempt(lie: Lie, error: typ
         _of_another_kind,
     ],
 )
-def test_a_door_that_lies_about_its_status_is_refused(lie: Lie) -> None:
+def test_false_status_reply_is_rejected(lie: Lie) -> None:
     async def body() -> None:
         assert issubclass(await _lied_to(ask_status, lie), BadPayload)
 
     play(body)
 
 
-def test_a_peer_without_a_door_is_gone() -> None:
+def test_peer_without_bootstrap_server_is_gone() -> None:
     async def body() -> None:
         network = SimNetwork(Trace())
         network.join("a")

@@ -78,7 +78,9 @@ def told_in_time(peer: RealPeer, addresses: list[str]) -> None:
     wait("a line about each", lambda: all(told(peer, each) for each in addresses), TOLD_SECONDS)
 
 
-def test_one_address_of_many_lives(founder: RealPeer, joiner: RealPeer, black_hole: int, dead_port: int) -> None:
+def test_one_live_address_of_many_suffices(
+    founder: RealPeer, joiner: RealPeer, black_hole: int, dead_port: int
+) -> None:
     where = founder.address.rpartition("/p2p/")[0]
     causes = {
         local(dead_port): "nothing listens there",
@@ -98,7 +100,7 @@ def test_one_address_of_many_lives(founder: RealPeer, joiner: RealPeer, black_ho
     assert not told(joiner, founder.address)
 
 
-def test_no_address_lives(joiner: RealPeer, black_hole: int, dead_port: int) -> None:
+def test_dead_addresses_are_reported_in_time(joiner: RealPeer, black_hole: int, dead_port: int) -> None:
     addresses = [local(dead_port), local(black_hole, SILENT)]
     joiner.start(*bootstrap(*addresses))
     told_in_time(joiner, addresses)
@@ -111,7 +113,7 @@ def test_no_address_lives(joiner: RealPeer, black_hole: int, dead_port: int) -> 
     print(f"left {time.time() - asked:.1f} s after Ctrl-C\n{joiner.said()}")
 
 
-def test_a_file_leads_in_and_a_run_that_is_over_is_no_failure(joiner: RealPeer, tmp_path: Path) -> None:
+def test_address_file_joins_and_finished_run_exits_zero(joiner: RealPeer, tmp_path: Path) -> None:
     founder, file, run = RealPeer("first", tmp_path), tmp_path / "addresses", tmp_path / "run.toml"
     run.write_text(paced(elements=10_000, rounds=2, inner_steps=5))
     joiner.start("--bootstrap", f"@{file}")
@@ -135,23 +137,23 @@ def refused(joiner: RealPeer, *arguments: str) -> str:
     return line
 
 
-def test_another_run_than_was_meant(founder: RealPeer, joiner: RealPeer) -> None:
+def test_wrong_run_id_is_refused(founder: RealPeer, joiner: RealPeer) -> None:
     line = refused(joiner, *bootstrap(founder.address), "--run-id", "0123456789ab")
     assert founder.address in line and "not 0123456789ab: take the join line from" in line
 
 
-def test_a_malformed_address(joiner: RealPeer) -> None:
+def test_malformed_address_is_refused(joiner: RealPeer) -> None:
     line = refused(joiner, *bootstrap("127.0.0.1:4001"))
     assert "--bootstrap" in line and "/ip4/127.0.0.1/tcp/4001/p2p/" in line
 
 
-def test_a_port_in_use(joiner: RealPeer, black_hole: int) -> None:
+def test_port_in_use_is_refused(joiner: RealPeer, black_hole: int) -> None:
     joiner.listen = f"/ip4/127.0.0.1/tcp/{black_hole}"
     line = refused(joiner, "--task", "paced")
     assert f"127.0.0.1:{black_hole}" in line and "in use" in line and "listen on another" in line
 
 
-def test_data_that_cannot_be_read(joiner: RealPeer, tmp_path: Path) -> None:
+def test_unreadable_data_is_refused(joiner: RealPeer, tmp_path: Path) -> None:
     line = refused(joiner, "--data", str(tmp_path / "nothing.txt"))
     assert "nothing.txt" in line and "--data" in line
 
@@ -164,7 +166,7 @@ def test_data_that_cannot_be_read(joiner: RealPeer, tmp_path: Path) -> None:
     ],
     ids=["misspelt key", "wrong type"],
 )
-def test_a_run_file_that_is_wrong(joiner: RealPeer, tmp_path: Path, text: str, words: tuple[str, ...]) -> None:
+def test_wrong_run_file_is_refused(joiner: RealPeer, tmp_path: Path, text: str, words: tuple[str, ...]) -> None:
     file = tmp_path / "wrong.toml"
     file.write_text(text)
     line = refused(joiner, "--run", str(file))

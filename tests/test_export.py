@@ -26,7 +26,7 @@ def refusal(directory: Path, out: Path) -> str:
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers' own
-def test_transformers_load_the_same_model_and_its_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformers_load_the_same_model_and_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
@@ -46,7 +46,7 @@ def test_transformers_load_the_same_model_and_its_tokens(tmp_path: Path, monkeyp
     assert bytes(more.tolist()) == ours.generate(b"def ", 8)
 
 
-def test_the_card_says_where_it_comes_from(tmp_path: Path) -> None:
+def test_model_card_names_its_origin(tmp_path: Path) -> None:
     kept_gpt(tmp_path / "peer")
     found = load_trained(tmp_path / "peer")
     export(found, tmp_path / "new" / "out")
@@ -57,7 +57,7 @@ def test_the_card_says_where_it_comes_from(tmp_path: Path) -> None:
     assert {each.name for each in (tmp_path / "new").iterdir()} == {"out"}, "nothing half done is left"
 
 
-def test_a_module_of_a_users_own_goes_out_under_its_own_names(tmp_path: Path) -> None:
+def test_own_module_is_exported_under_its_names(tmp_path: Path) -> None:
     config = load_run(None, {"task": "mine.tasks:make"}, ["butterfly"])
     module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     keep(tmp_path / "peer", config, module, loss=None)
@@ -71,7 +71,7 @@ def test_a_module_of_a_users_own_goes_out_under_its_own_names(tmp_path: Path) ->
     assert card.startswith("# starling\n") and "`mine.tasks:make`" in card and "| not measured |" in card
 
 
-def test_nothing_is_overwritten(tmp_path: Path) -> None:
+def test_existing_files_are_not_overwritten(tmp_path: Path) -> None:
     kept_gpt(tmp_path / "peer")
     (tmp_path / "file").write_text("mine")
     (tmp_path / "full").mkdir()
@@ -82,7 +82,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     assert (tmp_path / "full" / "config.json").read_text() == (tmp_path / "file").read_text() == "mine"
 
 
-def test_what_cannot_be_written_is_one_line_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_export_gives_one_line_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept_gpt(tmp_path / "peer")
     assert "cannot be written (Not a directory)" in refusal(
         tmp_path / "peer", tmp_path / "peer" / "manifest.bin" / "out"
@@ -100,7 +100,7 @@ def test_what_cannot_be_written_is_one_line_and_leaves_nothing(tmp_path: Path, m
     assert {each.name for each in tmp_path.iterdir()} == {"peer"}
 
 
-def test_the_configuration_is_that_of_the_run(tmp_path: Path) -> None:
+def test_exported_config_matches_the_run(tmp_path: Path) -> None:
     kept_gpt(tmp_path / "peer")
     export(load_trained(tmp_path / "peer"), tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())

@@ -37,7 +37,7 @@ def everything() -> Faults:
     )
 
 
-def test_faults_are_a_value_that_prints_as_what_makes_it() -> None:
+def test_faults_repr_evaluates_to_equal_value() -> None:
     faults = everything()
     names = (Crash, Cut, Faults, Lie, Message, Mislead, Reset, Restart, Skew, Slow)
     assert eval(repr(faults), {each.__name__: each for each in names}) == faults == everything()
@@ -46,19 +46,19 @@ def test_faults_are_a_value_that_prints_as_what_makes_it() -> None:
     assert faults.events[0] == Crash("p3", Message("p3", 17), 20)
 
 
-def test_building_leaves_what_it_starts_from_as_it_was() -> None:
+def test_builder_does_not_change_the_original() -> None:
     few = Faults().crash("p0", at=1)
     more = few.reset("p1", at=2)
     assert len(few.events) == 1 and more.events[:1] == few.events and few + more.also() == few.also(*more.events)
 
 
-def test_what_is_not_bound_to_a_moment() -> None:
+def test_undated_faults_are_listed_separately() -> None:
     faults = everything().skew("p1", 2)
     assert faults.skew_seconds("p1") == -5 and faults.skew_seconds("p0") == 0 and faults.lies() == {"p0": "nan"}
     assert len(faults.dated()) == 9 and faults.peers() == {"p0", "p1", "p2", "p3"}
 
 
-def test_links_of_a_cut_hold_no_peer_with_itself() -> None:
+def test_cut_links_exclude_self_links() -> None:
     assert Cut(("a", "b"), ("b", "c"), False, 0.0).links() == [("a", "b"), ("a", "c"), ("b", "c")]
     assert len(Cut(("a", "b"), ("c",), True, 0.0).links()) == 4
 
@@ -72,7 +72,7 @@ def test_links_of_a_cut_hold_no_peer_with_itself() -> None:
         (lambda: Faults().silence({"a"}, {"b"}, at=Message("a", 1), heal=3), "after so many seconds"),
     ],
 )
-def test_faults_that_make_no_sense_are_refused(build: object, words: str) -> None:
+def test_invalid_faults_are_rejected(build: object, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         build()  # type: ignore[operator]
 
@@ -82,7 +82,7 @@ def test_faults_that_make_no_sense_are_refused(build: object, words: str) -> Non
 
 @pytest.mark.parametrize("name", BREAKING)
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
-def test_a_family_is_decided_by_its_seed_and_names_only_its_peers(name: str, count: int) -> None:
+def test_fault_family_is_determined_by_its_seed(name: str, count: int) -> None:
     peers, drawn = PEERS[:count], set()
     for seed in range(50):
         faults = BREAKING[name](random.Random(seed), peers, 60.0)
@@ -93,7 +93,7 @@ def test_a_family_is_decided_by_its_seed_and_names_only_its_peers(name: str, cou
 
 
 @pytest.mark.parametrize("name", ["crash", "silence"])
-def test_crashes_and_silence_take_a_minority(name: str) -> None:
+def test_crashes_and_silence_hit_only_a_minority(name: str) -> None:
     for seed in range(100):
         for fault in BREAKING[name](random.Random(seed), PEERS, 60.0).events:
             assert isinstance(fault, Crash | Cut)
@@ -102,14 +102,14 @@ def test_crashes_and_silence_take_a_minority(name: str) -> None:
         assert 1 <= len(crashed) <= 2
 
 
-def test_a_partition_parts_everybody_and_heals() -> None:
+def test_partition_splits_all_peers_and_heals() -> None:
     for seed in range(100):
         for fault in BREAKING["partition"](random.Random(seed), PEERS, 60.0).events:
             assert isinstance(fault, Cut) and fault.lasts
             assert {*fault.sources, *fault.targets} == set(PEERS) and not {*fault.sources} & {*fault.targets}
 
 
-def test_mixed_faults_are_of_several_families() -> None:
+def test_mixed_faults_include_several_families() -> None:
     kinds = {type(fault) for seed in range(40) for fault in BREAKING["mixed"](random.Random(seed), PEERS, 60.0).events}
     assert kinds == {Crash, Cut, Reset, Slow, Mislead, Skew}
     assert {type(fault) for fault in skew(random.Random(1), PEERS, 60.0).events} == {Skew}
@@ -174,20 +174,20 @@ class Stage:
         (Faults().mislead(2, 6, forget_share=0.5), "--ffff----"),
     ],
 )
-def test_a_fault_lasts_as_long_as_it_says(faults: Faults, states: str) -> None:
+def test_fault_lasts_for_its_duration(faults: Faults, states: str) -> None:
     stage = Stage(faults)
     assert "".join(stage.run(10)) == states.replace(" ", "")
     assert [fault for _, fault in stage.injector.struck] == list(faults.events)
 
 
-def test_silence_is_both_ways_and_spares_the_rest() -> None:
+def test_silence_is_bidirectional_and_spares_other_links() -> None:
     stage = Stage(Faults().silence({"p0"}, {"p1"}, at=2, heal=4))
     assert stage.run(6) == ["-", "-", "><", "><", "-", "-"]
     assert not any(link.blocked for link in stage.network.links.values())
     assert ("p0", "p2") not in stage.network.links or stage.network.link("p0", "p2").parked == []
 
 
-def test_healing_ends_everything_and_nothing_begins_any_more() -> None:
+def test_healing_ends_faults_and_prevents_new_ones() -> None:
     faults = (
         Faults()
         .crash("p0", at=1)
@@ -207,7 +207,7 @@ def test_healing_ends_everything_and_nothing_begins_any_more() -> None:
     assert {len(members) for members in live.values()} == {3}
 
 
-def test_a_peer_that_dies_twice_restarts_twice() -> None:
+def test_peer_killed_twice_restarts_twice() -> None:
     stage = Stage(Faults().crash("p0", at=1, lasts=2).crash("p0", at=5, lasts=2).crash("p0", at=6, lasts=20))
     assert "".join(stage.run(10)) == "-xx--xx---"
     assert stage.network.nodes["p0"].incarnation == 2 and len(stage.network.past) == 2

@@ -69,13 +69,13 @@ class Swarm:
         return [(time, " ".join(each.peer for each in live)) for time, live in self.seen[peer, life]]
 
 
-def test_a_swarm_that_stands_knows_itself_and_costs_no_timers() -> None:
+def test_stable_swarm_sees_all_members_without_timers() -> None:
     swarm = Swarm()
     swarm.run()
     assert all(swarm.names(peer) == [(0.0, "p0 p1 p2")] for peer in swarm.peers)
 
 
-def test_a_death_is_seen_once_it_has_travelled_the_link() -> None:
+def test_death_is_seen_after_link_latency() -> None:
     swarm = Swarm()
     swarm.network.link("p2", "p1").latency_seconds = 0.4
     swarm.run((10.0, lambda: swarm.network.kill("p2")))
@@ -84,7 +84,7 @@ def test_a_death_is_seen_once_it_has_travelled_the_link() -> None:
     assert len(swarm.names("p2")) == 1
 
 
-def test_a_death_behind_a_silent_link_is_seen_by_its_silence() -> None:
+def test_death_behind_silent_link_is_seen_by_timeout() -> None:
     """p1 loses p2 by timeout, hears of the death when the link has healed, and does not meet it again."""
     swarm = Swarm()
     swarm.run(
@@ -98,7 +98,7 @@ def test_a_death_behind_a_silent_link_is_seen_by_its_silence() -> None:
 
 
 @pytest.mark.parametrize("both", [True, False])
-def test_silence_one_way_or_both_parts_both_after_the_timeout_and_a_handshake_joins_them(both: bool) -> None:
+def test_silence_separates_until_timeout_and_handshake_rejoins(both: bool) -> None:
     swarm = Swarm()
     pairs = (("p0", "p1"), ("p1", "p0")) if both else (("p0", "p1"),)
     swarm.run((20.0, lambda: swarm.silence(*pairs)), (60.0, lambda: swarm.heal(*pairs)))
@@ -109,13 +109,13 @@ def test_silence_one_way_or_both_parts_both_after_the_timeout_and_a_handshake_jo
     assert len(swarm.names("p2")) == 1
 
 
-def test_silence_that_is_shorter_goes_unnoticed() -> None:
+def test_shorter_silence_goes_unnoticed() -> None:
     swarm = Swarm()
     swarm.run((20.0, lambda: swarm.silence(("p0", "p1"))), (23.7, lambda: swarm.heal(("p0", "p1"))))
     assert all(len(swarm.names(peer)) == 1 for peer in swarm.peers)
 
 
-def test_silences_with_pauses_too_short_for_a_handshake_are_one() -> None:
+def test_silences_without_handshake_between_count_as_one() -> None:
     swarm = Swarm()
     pair = ("p0", "p1")
     events: list[tuple[float, Callable[[], object]]] = []
@@ -137,7 +137,7 @@ def test_both_directions_must_heal() -> None:
     assert swarm.names("p0")[-1] == (50.2, "p0 p1 p2") and len(swarm.names("p0")) == 3
 
 
-def test_a_restart_is_another_member_and_meets_everybody_by_a_handshake() -> None:
+def test_restarted_peer_is_new_member_after_handshake() -> None:
     swarm = Swarm()
     swarm.run((10.0, lambda: swarm.network.kill("p2")), (30.0, lambda: swarm.restart("p2")))
     assert swarm.seen["p0", 0][-1] == (30.2, (Member("p0"), Member("p1"), Member("p2", 1)))
@@ -145,7 +145,7 @@ def test_a_restart_is_another_member_and_meets_everybody_by_a_handshake() -> Non
     assert swarm.seen["p2", 1][-1][1][-1] == Member("p2", 1)
 
 
-def test_a_restart_behind_silence_replaces_the_life_that_was_known() -> None:
+def test_restart_behind_silence_replaces_former_incarnation() -> None:
     """Neither the death nor the timeout of the old life takes the new one away."""
     swarm = Swarm()
     pairs = (("p0", "p2"), ("p2", "p0"))
@@ -159,7 +159,7 @@ def test_a_restart_behind_silence_replaces_the_life_that_was_known() -> None:
     assert seen[-1] == (13.2, [Member("p2", 1)]) and swarm.names("p2", 1)[-1][1] == "p0 p1 p2"
 
 
-def test_a_restart_during_silence_is_not_seen() -> None:
+def test_restart_during_silence_is_not_seen() -> None:
     swarm = Swarm()
     swarm.run(
         (10.0, lambda: swarm.silence(("p0", "p2"))),
@@ -170,7 +170,7 @@ def test_a_restart_during_silence_is_not_seen() -> None:
     assert swarm.names("p2", 1)[-1][1] == "p1 p2"
 
 
-def test_waiting_for_a_change_ends_at_its_deadline() -> None:
+def test_wait_for_change_ends_at_deadline() -> None:
     swarm = Swarm()
 
     async def main() -> tuple[int, float]:
@@ -181,7 +181,7 @@ def test_waiting_for_a_change_ends_at_its_deadline() -> None:
     assert time == 7.0 and version == sim_host(swarm.network, swarm.network.transports["p0"], 1, {}).members.version
 
 
-def test_a_mutually_connected_majority() -> None:
+def test_mutually_connected_majority_is_counted() -> None:
     outages = Outages({Member("c"): 15.0}, {("a", "b"): [[10.0, 20.0]]})
     members = [Member(peer) for peer in "abcd"]
 
@@ -216,28 +216,28 @@ def found(hearsay: Hearsay, skews: tuple[float, ...] = (0.0, 0.0, 0.0), at: floa
     return simloop.run(main())
 
 
-def test_the_directory_tells_the_last_value_until_it_expires() -> None:
+def test_directory_returns_last_value_until_expiry() -> None:
     assert found(Hearsay()) == [("p0", b"newp0"), ("p1", b"newp1")]
     assert found(Hearsay(), at=71.0) == []
 
 
-def test_a_skewed_clock_makes_entries_expire_early_or_late() -> None:
+def test_skewed_clock_shifts_entry_expiry() -> None:
     assert found(Hearsay(), skews=(-120.0, 120.0, 0.0), at=75.0) == [("p1", b"newp1")]
     assert found(Hearsay(), skews=(0.0, 0.0, 120.0)) == []
 
 
-def test_a_directory_that_lags_tells_old_values_and_none_that_are_new() -> None:
+def test_lagging_directory_returns_only_old_values() -> None:
     assert found(Hearsay(lag_seconds=15.0)) == [("p0", b"oldp0"), ("p1", b"oldp1")]
     assert found(Hearsay(lag_seconds=25.0)) == []
 
 
-def test_a_directory_that_forgets_leaves_entries_out() -> None:
+def test_forgetful_directory_omits_entries() -> None:
     told = [found(Hearsay(random.Random(seed), forget_share=0.5)) for seed in range(40)]
     assert {len(each) for each in told} == {0, 1, 2}
     assert told == [found(Hearsay(random.Random(seed), forget_share=0.5)) for seed in range(40)]
 
 
-def test_a_directory_that_lies_invents_peers_and_gives_peers_the_values_of_others() -> None:
+def test_lying_directory_invents_peers_and_swaps_values() -> None:
     told = [found(Hearsay(random.Random(seed), lie_share=1.0)) for seed in range(40)]
     extra = [entry for each in told for entry in each if entry not in found(Hearsay())]
     assert any(peer.startswith("ghost") for peer, _ in extra)

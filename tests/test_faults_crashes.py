@@ -29,7 +29,7 @@ def result(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 # -- the points -------------------------------------------------------------------------------------------------------
 
 
-def test_the_messages_of_a_round_are_the_same_every_time_and_without_a_gap(points: list[Point]) -> None:
+def test_messages_of_a_round_are_deterministic_and_gapless(points: list[Point]) -> None:
     assert points == enumerate_points(small(3), OracleProtocol)
     assert len(set(points)) == len(points) > 40
     for peer in ("p0", "p1", "p2"):
@@ -39,12 +39,12 @@ def test_the_messages_of_a_round_are_the_same_every_time_and_without_a_gap(point
     assert ways["sent"] > 10 and ways["received"] > 10
 
 
-def test_a_real_round_has_its_messages_too() -> None:
+def test_real_round_has_enumerable_messages() -> None:
     points = enumerate_points(small(3))
     assert len(points) > 100 and {point.peer for point in points} == {"p0", "p1", "p2"}
 
 
-def test_a_round_that_fails_without_faults_is_an_error() -> None:
+def test_failing_round_without_faults_is_an_error() -> None:
     class Never(OracleProtocol):
         def enough(self, head: Head, present: list[Member]) -> bool:
             raise ZeroDivisionError
@@ -53,7 +53,7 @@ def test_a_round_that_fails_without_faults_is_an_error() -> None:
         enumerate_points(small(3), Never)
 
 
-def test_what_a_kind_does_at_a_message() -> None:
+def test_fault_kind_maps_to_its_event() -> None:
     sent, received = Point("p1", 17, "sent", "p2"), Point("p1", 18, "received", "p2")
     peers = ("p0", "p1", "p2")
     (crash,) = sent.fault("crash", peers).events
@@ -67,7 +67,7 @@ def test_what_a_kind_does_at_a_message() -> None:
 
 
 @pytest.mark.parametrize("kind", ["crash", "stall"])
-def test_a_fault_strikes_at_its_message_and_nowhere_else(kind: str, points: list[Point]) -> None:
+def test_fault_strikes_only_at_its_message(kind: str, points: list[Point]) -> None:
     for point in points[::5]:
         verdict = strike(small(3), kind, (point,), OracleProtocol)
         (index,) = [index for index, line in enumerate(verdict.trace) if f"number={point.number})" in line]
@@ -75,7 +75,7 @@ def test_a_fault_strikes_at_its_message_and_nowhere_else(kind: str, points: list
         assert (f"{point.peer} killed" in verdict.trace[index + 1]) == (kind == "crash")
 
 
-def test_pairs_are_of_different_peers_and_as_many_as_asked_for(points: list[Point]) -> None:
+def test_pairs_are_of_different_peers_and_counted(points: list[Point]) -> None:
     drawn = combinations(points, pairs=True, sample=100, seed=1)
     assert drawn == combinations(points, pairs=True, sample=100, seed=1) != combinations(points, True, 100, 2)
     assert len(set(drawn)) == 100 and all(one.peer != other.peer for one, other in drawn)
@@ -158,7 +158,7 @@ BUGS: list[tuple[type[World], str, str]] = [
 
 
 @pytest.mark.parametrize("world, kind, invariant", BUGS, ids=[f"{world.__name__}-{kind}" for world, kind, _ in BUGS])
-def test_a_planted_bug_is_found(
+def test_planted_bug_is_found(
     world: type[World], kind: str, invariant: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--kind", kind, "--sample", "12"], OracleProtocol) == 0
@@ -173,14 +173,14 @@ def test_a_planted_bug_is_found(
     assert main(["--kind", kind, "--only", at], world) == 1
 
 
-def test_a_run_that_takes_another_course_is_noticed(points: list[Point]) -> None:
+def test_missed_fault_point_is_reported(points: list[Point]) -> None:
     beyond = Point("p0", 10**6, "sent", "p1")
     assert "missed" in {
         violation.invariant for violation in strike(small(3), "crash", (beyond,), OracleProtocol).violations
     }
 
 
-def test_an_error_in_the_code_keeps_its_point(points: list[Point]) -> None:
+def test_code_error_keeps_its_point(points: list[Point]) -> None:
     class Broken(OracleProtocol):
         def report(self, me: Member, before: Head, after: Head, outcome: str) -> dict[str, Any]:
             if before.key.round > ROUND:
@@ -203,12 +203,12 @@ def test_every_message_is_played(kind: str, points: list[Point], capsys: pytest.
     assert summary["violations"] == [] and summary["points_per_minute"] > 0
 
 
-def test_pairs_at_four_peers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_pairs_with_four_peers(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--peers", "4", "--pairs", "--sample", "40", "--kind", "stall"], OracleProtocol) == 0
     assert result(capsys)["points"] == 40
 
 
-def test_two_processes_find_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_processes_give_the_same_result(capsys: pytest.CaptureFixture[str]) -> None:
     found = []
     for jobs in ("1", "2"):
         assert main(["--sample", "4", "--jobs", jobs], Partial) == 1
@@ -227,7 +227,7 @@ def test_two_processes_find_the_same(capsys: pytest.CaptureFixture[str]) -> None
         (["--only", "p9:1"], "no message 'p9:1'"),
     ],
 )
-def test_bad_input_gets_one_clear_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_gives_one_clear_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     try:
         code: Any = main(arguments, OracleProtocol)
     except SystemExit as exit_:
@@ -238,7 +238,7 @@ def test_bad_input_gets_one_clear_line(arguments: list[str], words: str, capsys:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", ["crash", "silence"])
-def test_every_point_of_a_round_of_three(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_real_protocol_survives_every_fault_point(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The real protocol: whoever is lost at whatever message, the others decide the round, alike, and go on."""
     assert main(["--peers", "3", "--kind", kind]) == 0
     told = json.loads(capsys.readouterr().out.splitlines()[-1])

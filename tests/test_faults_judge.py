@@ -111,14 +111,14 @@ def detail(play: Recording) -> str:
     return "; ".join(each["detail"] for each in judge(play).violations)
 
 
-def test_a_healthy_play_passes() -> None:
+def test_healthy_play_passes() -> None:
     verdict = judge(healthy())
     assert replace(verdict, goodput=round(verdict.goodput, 9)) == Verdict(
         "made-up", 7, "pass", [], 30, 0, 1.0, 1.0, 1.0, {}, {}
     )
 
 
-def test_a_death_that_was_expected_passes() -> None:
+def test_expected_death_passes() -> None:
     assert found(after_death()) == []
 
 
@@ -158,7 +158,7 @@ def stray(play: Recording) -> None:
         (stray, "one-branch", "bert"),
     ],
 )
-def test_a_broken_invariant_is_found_by_the_name_of_its_peer(
+def test_broken_invariant_is_reported_with_peer_name(
     plant: Callable[[Recording], None], invariant: str, name: str
 ) -> None:
     play = healthy()
@@ -167,7 +167,7 @@ def test_a_broken_invariant_is_found_by_the_name_of_its_peer(
     assert "12D3KooW" not in detail(play)
 
 
-def test_a_peer_that_nobody_started_is_found() -> None:
+def test_unknown_peer_is_reported() -> None:
     play = healthy()
     for name in PEERS:
         history(play, name)[4]["peers"] += ("12D3KooW-eve",)
@@ -179,7 +179,7 @@ def test_a_peer_that_nobody_started_is_found() -> None:
 # -- progress ---------------------------------------------------------------------------------------------------------
 
 
-def test_no_progress_after_healing_is_found() -> None:
+def test_missing_progress_after_healing_is_reported() -> None:
     play = healthy()
     for number in range(20, 30):
         history(play, "anna")[number]["peers"] = history(play, "bert")[number]["peers"] = (IDS["anna"], IDS["bert"])
@@ -190,7 +190,7 @@ def test_no_progress_after_healing_is_found() -> None:
     assert math.isnan(verdict.recovery_seconds) and verdict.as_dict()["recovery_seconds"] is None
 
 
-def test_a_round_in_which_one_is_missing_is_no_recovery() -> None:
+def test_round_missing_a_peer_is_no_recovery() -> None:
     play = healthy()
     for name in PEERS:
         for number in (20, 21, 22):
@@ -198,7 +198,7 @@ def test_a_round_in_which_one_is_missing_is_no_recovery() -> None:
     assert judge(play).recovery_seconds == 4.0
 
 
-def test_recovery_is_when_the_last_of_them_has_reported() -> None:
+def test_recovery_ends_with_the_last_report() -> None:
     play = healthy()
     history(play, "cleo")[20]["time"] += 0.75
     assert judge(play).recovery_seconds == 1.75
@@ -206,43 +206,43 @@ def test_recovery_is_when_the_last_of_them_has_reported() -> None:
     assert found(late) == [("progress", "")] and "after 1.8 s" in detail(late)
 
 
-def test_a_swarm_of_long_rounds_may_take_as_long_again() -> None:
+def test_long_rounds_extend_the_recovery_limit() -> None:
     aims = {"recovery_seconds": 30.0}
     assert Limits(aims=aims).beside((5.0, 10.0)) == Limits(aims=aims), "a minute is enough for rounds of one second"
     assert Limits(aims=aims).beside((5.0, 125.0)) == Limits(120.0, aims)
 
 
-def test_what_was_not_played_as_it_was_written_fails() -> None:
+def test_stuck_step_fails_the_play() -> None:
     play = replace(healthy(), stuck=("trap send Chunk: not within 60 s",))
     assert found(play) == [("stuck", "")] and detail(play) == "trap send Chunk: not within 60 s"
 
 
-def test_that_nobody_should_recover_is_no_success() -> None:
+def test_play_without_expected_survivors_fails() -> None:
     assert found(replace(healthy(), should=())) == [("progress", "")]
 
 
 # -- processes and logs -----------------------------------------------------------------------------------------------
 
 
-def test_an_orphan_is_found() -> None:
+def test_orphan_process_is_reported() -> None:
     play = replace(healthy(), left={"bert": ("python -m node.training.worker 7 8",)})
     assert found(play) == [("orphan", "bert")] and "node.training.worker 7 8" in detail(play)
 
 
-def test_a_wrong_exit_code_is_found_and_told_in_words() -> None:
+def test_wrong_exit_code_is_reported_in_words() -> None:
     play = healthy()
     lives = {**play.lives, "anna": (Life(BEGAN - 9, BEGAN + 31, -9, 0),)}
     assert found(replace(play, lives=lives)) == [("exit-code", "anna")]
     assert detail(replace(play, lives=lives)) == "life 1 ended with SIGKILL, not exit code 0"
 
 
-def test_an_end_before_it_was_asked_for_is_found() -> None:
+def test_premature_exit_is_reported() -> None:
     play = healthy()
     lives = {**play.lives, "anna": (Life(BEGAN - 9, BEGAN + 28, 0, 0),)}
     assert found(replace(play, lives=lives)) == [("exit-code", "anna")]
 
 
-def test_an_end_that_nobody_saw_is_found() -> None:
+def test_unobserved_exit_is_reported() -> None:
     play = healthy()
     assert found(replace(play, lives={name: play.lives[name] for name in ("anna", "bert")})) == [("exit-code", "cleo")]
     for each in history(play, "bert")[20:]:
@@ -268,13 +268,13 @@ FAILED = {
         ("RuntimeWarning: coroutine 'f' was never awaited", "was never awaited"),
     ],
 )
-def test_an_alarm_in_a_log_is_found_and_quoted(log: str, quoted: str) -> None:
+def test_log_alarm_is_reported_and_quoted(log: str, quoted: str) -> None:
     play = healthy()
     play = replace(play, logs={**play.logs, "cleo": f"{play.logs['cleo']}{log}\nand so on\n"})
     assert found(play) == [("log", "cleo")] and quoted in detail(play)
 
 
-def test_a_long_line_is_quoted_in_part() -> None:
+def test_long_log_line_is_quoted_in_part() -> None:
     play = replace(healthy(), logs={"cleo": "Traceback " + 5_000 * "x"})
     assert len(detail(play)) < 250
 
@@ -286,7 +286,7 @@ def test_a_long_line_is_quoted_in_part() -> None:
     ("what", "fine", "grown"),
     [("open_files", 45, 46), ("tasks", 33, 34), ("rss_bytes", 839_000_000, 841_000_000)],
 )
-def test_growth_is_found(what: str, fine: int, grown: int) -> None:
+def test_resource_growth_is_reported(what: str, fine: int, grown: int) -> None:
     play = healthy()
     for number in (28, 29):  # of three: the median
         history(play, "bert")[number][what] = fine
@@ -296,25 +296,25 @@ def test_growth_is_found(what: str, fine: int, grown: int) -> None:
     assert found(play) == [("level", "bert")] and f"{what} {grown:,}" in detail(play)
 
 
-def test_one_report_in_the_middle_of_a_transfer_is_no_growth() -> None:
+def test_single_high_reading_is_no_growth() -> None:
     play = healthy()
     history(play, "bert")[29]["open_files"] = 1_000
     assert found(play) == []
 
 
-def test_who_stands_in_the_plan_with_nothing_is_not_back() -> None:
+def test_zero_weight_contribution_is_no_recovery() -> None:
     play = healthy()
     for number in range(20, 30):
         history(play, "bert")[number].update(weight=0.0, tokens=0)
     assert found(play) == [("progress", "")]
 
 
-def test_a_round_that_was_under_way_is_no_recovery() -> None:
+def test_round_already_in_progress_is_no_recovery() -> None:
     play = replace(healthy(), healed=BEGAN + 20.5)  # in the middle of round 20
     assert judge(play).recovery_seconds == 1.5
 
 
-def test_rounds_skipped_may_have_an_aim() -> None:
+def test_skipped_rounds_can_have_a_target() -> None:
     aims = {"rounds_skipped": 0, "skipped_share": 0.01}
     play = replace(healthy(), limits=Limits(aims=aims))
     assert judge(play).missed == {}
@@ -325,7 +325,7 @@ def test_rounds_skipped_may_have_an_aim() -> None:
     assert judge(play).missed == {"rounds_skipped": [1, 0], "skipped_share": [1 / 20, 0.01]}
 
 
-def test_more_peers_may_hold_more() -> None:
+def test_more_peers_may_use_more_resources() -> None:
     play = healthy()
     for number in (28, 29):
         history(play, "bert")[number]["open_files"] = 80
@@ -334,7 +334,7 @@ def test_more_peers_may_hold_more() -> None:
     assert found(replace(play, lives={**play.lives, **newcomers})) == []
 
 
-def test_who_was_started_again_is_not_measured_by_its_former_life() -> None:
+def test_restarted_peer_is_not_compared_with_former_incarnation() -> None:
     play = healthy()
     for number in range(15, 30):
         history(play, "bert")[number].update(open_files=1_000, incarnation=1)
@@ -345,7 +345,7 @@ def test_who_was_started_again_is_not_measured_by_its_former_life() -> None:
 # -- figures ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_missed_aim_is_told_and_is_no_failure() -> None:
+def test_missed_target_is_reported_without_failing() -> None:
     aims = {"notice_seconds": 2.0, "rejoin_seconds": 9.0, "recovery_seconds": 0.5, "never": 1.0}
     measures = {"notice_seconds": (1.0, 3.0, 2.5), "rejoin_seconds": (8.0, 9.0), "endless": (1.0, math.nan)}
     verdict = judge(replace(healthy(), limits=Limits(aims=aims), measures=measures))
@@ -356,7 +356,7 @@ def test_a_missed_aim_is_told_and_is_no_failure() -> None:
     assert verdict.as_dict()["measures"]["endless"] == {"median": None, "worst": None, "trials": 2}
 
 
-def test_nobody_goes_on_without_a_majority_that_is_there() -> None:
+def test_fork_despite_majority_is_reported() -> None:
     play = healthy()
     for name in PEERS:
         for number in range(11, 14):
@@ -365,7 +365,7 @@ def test_nobody_goes_on_without_a_majority_that_is_there() -> None:
     assert found(replace(play, limits=Limits(5.0, forks=True))) == []
 
 
-def test_a_state_that_differs_where_no_hash_shows_it() -> None:
+def test_diverged_state_is_reported_without_hash_difference() -> None:
     """Cleo's parameters are those of the others and its momentum is not: it says so, and fetches theirs."""
     play = healthy()
     why = {IDS["cleo"]: "its state is not the one that the others hold"}
@@ -373,7 +373,7 @@ def test_a_state_that_differs_where_no_hash_shows_it() -> None:
     assert found(play) == [("same-bits", "cleo")]
 
 
-def test_children_that_die_by_themselves() -> None:
+def test_children_that_exit_unasked_are_reported() -> None:
     ends = (
         "worker 31 ended (killed by signal 11; last output: none): another is started",
         "p2pd 32 ended (exit code 2; …)",
@@ -385,7 +385,7 @@ def test_children_that_die_by_themselves() -> None:
     assert found(replace(healthy(), logs={"anna": struck})) == []
 
 
-def test_how_long_nothing_was_decided() -> None:
+def test_standstill_is_measured() -> None:
     aims = Limits(5.0, aims={"standstill_seconds": 3})
     assert judge(replace(healthy(), limits=aims)).missed == {}
     assert judge(replace(after_death(4.0), limits=aims)).missed == {"standstill_seconds": [5.0, 3]}
@@ -395,7 +395,7 @@ def test_how_long_nothing_was_decided() -> None:
     assert judge(play).missed == {"standstill_seconds": [10.0, 3]}, "up to the end"
 
 
-def test_the_rate_of_a_calm_that_was_given_up_is_known() -> None:
+def test_goodput_of_abandoned_calm_phase_is_known() -> None:
     """All are killed at 11.5 s and go on from round 3, alone: 8 rounds are lost, and 9 of 3 peers come after them."""
     play = healthy()
     for name in PEERS:
@@ -414,7 +414,7 @@ def test_the_rate_of_a_calm_that_was_given_up_is_known() -> None:
     assert verdict.goodput == pytest.approx(8 / 17.5, rel=0.1)  # eight rounds of three, in 17.5 s of three
 
 
-def test_participation_by_hand() -> None:
+def test_participation_matches_hand_calculation() -> None:
     """Cleo is killed in round 15 of 30, and brings nothing to round 3; round 20 is skipped."""
     play = after_death()
     history(play, "cleo")[3]["weight"] = 0.0
@@ -423,7 +423,7 @@ def test_participation_by_hand() -> None:
     assert judge(play).participation == pytest.approx((2 / 3 + 28) / 30)
 
 
-def test_goodput_by_hand() -> None:
+def test_goodput_matches_hand_calculation() -> None:
     """In the calm 9 rounds of 300 tokens in 27 seconds of peers: 100 tokens each. Cleo dies 5 s after it.
 
     Then 5 rounds of 300 and 15 of 200 in 60 - 15 seconds of peers; of those of 200, the last 5 do not happen.
@@ -432,7 +432,7 @@ def test_goodput_by_hand() -> None:
     assert judge(after_death(5.0)).goodput == pytest.approx((5 * 300 + 10 * 200) / (100 * 45))
 
 
-def test_what_a_mean_holds_of_a_contribution_counts() -> None:
+def test_goodput_counts_the_share_in_the_mean() -> None:
     """Of bert's 100 tokens in one round of 20 a quarter; cleo does not know its weight once, and has trained on 110."""
     play = healthy()
     for name in PEERS:
@@ -441,7 +441,7 @@ def test_what_a_mean_holds_of_a_contribution_counts() -> None:
     assert judge(play).goodput == pytest.approx((6_000 - 75 + 10) / 6_000)
 
 
-def test_what_was_given_up_does_not_count() -> None:
+def test_abandoned_rounds_do_not_count_as_goodput() -> None:
     """Cleo goes on alone for three rounds, and comes back to what the others decided."""
     play = healthy()
     for name in ("anna", "bert"):
@@ -459,12 +459,12 @@ def test_what_was_given_up_does_not_count() -> None:
     assert verdict.goodput == pytest.approx(5_700 / 6_000)
 
 
-def test_a_calm_without_two_rounds_knows_no_rate() -> None:
+def test_calm_phase_without_two_rounds_has_no_rate() -> None:
     assert math.isnan(judge(replace(healthy(), calm=(BEGAN, BEGAN + 1))).goodput)
     assert judge(replace(healthy(), calm=(BEGAN, BEGAN))).as_dict()["goodput"] is None
 
 
-def test_skipped_rounds_are_told_apart() -> None:
+def test_skipped_rounds_are_distinguished() -> None:
     play = healthy()
     for name in PEERS:
         skipped = {"outcome": "skipped", "peers": (), "contributions": {}, "params_hash": "params 29"}
@@ -492,7 +492,7 @@ def troubled() -> Recording:
     return replace(play, events=events, limits=limits, left=left, measures={"notice_seconds": (3.0,)})
 
 
-def test_the_timeline_names_all_events_rounds_and_violations() -> None:
+def test_timeline_lists_all_events_rounds_and_violations() -> None:
     play = troubled()
     lines = timeline(play, judge(play))
     text = "\n".join(lines)
@@ -509,20 +509,20 @@ def test_the_timeline_names_all_events_rounds_and_violations() -> None:
     assert max(map(len, lines)) <= COLUMNS
 
 
-def test_the_timeline_is_in_the_order_of_time() -> None:
+def test_timeline_is_chronological() -> None:
     play = troubled()
     seconds = [float(line[:7]) for line in timeline(play, judge(play)) if line[:7].strip().replace(".", "").isdigit()]
     assert seconds == sorted(seconds) and len(seconds) > 35
 
 
-def test_a_play_of_which_nothing_is_known_has_a_timeline() -> None:
+def test_play_without_data_has_a_timeline() -> None:
     play = replace(healthy(), events=(), histories={}, lives={}, logs={}, left={})
     assert "recovery unknown s of 5 s; goodput unknown, participation unknown" in " ".join(
         " ".join(timeline(play, judge(play))).split()
     )
 
 
-def test_a_mean_of_many_is_told_by_who_is_missing() -> None:
+def test_timeline_of_many_peers_names_the_missing() -> None:
     play = healthy()
     ids = {**IDS, **{f"newcomer-{number}": f"12D3KooW-{number}" for number in range(3)}}
     histories = {name: [{**report("anna", 0), "peer": ids[name], "peers": tuple(ids.values())[1:]}] for name in ids}
@@ -530,7 +530,7 @@ def test_a_mean_of_many_is_told_by_who_is_missing() -> None:
     assert "round 0 committed    5 peers, without anna " in "\n".join(timeline(play, judge(play)))
 
 
-def test_the_picture_is_one(tmp_path: Path) -> None:
+def test_picture_is_a_png(tmp_path: Path) -> None:
     for number, play in enumerate((healthy(), troubled(), replace(healthy(), events=(), histories={}, lives={}))):
         draw(play, judge(play), path := tmp_path / f"{number}.png")
         assert path.read_bytes().startswith(b"\x89PNG\r\n") and path.stat().st_size > 10_000

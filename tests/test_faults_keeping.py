@@ -45,15 +45,15 @@ def told(first: signal.Signals, *more: signal.Signals) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)])
-def test_who_is_told_to_stop_cleans_up(number: signal.Signals, code: int) -> None:
+def test_stop_signal_runs_cleanup(number: signal.Signals, code: int) -> None:
     assert told(number) == (code, "done\n")
 
 
-def test_who_is_told_twice_goes_on_cleaning_up() -> None:
+def test_second_stop_signal_does_not_interrupt_cleanup() -> None:
     assert told(signal.SIGTERM, signal.SIGTERM) == (143, "done\n")
 
 
-def test_started_by_nohup_the_end_of_a_terminal_is_not_heard() -> None:
+def test_nohup_ignores_the_hangup_signal() -> None:
     command = [sys.executable, "-c", COMMAND, "nohup"]
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -58,7 +58,7 @@ def healthy() -> Recording:
     return replace(shared(), protocol="gossip", histories=histories)
 
 
-def test_a_healthy_play_passes() -> None:
+def test_healthy_play_passes() -> None:
     verdict = judge(healthy())
     assert (verdict.verdict, verdict.violations) == ("pass", [])
     assert verdict.recovery_seconds == 1.0 and verdict.goodput == pytest.approx(1.0)
@@ -110,7 +110,7 @@ def disagree(play: Recording) -> None:
         (disagree, "one-group", "bert"),
     ],
 )
-def test_a_broken_invariant_is_found_by_the_name_of_its_peer(
+def test_broken_invariant_is_reported_with_peer_name(
     plant: Callable[[Recording], None], invariant: str, name: str
 ) -> None:
     play = healthy()
@@ -119,11 +119,11 @@ def test_a_broken_invariant_is_found_by_the_name_of_its_peer(
     assert "12D3KooW" not in detail(play)
 
 
-def test_an_orphan_is_found() -> None:
+def test_orphan_process_is_reported() -> None:
     assert found(replace(healthy(), left={"bert": ("python -m node.training.worker 7 8",)})) == [("orphan", "bert")]
 
 
-def test_peers_of_one_anchor_are_judged_by_their_own_promise() -> None:
+def test_shared_anchor_invariants_apply_only_to_replicated_protocols() -> None:
     assert ("same-bits", "bert") not in found(healthy())
     assert ("one-branch", "bert") in found(replace(healthy(), protocol="butterfly"))
 
@@ -138,20 +138,20 @@ def spread(play: Recording, value: float | None, since: int) -> Recording:
     return play
 
 
-def test_paced_peers_are_nearer_at_the_end_than_walks_that_never_meet() -> None:
+def test_paced_peers_must_end_within_the_spread_limit() -> None:
     limit = APART * math.sqrt(2)
     assert found(spread(healthy(), 0.99 * limit, 20)) == []
     assert found(spread(healthy(), 1.01 * limit, 20)) == [("spread", "")]
     assert found(spread(spread(healthy(), 5.0, 20), SPREAD, 25)) == [], "what it came to in between heals"
 
 
-def test_peers_that_train_are_within_what_the_run_bears() -> None:
+def test_trained_peers_must_end_within_the_spread_limit() -> None:
     play = replace(healthy(), task="gpt")
     assert found(play) == [("spread", "")] and detail(play) == "0.1000 apart at the end; at most 0.0200"
     assert found(spread(play, LIMIT, 25)) == []
 
 
-def test_peers_that_hold_the_same_are_not_apart_whatever_they_heard_last() -> None:
+def test_peers_with_equal_parameters_have_no_spread() -> None:
     play = spread(replace(healthy(), task="gpt"), 0.3, 0)
     for name in PEERS:
         history(play, name)[28].update(params_hash="all of them")
@@ -160,7 +160,7 @@ def test_peers_that_hold_the_same_are_not_apart_whatever_they_heard_last() -> No
     assert found(play) == [("spread", "")]
 
 
-def test_a_spread_that_nobody_knows_is_none_that_is_borne() -> None:
+def test_unknown_spread_is_a_violation() -> None:
     assert found(spread(healthy(), None, 0)) == [("spread", "")]
     assert found(spread(replace(healthy(), task="gpt"), math.nan, 0)) == [("spread", "")]
 
@@ -172,7 +172,7 @@ def alone(each: Report) -> None:
     each.update(outcome="skipped", messages=(), peers=(), contributions={}, weight=0.0)
 
 
-def test_who_does_not_mix_is_not_back() -> None:
+def test_peer_that_does_not_mix_is_not_recovered() -> None:
     play = healthy()
     for each in history(play, "bert")[20:]:
         alone(each)
@@ -180,7 +180,7 @@ def test_who_does_not_mix_is_not_back() -> None:
     assert detail(play) == "no mixing with anna, bert, cleo in it; due within 5 s"
 
 
-def test_recovery_is_when_the_last_of_them_has_mixed_in_a_round_since() -> None:
+def test_recovery_ends_when_the_last_peer_has_mixed() -> None:
     play = healthy()
     for each in history(play, "anna")[20:23]:
         alone(each)
@@ -188,7 +188,7 @@ def test_recovery_is_when_the_last_of_them_has_mixed_in_a_round_since() -> None:
     assert judge(replace(healthy(), healed=BEGAN + 20.5)).recovery_seconds == 1.5
 
 
-def test_two_pairs_that_mix_among_themselves_are_not_one_swarm() -> None:
+def test_disjoint_pairs_do_not_count_as_mixed() -> None:
     pairs = {"a": "b", "b": "a", "c": "d", "d": "c"}
     reports = [{**report("anna", 1), "peer": peer, "peers": (other,)} for peer, other in pairs.items()]
     assert mixed(reports, "abcd") is None and mixed(reports[:2], "ab") is reports[1]
@@ -200,7 +200,7 @@ def test_two_pairs_that_mix_among_themselves_are_not_one_swarm() -> None:
 # -- figures ----------------------------------------------------------------------------------------------------------
 
 
-def test_what_was_trained_alone_counts_when_it_is_mixed() -> None:
+def test_work_done_alone_counts_once_mixed() -> None:
     play = healthy()
     for each in history(play, "anna")[12:20]:
         alone(each)
@@ -210,7 +210,7 @@ def test_what_was_trained_alone_counts_when_it_is_mixed() -> None:
     assert judge(play).goodput == pytest.approx((6_000 - 1_800) / 6_000)
 
 
-def test_what_is_left_for_another_state_or_dies_does_not_count() -> None:
+def test_abandoned_or_lost_work_does_not_count() -> None:
     play = healthy()
     for each in history(play, "anna")[12:15]:
         alone(each)
@@ -227,11 +227,11 @@ def test_what_is_left_for_another_state_or_dies_does_not_count() -> None:
     assert judge(play).goodput == pytest.approx(4_500 / 4_500) and found(play) == []
 
 
-def test_a_calm_without_two_rounds_knows_no_rate() -> None:
+def test_calm_phase_without_two_rounds_has_no_rate() -> None:
     assert math.isnan(judge(replace(healthy(), calm=(BEGAN, BEGAN + 1))).goodput)
 
 
-def test_the_timeline_and_the_picture_say_who_mixed_with_whom(tmp_path: Path) -> None:
+def test_timeline_and_picture_show_mixing_partners(tmp_path: Path) -> None:
     play = healthy()
     lines = timeline(play, judge(play))
     assert "   10.0         round 0 committed    cleo                 anna" in lines
@@ -242,7 +242,7 @@ def test_the_timeline_and_the_picture_say_who_mixed_with_whom(tmp_path: Path) ->
 # -- what is played ---------------------------------------------------------------------------------------------------
 
 
-def test_where_nobody_votes_nobody_is_excluded() -> None:
+def test_protocols_without_votes_schedule_no_exclusion() -> None:
     for name in SCENARIOS:
         scenario = scenario_of(name, "gossip")
         drawn = [step for seed in range(20) for step in scenario.schedule(name, seed, Options().names)]
@@ -252,14 +252,14 @@ def test_where_nobody_votes_nobody_is_excluded() -> None:
 
 
 @pytest.mark.parametrize("protocol", sorted(set(POINTS) & set(INDEPENDENT_PROTOCOLS)))
-def test_kills_strike_at_the_points_of_the_protocol(protocol: str) -> None:
+def test_kills_cover_the_protocols_points(protocol: str) -> None:
     scenario = scenario_of("kill", protocol)
     drawn = [scenario.schedule("kill", seed, Options().names) for seed in range(len(POINTS[protocol]))]
     assert [step.role for (step,) in drawn] == list(POINTS[protocol])
     assert order(["kill", "stop"], [0, 1], protocol)[len(POINTS[protocol])] == ("stop", 0)
 
 
-def test_who_is_left_of_a_schedule() -> None:
+def test_remaining_peers_of_a_schedule_are_counted() -> None:
     names = Options().names
     assert left([Step("trap", role="train"), Step("restart", ("the one struck",))], names) == 4
     assert left([Step("kill", ("a",), role="peer"), Step("kill", ("b",), role="worker")], names) == 3
@@ -275,7 +275,7 @@ def test_who_is_left_of_a_schedule() -> None:
         (["kill-two", "--peers", "3"], "kill-two leaves one of 3 peers"),
     ],
 )
-def test_what_makes_no_sense_is_refused_in_one_line(
+def test_invalid_arguments_give_one_line_error(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert main(["--protocol", "gossip", "--dir", str(tmp_path), "--json", "--scenario", *arguments]) == 2
@@ -283,7 +283,7 @@ def test_what_makes_no_sense_is_refused_in_one_line(
     assert told.out == "" and words in told.err.splitlines()[-1] and "Traceback" not in told.err
 
 
-def test_a_wish_that_cannot_be_met_has_limits() -> None:
+def test_spread_limit_is_set_only_for_independent_protocols() -> None:
     assert Options(protocol="gossip").loose and not Options().loose
     assert "spread_limit" in Options(protocol="moshpit").run and "spread_limit" not in Options().run
     assert "spread_limit" not in Options(protocol="gossip", task="gpt").run, "what a run bears that trains is judged"

@@ -13,7 +13,7 @@ from tests.faults.steps import Step
 from tests.support.real_swarm import RealSwarm
 
 
-def test_what_a_wrong_clock_said_is_put_right_and_nothing_else(tmp_path: Path) -> None:
+def test_skewed_report_times_are_corrected(tmp_path: Path) -> None:
     clock = 100.0
     reports: list[dict[str, Any]] = []
     peer = SimpleNamespace(name="c", directory=tmp_path / "c", reports=lambda: list(reports))
@@ -38,7 +38,7 @@ def _report(time: float) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("since", [(), (101.0,), (101.0, 102.0)])
-def test_a_clock_that_was_never_wrong_is_noticed(since: tuple[float, ...], tmp_path: Path) -> None:
+def test_clock_without_skew_effect_is_noted(since: tuple[float, ...], tmp_path: Path) -> None:
     reports = [_report(100.0)]
     peer = SimpleNamespace(name="c", directory=tmp_path / "c", reports=lambda: list(reports))
     notes = SimpleNamespace(tell=lambda *_: None, stuck=[])
@@ -50,7 +50,7 @@ def test_a_clock_that_was_never_wrong_is_noticed(since: tuple[float, ...], tmp_p
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a disk of its own takes root")
-def test_what_was_on_a_small_disk_is_kept(tmp_path: Path) -> None:
+def test_files_on_small_disk_are_kept(tmp_path: Path) -> None:
     disk = tmp_path / "c"
     away = small_disk(disk)
     try:

@@ -54,35 +54,35 @@ def rules(*faults: Fault) -> list[str]:
     return lines
 
 
-def test_without_faults_there_are_no_rules() -> None:
+def test_no_faults_give_no_rules() -> None:
     assert rules() == []
 
 
-def test_a_part_drops_both_ways_and_a_deaf_peer_one_way() -> None:
+def test_partition_drops_both_ways_and_deafness_one_way() -> None:
     there, back = "-s 10.77.0.2 -d 10.77.0.3,10.77.0.4", "-s 10.77.0.3,10.77.0.4 -d 10.77.0.2"
     assert rules(Cut(("a",), ("b", "c"), both=True)) == [f"-A FORWARD {there} -j DROP", f"-A FORWARD {back} -j DROP"]
     assert rules(Cut(("a",), ("b", "c"), both=False)) == [f"-A FORWARD {there} -j DROP"]
 
 
-def test_a_peer_loses_both_ways_and_everybody_once() -> None:
+def test_loss_applies_once_in_each_direction() -> None:
     share = "-m statistic --mode random --probability 0.200000000 -j DROP"
     assert rules(Loss("b", 0.2)) == [f"-A FORWARD -s 10.77.0.3 {share}", f"-A FORWARD -d 10.77.0.3 {share}"]
     assert rules(Loss(None, 0.2)) == [f"-A FORWARD {share}"]
 
 
-def test_of_two_slow_faults_the_slowest_counts() -> None:
+def test_slowest_of_two_slow_faults_counts() -> None:
     faults = (Slowness("a", 2_000), Slowness("a", 1_000), Slowness("b", 3_000), Loss("c", 0.5))
     assert rates(faults) == {"a": 1_000, "b": 3_000}
     assert rules(*faults[:3]) == []
 
 
-def test_a_burst_is_twenty_milliseconds_but_never_less_than_a_frame() -> None:
+def test_burst_is_twenty_milliseconds_or_one_frame() -> None:
     assert "rate 8000000bit burst 20000 " in shaping("line", 8_000_000)
     assert "rate 64000bit burst 3200 " in shaping("line", 64_000)
     assert shaping("line", None) == "qdisc delete dev line root\n"
 
 
-def test_frames_go_one_by_one_only_where_some_are_lost() -> None:
+def test_frames_are_split_only_under_loss() -> None:
     assert framing([Slowness("a", 1_000)]) == "gso_max_segs 65535"
     assert framing([Loss("a", 0.1)]) == "gso_max_segs 1"
 
@@ -99,12 +99,12 @@ def test_frames_go_one_by_one_only_where_some_are_lost() -> None:
         lambda network: network.lose(None, 1.1),
     ],
 )
-def test_faults_that_cannot_be_are_refused(fault: Callable[[Namespaces], object]) -> None:
+def test_impossible_faults_are_rejected(fault: Callable[[Namespaces], object]) -> None:
     with pytest.raises(ValueError):
         fault(Namespaces())
 
 
-def test_why_not_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_why_not_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(*command: str, given: str | None = None) -> str:
         raise CommandFailed(f"{' '.join(command)}:\nnot permitted")
 
@@ -218,7 +218,7 @@ def seconds_to_carry(source: socket.socket, target: socket.socket, size: int) ->
 
 
 @real
-def test_who_moves_is_reached_at_its_new_address_alone(network: Namespaces, connected: Ends) -> None:
+def test_moved_peer_is_reachable_only_at_new_address(network: Namespaces, connected: Ends) -> None:
     mine, theirs = connected
     old, a = network.places["b"].address, network.places["a"]
     new = network.move("b")
@@ -235,14 +235,14 @@ def test_who_moves_is_reached_at_its_new_address_alone(network: Namespaces, conn
 
 
 @real
-def test_a_line_is_up_at_once(network: Namespaces) -> None:
+def test_link_is_up_at_once(network: Namespaces) -> None:
     a, b = network.places["a"], network.places["b"]
     assert arrived(a, b, 1) == 1
     assert arrived(b, a, 1) == 1
 
 
 @real
-def test_a_part_silences_open_connections_and_healed_they_go_on(network: Namespaces, connected: Ends) -> None:
+def test_partition_stalls_open_connections_until_healed(network: Namespaces, connected: Ends) -> None:
     mine, theirs = connected
     network.part(["a"], ["b"])
     mine.sendall(b"there")
@@ -253,7 +253,7 @@ def test_a_part_silences_open_connections_and_healed_they_go_on(network: Namespa
 
 
 @real
-def test_a_deaf_peer_is_heard(network: Namespaces) -> None:
+def test_deaf_peer_can_still_send(network: Namespaces) -> None:
     a, b = network.places["a"], network.places["b"]
     fault = network.deafen(["b"], ["a"])
     assert (arrived(a, b, 5), arrived(b, a, 5)) == (0, 5)
@@ -262,7 +262,7 @@ def test_a_deaf_peer_is_heard(network: Namespaces) -> None:
 
 
 @real
-def test_a_part_hits_open_connections_one_way_too(network: Namespaces, connected: Ends) -> None:
+def test_one_way_partition_hits_open_connections(network: Namespaces, connected: Ends) -> None:
     mine, theirs = connected
     network.deafen(["b"], ["a"])
     theirs.sendall(b"back")
@@ -272,7 +272,7 @@ def test_a_part_hits_open_connections_one_way_too(network: Namespaces, connected
 
 
 @real
-def test_faults_are_healed_one_by_one_and_spare_others(network: Namespaces) -> None:
+def test_faults_heal_separately_and_spare_other_peers(network: Namespaces) -> None:
     a, b, c = network.places["a"], network.places["b"], network.add("c")
     first, second = network.part(["a"], ["b"]), network.part(["a"], ["b", "c"])
     assert (arrived(a, b, 5), arrived(c, a, 5), arrived(b, c, 5)) == (0, 0, 5)
@@ -284,7 +284,7 @@ def test_faults_are_healed_one_by_one_and_spare_others(network: Namespaces) -> N
 
 
 @real
-def test_a_slow_line_carries_what_it_should_each_way(network: Namespaces, connected: Ends) -> None:
+def test_slow_link_limits_both_directions(network: Namespaces, connected: Ends) -> None:
     mine, theirs = connected
     network.slow("a", 8_000_000)
     for source, target in ((mine, theirs), (theirs, mine)):
@@ -294,7 +294,7 @@ def test_a_slow_line_carries_what_it_should_each_way(network: Namespaces, connec
 
 
 @real
-def test_a_lossy_peer_loses_its_share_each_way_and_others_nothing(network: Namespaces) -> None:
+def test_lossy_peer_loses_its_share_each_way(network: Namespaces) -> None:
     a, b, c = network.places["a"], network.places["b"], network.add("c")
     network.lose("a", 0.2)
     for source, target in ((a, b), (b, a)):
@@ -303,7 +303,7 @@ def test_a_lossy_peer_loses_its_share_each_way_and_others_nothing(network: Names
 
 
 @real
-def test_what_tcp_loses_are_frames(network: Namespaces, connected: Ends) -> None:
+def test_tcp_losses_are_single_frames(network: Namespaces, connected: Ends) -> None:
     """A stream's segment of 64 KB would otherwise be one packet, and lost or not as a whole; as when it was opened."""
 
     def sent() -> int:
@@ -333,7 +333,7 @@ def outside() -> list[str]:
 
 
 @real
-def test_a_process_keeps_its_id_and_dies_of_its_signals(network: Namespaces) -> None:
+def test_process_in_namespace_keeps_pid_and_signals(network: Namespaces) -> None:
     code = (
         "import os, socket; s = socket.create_server(('127.0.0.1', 0)); socket.create_connection(s.getsockname());"
         "print(os.getpid(), flush=True); s.accept(); s.accept()"
@@ -347,7 +347,7 @@ def test_a_process_keeps_its_id_and_dies_of_its_signals(network: Namespaces) -> 
 
 
 @real
-def test_nothing_is_left_nor_changed_outside(allowed: None) -> None:
+def test_namespaces_leave_the_host_unchanged(allowed: None) -> None:
     before = outside()
     with pytest.raises(ZeroDivisionError), Namespaces() as network:
         a, b = network.add("a"), network.add("b")
@@ -365,7 +365,7 @@ def test_nothing_is_left_nor_changed_outside(allowed: None) -> None:
 
 
 @real
-def test_a_start_that_fails_leaves_nothing(allowed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_start_leaves_nothing(allowed: None, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
     run = module._run
 
@@ -383,6 +383,6 @@ def test_a_start_that_fails_leaves_nothing(allowed: None, monkeypatch: pytest.Mo
 
 
 @real
-def test_a_failing_command_is_told_with_its_words(allowed: None) -> None:
+def test_failed_command_error_quotes_its_output(allowed: None) -> None:
     with pytest.raises(CommandFailed, match=r"ip netns delete starling-none: .*No such file"):
         module._run("ip", "netns", "delete", "starling-none")

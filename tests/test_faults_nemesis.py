@@ -83,7 +83,7 @@ def told(nemesis: Nemesis) -> list[tuple[str, tuple[str, ...], str]]:
     return [(each.what, each.whom, each.kind) for each in nemesis.events]
 
 
-def test_a_patient_one_waits_longer(nemesis: Nemesis) -> None:
+def test_patience_factor_extends_the_wait(nemesis: Nemesis) -> None:
     begun = time.monotonic()
     nemesis._patience = 0.01
     with pytest.raises(AssertionError, match="moon"):
@@ -91,7 +91,7 @@ def test_a_patient_one_waits_longer(nemesis: Nemesis) -> None:
     assert 0.2 <= time.monotonic() - begun < 10
 
 
-def test_who_is_stopped_stands_still_and_goes_on_when_woken(nemesis: Nemesis, swarm: RealSwarm) -> None:
+def test_stopped_peer_resumes_when_woken(nemesis: Nemesis, swarm: RealSwarm) -> None:
     nemesis.play([Step("stop", ("b",), role="peer")])
     wait("b is stopped", lambda: state(swarm["b"]) == psutil.STATUS_STOPPED, 2)
     assert state(swarm["a"]) != psutil.STATUS_STOPPED
@@ -108,7 +108,7 @@ def test_all_processes_of_a_peer_are_stopped(nemesis: Nemesis, swarm: RealSwarm)
     wait("both", lambda: {str(each.status()) for each in swarm["d"].left()} == {psutil.STATUS_STOPPED}, 2)
 
 
-def test_a_mean_counts_from_the_beginning_of_its_round(swarm: RealSwarm) -> None:
+def test_mean_counts_from_the_start_of_its_round(swarm: RealSwarm) -> None:
     """One that was under way when a peer was cut off holds that peer's work all the same."""
     spent = {"seconds_train": 0.5, "seconds_wait": 0.25, "seconds_average": 0.25}
     for name, peer in swarm.peers.items():
@@ -120,7 +120,7 @@ def test_a_mean_counts_from_the_beginning_of_its_round(swarm: RealSwarm) -> None
     assert swarm.all_in_one_mean(peers, 99.1) is None
 
 
-def test_who_hears_nobody_and_whom_nobody_hears(nemesis: Nemesis, network: Network) -> None:
+def test_deafen_mute_and_part_call_the_network(nemesis: Nemesis, network: Network) -> None:
     nemesis.play([Step("deafen", ("b",)), Step("mute", ("c",)), Step("part", ("a",)), Step("heal")])
     assert network.calls[:3] == [
         ("deafen", ("b",), ["a", "c"]),
@@ -131,31 +131,31 @@ def test_who_hears_nobody_and_whom_nobody_hears(nemesis: Nemesis, network: Netwo
     assert nemesis.stuck == []
 
 
-def test_a_fault_that_nobody_felt_is_no_fault(nemesis: Nemesis, network: Network) -> None:
+def test_fault_without_affected_packets_is_noted(nemesis: Nemesis, network: Network) -> None:
     network.packets = 0
     nemesis.play([Step("lose", (), 0.2), Step("heal")])
     assert nemesis.stuck == ["no packet met the fault"]
 
 
-def test_a_step_that_fails_is_noted_and_the_next_is_done(nemesis: Nemesis, network: Network) -> None:
+def test_failed_step_is_noted_and_next_is_played(nemesis: Nemesis, network: Network) -> None:
     nemesis.play([Step("restart", (STRUCK,)), Step("kill", ("b",), role="nobody"), Step("part", ("a",))])
     assert [each.partition(":")[0] for each in nemesis.stuck] == [f"restart {STRUCK}", "kill b nobody"]
     assert network.calls == [("part", ("a",), ["b", "c"]), ("heal",)]
 
 
-def test_who_runs_is_not_started_beside_itself(nemesis: Nemesis, swarm: RealSwarm) -> None:
+def test_running_peer_is_not_started_twice(nemesis: Nemesis, swarm: RealSwarm) -> None:
     pid = swarm["a"].pid
     nemesis.play([Step("restart", ("a",))])
     assert swarm["a"].pid == pid and len(nemesis.stuck) == 1
 
 
-def test_an_end_that_does_not_come_is_noted_and_made(nemesis: Nemesis, swarm: RealSwarm) -> None:
+def test_missing_exit_is_noted_and_forced(nemesis: Nemesis, swarm: RealSwarm) -> None:
     nemesis.over("a", 0, 0.2)
     assert [(life.code, life.expected) for life in nemesis.lives["a"]] == [(-signal.SIGKILL, 0)]
     assert nemesis.stuck == ["a did not end within 0.2 s"] and not swarm["a"].running
 
 
-def test_what_is_left_of_a_peer_is_noted_and_ended(nemesis: Nemesis, swarm: RealSwarm) -> None:
+def test_leftover_process_is_noted_and_ended(nemesis: Nemesis, swarm: RealSwarm) -> None:
     run(swarm.peer("d"), CHILD)
     nemesis.began("d")
     wait("d has a child", lambda: len(swarm["d"].left()) == 2, 5)
@@ -165,7 +165,7 @@ def test_what_is_left_of_a_peer_is_noted_and_ended(nemesis: Nemesis, swarm: Real
     assert SLEEP in command and not swarm["d"].left()
 
 
-def test_an_end_without_anybodys_doing_is_a_life_too(nemesis: Nemesis, swarm: RealSwarm) -> None:
+def test_unrequested_exit_is_recorded(nemesis: Nemesis, swarm: RealSwarm) -> None:
     os.kill(swarm["c"].pid, signal.SIGSEGV)
     swarm["c"].ends(2)
     nemesis.unseen()
@@ -175,19 +175,19 @@ def test_an_end_without_anybodys_doing_is_a_life_too(nemesis: Nemesis, swarm: Re
     assert nemesis.stuck == ["c ended, and nobody had asked it to"], "nor does exit code 0 make that right"
 
 
-def test_who_was_never_started_has_not_ended(nemesis: Nemesis) -> None:
+def test_peer_never_started_has_no_exit_record(nemesis: Nemesis) -> None:
     nemesis.began("zoe")  # all are told of before the first is started, and then that fails
     nemesis.unseen()
     assert nemesis.lives == {}
 
 
-def test_who_ends_at_its_start_is_not_waited_for(swarm: RealSwarm) -> None:
+def test_peer_exiting_at_start_is_not_waited_for(swarm: RealSwarm) -> None:
     run(swarm.peer("d"), "raise SystemExit(3)")
     with pytest.raises(AssertionError, match="d founds a run: ended with 3"):
         _in_the_run(swarm["d"], "d founds a run", 60)
 
 
-def test_a_straggler_runs_for_its_share_and_then_as_it_can(swarm: RealSwarm) -> None:
+def test_straggler_runs_its_share_then_at_full_speed(swarm: RealSwarm) -> None:
     peer = swarm["a"]
     straggler = Straggler(lambda: peer.pid, 0.2)
     seen = []
@@ -199,7 +199,7 @@ def test_a_straggler_runs_for_its_share_and_then_as_it_can(swarm: RealSwarm) -> 
     assert straggler.signals >= 4 and state(peer) != psutil.STATUS_STOPPED
 
 
-def test_a_straggler_without_a_worker_is_noted(nemesis: Nemesis) -> None:
+def test_straggler_without_a_worker_is_noted(nemesis: Nemesis) -> None:
     nemesis.play([Step("straggle", ("a",), 0.5), Step("wait", amount=0.1)])  # a sleeper has no worker
     assert nemesis.stuck == ["there was no worker to hold up"]
 
@@ -212,7 +212,7 @@ def _says(peer: RealPeer, *reports: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("late, lost", [(-1.0, 1.0), (60.0, 0.0)])
-def test_work_that_its_peer_gave_up_in_leaving_is_lost(
+def test_work_abandoned_on_leaving_counts_as_lost(
     late: float, lost: float, nemesis: Nemesis, swarm: RealSwarm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It reports nothing more: the last that it said was of the round before."""
@@ -224,7 +224,7 @@ def test_work_that_its_peer_gave_up_in_leaving_is_lost(
     assert nemesis.stuck == [] and nemesis.measures["contributions_lost"] == [lost]
 
 
-def test_what_all_together_lost_is_the_most_that_one_did(
+def test_joint_loss_is_the_largest_single_loss(
     nemesis: Nemesis, swarm: RealSwarm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One stands where they were; the others go on from an older state, and win."""

@@ -80,7 +80,7 @@ class Scene:
 # -- silence ----------------------------------------------------------------------------------------------------------
 
 
-def test_what_meets_silence_arrives_in_order_after_it_heals() -> None:
+def test_blocked_messages_arrive_in_order_after_healing() -> None:
     """Whether it was on its way before, was sent during the silence, or right after its end."""
     scene = Scene("a", "b")
 
@@ -98,7 +98,7 @@ def test_what_meets_silence_arrives_in_order_after_it_heals() -> None:
     assert silent == [] and sum(time < 3.05 for time in times) > 10 and scene.ends == ["end"]
 
 
-def test_silence_is_of_one_direction() -> None:
+def test_silence_affects_one_direction() -> None:
     scene = Scene("a", "b")
 
     async def body() -> None:
@@ -112,7 +112,7 @@ def test_silence_is_of_one_direction() -> None:
     assert scene.heard and "reset" not in scene.ends
 
 
-def test_opening_through_silence_is_no_refusal() -> None:
+def test_open_through_silence_is_not_refused() -> None:
     """Nothing that is held up may look like an explicit refusal."""
     scene = Scene("a", "b")
     errors: list[PeerError] = []
@@ -142,7 +142,7 @@ def arrivals(seed: int) -> list[tuple[float, str, int, int]]:
     return scene.heard
 
 
-def test_jitter_permutes_streams_and_keeps_the_order_within_each() -> None:
+def test_jitter_reorders_streams_but_not_their_bytes() -> None:
     orders = set()
     for seed in range(20):
         heard = arrivals(seed)
@@ -153,7 +153,7 @@ def test_jitter_permutes_streams_and_keeps_the_order_within_each() -> None:
     assert len(orders) == 20
 
 
-def test_without_jitter_streams_keep_their_order_too() -> None:
+def test_streams_keep_their_order_without_jitter() -> None:
     scene = Scene("a", "b")
 
     async def body() -> None:
@@ -169,7 +169,7 @@ def test_without_jitter_streams_keep_their_order_too() -> None:
 
 
 @pytest.mark.parametrize("blocked", [False, True])
-def test_the_next_life_gets_nothing_of_the_last(blocked: bool) -> None:
+def test_next_incarnation_receives_nothing_from_the_last(blocked: bool) -> None:
     """Bytes that were under way to a peer, or held up, when it was killed reach no stream of its next life."""
     scene = Scene("a", "b")
 
@@ -196,7 +196,7 @@ def test_the_next_life_gets_nothing_of_the_last(blocked: bool) -> None:
     assert not scene.network.past[0].ends and not scene.network.past[0].process.tasks
 
 
-def test_a_killed_peer_sends_nothing_and_its_streams_are_reset() -> None:
+def test_killed_peer_sends_nothing_and_streams_are_reset() -> None:
     scene = Scene("a", "b")
 
     async def body() -> None:
@@ -215,12 +215,12 @@ def test_a_killed_peer_sends_nothing_and_its_streams_are_reset() -> None:
     assert scene.ends == ["reset"] and 10 < len(scene.heard) < 50
 
 
-def test_only_the_dead_can_restart() -> None:
+def test_only_dead_peers_can_restart() -> None:
     with pytest.raises(ValueError, match="b is alive"):
         Scene("a", "b").network.restart("b")
 
 
-def test_a_reset_by_the_daemon_leaves_the_process_and_its_handlers() -> None:
+def test_daemon_reset_keeps_process_and_handlers() -> None:
     scene = Scene("a", "b")
 
     async def body() -> None:
@@ -259,7 +259,7 @@ def watched(strike: Callable[[SimNetwork, str, int], None] = lambda *_: None) ->
     return scene, seen
 
 
-def test_every_message_is_counted_once_where_it_is_sent_and_once_where_it_arrives() -> None:
+def test_messages_are_counted_at_sender_and_receiver() -> None:
     """An opening, its answer, the stream's deadline, two bytes, an end; and the end of the other side."""
     _, seen = watched()
     assert [(number, way) for peer, number, way, _ in seen if peer == "a"] == [
@@ -272,7 +272,7 @@ def test_every_message_is_counted_once_where_it_is_sent_and_once_where_it_arrive
 
 
 @pytest.mark.parametrize("peer, number", [(peer, number) for peer in "ab" for number in range(1, 7)])
-def test_a_peer_dies_exactly_before_its_message_takes_effect(peer: str, number: int) -> None:
+def test_peer_dies_just_before_its_message_takes_effect(peer: str, number: int) -> None:
     scene, seen = watched(lambda network, who, count: network.kill(peer) if (who, count) == (peer, number) else None)
     assert max(count for who, count, _, _ in seen if who == peer) == number
     # a sends: 1 opening, 3 its deadline, 4 and 5 the bytes, 6 the end; b receives the bytes as 3 and 4.
@@ -283,7 +283,7 @@ def test_a_peer_dies_exactly_before_its_message_takes_effect(peer: str, number: 
 
 
 @pytest.mark.parametrize("number", range(1, 7))
-def test_silence_at_a_message_holds_up_that_message(number: int) -> None:
+def test_silence_at_a_message_delays_that_message(number: int) -> None:
     """At a message sent and at one received: it comes through only after the link has healed, in order."""
     struck: list[float] = []
 

@@ -14,7 +14,7 @@ ENDS = ("10.77.0.2", "10.77.0.3")
 DATA = random.Random(1).randbytes(1_000_000)
 
 
-def test_bits_flip_as_often_as_was_asked_for_and_nobody_elses() -> None:
+def test_bits_flip_at_the_requested_rate() -> None:
     wire = Wire(random.Random(0), Faults(ENDS[:1], flip_every_bytes=10_000))
     changed = wire.corrupted(ENDS, DATA)
     flipped = [(one ^ other).bit_count() for one, other in zip(changed, DATA, strict=True) if one != other]
@@ -24,13 +24,13 @@ def test_bits_flip_as_often_as_was_asked_for_and_nobody_elses() -> None:
     assert wire.told()["flipped_bits"] == 0
 
 
-def test_faults_survive_the_way_to_the_proxy() -> None:
+def test_faults_round_trip_as_json() -> None:
     faults = Faults(ENDS, 0.1, 0.2, 3.0)
     assert Faults.from_json(faults.to_json()) == faults
 
 
 @pytest.mark.real
-async def test_what_is_delayed_arrives_whole_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_delayed_bytes_arrive_whole_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways, with the end of each; the jitter is ten times the latency, so that pieces would overtake others."""
     loop = asyncio.get_running_loop()
 

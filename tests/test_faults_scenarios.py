@@ -26,7 +26,7 @@ def steps(name: str, seeds: int = 20) -> list[Step]:
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_a_schedule_is_drawn_from_its_seed(name: str) -> None:
+def test_schedule_is_determined_by_its_seed(name: str) -> None:
     drawn = [SCENARIOS[name].schedule(name, seed, NAMES) for seed in range(20)]
     assert drawn == [SCENARIOS[name].schedule(name, seed, NAMES) for seed in range(20)]
     assert name == "joiners" or len({tuple(each) for each in drawn}) > 1
@@ -42,7 +42,7 @@ def test_every_step_can_be_played(name: str) -> None:
         assert SCENARIOS[name].network or step.act not in ON_THE_NETWORK
 
 
-def test_what_lasts_is_healed_and_who_is_stopped_is_woken() -> None:
+def test_lasting_faults_heal_and_stopped_peers_wake() -> None:
     for name in SCENARIOS:
         for seed in range(20):
             acts = [step.act for step in SCENARIOS[name].schedule(name, seed, NAMES)]
@@ -51,22 +51,22 @@ def test_what_lasts_is_healed_and_who_is_stopped_is_woken() -> None:
             assert acts.count("stop") == acts.count("wake")
 
 
-def test_twenty_kills_strike_at_every_point_of_a_round() -> None:
+def test_kill_schedule_covers_every_point_of_a_round() -> None:
     assert [step.role for step in steps("kill")] == list(POINTS)
 
 
-def test_somebody_is_always_left() -> None:
+def test_kills_always_leave_a_peer() -> None:
     drawn = [name for name in SCENARIOS if name != "everyone"]
     assert all(len(set(step.whom)) < len(NAMES) for name in drawn for step in steps(name) if step.act == "kill")
     assert {len(step.whom) for step in steps("all-but-one") if step.act == "kill"} == {3}
 
 
-def test_a_schedule_is_written_in_words() -> None:
+def test_schedule_prints_in_words() -> None:
     assert str(Step("trap", ("b",), role="send Chunk")) == "trap b send Chunk"
     assert str(Step("lose", (), 0.2)) == "lose 0.2"
 
 
-def test_half_a_table_is_a_table(tmp_path: Path) -> None:
+def test_partial_results_give_a_table(tmp_path: Path) -> None:
     assert order(["kill", "stop"], [1])[:2] == [("kill", 20), ("kill", 21)]
     assert order(["kill", "stop"], [0, 1])[20] == ("stop", 0)
     figures = {
@@ -90,7 +90,7 @@ def test_half_a_table_is_a_table(tmp_path: Path) -> None:
     assert "suspected 2.0, 7.5 (aim 6, missed 2 of 2)" in row
 
 
-def test_a_table_holds_what_ended_nowhere() -> None:
+def test_table_includes_failed_plays() -> None:
     unknown = {"spread_at_the_end": {"median": None, "worst": None, "trials": 0}}
     told = {"goodput": None, "rounds_skipped": 0, "rounds_committed": 3, "missed": {}, "measures": unknown}
     failed = {"scenario": "partition", "seed": 0, "verdict": "fail", "recovery_seconds": None, **told}
@@ -111,7 +111,7 @@ def test_a_table_holds_what_ended_nowhere() -> None:
         ([], "--scenario"),
     ],
 )
-def test_what_is_asked_for_wrongly_is_one_line(
+def test_wrong_arguments_give_one_line_error(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as end:
@@ -124,7 +124,7 @@ def test_what_is_asked_for_wrongly_is_one_line(
 @pytest.mark.real
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("name, seed", [("kill", POINTS.index("send Reduced")), ("partition", 1)])
-def test_real_peers_pass(name: str, seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_real_peers_pass_scenarios(name: str, seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if SCENARIOS[name].network and (why := why_not()):
         pytest.skip(why)
     assert main(["--scenario", name, "--seed", str(seed), "--peers", "3", "--dir", str(tmp_path), "--json"]) == 0

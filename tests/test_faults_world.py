@@ -28,7 +28,7 @@ def violated(outcome: Outcome) -> set[str]:
 
 
 @pytest.mark.parametrize("fault", BREAKING)
-def test_a_swarm_that_makes_no_mistake_is_whole_again_after_every_family(fault: str) -> None:
+def test_faultless_swarm_recovers_from_every_fault_family(fault: str) -> None:
     for seed in range(10):
         outcome = play(broken(fault, seed, 3 + seed % 4), OracleProtocol)
         assert outcome.violations == [], f"seed {seed}"
@@ -36,26 +36,26 @@ def test_a_swarm_that_makes_no_mistake_is_whole_again_after_every_family(fault: 
 
 
 @pytest.mark.parametrize("fault", ["crash", "mixed"])
-def test_the_same_seed_gives_the_same_trace_twenty_times(fault: str) -> None:
+def test_same_seed_gives_the_same_trace(fault: str) -> None:
     assert len({play(broken(fault, 3), OracleProtocol).trace.digest() for _ in range(20)}) == 1
     assert len({play(broken(fault, seed), OracleProtocol).trace.digest() for seed in range(20)}) == 20
 
 
-def test_faults_that_are_written_down_play_as_those_that_were_drawn() -> None:
+def test_explicit_faults_replay_like_drawn_ones() -> None:
     drawn = resolve(broken("mixed", 5))
     again = replace(drawn, fault="mixed", faults=drawn.faults)
     assert play(drawn, OracleProtocol).trace.digest() == play(again, OracleProtocol).trace.digest()
 
 
 @pytest.mark.parametrize("fault", BREAKING)
-def test_the_real_protocol_is_put_through_every_family(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_real_protocol_runs_under_every_fault_family(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only that the world holds together: what comes of it is not judged here."""
     monkeypatch.setattr(worlds, "HEALED_SECONDS", 30.0)
     outcome = play(replace(broken(fault, 1, 3), breaking_seconds=30.0))
     assert 30.0 < outcome.virtual_seconds < 200.0 and all(outcome.histories.values())
 
 
-def test_a_restart_is_a_life_of_its_own_in_the_history() -> None:
+def test_restart_appears_as_new_incarnation_in_history() -> None:
     faults = Faults().crash("p1", at=20.0, lasts=30.0)
     outcome = play(Scenario(peers=3, rounds=5, faults=faults), OracleProtocol)
     lives = [report["incarnation"] for report in outcome.histories["p1"]]
@@ -63,7 +63,7 @@ def test_a_restart_is_a_life_of_its_own_in_the_history() -> None:
     assert {report["incarnation"] for report in outcome.histories["p0"]} == {0}
 
 
-def test_who_is_dead_reports_nothing() -> None:
+def test_dead_peer_reports_nothing() -> None:
     faults = Faults().crash("p1", at=20.0)
     outcome = play(Scenario(peers=3, rounds=5, faults=faults, breaking_seconds=200.0), OracleProtocol)
     lives = [report["incarnation"] for report in outcome.histories["p1"]]
@@ -73,7 +73,7 @@ def test_who_is_dead_reports_nothing() -> None:
 # -- rounds that could commit -----------------------------------------------------------------------------------------
 
 
-def test_rounds_in_which_no_majority_was_in_touch_do_not_count_against_the_protocol() -> None:
+def test_rounds_without_connected_majority_do_not_count() -> None:
     """Five in three groups: neither of them a majority; before and after every round could, and did."""
     faults = Faults().silence({"p0", "p1"}, {"p2", "p3", "p4"}, at=20, heal=90).silence({"p2", "p3"}, {"p4"}, 20, 90)
     outcome = play(Scenario(peers=5, rounds=4, faults=faults), OracleProtocol)
@@ -82,7 +82,7 @@ def test_rounds_in_which_no_majority_was_in_touch_do_not_count_against_the_proto
     assert outcome.rounds_could == outcome.rounds_did >= 4
 
 
-def test_rounds_that_could_commit_and_did_not_count_against_it() -> None:
+def test_missed_possible_rounds_count_against_the_protocol() -> None:
     class Lazy(OracleProtocol):
         """Decides no round while anybody is missing."""
 
@@ -163,13 +163,13 @@ BUGS: list[tuple[type[World], Faults, str]] = [
 
 
 @pytest.mark.parametrize("world, faults, invariant", BUGS, ids=[world.__name__ for world, _, _ in BUGS])
-def test_a_planted_bug_is_found(world: type[World], faults: Faults, invariant: str) -> None:
+def test_planted_bug_is_found(world: type[World], faults: Faults, invariant: str) -> None:
     scenario = Scenario(peers=3, rounds=4, faults=faults)
     assert play(scenario, OracleProtocol).violations == []
     assert invariant in violated(play(scenario, world))
 
 
-def test_a_swarm_that_is_never_whole_again_is_given_so_long_and_no_longer() -> None:
+def test_unrecovered_swarm_ends_after_the_limit() -> None:
     outcome = play(Scenario(peers=3, rounds=4, faults=CRASH), Stuck)
     (violation,) = [each for each in outcome.violations if each.invariant == "progress"]
     assert f"in {HEALED_SECONDS:g} s" in violation.detail
@@ -183,12 +183,12 @@ def test_a_swarm_that_is_never_whole_again_is_given_so_long_and_no_longer() -> N
     "wrong, words",
     [({"fault": "locusts"}, "unknown fault"), ({"faults": Faults().crash("p7", at=1.0)}, "p7, who is none of p0, p1")],
 )
-def test_what_no_world_can_play_is_refused(wrong: dict[str, Any], words: str) -> None:
+def test_impossible_scenario_is_rejected(wrong: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Scenario(peers=2, **wrong)
 
 
-def test_faults_are_over_before_all_is_healed() -> None:
+def test_faults_end_before_healing() -> None:
     assert (resolve(Scenario(faults=Faults().crash("p0", at=500.0, lasts=50.0))).breaking_seconds or 0) > 550
     assert resolve(Scenario(faults=Faults().crash("p0", at_message=5))).breaks
     assert not resolve(Scenario(faults=Faults().skew("p0", 5.0))).breaks

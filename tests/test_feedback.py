@@ -57,7 +57,7 @@ def units(*places: float) -> list[float]:
 # -- when it advances -------------------------------------------------------------------------------------------------
 
 
-def test_what_was_not_sent_is_added_to_the_next_pseudo_gradient() -> None:
+def test_unsent_residual_joins_the_next_pseudo_gradient() -> None:
     """Of ten elements one travels: the first of the equal ones, then the one that is owed most."""
     made, error_feedback = peer(counted(), counted())
     play(made.rounds())
@@ -73,14 +73,14 @@ def test_what_was_not_sent_is_added_to_the_next_pseudo_gradient() -> None:
     )
 
 
-def test_after_a_skipped_round_the_longer_work_is_sent_and_nothing_is_owed_yet() -> None:
+def test_skipped_round_leaves_no_residual() -> None:
     made, error_feedback = peer(skipped(), lost(), counted())
     play(made.rounds())
     assert [float(seen.mine[0]) for seen in made.seen] == [0.5, 1.0, 1.5]
     assert error_feedback.residual.tolist() == units(0, *[1.5] * 9)
 
 
-def test_work_that_a_round_did_not_count_is_dropped_and_what_was_owed_stays_owed() -> None:
+def test_uncounted_work_is_dropped_and_residual_stays() -> None:
     made, error_feedback = peer(counted(), Script(end=WITHOUT_ME), counted())
     play(made.rounds())
     second, third = made.seen[1].mine, made.seen[2].mine
@@ -88,13 +88,13 @@ def test_work_that_a_round_did_not_count_is_dropped_and_what_was_owed_stays_owed
     assert error_feedback.residual[0] == 0.5
 
 
-def test_a_mean_of_an_earlier_plan_leaves_nothing_owed() -> None:
+def test_mean_of_earlier_plan_leaves_no_residual() -> None:
     made, error_feedback = peer(counted(), Script(end=OF_ANOTHER_PLAN))
     play(made.rounds())
     assert not error_feedback.residual.any()
 
 
-def test_a_step_that_came_too_late_is_kept_whole() -> None:
+def test_late_step_is_kept_whole() -> None:
     """Not the part of it that the codec would have sent."""
     made, _ = peer(
         Script(end=AveragingResult(Outcome.COMMITTED, weights={ME.peer: 0.0}), average=lambda mine, into: into.fill_(1))
@@ -103,7 +103,7 @@ def test_a_step_that_came_too_late_is_kept_whole() -> None:
     assert torch.equal(made.trainer.written[-1], made.outer_loop.anchor - 0.5)
 
 
-def test_an_offer_allows_for_what_is_owed() -> None:
+def test_offer_norm_includes_the_residual() -> None:
     made, error_feedback = peer(counted(), counted())
     play(made.rounds())
     first, second = made.seen
@@ -115,7 +115,7 @@ def test_an_offer_allows_for_what_is_owed() -> None:
     assert error_feedback.offered(LocalProgress(1, 1.0, 1.0, 1e30)).norm == 1e30
 
 
-def test_only_a_codec_that_needs_it_has_it() -> None:
+def test_only_topk_has_error_feedback() -> None:
     assert [feedback(codec(name), 3, SimCompute()) is None for name in ("fp32", "int8", "int4", "e3m0", "topk")] == [
         True, True, True, True, False
     ]  # fmt: skip
@@ -124,7 +124,7 @@ def test_only_a_codec_that_needs_it_has_it() -> None:
 # -- in a checkpoint --------------------------------------------------------------------------------------------------
 
 
-def test_it_comes_back_and_what_cannot_be_read_is_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_residual_round_trips_and_unreadable_is_reset(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         made, again = (ErrorFeedback(TOPK, 100, SimCompute()) for _ in range(2))
         made.residual.copy_(torch.arange(100.0) - 50)
@@ -185,7 +185,7 @@ class Life:
         return kept
 
 
-def test_a_restarted_peer_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+def test_restarted_peer_continues_to_identical_bits(tmp_path: Path) -> None:
     async def restarted(chain: Chain, with_feedback: bool) -> Life:
         checkpoint = newest(tmp_path)
         life = Life(tmp_path / str(with_feedback), chain.copy(), 2)
@@ -215,7 +215,7 @@ def test_a_restarted_peer_goes_on_to_the_same_bits(tmp_path: Path) -> None:
 # -- a whole swarm ----------------------------------------------------------------------------------------------------
 
 
-def test_who_replays_what_it_missed_owes_nothing_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replay_after_absence_clears_the_residual(monkeypatch: pytest.MonkeyPatch) -> None:
     """And finds the parts of rounds of three and of four members, which are of different sizes."""
     world = Lives("anna bert cleo dora", fork_peers=0, codec="topk", chunk_elements=4096)
     forgotten: list[tuple[str, bool]] = []
@@ -250,7 +250,7 @@ def swarm(name: str) -> Played:
 
 
 @pytest.mark.parametrize("name, factor", [("int4", 6), ("e3m0", 6), ("topk", 12)])
-def test_a_swarm_holds_the_same_bits_in_every_round(name: str, factor: float) -> None:
+def test_lossy_codec_swarm_holds_identical_bits(name: str, factor: float) -> None:
     """And sends so many times less than in float32, votes and headers included."""
     played, plain = swarm(name), swarm("fp32")
     for reports in zip(*played.histories.values(), strict=True):

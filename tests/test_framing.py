@@ -68,7 +68,7 @@ def frame(packed: bytes) -> bytes:
     return len(packed).to_bytes(4, "big") + packed
 
 
-async def test_headers_and_payloads_cross_in_order_and_are_counted() -> None:
+async def test_headers_and_payloads_arrive_in_order_and_counted() -> None:
     here, there = streams()
     payload = bytearray(b"12345")
     await here.send(CHUNK, memoryview(payload))
@@ -84,7 +84,7 @@ async def test_headers_and_payloads_cross_in_order_and_are_counted() -> None:
 
 
 @given(data=st.binary(max_size=200), limit=st.integers(0, 200))
-def test_any_bytes_give_a_header_or_a_named_error(data: bytes, limit: int) -> None:
+def test_any_bytes_give_header_or_named_error(data: bytes, limit: int) -> None:
     async def run() -> None:
         here, there = pipes()
         there.feed(data)
@@ -98,7 +98,7 @@ def test_any_bytes_give_a_header_or_a_named_error(data: bytes, limit: int) -> No
 
 
 @pytest.mark.parametrize("declared, limit", [(101, 100), (wire.MAX_HEADER_BYTES + 1, 1 << 40), (0xFFFFFFFF, 1 << 40)])
-async def test_a_header_beyond_the_limit_is_refused_before_it_is_read(declared: int, limit: int) -> None:
+async def test_oversized_header_is_rejected_unread(declared: int, limit: int) -> None:
     _, there = pipes()
     there.feed(declared.to_bytes(4, "big") + b"untouched")
     stream = FramedStream("here", there, asyncio.get_running_loop().time() + SECONDS)
@@ -107,14 +107,14 @@ async def test_a_header_beyond_the_limit_is_refused_before_it_is_read(declared: 
     assert there.arrived == b"untouched" and stream.bytes_received == 4
 
 
-async def test_a_header_at_the_limit_is_taken() -> None:
+async def test_header_at_the_limit_is_accepted() -> None:
     here, there = streams()
     await here.send(CHUNK)
     assert await there.receive(len(wire.encode(CHUNK))) == CHUNK
 
 
 @pytest.mark.parametrize("arrives", range(len(frame(wire.encode(CHUNK)))))
-async def test_an_end_in_mid_frame_is_silence(arrives: int) -> None:
+async def test_end_within_frame_raises_peer_silent(arrives: int) -> None:
     here, there = pipes()
     there.feed(frame(wire.encode(CHUNK))[:arrives])
     here.close()
@@ -124,7 +124,7 @@ async def test_an_end_in_mid_frame_is_silence(arrives: int) -> None:
     assert raised.value.peer == "here"
 
 
-async def test_an_end_in_mid_payload_is_silence() -> None:
+async def test_end_within_payload_raises_peer_silent() -> None:
     here, there = pipes()
     there.feed(b"1234")
     here.close()
@@ -133,7 +133,7 @@ async def test_an_end_in_mid_payload_is_silence() -> None:
         await stream.receive_into(memoryview(bytearray(5)))
 
 
-async def test_a_reset_is_silence_whichever_way_it_hits() -> None:
+async def test_reset_raises_peer_silent_in_both_directions() -> None:
     here, there = streams()
     for stream in (here, there):
         stream._pipe.error = ConnectionResetError("gone")  # type: ignore[attr-defined]
@@ -144,14 +144,14 @@ async def test_a_reset_is_silence_whichever_way_it_hits() -> None:
     assert here.bytes_sent == 0
 
 
-async def test_nothing_before_the_deadline_is_silence() -> None:
+async def test_deadline_without_data_raises_peer_silent() -> None:
     _, there = streams(seconds=0.01)
     with pytest.raises(PeerSilent, match="deadline passed while receiving"):
         await there.receive(100)
     assert asyncio.current_task().cancelling() == 0  # type: ignore[union-attr]
 
 
-async def test_after_the_deadline_every_call_fails_though_nothing_would_wait() -> None:
+async def test_calls_after_deadline_fail_even_with_data() -> None:
     here, there = streams(seconds=0.0)
     there._pipe.feed(frame(wire.encode(CHUNK)) + b"12345")  # type: ignore[attr-defined]
     for call in (here.send(CHUNK), there.receive(100), there.receive_into(memoryview(bytearray(5)))):
@@ -160,7 +160,7 @@ async def test_after_the_deadline_every_call_fails_though_nothing_would_wait() -
     assert here.bytes_sent == there.bytes_received == 0
 
 
-async def test_cancelling_is_not_mistaken_for_silence() -> None:
+async def test_cancellation_is_not_mistaken_for_silence() -> None:
     _, there = streams()
     receiving = asyncio.create_task(there.receive(100))
     await asyncio.sleep(0)
@@ -169,7 +169,7 @@ async def test_cancelling_is_not_mistaken_for_silence() -> None:
         await receiving
 
 
-async def test_an_opening_hands_the_remaining_time_to_the_server() -> None:
+async def test_opening_passes_remaining_time_to_the_server() -> None:
     here, there = pipes()
     now = asyncio.get_running_loop().time()
     client = await opened("there", here, now + SECONDS)
@@ -181,14 +181,14 @@ async def test_an_opening_hands_the_remaining_time_to_the_server() -> None:
     assert await client.receive(100) == CHUNK
 
 
-async def test_an_opening_asks_for_no_more_than_the_wire_allows() -> None:
+async def test_opening_deadline_is_capped_by_the_wire() -> None:
     here, there = pipes()
     stream = await opened("there", here, asyncio.get_running_loop().time() + 1e12)
     assert stream.bytes_sent == len(there.arrived)
     assert wire.decode(bytes(there.arrived[4:])) == wire.Opening(wire.MAX_SECONDS)
 
 
-async def test_a_stream_is_not_opened_after_its_deadline() -> None:
+async def test_stream_is_not_opened_after_its_deadline() -> None:
     here, there = pipes()
     with pytest.raises(PeerSilent):
         await opened("there", here, asyncio.get_running_loop().time() - 5.0)
@@ -196,7 +196,7 @@ async def test_a_stream_is_not_opened_after_its_deadline() -> None:
 
 
 @pytest.mark.parametrize("first", [wire.encode(CHUNK), b"", b"\xc1" * 10, b"x" * 65], ids=["chunk", "", "junk", "long"])
-async def test_a_bad_opening_is_refused_and_its_sender_named(first: bytes) -> None:
+async def test_bad_opening_is_rejected_and_sender_blamed(first: bytes) -> None:
     _, there = pipes()
     there.feed(frame(first))
     refused: list[str] = []
@@ -204,7 +204,7 @@ async def test_a_bad_opening_is_refused_and_its_sender_named(first: bytes) -> No
     assert refused == ["here"]
 
 
-async def test_an_opening_that_does_not_come_is_silence() -> None:
+async def test_missing_opening_raises_peer_silent() -> None:
     _, there = pipes()
     with pytest.raises(PeerSilent):
         await accepted("here", there, 0.01, lambda peer, error: None)

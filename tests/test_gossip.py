@@ -41,7 +41,7 @@ from tests.sim.pipe import SimPipe
 
 
 @pytest.mark.parametrize("elements", (1, 7, 24, 100))
-def test_a_pair_comes_to_its_mean_in_the_same_bits(elements: int) -> None:
+def test_pair_reaches_identical_mean(elements: int) -> None:
     """Parameters and momentum; chunks that cross from one vector into the other; an odd last one."""
     swarm = GossipHarness(2, elements)
     swarm.rounds()
@@ -60,7 +60,7 @@ def test_a_pair_comes_to_its_mean_in_the_same_bits(elements: int) -> None:
 
 
 @pytest.mark.parametrize("name", ("fp32", "fp16", "bf16", "int8"))
-def test_the_sum_of_two_states_stays_whatever_the_codec_loses(name: str) -> None:
+def test_sum_of_states_is_conserved_by_every_codec(name: str) -> None:
     swarm = GossipHarness(2, 500, name, chunk_elements=128)
     swarm.rounds(3)
     assert swarm.drift() < 1e-6
@@ -75,7 +75,7 @@ def test_the_sum_of_two_states_stays_whatever_the_codec_loses(name: str) -> None
 
 @pytest.mark.parametrize("schedule", ("random", "ring", "exponential", "one-peer-exponential"))
 @pytest.mark.parametrize("count", (3, 4, 7))
-def test_exchanges_are_the_matrices_of_their_pairs(schedule: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exchanges_match_the_mixing_matrices(schedule: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever met whom and when: the states are those of W, the product of the pairs in the order in which they met."""
     swarm, pairs = GossipHarness(count, schedule=schedule, jitter=1), dict[str, tuple[int, int]]()
     for index, gossip in enumerate(swarm.gossips):
@@ -94,7 +94,7 @@ def test_exchanges_are_the_matrices_of_their_pairs(schedule: str, count: int, mo
     assert len(counted) == len(set(counted)) == 2 * len(pairs), "each state that was sent counts once"
 
 
-def test_a_swarm_comes_together() -> None:
+def test_swarm_converges() -> None:
     swarm = GossipHarness(8)
     before = swarm.spread()
     swarm.rounds(8, stagger_seconds=0.13)
@@ -103,7 +103,7 @@ def test_a_swarm_comes_together() -> None:
     assert max(told.ended - told.asked for each in swarm.told for told in each) < 2.5, "nobody waits for anybody's work"
 
 
-def test_a_state_is_lent_while_its_peer_trains() -> None:
+def test_state_is_lent_during_training() -> None:
     """The exchange moves it in place; it is told when the state is taken back, and a round in which nobody else came
     is committed by it."""
     swarm = GossipHarness(2)
@@ -124,13 +124,13 @@ def test_a_state_is_lent_while_its_peer_trains() -> None:
     assert told.mean.weights == {"p0": 0.5, "p1": 0.5}
 
 
-def test_alone_a_peer_skips_at_once() -> None:
+def test_single_peer_skips_at_once() -> None:
     swarm = GossipHarness(1)
     assert swarm.rounds() < 1.01
     assert swarm.told[0][0].mean.outcome is Outcome.SKIPPED and not swarm.told[0][0].mean.weights
 
 
-def test_between_two_rounds_a_peer_is_busy_and_says_so_at_once() -> None:
+def test_peer_between_rounds_answers_busy_at_once() -> None:
     """The other one asks on while nobody else is there, for as long as one exchange may take, and skips."""
     swarm = GossipHarness(2)
 
@@ -144,7 +144,7 @@ def test_between_two_rounds_a_peer_is_busy_and_says_so_at_once() -> None:
 
 
 @pytest.mark.parametrize("jitter", range(12))
-def test_two_that_ask_each_other_at_the_same_moment_meet_in_one_exchange(jitter: int) -> None:
+def test_simultaneous_requests_become_one_exchange(jitter: int) -> None:
     swarm = GossipHarness(2, jitter=jitter)
     swarm.rounds()
     assert all(len(swarm.messages(index)) == 1 for index in range(2))
@@ -153,7 +153,7 @@ def test_two_that_ask_each_other_at_the_same_moment_meet_in_one_exchange(jitter:
 
 @pytest.mark.parametrize("jitter", range(6))
 @pytest.mark.parametrize("count", (3, 5))
-def test_a_circle_of_askers_does_not_wait_for_itself(count: int, jitter: int) -> None:
+def test_cycle_of_requests_does_not_deadlock(count: int, jitter: int) -> None:
     """Everybody asks the next one at the same moment."""
     swarm = GossipHarness(count, schedule="ring", jitter=jitter)
     swarm.rounds()
@@ -162,7 +162,7 @@ def test_a_circle_of_askers_does_not_wait_for_itself(count: int, jitter: int) ->
     assert max(each[0].ended - each[0].asked for each in swarm.told) < 2.5
 
 
-def test_of_two_questions_that_cross_the_same_goes_on_at_both_ends_and_neither_peer_is_always_first() -> None:
+def test_crossing_requests_are_ranked_fairly() -> None:
     key = RoundKey(RUN, "run", bytes(32), 0)
     asked = [
         [ExchangeRequest(key, Member(peer), number, 8, "fp32").rank() for number in range(40)] for peer in ("p0", "p1")
@@ -171,7 +171,7 @@ def test_of_two_questions_that_cross_the_same_goes_on_at_both_ends_and_neither_p
     assert 8 < first < 32
 
 
-def test_the_cut_comes_with_the_work_or_at_the_deadline() -> None:
+def test_cut_comes_with_the_work_or_at_deadline() -> None:
     swarm = GossipHarness(1)
 
     async def play() -> None:
@@ -188,14 +188,14 @@ def test_the_cut_comes_with_the_work_or_at_the_deadline() -> None:
     swarm.run(play)
 
 
-def test_a_state_that_is_not_finite_is_not_given_away() -> None:
+def test_non_finite_state_is_not_sent() -> None:
     swarm = GossipHarness(2)
     swarm.state[0][1][3] = torch.inf  # and not NaN, which is not even equal to itself
     swarm.rounds()
     assert not swarm.moved(1) and all(told.mean.outcome is Outcome.SKIPPED for (told,) in swarm.told)
 
 
-def test_settings_that_cannot_work_are_refused() -> None:
+def test_invalid_settings_are_rejected() -> None:
     network = SimNetwork(Trace())
     host = sim_host(network, network.join("p0"), 0, {})
     with pytest.raises(ValueError, match="unknown schedule 'torus'"):
@@ -232,7 +232,7 @@ def is_whole(swarm: GossipHarness, index: int, others: list[int]) -> bool:
 
 
 @pytest.mark.parametrize("victim", (0, 1))
-def test_a_partner_that_dies_at_any_message_leaves_the_other_whole(victim: int) -> None:
+def test_partner_death_at_any_message_keeps_survivor_whole(victim: int) -> None:
     survivor = 1 - victim
     for number in range(1, count_messages(2, 3)[f"p{victim}"] + 1):
         swarm = GossipHarness(2, jitter=3)
@@ -244,7 +244,7 @@ def test_a_partner_that_dies_at_any_message_leaves_the_other_whole(victim: int) 
 
 
 @pytest.mark.parametrize("jitter", (3, 4))
-def test_where_streams_break_at_any_message_both_have_moved_or_neither(jitter: int) -> None:
+def test_stream_reset_at_any_message_is_atomic(jitter: int) -> None:
     """Both live, and can ask each other what became of it; only of the last word nobody knows whether it came."""
     for victim in range(2):
         doubts = 0
@@ -259,7 +259,7 @@ def test_where_streams_break_at_any_message_both_have_moved_or_neither(jitter: i
 
 
 @pytest.mark.parametrize("both", (True, False))
-def test_a_partner_that_falls_silent_at_any_message_costs_one_timeout(both: bool) -> None:
+def test_partner_silence_at_any_message_costs_one_timeout(both: bool) -> None:
     """Then either both have moved or neither, or somebody knows that one end may have moved alone."""
     for number in range(1, count_messages(2, 3)["p0"] + 1):
         faults = Faults()
@@ -279,7 +279,7 @@ def test_a_partner_that_falls_silent_at_any_message_costs_one_timeout(both: bool
 
 
 @pytest.mark.parametrize("times, counts", ((15.9, True), (16.1, False)))
-def test_a_state_sixteen_times_as_long_as_ours_is_none(times: float, counts: bool) -> None:
+def test_state_beyond_sixteen_times_our_norm_is_rejected(times: float, counts: bool) -> None:
     swarm = GossipHarness(2)
     for theirs, ours in zip(swarm.state[1], swarm.state[0], strict=True):
         theirs.copy_(ours).mul_(times)
@@ -288,7 +288,7 @@ def test_a_state_sixteen_times_as_long_as_ours_is_none(times: float, counts: boo
     assert counts or any("16 times ours" in blame.why for told in swarm.told[0] for blame in told.mean.blamed)
 
 
-def test_nobody_else_pays_for_a_dead_partner() -> None:
+def test_dead_partner_delays_no_other_peers() -> None:
     """p0 asks p1, who has stopped without a word; p2 and p3 meet as if nothing was."""
     swarm = GossipHarness(4)
     swarm.network.link("p1", "p0").blocked = swarm.network.link("p1", "p2").blocked = True
@@ -304,7 +304,7 @@ def test_nobody_else_pays_for_a_dead_partner() -> None:
     assert sum(bool(swarm.messages(index)) for index in (0, 2, 3)) >= 2
 
 
-def test_who_cost_a_timeout_is_left_alone_for_a_while() -> None:
+def test_peer_that_timed_out_is_avoided_briefly() -> None:
     swarm = GossipHarness(2)
     swarm.network.link("p1", "p0").blocked = True
 
@@ -318,7 +318,7 @@ def test_who_cost_a_timeout_is_left_alone_for_a_while() -> None:
     assert 1.9 < first.ended - first.asked < 3.0 and second.ended - second.asked < 0.01
 
 
-def test_a_line_that_is_slower_than_said_is_given_more_time_until_it_is_enough() -> None:
+def test_link_slower_than_claimed_gets_more_time() -> None:
     """200 KB at 5 KB/s where 1 MB/s was said: forty seconds and more."""
     swarm = GossipHarness(2, 25_000, chunk_elements=5_000)
     for node in swarm.network.nodes.values():
@@ -335,7 +335,7 @@ def test_a_line_that_is_slower_than_said_is_given_more_time_until_it_is_enough()
     assert all(each.ended - each.asked < ROUND_SECONDS for told in swarm.told for each in told)
 
 
-def test_who_leaves_its_round_in_the_middle_finds_its_state_at_rest() -> None:
+def test_cancelled_round_leaves_its_state_unchanged() -> None:
     """Cancelled at any moment of an exchange: what it lent does not change after that."""
     for hundredths in range(1, 30, 2):
         swarm, seen = GossipHarness(2, 400), list[torch.Tensor]()
@@ -368,7 +368,7 @@ def liar(lie: str) -> Callable[[str, FramedStream, SimPipe], ByzantineContributo
     "lie", ("nan", "infinity", "norm", "size", "huge-length", "endless-header", "garbage", "twice")
 )
 @pytest.mark.parametrize("seed", range(2))
-def test_a_liar_is_refused_and_named_and_nothing_moves(lie: str, seed: int) -> None:
+def test_lying_partner_is_blamed_and_nothing_moves(lie: str, seed: int) -> None:
     swarm = GossipHarness(2, codec="fp32", disguises={1: liar(lie)}, jitter=seed)
     swarm.rounds()
     (told,) = swarm.told[0]
@@ -413,7 +413,7 @@ def play_late(swarm: GossipHarness, late: int) -> None:
 
 
 @pytest.mark.parametrize("forgery", FORGERIES)
-def test_messages_of_anything_else_are_refused_and_named(forgery: str) -> None:
+def test_forged_messages_are_rejected_and_blamed(forgery: str) -> None:
     kind, change = FORGERIES[forgery]
     named = False
     for late in (0, 1):  # the other one asks
@@ -465,33 +465,33 @@ def blamed(swarm: GossipHarness) -> str:
     return " ".join(f"{blame.peer} {blame.why}" for blame in swarm.gossips[0].accounting.take()[0])
 
 
-def test_a_question_counts_once() -> None:
+def test_request_counts_once() -> None:
     swarm, found = play_knocks(QUESTION, QUESTION)
     assert found == ["True", "refused"] and "p1 refused: question 100 is asked again" in blamed(swarm)
 
 
-def test_a_stale_question_is_refused_and_one_that_was_overtaken_is_not() -> None:
+def test_stale_request_is_rejected_but_overtaken_one_accepted() -> None:
     swarm, found = play_knocks(QUESTION, replace(QUESTION, sequence=99), replace(QUESTION, sequence=20))
     assert found == ["True", "True", "refused"] and "question 20 is stale" in blamed(swarm)
 
 
-def test_a_question_of_an_earlier_round_is_refused() -> None:
+def test_request_of_earlier_round_is_rejected() -> None:
     later = replace(QUESTION, sequence=101, key=replace(KEY, round=4))
     swarm, found = play_knocks(QUESTION, later)
     assert found == ["True", "refused"] and "after one of round 5" in blamed(swarm)
 
 
-def test_a_question_of_another_life_or_of_a_stranger_is_not_heard() -> None:
+def test_request_of_other_incarnation_is_rejected_without_blame() -> None:
     swarm, found = play_knocks(replace(QUESTION, sender=Member("p1", 3)))
     assert found == ["refused"] and blamed(swarm) == "", "it may be late, and honest"
 
 
-def test_what_was_not_begun_cannot_be_settled_for_good() -> None:
+def test_outcome_query_before_request_settles_nothing() -> None:
     _, found = play_knocks(OutcomeQuery(KEY, Member("p1"), 100), QUESTION)
     assert found == ["False", "True"]
 
 
-def test_who_was_told_that_we_have_not_moved_can_rely_on_it() -> None:
+def test_outcome_not_moved_is_binding() -> None:
     """Its question what became of it overtakes its last word, which then comes too late."""
     swarm, found = GossipHarness(2), list[str]()
 
@@ -516,12 +516,12 @@ def test_who_was_told_that_we_have_not_moved_can_rely_on_it() -> None:
     assert found == ["False"] and not swarm.moved(0) and swarm.told[0][0].early == {}
 
 
-def test_no_other_message_opens_an_exchange() -> None:
+def test_only_a_request_opens_an_exchange() -> None:
     swarm, found = play_knocks(StateReceived(KEY, Member("p1"), 1), OutcomeReply(KEY, Member("p1"), 1, True))
     assert found == ["refused"] * 2 and "opens no exchange" in blamed(swarm)
 
 
-def test_who_asks_and_says_nothing_more_costs_its_own_exchange_only() -> None:
+def test_silent_initiator_costs_only_its_own_exchange() -> None:
     """p1 asks and is silent: p0 is free again after one timeout, and p1 is left alone then."""
     swarm = GossipHarness(2)
     found: list[str] = []

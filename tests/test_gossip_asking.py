@@ -44,7 +44,7 @@ def in_order(population: Any, count: int) -> Any:
     return list(population)[:count]
 
 
-def test_a_partner_that_there_is_no_time_for_does_not_end_the_round(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peer_without_enough_time_does_not_end_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """p1, whom the schedule names, is busy; then p2 is drawn, whose line is too slow for what time there is, and p3."""
     swarm = GossipHarness(4, 2000, schedule="ring", chunk_elements=1000)
     slow_line(swarm, "p2")
@@ -53,7 +53,7 @@ def test_a_partner_that_there_is_no_time_for_does_not_end_the_round(monkeypatch:
     assert swarm.told[0][0].mean.outcome is Outcome.COMMITTED and swarm.told[0][0].mean.peers == ("p3",)
 
 
-def test_who_stalls_costs_its_own_timeout_and_not_that_of_a_slower_peer() -> None:
+def test_stalled_peer_costs_only_its_own_timeout() -> None:
     """The line to p1 is slow, and p1 is busy: an exchange with it may take a minute. p2 says yes, and then nothing."""
 
     class Hanging(ByzantineContributorStream):
@@ -70,7 +70,7 @@ def test_who_stalls_costs_its_own_timeout_and_not_that_of_a_slower_peer() -> Non
     assert 2.0 < told.ended - told.asked < 5.0 and told.mean.blamed[0].peer == "p2"
 
 
-def test_who_is_busy_is_not_asked_again_at_once_where_another_has_been_met(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_busy_peer_is_asked_again_only_after_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     swarm, asked = GossipHarness(3, schedule="ring"), list[float]()
     initiator = swarm.gossips[0]._initiator
     ask = initiator.ask
@@ -91,7 +91,7 @@ async def until_moved(swarm: GossipHarness) -> None:
         await asyncio.sleep(0.001)
 
 
-def test_who_leaves_while_it_asks_what_became_of_an_exchange_tells_that_it_does_not_know() -> None:
+def test_cancelled_outcome_query_counts_a_half_exchange() -> None:
     """p1 has moved, and all that it says is lost; p0 waits for its word, asks what became of it, and is cancelled."""
     swarm = GossipHarness(2)
 
@@ -122,7 +122,7 @@ def breathless() -> GossipHarness:
     return swarm
 
 
-def test_what_may_have_moved_one_end_is_told_in_the_next_round_if_there_is_none() -> None:
+def test_half_exchange_is_reported_in_the_next_round() -> None:
     """p1 has moved, and gives up waiting for p0's last word when its round is over."""
     swarm = breathless()
 
@@ -139,7 +139,7 @@ def test_what_may_have_moved_one_end_is_told_in_the_next_round_if_there_is_none(
     assert [told.half_exchanges for told in swarm.told[1]] == [0, 1, 0] and swarm.told[1][1].mass_drift > 0
 
 
-def test_whose_state_is_free_again_keeps_nothing_of_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partner_state_is_freed_before_the_confirmation(monkeypatch: pytest.MonkeyPatch) -> None:
     """p1 has moved and waits for p0's last word, for seconds in which others may ask."""
     swarm = breathless()
     kept, exchanges = list[Any](), swarm.gossips[1].exchanges
@@ -162,7 +162,7 @@ def test_whose_state_is_free_again_keeps_nothing_of_the_other(monkeypatch: pytes
     swarm.run(main)
 
 
-def test_who_has_no_time_left_for_an_exchange_is_busy() -> None:
+def test_peer_without_time_for_an_exchange_is_busy() -> None:
     """p1 is asked when its round is over, while it still trains: it says no, and nobody is named."""
     swarm = GossipHarness(2)
 
@@ -181,7 +181,7 @@ def test_who_has_no_time_left_for_an_exchange_is_busy() -> None:
 
 
 @pytest.mark.parametrize("protocol", (Gossip, PushSum))
-def test_after_a_long_silence_two_find_each_other_again(protocol: Any) -> None:
+def test_peers_meet_again_after_a_long_silence(protocol: Any) -> None:
     """However often each has waited for the other in vain: that says nothing of how long a share or a state takes."""
     swarm = GossipHarness(2, 25_000, chunk_elements=5_000, protocol=protocol)
 
@@ -206,7 +206,7 @@ def test_after_a_long_silence_two_find_each_other_again(protocol: Any) -> None:
 
 
 @pytest.mark.parametrize("protocol", (Gossip, PushSum))
-def test_who_is_thought_too_slow_for_a_round_is_tried_all_the_same(protocol: Any) -> None:
+def test_peer_estimated_too_slow_is_still_tried(protocol: Any) -> None:
     """Two whose line carried next to nothing for some hours: nobody else would tell them that it is mended."""
     swarm = GossipHarness(2, 25_000, chunk_elements=5_000, protocol=protocol)
     for gossip, other in zip(swarm.gossips, ("p1", "p0"), strict=True):

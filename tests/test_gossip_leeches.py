@@ -62,7 +62,7 @@ def met(swarm: GossipHarness, index: int, other: str) -> int:
     return sum(other in told.early or other in told.mean.contributions for told in swarm.told[index])
 
 
-def test_who_breaks_off_before_its_time_is_up_is_named_and_left_alone() -> None:
+def test_initiator_that_aborts_early_is_blamed_and_avoided() -> None:
     """As who is late: else it holds up another for nearly all of its time, by asking again and again."""
     swarm, numbers = GossipHarness(3), iter(range(10**6))
 
@@ -78,7 +78,7 @@ def test_who_breaks_off_before_its_time_is_up_is_named_and_left_alone() -> None:
     assert any(blame.peer == "p1" for told in swarm.told[0] for blame in told.mean.blamed)
 
 
-def test_one_peer_makes_up_so_much_of_a_lent_state_and_no_more() -> None:
+def test_exchanges_per_peer_and_lent_state_are_bounded() -> None:
     swarm, began = GossipHarness(2), []
 
     async def exchange(number: int) -> None:
@@ -105,7 +105,7 @@ def test_one_peer_makes_up_so_much_of_a_lent_state_and_no_more() -> None:
 
 
 @pytest.mark.parametrize("asks", (0, 1))
-def test_who_sent_what_is_wrong_is_left_alone(asks: int) -> None:
+def test_sender_of_invalid_state_is_avoided(asks: int) -> None:
     """Whether it asked or was asked, it is neither asked nor answered from then on."""
     seen: list[tuple[float, Any]] = []
 
@@ -130,7 +130,7 @@ def test_who_sent_what_is_wrong_is_left_alone(asks: int) -> None:
 # -- push-sum ---------------------------------------------------------------------------------------------------------
 
 
-def test_one_that_only_takes_does_not_stop_the_others() -> None:
+def test_peer_that_only_takes_does_not_stop_others() -> None:
     """Each share to it takes half of its giver's weight along, and none comes back."""
     swarm = GossipHarness(4, protocol=PushSum)
 
@@ -159,7 +159,7 @@ def mute(method: str, stream: Any, pipe: Any) -> Mute:
     return Mute(stream, pipe, "", None)  # type: ignore[arg-type]
 
 
-def test_so_many_shares_are_kept_and_no_more() -> None:
+def test_kept_shares_are_bounded() -> None:
     """Each is a state in memory, and nobody says what became of any."""
     swarm, most = GossipHarness(6, protocol=PushSum, disguises=dict.fromkeys(range(1, 6), mute)), [0]
 
@@ -177,7 +177,7 @@ def test_so_many_shares_are_kept_and_no_more() -> None:
     assert most[0] == MAX_KEPT
 
 
-def test_one_that_says_nothing_of_its_shares_does_not_stop_the_others() -> None:
+def test_peer_silent_about_shares_does_not_stop_others() -> None:
     """They are kept for two minutes, and then come home: that is told."""
     swarm = GossipHarness(4, protocol=PushSum, disguises={1: mute})
 
@@ -197,7 +197,7 @@ def test_one_that_says_nothing_of_its_shares_does_not_stop_the_others() -> None:
         assert swarm.gossips[index].half_exchanges > 0
 
 
-def test_shares_make_nobody_so_heavy_that_others_refuse_its_own() -> None:
+def test_accepted_shares_keep_weight_within_the_limit() -> None:
     swarm, answers = GossipHarness(2, protocol=PushSum), []
 
     async def give(number: int, weight: float) -> None:
@@ -218,7 +218,7 @@ def test_shares_make_nobody_so_heavy_that_others_refuse_its_own() -> None:
     assert swarm.gossips[0].weighted.masses.weight == 1 + MOST_SHARE
 
 
-def test_a_share_that_is_sent_again_counts_once() -> None:
+def test_repeated_share_counts_once() -> None:
     """It would draw the state over, and weigh nothing."""
     swarm, after = GossipHarness(2, protocol=PushSum), []
 

@@ -53,7 +53,7 @@ def naive(model: Gpt, row: list[int]) -> torch.Tensor:
     return torch.stack([weights["lm_head.weight"] @ norm(x, "model.norm.weight") for x in states])
 
 
-def test_equals_a_naive_llama() -> None:
+def test_gpt_equals_a_naive_llama() -> None:
     model = Gpt(SMALL, seed=1)
     with torch.no_grad():
         for parameter in model.parameters():  # larger weights than at the start, and gains that are not all one
@@ -65,7 +65,7 @@ def test_equals_a_naive_llama() -> None:
         torch.testing.assert_close(got.double(), naive(model, row), rtol=1e-4, atol=1e-5)
 
 
-def test_a_rotary_product_depends_on_the_distance_alone() -> None:
+def test_rotary_product_depends_only_on_distance() -> None:
     cos, sin = rotary(40, 8)
     q, k = torch.randn(2, 8, generator=torch.Generator().manual_seed(3))
 
@@ -77,7 +77,7 @@ def test_a_rotary_product_depends_on_the_distance_alone() -> None:
     assert abs(product(5, 2) - product(5, 3)) > 1e-3
 
 
-def test_no_byte_sees_a_later_one() -> None:
+def test_byte_does_not_see_later_ones() -> None:
     model = Gpt(SMALL)
     before, after = tokens(1, 12), tokens(1, 12)
     after[0, 7] = (after[0, 7] + 1) % 256
@@ -87,7 +87,7 @@ def test_no_byte_sees_a_later_one() -> None:
     assert not torch.allclose(old[7:], new[7:])
 
 
-def test_keys_and_shapes_are_those_of_llama() -> None:
+def test_keys_and_shapes_match_llama() -> None:
     model = Gpt(GptConfig(layers=2, width=64, heads=4, context=8))
     layer = [
         ("self_attn.q_proj.weight", (64, 64)),
@@ -110,7 +110,7 @@ def test_keys_and_shapes_are_those_of_llama() -> None:
     assert list(flatten(model).layout.fragments[0]) == expected
 
 
-def test_initial_weights_come_from_the_seed_alone() -> None:
+def test_initial_weights_depend_only_on_the_seed() -> None:
     torch.manual_seed(1)
     first = flatten(Gpt(SMALL, seed=5)).vectors[0]
     torch.manual_seed(2)
@@ -120,7 +120,7 @@ def test_initial_weights_come_from_the_seed_alone() -> None:
     assert not torch.equal(first, flatten(Gpt(SMALL, seed=6)).vectors[0])
 
 
-def test_flat_vectors_are_the_module() -> None:
+def test_flat_vectors_alias_the_module() -> None:
     model = Gpt(SMALL)
     with torch.no_grad():
         before = model(tokens(1, 4))
@@ -141,7 +141,7 @@ def test_flat_vectors_are_the_module() -> None:
     assert torch.equal(torch.cat(gradients), flat.gradients[0]) and flat.gradients[0].any()
 
 
-def test_flatten_refuses_what_it_cannot_hold() -> None:
+def test_flatten_rejects_unsupported_modules() -> None:
     with pytest.raises(ValueError, match="no parameters"):
         flatten(nn.ReLU())
     with pytest.raises(ValueError, match=r"weight is torch\.float64"):
@@ -150,7 +150,7 @@ def test_flatten_refuses_what_it_cannot_hold() -> None:
         flatten(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")))
 
 
-def test_a_module_resumes_from_a_vector() -> None:
+def test_module_resumes_from_a_vector() -> None:
     model, other = Gpt(SMALL, seed=5), Gpt(SMALL, seed=6)
     held = flatten(model).vectors[0]
     flat = flatten(other, lambda elements: held, resume=True)
@@ -168,7 +168,7 @@ def test_tied_parameters_stay_tied() -> None:
     assert torch.equal(model[1].weight.detach(), torch.full((3, 3), 2.0))
 
 
-def test_presets_hold_their_values() -> None:
+def test_presets_have_the_expected_values() -> None:
     default, small = preset("w128"), preset("w64")
     assert default == Preset(GptConfig(4, 128, 4, 128), 8, Recipe(50, 16, 2e-3, 0.9, 0.5))
     assert (default.recipe.betas, default.recipe.weight_decay, default.recipe.clip_norm) == ((0.9, 0.95), 0.1, 1.0)
@@ -189,7 +189,7 @@ def test_presets_hold_their_values() -> None:
         ({"context": -1}, "context must be a whole number, at least 1, not -1"),
     ],
 )
-def test_a_bad_shape_is_one_line(values: dict[str, int], message: str) -> None:
+def test_bad_shape_gives_one_line_error(values: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError) as error:
         GptConfig(**{"layers": 1, "width": 16, "heads": 2, "context": 8} | values)
     assert str(error.value) == message
@@ -210,14 +210,14 @@ def test_a_bad_shape_is_one_line(values: dict[str, int], message: str) -> None:
         ({"betas": (0.9, 1.0)}, "betas must be two numbers in [0, 1), not (0.9, 1.0)"),
     ],
 )
-def test_a_bad_recipe_is_one_line(values: dict[str, object], message: str) -> None:
+def test_bad_recipe_gives_one_line_error(values: dict[str, object], message: str) -> None:
     good = {"inner_steps": 5, "rounds": 2, "learning_rate": 1e-3, "outer_learning_rate": 0.7, "outer_momentum": 0.9}
     with pytest.raises(ValueError) as error:
         Recipe(**good | values)
     assert str(error.value) == message
 
 
-def test_generate_takes_the_likeliest_byte() -> None:
+def test_generate_takes_the_most_likely_byte() -> None:
     model = Gpt(SMALL, seed=4)
     text = list(b"import this")
     for _ in range(6):  # beyond the context of 12
@@ -230,7 +230,7 @@ def test_generate_takes_the_likeliest_byte() -> None:
         model.generate(b"", 1)
 
 
-def test_the_task_predicts_the_next_byte(tmp_path: Path) -> None:
+def test_task_predicts_the_next_byte(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(bytes(range(256)) * 64)
     task = GptTask(Preset(SMALL, 3, PRESETS["w64"].recipe), load(tmp_path / "a.txt"))
     inputs, targets = task.batch(0, 0)

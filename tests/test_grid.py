@@ -31,7 +31,7 @@ def off(found: torch.Tensor, mean: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("shape", ((8,), (2, 2), (4, 4), (4, 3), (3, 2, 2), (5, 4, 4), (2, 2, 2, 2)))
-def test_a_full_grid_is_exact_after_one_group_along_each_axis(shape: tuple[int, ...]) -> None:
+def test_full_grid_averages_exactly_after_all_axes(shape: tuple[int, ...]) -> None:
     """By tokens, and with a tenth of the peers that bring nothing; before the last axis it is not."""
     count = math.prod(shape)
     given, rng = values(count), random.Random(count)
@@ -46,7 +46,7 @@ def test_a_full_grid_is_exact_after_one_group_along_each_axis(shape: tuple[int, 
     assert float((weights - tokens.mean()).abs().max()) < 1e-9
 
 
-def test_own_weights_alone_are_wrong() -> None:
+def test_averaging_by_own_weights_only_is_wrong() -> None:
     """The second group has to know how much its members speak for, not how much they trained themselves."""
     given, tokens = values(16), torch.tensor([float(1 + 9 * (peer % 5 == 0)) for peer in range(16)]).double()
     mean = (tokens[:, None] * given).sum(0) / tokens.sum()
@@ -57,7 +57,7 @@ def test_own_weights_alone_are_wrong() -> None:
 
 
 @pytest.mark.parametrize("count", (10, 13, 45))
-def test_nothing_is_lost_on_a_grid_with_holes(count: int) -> None:
+def test_grid_with_holes_conserves_weighted_sums(count: int) -> None:
     """Σwx and Σw over all peers are what they were: what is left is spread, and mixing is its cure."""
     given, rng = values(count), random.Random(count)
     tokens = torch.tensor([rng.randrange(1, 1000) for _ in range(count)]).double()
@@ -70,13 +70,13 @@ def test_nothing_is_lost_on_a_grid_with_holes(count: int) -> None:
 
 
 @pytest.mark.parametrize("count, size", ((16, 4), (24, 8), (36, 6)))
-def test_groups_by_lot_contract_the_variance_as_they_should(count: int, size: int) -> None:
+def test_random_groups_reduce_variance_as_predicted(count: int, size: int) -> None:
     """By (r - 1) / (N - 1) for r groups; 20,000 draws: python -m tests.sim.grids."""
     found = left(count, lots(count, size, 1), 500)
     assert found == pytest.approx((count // size - 1) / (count - 1), rel=0.08)
 
 
-def test_seats_do_better_than_lots_where_holes_do_worse() -> None:
+def test_seats_beat_random_groups_and_holes_lose() -> None:
     """Half of the cells: the reason for seats without gaps."""
     by_lot = left(29, lots(29, 8, 2), 80)
     assert left(29, seated(29, (8, 8)), 80) < 0.6 * by_lot
@@ -84,7 +84,7 @@ def test_seats_do_better_than_lots_where_holes_do_worse() -> None:
     assert left(29, diagonal(29, (8, 8)), 80) > 2 * by_lot
 
 
-def test_positions_fill_a_grid_that_nobody_laid_out() -> None:
+def test_positions_fill_an_unassigned_grid() -> None:
     """Coordinates drawn by lot, then two rounds of the paper's rule: nearly as good as seats, and better than lots."""
     rng = random.Random(5)
     assert left(48, Positions(48, (8, 8), 2, rng), 80) < 0.7 * left(48, lots(48, 8, 2), 80)
@@ -97,12 +97,12 @@ def test_positions_fill_a_grid_that_nobody_laid_out() -> None:
     "count, shape",
     ((1, (8,)), (8, (8,)), (9, (3, 3)), (12, (4, 3)), (16, (4, 4)), (17, (5, 4)), (64, (8, 8)), (65, (5, 4, 4))),
 )
-def test_few_axes_and_little_room_to_spare(count: int, shape: tuple[int, ...]) -> None:
+def test_grid_has_few_axes_and_little_spare_room(count: int, shape: tuple[int, ...]) -> None:
     assert shape_for(count) == shape
 
 
 @pytest.mark.parametrize("most", (2, 3, 8, 32))
-def test_every_number_of_peers_has_a_grid(most: int) -> None:
+def test_every_peer_count_has_a_grid(most: int) -> None:
     for count in range(1, 400):
         shape = shape_for(count, most)
         assert math.prod(shape) >= count and max(shape) <= most
@@ -113,7 +113,7 @@ def test_every_number_of_peers_has_a_grid(most: int) -> None:
         shape_for(4, most=1)
 
 
-def test_a_grid_stays_while_it_suits() -> None:
+def test_grid_stays_while_it_fits() -> None:
     """Peers that come and go about a boundary do not make it flap."""
     grid = choose_grid(16, 3, ())
     assert grid == Grid(3, (4, 4))
@@ -124,14 +124,14 @@ def test_a_grid_stays_while_it_suits() -> None:
     assert choose_grid(9, 20, [wider]) == Grid(20, (3, 3))
 
 
-def test_those_who_see_different_numbers_come_to_agree() -> None:
+def test_peers_with_different_counts_agree_on_a_grid() -> None:
     """One sees seventeen, the others sixteen: its grid suits them too, and as it is the later one they follow."""
     old = Grid(3, (4, 4))
     new = choose_grid(17, 9, [old] * 16)
     assert {choose_grid(count, 9, [old] * 15 + [new]) for count in (16, 17)} == {new}
 
 
-def test_a_newcomer_stands_where_the_others_do() -> None:
+def test_newcomer_adopts_the_others_grid() -> None:
     """Who has laid out nothing insists on nothing; and a grid that does not suit is nobody's, whatever it claims."""
     assert choose_grid(13, 0, ()) == Grid(0, (4, 4))
     assert choose_grid(13, 0, [Grid(7, (5, 4)), Grid(0, (4, 4))]) == Grid(7, (5, 4))
@@ -141,7 +141,7 @@ def test_a_newcomer_stands_where_the_others_do() -> None:
     )
 
 
-def test_a_grid_that_no_number_of_peers_would_give_is_nobodys() -> None:
+def test_implausible_grid_is_ignored() -> None:
     """Else one liar has all meet in pairs, and its grid outlives it: the latest wins."""
     assert choose_grid(8, 3, [Grid(0, (8,)), Grid(1 << 40, (2, 2, 2))]) == Grid(0, (8,))
     for count in range(1, 200):
@@ -152,7 +152,7 @@ def test_a_grid_that_no_number_of_peers_would_give_is_nobodys() -> None:
 # -- where one stands --------------------------------------------------------------------------------------------------
 
 
-def test_seats_are_distinct_and_drawn_anew() -> None:
+def test_seats_are_distinct_and_redrawn_each_seed() -> None:
     peers = [f"p{number}" for number in range(12)]
     first, second = ({peer: assign_cell(peer, peers, (4, 3), seed) for peer in peers} for seed in (b"1", b"2"))
     assert len(set(first.values())) == len(set(second.values())) == 12
@@ -160,20 +160,20 @@ def test_seats_are_distinct_and_drawn_anew() -> None:
     assert seeded_order(b"1", peers) == seeded_order(b"1", reversed(peers)) != seeded_order(b"2", peers)
 
 
-def test_a_missing_peer_leaves_short_lines_not_holes() -> None:
+def test_missing_peer_shortens_groups_without_holes() -> None:
     """All groups along the last axis but one are full, and those along the first differ by one."""
     indices = [cell(number, (4, 4)) for number in range(14)]
     assert sorted(len(group) for group in lines(indices, 1)) == [2, 4, 4, 4]
     assert sorted(len(group) for group in lines(indices, 0)) == [3, 3, 4, 4]
 
 
-def test_a_position_in_a_group_becomes_the_coordinate() -> None:
+def test_group_position_becomes_the_coordinate() -> None:
     assert next_cell((1, 2, 3), 1, 0, (4, 4, 4)) == (1, 0, 3)
     assert next_cell((1, 2, 3), 0, 5, (4, 4, 4)) == (1, 2, 3), "a group that is too large wraps round"
     assert line((1, 2, 3), 1) == (1, 3)
     assert line((1,), 0) == ()
 
 
-def test_who_knows_nobody_begins_somewhere_on_the_grid() -> None:
+def test_peer_without_contacts_gets_a_default_cell() -> None:
     homes = [default_cell(f"p{number}", (4, 3), b"seed") for number in range(200)]
     assert set(homes) == {cell(number, (4, 3)) for number in range(12)}

@@ -28,7 +28,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         del sys.modules[name]
 
 
-def test_a_part_is_imported_without_the_rest(package: str) -> None:
+def test_submodule_is_imported_without_the_rest(package: str) -> None:
     enter(package)
     import straw_package.deep
     import straw_package.light
@@ -37,14 +37,14 @@ def test_a_part_is_imported_without_the_rest(package: str) -> None:
     assert f"{package}.heavy" not in sys.modules
 
 
-def test_a_name_of_the_package_itself_brings_all_of_it(package: str) -> None:
+def test_package_attribute_imports_the_whole_package(package: str) -> None:
     enter(package)
     from straw_package import NAME
 
     assert NAME == "whole" and f"{package}.heavy" in sys.modules
 
 
-def test_what_is_not_there_is_not_there(package: str) -> None:
+def test_missing_attribute_raises_attribute_error(package: str) -> None:
     enter(package)
     import straw_package
 
@@ -54,7 +54,7 @@ def test_what_is_not_there_is_not_there(package: str) -> None:
     assert not hasattr(straw_package, "__wrapped__")
 
 
-def test_what_is_imported_already_is_left_alone(package: str) -> None:
+def test_imported_package_is_left_unchanged(package: str) -> None:
     import straw_package
 
     before = sys.modules[package]
@@ -62,12 +62,12 @@ def test_what_is_imported_already_is_left_alone(package: str) -> None:
     assert sys.modules[package] is before is straw_package
 
 
-def test_a_package_that_is_not_installed_is_nobodys_business() -> None:
+def test_missing_package_is_ignored() -> None:
     enter("no_such_straw")
     assert "no_such_straw" not in sys.modules
 
 
-def test_a_peer_loads_none_of_hiveminds_trainers() -> None:
+def test_peer_does_not_load_hivemind_trainers() -> None:
     code = "import sys, node.network.kademlia; print([m for m in ('scipy', 'hivemind.optim') if m in sys.modules])"
     house = Path(__file__).parents[1]
     done = subprocess.run([sys.executable, "-c", code], cwd=house, capture_output=True, text=True, timeout=60)

@@ -34,7 +34,7 @@ def lowered(swarm: IndependentHarness, came: Came, start: Vector) -> list[float]
     return [round(float(start[index] - came.state[0][index]) * swarm.count, 3) for index in range(swarm.count)]
 
 
-def test_every_update_counts_once_and_the_fast_do_not_wait() -> None:
+def test_every_update_counts_once_without_waiting() -> None:
     swarm = together(3, rounds=6, work_seconds=lambda index: (1.0, 2.0, 10.0)[index])
     start = swarm.states[0][0].clone()
     swarm.play()
@@ -45,14 +45,14 @@ def test_every_update_counts_once_and_the_fast_do_not_wait() -> None:
     assert all(came.half_exchanges == 0 for rounds in swarm.came.values() for came in rounds)
 
 
-def test_the_momentum_stays_with_its_peer() -> None:
+def test_momentum_stays_with_its_peer() -> None:
     swarm = together(2, rounds=1)
     swarm.states[1][1].fill_(7.0)
     swarm.play()
     assert float(swarm.came[1][0].state[1].min()) == 7.0
 
 
-def test_a_death_at_any_message_counts_nothing_twice() -> None:
+def test_death_at_any_message_counts_nothing_twice() -> None:
     """Of the worker that dies; whoever is left goes on with the server, at once."""
     at, lived = 0, False
     while not lived:
@@ -77,7 +77,7 @@ def test_a_death_at_any_message_counts_nothing_twice() -> None:
 
 
 @pytest.mark.parametrize("at", (1, 7, 9, 11, 12, 13, 14, 20, 25, 30))
-def test_a_lost_server_is_succeeded(at: int) -> None:
+def test_lost_server_is_replaced(at: int) -> None:
     swarm = together(3, rounds=6, work_seconds=lambda index: 1.0)
 
     def watch(peer: str, number: int, way: str, other: str) -> None:
@@ -96,7 +96,7 @@ def test_a_lost_server_is_succeeded(at: int) -> None:
     assert float(spread.abs().max()) <= 1.0
 
 
-def test_a_newcomer_with_the_first_id_takes_nobody_over() -> None:
+def test_newcomer_with_first_id_does_not_take_over() -> None:
     swarm = together(3, rounds=8, work_seconds=lambda index: 1.0, joins={0: 3.5})
     start = swarm.states[1][0].clone()
     swarm.states[0][0].fill_(1000.0)
@@ -107,7 +107,7 @@ def test_a_newcomer_with_the_first_id_takes_nobody_over() -> None:
         assert float((swarm.came[index][-1].state[0] - start).abs().max()) < 10.0
 
 
-def test_silence_at_any_message_costs_the_worker_its_round_at_most() -> None:
+def test_silence_at_any_message_costs_one_round() -> None:
     """Where the server may have counted what it brought, that is half an exchange."""
     halves = 0
     for at in range(1, 20):
@@ -128,7 +128,7 @@ def test_silence_at_any_message_costs_the_worker_its_round_at_most() -> None:
     assert halves > 2
 
 
-def test_a_server_that_names_nobody_is_not_taken_for_one_that_has_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_naming_no_server_is_not_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker would go on from what it had brought: from next to nothing."""
     real = AsyncParameterServer.choose
     monkeypatch.setattr(AsyncParameterServer, "choose", lambda self: "" if self.me.peer == "p00" else real(self))
@@ -150,11 +150,11 @@ def courses(momentum: float, order: Callable[[int], Vector], rounds: int) -> Vec
     return arrivals.parameters
 
 
-def test_without_momentum_each_arrival_counts_one_nth() -> None:
+def test_update_without_momentum_counts_one_nth() -> None:
     assert torch.equal(courses(0.0, lambda number: torch.full((4,), 2.0), 6), torch.full((4,), -3.0))
 
 
-def test_delayed_nesterov_is_nesterov_where_all_arrive_from_the_same_point() -> None:
+def test_delayed_nesterov_matches_nesterov_from_common_point() -> None:
     """By hand, for one gradient each: after N arrivals θ moves by Δ + βm, m = βm + Δ, as PyTorch's SGD(nesterov)."""
     momentum, theta, velocity = 0.9, torch.zeros(4), torch.zeros(4)
     for number in range(3):
@@ -165,12 +165,12 @@ def test_delayed_nesterov_is_nesterov_where_all_arrive_from_the_same_point() -> 
     torch.testing.assert_close(found, theta)
 
 
-def test_a_momentum_out_of_range_is_refused() -> None:
+def test_momentum_out_of_range_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"momentum must be in \[0, 1\)"):
         DelayedNesterov(torch.zeros(1), 1.0)
 
 
-def test_the_servers_momentum_works_through_the_network() -> None:
+def test_server_momentum_applies_over_the_network() -> None:
     swarm = IndependentHarness(2, partial(AsyncParameterServer, momentum=0.5), ELEMENTS, rounds=4, step=lower)
     swarm.states = [[each.clone() for each in swarm.states[0]] for _ in range(2)]
     start = swarm.states[0][0].clone()

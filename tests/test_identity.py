@@ -27,7 +27,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "identity"
 
 
-def test_created_file_is_private_and_loads_to_the_same_peer(path: Path) -> None:
+def test_created_file_is_private_and_loads_same_peer(path: Path) -> None:
     made = identity.create(path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert os.listdir(path.parent) == ["identity"]
@@ -35,7 +35,7 @@ def test_created_file_is_private_and_loads_to_the_same_peer(path: Path) -> None:
     assert identity.load(path).peer_id == made.peer_id
 
 
-def test_umask_cannot_open_the_file(path: Path) -> None:
+def test_umask_cannot_widen_file_permissions(path: Path) -> None:
     before = os.umask(0)
     try:
         identity.create(path)
@@ -44,32 +44,32 @@ def test_umask_cannot_open_the_file(path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_never_overwrites(path: Path) -> None:
+def test_create_never_overwrites(path: Path) -> None:
     path.write_bytes(b"something")
     with pytest.raises(IdentityError, match="exists already"):
         identity.create(path)
     assert path.read_bytes() == b"something" and os.listdir(path.parent) == ["identity"]
 
 
-def test_reads_the_file_of_the_specification(path: Path) -> None:
+def test_loads_key_file_of_the_specification(path: Path) -> None:
     path.write_bytes(SPEC_PRIVATE)
     path.chmod(0o600)
     mine = identity.load(path)
     assert identity.public_key_of(mine.peer_id) == SPEC_PUBLIC
 
 
-def test_missing_directory_is_one_clear_line(tmp_path: Path) -> None:
+def test_missing_directory_gives_one_clear_line(tmp_path: Path) -> None:
     with pytest.raises(IdentityError, match=r"cannot write an identity to .*: choose a directory"):
         identity.create(tmp_path / "nowhere" / "identity")
 
 
-def test_load_refuses_a_missing_file(path: Path) -> None:
+def test_load_rejects_missing_file(path: Path) -> None:
     with pytest.raises(IdentityError, match="cannot read the identity"):
         identity.load(path)
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o777])
-def test_load_refuses_what_others_can_open(path: Path, mode: int) -> None:
+def test_load_rejects_file_readable_by_others(path: Path, mode: int) -> None:
     identity.create(path)
     path.chmod(mode)
     with pytest.raises(IdentityError, match="chmod 600"):
@@ -81,14 +81,14 @@ def test_load_refuses_what_others_can_open(path: Path, mode: int) -> None:
     [b"", b"\x08\x01", SPEC_PRIVATE[:-1], SPEC_PRIVATE + b"x", b"\x08\x00" + SPEC_PRIVATE[2:], b"-----BEGIN" * 7],
     ids=["empty", "short", "cut", "long", "rsa", "pem"],
 )
-def test_load_refuses_other_content(path: Path, content: bytes) -> None:
+def test_load_rejects_other_content(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     path.chmod(0o600)
     with pytest.raises(IdentityError, match="does not hold an Ed25519 key"):
         identity.load(path)
 
 
-def test_load_refuses_halves_that_do_not_match(path: Path) -> None:
+def test_load_rejects_mismatched_key_halves(path: Path) -> None:
     other = Ed25519PrivateKey.generate().public_key().public_bytes_raw()
     path.write_bytes(SPEC_PRIVATE[:-32] + other)
     path.chmod(0o600)
@@ -96,7 +96,7 @@ def test_load_refuses_halves_that_do_not_match(path: Path) -> None:
         identity.load(path)
 
 
-def test_load_refuses_links_and_directories(path: Path) -> None:
+def test_load_rejects_links_and_directories(path: Path) -> None:
     target = path.with_name("target")
     identity.create(target)
     path.symlink_to(target)
@@ -106,14 +106,14 @@ def test_load_refuses_links_and_directories(path: Path) -> None:
         identity.load(path.parent)
 
 
-def test_load_or_create_makes_once(path: Path) -> None:
+def test_load_or_create_creates_only_once(path: Path) -> None:
     assert identity.load_or_create(path).peer_id == identity.load_or_create(path).peer_id
     path.chmod(0o644)
     with pytest.raises(IdentityError, match="chmod 600"):
         identity.load_or_create(path)
 
 
-def test_only_one_holds_an_identity(path: Path) -> None:
+def test_only_one_process_holds_an_identity(path: Path) -> None:
     mine = identity.create(path)
     again = identity.load(path).held()
     with mine.held(), pytest.raises(IdentityError, match="in use by another running peer"):
@@ -122,12 +122,12 @@ def test_only_one_holds_an_identity(path: Path) -> None:
         pass
 
 
-def test_the_key_is_not_printed(path: Path) -> None:
+def test_private_key_is_not_printed(path: Path) -> None:
     mine = identity.create(path)
     assert repr(mine) == f"Identity(path={path!r}, peer_id={mine.peer_id!r})"
 
 
-def test_signature_is_checked_by_peer_id_alone(tmp_path: Path) -> None:
+def test_signature_is_verified_by_peer_id(tmp_path: Path) -> None:
     alice, bob = identity.create(tmp_path / "alice"), identity.create(tmp_path / "bob")
     signature = alice.sign(b"message")
     assert len(signature) == 64
@@ -144,6 +144,6 @@ def test_peer_ids_and_keys_are_one_to_one(key: bytes) -> None:
 
 
 @given(st.one_of(st.text(max_size=80), st.text(identity._ALPHABET, min_size=52, max_size=52)))
-def test_what_is_no_peer_id_is_refused(peer: str) -> None:
+def test_invalid_peer_id_is_rejected(peer: str) -> None:
     with pytest.raises(ValueError):
         identity.public_key_of(peer)

@@ -26,7 +26,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line, parse_constant=pytest.fail) for line in path.read_bytes().splitlines()]
 
 
-def test_totals_are_the_sums_over_all_reports(tmp_path: Path) -> None:
+def test_totals_sum_over_all_reports(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "rounds.jsonl")
     for outcome, tokens, seconds in (("undecided", 100, 2.0), ("undecided", 50, 1.0), ("committed", 30, 1.0)):
         journal.write(replace(REPORT, outcome=outcome, tokens=tokens, seconds_train=seconds))
@@ -37,7 +37,7 @@ def test_totals_are_the_sums_over_all_reports(tmp_path: Path) -> None:
     assert journal.last and journal.last.tokens == 70
 
 
-def test_lines_are_strict_json_and_come_back(tmp_path: Path) -> None:
+def test_lines_are_strict_json_and_round_trip(tmp_path: Path) -> None:
     path = tmp_path / "rounds.jsonl"
     journal = Journal(path)
     journal.write(REPORT)
@@ -48,14 +48,14 @@ def test_lines_are_strict_json_and_come_back(tmp_path: Path) -> None:
     assert math.isnan(back.loss) and math.isnan(back.held_out_loss) and back.round == REPORT.round
 
 
-def test_a_second_life_goes_on_with_the_file(tmp_path: Path) -> None:
+def test_next_incarnation_appends_to_the_file(tmp_path: Path) -> None:
     for number in range(3):
         Journal(tmp_path / "rounds.jsonl").write(replace(REPORT, round=number))
     assert [line["round"] for line in lines(tmp_path / "rounds.jsonl")] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("torn", [b'{"run": "r', b"x" * 3000, b"\0"])
-def test_a_line_that_a_crash_cut_off_spoils_no_other(tmp_path: Path, torn: bytes) -> None:
+def test_line_truncated_by_crash_spoils_no_other(tmp_path: Path, torn: bytes) -> None:
     path = tmp_path / "rounds.jsonl"
     Journal(path).write(REPORT)
     with path.open("ab") as file:
@@ -64,9 +64,7 @@ def test_a_line_that_a_crash_cut_off_spoils_no_other(tmp_path: Path, torn: bytes
     assert [line["round"] for line in lines(path)] == [0, 1]
 
 
-def test_a_full_disk_is_told_once_leaves_no_pieces_and_costs_no_lines(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_full_disk_warns_once_and_loses_no_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A real limit on the size of files: what is written beyond it is cut off."""
     import resource
     import signal
@@ -89,9 +87,7 @@ def test_a_full_disk_is_told_once_leaves_no_pieces_and_costs_no_lines(
     assert journal.totals.bytes_sent == 25 and journal.last and journal.last.round == 4
 
 
-def test_lines_that_wait_are_bounded_and_made_up_for_a_few_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_queued_lines_are_bounded_and_written_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (path := tmp_path / "rounds.jsonl").mkdir()
     journal = Journal(path)
     journal.write(REPORT)
@@ -107,7 +103,7 @@ def test_lines_that_wait_are_bounded_and_made_up_for_a_few_at_a_time(
     assert [line["round"] for line in lines(path)] == list(range(first, 42)) and 14 <= first <= 18 and last == 41
 
 
-def test_what_the_history_adds_up_to_survives_a_restart(tmp_path: Path) -> None:
+def test_totals_survive_a_restart(tmp_path: Path) -> None:
     path = tmp_path / "rounds.jsonl"
     for _ in range(3):
         journal = Journal(path)
@@ -120,14 +116,14 @@ def test_what_the_history_adds_up_to_survives_a_restart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damaged", [b"", b"{", b"[]", b"{}", b'{"tokens": "many"}', b"\xff" * 9000])
-def test_totals_that_cannot_be_read_begin_again(tmp_path: Path, damaged: bytes) -> None:
+def test_unreadable_totals_start_again(tmp_path: Path, damaged: bytes) -> None:
     (tmp_path / "totals.json").write_bytes(damaged)
     journal = Journal(tmp_path / "rounds.jsonl")
     journal.write(REPORT)
     assert journal.totals.tokens == 100 and Journal(tmp_path / "rounds.jsonl").totals.tokens == 100
 
 
-def test_the_history_does_not_grow_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_history_file_size_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "rounds.jsonl"
     journal = Journal(path)
     journal.write(replace(REPORT, round=0))
@@ -141,7 +137,7 @@ def test_the_history_does_not_grow_for_ever(tmp_path: Path, monkeypatch: pytest.
     assert journal.totals.tokens == 3000
 
 
-def test_recent_reports_leave_out_what_a_disk_has_damaged(tmp_path: Path) -> None:
+def test_damaged_lines_are_left_out_of_recent_reports(tmp_path: Path) -> None:
     path = tmp_path / "rounds.jsonl"
     good = replace(REPORT, lineage="b0")
     for _ in range(3):
@@ -153,7 +149,7 @@ def test_recent_reports_leave_out_what_a_disk_has_damaged(tmp_path: Path) -> Non
     assert len(Journal(path).recent()) == 1
 
 
-def test_tokens_are_counted_by_the_round_that_took_them() -> None:
+def test_tokens_are_credited_to_the_counting_round() -> None:
     """Those of rounds without a decision with the next; what was dropped, or trained in a life before, with none."""
     rounds: list[tuple[str, tuple[str, ...], int, int]] = [
         ("committed", ("p",), 50, 1), ("skipped", (), 50, 1), ("committed", ("p",), 50, 1),

@@ -129,13 +129,13 @@ def children_of(pid: int) -> list[int]:
 
 
 class TestLife:
-    def test_constructing_does_nothing(self, directory: Path) -> None:
+    def test_constructor_has_no_side_effects(self, directory: Path) -> None:
         key = identity.create(directory / "key")
         transport = LibP2PTransport(LibP2PConfig(key))
         assert transport.me == key.peer_id and transport.addresses == () and transport.daemon_pid is None
         assert os.listdir(directory) == ["key"] and running_daemons() == []
 
-    def test_while_open_all_is_private_and_ctrl_c_cannot_reach_the_daemon(self, directory: Path) -> None:
+    def test_sockets_are_private_and_daemon_has_own_session(self, directory: Path) -> None:
         async def body(make: Make) -> None:
             transport = await make()
             pid = pid_of(transport)
@@ -150,7 +150,7 @@ class TestLife:
         run(directory, body)
 
     @pytest.mark.parametrize("wanted", [None, "70"])
-    def test_its_garbage_is_collected_early_unless_the_user_says_when(
+    def test_daemon_gc_setting_defaults_unless_user_sets_it(
         self, directory: Path, monkeypatch: pytest.MonkeyPatch, wanted: str | None
     ) -> None:
         monkeypatch.delenv("GOGC", raising=False)
@@ -162,7 +162,7 @@ class TestLife:
 
         run(directory, body)
 
-    def test_one_identity_is_one_peer(self, directory: Path) -> None:
+    def test_identity_in_use_is_rejected(self, directory: Path) -> None:
         async def body(make: Make) -> None:
             first = await make()
             with pytest.raises(IdentityError, match="in use by another running peer"):
@@ -170,7 +170,7 @@ class TestLife:
 
         run(directory, body)
 
-    def test_the_daemon_must_be_who_we_are(self, directory: Path) -> None:
+    def test_daemon_with_other_peer_id_is_rejected(self, directory: Path) -> None:
         async def body(make: Make) -> None:
             mine, other = identity.create(directory / "mine"), identity.create(directory / "other")
             with pytest.raises(DaemonError, match=f"runs as {mine.peer_id}, not as {other.peer_id}"):
@@ -178,14 +178,14 @@ class TestLife:
 
         run(directory, body)
 
-    def test_a_daemon_that_cannot_start_says_why(self, directory: Path) -> None:
+    def test_failed_daemon_start_reports_the_reason(self, directory: Path) -> None:
         async def body(make: Make) -> None:
             with pytest.raises(DaemonError, match="cannot assign requested address"):
                 await make(listen=("/ip4/203.0.113.1/tcp/0",))
 
         run(directory, body)
 
-    def test_a_long_path_is_refused_clearly(self, directory: Path) -> None:
+    def test_too_long_socket_path_gives_clear_error(self, directory: Path) -> None:
         async def body(make: Make) -> None:
             deep = directory / ("d" * 80)
             deep.mkdir()
@@ -194,7 +194,7 @@ class TestLife:
 
         run(directory, body)
 
-    def test_closing_breaks_off_what_is_open(self, directory: Path) -> None:
+    def test_close_aborts_open_streams(self, directory: Path) -> None:
         async def body(make: Make) -> None:
             a, b = await make(), await make()
             await a.connect(b.addresses[0], soon())
@@ -216,7 +216,7 @@ class TestLife:
 
 
 class TestSupervision:
-    def test_death_is_noticed_and_the_daemon_returns_as_it_was(self, directory: Path) -> None:
+    def test_killed_daemon_is_restarted_with_same_addresses(self, directory: Path) -> None:
         async def body(make: Make) -> None:
             a, b = await make(), await make()
             await a.connect(b.addresses[0], soon())
@@ -233,7 +233,7 @@ class TestSupervision:
 
         run(directory, body)
 
-    def test_opening_while_the_daemon_is_down_waits_for_it(self, directory: Path) -> None:
+    def test_open_waits_for_daemon_restart(self, directory: Path) -> None:
         async def body(make: Make) -> None:
             a, b = await make(), await make()
             await a.connect(b.addresses[0], soon())
@@ -244,7 +244,7 @@ class TestSupervision:
 
         run(directory, body)
 
-    def test_a_port_taken_meanwhile_is_given_up(self, directory: Path) -> None:
+    def test_port_taken_during_restart_is_replaced(self, directory: Path) -> None:
         async def body(make: Make) -> None:
             a, b = await make(), await make()
             b.serve("echo", echo)
@@ -260,7 +260,7 @@ class TestSupervision:
 
         run(directory, body)
 
-    def test_closing_while_the_daemon_is_down(self, directory: Path) -> None:
+    def test_close_while_daemon_is_down_succeeds(self, directory: Path) -> None:
         async def body(make: Make) -> None:
             a, b = await make(), await make()
             await a.connect(b.addresses[0], soon())
@@ -273,13 +273,13 @@ class TestSupervision:
 
         run(directory, body)
 
-    def test_a_frozen_daemon_is_closed_too(self, directory: Path) -> None:
+    def test_frozen_daemon_is_closed(self, directory: Path) -> None:
         async def body(make: Make) -> None:
             await freeze((await make()).daemon_pid)
 
         run(directory, body)
 
-    def test_a_hung_daemon_is_noticed_and_replaced(self, directory: Path) -> None:
+    def test_hung_daemon_is_detected_and_replaced(self, directory: Path) -> None:
         async def body(make: Make) -> None:
             a, b = await make(), await make()
             await a.connect(b.addresses[0], soon())
@@ -293,7 +293,7 @@ class TestSupervision:
 
 
 class TestLimits:
-    def test_streams_per_peer_and_in_all(self, directory: Path) -> None:
+    def test_streams_are_limited_per_peer_and_in_total(self, directory: Path) -> None:
         async def body(make: Make) -> None:
             a, b = await make(), await make()
             c = await make(max_streams=3, max_streams_per_peer=2)
@@ -312,7 +312,7 @@ class TestLimits:
 
         run(directory, body)
 
-    def test_peers_that_break_rules_are_named(self, directory: Path) -> None:
+    def test_peers_breaking_rules_are_named(self, directory: Path) -> None:
         async def body(make: Make) -> None:
             a, b = await make(), await make()
             await a.connect(b.addresses[0], soon())
@@ -347,7 +347,7 @@ class TestLimits:
 
 
 class TestAddresses:
-    def test_connect_refuses_what_cannot_be(self, directory: Path) -> None:
+    def test_connect_rejects_invalid_addresses(self, directory: Path) -> None:
         async def body(make: Make) -> None:
             a, b, c = await make(), await make(), await make()
             where = b.addresses[0].rpartition("/p2p/")[0]
@@ -368,7 +368,7 @@ class TestAddresses:
 
         run(directory, body)
 
-    def test_a_failed_connection_says_why(self, directory: Path) -> None:
+    def test_failed_connection_reports_the_reason(self, directory: Path) -> None:
         async def body(make: Make) -> None:
             a, b = await make(), await make()
             silent = socket.create_server(("127.0.0.1", 0))  # takes connections, and says nothing
@@ -398,7 +398,7 @@ class TestAddresses:
 
         run(directory, body)
 
-    def test_dials_that_crossed_or_that_p2pd_made_by_itself_are_made_again(self, directory: Path) -> None:
+    def test_crossed_and_automatic_dials_are_retried(self, directory: Path) -> None:
         async def body(make: Make) -> None:
             a, key = await make(), identity.create(directory / "b")
             stranger, nowhere = identity.create(directory / "stranger").peer_id, "/ip4/127.0.0.1/tcp/1"
@@ -433,7 +433,7 @@ class TestAddresses:
 
         run(directory, body)
 
-    def test_a_port_in_use_is_named(self, directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def test_port_in_use_is_named_in_error(self, directory: Path, caplog: pytest.LogCaptureFixture) -> None:
         async def body(make: Make) -> None:
             with socket.socket() as taken:
                 taken.bind(("127.0.0.1", 0))
@@ -449,7 +449,9 @@ class TestAddresses:
 
         run(directory, body)
 
-    def test_all_interfaces_and_both_families(self, directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def test_listens_on_all_interfaces_in_both_families(
+        self, directory: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
         async def body(make: Make) -> None:
             a, b = [await make(listen=("/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0", "/ip6/2001:db8::1/tcp/0")) for _ in "ab"]
             b.serve("echo", echo)
@@ -480,7 +482,7 @@ class TestAddresses:
 
         run(directory, body)
 
-    def test_what_is_worth_sharing(self) -> None:
+    def test_shareable_addresses_exclude_local_and_sort_public_first(self) -> None:
         worthless = (
             "/dns4/localhost/tcp/1",
             "/ip4/127.0.0.1/tcp/1",
@@ -504,7 +506,7 @@ class TestAddresses:
         assert shareable(("/dns4/example.org/tcp/1", *found))[0] == "/dns4/example.org/tcp/1"
         assert shareable(worthless) == ()
 
-    def test_p2pds_words_are_put_plainly(self) -> None:
+    def test_p2pd_errors_are_translated(self) -> None:
         words = "all dials failed\n  * [/ip4/1.1.1.1/tcp/1] dial backoff\n  * [/ip4/2.2.2.2/tcp/1] connection refused"
         assert "failed a moment ago" in meaning(words, "/ip4/1.1.1.1/tcp/1")
         assert "nothing listens there" in meaning(words, "/ip4/2.2.2.2/tcp/1")
@@ -520,7 +522,7 @@ class TestAddresses:
         assert "takes connections and closes them" in meaning(closed)
         assert meaning("something\nnew") == "something" and meaning("") == "p2pd gave no reason"
 
-    def test_words_of_a_name_are_those_of_the_addresses_that_it_stands_for(self) -> None:
+    def test_dial_errors_of_name_come_from_its_addresses(self) -> None:
         old = "all dials failed\n  * [/ip4/3.3.3.3/tcp/1] no route to host"
         refused, waits = "\n  * [/ip4/2.2.2.2/tcp/1] connection refused", "\n  * [/ip6/::2/tcp/1] dial backoff"
         name, places = "/dns/x/tcp/1", ("/ip4/2.2.2.2/tcp/1", "/ip6/::2/tcp/1")
@@ -529,7 +531,7 @@ class TestAddresses:
         assert "failed a moment ago" in meaning(f"{old}{waits}", name, places)
         assert "none of its addresses" in meaning("failed to dial: no good addresses", name, places)
 
-    def test_a_name_stands_for_the_addresses_of_its_kind(self) -> None:
+    def test_dns_name_resolves_to_addresses_of_its_kind(self) -> None:
         async def found(where: str, seconds: float = 5.0) -> tuple[str, ...] | None:
             return await stands_for(where, asyncio.get_running_loop().time() + seconds)
 
@@ -540,13 +542,13 @@ class TestAddresses:
             assert asyncio.run(found(unknown)) is None
         assert asyncio.run(found("/dns4/localhost/tcp/1", -1.0)) is None
 
-    def test_what_is_missing_of_what_was_wanted(self) -> None:
+    def test_missing_lists_listen_addresses_not_obtained(self) -> None:
         found = ("/ip4/127.0.0.1/tcp/4001", "/ip4/10.0.0.7/tcp/4001")
         assert missing(("/ip4/0.0.0.0/tcp/0", "/ip4/0.0.0.0/tcp/4001", "/dns4/x/tcp/1"), found) == ()
         absent = ("/ip6/::/tcp/0", "/ip4/0.0.0.0/tcp/4002", "/ip4/10.9.9.9/tcp/0", "/ip4/0.0.0.0/udp/0/quic-v1")
         assert missing(absent, found) == absent
 
-    def test_ports_are_filled_in_where_they_were_left_open(self) -> None:
+    def test_open_ports_are_filled_in_from_found_addresses(self) -> None:
         found = ("/ip4/203.0.113.5/tcp/1", "/ip4/127.0.0.1/tcp/4001", "/ip4/10.0.0.7/tcp/4001", "/ip6/::1/tcp/4002")
         cases = {
             "/ip4/0.0.0.0/tcp/0": "/ip4/0.0.0.0/tcp/4001",
@@ -560,7 +562,7 @@ class TestAddresses:
         assert with_ports(tuple(cases), found) == tuple(cases.values())
 
 
-def test_the_port_of_the_last_life_is_taken_again_if_it_is_free(directory: Path) -> None:
+def test_previous_port_is_reused_if_free(directory: Path) -> None:
     async def body(make: Make) -> None:
         last = await make()
         kept, port = last.listening, int(last.listening[0].rpartition("/")[2])
@@ -578,7 +580,7 @@ def test_the_port_of_the_last_life_is_taken_again_if_it_is_free(directory: Path)
 
 
 class TestNat:
-    def test_peers_behind_no_router_find_each_other_all_the_same(self, directory: Path) -> None:
+    def test_peers_without_nat_connect_with_nat_enabled(self, directory: Path) -> None:
         async def body(make: Make) -> None:
             a, b = await make(nat=True), await make(nat=True)
             b.serve("echo", echo)
@@ -587,7 +589,7 @@ class TestNat:
 
         run(directory, body)
 
-    def test_a_peer_that_listens_nowhere_is_reached_through_another(
+    def test_peer_without_listen_address_is_reached_through_relay(
         self, directory: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         extra: list[str] = []
@@ -638,7 +640,7 @@ asyncio.run(main(Path(sys.argv[1])))
 
 
 class TestProcesses:
-    def test_the_daemon_dies_with_its_parent_even_when_nobody_is_attached(self, directory: Path) -> None:
+    def test_daemon_dies_with_its_unattached_parent(self, directory: Path) -> None:
         identity.create(directory / "peer")
         parent = subprocess.run((sys.executable, "-c", ORPHAN, str(directory)), capture_output=True, text=True)
         assert parent.returncode == -signal.SIGKILL, parent.stderr
@@ -647,7 +649,7 @@ class TestProcesses:
             assert time.monotonic() < deadline, "p2pd outlives its parent"
             time.sleep(0.01)
 
-    def test_a_killed_process_takes_its_daemon_along(self, directory: Path) -> None:
+    def test_killed_process_takes_its_daemon_along(self, directory: Path) -> None:
         async def body(make: Make) -> None:
             a = await make()
             other = await asyncio.create_subprocess_exec(
@@ -678,7 +680,7 @@ class TestProcesses:
 
         run(directory, body)
 
-    def test_daemons_keep_no_streams_of_openers_that_left_in_mid_flood(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_aborted_openers_leave_no_streams_in_daemons(self, caplog: pytest.LogCaptureFixture) -> None:
         async def body(peers: LibP2PPeers) -> None:
             a, b = peers.transports
 

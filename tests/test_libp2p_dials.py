@@ -49,10 +49,10 @@ class TestDialsThatCrossed:
             ([REFUSAL], False, "nothing listens there"),
         ],
     )
-    def test_are_made_again(self, tmp_path: Path, ends: list[str], opened: bool, gone: str | None) -> None:
+    def test_crossed_dials_are_retried(self, tmp_path: Path, ends: list[str], opened: bool, gone: str | None) -> None:
         asyncio.run(self.call(self.over(tmp_path, *ends), opened, gone))
 
-    def test_are_forgotten_once_one_got_through(self, tmp_path: Path) -> None:
+    def test_crossed_dials_are_forgotten_after_a_success(self, tmp_path: Path) -> None:
         async def body() -> None:
             transport = self.over(tmp_path, CROSSING, "", WAITING)
             await self.call(transport, False, None, left=1)

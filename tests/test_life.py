@@ -53,7 +53,7 @@ def play(*script: tuple[str, RoundReport]) -> list[RoundReport]:
     return simloop.run(main(), limit_seconds=100 * PAUSE_SECONDS)
 
 
-def test_an_attempt_to_catch_up_that_came_to_nothing_is_in_the_report_of_the_round_after_it() -> None:
+def test_failed_catch_up_is_merged_into_next_report() -> None:
     undecided = replace(REPORT, outcome="undecided")
     first, second, third = play(
         ("catch up", TRIED), ("round", undecided), ("catch up", TRIED), ("round", REPORT), ("round", REPORT)
@@ -66,12 +66,12 @@ def test_an_attempt_to_catch_up_that_came_to_nothing_is_in_the_report_of_the_rou
     assert third == REPORT, "told once"
 
 
-def test_one_that_came_to_something_is_a_report_of_its_own() -> None:
+def test_successful_catch_up_has_its_own_report() -> None:
     caught_up = replace(TRIED, outcome="superseded")
     assert play(("catch up", caught_up), ("round", REPORT), ("round", REPORT)) == [caught_up, REPORT, REPORT]
 
 
-def test_who_took_long_catches_up_with_what_was_decided_meanwhile() -> None:
+def test_long_catch_up_is_followed_by_another() -> None:
     far = replace(TRIED, outcome="superseded", seconds_average=30.0, replayed_rounds=8)
     near = replace(far, seconds_average=2.0, replayed_rounds=2, bytes_downloaded=0)
     quick = replace(far, seconds_average=0.5)
@@ -81,7 +81,7 @@ def test_who_took_long_catches_up_with_what_was_decided_meanwhile() -> None:
     assert first == far and then.outcome == REPORT.outcome, "there was nothing more"
 
 
-def test_who_never_gets_there_tries_a_round_all_the_same() -> None:
+def test_endless_catch_up_ends_with_a_round() -> None:
     far = replace(TRIED, outcome="superseded", seconds_average=1.0, replayed_rounds=8)
     done = play(*[("catch up", far)] * MAX_PASSES, ("round", REPORT))
     assert done == [*[far] * MAX_PASSES, REPORT]

@@ -12,7 +12,7 @@ LINEAGES = [bytes([number % 7]) * 4 + bytes([number]) * 28 for number in range(2
 
 
 @given(steps=st.lists(st.one_of(st.just(None), st.integers(0, 20)), max_size=40))
-def test_it_is_a_list_that_knows_its_places(steps: list[int | None]) -> None:
+def test_lineage_index_behaves_like_a_list(steps: list[int | None]) -> None:
     lineages, plain = LineageIndex(), list[bytes]()
     for length in steps:
         if length is not None:

@@ -38,7 +38,7 @@ def pipe() -> Iterator[tuple[int, int]]:
             os.close(fd)
 
 
-def test_json_lines_off_a_terminal() -> None:
+def test_logs_are_json_lines_without_a_terminal() -> None:
     lines: list[str] = []
     logs.set_up("info", lines.append, human=False)
     logging.getLogger("node.x").info("round %d", 3)
@@ -49,14 +49,14 @@ def test_json_lines_off_a_terminal() -> None:
     assert first["timestamp"].endswith("Z")
 
 
-def test_readable_lines_on_one() -> None:
+def test_logs_are_readable_lines_on_a_terminal() -> None:
     lines: list[str] = []
     logs.set_up("info", lines.append, human=True)
     logging.getLogger("node.x").info("round %d", 3)
     assert "round 3" in lines[0] and not lines[0].startswith("{")
 
 
-def test_levels_are_of_ours_and_others_only_warn() -> None:
+def test_log_level_applies_to_own_loggers_only() -> None:
     lines: list[str] = []
     logs.set_up("debug", lines.append, human=False)
     logging.getLogger("node.x").debug("a")
@@ -71,7 +71,7 @@ def test_levels_are_of_ours_and_others_only_warn() -> None:
 
 
 @pytest.mark.parametrize("human", [True, False])
-def test_others_words_cannot_drive_the_terminal_nor_grow(human: bool) -> None:
+def test_foreign_text_in_logs_is_escaped_and_bounded(human: bool) -> None:
     lines: list[str] = []
     logs.set_up("info", lines.append, human)
     logging.getLogger("node.x").info("%s", "evil\x1b[2J\x9b1m\nfaked line " + "x" * 10**6)
@@ -84,14 +84,14 @@ def test_others_words_cannot_drive_the_terminal_nor_grow(human: bool) -> None:
     assert all(len(line) < 10_000 for line in lines)
 
 
-def test_an_outlet_passes_everything_on(pipe: tuple[int, int]) -> None:
+def test_writer_passes_everything_on(pipe: tuple[int, int]) -> None:
     outlet = NonBlockingWriter(pipe[1])
     print("hello", "wörld", file=outlet)
     assert os.read(pipe[0], 100).decode() == "hello wörld\n"
     assert outlet.ready
 
 
-def test_a_reader_that_stopped_costs_no_time_and_bounded_memory(pipe: tuple[int, int]) -> None:
+def test_stopped_reader_costs_no_time_and_bounded_memory(pipe: tuple[int, int]) -> None:
     outlet, line = NonBlockingWriter(pipe[1]), "x" * 999 + "\n"
     began = time.monotonic()
     for _ in range(5000):
@@ -108,7 +108,7 @@ def test_a_reader_that_stopped_costs_no_time_and_bounded_memory(pipe: tuple[int,
     assert len(lines) + outlet.dropped == 5000
 
 
-def test_a_reader_that_left_is_no_error(pipe: tuple[int, int]) -> None:
+def test_closed_reader_is_no_error(pipe: tuple[int, int]) -> None:
     outlet = NonBlockingWriter(pipe[1])
     os.close(pipe[0])
     for _ in range(3):
@@ -116,7 +116,7 @@ def test_a_reader_that_left_is_no_error(pipe: tuple[int, int]) -> None:
     assert outlet.gone and not outlet.ready
 
 
-def test_draining_at_the_end_gives_up(pipe: tuple[int, int]) -> None:
+def test_final_drain_times_out(pipe: tuple[int, int]) -> None:
     outlet = NonBlockingWriter(pipe[1])
     outlet.write("x" * (OUTLET_BYTES - 1))
     began = time.monotonic()
@@ -124,7 +124,7 @@ def test_draining_at_the_end_gives_up(pipe: tuple[int, int]) -> None:
     assert 0.1 < time.monotonic() - began < 2.0
 
 
-def test_a_file_is_an_outlet_too(tmp_path: os.PathLike[str]) -> None:
+def test_writer_accepts_a_regular_file(tmp_path: os.PathLike[str]) -> None:
     path = os.path.join(tmp_path, "out")
     fd = os.open(path, os.O_WRONLY | os.O_CREAT)
     try:

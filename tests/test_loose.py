@@ -35,7 +35,7 @@ from tests.support.scripted_averager import (
 )
 
 
-def test_without_others_a_peer_goes_on_by_itself() -> None:
+def test_single_peer_steps_by_itself() -> None:
     peer = IndependentPeer(Script(), Script())
     first, second = peer.play(2)
     theta, velocity = stepped(2)
@@ -45,7 +45,7 @@ def test_without_others_a_peer_goes_on_by_itself() -> None:
     assert (first.peers, first.spread, first.tokens) == ((), 0.0, 400)
 
 
-def test_its_chain_is_that_of_its_own_states() -> None:
+def test_chain_links_own_states() -> None:
     peer = IndependentPeer(Script(), Script(average=half))
     first, second = peer.play(2)
     assert [first.round, second.round] == [0, 1]
@@ -54,7 +54,7 @@ def test_its_chain_is_that_of_its_own_states() -> None:
     assert [head.roster for head in peer.averager.heads] == [(ME,), (ME,)]
 
 
-def test_what_is_brought_is_the_state_after_its_own_step_and_what_comes_of_it_is_its_state() -> None:
+def test_state_after_own_step_is_averaged_and_replaced() -> None:
     peer = IndependentPeer(Script(average=half))
     (report,) = peer.play()
     theta, velocity = stepped(1)
@@ -66,7 +66,7 @@ def test_what_is_brought_is_the_state_after_its_own_step_and_what_comes_of_it_is
     assert (report.half_exchanges, report.mass_drift, report.bytes_sent) == (2, 0.25, 7)
 
 
-def test_an_exchange_while_it_trains_loses_none_of_its_work() -> None:
+def test_exchange_during_training_keeps_the_work() -> None:
     def meanwhile(state: Sequence[Vector]) -> Mapping[PeerId, Contribution]:
         state[0].add_(1.0)
         state[1].add_(0.25)
@@ -80,13 +80,13 @@ def test_an_exchange_while_it_trains_loses_none_of_its_work() -> None:
     assert (report.outcome, report.peers, report.messages) == ("committed", ("bert",), ("bert/7",))
 
 
-def test_both_kinds_of_exchange_are_told() -> None:
+def test_both_kinds_of_exchange_are_reported() -> None:
     (report,) = IndependentPeer(Script(lambda state: FROM_BERT, half)).play()
     assert report.peers == ("cora", "bert") and report.messages == ("cora/1", "bert/7")
     assert {lineage for lineage, *_ in report.contributions.values()} == {""}, "what their states were is not known"
 
 
-def test_it_jumps_to_the_round_in_which_the_others_are() -> None:
+def test_peer_jumps_to_the_others_round() -> None:
     peer = IndependentPeer(Script(average=half, rounds=3), Script())
     first, second = peer.play(2)
     assert (first.round, first.group, second.round) == (3, "ggg", 4)
@@ -94,7 +94,7 @@ def test_it_jumps_to_the_round_in_which_the_others_are() -> None:
 
 
 @pytest.mark.parametrize("step_size", [math.nan, math.inf, 3e38])
-def test_work_that_diverged_is_left_out(step_size: float) -> None:
+def test_diverged_work_is_left_out(step_size: float) -> None:
     peer = IndependentPeer(Script())
     peer.learner.step_size = step_size
     (report,) = peer.play()
@@ -103,7 +103,7 @@ def test_work_that_diverged_is_left_out(step_size: float) -> None:
     assert peer.averager.works[0].tokens == 0
 
 
-def test_a_report_tells_of_parameters_that_are_not_finite() -> None:
+def test_report_flags_non_finite_parameters() -> None:
     """Nothing should lead there; if anything does, it is seen."""
     peer = IndependentPeer(Script(average=half), Script())
     (report,) = peer.play()
@@ -117,7 +117,7 @@ def test_a_report_tells_of_parameters_that_are_not_finite() -> None:
     assert not simloop.run(spoilt()).finite
 
 
-def test_a_mean_that_is_not_finite_is_not_taken() -> None:
+def test_non_finite_mean_is_not_applied() -> None:
     peer = IndependentPeer(Script(average=lambda mine, into: [each.fill_(math.inf) for each in into]))
     (report,) = peer.play()
     assert holds(peer.outer_loop.anchor, stepped(1)[0])
@@ -125,7 +125,7 @@ def test_a_mean_that_is_not_finite_is_not_taken() -> None:
     assert report.half_exchanges == 2 + 1, "the others have moved"
 
 
-def test_a_step_that_leads_nowhere_takes_back_what_came_in_while_it_trained() -> None:
+def test_non_finite_step_reverts_exchange_during_training() -> None:
     def meanwhile(state: Sequence[Vector]) -> Mapping[PeerId, Contribution]:
         state[0].fill_(-3.4e38)  # finite, and too large for one more step
         state[1].fill_(3.4e38)
@@ -138,7 +138,7 @@ def test_a_step_that_leads_nowhere_takes_back_what_came_in_while_it_trained() ->
     assert report.half_exchanges == 2 + 1, "bert has moved"
 
 
-def test_the_spread_is_told_by_the_sketches_of_those_who_are_here() -> None:
+def test_spread_is_computed_from_live_peers_sketches() -> None:
     seen = []
 
     def compare(mine: Sketch) -> Mapping[PeerId, Sketch]:
@@ -151,7 +151,7 @@ def test_the_spread_is_told_by_the_sketches_of_those_who_are_here() -> None:
     assert report.spread == pytest.approx(0.5)
 
 
-def test_who_leaves_hands_in_what_there_is() -> None:
+def test_leaver_hands_in_partial_work() -> None:
     peer = IndependentPeer(Script(average=half))
 
     async def main() -> RoundReport:
@@ -163,7 +163,7 @@ def test_who_leaves_hands_in_what_there_is() -> None:
     assert peer.averager.works[0].leaving and report.tokens == 200
 
 
-def test_snapshots_are_kept_by_its_own_rounds() -> None:
+def test_snapshots_follow_own_round_numbers() -> None:
     snapshots = Snapshots(every_rounds=2)
     peer = IndependentPeer(Script(), Script(), snapshots=snapshots)
     _, second = peer.play(2)
@@ -172,7 +172,7 @@ def test_snapshots_are_kept_by_its_own_rounds() -> None:
     assert newest.index.state_root(2) == newest.lineage
 
 
-def test_who_jumps_over_the_round_in_which_a_snapshot_is_due_keeps_one_behind_it() -> None:
+def test_skipped_snapshot_round_is_made_up() -> None:
     snapshots = Snapshots(every_rounds=5)
     peer = IndependentPeer(
         Script(average=half, rounds=2), Script(average=half, rounds=3), Script(), Script(), snapshots=snapshots
@@ -181,7 +181,7 @@ def test_who_jumps_over_the_round_in_which_a_snapshot_is_due_keeps_one_behind_it
     assert [each.round for each in snapshots.held()] == [7, 0]
 
 
-def test_it_starts_from_a_state_that_was_kept() -> None:
+def test_peer_starts_from_a_kept_state() -> None:
     snapshots = Snapshots(every_rounds=1)
     former = IndependentPeer(Script(average=half), snapshots=snapshots)
     (report,) = former.play()
@@ -201,7 +201,7 @@ def test_it_starts_from_a_state_that_was_kept() -> None:
 # -- how long a round may take ----------------------------------------------------------------------------------------
 
 
-def test_a_round_that_others_cut_short_is_no_measure_of_a_whole_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_round_cut_by_others_does_not_set_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else who joins at the end of a round is cut in each of its own, with no time left to mix, for ever."""
     monkeypatch.setattr(labour, "ROUND_LIMIT_FLOOR_SECONDS", 0.0)
     peer = IndependentPeer(Script(average=half, hurried=True), Script(average=half), Script(average=half))
@@ -211,7 +211,7 @@ def test_a_round_that_others_cut_short_is_no_measure_of_a_whole_one(monkeypatch:
     assert third == pytest.approx(labour.ROUND_LIMIT_MULTIPLE * STEPS * 0.5, rel=0.01)
 
 
-def test_who_was_cut_by_its_own_limit_has_longer_for_the_next_round() -> None:
+def test_own_time_limit_doubles_after_a_cut() -> None:
     """Its machine has become slow: it would never mix again."""
     peer = IndependentPeer(*(Script() for _ in range(4)))
     peer.outer_loop._limit_seconds = 1.5
@@ -267,7 +267,7 @@ def fetched(peer: IndependentPeer, rounds: int, snapshot: Snapshot) -> RoundRepo
     return simloop.run(main())
 
 
-def test_a_state_that_cannot_be_read_to_its_end_changes_nothing() -> None:
+def test_truncated_state_download_changes_nothing() -> None:
     peer = IndependentPeer(Script())
     report = fetched(peer, 1, another(7, Torn))
     theta, velocity = stepped(1)
@@ -276,7 +276,7 @@ def test_a_state_that_cannot_be_read_to_its_end_changes_nothing() -> None:
     assert holds(peer.learner.vectors[0], theta)
 
 
-def test_who_went_over_to_anothers_state_hands_out_its_own_no_more() -> None:
+def test_adopting_anothers_state_drops_own_snapshots() -> None:
     """And does not go back to it when it is started again."""
     snapshots = Snapshots(every_rounds=1, keep=3)
     peer, donors = IndependentPeer(Script(), Script(), snapshots=snapshots), another(1)
@@ -285,7 +285,7 @@ def test_who_went_over_to_anothers_state_hands_out_its_own_no_more() -> None:
     assert [each.lineage for each in snapshots.held()] == [peer.outer_loop.key.lineage, donors.lineage]
 
 
-def test_who_looks_for_a_state_has_none_for_others() -> None:
+def test_peer_seeking_state_serves_none() -> None:
     outer_loop = IndependentPeer().outer_loop
     assert not outer_loop.seeks_state
     outer_loop.astray = True

@@ -24,7 +24,7 @@ def mixed(peer: RealPeer) -> int:
     return sum(each["outcome"] == "committed" for each in peer.reports())
 
 
-def test_three_peers_mix_though_one_of_them_is_killed(tmp_path: Path) -> None:
+def test_three_peers_mix_although_one_is_killed(tmp_path: Path) -> None:
     with IndependentSwarm(tmp_path, RUN, often) as swarm:
         founder = swarm.found("a")
         b, c = swarm.join("b", "c", via=founder)

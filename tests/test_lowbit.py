@@ -32,7 +32,7 @@ def wild(count: int) -> Vector:
 
 @four_bits
 @pytest.mark.parametrize("count", (64, 127, 128, 129, 1001))
-def test_each_goes_to_the_nearest_level(name: str, count: int) -> None:
+def test_values_round_to_the_nearest_level(name: str, count: int) -> None:
     given = wild(count)
     back = decoded(codec(name), encoded(codec(name), given), count)
     for low in range(0, count, 128):
@@ -42,7 +42,7 @@ def test_each_goes_to_the_nearest_level(name: str, count: int) -> None:
         assert ((got - block).abs() <= nearest * (1 + 1e-5) + 1e-6 * float(block.abs().max())).all()
 
 
-def test_the_layout_of_the_bytes() -> None:
+def test_byte_layout_is_stable() -> None:
     given = torch.tensor([7.0, -7.0, 1.0, 0.0, 3.0])
     assert bytes(encoded(codec("int4"), given)) == struct.pack("<f", 1.0) + bytes([0x97, 0x01, 0x03])
     given = torch.tensor([8.0, -8.0, 4.0, 0.0, -0.125])
@@ -50,7 +50,7 @@ def test_the_layout_of_the_bytes() -> None:
 
 
 @pytest.mark.parametrize("name, scale", [("int8", 2**-127), ("int4", 2**-149), ("e3m0", 2**-127), ("e3m0", 2**-121)])
-def test_scales_that_make_denormal_numbers_are_refused(name: str, scale: float) -> None:
+def test_scales_giving_subnormals_are_rejected(name: str, scale: float) -> None:
     """No encoder writes them; and those who flush such numbers to zero would hold other bits."""
     data = encoded(codec(name), torch.ones(300))
     struct.pack_into("<f", data, 4, scale)
@@ -60,7 +60,7 @@ def test_scales_that_make_denormal_numbers_are_refused(name: str, scale: float) 
 
 @four_bits
 @pytest.mark.parametrize("scale", [math.nan, math.inf, -math.inf, -1.0, -(2**-149)])
-def test_bad_scales_are_refused(name: str, scale: float) -> None:
+def test_bad_scales_are_rejected(name: str, scale: float) -> None:
     for block in (0, 1, 2):
         data = encoded(codec(name), torch.ones(300))
         struct.pack_into("<f", data, 4 * block, scale)
@@ -69,7 +69,7 @@ def test_bad_scales_are_refused(name: str, scale: float) -> None:
 
 
 @four_bits
-def test_bad_codes_are_refused(name: str) -> None:
+def test_bad_codes_are_rejected(name: str) -> None:
     for at, byte in ((12, 0x18), (12 + 70, 0x81), (12 + 149, 0x88), (12 + 150, 0x08)):
         data = encoded(codec(name), torch.ones(301))
         data[at] = byte
@@ -82,7 +82,7 @@ def test_bad_codes_are_refused(name: str) -> None:
             decoded(codec(name), data, 301)
 
 
-def test_scales_beyond_what_can_be_multiplied_are_refused_in_int4() -> None:
+def test_overflowing_int4_scales_are_rejected() -> None:
     data = encoded(codec("int4"), torch.ones(4))
     struct.pack_into("<f", data, 0, LARGEST / 6)
     with pytest.raises(BadPayload, match="scales"):
@@ -90,7 +90,7 @@ def test_scales_beyond_what_can_be_multiplied_are_refused_in_int4() -> None:
 
 
 @four_bits
-def test_both_ends_of_the_range(name: str) -> None:
+def test_both_ends_of_range_are_encoded(name: str) -> None:
     each = codec(name)
     huge = torch.tensor([LARGEST, -LARGEST, 0.0])
     assert torch.allclose(decoded(each, encoded(each, huge), 3), huge, rtol=1e-6)

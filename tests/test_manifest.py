@@ -111,14 +111,14 @@ def put(value: object, *path: str) -> bytes:
     return changed(change)
 
 
-def test_the_format_is_what_it_was() -> None:
+def test_manifest_format_is_stable() -> None:
     """A difference means that peers of two versions cannot be in one run: raise `FORMAT`, and say so."""
     assert MANIFEST.encode() == b"".join(GOLDEN)
     assert MANIFEST.run_id == GOLDEN_RUN_ID
 
 
 @pytest.mark.parametrize("overrides", [{}, {"task": "paced"}, {"name": "Zürich", "gpt.preset": "w64"}])
-def test_what_is_sealed_comes_back(overrides: dict[str, object]) -> None:
+def test_sealed_manifest_round_trips(overrides: dict[str, object]) -> None:
     config = load_run(None, overrides, ["butterfly"])
     made = replace(MANIFEST, config=config, elements=(config.elements - 1, 1), held_out=bytes(32))
     envelope = seal(made, FOUNDER)
@@ -127,7 +127,7 @@ def test_what_is_sealed_comes_back(overrides: dict[str, object]) -> None:
         assert opened(envelope, expected) == made
 
 
-def test_a_real_signature_holds(tmp_path: Path) -> None:
+def test_real_signature_is_verified(tmp_path: Path) -> None:
     founder, other = identity.create(tmp_path / "founder"), identity.create(tmp_path / "other")
     made = replace(MANIFEST, founder=Member(founder.peer_id, 1))
     assert unseal(seal(made, founder), other.verify, made.run_id) == made
@@ -135,11 +135,11 @@ def test_a_real_signature_holds(tmp_path: Path) -> None:
         unseal(seal(made, other), other.verify)
 
 
-def test_an_envelope_is_what_it_was() -> None:
+def test_envelope_format_is_stable() -> None:
     assert seal(MANIFEST, FOUNDER) == signed(MANIFEST.encode())
 
 
-def test_every_value_changes_the_run_id() -> None:
+def test_every_field_changes_the_run_id() -> None:
     others = (
         replace(MANIFEST, founder=Member("founder", 4)),
         replace(MANIFEST, founder=Member("other", 3)),
@@ -153,7 +153,7 @@ def test_every_value_changes_the_run_id() -> None:
     assert len({MANIFEST.run_id, *(other.run_id for other in others)}) == len(others) + 1
 
 
-def test_another_run_is_refused_by_both_names() -> None:
+def test_wrong_run_error_names_both_ids() -> None:
     line = refusal(seal(MANIFEST, FOUNDER), "ab" * 32)
     assert MANIFEST.run_id in line and "ab" * 32 in line
     assert "this is run" in refusal(seal(MANIFEST, FOUNDER), MANIFEST.run_id[:11])
@@ -215,11 +215,11 @@ def test_another_run_is_refused_by_both_names() -> None:
         (put({"elements": 5}, "config", "paced"), "no other task's"),
     ],
 )
-def test_what_is_hostile_is_refused_in_one_line(envelope: bytes, words: str) -> None:
+def test_malformed_manifest_gives_one_line_error(envelope: bytes, words: str) -> None:
     assert words in refusal(envelope)
 
 
-def test_the_largest_run_is_bounded() -> None:
+def test_largest_run_is_bounded() -> None:
     config = replace(CONFIG, task="paced", gpt=None, paced=PacedTable(elements=LARGEST))
     assert replace(MANIFEST, config=config, elements=(LARGEST,)).config.elements == LARGEST
     with pytest.raises(ValueError, match="less than or equal to 2147483648"):
@@ -227,12 +227,12 @@ def test_the_largest_run_is_bounded() -> None:
 
 
 @given(st.binary(max_size=500))
-def test_random_bytes_are_refused(envelope: bytes) -> None:
+def test_random_bytes_are_rejected(envelope: bytes) -> None:
     refusal(envelope)
 
 
 @given(st.data())
-def test_a_mutated_envelope_is_refused(data: st.DataObject) -> None:
+def test_mutated_envelope_is_rejected(data: st.DataObject) -> None:
     envelope = bytearray(seal(MANIFEST, FOUNDER))
     for _ in range(data.draw(st.integers(1, 3))):
         at = data.draw(st.integers(0, len(envelope) - 1))
@@ -255,7 +255,7 @@ def paths(tree: Any, *start: str) -> list[tuple[str, ...]]:
 
 
 @given(st.sampled_from(paths(json.loads(MANIFEST.encode()))), FOREIGN)
-def test_any_value_anywhere_is_taken_or_refused(path: tuple[str, ...], value: object) -> None:
+def test_any_signed_value_is_accepted_or_rejected(path: tuple[str, ...], value: object) -> None:
     """Signed by its founder, who lies: all that is taken is in range, and reads back the same."""
     try:
         manifest = opened(put(value, *path))
@@ -272,7 +272,7 @@ LAYOUT = Layout(((("a", (2, 3)), ("b", (4,))),))
 OWN = replace(CONFIG, task="mine.tasks:make", gpt=None, options={"width": 3})
 
 
-def test_what_a_worker_has_must_be_what_the_run_has() -> None:
+def test_worker_layout_must_match_the_manifest() -> None:
     manifest = replace(MANIFEST, config=OWN, elements=(10,), layout=layout_digest(LAYOUT))
     manifest.require_layout(LAYOUT)
     assert opened(seal(manifest, FOUNDER)) == manifest
@@ -289,7 +289,7 @@ def test_what_a_worker_has_must_be_what_the_run_has() -> None:
     replace(manifest, layout=None).require_layout(renamed)
 
 
-def test_of_a_task_of_somebodys_own_the_size_is_bounded() -> None:
+def test_own_task_size_is_bounded() -> None:
     replace(MANIFEST, config=OWN, elements=(LARGEST,))
     with pytest.raises(ValueError, match=f"the manifest has {LARGEST + 1} elements, more than {LARGEST}"):
         replace(MANIFEST, config=OWN, elements=(LARGEST, 1))
@@ -303,7 +303,7 @@ def test_of_a_task_of_somebodys_own_the_size_is_bounded() -> None:
         (CONFIG, "mine.tasks:make", "this run trains gpt, not mine.tasks:make: join it without --task"),
     ],
 )
-def test_nobodys_word_alone_has_a_module_imported(config: RunConfig, named: str | None, words: str) -> None:
+def test_own_task_import_requires_local_consent(config: RunConfig, named: str | None, words: str) -> None:
     manifest = replace(MANIFEST, config=config, elements=(5144,))
     for held in ("", "ab" * 32, manifest.run_id if named else ""):
         with pytest.raises(ManifestError) as caught:
@@ -312,7 +312,7 @@ def test_nobodys_word_alone_has_a_module_imported(config: RunConfig, named: str 
         assert (named == "mine.tasks:make") or str(caught.value).endswith("join with --task mine.tasks:make")
 
 
-def test_who_named_the_task_or_was_in_the_run_before_has_agreed() -> None:
+def test_named_task_or_former_run_counts_as_consent() -> None:
     manifest = replace(MANIFEST, config=OWN, elements=(10,))
     require_consent(manifest, "mine.tasks:make", "")
     require_consent(manifest, None, manifest.run_id)

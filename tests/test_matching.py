@@ -31,7 +31,7 @@ def mean_matrix(count: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("count", (1, 2, 3, 5, 8, 13))
-def test_every_matrix_keeps_the_mean(schedule: str, count: int) -> None:
+def test_every_mixing_matrix_keeps_the_mean(schedule: str, count: int) -> None:
     for round_number in range(5):
         mixing = mixing_matrix(schedule, names(count), round_number, "run")
         ones = torch.ones(count, dtype=torch.float64)
@@ -40,7 +40,7 @@ def test_every_matrix_keeps_the_mean(schedule: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_partner_is_another_member_whatever_the_order_of_the_list(schedule: str) -> None:
+def test_partners_exclude_self_and_ignore_list_order(schedule: str) -> None:
     for count in (1, 2, 3, 8, 9):
         members = names(count)
         for round_number in range(4):
@@ -55,7 +55,7 @@ def test_a_partner_is_another_member_whatever_the_order_of_the_list(schedule: st
 
 
 @pytest.mark.parametrize("count", (2, 4, 9, 16, 33))
-def test_a_random_matching_is_one_that_all_compute_alike(count: int) -> None:
+def test_random_matching_is_the_same_for_all(count: int) -> None:
     members = names(count)
     seen = set()
     for round_number in range(20):
@@ -72,7 +72,7 @@ def test_a_random_matching_is_one_that_all_compute_alike(count: int) -> None:
     )
 
 
-def test_who_knows_of_one_member_more_finds_mostly_the_same_partner() -> None:
+def test_one_extra_member_changes_few_partners() -> None:
     members = names(64)
     same = total = 0
     for round_number in range(20):
@@ -85,7 +85,7 @@ def test_who_knows_of_one_member_more_finds_mostly_the_same_partner() -> None:
 
 
 @pytest.mark.parametrize("count", (3, 4, 5, 16, 31))
-def test_the_ring_contracts_as_it_should(count: int) -> None:
+def test_ring_contraction_matches_theory(count: int) -> None:
     expected = max(abs(1 / 3 + 2 / 3 * math.cos(2 * math.pi * k / count)) for k in range(1, count))
     assert abs(contraction(mixing_matrix("ring", names(count), 0, "")) - expected) < 1e-10
     if count == 16:
@@ -93,13 +93,13 @@ def test_the_ring_contracts_as_it_should(count: int) -> None:
 
 
 @pytest.mark.parametrize("power", range(1, 7))
-def test_the_static_exponential_graph_contracts_as_it_should(power: int) -> None:
+def test_static_exponential_contraction_matches_theory(power: int) -> None:
     found = contraction(mixing_matrix("exponential", names(1 << power), 0, ""))
     assert abs(found - (1 - 2 / (1 + power))) < 1e-10
 
 
 @pytest.mark.parametrize("count", range(2, 34))
-def test_one_peer_exponential_is_exact_after_log2_rounds_if_and_only_if_n_is_a_power_of_two(count: int) -> None:
+def test_one_peer_exponential_exact_iff_power_of_two(count: int) -> None:
     product = torch.eye(count, dtype=torch.float64)
     for round_number in range(math.ceil(math.log2(count))):
         product = mixing_matrix("one-peer-exponential", names(count), round_number, "") @ product
@@ -108,7 +108,7 @@ def test_one_peer_exponential_is_exact_after_log2_rounds_if_and_only_if_n_is_a_p
 
 
 @pytest.mark.parametrize("count", (6, 9))
-def test_a_random_matching_takes_its_share_of_the_variance(count: int) -> None:
+def test_random_matching_reduces_variance_as_predicted(count: int) -> None:
     """E‖(W − J)x‖² is exact where every matching is as likely: averaged over draws, it comes near."""
     assert abs(matching.matching_factor(6) - (3 - 1) / (6 - 1)) < 1e-12
     x = torch.randn(count, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -119,7 +119,7 @@ def test_a_random_matching_takes_its_share_of_the_variance(count: int) -> None:
 
 
 @pytest.mark.parametrize("count", (4, 5, 7))
-def test_the_factor_of_a_random_matching_over_all_matchings(count: int) -> None:
+def test_matching_factor_equals_the_exact_expectation(count: int) -> None:
     """The expectation itself, to the last digits: over every order of the members."""
     x = torch.randn(count, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     x -= x.mean()
@@ -130,19 +130,19 @@ def test_the_factor_of_a_random_matching_over_all_matchings(count: int) -> None:
     assert abs(sum(left) / len(left) / float(x.square().sum()) - matching.matching_factor(count)) < 1e-10
 
 
-def test_pairs_one_after_the_other_keep_the_mean_and_order_matters() -> None:
+def test_sequential_pairs_keep_mean_and_order_matters() -> None:
     one, other = pairwise(3, [(0, 1), (1, 2)]), pairwise(3, [(1, 2), (0, 1)])
     assert torch.equal(one.sum(0), torch.ones(3, dtype=torch.float64)) and not torch.equal(one, other)
     assert one[2].tolist() == [0.25, 0.25, 0.5]
 
 
-def test_an_unknown_schedule_is_refused_in_one_line() -> None:
+def test_unknown_schedule_gives_one_line_error() -> None:
     with pytest.raises(ValueError, match="unknown schedule 'torus': there are random, ring"):
         select_partners("torus", names(3), "p000", 0, "")
 
 
 @pytest.mark.parametrize("count", (*range(1, 18), 31, 33, 64, 65, 100))
-def test_closing_steps_bring_all_to_the_mean(count: int) -> None:
+def test_closing_steps_reach_the_mean(count: int) -> None:
     """Exactly for a power of two; else within what the manual says."""
     steps, most = closing_pairs(count), (count - 1).bit_length() + 1 if count > 1 else 0
     assert len(steps) == len(closing_hops(count)) == most
@@ -159,7 +159,7 @@ def test_closing_steps_bring_all_to_the_mean(count: int) -> None:
 
 
 @pytest.mark.parametrize("count", (2, 4, 8, 16))
-def test_a_first_closing_step_that_some_miss_is_made_good(count: int) -> None:
+def test_later_closing_steps_repair_a_missed_first(count: int) -> None:
     first, *rest = closing_pairs(count)
     missed = tuple(index if index // 2 % 2 else partner for index, partner in enumerate(first))
     assert contraction(stepped([missed, *rest])) < 1e-12

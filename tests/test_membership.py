@@ -123,7 +123,7 @@ async def until(condition: Callable[[], bool], seconds: float) -> float:
     return loop.time() - began
 
 
-def test_peers_that_know_one_meet_all() -> None:
+def test_peers_knowing_one_contact_meet_all() -> None:
     async def body(swarm: Swarm) -> None:
         names = ["a", "b", "c", "d"]
         for name in names:
@@ -137,7 +137,7 @@ def test_peers_that_know_one_meet_all() -> None:
     play(body)
 
 
-def test_a_handshake_may_take_longer_than_a_tick() -> None:
+def test_handshake_may_outlast_a_tick() -> None:
     async def body(swarm: Swarm) -> None:
         swarm.network.latency_seconds = 0.5
         await asyncio.sleep(60)
@@ -148,7 +148,7 @@ def test_a_handshake_may_take_longer_than_a_tick() -> None:
     play(body)
 
 
-def test_a_killed_peer_is_gone_at_once_and_back_in_its_next_life() -> None:
+def test_killed_peer_is_gone_and_rejoins_after_restart() -> None:
     async def body(swarm: Swarm) -> None:
         for name in "abc":
             swarm.start(name)
@@ -164,7 +164,7 @@ def test_a_killed_peer_is_gone_at_once_and_back_in_its_next_life() -> None:
     play(body)
 
 
-def test_the_dead_are_tried_again_and_again_and_hold_no_task_meanwhile() -> None:
+def test_dead_peers_are_retried_without_holding_tasks() -> None:
     async def body(swarm: Swarm) -> None:
         for name in ("a", "b", "c"):
             swarm.start(name)
@@ -182,7 +182,7 @@ def test_the_dead_are_tried_again_and_again_and_hold_no_task_meanwhile() -> None
     play(body)
 
 
-def test_silence_makes_suspect_within_six_seconds_and_healing_brings_back() -> None:
+def test_silent_peer_is_suspected_within_six_seconds() -> None:
     async def body(swarm: Swarm) -> None:
         for name in "abc":
             swarm.start(name)
@@ -199,7 +199,7 @@ def test_silence_makes_suspect_within_six_seconds_and_healing_brings_back() -> N
     play(body)
 
 
-def test_a_peer_whose_streams_all_break_is_still_there() -> None:
+def test_reset_streams_do_not_mark_peer_dead() -> None:
     async def body(swarm: Swarm) -> None:
         for name in "ab":
             swarm.start(name)
@@ -212,7 +212,7 @@ def test_a_peer_whose_streams_all_break_is_still_there() -> None:
     play(body)
 
 
-def test_another_run_another_version_and_a_borrowed_name_are_refused_and_counted() -> None:
+def test_invalid_greetings_are_rejected_and_counted() -> None:
     async def body(swarm: Swarm) -> None:
         members = swarm.start("a")
         stranger = swarm.network.join("x")
@@ -232,7 +232,7 @@ def test_another_run_another_version_and_a_borrowed_name_are_refused_and_counted
     play(body)
 
 
-def test_who_dials_but_cannot_be_dialled_back_is_not_live() -> None:
+def test_peer_that_cannot_be_dialled_is_not_live() -> None:
     async def body(swarm: Swarm) -> None:
         swarm.start("a")
         mute = swarm.network.join("x")  # serves nothing
@@ -249,7 +249,7 @@ def test_who_dials_but_cannot_be_dialled_back_is_not_live() -> None:
     play(body)
 
 
-def test_a_twin_is_told_and_a_restart_is_not_taken_for_one() -> None:
+def test_duplicate_identity_is_reported_but_restart_is_not() -> None:
     async def body(swarm: Swarm) -> None:
         for name in "abc":
             swarm.start(name)
@@ -279,7 +279,7 @@ def test_clocks_are_compared() -> None:
     play(body)
 
 
-def test_a_peer_that_was_stopped_itself_suspects_nobody_for_it() -> None:
+def test_resumed_peer_does_not_suspect_others() -> None:
     async def body(swarm: Swarm) -> None:
         for name in "ab":
             swarm.start(name)
@@ -293,7 +293,7 @@ def test_a_peer_that_was_stopped_itself_suspects_nobody_for_it() -> None:
     play(body)
 
 
-def test_a_goodbye_is_heard_at_once() -> None:
+def test_goodbye_takes_effect_at_once() -> None:
     async def body(swarm: Swarm) -> None:
         for name in "ab":
             swarm.start(name)
@@ -304,7 +304,7 @@ def test_a_goodbye_is_heard_at_once() -> None:
     play(body)
 
 
-def test_sketches_travel_with_the_pulses_and_nonsense_is_left_out() -> None:
+def test_sketches_travel_with_heartbeats_and_invalid_are_dropped() -> None:
     async def body(swarm: Swarm) -> None:
         for name in "abc":
             swarm.start(name)
@@ -321,7 +321,7 @@ def test_sketches_travel_with_the_pulses_and_nonsense_is_left_out() -> None:
     play(body)
 
 
-def test_patience_adapts_between_its_bounds() -> None:
+def test_failure_detector_patience_stays_within_bounds() -> None:
     quick, slow = FailureDetector(0.0), FailureDetector(0.0)
     for pulse in range(1, 60):
         quick.hear(float(pulse))
@@ -400,7 +400,7 @@ def settled(swarm: Swarm) -> bool:
 
 
 @pytest.mark.parametrize("echo", [wrong, lambda pulse: [], lambda pulse: [HelloRejected("no")]])
-def test_who_greets_and_then_breaks_off_or_the_rules_is_not_here_nor_dialled_for_ever(echo: Any) -> None:
+def test_peer_failing_after_greeting_is_dialled_less_often(echo: Any) -> None:
     """Whether it also calls us, or not."""
 
     async def body(swarm: Swarm) -> None:
@@ -419,7 +419,7 @@ def test_who_greets_and_then_breaks_off_or_the_rules_is_not_here_nor_dialled_for
     play(body)
 
 
-def test_who_breaks_a_rule_is_gone_at_once_and_heard_again_in_its_next_life() -> None:
+def test_violator_is_removed_until_its_next_incarnation() -> None:
     async def body(swarm: Swarm) -> None:
         await trio(swarm)
         hostile = Hostile(swarm)
@@ -441,7 +441,7 @@ def test_who_breaks_a_rule_is_gone_at_once_and_heard_again_in_its_next_life() ->
     play(body)
 
 
-def test_a_flood_of_pulses_is_slowed_down_and_stops_nobody() -> None:
+def test_heartbeat_flood_is_throttled() -> None:
     async def body(swarm: Swarm) -> None:
         await trio(swarm)
         hostile = Hostile(swarm)
@@ -455,7 +455,7 @@ def test_a_flood_of_pulses_is_slowed_down_and_stops_nobody() -> None:
     play(body)
 
 
-def test_who_greets_and_never_pulses_is_not_served_for_ever() -> None:
+def test_peer_without_heartbeats_is_disconnected() -> None:
     async def body(swarm: Swarm) -> None:
         await trio(swarm)
         mute = swarm.network.join("x")
@@ -484,7 +484,7 @@ PROVEN = greeting("a", incarnation=9)
         replace(OLDER, member=Member("a", 9)),
     ],
 )
-def test_who_calls_us_a_twin_without_our_own_word_for_it_does_not_stop_us(other: Hello) -> None:
+def test_unproven_duplicate_claim_is_ignored(other: Hello) -> None:
     async def body(swarm: Swarm) -> None:
         liars = [Hostile(swarm, name) for name in "uvwx"]
         for liar in liars:
@@ -499,7 +499,7 @@ def test_who_calls_us_a_twin_without_our_own_word_for_it_does_not_stop_us(other:
     play(body)
 
 
-def test_one_that_proves_a_twin_by_our_own_signature_is_believed() -> None:
+def test_duplicate_claim_with_own_signature_is_believed() -> None:
     async def body(swarm: Swarm) -> None:
         other = Hostile(swarm, "x")
         other.refusal = HelloRejected("another life of it is known here", (PROVEN,))
@@ -511,7 +511,7 @@ def test_one_that_proves_a_twin_by_our_own_signature_is_believed() -> None:
     play(body)
 
 
-def test_one_contact_cannot_make_us_dial_the_world() -> None:
+def test_one_contact_cannot_trigger_unbounded_dials() -> None:
     async def body(swarm: Swarm) -> None:
         await trio(swarm)
         dialled: list[PeerId] = []
@@ -541,7 +541,7 @@ def test_one_contact_cannot_make_us_dial_the_world() -> None:
     play(body)
 
 
-def test_the_roster_has_a_place_however_many_strangers_are_here() -> None:
+def test_full_contact_table_reserves_room_for_roster() -> None:
     async def body(swarm: Swarm) -> None:
         swarm.start("a")
         members = swarm.members["a"]
@@ -556,7 +556,7 @@ def test_the_roster_has_a_place_however_many_strangers_are_here() -> None:
     play(body)
 
 
-def test_nonsense_that_is_introduced_is_tried_in_vain_and_not_passed_on() -> None:
+def test_invalid_introductions_are_not_passed_on() -> None:
     async def body(swarm: Swarm) -> None:
         await trio(swarm)
         hostile = Hostile(swarm)
@@ -582,7 +582,7 @@ def test_nonsense_that_is_introduced_is_tried_in_vain_and_not_passed_on() -> Non
     play(body)
 
 
-def test_what_hostile_peers_call_their_addresses_spoils_no_greeting_of_ours() -> None:
+def test_hostile_addresses_do_not_spoil_our_greetings() -> None:
     """As many, as long and as odd as a greeting and the directory let through: newcomers must still understand us."""
 
     async def body(swarm: Swarm) -> None:
@@ -600,7 +600,7 @@ def test_what_hostile_peers_call_their_addresses_spoils_no_greeting_of_ours() ->
     play(body)
 
 
-def test_a_flood_of_hints_is_bounded_and_the_live_and_the_wanted_stay() -> None:
+def test_hint_flood_is_bounded_and_keeps_live_peers() -> None:
     async def body(swarm: Swarm) -> None:
         await trio(swarm)
         swarm.network.kill("c")
@@ -623,7 +623,7 @@ def test_a_flood_of_hints_is_bounded_and_the_live_and_the_wanted_stay() -> None:
     play(body)
 
 
-def test_who_introduces_a_crowd_to_a_full_house_is_met_all_the_same() -> None:
+def test_peer_introducing_many_to_full_table_is_met() -> None:
     async def body(swarm: Swarm) -> None:
         await trio(swarm)
         for number in range(MAX_CONTACTS):
@@ -641,7 +641,7 @@ def test_who_introduces_a_crowd_to_a_full_house_is_met_all_the_same() -> None:
     play(body)
 
 
-def test_who_watches_us_though_we_forgot_it_is_met_again() -> None:
+def test_forgotten_peer_that_watches_us_is_met_again() -> None:
     async def body(swarm: Swarm) -> None:
         await trio(swarm)
         swarm.start("d")
@@ -657,7 +657,7 @@ def test_who_watches_us_though_we_forgot_it_is_met_again() -> None:
     play(body)
 
 
-def test_an_old_life_that_still_pulses_is_told_and_changes_nothing() -> None:
+def test_heartbeat_of_former_incarnation_is_rejected() -> None:
     async def body(swarm: Swarm) -> None:
         await trio(swarm)
         hostile = Hostile(swarm)
@@ -676,7 +676,7 @@ def test_an_old_life_that_still_pulses_is_told_and_changes_nothing() -> None:
     play(body)
 
 
-def test_one_that_starts_again_and_again_neither_leaks_nor_stops_us() -> None:
+def test_repeated_restarts_leak_nothing() -> None:
     async def body(swarm: Swarm) -> None:
         await trio(swarm)
         for _ in range(10):
@@ -714,7 +714,7 @@ def watched(body: Callable[[Watched], Awaitable[None]]) -> None:
 
 
 @pytest.mark.parametrize("jump_seconds", [30.0, 3600.0, -3600.0])
-def test_after_a_sleep_all_are_greeted_anew_and_nobody_is_suspected(jump_seconds: float) -> None:
+def test_wakeup_regreets_all_without_suspicion(jump_seconds: float) -> None:
     async def body(swarm: Watched) -> None:
         versions = await swarm.settled("abc")
         greeted = {each.peer: each.greeted for each in swarm.members["b"].contacts()}
@@ -731,7 +731,7 @@ def test_after_a_sleep_all_are_greeted_anew_and_nobody_is_suspected(jump_seconds
 
 
 @pytest.mark.parametrize("is_mended", [True, False])
-def test_a_connection_that_died_in_our_sleep_is_cut_and_its_peer_dialled_at_once(is_mended: bool) -> None:
+def test_connection_dead_after_sleep_is_dropped_and_redialled(is_mended: bool) -> None:
     async def body(swarm: Watched) -> None:
         versions = await swarm.settled("ab")
         transport = swarm.members["b"]._transport
@@ -755,7 +755,7 @@ def test_a_connection_that_died_in_our_sleep_is_cut_and_its_peer_dialled_at_once
     watched(body)
 
 
-def test_a_new_address_is_known_to_all_at_once_and_the_old_one_forgotten() -> None:
+def test_new_address_spreads_and_replaces_the_old() -> None:
     async def body(swarm: Watched) -> None:
         versions = await swarm.settled("abc")
         swarm.members["a"].hint("b", ("/ip4/10.0.0.1/tcp/2", "/dns/b.example/tcp/1"))
@@ -775,7 +775,7 @@ def test_a_new_address_is_known_to_all_at_once_and_the_old_one_forgotten() -> No
     watched(body)
 
 
-def test_who_does_not_answer_any_more_is_dialled_in_the_end_and_not_only_asked() -> None:
+def test_unresponsive_connection_is_dropped_once_per_outage() -> None:
     async def body(swarm: Watched) -> None:
         await swarm.settled("ab")
         swarm.network.block("a", "b")
@@ -785,7 +785,7 @@ def test_who_does_not_answer_any_more_is_dialled_in_the_end_and_not_only_asked()
     watched(body)
 
 
-def test_a_wrong_clock_is_named_where_it_is_and_once() -> None:
+def test_skewed_clock_is_reported_once_where_it_is() -> None:
     async def body(swarm: Watched) -> None:
         for name in "abcd":
             swarm.start(name, skew_seconds=90.0 if name == "c" else 0.3)

@@ -28,7 +28,7 @@ async def measured(block_seconds: float, blocks: int) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_blocked_loop_is_seen(loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
+def test_blocked_loop_lag_is_measured(loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
     began = time.monotonic()
     with asyncio.Runner(loop_factory=loop) as runner:
         p99_seconds, max_seconds = runner.run(measured(0.2, 2))
@@ -36,11 +36,11 @@ def test_a_blocked_loop_is_seen(loop: Callable[[], asyncio.AbstractEventLoop]) -
     assert 0.1 <= p99_seconds <= max_seconds
 
 
-def test_an_idle_loop_has_no_lag() -> None:
+def test_idle_loop_has_no_lag() -> None:
     assert virtual(measured(0.0, 8)) == pytest.approx((0.0, 0.0), abs=1e-6)
 
 
-async def test_a_long_block_weighs_by_its_time_and_a_take_starts_again() -> None:
+async def test_long_block_weighs_by_time_until_taken() -> None:
     async with LoopLag() as lag:
         lag._due = asyncio.get_running_loop().time() - 1.0  # a second late: a hundred timers were due
         lag._timer.cancel()
@@ -51,7 +51,7 @@ async def test_a_long_block_weighs_by_its_time_and_a_take_starts_again() -> None
         assert lag.take() == (0.0, 0.0)
 
 
-async def test_hours_of_lag_take_bounded_time_and_memory() -> None:
+async def test_hours_of_lag_cost_bounded_time_and_memory() -> None:
     async with LoopLag() as lag:
         lag._due = asyncio.get_running_loop().time() - 36000.0
         lag._timer.cancel()
@@ -60,7 +60,7 @@ async def test_hours_of_lag_take_bounded_time_and_memory() -> None:
         assert lag.take()[1] >= 36000.0
 
 
-async def test_it_ends_with_its_context() -> None:
+async def test_lag_timer_ends_with_its_context() -> None:
     async with LoopLag() as lag:
         pass
     lag.take()
@@ -68,7 +68,7 @@ async def test_it_ends_with_its_context() -> None:
     assert lag.take() == (0.0, 0.0)
 
 
-def test_memory_of_the_living_counts_and_of_the_gone_does_not() -> None:
+def test_rss_counts_live_processes_only() -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     mine = rss_bytes([os.getpid()])
@@ -81,7 +81,7 @@ _HOLD = "import mmap, sys; m = mmap.mmap({fd}, {size}); m[:] = b'x' * {size}; pr
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memfd")
-def test_shared_memory_counts_once() -> None:
+def test_shared_memory_is_counted_once() -> None:
     size = 32 << 20
     fd = os.memfd_create("shared")
     os.ftruncate(fd, size)
@@ -101,7 +101,7 @@ def test_shared_memory_counts_once() -> None:
         os.close(fd)
 
 
-async def test_vitals_are_of_now() -> None:
+async def test_vitals_are_current() -> None:
     async with LoopLag() as lag:
         files, running = open_files(), tasks()
         fd = os.open(os.devnull, os.O_RDONLY)

@@ -16,7 +16,7 @@ KEEP_THE_MEAN = ("ring", "torus", "random matching", "groups of 32", "Moshpit 32
 
 
 @pytest.mark.parametrize("name", [name for name in MIXERS if name != "all-reduce"])
-def test_who_is_down_keeps_what_it_has_and_the_mean_stays_where_it_should(name: str) -> None:
+def test_down_peer_keeps_its_value_while_others_mix(name: str) -> None:
     mix, draw = MIXERS[name](PEERS, random.Random(1)), torch.Generator().manual_seed(1)
     values = torch.randn(PEERS, 3, dtype=torch.float64, generator=draw)
     for number in range(5):
@@ -29,14 +29,14 @@ def test_who_is_down_keeps_what_it_has_and_the_mean_stays_where_it_should(name: 
         values = mixed
 
 
-def test_pushed_mass_is_neither_lost_nor_made() -> None:
+def test_pushed_mass_is_conserved() -> None:
     draw = torch.Generator().manual_seed(2)
     mass, up = torch.rand(16, 2, dtype=torch.float64, generator=draw), torch.rand(16, generator=draw) >= 0.3
     pushing = matching.mixing_matrix("one-peer-exponential", [f"{index:02}" for index in range(16)], 1, "").T
     assert float((pushed(pushing, up, mass).sum(0) - mass.sum(0)).abs().max()) < 1e-12
 
 
-def test_rows_still_take_means_where_somebody_is_down() -> None:
+def test_mixing_rows_sum_to_one_with_peers_down() -> None:
     mixing = matching.mixing_matrix("exponential", [f"{index:02}" for index in range(16)], 0, "")
     up = torch.arange(16) % 3 > 0
     ones = torch.ones(16, 1, dtype=torch.float64)
@@ -53,7 +53,7 @@ def test_rows_still_take_means_where_somebody_is_down() -> None:
         ("Moshpit seats of 8", 64, 2),
     ],
 )
-def test_exact_after_so_many_rounds(name: str, peers: int, rounds: int) -> None:
+def test_mixing_is_exact_after_expected_rounds(name: str, peers: int, rounds: int) -> None:
     trial = simulate(MIXERS[name], peers, 0.0, 10, seed=0, elements=2, until=1e-20)
     assert trial.rounds_to(1e-20) == rounds
     assert trial.drift < 1e-12
@@ -64,17 +64,17 @@ def test_one_failure_spoils_an_all_reduce() -> None:
     assert len(trial.variances) == 11 and trial.variances[-1] == trial.variances[0]
 
 
-def test_a_grid_has_room_for_so_many() -> None:
+def test_grid_peer_count_is_limited() -> None:
     with pytest.raises(TooMany, match="513 peers on 512 cells"):
         MIXERS["Moshpit 8 x 8 x 8"](513, random.Random(0))
 
 
-def test_random_groups_leave_what_they_should() -> None:
+def test_random_groups_factor_matches_theory() -> None:
     measured, exact = groups_factor(48, 4, 1000)
     assert measured == pytest.approx(exact, rel=0.03)
 
 
-def test_the_command_prints_ours_beside_the_papers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_measured_beside_published_values(capsys: pytest.CaptureFixture[str]) -> None:
     wanted = ["table", "--peers", "512", "--failures", "0.01", "--only", "groups of 32", "--trials", "2"]
     assert main(wanted) == 0
     (line,) = [each.split() for each in capsys.readouterr().out.splitlines() if "groups of 32" in each]

@@ -65,7 +65,7 @@ def named(histories: dict[PeerId, list[Told]], peer: PeerId) -> list[str]:
 
 
 @pytest.mark.parametrize("count, most", ((2, 8), (3, 8), (8, 8), (4, 2), (9, 3), (12, 4), (8, 2)))
-def test_a_full_grid_leaves_the_exact_mean_by_tokens(count: int, most: int) -> None:
+def test_full_grid_gives_the_exact_token_mean(count: int, most: int) -> None:
     """Unequal tokens, two vectors, one to three axes; to carry a peer's own tokens along would be far off."""
     pits = swarm(count, most)
     mean = mean_of(pits)
@@ -76,13 +76,13 @@ def test_a_full_grid_leaves_the_exact_mean_by_tokens(count: int, most: int) -> N
     same_bits_in_a_group(histories)
 
 
-def test_a_peer_alone_goes_on_at_once() -> None:
+def test_single_peer_continues_at_once() -> None:
     pits = swarm(1)
     (told,) = pits.play()["p00"]
     assert told.mean.outcome == Outcome.SKIPPED and told.seconds < 1.5
 
 
-def test_who_trained_on_nothing_takes_the_mean_and_changes_nothing() -> None:
+def test_peer_without_tokens_takes_the_mean_unweighted() -> None:
     pits = swarm(3)
     pits.tokens = [2000, 0, 3000]
     mean = mean_of(pits)
@@ -91,7 +91,7 @@ def test_who_trained_on_nothing_takes_the_mean_and_changes_nothing() -> None:
     assert all("p01" not in history[0].mean.peers for history in histories.values())
 
 
-def test_nobody_having_trained_nothing_is_averaged() -> None:
+def test_round_without_any_tokens_is_skipped() -> None:
     """The mean of nothing would be zero: a state that is lost."""
     pits = swarm(3)
     pits.tokens = [0, 0, 0]
@@ -101,7 +101,7 @@ def test_nobody_having_trained_nothing_is_averaged() -> None:
     assert all(torch.equal(torch.cat(state), old) for state, old in zip(pits.states, before, strict=True))
 
 
-def test_a_grid_with_holes_comes_close_and_keeps_the_mean() -> None:
+def test_grid_with_holes_approximates_and_keeps_mean() -> None:
     """With equal tokens the mean of all is what it was, whatever the lines' lengths; the spread falls to a tenth."""
     pits = swarm(13, most=4)
     pits.tokens = [1000] * 13
@@ -113,7 +113,7 @@ def test_a_grid_with_holes_comes_close_and_keeps_the_mean() -> None:
 
 
 @pytest.mark.parametrize("name", ("fp16", "int8"))
-def test_states_travel_whole_where_the_codec_would_cost_a_rounds_work(name: str) -> None:
+def test_gradient_codec_is_not_used_for_states(name: str) -> None:
     """int8 is for pseudo-gradients; half precision loses 2**-11 of a number at most, once on either way."""
     pits = swarm(4, most=2, codec=name)
     mean = mean_of(pits)
@@ -124,7 +124,7 @@ def test_states_travel_whole_where_the_codec_would_cost_a_rounds_work(name: str)
     assert worst > 1e-5 or name == "int8"
 
 
-def test_the_same_state_never_counts_twice() -> None:
+def test_same_state_never_counts_twice() -> None:
     histories = swarm(4, most=2).play(rounds=3)
     for history in histories.values():
         names = [name for told in history for each in told.mean.contributions.values() for name in each.messages]
@@ -135,7 +135,7 @@ def test_the_same_state_never_counts_twice() -> None:
 # -- time --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_slow_peer_is_cut_and_counts_for_what_it_has() -> None:
+def test_slow_peer_is_cut_and_counts_partially() -> None:
     """It has half of the others' speed or less: they do not wait for it, and it is in every group all the same."""
     pits = swarm(4, train_seconds=(10.0, 10.0, 10.0, 60.0))
     histories = pits.play(rounds=2)
@@ -143,7 +143,7 @@ def test_a_slow_peer_is_cut_and_counts_for_what_it_has() -> None:
     assert all(told.seconds < 16.0 and len(told.mean.peers) == 4 for told in histories["p00"])
 
 
-def test_who_comes_late_goes_where_the_others_are() -> None:
+def test_late_peer_jumps_to_the_others_round() -> None:
     """One whose clock is rounds behind jumps to theirs, and commits it with them."""
     pits = swarm(4, round_seconds=60.0)
 
@@ -171,7 +171,7 @@ def test_who_comes_late_goes_where_the_others_are() -> None:
 # -- what befalls a group stays in it ----------------------------------------------------------------------------------
 
 
-def test_two_lines_do_not_disturb_each_other() -> None:
+def test_death_in_one_group_spares_the_others() -> None:
     """A member dies in the data phase of its first group: that group has no result, the others of the grid have."""
     pits = swarm(4, most=2, elements=60_000)
     deaths: list[PeerId] = []
@@ -195,7 +195,7 @@ def test_two_lines_do_not_disturb_each_other() -> None:
     assert len(completed) >= 2, "those in the other line"
 
 
-def test_a_line_far_slower_than_was_said_still_averages() -> None:
+def test_link_slower_than_claimed_still_averages() -> None:
     """Budgets follow claims, which come down until a group has the time that it takes, and then hardly miss it."""
     pits = swarm(2, elements=60_000, train_seconds=(60.0,) * 2)
 
@@ -210,7 +210,7 @@ def test_a_line_far_slower_than_was_said_still_averages() -> None:
 
 
 @pytest.mark.parametrize("sent_bytes", (400_000, 600_000))
-def test_who_falls_silent_in_the_midst_costs_no_more_than_it_takes_to_miss_it(sent_bytes: int) -> None:
+def test_peer_silent_mid_round_costs_only_detection_time(sent_bytes: int) -> None:
     """Its streams stay open, and its part does not come: nobody waits for the budget's end, nor for another's answer
     that waits for its own."""
     pits = swarm(4, elements=60_000, train_seconds=(2.0,) * 4)
@@ -251,7 +251,7 @@ def death_of(victim: PeerId, number: int) -> Callable[[SimNetwork], None]:
 
 
 @pytest.mark.parametrize("first", range(4))
-def test_a_member_dies_at_every_message(first: int) -> None:
+def test_death_at_every_message_is_survived(first: int) -> None:
     """The others end their round soon, and those who complete a group hold the same bits; every message is in
     `python -m tests.sim.crashes --protocol moshpit`, here is every one of a group of three in four shares."""
     count = points(swarm(3, elements=60), "p01")
@@ -289,7 +289,7 @@ def handed_on() -> tuple[int, PeerId, PeerId]:
     pytest.fail("no part was had of another member")
 
 
-def test_a_part_whose_reducer_dies_is_had_of_another_member() -> None:
+def test_part_of_dead_reducer_comes_from_another_member() -> None:
     """If it has given it to one of them; only what its reducer made counts."""
     pits = swarm(3, elements=60)
     pits.before = death_of("p01", handed_on()[0])
@@ -300,7 +300,7 @@ def test_a_part_whose_reducer_dies_is_had_of_another_member() -> None:
 
 
 @pytest.mark.parametrize("way", ("both", "from", "to"))
-def test_silence_costs_moments(way: str) -> None:
+def test_silence_costs_little_time(way: str) -> None:
     """A peer that neither hears nor is heard, or only one of it, from the middle of the first round on."""
     pits = swarm(4, train_seconds=(2.0,) * 4)
 
@@ -323,7 +323,7 @@ def test_silence_costs_moments(way: str) -> None:
     assert all(told.seconds < 60.0 for told in histories["p02"])
 
 
-def test_who_was_cut_off_in_the_midst_holds_it_against_nobody() -> None:
+def test_disconnected_peer_blames_no_one_and_rejoins() -> None:
     """It has had nothing of anybody, which is its own line's fault: it is in their group again in the next round."""
     for hundredths in range(220, 242, 2):
         pits = swarm(3, elements=60_000, train_seconds=(2.0,) * 3)
@@ -363,7 +363,7 @@ class Nobody:
         return 0
 
 
-def test_peers_that_see_nobody_find_their_groups_in_the_directory() -> None:
+def test_unconnected_peers_find_groups_through_the_directory() -> None:
     """They keep coordinates of their own, which their positions in groups become; some rounds bring them close."""
 
     def dress(host: Host) -> Host:
@@ -378,7 +378,7 @@ def test_peers_that_see_nobody_find_their_groups_in_the_directory() -> None:
     same_bits_in_a_group(histories)
 
 
-def test_who_trains_for_long_stays_in_the_directory() -> None:
+def test_directory_entry_is_renewed_during_long_training() -> None:
     """What is said there is forgotten after ten minutes; who comes later has to find it all the same."""
     pits = swarm(
         2, most=2, told=0, dress=lambda host: replace(host, members=Nobody(Member(host.me))),
@@ -402,7 +402,7 @@ def test_who_trains_for_long_stays_in_the_directory() -> None:
     assert outcomes(histories["p00"]) == ["committed"]
 
 
-def test_peers_whose_rounds_have_come_apart_meet_again() -> None:
+def test_peers_in_diverged_rounds_meet_again() -> None:
     """Each finds its line in the directory, under its round: only acquaintances can say that it is another by now."""
     pits = swarm(4, most=2, told=0, train_seconds=(4.0,) * 4, starts=(0, 0, 3, 3))
     apart = max(off(state, mean_of(pits)) for state in pits.states)
@@ -412,7 +412,7 @@ def test_peers_whose_rounds_have_come_apart_meet_again() -> None:
     same_bits_in_a_group(histories)
 
 
-def test_who_tells_not_all_tells_its_line_and_some_acquaintances() -> None:
+def test_announcements_go_to_group_and_few_contacts() -> None:
     """Sixteen in groups of four, told by the directory: what they know of each other stays small, and they mix."""
     pits = swarm(16, most=4, told=8, elements=16, train_seconds=(4.0,) * 16)
     apart, most = max(off(state, mean_of(pits)) for state in pits.states), 0
@@ -441,7 +441,7 @@ def moshpit() -> MoshpitState:
     return Moshpit(hosts[0], Settings("fp32", (8,), 8), most=2, told=1)._moshpit
 
 
-async def test_acquaintances_are_others_in_each_round(moshpit: MoshpitState) -> None:
+async def test_contacts_change_each_round(moshpit: MoshpitState) -> None:
     met = []
     for number in range(4):
         moshpit.begin(number)
@@ -449,7 +449,7 @@ async def test_acquaintances_are_others_in_each_round(moshpit: MoshpitState) -> 
     assert all(len(each) == ACQUAINTANCES for each in met) and len(set(met)) > 1
 
 
-async def test_who_died_is_not_looked_for_again_until_it_lives(moshpit: MoshpitState) -> None:
+async def test_dead_peer_is_not_sought_until_it_returns(moshpit: MoshpitState) -> None:
     """The directory goes on naming it for as long as it said that it would come."""
     moshpit.begin(0)
     network = moshpit.context.host.transport.network  # type: ignore[attr-defined]
@@ -464,7 +464,7 @@ async def test_who_died_is_not_looked_for_again_until_it_lives(moshpit: MoshpitS
     assert moshpit.context.tracker.sight["p03"] == Member("p03", 1)
 
 
-async def test_an_answer_about_a_line_that_is_done_with_brings_nobody_back(
+async def test_late_directory_answer_for_old_group_is_ignored(
     moshpit: MoshpitState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The directory is slow, and this peer has come to its next line meanwhile, where that one may be, too."""
@@ -482,7 +482,7 @@ async def test_an_answer_about_a_line_that_is_done_with_brings_nobody_back(
     assert moshpit.found[others[0]] == b"second" and others[1] not in moshpit.found
 
 
-async def test_those_of_a_line_that_is_done_with_need_not_hear_more(moshpit: MoshpitState) -> None:
+async def test_members_of_finished_groups_are_dropped(moshpit: MoshpitState) -> None:
     moshpit.begin(0)
     acquaintances = set(moshpit.in_sight())
     others = sorted({f"p{index:02}" for index in range(1, 6)} - acquaintances)
@@ -494,7 +494,7 @@ async def test_those_of_a_line_that_is_done_with_need_not_hear_more(moshpit: Mos
     assert moshpit.found[others[1]] == b"second", "it is no mere acquaintance"
 
 
-def test_the_grid_follows_those_who_go() -> None:
+def test_grid_shrinks_when_peers_leave() -> None:
     """Nine on 3 x 3; when five of them die, the rest come to one group of four."""
     pits = swarm(9, most=8)
 

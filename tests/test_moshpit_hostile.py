@@ -28,7 +28,7 @@ LOSSES = ("nan", "infinity", "norm", "size", "huge-length", "endless-header", "g
 
 
 @pytest.mark.parametrize("lie", LOSSES)
-def test_a_liar_is_named_and_the_others_come_through(lie: str) -> None:
+def test_liar_is_blamed_and_others_commit(lie: str) -> None:
     pits = swarm(4, elements=3000, lies={1: lie})
     before = {peer: torch.cat(state) for peer, state in zip(pits.peers, pits.states, strict=True)}
     histories = pits.play(rounds=2)
@@ -39,7 +39,7 @@ def test_a_liar_is_named_and_the_others_come_through(lie: str) -> None:
         assert bool(torch.isfinite(state).all()) and float(state.norm()) < 2 * float(before[peer].norm())
 
 
-def test_a_state_of_another_length_is_left_out_and_named() -> None:
+def test_state_with_other_norm_is_excluded_and_blamed() -> None:
     """Ten times as long is no state of this run; the others average without it."""
     pits = swarm(4)
     for vector in pits.states[2]:
@@ -52,7 +52,7 @@ def test_a_state_of_another_length_is_left_out_and_named() -> None:
         assert histories[peer][0].mean.peers == ("p00", "p01", "p03")
 
 
-def test_a_group_averages_by_the_rule_of_the_run() -> None:
+def test_group_uses_the_runs_averaging_rule() -> None:
     """By the mean a state with its sign turned is a fifth of what all hold."""
     far = {}
     for rule in ("mean", "median"):
@@ -67,7 +67,7 @@ def test_a_group_averages_by_the_rule_of_the_run() -> None:
     assert far["median"] < 0.9 * far["mean"]
 
 
-def test_tokens_count_for_sixteen_median_weights_at_most() -> None:
+def test_token_weight_is_capped_at_sixteen_medians() -> None:
     pits = swarm(5)
     pits.tokens = [1000] * 4 + [10**6]
     histories = pits.play()
@@ -161,14 +161,14 @@ def without_you(plan: Plan) -> Plan:
         (of_kind(Contribute, lambda opening: replace(opening, codec="bf16")), "codec"),
     ),
 )
-def test_a_frame_that_lies_is_refused_and_its_sender_named(change: Change, why: str) -> None:
+def test_lying_frame_is_rejected_and_sender_blamed(change: Change, why: str) -> None:
     histories = spoken(change)
     assert any(why in said for said in named(histories, "p02")), named(histories, "p02")
     assert {"p00", "p01"} <= set(histories["p00"][0].mean.peers) or outcomes(histories["p00"]) == ["skipped"]
     assert all(told.seconds < 30.0 for peer in ("p00", "p01") for told in histories[peer])
 
 
-def test_who_calls_others_with_lies_is_left_alone() -> None:
+def test_caller_sending_forged_plan_is_excluded() -> None:
     """The others give it up, and the next one calls."""
     histories = spoken(of_kind(Plan, lambda plan: forged(plan, "offers")))
     assert histories["p00"][0].mean.peers == histories["p01"][0].mean.peers == ("p00", "p01")
@@ -184,7 +184,7 @@ class Mute(Twisted):
 
 
 @pytest.mark.parametrize("mute, outcome", ((2, "committed"), (3, "skipped")))
-def test_who_does_not_call_costs_moments_and_so_many_the_round(mute: int, outcome: str) -> None:
+def test_silent_callers_are_skipped_up_to_a_limit(mute: int, outcome: str) -> None:
     pits = swarm(7)
     order = seeded_order(group_key(RUN, "run", 0, (8,), 0, (0,)).lineage, pits.peers)
 
@@ -198,7 +198,7 @@ def test_who_does_not_call_costs_moments_and_so_many_the_round(mute: int, outcom
     assert all(histories[peer][0].seconds < 10.0 for peer in order[mute:])
 
 
-def test_a_caller_cannot_have_one_part_reduced_by_two() -> None:
+def test_caller_cannot_assign_one_part_twice() -> None:
     """Each of the honest would hold what another made of it, under one name of the group."""
 
     def two_ways(peer: PeerId, header: Header) -> Header:
@@ -212,7 +212,7 @@ def test_a_caller_cannot_have_one_part_reduced_by_two() -> None:
 # -- what is handed in, given back and said of oneself -----------------------------------------------------------------
 
 
-def test_a_state_is_no_longer_than_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_exceeding_its_declared_norm_is_excluded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who declares what the others have and hands in ten times that is out."""
     signed = GroupMatchmaker._signed
 
@@ -232,7 +232,7 @@ def test_a_state_is_no_longer_than_was_said(monkeypatch: pytest.MonkeyPatch) -> 
         assert share.chunks_counted <= share.chunks / 4, "of the part that it reduces"
 
 
-def test_a_part_counts_as_its_own_reducer_signed_it() -> None:
+def test_part_signed_as_another_reducer_is_rejected() -> None:
     """Another's signature makes two parts of one possible without a trace, and those whom its taker hands it to would
     blame the taker."""
     pits = swarm(3)
@@ -253,7 +253,7 @@ def test_a_part_counts_as_its_own_reducer_signed_it() -> None:
     assert outcomes(histories["p00"]) == outcomes(histories["p01"]) == ["skipped"]
 
 
-def test_a_part_is_had_of_another_member_as_its_own_reducer_signed_it() -> None:
+def test_forwarded_part_needs_its_reducers_signature() -> None:
     """Where its reducer died: who hands it on could have made it."""
     number, giver, taker = handed_on()
     pits, kill = swarm(3, elements=60), death_of("p01", number)
@@ -277,7 +277,7 @@ def test_a_part_is_had_of_another_member_as_its_own_reducer_signed_it() -> None:
     assert any("did not make" in why for why in named(histories, giver))
 
 
-def test_a_mean_of_those_who_bring_nothing_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mean_without_contributors_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     """The only one with work, who reduces all there is, says that it is the other's."""
     close = Reducer._close
 
@@ -293,7 +293,7 @@ def test_a_mean_of_those_who_bring_nothing_is_none(monkeypatch: pytest.MonkeyPat
     assert outcomes(histories["p00"]) == ["skipped"] and any("of nobody" in why for why in named(histories, "p01"))
 
 
-def test_who_says_in_every_round_that_it_leaves_hurries_nobody_twice() -> None:
+def test_repeated_leaving_claim_shortens_one_round() -> None:
     """A round that is called at once is one step of training."""
     pits = swarm(4, train_seconds=(10.0,) * 4)
     twist(pits, "p01", of_kind(PositionAnnouncement, lambda here: replace(here, leaving=True)))
@@ -302,7 +302,7 @@ def test_who_says_in_every_round_that_it_leaves_hurries_nobody_twice() -> None:
         assert all(told.seconds > 9.0 for told in histories[peer][1:]), [told.seconds for told in histories[peer]]
 
 
-def test_who_is_always_about_to_come_is_waited_for_less_each_time() -> None:
+def test_peer_always_about_to_come_is_awaited_less() -> None:
     """It says that it trains in the round of the others, and for how long: nobody can tell it from one that is slow."""
     pits = swarm(4, train_seconds=(10.0,) * 4)
     word = {"axis": 0, "stage": TRAINING, "holds": 1, "follows": "", "offer": (), "step_seconds": 1e3}
@@ -343,7 +343,7 @@ def beside(
     return pits.play(rounds=rounds)
 
 
-def test_who_lives_and_keeps_its_part_does_not_spoil_every_group() -> None:
+def test_withholding_reducer_does_not_spoil_every_group() -> None:
     """It would end all averaging in a swarm of one group, and with each time budgets grow."""
     histories = beside(Withholding, 4, 5.0, 8)
     for peer in ("p00", "p01", "p03"):
@@ -361,7 +361,7 @@ class Stalling(Withholding):
         await self._stream.send(header, payload)
 
 
-def test_who_lives_and_brings_nothing_does_not_hold_up_every_group() -> None:
+def test_stalling_contributor_does_not_delay_every_group() -> None:
     """A group waits for what is late for half of its budget, which is seconds at least."""
     histories = beside(Stalling, 4, 3.0, 8)
     for peer in ("p00", "p01", "p03"):
@@ -371,7 +371,7 @@ def test_who_lives_and_brings_nothing_does_not_hold_up_every_group() -> None:
     same_bits_in_a_group(histories)
 
 
-def test_who_has_opened_a_stream_and_brings_nothing_is_late_and_not_silent() -> None:
+def test_stalled_contributor_counts_as_late_not_silent() -> None:
     """A claim of next to nothing stretches both; a group of two would have no mean at all before its round is over."""
     histories = beside(Stalling, 2, 3.0, 1, claims=(1.0, 12.5e6), round_seconds=600.0)
     assert outcomes(histories["p01"]) == ["committed"]

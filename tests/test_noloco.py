@@ -24,7 +24,7 @@ def mean(rule: NoLoCo, phis: list[torch.Tensor], deltas: list[torch.Tensor]) -> 
     return torch.stack(brought).mean(dim=0)
 
 
-def test_steps_follow_the_rule_as_the_paper_has_it() -> None:
+def test_steps_follow_the_papers_rule() -> None:
     """Three rounds, element by element, over more than one piece."""
     elements, rule = (1 << 18) + 7, NoLoCo(0.5, 0.7, 0.9)
     phi, velocity = draw(1, elements, 1)[0], torch.zeros(elements)
@@ -40,7 +40,7 @@ def test_steps_follow_the_rule_as_the_paper_has_it() -> None:
     assert float((velocity.double() - momentum).abs().max()) < 1e-5
 
 
-def test_alone_it_is_heavy_ball_momentum() -> None:
+def test_single_peer_step_is_heavy_ball_momentum() -> None:
     rule, (phi, delta) = NoLoCo(0.5, 0.75, 0.5), draw(2, 100, 2)
     before, velocity = phi.clone(), torch.full((100,), 0.25)
     assert rule.step(phi, velocity, mean(rule, [phi], [delta]))
@@ -48,7 +48,7 @@ def test_alone_it_is_heavy_ball_momentum() -> None:
     torch.testing.assert_close(phi, before - velocity, rtol=0, atol=1e-6)
 
 
-def test_a_partner_that_comes_later_is_made_good() -> None:
+def test_late_partner_is_compensated() -> None:
     """Step alone, then learn the pair's mean: as if both had met before."""
     rule, (phi, other, mine, theirs, start) = NoLoCo(0.5, 0.7, 0.9), draw(5, 1000, 3)
     met, late = (phi.clone(), start.clone()), (phi.clone(), start.clone())
@@ -88,9 +88,7 @@ def edge(momentum: float, met: float) -> float:
 
 @pytest.mark.parametrize("met", (1.0, 0.5, 0.1))
 @pytest.mark.parametrize("momentum", (0.0, 0.5, 0.9))
-def test_pairs_that_are_drawn_come_together_within_the_range_of_pulls_and_not_beyond(
-    momentum: float, met: float
-) -> None:
+def test_pairs_converge_only_within_the_pull_range(momentum: float, met: float) -> None:
     assert apart(NoLoCo(momentum, 0.7, 0.6 * most_pull(momentum)), 1500, met) < 0.01
     beyond = NoLoCo(momentum, 0.7, 0.5 * most_pull(momentum))
     beyond.pull = 1.3 * edge(momentum, met)
@@ -98,7 +96,7 @@ def test_pairs_that_are_drawn_come_together_within_the_range_of_pulls_and_not_be
 
 
 @pytest.mark.parametrize("momentum", (0.0, 0.5, 0.8))
-def test_which_pull_is_best_against_what_work_drives_apart(momentum: float) -> None:
+def test_best_pull_minimises_the_spread(momentum: float) -> None:
     """Squares of 1 / ((1 - α)²(1 + α)) times the work's; near either end 2.78 times as much: see the module."""
     best, told = 1 - momentum**2, 1 / ((1 - momentum) ** 2 * (1 + momentum))
     found = {}
@@ -120,10 +118,10 @@ def test_which_pull_is_best_against_what_work_drives_apart(momentum: float) -> N
         ((0.5, 0.7, 0.0), "pull"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(arguments: tuple[float, float, float], said: str) -> None:
+def test_invalid_settings_are_rejected(arguments: tuple[float, float, float], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         NoLoCo(*arguments)
 
 
-def test_what_is_not_finite_is_told() -> None:
+def test_non_finite_step_is_reported() -> None:
     assert not NoLoCo(0.5, 0.7, 0.9).step(torch.zeros(3), torch.zeros(3), torch.tensor([0.0, torch.inf, 0.0]))

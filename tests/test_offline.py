@@ -52,9 +52,7 @@ def test_init_writes_a_file_once(tmp_path: Path, starling: Said) -> None:
     assert "is there already" in starling.refused("init", ".")
 
 
-def test_a_full_disk_leaves_no_half_of_a_run_file(
-    tmp_path: Path, starling: Said, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_leaves_no_partial_run_file(tmp_path: Path, starling: Said, monkeypatch: pytest.MonkeyPatch) -> None:
     def full() -> str:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -64,7 +62,7 @@ def test_a_full_disk_leaves_no_half_of_a_run_file(
     assert starling("init")[0] == 0 and (tmp_path / "run.toml").stat().st_size > 1000
 
 
-def test_the_one_peer_here_is_found(home: Path, tmp_path: Path, starling: Said) -> None:
+def test_single_local_peer_is_found(home: Path, tmp_path: Path, starling: Said) -> None:
     assert f"no peer was in a run in {home}" in starling.refused("export", "--out", "out")
     module = kept_gpt(home / "peer-1")
     code, out, err = starling("export", "--out", "out")
@@ -98,6 +96,6 @@ def test_the_one_peer_here_is_found(home: Path, tmp_path: Path, starling: Said) 
         (["generate", "x", "--state-dir", "absent"], "absent is not a directory"),
     ],
 )
-def test_a_mistake_is_one_line(arguments: list[str], words: str, home: Path, starling: Said) -> None:
+def test_mistake_gives_one_line_error(arguments: list[str], words: str, home: Path, starling: Said) -> None:
     kept_gpt(home / "peer-1")
     assert words in starling.refused(*arguments)

@@ -42,7 +42,7 @@ def restored() -> Iterator[None]:
         (1.0, 0.0, (0.25, 0.25), (0.75, 0.5), (0.25, 0.25)),
     ],
 )
-def test_one_weight_by_hand(
+def test_step_matches_hand_calculation(
     learning_rate: float,
     momentum: float,
     deltas: tuple[float, ...],
@@ -56,7 +56,7 @@ def test_one_weight_by_hand(
 
 
 @pytest.mark.parametrize("learning_rate, momentum", golden.SETTINGS)
-def test_it_is_the_sgd_of_pytorch(learning_rate: float, momentum: float) -> None:
+def test_outer_sgd_matches_pytorch_sgd(learning_rate: float, momentum: float) -> None:
     generator = torch.Generator().manual_seed(7)
     anchor = torch.randn(1001, generator=generator)
     theirs = torch.nn.Parameter(anchor.clone())
@@ -73,7 +73,7 @@ def test_it_is_the_sgd_of_pytorch(learning_rate: float, momentum: float) -> None
 
 
 @pytest.mark.parametrize("learning_rate, momentum", golden.SETTINGS)
-def test_every_operation_rounds_to_float32_by_itself(learning_rate: float, momentum: float) -> None:
+def test_every_operation_rounds_to_float32(learning_rate: float, momentum: float) -> None:
     """The same in numpy's scalars, which nothing fuses: the bits are those of the formula, not only of this torch."""
     one = numpy.float32
     weight, moment = one(1), one(0)
@@ -84,12 +84,12 @@ def test_every_operation_rounds_to_float32_by_itself(learning_rate: float, momen
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_the_golden_bits(threads: int, restored: None) -> None:
+def test_trajectories_match_the_golden_bits(threads: int, restored: None) -> None:
     torch.set_num_threads(threads)
     assert golden.trajectories() == json.loads(golden.FILE.read_text())
 
 
-def test_the_golden_bits_do_not_depend_on_the_processor() -> None:
+def test_golden_bits_do_not_depend_on_the_processor() -> None:
     """torch is told to use no vector instructions at all; the self-test agrees."""
     program = "from tests.golden import outer; from node.outer.sgd import self_test; import json; self_test(); "
     run = subprocess.run(
@@ -103,7 +103,7 @@ def test_the_golden_bits_do_not_depend_on_the_processor() -> None:
     assert json.loads(run.stdout) == json.loads(golden.FILE.read_text())
 
 
-def test_pieces_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_piece_size_does_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(3)
     start, delta = torch.randn(1000, generator=generator), torch.randn(1000, generator=generator)
     ends = []
@@ -118,7 +118,7 @@ def test_pieces_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 3e38])
 @pytest.mark.parametrize("place", [0, 4, 5, 11])
-def test_what_is_not_finite_is_seen(bad: float, place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_non_finite_step_is_detected(bad: float, place: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In every piece; 3e38 is finite itself, but the step from it is not."""
     monkeypatch.setattr(outers, "_PIECE_ELEMENTS", 5)
     delta = torch.full((12,), 0.5)
@@ -127,25 +127,25 @@ def test_what_is_not_finite_is_seen(bad: float, place: int, monkeypatch: pytest.
     assert OuterSGD(0.9, 0.9).step(torch.ones(12), torch.zeros(12), delta) is False
 
 
-def test_a_step_over_nothing() -> None:
+def test_step_over_empty_vectors_succeeds() -> None:
     assert OuterSGD(0.9, 0.9).step(torch.empty(0), torch.empty(0), torch.empty(0))
 
 
 @pytest.mark.parametrize("rate", [0.0, -0.1, math.nan, math.inf, -math.inf])
-def test_a_bad_rate_is_one_line(rate: float) -> None:
+def test_bad_rate_gives_one_line_error(rate: float) -> None:
     with pytest.raises(ValueError) as raised:
         OuterSGD(rate, 0.9)
     assert str(raised.value) == f"outer learning rate must be positive and finite, not {rate}"
 
 
 @pytest.mark.parametrize("momentum", [-0.1, 1.0, 1.5, math.nan, math.inf])
-def test_a_bad_momentum_is_one_line(momentum: float) -> None:
+def test_bad_momentum_gives_one_line_error(momentum: float) -> None:
     with pytest.raises(ValueError) as raised:
         OuterSGD(0.7, momentum)
     assert str(raised.value) == f"outer momentum must be in [0, 1), not {momentum}"
 
 
-def test_the_pseudo_gradient_points_back_to_the_anchor() -> None:
+def test_pseudo_gradient_points_back_to_the_anchor() -> None:
     anchor, local = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.5, 2.5, 3.0])
     into = torch.empty(3)
     pseudo_gradient(anchor, local, into)
@@ -171,14 +171,14 @@ def fused(self: OuterSGD, anchor: Vector, velocity: Vector, delta: Vector) -> bo
     return True
 
 
-def test_a_machine_that_rounds_once_less_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_rounding_fails_the_self_test(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OuterSGD, "step", fused)
     with pytest.raises(RuntimeError, match="differs from the reference") as raised:
         outers.self_test()
     assert "\n" not in str(raised.value)
 
 
-def test_a_machine_that_multiplies_differently_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_different_multiplication_fails_the_self_test(monkeypatch: pytest.MonkeyPatch) -> None:
     multiply = torch.mul
     last_bit = 1 + 2.0**-23
 
@@ -191,13 +191,13 @@ def test_a_machine_that_multiplies_differently_is_found(monkeypatch: pytest.Monk
         outers.self_test()
 
 
-def test_a_machine_that_flushes_subnormal_numbers_is_found(restored: None) -> None:
+def test_flushing_subnormals_fails_the_self_test(restored: None) -> None:
     assert torch.set_flush_denormal(True)
     with pytest.raises(RuntimeError, match="flushes subnormal numbers"):
         outers.self_test()
 
 
-def test_the_pattern_holds_both_signs_and_subnormal_numbers() -> None:
+def test_pattern_has_both_signs_and_subnormals() -> None:
     for step in range(1, 7):
         pattern = outers._pattern(4096, step)
         subnormal = (pattern != 0) & (pattern.abs() < 2.0**-126)

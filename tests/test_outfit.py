@@ -30,7 +30,7 @@ def peer(**flags: object) -> PeerConfig:
     return load_peer(flags, {}, None)
 
 
-def test_each_life_of_each_peer_draws_a_stream_of_its_own_and_all_the_same_weights() -> None:
+def test_incarnations_draw_separate_streams_and_equal_weights() -> None:
     lives = [Member(name, life) for name, life in itertools.product(("anna", "anna/1", "bert"), range(12))]
     specs = [worker_spec(run(), peer(), stream_seed(me)) for me in lives]
     streams = {spec.stream_seed for spec in specs}
@@ -40,16 +40,16 @@ def test_each_life_of_each_peer_draws_a_stream_of_its_own_and_all_the_same_weigh
     assert worker_spec(run(), peer(), stream_seed(lives[0])) == specs[0]
 
 
-def test_the_machine_is_shared_with_who_is_there_already() -> None:
+def test_worker_spec_counts_peers_on_the_machine() -> None:
     assert worker_spec(run(), peer(), 1).peers_here == 3
 
 
-def test_threads_are_the_users_or_the_workers_own_choice() -> None:
+def test_threads_default_to_the_workers_choice() -> None:
     assert worker_spec(run(), peer(), 1).threads == 0
     assert worker_spec(run(), peer(threads=3), 1).threads == 3
 
 
-def test_the_task_and_the_sample_are_the_runs(tmp_path: Path) -> None:
+def test_task_and_sample_come_from_the_run(tmp_path: Path) -> None:
     gpt = worker_spec(run(), peer(), 1, tmp_path / "held-out.bin")
     assert isinstance(gpt.values, GptValues) and gpt.held_out == tmp_path / "held-out.bin"
     paced = worker_spec(run(task="paced"), peer(), 1)
@@ -59,6 +59,6 @@ def test_the_task_and_the_sample_are_the_runs(tmp_path: Path) -> None:
         assert WorkerSpec.from_json(spec.to_json()) == spec
 
 
-def test_a_task_that_nobody_knows_has_no_outfit() -> None:
+def test_unknown_task_is_rejected() -> None:
     with pytest.raises(ConfigError):
         run(task="haruspex")

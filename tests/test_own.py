@@ -88,7 +88,7 @@ def refusal(name: str, **options: bool | int | float | str) -> str:
     return line.removeprefix(f"task {name}: ")
 
 
-def test_the_example_in_the_docs_is_short_and_learns(directory: Path) -> None:
+def test_documented_example_is_short_and_learns(directory: Path) -> None:
     source = example()
     assert len(source.splitlines()) <= 40
     (directory / "shapes.py").write_text(source)
@@ -103,7 +103,7 @@ def test_the_example_in_the_docs_is_short_and_learns(directory: Path) -> None:
     assert tokens == 60 * 32 and before > 2 and learner.evaluate() < 0.8 * before
 
 
-def test_options_and_what_is_given_reach_the_factory(module: Callable[[str], str], directory: Path) -> None:
+def test_options_and_context_reach_the_factory(module: Callable[[str], str], directory: Path) -> None:
     name = module(f"{GOOD}\n_line = make\n{WATCHED}")
     given = TaskContext(7, "cpu", directory / "data", {"a": True, "b": "x"})
     with torch.random.fork_rng():
@@ -113,7 +113,7 @@ def test_options_and_what_is_given_reach_the_factory(module: Callable[[str], str
     assert math.isfinite(task.evaluate()) and not torch.is_inference(task.module.weight)  # type: ignore[arg-type]
 
 
-def test_what_lies_in_the_current_directory_takes_no_librarys_place(directory: Path) -> None:
+def test_file_in_current_directory_does_not_shadow_libraries(directory: Path) -> None:
     (directory / "random.py").write_text(GOOD)
     assert "has no function make" in refusal("random:make") and sys.path[-1] == str(directory)
 
@@ -132,7 +132,7 @@ def test_what_lies_in_the_current_directory_takes_no_librarys_place(directory: P
         ("math:floor", "the factory does not accept the run's options: "),
     ],
 )
-def test_who_is_not_there(name: str, words: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_missing_task_or_factory_gives_one_line_error(name: str, words: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert words in refusal(name, x=1)
 
 
@@ -164,7 +164,7 @@ def test_who_is_not_there(name: str, words: str, capfd: pytest.CaptureFixture[st
         (("self.module(x) - y", "self.module(x[:, 1:]) - y"), "loss(): RuntimeError: mat1 and mat2"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_one_line(
+def test_faulty_task_gives_one_line_error(
     change: tuple[str, str], words: str, module: Callable[[str], str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     source = GOOD.replace(*change, 1)
@@ -175,13 +175,13 @@ def test_what_is_wrong_is_one_line(
     assert ("Traceback" in capfd.readouterr().err) == raised, "in the log there is the traceback of what was raised"
 
 
-def test_a_misspelt_option_is_refused(module: Callable[[str], str]) -> None:
+def test_misspelt_option_is_rejected(module: Callable[[str], str]) -> None:
     assert refusal(module(GOOD), widht=3) == (
         "the factory does not accept the run's options: got an unexpected keyword argument 'widht'"
     )
 
 
-def test_too_large_a_layout_is_refused(module: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_large_layout_is_rejected(module: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own, "MAX_ELEMENTS", 3)
     assert "the module has 4 parameters, more than 3" in refusal(module(GOOD))
     monkeypatch.setattr(own, "MAX_ELEMENTS", 4)
@@ -189,7 +189,7 @@ def test_too_large_a_layout_is_refused(module: Callable[[str], str], monkeypatch
     assert "2 parameter tensors, names of 6: at most 1" in refusal(module(GOOD))
 
 
-def test_what_fails_later_names_the_task(module: Callable[[str], str]) -> None:
+def test_later_failure_names_the_task(module: Callable[[str], str]) -> None:
     name = module(GOOD.replace("draw = ", "assert position < 3, 'no more'; draw = "))
     learner = build(WorkerSpec(OwnValues(name), RECIPE, 3, device="cpu"), torch.empty, False).learner
     for step in range(3):
@@ -198,7 +198,7 @@ def test_what_fails_later_names_the_task(module: Callable[[str], str]) -> None:
         learner.step(0, 3)
 
 
-def test_a_nan_is_the_same_as_itself(module: Callable[[str], str]) -> None:
+def test_try_out_accepts_nan_inputs(module: Callable[[str], str]) -> None:
     task = make(module(GOOD.replace("return x, x.sum", "x[0] = float('nan'); return x, x.sum")), TaskContext(0))
     assert isinstance(task, OwnTask)
     task.try_out(1)

@@ -23,7 +23,7 @@ learning_rate = 1e-3
 """
 
 
-def test_peers_that_have_the_module_and_agreed_learn_together(tmp_path: Path) -> None:
+def test_peers_with_consent_train_their_own_task(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "shapes.py").write_text(example())
 

@@ -20,13 +20,13 @@ def walk(seed: int, elements: int = 3 * SLICE + 5, steps: int = 10) -> Paced:
     return task
 
 
-def test_the_walk_is_the_same_for_ever() -> None:
+def test_walk_is_deterministic() -> None:
     assert digest(Paced(1000, seed=1)) == digest(Paced(1000, seed=2)) == "5b92e754aec91d10"
     assert digest(walk(1)) == digest(walk(1)) == "d48321d4b9ba9888"
     assert digest(walk(2)) != digest(walk(1))
 
 
-def test_seed_round_and_step_each_decide() -> None:
+def test_seed_round_and_step_each_change_the_walk() -> None:
     moves = set()
     for seed, number, step in [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)]:
         task = Paced(100, seed)
@@ -35,7 +35,7 @@ def test_seed_round_and_step_each_decide() -> None:
     assert len(moves) == 4
 
 
-def test_a_step_touches_one_slice_and_they_rotate() -> None:
+def test_steps_rotate_over_slices() -> None:
     task = Paced(3 * SLICE + 5, seed=3)
     touched = []
     for step in range(8):
@@ -49,21 +49,21 @@ def test_a_step_touches_one_slice_and_they_rotate() -> None:
     assert [(after - before) % 4 for before, after in itertools.pairwise(touched)] == [1] * 7
 
 
-def test_it_stays_bounded_and_spread() -> None:
+def test_walk_stays_bounded_and_spread() -> None:
     vector = walk(5, elements=SLICE, steps=300).vectors[0]
     assert vector.abs().max() <= 1 and 0.2 < vector.std() < 0.5 and abs(vector.mean()) < 0.05
     start = Paced((1 << 20) + 7, 0).vectors[0]
     assert start.unique().numel() > 1_000_000 and abs(start.mean()) < 0.01 and start.min() >= -1
 
 
-def test_bad_values_are_one_line() -> None:
+def test_bad_values_give_one_line_error() -> None:
     with pytest.raises(ValueError, match="needs elements and tokens, not 0 and 1024"):
         Paced(0, 0)
     with pytest.raises(ValueError, match="not 5 and 0"):
         Paced(5, 0, tokens_per_step=0)
 
 
-def test_it_resumes_in_a_vector_of_others() -> None:
+def test_walk_resumes_from_a_given_vector() -> None:
     task = Paced(1000, seed=1, allocate=lambda elements: torch.full((elements,), 0.5), resume=True)
     assert task.vectors[0].eq(0.5).all() and task.position == 0
     task.step(0, 0)

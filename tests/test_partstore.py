@@ -94,7 +94,7 @@ def digest(made: ReducedPart) -> bytes:
     return made.result.digest
 
 
-def test_a_part_comes_back_as_it_went(tmp_path: Path) -> None:
+def test_part_round_trips(tmp_path: Path) -> None:
     async def main() -> None:
         kept, parts = (
             store(lambda size: ScratchFile(tmp_path, size)),
@@ -125,7 +125,7 @@ def test_a_part_comes_back_as_it_went(tmp_path: Path) -> None:
         ({"limit_bytes": 1, "least_rounds": 1}, [7]),
     ],
 )
-def test_the_oldest_rounds_go_first(bounds: dict[str, int], left: list[int]) -> None:
+def test_oldest_rounds_are_evicted_first(bounds: dict[str, int], left: list[int]) -> None:
     async def main() -> None:
         kept = store(**{"least_rounds": 1, **bounds})
         first = part(0)
@@ -139,7 +139,7 @@ def test_the_oldest_rounds_go_first(bounds: dict[str, int], left: list[int]) -> 
     play(main)
 
 
-def test_a_full_disk_costs_the_round_s_parts_and_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_full_disk_costs_rounds_parts_and_warns_once(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         rooms = Rooms()
         kept = store(rooms)
@@ -159,7 +159,7 @@ def test_a_full_disk_costs_the_round_s_parts_and_is_told_once(caplog: pytest.Log
     ]
 
 
-def test_what_is_cut_short_goes_on_where_it_was() -> None:
+def test_interrupted_write_resumes_at_its_position() -> None:
     async def main() -> None:
         rooms, made = Rooms(), part(1)
         kept = store(rooms)
@@ -177,7 +177,7 @@ def test_what_is_cut_short_goes_on_where_it_was() -> None:
     play(main)
 
 
-def test_writing_gives_way_to_a_data_phase_but_not_for_ever() -> None:
+def test_writing_yields_to_data_phase_for_limited_time() -> None:
     async def main() -> None:
         gate, rooms, made = Gate(), Rooms(), part(1)
         kept, loop = PartStore(rooms, SimCompute(), gate), asyncio.get_running_loop()
@@ -193,7 +193,7 @@ def test_writing_gives_way_to_a_data_phase_but_not_for_ever() -> None:
     play(main)
 
 
-def test_a_file_that_fails_costs_its_round() -> None:
+def test_failing_file_costs_its_round() -> None:
     world = SyncCluster(("anna", "bert"), keep_rounds=2, store_rounds=64, every_rounds=50)
 
     async def main() -> None:
@@ -215,7 +215,7 @@ def test_a_file_that_fails_costs_its_round() -> None:
     world.play(main)
 
 
-def test_who_was_away_for_long_replays_what_others_stored() -> None:
+def test_long_absent_peer_replays_stored_rounds() -> None:
     world = SyncCluster(("anna", "bert", "cleo"), keep_rounds=2, store_rounds=64, every_rounds=100)
 
     async def main() -> None:
@@ -228,7 +228,7 @@ def test_who_was_away_for_long_replays_what_others_stored() -> None:
     world.play(main)
 
 
-def test_a_real_swarm_has_two_rounds_in_memory_and_the_others_stored() -> None:
+def test_swarm_keeps_two_rounds_in_memory_others_stored() -> None:
     world = Lives("anna bert", keep_rounds=4, rooms=Rooms())
 
     async def main() -> None:

@@ -19,13 +19,13 @@ from protocols.pairwise.peer_timeouts import (
 SIZE = 1_000_000
 
 
-def test_at_first_it_follows_from_our_own_bandwidth() -> None:
+def test_initial_timeout_follows_own_bandwidth() -> None:
     patience = PeerTimeouts(1e6)
     assert patience.expected_seconds("p", SIZE) == 1.0
     assert patience.timeout_seconds("p", SIZE) == 2.0 + TIMEOUT_MULTIPLE
 
 
-def test_it_follows_what_was_observed() -> None:
+def test_timeout_follows_observed_times() -> None:
     patience = PeerTimeouts(1e6)
     for _ in range(40):
         patience.answered("far", 4.0)
@@ -37,14 +37,14 @@ def test_it_follows_what_was_observed() -> None:
     assert patience.answer_seconds("far") < 2.2 < patience.answer_seconds("near") + 0.3
 
 
-def test_who_answers_as_late_as_it_may_is_not_waited_for_longer_each_time() -> None:
+def test_slow_answers_do_not_extend_timeout_forever() -> None:
     patience = PeerTimeouts(1e6)
     for _ in range(20):
         patience.answered("p", 0.99 * patience.answer_seconds("p"))
     assert patience.answer_seconds("p") < 60.0
 
 
-def test_over_a_slow_line_the_time_doubles_until_it_is_enough() -> None:
+def test_timeout_doubles_over_a_slow_link() -> None:
     patience, needed, tries = PeerTimeouts(1e6), 300.0, 0
     while patience.timeout_seconds("slow", SIZE) < needed:
         patience.late("slow", 0.0, 1.0)
@@ -56,7 +56,7 @@ def test_over_a_slow_line_the_time_doubles_until_it_is_enough() -> None:
     assert patience.timeout_seconds("other", SIZE) > 100.0, "but if all are slow, the line is ours"
 
 
-def test_no_line_is_thought_faster_than_it_may_have_become_or_slower_than_any() -> None:
+def test_link_estimate_stays_within_bounds() -> None:
     """Else one exchange that came in a moment, or a hundred that did not, would leave no time, or all there is."""
     patience = PeerTimeouts(1e6)
     patience.took("p", SIZE, 0.0, 1e-6)
@@ -68,7 +68,7 @@ def test_no_line_is_thought_faster_than_it_may_have_become_or_slower_than_any() 
     assert patience.expected_seconds("other", SIZE) == 1000.0
 
 
-def test_who_does_not_answer_is_left_alone_and_thought_no_slower() -> None:
+def test_unanswering_peer_rests_without_slower_estimate() -> None:
     patience = PeerTimeouts(1e6)
     before = patience.timeout_seconds("p", SIZE), patience.timeout_seconds("q", SIZE)
     for number in range(30):
@@ -77,7 +77,7 @@ def test_who_does_not_answer_is_left_alone_and_thought_no_slower() -> None:
     assert before == (patience.timeout_seconds("p", SIZE), patience.timeout_seconds("q", SIZE))
 
 
-def test_one_that_was_late_is_left_alone_for_as_long_as_it_cost() -> None:
+def test_late_peer_rests_in_proportion_to_cost() -> None:
     patience = PeerTimeouts(1e6)
     patience.late("p", now=100.0, cost_seconds=5.0)
     rest = 5.0 * REST_MULTIPLE
@@ -90,7 +90,7 @@ def test_one_that_was_late_is_left_alone_for_as_long_as_it_cost() -> None:
     assert patience.resting("q", 100.0 + DISTRUST_SECONDS - 0.1) and not patience.resting("q", 100.0 + DISTRUST_SECONDS)
 
 
-def test_who_takes_longer_than_it_should_is_met_seldom() -> None:
+def test_slow_peer_is_met_rarely() -> None:
     """It completes what it begins, and so is never late; what time it is given doubles each time."""
     patience = PeerTimeouts(1e6)
     quick = 2.0 + 2 * patience.expected_seconds("p", SIZE)
@@ -101,7 +101,7 @@ def test_who_takes_longer_than_it_should_is_met_seldom() -> None:
     assert patience.resting("p", 100.0 + REST_MULTIPLE * quick) and not patience.resting("q", 100.0)
 
 
-def test_who_breaks_off_costs_what_it_cost_and_says_nothing_of_the_line() -> None:
+def test_aborted_exchange_rests_without_slower_estimate() -> None:
     patience = PeerTimeouts(1e6)
     before = patience.expected_seconds("p", SIZE)
     patience.failed("p", 100.0, 100.0 + CHEAP_SECONDS / 2, 110.0, slow=True)
@@ -112,7 +112,7 @@ def test_who_breaks_off_costs_what_it_cost_and_says_nothing_of_the_line() -> Non
     assert patience.expected_seconds("p", SIZE) > before
 
 
-def test_what_is_remembered_is_bounded() -> None:
+def test_remembered_peers_are_bounded() -> None:
     patience, questions = PeerTimeouts(1e6), RequestDeduplicator()
     patience.late("first", 0.0, 1000.0)
     for number in range(MAX_PEERS):
@@ -122,7 +122,7 @@ def test_what_is_remembered_is_bounded() -> None:
     assert len(patience._peers) == len(questions._lives) == MAX_PEERS
 
 
-def test_each_question_is_heard_once_in_any_order_and_not_when_it_is_old() -> None:
+def test_each_request_is_accepted_once_and_not_stale() -> None:
     questions, member = RequestDeduplicator(), Member("p")
     for number in (5, 3, 4, 70):
         questions.hear(member, number, number // 10)

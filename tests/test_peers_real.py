@@ -54,7 +54,7 @@ def others_decide(peers: list[RealPeer], since: float, seconds: float) -> list[R
     return wait("the others decide", lambda: deciding(peers, since), seconds)
 
 
-def test_four_peers_agree_round_by_round(swarm: RealSwarm) -> None:
+def test_four_peers_agree_every_round(swarm: RealSwarm) -> None:
     four = swarm.four(ROUND_SECONDS)
     first = four[0].last()["round"]
     wait("three rounds more", lambda: all(peer.last()["round"] > first + 3 for peer in four), 2 * ROUND_SECONDS)
@@ -66,7 +66,7 @@ def test_four_peers_agree_round_by_round(swarm: RealSwarm) -> None:
     swarm.check()
 
 
-def test_a_killed_worker_costs_nobody_else_a_round(swarm: RealSwarm) -> None:
+def test_killed_worker_costs_others_no_round(swarm: RealSwarm) -> None:
     four = swarm.four(ROUND_SECONDS)
     victim = four[1]
     worker = victim.child("worker")
@@ -78,7 +78,7 @@ def test_a_killed_worker_costs_nobody_else_a_round(swarm: RealSwarm) -> None:
         assert {each["outcome"] for each in peer.reports() if each["time"] > killed} == {"committed"}
 
 
-def test_a_killed_p2pd_is_mended(swarm: RealSwarm) -> None:
+def test_killed_p2pd_is_restarted(swarm: RealSwarm) -> None:
     four = swarm.four(ROUND_SECONDS)
     victim = four[2]
     daemon = victim.child("p2pd")
@@ -88,7 +88,7 @@ def test_a_killed_p2pd_is_mended(swarm: RealSwarm) -> None:
     back_in(swarm, four, time.time())
 
 
-def test_a_peer_killed_in_the_data_phase_holds_up_nobody_and_comes_back_in_a_new_life(swarm: RealSwarm) -> None:
+def test_peer_killed_in_data_phase_delays_no_others(swarm: RealSwarm) -> None:
     four = swarm.four(ROUND_SECONDS)
     victim = four[3]
     before = victim.last()
@@ -108,7 +108,7 @@ def test_a_peer_killed_in_the_data_phase_holds_up_nobody_and_comes_back_in_a_new
     assert again.last()["incarnation"] == before["incarnation"] + 1
 
 
-def test_a_stopped_peer_is_suspected_excluded_and_synced_when_it_wakes(swarm: RealSwarm) -> None:
+def test_stopped_peer_is_excluded_and_resyncs_on_wake(swarm: RealSwarm) -> None:
     four = swarm.four(ROUND_SECONDS)
     victim = four[0]
     stopped = victim.strike(number=signal.SIGSTOP)
@@ -125,7 +125,7 @@ def test_a_stopped_peer_is_suspected_excluded_and_synced_when_it_wakes(swarm: Re
     assert any(each["outcome"] == "superseded" for each in victim.reports() if each["time"] > stopped)
 
 
-def test_the_founder_is_killed_and_a_newcomer_gets_in_through_another(swarm: RealSwarm) -> None:
+def test_newcomer_joins_after_the_founder_is_killed(swarm: RealSwarm) -> None:
     four = swarm.four(ROUND_SECONDS)
     founder = swarm["a"]
     killed = founder.strike()
@@ -144,7 +144,7 @@ def test_the_founder_is_killed_and_a_newcomer_gets_in_through_another(swarm: Rea
     swarm.check()
 
 
-def test_who_is_asked_to_leave_hands_in_its_round_and_holds_up_nobody(swarm: RealSwarm) -> None:
+def test_leaver_hands_in_its_round_without_delay(swarm: RealSwarm) -> None:
     four = swarm.four(ROUND_SECONDS)
     for leaver, leave in ((four[0], finish), (four[1], interrupt)):
         others_decide([leaver], time.time(), ROUND_SECONDS)
@@ -169,7 +169,7 @@ def interrupt(peer: RealPeer) -> None:
     peer.strike(number=signal.SIGINT)
 
 
-def test_of_two_with_one_identity_one_is_told_and_goes(swarm: RealSwarm, tmp_path: Path) -> None:
+def test_duplicate_identity_makes_one_peer_exit(swarm: RealSwarm, tmp_path: Path) -> None:
     original = swarm.four(ROUND_SECONDS)[1]
     twin = RealPeer("twin", tmp_path)
     shutil.copytree(original.directory, twin.directory, ignore=shutil.ignore_patterns(*PASSING))

@@ -29,7 +29,7 @@ async def read(pipe: SocketPipe, size: int) -> bytes:
     return bytes(buffer)
 
 
-async def test_reads_need_not_match_writes() -> None:
+async def test_read_sizes_need_not_match_write_sizes() -> None:
     async with pipes() as (a, b):
         data = bytes(range(256)) * (3 * PIECE_BYTES // 256) + b"tail"
         writing = asyncio.create_task(a.write(data))
@@ -39,7 +39,7 @@ async def test_reads_need_not_match_writes() -> None:
         assert b"".join(parts) == data
 
 
-async def test_views_of_other_items_are_taken_as_bytes() -> None:
+async def test_views_of_other_item_sizes_are_bytes() -> None:
     async with pipes() as (a, b):
         await a.write(memoryview(bytearray(b"01234567")).cast("I"))
         into = bytearray(8)
@@ -47,7 +47,7 @@ async def test_views_of_other_items_are_taken_as_bytes() -> None:
         assert into == b"01234567"
 
 
-async def test_the_end_comes_after_what_was_sent_and_both_sides_see_it() -> None:
+async def test_end_follows_sent_bytes_on_both_sides() -> None:
     async with pipes() as (a, b):
         await a.write(b"last words")
         closing = asyncio.create_task(a.close(20))
@@ -60,7 +60,7 @@ async def test_the_end_comes_after_what_was_sent_and_both_sides_see_it() -> None
         await closing
 
 
-async def test_what_arrives_after_the_end_is_dropped() -> None:
+async def test_bytes_after_the_end_are_dropped() -> None:
     async with pipes() as (a, b):
         closing = asyncio.create_task(a.close(20))
         await b.write(bytes(PIECE_BYTES))
@@ -68,7 +68,7 @@ async def test_what_arrives_after_the_end_is_dropped() -> None:
         await closing
 
 
-async def test_who_never_stops_sending_is_broken_off() -> None:
+async def test_endless_sender_is_cut_off() -> None:
     async with pipes() as (a, b):
         closing = asyncio.create_task(a.close(20))
         with pytest.raises(OSError):
@@ -77,14 +77,14 @@ async def test_who_never_stops_sending_is_broken_off() -> None:
         await closing
 
 
-async def test_a_silent_other_side_is_not_waited_for_longer_than_said() -> None:
+async def test_close_waits_for_silent_side_only_briefly() -> None:
     async with pipes() as (a, b):
         await a.close(0.05)
         with pytest.raises(EOFError, match="the peer is done"):
             await read(b, 1)
 
 
-async def test_reset_is_no_end() -> None:
+async def test_reset_is_not_a_clean_end() -> None:
     async with pipes() as (a, b):
         await a.write(b"half")
         await a.reset()
@@ -94,7 +94,7 @@ async def test_reset_is_no_end() -> None:
             await a.write(b"more")
 
 
-async def test_a_cancelled_write_sends_nothing_more() -> None:
+async def test_cancelled_write_sends_nothing_more() -> None:
     async with pipes() as (a, b):
         lent = bytearray(b"\x01" * PIECE_BYTES)
         writing = asyncio.create_task(a.write(lent))

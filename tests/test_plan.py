@@ -108,14 +108,14 @@ def variants(value: Any) -> Iterator[Any]:
         ([1.0, 2.0], 3, 1.5),
     ],
 )
-def test_when_a_round_is_called(complete: list[float], members: int, expected: float | None) -> None:
+def test_call_time_follows_complete_members(complete: list[float], members: int, expected: float | None) -> None:
     after = planning.call_after(complete, members)
     assert (after is None) == (expected is None)
     assert after == (None if expected is None else pytest.approx(expected))
 
 
 @given(seconds=st.lists(st.floats(0, 1e4), min_size=1, max_size=32), data=st.data())
-def test_news_never_postpones_the_call_and_order_is_no_matter(seconds: list[float], data: st.DataObject) -> None:
+def test_more_completions_never_postpone_the_call(seconds: list[float], data: st.DataObject) -> None:
     in_time = sorted(seconds)
     before = float("inf")
     for known in range(len(seconds) + 1):
@@ -147,12 +147,12 @@ def test_news_never_postpones_the_call_and_order_is_no_matter(seconds: list[floa
         ([wire.MAX_TOKENS], (float(wire.MAX_TOKENS),)),
     ],
 )
-def test_weights_are_tokens_up_to_a_multiple_of_the_median(tokens: list[int], expected: tuple[float, ...]) -> None:
+def test_weights_are_tokens_capped_by_median_multiple(tokens: list[int], expected: tuple[float, ...]) -> None:
     assert clipping.weights(tokens) == expected
 
 
 @given(tokens=st.lists(st.integers(0, 10**6), min_size=1, max_size=32))
-def test_no_voice_is_louder_than_the_median_one_where_claims_are_not_believed(tokens: list[int]) -> None:
+def test_unit_multiple_caps_weights_at_the_median(tokens: list[int]) -> None:
     brought = sorted(count for count in tokens if count)
     if not brought:
         return
@@ -178,7 +178,7 @@ def test_no_voice_is_louder_than_the_median_one_where_claims_are_not_believed(to
         ([4.0, 1.0, 1.0], [1.0, 100.0, 100.0], (0.25, 1.0, 1.0)),  # fewer steps are no reason for a smaller one
     ],
 )
-def test_norms_count_up_to_the_median_and_as_far_as_tokens_explain_them(
+def test_norms_are_clipped_to_median_and_token_allowance(
     norms: list[float], weights: list[float], factors: tuple[float, ...]
 ) -> None:
     assert clipping.clip_factors(norms, clipping.allowances(weights)) == factors
@@ -189,7 +189,7 @@ def test_norms_count_up_to_the_median_and_as_far_as_tokens_explain_them(
     lies=st.lists(st.floats(0.0, 1e30), max_size=15),
     data=st.data(),
 )
-def test_a_minority_of_liars_pulls_no_harder_than_the_largest_honest_norm(
+def test_lying_minority_cannot_exceed_largest_honest_norm(
     norms: list[float], lies: list[float], data: st.DataObject
 ) -> None:
     lies = lies[: max(0, len(norms) - 1)]
@@ -236,7 +236,7 @@ def uplinks(draw: st.DrawFn, fewest: int = 1) -> tuple[list[float], list[bool]]:
 
 
 @given(links=uplinks())
-def test_shares_are_shares(links: tuple[list[float], list[bool]]) -> None:
+def test_shares_sum_to_one(links: tuple[list[float], list[bool]]) -> None:
     bandwidths, able = links
     fractions = planning.shares(bandwidths, able)
     assert len(fractions) == len(bandwidths)
@@ -246,7 +246,7 @@ def test_shares_are_shares(links: tuple[list[float], list[bool]]) -> None:
 
 
 @given(links=uplinks(fewest=3))
-def test_shares_take_the_least_time(links: tuple[list[float], list[bool]]) -> None:
+def test_shares_minimise_the_time(links: tuple[list[float], list[bool]]) -> None:
     bandwidths, able = links
     fractions = planning.shares(bandwidths, able)
     least = least_seconds(bandwidths, able)
@@ -256,9 +256,7 @@ def test_shares_take_the_least_time(links: tuple[list[float], list[bool]]) -> No
 
 
 @given(links=uplinks(fewest=2), growth=st.floats(1.01, 40))
-def test_shares_take_the_least_time_where_a_mean_is_larger_than_a_contribution(
-    links: tuple[list[float], list[bool]], growth: float
-) -> None:
+def test_shares_minimise_the_time_with_growing_means(links: tuple[list[float], list[bool]], growth: float) -> None:
     bandwidths, able = links
     fractions = planning.shares(bandwidths, able, growth)
     least = least_seconds(bandwidths, able, growth)
@@ -268,7 +266,7 @@ def test_shares_take_the_least_time_where_a_mean_is_larger_than_a_contribution(
 
 
 @given(links=uplinks(), elements=st.integers(0, 10**7), grain=st.sampled_from([1, 64, 4096]))
-def test_parts_begin_at_multiples_of_the_grain(
+def test_parts_start_at_multiples_of_the_grain(
     links: tuple[list[float], list[bool]], elements: int, grain: int
 ) -> None:
     bounds = planning.part_bounds(planning.shares(*links), elements, grain)
@@ -277,7 +275,7 @@ def test_parts_begin_at_multiples_of_the_grain(
 
 
 @given(scale=st.sampled_from([1e3, 1e7, 1e12]), ratios=st.lists(st.floats(1, 2), min_size=3, max_size=32))
-def test_links_alike_enough_share_by_the_formula(scale: float, ratios: list[float]) -> None:
+def test_similar_links_share_by_the_formula(scale: float, ratios: list[float]) -> None:
     """2(N-1)·S/Σb, for every member."""
     bandwidths, count = [scale * ratio for ratio in ratios], len(ratios)
     assume(min(bandwidths) >= sum(bandwidths) / (2 * (count - 1)))
@@ -290,7 +288,7 @@ def test_links_alike_enough_share_by_the_formula(scale: float, ratios: list[floa
 
 @pytest.mark.parametrize("bandwidths", [(1.0, 1.0, 1.0), (4.0, 3.0, 2.0), (10.0, 1.0, 1.0), (9.0, 8.0, 1.0)])
 @pytest.mark.parametrize("able", [(True, True, True), (True, True, False), (False, True, True)])
-def test_no_other_division_is_faster(bandwidths: tuple[float, ...], able: tuple[bool, ...]) -> None:
+def test_no_other_share_division_is_faster(bandwidths: tuple[float, ...], able: tuple[bool, ...]) -> None:
     fractions = planning.shares(bandwidths, able)
     best = seconds_of(fractions, bandwidths, able)
     steps = 48
@@ -312,7 +310,7 @@ def test_no_other_division_is_faster(bandwidths: tuple[float, ...], able: tuple[
         ([1.0, 30.0, 20.0], [True] * 3, (0.0, 0.8, 0.2)),
     ],
 )
-def test_shares_by_hand(bandwidths: list[float], able: list[bool], expected: tuple[float, ...]) -> None:
+def test_shares_match_hand_calculation(bandwidths: list[float], able: list[bool], expected: tuple[float, ...]) -> None:
     assert planning.shares(bandwidths, able) == pytest.approx(expected)
 
 
@@ -337,11 +335,13 @@ def test_parts_tile_the_vector(links: tuple[list[float], list[bool]], elements: 
         ((0.1,) * 10, 10, tuple(range(11))),
     ],
 )
-def test_parts_by_hand(fractions: tuple[float, ...], elements: int, expected: tuple[int, ...]) -> None:
+def test_part_bounds_match_hand_calculation(
+    fractions: tuple[float, ...], elements: int, expected: tuple[int, ...]
+) -> None:
     assert planning.part_bounds(fractions, elements) == expected
 
 
-def test_the_slowest_uplink_decides_how_long_it_takes() -> None:
+def test_slowest_uplink_determines_the_expected_time() -> None:
     assert planning.expected_seconds((1.0,), (5.0,), 1000) == 0.0
     assert planning.expected_seconds((0.5, 0.5), (10.0, 20.0), 1000) == 100.0
     assert planning.expected_seconds((0.5, 0.5, 0.0), (10.0, 30.0, 40.0), 1000) == 150.0
@@ -350,7 +350,7 @@ def test_the_slowest_uplink_decides_how_long_it_takes() -> None:
 # -- drawing ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_plan_is_valid_and_does_not_depend_on_the_order_of_offers() -> None:
+def test_plan_is_valid_and_independent_of_offer_order() -> None:
     offers = [offer(member.peer, bandwidth=1e6 * (1 + i), tokens=i) for i, member in enumerate(ROSTER)]
     plans = {drawn(*order) for order in itertools.permutations(offers)}
     assert len(plans) == 1
@@ -361,12 +361,12 @@ def test_a_plan_is_valid_and_does_not_depend_on_the_order_of_offers() -> None:
     assert plan.bounds[:2] == (0, 0), "the member without tokens reduces nothing"
 
 
-def test_who_has_nothing_to_bring_reduces_only_if_nobody_else_can() -> None:
+def test_member_without_work_reduces_only_as_last_resort() -> None:
     assert drawn(offer("anna"), offer("bert", tokens=0)).bounds == (0, 1000, 1000)
     assert drawn(offer("anna", tokens=0), offer("bert", tokens=0)).bounds == (0, 500, 1000)
 
 
-def test_a_claimed_bandwidth_moves_neither_parts_nor_times_beyond_its_spread() -> None:
+def test_bandwidth_claim_is_clamped_to_its_spread() -> None:
     """Nobody waits a week because one member says that its link is that slow."""
     honest = [offer("anna"), offer("bert"), offer("cleo")]
     assert planning.bandwidths([1.0, 1e6, 1e6, 1e13]) == (62_500.0, 1e6, 1e6, 16e6)
@@ -376,7 +376,7 @@ def test_a_claimed_bandwidth_moves_neither_parts_nor_times_beyond_its_spread() -
     assert drawn(*honest, boasting).bounds == drawn(*honest, fast).bounds
 
 
-def test_times_follow_from_the_offers() -> None:
+def test_times_are_derived_from_the_offers() -> None:
     offers = [offer("anna", step_seconds=2.0), offer("bert", step_seconds=9.0), offer("cleo", step_seconds=0.0)]
     assert drawn(*offers, elapsed_seconds=100.0).cut_seconds == 9.0
     assert drawn(*offers, elapsed_seconds=5.0).cut_seconds == 5.0, "nobody's step is longer than the round so far"
@@ -389,7 +389,7 @@ def test_times_follow_from_the_offers() -> None:
 @pytest.mark.parametrize("bandwidth", [1.0, 1e13])
 @pytest.mark.parametrize("tokens", [0, wire.MAX_TOKENS])
 @pytest.mark.parametrize("norm", [0.0, 1e-320, 1e30])
-def test_every_plan_fits_the_wire_whatever_one_member_claims(bandwidth: float, tokens: int, norm: float) -> None:
+def test_extreme_offer_still_gives_an_encodable_plan(bandwidth: float, tokens: int, norm: float) -> None:
     strange = offer("anna", bandwidth=bandwidth, tokens=tokens, norm=norm, step_seconds=wire.MAX_SECONDS)
     plan = drawn(strange, offer("bert"), offer("cleo"), elements=1 << 30, elapsed_seconds=1e9)
     planning.check(plan, inputs(1 << 30), ROSTER, verify)
@@ -399,7 +399,7 @@ def test_every_plan_fits_the_wire_whatever_one_member_claims(bandwidth: float, t
 # -- terms ------------------------------------------------------------------------------------------------------------
 
 
-def test_all_that_follows_from_a_plan() -> None:
+def test_plan_resolves_to_all_derived_values() -> None:
     offers = [
         offer("anna", tokens=100, norm=1.0),
         offer("bert", tokens=100, norm=4.0),
@@ -419,7 +419,7 @@ def test_all_that_follows_from_a_plan() -> None:
     assert planning.resolve_plan(drawn()).clamped == ()
 
 
-def test_who_is_clipped_by_half_is_named_and_who_is_clipped_by_less_is_not() -> None:
+def test_only_heavily_clipped_members_are_named() -> None:
     norms = {"anna": 1.0, "bert": 1.0, "cleo": 1.9, "dora": 2.1}
     resolved = planning.resolve_plan(drawn(*(offer(peer, norm=norm) for peer, norm in norms.items())))
     assert resolved.factors == pytest.approx((1.0, 1.0, 1 / 1.9, 1 / 2.1))
@@ -428,7 +428,7 @@ def test_who_is_clipped_by_half_is_named_and_who_is_clipped_by_less_is_not() -> 
     assert planning.resolve_plan(drawn(offer("anna", norm=100.0), offer("bert"))).norm_limit(0) == 150.0
 
 
-def test_a_rule_other_than_the_mean_believes_no_claim_and_blames_nobody_for_being_fast() -> None:
+def test_robust_rule_caps_weights_without_blame() -> None:
     offers = [offer("anna", tokens=100), offer("bert", tokens=300), offer("cleo", tokens=1000, norm=5.0)]
     plan = drawn(*offers)
     assert planning.resolve_plan(plan).weights == (100.0, 300.0, 1000.0)
@@ -443,7 +443,7 @@ def test_a_rule_other_than_the_mean_believes_no_claim_and_blames_nobody_for_bein
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 @pytest.mark.parametrize("elements", [1, 3, 1000])
-def test_what_is_drawn_is_valid(count: int, elements: int) -> None:
+def test_drawn_plan_is_valid(count: int, elements: int) -> None:
     checked(drawn(*(offer(member.peer) for member in ROSTER[:count]), elements=elements), elements)
 
 
@@ -491,14 +491,14 @@ OTHER_TIMES: dict[str, Break] = {
         for name, broken in cases.items()
     ],
 )
-def test_a_plan_that_breaks_a_rule_is_refused(broken: Break, why: str) -> None:
+def test_plan_breaking_a_rule_is_rejected(broken: Break, why: str) -> None:
     plan = drawn()
     checked(plan)
     with pytest.raises(BadPayload, match=why):
         checked(broken(plan))
 
 
-def test_a_peer_counts_once_in_a_plan_where_all_its_lives_are_known() -> None:
+def test_peer_counts_once_across_its_incarnations() -> None:
     lives = (offer("anna"), offer("anna", incarnation=1), offer("bert"))
     with pytest.raises(BadPayload, match="one peer several times"):
         checked(drawn(*lives), roster=tuple(each.member for each in lives))
@@ -506,7 +506,7 @@ def test_a_peer_counts_once_in_a_plan_where_all_its_lives_are_known() -> None:
 
 @pytest.mark.parametrize("index", range(len(ROSTER)))
 @pytest.mark.parametrize("name", [field.name for field in fields(Offer) if field.name != "member"])
-def test_no_field_of_an_offer_can_be_altered(index: int, name: str) -> None:
+def test_altered_offer_is_rejected_as_forged(index: int, name: str) -> None:
     plan = drawn()
     genuine = plan.offers[index]
     forged = replace(genuine, **{name: next(variants(getattr(genuine, name)))})
@@ -515,20 +515,20 @@ def test_no_field_of_an_offer_can_be_altered(index: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("other", list(variants(KEY)), ids=[field.name for field in fields(KEY)])
-def test_an_offer_to_another_round_is_forged(other: RoundKey) -> None:
+def test_offer_for_another_round_is_rejected_as_forged(other: RoundKey) -> None:
     with pytest.raises(BadPayload, match="a forged offer of anna"):
         checked(replace(drawn(), key=other))
     with pytest.raises(BadPayload, match="a forged offer of bert"):
         checked(drawn(offer("anna"), offer("bert", key=other)))
 
 
-def test_the_signature_of_one_is_not_that_of_another() -> None:
+def test_signature_of_another_member_is_rejected() -> None:
     genuine = offer("anna")
     with pytest.raises(BadPayload, match="a forged offer of bert"):
         checked(drawn(replace(genuine, member=Member("bert"))))
 
 
-def test_the_digest_changes_with_every_field() -> None:
+def test_digest_changes_with_every_field_but_assignments() -> None:
     """But for who calls and who reduces: a part that goes to another stays what it is."""
     plan = drawn()
     others = list(variants(plan))
@@ -544,7 +544,7 @@ def test_the_digest_changes_with_every_field() -> None:
 # -- parts given to others, links that failed -------------------------------------------------------------------------
 
 
-def test_a_lost_part_goes_to_another_and_the_rest_stays() -> None:
+def test_lost_part_is_reassigned_and_others_stay() -> None:
     plan = drawn()
     second = planning.reassign_parts(plan, {2: 0}, ballot=0)
     assert (second.ballot, second.version, second.reducers) == (0, 1, (0, 1, 0, 3))
@@ -564,7 +564,7 @@ def done(part: int, reducer: int, *masks: int) -> PartDone:
     return PartDone(part, reducer, wire.PartDigest(bytes([part]) * 32, runs), b"")
 
 
-def test_a_link_that_carried_nothing_is_complained_of_and_spared() -> None:
+def test_broken_link_is_reported_as_fault_and_spared() -> None:
     """bert's work is in all parts but cleo's: neither reduces for a while, and both still bring what they have."""
     resolved = planning.resolve_plan(drawn())
     parts = [done(0, 0, 0b1111), done(1, 1, 0b1111), done(2, 2, 0b1101, 0b1101), done(3, 3, 0b1111)]
@@ -579,20 +579,20 @@ def test_a_link_that_carried_nothing_is_complained_of_and_spared() -> None:
     assert planning.make_plan(over, offers, 100.0).bounds == drawn().bounds
 
 
-def test_who_is_nowhere_or_came_late_is_not_complained_of() -> None:
+def test_absent_or_late_contributor_is_no_link_fault() -> None:
     resolved = planning.resolve_plan(drawn())
     nowhere = [done(part, part, 0b1011) for part in range(4)]
     torn = [done(0, 0, 0b1111, 0b1101), *(done(part, part, 0b1111) for part in (1, 2, 3))]
     assert planning.complaints(resolved, nowhere, ()) == planning.complaints(resolved, torn, ()) == ()
 
 
-def test_no_reducer_can_complain_of_everybody() -> None:
+def test_reducer_cannot_report_faults_with_all_members() -> None:
     resolved = planning.resolve_plan(drawn())
     liar = [done(0, 0, 0b0001), *(done(part, part, 0b1111) for part in (1, 2, 3))]
     assert len(planning.complaints(resolved, liar, ())) == 1
 
 
-def test_where_all_are_complained_of_all_reduce() -> None:
+def test_link_faults_of_all_members_are_ignored() -> None:
     complaints = (LinkFault("anna", "bert", 99), LinkFault("cleo", "dora", 99))
     inputs = planning.PlanInputs(KEY, ELEMENTS, 4.0, complaints)
     assert planning.make_plan(inputs, [offer(member.peer) for member in ROSTER], 100.0).bounds == drawn().bounds

@@ -77,7 +77,7 @@ def stages(
     )
 
 
-def test_there_is_a_status_before_there_is_anything_else() -> None:
+def test_status_is_available_before_joining() -> None:
     status = shown(StatusTracker("nick"))
     assert (status.state, status.nickname, status.pid) == ("starting", "nick", os.getpid())
     assert (status.peers, status.addresses, status.waiting_for, status.round, status.tokens) == ((), (), (), 0, 0)
@@ -85,7 +85,7 @@ def test_there_is_a_status_before_there_is_anything_else() -> None:
     assert status.rss_bytes > 0
 
 
-def test_it_is_filled_in_part_by_part(tmp_path: Path) -> None:
+def test_status_fills_in_as_parts_arrive(tmp_path: Path) -> None:
     """Whatever is there first."""
     contacts = (contact("anna", "Anna"),)
     whole, parts = StatusTracker("nick"), stages(tmp_path, contacts=contacts)
@@ -100,7 +100,7 @@ def test_it_is_filled_in_part_by_part(tmp_path: Path) -> None:
     assert status.loop_lag_p99_seconds == 0.004 and status.clock == "an hour off"
 
 
-def test_who_is_shown_of_the_others(tmp_path: Path) -> None:
+def test_status_lists_members_and_met_peers(tmp_path: Path) -> None:
     contacts = (
         contact("anna", "Anna", addresses=("/ip4/192.0.2.1/tcp/1", "/ip4/192.0.2.2/tcp/1")),
         contact("bert", None, live=False),
@@ -114,7 +114,7 @@ def test_who_is_shown_of_the_others(tmp_path: Path) -> None:
     assert not peers["cleo"].member
 
 
-def test_where_nobody_votes_nobody_only_looks_on(tmp_path: Path) -> None:
+def test_peers_without_votes_all_show_as_members(tmp_path: Path) -> None:
     status_tracker = in_a_run(tmp_path, contacts=(contact("anna", "Anna"), contact("cleo", "Cleo", live=False)))
     chain, membership = status_tracker._chain, status_tracker._membership
     assert chain and membership
@@ -122,7 +122,7 @@ def test_where_nobody_votes_nobody_only_looks_on(tmp_path: Path) -> None:
     assert [line.member for line in shown(status_tracker).peers] == [True, True]
 
 
-def test_who_is_waited_for_is_named(tmp_path: Path) -> None:
+def test_status_names_the_awaited_peers(tmp_path: Path) -> None:
     status_tracker = in_a_run(tmp_path, contacts=(contact("anna", "Anna"), contact("12D3KooWverylong", None)))
     journal = Journal(tmp_path / "rounds.jsonl")
     status_tracker.start_outer_loop(OuterLoopSources(journal, lambda: ("anna", "12D3KooWverylong")))
@@ -136,7 +136,7 @@ def test_who_is_waited_for_is_named(tmp_path: Path) -> None:
     assert shown(status_tracker).waiting_for == (), "nobody waits for others while we are at work ourselves"
 
 
-def test_a_round_under_way_counts_and_once_only(tmp_path: Path) -> None:
+def test_round_in_progress_counts_once(tmp_path: Path) -> None:
     async def body() -> None:
         status_tracker = in_a_run(tmp_path)
         assert status_tracker._sources
@@ -152,7 +152,7 @@ def test_a_round_under_way_counts_and_once_only(tmp_path: Path) -> None:
     play(body)
 
 
-def test_the_last_loss_that_is_known_stays(tmp_path: Path) -> None:
+def test_last_known_loss_is_kept(tmp_path: Path) -> None:
     async def body() -> None:
         status_tracker = in_a_run(tmp_path)
         status_tracker.reported(REPORT)
@@ -163,7 +163,7 @@ def test_the_last_loss_that_is_known_stays(tmp_path: Path) -> None:
     play(body)
 
 
-def test_one_that_is_not_in_the_roster_says_so(tmp_path: Path) -> None:
+def test_status_explains_absence_from_the_roster(tmp_path: Path) -> None:
     status_tracker = in_a_run(tmp_path, roster=ROSTER[:2], contacts=(contact("anna", "Anna"),))
     status_tracker.on_progress("training", WORK)
     assert "admitted" in shown(status_tracker).reason
@@ -176,7 +176,7 @@ def test_one_that_is_not_in_the_roster_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("end", ["leaving", "finished"])
-def test_who_leaves_stays_so_whatever_its_last_rounds_do(tmp_path: Path, end: str) -> None:
+def test_leaving_state_is_not_overwritten(tmp_path: Path, end: str) -> None:
     status_tracker = in_a_run(tmp_path)
     status_tracker.set_state(end, "why")
     status_tracker.on_progress("averaging", WORK)
@@ -186,7 +186,7 @@ def test_who_leaves_stays_so_whatever_its_last_rounds_do(tmp_path: Path, end: st
     assert (status_tracker.state, status_tracker.reason) == ("finished", "the run is over")
 
 
-def test_the_end_is_estimated_from_the_last_rounds(tmp_path: Path) -> None:
+def test_eta_is_estimated_from_the_last_rounds(tmp_path: Path) -> None:
     async def body() -> None:
         status_tracker = in_a_run(tmp_path)
         chain = status_tracker._chain
@@ -207,7 +207,7 @@ def test_the_end_is_estimated_from_the_last_rounds(tmp_path: Path) -> None:
     play(body)
 
 
-def test_how_far_catching_up_is_is_shown_while_it_lasts(tmp_path: Path) -> None:
+def test_sync_progress_is_shown_during_catch_up(tmp_path: Path) -> None:
     async def body() -> None:
         status_tracker = StatusTracker("nick")
         assert shown(status_tracker).syncing is None

@@ -24,7 +24,7 @@ wait.set()
 """
 
 
-def test_all_threads_and_the_session_stand_back() -> None:
+def test_all_threads_and_session_get_low_priority() -> None:
     """Niceness acts inside a scheduling group, the group's between sessions: one without the other is nothing."""
     ours = os.getpriority(os.PRIO_PROCESS, 0)
     for nice, group in ((0, 0), (7, min(19, ours + 7)), (19, 19)):
@@ -37,7 +37,7 @@ def test_all_threads_and_the_session_stand_back() -> None:
         assert session in ([], [str(group)])
 
 
-def test_a_process_that_gets_no_core_is_told_from_one_that_hangs() -> None:
+def test_ready_time_distinguishes_starved_from_stopped() -> None:
     """Two that want one core wait for each other; one that is stopped waits for nothing."""
     core = min(os.sched_getaffinity(0))
     code = f"import os; os.sched_setaffinity(0, [{core}]); print(flush=True)\nwhile True: pass"

@@ -14,7 +14,7 @@ from protocols.sync.progress import (
 MB = 1_000_000
 
 
-def test_progress_is_of_the_state_first_and_of_the_rounds_since() -> None:
+def test_progress_covers_state_then_rounds_since() -> None:
     time = [100.0]
     sync_progress = SyncProgress(lambda: time[0])
     assert sync_progress.progress() is None
@@ -36,7 +36,7 @@ def test_progress_is_of_the_state_first_and_of_the_rounds_since() -> None:
     assert sync_progress.progress() is None and sync_progress.fetched_bytes == 40 * MB
 
 
-def test_a_line_that_brings_less_than_is_decided_is_told_of_now_and_then() -> None:
+def test_link_slower_than_rounds_is_reported_occasionally() -> None:
     trend, now = CatchUpTrend(), 1000.0
     assert trend.begins(now, 100, 0, MB) == ""
     trend.ends(now + 100.0)
@@ -51,7 +51,7 @@ def test_a_line_that_brings_less_than_is_decided_is_told_of_now_and_then() -> No
     assert trend.begins(now + 100.0 + SAY_SECONDS, 300, 31 * MB, MB) != "", "and again much later"
 
 
-def test_who_comes_nearer_or_only_fell_behind_again_is_told_nothing() -> None:
+def test_peer_catching_up_or_interrupted_is_not_warned() -> None:
     nearer, later, quick = CatchUpTrend(), CatchUpTrend(), CatchUpTrend()
     for trend in (nearer, later, quick):
         assert trend.begins(0.0, 100, 0, MB) == ""

@@ -88,7 +88,7 @@ def leads_to(branch: Branch | None, round_number: int) -> bool:
     return branch is not None and branch.head == trail()[round_number - 1].head and len(branch.links) == round_number
 
 
-def test_a_long_trail_is_followed_in_pieces_and_needs_no_room_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_chain_is_verified_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = judged(monkeypatch)
 
     async def main(world: SyncCluster, zoe: SyncPeer) -> None:
@@ -104,7 +104,7 @@ def test_a_long_trail_is_followed_in_pieces_and_needs_no_room_in_memory(monkeypa
     play({"anna": ROUNDS}, main)
 
 
-def test_what_was_judged_is_not_judged_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verified_certificates_are_not_verified_again(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = judged(monkeypatch)
 
     async def main(world: SyncCluster, zoe: SyncPeer) -> None:
@@ -118,7 +118,7 @@ def test_what_was_judged_is_not_judged_again(monkeypatch: pytest.MonkeyPatch) ->
     play({"anna": ROUNDS - 5}, main)
 
 
-def test_heads_on_one_way_are_proved_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_on_one_branch_are_verified_together(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = judged(monkeypatch)
 
     async def main(world: SyncCluster, zoe: SyncPeer) -> None:
@@ -128,7 +128,7 @@ def test_heads_on_one_way_are_proved_together(monkeypatch: pytest.MonkeyPatch) -
     play({"anna": ROUNDS, "bert": ROUNDS - 1, "cleo": ROUNDS - 2, "dora": ROUNDS - 2}, main)
 
 
-def test_where_one_breaks_off_another_leads_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_off_proof_continues_with_another_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = judged(monkeypatch)
 
     async def main(world: SyncCluster, zoe: SyncPeer) -> None:
@@ -147,7 +147,7 @@ def test_where_one_breaks_off_another_leads_on(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("pause, is_in_time", [(ROUND_SECONDS / 2, True), (3 * ROUND_SECONDS, False)])
-def test_who_leads_on_has_time_for_it_and_no_more(pause: float, is_in_time: bool) -> None:
+def test_slow_proof_is_followed_up_to_a_limit(pause: float, is_in_time: bool) -> None:
     async def main(world: SyncCluster, zoe: SyncPeer) -> None:
         async def dribble(stream: FramedStream, header: Header) -> Header:
             await asyncio.sleep(pause if isinstance(header, Certificate) else 0)
@@ -165,7 +165,7 @@ def test_who_leads_on_has_time_for_it_and_no_more(pause: float, is_in_time: bool
     play({"anna": ROUNDS}, main)
 
 
-def test_a_trail_without_an_end_is_cut_off_and_its_peer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_proof_is_cut_off_and_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proofs, "MAX_GROWTH", 64)
 
     async def main(world: SyncCluster, zoe: SyncPeer) -> None:
@@ -182,7 +182,7 @@ def test_a_trail_without_an_end_is_cut_off_and_its_peer_is_named(monkeypatch: py
 
 
 @pytest.mark.parametrize("lie", ["nothing more", "the same again"])
-def test_a_trail_that_leads_nowhere_ends(lie: str) -> None:
+def test_proof_without_progress_ends(lie: str) -> None:
     async def main(world: SyncCluster, zoe: SyncPeer) -> None:
         start = zoe.chain.head.key.lineage
 
@@ -203,7 +203,7 @@ def test_a_trail_that_leads_nowhere_ends(lie: str) -> None:
     play({"anna": ROUNDS}, main)
 
 
-def test_a_peer_on_another_way_is_not_taken_for_a_liar() -> None:
+def test_peer_on_another_branch_is_not_blamed() -> None:
     async def main(world: SyncCluster, zoe: SyncPeer) -> None:
         bert = world.peers["bert"].chain
         bert.switch(trail()[599].lineage, line(trail()[599].head, 200, plan=b"e" * 32))
@@ -215,7 +215,7 @@ def test_a_peer_on_another_way_is_not_taken_for_a_liar() -> None:
     play({"anna": ROUNDS, "bert": 600}, main)
 
 
-def test_nobody_holds_up_what_as_many_others_show() -> None:
+def test_slow_branch_does_not_delay_shorter_ones() -> None:
     async def main(world: SyncCluster, zoe: SyncPeer) -> None:
         async def slow(stream: FramedStream, header: Header) -> Header:
             await asyncio.sleep(ROUND_SECONDS * 0.9 if isinstance(header, Certificate) else 0)

@@ -58,7 +58,7 @@ def stands(peer: IndependentPeer, state: tuple[float, float]) -> bool:
     return holds(outer_loop.anchor, state[0]) and holds(outer_loop.velocity, state[1])
 
 
-def test_without_others_it_steps_by_its_own_work() -> None:
+def test_single_peer_steps_by_its_own_work() -> None:
     peer = puller(Script(nothing_lent), Script())
     first, second = peer.play(2)
     state = stepped(1.0, 0.0, own(1.0))
@@ -67,7 +67,7 @@ def test_without_others_it_steps_by_its_own_work() -> None:
     assert [first.outcome, second.outcome] == ["skipped", "skipped"]
 
 
-def test_what_it_brings_is_one_vector_and_it_steps_by_the_mean() -> None:
+def test_pull_vector_is_averaged_and_stepped_by() -> None:
     peer = puller(Script(average=half))
     (report,) = peer.play()
     (brought,) = peer.averager.brought[0]
@@ -77,7 +77,7 @@ def test_what_it_brings_is_one_vector_and_it_steps_by_the_mean() -> None:
 
 
 @pytest.mark.parametrize("before", (None, half))
-def test_a_partner_that_comes_while_it_trains_is_made_good(before: Callable[..., object] | None) -> None:
+def test_late_partner_is_compensated(before: Callable[..., object] | None) -> None:
     """Whether it met somebody before, or nobody: the state is as if this one had come to the last step, and the work
     of the round under way loses nothing."""
     lent = list[float]()
@@ -90,7 +90,7 @@ def test_a_partner_that_comes_while_it_trains_is_made_good(before: Callable[...,
     assert (second.outcome, second.peers, second.messages) == ("committed", ("bert",), ("bert/7",))
 
 
-def test_an_exchange_that_came_too_late_is_for_the_last_step_alone() -> None:
+def test_late_exchange_affects_only_the_last_step() -> None:
     """What was lent once is not lent again: each round has its own."""
     lent = list[float]()
     peer = puller(Script(), Script(moved(0.125)), Script(moved(0.0, lent)))
@@ -100,7 +100,7 @@ def test_an_exchange_that_came_too_late_is_for_the_last_step_alone() -> None:
 
 
 @pytest.mark.parametrize("step_size", [math.nan, math.inf, 3e38])
-def test_work_that_diverged_is_left_out(step_size: float) -> None:
+def test_diverged_work_is_left_out(step_size: float) -> None:
     peer = puller(Script(average=half))
     peer.learner.step_size = step_size
     (report,) = peer.play()
@@ -110,7 +110,7 @@ def test_work_that_diverged_is_left_out(step_size: float) -> None:
     assert report.finite and "not finite" in report.blamed["anna"]
 
 
-def test_a_mean_that_is_not_finite_is_not_taken() -> None:
+def test_non_finite_mean_is_not_applied() -> None:
     peer = puller(Script(average=lambda mine, into: [each.fill_(math.inf) for each in into]))
     (report,) = peer.play()
     assert stands(peer, stepped(1.0, 0.0, own(1.0)))
@@ -118,7 +118,7 @@ def test_a_mean_that_is_not_finite_is_not_taken() -> None:
     assert report.half_exchanges == 2 + 1, "the others have moved"
 
 
-def test_what_is_not_finite_and_came_while_it_trained_is_not_taken() -> None:
+def test_non_finite_exchange_during_training_is_not_applied() -> None:
     peer = puller(Script(), Script(moved(math.inf)))
     _, report = peer.play(2)
     state = stepped(1.0, 0.0, own(1.0))
@@ -126,7 +126,7 @@ def test_what_is_not_finite_and_came_while_it_trained_is_not_taken() -> None:
     assert (report.outcome, report.half_exchanges) == ("skipped", 2 + 1)
 
 
-def test_a_step_that_leads_nowhere_is_not_taken_and_nothing_is_lent() -> None:
+def test_non_finite_step_is_not_taken_or_lent() -> None:
     def far(mine: Sequence[Vector], into: Sequence[Vector]) -> None:
         for each in into:
             each.fill_(3.4e38)  # finite, and so is one step by it
@@ -139,7 +139,7 @@ def test_a_step_that_leads_nowhere_is_not_taken_and_nothing_is_lent() -> None:
     assert bool(peer.outer_loop.anchor.isfinite().all()) and bool(peer.outer_loop.velocity.isfinite().all())
 
 
-def test_who_takes_up_a_state_has_brought_nothing_yet() -> None:
+def test_adopted_state_starts_without_contribution() -> None:
     snapshots = Snapshots(every_rounds=1)
     former = puller(Script(average=half), snapshots=snapshots)
     (report,) = former.play()
@@ -158,7 +158,7 @@ def test_who_takes_up_a_state_has_brought_nothing_yet() -> None:
     assert stands(peer, stepped(*state, own(state[0])))
 
 
-def test_rounds_that_end_in_nothing_do_not_stop_the_clock() -> None:
+def test_rounds_without_result_advance_the_round_number() -> None:
     peer = puller(Script(average=half, rounds=3), Script())
     peer.learner.step_size = math.nan
     first, second = peer.play(2)

@@ -63,7 +63,7 @@ def balance(world: WalkedWorld) -> float:
 
 @pytest.mark.parametrize("pace", STEPS)
 @pytest.mark.parametrize("pull, codec", ((None, "fp32"), (None, "int8"), (0.3, "fp32"), (0.9, "fp32")))
-def test_the_mean_of_all_goes_where_their_work_leads_it(pace: str, pull: float | None, codec: str) -> None:
+def test_mean_of_all_follows_their_work(pace: str, pull: float | None, codec: str) -> None:
     worlds: list[WalkedWorld] = []
 
     class Kept(WalkedWorld):
@@ -82,7 +82,7 @@ def test_the_mean_of_all_goes_where_their_work_leads_it(pace: str, pull: float |
 
 
 @pytest.mark.parametrize("fault", ("crash", "partition", "lies"))
-def test_it_comes_through_faults(fault: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulation_survives_faults(fault: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--protocol", "gossip", "--pull", "0.3", "--peers", "4", "--rounds", "4", "--seeds", "0"]
     assert simulate([*options, "--faults", fault, "--json"]) == 0, capsys.readouterr()
 
@@ -91,7 +91,7 @@ def test_it_comes_through_faults(fault: str, capsys: pytest.CaptureFixture[str])
     "options",
     (["--pull", "0.3"], ["--protocol", "gossip", "--pull", "1"], ["--protocol", "push_sum", "--pull", "0.3"]),
 )
-def test_a_pull_that_cannot_be_is_refused(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_pull_is_rejected(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         simulate(options)
     assert "argument --pull: of gossip, above 0 and below 1" in capsys.readouterr().err

@@ -81,7 +81,7 @@ async def settle(swarm: GossipHarness, number: int) -> None:
         await asyncio.wait(others)
 
 
-def test_a_share_moves_who_takes_it_by_its_weight_and_not_who_gives_it() -> None:
+def test_share_moves_only_the_receiver() -> None:
     swarm = pushers(2)
 
     async def main() -> None:
@@ -99,7 +99,7 @@ def test_a_share_moves_who_takes_it_by_its_weight_and_not_who_gives_it() -> None
     assert swarm.messages(0) == ["p1.0/0 to p0.0"]
 
 
-def test_a_swarm_comes_together() -> None:
+def test_swarm_converges() -> None:
     swarm = pushers(6)
     before = swarm.spread()
     play(swarm, Faults(), rounds=10)
@@ -110,7 +110,7 @@ def test_a_swarm_comes_together() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(CODECS))
-def test_who_gives_keeps_what_the_codec_loses(name: str) -> None:
+def test_sender_keeps_the_codec_loss(name: str) -> None:
     """Half of the state and what stays of it are the state, to the rounding of float32."""
     grain = CODECS[name].grain
     elements, chunk = 5 * grain + 30, grain * max(1, 64 // grain)
@@ -127,7 +127,7 @@ def test_who_gives_keeps_what_the_codec_loses(name: str) -> None:
 
 
 @pytest.mark.parametrize("victim", (0, 1))
-def test_where_streams_break_at_any_message_no_mass_is_lost_or_made(victim: int) -> None:
+def test_stream_reset_at_any_message_conserves_mass(victim: int) -> None:
     calm = pushers(2, jitter=3)
     play(calm, Faults())
     for number in range(1, calm.network.nodes[f"p{victim}"].messages + 1):
@@ -137,7 +137,7 @@ def test_where_streams_break_at_any_message_no_mass_is_lost_or_made(victim: int)
 
 
 @pytest.mark.parametrize("both", (True, False))
-def test_silence_at_any_message_costs_one_timeout_and_no_mass(both: bool) -> None:
+def test_silence_at_any_message_conserves_mass(both: bool) -> None:
     calm = pushers(2, jitter=3)
     play(calm, Faults())
     for number in range(1, calm.network.nodes["p0"].messages + 1, 1 + both):
@@ -155,7 +155,7 @@ async def until_counted(swarm: GossipHarness) -> None:
         await asyncio.sleep(0.001)
 
 
-def test_a_share_whose_receiver_is_in_another_life_comes_home() -> None:
+def test_share_for_former_incarnation_returns_to_sender() -> None:
     swarm = pushers(2)
 
     async def main() -> None:
@@ -179,7 +179,7 @@ def test_a_share_whose_receiver_is_in_another_life_comes_home() -> None:
     assert float((flat(swarm.state[0]) - swarm.first[0]).abs().max()) < 1e-6
 
 
-def test_of_who_is_gone_for_good_the_share_comes_home_in_the_end_and_that_is_told(
+def test_share_for_departed_peer_returns_and_is_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(giving, "BURIAL_SECONDS", 20.0)
@@ -200,7 +200,7 @@ def test_of_who_is_gone_for_good_the_share_comes_home_in_the_end_and_that_is_tol
     assert sum(told.mass_drift for told in swarm.told[0]) == 0.5
 
 
-def test_who_has_no_state_to_count_it_in_sends_a_share_home_at_once() -> None:
+def test_receiver_without_state_declines_the_share() -> None:
     """p1 is between two rounds, p2 trains: it is given to p2."""
     swarm = pushers(3)
 
@@ -214,7 +214,7 @@ def test_who_has_no_state_to_count_it_in_sends_a_share_home_at_once() -> None:
 
 
 @pytest.mark.parametrize("lie", ("nan", "infinity", "norm", "size", "garbage"))
-def test_a_liar_is_refused_and_named(lie: str) -> None:
+def test_liar_is_rejected_and_blamed(lie: str) -> None:
     disguise = {1: lambda method, stream, pipe: ByzantineContributorStream(stream, pipe, lie, None)}  # type: ignore[arg-type]
     swarm = pushers(2, disguises=disguise)
     swarm.rounds()
@@ -222,7 +222,7 @@ def test_a_liar_is_refused_and_named(lie: str) -> None:
     assert not swarm.moved(0) and told.mean.blamed[0].peer == "p1" and told.mean.blamed[0].why.startswith("refused")
 
 
-def test_who_sent_what_is_wrong_is_given_nothing_more() -> None:
+def test_sender_of_invalid_share_gets_no_more() -> None:
     """Each share takes half of what is left to us along."""
     disguise = {1: lambda method, stream, pipe: ByzantineContributorStream(stream, pipe, "norm", None)}  # type: ignore[arg-type]
     swarm = pushers(2, disguises=disguise)
@@ -241,7 +241,7 @@ def test_who_sent_what_is_wrong_is_given_nothing_more() -> None:
         (lambda give: replace(give, key=replace(give.key, run=bytes(32))), "another run"),
     ],
 )
-def test_a_share_that_cannot_be_is_refused_and_named(change: Any, why: str) -> None:
+def test_impossible_share_is_rejected_and_blamed(change: Any, why: str) -> None:
     class Forger(ByzantineContributorStream):
         async def send(self, header: Any, payload: Any = b"") -> None:
             await self._stream.send(change(header) if isinstance(header, PushShare) else header, payload)
@@ -253,7 +253,7 @@ def test_a_share_that_cannot_be_is_refused_and_named(change: Any, why: str) -> N
     assert not swarm.moved(0) and any(why in blame.why for blame in told.mean.blamed)
 
 
-def test_who_is_busy_says_so_before_a_whole_state_has_been_sent() -> None:
+def test_busy_receiver_answers_before_whole_state_is_sent() -> None:
     """p1 is between two rounds; the state is 4.8 MB, of which 1 MiB is under way at most."""
     swarm = pushers(2, elements=600_000, chunk_elements=100_000)
     swarm.run(lambda: swarm.round(0))  # type: ignore[arg-type, return-value]
@@ -273,7 +273,7 @@ async def hang(swarm: GossipHarness, count: int, peer: str = "p1") -> None:
         await asyncio.sleep(ROUND_SECONDS)
 
 
-def test_a_giver_that_hangs_takes_one_place_for_one_timeout_and_then_none_for_a_while() -> None:
+def test_stalled_sender_takes_one_slot_then_is_refused() -> None:
     swarm = pushers(3)
 
     async def main() -> None:
@@ -294,7 +294,7 @@ def test_a_giver_that_hangs_takes_one_place_for_one_timeout_and_then_none_for_a_
     swarm.run(main)
 
 
-def test_so_many_shares_come_in_at_once_and_no_more() -> None:
+def test_concurrent_incoming_shares_are_bounded() -> None:
     """Each takes the memory of a state, and identities cost nothing."""
     swarm = pushers(MAX_TAKING + 3)
 
@@ -308,14 +308,14 @@ def test_so_many_shares_come_in_at_once_and_no_more() -> None:
     swarm.run(main)
 
 
-def test_a_state_that_is_not_finite_is_not_given_away() -> None:
+def test_non_finite_state_is_not_sent() -> None:
     swarm = pushers(2)
     swarm.state[0][1][3] = torch.inf  # and not NaN, which is not even equal to itself
     swarm.rounds()
     assert not swarm.moved(1) and swarm.told[1][0].mean.outcome is Outcome.SKIPPED and not swarm.told[0][0].mean.blamed
 
 
-def test_what_was_not_sent_is_home_at_once_and_who_cannot_be_reached_is_left_alone() -> None:
+def test_unsent_share_returns_and_unreachable_peer_rests() -> None:
     """No stream can be opened to p1: not a byte of the share has reached it."""
     swarm = pushers(2)
     swarm.network.link("p1", "p0").blocked = True
@@ -331,7 +331,7 @@ def test_what_was_not_sent_is_home_at_once_and_who_cannot_be_reached_is_left_alo
     assert second.ended - second.asked < 0.01
 
 
-def test_a_round_that_is_over_asks_nobody_what_became_of_shares() -> None:
+def test_finished_round_asks_nothing_about_shares() -> None:
     swarm = pushers(2)
 
     async def late() -> None:
@@ -355,7 +355,7 @@ def test_a_round_that_is_over_asks_nobody_what_became_of_shares() -> None:
     swarm.run(main)
 
 
-def test_a_broken_stream_says_nothing_of_how_fast_a_line_is() -> None:
+def test_broken_stream_does_not_change_the_link_estimate() -> None:
     swarm = pushers(2)
     before = swarm.gossips[0].weighted.patience.timeout_seconds("p1", 10**6)
 
@@ -372,7 +372,7 @@ def test_a_broken_stream_says_nothing_of_how_fast_a_line_is() -> None:
     assert swarm.gossips[0].weighted.patience.timeout_seconds("p1", 10**6) < before + 1.0
 
 
-def test_who_stalls_costs_its_own_timeout_and_not_that_of_a_slower_peer() -> None:
+def test_stalled_peer_costs_only_its_own_timeout() -> None:
     """The lines to p1 are said to be very slow, and p1 is not to be spoken to; p2 takes a share and never says so."""
 
     class Mute(ByzantineContributorStream):
@@ -395,7 +395,7 @@ def test_who_stalls_costs_its_own_timeout_and_not_that_of_a_slower_peer() -> Non
     assert 2.0 < told.ended - told.asked < 3.0
 
 
-def test_settings_that_cannot_work_are_refused() -> None:
+def test_invalid_settings_are_rejected() -> None:
     network = SimNetwork(Trace())
     with pytest.raises(ValueError, match="unknown schedule"):
         PushSum(sim_host(network, network.join("p0"), 0, {}), Settings("fp32", (8,), schedule="torus"))

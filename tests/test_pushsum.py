@@ -108,7 +108,7 @@ class Swarm:
 
 
 @pytest.mark.parametrize("seed", range(15))
-def test_mass_is_conserved_to_the_last_bit_under_loss_duplication_reordering_and_death(seed: int) -> None:
+def test_mass_is_conserved_exactly_under_faults(seed: int) -> None:
     swarm = Swarm(5, seed)
     for _ in range(600):
         swarm.step()
@@ -116,7 +116,7 @@ def test_mass_is_conserved_to_the_last_bit_under_loss_duplication_reordering_and
     assert len(swarm.counted) > 10
 
 
-def test_all_is_home_when_everything_is_settled() -> None:
+def test_ledgers_hold_all_mass_once_settled() -> None:
     """No loss at the end: all shares are acknowledged, and the books alone hold the mass."""
     swarm = Swarm(4, 99)
     for _ in range(300):
@@ -133,7 +133,7 @@ def test_all_is_home_when_everything_is_settled() -> None:
 
 
 @pytest.mark.parametrize("count", (8, 6))
-def test_one_peer_exponential_in_lockstep_is_its_matrix(count: int) -> None:
+def test_lockstep_exponential_matches_its_matrix(count: int) -> None:
     names = [f"p{index}" for index in range(count)]
     values = torch.randn(count, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     books = {name: MassLedger(Member(name), row.clone()) for name, row in zip(names, values, strict=True)}
@@ -155,7 +155,7 @@ def test_one_peer_exponential_in_lockstep_is_its_matrix(count: int) -> None:
     assert exact == (count == 8)
 
 
-def test_a_graph_that_is_only_column_stochastic_still_finds_the_mean() -> None:
+def test_column_stochastic_graph_still_finds_the_mean() -> None:
     """Weights are what plain averaging lacks: here somebody is given more often than others."""
     rng, count = random.Random(5), 6
     books = [
@@ -175,7 +175,7 @@ def test_a_graph_that_is_only_column_stochastic_still_finds_the_mean() -> None:
     assert all(abs(float(each.mean) - 2.5) < 1e-6 for each in books)
 
 
-def test_a_recalled_share_is_never_counted() -> None:
+def test_recalled_share_is_never_counted() -> None:
     giver, taker = masses(1), masses(2)
     share = giver.give(taker.me)
     assert share is not None and not taker.recalled(giver.me, share.sequence)
@@ -184,7 +184,7 @@ def test_a_recalled_share_is_never_counted() -> None:
     assert (giver.value, giver.weight, taker.value) == (1, 1, 2)
 
 
-def test_a_share_is_for_one_life_of_its_receiver() -> None:
+def test_share_is_for_one_incarnation_of_its_receiver() -> None:
     giver, former, later = masses(1), masses(2), masses(2, life=1)
     share = giver.give(former.me)
     assert share is not None and not later.take(share) and later.weight == 1
@@ -194,7 +194,7 @@ def test_a_share_is_for_one_life_of_its_receiver() -> None:
     assert giver.weight == 1
 
 
-def test_what_is_not_acknowledged_is_bounded() -> None:
+def test_unacknowledged_shares_are_bounded() -> None:
     giver, taker = masses(1), masses(2)
     shares = [giver.give(taker.me) for _ in range(SHARE_WINDOW + 5)]
     given = [share for share in shares if share is not None]
@@ -207,7 +207,7 @@ def test_what_is_not_acknowledged_is_bounded() -> None:
     assert rich.give(rich.me) is None
 
 
-def test_numbers_that_never_come_hold_nothing_up() -> None:
+def test_missing_sequence_numbers_do_not_block() -> None:
     """A giver that could not reach us has its share home, and its number is not used again."""
     giver, taker = masses(1), masses(2)
     giver.weight = Fraction(1 << 400)  # type: ignore[assignment]
@@ -219,7 +219,7 @@ def test_numbers_that_never_come_hold_nothing_up() -> None:
     assert not taker.recalled(giver.me, 3 * SHARE_WINDOW - 1) and taker.recalled(giver.me, 3 * SHARE_WINDOW - 2)
 
 
-def test_receivers_are_forgotten_and_what_they_are_given_later_counts() -> None:
+def test_forgotten_receiver_still_counts_later_shares() -> None:
     """In a long life a peer gives to more lives than it can know of; numbers are not used again where they may be."""
     giver, taker = masses(1), masses(2)
     giver.weight = Fraction(1 << 400)  # type: ignore[assignment]

@@ -68,7 +68,7 @@ def wide(value: Any, path: tuple[int, ...]) -> bytes:
         ((0, 10, 9, 25), False),
     ],
 )
-def test_parts_tile_a_vector_without_a_gap_and_in_order(bounds: tuple[int, ...], tiled: bool) -> None:
+def test_parts_must_tile_the_vector_in_order(bounds: tuple[int, ...], tiled: bool) -> None:
     assert replace(RECORD, parts=PARTS, bounds=bounds).tiles(25) is tiled
 
 
@@ -76,14 +76,14 @@ def test_parts_tile_a_vector_without_a_gap_and_in_order(bounds: tuple[int, ...],
 
 
 @given(record=headers(Record))
-def test_a_record_comes_back_as_it_went(record: Record) -> None:
+def test_record_round_trips(record: Record) -> None:
     encoded = records.encode(record)
     assert records.decode(encoded) == record
     assert records.encode(records.decode(encoded)) == encoded
 
 
 @given(record=headers(Record), data=st.data())
-def test_any_other_form_of_the_same_record_is_refused(record: Record, data: st.DataObject) -> None:
+def test_non_canonical_encoding_is_rejected(record: Record, data: st.DataObject) -> None:
     unpacked = msgpack.unpackb(records.encode(record))
     path = data.draw(st.sampled_from([(), *places(unpacked)]))
     other = wide(unpacked, path)
@@ -93,7 +93,7 @@ def test_any_other_form_of_the_same_record_is_refused(record: Record, data: st.D
 
 
 @given(record=headers(Record), cut=st.integers(1, 10_000), more=st.binary(min_size=1, max_size=4))
-def test_neither_more_nor_less_than_a_record_is_one(record: Record, cut: int, more: bytes) -> None:
+def test_truncated_or_extended_record_is_rejected(record: Record, cut: int, more: bytes) -> None:
     encoded = records.encode(record)
     for bad in (encoded[: -min(cut, len(encoded))], encoded + more, more + encoded):
         with pytest.raises(BadPayload):
@@ -101,7 +101,7 @@ def test_neither_more_nor_less_than_a_record_is_one(record: Record, cut: int, mo
 
 
 @given(place=st.integers(0, 10_000), bit=st.integers(0, 7))
-def test_a_flipped_bit_is_refused_or_names_another_lineage(place: int, bit: int) -> None:
+def test_flipped_bit_is_rejected_or_changes_the_lineage(place: int, bit: int) -> None:
     encoded = bytearray(records.encode(RECORD))
     encoded[place % len(encoded)] ^= 1 << bit
     try:
@@ -114,25 +114,25 @@ def test_a_flipped_bit_is_refused_or_names_another_lineage(place: int, bit: int)
 # -- names ------------------------------------------------------------------------------------------------------------
 
 
-def test_every_field_makes_a_lineage_of_its_own() -> None:
+def test_every_field_changes_the_lineage() -> None:
     others = list(variants(RECORD))
     names = {records.lineage(records.encode(each)) for each in (RECORD, *others)}
     assert len(names) == len(others) + 1 > 15
     assert {len(name) for name in names} == {32}
 
 
-def test_a_run_has_its_genesis_apart_from_all_records() -> None:
+def test_genesis_differs_per_run_and_from_records() -> None:
     assert records.genesis(b"a" * 32) != records.genesis(b"b" * 32)
     assert records.genesis(b"a" * 32) != records.lineage(b"a" * 32)
 
 
-def test_the_coordinators_order_is_the_same_for_everybody() -> None:
+def test_coordinator_order_ignores_roster_order() -> None:
     roster = [Member(peer, incarnation) for incarnation, peer in enumerate(("anna", "bert", "cleo", "dora"))]
     orders = {records.coordinators(b"7" * 32, each) for each in itertools.permutations(roster)}
     assert orders == {("dora", "anna", "cleo", "bert")}
 
 
-def test_nobody_always_coordinates() -> None:
+def test_coordinator_role_rotates() -> None:
     roster = [Member(peer) for peer in ("anna", "bert", "cleo", "dora")]
     orders = [records.coordinators(bytes([line]) * 32, roster) for line in range(64)]
     assert all(sorted(order) == ["anna", "bert", "cleo", "dora"] for order in orders)
@@ -140,7 +140,7 @@ def test_nobody_always_coordinates() -> None:
         assert {order[place] for order in orders} == {"anna", "bert", "cleo", "dora"}
 
 
-def test_one_who_stays_keeps_the_order_when_another_leaves() -> None:
+def test_coordinator_order_survives_a_departure() -> None:
     roster = [Member(f"p{index}") for index in range(9)]
     order = records.coordinators(bytes(32), roster)
     assert records.coordinators(bytes(32), roster[1:]) == tuple(peer for peer in order if peer != "p0")
@@ -159,7 +159,7 @@ def test_contributions_count_chunks() -> None:
 
 
 @pytest.mark.parametrize("bit, expected", [(0, True), (1, False), (2, False)])
-def test_whole_is_in_every_chunk(bit: int, expected: bool) -> None:
+def test_whole_requires_every_chunk(bit: int, expected: bool) -> None:
     parts = (
         PartDigest(b"1" * 32, (ChunkSpan(3, 0b101),)),
         PartDigest(b"2" * 32, ()),
@@ -169,7 +169,7 @@ def test_whole_is_in_every_chunk(bit: int, expected: bool) -> None:
 
 
 @given(every=st.lists(st.lists(st.integers(0, 7), max_size=40), min_size=1, max_size=6))
-def test_the_accounts_agree(every: list[list[int]]) -> None:
+def test_contributions_and_whole_agree(every: list[list[int]]) -> None:
     """Chunk by chunk, from masks of our own: contributions and whole tell the same story."""
     parts = [
         PartDigest(bytes(32), tuple(ChunkSpan(len(list(group)), each) for each, group in itertools.groupby(masks)))

@@ -49,24 +49,24 @@ def run(asked: Callable[[], Awaitable[Any]]) -> Any:
     return asyncio.run(main())
 
 
-def test_a_disk_has_the_time_that_the_bytes_take() -> None:
+def test_save_deadline_allows_for_the_bytes() -> None:
     life = Life()
     assert run(lambda: trainer(life).save(Path("inner"))) is True
     assert life.given_seconds == DISK_SECONDS + 800.0, "eight bytes a parameter, at a megabyte a second"
 
 
-def test_a_worker_that_dies_while_it_saves_costs_that_file_and_says_so() -> None:
+def test_worker_death_while_saving_raises_worker_error() -> None:
     made = trainer(Life(dies=True))
     with pytest.raises(WorkerError, match="died before it had written the inner state"):
         run(lambda: made.save(Path("inner")))
     assert made.pid is None
 
 
-def test_where_there_is_no_worker_there_is_nothing_to_save() -> None:
+def test_save_without_worker_does_nothing() -> None:
     assert run(lambda: trainer(None).save(Path("inner"))) is False
 
 
 @pytest.mark.parametrize("name", ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME", "KMP_LIBRARY"])
-def test_how_threads_wait_is_ours_unless_the_user_said(name: str) -> None:
+def test_spin_setting_defaults_unless_user_sets_it(name: str) -> None:
     assert bounded_spin({"PATH": "/bin", name: ""}) == SPIN, "an empty variable counts as not set"
     assert bounded_spin({name: "1"}) == {}

@@ -37,7 +37,7 @@ def checkpoints(peer: RealPeer) -> list[int]:
     return sorted(int(path.name.partition("-")[0]) for path in (peer.directory / "checkpoints").glob("[0-9]*"))
 
 
-def test_alone_a_killed_peer_trains_what_it_would_have_trained(tmp_path: Path) -> None:
+def test_killed_single_peer_resumes_the_same_training(tmp_path: Path) -> None:
     with RealSwarm(tmp_path, ALONE, often) as swarm:
         whole = swarm.found("whole")
         assert whole.ends(100) == 0 and len(curve(whole)) == 5 and checkpoints(whole) == [2, 4, 5]

@@ -70,14 +70,14 @@ def begin(here: StateDir, other: StateDir | None = None) -> Manifest:
 # -- which run --------------------------------------------------------------------------------------------------------
 
 
-def test_a_founder_goes_on_with_its_run_whether_it_has_a_checkpoint_or_not(here: StateDir) -> None:
+def test_founder_resumes_with_or_without_checkpoint(here: StateDir) -> None:
     assert resume.find_resumable(here) is None
     manifest = begin(here)
     held = resume.find_resumable(here)
     assert held and held.manifest == manifest and held.has_state and held.run == RunInfo(here.manifest(), SAMPLE)
 
 
-def test_a_joiner_goes_on_alone_from_a_checkpoint_only(here: StateDir, tmp_path: Path) -> None:
+def test_joiner_resumes_alone_only_from_a_checkpoint(here: StateDir, tmp_path: Path) -> None:
     begin(here, StateDir.open(tmp_path / "founder"))
     held = resume.find_resumable(here)
     assert held and not held.has_state
@@ -88,9 +88,7 @@ def test_a_joiner_goes_on_alone_from_a_checkpoint_only(here: StateDir, tmp_path:
 
 
 @pytest.mark.parametrize("damage", ["manifest", "sample", "over"])
-def test_what_is_over_or_damaged_is_not_gone_on_with(
-    here: StateDir, damage: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_finished_or_damaged_run_is_not_resumed(here: StateDir, damage: str, caplog: pytest.LogCaptureFixture) -> None:
     begin(here)
     if damage == "manifest":
         (here.path / "manifest.bin").write_bytes(here.manifest()[:-1])
@@ -101,7 +99,7 @@ def test_what_is_over_or_damaged_is_not_gone_on_with(
     assert resume.find_resumable(here) is None and len(caplog.records) == (damage != "over")
 
 
-def test_a_damaged_manifest_is_told_once(here: StateDir, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_manifest_is_reported_once(here: StateDir, caplog: pytest.LogCaptureFixture) -> None:
     begin(here)
     (here.path / "manifest.bin").write_bytes(here.manifest()[:-1])
     choice = RunSelector(PeerConfig(state_dir=here.path), REPLICATED_PROTOCOLS, print)
@@ -113,7 +111,7 @@ def test_a_damaged_manifest_is_told_once(here: StateDir, caplog: pytest.LogCaptu
 
 
 @pytest.mark.parametrize("left", ["damaged manifest", "no manifest", "chain", "checkpoints", "over"])
-def test_what_is_left_of_a_run_is_no_room_for_another(here: StateDir, left: str) -> None:
+def test_leftovers_of_a_run_block_a_new_one(here: StateDir, left: str) -> None:
     resume.require_none(here)
     begin(here)
     here.certificates.touch()
@@ -137,7 +135,7 @@ def test_what_is_left_of_a_run_is_no_room_for_another(here: StateDir, left: str)
     assert "\n" not in str(caught.value)
 
 
-def test_a_run_that_is_over_is_no_fault_where_it_is_the_one_that_is_meant(here: StateDir) -> None:
+def test_finished_run_is_reported_when_requested_again(here: StateDir) -> None:
     manifest = begin(here)
 
     def over(wanted: RunConfig | None = None, **given: Any) -> str:
@@ -160,7 +158,7 @@ def test_a_run_that_is_over_is_no_fault_where_it_is_the_one_that_is_meant(here: 
     assert choice.is_over(here, RunInfo(sealed(here, b"")[1], b"")) == ""
 
 
-def test_a_sample_is_the_one_that_the_manifest_names_or_none_where_it_names_none(here: StateDir) -> None:
+def test_sample_must_match_the_manifest(here: StateDir) -> None:
     choice = RunSelector(PeerConfig(state_dir=here.path), REPLICATED_PROTOCOLS, print)
     (_, named), (_, without) = sealed(here), sealed(here, b"")
     choice.judge(RunInfo(named, SAMPLE))
@@ -214,7 +212,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resume, "ANSWER_SECONDS", 0.05)
 
 
-def test_where_nobody_answers_the_held_run_is_gone_on_with(here: StateDir) -> None:
+def test_unanswered_bootstrap_resumes_the_held_run(here: StateDir) -> None:
     manifest, entry = begin(here), Nobody()
     here.remember({ADDRESS.rpartition("/p2p/")[2]: ["/ip4/192.0.2.1/tcp/1"]})
     run, view = ask(here, entry, bootstrap=(ADDRESS,))
@@ -225,7 +223,7 @@ def test_where_nobody_answers_the_held_run_is_gone_on_with(here: StateDir) -> No
     ]
 
 
-def test_who_answers_is_believed(here: StateDir, tmp_path: Path) -> None:
+def test_answering_peer_takes_precedence_over_held_run(here: StateDir, tmp_path: Path) -> None:
     begin(here)
     _, sealed_there = sealed(StateDir.open(tmp_path / "other"))
     run, view = ask(here, Nobody(RunInfo(sealed_there, SAMPLE)), bootstrap=(ADDRESS,))
@@ -234,7 +232,7 @@ def test_who_answers_is_believed(here: StateDir, tmp_path: Path) -> None:
         ask(here, Nobody(ManifestError("another run")), bootstrap=(ADDRESS,))
 
 
-def test_that_those_met_are_in_another_run_now_is_no_answer(here: StateDir) -> None:
+def test_peers_now_in_another_run_count_as_unanswered(here: StateDir) -> None:
     manifest = begin(here)
     run, view = ask(here, Nobody(ManifestError(f"{ADDRESS}: this is run abab")))
     assert run.sealed == here.manifest()
@@ -244,13 +242,13 @@ def test_that_those_met_are_in_another_run_now_is_no_answer(here: StateDir) -> N
     ]
 
 
-def test_an_address_of_the_run_by_its_id_has_a_time_out_too(here: StateDir) -> None:
+def test_bootstrap_by_run_id_times_out_too(here: StateDir) -> None:
     manifest = begin(here)
     assert ask(here, Nobody(), bootstrap=(ADDRESS,), run_id=manifest.run_id[:12])[0].sealed == here.manifest()
 
 
 @pytest.mark.parametrize("why", ["another run is meant", "an address of nobody met", "no state"])
-def test_else_it_is_asked_for_as_long_as_it_takes(here: StateDir, tmp_path: Path, why: str) -> None:
+def test_unrelated_bootstrap_is_tried_without_time_limit(here: StateDir, tmp_path: Path, why: str) -> None:
     if why == "no state":
         begin(here, StateDir.open(tmp_path / "founder"))
     else:
@@ -260,7 +258,7 @@ def test_else_it_is_asked_for_as_long_as_it_takes(here: StateDir, tmp_path: Path
         ask(here, Nobody(), bootstrap=(ADDRESS,), **meant)
 
 
-def test_a_file_of_addresses_is_asked_and_counts_by_whom_it_names(here: StateDir) -> None:
+def test_address_file_counts_by_the_peers_it_names(here: StateDir) -> None:
     begin(here)
     here.remember({ADDRESS.rpartition("/p2p/")[2]: ["/ip4/192.0.2.1/tcp/1"]})
     entry = Nobody()
@@ -312,7 +310,7 @@ def chain() -> Chain:
     return made
 
 
-def test_the_chain_is_cut_back_to_the_newest_that_is_of_it(tmp_path: Path, chain: Chain) -> None:
+def test_chain_is_cut_to_newest_matching_checkpoint(tmp_path: Path, chain: Chain) -> None:
     before, after = (checkpoint(tmp_path / str(number), chain, number) for number in (2, 4))
     stranger = replace(after, lineage=b"s" * 32, round=7)
     wrong = replace(after, state_root=b"w" * 32)
@@ -320,16 +318,16 @@ def test_the_chain_is_cut_back_to_the_newest_that_is_of_it(tmp_path: Path, chain
     assert chain.head.key.round == 2 and chain.head.key.lineage == before.lineage
 
 
-def test_the_state_at_the_tip_is_vouched_for_by_nobody_else(tmp_path: Path, chain: Chain) -> None:
+def test_checkpoint_at_the_tip_is_accepted(tmp_path: Path, chain: Chain) -> None:
     tip = checkpoint(tmp_path, chain, 5)
     assert resume.cut_back([tip], chain) == (tip,) and chain.head.key.round == 5
 
 
-def test_without_one_the_chain_begins_again(chain: Chain) -> None:
+def test_chain_without_checkpoint_begins_again(chain: Chain) -> None:
     assert resume.cut_back([], chain) == () and chain.head.key.round == 0
 
 
-def test_a_life_begins_where_the_last_one_kept_its_state(here: StateDir) -> None:
+def test_incarnation_resumes_at_the_last_checkpoint(here: StateDir) -> None:
     manifest = begin(here)
     first = resume.load_restart_point(here, manifest, Member("anna", 1))
     assert first.checkpoints == () and first.data == DataCursor(stream_seed(Member("anna", 1)), 1, 0)
@@ -345,7 +343,7 @@ def test_a_life_begins_where_the_last_one_kept_its_state(here: StateDir) -> None
     assert resume.load_restart_point(here, manifest, Member("anna", 3)).checkpoints == (made[0],)
 
 
-def test_where_no_anchor_is_shared_checkpoints_stand_on_their_own(here: StateDir) -> None:
+def test_independent_checkpoints_need_no_chain(here: StateDir) -> None:
     manifest, paths = lived(here)
     here.certificates.unlink()
     again = resume.load_restart_point(here, manifest, Member("anna", 2), alone=True, shares_anchor=False)
@@ -381,7 +379,7 @@ def files(directory: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("damage", ["flipped", "empty", "gone"])
-def test_no_checkpoint_is_lost_with_its_chain(here: StateDir, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_chain_loses_no_checkpoint(here: StateDir, damage: str, caplog: pytest.LogCaptureFixture) -> None:
     manifest, made = lived(here)
     if damage == "flipped":
         flip(here.certificates, 40)
@@ -403,7 +401,7 @@ def test_no_checkpoint_is_lost_with_its_chain(here: StateDir, damage: str, caplo
     assert not past.with_name(past.name + "-2").exists(), "there is nothing more"
 
 
-def test_nor_is_the_chain_of_checkpoints_of_another_version(here: StateDir) -> None:
+def test_unusable_checkpoints_do_not_lose_the_chain(here: StateDir) -> None:
     manifest, made = lived(here)
     for path in made:
         (path / "manifest.json").write_bytes(b'{"format": 2}')
@@ -413,7 +411,7 @@ def test_nor_is_the_chain_of_checkpoints_of_another_version(here: StateDir) -> N
     assert files(here.path) == before
 
 
-def test_a_chain_that_ends_early_leads_to_an_older_one(here: StateDir) -> None:
+def test_truncated_chain_resumes_from_older_checkpoint(here: StateDir) -> None:
     manifest, made = lived(here)
     damaged = flip(here.certificates, here.certificates.stat().st_size * 7 // 10)
     again = resume.load_restart_point(here, manifest, Member("anna", 2), alone=True)
@@ -425,7 +423,7 @@ def test_a_chain_that_ends_early_leads_to_an_older_one(here: StateDir) -> None:
     assert len(CertificateLog(here.certificates)) == 3, "what comes is kept where it belongs"
 
 
-def test_checkpoints_that_cannot_be_looked_for_are_no_reason_to_begin_again(here: StateDir) -> None:
+def test_unreadable_checkpoint_directory_does_not_restart_run(here: StateDir) -> None:
     begin(here)
     (here.path / "checkpoints").write_bytes(b"a file")
     with pytest.raises(StateError, match=r"checkpoints cannot be read \(Not a directory\): set that right"):
@@ -448,7 +446,7 @@ class Stand:
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_a_peer_is_put_where_its_last_checkpoint_was_made(
+def test_peer_is_restored_from_its_last_checkpoint(
     tmp_path: Path, chain: Chain, broken: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     newer = checkpoint(tmp_path, chain, 4)
@@ -461,7 +459,7 @@ def test_a_peer_is_put_where_its_last_checkpoint_was_made(
     assert len(caplog.records) == broken
 
 
-def test_a_checkpoint_that_cannot_be_read_any_more_is_one_line(tmp_path: Path, chain: Chain) -> None:
+def test_checkpoint_lost_before_restore_gives_one_line(tmp_path: Path, chain: Chain) -> None:
     newer = checkpoint(tmp_path, chain, 4)
     begun = resume.RestartPoint(chain, cast(CertificateLog, None), resume.cut_back([newer], chain), newer.data)
     (newer.path / "outer.safetensors").unlink()
@@ -473,7 +471,7 @@ def test_a_checkpoint_that_cannot_be_read_any_more_is_one_line(tmp_path: Path, c
     assert "\n" not in str(caught.value) and str(tmp_path / "checkpoints") in str(caught.value)
 
 
-def test_where_a_peer_begins_is_told_and_what_keeps_it_waiting(tmp_path: Path, chain: Chain) -> None:
+def test_restart_position_and_obstacle_are_reported(tmp_path: Path, chain: Chain) -> None:
     kept = resume.cut_back([checkpoint(tmp_path, chain, number) for number in (2, 4)][::-1], chain)
     begun = resume.RestartPoint(chain, cast(CertificateLog, None), kept, kept[0].data)
     assert begun.description() == "from the checkpoint before round 5"
@@ -489,7 +487,7 @@ def test_where_a_peer_begins_is_told_and_what_keeps_it_waiting(tmp_path: Path, c
     assert begun.waiting_reason(first, 0).endswith("the run forbids forks")
 
 
-def test_a_fork_without_a_mean_is_no_round_of_training(chain: Chain) -> None:
+def test_fork_without_mean_does_not_count_as_trained(chain: Chain) -> None:
     assert chain.trained == 5
     chain.switch(chain.head.key.lineage, [decided(chain.head, Kind.FORK)])
     assert (chain.head.key.round, chain.trained) == (6, 5)

@@ -74,11 +74,13 @@ def cloud(count: int, size: int, seed: int, spread: float = 1.0) -> torch.Tensor
         ("multi_krum", [7, 9], None, 8),
     ],
 )
-def test_by_hand(name: str, values: list[float], weights: list[float] | None, expected: float) -> None:
+def test_rules_match_hand_calculation(
+    name: str, values: list[float], weights: list[float] | None, expected: float
+) -> None:
     assert column(name, values, weights) == pytest.approx(expected)
 
 
-def test_a_step_of_centered_clip_by_hand() -> None:
+def test_centered_clip_step_matches_hand_calculation() -> None:
     """From (0, 0): distances 5, 1, 1, 0, 1; the median 1, τ half of it."""
     rows = torch.tensor([[3.0, 4.0], [1.0, 0.0], [-1.0, 0.0], [0.0, 0.0], [0.0, -1.0]])
     into = torch.empty(2)
@@ -86,7 +88,7 @@ def test_a_step_of_centered_clip_by_hand() -> None:
     assert into.tolist() == pytest.approx([0.1 * 3 / 5, (0.5 * 4 / 5 - 0.5) / 5])
 
 
-def test_krum_looks_at_whole_vectors_and_the_median_at_each_coordinate() -> None:
+def test_krum_compares_vectors_and_median_coordinates() -> None:
     rows = [[0.0, 9.0], [9.0, 0.0], [1.0, 1.0], [1.0, 2.0], [2.0, 1.0]]
     assert aggregate("krum", rows).tolist() == [1.0, 1.0]
     assert aggregate("median", rows).tolist() == [1.0, 1.0]
@@ -103,7 +105,7 @@ counts = st.integers(1, 12)
 @pytest.mark.parametrize("name", RULES)
 @given(count=counts, seed=st.integers(0, 1000))
 @settings(max_examples=25)
-def test_the_order_of_contributions_does_not_matter(name: str, count: int, seed: int) -> None:
+def test_contribution_order_does_not_matter(name: str, count: int, seed: int) -> None:
     rows, rng = cloud(count, 7, seed), Random(seed)
     weights, order = [rng.uniform(0.5, 4) for _ in range(count)], rng.sample(range(count), count)
     mixed = aggregate(name, rows[order], [weights[index] for index in order])
@@ -113,7 +115,7 @@ def test_the_order_of_contributions_does_not_matter(name: str, count: int, seed:
 @pytest.mark.parametrize("name", ("mean", "median", "trimmed_mean", "centered_clip"))
 @given(count=counts, seed=st.integers(0, 1000))
 @settings(max_examples=25)
-def test_a_weight_is_a_number_of_voices(name: str, count: int, seed: int) -> None:
+def test_weight_equals_repeated_contributions(name: str, count: int, seed: int) -> None:
     rows, rng = cloud(count, 5, seed), Random(seed)
     voices = [rng.randint(1, 4) for _ in range(count)]
     repeated = rows.repeat_interleave(torch.tensor(voices), 0)
@@ -125,14 +127,14 @@ def test_a_weight_is_a_number_of_voices(name: str, count: int, seed: int) -> Non
 @pytest.mark.parametrize("name", RULES)
 @given(count=counts, seed=st.integers(0, 1000), shift=st.sampled_from([-3.0, 0.0, 50.0]))
 @settings(max_examples=15)
-def test_moving_all_moves_the_result(name: str, count: int, seed: int, shift: float) -> None:
+def test_shifting_all_shifts_the_result(name: str, count: int, seed: int, shift: float) -> None:
     rows = cloud(count, 5, seed)
     assert torch.allclose(aggregate(name, rows + shift), aggregate(name, rows) + shift, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("count", (1, 2, 5, 9))
-def test_of_equal_contributions_each_is_the_result(name: str, count: int) -> None:
+def test_equal_contributions_are_the_result(name: str, count: int) -> None:
     vector = torch.tensor([1.5, -2.25, 3e38, 0.0, 1e-30])
     assert torch.allclose(aggregate(name, vector.repeat(count, 1)), vector, rtol=1e-6)
 
@@ -140,7 +142,7 @@ def test_of_equal_contributions_each_is_the_result(name: str, count: int) -> Non
 @pytest.mark.parametrize("name", RULES)
 @given(count=counts, seed=st.integers(0, 1000))
 @settings(max_examples=20)
-def test_what_is_finite_stays_finite(name: str, count: int, seed: int) -> None:
+def test_finite_input_gives_finite_result(name: str, count: int, seed: int) -> None:
     rng = Random(seed)
     values = [LARGEST, -LARGEST, 0.0, 1e-45, 1.0, -1e30]
     rows = [[rng.choice(values) for _ in range(4)] for _ in range(count)]
@@ -149,14 +151,14 @@ def test_what_is_finite_stays_finite(name: str, count: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_bad_weights_and_sizes_are_refused(name: str) -> None:
+def test_bad_weights_and_sizes_are_rejected(name: str) -> None:
     rows = cloud(6, 3, 0)
     for weights, size in (([1.0] * 5, 3), ([1.0] * 6, 4), ([1.0] * 5 + [0.0], 3), ([1.0] * 5 + [math.nan], 3)):
         with pytest.raises(ValueError):
             RULES[name](rows.clone(), weights, torch.empty(size))
 
 
-def test_an_unknown_rule_is_refused_in_one_line() -> None:
+def test_unknown_rule_gives_one_line_error() -> None:
     with pytest.raises(
         ValueError, match=r"^unknown robust rule 'Multi-Krum': there are mean, .*; did you mean 'multi_k"
     ):
@@ -173,7 +175,7 @@ def test_an_unknown_rule_is_refused_in_one_line() -> None:
     [("median", 7), ("centered_clip", 7), ("trimmed_mean", 4), ("krum", 6), ("multi_krum", 6)],
 )
 @pytest.mark.parametrize("scale", (-1000.0, 1e30))
-def test_what_a_rule_bears_and_one_more(name: str, liars: int, scale: float) -> None:
+def test_rule_withstands_its_limit_but_not_more(name: str, liars: int, scale: float) -> None:
     """Of 16, all wrong in the same direction: the result stays among the honest, and with too many it does not."""
     honest, signal = cloud(16, 200, 3), torch.ones(200) / 200**0.5
     rows = honest.clone()
@@ -189,18 +191,18 @@ def test_what_a_rule_bears_and_one_more(name: str, liars: int, scale: float) -> 
     lies=st.lists(st.floats(-(2.0**99), 2.0**99, width=32), max_size=11),
 )
 @settings(max_examples=50)
-def test_a_minority_does_not_carry_the_median_out_of_the_others(honest: list[float], lies: list[float]) -> None:
+def test_minority_cannot_move_median_beyond_honest_range(honest: list[float], lies: list[float]) -> None:
     values = [*honest, *lies[: len(honest) - 1]]
     assert min(honest) - 1e-5 <= column("median", values) <= max(honest) + 1e-5
 
 
-def test_the_mean_bears_nobody() -> None:
+def test_mean_withstands_no_liar() -> None:
     rows = cloud(16, 200, 3)
     rows[0] *= -1000
     assert float(aggregate("mean", rows).norm()) > 50
 
 
-def test_what_agrees_and_is_near_is_believed() -> None:
+def test_close_colluders_are_not_detected() -> None:
     """No rule tells colluders from honest peers when they are nearer to each other than honest ones are."""
     honest = cloud(9, 1000, 5)
     mean = honest.mean(0)
@@ -209,7 +211,7 @@ def test_what_agrees_and_is_near_is_believed() -> None:
         assert float((aggregate(name, rows) - 1 / 1000**0.5).norm()) > 0.6, name
 
 
-def test_the_figures_are_those_that_other_code_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_match_the_independent_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
     assert table(3)
     monkeypatch.setitem(robust.RULES, "krum", robust.multi_krum)
     assert not table(3), "and a rule that is another one is seen"
@@ -227,7 +229,7 @@ def judged(name: str, rows: torch.Tensor, allowances: Sequence[float] | None = N
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_the_honest_are_neither_clipped_nor_named(name: str) -> None:
+def test_honest_contributors_are_not_clipped_or_blamed(name: str) -> None:
     rows = cloud(8, 400, 1)
     rows[3] *= 1.3
     result, named = judged(name, rows)
@@ -237,7 +239,7 @@ def test_the_honest_are_neither_clipped_nor_named(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_who_sends_more_than_was_declared_is_brought_down_and_named(name: str) -> None:
+def test_contribution_above_declared_norm_is_clipped_and_blamed(name: str) -> None:
     rows = cloud(8, 400, 1)
     rows[3] *= -100
     result, named = judged(name, rows)
@@ -252,7 +254,7 @@ def test_who_sends_more_than_was_declared_is_brought_down_and_named(name: str) -
 
 @pytest.mark.parametrize("others", [1, 2, 5])
 @pytest.mark.parametrize("silent", [0, 1])
-def test_half_of_those_that_bring_something_set_no_measure(others: int, silent: int) -> None:
+def test_lying_half_does_not_set_the_norm(others: int, silent: int) -> None:
     """As many wrong as right: they are brought down to what the right ones have, or to twice that of one, and named."""
     rows = cloud(2 * others + silent, 400, 1)
     rows[others : 2 * others] *= -20
@@ -264,14 +266,14 @@ def test_half_of_those_that_bring_something_set_no_measure(others: int, silent: 
     assert float(result.norm()) <= slack * most
 
 
-def test_who_has_an_allowance_uses_it() -> None:
+def test_allowance_permits_a_larger_norm() -> None:
     rows = cloud(8, 400, 1)
     rows[3] *= 6
     result, named = judged("mean", rows, [1.0] * 3 + [5.0] + [1.0] * 4)
     assert named == {} and torch.allclose(result, rows.mean(0), atol=1e-6)
 
 
-def test_who_stands_apart_at_no_larger_norm_is_named_where_the_rule_tells() -> None:
+def test_outlier_with_normal_norm_is_blamed() -> None:
     rows = cloud(8, 400, 1, spread=0.5)
     rows[5] *= -1
     for name in BEARING:
@@ -279,7 +281,7 @@ def test_who_stands_apart_at_no_larger_norm_is_named_where_the_rule_tells() -> N
         assert list(named) == [5] and named[5].startswith("stands apart"), name
 
 
-def test_a_few_numbers_say_nothing_of_norms() -> None:
+def test_short_vectors_are_not_judged_by_norm() -> None:
     rows = torch.tensor([[1.0] * 10, [1.0] * 10, [1.0] * 10, [50.0] * 10])
     result, named = judged("mean", rows)
     assert named == {} and torch.allclose(result, rows.mean(0))
@@ -315,7 +317,7 @@ def follows(name: str, rows: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_a_group_averages_by_its_rule_and_names_who_lies(name: str) -> None:
+def test_group_averages_by_its_rule_and_blames_liars(name: str) -> None:
     rows = cloud(7, 3500, 2)
     rows[4] *= -1000
     assert follows(name, rows)
@@ -327,7 +329,7 @@ def test_a_group_averages_by_its_rule_and_names_who_lies(name: str) -> None:
     assert result.means[0].peers == result.peers, "who was left out has handed in all the same"
 
 
-def test_a_wrong_rule_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_rule_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = cloud(5, 1000, 2)
     assert follows("median", rows)
     right = by_the_rule("median", rows)
@@ -336,14 +338,14 @@ def test_a_wrong_rule_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not torch.allclose(wrong, right, atol=1e-5)
 
 
-def test_honest_peers_are_not_blamed() -> None:
+def test_honest_group_members_are_not_blamed() -> None:
     rows = cloud(7, 3500, 2)
     for name in RULES:
         result = averaged(name, rows)
         assert [blame for mean in result.means for blame in mean.blamed] == [], name
 
 
-def test_who_declares_little_and_sends_much_is_brought_down_by_every_reducer_and_named() -> None:
+def test_understated_norm_is_clipped_and_blamed_by_all() -> None:
     """Itself included, in its own part. What it sends would not be refused in any; it counts for 1.4."""
     rows = cloud(7, 3500, 2)
     rows[4] *= -10
@@ -390,7 +392,7 @@ def attacked(rule: str, attack: str, peers: int, liars: int, rounds: int = 2) ->
         ("centered_clip", "alie", 7, 2),
     ],
 )
-def test_a_swarm_under_attack_commits_and_all_hold_the_same(rule: str, attack: str, peers: int, liars: int) -> None:
+def test_swarm_under_attack_commits_identical_bits(rule: str, attack: str, peers: int, liars: int) -> None:
     assert attack in ATTACKS
     played = attacked(rule, attack, peers, liars)
     assert played.violations == []
@@ -401,7 +403,7 @@ def test_a_swarm_under_attack_commits_and_all_hold_the_same(rule: str, attack: s
 
 
 @pytest.mark.parametrize("small", (1e-45, 0.0))
-def test_one_of_two_that_brings_next_to_nothing_does_not_take_the_other_along(small: float) -> None:
+def test_tiny_contribution_does_not_scale_down_the_other(small: float) -> None:
     """In a group of states nothing is brought down to the median of what arrived, which is the lower of two."""
     rows, into = torch.stack([torch.ones(1024), torch.full((1024,), small)]), torch.empty(1024)
     judge = RobustAggregator("mean", (UNCLIPPED, UNCLIPPED))

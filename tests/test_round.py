@@ -208,7 +208,7 @@ LOST = (Outcome.UNDECIDED, Outcome.SUPERSEDED)
 # -- committed --------------------------------------------------------------------------------------------------------
 
 
-def test_a_committed_round_moves_the_anchor_as_the_outer_step_says() -> None:
+def test_committed_round_applies_the_outer_step() -> None:
     """lr and momentum 1/2: m = Δ, θ -= ½(Δ + ½m); then m = ½m + Δ'."""
     first, second = torch.arange(ELEMENTS) / 4, torch.ones(ELEMENTS)
     peer = Peer(
@@ -225,7 +225,7 @@ def test_a_committed_round_moves_the_anchor_as_the_outer_step_says() -> None:
     assert len(peer.trainer.written) == 2
 
 
-def test_the_pseudo_gradient_is_what_training_moved_since_the_anchor() -> None:
+def test_pseudo_gradient_is_the_change_since_the_anchor() -> None:
     peer = Peer(committed(cut_seconds=2.0), committed(cut_seconds=1.4))
     play(peer.rounds())
     first, second = peer.seen
@@ -236,7 +236,7 @@ def test_the_pseudo_gradient_is_what_training_moved_since_the_anchor() -> None:
     assert first.work.norm == pytest.approx(4 * STEP * math.sqrt(ELEMENTS))
 
 
-def test_a_round_is_entered_at_the_head_and_left_before_the_next() -> None:
+def test_round_starts_at_head_and_closes_before_next() -> None:
     peer = Peer(committed(roster=(ME,)), committed(roster=(ME, OTHER)))
     reports = play(peer.rounds())
     first, second = peer.seen
@@ -246,7 +246,7 @@ def test_a_round_is_entered_at_the_head_and_left_before_the_next() -> None:
     assert peer.chain.head.key.round == 2 and peer.chain.head.roster == (ME, OTHER)
 
 
-def test_every_offer_carries_the_root_of_the_state_it_starts_from() -> None:
+def test_offers_carry_the_starting_state_root() -> None:
     peer = Peer(committed(), lost(), committed())
     play(peer.rounds())
     first, second, third = ({work.state_root for work in (*seen.offers, seen.work) if work} for seen in peer.seen)
@@ -278,7 +278,7 @@ def test_nothing_is_applied_without_a_decision(outcome: Outcome) -> None:
 
 
 @pytest.mark.parametrize("outcome", LOST)
-def test_work_accumulates_until_a_round_is_decided(outcome: Outcome) -> None:
+def test_undecided_work_accumulates_until_a_decision(outcome: Outcome) -> None:
     peer = Peer(lost(outcome), lost(outcome), committed(), committed())
     reports = play(peer.rounds())
     assert [seen.work.tokens for seen in peer.seen if seen.work] == [400, 800, 1200, 400]
@@ -290,7 +290,7 @@ def test_work_accumulates_until_a_round_is_decided(outcome: Outcome) -> None:
 # -- skipped, forked --------------------------------------------------------------------------------------------------
 
 
-def test_a_skip_moves_the_chain_and_nothing_else() -> None:
+def test_skip_advances_the_chain_only() -> None:
     peer = Peer(skipped(roster=(ME,)), skipped(), committed(), committed())
     reports = play(peer.rounds())
     assert [report.outcome for report in reports[:2]] == ["skipped", "skipped"]
@@ -307,21 +307,21 @@ def test_a_skip_moves_the_chain_and_nothing_else() -> None:
     assert offered == [{state_root(root([torch.ones(10)]), root([torch.zeros(10)]), each)} for each in range(3)]
 
 
-def test_contributions_are_named_by_the_anchor_that_they_are_measured_from() -> None:
+def test_contributions_are_labelled_with_their_anchor() -> None:
     end = AveragingResult(Outcome.COMMITTED, contributions={"anna": Contribution(4, 4)})
     peer = Peer(committed(), skipped(), Script(end=end))
     first, second, third = play(peer.rounds())
     assert third.contributions == {"anna": (first.lineage, 4, 4)} and second.lineage != first.lineage
 
 
-def test_a_skip_of_an_averager_without_a_vote_moves_nothing() -> None:
+def test_skip_without_a_vote_changes_nothing() -> None:
     peer = Peer(Script(outcome=Outcome.UNDECIDED, end=AveragingResult(Outcome.SKIPPED)))
     (report,) = play(peer.rounds())
     assert report.lineage == report.parent
 
 
 @pytest.mark.parametrize("outcome, moved", [(Outcome.COMMITTED, True), (Outcome.SKIPPED, False)])
-def test_a_fork_is_reported_as_one_and_may_take_a_mean_with_it(outcome: Outcome, moved: bool) -> None:
+def test_fork_is_reported_and_may_carry_a_mean(outcome: Outcome, moved: bool) -> None:
     peer = Peer(Script(outcome=outcome, kind=Kind.FORK, roster=(ME,)), committed())
     fork, alone = play(peer.rounds())
     assert (fork.outcome, alone.outcome) == ("fork", "alone") and fork.lineage != fork.parent == fork.anchor_lineage
@@ -330,7 +330,7 @@ def test_a_fork_is_reported_as_one_and_may_take_a_mean_with_it(outcome: Outcome,
 
 
 @pytest.mark.parametrize("outcome", [Outcome.COMMITTED, Outcome.SKIPPED])
-def test_what_was_decided_is_kept_with_its_votes(outcome: Outcome) -> None:
+def test_decided_rounds_keep_their_votes(outcome: Outcome) -> None:
     peer = Peer(Script(outcome=outcome), committed())
     play(peer.rounds())
     links = peer.chain.since(records.genesis(RUN))
@@ -338,7 +338,7 @@ def test_what_was_decided_is_kept_with_its_votes(outcome: Outcome) -> None:
 
 
 @pytest.mark.parametrize("outcome", [Outcome.COMMITTED, Outcome.SKIPPED])
-def test_a_decision_from_a_state_that_is_not_ours_is_not_applied(outcome: Outcome) -> None:
+def test_decision_from_another_state_is_not_applied(outcome: Outcome) -> None:
     end = AveragingResult(
         Outcome.COMMITTED, contributions={"anna": Contribution(4, 4)}, weights={"anna": 1.0}, bytes_sent=7
     )
@@ -353,7 +353,7 @@ def test_a_decision_from_a_state_that_is_not_ours_is_not_applied(outcome: Outcom
 # -- not counted ------------------------------------------------------------------------------------------------------
 
 
-def test_work_that_was_called_for_and_not_counted_is_dropped() -> None:
+def test_planned_but_uncounted_work_is_dropped() -> None:
     """The others' mean went the same way: kept, the step would be taken twice."""
     end = AveragingResult(Outcome.COMMITTED, weights={ME.peer: 400.0}, contributions={ME.peer: Contribution(1, 4)})
     peer = Peer(Script(end=end), committed())
@@ -362,7 +362,7 @@ def test_work_that_was_called_for_and_not_counted_is_dropped() -> None:
     assert [seen.work.tokens for seen in peer.seen if seen.work] == [400, 400]
 
 
-def test_work_that_came_after_the_call_is_kept_for_the_next_round() -> None:
+def test_work_after_the_call_is_kept() -> None:
     """In the middle of its first step when the round was called: a weight of 0, and then a step."""
     peer = Peer(weighed(0.0), weighed(800.0), committed())
     play(peer.rounds())
@@ -374,7 +374,7 @@ def test_work_that_came_after_the_call_is_kept_for_the_next_round() -> None:
     assert [seen.work.tokens for seen in peer.seen if seen.work] == [400, 800, 400]
 
 
-def test_a_first_step_that_no_plan_knew_of_is_kept() -> None:
+def test_unplanned_first_step_is_kept() -> None:
     """It had nothing to offer when the round was called, so the plan was made without it."""
     others = {"bert": 400.0}
     peer = Peer(Script(end=AveragingResult(Outcome.COMMITTED, weights=others), cut_seconds=0.2), committed())
@@ -386,7 +386,7 @@ def test_a_first_step_that_no_plan_knew_of_is_kept() -> None:
 
 
 @pytest.mark.parametrize("cut_seconds", [0.7, 2.0])
-def test_more_work_than_that_is_dropped_with_a_plan_that_left_it_out(cut_seconds: float) -> None:
+def test_unplanned_work_beyond_one_step_is_dropped(cut_seconds: float) -> None:
     """Cut off, or late by more than a step: the others' mean has gone the same way."""
     peer = Peer(
         Script(end=AveragingResult(Outcome.COMMITTED, weights={"bert": 400.0}), cut_seconds=cut_seconds), committed()
@@ -395,28 +395,28 @@ def test_more_work_than_that_is_dropped_with_a_plan_that_left_it_out(cut_seconds
     assert peer.seen[1].offers[0].tokens == 0
 
 
-def test_what_an_undecided_round_left_over_is_no_first_step() -> None:
+def test_undecided_leftover_is_not_kept_as_first_step() -> None:
     others = AveragingResult(Outcome.COMMITTED, weights={"bert": 400.0})
     peer = Peer(lost(cut_seconds=0.2), Script(end=others, cut_seconds=0.0), committed())
     play(peer.rounds())
     assert peer.seen[1].offers[0].tokens == 100 and peer.seen[2].offers[0].tokens == 0
 
 
-def test_a_first_step_of_which_something_was_counted_is_spent() -> None:
+def test_partly_counted_first_step_is_dropped() -> None:
     end = AveragingResult(Outcome.COMMITTED, contributions={ME.peer: Contribution(1, 4)})
     peer = Peer(Script(end=end, cut_seconds=0.2), committed())
     play(peer.rounds())
     assert peer.seen[1].offers[0].tokens == 0
 
 
-def test_kept_work_survives_a_round_that_is_not_decided() -> None:
+def test_kept_work_survives_an_undecided_round() -> None:
     peer = Peer(weighed(0.0), lost(), committed())
     play(peer.rounds())
     assert peer.seen[2].mine.tolist() == [12 * STEP] * ELEMENTS
     assert peer.seen[2].work is not None and peer.seen[2].work.tokens == 1200
 
 
-def test_one_that_brought_nothing_starts_from_the_new_anchor() -> None:
+def test_peer_without_work_restarts_from_new_anchor() -> None:
     peer = Peer(weighed(0.0, average=lambda mine, into: into.fill_(1.0)))
     peer.trainer.local_training.step = lambda: None  # type: ignore[method-assign]
     play(peer.rounds())
@@ -429,7 +429,7 @@ def test_one_that_brought_nothing_starts_from_the_new_anchor() -> None:
 
 
 @pytest.mark.parametrize("step_size", [math.nan, math.inf, 1e30, 3e38])
-def test_one_that_diverged_brings_nothing_and_starts_again(step_size: float) -> None:
+def test_diverged_peer_offers_nothing_and_restarts(step_size: float) -> None:
     """Whatever it offers fits the wire: a coordinator whose own offer does not would spoil everybody's round."""
     peer = Peer(lost(cut_seconds=0.4), committed())
     peer.trainer.local_training.learner.step_size = step_size  # type: ignore[attr-defined]
@@ -454,7 +454,7 @@ def test_one_that_diverged_brings_nothing_and_starts_again(step_size: float) -> 
 # -- limits -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_limit_follows_committed_rounds_and_no_others() -> None:
+def test_time_limit_follows_committed_rounds_only() -> None:
     peer = Peer(
         committed(cut_seconds=10.0, mean_seconds=2.0),
         lost(cut_seconds=100.0, mean_seconds=20.0),
@@ -472,7 +472,7 @@ def test_the_limit_follows_committed_rounds_and_no_others() -> None:
 # -- reports ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_report_of_a_committed_round() -> None:
+def test_committed_round_is_reported_in_full() -> None:
     end = AveragingResult(
         Outcome.COMMITTED,
         contributions={"anna": Contribution(3, 4), "bert": Contribution(4, 4), "cleo": Contribution(0, 4)},
@@ -518,7 +518,7 @@ def test_the_report_of_a_committed_round() -> None:
     assert report.time == pytest.approx(EPOCH + 105.5, abs=1e-3)
 
 
-def test_a_weight_that_is_not_known_is_not_reported_as_none() -> None:
+def test_unknown_weight_is_reported_as_null() -> None:
     """What was decided was another plan than the one that reached us: it says who is in the mean, not with how much."""
     means = [AveragingResult(Outcome.COMMITTED, contributions={name: Contribution(1, 4)}) for name in ("anna", "bert")]
     counted, not_counted = play(Peer(*(Script(end=mean) for mean in means)).rounds())
@@ -526,7 +526,7 @@ def test_a_weight_that_is_not_known_is_not_reported_as_none() -> None:
     assert counted.peers == ("anna",) and not_counted.weight == 0.0
 
 
-def test_the_report_of_an_undecided_round() -> None:
+def test_undecided_round_is_reported_in_full() -> None:
     peer = Peer(
         committed(), lost(end=AveragingResult(Outcome.UNDECIDED, blamed=(PeerFault("bert", "lost"),), bytes_sent=5))
     )
@@ -538,7 +538,7 @@ def test_the_report_of_an_undecided_round() -> None:
 
 
 @pytest.mark.parametrize("outcome", LOST)
-def test_an_outcome_is_reported_in_its_word(outcome: Outcome) -> None:
+def test_report_names_the_outcome(outcome: Outcome) -> None:
     (report,) = play(Peer(lost(outcome)).rounds())
     assert report.outcome == outcome.value
 
@@ -552,13 +552,13 @@ def test_an_outcome_is_reported_in_its_word(outcome: Outcome) -> None:
         ((ME,), Outcome.UNDECIDED, "undecided"),
     ],
 )
-def test_alone_is_committed_by_a_roster_of_one(roster: tuple[Member, ...], outcome: Outcome, expected: str) -> None:
+def test_single_member_commit_is_reported_as_alone(roster: tuple[Member, ...], outcome: Outcome, expected: str) -> None:
     (report,) = play(Peer(Script(outcome=outcome), roster=roster).rounds())
     assert report.outcome == expected
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 3e38])
-def test_parameters_that_are_not_finite_are_reported(bad: float) -> None:
+def test_non_finite_parameters_are_reported(bad: float) -> None:
     def spoil(mine: Vector, into: Vector) -> None:
         into.copy_(mine)[7] = bad
 
@@ -566,7 +566,7 @@ def test_parameters_that_are_not_finite_are_reported(bad: float) -> None:
     assert [report.finite for report in reports] == [True, False]
 
 
-def test_waiting_is_what_was_not_spent_training() -> None:
+def test_wait_time_excludes_training_time() -> None:
     peer = Peer(committed(cut_seconds=2.0))
     train = peer.trainer.train
 
@@ -588,7 +588,7 @@ ONE_BY_ONE = [
 
 
 @pytest.mark.parametrize("scripts", ONE_BY_ONE)
-def test_reports_add_up_to_what_was_trained(scripts: list[Script]) -> None:
+def test_reports_sum_to_the_work_trained(scripts: list[Script]) -> None:
     """Whatever became of the rounds: four steps of 100 tokens and half a second in each, told once."""
     peer, totals = Peer(*(replace(script) for script in scripts)), Totals()
     shown: list[tuple[int, float]] = []
@@ -601,7 +601,7 @@ def test_reports_add_up_to_what_was_trained(scripts: list[Script]) -> None:
     assert max(shown) == (400, pytest.approx(2.0)), "nor is more shown while a round goes on"
 
 
-def test_what_a_worker_trained_before_it_died_counts() -> None:
+def test_work_of_dead_worker_is_counted_once() -> None:
     """The next has nothing, or what was carried over; neither is less than nothing, nor told twice."""
     trained = TrainingDelta()
     for tokens, seconds, carried in ((0, 0.0, 0), (300, 3.0, 0), (0, 0.0, 0), (40, 1.0, 0)):
@@ -612,7 +612,7 @@ def test_what_a_worker_trained_before_it_died_counts() -> None:
     assert trained.take() == (50, 1.5)
 
 
-def test_a_trainer_that_fails_is_not_hidden_and_leaves_the_round() -> None:
+def test_trainer_failure_propagates_and_closes_the_round() -> None:
     peer = Peer(committed())
 
     async def failing(*_: Any) -> LocalProgress:

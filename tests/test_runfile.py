@@ -22,7 +22,7 @@ def written(tmp_path: Path, text: str) -> Path:
     return path
 
 
-def test_loaded_as_it_is_it_says_what_no_file_says(tmp_path: Path) -> None:
+def test_generated_run_file_equals_the_defaults(tmp_path: Path) -> None:
     path = written(tmp_path, run_file())
     assert load_run(path, {}, PROTOCOLS) == load_run(None, {}, PROTOCOLS)
     assert load_run(path, {"task": "paced"}, PROTOCOLS) == load_run(None, {"task": "paced"}, PROTOCOLS)
@@ -30,7 +30,7 @@ def test_loaded_as_it_is_it_says_what_no_file_says(tmp_path: Path) -> None:
     assert replace(load_peer({}, {}, path), origins={}) == PeerConfig()
 
 
-def test_what_is_switched_off_is_what_holds_without_it(tmp_path: Path) -> None:
+def test_commented_settings_state_the_defaults(tmp_path: Path) -> None:
     path = written(tmp_path, SWITCHED_ON)
     assert run_file() != SWITCHED_ON and load_run(path, {}, PROTOCOLS) == load_run(None, {}, PROTOCOLS)
 
@@ -47,7 +47,7 @@ def test_one_edited_line_is_enough(tmp_path: Path) -> None:
         assert load_run(path, {}, PROTOCOLS) == load_run(None, {key: value}, PROTOCOLS)
 
 
-def test_every_setting_is_in_it_with_what_it_means() -> None:
+def test_run_file_documents_every_setting() -> None:
     without_value = re.sub(r"^#(\w+) =$", r"\1 = 0", SWITCHED_ON, flags=re.MULTILINE)
     tables = tomllib.loads(without_value)
     names = {table: {field.name for field in fields(schema)} for table, schema in SCHEMAS.items()}

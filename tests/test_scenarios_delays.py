@@ -98,7 +98,7 @@ def delayed(
 
 
 @pytest.mark.parametrize("peers", (3, 5, 8))
-def test_a_coordinator_that_dies_with_all_parts_in_costs_two_round_trips(peers: int, decisions: Decisions) -> None:
+def test_coordinator_death_before_proposal_costs_two_round_trips(peers: int, decisions: Decisions) -> None:
     """Its death is seen after L; then Prepare, Promise, Propose and Accept take L each."""
     swarm = stage(peers)
     seconds = delayed(
@@ -114,7 +114,7 @@ def test_a_coordinator_that_dies_with_all_parts_in_costs_two_round_trips(peers: 
 
 
 @pytest.mark.parametrize("at", (1, 8, 20, 30, 40, 52, 57, 58, 59, 60))
-def test_a_reducer_that_dies_in_the_data_phase_costs_four_round_trips(at: int, decisions: Decisions) -> None:
+def test_reducer_death_costs_four_round_trips(at: int, decisions: Decisions) -> None:
     """Its part is handed in again: death, new plan, stream there and back, chunks, mean, Propose, Accept.
 
     Also where it dies between sending its part to one member and to the next: who has the part hands in again, too.
@@ -176,7 +176,7 @@ def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("unseen")
 @pytest.mark.parametrize("peers", (3, 5))
 @pytest.mark.parametrize("coordinating", (False, True))
-def test_one_silent_member_costs_one_ballot_s_time(peers: int, coordinating: bool, decisions: Decisions) -> None:
+def test_silent_member_costs_one_ballot_timeout(peers: int, coordinating: bool, decisions: Decisions) -> None:
     """From just after its complete offer: T_b until it is given up, as a contributor and as a reducer at once, or until
     the next one coordinates; then a few round trips."""
     undisturbed, _ = silenced(peers, None, 0.0, decisions)
@@ -189,9 +189,7 @@ def test_one_silent_member_costs_one_ballot_s_time(peers: int, coordinating: boo
 @pytest.mark.usefixtures("unseen")
 @pytest.mark.parametrize("at", (1, 8, 20, 30, 40, 52, 57))
 @pytest.mark.parametrize("coordinating", (False, True))
-def test_one_that_stops_in_the_data_phase_costs_no_round_however_slowly_streams_were_opened(
-    at: int, coordinating: bool, decisions: Decisions
-) -> None:
+def test_stalled_peer_costs_no_round_despite_slow_opening(at: int, coordinating: bool, decisions: Decisions) -> None:
     """They are opened once, when a process starts and its machine is busy: that may not make patience outlast the
     budget, so that the round is skipped while all that is needed to repair it is there."""
     swarm = stage()
@@ -212,7 +210,7 @@ def test_one_that_stops_in_the_data_phase_costs_no_round_however_slowly_streams_
 
 
 @pytest.mark.parametrize(("source", "target"), (("p0", "p1"), ("p1", "p0"), ("p3", "p1")))
-def test_a_link_that_fails_one_way_costs_one_repair(source: str, target: str) -> None:
+def test_one_way_link_failure_costs_one_repair(source: str, target: str) -> None:
     """For good: everybody commits every round, with the same bits. One round waits for what does not come; its record
     complains of the link, and from then on both bring their work past it, nobody waits, and neither is evicted."""
     swarm, pair = stage(), (min(source, target), max(source, target))

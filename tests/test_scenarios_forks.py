@@ -113,9 +113,7 @@ def expected_winner(done: Split) -> int:
 
 @pytest.mark.parametrize("apart_seconds", APART_SECONDS)
 @pytest.mark.parametrize(("left", "right"), SPLITS)
-def test_where_forks_are_allowed_both_sides_go_on_and_one_branch_is_left(
-    left: int, right: int, apart_seconds: float
-) -> None:
+def test_allowed_forks_continue_and_merge_after_healing(left: int, right: int, apart_seconds: float) -> None:
     """The majority commits, a minority goes on by a FORK; healed, the rule's branch holds and the loss is told."""
     done = split(left, right, fork_peers=1, apart_seconds=apart_seconds)
     quorum = majority(left + right)
@@ -137,7 +135,7 @@ def test_where_forks_are_allowed_both_sides_go_on_and_one_branch_is_left(
 
 
 @pytest.mark.parametrize(("left", "right"), SPLITS)
-def test_where_forks_are_forbidden_a_minority_waits_and_nothing_is_lost(left: int, right: int) -> None:
+def test_minority_waits_without_loss_where_forks_are_forbidden(left: int, right: int) -> None:
     """Only a majority goes on; without one, nobody. Healed, there was never more than one branch."""
     done = split(left, right, fork_peers=0, apart_seconds=APART_SECONDS[0])
     quorum = majority(left + right)
@@ -155,7 +153,7 @@ def test_where_forks_are_forbidden_a_minority_waits_and_nothing_is_lost(left: in
 
 
 @pytest.mark.parametrize("fork_peers", (0, 1))
-def test_who_missed_a_few_rounds_takes_part_in_them_afterwards(fork_peers: int) -> None:
+def test_peer_missing_few_rounds_decides_them_afterwards(fork_peers: int) -> None:
     """It asks about the round that it stands in, and is told what was decided, round by round; nothing is lost."""
     stage = ScenarioRunner(ScenarioSetup(4, fork_peers=fork_peers))
     rest = stage.peers[:3]
@@ -175,7 +173,7 @@ def test_who_missed_a_few_rounds_takes_part_in_them_afterwards(fork_peers: int) 
     assert sum(each["bytes_downloaded"] + each["lost_rounds"] for each in reports) == 0
 
 
-def test_who_gave_a_round_up_replays_the_means_since() -> None:
+def test_peer_that_gave_up_replays_missed_means() -> None:
     """Nothing is downloaded but what was averaged, and nothing is lost."""
     stage = ScenarioRunner(ScenarioSetup(4, fork_peers=0, keep_rounds=16, pace_seconds=4.0))
     rest = stage.peers[:3]

@@ -16,7 +16,7 @@ AGAIN_SECONDS = 45.0
 
 
 @pytest.mark.parametrize(("peers", "pause_seconds"), ((3, 0.0), (4, 12.0), (5, 0.0), (6, 3.0)))
-def test_all_but_the_last_to_leave_go_on(peers: int, pause_seconds: float) -> None:
+def test_former_majority_forks_without_the_last_leaver(peers: int, pause_seconds: float) -> None:
     """By one FORK of a majority of a roster that several were in; the last one follows it when it is back."""
     stage = Leaving(LongRounds(peers, pace_seconds=PACE_SECONDS))
 
@@ -42,7 +42,7 @@ def test_all_but_the_last_to_leave_go_on(peers: int, pause_seconds: float) -> No
 @pytest.mark.parametrize(
     ("fork_peers", "back"), ((1, ("p0", "p3")), (1, ("p0",)), (4, ("p0", "p1", "p2")), (0, ("p0", "p1", "p2")))
 )
-def test_too_few_former_members_wait_for_the_last(fork_peers: int, back: tuple[str, ...]) -> None:
+def test_too_few_former_members_wait_for_last_member(fork_peers: int, back: tuple[str, ...]) -> None:
     """Two of five are no majority of any roster; and a run may want more, or forbid forks."""
     stage = Leaving(LongRounds(5, pace_seconds=PACE_SECONDS, fork_peers=fork_peers))
 
@@ -62,7 +62,7 @@ def test_too_few_former_members_wait_for_the_last(fork_peers: int, back: tuple[s
     stage.play(story)
 
 
-def test_former_members_wait_for_a_member_in_a_long_round() -> None:
+def test_former_members_wait_for_a_long_round() -> None:
     """It is there and trains: they are admitted when its round is over, and nobody forks."""
     stage = Leaving(LongRounds(4, pace_seconds=PACE_SECONDS))
 
@@ -81,7 +81,7 @@ def test_former_members_wait_for_a_member_in_a_long_round() -> None:
     stage.play(story)
 
 
-def test_former_members_reach_the_head_past_silent_hosts() -> None:
+def test_former_members_find_head_despite_silent_donors() -> None:
     """Of seven, the last three do not even refuse: those who were told to ask them first lose no time by it."""
     stage = Leaving(LongRounds(7, pace_seconds=PACE_SECONDS))
 
@@ -97,7 +97,7 @@ def test_former_members_reach_the_head_past_silent_hosts() -> None:
     stage.play(story)
 
 
-def test_a_fork_from_a_small_roster_does_not_undo_a_grown_swarm() -> None:
+def test_fork_of_small_roster_yields_to_grown_swarm() -> None:
     """Two of three leave; the third is joined by others. The two fork where they cannot reach them, and follow then."""
     stage = Leaving(LongRounds(5, founders=3, pace_seconds=PACE_SECONDS))
 
@@ -123,7 +123,7 @@ def test_a_fork_from_a_small_roster_does_not_undo_a_grown_swarm() -> None:
     stage.play(story)
 
 
-def test_a_crash_on_the_way_costs_no_branch() -> None:
+def test_crash_during_former_member_recovery_costs_no_branch() -> None:
     """Every hundredth message; `python -m tests.sim.leaving` plays them all."""
     calm = Play(3)
     calm.run()

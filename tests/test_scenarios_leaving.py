@@ -47,7 +47,7 @@ def parted(stage: LeavingScenario, round_number: int, gone: set[PeerId]) -> None
 @pytest.mark.parametrize("jitter", (False, True))
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize("peers", (2, 3, 4, 5))
-def test_who_leaves_ends_the_round_and_nobody_waits_for_it_again(peers: int, role: str, jitter: bool) -> None:
+def test_leaver_ends_the_round_and_is_not_awaited(peers: int, role: str, jitter: bool) -> None:
     stage = LeavingScenario(LongRounds(peers, pace_seconds=STEP_SECONDS, jitter=jitter))
 
     async def story() -> tuple[int, PeerId, float]:
@@ -65,7 +65,7 @@ def test_who_leaves_ends_the_round_and_nobody_waits_for_it_again(peers: int, rol
 
 
 @pytest.mark.parametrize("peers", (2, 3, 4))
-def test_who_has_not_ended_its_first_step_is_waited_for_until_it_has(peers: int) -> None:
+def test_leaver_without_a_step_is_waited_for(peers: int) -> None:
     """It has asked to leave, and has nothing to bring before; where nobody has, the round is skipped."""
     stage = LeavingScenario(LongRounds(peers, pace_seconds=STEP_SECONDS), {"p1": 4 * STEP_SECONDS})
 
@@ -87,7 +87,7 @@ def test_who_has_not_ended_its_first_step_is_waited_for_until_it_has(peers: int)
 
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize("peers", (2, 3, 4))
-def test_who_is_asked_in_its_first_step_hands_that_step_in(peers: int, role: str) -> None:
+def test_leaver_in_first_step_hands_that_step_in(peers: int, role: str) -> None:
     stage = LeavingScenario(LongRounds(peers, pace_seconds=STEP_SECONDS))
 
     async def story() -> tuple[PeerId, int, float]:
@@ -107,7 +107,7 @@ def test_who_is_asked_in_its_first_step_hands_that_step_in(peers: int, role: str
     assert seconds <= STEP_SECONDS + PROMPT_SECONDS
 
 
-def test_who_does_not_end_a_step_soon_goes_with_nothing() -> None:
+def test_leaver_with_slow_step_leaves_without_work() -> None:
     stage = LeavingScenario(LongRounds(3, pace_seconds=STEP_SECONDS), {"p1": 60.0})
 
     async def story() -> float:
@@ -122,7 +122,7 @@ def test_who_does_not_end_a_step_soon_goes_with_nothing() -> None:
 
 
 @pytest.mark.parametrize(("peers", "leavers"), ((3, 2), (4, 2), (4, 3), (5, 2), (5, 3), (5, 4)))
-def test_several_leave_in_one_round(peers: int, leavers: int) -> None:
+def test_several_peers_leave_in_one_round(peers: int, leavers: int) -> None:
     """At different moments, one among them who coordinates; those who stay go on at once."""
     stage = LeavingScenario(LongRounds(peers, pace_seconds=STEP_SECONDS))
 
@@ -143,7 +143,7 @@ def test_several_leave_in_one_round(peers: int, leavers: int) -> None:
 
 
 @pytest.mark.parametrize("peers", (1, 2, 3, 4, 5))
-def test_all_leave_at_once_each_with_the_same_state(peers: int) -> None:
+def test_all_peers_leave_together_with_same_state(peers: int) -> None:
     stage = LeavingScenario(LongRounds(peers, pace_seconds=STEP_SECONDS))
 
     async def story() -> float:
@@ -158,7 +158,7 @@ def test_all_leave_at_once_each_with_the_same_state(peers: int) -> None:
     assert len({(each["round"], each["lineage"], each["params_hash"]) for each in last}) == 1
 
 
-def test_one_after_the_other_leaves_and_newcomers_come() -> None:
+def test_sequential_leavers_are_replaced_by_newcomers() -> None:
     stage = LeavingScenario(LongRounds(6, founders=4, pace_seconds=STEP_SECONDS))
 
     async def leave() -> None:
@@ -189,7 +189,7 @@ def test_one_after_the_other_leaves_and_newcomers_come() -> None:
 
 
 @pytest.mark.parametrize("peers", (2, 3, 4))
-def test_who_asks_while_the_means_are_made_leaves_with_that_round(peers: int) -> None:
+def test_leave_during_data_phase_ends_with_that_round(peers: int) -> None:
     """The next roster is not yet proposed, and is without it."""
     cast = LongRounds(peers, pace_seconds=STEP_SECONDS, elements=200_000, chunk_elements=10_000, uplinks=(2e5,) * peers)
     stage = LeavingScenario(cast)
@@ -209,7 +209,7 @@ def test_who_asks_while_the_means_are_made_leaves_with_that_round(peers: int) ->
 
 
 @pytest.mark.parametrize("peers", (2, 3))
-def test_who_has_left_and_comes_back_is_a_newcomer(peers: int) -> None:
+def test_returning_leaver_joins_as_newcomer(peers: int) -> None:
     stage = LeavingScenario(LongRounds(peers, pace_seconds=STEP_SECONDS, fork_peers=0))
 
     async def story() -> None:

@@ -69,7 +69,7 @@ def leave_and_die(peers: int, role: int, at: int | None) -> tuple[int, float, li
 
 @pytest.mark.parametrize("role", (0, 1))
 @pytest.mark.parametrize("peers", (2, 3))
-def test_wherever_it_dies_in_its_last_round_the_others_go_on(peers: int, role: int) -> None:
+def test_leaver_death_at_any_message_spares_the_others(peers: int, role: int) -> None:
     """With a majority they decide, every time. Of two, the one who is left forks, unless it was let go before."""
     messages, undisturbed, _ = leave_and_die(peers, role, None)
     assert messages > 20
@@ -88,9 +88,7 @@ def test_wherever_it_dies_in_its_last_round_the_others_go_on(peers: int, role: i
 @pytest.mark.parametrize("role", (0, 1, -1))
 @pytest.mark.parametrize("after_seconds", (0.0, 0.03, 0.6))
 @pytest.mark.parametrize("peers", (3, 4, 5))
-def test_one_that_is_cut_off_as_it_leaves_holds_the_others_up_as_any_other(
-    peers: int, after_seconds: float, role: int
-) -> None:
+def test_silenced_leaver_delays_like_any_other_peer(peers: int, after_seconds: float, role: int) -> None:
     stage = LeavingScenario(LongRounds(peers, pace_seconds=STEP_SECONDS, fork_peers=0))
 
     async def story() -> float:
@@ -115,7 +113,7 @@ def test_one_that_is_cut_off_as_it_leaves_holds_the_others_up_as_any_other(
 
 @pytest.mark.parametrize("fork_peers", (0, 1))
 @pytest.mark.parametrize("leaving", (False, True))
-def test_of_two_nobody_evicts_the_other_that_is_merely_silent(leaving: bool, fork_peers: int) -> None:
+def test_silent_member_of_two_is_not_evicted(leaving: bool, fork_peers: int) -> None:
     """Whether the one who is left wants to leave or to stay: no record without the other's vote, only a fork."""
     stage = LeavingScenario(LongRounds(2, pace_seconds=STEP_SECONDS, fork_peers=fork_peers))
 
@@ -169,7 +167,7 @@ class SaysThatOthersLeave:
 
 
 @pytest.mark.parametrize("count", (2, 3, 5))
-def test_a_coordinator_that_evicts_who_does_not_leave_is_refused_and_named(count: int) -> None:
+def test_coordinator_evicting_non_leaver_is_rejected_and_blamed(count: int) -> None:
     """All but itself; the next ballot's coordinator proposes what is true."""
     liar = first(count)
     honest = [index for index in range(count) if index != liar]
@@ -182,7 +180,7 @@ def test_a_coordinator_that_evicts_who_does_not_leave_is_refused_and_named(count
 
 
 @pytest.mark.parametrize("count", (2, 3, 5))
-def test_a_coordinator_cannot_say_that_somebody_leaves(count: int) -> None:
+def test_coordinator_cannot_forge_a_leaving_offer(count: int) -> None:
     """Offers are signed: its plan is refused, and it is named."""
     liar = first(count)
     honest = [index for index in range(count) if index != liar]

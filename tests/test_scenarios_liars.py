@@ -64,7 +64,7 @@ def blamed(averaged: Averaged, honest: list[int]) -> set[PeerId]:
 
 @pytest.mark.parametrize("codec", ("fp32", "int8"))
 @pytest.mark.parametrize("liar", range(COUNT))
-def test_a_reducer_that_signs_two_results_is_convicted(liar: int, codec: str) -> None:
+def test_reducer_signing_two_results_is_blamed(liar: int, codec: str) -> None:
     """By everybody who was given one and fetched the other; and the vote is on one of them."""
     averaged = average({liar: "two-parts"}, codec=codec)
     honest = [index for index in range(COUNT) if index != liar]
@@ -86,7 +86,7 @@ def test_a_reducer_that_signs_two_results_is_convicted(liar: int, codec: str) ->
     ),
 )
 @pytest.mark.parametrize("liar", OTHERS)
-def test_a_lying_voter_is_refused_and_named(lie: str, why: str, liar: int) -> None:
+def test_lying_voter_is_rejected_and_blamed(lie: str, why: str, liar: int) -> None:
     """And the round is committed with its work, which was no lie. What it says comes before all is decided."""
 
     def hasty(network: SimNetwork) -> None:
@@ -112,7 +112,7 @@ def test_a_lying_voter_is_refused_and_named(lie: str, why: str, liar: int) -> No
         ("eviction", "may not be put to the vote"),
     ),
 )
-def test_a_lying_coordinator_is_refused_named_and_succeeded(lie: str, why: str) -> None:
+def test_lying_coordinator_is_blamed_and_replaced(lie: str, why: str) -> None:
     """Its proposal counts for nothing; in the next ballot the same parts are proposed as they are."""
     undisturbed, averaged = average(), average({FIRST: lie})
     assert agreed(averaged, list(OTHERS))
@@ -161,9 +161,7 @@ def speaking(peer: PeerId, message: VoteMessage) -> Callable[[SimNetwork], None]
         (PEERS[OTHERS[0]], Member(PEERS[OTHERS[1]]), "a vote in the name of"),
     ),
 )
-def test_a_vote_of_who_has_none_is_refused_and_its_sender_named(
-    kind: str, peer: PeerId, sender: Member, why: str
-) -> None:
+def test_vote_of_non_member_is_rejected_and_blamed(kind: str, peer: PeerId, sender: Member, why: str) -> None:
     averaged = average(before=speaking(peer, votes(HEAD.key, sender)[kind]))
     assert agreed(averaged, list(range(COUNT)))
     assert len(averaged.means[0].peers) == COUNT
@@ -172,7 +170,7 @@ def test_a_vote_of_who_has_none_is_refused_and_its_sender_named(
 
 
 @pytest.mark.parametrize("voters", ((), ROSTER, ROSTER[:3]))
-def test_a_stranger_s_certificate_is_refused_and_named(voters: tuple[Member, ...]) -> None:
+def test_non_member_certificate_is_rejected_and_blamed(voters: tuple[Member, ...]) -> None:
     """Whoever it says has voted."""
     averaged = average(before=speaking("zoe", forged(HEAD.key, Member("zoe"), ROSTER, voters)))
     assert agreed(averaged, list(range(COUNT)))
@@ -180,7 +178,7 @@ def test_a_stranger_s_certificate_is_refused_and_named(voters: tuple[Member, ...
     assert blamed(averaged, list(range(COUNT))) == {"zoe"}
 
 
-def test_a_certificate_of_what_nobody_may_decide_is_refused_and_named() -> None:
+def test_certificate_of_invalid_record_is_rejected_and_blamed() -> None:
     """It would leave a stranger alone with the lineage."""
     zoe = Member("zoe")
     averaged = average(before=speaking("zoe", forged(HEAD.key, zoe, [zoe], ROSTER)))

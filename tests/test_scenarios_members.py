@@ -31,7 +31,7 @@ def contributed(links: tuple[DecidedRound, ...], peer: PeerId) -> list[int]:
 
 @pytest.mark.parametrize("dead_seconds", (0.2, 3.0))
 @pytest.mark.parametrize("peers", (3, 5))
-def test_a_peer_that_restarts_is_a_new_member(peers: int, dead_seconds: float) -> None:
+def test_restarted_peer_rejoins_as_new_member(peers: int, dead_seconds: float) -> None:
     """It catches up, knocks, is admitted by a record, and brings work again; nobody is kept waiting for it."""
     stage = ScenarioRunner(ScenarioSetup(peers, fork_peers=0))
 
@@ -60,7 +60,7 @@ def test_a_peer_that_restarts_is_a_new_member(peers: int, dead_seconds: float) -
     assert {each["incarnation"] for each in stage.told("p2", born)} == {1}
 
 
-def test_a_life_that_has_ended_has_no_vote() -> None:
+def test_former_incarnation_has_no_vote() -> None:
     """Whoever says something in its name is refused and named, before its next life is admitted and after."""
     stage = ScenarioRunner(ScenarioSetup(4, fork_peers=0))
 
@@ -116,7 +116,7 @@ def test_newcomers_are_admitted_a_few_at_a_time(founders: int, newcomers: int) -
     assert set(links[-1].record.peers) == set(stage.peers)
 
 
-def test_who_loses_the_others_on_the_verge_of_proposing_evicts_no_majority(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_isolated_proposer_does_not_evict_the_majority(monkeypatch: pytest.MonkeyPatch) -> None:
     """It holds a whole mean, and nobody is left to vote on it: in time it forks, with that mean."""
     stage = ScenarioRunner(ScenarioSetup(3))
     draft, left, drafted = RoundCoordinator._outcome, list[PeerId](), list[Record]()
@@ -147,7 +147,7 @@ def test_who_loses_the_others_on_the_verge_of_proposing_evicts_no_majority(monke
 
 
 @pytest.mark.parametrize("peers", (3, 5))
-def test_a_silent_member_is_evicted_by_a_record_and_admitted_again(peers: int) -> None:
+def test_silent_member_is_evicted_and_readmitted(peers: int) -> None:
     stage = ScenarioRunner(ScenarioSetup(peers, fork_peers=0))
     mute = stage.peers[-1]
     rest = stage.peers[:-1]

@@ -134,7 +134,7 @@ def level(trouble: Trouble, fork_peers: int) -> tuple[Counter[str], set[str]]:
     ("trouble", "outcome", "fork_peers"),
     ((undecided, "undecided", 0), (skipped, "skipped", 0), (repaired, "superseded", 0), (superseded, "superseded", 1)),
 )
-def test_rounds_that_fail_leave_nothing_behind(trouble: Trouble, outcome: str, fork_peers: int) -> None:
+def test_failed_rounds_leave_no_memory_behind(trouble: Trouble, outcome: str, fork_peers: int) -> None:
     calm, _ = level(nothing, fork_peers)
     after, outcomes = level(trouble, fork_peers)
     assert outcome in outcomes

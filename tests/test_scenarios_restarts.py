@@ -27,7 +27,7 @@ def forks(stage: DurableWorld, peer: PeerId) -> list[DecidedRound]:
     ("peers", "every_rounds", "moment"),
     ((1, 1, 0.0), (1, 3, 0.45), (2, 1, 0.45), (2, 3, 1.05), (3, 2, 0.0), (4, 1, 1.05), (4, 3, 0.45), (5, 3, 0.0)),
 )
-def test_all_are_killed_and_all_come_back(peers: int, every_rounds: int, moment: float) -> None:
+def test_all_peers_killed_resume_with_one_fork(peers: int, every_rounds: int, moment: float) -> None:
     """In one round, by one FORK of them all; what is lost is at most what was decided since the last checkpoint."""
     stage = DurableWorld(ScenarioSetup(peers), every_rounds)
 
@@ -52,7 +52,7 @@ def test_all_are_killed_and_all_come_back(peers: int, every_rounds: int, moment:
 
 
 @pytest.mark.parametrize("pause_seconds", (1.0, 15.0))
-def test_they_come_back_one_after_the_other(pause_seconds: float) -> None:
+def test_peers_restarted_one_by_one_resume(pause_seconds: float) -> None:
     stage = DurableWorld(ScenarioSetup(4), 2)
 
     async def story() -> None:
@@ -68,7 +68,7 @@ def test_they_come_back_one_after_the_other(pause_seconds: float) -> None:
     stage.play(story)
 
 
-def test_the_newest_state_among_them_is_what_they_go_on_from() -> None:
+def test_newest_checkpoint_wins_after_full_restart() -> None:
     """One has a later checkpoint than the others: they take it over."""
     stage = DurableWorld(ScenarioSetup(4), 3)
 
@@ -91,7 +91,7 @@ def test_the_newest_state_among_them_is_what_they_go_on_from() -> None:
     assert all(newest in stage.chain(peer) for peer in stage.peers)
 
 
-def test_one_never_comes_back() -> None:
+def test_majority_resumes_without_a_missing_peer() -> None:
     stage = DurableWorld(ScenarioSetup(4))
 
     async def story() -> float:
@@ -110,7 +110,7 @@ def test_one_never_comes_back() -> None:
 
 
 @pytest.mark.parametrize(("fork_peers", "back"), ((0, 4), (3, 2)))
-def test_where_the_run_does_not_allow_it_they_wait(fork_peers: int, back: int) -> None:
+def test_restarted_peers_wait_where_fork_is_forbidden(fork_peers: int, back: int) -> None:
     stage = DurableWorld(ScenarioSetup(4, fork_peers=fork_peers))
 
     async def story() -> None:
@@ -130,7 +130,7 @@ def test_where_the_run_does_not_allow_it_they_wait(fork_peers: int, back: int) -
     stage.play(story)
 
 
-def test_a_member_that_lives_decides_and_the_others_wait_for_it() -> None:
+def test_surviving_member_decides_and_restarted_ones_wait() -> None:
     """It holds the newest state: nothing is lost but the round under way."""
     stage = DurableWorld(ScenarioSetup(4), 4)
 
@@ -149,7 +149,7 @@ def test_a_member_that_lives_decides_and_the_others_wait_for_it() -> None:
     assert stage.play(story) in stage.chain("p0")
 
 
-def test_who_is_started_again_while_the_others_go_on_does_not_fork() -> None:
+def test_peer_restarted_alone_does_not_fork() -> None:
     stage = DurableWorld(ScenarioSetup(4), 3)
 
     async def story() -> None:
@@ -165,7 +165,7 @@ def test_who_is_started_again_while_the_others_go_on_does_not_fork() -> None:
     stage.play(story)
 
 
-def test_members_and_heirs_go_on_apart_and_the_members_branch_holds() -> None:
+def test_members_branch_beats_that_of_restarted_peers() -> None:
     """Two live, two were started again, and the two halves do not hear each other: neither can know of the other."""
     stage = DurableWorld(ScenarioSetup(4))
     members, heirs = stage.peers[:2], stage.peers[2:]
@@ -187,7 +187,7 @@ def test_members_and_heirs_go_on_apart_and_the_members_branch_holds() -> None:
     stage.play(story)
 
 
-def test_a_member_that_stands_a_round_behind_does_not_hold_its_heirs_up() -> None:
+def test_lagging_survivor_does_not_block_restarted_peers() -> None:
     """It lives, and cannot get to where they are: the means that lead there died with those who held them."""
     stage = DurableWorld(ScenarioSetup(3))
     behind, others = stage.peers[2], stage.peers[:2]
@@ -212,7 +212,7 @@ def test_a_member_that_stands_a_round_behind_does_not_hold_its_heirs_up() -> Non
 
 
 @pytest.mark.parametrize(("peers", "fork_peers", "dead"), ((3, 2, 2), (4, 2, 3)))
-def test_too_few_survivors_are_no_reason_to_wait_for_ever(peers: int, fork_peers: int, dead: int) -> None:
+def test_restarted_peers_proceed_with_too_few_survivors(peers: int, fork_peers: int, dead: int) -> None:
     """They may not fork, being fewer than the run wants; the heirs are enough, and admit them."""
     stage = DurableWorld(ScenarioSetup(peers, fork_peers=fork_peers))
 
@@ -228,7 +228,7 @@ def test_too_few_survivors_are_no_reason_to_wait_for_ever(peers: int, fork_peers
     stage.play(story)
 
 
-def test_one_that_was_cut_off_does_not_take_everybody_back() -> None:
+def test_isolated_survivor_does_not_revert_the_others() -> None:
     """It forked alone while the others, all of them started again, went on without it."""
     stage = DurableWorld(ScenarioSetup(4))
     alone, others = stage.peers[3], stage.peers[:3]

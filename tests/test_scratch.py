@@ -24,7 +24,7 @@ def count(directory: Path) -> int | None:
     return len([*directory.iterdir()]) if directory.exists() else None
 
 
-def test_what_is_written_is_read_and_no_file_is_held_open(directory: Path) -> None:
+def test_written_bytes_are_read_without_open_files(directory: Path) -> None:
     before = psutil.Process().num_fds()
     rooms = [ScratchFile(directory, 100) for _ in range(50)]
     for number, room in enumerate(rooms):
@@ -37,7 +37,7 @@ def test_what_is_written_is_read_and_no_file_is_held_open(directory: Path) -> No
     assert directory.stat().st_mode & 0o077 == 0
 
 
-def test_files_go_with_their_rooms(directory: Path) -> None:
+def test_file_is_deleted_with_its_buffer(directory: Path) -> None:
     kept, gone = ScratchFile(directory, 8), ScratchFile(directory, 8)
     assert count(directory) == 2
     del gone
@@ -46,7 +46,7 @@ def test_files_go_with_their_rooms(directory: Path) -> None:
     kept.write(0, b"12345678")
 
 
-async def test_what_a_killed_life_has_left_is_in_the_way_of_nobody(tmp_path: Path, directory: Path) -> None:
+async def test_leftovers_of_killed_incarnation_are_removed(tmp_path: Path, directory: Path) -> None:
     left = ScratchFile(directory, 8)
     async with ScratchSpace(tmp_path, SimCompute()) as space:
         assert count(directory) is None
@@ -59,7 +59,7 @@ async def test_what_a_killed_life_has_left_is_in_the_way_of_nobody(tmp_path: Pat
         room.read(0, memoryview(bytearray(8)))
 
 
-async def test_files_are_deleted_where_the_next_one_is_made(tmp_path: Path, directory: Path) -> None:
+async def test_freed_files_are_deleted_at_next_allocation(tmp_path: Path, directory: Path) -> None:
     async with ScratchSpace(tmp_path, SimCompute()) as space:
         rooms = [space.room(8) for _ in range(3)]
         rooms.clear()
@@ -70,7 +70,7 @@ async def test_files_are_deleted_where_the_next_one_is_made(tmp_path: Path, dire
         kept.write(0, b"12345678")
 
 
-def test_a_full_disk_leaves_nothing_behind(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_leaves_nothing_behind(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(file: int, size: int) -> None:
         raise OSError(28, os.strerror(28))
 

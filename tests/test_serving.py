@@ -10,7 +10,7 @@ from node.network.serving import Serving
 from protocols.base import BadPayload
 
 
-def test_who_breaks_rules_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_rule_breaker_is_warned_about_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "node.network.serving")
     serving = Serving(4, 2)
     for number in range(100):

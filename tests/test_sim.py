@@ -22,7 +22,7 @@ from tests.sim.scenario import Scenario
 from tests.sim.world import Outcome, play
 
 
-def test_the_same_seed_gives_the_same_trace_fifty_times() -> None:
+def test_same_seed_gives_same_trace_fifty_times() -> None:
     scenario = Scenario(peers=4, rounds=2, seed=7, fault="slow")
     assert len({play(scenario).trace.digest() for _ in range(50)}) == 1
 
@@ -31,7 +31,7 @@ def test_other_seeds_give_other_traces() -> None:
     assert len({play(Scenario(peers=3, rounds=1, seed=seed)).trace.digest() for seed in range(5)}) == 5
 
 
-def test_the_trace_does_not_depend_on_the_hash_seed_of_the_process() -> None:
+def test_trace_does_not_depend_on_the_hash_seed() -> None:
     code = (
         "from tests.sim.oracle_protocol import *; from tests.sim.world import *;"
         "print(play(Scenario(peers=4, rounds=2, seed=3, fault='lies')).trace.digest());"
@@ -52,7 +52,7 @@ def test_the_trace_does_not_depend_on_the_hash_seed_of_the_process() -> None:
 
 
 @pytest.mark.parametrize("batch", range(5))
-def test_a_hundred_seeds_without_a_violation(batch: int) -> None:
+def test_hundred_seeds_play_without_violation(batch: int) -> None:
     """Every honest peer commits every round, with the same bits; liars are named; nothing is left over."""
     for seed in range(20 * batch, 20 * batch + 20):
         outcome = play(Scenario(peers=5, rounds=3, seed=seed, fault=CALM[seed % len(CALM)]))
@@ -60,13 +60,13 @@ def test_a_hundred_seeds_without_a_violation(batch: int) -> None:
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_every_lie_is_survived_round_after_round(lie: str) -> None:
+def test_every_lie_is_survived_in_all_rounds(lie: str) -> None:
     outcome = play(Scenario(peers=4, rounds=5, seed=11, fault="lies", lie=lie, inner_steps=4))
     assert outcome.violations == []
     assert len(outcome.reports("committed")) == 3 * 5
 
 
-def test_the_bytes_that_reports_state_are_those_that_were_sent() -> None:
+def test_reported_bytes_match_bytes_sent() -> None:
     """All but what still serves others after the last round."""
     outcome = play(Scenario(peers=4, rounds=8, seed=3, elements=20_000, codec="fp32", chunk_elements=1024))
     for peer, history in outcome.histories.items():
@@ -75,7 +75,7 @@ def test_the_bytes_that_reports_state_are_those_that_were_sent() -> None:
         assert max(reported[1:]) < 1.3 * min(reported[1:])
 
 
-def test_a_peer_alone_never_waits() -> None:
+def test_single_peer_never_waits() -> None:
     outcome = play(Scenario(peers=1, rounds=5, seed=1, inner_steps=10))
     (history,) = outcome.histories.values()
     assert [report["outcome"] for report in history] == ["alone"] * 5
@@ -108,7 +108,7 @@ def training_share(outcome: Outcome, peer: str) -> float:
     return trained / (history[-1]["time"] - 1_800_000_000.0)
 
 
-def test_one_slow_of_four_is_cut_where_it_stands_and_counts() -> None:
+def test_slow_peer_of_four_is_cut_and_counted() -> None:
     """Three ready of four is enough: the slow one's tokens count, and the fast lose less than 5 % of their time."""
     outcome = unequal(0.1, 0.1, 0.1, 1.0)
     for report in outcome.reports("committed"):
@@ -120,7 +120,7 @@ def test_one_slow_of_four_is_cut_where_it_stands_and_counts() -> None:
     assert min(training_share(outcome, peer) for peer in ("p0", "p1", "p2")) > 0.95
 
 
-def test_three_fast_with_three_ten_times_slower() -> None:
+def test_three_fast_peers_barely_wait_for_three_slow() -> None:
     """Half ready is not two thirds: the call comes at 1.5 times the first third; the fast train on until then."""
     outcome = unequal(0.1, 0.1, 0.1, 1.0, 1.0, 1.0)
     history = outcome.histories["p0"]
@@ -132,7 +132,7 @@ def test_three_fast_with_three_ten_times_slower() -> None:
     assert all(0.08 * tokens["p0"] <= tokens[slow] <= 0.12 * tokens["p0"] for slow in ("p3", "p4", "p5"))
 
 
-def test_a_step_somewhat_longer_than_a_round_holds_nobody_up() -> None:
+def test_step_longer_than_a_round_delays_no_others() -> None:
     """Its first step is still under way when the round is called: it brings nothing now, and its step later.
 
     One whose step lasts several rounds cannot keep up yet: it has missed records that it needs.
@@ -145,7 +145,7 @@ def test_a_step_somewhat_longer_than_a_round_holds_nobody_up() -> None:
 # -- the command line ------------------------------------------------------------------------------------------------
 
 
-def test_the_last_thing_printed_is_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
+def test_last_output_is_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--peers", "3", "--rounds", "2", "--seeds", "0:2", "--faults", "calm", "--json"]) == 0
     out, err = capsys.readouterr()
     result = json.loads(out)
@@ -174,7 +174,7 @@ def test_the_last_thing_printed_is_one_json_object(capsys: pytest.CaptureFixture
         (["--sedes", "1"], "--sedes"),
     ],
 )
-def test_bad_input_gets_one_clear_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_gives_one_clear_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         main(arguments)
     out, err = capsys.readouterr()
@@ -185,7 +185,7 @@ def test_bad_input_gets_one_clear_line(arguments: list[str], words: str, capsys:
 @pytest.mark.parametrize(
     ("given", "words"), [("x", "neither a seed nor a range"), ("5:5", "holds no seeds"), ("5:", "neither a seed")]
 )
-def test_bad_seeds_of_the_vote_get_one_clear_line(given: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_vote_seeds_give_one_clear_line(given: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         scheduling.main(["--seeds", given])
     out, err = capsys.readouterr()
@@ -193,7 +193,7 @@ def test_bad_seeds_of_the_vote_get_one_clear_line(given: str, words: str, capsys
     assert out == "" and err.count("\n") == 1 and words in err
 
 
-def test_one_seed_of_the_vote_prints_what_happened(capsys: pytest.CaptureFixture[str]) -> None:
+def test_single_vote_seed_prints_its_events(capsys: pytest.CaptureFixture[str]) -> None:
     assert scheduling.main(["--seeds", "3"]) == 0
     out = capsys.readouterr().out
     assert out.count("\n") > 20 and "1 seeds, 0 broken {}" in out
@@ -201,7 +201,7 @@ def test_one_seed_of_the_vote_prints_what_happened(capsys: pytest.CaptureFixture
     assert capsys.readouterr().out.startswith("3 seeds, 0 broken {}")
 
 
-def test_a_violation_names_its_seed_and_how_to_replay_it(
+def test_violation_output_names_seed_and_replay_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A planted bug: one peer steps twice as far as the others."""
@@ -221,9 +221,7 @@ def test_a_violation_names_its_seed_and_how_to_replay_it(
     assert "python -m tests.sim --protocol butterfly --peers 3 --rounds 1 --seeds 4 --faults none" in err
 
 
-def test_an_error_in_the_code_names_its_seed_too(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_code_error_output_names_its_seed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def broken(self: Reducer, index: int) -> None:
         raise ZeroDivisionError("planted")
 
@@ -237,7 +235,7 @@ def test_an_error_in_the_code_names_its_seed_too(
     assert "--seeds 4 --faults none" in err and "--seeds 5 --faults none" in err
 
 
-def test_a_reducer_that_sends_different_bytes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reducer_sending_different_bytes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted bug in the protocol: the reducer itself takes other bits than those that it sends."""
     close = Reducer._close
 

@@ -65,13 +65,13 @@ def found(outcome: Played) -> set[str]:
 
 
 @pytest.mark.parametrize("fault", ["none", "slow", "crash", "partition", "mixed"])
-def test_peers_that_mix_come_through_every_family(fault: str) -> None:
+def test_mixing_peers_survive_every_fault_family(fault: str) -> None:
     outcome = played(fault, peers=4)
     assert outcome.violations == []
     assert 0 < outcome.rounds_did <= outcome.rounds_could
 
 
-def test_the_same_seed_gives_the_same_trace() -> None:
+def test_same_seed_gives_the_same_trace() -> None:
     assert len({played("none", 3).trace.digest() for _ in range(2)}) == 1
     assert len({played("none", seed).trace.digest() for seed in range(2)}) == 2
 
@@ -81,27 +81,27 @@ SEEDS = st.integers(0, 2**63 - 1)
 
 @settings(max_examples=25)
 @given(protocol=st.sampled_from(sorted([*REPLICATED_PROTOCOLS, *INDEPENDENT_PROTOCOLS])), seed=SEEDS)
-def test_any_63_bit_seed_plays(protocol: str, seed: int) -> None:
+def test_any_63_bit_seed_plays_without_violation(protocol: str, seed: int) -> None:
     outcome = play(Scenario(protocol=protocol, peers=2, rounds=2, seed=seed, inner_steps=2), world_of(protocol))
     assert outcome.violations == []
 
 
 @settings(max_examples=5)
 @given(seed=SEEDS)
-def test_every_command_takes_any_63_bit_seed(seed: int) -> None:
+def test_every_command_accepts_any_63_bit_seed(seed: int) -> None:
     with redirect_stdout(io.StringIO()):
         assert simulate(["--protocol", "gossip", "--peers", "2", "--rounds", "1", "--seeds", str(seed)]) == 0
         assert crashes.main(["--protocol", "gossip", "--seed", str(seed), "--sample", "1"]) == 0
         assert scheduling.main(["--seeds", str(seed)]) == 0
 
 
-def test_one_alone_goes_on_and_is_at_one_with_itself() -> None:
+def test_single_peer_continues_with_zero_spread() -> None:
     outcome = played("partition", peers=1)
     assert outcome.violations == [] and outcome.rounds_could == 0
     assert {report["spread"] for report in outcome.histories["p0"]} == {0.0}
 
 
-def test_the_spread_that_is_told_is_about_the_true_one() -> None:
+def test_reported_spread_approximates_the_true_one() -> None:
     told, true = [], []
 
     class Measured(PairWorld):
@@ -115,7 +115,7 @@ def test_the_spread_that_is_told_is_about_the_true_one() -> None:
     assert sum(told) == pytest.approx(sum(true), rel=0.2)
 
 
-def test_each_protocol_has_its_world() -> None:
+def test_each_protocol_has_its_simulation() -> None:
     assert world_of("butterfly") is World and world_of("gossip") is IndependentWorld
 
 
@@ -197,14 +197,14 @@ class Lingering(PairSession):
         (Lingering, "crash", "no-leak"),
     ],
 )
-def test_a_planted_bug_is_found(
+def test_planted_bug_is_found(
     session: type[PairSession], fault: str, invariant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worlds, "HEALED_SECONDS", 200.0)
     assert invariant in found(played(fault, session=session, rounds=6))
 
 
-def test_who_does_not_commit_again_after_all_is_healed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peer_not_committing_after_healing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worlds, "HEALED_SECONDS", 60.0)
     assert found(played("partition", session=Deaf)) >= {"progress"}
 
@@ -212,7 +212,7 @@ def test_who_does_not_commit_again_after_all_is_healed_is_found(monkeypatch: pyt
 # -- a fault at every message -----------------------------------------------------------------------------------------
 
 
-def test_a_fault_at_every_message_of_a_round(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fault_at_every_message_of_a_round(capsys: pytest.CaptureFixture[str]) -> None:
     assert crashes.main(["--peers", "3"], PairWorld) == 0
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert told["points"] == told["messages"] > 20 and told["undecided"] == 0
@@ -229,7 +229,7 @@ class Endless(PairSession):
             raise
 
 
-def test_a_bug_that_only_a_silence_brings_out_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bug_exposed_only_by_silence_is_found(capsys: pytest.CaptureFixture[str]) -> None:
     world = type("Planted", (PairWorld,), {"session": Endless})
     assert crashes.main(["--peers", "2", "--kind", "silence", "--sample", "4"], world) == 1
     assert "goes-on" in capsys.readouterr().out
@@ -243,13 +243,13 @@ class Shy(PairSession):
 
 
 @pytest.mark.parametrize("session, wrong", [(PairSession, set()), (Shy, {"goes-on"})])
-def test_who_goes_on_alone_after_a_fault_is_found(session: type[PairSession], wrong: set[str]) -> None:
+def test_peer_continuing_alone_after_fault_is_found(session: type[PairSession], wrong: set[str]) -> None:
     point = enumerate_points(small(3), PairWorld)[0]
     verdict = strike(small(3), "stall", (point,), type("Planted", (PairWorld,), {"session": session}))
     assert {violation.invariant for violation in verdict.violations} == wrong
 
 
-def test_points_are_those_of_the_second_round() -> None:
+def test_points_are_from_the_second_round() -> None:
     points = enumerate_points(small(3), PairWorld)
     assert {point.peer for point in points} == {"p0", "p1", "p2"}
     assert all(point.number > 1 for point in points)
@@ -263,7 +263,7 @@ def test_points_are_those_of_the_second_round() -> None:
         ("moshpit", "ahead", 14), ("push_sum", "weight", 0),
     ],
 )  # fmt: skip
-def test_the_honest_come_through_beside_a_liar(protocol: str, lie: str, seed: int) -> None:
+def test_honest_peers_survive_beside_a_liar(protocol: str, lie: str, seed: int) -> None:
     """All that is refused is named, and no clock is moved; what this judge finds, the next tests say."""
     scenario = Scenario(protocol=protocol, peers=4, rounds=4, seed=seed, fault="lies", lie=lie)
     outcome = play(scenario, CountingWorld)
@@ -282,26 +282,26 @@ class CountingWorld(IndependentWorld):
         return super().check(histories)
 
 
-def test_a_lie_that_nobody_names_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unblamed_lie_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RoundAccounting, "name", lambda self, peer, why: None)
     scenario = Scenario(protocol="gossip", peers=4, rounds=4, seed=0, fault="lies", lie="scaled")
     assert found(play(scenario, IndependentWorld)) == {"named"}
 
 
-def test_a_clock_that_one_liar_moves_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_round_clock_moved_by_one_liar_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ClaimedRounds, "round", lambda self, mine, others: max([mine, *self._said.values()]))
     scenario = Scenario(protocol="gossip", peers=4, rounds=4, seed=4, fault="lies", lie="ahead")
     assert "clock" in found(play(scenario, IndependentWorld))
 
 
-def test_without_waiting_for_those_behind_one_ahead_is_never_met_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_waiting_leading_peer_is_never_met_again(monkeypatch: pytest.MonkeyPatch) -> None:
     scenario = Scenario(protocol="moshpit", peers=3, rounds=5, seed=11, fault="partition")
     assert play(scenario, IndependentWorld).violations == []
     monkeypatch.setattr(PeerTracker, "leads", lambda self, round: False)
     assert "progress" in found(play(scenario, IndependentWorld))
 
 
-def test_who_is_slow_ends_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_peer_ends_near_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     scenario = Scenario(protocol="gossip", peers=4, rounds=5, fault="slow")
     assert play(scenario, IndependentWorld).violations == []
     monkeypatch.setattr(ClaimedRounds, "round", lambda self, mine, others: mine)
@@ -310,7 +310,7 @@ def test_who_is_slow_ends_with_the_others(monkeypatch: pytest.MonkeyPatch) -> No
     )
 
 
-def test_seeds_in_which_nobody_would_lie_are_not_played_as_lies(capsys: pytest.CaptureFixture[str]) -> None:
+def test_protocols_not_resisting_lies_reject_lie_fault(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         simulate(["--protocol", "ring", "--faults", "lies"])
     assert "ring is not made to bear lies" in capsys.readouterr().err

@@ -24,7 +24,7 @@ with workers(2) as pool:
 
 
 @pytest.mark.parametrize("how", (signal.SIGKILL, signal.SIGTERM))
-def test_they_end_with_who_was_killed(how: signal.Signals) -> None:
+def test_worker_processes_end_with_killed_parent(how: signal.Signals) -> None:
     with subprocess.Popen([sys.executable, "-c", PARENT], cwd=HOUSE, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout
         assert parent.stdout.readline() == "up\n"
@@ -37,6 +37,6 @@ def test_they_end_with_who_was_killed(how: signal.Signals) -> None:
     assert not left
 
 
-def test_they_do_not_outstay_their_work() -> None:
+def test_worker_processes_end_after_their_work() -> None:
     script = PARENT.replace("600", "0")
     subprocess.run([sys.executable, "-c", script], cwd=HOUSE, check=True, capture_output=True, timeout=100)

@@ -18,7 +18,7 @@ def now() -> float:
 # -- time -------------------------------------------------------------------------------------------------------------
 
 
-def test_time_begins_at_zero_and_jumps_to_the_next_timer() -> None:
+def test_time_starts_at_zero_and_jumps_to_timers() -> None:
     async def main() -> list[float]:
         seen = [now()]
         for seconds in (0, 1e-3, 3600.0, 1e6):
@@ -29,7 +29,7 @@ def test_time_begins_at_zero_and_jumps_to_the_next_timer() -> None:
     assert run(main()) == pytest.approx([0, 0, 1e-3, 3600.001, 1003600.001])
 
 
-def test_what_is_ready_takes_no_time() -> None:
+def test_ready_callbacks_take_no_time() -> None:
     async def main() -> float:
         for _ in range(1000):
             await asyncio.sleep(0)
@@ -38,7 +38,7 @@ def test_what_is_ready_takes_no_time() -> None:
     assert run(main()) == 0.0
 
 
-def test_timers_fire_in_their_order_at_their_times() -> None:
+def test_timers_fire_in_order_at_their_times() -> None:
     async def main() -> list[tuple[str, float]]:
         fired: list[tuple[str, float]] = []
 
@@ -56,7 +56,7 @@ def test_timers_fire_in_their_order_at_their_times() -> None:
     assert run(main()) == [("2", 2.0), ("2.5", 2.5), ("7", 7.0), ("100000", 100_000.0)]
 
 
-def test_timeouts_end_at_their_deadline() -> None:
+def test_timeouts_fire_at_their_deadline() -> None:
     async def main() -> float:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout_at(12.25):
@@ -71,7 +71,7 @@ def test_timeouts_end_at_their_deadline() -> None:
 # -- deadlock ---------------------------------------------------------------------------------------------------------
 
 
-def test_waiting_for_nothing_is_a_deadlock() -> None:
+def test_wait_without_timer_is_a_deadlock() -> None:
     async def main() -> None:
         await asyncio.sleep(2.5)
         await asyncio.Event().wait()
@@ -80,7 +80,7 @@ def test_waiting_for_nothing_is_a_deadlock() -> None:
         run(main())
 
 
-def test_a_program_that_never_ends_is_stopped() -> None:
+def test_endless_program_is_stopped() -> None:
     async def main() -> None:
         while True:  # noqa: ASYNC110 -- it is to wait for nothing
             await asyncio.sleep(10)
@@ -90,7 +90,7 @@ def test_a_program_that_never_ends_is_stopped() -> None:
 
 
 @pytest.mark.parametrize("pause_seconds", [0.0, -1.0])
-def test_a_program_that_spins_is_stopped(pause_seconds: float) -> None:
+def test_spinning_program_is_stopped(pause_seconds: float) -> None:
     """Time does not move while it asks again and again; a program with as many turns in moving time goes on."""
     cleaned: list[float] = []
 
@@ -107,7 +107,7 @@ def test_a_program_that_spins_is_stopped(pause_seconds: float) -> None:
     assert cleaned == [3.0]
 
 
-def test_a_deadlock_runs_what_should_be_cleaned_up() -> None:
+def test_deadlock_still_runs_cleanup() -> None:
     cleaned: list[str] = []
 
     async def waiting(name: str) -> None:
@@ -153,7 +153,7 @@ def cancellations() -> list[int]:
     return order
 
 
-def test_a_group_cancels_its_tasks_in_the_same_order_every_time() -> None:
+def test_group_cancels_tasks_in_deterministic_order() -> None:
     ballast: list[list[object]] = []
     orders = set()
     for repeat in range(30):
@@ -210,7 +210,7 @@ class Office:
         return task
 
 
-def test_a_kill_cancels_the_tasks_of_its_process_and_their_children_alone() -> None:
+def test_kill_cancels_only_its_process_tasks_and_children() -> None:
     office = Office()
 
     async def main() -> None:
@@ -227,7 +227,7 @@ def test_a_kill_cancels_the_tasks_of_its_process_and_their_children_alone() -> N
     assert [(process.alive, process.tasks) for process in office.processes] == [(False, {}), (True, {})]
 
 
-def test_the_dead_start_nothing_any_more() -> None:
+def test_dead_process_starts_no_tasks() -> None:
     office, late = Office(), list[asyncio.Task[None]]()
 
     async def main() -> None:
@@ -242,7 +242,7 @@ def test_the_dead_start_nothing_any_more() -> None:
     assert office.processes[0].tasks == {}
 
 
-def test_a_task_that_ends_leaves_its_process() -> None:
+def test_finished_task_leaves_its_process() -> None:
     office = Office()
 
     async def main() -> None:
@@ -257,7 +257,7 @@ def test_a_task_that_ends_leaves_its_process() -> None:
 
 
 @pytest.mark.parametrize("error", [None, LookupError("main")])
-def test_what_main_left_running_is_cancelled_in_the_order_of_its_creation(error: Exception | None) -> None:
+def test_leftover_tasks_are_cancelled_in_creation_order(error: Exception | None) -> None:
     ends: list[int] = []
     tasks: list[asyncio.Task[None]] = []
 
@@ -279,7 +279,7 @@ def test_what_main_left_running_is_cancelled_in_the_order_of_its_creation(error:
     assert ends == list(range(20)) and all(task.cancelled() for task in tasks)
 
 
-def test_cleaning_up_may_take_its_time() -> None:
+def test_cleanup_may_take_time() -> None:
     async def left() -> None:
         try:
             await asyncio.sleep(1e5)
@@ -297,7 +297,7 @@ def test_cleaning_up_may_take_its_time() -> None:
     assert ends == [6.0]
 
 
-def test_one_loop_does_not_see_another() -> None:
+def test_loops_are_independent() -> None:
     loops = []
 
     async def main() -> None:
@@ -309,7 +309,7 @@ def test_one_loop_does_not_see_another() -> None:
     assert loops[0] is not loops[1] and all(isinstance(loop, SimLoop) and loop.is_closed() for loop in loops)
 
 
-def test_there_are_no_threads() -> None:
+def test_threads_are_refused() -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
         with pytest.raises(RuntimeError, match="no threads in the simulated world"):

@@ -23,7 +23,7 @@ def _vectors() -> dict[str, Vector]:
 
 
 @pytest.mark.parametrize("name", ["dense", "stripe", "large"])
-def test_the_mean_square_is_the_squared_norm_with_the_error_that_was_promised(name: str) -> None:
+def test_sketch_norm_estimates_within_promised_error(name: str) -> None:
     vector = _vectors()[name]
     count = 40 if name == "large" else 200
     ratios = [sketches.norm(sketch(vector, b"%d" % seed)) ** 2 / float(vector.norm()) ** 2 for seed in range(count)]
@@ -38,14 +38,14 @@ def test_sketches_are_linear() -> None:
     assert sums == pytest.approx(sketch(one + other, b"run"), rel=1e-5)
 
 
-def test_the_signs_are_of_the_seed_alone() -> None:
+def test_signs_depend_only_on_the_seed() -> None:
     """Powers of two: every sum is exact, so that no machine may differ."""
     numbers = sketch(torch.ones(1000), b"run")
     assert hashlib.sha256(struct.pack("<64d", *numbers)).hexdigest()[:16] == "28dbf13226b52df2"
     assert sketch(torch.ones(1000), b"other") != numbers
 
 
-def test_the_spread_is_that_of_the_vectors() -> None:
+def test_spread_matches_that_of_the_vectors() -> None:
     generator = torch.Generator().manual_seed(2)
     states = [1.0 + 0.1 * each * torch.randn(20_000, generator=generator) for each in (1, 1, 3)]
     middle = torch.stack(states).mean(dim=0)
@@ -53,13 +53,13 @@ def test_the_spread_is_that_of_the_vectors() -> None:
     assert spread([sketch(state, b"run") for state in states]) == pytest.approx(exact, rel=0.3)
 
 
-def test_one_alone_has_no_spread_and_none_has_none() -> None:
+def test_spread_of_one_is_zero_and_none_nan() -> None:
     assert spread([sketch(torch.ones(10), b"run")]) == 0.0
     assert math.isnan(spread([]))
     assert math.isnan(spread([sketch(torch.zeros(10), b"run")] * 2)), "of nothing"
 
 
-def test_what_is_not_finite_is_not_told() -> None:
+def test_non_finite_sketch_is_not_sent() -> None:
     """Else it would pass for a peer that is far away, and draw the mean of all to itself."""
     for bad in (math.nan, math.inf):
         assert sketches.pack((*[1.0] * (NUMBERS - 1), bad)) == b""

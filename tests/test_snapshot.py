@@ -38,7 +38,7 @@ def made(elements: int = 10, round_number: int = 0, lineage: bytes = b"l" * 32) 
 
 
 @pytest.mark.parametrize("elements", SIZES)
-def test_the_root_follows_from_the_digests(elements: int) -> None:
+def test_root_follows_from_the_digests(elements: int) -> None:
     parameters, velocity = vectors(elements)
     assert root_of([(elements, chunk_digests(parameters))]) == root([parameters])
     index = SnapshotIndex.of(parameters, velocity)
@@ -48,7 +48,7 @@ def test_the_root_follows_from_the_digests(elements: int) -> None:
 
 @given(elements=st.integers(1, 3000), spoil=st.integers(0, 2999))
 @settings(max_examples=30)
-def test_every_bit_makes_another_root(elements: int, spoil: int) -> None:
+def test_every_change_gives_another_root(elements: int, spoil: int) -> None:
     parameters, velocity = vectors(elements)
     before = SnapshotIndex.of(parameters, velocity)
     velocity[spoil % elements] += 1.0
@@ -57,7 +57,7 @@ def test_every_bit_makes_another_root(elements: int, spoil: int) -> None:
 
 
 @pytest.mark.parametrize("elements", SIZES)
-def test_chunks_carry_the_digests_of_the_index(elements: int) -> None:
+def test_chunks_match_the_digests_of_the_index(elements: int) -> None:
     snapshot = made(elements)
     digests = snapshot.index.digests
     assert [hashlib.sha256(snapshot.chunk(index)).digest() for index in range(len(digests))] == list(digests)
@@ -72,7 +72,7 @@ def test_chunks_carry_the_digests_of_the_index(elements: int) -> None:
 
 @pytest.mark.parametrize("elements", SIZES)
 @pytest.mark.parametrize("place", ["memory", "disk"])
-def test_a_snapshot_is_made_again_from_index_and_chunks(elements: int, place: str, tmp_path: Path) -> None:
+def test_snapshot_is_rebuilt_from_index_and_chunks(elements: int, place: str, tmp_path: Path) -> None:
     snapshot = made(elements)
     packed = snapshot.index.pack()
     assert len(packed) == SnapshotIndex.packed_bytes(elements)
@@ -93,7 +93,7 @@ def test_a_snapshot_is_made_again_from_index_and_chunks(elements: int, place: st
         assert outer_buffer(tmp_path / "outer.safetensors", [elements], snapshot.round + 1, snapshot.lineage).fresh
 
 
-def test_a_file_outlives_its_name(tmp_path: Path) -> None:
+def test_buffer_stays_readable_after_unlink(tmp_path: Path) -> None:
     room = FileBuffer(tmp_path / "file", b"header", 10)
     room.write(3, b"abc")
     (tmp_path / "file").unlink()
@@ -106,14 +106,14 @@ def test_a_file_outlives_its_name(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_bytes() == b"header"
 
 
-def test_an_index_of_another_size_is_refused() -> None:
+def test_index_of_another_size_is_rejected() -> None:
     packed = made().index.pack()
     for bad in (b"", packed[:-1], packed + b"\x00", packed * 2):
         with pytest.raises(BadPayload, match="an index of"):
             SnapshotIndex.unpack(10, bad)
 
 
-def test_a_snapshot_does_not_change_with_what_it_was_taken_of() -> None:
+def test_snapshot_is_independent_of_its_source() -> None:
     parameters, velocity = vectors(10)
     snapshot = Snapshot(b"l" * 32, 0, SnapshotIndex.of(parameters, velocity))
     snapshot.fill(parameters, velocity)
@@ -122,7 +122,7 @@ def test_a_snapshot_does_not_change_with_what_it_was_taken_of() -> None:
     assert (bytes(snapshot.chunk(0)), bytes(snapshot.chunk(1))) == before
 
 
-def test_the_last_two_are_kept_and_the_others_freed() -> None:
+def test_last_two_snapshots_are_kept_and_others_freed() -> None:
     snapshots, gone = Snapshots(), []
     for number in (0, 4, 12, 8):
         snapshot = made(round_number=number, lineage=bytes([number]) * 32)
@@ -138,7 +138,7 @@ def test_the_last_two_are_kept_and_the_others_freed() -> None:
     assert len(snapshots.held()) == 2
 
 
-def test_those_of_a_branch_that_was_left_go() -> None:
+def test_snapshots_of_abandoned_branch_are_dropped() -> None:
     chain, snapshots = Chain(RUN, "run", ROSTER[:3]), Snapshots(keep=4)
     start = chain.head
     chain.switch(start.key.lineage, line(start, 3))

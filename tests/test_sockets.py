@@ -45,7 +45,7 @@ def left_by_a_killed_process(parent: Path) -> Path:
     return left
 
 
-def test_one_goes_when_it_is_left_with_all_its_sockets(parent: Path) -> None:
+def test_socket_directory_is_removed_with_its_sockets(parent: Path) -> None:
     with socket_directory(parent) as directory:
         assert directory.parent == parent and directory.stat().st_mode & 0o777 == 0o700
         with socket.socket(socket.AF_UNIX) as bound:
@@ -53,13 +53,13 @@ def test_one_goes_when_it_is_left_with_all_its_sockets(parent: Path) -> None:
     assert list(parent.iterdir()) == []
 
 
-def test_what_a_killed_process_left_goes_with_the_next(parent: Path) -> None:
+def test_directory_of_killed_process_is_removed_by_next(parent: Path) -> None:
     left = left_by_a_killed_process(parent)
     with socket_directory(parent) as first, socket_directory(parent) as second:
         assert set(parent.iterdir()) == {first, second} and not left.exists()
 
 
-def test_what_is_in_use_or_nobodys_or_holds_more_stays(parent: Path) -> None:
+def test_used_or_foreign_directories_are_kept(parent: Path) -> None:
     foreign, kept = parent / "starling-swarm-x", parent / "starling-kept"
     for directory in (foreign, kept):
         directory.mkdir()
@@ -72,7 +72,7 @@ def test_what_is_in_use_or_nobodys_or_holds_more_stays(parent: Path) -> None:
     assert (foreign / "precious").exists() and (kept / "precious").exists()
 
 
-def test_whatever_else_lies_there_stops_nobody(parent: Path) -> None:
+def test_other_entries_do_not_stop_the_cleanup(parent: Path) -> None:
     left = left_by_a_killed_process(parent)
     (parent / "starling-file").touch()
     (parent / "starling-loop").symlink_to(parent / "starling-loop")
@@ -82,7 +82,7 @@ def test_whatever_else_lies_there_stops_nobody(parent: Path) -> None:
         assert not left.exists()
 
 
-def test_where_nothing_can_be_locked_there_are_directories_too(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directories_work_without_file_locks(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(lock: Path) -> int | None:
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -92,12 +92,12 @@ def test_where_nothing_can_be_locked_there_are_directories_too(parent: Path, mon
     assert list(parent.iterdir()) == []
 
 
-def test_where_none_can_be_made_one_line_says_what_to_do(parent: Path) -> None:
+def test_missing_parent_gives_one_line_with_a_remedy(parent: Path) -> None:
     with pytest.raises(DaemonError, match=r"No such file.*set TMPDIR"), socket_directory(parent / "gone"):
         pass
 
 
-def test_one_that_is_swept_before_it_is_locked_is_made_again(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directory_removed_before_locking_is_recreated(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lost = 0
 
     def swept(lock: Path) -> int | None:

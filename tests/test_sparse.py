@@ -33,7 +33,7 @@ def carried(vector: Vector, members: int = 0) -> Vector:
     return held
 
 
-def test_the_stated_sizes() -> None:
+def test_encoded_sizes_are_as_stated() -> None:
     assert TOPK.encoded_bytes(4096) == 84 and TOPK.encoded_bytes(1 << 18) == 84 * 64
     for members, size in ((1, 130), (4, 456), (8, 848), (16, 1568), (32, 2880)):
         assert TOPK.reduced(members).encoded_bytes(1 << 18) == size * 64
@@ -42,7 +42,7 @@ def test_the_stated_sizes() -> None:
 
 
 @pytest.mark.parametrize("count", SIZES)
-def test_the_largest_of_each_group_travel(count: int) -> None:
+def test_largest_elements_of_each_group_are_sent(count: int) -> None:
     given = heavy(count, count)
     back = carried(given)
     for low in range(0, count, 4096):
@@ -55,7 +55,7 @@ def test_the_largest_of_each_group_travel(count: int) -> None:
         assert len(got[there].abs().unique()) <= 2
 
 
-def test_of_equal_ones_the_first_travel() -> None:
+def test_first_of_equal_elements_are_sent() -> None:
     given = torch.ones(4096)
     assert carried(given).nonzero().view(-1).tolist() == list(range(64))
     given[:100] = 0.5
@@ -64,13 +64,13 @@ def test_of_equal_ones_the_first_travel() -> None:
 
 
 @pytest.mark.parametrize("count", SIZES)
-def test_what_was_carried_is_carried_again_without_loss(count: int) -> None:
+def test_reencoding_is_lossless(count: int) -> None:
     for seed in range(4):
         once = carried(heavy(count, seed) * 10.0 ** (10 * seed - 20))
         assert bits(carried(once)) == bits(once)
 
 
-def test_two_magnitudes_are_the_means_of_the_smaller_and_of_the_larger() -> None:
+def test_two_magnitudes_are_means_of_smaller_and_larger() -> None:
     given = torch.zeros(4096)
     given[:64] = torch.tensor([1.0, 2.0, 3.0, -10.0] * 16)
     assert carried(given)[:4].tolist() == [2.0, 2.0, 2.0, -10.0]
@@ -80,7 +80,7 @@ def test_two_magnitudes_are_the_means_of_the_smaller_and_of_the_larger() -> None
 
 @pytest.mark.parametrize("members", (1, 2, 3, 5, 16, 32))
 @pytest.mark.parametrize("count", (700, 2 * 4096 + 700))
-def test_a_mean_loses_none_of_its_elements(members: int, count: int) -> None:
+def test_mean_keeps_all_its_elements(members: int, count: int) -> None:
     given = [carried(heavy(count, seed)) for seed in range(members)]
     mean = torch.empty(count)
     weighted_mean([each.clone() for each in given], [1000.0 + seed for seed in range(members)], mean)
@@ -92,7 +92,7 @@ def test_a_mean_loses_none_of_its_elements(members: int, count: int) -> None:
     assert ((mean == 0) <= (back == 0)).all()
 
 
-def test_what_no_encoder_packs_is_refused() -> None:
+def test_bytes_no_encoder_writes_are_rejected() -> None:
     good = encoded(TOPK, heavy(4096, 1))
 
     def refused(at: int, value: int, why: str) -> None:
@@ -113,14 +113,14 @@ def test_what_no_encoder_packs_is_refused() -> None:
 @pytest.mark.parametrize(
     "low, high", [(0x7FC0, 0x7FC0), (0x3F80, 0x7F80), (0xBF80, 0x3F80), (0x8000, 0x3F80), (0x4000, 0x3F80), (1, 0x3F80)]
 )
-def test_levels_that_no_encoder_writes_are_refused(low: int, high: int) -> None:
+def test_levels_no_encoder_writes_are_rejected(low: int, high: int) -> None:
     data = encoded(TOPK, heavy(4096, 1))
     data[64:68] = low.to_bytes(2, "little") + high.to_bytes(2, "little")
     with pytest.raises(BadPayload, match="levels"):
         decoded(TOPK, data, 4096)
 
 
-def test_minus_zero_and_codes_beyond_the_last_are_refused() -> None:
+def test_minus_zero_and_trailing_codes_are_rejected() -> None:
     data = encoded(TOPK, torch.zeros(4096))
     data[-1] |= 1
     with pytest.raises(BadPayload, match="minus zero"):
@@ -132,7 +132,7 @@ def test_minus_zero_and_codes_beyond_the_last_are_refused() -> None:
 
 
 @pytest.mark.parametrize("members", (0, 3))
-def test_flipped_bits_decode_to_finite_numbers_or_are_refused(members: int) -> None:
+def test_flipped_bits_decode_to_finite_or_are_rejected(members: int) -> None:
     each, draw = (TOPK.reduced(members) if members else TOPK), random.Random(members)
     good = encoded(each, heavy(5000, 3))
     for _ in range(300):
@@ -146,7 +146,7 @@ def test_flipped_bits_decode_to_finite_numbers_or_are_refused(members: int) -> N
 # -- error feedback ---------------------------------------------------------------------------------------------------
 
 
-def test_what_is_sent_and_what_stays_is_what_there_was() -> None:
+def test_sent_plus_residual_equals_the_original() -> None:
     """To the bit where nothing was sent; else to one rounding."""
     delta, residual, gone = heavy(9000, 1), heavy(9000, 2), torch.empty(9000)
     before = residual.mul(0.95).add(delta)
@@ -159,7 +159,7 @@ def test_what_is_sent_and_what_stays_is_what_there_was() -> None:
     assert ((together - before.double()).abs() <= 2**-24 * gone.abs().double()).all()
 
 
-def test_everything_is_sent_in_the_end() -> None:
+def test_residual_is_sent_eventually() -> None:
     """A pseudo-gradient that is the same each round: what was sent in all is what it came to, less what decayed."""
     delta, residual, gone = heavy(4096, 1), torch.zeros(4096), torch.empty(4096)
     total, forgotten = torch.zeros(4096, dtype=torch.float64), torch.zeros(4096, dtype=torch.float64)
@@ -174,11 +174,11 @@ def test_everything_is_sent_in_the_end() -> None:
     assert (total != 0).sum() > 30 * 64 / 4  # not the same 64 each time
 
 
-def test_codecs_without_feedback_owe_nothing() -> None:
+def test_only_topk_has_a_residual() -> None:
     assert {name for name, each in CODECS.items() if each.decay} == {"topk"}
 
 
-def test_a_sum_that_is_not_finite_is_refused() -> None:
+def test_non_finite_sum_is_rejected() -> None:
     delta = torch.ones(100)
     delta[7] = math.nan
     with pytest.raises(ValueError, match="NaN"):

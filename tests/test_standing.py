@@ -91,7 +91,7 @@ def play(body: Callable[[DonorCluster], Awaitable[None]], **donors: Snapshot | N
     simloop.run(main())
 
 
-def test_a_newcomer_fetches_the_state_that_one_donor_vouches_for() -> None:
+def test_newcomer_fetches_state_signed_by_one_donor() -> None:
     async def body(town: DonorCluster) -> None:
         snapshot = await town.fetch()
         assert (value_of(snapshot), snapshot.round) == (2.0, 4)
@@ -101,14 +101,14 @@ def test_a_newcomer_fetches_the_state_that_one_donor_vouches_for() -> None:
     play(body, anna=state(1.0, 2), bert=state(2.0, 4), cora=state(3.0, 4), dora=None)
 
 
-def test_who_fetches_says_whose() -> None:
+def test_fetch_may_name_the_donor() -> None:
     async def body(town: DonorCluster) -> None:
         assert value_of(await town.fetch(60.0, "anna")) == 1.0
 
     play(body, anna=state(1.0, 4), bert=state(2.0, 4))
 
 
-def test_where_a_donor_dies_the_next_one_brings_its_own() -> None:
+def test_next_donor_replaces_a_dead_one() -> None:
     async def body(town: DonorCluster) -> None:
         asyncio.get_running_loop().call_later(1.0, town.network.kill, "anna")
         assert value_of(await town.fetch(60.0, "anna", "bert")) == 2.0
@@ -118,7 +118,7 @@ def test_where_a_donor_dies_the_next_one_brings_its_own() -> None:
     play(body, anna=state(1.0, 4), bert=state(2.0, 4))
 
 
-def test_where_nobody_has_a_state_there_is_none() -> None:
+def test_no_donor_with_state_is_state_unavailable() -> None:
     async def body(town: DonorCluster) -> None:
         with pytest.raises(StateUnavailable):
             await town.fetch()
@@ -128,7 +128,7 @@ def test_where_nobody_has_a_state_there_is_none() -> None:
 
 
 @pytest.mark.parametrize("lie", ["signature", "root", "round", "name", "run"])
-def test_who_vouches_for_what_it_should_not_is_named_and_not_fetched_from(lie: str) -> None:
+def test_donor_with_invalid_advert_is_blamed_and_skipped(lie: str) -> None:
     async def body(town: DonorCluster) -> None:
         liar = town.state_sync["liar"]
         honest = liar._announcement
@@ -155,7 +155,7 @@ def test_who_vouches_for_what_it_should_not_is_named_and_not_fetched_from(lie: s
     play(body, liar=state(9.0, 4), zita=state(1.0, 4))
 
 
-def test_a_donor_whose_index_makes_another_root_than_it_signed_is_left() -> None:
+def test_donor_with_mismatched_index_root_is_skipped() -> None:
     async def body(town: DonorCluster) -> None:
         good = state(9.0, 4)
         theta = torch.full((ELEMENTS,), 7.0)
@@ -169,7 +169,7 @@ def test_a_donor_whose_index_makes_another_root_than_it_signed_is_left() -> None
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_state_that_is_not_finite_is_not_taken(value: float) -> None:
+def test_non_finite_state_is_not_adopted(value: float) -> None:
     """It would be the newcomer's for good: nobody mixes with it, and its distance from others is no number."""
 
     async def body(town: DonorCluster) -> None:
@@ -180,7 +180,7 @@ def test_a_state_that_is_not_finite_is_not_taken(value: float) -> None:
     play(body, anna=state(1.0, 4), liar=state(value, 4))
 
 
-def test_who_could_not_be_asked_in_time_is_not_named() -> None:
+def test_donor_not_asked_in_time_is_not_blamed() -> None:
     async def body(town: DonorCluster) -> None:
         asyncio.get_running_loop().call_later(1.7, town.network.kill, "anna")
         with pytest.raises(StateUnavailable, match="none of 1 donors"):
@@ -191,7 +191,7 @@ def test_who_could_not_be_asked_in_time_is_not_named() -> None:
     play(body, anna=state(1.0, 4), bert=state(2.0, 4))
 
 
-def test_a_person_is_told_when_it_was_in_vain_five_times_in_a_row() -> None:
+def test_user_is_told_after_five_failed_fetches() -> None:
     async def body(town: DonorCluster) -> None:
         said: list[str] = []
         town.newcomer.complain_to(said.append)
@@ -214,7 +214,7 @@ def test_a_person_is_told_when_it_was_in_vain_five_times_in_a_row() -> None:
     play(away, anna=state(0.0, 4))
 
 
-def test_one_caller_leaves_room_for_others() -> None:
+def test_one_caller_leaves_streams_for_others() -> None:
     async def body(town: DonorCluster) -> None:
         until = asyncio.get_running_loop().time() + 60.0
         async with AsyncExitStack() as held:
@@ -229,7 +229,7 @@ def test_one_caller_leaves_room_for_others() -> None:
     "rounds, taken",
     [([3], [3]), ([3, 9], [3]), ([3, 4, 1 << 39], [3, 4]), ([1, 2, 3, 4], [1, 2]), ([], [])],
 )
-def test_nobody_is_believed_to_be_further_than_half_of_the_others(rounds: list[int], taken: list[int]) -> None:
+def test_rounds_beyond_the_median_are_not_believed(rounds: list[int], taken: list[int]) -> None:
     told = {
         f"p{index}": StateAdvert(KEY, Member(f"p{index}"), (SignedStateRef(bytes(32), number, b""),), True)
         for index, number in enumerate(rounds)
@@ -242,7 +242,7 @@ def test_nobody_is_believed_to_be_further_than_half_of_the_others(rounds: list[i
 # -- with a replica ---------------------------------------------------------------------------------------------------
 
 
-def test_who_is_furthest_is_the_same_for_all() -> None:
+def test_furthest_peer_is_the_same_for_all() -> None:
     one, three = sketch(torch.ones(500), b"s"), sketch(3 * torch.ones(500), b"s")
     far = {"a": one, "b": one, "c": three}
     assert furthest(far)[0] == "c"
@@ -297,7 +297,7 @@ class Alone(PairSession):
         return AveragingResult(Outcome.SKIPPED)
 
 
-def test_a_newcomer_trains_when_it_has_a_state_and_not_before() -> None:
+def test_newcomer_trains_only_after_fetching_a_state() -> None:
     told = lives(math.inf, 0.0, 4)
     first, second = told["zoe"][:2]
     assert (first.outcome, first.bytes_downloaded, first.tokens) == ("superseded", 8000, 0)
@@ -306,13 +306,13 @@ def test_a_newcomer_trains_when_it_has_a_state_and_not_before() -> None:
     assert told["zoe"][-1].spread < 0.05
 
 
-def test_who_went_astray_fetches_anothers_state() -> None:
+def test_outlying_peer_fetches_anothers_state() -> None:
     told = lives(0.3 / ASTRAY_FACTOR, 3.0, 5)
     outcomes = [report.outcome for report in told["zoe"]]
     assert outcomes.count("superseded") == 1 and told["zoe"][-1].spread < 0.05
     assert all(report.outcome == "skipped" for report in told["anna"] + told["bert"]), "they are not the furthest"
 
 
-def test_who_is_near_enough_is_left_to_mixing() -> None:
+def test_nearby_peer_is_left_to_mixing() -> None:
     told = lives(3.0 / ASTRAY_FACTOR, 3.0, 4)
     assert {report.outcome for report in told["zoe"]} == {"skipped"}

@@ -29,16 +29,14 @@ def content(directory: Path) -> dict[str, bytes]:
 # -- lives ------------------------------------------------------------------------------------------------------------
 
 
-def test_each_life_has_a_number_of_its_own_and_one_identity(tmp_path: Path) -> None:
+def test_incarnations_are_numbered_and_share_one_identity(tmp_path: Path) -> None:
     lives = [StateDir.open(tmp_path / "a" / "b") for _ in range(3)]
     assert [life.incarnation for life in lives] == [1, 2, 3]
     assert len({life.identity.peer_id for life in lives}) == 1
     assert (tmp_path / "a" / "b").stat().st_mode & 0o077 == 0
 
 
-def test_a_crash_before_the_number_is_in_place_gives_no_number_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_crash_before_number_is_stored_reuses_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     StateDir.open(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", lambda self, target: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -48,7 +46,7 @@ def test_a_crash_before_the_number_is_in_place_gives_no_number_twice(
     assert StateDir.open(tmp_path).incarnation == 2
 
 
-def test_the_number_is_on_the_disk_before_anybody_hears_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incarnation_is_synced_before_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[bytes] = []
     monkeypatch.setattr(statedir, "sync_directory", lambda path: synced.append((path / "incarnation").read_bytes()))
     assert StateDir.open(tmp_path).incarnation == 1
@@ -56,7 +54,7 @@ def test_the_number_is_on_the_disk_before_anybody_hears_it(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("damage", [b"", b"\n", b"x", b"-3", b"1.5", b"\xff\xfe", b"9" * 31, b"%d" % MAX_INCARNATION])
-def test_a_damaged_number_is_not_guessed(tmp_path: Path, damage: bytes) -> None:
+def test_damaged_incarnation_is_not_guessed(tmp_path: Path, damage: bytes) -> None:
     StateDir.open(tmp_path)
     (tmp_path / "incarnation").write_bytes(damage)
     with pytest.raises(StateError, match="damaged: write a number into it"):
@@ -64,7 +62,7 @@ def test_a_damaged_number_is_not_guessed(tmp_path: Path, damage: bytes) -> None:
     assert (tmp_path / "incarnation").read_bytes() == damage
 
 
-def test_a_number_that_cannot_be_read_is_not_taken_for_none(tmp_path: Path) -> None:
+def test_unreadable_incarnation_is_an_error(tmp_path: Path) -> None:
     StateDir.open(tmp_path)
     (tmp_path / "incarnation").unlink()
     (tmp_path / "incarnation").mkdir()
@@ -72,16 +70,14 @@ def test_a_number_that_cannot_be_read_is_not_taken_for_none(tmp_path: Path) -> N
         StateDir.open(tmp_path)
 
 
-def test_a_path_that_cannot_be_a_directory_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_impossible_directory_path_gives_one_line_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StateError, match="--state-dir") as caught:
         StateDir.open(tmp_path / "file" / "state")
     assert "\n" not in str(caught.value)
 
 
-def test_a_directory_that_turned_read_only_is_refused_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_read_only_directory_gives_one_line_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     StateDir.open(tmp_path)
 
     def refuse(path: Path, data: bytes) -> None:
@@ -92,7 +88,7 @@ def test_a_directory_that_turned_read_only_is_refused_in_one_line(
         StateDir.open(tmp_path)
 
 
-def test_an_identity_that_others_can_read_is_refused_and_costs_no_life(tmp_path: Path) -> None:
+def test_identity_readable_by_others_uses_no_incarnation(tmp_path: Path) -> None:
     StateDir.open(tmp_path)
     (tmp_path / "identity.key").chmod(0o644)
     with pytest.raises(IdentityError, match="chmod 600"):
@@ -104,7 +100,7 @@ def test_an_identity_that_others_can_read_is_refused_and_costs_no_life(tmp_path:
 # -- the run ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_same_run_again_keeps_its_files(state: StateDir) -> None:
+def test_resuming_same_run_keeps_its_files(state: StateDir) -> None:
     state.begin("aa" * 32, "", b"sealed", b"sample")
     state.rounds.write_bytes(b"lines")
     state.begin("aa" * 32, "aa" * 32, b"sealed", b"")
@@ -112,7 +108,7 @@ def test_the_same_run_again_keeps_its_files(state: StateDir) -> None:
     assert not (state.path / "past").exists()
 
 
-def test_files_of_other_runs_are_put_aside_however_often(state: StateDir) -> None:
+def test_files_of_other_runs_are_set_aside_repeatedly(state: StateDir) -> None:
     runs = ["aa" * 32, "bb" * 32, "aa" * 32, "bb" * 32, "aa" * 32]
     before, written = "", set()
     for number, run in enumerate(runs):
@@ -130,7 +126,7 @@ def test_files_of_other_runs_are_put_aside_however_often(state: StateDir) -> Non
 
 
 @pytest.mark.parametrize("there", ["another run", "nothing", "the same run"])
-def test_a_run_that_this_machine_cannot_train_leaves_the_directory_as_it_was(state: StateDir, there: str) -> None:
+def test_withdrawn_run_leaves_the_directory_unchanged(state: StateDir, there: str) -> None:
     before = "" if there == "nothing" else ("aa" if there == "another run" else "bb") * 32
     if before:
         state.begin(before, "", b"sealed", b"sample")
@@ -149,7 +145,7 @@ def test_a_run_that_this_machine_cannot_train_leaves_the_directory_as_it_was(sta
     assert content(state.path) == was
 
 
-def test_what_only_a_life_of_a_run_needs_is_not_put_aside(state: StateDir) -> None:
+def test_scratch_files_are_not_set_aside(state: StateDir) -> None:
     state.begin("aa" * 32, "", b"old", b"")
     (state.path / "scratch").mkdir()
     (state.path / "scratch" / "part").write_bytes(b"of a past round")
@@ -158,7 +154,7 @@ def test_what_only_a_life_of_a_run_needs_is_not_put_aside(state: StateDir) -> No
     assert content(state.path / "past" / ("aa" * 8)).keys() == {"manifest.bin"}
 
 
-def test_a_crash_while_files_are_put_aside_loses_none(state: StateDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_crash_while_setting_files_aside_loses_none(state: StateDir, monkeypatch: pytest.MonkeyPatch) -> None:
     state.begin("aa" * 32, "", b"old", b"sample")
     state.rounds.write_bytes(b"lines")
     rename, left = Path.rename, 1
@@ -180,7 +176,7 @@ def test_a_crash_while_files_are_put_aside_loses_none(state: StateDir, monkeypat
     assert state.manifest() == b"new" and not state.rounds.exists()
 
 
-def test_a_full_disk_when_a_run_begins_is_told_in_one_line(state: StateDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_at_begin_gives_one_line_error(state: StateDir, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path, data: bytes) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
@@ -191,7 +187,7 @@ def test_a_full_disk_when_a_run_begins_is_told_in_one_line(state: StateDir, monk
     state.remember({"p": [HERE]})  # neither ends a round
 
 
-def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_atomically(tmp_path / "file", b"old")
 
     def full(descriptor: int) -> None:
@@ -206,7 +202,7 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: p
 # -- whom it met ------------------------------------------------------------------------------------------------------
 
 
-def test_who_is_here_now_comes_first_and_the_oldest_are_dropped(state: StateDir) -> None:
+def test_newest_peers_come_first_and_oldest_are_dropped(state: StateDir) -> None:
     state.remember({f"old{number}": [HERE] for number in range(MAX_CACHED_PEERS)})
     state.remember({"new": [HERE, HERE + "1"]})
     assert len(state.peers()) == MAX_CACHED_PEERS
@@ -215,19 +211,19 @@ def test_who_is_here_now_comes_first_and_the_oldest_are_dropped(state: StateDir)
     assert list(state.addresses())[:2] == [f"{HERE}/p2p/new", f"{HERE}1/p2p/new"]
 
 
-def test_nothing_is_written_where_nothing_changed(state: StateDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unchanged_cache_is_not_rewritten(state: StateDir, monkeypatch: pytest.MonkeyPatch) -> None:
     state.remember({"p": [HERE]})
     monkeypatch.setattr(statedir, "write_atomically", lambda path, data: pytest.fail("written"))
     state.remember({"p": [HERE]})
 
 
-def test_what_others_call_addresses_is_bounded(state: StateDir) -> None:
+def test_cached_addresses_are_bounded(state: StateDir) -> None:
     many = [f"{HERE}{number}" for number in range(3 * MAX_ADDRESSES)]
     state.remember({"p": ["x" * (MAX_ADDRESS_CHARACTERS + 1), "\ud800", "\x1b[2J", "/dns/é", *many]})
     assert state.peers() == {"p": tuple(many[:MAX_ADDRESSES])}
 
 
-def test_the_most_that_may_be_remembered_can_be_read_again(state: StateDir) -> None:
+def test_largest_cache_can_be_read_back(state: StateDir) -> None:
     worst = ["\\" * (MAX_ADDRESS_CHARACTERS - 2) + f"{number:02}" for number in range(MAX_ADDRESSES)]
     state.remember({f"{number:064}": worst for number in range(2 * MAX_CACHED_PEERS)})
     assert len(state.peers()) == MAX_CACHED_PEERS and state.peers()[f"{0:064}"] == tuple(worst)
@@ -238,21 +234,21 @@ def test_the_most_that_may_be_remembered_can_be_read_again(state: StateDir) -> N
     [b"", b"{", b"[1]", b"null", b"7", b"\xff", b"[" * 100_000, b'{"p": ' * 50_000, b'{"p": "x"}', b"1" * 10_000],
     ids=lambda damage: damage[:8].decode(errors="replace"),
 )
-def test_a_damaged_cache_is_an_empty_one_and_is_replaced(state: StateDir, damage: bytes) -> None:
+def test_damaged_cache_counts_as_empty_and_is_replaced(state: StateDir, damage: bytes) -> None:
     (state.path / "peers.json").write_bytes(damage)
     assert state.peers() == {} and list(state.addresses()) == []
     state.remember({"p": [HERE]})
     assert state.peers() == {"p": (HERE,)}
 
 
-def test_a_hostile_cache_is_read_as_far_as_it_makes_sense(state: StateDir) -> None:
+def test_hostile_cache_is_read_partially(state: StateDir) -> None:
     entries = {"a": [HERE, 7, None, ["x"], "y" * 1000], "b": "no list", "c": []}
     (state.path / "peers.json").write_text(json.dumps(entries | {f"p{number}": [] for number in range(1000)}))
     assert state.peers()["a"] == (HERE,) and "b" not in state.peers() and state.peers()["c"] == ()
     assert len(state.peers()) == MAX_CACHED_PEERS
 
 
-def test_a_run_that_is_over_is_forgotten_as_often_as_one_likes(state: StateDir) -> None:
+def test_finished_run_can_be_forgotten_repeatedly(state: StateDir) -> None:
     state.begin("aa" * 32, "", b"sealed", b"")
     state.remember({"p": [HERE]})
     state.forget()
@@ -260,7 +256,7 @@ def test_a_run_that_is_over_is_forgotten_as_often_as_one_likes(state: StateDir) 
     assert state.peers() == {} and state.manifest() == b"sealed" and state.is_over
 
 
-def test_where_it_listened_is_of_use_if_it_is_to_listen_there_again(state: StateDir) -> None:
+def test_listen_addresses_are_reused_for_same_request(state: StateDir) -> None:
     asked, took = ("/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0"), ("/ip4/0.0.0.0/tcp/4001", "/ip6/::/tcp/4002")
     assert state.listening(asked) == ()
     state.listens(asked, took)
@@ -283,14 +279,14 @@ def test_where_it_listened_is_of_use_if_it_is_to_listen_there_again(state: State
         *(b'{"asked": ["a"], "took": ["b", "c"]}', b'{"asked": ["a"], "took": ["b\\n"]}'),
     ),
 )
-def test_what_is_wrong_with_where_it_listened_costs_the_port(state: StateDir, damage: bytes) -> None:
+def test_damaged_listen_file_costs_only_the_port(state: StateDir, damage: bytes) -> None:
     (state.path / "listen.json").write_bytes(damage)
     assert state.listening(("a",)) == ()
     state.listens(("a",), ("b",))
     assert state.listening(("a",)) == ("b",)
 
 
-def test_when_there_is_a_run_to_go_on_with(state: StateDir) -> None:
+def test_resumable_run_needs_peers_or_a_state(state: StateDir) -> None:
     def holds() -> bool:
         return holds_run(state.path)
 

@@ -64,14 +64,14 @@ def data() -> dict[str, Any]:
     return json.loads(to_json(STATUS), parse_constant=pytest.fail)  # type: ignore[no-any-return]
 
 
-def test_json_is_strict_and_comes_back() -> None:
+def test_json_is_strict_and_round_trips() -> None:
     assert data()["loss"] is None and list(data()) == [each.name for each in dataclasses.fields(Status)]
     back = parse(data())
     assert math.isnan(back.loss) and back.eta_seconds is None
     assert replace(back, loss=0.0) == replace(STATUS, loss=0.0)
 
 
-def test_whole_numbers_do_for_floats_and_unknown_fields_are_left() -> None:
+def test_integers_pass_as_floats_and_unknown_fields_ignored() -> None:
     assert parse(data() | {"tokens_per_second": 3, "later": [1]}).tokens_per_second == 3
 
 
@@ -96,7 +96,7 @@ def test_whole_numbers_do_for_floats_and_unknown_fields_are_left() -> None:
         {"tokens_per_second": math.inf},
     ],
 )
-def test_what_is_not_a_status_is_refused_by_name(change: dict[str, object]) -> None:
+def test_invalid_status_field_is_rejected_by_name(change: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=rf"status\.{next(iter(change))}"):
         parse(data() | change)
 
@@ -106,46 +106,46 @@ def test_what_is_not_a_status_is_refused_by_name(change: dict[str, object]) -> N
         st.none() | st.booleans() | st.floats() | st.text(), lambda x: st.lists(x) | st.dictionaries(st.text(), x)
     )
 )
-def test_parse_never_fails_otherwise(junk: object) -> None:
+def test_parse_raises_only_value_error(junk: object) -> None:
     for each in (junk, data() | {"peers": junk}, data() | {"loss": junk}):
         with contextlib.suppress(ValueError):
             parse(each)
 
 
-def test_the_largest_numbers_can_be_shown() -> None:
+def test_largest_numbers_can_be_displayed() -> None:
     whole, fraction = ("round", "tokens", "bytes_sent", "rss_bytes"), ("loss", "loop_lag_p99_seconds", "eta_seconds")
     for each in (MAX_NUMBER, -MAX_NUMBER):
         most = parse(data() | dict.fromkeys((*whole, *fraction), each) | {"rounds": abs(each)})
         Console(file=io.StringIO(), width=80).print(render(most, (), 80))
 
 
-def test_others_words_are_cleaned_and_cut() -> None:
+def test_foreign_text_is_sanitised_and_truncated() -> None:
     evil = parse(data() | {"reason": "\x1b[2J\x9b1m\r\n\u202ehello\u200b" + "x" * 10**5})
     assert evil.reason.isprintable() and "hello" in evil.reason and len(evil.reason) <= MAX_WORD
 
 
 @given(st.text())
-def test_printable_is_one_printable_line(text: str) -> None:
+def test_printable_returns_one_printable_line(text: str) -> None:
     assert not set(printable(text)) & {"\n", "\r", "\x1b", "\x9b", "\x00", "\u2028", "\u202e"}
     assert printable(printable(text)) == printable(text)
 
 
-def test_other_alphabets_are_kept() -> None:
+def test_non_latin_alphabets_are_kept() -> None:
     assert printable("Zoë 春 мир") == "Zoë 春 мир"
 
 
-def test_peer_ids_are_told_apart_by_their_ends() -> None:
+def test_short_peer_ids_keep_distinct_ends() -> None:
     assert short(PEER) == "…RyTQhaP"[0] + PEER[-6:]
     assert short("ada") == "ada"
 
 
-def test_the_join_command_has_an_address_that_others_reach() -> None:
+def test_join_command_has_a_reachable_address() -> None:
     command = join_command(STATUS)
     assert command == (f"python -m node join --bootstrap {STATUS.addresses[1]} --run-id {'cd' * 32}", Scope.ANYWHERE)
 
 
 @pytest.mark.parametrize("host", ["/ip4/127.0.0.1", "/ip4/127.8.8.8", "/ip6/::1", "/dns4/localhost"])
-def test_a_loopback_address_is_never_offered_as_if_others_reached_it(host: str) -> None:
+def test_loopback_address_is_limited_to_this_machine(host: str) -> None:
     command = join_command(replace(STATUS, addresses=(f"{host}/tcp/1/p2p/{PEER}",)))
     assert command and command[1] is Scope.MACHINE and "this machine only" in who_joins(command[1])
 
@@ -172,16 +172,16 @@ def test_a_loopback_address_is_never_offered_as_if_others_reached_it(host: str) 
         ("/dns4/", Scope.NOWHERE),
     ],
 )
-def test_from_where_an_address_works(host: str, where: Scope) -> None:
+def test_scope_of_an_address_is_classified(host: str, where: Scope) -> None:
     assert scope(f"{host}/tcp/1" if host else "") == where
 
 
-def test_who_can_be_reached_from_its_own_network_only_is_told_what_to_do() -> None:
+def test_limited_reachability_gives_a_hint() -> None:
     assert "--announce" in narrow(Scope.NETWORK, announced=False) and not narrow(Scope.NETWORK, announced=True)
     assert "--listen" in narrow(Scope.MACHINE, announced=True) and not narrow(Scope.ANYWHERE, announced=False)
 
 
-def test_the_join_command_takes_the_widest_address_and_says_who_can_use_it() -> None:
+def test_join_command_uses_widest_address_and_states_reach() -> None:
     private, public = f"/ip4/172.17.0.2/tcp/1/p2p/{PEER}", f"/ip4/8.8.8.8/tcp/1/p2p/{PEER}"
     command = join_command(replace(STATUS, addresses=(private, public)))
     assert command and public in command[0] and who_joins(command[1]) == "Others join with:"
@@ -189,7 +189,7 @@ def test_the_join_command_takes_the_widest_address_and_says_who_can_use_it() -> 
     assert command and who_joins(command[1]) == "Others join, from the same network only, with:"
 
 
-def test_who_joins_has_to_name_a_task_of_somebodys_own() -> None:
+def test_join_command_names_own_task() -> None:
     command = join_command(replace(STATUS, task="mine.tasks:make"))
     assert command and command[0].endswith(" --task mine.tasks:make")
     for hostile in ("gpt", "a:b; rm -rf ~", "a:b\n", "$(a):b"):
@@ -197,5 +197,5 @@ def test_who_joins_has_to_name_a_task_of_somebodys_own() -> None:
         assert command and "--task" not in command[0]
 
 
-def test_without_an_address_there_is_no_join_command() -> None:
+def test_missing_address_gives_no_join_command() -> None:
     assert join_command(replace(STATUS, addresses=())) is None

@@ -50,7 +50,7 @@ def play(tmp_path: Path) -> Play:
 # -- the end of the run, and of a share of it -------------------------------------------------------------------------
 
 
-def test_a_stay_ends_with_the_run(play: Play) -> None:
+def test_session_ends_with_the_run(play: Play) -> None:
     async def body(town: SessionCluster) -> None:
         peers = town.all()
         await town.end()
@@ -67,7 +67,7 @@ def test_a_stay_ends_with_the_run(play: Play) -> None:
     play(body)
 
 
-def test_what_a_round_leaves_in_circles_goes_with_it(play: Play) -> None:
+def test_rounds_leave_no_reference_cycles(play: Play) -> None:
     """Reduced parts above all: a hundred rounds would hold a hundred times the state, till the collector comes by."""
 
     async def body(town: SessionCluster) -> None:
@@ -84,7 +84,7 @@ def test_what_a_round_leaves_in_circles_goes_with_it(play: Play) -> None:
     play(body)
 
 
-def test_a_run_that_is_over_already_is_left_at_once(play: Play) -> None:
+def test_finished_run_is_left_at_once(play: Play) -> None:
     async def body(town: SessionCluster) -> None:
         (peer,) = town.all("a", run_rounds=0)
         await town.end()
@@ -93,7 +93,7 @@ def test_a_run_that_is_over_already_is_left_at_once(play: Play) -> None:
     play(body, founders="a")
 
 
-def test_one_that_comes_alone_and_others_that_join_it_end_together(play: Play) -> None:
+def test_founder_and_later_joiners_end_together(play: Play) -> None:
     async def body(town: SessionCluster) -> None:
         first = town.add("a", run_rounds=8)
         await until(lambda: len(first.view.reports) == 2)
@@ -108,7 +108,7 @@ def test_one_that_comes_alone_and_others_that_join_it_end_together(play: Play) -
     play(body, founders="a")
 
 
-def test_a_share_of_the_rounds_is_done_and_handed_in(play: Play) -> None:
+def test_stops_after_max_rounds(play: Play) -> None:
     async def body(town: SessionCluster) -> None:
         a, b = town.all("ab", run_rounds=6)
         c = town.add("c", run_rounds=6, rounds=2)
@@ -127,7 +127,7 @@ def test_a_share_of_the_rounds_is_done_and_handed_in(play: Play) -> None:
 
 
 @pytest.mark.parametrize("after_seconds", [1.0, 1.7, 2.05, 2.2, 2.3, 3.0, 4.0])
-def test_who_leaves_at_any_moment_does_so_by_a_decision(play: Play, after_seconds: float) -> None:
+def test_leave_at_any_moment_ends_with_a_decision(play: Play, after_seconds: float) -> None:
     """Where the round is too far gone to let it go, by that of one more, which may hold no work yet."""
 
     async def body(town: SessionCluster) -> None:
@@ -148,7 +148,7 @@ def test_who_leaves_at_any_moment_does_so_by_a_decision(play: Play, after_second
     play(body)
 
 
-def test_who_leaves_between_two_rounds_begins_none_that_it_would_not_end(play: Play) -> None:
+def test_leave_between_rounds_starts_few_more_rounds(play: Play) -> None:
     async def body(town: SessionCluster) -> None:
         a, b, c = town.all(run_rounds=6)
         c.view.on_report = lambda report: c.session.leave()
@@ -160,7 +160,7 @@ def test_who_leaves_between_two_rounds_begins_none_that_it_would_not_end(play: P
     play(body)
 
 
-def test_who_leaves_alone_leaves_when_its_round_is_over(play: Play) -> None:
+def test_leave_alone_ends_after_the_round(play: Play) -> None:
     async def body(town: SessionCluster) -> None:
         (peer,) = town.all("a", run_rounds=6)
         await asyncio.sleep(0.5)
@@ -171,7 +171,7 @@ def test_who_leaves_alone_leaves_when_its_round_is_over(play: Play) -> None:
     play(body, founders="a")
 
 
-def test_who_leaves_while_it_waits_for_others_leaves_at_once(play: Play) -> None:
+def test_leave_while_waiting_for_peers_is_immediate(play: Play) -> None:
     async def body(town: SessionCluster) -> None:
         (peer,) = town.all("a", wait=5)
         await asyncio.sleep(30.0)
@@ -183,7 +183,7 @@ def test_who_leaves_while_it_waits_for_others_leaves_at_once(play: Play) -> None
     play(body, founders="a")
 
 
-def test_waiting_ends_when_enough_are_here(play: Play) -> None:
+def test_waiting_ends_when_enough_peers_join(play: Play) -> None:
     async def body(town: SessionCluster) -> None:
         first = town.add("a", wait=3, run_rounds=3)
         await asyncio.sleep(20.0)
@@ -195,7 +195,7 @@ def test_waiting_ends_when_enough_are_here(play: Play) -> None:
     play(body)
 
 
-def test_who_leaves_while_it_catches_up_leaves_at_once(play: Play) -> None:
+def test_leave_during_catch_up_is_immediate(play: Play) -> None:
     """It looks on; whom it asks for the state does not answer any more."""
 
     async def body(town: SessionCluster) -> None:
@@ -215,7 +215,7 @@ def test_who_leaves_while_it_catches_up_leaves_at_once(play: Play) -> None:
     play(body, founders="a")
 
 
-def test_who_is_cut_off_leaves_without_its_round(play: Play) -> None:
+def test_disconnected_leaver_abandons_its_round(play: Play) -> None:
     async def body(town: SessionCluster) -> None:
         a, b, c = town.all(run_rounds=50)
         await asyncio.sleep(3.0)
@@ -236,7 +236,7 @@ def test_who_is_cut_off_leaves_without_its_round(play: Play) -> None:
     play(body)
 
 
-def test_all_leave_at_once(play: Play) -> None:
+def test_all_peers_leave_together_in_time(play: Play) -> None:
     async def body(town: SessionCluster) -> None:
         peers = town.all(run_rounds=50)
         await asyncio.sleep(3.0)
@@ -250,7 +250,7 @@ def test_all_leave_at_once(play: Play) -> None:
     play(body)
 
 
-def test_a_killed_peer_keeps_nobody(play: Play) -> None:
+def test_killed_peer_does_not_delay_the_end(play: Play) -> None:
     async def body(town: SessionCluster) -> None:
         a, b, _ = town.all(run_rounds=5)
         await asyncio.sleep(3.0)
@@ -264,7 +264,7 @@ def test_a_killed_peer_keeps_nobody(play: Play) -> None:
 # -- after the last round ---------------------------------------------------------------------------------------------
 
 
-def test_others_wait_for_one_that_missed_the_last_round(play: Play) -> None:
+def test_others_wait_for_peer_missing_last_round(play: Play) -> None:
     """It is there, and can still fetch what was decided; for who is silent for good nobody waits."""
 
     async def body(town: SessionCluster) -> None:
@@ -312,18 +312,18 @@ async def lingered(contacts: Sequence[Any], later: Callable[[PeerSession], objec
         ([contact("a", 4, live=False), contact("b", 4, leaving=True)], 0.0),
     ],
 )
-def test_lingering_is_for_who_is_here_and_behind_and_has_a_limit(contacts: Any, seconds: float) -> None:
+def test_lingering_waits_for_lagging_peers_up_to_limit(contacts: Any, seconds: float) -> None:
     assert simloop.run(lingered(contacts)) == pytest.approx(seconds, abs=0.2)
 
 
-def test_lingering_ends_when_the_last_has_caught_up_or_the_user_is_tired() -> None:
+def test_lingering_ends_on_catch_up_or_leave() -> None:
     slow = contact("a", 4)
     assert simloop.run(lingered([slow], lambda session: setattr(slow, "round", 5))) == pytest.approx(3.0, abs=0.2)
     assert simloop.run(lingered([contact("a", 4)], PeerSession.leave)) == pytest.approx(3.0, abs=0.2)
 
 
 @pytest.mark.parametrize(("roster", "farewells"), [("abc", FAREWELLS), ("a", 0), ("bc", 0)])
-def test_farewells_are_for_those_who_count_on_us_and_few(play: Play, roster: str, farewells: int) -> None:
+def test_farewell_rounds_are_few_and_only_for_members(play: Play, roster: str, farewells: int) -> None:
     async def body(town: SessionCluster) -> None:
         peer = SessionPeer(town, "a", SessionLimits(9, None, 1), 0.1)
         session = peer.session
@@ -338,7 +338,7 @@ def test_farewells_are_for_those_who_count_on_us_and_few(play: Play, roster: str
 
 
 @pytest.mark.parametrize("error", [WorkerError("the worker died"), TimeoutError()], ids=["died", "no answer"])
-def test_a_worker_that_cannot_evaluate_costs_no_report(play: Play, error: Exception) -> None:
+def test_failed_evaluation_costs_no_report(play: Play, error: Exception) -> None:
     async def body(town: SessionCluster) -> None:
         peers = town.all(run_rounds=3)
         peers[0].trainer.broken = error
@@ -351,7 +351,7 @@ def test_a_worker_that_cannot_evaluate_costs_no_report(play: Play, error: Except
     play(body)
 
 
-def test_a_loss_is_told_only_where_the_state_moved(play: Play) -> None:
+def test_loss_is_reported_only_when_state_changed(play: Play) -> None:
     async def body(town: SessionCluster) -> None:
         peer = town.add("a", run_rounds=3)
         await town.end()
@@ -375,7 +375,7 @@ def test_a_loss_is_told_only_where_the_state_moved(play: Play) -> None:
     [b"", b"\xff", b"nonsense", b"7", b"{}", b'{"a": 1}', b"null", b"[" * 4000, b'["' + b"x" * 4000 + b'"]',
      b'[1, null, ["x"], "\\ud800", "/ip4/\\u001b[2J"]'],
 )  # fmt: skip
-def test_what_a_directory_finds_may_be_nonsense(play: Play, value: bytes) -> None:
+def test_invalid_directory_records_are_ignored(play: Play, value: bytes) -> None:
     async def body(town: SessionCluster) -> None:
         for name in ("ghost", "b", "x" * 1000, ""):
             await Directory(town.entries, name, SimClock(), Hearsay()).announce(SCOPE, value, 1e6, 1e6)
@@ -389,7 +389,7 @@ def test_what_a_directory_finds_may_be_nonsense(play: Play, value: bytes) -> Non
     play(body)
 
 
-def test_who_was_met_is_remembered_with_where_it_is(play: Play) -> None:
+def test_met_peers_are_remembered_with_addresses(play: Play) -> None:
     async def body(town: SessionCluster) -> None:
         peers = town.all(run_rounds=50)
         await until(lambda: len(peers[0].view.reports) == 12)

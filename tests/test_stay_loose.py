@@ -19,7 +19,7 @@ def play(path: Path, body: Callable[[SessionCluster], Awaitable[None]], founders
     return town
 
 
-def test_a_run_comes_to_its_end_and_what_is_told_says_how_far_apart_peers_are(tmp_path: Path) -> None:
+def test_run_ends_and_reports_the_spread(tmp_path: Path) -> None:
     async def body(town: SessionCluster) -> None:
         peers = town.all(wait=3)
         await until(lambda: any(peer.outcomes for peer in peers))
@@ -36,7 +36,7 @@ def test_a_run_comes_to_its_end_and_what_is_told_says_how_far_apart_peers_are(tm
         assert any(report.spread > 0 for report in peer.view.reports)
 
 
-def test_who_comes_later_fetches_a_state_and_trains_on_from_there(tmp_path: Path) -> None:
+def test_newcomer_fetches_a_state_and_continues_training(tmp_path: Path) -> None:
     async def body(town: SessionCluster) -> None:
         founder = town.add("a", run_rounds=12)
         await until(lambda: len(founder.outcomes) >= 3)
@@ -50,7 +50,7 @@ def test_who_comes_later_fetches_a_state_and_trains_on_from_there(tmp_path: Path
     play(tmp_path, body, founders="a")
 
 
-def test_who_is_asked_to_leave_hands_in_and_goes(tmp_path: Path) -> None:
+def test_leaver_hands_in_and_exits(tmp_path: Path) -> None:
     async def body(town: SessionCluster) -> None:
         peers = town.all(run_rounds=8)
         await until(lambda: len(peers[0].outcomes) >= 2)
@@ -64,7 +64,7 @@ def test_who_is_asked_to_leave_hands_in_and_goes(tmp_path: Path) -> None:
     play(tmp_path, body)
 
 
-def test_own_rounds_count_though_nobody_is_met(tmp_path: Path) -> None:
+def test_own_rounds_count_without_partners(tmp_path: Path) -> None:
     async def body(town: SessionCluster) -> None:
         alone = town.add("a", rounds=3, run_rounds=50)
         await town.end()

@@ -50,7 +50,7 @@ def lives(
 
 
 @pytest.mark.parametrize("seconds", [1.0, 89.0])
-def test_who_works_and_dies_all_the_time_is_given_up_in_one_line(starts: list[float], seconds: float) -> None:
+def test_constantly_dying_worker_is_given_up(starts: list[float], seconds: float) -> None:
     with pytest.raises(WorkerError) as caught:
         lives(100, seconds, useful=True)
     assert len(starts) == DEATHS_AN_HOUR - 1
@@ -61,12 +61,12 @@ def test_who_works_and_dies_all_the_time_is_given_up_in_one_line(starts: list[fl
     assert "memory" in line and "started again" in line and "\n" not in line
 
 
-def test_who_dies_now_and_then_is_replaced_for_ever(starts: list[float]) -> None:
+def test_worker_dying_occasionally_is_always_replaced(starts: list[float]) -> None:
     lives(500, 95.0, useful=True)
     assert len(starts) == 500
 
 
-def test_who_does_nothing_before_it_dies_is_given_up_soon_with_growing_pauses(starts: list[float]) -> None:
+def test_useless_worker_is_given_up_after_growing_pauses(starts: list[float]) -> None:
     with pytest.raises(
         WorkerError, match=f"died {DEATHS} times in a row: killed by signal 9; .*; check its last output"
     ):
@@ -95,7 +95,7 @@ class Kernel:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_three_deaths_for_want_of_memory_end_the_peer_in_words(
+def test_three_out_of_memory_deaths_end_the_peer(
     version: int, starts: list[float], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     kernel = Kernel(tmp_path, version)
@@ -106,7 +106,7 @@ def test_three_deaths_for_want_of_memory_end_the_peer_in_words(
     assert len(told) == 3 and all("memory has probably run out" in line for line in told)
 
 
-def test_want_of_memory_is_claimed_only_where_the_kernel_has_killed(
+def test_out_of_memory_requires_a_kernel_kill(
     starts: list[float], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     lives(10, 60.0, useful=True, group=Kernel(tmp_path, 2).group)
@@ -115,7 +115,7 @@ def test_want_of_memory_is_claimed_only_where_the_kernel_has_killed(
     assert caplog.text.count("memory may have run out") == 10 and "probably" not in caplog.text
 
 
-def test_memory_that_is_scarce_now_and_then_ends_nobody(starts: list[float], tmp_path: Path) -> None:
+def test_occasional_out_of_memory_deaths_are_tolerated(starts: list[float], tmp_path: Path) -> None:
     kernel = Kernel(tmp_path, 2)
     lives(100, 301.0, useful=True, group=kernel.group, die=kernel.kill)
     assert len(starts) == 100
@@ -136,7 +136,7 @@ _V2_MOUNT = "31 23 0:28 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw,nsdelegate\n"
         ("0::/\n", "23 1 8:1 / / rw - ext4 /dev/sda1 rw\n", None, 2),
     ],
 )
-def test_the_own_group_is_found(groups: str, mounts: str, path: str | None, version: int, tmp_path: Path) -> None:
+def test_own_memory_cgroup_is_found(groups: str, mounts: str, path: str | None, version: int, tmp_path: Path) -> None:
     (tmp_path / "cgroup").write_text(groups)
     (tmp_path / "mountinfo").write_text(mounts)
     assert memory_group(tmp_path) == ControlGroup(Path(path) if path else None, version)

@@ -50,7 +50,7 @@ def text(shown: object) -> str:
 # -- agreement --------------------------------------------------------------------------------------------------------
 
 
-def test_a_long_story_keeps_its_beginning_and_its_last_rounds() -> None:
+def test_long_run_keeps_first_loss_and_last_rounds() -> None:
     tally = story(KEEP_ROUNDS + 10)
     assert [tally.rounds[0].number, tally.rounds[-1].number] == [10, KEEP_ROUNDS + 9]
     end = tally.as_json()
@@ -58,7 +58,7 @@ def test_a_long_story_keeps_its_beginning_and_its_last_rounds() -> None:
     assert end["loss_last"] == 3.0 / (KEEP_ROUNDS + 10)
 
 
-def test_equal_ends_agree() -> None:
+def test_equal_final_states_agree() -> None:
     tally = story(4)
     assert tally.agree and tally.fell
     end = tally.as_json()
@@ -76,7 +76,7 @@ def test_equal_ends_agree() -> None:
     }
 
 
-def test_without_a_shared_anchor_peers_agree_that_are_near_enough() -> None:
+def test_independent_peers_agree_within_spread_limit() -> None:
     tally = story(4)
     for name, spread in zip(NAMES, (0.01, 0.019, 0.0), strict=False):
         own = {"lineage": f"l-{name}", "params_hash": f"h-{name}", "spread_limit": 0.02}
@@ -92,42 +92,42 @@ def test_without_a_shared_anchor_peers_agree_that_are_near_enough() -> None:
     assert tally.spread == (0.0, 0.02)
 
 
-def test_other_parameters_do_not_agree() -> None:
+def test_different_parameters_do_not_agree() -> None:
     tally = story(4)
     tally.add("peer-2", report("peer-2", 4, lineage="l4", params_hash="other"))
     assert not tally.agree
 
 
-def test_an_earlier_end_does_not_agree() -> None:
+def test_earlier_final_round_does_not_agree() -> None:
     tally = story(4)
     tally.add("peer-2", report("peer-2", 4))
     assert not tally.agree
 
 
-def test_who_did_not_leave_well_does_not_agree() -> None:
+def test_failed_exit_does_not_agree() -> None:
     tally = story(4)
     tally.tracks["peer-3"].well = False
     assert not tally.agree
 
 
-def test_who_never_reported_does_not_agree() -> None:
+def test_peer_without_reports_does_not_agree() -> None:
     tally = story(4, NAMES[:2])
     tally.tracks["peer-3"].well = True
     assert not tally.agree
     assert tally.as_json()["peers"][2]["params_hash"] == ""
 
 
-def test_nothing_at_all_is_no_agreement_and_still_json() -> None:
+def test_empty_summary_does_not_agree_and_is_json() -> None:
     tally = SwarmSummary(NAMES)
     assert not tally.agree and not tally.fell
     assert json.loads(to_json(tally.as_json()))["loss_last"] is None
 
 
-def test_one_known_loss_is_no_fall() -> None:
+def test_single_known_loss_is_no_fall() -> None:
     assert not story(1).fell
 
 
-def test_a_loss_that_rose_did_not_fall() -> None:
+def test_rising_loss_is_no_fall() -> None:
     tally = story(2)
     tally.add("peer-1", report("peer-1", 2, held_out_loss=3.5))
     list(tally.complete(()))
@@ -151,7 +151,7 @@ def test_totals_are_plain_sums() -> None:
     assert (totals.bytes_sent, totals.bytes_received) == (50, 100)
 
 
-def test_catching_up_is_no_round_of_ones_own() -> None:
+def test_catching_up_is_not_an_own_round() -> None:
     tally = story(2)
     tally.add("peer-1", report("peer-1", 2, outcome="superseded", lineage="l9"))
     track = tally.tracks["peer-1"]
@@ -161,7 +161,7 @@ def test_catching_up_is_no_round_of_ones_own() -> None:
 # -- rounds -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_round_is_complete_when_all_who_run_have_told_of_it() -> None:
+def test_round_completes_when_all_running_peers_reported() -> None:
     tally = SwarmSummary(NAMES)
     tally.add("peer-1", report("peer-1", 0))
     tally.add("peer-2", report("peer-2", 0))
@@ -170,7 +170,7 @@ def test_a_round_is_complete_when_all_who_run_have_told_of_it() -> None:
     assert not list(tally.complete(()))
 
 
-def test_a_round_that_others_have_gone_beyond_is_complete() -> None:
+def test_round_completes_when_others_are_beyond_it() -> None:
     tally = SwarmSummary(NAMES)
     for number in range(3):
         tally.add("peer-1", report("peer-1", number))
@@ -182,13 +182,13 @@ def test_a_round_that_others_have_gone_beyond_is_complete() -> None:
     assert [each.number for each in tally.complete(NAMES)] == [2]
 
 
-def test_an_undecided_round_is_none() -> None:
+def test_undecided_round_is_not_counted() -> None:
     tally = SwarmSummary(NAMES)
     tally.add("peer-1", report("peer-1", 0, outcome="undecided"))
     assert not list(tally.complete(()))
 
 
-def test_a_skipped_round_has_no_loss() -> None:
+def test_skipped_round_has_no_loss() -> None:
     tally = story(1)
     tally.add("peer-1", report("peer-1", 1, outcome="skipped", held_out_loss=math.nan, peers=()))
     (done,) = tally.complete(())
@@ -196,7 +196,7 @@ def test_a_skipped_round_has_no_loss() -> None:
     assert plain_line(done, 16).endswith("nothing to apply")
 
 
-def test_of_a_round_without_a_shared_anchor_the_largest_distance_is_told() -> None:
+def test_round_of_independent_peers_shows_largest_spread() -> None:
     tally = SwarmSummary(NAMES[:2])
     for name, spread in zip(NAMES, (0.011, 0.024), strict=False):
         tally.add(name, report(name, 0, spread=spread, spread_limit=0.02))
@@ -207,13 +207,13 @@ def test_of_a_round_without_a_shared_anchor_the_largest_distance_is_told() -> No
 # -- what is read and shown -------------------------------------------------------------------------------------------
 
 
-def test_a_report_survives_its_line() -> None:
+def test_report_round_trips_as_json() -> None:
     made = report("a", 1, held_out_loss=math.nan)
     read = RoundReport.from_json(to_json(made))
     assert math.isnan(read.held_out_loss) and to_json(read) == to_json(made)
 
 
-def test_every_field_of_a_report_is_in_the_manual() -> None:
+def test_manual_documents_every_report_field() -> None:
     manual = (Path(__file__).parents[1] / "docs" / "running.md").read_text()
     table = manual.partition("### `rounds.jsonl`")[2]
     told = {name for row in table.splitlines() if row.startswith("| `") for name in row.split("`")[1].split(", ")}
@@ -221,12 +221,12 @@ def test_every_field_of_a_report_is_in_the_manual() -> None:
 
 
 @pytest.mark.parametrize("line", ["", "[]", "{}", "null", "nonsense"])
-def test_what_is_no_report_is_refused(line: str) -> None:
+def test_invalid_report_is_rejected(line: str) -> None:
     with pytest.raises(ValueError):
         RoundReport.from_json(line)
 
 
-def test_reports_are_read_on_when_their_file_is_put_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reports_are_read_across_file_rotation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     peer = Participant("peer-1", tmp_path)
     peer.directory.mkdir()
     journal = Journal(peer.directory / "rounds.jsonl")
@@ -240,7 +240,7 @@ def test_reports_are_read_on_when_their_file_is_put_aside(tmp_path: Path, monkey
     assert len(list(peer.directory.glob("rounds*"))) > 2 and seen == list(range(40))
 
 
-def test_reports_are_read_as_they_come(tmp_path: Path) -> None:
+def test_reports_are_read_incrementally(tmp_path: Path) -> None:
     peer = Participant("peer-1", tmp_path)
     assert peer.reports() == [] and peer.end == "did not start"
     peer.directory.mkdir()
@@ -253,7 +253,7 @@ def test_reports_are_read_as_they_come(tmp_path: Path) -> None:
     assert [each.round for each in peer.reports()] == [2]
 
 
-def test_the_picture_and_the_summary_fit() -> None:
+def test_picture_and_summary_fit_the_width() -> None:
     tally = story(16)
     for shown in (
         picture(tally, dict.fromkeys(NAMES, "starts"), {}, 80),
@@ -266,13 +266,13 @@ def test_the_picture_and_the_summary_fit() -> None:
     assert "3.000 -> 0.188" in text(summary(tally, dict.fromkeys(NAMES, "left"), 200.0))
 
 
-def test_words_in_the_picture_and_the_summary_are_no_markup() -> None:
+def test_names_in_picture_and_summary_are_not_markup() -> None:
     name = "[/b]"
     tally = SwarmSummary([name])
     shown = text(picture(tally, {name: "[/x]"}, {}, 80)) + text(summary(tally, {name: "[/y]"}, 1.0))
     assert shown.count(name) == 2 and "[/x]" in shown and "[/y]" in shown
 
 
-def test_what_a_model_writes_cannot_command_the_terminal() -> None:
+def test_model_output_cannot_control_the_terminal() -> None:
     shown = text(sample("def f():\n    \x1b[2Jreturn [bold]x\r\n"))
     assert "\x1b" not in shown and "    ·[2Jreturn [bold]x·" in shown

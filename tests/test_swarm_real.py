@@ -120,7 +120,7 @@ def test_three_peers_agree_and_leave_nothing_behind(start: Callable[[int], Runni
     assert "all peers agree" in err and "Traceback" not in err
 
 
-def test_the_others_go_on_without_a_killed_peer(start: Callable[[int], Running]) -> None:
+def test_others_continue_without_a_killed_peer(start: Callable[[int], Running]) -> None:
     swarm = start(14)
     swarm.until(lambda: len(swarm.reports(1)) >= 3)
     os.kill(swarm.control(2), signal.SIGKILL)
@@ -133,7 +133,7 @@ def test_the_others_go_on_without_a_killed_peer(start: Callable[[int], Running])
     assert swarm.left() == []
 
 
-def test_ctrl_c_ends_all_in_time(start: Callable[[int], Running]) -> None:
+def test_ctrl_c_ends_all_peers_in_time(start: Callable[[int], Running]) -> None:
     swarm = start(1000)
     swarm.until(lambda: min(len(swarm.reports(number)) for number in (1, 2, 3)) >= 2)
     began = time.monotonic()
@@ -146,7 +146,7 @@ def test_ctrl_c_ends_all_in_time(start: Callable[[int], Running]) -> None:
     assert swarm.left() == []
 
 
-def test_peers_die_with_a_killed_swarm(start: Callable[[int], Running]) -> None:
+def test_peers_die_with_their_killed_swarm(start: Callable[[int], Running]) -> None:
     swarm = start(1000)
     swarm.until(lambda: len(swarm.left()) >= 4)
     swarm.process.kill()
@@ -161,7 +161,7 @@ def test_peers_die_with_a_killed_swarm(start: Callable[[int], Running]) -> None:
         ("[[", "run.toml"),
     ],
 )
-def test_a_wrong_run_file_is_one_line(tmp_path: Path, content: str, words: str) -> None:
+def test_wrong_run_file_gives_one_line_error(tmp_path: Path, content: str, words: str) -> None:
     file = tmp_path / "run.toml"
     file.write_text(content)
     command = (sys.executable, "-m", "node", "swarm", "--peers", "2", "--run", file, "--dir", tmp_path / "swarm")
@@ -171,7 +171,7 @@ def test_a_wrong_run_file_is_one_line(tmp_path: Path, content: str, words: str) 
     assert not (tmp_path / "swarm").exists()  # nothing was started
 
 
-def test_a_used_directory_is_one_line(tmp_path: Path) -> None:
+def test_used_directory_gives_one_line_error(tmp_path: Path) -> None:
     (tmp_path / "peer-1").mkdir()
     command = (sys.executable, "-m", "node", "swarm", "--dir", tmp_path)
     done = subprocess.run(command, cwd=HOUSE, capture_output=True, text=True, timeout=60)

@@ -36,7 +36,7 @@ def swarm(names: str = "anna bert cleo", **options: object) -> SyncCluster:
 # -- behind -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_few_rounds_behind_replays_their_means() -> None:
+def test_peer_few_rounds_behind_replays_means() -> None:
     world = swarm(every_rounds=2)
 
     async def main() -> None:
@@ -63,7 +63,7 @@ def test_a_few_rounds_behind_replays_their_means() -> None:
     world.play(main)
 
 
-def test_who_is_not_behind_has_nothing_to_do() -> None:
+def test_up_to_date_peer_has_nothing_to_do() -> None:
     world = swarm()
 
     async def main() -> None:
@@ -76,7 +76,7 @@ def test_who_is_not_behind_has_nothing_to_do() -> None:
     world.play(main)
 
 
-def test_more_rounds_behind_than_are_kept_takes_a_snapshot_and_the_means_since() -> None:
+def test_peer_far_behind_takes_snapshot_and_later_means() -> None:
     world = swarm(keep_rounds=4)
 
     async def main() -> None:
@@ -90,7 +90,7 @@ def test_more_rounds_behind_than_are_kept_takes_a_snapshot_and_the_means_since()
     world.play(main)
 
 
-def test_the_cheaper_way_is_taken_where_both_are_open() -> None:
+def test_cheaper_of_snapshot_and_replay_is_chosen() -> None:
     """Eight means of int8 are dearer than a snapshot and the two since; two are not."""
     world = swarm(every_rounds=5, keep_rounds=20)
 
@@ -110,7 +110,7 @@ def test_the_cheaper_way_is_taken_where_both_are_open() -> None:
 
 
 @pytest.mark.parametrize("elements", [1000, 600_000])
-def test_a_newcomer_verifies_the_whole_chain_from_the_founder_on(elements: int) -> None:
+def test_newcomer_verifies_the_chain_from_the_founder(elements: int) -> None:
     world = swarm("anna", elements=elements)
 
     async def main() -> None:
@@ -132,7 +132,7 @@ def test_a_newcomer_verifies_the_whole_chain_from_the_founder_on(elements: int) 
     world.play(main)
 
 
-def test_a_newcomer_before_the_first_round_knows_the_state_by_its_root() -> None:
+def test_newcomer_before_first_round_adopts_founders_state_root() -> None:
     world = swarm("anna")
 
     async def main() -> None:
@@ -146,7 +146,7 @@ def test_a_newcomer_before_the_first_round_knows_the_state_by_its_root() -> None
     world.play(main)
 
 
-def test_a_newcomer_whom_nobody_answers_is_undecided() -> None:
+def test_newcomer_without_answers_is_undecided() -> None:
     world = swarm("anna")
 
     async def main() -> None:
@@ -159,7 +159,7 @@ def test_a_newcomer_whom_nobody_answers_is_undecided() -> None:
     world.play(main)
 
 
-def test_a_newcomer_hands_on_what_it_was_handed() -> None:
+def test_newcomer_serves_the_state_it_received() -> None:
     world = swarm("anna", every_rounds=2, keep_rounds=2)
 
     async def main() -> None:
@@ -179,7 +179,7 @@ def test_a_newcomer_hands_on_what_it_was_handed() -> None:
 # -- branches ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_losing_branch_switches_and_says_what_it_lost() -> None:
+def test_losing_branch_switches_and_reports_its_loss() -> None:
     world = swarm(ALL)
 
     async def main() -> None:
@@ -204,7 +204,7 @@ def test_the_losing_branch_switches_and_says_what_it_lost() -> None:
     world.play(main)
 
 
-def test_who_parted_a_short_while_ago_goes_back_to_a_state_of_its_own() -> None:
+def test_recently_forked_peer_returns_to_own_snapshot() -> None:
     world = swarm(ALL)
 
     async def main() -> None:
@@ -218,7 +218,7 @@ def test_who_parted_a_short_while_ago_goes_back_to_a_state_of_its_own() -> None:
     world.play(main)
 
 
-def test_two_of_two_who_went_on_alone_meet_on_one_branch() -> None:
+def test_two_single_member_forks_merge_into_one_branch() -> None:
     world = swarm("anna bert", every_rounds=2)
 
     async def main() -> None:
@@ -237,7 +237,7 @@ def test_two_of_two_who_went_on_alone_meet_on_one_branch() -> None:
     world.play(main)
 
 
-def test_a_peer_whose_state_diverged_does_not_apply_and_starts_from_anothers() -> None:
+def test_diverged_peer_rejects_decision_and_resyncs() -> None:
     world = swarm(every_rounds=2, keep_rounds=4)
 
     async def main() -> None:
@@ -255,7 +255,7 @@ def test_a_peer_whose_state_diverged_does_not_apply_and_starts_from_anothers() -
     world.play(main)
 
 
-def test_means_that_lead_elsewhere_are_thrown_away() -> None:
+def test_means_leading_to_wrong_state_are_discarded() -> None:
     """A machine that computes other bits notices at the next record, and takes a snapshot."""
     world = swarm(every_rounds=3)
 
@@ -280,7 +280,7 @@ def test_means_that_lead_elsewhere_are_thrown_away() -> None:
 # -- healing ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_evicted_are_dialled_and_learn_of_the_better_branch() -> None:
+def test_evicted_peers_are_dialled_and_learn_better_branch() -> None:
     world = swarm(ALL)
 
     async def main() -> None:
@@ -306,7 +306,7 @@ def test_the_evicted_are_dialled_and_learn_of_the_better_branch() -> None:
     world.play(main)
 
 
-def test_a_peer_that_went_to_sleep_is_woken_by_a_greeting() -> None:
+def test_idle_peer_is_woken_by_a_greeting() -> None:
     world = swarm("anna bert cleo")
 
     async def main() -> None:
@@ -326,7 +326,7 @@ def test_a_peer_that_went_to_sleep_is_woken_by_a_greeting() -> None:
     world.play(main)
 
 
-def test_who_hears_of_a_round_a_moment_before_it_decides_it_stays_in_it() -> None:
+def test_peer_about_to_decide_round_stays_in_it() -> None:
     world = swarm("anna bert cleo")
 
     async def main() -> None:
@@ -353,7 +353,7 @@ def test_who_hears_of_a_round_a_moment_before_it_decides_it_stays_in_it() -> Non
 @pytest.mark.parametrize("kind", MESSAGES)
 @given(data=st.data())
 @settings(max_examples=30)
-def test_messages_come_as_they_went_or_are_refused(kind: type[Header], data: st.DataObject) -> None:
+def test_messages_round_trip_or_are_rejected(kind: type[Header], data: st.DataObject) -> None:
     header = data.draw(headers(kind))
     packed = wire.encode(header)
     assert wire.decode(packed) == header
@@ -364,7 +364,7 @@ def test_messages_come_as_they_went_or_are_refused(kind: type[Header], data: st.
         wire.decode(msgpack.packb(replaced(values, path, hostile)))
 
 
-def test_the_fullest_messages_fit() -> None:
+def test_largest_messages_fit() -> None:
     key = RoundKey(b"r" * 32, "s" * 64, b"l" * 32, 1 << 40, 1 << 16)
     kept = (SnapshotRef(b"l" * 32, 1 << 40),) * MAX_SNAPSHOTS
     for header in (

@@ -80,7 +80,7 @@ def swarm() -> SyncCluster:
     return SyncCluster(("anna", "bert"), every_rounds=2, keep_rounds=2)
 
 
-def test_a_snapshot_that_cannot_be_written_is_dropped_and_the_round_is_not(caplog: pytest.LogCaptureFixture) -> None:
+def test_unwritable_snapshot_is_dropped_but_round_stands(caplog: pytest.LogCaptureFixture) -> None:
     world = swarm()
 
     async def main() -> None:
@@ -94,7 +94,7 @@ def test_a_snapshot_that_cannot_be_written_is_dropped_and_the_round_is_not(caplo
     assert [each.message for each in caplog.records] == ["no snapshot is kept before round 3: Input/output error"]
 
 
-def test_a_donor_whose_disk_fails_offers_that_snapshot_no_more(caplog: pytest.LogCaptureFixture) -> None:
+def test_donor_with_failed_disk_withdraws_the_snapshot(caplog: pytest.LogCaptureFixture) -> None:
     world = swarm()
 
     async def main() -> None:
@@ -111,7 +111,7 @@ def test_a_donor_whose_disk_fails_offers_that_snapshot_no_more(caplog: pytest.Lo
 
 
 @pytest.mark.parametrize("when", ["made", "put", "taken"])
-def test_who_cannot_keep_what_it_downloads_is_no_further(when: str) -> None:
+def test_joiner_unable_to_store_download_stays_unchanged(when: str) -> None:
     world = swarm()
 
     async def main() -> None:

@@ -145,7 +145,7 @@ CONTACTS: dict[str, tuple[Lie, str | None]] = {
 
 
 @pytest.mark.parametrize("lie, said", CONTACTS.values(), ids=CONTACTS)
-def test_a_contact_that_lies_is_named_and_the_others_are_believed(lie: Lie, said: str | None) -> None:
+def test_lying_contact_is_blamed_and_others_are_believed(lie: Lie, said: str | None) -> None:
     async def main(world: SyncCluster, cleo: SyncPeer) -> None:
         report = await cleo.catch_up()
         right(world, report, said)
@@ -154,7 +154,7 @@ def test_a_contact_that_lies_is_named_and_the_others_are_believed(lie: Lie, said
     play(lie, main)
 
 
-def test_a_directory_that_lies_only_costs_time() -> None:
+def test_lying_directory_costs_only_time() -> None:
     async def main(world: SyncCluster, cleo: SyncPeer) -> None:
         world.hints[:0] = ["nobody", "zeno", "cleo", "anna", "anna", *(f"invented-{each}" for each in range(500))]
         zeno = await world.add("zeno")
@@ -167,7 +167,7 @@ def test_a_directory_that_lies_only_costs_time() -> None:
     play(None, main)
 
 
-def test_one_who_lied_is_not_asked_again_for_a_while() -> None:
+def test_liar_is_not_asked_again_for_a_while() -> None:
     async def main(world: SyncCluster, cleo: SyncPeer) -> None:
         assert (await cleo.catch_up()).blamed
         await world.decide("anna bert")
@@ -180,7 +180,7 @@ def test_one_who_lied_is_not_asked_again_for_a_while() -> None:
     play(CONTACTS["forged"][0], main)
 
 
-def test_a_fork_of_one_captures_nobody_who_may_still_decide() -> None:
+def test_single_member_fork_cannot_capture_a_majority() -> None:
     async def main(world: SyncCluster, cleo: SyncPeer) -> None:
         await cleo.catch_up()
         capture = await world.decide("anna", Kind.FORK)
@@ -196,7 +196,7 @@ def test_a_fork_of_one_captures_nobody_who_may_still_decide() -> None:
     play(None, main)
 
 
-def test_greetings_of_a_liar_do_not_keep_a_peer_busy() -> None:
+def test_greetings_of_a_liar_do_not_flood_peer() -> None:
     async def main(world: SyncCluster, cleo: SyncPeer) -> None:
         await cleo.catch_up()
         asked, better = [], cleo.sync.better
@@ -245,7 +245,7 @@ DONORS: dict[str, tuple[Lie, str | None]] = {
 
 
 @pytest.mark.parametrize("lie, said", DONORS.values(), ids=DONORS)
-def test_a_donor_that_lies_is_named_and_the_state_is_right(lie: Lie, said: str | None) -> None:
+def test_lying_donor_is_blamed_and_state_is_correct(lie: Lie, said: str | None) -> None:
     async def main(world: SyncCluster, cleo: SyncPeer) -> None:
         if said and "nothing moved" in said:  # bert alone is quick enough to be done before that
             world.network.nodes["bert"].bytes_per_second = 1e5
@@ -257,7 +257,7 @@ def test_a_donor_that_lies_is_named_and_the_state_is_right(lie: Lie, said: str |
     play(lie, main, elements=LARGE)
 
 
-def test_a_lying_donor_alone_changes_nothing_and_holds_nothing() -> None:
+def test_single_lying_donor_changes_and_leaks_nothing() -> None:
     """After a catch-up that failed: the state is what it was, buffers are gone, and a later try works."""
 
     async def main(world: SyncCluster, cleo: SyncPeer) -> None:
@@ -282,7 +282,7 @@ def test_a_lying_donor_alone_changes_nothing_and_holds_nothing() -> None:
 
 
 @pytest.mark.parametrize("chunks", [0, 1, 2])
-def test_a_donor_killed_in_mid_chunk_is_replaced(chunks: int) -> None:
+def test_donor_killed_mid_chunk_is_replaced(chunks: int) -> None:
     brought = [0]
 
     async def main(world: SyncCluster, cleo: SyncPeer) -> None:
@@ -301,7 +301,7 @@ def test_a_donor_killed_in_mid_chunk_is_replaced(chunks: int) -> None:
     play(None, main, elements=LARGE)
 
 
-def test_donors_that_are_busy_for_ever_are_asked_so_often_and_no_more() -> None:
+def test_always_busy_donors_are_asked_a_bounded_number() -> None:
     async def main(world: SyncCluster, cleo: SyncPeer) -> None:
         world.network.kill("bert")
         report = await cleo.catch_up(1e6)
@@ -311,7 +311,7 @@ def test_donors_that_are_busy_for_ever_are_asked_so_often_and_no_more() -> None:
     play(DONORS["restless"][0], main)
 
 
-def test_all_donors_dead_is_undecided_in_bounded_time() -> None:
+def test_dead_donors_give_undecided_in_bounded_time() -> None:
     async def main(world: SyncCluster, cleo: SyncPeer) -> None:
         loop = asyncio.get_running_loop()
         loop.call_later(0.7, world.network.kill, "anna")
@@ -323,7 +323,7 @@ def test_all_donors_dead_is_undecided_in_bounded_time() -> None:
     play(None, main, elements=LARGE)
 
 
-def test_few_are_served_at_a_time_and_all_in_the_end() -> None:
+def test_donor_serves_few_at_once_and_eventually_all() -> None:
     async def main(world: SyncCluster, cleo: SyncPeer) -> None:
         world.network.kill("bert")
         joiners = [await world.add(f"j{each}") for each in range(7)]
@@ -350,7 +350,7 @@ def test_few_are_served_at_a_time_and_all_in_the_end() -> None:
     "lie",
     [spoiled(wire.Reduced), late(wire.Reduced, 1e5), instead(wire.Availability, lambda each: wire.Availability(False))],
 )
-def test_a_source_that_lies_about_a_mean_is_passed_over(lie: Lie) -> None:
+def test_source_lying_about_a_mean_is_bypassed(lie: Lie) -> None:
     async def main(world: SyncCluster, cleo: SyncPeer) -> None:
         report = await cleo.catch_up()
         right(world, report, None)
@@ -360,7 +360,7 @@ def test_a_source_that_lies_about_a_mean_is_passed_over(lie: Lie) -> None:
     play(lie, main, keep_rounds=20, every_rounds=50)
 
 
-def test_a_record_whose_parts_make_no_mean_is_passed_by_a_snapshot() -> None:
+def test_record_with_invalid_part_bounds_is_not_replayed() -> None:
     async def main(world: SyncCluster, cleo: SyncPeer) -> None:
         assert (await cleo.catch_up()).outcome == "superseded"
         head = cleo.chain.head

@@ -129,7 +129,7 @@ class Lives:
         )
 
 
-def test_a_peer_that_missed_a_few_rounds_replays_them() -> None:
+def test_peer_missing_few_rounds_replays_them() -> None:
     world = Lives("anna bert cleo dora", fork_peers=0)
 
     async def main() -> None:
@@ -147,7 +147,7 @@ def test_a_peer_that_missed_a_few_rounds_replays_them() -> None:
     world.play(main)
 
 
-def test_a_peer_that_went_on_alone_comes_back() -> None:
+def test_peer_that_forked_alone_returns() -> None:
     world = Lives("anna bert cleo dora")
 
     async def main() -> None:
@@ -166,7 +166,7 @@ def test_a_peer_that_went_on_alone_comes_back() -> None:
     world.play(main)
 
 
-def test_two_halves_of_a_swarm_heal() -> None:
+def test_two_halves_of_a_swarm_merge() -> None:
     world = Lives("anna bert cleo dora emil")
 
     async def main() -> None:
@@ -182,7 +182,7 @@ def test_two_halves_of_a_swarm_heal() -> None:
     world.play(main)
 
 
-def test_newcomers_join_a_swarm_that_goes_on() -> None:
+def test_newcomers_join_a_running_swarm() -> None:
     world = Lives("anna")
 
     async def main() -> None:

@@ -25,7 +25,7 @@ def now() -> float:
 # -- Bell -------------------------------------------------------------------------------------------------------------
 
 
-def test_everyone_who_waits_is_woken_when_its_condition_holds() -> None:
+def test_waiter_wakes_when_its_condition_holds() -> None:
     async def main() -> list[tuple[int, float]]:
         notifier, count, woken = Notifier(), 0, list[tuple[int, float]]()
 
@@ -45,7 +45,7 @@ def test_everyone_who_waits_is_woken_when_its_condition_holds() -> None:
     assert play(main()) == [(1, 10.0), (2, 20.0), (2, 20.0), (3, 30.0)]
 
 
-def test_a_ring_alone_wakes_nobody_for_good() -> None:
+def test_notification_without_condition_does_not_wake() -> None:
     async def main() -> float:
         notifier = Notifier()
         for second in range(1, 20):
@@ -57,7 +57,7 @@ def test_a_ring_alone_wakes_nobody_for_good() -> None:
     assert play(main()) == 12.5
 
 
-def test_a_condition_is_asked_at_rings_only() -> None:
+def test_condition_is_checked_only_on_notification() -> None:
     """State stays with its owner, who says when it has changed."""
 
     async def main() -> list[float]:
@@ -76,7 +76,7 @@ def test_a_condition_is_asked_at_rings_only() -> None:
     assert play(main()) == [0.0, 3.0, 8.0]
 
 
-def test_what_holds_already_is_not_waited_for_even_past_the_deadline() -> None:
+def test_condition_already_true_returns_past_deadline() -> None:
     async def main() -> float:
         await asyncio.sleep(10)
         await Notifier().until(lambda: True, 5.0)
@@ -87,7 +87,7 @@ def test_what_holds_already_is_not_waited_for_even_past_the_deadline() -> None:
     assert play(main()) == 10.0
 
 
-def test_a_ring_before_anybody_waits_is_not_kept() -> None:
+def test_notification_before_waiting_is_not_kept() -> None:
     async def main() -> float:
         notifier, turns = Notifier(), iter([False, True])
         notifier.notify()
@@ -98,7 +98,7 @@ def test_a_ring_before_anybody_waits_is_not_kept() -> None:
     assert play(main()) == 5.0
 
 
-def test_a_condition_that_raises_says_so() -> None:
+def test_exception_in_condition_propagates() -> None:
     async def main() -> None:
         await Notifier().until(lambda: bool(1 // 0), 5.0)
 
@@ -128,7 +128,7 @@ class Both:
         return end
 
 
-def test_the_result_is_that_of_main_and_the_helper_ends_with_it() -> None:
+def test_main_result_is_returned_and_helper_ends() -> None:
     both = Both()
 
     async def main() -> tuple[str, float]:
@@ -139,13 +139,13 @@ def test_the_result_is_that_of_main_and_the_helper_ends_with_it() -> None:
     assert both.ends == ["main ended at 5", "helper cancelled at 7"], "and was waited for"
 
 
-def test_a_helper_may_end_before() -> None:
+def test_helper_may_end_first() -> None:
     both = Both()
     assert play(run_with_helper(both.run("main", 5, "result"), both.run("helper", 1, None))) == "result"
     assert both.ends == ["helper ended at 1", "main ended at 5"]
 
 
-def test_the_error_of_the_helper_ends_main_and_comes_out_itself() -> None:
+def test_helper_error_ends_main_and_propagates() -> None:
     both = Both()
     error = LookupError("helper")
     with pytest.raises(LookupError) as raised:
@@ -154,7 +154,7 @@ def test_the_error_of_the_helper_ends_main_and_comes_out_itself() -> None:
     assert both.ends == ["helper ended at 2", "main cancelled at 3"]
 
 
-def test_the_error_of_main_ends_the_helper_and_comes_out_itself() -> None:
+def test_main_error_ends_helper_and_propagates() -> None:
     both = Both()
     error = LookupError("main")
     with pytest.raises(LookupError) as raised:
@@ -163,7 +163,7 @@ def test_the_error_of_main_ends_the_helper_and_comes_out_itself() -> None:
     assert both.ends == ["main ended at 2", "helper cancelled at 3"]
 
 
-def test_the_first_of_two_errors_comes_out() -> None:
+def test_first_of_two_errors_propagates() -> None:
     async def spoilt() -> None:
         try:
             await asyncio.sleep(100)
@@ -179,7 +179,7 @@ def test_the_first_of_two_errors_comes_out() -> None:
             play(run_with_helper(main, helper))
 
 
-def test_cancelling_it_cancels_both_and_waits_for_them() -> None:
+def test_cancellation_cancels_both_and_waits() -> None:
     both = Both()
 
     async def main() -> None:
@@ -196,7 +196,7 @@ def test_cancelling_it_cancels_both_and_waits_for_them() -> None:
     play(main())
 
 
-def test_a_timeout_round_it_is_a_timeout() -> None:
+def test_surrounding_timeout_raises_timeout_error() -> None:
     both = Both()
 
     async def main() -> float:
@@ -210,7 +210,7 @@ def test_a_timeout_round_it_is_a_timeout() -> None:
     assert sorted(both.ends) == ["helper cancelled at 4", "main cancelled at 4"]
 
 
-def test_after_an_error_was_caught_the_caller_goes_on() -> None:
+def test_caller_continues_after_a_caught_error() -> None:
     both = Both()
 
     async def main() -> float:
@@ -227,7 +227,7 @@ def test_after_an_error_was_caught_the_caller_goes_on() -> None:
     assert play(main()) == 4.0
 
 
-def test_a_group_of_errors_of_main_stays_a_group() -> None:
+def test_exception_group_of_main_stays_a_group() -> None:
     async def main() -> None:
         raise ExceptionGroup("several", [LookupError(), OSError()])
 
@@ -241,7 +241,7 @@ def test_a_group_of_errors_of_main_stays_a_group() -> None:
 # -- together ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_first_error_comes_as_itself() -> None:
+def test_first_error_propagates_unwrapped() -> None:
     async def fail() -> None:
         raise ValueError("no")
 
@@ -254,7 +254,7 @@ def test_the_first_error_comes_as_itself() -> None:
     play(main())
 
 
-def test_an_error_after_the_body_is_no_cancellation() -> None:
+def test_error_after_the_body_is_no_cancellation() -> None:
     async def fail() -> None:
         await asyncio.sleep(1)
         raise ValueError("no")
@@ -270,7 +270,7 @@ def test_an_error_after_the_body_is_no_cancellation() -> None:
     play(main())
 
 
-def test_a_task_cancelled_at_the_moment_of_an_error_is_cancelled() -> None:
+def test_cancellation_during_error_cleanup_still_cancels() -> None:
     async def last_words() -> None:
         try:
             await asyncio.sleep(100)

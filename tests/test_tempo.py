@@ -34,11 +34,11 @@ def heard(**said: int) -> ClaimedRounds:
         ({"a": 9}, "abcdefghijkl", 3),
     ],
 )
-def test_most_of_those_who_were_heard_say_which_round_it_is(said: dict[str, int], others: str, expected: int) -> None:
+def test_round_is_the_one_most_heard_peers_report(said: dict[str, int], others: str, expected: int) -> None:
     assert heard(**said).round(3, tuple(others)) == expected
 
 
-def test_what_a_peer_said_last_counts_and_no_more_are_remembered_than_a_few() -> None:
+def test_latest_report_counts_and_memory_is_bounded() -> None:
     estimator = heard(a=9, b=9)
     estimator.hear("a", 2)
     assert estimator.round(0, ("a", "b")) == 2
@@ -47,7 +47,7 @@ def test_what_a_peer_said_last_counts_and_no_more_are_remembered_than_a_few() ->
     assert estimator.round(0, ()) == 4
 
 
-def test_who_is_slow_is_in_the_round_of_the_others() -> None:
+def test_slow_peer_joins_the_others_round() -> None:
     """Three do six rounds while the fourth does one: it ends that in the last of theirs."""
     swarm, sessions = GossipHarness(4), list[Any]()
     swarm.gossips[3].estimator.hear("p0", 10**6)  # which one says, and takes back

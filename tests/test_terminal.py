@@ -53,7 +53,7 @@ def text(status: Status, reports: Sequence[RoundReport], width: int) -> str:
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
-def test_everything_is_there(width: int) -> None:
+def test_screen_shows_every_part(width: int) -> None:
     shown = text(BUSY, [report(n) for n in range(6)], width)
     for words in (
         "starling  ada  run default cdcdcdcd", "waiting: for the others", "waits for  bob", "6 of 16",
@@ -71,12 +71,12 @@ def test_everything_is_there(width: int) -> None:
 
 
 @pytest.mark.parametrize("width", [1, 2, 5, 20, 40])
-def test_tiny_terminals_break_nothing(width: int) -> None:
+def test_tiny_terminals_do_not_break_the_layout(width: int) -> None:
     for status in (BUSY, STATUS, replace(STATUS, rounds=0, peers=())):
         assert all(cell_len(row) <= width for row in text(status, [report(n) for n in range(6)], width).splitlines())
 
 
-def test_until_somebody_has_joined_others_are_told_how_to() -> None:
+def test_join_command_is_shown_until_a_peer_joins() -> None:
     alone = replace(BUSY, peers=())
     shown = "".join(text(alone, [], 200))
     assert f"join --bootstrap {STATUS.addresses[1]} --run-id {STATUS.run_id}" in shown
@@ -84,13 +84,13 @@ def test_until_somebody_has_joined_others_are_told_how_to() -> None:
     assert "from this machine only" in here
 
 
-def test_what_is_not_known_is_a_dash() -> None:
+def test_unknown_values_are_shown_as_dashes() -> None:
     fresh = replace(STATUS, tokens_per_second=math.nan, held_out_loss=math.nan, rounds=0, waiting_for=())
     shown = text(fresh, [], 80)
     assert "nan" not in shown and "–" in shown and "waits for" not in shown
 
 
-def test_others_names_cannot_drive_the_terminal_nor_fill_it() -> None:
+def test_foreign_names_cannot_control_or_fill_terminal() -> None:
     evil = PeerStatus("12D3KooW\x1b[2J", "\x1b]0;title\x07[red]" + "x" * 500, True, True, 5, "")
     shown = text(replace(BUSY, peers=(evil,) * 50, waiting_for=("\x1b[2J" * 50,) * 20), [], 80)
     assert "\x1b" not in shown and "\x07" not in shown and "[red]" in shown
@@ -99,13 +99,13 @@ def test_others_names_cannot_drive_the_terminal_nor_fill_it() -> None:
 
 
 @pytest.mark.parametrize("name", ["[/b]", "[link=http://example.org]x[/link]", ":smile:"])
-def test_names_are_words_and_no_markup(name: str) -> None:
+def test_names_are_not_markup(name: str) -> None:
     line = PeerStatus(PEER, name[:16], True, True, 5, "")
     evil = replace(BUSY, reason=name, run=name, nickname=name, waiting_for=(name,), peers=(line,))
     assert f"waits for  {name}" in text(evil, [], 120)
 
 
-def test_a_frame_is_drawn_quickly() -> None:
+def test_frame_is_drawn_quickly() -> None:
     reports, peers = [report(n % 20) for n in range(MAX_REPORTS)], BUSY.peers * 100
     seconds = []
     for _ in range(5):
@@ -115,7 +115,7 @@ def test_a_frame_is_drawn_quickly() -> None:
     assert min(seconds) < 0.05
 
 
-def test_who_takes_over_alone_is_not_told_of_a_majority() -> None:
+def test_fork_message_of_single_peer_omits_majority() -> None:
     fork = report(5, outcome="fork", peers=())
     assert plain_line(fork, 16).endswith("went on without a majority")
     assert plain_line(fork, 16, alone=True).endswith("goes on alone")
@@ -123,7 +123,7 @@ def test_who_takes_over_alone_is_not_told_of_a_majority() -> None:
 
 
 @pytest.mark.parametrize("members", [True, False])
-def test_whether_it_is_alone_shows_in_the_roster(members: bool, capfd: pytest.CaptureFixture[str]) -> None:
+def test_fork_message_depends_on_the_roster(members: bool, capfd: pytest.CaptureFixture[str]) -> None:
     status = replace(STATUS, rounds=16, peers=(PeerStatus(PEER, "bob", members, True, 5, ""),))
     terminal = Terminal(as_json=False)
     with asyncio.Runner() as runner:
@@ -138,13 +138,13 @@ def test_whether_it_is_alone_shows_in_the_roster(members: bool, capfd: pytest.Ca
     assert words in capfd.readouterr().err
 
 
-def test_the_age_of_the_last_checkpoint_is_shown() -> None:
+def test_last_checkpoint_age_is_shown() -> None:
     shown = text(replace(BUSY, checkpoint_age_seconds=125.0), (), 80)
     assert "checkpoint" in shown and "2 min 5 s old" in shown
     assert "checkpoint" not in text(BUSY, (), 80)
 
 
-def test_how_far_apart_peers_are_that_share_no_anchor() -> None:
+def test_spread_is_shown_only_for_independent_protocols() -> None:
     mixed = replace(BUSY, protocol="gossip", spread=0.0123, spread_limit=0.02)
     words = "protocol   gossip   at most 1.2 % from the mean of all, the limit is 2 %"
     assert words in text(mixed, [], 120)
@@ -165,7 +165,7 @@ def test_plain_lines_are_aligned() -> None:
     assert "nan" not in lines[2]
 
 
-def test_sparklines() -> None:
+def test_sparkline_scales_to_its_range() -> None:
     assert sparkline([4, 3, 2, 1], 10) == "█▆▃▁"
     assert sparkline([1, 1, 1], 10) == "▁▁▁"
     assert sparkline(range(1000), 8) == "▁▂▃▄▅▆▇█"
@@ -176,7 +176,7 @@ def test_sparklines() -> None:
     "value, words",
     [(0, "0"), (950, "950"), (12345, "12,345"), (1_203_344, "1.20 M"), (4.56e9, "4.56 G"), (math.nan, "–")],
 )
-def test_counts(value: float, words: str) -> None:
+def test_counts_are_formatted(value: float, words: str) -> None:
     assert count(value) == words
 
 
@@ -184,7 +184,7 @@ def test_counts(value: float, words: str) -> None:
     "value, words",
     [(0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (12_340, "12.3 kB"), (999_700, "1.00 MB"), (1e15, "1000 TB")],
 )
-def test_sizes(value: float, words: str) -> None:
+def test_sizes_are_formatted(value: float, words: str) -> None:
     assert size(value) == words
 
 
@@ -199,14 +199,14 @@ def test_sizes(value: float, words: str) -> None:
         (183600, "2 d 3 h"),
     ],
 )
-def test_durations(seconds: float, words: str) -> None:
+def test_durations_are_formatted(seconds: float, words: str) -> None:
     assert duration(seconds) == words
 
 
 # -- the view itself --------------------------------------------------------------------------------------------------
 
 
-async def test_off_a_terminal_there_are_lines_and_on_stdout_data_only(capfd: pytest.CaptureFixture[str]) -> None:
+async def test_without_terminal_stdout_has_only_data(capfd: pytest.CaptureFixture[str]) -> None:
     terminal = Terminal(as_json=True)
     assert not terminal.is_live and not terminal.is_terminal
     async with terminal.showing(lambda: BUSY):
@@ -220,7 +220,7 @@ async def test_off_a_terminal_there_are_lines_and_on_stdout_data_only(capfd: pyt
     assert err.splitlines()[1].startswith("round  2/16") and len(err.splitlines()) == 2
 
 
-def test_how_far_catching_up_is() -> None:
+def test_catch_up_progress_is_shown() -> None:
     way = SyncStatus(412_000_000, 800_000_000, 3, 11_200_000.0, 1, 4, 35.2)
     for syncing, words in (
         (way, "412 MB of 800 MB of the state, from 3 peers   11.2 MB/s   about 35 s left"),
@@ -234,7 +234,7 @@ def test_how_far_catching_up_is() -> None:
     assert syncing_line(BUSY) == "" and "catching up" not in text(BUSY, [], 120)
 
 
-async def test_off_a_terminal_what_takes_long_says_so_now_and_then(
+async def test_without_terminal_catch_up_prints_occasional_lines(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(screen, "LINE_SECONDS", 0.03)
@@ -253,7 +253,7 @@ async def test_off_a_terminal_what_takes_long_says_so_now_and_then(
     assert [line.split(" of ")[0] for line in lines] == ["catching up: 1 B", "catching up: 2 B"], "no line twice"
 
 
-async def test_a_view_that_fails_does_not_end_the_peer(
+async def test_failing_view_does_not_end_the_peer(
     capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     terminal = Terminal(as_json=False)
@@ -267,7 +267,7 @@ async def test_a_view_that_fails_does_not_end_the_peer(
     assert "a mistake of ours" in caplog.text
 
 
-def test_reports_are_bounded(capfd: pytest.CaptureFixture[str]) -> None:
+def test_kept_reports_are_bounded(capfd: pytest.CaptureFixture[str]) -> None:
     terminal = Terminal(as_json=False)
     for number in range(MAX_REPORTS + 10):
         terminal.report(report(number % 10))

@@ -30,7 +30,7 @@ def numbers(part: torch.Tensor) -> list[int]:
     return [int(word) for word in bytes(part.tolist()).decode().replace("<", "").split(">")[:-1]]
 
 
-def test_a_folder_is_split_by_file(folder: Path) -> None:
+def test_folder_is_split_by_file(folder: Path) -> None:
     text = load(folder)
     training, sample = numbers(text.training), numbers(text.held_out)
     assert set(training) | set(sample) == set(range(200)) and not set(training) & set(sample)
@@ -39,7 +39,7 @@ def test_a_folder_is_split_by_file(folder: Path) -> None:
     assert training == sorted(training, key=lambda n: f"part{n % 7}/{n:03}.txt")
 
 
-def test_a_file_is_held_out_by_its_name_alone(folder: Path) -> None:
+def test_file_is_held_out_by_its_name_only(folder: Path) -> None:
     before = set(numbers(load(folder).held_out))
     kept = sorted(before)[0]
     for number in range(200):
@@ -49,12 +49,12 @@ def test_a_file_is_held_out_by_its_name_alone(folder: Path) -> None:
     assert kept in after <= before
 
 
-def test_the_split_is_the_same_for_ever() -> None:
+def test_held_out_split_is_stable() -> None:
     names = ("abc.py", "asyncio/events.py", "json/decoder.py", *(f"f{n}" for n in range(100)))
     assert [name for name in names if held_out(name)] == ["f4", "f18", "f41", "f46", "f61", "f90"]
 
 
-def test_the_standard_library_without_its_tests(library: Text) -> None:
+def test_standard_library_is_loaded_without_its_tests(library: Text) -> None:
     root = Path(sysconfig.get_path("stdlib"))
     skipped = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages"}
     files = [file.relative_to(root) for file in root.rglob("*.py")]
@@ -70,7 +70,7 @@ def test_the_standard_library_without_its_tests(library: Text) -> None:
     assert bytes(library.training[: len(first)].tolist()) == first
 
 
-def test_a_single_file_holds_out_its_end(tmp_path: Path) -> None:
+def test_single_file_holds_out_its_end(tmp_path: Path) -> None:
     data = bytes(n * n % 251 for n in range(1600))
     (tmp_path / "book.txt").write_bytes(data)
     for path in (tmp_path / "book.txt", tmp_path):
@@ -80,12 +80,12 @@ def test_a_single_file_holds_out_its_end(tmp_path: Path) -> None:
     assert (tmp_path / "book.txt").read_bytes() == data
 
 
-def test_the_held_out_sample_is_bounded(tmp_path: Path) -> None:
+def test_held_out_sample_is_bounded(tmp_path: Path) -> None:
     (tmp_path / "big").write_bytes(bytes(20 * HELD_OUT_BYTES))
     assert len(load(tmp_path / "big").held_out) == HELD_OUT_BYTES
 
 
-def test_a_stream_resumes_at_any_position(folder: Path) -> None:
+def test_stream_resumes_at_any_position(folder: Path) -> None:
     text, again = load(folder), load(folder)
     draws = [text.windows(7, position, 4, 33) for position in range(6)]
     assert all(draw.shape == (4, 33) and draw.dtype == torch.int64 for draw in draws)
@@ -101,7 +101,7 @@ def test_windows_reach_both_ends() -> None:
     assert drawn == {0, 1, 2, 3, 4}
 
 
-def test_held_out_windows_are_spread_and_do_not_overlap() -> None:
+def test_held_out_windows_are_spread_without_overlap() -> None:
     text = Text(torch.zeros(50, dtype=torch.uint8), torch.arange(100, dtype=torch.uint8))
     windows = text.held_out_windows(4, 10)
     assert windows[:, 0].tolist() == [0, 30, 60, 90] and windows[-1].tolist() == list(range(90, 100))
@@ -110,14 +110,14 @@ def test_held_out_windows_are_spread_and_do_not_overlap() -> None:
         assert len(flat) == len(set(flat)) == min(rows, 10) * 10
 
 
-def test_a_text_shorter_than_a_window_is_refused() -> None:
+def test_text_shorter_than_a_window_is_rejected() -> None:
     text = Text(torch.zeros(50, dtype=torch.uint8), torch.zeros(20, dtype=torch.uint8))
     text.require(20)
     with pytest.raises(ValueError, match="the held-out text has 20 bytes: a window takes 21"):
         text.require(21)
 
 
-def test_bad_paths_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_paths_give_one_line_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "empty").touch()
     (tmp_path / "short").write_bytes(b"ten bytes.")
     (tmp_path / "nothing").mkdir()
@@ -141,7 +141,7 @@ def test_bad_paths_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         load(tmp_path)
 
 
-def test_a_large_folder_is_copied_once_and_mapped(
+def test_large_folder_is_copied_once_and_mapped(
     folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     small = load(folder)
@@ -165,7 +165,7 @@ def test_a_large_folder_is_copied_once_and_mapped(
     assert all(file.name.endswith(".text") for file in (cache / "starling").iterdir()), "nothing half made is left"
 
 
-def test_a_sample_is_evaluated_on_instead(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_given_sample_replaces_own_held_out_text(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     sample = tmp_path_factory.mktemp("run") / "sample"
     sample.write_bytes(b"the run's own" * 10)
     text, own = load(folder, sample), load(folder)

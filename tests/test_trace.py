@@ -97,18 +97,18 @@ class Stand:
 # -- what a peer tells ------------------------------------------------------------------------------------------------
 
 
-def test_there_are_twenty_points() -> None:
+def test_there_are_twenty_failpoints() -> None:
     assert len(POINTS) == len(set(POINTS)) == 20
 
 
-def test_nothing_is_put_in_between_unless_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_variable_nothing_is_wrapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     stand: Any = Stand()
     transport, trainer, journal = with_failpoints(stand, stand, tmp_path / "rounds.jsonl")
     assert transport is stand and trainer is stand and type(journal) is Journal
 
 
-async def test_a_peer_tells_of_everything_in_order_with_its_round(
+async def test_trainer_and_journal_points_are_reported_in_order(
     watch: Watch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, watch.environment("a")[VARIABLE])
@@ -128,7 +128,7 @@ async def test_a_peer_tells_of_everything_in_order_with_its_round(
 AT_HOME = ("train", "trained", "write", "evaluate", "report", "reported")
 
 
-async def test_streams_pass_everything_on_and_tell_of_headers(watch: Watch, trace: FailpointClient) -> None:
+async def test_streams_forward_everything_and_report_headers(watch: Watch, trace: FailpointClient) -> None:
     stand = Stand()
     transport = FailpointTransport(trace, stand)
     async with transport.open("other", "data", 12.5) as stream:
@@ -146,9 +146,7 @@ async def test_streams_pass_everything_on_and_tell_of_headers(watch: Watch, trac
     assert told(watch) == [(-1, "send Chunk"), (7, "receive RecordRequest")]
 
 
-async def test_a_stream_that_breaks_off_is_reset_and_served_ones_are_told_of_too(
-    watch: Watch, trace: FailpointClient
-) -> None:
+async def test_broken_stream_is_reset_and_served_ones_reported(watch: Watch, trace: FailpointClient) -> None:
     stand = Stand()
     transport = FailpointTransport(trace, stand)
     with pytest.raises(PeerSilent):
@@ -165,7 +163,7 @@ async def test_a_stream_that_breaks_off_is_reset_and_served_ones_are_told_of_too
     assert told(watch) == [(7, "send RecordRequest"), (7, "sync: send RecordRequest")]
 
 
-def test_a_line_of_the_history_is_told_of_before_and_after(
+def test_journal_write_is_reported_before_and_after(
     watch: Watch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, watch.environment("a")[VARIABLE])
@@ -180,7 +178,7 @@ def test_a_line_of_the_history_is_told_of_before_and_after(
 
 
 @pytest.mark.parametrize("harness", ["is not there", "is silent", "goes"])
-def test_a_dead_harness_costs_one_timeout_and_one_warning(
+def test_dead_harness_costs_one_timeout_and_warning(
     harness: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
@@ -203,7 +201,7 @@ def test_a_dead_harness_costs_one_timeout_and_one_warning(
 # -- the harness ------------------------------------------------------------------------------------------------------
 
 
-def test_a_peer_stands_still_until_its_trap_is_done_with_it(watch: Watch, trace: FailpointClient) -> None:
+def test_peer_is_held_until_its_trap_returns(watch: Watch, trace: FailpointClient) -> None:
     go, struck = threading.Event(), threading.Event()
 
     def strike(peer: str) -> None:
@@ -226,9 +224,7 @@ def test_a_peer_stands_still_until_its_trap_is_done_with_it(watch: Watch, trace:
     assert trap.struck == watch.records("a")[0] and trap.struck.round == 2
 
 
-def test_a_trap_goes_off_once_at_its_point_from_its_round_on_for_its_peers(
-    watch: Watch, trace: FailpointClient
-) -> None:
+def test_trap_fires_once_for_its_point_and_peer(watch: Watch, trace: FailpointClient) -> None:
     caught: list[str] = []
     other = FailpointClient(watch.environment("b")[VARIABLE])
     trap = watch.arm("write", 3, caught.append, peers=["b"])
@@ -244,7 +240,7 @@ def test_a_trap_goes_off_once_at_its_point_from_its_round_on_for_its_peers(
     assert never.struck is None and not never.fired.is_set()
 
 
-def test_a_peer_that_comes_back_is_heard_again_and_the_record_is_bounded() -> None:
+def test_reconnecting_peer_is_recorded_and_record_is_bounded() -> None:
     with Watch(max_records=3) as watch:
         for life in range(4):
             trace = FailpointClient(watch.environment("a")[VARIABLE])
@@ -267,7 +263,7 @@ def passed(watch: Watch, number: int) -> set[str]:
 
 
 @pytest.mark.real
-def test_three_peers_pass_every_point_and_one_dies_where_it_is_told_to(tmp_path: Path, watch: Watch) -> None:
+def test_real_peers_pass_every_point_and_trap_kills(tmp_path: Path, watch: Watch) -> None:
     def prepare(peer: RealPeer) -> None:
         peer.environment = watch.environment(peer.name)
 

@@ -25,7 +25,7 @@ def refusal(directory: Path) -> str:
     return line
 
 
-def test_the_newest_parameters_by_their_names(tmp_path: Path) -> None:
+def test_newest_parameters_are_loaded_by_name(tmp_path: Path) -> None:
     kept_gpt(tmp_path / "a", 5, seed=1)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     module = kept_gpt(tmp_path / "a", 10, seed=2)
@@ -37,7 +37,7 @@ def test_the_newest_parameters_by_their_names(tmp_path: Path) -> None:
     assert load_trained(tmp_path / "b").checkpoint.round == 5
 
 
-def test_a_loss_that_was_not_measured_is_none(tmp_path: Path) -> None:
+def test_unmeasured_loss_is_nan(tmp_path: Path) -> None:
     keep(tmp_path, load_run(None, {"task": "mine:make"}, ["butterfly"]), nn.Linear(2, 2), loss=None)
     reports = tmp_path / "rounds.jsonl"
     reports.write_text(reports.read_text() + '[1]\n{"lineage": 3}\n{"lin')
@@ -46,7 +46,7 @@ def test_a_loss_that_was_not_measured_is_none(tmp_path: Path) -> None:
     assert math.isnan(load_trained(tmp_path).held_out_loss)
 
 
-def test_where_there_is_nothing_it_is_one_line(tmp_path: Path) -> None:
+def test_missing_model_gives_one_line_error(tmp_path: Path) -> None:
     assert refusal(tmp_path / "absent").endswith("is not a directory: name a peer's state directory by --state-dir")
     assert "contains no run: name the state directory of a peer" in refusal(tmp_path)
     kept_gpt(tmp_path / "peer")
@@ -64,16 +64,14 @@ def test_where_there_is_nothing_it_is_one_line(tmp_path: Path) -> None:
     assert "manifest.bin cannot be read: Is a directory" in refusal(tmp_path / "peer")
 
 
-def test_of_another_run_nothing_is_taken(tmp_path: Path) -> None:
+def test_checkpoint_of_another_run_is_rejected(tmp_path: Path) -> None:
     kept_gpt(tmp_path / "a")
     kept_gpt(tmp_path / "b")
     shutil.copy(tmp_path / "a" / "manifest.bin", tmp_path / "b")
     assert "its peer has made no checkpoint of the new run yet" in refusal(tmp_path / "b")
 
 
-def test_one_that_goes_while_it_is_read_is_followed_by_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoint_vanishing_during_read_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept_gpt(tmp_path, 5)
     tries = []
 

@@ -65,7 +65,7 @@ def key(number: int) -> RoundKey:
     return RoundKey(bytes(32), "run", bytes(32), number)
 
 
-def test_rate_at_known_steps() -> None:
+def test_learning_rate_at_known_steps() -> None:
     recipe = Recipe(50, 16, 2e-3, 0.9, 0.5)
     assert recipe.rate(0) == pytest.approx(2e-3 / 21)
     assert recipe.rate(9) == pytest.approx(2e-3 * 10 / 21)
@@ -76,7 +76,7 @@ def test_rate_at_known_steps() -> None:
     assert rates[:21] == sorted(rates[:21]) and rates[20:] == sorted(rates[20:], reverse=True)
 
 
-def test_a_late_joiner_trains_at_everybodys_rate() -> None:
+def test_late_joiner_uses_the_rounds_learning_rate() -> None:
     learner = AdamWLearner(Line(), RECIPE, seed=1)
     rates = []
     for number, step in [(0, 0), (3, 2), (3, 9), (3, 500), (4, 0)]:
@@ -86,7 +86,7 @@ def test_a_late_joiner_trains_at_everybodys_rate() -> None:
 
 
 @pytest.mark.parametrize("clip_norm", [0.1, 5.5, 1e9])  # always, at some steps, never
-def test_equals_torchs_own_adamw(clip_norm: float) -> None:
+def test_steps_equal_torchs_adamw(clip_norm: float) -> None:
     recipe = Recipe(10, 5, 1e-2, 0.9, 0.5, batches=2, clip_norm=clip_norm, warmup_steps=4, weight_decay=0.3)
     learner, twin = AdamWLearner(Line(), recipe, seed=7), Line()
     plain = torch.optim.AdamW(twin.module.parameters(), 1e-2, (0.9, 0.95), weight_decay=0.3, foreach=False)
@@ -105,7 +105,7 @@ def test_equals_torchs_own_adamw(clip_norm: float) -> None:
     torch.testing.assert_close(learner.vectors[0], expected, rtol=1e-4, atol=1e-6)
 
 
-def test_it_learns_and_resumes_its_data() -> None:
+def test_learner_converges_and_resumes_its_data() -> None:
     task = Line()
     learner = AdamWLearner(task, RECIPE, seed=1)
     before = task.evaluate()
@@ -118,7 +118,7 @@ def test_it_learns_and_resumes_its_data() -> None:
     assert first == pytest.approx(float(again.detach()))
 
 
-def test_a_step_without_a_finite_gradient_changes_nothing() -> None:
+def test_step_with_non_finite_gradient_changes_nothing() -> None:
     task = Line()
     learner = AdamWLearner(task, RECIPE, seed=1)
     learner.step(0, 0)
@@ -131,7 +131,7 @@ def test_a_step_without_a_finite_gradient_changes_nothing() -> None:
     assert learner.vectors[0].isfinite().all()
 
 
-def test_accounts_run_since_the_anchor_was_written() -> None:
+def test_progress_counts_since_the_last_write() -> None:
     local_training = LocalTraining(Count(), inner_steps=4)
     local_training.begin(0)
     assert (
@@ -169,7 +169,7 @@ def test_accounts_run_since_the_anchor_was_written() -> None:
     )
 
 
-def test_steps_are_numbered_within_their_round() -> None:
+def test_steps_are_numbered_within_each_round() -> None:
     learner = Count()
     local_training = LocalTraining(learner, inner_steps=4)
     for number in (3, 3, 4):
@@ -181,7 +181,7 @@ def test_steps_are_numbered_within_their_round() -> None:
         LocalTraining(learner, 0)
 
 
-def test_what_was_left_out_does_not_count() -> None:
+def test_excluded_tokens_do_not_count() -> None:
     learner = Count()
     learner.left_out = 2
     local_training = LocalTraining(learner, inner_steps=3)
@@ -191,7 +191,7 @@ def test_what_was_left_out_does_not_count() -> None:
     assert (local_training.work().tokens, local_training.work().loss, local_training.work().complete) == (10, 2.0, True)
 
 
-def test_the_outer_parameters_are_evaluated() -> None:
+def test_outer_parameters_are_evaluated() -> None:
     learner = Count()
     local_training = LocalTraining(learner, inner_steps=4)
     local_training.write(torch.tensor([5.0, 6.0]))
@@ -203,7 +203,7 @@ def test_the_outer_parameters_are_evaluated() -> None:
     assert into.tolist() == [6.0, 7.0]
 
 
-def test_an_anchor_in_vectors_of_others() -> None:
+def test_anchor_may_live_in_given_vectors() -> None:
     learner = Count()
     anchors: tuple[Vector, ...] = (torch.tensor([3.0, 4.0]),)
     local_training = LocalTraining(learner, 4, anchors)
@@ -216,7 +216,7 @@ def test_an_anchor_in_vectors_of_others() -> None:
     assert anchors[0].tolist() == [1.0, 1.0]
 
 
-def test_what_was_written_is_news() -> None:
+def test_write_makes_progress_due() -> None:
     local_training = LocalTraining(Count(), inner_steps=100)
     local_training.begin(0)
     for _ in range(20):
@@ -227,7 +227,7 @@ def test_what_was_written_is_news() -> None:
     assert local_training.due() and local_training.work().tokens == 10
 
 
-def test_the_norm_of_many_pieces() -> None:
+def test_norm_covers_many_pieces() -> None:
     task = Paced(600_001, seed=0)
     local_training = LocalTraining(task, inner_steps=1)
     anchor = task.vectors[0].clone()
@@ -251,7 +251,7 @@ async def _train(
     return work, said
 
 
-def test_progress_in_virtual_time() -> None:
+def test_progress_is_reported_in_virtual_time() -> None:
     async def main() -> None:
         trainer: Trainer = InlineTrainer(Count(), inner_steps=30, step_seconds=2.0)
         assert isinstance(trainer, InlineTrainer)
@@ -264,7 +264,7 @@ def test_progress_in_virtual_time() -> None:
     run(main())
 
 
-def test_completion_is_said_at_once() -> None:
+def test_completion_is_reported_at_once() -> None:
     async def main() -> None:
         trainer = InlineTrainer(Count(), inner_steps=29, step_seconds=1.0)
         _, said = await _train(trainer, 0, cut_after=29.5)
@@ -276,7 +276,7 @@ def test_completion_is_said_at_once() -> None:
     run(main())
 
 
-def test_without_surplus_it_waits_for_the_cut_when_the_steps_are_taken() -> None:
+def test_without_surplus_completed_steps_wait_for_the_cut() -> None:
     async def main() -> None:
         learner, loop, cut = Count(), asyncio.get_running_loop(), asyncio.Event()
         trainer = InlineTrainer(learner, inner_steps=3, step_seconds=1.0)
@@ -290,7 +290,7 @@ def test_without_surplus_it_waits_for_the_cut_when_the_steps_are_taken() -> None
     run(main())
 
 
-def test_a_cut_beforehand_and_writes_between_rounds() -> None:
+def test_early_cut_and_writes_between_rounds_are_allowed() -> None:
     async def main() -> None:
         learner = Count()
         trainer = InlineTrainer(learner, inner_steps=2, step_seconds=1.0)
@@ -313,7 +313,7 @@ def test_a_cut_beforehand_and_writes_between_rounds() -> None:
     run(main())
 
 
-def test_peers_share_the_loop_while_they_train() -> None:
+def test_peers_share_the_event_loop_while_training() -> None:
     async def main() -> float:
         loop = asyncio.get_running_loop()
         trainers = [InlineTrainer(Paced(100, seed), 10, step_seconds=1.0 + seed) for seed in range(3)]
@@ -325,7 +325,7 @@ def test_peers_share_the_loop_while_they_train() -> None:
     assert run(main()) == 12.0
 
 
-def test_the_laboratory_trains_through_the_protocol(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_lab_trains_through_the_protocol(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     tiny = Preset(GptConfig(layers=1, width=16, heads=2, context=16), rows=2, recipe=RECIPE)
     data = torch.arange(5000).mul(7).remainder(97).to(torch.uint8)
     monkeypatch.setattr(learning, "EVALUATION_STEPS", 10)

@@ -36,7 +36,7 @@ def lost(steps: list[tuple[float, int, float]], best: dict[int, float]) -> float
 
 @pytest.mark.parametrize("start", [1, 2])
 @pytest.mark.parametrize("best", [QUIET, BESIDE_ONE, COLLAPSED])
-def test_the_better_number_is_found_at_little_cost(best: dict[int, float], start: int) -> None:
+def test_better_thread_count_is_found_at_little_cost(best: dict[int, float], start: int) -> None:
     tuner, noise = ThreadTuner(start, 2), random.Random(start)
 
     def times(at: float, threads: int) -> float:
@@ -49,7 +49,7 @@ def test_the_better_number_is_found_at_little_cost(best: dict[int, float], start
 
 
 @pytest.mark.parametrize("beside", [BESIDE_ONE, COLLAPSED])
-def test_a_neighbour_costs_seconds_when_it_comes_and_goes(beside: dict[int, float]) -> None:
+def test_neighbour_process_costs_only_seconds(beside: dict[int, float]) -> None:
     """A block of slow steps when it comes; when it goes, the wait for a trial, as long as the last was dear."""
     tuner = ThreadTuner(2, 2)
     play(tuner, lambda at, threads: QUIET[threads], 60.0)
@@ -59,7 +59,7 @@ def test_a_neighbour_costs_seconds_when_it_comes_and_goes(beside: dict[int, floa
         assert lost([step for step in steps if step[0] > slow_seconds], now) < 0.06
 
 
-def test_numbers_that_are_as_good_do_not_alternate() -> None:
+def test_equally_good_thread_counts_do_not_alternate() -> None:
     """Between a tenth faster and a thirtieth slower there is nothing to choose, however long it is looked at."""
     noise = random.Random(1)
 
@@ -71,7 +71,7 @@ def test_numbers_that_are_as_good_do_not_alternate() -> None:
         assert 0 < threads.count(3 - start) < 0.05 * len(threads), "a trial now and then, no more"
 
 
-def test_many_cores_are_climbed_rung_by_rung() -> None:
+def test_many_cores_are_tried_step_by_step() -> None:
     def times(at: float, threads: int) -> float:
         return 0.5 / min(threads, 12) + 0.002 * threads  # as fast as it gets at 12 to 16 threads
 
@@ -81,7 +81,7 @@ def test_many_cores_are_climbed_rung_by_rung() -> None:
         assert {threads for at, threads, _ in steps if at > 60} <= {8, 12, 16}
 
 
-def test_what_a_former_life_found_is_gone_on_with() -> None:
+def test_thread_count_of_former_incarnation_is_reused() -> None:
     tuner = ThreadTuner(4, 4)
     tuner.begin(2)
     assert tuner.took(0.1) == 2

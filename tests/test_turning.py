@@ -10,7 +10,7 @@ from node.storage import rotation as turning
 from node.storage.rotation import KEEP_FILES, rotate, rotated_path
 
 
-def test_a_full_file_makes_room_and_the_oldest_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_file_is_rotated_and_oldest_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turning, "FILE_BYTES", 4)
     path = tmp_path / "a.log"
     assert not rotate(path), "there is none yet"

@@ -23,7 +23,7 @@ def split(values: Vector, lengths: list[int]) -> list[Vector]:
 
 
 @given(lengths=sizes, ends=st.tuples(st.integers(0, 54), st.integers(0, 54)))
-def test_reading_across_seams_is_reading_the_joined_vector(lengths: list[int], ends: tuple[int, int]) -> None:
+def test_read_across_boundaries_equals_joined_vector(lengths: list[int], ends: tuple[int, int]) -> None:
     joined = torch.arange(float(sum(lengths)))
     flat = VectorView(split(joined, lengths))
     low, high = sorted(min(end, flat.size) for end in ends)
@@ -32,7 +32,7 @@ def test_reading_across_seams_is_reading_the_joined_vector(lengths: list[int], e
 
 
 @given(lengths=sizes, ends=st.tuples(st.integers(0, 54), st.integers(0, 54)))
-def test_writing_across_seams_is_writing_the_joined_vector(lengths: list[int], ends: tuple[int, int]) -> None:
+def test_write_across_boundaries_equals_joined_vector(lengths: list[int], ends: tuple[int, int]) -> None:
     joined = torch.zeros(sum(lengths))
     flat = VectorView(parts := split(joined, lengths))
     low, high = sorted(min(end, flat.size) for end in ends)
@@ -42,13 +42,13 @@ def test_writing_across_seams_is_writing_the_joined_vector(lengths: list[int], e
     assert [value for part in parts for value in part.tolist()] == joined.tolist()
 
 
-def test_a_range_inside_one_vector_is_not_copied() -> None:
+def test_range_inside_one_vector_is_not_copied() -> None:
     vector = torch.arange(10.0)
     view = VectorView([torch.zeros(3), torch.zeros(0), vector]).read(4, 13, torch.empty(0))
     assert view.data_ptr() == vector[1:].data_ptr() and len(view) == 9
 
 
-def test_a_flat_refuses_what_is_out_of_range_or_no_vector() -> None:
+def test_view_rejects_bad_ranges_and_vectors() -> None:
     flat = VectorView([torch.zeros(3), torch.zeros(4)])
     for low, high in ((-1, 2), (3, 2), (0, 8), (8, 8)):
         with pytest.raises(ValueError, match="of a vector of 7"):
@@ -81,7 +81,7 @@ def test_chunks_cover_a_range_once_and_in_order(low: int, size: int) -> None:
     spread=st.sampled_from([0.0, 3.0, 12.0]),
     bias=st.sampled_from([0.0, 1.0, 100.0]),
 )
-def test_the_mean_is_within_a_millionth_of_float64(random: Random, count: int, spread: float, bias: float) -> None:
+def test_mean_is_within_a_millionth_of_float64(random: Random, count: int, spread: float, bias: float) -> None:
     generator = torch.Generator().manual_seed(random.getrandbits(40))
     scales = [10 ** random.uniform(-spread, spread) for _ in range(count)]
     weights = [10 ** random.uniform(-spread, spread) for _ in range(count)]
@@ -94,7 +94,7 @@ def test_the_mean_is_within_a_millionth_of_float64(random: Random, count: int, s
     assert float((mean.double() - want).norm()) <= 1e-6 * float(want.norm())
 
 
-def test_the_mean_of_one_is_that_one() -> None:
+def test_mean_of_one_vector_is_that_vector() -> None:
     vector = torch.tensor([1.1, -2.7e-45, 3e38, -0.0])
     mean = torch.empty(4)
     for weight in (1.0, 0.1, 3.0, 1e-300, 1e300):
@@ -102,14 +102,14 @@ def test_the_mean_of_one_is_that_one() -> None:
         assert torch.equal(mean, vector)
 
 
-def test_the_mean_goes_into_the_first_contribution() -> None:
+def test_mean_may_overwrite_the_first_contribution() -> None:
     first = torch.tensor([1.0, 2.0])
     weighted_mean([first, torch.tensor([4.0, -1.0])], [2.0, 1.0], first)
     assert torch.allclose(first, torch.tensor([2.0, 1.0]))
 
 
 @given(count=st.integers(1, 32), weights=st.lists(st.floats(1e-300, 1e308), min_size=32, max_size=32))
-def test_a_mean_of_finite_vectors_is_finite(count: int, weights: list[float]) -> None:
+def test_mean_of_finite_vectors_is_finite(count: int, weights: list[float]) -> None:
     mean = torch.empty(3)
     contributions = [torch.tensor([LARGEST, -LARGEST, LARGEST * (-1) ** index]) for index in range(count)]
     weighted_mean(contributions, weights[:count], mean)
@@ -117,7 +117,7 @@ def test_a_mean_of_finite_vectors_is_finite(count: int, weights: list[float]) ->
     assert torch.allclose(mean[:2], torch.tensor([LARGEST, -LARGEST]), rtol=1e-6)
 
 
-def test_the_mean_refuses_bad_weights_and_sizes() -> None:
+def test_mean_rejects_bad_weights_and_sizes() -> None:
     for weights in ([0.0, 1.0], [-1.0, 1.0], [math.nan, 1.0], [math.inf, 1.0]):
         with pytest.raises(ValueError, match="positive and finite"):
             weighted_mean([torch.ones(2), torch.ones(2)], weights, torch.empty(2))
@@ -126,7 +126,7 @@ def test_the_mean_refuses_bad_weights_and_sizes() -> None:
             weighted_mean(contributions, counted, torch.empty(2))
 
 
-def test_the_norm_is_that_of_float64() -> None:
+def test_norm_matches_float64() -> None:
     generator = torch.Generator().manual_seed(5)
     vectors = [torch.randn(size, generator=generator) for size in (200_000, 0, 1)]
     assert norm(vectors) == pytest.approx(float(torch.cat(vectors).double().norm()), rel=1e-12)
@@ -136,7 +136,7 @@ def test_the_norm_is_that_of_float64() -> None:
     assert not math.isfinite(norm([torch.tensor([1.0, math.nan])]))
 
 
-def test_the_root_is_what_its_description_says() -> None:
+def test_root_matches_its_specification() -> None:
     vectors = [torch.arange(CHUNK_ELEMENTS + 3.0), torch.empty(0), torch.tensor([1.0])]
     outer = hashlib.sha256(b"starling root 1\n" + (3).to_bytes(8, "little"))
     for vector in vectors:
@@ -147,7 +147,7 @@ def test_the_root_is_what_its_description_says() -> None:
     assert root(vectors) == outer.digest()
 
 
-def test_the_root_binds_every_bit_every_size_and_every_seam() -> None:
+def test_root_depends_on_bits_sizes_and_boundaries() -> None:
     vector = torch.arange(12.0)
     others = [
         [vector[:5], vector[5:]],

@@ -17,18 +17,18 @@ def gap(now: float, wall: float) -> TimeJump | None:
 
 
 @pytest.mark.parametrize("late", [0.0, 0.5, 1.9])
-def test_a_tick_that_is_about_in_time_shows_nothing(late: float) -> None:
+def test_nearly_punctual_tick_is_no_gap(late: float) -> None:
     assert gap(100.25 + late, 1000.25 + late) is None
     assert gap(100.25 + late, 1000.25 + late + 4.0) is None, "a clock that is set right by little"
 
 
-def test_a_stop_is_seen_by_the_tick_that_comes_late() -> None:
+def test_process_stop_is_seen_by_a_late_tick() -> None:
     assert gap(103.25, 1003.25) == TimeJump(3.0)
     long = gap(120.25, 1020.25)
     assert long is not None and long.seconds == 20.0 and "was stopped for 20 s" in long.line
 
 
-def test_a_sleep_is_seen_by_the_wall_clock_alone() -> None:
+def test_system_sleep_is_seen_by_the_wall_clock() -> None:
     slept = gap(100.25, 4600.25)
     assert slept is not None and slept.seconds == 3600.0 and "slept for 60 min" in slept.line
     back = gap(100.25, 400.25)
@@ -48,6 +48,6 @@ def test_a_sleep_is_seen_by_the_wall_clock_alone() -> None:
         ([7200.0, 7200.0], "2.0 h behind that of 2 of 2 other peers, too far to be made up for"),
     ],
 )
-def test_who_is_off_is_named_as_far_as_one_can_tell(offsets: list[float], says: str) -> None:
+def test_skewed_clock_is_attributed_where_possible(offsets: list[float], says: str) -> None:
     line = skew(offsets, 600.0)
     assert says in line and bool(says) == bool(line)

@@ -104,7 +104,7 @@ def at(packed: Any, path: tuple[int, ...]) -> Any:
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
 @settings(max_examples=40)
-def test_every_kind_round_trips(kind: type[Header], data: st.DataObject) -> None:
+def test_every_message_kind_round_trips(kind: type[Header], data: st.DataObject) -> None:
     header = data.draw(headers(kind))
     packed = wire.encode(header)
     assert len(packed) <= wire.MAX_HEADER_BYTES
@@ -115,7 +115,7 @@ def test_every_kind_round_trips(kind: type[Header], data: st.DataObject) -> None
 
 @given(header=any_header.filter(lambda header: bool(dataclasses.fields(header))), data=st.data())  # type: ignore[arg-type]
 @settings(max_examples=600)
-def test_a_value_of_the_wrong_type_or_size_is_refused(header: Header, data: st.DataObject) -> None:
+def test_value_of_wrong_type_or_size_is_rejected(header: Header, data: st.DataObject) -> None:
     packed = msgpack.unpackb(wire.encode(header))
     path = data.draw(st.sampled_from([path for path in places(packed) if path[0] >= 2]))
     hostile = data.draw(st.sampled_from(HOSTILE[type(at(packed, path))] + NESTED))
@@ -124,7 +124,7 @@ def test_a_value_of_the_wrong_type_or_size_is_refused(header: Header, data: st.D
 
 
 @given(header=any_header, data=st.data())
-def test_a_field_too_many_or_too_few_is_refused(header: Header, data: st.DataObject) -> None:
+def test_extra_or_missing_field_is_rejected(header: Header, data: st.DataObject) -> None:
     packed = msgpack.unpackb(wire.encode(header))
     with pytest.raises(BadPayload):
         wire.decode(msgpack.packb([*packed, data.draw(st.sampled_from([None, 0, [], "x"]))]))
@@ -135,21 +135,21 @@ def test_a_field_too_many_or_too_few_is_refused(header: Header, data: st.DataObj
 
 
 @given(header=any_header, version=st.sampled_from([0, 2, True, 1.0, -1, None, "1", [[]], 1 << 63]))
-def test_another_version_is_refused(header: Header, version: Any) -> None:
+def test_other_version_is_rejected(header: Header, version: Any) -> None:
     packed = msgpack.unpackb(wire.encode(header))
     with pytest.raises(BadPayload, match="speaks version"):
         wire.decode(msgpack.packb([version, *packed[1:]]))
 
 
 @pytest.mark.parametrize("number", [-1, max(wire._KINDS) + 1, True, 0.0, None, "0", [], 1 << 63])
-def test_an_unknown_kind_is_refused(number: Any) -> None:
+def test_unknown_kind_is_rejected(number: Any) -> None:
     with pytest.raises(BadPayload, match="unknown kind"):
         wire.decode(msgpack.packb([wire.VERSION, number, 1.0]))
 
 
 @given(data=st.binary(max_size=400), prefixed=st.booleans(), kind=st.integers(0, len(KINDS)))
 @settings(max_examples=500)
-def test_random_bytes(data: bytes, prefixed: bool, kind: int) -> None:
+def test_random_bytes_decode_or_raise_bad_payload(data: bytes, prefixed: bool, kind: int) -> None:
     check(bytes([0x90 | 5, wire.VERSION, kind]) + data if prefixed else data)
 
 
@@ -162,20 +162,20 @@ TREE = st.recursive(
 
 @given(values=st.lists(TREE, max_size=8), kind=st.integers(0, len(KINDS)), framed=st.booleans())
 @settings(max_examples=300)
-def test_random_msgpack(values: list[Any], kind: int, framed: bool) -> None:
+def test_random_msgpack_decodes_or_raises_bad_payload(values: list[Any], kind: int, framed: bool) -> None:
     check(msgpack.packb([wire.VERSION, kind, *values] if framed else values))
 
 
 @given(header=any_header, cut=st.tuples(st.integers(0, 2000), st.integers(0, 8)), insert=st.binary(max_size=8))
 @settings(max_examples=500)
-def test_mutated_headers(header: Header, cut: tuple[int, int], insert: bytes) -> None:
+def test_mutated_headers_decode_or_raise_bad_payload(header: Header, cut: tuple[int, int], insert: bytes) -> None:
     packed = wire.encode(header)
     start = cut[0] % (len(packed) + 1)
     check(packed[:start] + insert + packed[start + cut[1] :])
 
 
 @pytest.mark.parametrize("depth", [2, 100, 900, *range(985, 1030), 1100, 5000, 60_000])
-def test_deep_nesting_is_refused(depth: int) -> None:
+def test_deep_nesting_is_rejected(depth: int) -> None:
     for nest in (b"\x91", b"\xdc\x00\x01", b"\x81\xc0"):
         deep = nest * (depth if depth * len(nest) < 60_000 else 60_000 // len(nest)) + b"\xc0"
         for data in (b"\x93\x01\x00" + deep, b"\x93" + deep + b"\x00\x00", b"\x93\x01" + deep + b"\xc0", deep):
@@ -185,7 +185,7 @@ def test_deep_nesting_is_refused(depth: int) -> None:
 @pytest.mark.parametrize(
     "start", [b"\xdd", b"\xdf", b"\xdb", b"\xc6", b"\xc9", b"\xdc", b"\xde", b"\xda", b"\xc5", b"\xc8"], ids=bytes.hex
 )
-def test_huge_declared_lengths_cost_nothing(start: bytes) -> None:
+def test_huge_declared_lengths_allocate_nothing(start: bytes) -> None:
     tracemalloc.start()
     try:
         for length in (b"\xff\xff\xff\xff", b"\x7f\xff\xff\xff", b"\x00\x00\xff\x00", b"\x08\x00\x00\x00"):
@@ -197,7 +197,7 @@ def test_huge_declared_lengths_cost_nothing(start: bytes) -> None:
         tracemalloc.stop()
 
 
-def test_a_header_is_bounded_both_ways() -> None:
+def test_header_size_is_bounded_both_ways() -> None:
     with pytest.raises(BadPayload, match="more than"):
         wire.decode(bytes(wire.MAX_HEADER_BYTES + 1))
     runs = tuple(wire.ChunkSpan(1 << 32, (1 << 32) - 1) for _ in range(wire.MAX_ITEMS))
@@ -208,13 +208,13 @@ def test_a_header_is_bounded_both_ways() -> None:
         wire.encode(twice)
 
 
-def test_expect_names_what_came_instead() -> None:
+def test_expect_names_the_unexpected_kind() -> None:
     with pytest.raises(BadPayload, match="expected Chunk, got Opening"):
         wire.expect(wire.Opening(1.0), wire.Chunk)
 
 
 @given(key=headers(RoundKey), junk=st.binary(max_size=60) | TREE.map(msgpack.packb))
-def test_a_body_unpacks_to_what_was_packed_or_is_refused(key: RoundKey, junk: bytes) -> None:
+def test_body_round_trips_or_is_rejected(key: RoundKey, junk: bytes) -> None:
     assert wire.unpack_body(RoundKey, wire.body(key)) == key
     with pytest.raises(BadPayload):
         wire.unpack_body(RoundKey, junk)

@@ -70,7 +70,7 @@ def test_both_sides_see_the_same_vectors(memory: int) -> None:
     assert not theirs.attention
 
 
-def test_a_file_where_there_is_no_memory_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_replaces_missing_anonymous_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.platform", "darwin")
     descriptor = shared.create()
     assert os.fstat(descriptor).st_nlink == 0
@@ -79,13 +79,13 @@ def test_a_file_where_there_is_no_memory_without_a_name(monkeypatch: pytest.Monk
     os.close(descriptor)
 
 
-def test_a_spec_survives_the_pipe() -> None:
+def test_spec_round_trips_through_the_pipe() -> None:
     for values in (GPT, PacedValues(10, 20, 0.5)):
         spec = WorkerSpec(values, RECIPE, 1, 2, Path("a"), None, "cpu", 3, 4, "float32")
         assert WorkerSpec.from_json(spec.to_json()) == spec
 
 
-def test_threads_are_shared_between_the_peers_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_are_divided_among_local_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
     spec = WorkerSpec(GPT, RECIPE, 1)
     counts = [replace(spec, peers_here=peers).thread_count() for peers in (1, 3, 9)]
@@ -101,7 +101,7 @@ def test_threads_are_shared_between_the_peers_of_a_machine(monkeypatch: pytest.M
         ({"peers_here": 0}, "peers_here must be a whole number, at least 1, not 0"),
     ],
 )
-def test_bad_values_are_one_line(change: dict[str, Any], message: str) -> None:
+def test_bad_values_give_one_line_error(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as error:
         replace(WorkerSpec(GPT, RECIPE, 1), **change)
     assert str(error.value) == message
@@ -109,7 +109,7 @@ def test_bad_values_are_one_line(change: dict[str, Any], message: str) -> None:
         PacedValues(10, step_seconds=-1)
 
 
-def test_training_is_that_of_a_shift_of_ones_own(memory: int, text: Path) -> None:
+def test_training_equals_training_in_process(memory: int, text: Path) -> None:
     spec = WorkerSpec(GPT, RECIPE, 3, 9, text, device="cpu", threads=1)
     learner = build(spec, torch.empty, False).learner
     mine, local_training = Shared(memory, learner.layout.sizes()), LocalTraining(learner, RECIPE.inner_steps)
@@ -136,7 +136,7 @@ def test_training_is_that_of_a_shift_of_ones_own(memory: int, text: Path) -> Non
     assert told[-1] == {"done": before}
 
 
-def test_another_worker_goes_on_where_the_last_one_stood(memory: int, text: Path) -> None:
+def test_next_worker_resumes_the_former_ones_state(memory: int, text: Path) -> None:
     spec = WorkerSpec(GPT, RECIPE, 3, 9, text, device="cpu", threads=1)
     serve(memory, spec)
     mine = Shared(memory, build(spec, torch.empty, False).learner.layout.sizes())
@@ -148,7 +148,7 @@ def test_another_worker_goes_on_where_the_last_one_stood(memory: int, text: Path
     assert mine.position == 40
 
 
-def test_what_was_saved_goes_on_to_the_bit(memory: int, text: Path, tmp_path: Path) -> None:
+def test_saved_inner_state_resumes_to_identical_bits(memory: int, text: Path, tmp_path: Path) -> None:
     spec = WorkerSpec(GPT, RECIPE, 3, 9, text, device="cpu", threads=1)
     path = str(tmp_path / "inner.safetensors")
 
@@ -167,7 +167,7 @@ def test_what_was_saved_goes_on_to_the_bit(memory: int, text: Path, tmp_path: Pa
     os.close(whole)
 
 
-def test_measured_threads_are_gone_on_with(memory: int, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measured_thread_counts_are_reused(memory: int, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the worker after one that died, and after a restart, from its checkpoint; told ones are not touched."""
     monkeypatch.setattr("node.training.worker.usable_cores", lambda: 8)
     monkeypatch.setattr("node.tasks.spec.usable_cores", lambda: 8)
@@ -191,7 +191,7 @@ def test_measured_threads_are_gone_on_with(memory: int, text: Path, monkeypatch:
     assert mine.threads == 5
 
 
-def test_an_inner_state_that_cannot_be_had_is_refused(memory: int, text: Path, tmp_path: Path) -> None:
+def test_invalid_inner_state_is_rejected(memory: int, text: Path, tmp_path: Path) -> None:
     spec, path = WorkerSpec(GPT, RECIPE, 3, 9, text, device="cpu", threads=1), tmp_path / "inner.safetensors"
     save, load = {"do": "save", "path": str(path)}, {"do": "load", "path": str(path), "position": 7, "threads": 0}
     none, save_none, load_none = serve(memory, spec, load, save, load)
@@ -206,7 +206,7 @@ def test_an_inner_state_that_cannot_be_had_is_refused(memory: int, text: Path, t
     assert serve(memory, spec, save) == [{"refused": "the inner state cannot be written: Is a directory"}]
 
 
-def test_what_it_generates_comes_from_the_outer_parameters(memory: int, text: Path) -> None:
+def test_generation_uses_the_outer_parameters(memory: int, text: Path) -> None:
     spec = WorkerSpec(GPT, RECIPE, 3, 9, text, device="cpu", threads=1)
     ask = {"do": "generate", "prompt": base64.b64encode(b"abc").decode(), "tokens": 5, "temperature": 1.0, "seed": 4}
     (first,) = serve(memory, spec, ask)
@@ -216,13 +216,13 @@ def test_what_it_generates_comes_from_the_outer_parameters(memory: int, text: Pa
     assert serve(memory, spec, {"do": "dance"}) == [{"refused": "no command 'dance'"}]
 
 
-def test_the_paced_task_has_no_text(memory: int) -> None:
+def test_paced_task_has_no_text(memory: int) -> None:
     spec = WorkerSpec(PacedValues(100, step_seconds=0.0), RECIPE, 3, threads=1)
     told = serve(memory, spec, {"do": "held_out"}, {"do": "generate", "prompt": ""})
     assert told == [{"done": ""}, {"refused": "this task generates no text"}]
 
 
-def test_the_sample_of_the_run_takes_the_place_of_ones_own(memory: int, text: Path, tmp_path: Path) -> None:
+def test_runs_sample_replaces_own_held_out_text(memory: int, text: Path, tmp_path: Path) -> None:
     founder = WorkerSpec(GPT, RECIPE, 3, 9, text, device="cpu", threads=1)
     held, loss = serve(memory, founder, {"do": "held_out"}, {"do": "evaluate"})
     (tmp_path / "sample").write_bytes(base64.b64decode(held["done"]))
@@ -245,7 +245,9 @@ def test_the_sample_of_the_run_takes_the_place_of_ones_own(memory: int, text: Pa
         ({"values": PacedValues(10**14)}, "not enough memory for this task: "),
     ],
 )
-def test_what_cannot_be_had_is_one_line(memory: int, text: Path, change: dict[str, Any], message: str) -> None:
+def test_unavailable_resource_gives_one_line_error(
+    memory: int, text: Path, change: dict[str, Any], message: str
+) -> None:
     spec = WorkerSpec(GPT, RECIPE, 3, 9, text, threads=1)
     if torch.backends.mps.is_available() and "device" in change:
         return
@@ -253,7 +255,7 @@ def test_what_cannot_be_had_is_one_line(memory: int, text: Path, change: dict[st
     assert told["refused"].startswith(message) and "\n" not in told["refused"]
 
 
-def test_bfloat16_where_it_pays(text: Path) -> None:
+def test_bfloat16_is_used_where_it_pays(text: Path) -> None:
     wide = GptValues(GptConfig(layers=1, width=192, heads=2, context=16), rows=2)
     supported = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     for values, precision, low in [

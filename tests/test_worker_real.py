@@ -110,7 +110,7 @@ async def vector(trainer: RemoteTrainer) -> torch.Tensor:
     return into
 
 
-async def test_the_same_bits_as_in_this_process(words: WorkerSpec, compute: ThreadCompute) -> None:
+async def test_training_matches_in_process_bits(words: WorkerSpec, compute: ThreadCompute) -> None:
     learner = build(words, torch.empty, False).learner
     shift = LocalTraining(learner, RECIPE.inner_steps)
     async with RemoteTrainer(words, compute) as trainer:
@@ -146,7 +146,7 @@ async def test_the_same_bits_as_in_this_process(words: WorkerSpec, compute: Thre
         assert trainer.restarts == 0
 
 
-async def test_calls_in_the_middle_of_training(words: WorkerSpec, compute: ThreadCompute) -> None:
+async def test_calls_during_training_are_answered(words: WorkerSpec, compute: ThreadCompute) -> None:
     async with RemoteTrainer(words, compute) as trainer:
         training = Training(trainer)
         await training.until_tokens(320)
@@ -165,7 +165,7 @@ async def test_calls_in_the_middle_of_training(words: WorkerSpec, compute: Threa
         assert sum(later < earlier for earlier, later in itertools.pairwise(tokens)) == 1, "what was written, once"
 
 
-async def test_a_cut_is_seen_within_a_step(compute: ThreadCompute) -> None:
+async def test_cut_is_seen_within_a_step(compute: ThreadCompute) -> None:
     async with RemoteTrainer(paced(0.2), compute) as trainer:
         training = Training(trainer)
         await training.until_tokens(2 * STEP_TOKENS)
@@ -179,7 +179,7 @@ async def test_a_cut_is_seen_within_a_step(compute: ThreadCompute) -> None:
         assert again.tokens == work.tokens and [each.tokens for each in said] == [work.tokens]
 
 
-async def test_killed_in_the_middle_of_training(words: WorkerSpec, compute: ThreadCompute) -> None:
+async def test_worker_killed_during_training_is_replaced(words: WorkerSpec, compute: ThreadCompute) -> None:
     async with RemoteTrainer(words, compute) as trainer:
         anchor = torch.linspace(-0.1, 0.1, trainer.layout.sizes()[0])
         await trainer.write(anchor)
@@ -199,7 +199,7 @@ async def test_killed_in_the_middle_of_training(words: WorkerSpec, compute: Thre
         assert await trainer.evaluate() == before
 
 
-async def test_killed_while_idle_it_goes_on_where_it_stood(compute: ThreadCompute) -> None:
+async def test_worker_killed_while_idle_resumes_its_state(compute: ThreadCompute) -> None:
     async with RemoteTrainer(paced(), compute) as trainer:
         training = Training(trainer)
         await training.until_tokens(4 * STEP_TOKENS)
@@ -222,7 +222,7 @@ async def test_killed_while_idle_it_goes_on_where_it_stood(compute: ThreadComput
         await training.end()
 
 
-async def test_killed_while_it_evaluates(words: WorkerSpec, compute: ThreadCompute) -> None:
+async def test_worker_killed_during_evaluation_is_replaced(words: WorkerSpec, compute: ThreadCompute) -> None:
     async with RemoteTrainer(words, compute) as trainer:
         anchor = await vector(trainer)
         before = await trainer.evaluate()
@@ -234,7 +234,7 @@ async def test_killed_while_it_evaluates(words: WorkerSpec, compute: ThreadCompu
         assert torch.equal(await vector(trainer), anchor)
 
 
-async def test_cut_while_there_is_none_it_does_not_wait(compute: ThreadCompute) -> None:
+async def test_cut_without_a_worker_does_not_wait(compute: ThreadCompute) -> None:
     async with RemoteTrainer(paced(), compute) as trainer:
         training = Training(trainer)
         await training.until_tokens(STEP_TOKENS)
@@ -247,9 +247,7 @@ async def test_cut_while_there_is_none_it_does_not_wait(compute: ThreadCompute) 
 
 
 @pytest.mark.parametrize("busy", [True, False])
-async def test_one_that_does_not_move_is_replaced(
-    busy: bool, compute: ThreadCompute, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_hung_worker_is_replaced(busy: bool, compute: ThreadCompute, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "PATIENCE_SECONDS", 1.0)
     async with RemoteTrainer(paced(), compute) as trainer:
         anchor = await vector(trainer)
@@ -271,7 +269,7 @@ async def test_one_that_does_not_move_is_replaced(
             await training.end()
 
 
-async def test_who_dies_at_once_again_and_again_is_given_up(
+async def test_worker_dying_repeatedly_at_start_is_given_up(
     compute: ThreadCompute, monkeypatch: pytest.MonkeyPatch, text: Path, words: WorkerSpec
 ) -> None:
     monkeypatch.setattr(succession, "BACKOFF_SECONDS", (0.0,) * 5)
@@ -295,7 +293,7 @@ async def test_who_dies_at_once_again_and_again_is_given_up(
         assert torch.equal(await vector(trainer), before) and trainer.pid is None
 
 
-async def test_last_words_are_told(
+async def test_last_output_is_reported(
     compute: ThreadCompute, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(
@@ -322,7 +320,7 @@ async def test_last_words_are_told(
         ({"held_out": Path("/")}, "cannot read /: Is a directory"),
     ],
 )
-async def test_a_persons_mistake_is_one_line(
+async def test_user_error_gives_one_line_error(
     change: dict[str, Any], message: str, words: WorkerSpec, compute: ThreadCompute, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(WorkerError) as error:
@@ -331,7 +329,7 @@ async def test_a_persons_mistake_is_one_line(
     assert str(error.value).startswith(message) and "\n" not in str(error.value) and "Traceback" not in caplog.text
 
 
-async def test_a_joiner_evaluates_on_the_founders_sample(
+async def test_joiner_evaluates_on_the_founders_sample(
     words: WorkerSpec, compute: ThreadCompute, tmp_path: Path
 ) -> None:
     async with RemoteTrainer(words, compute) as founder:
@@ -352,7 +350,7 @@ async def test_a_joiner_evaluates_on_the_founders_sample(
         assert said == (await joiner.generate(b"ab", 6), await joiner.generate(b"ab", 6, 1.0, seed=5))
 
 
-async def test_cancelled_it_leaves_nothing_half_done(compute: ThreadCompute) -> None:
+async def test_cancellation_leaves_nothing_half_done(compute: ThreadCompute) -> None:
     async with RemoteTrainer(paced(), compute) as trainer:
         anchor = await vector(trainer)
         training = Training(trainer)
@@ -365,7 +363,7 @@ async def test_cancelled_it_leaves_nothing_half_done(compute: ThreadCompute) -> 
         assert (await training.end()).tokens >= STEP_TOKENS and trainer.restarts == 1
 
 
-async def test_ten_deaths_are_noticed_at_once_and_leave_nothing_behind(compute: ThreadCompute) -> None:
+async def test_ten_worker_deaths_leave_nothing_behind(compute: ThreadCompute) -> None:
     def held() -> tuple[int, int, int]:
         gc.collect()
         return len(os.listdir("/proc/self/fd")), len(asyncio.all_tasks()), psutil.Process().memory_info().rss
@@ -407,7 +405,7 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("state", ["training", "stopped"])
-def test_it_dies_with_its_parent(state: str) -> None:
+def test_worker_dies_with_its_parent(state: str) -> None:
     root = str(Path(__file__).parents[1])
     command = [sys.executable, "-c", _PARENT, paced().to_json()]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": root}) as parent:

@@ -14,14 +14,14 @@ from node.tasks.gpt import Gpt
 from tests.support.statedir_fixtures import keep, kept_gpt
 
 
-def test_it_is_what_the_module_writes(tmp_path: Path) -> None:
+def test_output_matches_the_modules_generation(tmp_path: Path) -> None:
     module = kept_gpt(tmp_path)
     for temperature, seed in ((0.0, 0), (1.0, 5)):
         text = "".join(write(load_trained(tmp_path), b"def ", 40, temperature, seed))
         assert text == harmless(module.generate(b"def ", 40, temperature, seed).decode(errors="replace"))
 
 
-def test_a_piece_comes_as_soon_as_it_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_is_emitted_as_soon_as_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept_gpt(tmp_path)
     text, steps = "aé日\x1b[2Jz".encode(), 0
 
@@ -35,7 +35,7 @@ def test_a_piece_comes_as_soon_as_it_is_there(tmp_path: Path, monkeypatch: pytes
     assert said == [(1, "a"), (3, "é"), (6, "日"), (7, "\ufffd"), (8, "["), (9, "2"), (10, "J"), (11, "z")]
 
 
-def test_of_a_huge_prompt_the_end_is_seen(tmp_path: Path) -> None:
+def test_huge_prompt_is_truncated_to_its_end(tmp_path: Path) -> None:
     module = kept_gpt(tmp_path)
     prompt = bytes(range(32, 127)) * 10_000
     assert "".join(write(load_trained(tmp_path), prompt, 5, 0.0, 0)) == harmless(
@@ -43,7 +43,7 @@ def test_of_a_huge_prompt_the_end_is_seen(tmp_path: Path) -> None:
     )
 
 
-def test_what_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+def test_impossible_generation_gives_one_line_error(tmp_path: Path) -> None:
     kept_gpt(tmp_path / "gpt")
     with pytest.raises(TrainedError, match=r"^the prompt is empty: "):
         list(write(load_trained(tmp_path / "gpt"), b"", 5, 0.0, 0))
@@ -52,5 +52,5 @@ def test_what_cannot_be_written_is_one_line(tmp_path: Path) -> None:
         list(write(load_trained(tmp_path / "own"), b"a", 5, 0.0, 0))
 
 
-def test_lines_and_tabs_stay() -> None:
+def test_newlines_and_tabs_are_kept() -> None:
     assert harmless("a\tb\nc\r\x00\x9b\u202ed") == "a\tb\nc\ufffd\ufffd\ufffd\ufffdd"

@@ -81,7 +81,7 @@ def play(
     world.run(whole)
 
 
-def test_messages_come_in_order_on_one_stream(world: World) -> None:
+def test_messages_arrive_in_order_on_one_stream(world: World) -> None:
     async def body(peers: Peers, post: ControlChannel, listener: Listener) -> None:
         b = peers.transports[1].me
         async with running(post, peers):
@@ -94,7 +94,7 @@ def test_messages_come_in_order_on_one_stream(world: World) -> None:
     play(world, Listener, body)
 
 
-def test_an_idle_stream_stays(world: World) -> None:
+def test_idle_stream_stays_open(world: World) -> None:
     async def body(peers: Peers, post: ControlChannel, listener: Listener) -> None:
         gone: list[PeerId] = []
         post.on_gone = gone.append
@@ -108,7 +108,7 @@ def test_an_idle_stream_stays(world: World) -> None:
     play(world, Listener, body)
 
 
-def test_what_was_sent_arrives_before_the_close(world: World) -> None:
+def test_sent_messages_arrive_before_close(world: World) -> None:
     async def body(peers: Peers, post: ControlChannel, listener: Listener) -> None:
         async with running(post, peers):
             send(post, peers.transports[1].me, range(60))
@@ -120,7 +120,7 @@ def test_what_was_sent_arrives_before_the_close(world: World) -> None:
     play(world, Listener, body)
 
 
-def test_what_waits_at_the_end_goes_out_at_the_next_beginning(world: World) -> None:
+def test_messages_queued_at_shutdown_are_sent_after_restart(world: World) -> None:
     async def body(peers: Peers, post: ControlChannel, listener: Listener) -> None:
         b = peers.transports[1].me
         async with running(post, peers):
@@ -135,7 +135,7 @@ def test_what_waits_at_the_end_goes_out_at_the_next_beginning(world: World) -> N
     play(world, Listener, body)
 
 
-def test_a_killed_peer_is_noticed_where_nothing_is_to_be_said(world: World) -> None:
+def test_killed_peer_is_noticed_without_traffic(world: World) -> None:
     async def body(peers: Peers, post: ControlChannel, listener: Listener) -> None:
         gone: list[PeerId] = []
         post.on_gone = gone.append
@@ -151,7 +151,7 @@ def test_a_killed_peer_is_noticed_where_nothing_is_to_be_said(world: World) -> N
 
 
 @pytest.mark.parametrize("whose", [0, 1], ids=["senders", "receivers"])
-def test_what_a_broken_stream_carried_is_sent_again(world: World, whose: int) -> None:
+def test_messages_on_broken_stream_are_resent(world: World, whose: int) -> None:
     async def body(peers: Peers, post: ControlChannel, listener: Listener) -> None:
         b = peers.transports[1].me
         async with running(post, peers):

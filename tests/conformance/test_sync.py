@@ -41,7 +41,7 @@ async def fetched(peers: Peers, part: ReducedPart) -> ReducedPart:
 
 
 class TestParts:
-    def test_a_part_of_several_megabytes_comes_as_it_was(self, world: World) -> None:
+    def test_multi_megabyte_part_arrives_unchanged(self, world: World) -> None:
         async def body(peers: Peers) -> None:
             part, vector = made_part()
             PartCache(host(peers, 1)).put(LINEAGE, part)
@@ -52,7 +52,7 @@ class TestParts:
 
         world.run(body)
 
-    def test_one_that_is_not_there_is_refused_for_certain(self, world: World) -> None:
+    def test_missing_part_raises_peer_gone(self, world: World) -> None:
         async def body(peers: Peers) -> None:
             part_cache, (part, _) = PartCache(host(peers, 1)), made_part()
             with pytest.raises(PeerGone):
@@ -65,7 +65,7 @@ class TestParts:
 
         world.run(body)
 
-    def test_one_that_was_changed_is_not_taken(self, world: World) -> None:
+    def test_modified_part_is_rejected(self, world: World) -> None:
         async def body(peers: Peers) -> None:
             part, _ = made_part()
             PartCache(host(peers, 1)).put(LINEAGE, part)
@@ -75,7 +75,7 @@ class TestParts:
 
         world.run(body)
 
-    def test_a_holder_that_stops_in_the_middle(self, world: World) -> None:
+    def test_frozen_part_holder_raises_peer_silent(self, world: World) -> None:
         async def body(peers: Peers) -> None:
             part, _ = made_part()
             PartCache(host(peers, 1)).put(LINEAGE, part)
@@ -103,7 +103,7 @@ def play(world: World, elements: int, body: Callable[[SyncCluster, Peers, list[s
 
 
 class TestChains:
-    def test_heads_are_shown_and_proved(self, world: World) -> None:
+    def test_heads_are_shown_and_verified(self, world: World) -> None:
         async def body(swarm: SyncCluster, peers: Peers, names: list[str]) -> None:
             anna, bert = names[:2]
             links = await swarm.rounds(anna, 5, voters=swarm.founders)
@@ -113,7 +113,7 @@ class TestChains:
 
         play(world, 1000, body)
 
-    def test_missed_rounds_are_taken_again_from_their_parts(self, world: World) -> None:
+    def test_missed_rounds_are_replayed_from_parts(self, world: World) -> None:
         async def body(swarm: SyncCluster, peers: Peers, names: list[str]) -> None:
             anna, bert = names[:2]
             await swarm.rounds(f"{anna} {bert}", 5)
@@ -127,7 +127,7 @@ class TestChains:
 
 class TestSnapshots:
     @pytest.mark.parametrize("liar", [0, 1])
-    def test_two_donors_of_whom_one_lies(self, world: World, liar: int) -> None:
+    def test_newcomer_catches_up_despite_lying_donor(self, world: World, liar: int) -> None:
         async def body(swarm: SyncCluster, peers: Peers, names: list[str]) -> None:
             await swarm.rounds(" ".join(names[:2]), 6)
             for snapshot in swarm.peers[names[liar]].snapshots.held():
@@ -143,7 +143,7 @@ class TestSnapshots:
 
         play(world, LARGE_ELEMENTS, body)
 
-    def test_a_donor_that_dies_leaves_it_to_the_other(self, world: World) -> None:
+    def test_second_donor_replaces_killed_donor(self, world: World) -> None:
         async def body(swarm: SyncCluster, peers: Peers, names: list[str]) -> None:
             await swarm.rounds(" ".join(names[:2]), 6)
             newcomer = await swarm.add(names[2])

@@ -87,7 +87,7 @@ class Probe:
 
 
 class TestDelivery:
-    def test_order_is_kept_and_bytes_are_counted(self, world: World) -> None:
+    def test_order_is_kept_and_bytes_counted(self, world: World) -> None:
         async def body(peers: Peers) -> None:
             a, b = peers.transports
             probe = Probe()
@@ -108,7 +108,7 @@ class TestDelivery:
 
         world.run(body)
 
-    def test_large_payload_is_exact(self, world: World) -> None:
+    def test_large_payload_arrives_unchanged(self, world: World) -> None:
         async def body(peers: Peers) -> None:
             a, b = peers.transports
             b.serve("echo", echo)
@@ -119,7 +119,7 @@ class TestDelivery:
 
         world.run(body)
 
-    def test_a_buffer_may_be_changed_once_sent(self, world: World) -> None:
+    def test_buffer_may_be_reused_after_send(self, world: World) -> None:
         async def body(peers: Peers) -> None:
             a, b = peers.transports
             probe = Probe()
@@ -140,7 +140,7 @@ class TestDelivery:
 
         world.run(body)
 
-    def test_nothing_is_sent_ahead_of_a_receiver_without_bound(self, world: World) -> None:
+    def test_unread_bytes_in_flight_are_bounded(self, world: World) -> None:
         async def body(peers: Peers) -> None:
             a, b = peers.transports
             probe = Probe()
@@ -155,7 +155,7 @@ class TestDelivery:
 
         world.run(body)
 
-    def test_opener_leaving_normally_delivers_what_it_sent(self, world: World) -> None:
+    def test_opener_exit_delivers_sent_bytes(self, world: World) -> None:
         async def body(peers: Peers) -> None:
             a, b = peers.transports
             got: asyncio.Future[list[bytes]] = asyncio.get_running_loop().create_future()
@@ -178,7 +178,7 @@ class TestDelivery:
 
         world.run(body)
 
-    def test_handler_returning_early_delivers_its_answer(self, world: World) -> None:
+    def test_early_handler_return_delivers_answer(self, world: World) -> None:
         async def body(peers: Peers) -> None:
             a, b = peers.transports
 
@@ -196,7 +196,7 @@ class TestDelivery:
 
         world.run(body)
 
-    def test_many_streams_at_once_both_ways(self, world: World) -> None:
+    def test_many_concurrent_streams_both_ways(self, world: World) -> None:
         async def body(peers: Peers) -> None:
             a, b, c = peers.transports
             for transport in peers.transports:
@@ -208,7 +208,7 @@ class TestDelivery:
 
         world.run(body, count=3)
 
-    def test_methods_are_told_apart(self, world: World) -> None:
+    def test_methods_are_dispatched_separately(self, world: World) -> None:
         async def body(peers: Peers) -> None:
             a, b = peers.transports
 
@@ -228,7 +228,7 @@ class TestDelivery:
 
 
 class TestBounds:
-    def test_a_long_header_is_refused_before_it_is_read(self, world: World) -> None:
+    def test_oversized_header_is_rejected_unread(self, world: World) -> None:
         async def body(peers: Peers) -> None:
             a, b = peers.transports
             for size in (LIMIT + 1, 1 << 31, (1 << 32) - 1):
@@ -242,7 +242,7 @@ class TestBounds:
 
         world.run(body)
 
-    def test_what_is_no_known_message_is_refused(self, world: World) -> None:
+    def test_unknown_message_is_rejected(self, world: World) -> None:
         lies = {
             "unknown kind": b"\x93\x01\x7d\x00",
             "other version": b"\x93\x63\x00\x00",
@@ -265,7 +265,7 @@ class TestBounds:
 
         world.run(body)
 
-    def test_a_header_that_never_ends_meets_the_deadline(self, world: World) -> None:
+    def test_unfinished_header_hits_the_deadline(self, world: World) -> None:
         async def body(peers: Peers) -> None:
             a, b = peers.transports
 
@@ -281,7 +281,7 @@ class TestBounds:
 
 
 class TestDeadlines:
-    def test_receiving_nothing(self, world: World) -> None:
+    def test_receive_without_data_hits_the_deadline(self, world: World) -> None:
         async def body(peers: Peers) -> None:
             a, b = peers.transports
             probe = Probe()
@@ -295,7 +295,7 @@ class TestDeadlines:
 
         world.run(body)
 
-    def test_the_handler_learns_the_openers_deadline(self, world: World) -> None:
+    def test_handler_learns_openers_deadline(self, world: World) -> None:
         async def body(peers: Peers) -> None:
             a, b = peers.transports
             probe = Probe()
@@ -308,7 +308,7 @@ class TestDeadlines:
 
         world.run(body)
 
-    def test_after_the_deadline_every_call_fails(self, world: World) -> None:
+    def test_calls_after_deadline_fail(self, world: World) -> None:
         async def body(peers: Peers) -> None:
             a, b = peers.transports
             probe = Probe()
@@ -324,7 +324,7 @@ class TestDeadlines:
 
         world.run(body)
 
-    def test_opening_to_a_frozen_peer(self, world: World) -> None:
+    def test_open_to_frozen_peer_hits_the_deadline(self, world: World) -> None:
         async def body(peers: Peers) -> None:
             a, b = peers.transports
             b.serve("echo", echo)
@@ -335,7 +335,7 @@ class TestDeadlines:
 
         world.run(body)
 
-    def test_a_peer_that_freezes_in_mid_stream(self, world: World) -> None:
+    def test_peer_freezing_mid_stream_hits_the_deadline(self, world: World) -> None:
         async def body(peers: Peers) -> None:
             a, b = peers.transports
             b.serve("echo", echo)
@@ -355,7 +355,7 @@ class Broken(Exception):
 
 class TestResets:
     @pytest.mark.parametrize("waits_in", ["receive", "receive_into", "send"])
-    def test_openers_exception_is_seen_by_the_handler(self, world: World, waits_in: str) -> None:
+    def test_opener_exception_reaches_handler(self, world: World, waits_in: str) -> None:
         async def body(peers: Peers) -> None:
             a, b = peers.transports
             probe = Probe()
@@ -387,7 +387,7 @@ class TestResets:
 
         world.run(body)
 
-    def test_handlers_exception_is_seen_by_the_opener(self, world: World) -> None:
+    def test_handler_exception_reaches_opener(self, world: World) -> None:
         async def body(peers: Peers) -> None:
             a, b = peers.transports
             b.serve("echo", echo)
@@ -406,7 +406,7 @@ class TestResets:
 
         world.run(body)
 
-    def test_a_cancelled_opener_resets(self, world: World) -> None:
+    def test_cancelled_opener_resets_stream(self, world: World) -> None:
         async def body(peers: Peers) -> None:
             a, b = peers.transports
             probe = Probe()
@@ -428,7 +428,7 @@ class TestResets:
         world.run(body)
 
     @pytest.mark.parametrize("doing", ["receiving", "sending"])
-    def test_a_peer_that_dies_in_mid_stream(self, world: World, doing: str) -> None:
+    def test_peer_dying_mid_stream_raises_error(self, world: World, doing: str) -> None:
         async def body(peers: Peers) -> None:
             a, b = peers.transports
             probe = Probe()
@@ -447,7 +447,7 @@ class TestResets:
 
 
 class TestUnreachable:
-    def test_a_peer_that_nobody_knows(self, world: World) -> None:
+    def test_open_to_unknown_peer_fails(self, world: World) -> None:
         async def body(peers: Peers) -> None:
             a, _ = peers.transports
             async with asyncio.timeout(GENEROUS_SECONDS - 1):
@@ -458,7 +458,7 @@ class TestUnreachable:
 
         world.run(body)
 
-    def test_a_peer_that_has_died(self, world: World) -> None:
+    def test_open_to_dead_peer_fails(self, world: World) -> None:
         async def body(peers: Peers) -> None:
             a, b = peers.transports
             b.serve("echo", echo)
@@ -471,7 +471,7 @@ class TestUnreachable:
 
         world.run(body)
 
-    def test_a_method_that_is_not_served(self, world: World) -> None:
+    def test_open_to_unserved_method_fails(self, world: World) -> None:
         async def body(peers: Peers) -> None:
             a, b = peers.transports
             b.serve("echo", echo)
@@ -484,7 +484,7 @@ class TestUnreachable:
 
 
 class TestLife:
-    def test_streams_leave_nothing_behind(self, world: World) -> None:
+    def test_closed_streams_leave_no_resources_behind(self, world: World) -> None:
         async def body(peers: Peers) -> None:
             a, b = peers.transports
             b.serve("echo", echo)
@@ -513,7 +513,7 @@ class TestLife:
         world.run(body)
 
     @pytest.mark.parametrize("whose", [0, 1], ids=["openers", "servers"])
-    def test_handlers_survive_the_daemon(self, world: World, whose: int) -> None:
+    def test_handlers_survive_a_daemon_restart(self, world: World, whose: int) -> None:
         async def body(peers: Peers) -> None:
             a, b = peers.transports
             probe = Probe()
