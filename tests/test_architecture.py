@@ -8,15 +8,15 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
-from pathlib import Path
 
 import pytest
 
-HOUSE = Path(__file__).parents[1]
+from tests.support.paths import REPOSITORY
+
 SOURCES = {
-    path.relative_to(HOUSE).as_posix(): path.read_text()
+    path.relative_to(REPOSITORY).as_posix(): path.read_text()
     for room in ("protocols", "node")
-    for path in (HOUSE / room).rglob("*.py")
+    for path in (REPOSITORY / room).rglob("*.py")
 }
 ROOMS = {"node", "protocols", "tests", "benchmarks"}
 PEER = {"node/session/peer.py"}

@@ -23,9 +23,9 @@ from node.cli.app import main
 from node.network.daemon import DaemonError
 from node.runtime.identity import IdentityError
 from tests.support.fake_peer import ADDRESS
+from tests.support.paths import REPOSITORY
 
 pytestmark = pytest.mark.real
-HOUSE = Path(__file__).parents[1]
 SENTENCE = "handing in this round, then leaving; again to leave at once"
 
 
@@ -42,7 +42,7 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def starling(*arguments: str, module: str = "node", timeout: float = 40) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", module, *arguments]
-    return subprocess.run(command, cwd=HOUSE, capture_output=True, text=True, timeout=timeout)
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=timeout)
 
 
 def here(capsys: pytest.CaptureFixture[str], *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -58,7 +58,7 @@ class Straw:
         command = [sys.executable, "-m", "tests.support.fake_peer", "join", *arguments]
         self.process = subprocess.Popen(
             command,
-            cwd=HOUSE,
+            cwd=REPOSITORY,
             env=os.environ | {"FAKE": how},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -126,7 +126,7 @@ def test_help_and_status_do_not_load_torch(running: Straw) -> None:
     code = "import sys; from node.cli.app import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
     for arguments in (["join", "--help"], ["status"], ["status", "--json"]):
         command = [sys.executable, "-c", code, *arguments]
-        done = subprocess.run(command, cwd=HOUSE, capture_output=True, text=True, timeout=30)
+        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=30)
         assert len(lines := done.stdout.splitlines()) > 1 and lines[-1] == "0 False", arguments
 
 
@@ -359,7 +359,7 @@ def test_signal_after_finish_counts_as_second(straws: list[Straw]) -> None:
 @pytest.mark.parametrize("number, name", [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")])
 def test_signal_during_library_loading_ends_at_once(number: int, name: str, own_home: Path) -> None:
     command = [sys.executable, "-m", "node", "join", "--task", "paced"]
-    with subprocess.Popen(command, cwd=HOUSE, stderr=subprocess.PIPE, text=True) as peer:
+    with subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True) as peer:
         try:
             while not (own_home / "peer-1").exists():
                 assert peer.poll() is None
@@ -375,7 +375,7 @@ def test_unread_terminal_does_not_block_the_peer(own_home: Path) -> None:
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "tests.support.fake_peer", "join", "--json"]
     environment = os.environ | {"FAKE": "quiet", "TERM": "xterm"}
-    peer = subprocess.Popen(command, cwd=HOUSE, env=environment, stdout=subprocess.DEVNULL, stderr=theirs)
+    peer = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=subprocess.DEVNULL, stderr=theirs)
     os.close(theirs)
     try:
         while not (own_home / "peer-1" / "control.json").exists():
@@ -473,5 +473,5 @@ def state_of(peer: Straw) -> str:
 
 def test_status_into_closed_pipe_is_no_error(running: Straw) -> None:
     command = f"{sys.executable} -m node status --json | true"
-    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], cwd=HOUSE, capture_output=True, text=True)
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], cwd=REPOSITORY, capture_output=True, text=True)
     assert done.stderr == ""

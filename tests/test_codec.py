@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from random import Random
 
 import pytest
@@ -22,6 +21,7 @@ from hypothesis import strategies as st
 from protocols.base import BadPayload, Vector
 from protocols.codec import CODECS, Codec, codec
 from tests.golden import codecs as golden
+from tests.support.paths import REPOSITORY
 
 LARGEST = torch.finfo(torch.float32).max
 EDGES = [0.0, -0.0, 2**-149, -(2**-149), 2**-126, 65504.0, 65519.9, 65520.0, 3.3895e38, 3.3961775e38, LARGEST, -LARGEST]
@@ -224,7 +224,7 @@ def test_bits_do_not_depend_on_the_processor() -> None:
     """torch is told to use no vector instructions at all."""
     run = subprocess.run(
         [sys.executable, "-m", "tests.golden.codecs"],
-        cwd=Path(__file__).parents[1],
+        cwd=REPOSITORY,
         env={**os.environ, "ATEN_CPU_CAPABILITY": "default"},
         capture_output=True,
         text=True,

@@ -17,6 +17,7 @@ import pytest
 from node.reporting.status import Status, parse
 from node.ui import control
 from node.ui.control import ControlServer, ControlUnavailable, ask, claimed, running
+from tests.support.paths import REPOSITORY
 
 STATUS = Status(
     "training", "", (), 3, 16, "ab", "default", "cd", "12D3KooWx", "ada", (), (), 5, 1.5, math.nan, 2.0, 7, 8, 9, 0.01,
@@ -151,7 +152,7 @@ asyncio.run(main())
 
 def killed(state_dir: Path) -> Path:
     """The socket of a peer that was killed with its door open."""
-    subprocess.run([sys.executable, "-c", _KILLED, str(state_dir)], cwd=Path(__file__).parents[1], timeout=30)
+    subprocess.run([sys.executable, "-c", _KILLED, str(state_dir)], cwd=REPOSITORY, timeout=30)
     left = Path(json.loads((state_dir / "control.json").read_text())["socket"])
     assert left.exists()
     return left

@@ -6,22 +6,23 @@ import re
 import time
 
 from tests.docker.cases import Struck
-from tests.docker.image import HOUSE
+from tests.docker.image import REPOSITORY
 from tests.docker.lives import bytes_of
 from tests.docker.verdict import forks, table
 from tests.faults.recording import Limits, Recording
+from tests.support.paths import REPOSITORY
 
 
 def test_env_example_lists_every_setting_with_its_default() -> None:
-    compose = (HOUSE / "docker/compose.yaml").read_text()
+    compose = (REPOSITORY / "docker/compose.yaml").read_text()
     settings = {name: default for name, default in re.findall(r"\$\{(\w+):?-([^}]*)\}", compose)}
-    example = (HOUSE / "docker/.env.example").read_text()
+    example = (REPOSITORY / "docker/.env.example").read_text()
     assert dict(re.findall(r"^#(\w+)=(.*)$", example, re.MULTILINE)) == settings
 
 
 def test_build_arguments_have_one_default() -> None:
-    compose = (HOUSE / "docker/compose.yaml").read_text()
-    dockerfile = (HOUSE / "docker/Dockerfile").read_text()
+    compose = (REPOSITORY / "docker/compose.yaml").read_text()
+    dockerfile = (REPOSITORY / "docker/Dockerfile").read_text()
     for name, default in re.findall(r'^ARG (\w+)="?([^"\n]*)"?$', dockerfile, re.MULTILINE):
         assert re.search(rf"{name}: \$\{{{name}:?-{re.escape(default)}\}}", compose)
 

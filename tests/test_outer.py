@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy
 import pytest
@@ -18,6 +17,7 @@ from node.outer import sgd as outers
 from node.outer.sgd import OuterSGD, pseudo_gradient
 from protocols.base import Vector
 from tests.golden import outer as golden
+from tests.support.paths import REPOSITORY
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_golden_bits_do_not_depend_on_the_processor() -> None:
     program = "from tests.golden import outer; from node.outer.sgd import self_test; import json; self_test(); "
     run = subprocess.run(
         [sys.executable, "-c", program + "print(json.dumps(outer.trajectories()))"],
-        cwd=Path(__file__).parents[1],
+        cwd=REPOSITORY,
         env={**os.environ, "ATEN_CPU_CAPABILITY": "default"},
         capture_output=True,
         text=True,

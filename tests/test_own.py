@@ -16,8 +16,8 @@ from node.tasks import user_task as own
 from node.tasks.base import Recipe, TaskContext
 from node.tasks.spec import OwnValues, WorkerSpec, build
 from node.tasks.user_task import OwnTask, TaskError, make
+from tests.support.paths import REPOSITORY
 
-HOUSE = Path(__file__).parents[1]
 RECIPE = Recipe(10, 4, learning_rate=3e-3, outer_learning_rate=0.9, outer_momentum=0.5, warmup_steps=4)
 NUMBERS = itertools.count()
 GOOD = """
@@ -53,7 +53,7 @@ def make(given, **options):
 
 def example() -> str:
     """The module of docs/tasks.md."""
-    found = re.search("```python\n(.*?)```", (HOUSE / "docs" / "tasks.md").read_text(), re.DOTALL)
+    found = re.search("```python\n(.*?)```", (REPOSITORY / "docs" / "tasks.md").read_text(), re.DOTALL)
     assert found
     return found[1]
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.real_swarm import HOUSE, START_SECONDS, RealPeer, RealSwarm, wait
+from tests.support.paths import REPOSITORY
+from tests.support.real_swarm import REPOSITORY, START_SECONDS, RealPeer, RealSwarm, wait
 from tests.test_own import example
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(150)]
@@ -28,7 +29,7 @@ def test_peers_with_consent_train_their_own_task(tmp_path: Path) -> None:
     (tmp_path / "mine" / "shapes.py").write_text(example())
 
     def prepare(peer: RealPeer) -> None:
-        peer.environment["PYTHONPATH"] = os.pathsep.join((str(HOUSE), str(tmp_path / "mine")))
+        peer.environment["PYTHONPATH"] = os.pathsep.join((str(REPOSITORY), str(tmp_path / "mine")))
 
     with RealSwarm(tmp_path, RUN, prepare) as swarm:
         a = swarm.found("a")

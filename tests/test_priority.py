@@ -7,9 +7,9 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 from node.training.priority import ready_seconds
+from tests.support.paths import REPOSITORY
 
 SHOW = """
 import os, sys, threading, time
@@ -30,7 +30,7 @@ def test_all_threads_and_session_get_low_priority() -> None:
     for nice, group in ((0, 0), (7, min(19, ours + 7)), (19, 19)):
         command = (sys.executable, "-c", SHOW, str(nice))
         done = subprocess.run(
-            command, cwd=Path(__file__).parents[1], start_new_session=True, capture_output=True, timeout=60, check=True
+            command, cwd=REPOSITORY, start_new_session=True, capture_output=True, timeout=60, check=True
         )
         threads, *session = done.stdout.decode().split()
         assert int(threads) == min(19, ours + nice)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.support.paths import REPOSITORY
+
 pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
-HOUSE = Path(__file__).parents[1]
 PARENT = """
 import time
 from tests.sim.process import workers
@@ -25,7 +25,7 @@ with workers(2) as pool:
 
 @pytest.mark.parametrize("how", (signal.SIGKILL, signal.SIGTERM))
 def test_worker_processes_end_with_killed_parent(how: signal.Signals) -> None:
-    with subprocess.Popen([sys.executable, "-c", PARENT], cwd=HOUSE, stdout=subprocess.PIPE, text=True) as parent:
+    with subprocess.Popen([sys.executable, "-c", PARENT], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout
         assert parent.stdout.readline() == "up\n"
         children = psutil.Process(parent.pid).children(recursive=True)
@@ -39,4 +39,4 @@ def test_worker_processes_end_with_killed_parent(how: signal.Signals) -> None:
 
 def test_worker_processes_end_after_their_work() -> None:
     script = PARENT.replace("600", "0")
-    subprocess.run([sys.executable, "-c", script], cwd=HOUSE, check=True, capture_output=True, timeout=100)
+    subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, check=True, capture_output=True, timeout=100)

@@ -17,6 +17,7 @@ from node.reporting.status import to_json
 from node.storage.journal import Journal
 from node.ui.swarm_summary import KEEP_ROUNDS, SwarmRound, SwarmSummary
 from node.ui.swarm_view import picture, plain_line, sample, summary
+from tests.support.paths import REPOSITORY
 
 NAMES = ("peer-1", "peer-2", "peer-3")
 
@@ -214,7 +215,7 @@ def test_report_round_trips_as_json() -> None:
 
 
 def test_manual_documents_every_report_field() -> None:
-    manual = (Path(__file__).parents[1] / "docs" / "running.md").read_text()
+    manual = (REPOSITORY / "docs" / "running.md").read_text()
     table = manual.partition("### `rounds.jsonl`")[2]
     told = {name for row in table.splitlines() if row.startswith("| `") for name in row.split("`")[1].split(", ")}
     assert told == {each.name for each in fields(RoundReport)}

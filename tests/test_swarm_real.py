@@ -16,8 +16,9 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.support.paths import REPOSITORY
+
 pytestmark = [pytest.mark.real, pytest.mark.timeout(150)]
-HOUSE = Path(__file__).parents[1]
 RUN = """
 task = "paced"
 [paced]
@@ -40,7 +41,7 @@ class Running:
         given = ("--peers", "3", "--run", file, "--dir", self.directory, "--json")
         environment = {name: value for name, value in os.environ.items() if not name.startswith("NODE_")}
         self.process = subprocess.Popen(
-            (sys.executable, "-m", "node", "swarm", *given), cwd=HOUSE, env=environment | {"MARK": self.mark},
+            (sys.executable, "-m", "node", "swarm", *given), cwd=REPOSITORY, env=environment | {"MARK": self.mark},
             text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
 
@@ -165,7 +166,7 @@ def test_wrong_run_file_gives_one_line_error(tmp_path: Path, content: str, words
     file = tmp_path / "run.toml"
     file.write_text(content)
     command = (sys.executable, "-m", "node", "swarm", "--peers", "2", "--run", file, "--dir", tmp_path / "swarm")
-    done = subprocess.run(command, cwd=HOUSE, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
     (line,) = done.stderr.splitlines()
     assert done.returncode == 2 and done.stdout == "" and line.startswith("starling: ") and words in line
     assert not (tmp_path / "swarm").exists()  # nothing was started
@@ -174,6 +175,6 @@ def test_wrong_run_file_gives_one_line_error(tmp_path: Path, content: str, words
 def test_used_directory_gives_one_line_error(tmp_path: Path) -> None:
     (tmp_path / "peer-1").mkdir()
     command = (sys.executable, "-m", "node", "swarm", "--dir", tmp_path)
-    done = subprocess.run(command, cwd=HOUSE, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr == f"starling: --dir {tmp_path}: holds a swarm's peers already: give another directory\n"

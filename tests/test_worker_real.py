@@ -32,6 +32,7 @@ from node.training.remote import RemoteTrainer, WorkerError
 from node.training.trainer import LocalTraining
 from protocols.base import LocalProgress, RoundKey, Trainer
 from tests.conformance.worlds import freeze
+from tests.support.paths import REPOSITORY
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
 
@@ -406,7 +407,7 @@ asyncio.run(main())
 
 @pytest.mark.parametrize("state", ["training", "stopped"])
 def test_worker_dies_with_its_parent(state: str) -> None:
-    root = str(Path(__file__).parents[1])
+    root = str(REPOSITORY)
     command = [sys.executable, "-c", _PARENT, paced().to_json()]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": root}) as parent:
         assert parent.stdout is not None
