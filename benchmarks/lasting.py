@@ -31,7 +31,8 @@ from typing import Any
 
 from tests.sim.arguments import Parser, at_least_one
 from tests.support.checkers import DECIDED, Report
-from tests.support.real_swarm import HOUSE, RealPeer, RealSwarm, paced, wait
+from tests.support.paths import REPOSITORY
+from tests.support.real_swarm import RealPeer, RealSwarm, paced, wait
 
 PATIENT_SECONDS = 240.0
 CALM_ROUNDS = 4
@@ -99,7 +100,7 @@ print(psutil.Process().memory_info().rss / 1e6)
 def _bare(megabytes: int) -> float:
     """Memory of one process that does nothing but the same task's steps."""
     command = [sys.executable, "-c", _BARE, str(megabytes * 250_000)]
-    return float(subprocess.run(command, capture_output=True, check=True, timeout=60, cwd=HOUSE).stdout)
+    return float(subprocess.run(command, capture_output=True, check=True, timeout=60, cwd=REPOSITORY).stdout)
 
 
 def _lag(reports: list[Report]) -> dict[str, float]:

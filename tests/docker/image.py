@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.docker.engine import Engine, NotHere
+from tests.support.paths import REPOSITORY
 
-HOUSE = Path(__file__).parents[2]
 MOST_BYTES = 1_100_000_000
 _USUAL_BASE, _OWN_BASE = "python:3.11-slim-bookworm", "starling-base:bookworm"
 _SUITE, _PACKAGES = "bookworm", "python3,python3-venv,ca-certificates"
@@ -83,12 +83,12 @@ def pip_arguments(engine: Engine, base: str, given: str | None, context: Path) -
     theirs = engine.run("run", "--rm", "--network=none", "--entrypoint=python3", base, "-c", version).split()
     if theirs != [str(each) for each in sys.version_info[:2]]:
         return None
-    with (HOUSE / "pyproject.toml").open("rb") as file:
+    with (REPOSITORY / "pyproject.toml").open("rb") as file:
         needed = [*tomllib.load(file)["project"]["dependencies"], "setuptools"]
-    pinned = (HOUSE / "constraints.txt").read_text().splitlines()
+    pinned = (REPOSITORY / "constraints.txt").read_text().splitlines()
     torch = next(line for line in pinned if line.startswith("torch=="))
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--wheel-dir", str(context / "docker" / "wheels")]
-    command += ["--constraint", str(HOUSE / "constraints.txt"), torch, *needed]
+    command += ["--constraint", str(REPOSITORY / "constraints.txt"), torch, *needed]
     subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_WHEELS_SECONDS, check=True)
     return "--no-index --find-links /wheels"
 
@@ -97,7 +97,7 @@ def context(place: Path) -> Path:
     """A copy of what an image is built from, so that nothing is written into the repository."""
     place.mkdir()
     for name in _SOURCES:
-        source, target = HOUSE / name, place / name
+        source, target = REPOSITORY / name, place / name
         if source.is_dir():
             shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__", "*.whl", ".env"))
         else:

@@ -21,10 +21,10 @@ import psutil
 
 from node.runtime.identity import peer_id_of
 from tests.docker.engine import Engine
-from tests.docker.image import HOUSE
 from tests.docker.lives import Peer, Spell, bytes_of, directories
 from tests.faults.recording import Life
 from tests.support.history import History
+from tests.support.paths import REPOSITORY
 from tests.support.real_swarm import wait
 
 FOUNDER = "founder"
@@ -59,7 +59,7 @@ class Swarm:
     # -- compose ------------------------------------------------------------------------------------------------------
 
     def compose(self, *arguments: str, seconds: float = UP_SECONDS) -> str:
-        file = str(HOUSE / "docker/compose.yaml")
+        file = str(REPOSITORY / "docker/compose.yaml")
         return self.engine.compose(
             "-p", self.project, "-f", file, *arguments, seconds=seconds, variables=self.variables
         )

@@ -15,7 +15,7 @@ from tests.faults.event_log import EventLog
 from tests.faults.network import Namespaces
 from tests.faults.proxy import PORT, Faults
 from tests.faults.steps import Step
-from tests.support.real_swarm import HOUSE
+from tests.support.paths import REPOSITORY
 
 ACTS = ("delay", "corrupt")
 ANSWER_SECONDS = 10.0
@@ -33,7 +33,7 @@ class Proxied:
 
     def __enter__(self) -> Self:
         command = [*self.network.inside, sys.executable, "-P", "-m", "tests.faults.proxy", str(self._seed)]
-        environment = os.environ | {"PYTHONPATH": str(HOUSE)}
+        environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
         try:
             self._answer()

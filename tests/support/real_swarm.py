@@ -24,10 +24,10 @@ import psutil
 from node.ui.control import ControlUnavailable, ask
 from tests.support.checkers import DECIDED, Report, Violation, check
 from tests.support.history import History, one_mean
+from tests.support.paths import REPOSITORY
 
 T = TypeVar("T")
 
-HOUSE = Path(__file__).parents[2]
 LISTEN = "/ip4/127.0.0.1/tcp/0"
 POLL_SECONDS = 0.02
 ASK_SECONDS = 2.0
@@ -99,7 +99,7 @@ class RealPeer:
         ]
         command += arguments
         given = {name: value for name, value in os.environ.items() if not name.startswith("NODE_")}
-        environment = given | {_MARK: self._mark, "PYTHONPATH": str(HOUSE)} | self.environment
+        environment = given | {_MARK: self._mark, "PYTHONPATH": str(REPOSITORY)} | self.environment
         with self._log.open("ab") as log, self._out.open("ab") as out:
             self._process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=log)
         return self

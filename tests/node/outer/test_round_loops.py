@@ -1,0 +1,87 @@
+"""Rounds one after the other: when a peer catches up in between, and where what that cost is told."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+from node.outer.round_loops import MAX_PASSES, PAUSE_SECONDS, run_replicated_rounds
+from node.reporting.report import RoundReport
+from protocols.base import Member
+from tests.node.storage.test_journal import REPORT
+from tests.sim import loop as simloop
+from tests.sim.host import SimClock
+
+ME = Member("anna")
+TRIED = replace(
+    REPORT, outcome="undecided", blamed={"bert": "lost as a donor", "q": "lies"}, bytes_sent=100, bytes_received=200,
+    bytes_downloaded=300,
+)  # fmt: skip
+
+
+class Scripted:
+    """A replica whose rounds and attempts to catch up come to what a script says."""
+
+    def __init__(self, *script: tuple[str, RoundReport]) -> None:
+        self.script = list(script)
+        self.me = ME
+        self.chain = SimpleNamespace(head=SimpleNamespace(roster=()))
+
+    async def catch_up(self, *_: Any) -> RoundReport:
+        report = self._next("catch up")
+        await asyncio.sleep(report.seconds_average)
+        return report
+
+    async def run_round(self, *_: Any) -> RoundReport:
+        return self._next("round")
+
+    def _next(self, what: str) -> RoundReport:
+        expected, report = self.script.pop(0)
+        assert what == expected
+        return report
+
+
+def play(*script: tuple[str, RoundReport]) -> list[RoundReport]:
+    outer_loop, sync = Scripted(*script), SimpleNamespace(stranded=False)
+
+    async def main() -> list[RoundReport]:
+        lived = run_replicated_rounds(outer_loop, sync, SimClock().wall, lambda: bool(outer_loop.script))  # type: ignore[arg-type]
+        return [report async for report in lived]
+
+    return simloop.run(main(), limit_seconds=100 * PAUSE_SECONDS)
+
+
+def test_failed_catch_up_is_merged_into_next_report() -> None:
+    undecided = replace(REPORT, outcome="undecided")
+    first, second, third = play(
+        ("catch up", TRIED), ("round", undecided), ("catch up", TRIED), ("round", REPORT), ("round", REPORT)
+    )
+    for report, alone in ((first, undecided), (second, REPORT)):
+        assert report.blamed == {"q": "lies", "bert": "lost as a donor"}, "the first reason stays"
+        assert (report.bytes_sent, report.bytes_received, report.bytes_downloaded) == (105, 206, 300)
+        costs = {name: getattr(report, name) for name in ("blamed", "bytes_sent", "bytes_received", "bytes_downloaded")}
+        assert report == replace(alone, **costs), "and nothing else of it"
+    assert third == REPORT, "told once"
+
+
+def test_successful_catch_up_has_its_own_report() -> None:
+    caught_up = replace(TRIED, outcome="superseded")
+    assert play(("catch up", caught_up), ("round", REPORT), ("round", REPORT)) == [caught_up, REPORT, REPORT]
+
+
+def test_long_catch_up_is_followed_by_another() -> None:
+    far = replace(TRIED, outcome="superseded", seconds_average=30.0, replayed_rounds=8)
+    near = replace(far, seconds_average=2.0, replayed_rounds=2, bytes_downloaded=0)
+    quick = replace(far, seconds_average=0.5)
+    for last in (near, quick):
+        assert play(("catch up", far), ("catch up", last), ("round", REPORT)) == [far, last, REPORT]
+    first, then = play(("catch up", far), ("catch up", TRIED), ("round", REPORT))
+    assert first == far and then.outcome == REPORT.outcome, "there was nothing more"
+
+
+def test_endless_catch_up_ends_with_a_round() -> None:
+    far = replace(TRIED, outcome="superseded", seconds_average=1.0, replayed_rounds=8)
+    done = play(*[("catch up", far)] * MAX_PASSES, ("round", REPORT))
+    assert done == [*[far] * MAX_PASSES, REPORT]

@@ -1,0 +1,272 @@
+"""Error feedback in a peer's rounds: what is owed, when it advances, and that it outlives a process."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from node.outer.outer_loop import OuterLoopDeps
+from node.outer.replicated_loop import ReplicatedOuterLoop
+from node.outer.sgd import OuterSGD
+from node.storage.checkpoint import FEEDBACK, newest
+from node.storage.checkpoint_manager import CheckpointManager, CheckpointStorage
+from node.storage.error_feedback import ErrorFeedback, feedback
+from node.training.trainer import InlineTrainer, Step
+from protocols.base import AveragingResult, Contribution, Layout, LocalProgress, Outcome, Vector
+from protocols.codec import codec
+from protocols.history.chain import Chain
+from protocols.vectors import norm
+from tests.node.outer.test_replicated_loop import (
+    ELEMENTS,
+    ME,
+    OTHER,
+    RUN,
+    Peer,
+    Script,
+    Scripted,
+    lost,
+    play,
+    skipped,
+)
+from tests.node.storage.test_checkpoint import Disk, Worker, like
+from tests.protocols.sync.test_sync_rounds import ROUND_SECONDS, Lives
+from tests.sim.host import SimClock, SimCompute
+from tests.sim.scenario import Scenario
+from tests.sim.world import Outcome as Played
+from tests.sim.world import play as play_world
+
+TOPK = codec("topk")
+WIDE = 5000
+EVERY_ROUNDS = 3
+
+COUNTED = AveragingResult(Outcome.COMMITTED, contributions={ME.peer: Contribution(1, 1)}, weights={ME.peer: 1.0})
+WITHOUT_ME = AveragingResult(Outcome.COMMITTED, contributions={OTHER.peer: Contribution(1, 1)}, weights={ME.peer: 1.0})
+OF_ANOTHER_PLAN = AveragingResult(Outcome.COMMITTED, contributions={ME.peer: Contribution(1, 1)})
+
+
+def counted() -> Script:
+    return Script(end=COUNTED)
+
+
+def peer(*scripts: Script) -> tuple[Peer, ErrorFeedback]:
+    made = Peer(*scripts)
+    made.outer_loop.feedback = error_feedback = ErrorFeedback(TOPK, ELEMENTS, SimCompute())
+    return made, error_feedback
+
+
+def units(*places: float) -> list[float]:
+    return [float(place) for place in places]
+
+
+# -- when it advances -------------------------------------------------------------------------------------------------
+
+
+def test_unsent_residual_joins_the_next_pseudo_gradient() -> None:
+    """Of ten elements one travels: the first of the equal ones, then the one that is owed most."""
+    made, error_feedback = peer(counted(), counted())
+    play(made.rounds())
+    first, second = (seen.mine for seen in made.seen)
+    assert first.tolist() == units(0.5, *[0] * 9)
+    more = torch.tensor(0.5).mul(0.95).add(0.5)
+    sent = float(more.to(torch.bfloat16))
+    assert second.tolist() == units(0, sent, *[0] * 8)
+    assert (
+        error_feedback.residual[0] == 0.5
+        and error_feedback.residual[1] == more - sent
+        and (error_feedback.residual[2:] == more).all()
+    )
+
+
+def test_skipped_round_leaves_no_residual() -> None:
+    made, error_feedback = peer(skipped(), lost(), counted())
+    play(made.rounds())
+    assert [float(seen.mine[0]) for seen in made.seen] == [0.5, 1.0, 1.5]
+    assert error_feedback.residual.tolist() == units(0, *[1.5] * 9)
+
+
+def test_uncounted_work_is_dropped_and_residual_stays() -> None:
+    made, error_feedback = peer(counted(), Script(end=WITHOUT_ME), counted())
+    play(made.rounds())
+    second, third = made.seen[1].mine, made.seen[2].mine
+    assert torch.equal(second, third) and float(second[1]) > 0.9
+    assert error_feedback.residual[0] == 0.5
+
+
+def test_mean_of_earlier_plan_leaves_no_residual() -> None:
+    made, error_feedback = peer(counted(), Script(end=OF_ANOTHER_PLAN))
+    play(made.rounds())
+    assert not error_feedback.residual.any()
+
+
+def test_late_step_is_kept_whole() -> None:
+    """Not the part of it that the codec would have sent."""
+    made, _ = peer(
+        Script(end=AveragingResult(Outcome.COMMITTED, weights={ME.peer: 0.0}), average=lambda mine, into: into.fill_(1))
+    )
+    play(made.rounds())
+    assert torch.equal(made.trainer.written[-1], made.outer_loop.anchor - 0.5)
+
+
+def test_offer_norm_includes_the_residual() -> None:
+    made, error_feedback = peer(counted(), counted())
+    play(made.rounds())
+    first, second = made.seen
+    assert first.work is not None and second.work is not None
+    assert first.work.norm == pytest.approx(0.5 * math.sqrt(10))
+    assert second.work.norm == pytest.approx(0.5 * math.sqrt(10) + 0.95 * 0.5 * 3)
+    assert norm([second.mine]) <= second.work.norm
+    assert error_feedback.offered(LocalProgress(0, 1.0, 1.0, 0.0)).norm == 0.0
+    assert error_feedback.offered(LocalProgress(1, 1.0, 1.0, 1e30)).norm == 1e30
+
+
+def test_only_topk_has_error_feedback() -> None:
+    assert [feedback(codec(name), 3, SimCompute()) is None for name in ("fp32", "int8", "int4", "e3m0", "topk")] == [
+        True, True, True, True, False
+    ]  # fmt: skip
+
+
+# -- in a checkpoint --------------------------------------------------------------------------------------------------
+
+
+def test_residual_round_trips_and_unreadable_is_reset(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        made, again = (ErrorFeedback(TOPK, 100, SimCompute()) for _ in range(2))
+        made.residual.copy_(torch.arange(100.0) - 50)
+        await made.save(tmp_path / "file")
+        await again.load(tmp_path / "file")
+        assert torch.equal(again.residual, made.residual) and not caplog.records
+        assert again.offered(LocalProgress(1, 1.0, 1.0, 0.0)).norm == pytest.approx(0.95 * norm([made.residual]))
+        (tmp_path / "file").write_bytes(b"nothing like it")
+        await again.load(tmp_path / "file")
+        assert not again.residual.any() and "the error feedback is lost" in caplog.messages[0]
+        await again.load(None)
+        assert not again.residual.any() and len(caplog.records) == 1
+
+    play(main())
+
+
+class Waves:
+    """A `Learner` without memory, whose steps differ by round and step."""
+
+    def __init__(self) -> None:
+        self.layout = Layout(((("waves", (WIDE,)),),))
+        self.vectors: tuple[Vector, ...] = (torch.ones(WIDE),)
+
+    def step(self, round_number: int, step: int) -> Step:
+        wave = torch.arange(WIDE) * (7 * round_number + step + 3) % 1009
+        self.vectors[0].sub_(wave.float() * 2**-10)
+        return Step(1.0, 100)
+
+    def evaluate(self) -> float:
+        return 0.0
+
+
+class Life:
+    """A peer that keeps checkpoints, from a chain on."""
+
+    def __init__(self, place: Path, chain: Chain, rounds: int) -> None:
+        self.trainer, self.chain = InlineTrainer(Waves(), inner_steps=2, step_seconds=0.5), chain
+        self.error_feedback = ErrorFeedback(TOPK, WIDE, SimCompute())
+        first = replace(like(place), layout=self.trainer.layout)
+        self.checkpoints = CheckpointManager(
+            CheckpointStorage(place, EVERY_ROUNDS, 1 << 30, Disk()), first, Worker(), self.error_feedback
+        )
+        averager = Scripted(*[counted() for _ in range(rounds)])
+        anchor, outer = torch.ones(WIDE), OuterSGD(0.7, 0.9)
+        deps = OuterLoopDeps(self.trainer, SimCompute(), anchor, self.checkpoints.snapshots, self.checkpoints)
+        self.outer_loop = ReplicatedOuterLoop(chain, averager, outer, deps, self.error_feedback)
+        self.averager = averager
+
+    async def live(self) -> Chain | None:
+        """All rounds; returns the chain as it was when the checkpoint was made."""
+        kept = None
+        async with self.checkpoints:
+            await self.outer_loop.settle()
+            for _ in list(self.averager.scripts):
+                await self.outer_loop.run_round(SimClock().wall)
+                if self.chain.head.key.round == EVERY_ROUNDS:
+                    kept = self.chain.copy()
+        return kept
+
+
+def test_restarted_peer_continues_to_identical_bits(tmp_path: Path) -> None:
+    async def restarted(chain: Chain, with_feedback: bool) -> Life:
+        checkpoint = newest(tmp_path)
+        life = Life(tmp_path / str(with_feedback), chain.copy(), 2)
+        await life.outer_loop.start_from(checkpoint.snapshot())
+        if with_feedback:
+            await life.error_feedback.load(checkpoint.feedback)
+        await life.live()
+        return life
+
+    async def main() -> None:
+        first = Life(tmp_path, Chain(RUN, "run", (ME, OTHER), bytes(32)), EVERY_ROUNDS + 2)
+        chain = await first.live()
+        assert chain and newest(tmp_path).round == EVERY_ROUNDS
+        assert newest(tmp_path).feedback == newest(tmp_path).path / FEEDBACK
+        second, forgetful = await restarted(chain, True), await restarted(chain, False)
+        assert torch.equal(second.outer_loop.anchor, first.outer_loop.anchor)
+        assert (
+            torch.equal(second.error_feedback.residual, first.error_feedback.residual)
+            and first.error_feedback.residual.any()
+        )
+        assert second.chain.head.key.lineage == first.chain.head.key.lineage
+        assert not torch.equal(forgetful.outer_loop.anchor, first.outer_loop.anchor)
+
+    play(main())
+
+
+# -- a whole swarm ----------------------------------------------------------------------------------------------------
+
+
+def test_replay_after_absence_clears_the_residual(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And finds the parts of rounds of three and of four members, which are of different sizes."""
+    world = Lives("anna bert cleo dora", fork_peers=0, codec="topk", chunk_elements=4096)
+    forgotten: list[tuple[str, bool]] = []
+
+    async def main() -> None:
+        for name, life in world.lives.items():
+            life.outer_loop.feedback = error_feedback = ErrorFeedback(TOPK, len(life.outer_loop.anchor), SimCompute())
+            monkeypatch.setattr(error_feedback, "forget", partial(forget, name, error_feedback, error_feedback.forget))
+        await asyncio.sleep(2 * ROUND_SECONDS)
+        world.cut("dora", "anna bert cleo")
+        await asyncio.sleep(15 * ROUND_SECONDS)
+        world.cut("dora", "anna bert cleo", heal=True)
+        await asyncio.sleep(10 * ROUND_SECONDS)
+        assert world.together()
+        (report,) = world.lives["dora"].caught_up()
+        assert report.replayed_rounds > 0
+        assert forgotten == [("dora", True)]
+
+    def forget(name: str, error_feedback: ErrorFeedback, real: Callable[[], None]) -> None:
+        forgotten.append((name, bool(error_feedback.residual.any())))
+        real()
+        assert not error_feedback.residual.any()
+
+    world.play(main)
+
+
+@cache
+def swarm(name: str) -> Played:
+    played = play_world(Scenario(peers=4, rounds=3, seed=5, codec=name, elements=60_000, chunk_elements=8192))
+    assert not played.violations
+    return played
+
+
+@pytest.mark.parametrize("name, factor", [("int4", 6), ("e3m0", 6), ("topk", 12)])
+def test_lossy_codec_swarm_holds_identical_bits(name: str, factor: float) -> None:
+    """And sends so many times less than in float32, votes and headers included."""
+    played, plain = swarm(name), swarm("fp32")
+    for reports in zip(*played.histories.values(), strict=True):
+        assert {report["outcome"] for report in reports} == {"committed"}
+        assert len({report["params_hash"] for report in reports}) == 1
+        assert all(len(report["peers"]) == 4 for report in reports)
+    assert len({anchor.numpy().tobytes() for anchor in played.anchors.values()}) == 1
+    assert sum(plain.sent_bytes.values()) / sum(played.sent_bytes.values()) > factor

@@ -1,0 +1,182 @@
+"""The chain's records: one form for each, a name of its own, and what is said of who is in them."""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from dataclasses import replace
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocols.base import BadPayload, Contribution, Member
+from protocols.consensus import record as records
+from protocols.consensus.record import Kind, Record
+from protocols.wire import ChunkSpan, PartDigest
+from tests.protocols.allreduce.test_plan import variants
+from tests.protocols.test_wire import headers, places
+
+RECORD = Record(
+    parent=b"p" * 32,
+    state_root=b"s" * 32,
+    round=7,
+    kind=Kind.MEAN,
+    plan=b"d" * 32,
+    parts=(PartDigest(b"1" * 32, (ChunkSpan(2, 3), ChunkSpan(1, 1))), PartDigest(b"2" * 32, ())),
+    roster=(Member("anna"), Member("bert", 2)),
+)
+
+BOUNDS = (0, 10, 10, 25)
+CHUNK = 4
+PARTS = (
+    PartDigest(b"1" * 32, (ChunkSpan(2, 0b011), ChunkSpan(1, 0b001))),  # [0, 4) [4, 8) [8, 10)
+    PartDigest(b"2" * 32, ()),
+    PartDigest(b"3" * 32, (ChunkSpan(1, 0b010), ChunkSpan(3, 0b011))),  # [10, 14) [14, 18) [18, 22) [22, 25)
+)
+
+
+def wide(value: Any, path: tuple[int, ...]) -> bytes:
+    """msgpack of `value`, but what lies at `path` takes a longer form than it needs."""
+    if not path:
+        if isinstance(value, int):
+            return b"\xd3" + struct.pack(">q", value)
+        if isinstance(value, bytes):
+            return b"\xc6" + struct.pack(">I", len(value)) + value
+        if isinstance(value, str):
+            return b"\xdb" + struct.pack(">I", len(value.encode())) + value.encode()
+        return b"\xdd" + struct.pack(">I", len(value)) + b"".join(msgpack.packb(item) for item in value)
+    head, *rest = path
+    items = [wide(item, tuple(rest)) if index == head else msgpack.packb(item) for index, item in enumerate(value)]
+    return bytes(msgpack.Packer().pack_array_header(len(value))) + b"".join(items)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "tiled"),
+    [
+        (BOUNDS, True),
+        ((0, 0, 25, 25), True),
+        ((), False),
+        ((0, 25), False),
+        ((0, 10, 10, 10, 25), False),
+        ((1, 10, 10, 25), False),
+        ((0, 10, 10, 24), False),
+        ((0, 10, 10, 26), False),
+        ((0, 30, 10, 25), False),
+        ((0, 10, 9, 25), False),
+    ],
+)
+def test_parts_must_tile_the_vector_in_order(bounds: tuple[int, ...], tiled: bool) -> None:
+    assert replace(RECORD, parts=PARTS, bounds=bounds).tiles(25) is tiled
+
+
+# -- form -------------------------------------------------------------------------------------------------------------
+
+
+@given(record=headers(Record))
+def test_record_round_trips(record: Record) -> None:
+    encoded = records.encode(record)
+    assert records.decode(encoded) == record
+    assert records.encode(records.decode(encoded)) == encoded
+
+
+@given(record=headers(Record), data=st.data())
+def test_non_canonical_encoding_is_rejected(record: Record, data: st.DataObject) -> None:
+    unpacked = msgpack.unpackb(records.encode(record))
+    path = data.draw(st.sampled_from([(), *places(unpacked)]))
+    other = wide(unpacked, path)
+    assert msgpack.unpackb(other) == unpacked
+    with pytest.raises(BadPayload, match="canonical"):
+        records.decode(other)
+
+
+@given(record=headers(Record), cut=st.integers(1, 10_000), more=st.binary(min_size=1, max_size=4))
+def test_truncated_or_extended_record_is_rejected(record: Record, cut: int, more: bytes) -> None:
+    encoded = records.encode(record)
+    for bad in (encoded[: -min(cut, len(encoded))], encoded + more, more + encoded):
+        with pytest.raises(BadPayload):
+            records.decode(bad)
+
+
+@given(place=st.integers(0, 10_000), bit=st.integers(0, 7))
+def test_flipped_bit_is_rejected_or_changes_the_lineage(place: int, bit: int) -> None:
+    encoded = bytearray(records.encode(RECORD))
+    encoded[place % len(encoded)] ^= 1 << bit
+    try:
+        other = records.decode(bytes(encoded))
+    except BadPayload:
+        return
+    assert other != RECORD and records.lineage(bytes(encoded)) != records.lineage(records.encode(RECORD))
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+
+def test_every_field_changes_the_lineage() -> None:
+    others = list(variants(RECORD))
+    names = {records.lineage(records.encode(each)) for each in (RECORD, *others)}
+    assert len(names) == len(others) + 1 > 15
+    assert {len(name) for name in names} == {32}
+
+
+def test_genesis_differs_per_run_and_from_records() -> None:
+    assert records.genesis(b"a" * 32) != records.genesis(b"b" * 32)
+    assert records.genesis(b"a" * 32) != records.lineage(b"a" * 32)
+
+
+def test_coordinator_order_ignores_roster_order() -> None:
+    roster = [Member(peer, incarnation) for incarnation, peer in enumerate(("anna", "bert", "cleo", "dora"))]
+    orders = {records.coordinators(b"7" * 32, each) for each in itertools.permutations(roster)}
+    assert orders == {("dora", "anna", "cleo", "bert")}
+
+
+def test_coordinator_role_rotates() -> None:
+    roster = [Member(peer) for peer in ("anna", "bert", "cleo", "dora")]
+    orders = [records.coordinators(bytes([line]) * 32, roster) for line in range(64)]
+    assert all(sorted(order) == ["anna", "bert", "cleo", "dora"] for order in orders)
+    for place in range(4):
+        assert {order[place] for order in orders} == {"anna", "bert", "cleo", "dora"}
+
+
+def test_coordinator_order_survives_a_departure() -> None:
+    roster = [Member(f"p{index}") for index in range(9)]
+    order = records.coordinators(bytes(32), roster)
+    assert records.coordinators(bytes(32), roster[1:]) == tuple(peer for peer in order if peer != "p0")
+
+
+# -- who is in it -----------------------------------------------------------------------------------------------------
+
+
+def test_contributions_count_chunks() -> None:
+    assert records.contributions(("anna", "bert", "cleo"), PARTS) == {
+        "anna": Contribution(6, 7),
+        "bert": Contribution(6, 7),
+        "cleo": Contribution(0, 7),
+    }
+    assert list(records.contributions(("bert", "anna"), PARTS)) == ["bert", "anna"]
+
+
+@pytest.mark.parametrize("bit, expected", [(0, True), (1, False), (2, False)])
+def test_whole_requires_every_chunk(bit: int, expected: bool) -> None:
+    parts = (
+        PartDigest(b"1" * 32, (ChunkSpan(3, 0b101),)),
+        PartDigest(b"2" * 32, ()),
+        PartDigest(b"3" * 32, (ChunkSpan(1, 0b011), ChunkSpan(9, 0b101))),
+    )
+    assert records.whole(bit, parts) is expected
+
+
+@given(every=st.lists(st.lists(st.integers(0, 7), max_size=40), min_size=1, max_size=6))
+def test_contributions_and_whole_agree(every: list[list[int]]) -> None:
+    """Chunk by chunk, from masks of our own: contributions and whole tell the same story."""
+    parts = [
+        PartDigest(bytes(32), tuple(ChunkSpan(len(list(group)), each) for each, group in itertools.groupby(masks)))
+        for masks in every
+    ]
+    chunks = [mask for masks in every for mask in masks]
+    for bit, peer in enumerate("abc"):
+        missing = sum(not mask & (1 << bit) for mask in chunks)
+        assert records.contributions("abc", parts)[peer] == Contribution(len(chunks) - missing, len(chunks))
+        assert records.whole(bit, parts) == (missing == 0)

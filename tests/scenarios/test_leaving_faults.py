@@ -1,0 +1,196 @@
+"""What may go wrong with those who leave: they die on the way, fall silent, lie, or are said to leave and do not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from protocols import wire
+from protocols.base import Buffer, Header, Member, Outcome, PeerId
+from protocols.consensus.record import Kind, coordinators
+from protocols.framing import FramedStream
+from protocols.history.chain import genesis
+from tests.protocols.butterfly.test_butterfly import vectors
+from tests.sim.butterfly_harness import RUN, Averaged, ButterflyHarness
+from tests.sim.leaving_scenario import LeavingScenario, LongRounds
+from tests.sim.network import SimNetwork
+
+STEP_SECONDS = 0.5
+MIDDLE_SECONDS = 2.2
+FINISH_SECONDS = 7.0
+"""After which a peer gives up leaving in good order (`node.session.peer_session`)."""
+
+
+def others(stage: LeavingScenario, peer: PeerId) -> list[PeerId]:
+    return [each for each in stage.peers if each != peer]
+
+
+# -- dying on the way -------------------------------------------------------------------------------------------------
+
+
+def leave_and_die(peers: int, role: int, at: int | None) -> tuple[int, float, list[str]]:
+    """Somebody leaves, and is killed at its n-th message of that round.
+
+    Returns:
+        How many messages it came to, how long the others took for that round and two more, what those came to.
+    """
+    cast = LongRounds(
+        peers, pace_seconds=STEP_SECONDS, elements=24 * peers, chunk_elements=12, fork_peers=1 if peers == 2 else 0
+    )
+    stage, goes, count = LeavingScenario(cast), "", 0
+
+    def watch(peer: PeerId, number: int, way: str, other: PeerId) -> None:
+        nonlocal count
+        count += peer == goes and stage.network.nodes[peer].process.alive
+        if peer == goes and count == at:
+            stage.kill(goes)
+
+    async def story() -> tuple[float, list[str]]:
+        nonlocal goes
+        await stage.rounds(2)
+        goes = stage.coordinator("p0", role)
+        began, rest = stage.now, others(stage, goes)
+        stage.network.watch = watch
+        await asyncio.sleep(MIDDLE_SECONDS)
+        if goes in stage.alive():
+            stage.leave(goes)
+        seconds = await stage.rounds(3, rest, 60.0) + MIDDLE_SECONDS
+        assert goes not in stage.alive()
+        assert all({member.peer for member in stage.head(peer).roster} == set(rest) for peer in rest)
+        return seconds, [outcome for peer in rest for outcome in stage.outcomes(peer, began)]
+
+    seconds, outcomes = stage.play(story)
+    return count, seconds, outcomes
+
+
+@pytest.mark.parametrize("role", (0, 1))
+@pytest.mark.parametrize("peers", (2, 3))
+def test_leaver_death_at_any_message_spares_the_others(peers: int, role: int) -> None:
+    """With a majority they decide, every time. Of two, the one who is left forks, unless it was let go before."""
+    messages, undisturbed, _ = leave_and_die(peers, role, None)
+    assert messages > 20
+    ways, slowest = set[str](), 0.0
+    for at in range(1, messages + 1):
+        _, seconds, outcomes = leave_and_die(peers, role, at)
+        ways.update(outcomes)
+        slowest = max(slowest, seconds)
+    assert ways <= ({"committed", "alone", "fork"} if peers == 2 else {"committed"})
+    assert slowest <= undisturbed + 15.0
+
+
+# -- falling silent ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("role", (0, 1, -1))
+@pytest.mark.parametrize("after_seconds", (0.0, 0.03, 0.6))
+@pytest.mark.parametrize("peers", (3, 4, 5))
+def test_silenced_leaver_delays_like_any_other_peer(peers: int, after_seconds: float, role: int) -> None:
+    stage = LeavingScenario(LongRounds(peers, pace_seconds=STEP_SECONDS, fork_peers=0))
+
+    async def story() -> float:
+        await stage.rounds(2)
+        await asyncio.sleep(MIDDLE_SECONDS)
+        goes = stage.coordinator("p0", role)
+        rest, began = others(stage, goes), stage.now
+        stage.leave(goes)
+        await asyncio.sleep(after_seconds)
+        stage.silence(goes)
+        seconds = await stage.rounds(1, rest)
+        await asyncio.sleep(max(0.0, FINISH_SECONDS - seconds))
+        if goes in stage.alive():
+            stage.kill(goes)
+        await stage.rounds(2, rest)
+        assert all({member.peer for member in stage.head(peer).roster} == set(rest) for peer in rest)
+        assert {outcome for peer in rest for outcome in stage.outcomes(peer, began)} == {"committed"}
+        return seconds
+
+    assert stage.play(story) <= 10.0
+
+
+@pytest.mark.parametrize("fork_peers", (0, 1))
+@pytest.mark.parametrize("leaving", (False, True))
+def test_silent_member_of_two_is_not_evicted(leaving: bool, fork_peers: int) -> None:
+    """Whether the one who is left wants to leave or to stay: no record without the other's vote, only a fork."""
+    stage = LeavingScenario(LongRounds(2, pace_seconds=STEP_SECONDS, fork_peers=fork_peers))
+
+    async def story() -> set[int]:
+        await stage.rounds(2)
+        parent = stage.head("p0").key.lineage
+        stage.silence("p1")
+        if leaving:
+            await asyncio.sleep(MIDDLE_SECONDS)
+            stage.leave("p0")
+        await asyncio.sleep(30.0)
+        return {link.record.kind for link in stage.chain("p0").since(parent)[:1]}
+
+    assert stage.play(story) == ({Kind.FORK} if fork_peers else set())
+
+
+# -- lying ------------------------------------------------------------------------------------------------------------
+
+
+def average(count: int, lies: dict[int, str], before: Callable[[SimNetwork], None] = lambda network: None) -> Averaged:
+    given = vectors(count, 1000, seed=5)
+    group = ButterflyHarness(given, [1000] * count, [1e7] * count, chunk_elements=256, lies=lies, before=before)
+    return group.average()
+
+
+def first(count: int) -> int:
+    """Who coordinates ballot 0."""
+    roster = tuple(Member(f"p{index:02}") for index in range(count))
+    head = genesis(RUN, "run", roster, bytes(32))
+    return [member.peer for member in roster].index(coordinators(head.key.lineage, roster)[0])
+
+
+def blames(averaged: Averaged, honest: list[int]) -> list[tuple[PeerId, str]]:
+    return [(blame.peer, blame.why) for index in honest for blame in averaged.means[index].blamed]
+
+
+class SaysThatOthersLeave:
+    """A stream on which every other peer's offer says that it leaves."""
+
+    def __init__(self, stream: FramedStream, me: PeerId) -> None:
+        self._stream, self._me = stream, me
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    async def send(self, header: Header, payload: Buffer = b"") -> None:
+        if isinstance(header, wire.Plan):
+            offers = [replace(each, leaving=each.member.peer != self._me) for each in header.offers]
+            header = replace(header, offers=tuple(offers))
+        await self._stream.send(header, payload)
+
+
+@pytest.mark.parametrize("count", (2, 3, 5))
+def test_coordinator_evicting_non_leaver_is_rejected_and_blamed(count: int) -> None:
+    """All but itself; the next ballot's coordinator proposes what is true."""
+    liar = first(count)
+    honest = [index for index in range(count) if index != liar]
+    averaged = average(count, {liar: "eviction"})
+    assert {averaged.means[index].outcome for index in honest} == {Outcome.COMMITTED}
+    assert len({averaged.means[index].record for index in honest}) == 1
+    found = blames(averaged, honest)
+    assert len(found) == len(honest) and all("who do not leave" in why for _, why in found), found
+    assert {peer for peer, _ in found} == {averaged.peers[liar]}
+
+
+@pytest.mark.parametrize("count", (2, 3, 5))
+def test_coordinator_cannot_forge_a_leaving_offer(count: int) -> None:
+    """Offers are signed: its plan is refused, and it is named."""
+    liar = first(count)
+    honest = [index for index in range(count) if index != liar]
+
+    def before(network: SimNetwork) -> None:
+        me = f"p{liar:02}"
+        network.transports[me].disguise = lambda method, stream, pipe: SaysThatOthersLeave(stream, me)
+
+    averaged = average(count, {}, before)
+    found = blames(averaged, honest)
+    assert {peer for peer, _ in found} == {averaged.peers[liar]}
+    assert all("forged offer" in why for _, why in found) and len(found) == len(honest), found
+    assert {averaged.means[index].outcome for index in honest} == {Outcome.COMMITTED}

@@ -1,0 +1,54 @@
+"""The swarm in containers, as far as no container is needed: its settings, and what is made of what Docker says."""
+
+from __future__ import annotations
+
+import re
+import time
+
+from tests.docker.cases import Struck
+from tests.docker.lives import bytes_of
+from tests.docker.verdict import forks, table
+from tests.faults.recording import Limits, Recording
+from tests.support.paths import REPOSITORY
+
+
+def test_env_example_lists_every_setting_with_its_default() -> None:
+    compose = (REPOSITORY / "docker/compose.yaml").read_text()
+    settings = {name: default for name, default in re.findall(r"\$\{(\w+):?-([^}]*)\}", compose)}
+    example = (REPOSITORY / "docker/.env.example").read_text()
+    assert dict(re.findall(r"^#(\w+)=(.*)$", example, re.MULTILINE)) == settings
+
+
+def test_build_arguments_have_one_default() -> None:
+    compose = (REPOSITORY / "docker/compose.yaml").read_text()
+    dockerfile = (REPOSITORY / "docker/Dockerfile").read_text()
+    for name, default in re.findall(r'^ARG (\w+)="?([^"\n]*)"?$', dockerfile, re.MULTILINE):
+        assert re.search(rf"{name}: \$\{{{name}:?-{re.escape(default)}\}}", compose)
+
+
+def test_fork_of_unharmed_peer_is_a_violation() -> None:
+    now = time.time()
+    fork = {"outcome": "fork", "peer": "A", "round": 7, "time": now + 5}
+    play = _play({"founder": [fork]}, {"founder": "A", "peer-1": "B"}, now)
+    struck = Struck("network", ("founder",), now, now + 6, ("founder",), {"recovery_seconds": 2.0})
+    assert not list(forks(play, [struck]))
+    struck.whom = ("peer-1",)
+    assert [each.invariant for each in forks(play, [struck])] == ["fork"]
+    struck.whom, struck.over = ("founder",), now + 1
+    assert [each.round for each in forks(play, [struck])] == [7]
+
+
+def test_docker_sizes_are_parsed() -> None:
+    assert [bytes_of(each) for each in ("0B", "12.5kB", "604.5MiB", "1.5GiB")] == [0, 12500, 604.5 * 2**20, 1.5 * 2**30]
+
+
+def test_table_marks_unmeasured_values() -> None:
+    lines = table({"cases": [{"name": "pause", "peers": 4, "failed": ["late"], "next_round_seconds": 1.25}]})
+    assert lines[-1] == "| pause | 1.2 | – | 4 | failed: late |"
+
+
+def _play(histories: dict[str, list[dict[str, object]]], ids: dict[str, str], now: float) -> Recording:
+    return Recording(
+        scenario="docker", seed=0, protocol="butterfly", task="gpt", limits=Limits(), calm=(now, now), healed=now,
+        ended=now, should=(), ids=ids, events=(), histories=histories, logs={}, lives={}, left={},
+    )  # fmt: skip
