@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from node.network.hivemind_import import enter
+from tests.support.paths import REPOSITORY
 
 PACKAGE = "straw_package"
 
