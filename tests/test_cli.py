@@ -183,10 +183,10 @@ def test_a_swarm_that_cannot_be_is_not_begun(
         (["--device", "cdua"], "cuda"),
         (["--wait-for", "1000000"], "--wait-for"),
         (["--state-dir", "/proc/nothing"], "--state-dir"),
-        (["--state-dir", ""], "--state-dir': it is empty; name a place"),
+        (["--state-dir", ""], "--state-dir': the path is empty: give one"),
         (["--rounds", "0"], "--rounds': must be at least 1\n"),
-        (["--run-id", "0123456789ab"], "of its peers by --bootstrap; to start a new run, leave"),
-        (["--task", "gpt", "--bootstrap", ADDRESS], "what is of this machine goes by options, or by variables NODE_*"),
+        (["--run-id", "0123456789ab"], "of its peers with --bootstrap; to start a new run, leave"),
+        (["--task", "gpt", "--bootstrap", ADDRESS], "set this machine's settings by options or by NODE_* variables"),
     ],
 )
 def test_bad_values_get_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -223,7 +223,7 @@ def test_of_a_swarm_s_run_nothing_can_be_set(straws: list[Straw]) -> None:
     straws.append(Straw("short", "--bootstrap", "x", "--task", "gpt"))
     code, _, err = straws[0].end(20)
     assert code == 2 and err.count("\n") == 1
-    assert "--task cannot be given with --bootstrap: everything about the run comes from the swarm" in err
+    assert "--task cannot be given with --bootstrap: the swarm decides all settings of the run" in err
 
 
 def test_a_task_of_somebodys_own_is_agreed_to(straws: list[Straw]) -> None:
