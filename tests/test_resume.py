@@ -106,7 +106,7 @@ def test_a_damaged_manifest_is_told_once(here: StateDir, caplog: pytest.LogCaptu
     (here.path / "manifest.bin").write_bytes(here.manifest()[:-1])
     choice = RunSelector(PeerConfig(state_dir=here.path), REPLICATED_PROTOCOLS, print)
     assert choice.held(here, None) is None and not caplog.records
-    with pytest.raises(StateError, match="cannot be gone on with"):
+    with pytest.raises(StateError, match="cannot be resumed"):
         resume.require_none(here)
     asking = RunSelector(PeerConfig(state_dir=here.path, bootstrap=(ADDRESS,)), REPLICATED_PROTOCOLS, print)
     assert asking.held(here, None) is None and len(caplog.records) == 1
@@ -118,10 +118,10 @@ def test_what_is_left_of_a_run_is_no_room_for_another(here: StateDir, left: str)
     begin(here)
     here.certificates.touch()
     resume.require_none(here)  # of a founder that was killed before there was anything to keep
-    words = r"cannot be gone on with.*: --bootstrap joins it again, --new starts another"
+    words = r"cannot be resumed.*: --bootstrap joins it again, --new starts another"
     if left == "damaged manifest":
         flip(here.path / "manifest.bin", 300)
-        words = r"cannot be gone on with \(the manifest is not signed by its founder.*--bootstrap .*--new"
+        words = r"cannot be resumed \(the manifest is not signed by its founder.*--bootstrap .*--new"
     elif left == "over":
         here.forget()
         words = r"the run in .* is over: --new starts another run, and moves what is here to past/$"
@@ -151,9 +151,9 @@ def test_a_run_that_is_over_is_no_fault_where_it_is_the_one_that_is_meant(here: 
         assert said == line
     assert not over(new=True) and not over(other, new=True)
     assert not over(bootstrap=(ADDRESS,)), "which may lead into another"
-    with pytest.raises(StateError, match=r"is of another run, which is over: --new"):
+    with pytest.raises(StateError, match=r"holds another run, which is over: --new"):
         over(other)
-    with pytest.raises(StateError, match=r"is of another run, .*: --bootstrap joins run 0123456789ab"):
+    with pytest.raises(StateError, match=r"holds another run, .*: --bootstrap joins run 0123456789ab"):
         over(run_id="0123456789ab")
     choice = RunSelector(PeerConfig(bootstrap=(ADDRESS,)), REPLICATED_PROTOCOLS, print)
     assert choice.is_over(here, RunInfo(here.manifest(), SAMPLE)) == line
@@ -218,7 +218,7 @@ def test_where_nobody_answers_the_held_run_is_gone_on_with(here: StateDir) -> No
     assert run.sealed == here.manifest() and entry.stopped
     assert entry.asked == [ADDRESS], "of a run that may be another"
     assert view.said == [
-        f"nobody answers: going on with the run {manifest.run_id[:12]} that is held here; --new starts another"
+        f"no peer answers: resuming run {manifest.run_id[:12]} from the state directory; --new starts another"
     ]
 
 
@@ -237,7 +237,7 @@ def test_that_those_met_are_in_another_run_now_is_no_answer(here: StateDir) -> N
     assert run.sealed == here.manifest()
     assert view.said[1:] == [
         f"{ADDRESS}: this is run abab",
-        f"nobody answers: going on with the run {manifest.run_id[:12]} that is held here; --new starts another",
+        f"no peer answers: resuming run {manifest.run_id[:12]} from the state directory; --new starts another",
     ]
 
 
@@ -393,7 +393,7 @@ def test_no_checkpoint_is_lost_with_its_chain(here: StateDir, damage: str, caplo
     past = here.path / "past" / f"{manifest.run_id[:16]}-unused"
     assert [each.path.name for each in whole(past, print)] == [made[1].name, made[0].name]
     kept = {name: data for name, data in before.items() if name.startswith(("checkpoints", "certificates"))}
-    assert files(past) == kept and caplog.records[-1].message.endswith(f"put by in {past}")
+    assert files(past) == kept and caplog.records[-1].message.endswith(f"moved to {past}")
     assert resume.load_restart_point(here, manifest, Member("anna", 3)).checkpoints == ()
     assert not past.with_name(past.name + "-2").exists(), "there is nothing more"
 
@@ -423,7 +423,7 @@ def test_a_chain_that_ends_early_leads_to_an_older_one(here: StateDir) -> None:
 def test_checkpoints_that_cannot_be_looked_for_are_no_reason_to_begin_again(here: StateDir) -> None:
     begin(here)
     (here.path / "checkpoints").write_bytes(b"a file")
-    with pytest.raises(StateError, match=r"checkpoints cannot be read \(Not a directory\): set that right"):
+    with pytest.raises(StateError, match=r"checkpoints cannot be read \(Not a directory\): make it readable"):
         resume.find_resumable(here)
 
 
@@ -475,7 +475,7 @@ def test_where_a_peer_begins_is_told_and_what_keeps_it_waiting(tmp_path: Path, c
     assert replace(begun, checkpoints=()).words() == ""
     assert begun.strange(Member(ROSTER[0].peer, 7), 1) == ""
     line = begun.strange(Member("zoe", 1), 1)
-    assert line.startswith("this peer, zoe, is not among those who made that state (") and "\n" not in line
+    assert line.startswith("peer zoe is not a member of the saved state (members: ") and "\n" not in line
     assert all(member.peer in line for member in chain.head.roster) and "identity.key" in line
     first, *others = chain.head.roster
     chain.switch(chain.head.key.lineage, [decided(chain.head, roster=tuple(others))])

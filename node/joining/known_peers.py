@@ -1,4 +1,7 @@
-"""Whom a peer knows when it enters a run: who is in the roster, who let it in, whom it met when it was last here."""
+"""The membership of a peer that enters a run, filled with the peers that it already knows.
+
+These are the roster, the peer that answered its bootstrap request, and the peers that it met before a restart.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from protocols.wire import MAX_ROSTER
 
 
 class DialingTransport(Transport, Protocol):
-    """A transport that is told where peers are."""
+    """A transport that also connects to given addresses."""
 
     async def connect(self, address: str, deadline: Deadline) -> PeerId: ...
 
@@ -26,7 +29,7 @@ class DialingTransport(Transport, Protocol):
 
 
 def hinted(membership: Membership) -> Callable[[Sequence[str]], None]:
-    """What becomes of the multiaddrs in a file once a run is entered: they are tried while no other peer is live."""
+    """A callback for the multiaddrs in a file of addresses: it has them tried while no other peer is live."""
 
     def hint(addresses: Sequence[str]) -> None:
         if len(membership.live()) > 1:
@@ -46,14 +49,14 @@ def build_membership(
     met: Mapping[PeerId, str],
     unanswered: Sequence[str] = (),
 ) -> Membership:
-    """Who is here, beginning with whom this peer knows.
+    """Build the membership, with the peers that this peer already knows.
 
     Args:
         status_tracker: has this peer's name and addresses.
-        met: who let it in, and the multiaddr that led there.
-        unanswered: multiaddrs that the user gave and where nobody was; they are dialled on.
+        met: peer that answered the bootstrap request -> multiaddr that led to it.
+        unanswered: multiaddrs that the user gave and at which no peer answered; the membership goes on dialling them.
     """
-    who = LocalPeer(
+    local = LocalPeer(
         me=Member(state.identity.peer_id, state.incarnation),
         run=chain.head.key.run,
         life=secrets.randbits(63),
@@ -64,10 +67,10 @@ def build_membership(
     silent = {peer: address for address, _, peer in (each.rpartition("/p2p/") for each in unanswered)}
 
     def wanted() -> list[PeerId]:
-        return [*(member.peer for member in chain.members(MAX_ROSTER) if member != who.me), *silent]
+        return [*(member.peer for member in chain.members(MAX_ROSTER) if member != local.me), *silent]
 
     made = Membership(
-        transport, clock, state.identity, who, wanted, partial(reach, transport.connect), transport.forget
+        transport, clock, state.identity, local, wanted, partial(reach, transport.connect), transport.forget
     )
     for peer, address in silent.items():
         made.hint(peer, (address,))

@@ -1,9 +1,10 @@
-"""Going on in a run after a restart: what a state directory holds of it, and which state this peer starts from.
+"""Resuming a run after a restart: which run a state directory holds, and from which state the peer starts.
 
-The rule: there is a run here to go on with if its manifest is here, it is not over, and either others were met, who can
-be asked, or there is a state of one's own. Others are asked first, if there are addresses. Where nobody answers for a
-while, a peer with a state of its own goes on without an answer: else a swarm of which everybody was started again would
-wait for itself for ever. A state of one's own is a checkpoint, or, at the run's founder, where the run starts from.
+A directory holds a run to resume if it has the run's manifest, the run is not over, and the peer can either ask peers
+that it met before or has a state of its own. That is a checkpoint or, at the run's founder, the initial state.
+
+A peer that knows addresses asks others first. If none answers for a while, a peer with a state of its own resumes
+without an answer; otherwise a swarm of which all peers were restarted would wait for ever.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ log = logging.getLogger(__name__)
 
 ANOTHER = "--new starts another run, and moves what is here to past/"
 ANSWER_SECONDS = 10.0
-"""Others have so long to say which run they are in before a peer that knows one goes on with that."""
+"""Time that other peers have to say which run they are in, before a peer resumes the run that it holds."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResumableRun:
-    """A run that a state directory holds, and that is not over.
+    """A run that a state directory holds and that is not over.
 
     Attributes:
-        run: what newcomers are told of it.
-        has_state: whether there is something to start from that nobody has to be asked for.
+        run: what joiners get of it.
+        has_state: whether this peer has a state to start from, without asking others.
     """
 
     manifest: Manifest
@@ -54,13 +55,13 @@ class ResumableRun:
 
 
 def find_resumable(state: StateDir, asks: bool = True) -> ResumableRun | None:
-    """The run that the directory is of; None if there is none to go on with, or one that cannot be read.
+    """The run that the directory holds; None if there is none to resume, or if it cannot be read.
 
     Args:
-        asks: others are asked where it cannot be read; else `require_none` says why.
+        asks: this peer will ask others if the run cannot be read, so that is only logged; else `require_none` says why.
 
     Raises:
-        StateError: its checkpoints cannot be looked for.
+        StateError: the directory of checkpoints cannot be read.
     """
     sealed, sample = state.manifest(), state.held_out()
     if not holds_run(state.path):
@@ -69,24 +70,24 @@ def find_resumable(state: StateDir, asks: bool = True) -> ResumableRun | None:
         manifest = unseal(sealed, verify)
     except ManifestError as error:
         if asks:
-            log.warning("the run in %s cannot be gone on with: %s", state.path, error)
+            log.warning("the run in %s cannot be resumed: %s", state.path, error)
         return None
     if any(manifest.held_out) and hashlib.sha256(sample).digest() != manifest.held_out:
-        log.warning("the run in %s cannot be gone on with alone: its evaluation sample is damaged", state.path)
+        log.warning("the run in %s cannot be resumed without other peers: its evaluation sample is damaged", state.path)
         return None
     founded = manifest.founder.peer == state.identity.peer_id
     run = RunInfo(sealed, sample if any(manifest.held_out) else b"")
     try:
         return ResumableRun(manifest, run, bool(places(state.path / DIRECTORY)) or founded)
     except OSError as error:
-        raise StateError(f"{state.path / DIRECTORY} cannot be read ({error.strerror}): set that right") from None
+        raise StateError(f"{state.path / DIRECTORY} cannot be read ({error.strerror}): make it readable") from None
 
 
 def require_none(state: StateDir) -> None:
-    """To start a run here and not to ask for that by --new, there has to be nothing left that was worth keeping.
+    """Check that a run can be started here without --new: the directory must hold nothing worth keeping.
 
     Raises:
-        StateError: there is.
+        StateError: the directory holds a run that is over, or what is left of one.
     """
     if state.is_over:
         raise StateError(f"the run in {state.path} is over: {ANOTHER}")
@@ -97,19 +98,19 @@ def require_none(state: StateDir) -> None:
         there = (state.path / "manifest.bin").exists()
         why, kept = f" ({error})" if there else " (manifest.bin is missing)", kept or there
     if kept or (state.path / DIRECTORY).exists():
-        raise StateError(f"the run in {state.path} cannot be gone on with{why}: --bootstrap joins it again, {ANOTHER}")
+        raise StateError(f"the run in {state.path} cannot be resumed{why}: --bootstrap joins it again, {ANOTHER}")
 
 
 @dataclass(frozen=True, slots=True)
 class RestartPoint:
-    """Where a peer begins in a run.
+    """The state from which a peer begins in a run.
 
     Attributes:
-        chain: as its former lives knew it, up to the state that it starts from.
-        archive: where that is kept.
-        checkpoints: of its former lives, whole and on the chain, the newest first; none: it begins with nothing.
-        data: where its stream of data goes on.
-        shares_anchor: else the chain is empty, and checkpoints stand on their own.
+        chain: the chain as known from its earlier incarnations, up to the state that the peer starts from.
+        archive: file of the chain's certificates.
+        checkpoints: whole checkpoints on the chain, newest first; empty if the peer has no state.
+        data: position from which its data stream continues.
+        shares_anchor: whether the run has replicated state. If not, the chain is empty, and any checkpoint will do.
     """
 
     chain: Chain
@@ -119,16 +120,16 @@ class RestartPoint:
     shares_anchor: bool = True
 
     def words(self) -> str:
-        """Where that is, for a person; empty where there is nothing yet."""
+        """User-facing text that names the checkpoint; empty if there is none."""
         return f"from {_listed(self.checkpoints[:1])}" if self.checkpoints else ""
 
     def strange(self, me: Member, fork_peers: int) -> str:
-        """What keeps this peer waiting if nobody comes: the state is of others. Empty where it is its own, too.
+        """User-facing warning that this peer cannot continue alone, since it is not in the roster; empty if it is.
 
-        So it is where this peer left and others went on, and with a new identity in an old directory.
+        That happens after this peer left and others went on, or with a new identity in an old directory.
 
         Args:
-            fork_peers: so many members at least may fork; 0: none may.
+            fork_peers: the smallest minority that may fork; 0 if none may.
         """
         head = self.chain.head
         roster = {member.peer for member in head.roster}
@@ -138,12 +139,12 @@ class RestartPoint:
             line = f"this peer left the run before its last members ({_named(roster)}). It waits for one of them"
             return f"{line}, or for most of the peers that left" if fork_peers else f"{line}: the run forbids forks"
         return (
-            f"this peer, {short(me.peer)}, is not among those who made that state ({_named(roster)}), and waits for "
-            "one of them: if its identity.key was replaced, put the old one back; --new starts another run"
+            f"peer {short(me.peer)} is not a member of the saved state (members: {_named(roster)}) and waits for one "
+            "of them to connect. If identity.key was replaced, restore the original; --new starts another run instead"
         )
 
     def like(self, run: str, layout: Layout) -> Checkpoint:
-        """What all checkpoints to come have in common."""
+        """A template with the fields that all future checkpoints share."""
         root = bytes(32)
         return Checkpoint(
             path=Path(),
@@ -166,14 +167,15 @@ def _named(peers: Collection[PeerId]) -> str:
 def load_restart_point(
     state: StateDir, manifest: Manifest, me: Member, alone: bool = False, shares_anchor: bool = True
 ) -> RestartPoint:
-    """Where this life begins. It reads the chain and all checkpoints: to be called off the event loop.
+    """Find the state from which this incarnation begins. Reads the chain and all checkpoints, so it blocks.
 
     Args:
-        alone: nobody answered, who could show us the chain.
-        shares_anchor: whether the run's peers have one chain; else every checkpoint of the run can be started from.
+        alone: no other peer answered that could send the chain.
+        shares_anchor: whether the run has replicated state, and so one chain. If not, any checkpoint of the run will
+        do.
 
     Raises:
-        StateError: the directory cannot be written, or there are checkpoints and no chain leads to them.
+        StateError: the directory cannot be written, or there are checkpoints but the chain leads to none of them.
     """
     try:
         found = tuple(whole(state.path, log.warning, manifest.run_id))
@@ -189,10 +191,10 @@ def load_restart_point(
 
 
 def _cut(state: StateDir, manifest: Manifest, found: Sequence[Checkpoint], alone: bool) -> tuple[CertificateLog, Chain]:
-    """The chain up to the newest checkpoint on it. A copy is cut, and takes the place of what there was in the end.
+    """The chain up to the newest checkpoint on it.
 
-    For one byte may be wrong in the chain and a month of training lie behind it: what the chain does not lead to is
-    put by, together with the chain as it was.
+    A copy is cut, and replaces the file only in the end. Checkpoints that the chain does not lead to are moved to
+    past/, together with the chain as it was: a single wrong byte in the chain must not cost a month of training.
     """
     copy = state.certificates.with_name(f".{state.certificates.name}.new")
     copy.unlink(missing_ok=True)
@@ -207,9 +209,9 @@ def _cut(state: StateDir, manifest: Manifest, found: Sequence[Checkpoint], alone
         what = f"{state.certificates} is damaged, or of another branch: it does not lead to {_listed(unused)}"
     if alone and len(unused) == len(found) and places(state.path / DIRECTORY):
         copy.unlink()
-        raise StateError(f"{what}; give the address of a peer of the run by --bootstrap, or start another by --new")
+        raise StateError(f"{what}; give the address of a peer of the run with --bootstrap, or start another with --new")
     if unused:
-        log.warning("%s: put by in %s", what, state.quarantine(manifest.run_id, [each.path for each in unused]))
+        log.warning("%s: moved to %s", what, state.quarantine(manifest.run_id, [each.path for each in unused]))
     cut_back(found, chain)
     archive.sync()
     copy.replace(state.certificates)
@@ -218,13 +220,13 @@ def _cut(state: StateDir, manifest: Manifest, found: Sequence[Checkpoint], alone
 
 
 def _listed(checkpoints: Sequence[Checkpoint]) -> str:
-    """Of the newest first."""
+    """User-facing text for checkpoints, newest first: names the newest, and counts the others."""
     several = f" and {len(checkpoints) - 1} older ones" if len(checkpoints) > 1 else ""
     return f"the checkpoint before round {checkpoints[0].round + 1}{several}"
 
 
 def cut_back(checkpoints: Iterable[Checkpoint], chain: Chain) -> tuple[Checkpoint, ...]:
-    """Those that are of this chain; it is cut back to the first of them, or to the genesis if there is none."""
+    """Cut the chain back to the first checkpoint on it, or to the genesis. Returns the checkpoints on the chain."""
     usable = tuple(each for each in checkpoints if _is_of(chain, each))
     chain.switch(usable[0].lineage if usable else records.genesis(chain.head.key.run), ())
     return usable
@@ -241,10 +243,10 @@ async def restore(
     trainer: RemoteTrainer,
     checkpoints: CheckpointManager,
 ) -> None:
-    """Put this peer where its last checkpoint was made, inner optimiser and all; the older ones are handed out again.
+    """Restore the newest checkpoint, with the inner optimiser's state; make the older ones available to others again.
 
     Raises:
-        StateError: it cannot be read, though it could be a moment ago.
+        StateError: the checkpoint cannot be read any more.
     """
     try:
         for each in begin.checkpoints:
@@ -255,7 +257,7 @@ async def restore(
     except OSError as error:
         what = f"{_listed(begin.checkpoints[:1])} cannot be read any more ({error.strerror or error})"
         where = checkpoints.home
-        raise StateError(f"{what}: set {where} right, or move the damaged one out of it, and start again") from None
+        raise StateError(f"{what}: repair {where}, or move the damaged checkpoint out of it, and start again") from None
     if begin.checkpoints:
         await _load(begin.checkpoints[0], trainer)
         if checkpoints.feedback:
@@ -263,9 +265,9 @@ async def restore(
 
 
 async def _load(checkpoint: Checkpoint, trainer: RemoteTrainer) -> None:
-    """The inner optimiser's state; where that cannot be had, it begins anew."""
+    """Load the inner optimiser's state; if that fails, the optimiser starts from zero."""
     try:
         await trainer.load(checkpoint.inner, checkpoint.data.position, checkpoint.threads)
     except WorkerError as error:
-        log.warning("the inner optimiser begins anew: %s", error)
+        log.warning("the inner optimiser's state is lost, it starts from zero: %s", error)
         await trainer.load(None, checkpoint.data.position, checkpoint.threads)
