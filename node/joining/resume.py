@@ -110,7 +110,7 @@ class RestartPoint:
         archive: file of the chain's certificates.
         checkpoints: whole checkpoints on the chain, newest first; empty if the peer has no state.
         data: position from which its data stream continues.
-        shares_anchor: whether the run has replicated state. If not, the chain is empty, and any checkpoint will do.
+        shares_anchor: whether the run has replicated state. If not, the chain is empty, and any checkpoint is usable.
     """
 
     chain: Chain
@@ -171,8 +171,7 @@ def load_restart_point(
 
     Args:
         alone: no other peer answered that could send the chain.
-        shares_anchor: whether the run has replicated state, and so one chain. If not, any checkpoint of the run will
-        do.
+        shares_anchor: whether the run has replicated state, and so one chain. If not, any checkpoint is usable.
 
     Raises:
         StateError: the directory cannot be written, or there are checkpoints but the chain leads to none of them.

@@ -75,7 +75,7 @@ class RunSelector:
         return _over(held, state)
 
     def is_over(self, state: StateDir, run: RunInfo) -> str:
-        """The same for the run that another peer has answered with."""
+        """A user-facing line if `run`, by which a peer answered, is the one in the directory and is over here."""
         there = unseal(run.sealed, verify).run_id
         return _over(there, state) if state.is_over and there == run_id(state.manifest()) else ""
 
