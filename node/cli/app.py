@@ -1,8 +1,7 @@
-"""The command line, and the one line that it prints where a command cannot be carried out.
+"""The commands `join`, `swarm`, `status` and `finish`, and the program's entry point.
 
-`join` is the way into everything else: it resolves the configuration, claims the state directory and runs a
-`node.session.peer.Peer`. Commands import what they need when they run, so that `--help` and `status` do not wait for
-PyTorch.
+Each command imports its modules when it runs, so that `--help` and `status` do not wait for PyTorch. A command that
+cannot be carried out prints one line to stderr.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _OPTIONS = {
     "--wait-for-peers": "--wait-for",
     "--disk-limit-bytes": "--disk-limit",
 }
-"""Names of values in a configuration's errors, and the options that set these values."""
+"""Name of a value in a `ConfigError` -> the option that sets it."""
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(offline.app)
@@ -46,9 +45,9 @@ app.add_typer(offline.app)
 @app.callback(invoke_without_command=True)
 def starling(
     ctx: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Show which version this is, and exit.")] = False,
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
 ) -> None:
-    """Train a share of a model together with everybody else's, over ordinary internet links."""
+    """Train one model together with other machines, over ordinary internet links."""
     if version:
         installed = [each.version for each in metadata.distributions(name="starling")]
         typer.echo(f"starling {installed[0] if installed else '(not installed)'}")
@@ -85,8 +84,8 @@ def join(
     json: options.JsonOption = None,
     log_level: options.LogLevelOption = None,
 ) -> int:
-    """Start a run, or join one by the address of any of its peers; Ctrl-C hands in the round and leaves."""
-    gc.disable()  # while modules are loaded: it would take a fifth of that time; a running peer has it on
+    """Start a run, or join one by the address of any of its peers. Ctrl-C finishes the round and leaves."""
+    gc.disable()  # it would take a fifth of the time in which modules are loaded; `run_peer` turns it on again
     try:
         with exit_on_signal():
             return _join({name: value for name, value in ctx.params.items() if value not in (None, (), [])})
@@ -97,10 +96,10 @@ def join(
 @app.command()
 def swarm(
     peers: Annotated[
-        int, typer.Option(min=1, max=32, metavar="N", help="Peers to run, each in processes of its own.")
+        int, typer.Option(min=1, max=32, metavar="N", help="Number of peers, each with processes of its own.")
     ] = 4,
     rounds: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Rounds of the run.", show_default=False)
+        int | None, typer.Option(min=1, metavar="N", help="Number of rounds in the run.", show_default=False)
     ] = None,
     protocol: options.ProtocolOption = None,
     task: options.TaskOfSwarmOption = None,
@@ -108,12 +107,14 @@ def swarm(
     dir: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="Keeps the peers' state directories. Default: a new one.", parser=options.place
+            metavar="DIR",
+            help="Directory for the peers' state directories and logs. Default: a new one in the temporary directory.",
+            parser=options.place,
         ),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object at the end.")] = False,
 ) -> int:
-    """Run a whole swarm of real peers on this machine, and tell whether they agree."""
+    """Run a whole swarm on this machine, and check at the end that all peers agree."""
     with exit_on_signal():
         from node.cli.swarm_command import run_swarm
 
@@ -127,11 +128,11 @@ def swarm(
 def status(
     state_dir: options.RunningPeerOption = None,
     bootstrap: Annotated[
-        str | None, typer.Option(metavar="ADDR", help="Ask the peer at this address instead, anywhere.")
+        str | None, typer.Option(metavar="ADDR", help="Ask the peer at this address instead; it may run anywhere.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print everything, as one JSON object.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the whole status as one JSON object.")] = False,
 ) -> int:
-    """Tell how a peer is doing."""
+    """Show what a running peer is doing, and how others can join it."""
     shown = asking.status(state_dir, bootstrap)
     if json:
         print(to_json(shown))
@@ -142,9 +143,9 @@ def status(
 
 @app.command()
 def finish(state_dir: options.RunningPeerOption = None) -> int:
-    """Let a peer end its round, hand in its work and leave, as its first Ctrl-C does."""
+    """Ask a running peer to finish its round and exit, as its first Ctrl-C does."""
     asking.finish(state_dir)
-    print("it hands in its round, then leaves", file=sys.stderr)
+    print("the peer will finish its current round and then exit", file=sys.stderr)
     return 0
 
 
@@ -188,10 +189,12 @@ def _claim_state_dir(state_dir: Path | None) -> Iterator[Path]:
         try:
             directory = stack.enter_context(claimed(state_dir))
         except BlockingIOError as error:
-            raise CommandError(f"{error}: give another by --state-dir, or none, for one that is free") from None
+            raise CommandError(f"{error}: give another --state-dir, or leave it out to use a free one") from None
         except OSError as error:
             why = f"{error.filename}: {error.strerror}" if error.filename else error
-            raise CommandError(f"no state directory ({why}): give one that can be written by --state-dir") from None
+            raise CommandError(
+                f"cannot use a state directory ({why}): give a writable directory with --state-dir"
+            ) from None
         yield directory
 
 
@@ -210,12 +213,12 @@ def _resolve_run(config: PeerConfig, of_run: Mapping[str, Any], state_dir: Path)
 
     given = " and ".join(f"--{name}" for name in of_run)
     if config.bootstrap:
-        if [*of_run] == ["task"] and is_own(of_run["task"]):  # not to set it: to agree to it
+        if [*of_run] == ["task"] and is_own(of_run["task"]):  # consent to the run's task; it does not set the task
             return replace(config, consent=of_run["task"]), None
         if of_run:
             raise CommandError(
-                f"{given} cannot be given with --bootstrap: everything about the run comes from the swarm; "
-                "what is of this machine goes by options, or by variables NODE_*"
+                f"{given} cannot be given with --bootstrap: the swarm decides all settings of the run; "
+                "set this machine's settings by options or by NODE_* variables"
             )
         return config, None
     held, over = not config.new and holds_run(state_dir), not config.new and is_over(state_dir)
@@ -223,8 +226,8 @@ def _resolve_run(config: PeerConfig, of_run: Mapping[str, Any], state_dir: Path)
         return config, None
     if config.run_id and not held:
         raise CommandError(
-            f"{state_dir} holds no run to go on with: to join run {config.run_id[:12]}, give the address of one of its "
-            "peers by --bootstrap; to start a new run, leave --run-id out"
+            f"{state_dir} holds no run to resume: to join run {config.run_id[:12]}, give the address of one of its "
+            "peers with --bootstrap; to start a new run, leave --run-id out"
         )
     return replace(config, rounds=None), _load_run(of_run, config.rounds)
 
@@ -238,7 +241,11 @@ def _load_run(of_run: Mapping[str, Any], rounds: int | None) -> RunConfig:
 
 
 def _check(run: Path | None, task: str | None, protocol: str | None, rounds: int | None) -> None:
-    """Check what a swarm's peers will be given."""
+    """Check the configuration that a swarm's peers will get.
+
+    Raises:
+        ConfigError: a value is missing or wrong.
+    """
     from node.config.peer_config import load_peer
 
     _load_run({"run": run, "task": task, "protocol": protocol}, rounds)
@@ -255,30 +262,30 @@ def _run_peer(config: PeerConfig, run: RunConfig | None) -> int:
         raise CommandError(str(error), error.code) from None
 
 
-# -- errors and exit codes ---------------------------------------------------------------------------------------------
+# -- the entry point --------------------------------------------------------------------------------------------------
 
 
-def _in_words(error: typer.TyperException) -> str:
+def _message(error: typer.TyperException) -> str:
     if isinstance(error, CommandError):
         return error.format_message()
-    from node.config.toml import plain  # it was typed wrong: there is time
+    from node.config.toml import plain  # imported here: only a usage error needs it
 
     return plain(error.format_message())
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command; returns the exit code."""
+    """Run one command and return its exit code."""
     name = "starling" if Path(sys.argv[0]).stem == "starling" else "python -m node"
     try:
         code = app(arguments, prog_name=name, standalone_mode=False)
         sys.stdout.flush()
     except typer.TyperException as error:
         with suppress(OSError):
-            print(f"starling: {printable(_in_words(error), 2000)}", file=sys.stderr)
+            print(f"starling: {printable(_message(error), 2000)}", file=sys.stderr)
         return 2 if not isinstance(error, CommandError) else error.exit_code
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # `| head`; nothing may be left that is flushed at exit
+    except BrokenPipeError:  # the reader has left (`| head`): leave nothing that Python would flush at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
     return int(code or 0)

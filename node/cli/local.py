@@ -1,4 +1,4 @@
-"""Commands that need no swarm: a run file to begin with; the model in a peer's directory, taken out or tried."""
+"""The commands `init`, `export` and `generate`, which work on files of this machine and contact no peer."""
 
 from __future__ import annotations
 
@@ -23,30 +23,34 @@ app = typer.Typer()
 
 @app.command()
 def init(
-    file: Annotated[Path, typer.Argument(metavar="FILE.toml", help="A file that is not there yet.")] = Path("run.toml"),
+    file: Annotated[Path, typer.Argument(metavar="FILE.toml", help="File to create; it must not exist yet.")] = Path(
+        "run.toml"
+    ),
 ) -> int:
-    """Write a run file with every setting of a new run, what it means and its default."""
+    """Write a run file that lists every setting with its meaning and its default, for you to edit."""
     from node.config.run_file import run_file
 
     try:
         with file.open("x", encoding="utf-8") as opened:
             opened.write(run_file())
     except FileExistsError:
-        raise CommandError(f"{file} is there already, and nothing is overwritten: give another name") from None
+        raise CommandError(f"{file} exists already and is not overwritten: give another name") from None
     except OSError as error:
         with suppress(OSError):
-            file.unlink()  # what fitted on a full disk is no run file
-        raise CommandError(f"{file} cannot be written ({error.strerror}): give a path that can") from None
+            file.unlink()  # on a full disk it is incomplete
+        raise CommandError(f"{file} cannot be written ({error.strerror}): give a writable path") from None
     print(f"wrote {file}: edit it, then: python -m node join --run {file}", file=sys.stderr)
     return 0
 
 
 @app.command()
 def export(
-    out: Annotated[Path, typer.Option(metavar="DIR", help="A directory that is not there yet.", parser=options.place)],
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="Directory to create; it must not exist yet.", parser=options.place)
+    ],
     state_dir: options.StateDirToReadOption = None,
 ) -> int:
-    """Take the model of the newest checkpoint out: a directory that Hugging Face transformers loads."""
+    """Export the model of a peer's newest checkpoint as a directory that Hugging Face transformers can load."""
     model = _trained(state_dir)
     from node.export import hugging_face as exporting
 
@@ -60,15 +64,15 @@ def export(
 
 @app.command()
 def generate(
-    prompt: Annotated[str, typer.Argument(help="The beginning of a text.")],
+    prompt: Annotated[str, typer.Argument(help="Text to continue.")],
     state_dir: options.StateDirToReadOption = None,
-    tokens: Annotated[int, typer.Option(min=1, max=MAX_TOKENS, metavar="N", help="Bytes to write.")] = 400,
+    tokens: Annotated[int, typer.Option(min=1, max=MAX_TOKENS, metavar="N", help="Number of bytes to write.")] = 400,
     temperature: Annotated[
-        float, typer.Option(min=0, max=100, metavar="T", help="0: always the likeliest byte.")
+        float, typer.Option(min=0, max=100, metavar="T", help="Randomness of the text. 0: always the likeliest byte.")
     ] = 0.8,
-    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, metavar="S", help="Of what is drawn.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, metavar="S", help="Seed of the random choices.")] = 0,
 ) -> int:
-    """Let the model of the newest checkpoint continue a text, on this machine."""
+    """Continue a text with the model of a peer's newest checkpoint."""
     if temperature != temperature:
         raise CommandError("--temperature must be a number from 0 to 100")
     model = _trained(state_dir)
@@ -88,18 +92,18 @@ def _trained(state_dir: Path | None) -> TrainedModel:
     from node.export.trained_model import TrainedError, load_trained
 
     try:
-        return load_trained(state_dir or _the_one_here())
+        return load_trained(state_dir or _only_state_dir())
     except (TrainedError, OSError) as error:
         raise PeerUnreachable(str(error)) from None
 
 
-def _the_one_here() -> Path:
+def _only_state_dir() -> Path:
     from node.ui.control import home
 
     found = [each.parent for each in sorted(home().glob("*/manifest.bin"))]
     if not found:
-        raise PeerUnreachable(f"no peer was in a run in {home()}: give its directory by --state-dir")
+        raise PeerUnreachable(f"no state directory in {home()} holds a run: give one with --state-dir")
     if len(found) > 1:
         shown = " or ".join(map(str, found[:8]))
-        raise CommandError(f"{len(found)} peers were in runs here: choose one by --state-dir {shown}")
+        raise CommandError(f"{len(found)} state directories here hold a run: choose one with --state-dir {shown}")
     return found[0]

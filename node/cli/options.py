@@ -1,4 +1,4 @@
-"""The options of `join`, and those that several commands have: what each is called, takes and means."""
+"""The options of `join`, and those that several commands share."""
 
 from __future__ import annotations
 
@@ -7,29 +7,31 @@ from typing import Annotated, Any
 
 import typer
 
-RUN, MACHINE, SHOWN = "The run", "This machine", "What is shown"
+RUN, MACHINE, SHOWN = "The run", "This machine", "Output"
 
 
 def option(panel: str, text: str, *names: str, **more: Any) -> Any:
-    """One that nobody has to give; the panel is where `--help` shows it."""
+    """An optional option without a shown default; `panel` is the section of `--help` that lists it."""
     return typer.Option(*names, help=text, rich_help_panel=panel, show_default=False, **more)
 
 
 def place(text: str) -> Path:
-    """A path that somebody named: an empty one would be the current directory, which is `.`."""
+    """Parse a path from the command line. An empty one is an error: `Path` would read it as the current directory."""
     if not text.strip():
-        raise typer.BadParameter("it is empty; name a place, or leave the option out")
+        raise typer.BadParameter("the path is empty: give one, or leave the option out")
     return Path(text)
 
 
 RunFileOption = Annotated[
-    Path | None, option(RUN, "Settings of a new run; in \\[peer], of this machine.", metavar="FILE.toml", parser=place)
+    Path | None,
+    option(RUN, "Settings of a new run, and in \\[peer] those of this machine.", metavar="FILE.toml", parser=place),
 ]
 TaskOption = Annotated[
     str | None,
     option(
         RUN,
-        "What a new run trains: gpt (the default), paced, or your own, module:factory. With --bootstrap: agree to it.",
+        "What a new run trains: gpt (the default), paced, or your own as module:factory. With "
+        "--bootstrap: agree to run the swarm's module:factory.",
         metavar="NAME",
     ),
 ]
@@ -37,24 +39,30 @@ ProtocolOption = Annotated[
     str | None,
     option(
         RUN,
-        "How the peers of a new run average: butterfly (the default), gossip, moshpit, push_sum; or a baseline: "
-        "data_parallel, ring, parameter_server, parameter_server_async. Which when: docs/protocols.md.",
+        "How the peers of a new run average: butterfly (the default), gossip, moshpit or push_sum; or a baseline: "
+        "data_parallel, ring, parameter_server or parameter_server_async. docs/protocols.md says which to choose.",
         metavar="NAME",
     ),
 ]
 TaskOfSwarmOption = Annotated[
-    str | None, option(RUN, "What they train: gpt (the default), paced, or your own, module:factory.", metavar="NAME")
+    str | None,
+    option(RUN, "What the swarm trains: gpt (the default), paced, or your own as module:factory.", metavar="NAME"),
 ]
 RunningPeerOption = Annotated[
     Path | None,
-    typer.Option(metavar="DIR", envvar="NODE_STATE_DIR", help="Which peer. Default: the one here.", parser=place),
+    typer.Option(
+        metavar="DIR",
+        envvar="NODE_STATE_DIR",
+        help="State directory of the peer. Default: the only peer that runs on this machine.",
+        parser=place,
+    ),
 ]
 StateDirToReadOption = Annotated[
     Path | None,
     typer.Option(
         metavar="DIR",
         envvar="NODE_STATE_DIR",
-        help="Which peer's, running or not. Default: the one here.",
+        help="State directory to read; its peer need not be running. Default: the only one on this machine.",
         parser=place,
     ),
 ]
@@ -63,66 +71,99 @@ BootstrapOption = Annotated[
     list[str] | None,
     option(
         RUN,
-        "A peer's address, or @FILE that names some, perhaps later; repeatable. Without, a new run starts, or one held "
-        "here goes on.",
+        "Address of any peer of the run to join, or @FILE to read addresses from a file; repeatable. Without it, "
+        "resume the run in the state directory, or start a new run.",
         metavar="ADDR",
     ),
 ]
-RunIdOption = Annotated[str | None, option(RUN, "Join this run only: its id, or the first 12 digits.", metavar="HEX")]
+RunIdOption = Annotated[
+    str | None, option(RUN, "Join this run only. Its id, or at least the first 12 digits.", metavar="HEX")
+]
 RoundsOption = Annotated[
-    int | None, option(RUN, "Rounds of a new run; with --bootstrap, leave after so many.", min=1, metavar="N")
+    int | None,
+    option(RUN, "Number of rounds in a new run. With --bootstrap: leave after N rounds.", min=1, metavar="N"),
 ]
 WaitForPeersOption = Annotated[
     int | None,
-    option(RUN, "Start a new run's first round when so many peers are there.", "--wait-for", min=1, metavar="N"),
+    option(RUN, "Start a new run's first round once N peers are there.", "--wait-for", min=1, metavar="N"),
 ]
-NewOption = Annotated[bool | None, option(RUN, "Start a new run even if the state directory holds one.", "--new")]
+NewOption = Annotated[
+    bool | None, option(RUN, "Start a new run even if the state directory holds one, which moves to past/.", "--new")
+]
 StateDirOption = Annotated[
     Path | None,
     option(
-        MACHINE, "Identity and run. Default: a free peer-N in ~/.local/state/starling.", metavar="DIR", parser=place
+        MACHINE,
+        "Where the peer keeps its identity and checkpoints. Default: a free peer-N in ~/.local/state/starling.",
+        metavar="DIR",
+        parser=place,
     ),
 ]
 ListenOption = Annotated[
     list[str] | None, option(MACHINE, "Multiaddr to listen on; repeatable. Default: any port.", metavar="MADDR")
 ]
-AnnounceOption = Annotated[list[str] | None, option(MACHINE, "Multiaddr to tell others; repeatable.", metavar="MADDR")]
+AnnounceOption = Annotated[
+    list[str] | None,
+    option(
+        MACHINE,
+        "Multiaddr at which others can dial this peer, in place of those that it finds itself; repeatable.",
+        metavar="MADDR",
+    ),
+]
 AddressesFileOption = Annotated[
     Path | None,
     option(
-        MACHINE, "Keep this peer's addresses in a file, for --bootstrap @FILE of others.", metavar="FILE", parser=place
+        MACHINE,
+        "Write this peer's addresses to a file, which others read with --bootstrap @FILE.",
+        metavar="FILE",
+        parser=place,
     ),
 ]
-NatOption = Annotated[bool | None, option(MACHINE, "Map ports at the router and use relays.", "--nat/--no-nat")]
+NatOption = Annotated[
+    bool | None, option(MACHINE, "Map ports at the router and use relays. Default: --nat.", "--nat/--no-nat")
+]
 CheckpointEveryOption = Annotated[
     int | None, option(MACHINE, "Rounds between two checkpoints. Default: 5.", min=1, metavar="ROUNDS")
 ]
 DiskLimitOption = Annotated[
-    float | None, option(MACHINE, "What checkpoints may take of the disk. Default: 20.", min=0.001, metavar="GB")
+    float | None, option(MACHINE, "Disk space that checkpoints may take. Default: 20.", min=0.001, metavar="GB")
 ]
 BandwidthOption = Annotated[
     float | None,
-    option(MACHINE, "Upload of this machine, megabytes per second. Default: 12.5.", min=0.001, metavar="MB/S"),
+    option(MACHINE, "Upload rate of this machine in megabytes per second. Default: 12.5.", min=0.001, metavar="MB/S"),
 ]
 DeviceOption = Annotated[
     str | None, option(MACHINE, "Where to train: auto (the default), cpu, cuda or mps.", metavar="NAME")
 ]
 ThreadsOption = Annotated[
-    str | None, option(MACHINE, "Threads that train: a number, or auto, which measures; the default.", metavar="N")
+    str | None,
+    option(MACHINE, "Training threads: a number, or auto (the default) to measure which is fastest.", metavar="N"),
 ]
 NiceOption = Annotated[
     int | None,
     option(
-        MACHINE, "How far training stands back for other programs, 0 to 19. Default: 10.", min=0, max=19, metavar="N"
+        MACHINE,
+        "Niceness of training, 0 to 19: higher leaves more of the processor to other programs. Default: 10.",
+        min=0,
+        max=19,
+        metavar="N",
     ),
 ]
 PrecisionOption = Annotated[
-    str | None, option(MACHINE, "Of training: auto, the default, float32, bfloat16.", metavar="NAME")
+    str | None, option(MACHINE, "Precision of training: auto (the default), float32 or bfloat16.", metavar="NAME")
 ]
 DataOption = Annotated[
     Path | None,
-    option(MACHINE, "Text to train on: file or folder. Default: Python's own source.", metavar="PATH", parser=place),
+    option(
+        MACHINE,
+        "Text to train on: a file or a folder. Default: the source of Python's standard library.",
+        metavar="PATH",
+        parser=place,
+    ),
 ]
-NicknameOption = Annotated[str | None, option(SHOWN, "A name for people.", metavar="NAME")]
-JsonOption = Annotated[bool | None, option(SHOWN, "Print each round's report on stdout, a line of JSON.", "--json")]
-LogLevelOption = Annotated[str | None, option(SHOWN, "debug, info, warning or error. Default: info.", metavar="LEVEL")]
+NicknameOption = Annotated[str | None, option(SHOWN, "Name under which other peers show this one.", metavar="NAME")]
+JsonOption = Annotated[bool | None, option(SHOWN, "Print each round's report to stdout as a line of JSON.", "--json")]
+LogLevelOption = Annotated[
+    str | None,
+    option(SHOWN, "Lowest log level to print: debug, info, warning or error. Default: info.", metavar="LEVEL"),
+]

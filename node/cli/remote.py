@@ -1,4 +1,4 @@
-"""Asking a running peer how it is doing, or to finish; where that cannot be done, the one line that people get."""
+"""The client side of `status` and `finish`, which ask a running peer; and the errors of all commands."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ASK_SECONDS = 5.0
 
 
 class CommandError(typer.TyperException):
-    """What was asked for cannot be done: one line for whoever asked."""
+    """A command that cannot be carried out. The message is one line for the user."""
 
     exit_code = 2
 
@@ -26,36 +26,40 @@ class CommandError(typer.TyperException):
 
 
 class PeerUnreachable(CommandError):
-    """Nobody is there to do it."""
+    """No peer answers, or there is nothing to read."""
 
     exit_code = 1
 
 
 def status(state_dir: Path | None, bootstrap: str | None) -> Status:
-    """What the peer of a directory, the one here, or the one at an address says of itself.
+    """Ask a peer for its status.
+
+    Args:
+        state_dir: of the peer; None for the only peer that runs on this machine.
+        bootstrap: address of the peer to ask instead.
 
     Raises:
-        Mistake: nobody can be asked so.
-        Unavailable: it does not answer, or not as peers do.
+        CommandError: the address is none, or several peers run here.
+        PeerUnreachable: the peer does not answer, or its answer is malformed.
     """
     answer = _ask_remote(bootstrap) if bootstrap else asyncio.run(_ask(state_dir, "status"))
     try:
         return parse(answer)
     except ValueError as error:
-        raise PeerUnreachable(f"the peer's answer cannot be read ({error}): is it of another version?") from None
+        raise PeerUnreachable(f"the peer's answer cannot be read ({error}): does it run another version?") from None
 
 
 def finish(state_dir: Path | None) -> None:
-    """Have it end its round and leave.
+    """Ask a peer on this machine to finish its round and leave.
 
     Raises:
-        Mistake, Unavailable: as `status` does.
+        CommandError, PeerUnreachable: as for `status`.
     """
     asyncio.run(_ask(state_dir, "finish"))
 
 
 def show(shown: Status) -> None:
-    """For a person."""
+    """Print a status in readable form."""
     from rich.console import Console
 
     from node.ui.terminal import render
@@ -72,19 +76,19 @@ async def _ask(state_dir: Path | None, what: str) -> dict[str, Any]:
 
     deadline = asyncio.get_running_loop().time() + ASK_SECONDS
     try:
-        return await ask(state_dir or await _the_one_here(deadline), what, deadline)
+        return await ask(state_dir or await _only_running(deadline), what, deadline)
     except (ControlUnavailable, OSError) as error:
         raise PeerUnreachable(str(error)) from None
 
 
-async def _the_one_here(deadline: float) -> Path:
+async def _only_running(deadline: float) -> Path:
     from node.ui.control import home, running
 
     found = await running(home(), deadline)
     if not found:
         raise PeerUnreachable(f"no peer runs in {home()}: start one with `python -m node join`, or give --state-dir")
     if len(found) > 1:
-        raise CommandError(f"{len(found)} peers run here: choose one by --state-dir {' or '.join(map(str, found))}")
+        raise CommandError(f"{len(found)} peers run here: choose one with --state-dir {' or '.join(map(str, found))}")
     return found[0]
 
 
@@ -95,7 +99,7 @@ def _ask_remote(address: str) -> dict[str, Any]:
     from node.runtime.identity import IdentityError
 
     if address.startswith(FILE_SIGN):
-        raise CommandError(f"--bootstrap {address}: one peer is asked: give one of the addresses in that file")
+        raise CommandError(f"--bootstrap {address}: only one peer is asked: give one of the addresses in that file")
     try:
         load_peer({"bootstrap": [address]}, {}, None)
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""A whole swarm of real peers on this machine: `join` processes, each with its own directory, worker and p2pd."""
+"""The command `swarm`: several `join` processes on this machine, each with its own directory, worker and p2pd."""
 
 from __future__ import annotations
 
@@ -29,22 +29,23 @@ POLL_SECONDS = 0.25
 LOOK_SECONDS = 1.0
 START_SECONDS = 150.0
 LEAVE_SECONDS = 8.0
-"""After Ctrl-C; what is left then is killed, so that the summary is out within ten seconds."""
+"""Time that peers have to leave after Ctrl-C. The rest is killed, so that the summary is out within ten seconds."""
 LAST_SECONDS = 60.0
-"""Once the first peer has left a run that is over, the others have so long."""
+"""Time that the other peers have to leave after the first has left a finished run."""
 READ_BYTES = 1 << 20
 _SAMPLE_BYTES = 4096
 _LISTEN = "/ip4/127.0.0.1/tcp/0"
-# Of the user's environment, what would lead a peer elsewhere than to this swarm; empty counts as not given.
+# Variables of the user that would lead a peer into another swarm. An empty one counts as not set.
 _ENVIRONMENT = dict.fromkeys(
     ("NODE_BOOTSTRAP", "NODE_RUN_ID", "NODE_ANNOUNCE", "NODE_ROUNDS", "NODE_ADDRESSES_FILE"), ""
 )
 
 
 async def run_swarm(options: SwarmOptions) -> int:
-    """Run it to its end; returns the exit code.
+    """Run a swarm to its end and return the exit code.
 
-    0: all peers agree, and the loss of a task that has one fell. 1: not so. 2: it could not be started as asked.
+    0: all peers agree, and the held-out loss fell if the task has one. 1: otherwise. 2: the swarm could not be started
+    as asked.
     """
     screen = Screen(options.as_json)
     logs.set_up("warning", screen.log, screen.is_terminal)
@@ -62,10 +63,10 @@ async def run_swarm(options: SwarmOptions) -> int:
 
 
 def _directory(wanted: Path | None) -> Path:
-    """A directory without peers of another swarm.
+    """A directory that holds no peers of another swarm.
 
     Raises:
-        OSError: there is none.
+        OSError: it cannot be made, or holds a swarm.
     """
     if wanted is None:
         return Path(tempfile.mkdtemp(prefix="starling-swarm-"))
@@ -76,35 +77,36 @@ def _directory(wanted: Path | None) -> Path:
 
 
 class Participant:
-    """One peer's process, and what it says of itself.
+    """One peer's process, its status and its reports.
 
     Attributes:
-        status: as of the last look; None before the first.
+        status: the latest that `look` received; None before the first.
     """
 
     def __init__(self, name: str, home: Path, environment: Mapping[str, str] = _ENVIRONMENT) -> None:
         self.name, self.directory, self._environment = name, home / name, environment
         self.status: Status | None = None
         self._log = home / f"{name}.log"
-        self._words = ""
+        self._last_line = ""
         self._child: ChildProcess | None = None
         self._read_bytes = 0
 
     async def start(self, arguments: Sequence[str]) -> None:
-        """
+        """Start the process.
+
         Raises:
-            OSError: no process can be had.
+            OSError: it cannot be started.
         """
         path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
         place = ("--state-dir", str(self.directory), "--listen", _LISTEN, "--no-nat", "--nickname", self.name)
         command = (sys.executable, "-P", "-m", "node", "join", *place, *arguments)
         self._child = await ChildProcess.start(
-            self.name, command, self._hear, {**self._environment, "PYTHONPATH": path}
+            self.name, command, self._take_line, {**self._environment, "PYTHONPATH": path}
         )
 
-    def _hear(self, line: str | None) -> None:
+    def _take_line(self, line: str | None) -> None:
         if line:
-            self._words = line
+            self._last_line = line
             with suppress(OSError):
                 rotate(self._log)
                 with self._log.open("a") as file:
@@ -121,12 +123,12 @@ class Participant:
 
     @property
     def well(self) -> bool:
-        """Whether it left in good order."""
+        """Whether the process ended with exit code 0."""
         return self.code == 0
 
     @property
     def end(self) -> str:
-        """In words, how it ended."""
+        """How the process ended, as shown to the user."""
         code = self.code
         if code is None:
             return "did not start" if self._child is None else "runs"
@@ -134,29 +136,29 @@ class Participant:
 
     @property
     def output_tail(self) -> str:
-        """The last line that it wrote: for a person."""
-        return printable(self._words.removeprefix("starling: "), 300) or "it said nothing"
+        """The last line that the process wrote, safe to print."""
+        return printable(self._last_line.removeprefix("starling: "), 300) or "no output"
 
     def ask(self) -> None:
-        """Have it finish its round and leave."""
+        """Ask the peer to finish its round and leave."""
         if self._child:
             self._child.ask()
 
     async def kill(self) -> None:
-        """End it at once; its own processes die with it."""
+        """Kill the process; its worker and p2pd die with it."""
         if self._child:
             await self._child.kill()
 
     async def look(self, seconds: float) -> None:
-        """Ask it how it is doing."""
+        """Update `status`, within `seconds`."""
         with suppress(ControlUnavailable, ValueError):
             self.status = parse(await ask(self.directory, "status", asyncio.get_running_loop().time() + seconds))
 
     def reports(self) -> list[RoundReport]:
-        """Those that are new, a megabyte of them at most."""
+        """New reports, at most a megabyte of them."""
         path = self.directory / "rounds.jsonl"
         try:
-            if path.stat().st_size < self._read_bytes:  # it was put aside: what is left of it comes first
+            if path.stat().st_size < self._read_bytes:  # it was rotated: read the rest of the old file first
                 if left := self._lines(rotated_path(path)):
                     return left
                 self._read_bytes = 0
@@ -165,7 +167,8 @@ class Participant:
             return []
 
     def _lines(self, path: Path) -> list[RoundReport]:
-        """
+        """Whole lines of a file after those already read.
+
         Raises:
             OSError: there is no such file.
         """
@@ -177,7 +180,7 @@ class Participant:
         return [RoundReport.from_json(line) for line in whole.splitlines()]
 
     def text(self) -> str:
-        """What its model wrote when the run was over, if it did."""
+        """What the model wrote when the run was over; empty if it wrote nothing."""
         try:
             with (self.directory / "sample.txt").open("rb") as file:
                 return file.read(_SAMPLE_BYTES).decode(errors="replace")
@@ -186,19 +189,19 @@ class Participant:
 
 
 class Swarm:
-    """All of them, from the first start to the summary."""
+    """All peers of a swarm, from the first start to the summary."""
 
     def __init__(self, options: SwarmOptions, directory: Path, screen: Screen) -> None:
         self._options, self._directory, self._screen = options, directory, screen
         names = [f"peer-{number}" for number in range(1, options.peers + 1)]
-        said = variables(options.run, os.environ) if options.run else {}  # only the founder is given the file
-        self._peers = [Participant(name, directory, _ENVIRONMENT | said) for name in names]
+        given = variables(options.run, os.environ) if options.run else {}  # only the founder reads the file itself
+        self._peers = [Participant(name, directory, _ENVIRONMENT | given) for name in names]
         self._tally = SwarmSummary(names)
         self._ended: set[str] = set()
         self._leaving, self._until = False, float("inf")
 
     def leave(self) -> None:
-        """Have all peers finish their round and leave."""
+        """Ask all peers to finish their round and leave."""
         self._leaving = True
         self._hurry(LEAVE_SECONDS)
         for each in self._peers:
@@ -208,9 +211,9 @@ class Swarm:
         self._until = min(self._until, asyncio.get_running_loop().time() + seconds)
 
     async def run(self) -> int:
-        """The whole life; returns the exit code."""
+        """Run the swarm to its end and return the exit code."""
         began = asyncio.get_running_loop().time()
-        self._screen.say(f"{self._options.peers} peers, whose directories and logs are in {self._directory}")
+        self._screen.say(f"starting {self._options.peers} peers; their directories and logs are in {self._directory}")
         try:
             async with self._screen.showing(self._picture):
                 founder = self._peers[0]
@@ -231,7 +234,7 @@ class Swarm:
     # -- starting -----------------------------------------------------------------------------------------------------
 
     async def _found(self, founder: Participant) -> bool:
-        """Start the run; returns whether others can join it."""
+        """Start the founder, and wait until others can join its run. Returns whether they can."""
         options = self._options
         given = {
             "--rounds": options.rounds,
@@ -251,13 +254,13 @@ class Swarm:
         return False
 
     def _why_not(self, founder: Participant) -> str:
-        """Why there is no run, for a person."""
+        """Why there is no run, as shown to the user."""
         if self._leaving:
-            return "asked to leave before the run had begun"
+            return "stopped before the run had begun"
         if not founder.running:
             return founder.output_tail
         late = f"{founder.name} has not started the run within {START_SECONDS:g} s: is this machine too busy?"
-        return f"{late} Its last words: {founder.output_tail}"
+        return f"{late} Its last output: {founder.output_tail}"
 
     def _threads(self) -> tuple[str, str]:
         return "--threads", str(max(1, usable_cores() // self._options.peers))
@@ -273,7 +276,7 @@ class Swarm:
     # -- watching -----------------------------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        """Follow the peers until the last has left, or has to."""
+        """Follow the peers until the last has left; kill those that are late."""
         loop = asyncio.get_running_loop()
         looked = 0.0
         while any(each.running for each in self._peers) and loop.time() < self._until:
@@ -284,30 +287,32 @@ class Swarm:
             await asyncio.sleep(POLL_SECONDS)
         for each in self._peers:
             if each.running:
-                self._screen.say(f"{each.name} does not leave and is killed: {each.output_tail}")
+                self._screen.say(
+                    f"{each.name} did not leave in time and is killed; its last output: {each.output_tail}"
+                )
                 self._ended.add(each.name)
                 await each.kill()
         self._read()
 
     def _read(self) -> None:
-        """Take in what is new, and tell of it."""
+        """Read new reports, and print what is new."""
         running = {each.name for each in self._peers if each.running}
         for each in self._peers:
             for report in each.reports():
                 self._tally.add(each.name, report)
             if each.name not in running | self._ended:
-                self._mourn(each)
+                self._report_end(each)
         for done in self._tally.complete(running):
             if not self._screen.is_live:
                 self._screen.log(plain_line(done, self._rounds))
 
-    def _mourn(self, peer: Participant) -> None:
+    def _report_end(self, peer: Participant) -> None:
         self._ended.add(peer.name)
         self._tally.tracks[peer.name].well = peer.well
         if peer.well:
             self._hurry(LAST_SECONDS)
         elif not self._leaving:
-            self._screen.say(f"{peer.name} {peer.end}, the others go on; its last words: {peer.output_tail}")
+            self._screen.say(f"{peer.name} {peer.end}, the others continue; its last output: {peer.output_tail}")
 
     @property
     def _rounds(self) -> int:
@@ -326,5 +331,5 @@ class Swarm:
         return 0 if tally.agree and (tally.fell or not self._learns()) else 1
 
     def _learns(self) -> bool:
-        """Whether the loss should fall: there is a sample of real data that it is measured on."""
+        """Whether the loss should fall, because the run has a sample of real data to measure it on."""
         return (self._peers[0].directory / "held-out.bin").exists()

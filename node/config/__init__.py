@@ -1,1 +1,1 @@
-"""What people set: the run's configuration, this machine's, and the files that hold them."""
+"""Configuration: the run's, this machine's, and the files that hold them."""

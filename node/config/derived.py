@@ -1,4 +1,4 @@
-"""What a run's configuration and this machine's make of a worker, and of a protocol's settings."""
+"""Values derived from the run's configuration and this machine's: the worker's specification, a protocol's settings."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from node.tasks.spec import GptValues, OwnValues, PacedValues, Values, WorkerSpe
 from protocols.base import Member, Settings
 
 KEEP_ROUNDS = 4
-"""Who is so many rounds behind is told what was decided; who is farther behind asks for it."""
+"""Rounds whose reduced parts stay in memory for members that missed them. A member further behind uses state sync."""
 
 
 def worker_spec(run: RunConfig, mine: PeerConfig, seed: int, sample: Path | None = None) -> WorkerSpec:
-    """The worker of this peer in that run.
+    """Specification of this peer's worker in a run.
 
     Args:
-        seed: of the stream of data that this peer draws.
-        sample: the run's evaluation sample; None for its founder, who makes it.
+        seed: seed of this peer's data stream.
+        sample: file of the run's evaluation sample; None for the founder, which makes the sample.
     """
     return WorkerSpec(
         values=_values(run),
@@ -39,7 +39,7 @@ def worker_spec(run: RunConfig, mine: PeerConfig, seed: int, sample: Path | None
 
 
 def protocol_settings(manifest: Manifest, mine: PeerConfig, incarnation: int) -> Settings:
-    """What the averaging protocol of a run is set to, in this life of this peer."""
+    """Settings of the run's averaging protocol for this incarnation of this peer."""
     config = manifest.config
     return Settings(
         codec=config.codec,
@@ -55,7 +55,7 @@ def protocol_settings(manifest: Manifest, mine: PeerConfig, incarnation: int) ->
 
 
 def stream_seed(me: Member) -> int:
-    """Which stream of the data a member draws: each life of each peer its own, unless it goes on with another's."""
+    """Seed of a member's data stream: each incarnation has its own, unless it resumes one from a checkpoint."""
     return int.from_bytes(hashlib.sha256(f"{me.peer}/{me.incarnation}".encode()).digest()[:7], "big")
 
 

@@ -1,7 +1,7 @@
-"""What a run is: its configuration, its founder and where it starts, hashed to the run's id and signed by the founder.
+"""The manifest: a run's configuration, founder and initial state. Its hash is the run id; the founder signs it.
 
-A joiner gets the manifest in an envelope from any peer. With the run's id from the join line nothing in it has to be
-believed; without, the founder's signature at least says whose run it is.
+A joiner gets the manifest in an envelope from any peer. With the run id from the join line, the joiner can verify
+all of it. Without the id, the founder's signature at least says whose run it is.
 
     envelope      msgpack [FORMAT, canonical bytes, signature]
     run id        SHA-256 of a prefix and the canonical bytes, 64 hex digits
@@ -36,23 +36,23 @@ Digest = Annotated[bytes, Field(min_length=32, max_length=32)]
 
 
 class ManifestError(ValueError):
-    """A manifest that is refused, in one line: what, why, what to do."""
+    """A manifest that is refused. The message is one line: what, why, what to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class Manifest:
-    """A run, as its founder declared it.
+    """A run, as declared by its founder.
 
     Raises:
-        ValueError: a value out of its range.
+        ValueError: a value is out of its range.
 
     Attributes:
-        founder: in the life in which it founded the run.
+        founder: the founder, in the incarnation that founded the run.
         elements: length of each fragment's flat vector.
-        state_root: root of the outer state before round 0, 32 bytes.
+        state_root: state root of the outer state before round 0, 32 bytes.
         held_out: SHA-256 of the evaluation sample that travels with the run; 32 zero bytes if the task has none.
         created: wall time, seconds since 1970.
-        layout: `layout_digest` of the parameters; None in manifests from before it was told.
+        layout: `layout_digest` of the parameters; None in manifests of older versions.
     """
 
     config: RunConfig
@@ -66,7 +66,7 @@ class Manifest:
     def __post_init__(self) -> None:
         peer, incarnation = self.founder.peer, self.founder.incarnation
         if not 0 < len(peer) <= _MAX_PEER_CHARACTERS or not (peer.isascii() and peer.isprintable()):
-            raise ValueError("the founder's peer id is none")
+            raise ValueError("the founder's peer id is malformed")
         if not 0 <= incarnation <= _MAX_INCARNATION:
             raise ValueError(f"the founder's incarnation must be in 0..{_MAX_INCARNATION}")
         total = sum(self.elements)
@@ -77,13 +77,14 @@ class Manifest:
 
     @property
     def run_id(self) -> str:
-        """64 hex digits; as bytes it is `protocols.base.RoundKey.run`."""
+        """Hash of the manifest, 64 hex digits; as bytes it is `protocols.base.RoundKey.run`."""
         return hashlib.sha256(_RUN_TAG + self.encode()).hexdigest()
 
     def require_layout(self, layout: Layout) -> None:
-        """
+        """Check that the parameters of this peer's worker are those of the run.
+
         Raises:
-            ManifestError: the parameters that a worker has here are not those of the run.
+            ManifestError: sizes, names or shapes differ.
         """
         if layout.sizes() == self.elements and self.layout in (None, layout_digest(layout)):
             return
@@ -95,7 +96,7 @@ class Manifest:
         raise ManifestError(f"here the model has {what}: use the {version} that the others use")
 
     def encode(self) -> bytes:
-        """The one spelling of this manifest; see `node.config.toml.canonical`."""
+        """Canonical bytes of this manifest; see `node.config.toml.canonical`."""
         return canonical(self)
 
 
@@ -103,12 +104,12 @@ _MANIFEST = TypeAdapter(Manifest)
 
 
 def layout_digest(layout: Layout) -> bytes:
-    """SHA-256 of names and shapes, in their order: equal sizes alone may be of different tensors."""
+    """SHA-256 of names and shapes, in order. Different tensors may have equal sizes, so sizes alone do not suffice."""
     return hashlib.sha256(json.dumps(layout.fragments, separators=(",", ":")).encode("ascii")).digest()
 
 
 def seal(manifest: Manifest, signer: Signer) -> bytes:
-    """The manifest in its envelope, at most `MAX_BYTES`. The signer is the founder."""
+    """Sign a manifest and wrap it in its envelope, at most `MAX_BYTES` long. The signer is the founder."""
     encoded = manifest.encode()
     envelope: bytes = msgpack.packb([FORMAT, encoded, signer.sign(_SIGNED_TAG + encoded)])
     return envelope
@@ -117,21 +118,21 @@ def seal(manifest: Manifest, signer: Signer) -> bytes:
 def unseal(
     envelope: bytes, verify: Callable[[PeerId, bytes, bytes], bool], expected_run_id: str | None = None
 ) -> Manifest:
-    """The manifest in an envelope that may come from anybody.
+    """Verify an envelope from an untrusted peer, and return its manifest.
 
     Args:
         verify: `protocols.base.Signer.verify`.
-        expected_run_id: of the run that is meant, or at least the first 12 of its hex digits; None: any.
+        expected_run_id: id of the expected run, or at least its first 12 hex digits; None accepts any run.
 
     Raises:
-        ManifestError: too large, of another format, not canonical, a value out of its range, not signed by its
-            founder, or of another run.
+        ManifestError: the envelope is too large, of another format or not canonical, a value is out of its range, the
+            founder's signature is wrong, or it is another run.
     """
     encoded, signature = _open(envelope)
     unsigned = ManifestError("the manifest is not signed by its founder: ask another peer of the run")
     try:
         manifest = _decode(encoded)
-    except ManifestError:  # a flipped bit is not to read as another version
+    except ManifestError:  # if the signature is wrong too, report that: a flipped bit is not another version
         if (founder := _founder(encoded)) and not verify(founder, _SIGNED_TAG + encoded, signature):
             raise unsigned from None
         raise
@@ -140,7 +141,7 @@ def unseal(
     if expected_run_id is not None and not _matches(manifest.run_id, expected_run_id):
         raise ManifestError(
             f"this is run {manifest.run_id}, not {ascii(expected_run_id[:64])[1:-1]}: "
-            "take the join line from a peer of the run that you mean"
+            "take the join line from a peer of the run that you want to join"
         )
     return manifest
 
@@ -150,7 +151,7 @@ def _matches(run_id: str, expected: str) -> bool:
 
 
 def _open(envelope: bytes) -> tuple[bytes, bytes]:
-    """(encoded manifest, signature): what they are worth is not known yet."""
+    """Encoded manifest and signature, neither of them verified yet."""
     if len(envelope) > MAX_BYTES:
         raise ManifestError(f"an envelope of {len(envelope)} bytes, more than {MAX_BYTES}: it holds no manifest")
     try:
@@ -161,27 +162,27 @@ def _open(envelope: bytes) -> tuple[bytes, bytes]:
         raise ManifestError("the envelope holds no manifest: ask another peer of the run")
     version, encoded, signature = opened
     if version != FORMAT:
-        raise ManifestError(f"the manifest is of format {version}, this version knows {FORMAT}: update Starling")
+        raise ManifestError(f"the manifest has format {version}, this version reads {FORMAT}: update Starling")
     if type(encoded) is not bytes or type(signature) is not bytes or msgpack.packb(opened) != envelope:
         raise ManifestError("the envelope is not in its canonical spelling: ask another peer of the run")
     return encoded, signature
 
 
 def _founder(encoded: bytes) -> PeerId:
-    """Whose signature one that does not decode would have to bear; empty if it names nobody that there could be."""
+    """The founder's peer id in a manifest that does not decode; empty if there is no valid one."""
     try:
         peer = json.loads(encoded)["founder"]["peer"]
     except (ValueError, KeyError, TypeError, RecursionError):
         return ""
-    there = isinstance(peer, str) and len(peer) <= _MAX_PEER_CHARACTERS and peer.isascii() and peer.isprintable()
-    return peer if there else ""
+    valid = isinstance(peer, str) and len(peer) <= _MAX_PEER_CHARACTERS and peer.isascii() and peer.isprintable()
+    return peer if valid else ""
 
 
 def _decode(encoded: bytes) -> Manifest:
     try:
         manifest = _MANIFEST.validate_json(encoded)
     except ValidationError as error:
-        why = f"the manifest holds what this version does not take: {one_line(error)}"
+        why = f"this version does not accept the manifest: {one_line(error)}"
         raise ManifestError(f"{why}; update Starling, or ask another peer of the run") from None
     if manifest.encode() != encoded:
         raise ManifestError("the manifest is not in its canonical spelling: ask another peer of the run")

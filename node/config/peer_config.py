@@ -1,7 +1,7 @@
-"""What one peer is told about itself: where it finds the others, its machine, what it shows.
+"""The configuration of one peer: where it finds the others, its machine, its output.
 
-Sources: flags > environment `NODE_*` > table `[peer]` of the run file > defaults. Lists are separated by commas where
-they come as one string; an empty variable counts as not set.
+Sources: flags > environment `NODE_*` > table `[peer]` of the run file > defaults. A list in one string is separated by
+commas; an empty variable counts as not set.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from protocols.wire import MAX_ROSTER
 
 PREFIX = "NODE_"
 _NOT_OURS = re.compile("NODE_(ENV|OPTIONS|PATH|VERSION|HOME|DEBUG|EXTRA_CA_CERTS|TLS_.*|NAME|IP|LABELS|RANK)")
-"""Variables that Node.js, Kubernetes, Jenkins and launchers of torch set for themselves."""
+"""Variables of Node.js, Kubernetes, Jenkins and torch's launchers."""
 DEFAULT_NICE = 10
 _PLACE = "/ip4/192.0.2.7/tcp/31337"
 _EXAMPLE = f"{_PLACE}/p2p/12D3Koo…"
@@ -33,7 +33,7 @@ _NUMBER_AS_NAME = re.compile(r"/dns[46]?/(\d+\.\d+\.\d+\.\d+)/")
 _OPEN_PORT = re.compile("/(tcp|udp)/0(/|$)")
 _ANYWHERE = re.compile(r"/ip4/0\.0\.0\.0/|/ip6/::/")
 FILE_SIGN = "@"
-"""What `bootstrap` has before the path of a file that holds addresses."""
+"""Prefix in `bootstrap` of the path of a file that holds addresses."""
 
 
 def _split(value: object) -> object:
@@ -53,19 +53,19 @@ def _multiaddr(address: str, example: str) -> str:
     if not parsed:
         raise ValueError(f"{address!r} is empty: give one like {example}")
     if number := _NUMBER_AS_NAME.match(parsed):
-        raise ValueError(f"{parsed}: {number[1]} is an address and no name: write /ip4/ in place of /dns/")
+        raise ValueError(f"{parsed}: {number[1]} is an address and no name: write /ip4/ instead of /dns/")
     return parsed
 
 
 def _rewritten(address: str, example: str) -> str:
-    """What the address would be as a multiaddr, for those who wrote host:port or a bare peer id."""
+    """A hint for an address in another form: the multiaddr of a host:port, else an example."""
     found = re.fullmatch(r"(?:\w+://)?([\w.-]+|\[[\da-fA-F:]+\]):(\d{1,5})(/p2p/\w+)?/?", address)
     if not found:
         return f": give one like {example}"
     host, port, peer = found.groups()
     kind = "ip6" if host[0] == "[" else "ip4" if re.fullmatch(r"[\d.]+", host) else "dns"
-    who = "" if example is _PLACE else peer or "/p2p/<its peer id>"
-    return f": write /{kind}/{host.strip('[]')}/tcp/{port}{who}"
+    suffix = "" if example is _PLACE else peer or "/p2p/<its peer id>"
+    return f": write /{kind}/{host.strip('[]')}/tcp/{port}{suffix}"
 
 
 def _bootstrap(source: str) -> str:
@@ -83,16 +83,16 @@ def _bootstrap(source: str) -> str:
 
 def _file(source: str) -> str:
     path = _home(Path(source.removeprefix(FILE_SIGN)))
-    if os.path.isdir(path):  # an empty name, too
+    if os.path.isdir(path):  # so is an empty name
         raise ValueError(f"{source!r} names no file: write {FILE_SIGN} and the path of a file that holds addresses")
     return f"{FILE_SIGN}{path}"
 
 
 def peer_address(address: str) -> str:
-    """A multiaddr at which others can be asked, as it is spelt.
+    """Check the multiaddr of a peer, and return it in normal form.
 
     Raises:
-        ValueError: it is none; one line says what it should be.
+        ValueError: it is not one; the message is one line, with the form that is expected.
     """
     address = _multiaddr(address, _EXAMPLE)
     if not re.search("/p2p/[^/]+$", address):
@@ -101,7 +101,7 @@ def peer_address(address: str) -> str:
     if address.startswith("/p2p/"):
         raise ValueError(f"{address} does not say where the peer is: give its whole address, like {_EXAMPLE}")
     if _ANYWHERE.match(address) or "/tcp/0/" in address:
-        raise ValueError(f"nobody can be reached at {address}: give the peer's own address and port")
+        raise ValueError(f"no peer can be reached at {address}: give the peer's own address and port")
     return address
 
 
@@ -121,14 +121,14 @@ def _announce(address: str) -> str:
     if not re.search("/(tcp|udp)/", address):
         raise ValueError(f"{address} has no port: write {address.rstrip('/')}/tcp/<the port that others dial>")
     if not address.isascii():
-        raise ValueError(f"{address}: others take names in ASCII only: write the one that begins with xn--")
+        raise ValueError(f"{address}: other peers accept names in ASCII only: write the one that begins with xn--")
     if len(address) > MAX_ADDRESS_CHARACTERS:
-        raise ValueError(f"{address[:60]}… is longer than {MAX_ADDRESS_CHARACTERS} characters: others do not take it")
+        raise ValueError(f"{address[:60]}… is longer than {MAX_ADDRESS_CHARACTERS} characters: other peers refuse it")
     return address
 
 
 def _threads(value: object) -> object:
-    """Before pydantic's own choice between the two, whose message would speak of one of them only."""
+    """Check the value before pydantic does, whose message would name only one of the two choices."""
     if value != "auto" and not re.fullmatch("[1-9][0-9]{0,2}", str(value)):
         raise ValueError(f'{shown(value)} must be "auto" or a whole number from 1 to 999')
     return value
@@ -146,7 +146,7 @@ def _home(path: Path) -> Path:
     try:
         return path.expanduser()
     except RuntimeError:
-        raise ValueError(f"{str(path)!r}: there is no such home directory, give the whole path") from None
+        raise ValueError(f"{str(path)!r}: there is no such home directory: give the whole path") from None
 
 
 def _nickname(text: str) -> str:
@@ -157,33 +157,34 @@ def _nickname(text: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
 class PeerConfig:
-    """This machine's side of a run. Made by `load_peer`.
+    """This machine's side of a run. Made by `load_peer`. The run file quotes the descriptions below.
 
     Attributes:
         bootstrap: multiaddrs of peers of the run, each ending in /p2p/<peer id>, or @ and the path of a file that holds
-            such, one a line, and may come later; none: found a run.
-        run_id: of the run that is meant, 64 hex digits or at least the first 12; others are refused.
-        state_dir: where identity and checkpoints are kept; None: the first free peer-N of this user.
-        rounds: leave after so many; of who starts a run: the run has so many, whatever [recipe] says.
+            such addresses, one per line, and may appear later; empty: start or resume a run.
+        run_id: id of the run to join, 64 hex digits or at least the first 12; other runs are refused.
+        state_dir: directory of the identity and the checkpoints; None: the first free peer-N of this user.
+        rounds: rounds after which this peer leaves; for a peer that starts a run: the run's rounds, instead of those in
+            [recipe].
         listen: multiaddrs to listen on.
-        announce: multiaddrs to tell others, instead of those that are found.
-        addresses_file: where this peer keeps its addresses, for others to read by --bootstrap @PATH.
-        device: where to train; auto takes cuda or mps where there is one.
-        threads: of the worker: a number, or auto, which measures.
-        nice: the worker leaves busy cores to other programs: 0 not at all, 19 the most.
-        precision: of training; auto is bfloat16 where that pays, else float32.
+        announce: multiaddrs at which others can dial this peer, instead of those that it finds itself.
+        addresses_file: file that this peer writes its addresses to, for others to read with --bootstrap @PATH.
+        device: device to train on; auto is cuda or mps if there is one, else cpu.
+        threads: training threads: a number, or auto, which measures how many are fastest.
+        nice: niceness of training, from 0 to 19; the higher, the more of a busy processor is left to other programs.
+        precision: precision of training; auto is bfloat16 where that is faster, else float32.
         data: text file or folder to train on; None: the standard library's source.
-        nickname: of this peer, for people.
-        bandwidth_bytes_per_second: of this machine's upload.
-        wait_for_peers: a founder begins the first round when so many are there, itself included.
-        nat: whether to map ports and use relays.
+        nickname: name under which other peers show this one.
+        bandwidth_bytes_per_second: upload rate of this machine, in bytes per second.
+        wait_for_peers: peers that must be there, this one included, before a new run's first round begins.
+        nat: whether to map ports at the router and use relays.
         checkpoint_every: rounds between two checkpoints.
-        disk_limit_bytes: that checkpoints may take.
-        new: found a run even if there is one to go on with.
-        log_level: of what is told about the peer's inner life.
+        disk_limit_bytes: disk space that checkpoints may take, in bytes.
+        new: start a new run even if the state directory holds one.
+        log_level: lowest level of log lines to print.
         json: print JSON lines instead of text.
-        consent: name of the user's own task that this peer is to run; given to its command alone, by --task.
-        origins: key -> where its value came from.
+        consent: name of the user's own task that this peer agrees to run; set only by --task.
+        origins: key -> source of its value.
     """
 
     bootstrap: Annotated[tuple[Annotated[str, AfterValidator(_bootstrap)], ...], BeforeValidator(_split)] = ()
@@ -221,19 +222,19 @@ _OF_THE_MACHINE = (
 KEYS = tuple(field.name for field in fields(PeerConfig) if field.name not in ("consent", "origins"))
 _OF_JOINERS = ("bootstrap", "run_id")
 FILE_KEYS = tuple(key for key in KEYS if key not in _OF_JOINERS)
-"""What `[peer]` may hold: a run file starts a run, or goes on with it."""
+"""Keys that `[peer]` may hold. A run file starts or resumes a run, so it has no addresses to join."""
 
 
 def load_peer(flags: Mapping[str, object], environment: Mapping[str, str], file: Path | None) -> PeerConfig:
-    """This peer's configuration, and where each of its values came from.
+    """Load this peer's configuration, with the source of each value.
 
     Args:
-        flags: values by key; None: not given.
-        environment: all of it; what does not begin with `NODE_` is none of ours.
-        file: run file, of which the table `[peer]` is read.
+        flags: key -> value; None for an option that was not given.
+        environment: all variables; those that do not begin with `NODE_` are ignored.
+        file: run file, of which only the table `[peer]` is read.
 
     Raises:
-        ConfigError: a file that cannot be read, an unknown key, a bad value; names its source and the key.
+        ConfigError: the file cannot be read, a key is unknown or a value is bad; names the source and the key.
     """
     values: dict[str, object] = {}
     origins = dict.fromkeys(KEYS, "default")
@@ -248,21 +249,21 @@ def load_peer(flags: Mapping[str, object], environment: Mapping[str, str], file:
         config = _PEER.validate_python({**values, "origins": origins})
     except ValidationError as error:
         bad = one_line(error)
-        origin = origins[bad.key.partition(".")[0]]  # of a table where none belongs, it names what is in it, too
+        origin = origins[bad.key.partition(".")[0]]  # pydantic's path may go on inside a table
         text = str(bad) if origin.endswith("[peer]") else str(bad).removeprefix(f'"{bad.key}"').lstrip(": ")
         raise ConfigError(f"{origin}: {text}", bad.key) from None
     if config.announce and all(_OPEN_PORT.search(each) for each in config.listen):
         port = (re.findall(r"/(?:tcp|udp)/(\d+)", config.announce[0]) or [4001])[0]
-        what = f"{config.announce[0]} has a fixed port, and this peer would listen on any that is free"
-        raise ConfigError(f"{origins['announce']}: {what}: give --listen /ip4/0.0.0.0/tcp/{port}, too", "announce")
+        what = f"{config.announce[0]} has a fixed port, but this peer would listen on any free one"
+        raise ConfigError(f"{origins['announce']}: {what}: also give --listen /ip4/0.0.0.0/tcp/{port}", "announce")
     return config
 
 
 def variables(file: Path, environment: Mapping[str, str]) -> dict[str, str]:
-    """What `[peer]` of a run file says of the machine, as variables: for peers there that are not given the file.
+    """The machine's settings in `[peer]` of a run file as variables, for peers that do not read the file.
 
     Args:
-        environment: what it says already is left out: it wins over the file.
+        environment: variables that are set already and win over the file; these are left out.
 
     Raises:
         ConfigError: as `load_peer` does.
@@ -286,7 +287,7 @@ def _file_table(file: Path | None) -> dict[str, Any]:
         for key in table:
             if key in _OF_JOINERS:
                 flag = "--" + key.replace("_", "-")
-                raise ConfigError(f'"peer.{key}": a run file is for who starts a run; who joins one gives {flag}', key)
+                raise ConfigError(f'"peer.{key}": a run file starts a run: to join one, give {flag} instead', key)
         check_keys(table, FILE_KEYS, "peer")
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}", error.key) from None

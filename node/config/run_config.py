@@ -1,17 +1,17 @@
-"""What all peers of a run share: it is hashed and signed in the run's manifest, and comes to joiners from there.
+"""The configuration that all peers of a run share. The run's manifest holds it; joiners get it from there.
 
     name = "my run"
     task = "gpt"            # or "paced", or a user's own, "package.module:factory"
 
     [gpt]
-    preset = "w128"         # gives defaults to [gpt] and [recipe]; what is named beside it wins
+    preset = "w128"         # sets the defaults of [gpt] and [recipe]; values beside it override them
     [options]
-    width = 32              # of a user's own task: for its factory
+    width = 32              # for the factory of a user's own task
     [recipe]
     rounds = 32
 
 A loaded configuration holds every value, never the name of a preset, whose meaning may change with the code. Every
-value is bounded: a configuration may come from a stranger, and decides how much memory peers set aside.
+value is bounded, because a configuration may come from an untrusted peer, and decides how much memory peers allocate.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _MIN_CHUNK_ELEMENTS = 1 << 10
 STRICT = ConfigDict(
     extra="forbid", strict=True, allow_inf_nan=False, revalidate_instances="always", val_json_bytes="hex"
 )
-"""Nothing is guessed: "5" is no number, true is no number, 1.0 is no whole number."""
+"""No value is converted: "5" and true are not numbers, and 1.0 is not a whole number."""
 
 _RECIPE_LIMITS: Mapping[str, float] = {
     "inner_steps": 10**6,
@@ -54,7 +54,7 @@ _RECIPE_LIMITS: Mapping[str, float] = {
     "weight_decay": 1000,
     "clip_norm": 1e9,
 }
-"""The largest that a value may be, where `Recipe` itself knows none."""
+"""Largest values, where `Recipe` itself sets no limit."""
 
 _PACED_RECIPE = Recipe(
     inner_steps=20, rounds=10_000, learning_rate=1e-3, outer_learning_rate=0.9, outer_momentum=0.5, warmup_steps=0
@@ -79,25 +79,25 @@ def _known_codec(name: str) -> str:
 
 
 def _unless_mean(rule: str | None) -> str | None:
-    """The mean has no name in a manifest: so those from before there were other rules stay what they were."""
+    """The rule to store: None for the mean, so that manifests of versions without other rules keep their bytes."""
     return None if rule is None or known_rule(rule) == "mean" else rule
 
 
 def _unless_random(schedule: str | None) -> str | None:
-    """As for the mean."""
+    """The schedule to store: None for the default, for the same reason as `_unless_mean`."""
     return None if schedule is None or known_schedule(schedule) == "random" else schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class GptTable:
-    """`[gpt]`: the model's shape and the rows of a batch; see `node.tasks.gpt`.
+    """`[gpt]`: the model's shape and the rows of a batch; see `node.tasks.gpt`. The run file quotes the descriptions.
 
     Attributes:
-        layers: of the transformer.
-        width: of its residual stream.
-        heads: of attention; they divide the width into even parts.
-        context: bytes that the model sees.
-        rows: of a batch, each as long as the context.
+        layers: layers of the transformer.
+        width: width of the residual stream.
+        heads: attention heads; the width must be a multiple of twice this number.
+        context: length of the context, in bytes.
+        rows: rows of a batch, each as long as the context.
     """
 
     layers: int = Field(ge=1, le=1 << 10)
@@ -107,7 +107,7 @@ class GptTable:
     rows: int = Field(ge=1, le=1 << 12)
 
     def __post_init__(self) -> None:
-        _ = self.shape  # refuses heads that do not fit
+        _ = self.shape  # raises if the heads do not fit the width
         if self.elements > MAX_ELEMENTS:
             raise ValueError(f"the model has {self.elements} parameters, more than {MAX_ELEMENTS}: make it smaller")
         if self.rows * self.context > MAX_BATCH_TOKENS:
@@ -119,19 +119,19 @@ class GptTable:
 
     @property
     def elements(self) -> int:
-        """Parameters of `node.tasks.gpt.Gpt` in that shape, without making one."""
+        """Number of parameters of `node.tasks.gpt.Gpt` in this shape, computed without building the model."""
         layer = 4 * self.width**2 + 3 * self.width * self.shape.hidden + 2 * self.width
         return 2 * VOCABULARY * self.width + self.layers * layer + self.width
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class PacedTable:
-    """`[paced]`: length of the vector, and what an inner step takes and is worth; see `node.tasks.paced`.
+    """`[paced]`: the vector, and the time and tokens of an inner step; see `node.tasks.paced`. The run file quotes it.
 
     Attributes:
-        elements: of the vector.
-        step_seconds: that an inner step takes.
-        tokens_per_step: that it counts as.
+        elements: length of the vector.
+        step_seconds: seconds that an inner step takes.
+        tokens_per_step: tokens that an inner step counts as.
     """
 
     elements: int = Field(default=1_000_000, ge=1, le=MAX_ELEMENTS)
@@ -143,26 +143,29 @@ class PacedTable:
 class RunConfig:
     """Everything that the peers of a run must share. Made by `load_run`, or from canonical bytes.
 
+    The run file quotes the descriptions below.
+
     Attributes:
-        name: of the run, for people.
-        task: what is trained: gpt, paced, or your own by the name of its factory, package.module:factory. It takes the
-            table of that name, or [options].
-        protocol: how replicas agree: butterfly, to the same bits in each round; or each has a state of its own, and
-            they mix: gossip, moshpit, push_sum, and the baselines data_parallel, ring, parameter_server and
+        name: name of the run, shown to people.
+        task: what is trained: gpt, paced, or your own by the name of its factory, package.module:factory. gpt and paced
+            are set up by the table of their name, your own by [options].
+        protocol: how peers average. With butterfly, all hold the same bits after each round. With the others, each has
+            a state of its own: gossip, moshpit, push_sum, and the baselines data_parallel, ring, parameter_server and
             parameter_server_async. See docs/protocols.md.
-        codec: in what form vectors travel: fp32, fp16, bf16, int8, int4, e3m0; or topk, which sends the largest 1.6 %
-            and owes the rest, best with recipe.outer_learning_rate 1 and recipe.outer_momentum 0. By moshpit and the
-            baselines states travel in fp32, unless fp16 is named here.
-        robust: by what rule reducers average, against peers that send what is wrong, at some cost: centered_clip,
-            trimmed_mean, median, krum, multi_krum. Without one: the mean, by the butterfly of norms clipped to the
-            median.
-        schedule: whom a peer of gossip or push_sum turns to: ring, the next one; exponential, all at 1, 2, 4, … places;
-            one-peer-exponential, one of these in turn. Without one: random, pairs drawn anew in each round.
-        fork: whether a minority may go on alone once the majority of the roster is gone.
-        min_peers: how many may then, at least. Both are of butterfly alone.
-        spread_limit: relative distance from the mean that is borne, .02 is 2 %; of all protocols but butterfly.
-        seed: of the initial parameters, and of whatever else all peers draw alike.
-        chunk_elements: vectors travel and are reduced in chunks of so many.
+        codec: how vectors are encoded for the network: fp32, fp16, bf16, int8, int4, e3m0 or topk. topk sends the
+            largest 1.6 % and adds the rest to later rounds; it works best with recipe.outer_learning_rate 1 and
+            recipe.outer_momentum 0. With moshpit and the baselines, states travel in fp32 unless this is fp16.
+        robust: how reducers average, to tolerate some wrong vectors at some cost: centered_clip, trimmed_mean, median,
+            krum or multi_krum. Without it they take the mean; with butterfly, of vectors clipped to the median norm.
+        schedule: which peers a peer exchanges with, in gossip and push_sum. ring: the next one. exponential: those at
+            distances 1, 2, 4, …. one-peer-exponential: one of these in turn. Without it, pairs are drawn at random in
+            each round.
+        fork: whether a minority may go on alone once the majority of the roster is gone for long; butterfly only.
+        min_peers: peers that such a minority must have, at least; butterfly only.
+        spread_limit: largest accepted distance of a peer from the mean of all, as a share of the mean's length (0.02 is
+            2 %); not for butterfly.
+        seed: seed of the initial parameters, and of all other random choices that peers must make alike.
+        chunk_elements: elements of a chunk, the unit in which vectors travel and are reduced.
         recipe: inner steps, rounds and outer steps.
     """
 
@@ -187,7 +190,7 @@ class RunConfig:
         if {name for name in _OF_TASKS if getattr(self, name) is not None} != {table}:
             raise ValueError(f"task {self.task} takes the table [{table}] and no other task's")
         if self.robust and self.codec == "topk":
-            raise ValueError(f"codec topk sends mostly zeros, of which {self.robust} makes zeros: take another codec")
+            raise ValueError(f"codec topk sends mostly zeros, from which {self.robust} makes zeros: use another codec")
         if self.robust and self.protocol not in _RULED:
             raise ValueError(f"robust {self.robust} is for {' and '.join(_RULED)}: {self.protocol} takes no rule")
         if self.schedule and self.protocol not in _SCHEDULED:
@@ -200,51 +203,53 @@ class RunConfig:
         if self.recipe.outer_pull and self.protocol != "gossip":
             raise ValueError(f"recipe.outer_pull is for gossip, whose pairs pull each other: not for {self.protocol}")
         if self.protocol != "butterfly" and (self.fork == "never" or self.min_peers > 1):
-            raise ValueError(f"fork and min_peers are for butterfly: by {self.protocol} nobody votes, all just go on")
+            raise ValueError(f"fork and min_peers are for butterfly: {self.protocol} has no votes")
 
     @property
     def fork_peers(self) -> int:
-        """`protocols.base.Settings.fork_peers`: members that may go on alone, at least; 0: none may."""
+        """`protocols.base.Settings.fork_peers`: the smallest minority that may go on alone; 0 if none may."""
         return 0 if self.fork == "never" else self.min_peers
 
     @property
     def own_task(self) -> str:
-        """Name of the user's own task that is trained; empty if it is one of ours."""
+        """Name of the user's own task; empty if the task is built in."""
         return self.task if self.options is not None else ""
 
     @property
     def elements(self) -> int | None:
-        """Length of the flat vector that is trained; None where only a user's code knows."""
+        """Length of the flat vector that is trained; None if only a user's code knows it."""
         return next((table.elements for table in (self.gpt, self.paced) if table), None)
 
     def preset(self) -> Preset:
-        """All that `node.tasks.gpt.GptTask` is built from.
+        """Everything that `node.tasks.gpt.GptTask` is built from.
 
         Raises:
-            ValueError: the task is another.
+            ValueError: the task is not gpt.
         """
         if self.gpt is None:
             raise ValueError(f"a run of task {self.task} has no model")
         return Preset(self.gpt.shape, self.gpt.rows, self.recipe)
 
     def require_protocol(self, protocols: Collection[str]) -> None:
-        """
+        """Check that the run's protocol is a known one.
+
         Raises:
-            ConfigError: the run's protocol is none of these.
+            ConfigError: it is not among `protocols`.
         """
         if self.protocol not in protocols:
             name = ascii(self.protocol)[1:-1]
             raise ConfigError(f'unknown protocol "{name}": {suggestion(self.protocol, protocols)}', "protocol")
 
     def to_canonical(self) -> bytes:
-        """The one spelling of this configuration, at most `MAX_BYTES`."""
+        """Canonical bytes of this configuration, at most `MAX_BYTES`."""
         return canonical(self)
 
     @classmethod
     def from_canonical(cls, data: bytes) -> RunConfig:
-        """
+        """Read a configuration from its canonical bytes.
+
         Raises:
-            ConfigError: too long, a value missing, unknown or out of its range, or not the canonical spelling.
+            ConfigError: too long, a value is missing, unknown or out of its range, or the bytes are not canonical.
         """
         if len(data) > MAX_BYTES:
             raise ConfigError(f"a configuration of {len(data)} bytes, more than {MAX_BYTES}")
@@ -267,14 +272,14 @@ _KEYS = (*(field.name for field in fields(RunConfig)), "peer")
 
 
 def load_run(path: Path | None, overrides: Mapping[str, object], protocols: Collection[str]) -> RunConfig:
-    """The configuration of a new run: overrides > the file > the task's preset > defaults.
+    """Load the configuration of a new run: overrides > the file > the task's preset > defaults.
 
     Args:
-        overrides: values by dotted names ("task", "recipe.rounds"), as flags give them; None: not given.
-        protocols: names of those that there are.
+        overrides: dotted name ("task", "recipe.rounds") -> value of a flag; None for a flag that was not given.
+        protocols: names of all protocols.
 
     Raises:
-        ConfigError: a file that cannot be read, an unknown key, a bad value; names its source and the key.
+        ConfigError: the file cannot be read, a key is unknown or a value is bad; names the source and the key.
     """
     file = read_toml(path) if path else {}
     flags = {key: value for key, value in overrides.items() if value is not None}
@@ -288,7 +293,7 @@ def load_run(path: Path | None, overrides: Mapping[str, object], protocols: Coll
 
 
 def _parse(data: str | bytes) -> RunConfig:
-    """By way of JSON, in which strictness is about values only: lists there are tuples here, tables are dataclasses."""
+    """Validate as JSON, where strict mode still takes a list for a tuple, and a table for a dataclass."""
     try:
         return _RUN.validate_json(data)
     except ValidationError as error:
@@ -330,7 +335,7 @@ def _merged(file: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _expanded(values: dict[str, Any]) -> dict[str, Any]:
-    """With the values of its preset, and without the tables of other tasks."""
+    """Add the values of the preset, and drop the tables of other tasks."""
     task = values.setdefault("task", "gpt")
     gpt, paced, options = (values.pop(table) for table in _OF_TASKS)
     if isinstance(task, str) and names.is_own(task):

@@ -1,9 +1,9 @@
-"""A run file to begin with: every setting, what it means, and its default, as the schema itself has them.
+"""The run file that `init` writes: every setting, its meaning and its default, taken from the schema's docstrings.
 
-# what it means
-name = "starling"        a default that stands by itself
-#rounds = 16             one that follows from others, the preset's say: without the # it is set
-#data =                  one that is not there
+# Meaning of the setting.
+name = "starling"        a fixed default
+#rounds = 16             a default that depends on another setting, such as the preset: remove the # to set it
+#data =                  no default
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from node.tasks.gpt import DEFAULT_PRESET, PRESETS
 _COLUMNS = 100
 _TABLES = ("recipe", "gpt", "paced", "options")
 _HEAD = """\
-A run file of Starling. What all peers of a run share stands first; joiners get it from the swarm. The table [peer]
-is of this machine alone. Start the run with: python -m node join --run FILE.toml
+A run file of Starling. The settings that all peers of a run share come first; joiners get them from the swarm. The
+table [peer] is for this machine only. Start the run with: python -m node join --run FILE.toml
 
-A line that begins with # and a name is switched off, and shows what holds without it: take the # away to set it."""
+A line such as "#rounds = 16" shows the value that holds if you do not set one. Remove the # to set it."""
 _RECIPE = f"""\
-How it is trained. What is switched off follows from the task: of gpt, the preset says it; a task of your own has
-what is shown here, the values of {DEFAULT_PRESET}; paced has its own."""
+How the task is trained. The defaults depend on the task: gpt takes them from its preset, paced has its own, and a task
+of your own has those shown here, which are the values of {DEFAULT_PRESET}."""
 _OPTIONS = """\
-Of a task of your own, package.module:factory: what its factory takes, by names that you choose; texts, numbers, true
-and false. See docs/tasks.md."""
+For a task of your own, package.module:factory: the options of its factory, under names that you choose. Values are
+texts, numbers, true and false. See docs/tasks.md."""
 _GPT = f"""\
-The task gpt, a language model over bytes. The preset gives the other values here and those of [recipe]. One of
-{", ".join(PRESETS)}."""
+The task gpt, a language model over bytes. The preset sets the defaults of the other values here and of [recipe]. It is
+one of {", ".join(PRESETS)}."""
 _PACED = """\
-The task paced: vectors, and steps that take a set time, to study the protocols."""
+The task paced: vectors, and steps that take a given time, to study the protocols."""
 _PEER = """\
-This machine. Flags and variables NODE_* win over these."""
+This machine. Flags and NODE_* variables override these settings."""
 
 
 def run_file() -> str:
-    """The text of one, in TOML. Loaded as it is, it says what no file says."""
+    """The text of the run file, in TOML. Loaded without changes, it sets the same values as no file at all."""
     preset = PRESETS[DEFAULT_PRESET]
     gpt = GptTable(**asdict(preset.shape), rows=preset.rows)
     run = RunConfig(recipe=preset.recipe, gpt=gpt)
@@ -74,24 +74,24 @@ def _prose(text: str) -> Iterator[str]:
 
 
 def _settings(schema: type, values: Mapping[str, Any], off: bool = False) -> Iterator[str]:
-    words, hints = meanings(schema), get_type_hints(schema)
+    texts, hints = meanings(schema), get_type_hints(schema)
     for name, value in values.items():
         choices = get_args(hints[name]) if get_origin(hints[name]) is Literal else ()
-        yield from _prose(words.get(name, "") + (f" One of {', '.join(choices)}." if choices else ""))
+        yield from _prose(texts.get(name, "") + (f" One of {', '.join(choices)}." if choices else ""))
         yield f"{'#' if off or value is None else ''}{name} = {'' if value is None else _toml(value)}".rstrip()
         yield ""
 
 
 def _toml(value: Any) -> str:
-    """Texts, numbers, true and false, and lists of them are written as in JSON."""
+    """A TOML value. Texts, numbers, booleans and lists of them are written as in JSON."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def meanings(schema: type) -> dict[str, str]:
-    """Field -> what the docstring says of it under `Attributes:`; none where Python was told to drop docstrings."""
+    """Field -> its description under `Attributes:` in the schema's docstring; empty if Python runs with -OO."""
     _, _, section = (inspect.getdoc(schema) or "").partition("Attributes:\n")
     found: dict[str, str] = {}
     for names, text in re.findall(r"^    (\w+(?:, \w+)*): (.*(?:\n {8,}.*)*)", section, re.MULTILINE):
         sentence = " ".join(text.replace("`", "").replace("None:", "left out:").split())
-        found |= dict.fromkeys(names.split(", "), sentence)
+        found |= dict.fromkeys(names.split(", "), sentence[:1].upper() + sentence[1:])
     return found

@@ -1,7 +1,7 @@
-"""What a run's and a peer's configuration share: the run file, canonical bytes, errors of one line.
+"""Shared by both configurations: reading the run file, canonical bytes, and one-line errors.
 
-A run file is TOML of two owners: its table `[peer]` speaks of this machine (`node.config.peer_config`), everything
-else of the run that all its peers share (`node.config.run_config`).
+A run file is TOML. Its table `[peer]` is about this machine (`node.config.peer_config`); everything else is about the
+run that all peers share (`node.config.run_config`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 MAX_BYTES = 1 << 16
-"""No run file, configuration or manifest is longer."""
+"""Largest size of a run file, a configuration or a manifest."""
 _SHOWN = 60
 _LINE = 500
 _PLAIN = (
@@ -39,14 +39,14 @@ _PLAIN = (
     ("a valid integer", "a whole number"),
     ("a valid number", "a number"),
 )
-"""What pydantic writes -> what people say."""
+"""Pattern in pydantic's messages -> plainer words."""
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be used, in one line: what, why, what to do.
+    """A configuration that cannot be used. The message is one line: what, why, what to do.
 
     Attributes:
-        key: dotted name of the value that it is about; empty if of no single one.
+        key: dotted name of the wrong value; empty if the error is not about a single one.
     """
 
     def __init__(self, message: str, key: str = "") -> None:
@@ -55,10 +55,10 @@ class ConfigError(ValueError):
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The content of a run file.
+    """Read a run file.
 
     Raises:
-        ConfigError: not readable, not TOML, or longer than `MAX_BYTES`; names the file.
+        ConfigError: the file is not readable, not TOML, or longer than `MAX_BYTES`; names the file.
     """
     try:
         with path.open("rb") as file:
@@ -75,10 +75,10 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def check_keys(table: Mapping[str, object], known: Collection[str], name: str = "") -> None:
-    """Refuse a key that a table (`name`, or the root) does not know, with the nearest that it does.
+    """Refuse unknown keys in the table `name`, or in the root, and suggest the nearest known key.
 
     Raises:
-        ConfigError: the first such key.
+        ConfigError: for the first unknown key.
     """
     for key in table:
         if key not in known:
@@ -87,17 +87,17 @@ def check_keys(table: Mapping[str, object], known: Collection[str], name: str = 
 
 
 def suggestion(word: str, known: Collection[str], prefix: str = "") -> str:
-    """What else somebody may have meant: the nearest of the known words, or all of them.
+    """A hint for a misspelt word: the nearest known word, or all of them.
 
     Args:
-        prefix: of all these words, which makes none of them near.
+        prefix: common prefix of the known words, left out when comparing them.
     """
     near = difflib.get_close_matches(word[:_SHOWN], known, n=1, cutoff=0.5)
     return f'did you mean "{prefix}{near[0]}"?' if near else f"there are {', '.join(prefix + each for each in known)}"
 
 
 def one_line(error: ValidationError) -> ConfigError:
-    """The first thing that pydantic found, as a line for a person."""
+    """The first error that pydantic found, as a one-line error."""
     found = error.errors(include_url=False)[0]
     place = [str(part) for part in found["loc"] if not isinstance(part, int)]
     key = ".".join(place)
@@ -106,11 +106,11 @@ def one_line(error: ValidationError) -> ConfigError:
         where += f" in [{_cut('.'.join(place[:-1]))}]"
     if found["type"] == "value_error":
         text = str(found["ctx"]["error"])[:_LINE]
-        if place and isinstance(found["input"], dict):  # of a whole table: it starts with the name of the value
+        if place and isinstance(found["input"], dict):  # about a whole table: the text starts with the value's name
             return ConfigError(f"[{_cut(key)}]: {text}", _dotted(key, text.split()[0]))
         return ConfigError(f"{where}: {text}" if where else text, key)
     if found["type"] == "missing":
-        few = isinstance(found["loc"][-1], int)  # it is an item of a list that is missing
+        few = isinstance(found["loc"][-1], int)  # an item of a list is missing
         return ConfigError(f"{where} has too few items" if few else f"{where} is missing", key)
     if found["type"] == "unexpected_keyword_argument":
         return ConfigError(f"unknown key {where}", key)
@@ -120,8 +120,9 @@ def one_line(error: ValidationError) -> ConfigError:
 
 
 def plain(wish: str) -> str:
-    """What pydantic wants, as people say it: "Input should be a valid integer, unable …" is "must be a whole number";
-    in the midst of a longer message, too.
+    """Replace pydantic's wording by plainer words, also inside a longer message.
+
+    "Input should be a valid integer, unable …" becomes "must be a whole number".
     """
     for pattern, words in _PLAIN:
         wish = re.sub(pattern, words, wish)
@@ -129,10 +130,10 @@ def plain(wish: str) -> str:
 
 
 def canonical(values: DataclassInstance) -> bytes:
-    """The one spelling of a dataclass as bytes, the same on every machine: what is hashed and signed.
+    """Encode a dataclass as canonical bytes, the same on every machine, for hashing and signing.
 
-    JSON in ASCII: keys sorted, no spaces, floats as Python's repr gives them (the shortest that reads back exactly),
-    bytes in hex, what is None left out.
+    The bytes are JSON in ASCII: keys sorted, no spaces, floats as by Python's repr (the shortest form that reads back
+    exactly), bytes in hex, fields that are None left out.
     """
     tree = asdict(values, dict_factory=lambda items: {key: value for key, value in items if value is not None})
     return json.dumps(tree, sort_keys=True, separators=(",", ":"), allow_nan=False, default=bytes.hex).encode("ascii")
@@ -143,12 +144,12 @@ def _dotted(table: str, key: str) -> str:
 
 
 def _cut(text: str) -> str:
-    """Foreign text, in few characters, all of them printable."""
+    """Untrusted text, shortened and printable."""
     return repr(text[:_SHOWN])[1:-1]
 
 
 def shown(value: object) -> str:
-    """A foreign value in few characters; never the content of a container, which may be nested too deep to print."""
+    """An untrusted value in a few characters. The content of a container is left out: it may nest too deep to print."""
     if isinstance(value, Mapping):
         return "a table"
     if isinstance(value, list | tuple):

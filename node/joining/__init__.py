@@ -1,1 +1,1 @@
-"""The way into a run: which one it is, whether it may be entered, founded or gone on with."""
+"""Joining: selecting the run, and joining, founding or resuming it."""

@@ -1,7 +1,7 @@
-"""Files of addresses: how peers that share a directory find each other, and know no address beforehand.
+"""Files of addresses, through which peers that share a directory find each other without a known address.
 
-`join --addresses-file PATH` writes one, `join --bootstrap @PATH` reads it. One address a line, as a join line has it;
-blank lines, and what follows a #, count for nothing.
+`join --addresses-file PATH` writes one, `join --bootstrap @PATH` reads it. It has one address per line, in the form of
+the join line. Blank lines, and what follows a #, are ignored.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ MAX_BYTES = 1 << 16
 MAX_ADDRESSES = 64
 LOOK_SECONDS = 2.0
 AGAIN_SECONDS = 60.0
-"""After a file could not be written, if the addresses do not change before."""
+"""Pause after a failed write, unless the addresses change earlier."""
 
 
 @dataclass(frozen=True, slots=True)
 class AddressLine:
-    """What a file says.
+    """The content of a file.
 
     Attributes:
-        addresses: of other peers.
-        complaint: one line for a person, on what is wrong with it; empty if nothing is.
+        addresses: addresses of other peers.
+        complaint: user-facing line about what is wrong with the file; empty if nothing is.
     """
 
     addresses: tuple[str, ...]
@@ -43,7 +43,7 @@ class AddressLine:
 
 
 def read_addresses(me: PeerId, path: Path) -> AddressLine | str:
-    """What a file says now, or why it cannot be read, in words. It waits for the disk.
+    """Read a file; if that fails, return a user-facing reason. Blocks on the disk.
 
     Args:
         me: this peer, whose own addresses are left out.
@@ -61,7 +61,7 @@ def read_addresses(me: PeerId, path: Path) -> AddressLine | str:
 
 
 def parse_addresses(me: PeerId, data: bytes) -> AddressLine | str:
-    """The same, of the content. Pure."""
+    """Parse the content of a file; if that fails, return a user-facing reason. No I/O."""
     if len(data) > MAX_BYTES:
         return f"longer than {MAX_BYTES >> 10} KiB: is it a file of addresses?"
     found: dict[str, None] = {}
@@ -78,9 +78,9 @@ def parse_addresses(me: PeerId, data: bytes) -> AddressLine | str:
         if not address.endswith(f"/p2p/{me}"):
             found[address] = None
     if len(found) > MAX_ADDRESSES:
-        complaint = complaint or f"has {len(found)} addresses, of which the first {MAX_ADDRESSES} are tried"
+        complaint = complaint or f"has {len(found)} addresses, of which only the first {MAX_ADDRESSES} are used"
     if not found:
-        complaint = complaint or ("names this peer alone" if own else "names no peer yet")
+        complaint = complaint or ("holds only this peer's addresses" if own else "holds no addresses yet")
     return AddressLine(tuple(found)[:MAX_ADDRESSES], complaint)
 
 
@@ -92,10 +92,10 @@ def _checked(text: str) -> str:
 
 
 def require_usable(config: PeerConfig) -> None:
-    """What can be known of `--addresses-file` before anything is begun.
+    """Check at the start that the file of `--addresses-file` can be written.
 
     Raises:
-        ConfigError: nothing can be written there.
+        ConfigError: it cannot.
     """
     path = config.addresses_file
     if path is None:
@@ -104,12 +104,12 @@ def require_usable(config: PeerConfig) -> None:
     if path.exists() and not path.is_file():
         why = f"{path} is no regular file: name a file"
     elif not path.parent.is_dir():
-        why = f"{path}: there is no directory {path.parent}: make it, or name a file in another"
+        why = f"{path}: there is no directory {path.parent}: create it, or name a file in another"
     elif any(path.resolve() == Path(each[1:]).resolve() for each in config.bootstrap if each.startswith(FILE_SIGN)):
         why = f"{path} is read by --bootstrap: this peer would write its own addresses over the others'; name another"
     else:
         try:
-            with tempfile.TemporaryFile(dir=path.parent):  # what it takes to replace a file there
+            with tempfile.TemporaryFile(dir=path.parent):  # replacing a file there needs the same rights
                 pass
         except OSError as error:
             why = (
@@ -120,37 +120,37 @@ def require_usable(config: PeerConfig) -> None:
 
 
 class AddressesFile:
-    """Keeps a file of this peer's addresses as they are. It is never removed: a peer that comes back is found again."""
+    """Keeps a file up to date with this peer's addresses. The file is never removed, so a restarted peer is found."""
 
     def __init__(
         self, path: Path, addresses: Callable[[], Sequence[str]], disk: Compute, say: Callable[[str], None]
     ) -> None:
         """
         Args:
-            addresses: multiaddrs that end in this peer's id; none while they are not known.
-            disk: runs what waits for the disk.
-            say: told one line for a person.
+            addresses: returns multiaddrs that end in this peer's id; empty while they are not known.
+            disk: runs blocking disk operations.
+            say: prints a user-facing line.
         """
         self._path, self._addresses, self._disk, self._say = path, addresses, disk, say
 
     async def run(self) -> None:
-        """Write it, again when the addresses change, for ever."""
+        """Write the file, and write it again whenever the addresses change, until cancelled."""
         loop = asyncio.get_running_loop()
         tried: tuple[str, ...] = ()
-        again, told = 0.0, ""
+        again, failure = 0.0, ""
         while True:
             here = tuple(self._addresses())[:MAX_ADDRESSES]
-            if here and (here != tried or (told and loop.time() >= again)):
+            if here and (here != tried or (failure and loop.time() >= again)):
                 why = await self._write(here)
-                if why and why != told:
-                    self._say(f"{self._path}: this peer's addresses cannot be written ({why}): it is tried again")
-                elif told and not why:
-                    self._say(f"{self._path}: this peer's addresses could be written")
-                tried, told, again = here, why, loop.time() + AGAIN_SECONDS
+                if why and why != failure:
+                    self._say(f"{self._path}: cannot write this peer's addresses ({why}): retrying")
+                elif failure and not why:
+                    self._say(f"{self._path}: this peer's addresses are written now")
+                tried, failure, again = here, why, loop.time() + AGAIN_SECONDS
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _write(self, addresses: Sequence[str]) -> str:
-        """Returns why it failed, or nothing."""
+        """Write the file. Returns why that failed; empty if it did not."""
         data = "".join(f"{each}\n" for each in addresses).encode()
         try:
             await self._disk.run(partial(write_atomically, self._path, data), len(data))

@@ -1,9 +1,9 @@
-"""Bootstrap: asks the peers at known addresses which run they are in, and answers joiners that ask this peer.
+"""Bootstrap client and server: a joiner asks peers at known addresses which run they are in.
 
-The client tries all addresses side by side. It logs each unreachable address once, with its cause, and tries it again,
-ever more rarely, until one address has led to the run. It does not try an address again that leads into another run. It
-reads a file of addresses again and again, and tries the addresses that it names then. One line covers all addresses
-that the user did not give one by one.
+The client tries all addresses in parallel. If an address fails, it prints the cause once and retries with increasing
+delays until another address has led to the run. It does not retry an address that leads into another run. It reads a
+file of addresses again and again, and tries those that the file holds then. For addresses from a file, and for those
+of peers met before, one line counts the causes.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ TRANSFER_SECONDS = 60.0
 PAUSE_SECONDS = (1.0, 2.0, 5.0, 10.0)
 READ_SECONDS = 1.0
 LATER_SECONDS = 10.0
-"""Between two looks at a file of addresses: before the run is found, and after that."""
+"""Pause between two reads of a file of addresses, once the run is found; until then it is `READ_SECONDS`."""
 
-_WAITS = "; this peer waits for others' addresses there, and starts no run of its own"
+_WAITS = "; this peer waits for addresses of others there, and does not start a run of its own"
 
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
-    """What a joiner is told of a run.
+    """What a joiner gets of a run before it takes part.
 
     Attributes:
         sealed: the manifest, in its founder's envelope.
@@ -55,7 +55,7 @@ class RunInfo:
 
 
 class BootstrapServer:
-    """Answers peers that ask which run this is, or for this peer's status."""
+    """Answers joiners that ask which run this is, and requests for this peer's status."""
 
     def __init__(self, transport: Transport, run: RunInfo, status: Callable[[], dict[str, Any]]) -> None:
         self._run, self._status = run, status
@@ -73,21 +73,21 @@ class BootstrapServer:
                     data = _bounded(self._status())
                     await stream.send(StatusReply(len(data)), data)
                 case _:
-                    raise BadPayload(f"{type(request).__name__} at the door")
+                    raise BadPayload(f"{type(request).__name__} is not a bootstrap request")
 
 
 def _bounded(status: dict[str, Any]) -> bytes:
-    """A status as JSON, with so few peers that it may be sent."""
+    """A status in JSON, short enough to be sent: peers are left out if there are too many."""
     while len(data := to_json(status).encode()) > MAX_STATUS_BYTES and status["peers"]:
         status = status | {"peers": status["peers"][: len(status["peers"]) // 2]}
     return data
 
 
 async def ask_run(transport: Transport, peer: PeerId, deadline: Deadline) -> RunInfo:
-    """Ask a peer which run it is in. The caller has to check the answer.
+    """Ask a peer which run it is in. The answer is not verified here.
 
     Raises:
-        PeerError, BadPayload: no answer, or none that can be read.
+        PeerError, BadPayload: no answer, or a malformed one.
     """
     async with transport.open(peer, ENTRY, deadline) as stream:
         await stream.send(WantRun())
@@ -101,7 +101,7 @@ async def ask_status(transport: Transport, peer: PeerId, deadline: Deadline) -> 
     """Ask a peer for its status.
 
     Raises:
-        PeerError, BadPayload: no answer, or none that can be read.
+        PeerError, BadPayload: no answer, or a malformed one.
     """
     async with transport.open(peer, ENTRY, deadline) as stream:
         await stream.send(WantStatus())
@@ -120,7 +120,7 @@ async def ask_status(transport: Transport, peer: PeerId, deadline: Deadline) -> 
 async def reach(
     connect: Callable[[str, Deadline], Awaitable[PeerId]], peer: PeerId, addresses: Sequence[str], deadline: Deadline
 ) -> None:
-    """Connect to a peer at the first of its addresses that works; if none does, libp2p may still know a way."""
+    """Connect to a peer at the first of its addresses that works. If none does, libp2p may still find a route."""
     tries = [asyncio.ensure_future(connect(f"{address}/p2p/{peer}", deadline)) for address in addresses]
     try:
         for each in asyncio.as_completed(tries):
@@ -133,27 +133,28 @@ async def reach(
 
 
 class _Refusals:
-    """Addresses of one source, of which one line tells, once each of them has failed."""
+    """Addresses of one source, reported in one line once all of them have failed."""
 
     def __init__(self, what: str, addresses: Iterable[str]) -> None:
         self._what, self._left, self._causes = what, set(addresses), Counter[str]()
 
     def failed(self, address: str, why: str) -> str:
-        """Returns the line, if there is one now."""
+        """Note a failure. Returns the line if this was the last address to fail, else nothing."""
         if address not in self._left:
             return ""
         self._left.remove(address)
         self._causes[re.split("[:,;]", why.removeprefix("cannot be reached: "))[0]] += 1
         causes = ", ".join(f"{number} × {cause}" for cause, number in self._causes.most_common())
-        return "" if self._left else f"{self._what} leads in: {causes} (they are tried again)"
+        return "" if self._left else f"{self._what} could be used: {causes} (retrying)"
 
 
 class BootstrapClient:
-    """Tries addresses until one leads to the run, each at least once. Use as an async context manager.
+    """Tries addresses until one has led to the run, and each address at least once. An async context manager.
 
     Attributes:
-        met: peers that answered, and the address that led to them.
-        named: file of addresses -> what it named when it was read last.
+        met: peer that answered -> address that led to it.
+        named: file of addresses -> the addresses that it held when it was read last.
+        on_named: called with these after each read, until the context ends.
     """
 
     def __init__(
@@ -166,9 +167,9 @@ class BootstrapClient:
     ) -> None:
         """
         Args:
-            judge: raises a ValueError of one line for a run that is not the one to join.
-            say: called with one line for the user.
-            read: returns what a file of addresses says, or why it cannot be read.
+            judge: raises a ValueError with a one-line message for a run that is not the one to join.
+            say: prints a user-facing line.
+            read: returns the content of a file of addresses, or why it cannot be read.
         """
         self.met: dict[PeerId, str] = {}
         self.named: dict[str, tuple[str, ...]] = {}
@@ -192,20 +193,20 @@ class BootstrapClient:
         return await self._exit.__aexit__(*error)
 
     async def find(self, addresses: Sequence[str], remembered: Collection[str] = ()) -> RunInfo:
-        """The run, as soon as one address has led to it.
+        """Return the run as soon as one address has led to it.
 
         Args:
-            addresses: multiaddrs, or @ and the path of a file that holds some, sooner or later.
-            remembered: those of them where peers were met before; nobody gave them.
+            addresses: multiaddrs, or @ and the path of a file that holds some, now or later.
+            remembered: those of them that the user did not give: there, peers were met before.
 
         Raises:
-            ManifestError: all lead into others, and no file can name more.
+            ManifestError: all addresses lead into other runs, and there is no file that could add more.
         """
         for each in dict.fromkeys(addresses):
             if each.startswith(FILE_SIGN):
                 self._readers.append(self._group.create_task(self._follow(each)))
         self._begin([each for each in addresses if each not in remembered and not each.startswith(FILE_SIGN)])
-        self._begin(remembered, f"none of the {len(remembered)} addresses where peers were met before")
+        self._begin(remembered, f"none of the {len(remembered)} addresses of peers met before")
         return await asyncio.shield(self._found)
 
     def set_listener(self, on_named: Callable[[Sequence[str]], None]) -> None:
@@ -213,80 +214,80 @@ class BootstrapClient:
         self._on_named = on_named
 
     def stop(self) -> None:
-        """Stop trying: the caller goes on without an answer."""
+        """Stop trying; the caller goes on without an answer."""
         self._stopped = True
         for each in self._tries.values():
             each.cancel()
 
     async def _follow(self, source: str) -> None:
-        """Try what a file names, as long as it names it and no way in is found; tell what it names for ever."""
+        """Read a file again and again. Try its addresses until the run is found, and pass them to `on_named`."""
         mine: set[str] = set()
-        told = ""
+        reported = ""
         while True:
-            said = await self._read(Path(source.removeprefix(FILE_SIGN)))
-            if isinstance(said, AddressLine):
-                self.named[source] = said.addresses
+            content = await self._read(Path(source.removeprefix(FILE_SIGN)))
+            if isinstance(content, AddressLine):
+                self.named[source] = content.addresses
             named = self.named.get(source, ())
             if seeks := not (self._found.done() or self._stopped):
                 self._turn_to(source, named, mine)
-            if seeks and (why := said if isinstance(said, str) else said.complaint) != told:
-                told = why
+            if seeks and (why := content if isinstance(content, str) else content.complaint) != reported:
+                reported = why
                 if why:
-                    self._say(f"{source}: {why}{'' if self._tries else _WAITS} (it is read again)")
+                    self._say(f"{source}: {why}{'' if self._tries else _WAITS} (reading it again)")
             self._on_named(named)
             await asyncio.sleep(READ_SECONDS if seeks else LATER_SECONDS)
 
     def _begin(self, addresses: Iterable[str], together: str = "") -> list[str]:
-        """Try those that are not tried yet; returns them.
+        """Start to try those that are not being tried yet, and return them.
 
         Args:
-            together: who they are, if one line is to tell of all.
+            together: subject of the one line that reports all of them; empty to report each by itself.
         """
         new = [each for each in dict.fromkeys(addresses) if each not in self._tries]
-        crowd = _Refusals(together, new) if together and len(new) > 1 else None
-        self._tries |= {each: self._group.create_task(self._try(each, crowd)) for each in new}
+        group = _Refusals(together, new) if together and len(new) > 1 else None
+        self._tries |= {each: self._group.create_task(self._try(each, group)) for each in new}
         return new
 
     def _turn_to(self, source: str, addresses: Sequence[str], mine: set[str]) -> None:
-        """Have a file's addresses tried, and no others of that file's (`mine`) any more."""
+        """Try the addresses that a file holds now, and stop trying those that it held before (`mine`)."""
         for address in mine.difference(addresses):
             self._tries.pop(address).cancel()
             mine.remove(address)
         mine.update(self._begin(addresses, f"{source}: none of its {len(addresses)} addresses"))
 
-    async def _try(self, address: str, crowd: _Refusals | None) -> None:
-        told, attempt = "", 0
+    async def _try(self, address: str, group: _Refusals | None) -> None:
+        reported, attempt = "", 0
         while True:
             try:
                 why = await self._attempt(address)
             except ValueError as error:
-                return self._give_up(address, str(error), crowd)
-            if why and why != told:
-                again = "" if self._found.done() else " (it is tried again)"
-                self._tell(address, why, again, crowd)
-                told = why
+                return self._give_up(address, str(error), group)
+            if why and why != reported:
+                again = "" if self._found.done() else " (retrying)"
+                self._report(address, why, again, group)
+                reported = why
             if self._found.done():
                 return
             await asyncio.sleep(PAUSE_SECONDS[min(attempt, len(PAUSE_SECONDS) - 1)])
             attempt += 1
 
-    def _tell(self, address: str, why: str, again: str, crowd: _Refusals | None) -> None:
-        line = crowd.failed(address, why) if crowd else f"{address}: {why}{again}"
-        if crowd:
+    def _report(self, address: str, why: str, again: str, group: _Refusals | None) -> None:
+        line = group.failed(address, why) if group else f"{address}: {why}{again}"
+        if group:
             log.debug("%s: %s", address, why)
-        if line and not (crowd and self._found.done()):
+        if line and not (group and self._found.done()):
             self._say(line)
 
-    def _give_up(self, address: str, why: str, crowd: _Refusals | None) -> None:
-        """It does not lead where we want to go, and never will; once that is so of all, there is no way in."""
+    def _give_up(self, address: str, why: str, group: _Refusals | None) -> None:
+        """Give up an address that leads into another run. `find` fails once this was the last address."""
         self._useless += 1
         if self._useless == len(self._tries) and not self._readers and not self._found.done():
             self._found.set_exception(ManifestError(f"{address}: {why}"))
         else:
-            self._tell(address, why, "", crowd)
+            self._report(address, why, "", group)
 
     async def _attempt(self, address: str) -> str:
-        """Try an address; returns why it does not lead in, or nothing.
+        """Try an address once. Returns why it failed; empty if it led to the run.
 
         Raises:
             ValueError: it leads into a run that is not the one to join.

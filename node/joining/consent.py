@@ -1,8 +1,7 @@
-"""Whether this machine is to run somebody's code: a stranger's word must not have a module imported here.
+"""Consent to a user's own task: no peer imports a module because a manifest names it.
 
-The name of a user's own task comes with a run's manifest, from whoever answers at an address. Its module lies on this
-machine, but importing it is running it, and many an installed module does something when it is imported. So the person
-here names the task, too.
+The manifest, and with it the task's name, comes from any peer that answers at an address. The module is on this
+machine, but importing it runs its code. So the user of this machine must name the same task.
 """
 
 from __future__ import annotations
@@ -11,13 +10,14 @@ from node.config.manifest import Manifest, ManifestError
 
 
 def require_consent(manifest: Manifest, named: str | None, held: str) -> None:
-    """
+    """Check that the user of this machine agrees to the run's task.
+
     Args:
-        named: the task that the person at this machine named, by --task.
-        held: id of the run that the state directory is of: nobody got it there without consent.
+        named: the task that the user named with --task.
+        held: id of the run in the state directory, which the user has agreed to before.
 
     Raises:
-        ManifestError: the run's task is a user's own and was not named here, or another was.
+        ManifestError: the run's task is a user's own and was not named, or another task was named.
     """
     task = manifest.config.own_task
     if named is None and (not task or manifest.run_id == held):
@@ -28,5 +28,5 @@ def require_consent(manifest: Manifest, named: str | None, held: str) -> None:
         wrong = f", not {named}" if named else ""
         raise ManifestError(
             f"this run trains a task of its founder's own, {task}{wrong}: its code never comes from peers; if you have "
-            f"its module {task.partition(':')[0]} from somebody whom you trust, join with --task {task}"
+            f"its module {task.partition(':')[0]} from a source that you trust, join with --task {task}"
         )

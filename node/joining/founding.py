@@ -1,4 +1,4 @@
-"""Starting a run: its founder draws the initial state, once, and all other peers download it."""
+"""Founding a run. The founder alone initialises the parameters; all other peers download them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from protocols.sync.snapshot import SnapshotIndex
 async def found_run(
     config: RunConfig, founder: Member, identity: Identity, trainer: RemoteTrainer, compute: Compute, created: float
 ) -> tuple[Manifest, RunInfo]:
-    """The manifest of a new run, and what joiners are told of it.
+    """Make the manifest of a new run, and what joiners get of it.
 
     Args:
-        identity: of the founder.
-        trainer: holds the parameters as they were drawn, and has taken no step.
+        identity: the founder's identity, which signs the manifest.
+        trainer: holds the initial parameters; it has taken no step yet.
         created: wall time, seconds since 1970.
     """
     sample = await trainer.held_out()
@@ -39,7 +39,7 @@ async def found_run(
 
 
 async def _initial_root(trainer: RemoteTrainer, compute: Compute) -> bytes:
-    """Root of the outer state that a run starts from: the parameters as they were drawn, and no momentum."""
+    """State root of the run's initial outer state: the initial parameters, and no momentum."""
     anchor = torch.empty(trainer.layout.sizes()[0])
     await trainer.read(anchor)
     index = await compute.run(lambda: SnapshotIndex.of(anchor, torch.zeros_like(anchor)), 8 * len(anchor))

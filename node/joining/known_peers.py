@@ -1,4 +1,7 @@
-"""The peers that a peer knows when it enters a run: the roster, its bootstrap peers, and those of its last session."""
+"""The membership of a peer that enters a run, filled with the peers that it already knows.
+
+These are the roster, the peer that answered its bootstrap request, and the peers that it met before a restart.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from protocols.wire import MAX_ROSTER
 
 
 class DialingTransport(Transport, Protocol):
-    """A transport that is told where peers are."""
+    """A transport that also connects to given addresses."""
 
     async def connect(self, address: str, deadline: Deadline) -> PeerId: ...
 
@@ -25,7 +28,7 @@ class DialingTransport(Transport, Protocol):
 
 
 def hinted(membership: Membership) -> Callable[[Sequence[str]], None]:
-    """Returns what to do with the multiaddrs in a file once a run is entered: dial them while no other peer is live."""
+    """A callback for the multiaddrs in a file of addresses: it has them tried while no other peer is live."""
 
     def hint(addresses: Sequence[str]) -> None:
         if len(membership.live()) > 1:

@@ -37,16 +37,16 @@ log = logging.getLogger(__name__)
 
 ANOTHER = "--new starts another run, and moves what is here to past/"
 ANSWER_SECONDS = 10.0
-"""Others have so long to say which run they are in before a peer resumes the run that it knows."""
+"""Time that other peers have to say which run they are in, before a peer resumes the run that it holds."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResumableRun:
-    """A run that a state directory holds, and that is not over.
+    """A run that a state directory holds and that is not over.
 
     Attributes:
-        run: what joiners are told of it.
-        has_state: whether this peer can start without fetching a state from others.
+        run: what joiners get of it.
+        has_state: whether this peer has a state to start from, without asking others.
     """
 
     manifest: Manifest
@@ -55,13 +55,13 @@ class ResumableRun:
 
 
 def find_resumable(state: StateDir, asks: bool = True) -> ResumableRun | None:
-    """The run that the directory holds; None if it holds none to resume, or one that cannot be read.
+    """The run that the directory holds; None if there is none to resume, or if it cannot be read.
 
     Args:
-        asks: the peer asks others if the run cannot be read; else `require_none` says why.
+        asks: this peer will ask others if the run cannot be read, so that is only logged; else `require_none` says why.
 
     Raises:
-        StateError: its checkpoints cannot be looked for.
+        StateError: the directory of checkpoints cannot be read.
     """
     sealed, sample = state.manifest(), state.held_out()
     if not holds_run(state.path):
@@ -70,24 +70,24 @@ def find_resumable(state: StateDir, asks: bool = True) -> ResumableRun | None:
         manifest = unseal(sealed, verify)
     except ManifestError as error:
         if asks:
-            log.warning("the run in %s cannot be gone on with: %s", state.path, error)
+            log.warning("the run in %s cannot be resumed: %s", state.path, error)
         return None
     if any(manifest.held_out) and hashlib.sha256(sample).digest() != manifest.held_out:
-        log.warning("the run in %s cannot be gone on with alone: its evaluation sample is damaged", state.path)
+        log.warning("the run in %s cannot be resumed without other peers: its evaluation sample is damaged", state.path)
         return None
     founded = manifest.founder.peer == state.identity.peer_id
     run = RunInfo(sealed, sample if any(manifest.held_out) else b"")
     try:
         return ResumableRun(manifest, run, bool(places(state.path / DIRECTORY)) or founded)
     except OSError as error:
-        raise StateError(f"{state.path / DIRECTORY} cannot be read ({error.strerror}): set that right") from None
+        raise StateError(f"{state.path / DIRECTORY} cannot be read ({error.strerror}): make it readable") from None
 
 
 def require_none(state: StateDir) -> None:
-    """Check that a run can be started here without --new: the directory holds nothing worth keeping.
+    """Check that a run can be started here without --new: the directory must hold nothing worth keeping.
 
     Raises:
-        StateError: it does.
+        StateError: the directory holds a run that is over, or what is left of one.
     """
     if state.is_over:
         raise StateError(f"the run in {state.path} is over: {ANOTHER}")
@@ -98,19 +98,19 @@ def require_none(state: StateDir) -> None:
         there = (state.path / "manifest.bin").exists()
         why, kept = f" ({error})" if there else " (manifest.bin is missing)", kept or there
     if kept or (state.path / DIRECTORY).exists():
-        raise StateError(f"the run in {state.path} cannot be gone on with{why}: --bootstrap joins it again, {ANOTHER}")
+        raise StateError(f"the run in {state.path} cannot be resumed{why}: --bootstrap joins it again, {ANOTHER}")
 
 
 @dataclass(frozen=True, slots=True)
 class RestartPoint:
-    """Where a peer begins in a run.
+    """The state from which a peer begins in a run.
 
     Attributes:
-        chain: as this peer's earlier incarnations knew it, up to the state that the peer starts from.
-        archive: where the chain is kept.
-        checkpoints: of earlier incarnations, whole and on the chain, the newest first; empty: there are none.
-        data: where the stream of data continues.
-        shares_anchor: all members share one state; else the chain is empty, and checkpoints stand on their own.
+        chain: the chain as known from its earlier incarnations, up to the state that the peer starts from.
+        archive: file of the chain's certificates.
+        checkpoints: whole checkpoints on the chain, newest first; empty if the peer has no state.
+        data: position from which its data stream continues.
+        shares_anchor: whether the run has replicated state. If not, the chain is empty, and any checkpoint is usable.
     """
 
     chain: Chain
@@ -129,7 +129,7 @@ class RestartPoint:
         This happens where the peer left and others went on, and with a new identity in an old directory.
 
         Args:
-            fork_peers: so many members at least may fork; 0: none may.
+            fork_peers: the smallest minority that may fork; 0 if none may.
         """
         head = self.chain.head
         roster = {member.peer for member in head.roster}
@@ -139,12 +139,12 @@ class RestartPoint:
             line = f"this peer left the run before its last members ({_named(roster)}). It waits for one of them"
             return f"{line}, or for most of the peers that left" if fork_peers else f"{line}: the run forbids forks"
         return (
-            f"this peer, {short(me.peer)}, is not among those who made that state ({_named(roster)}), and waits for "
-            "one of them: if its identity.key was replaced, put the old one back; --new starts another run"
+            f"peer {short(me.peer)} is not a member of the saved state (members: {_named(roster)}) and waits for one "
+            "of them to connect. If identity.key was replaced, restore the original; --new starts another run instead"
         )
 
     def like(self, run: str, layout: Layout) -> Checkpoint:
-        """What all checkpoints to come have in common."""
+        """A template with the fields that all future checkpoints share."""
         root = bytes(32)
         return Checkpoint(
             path=Path(),
@@ -167,14 +167,14 @@ def _named(peers: Collection[PeerId]) -> str:
 def load_restart_point(
     state: StateDir, manifest: Manifest, me: Member, alone: bool = False, shares_anchor: bool = True
 ) -> RestartPoint:
-    """Find where this incarnation starts. Reads the chain and all checkpoints: call it off the event loop.
+    """Find the state from which this incarnation begins. Reads the chain and all checkpoints, so it blocks.
 
     Args:
-        alone: no other peer answered that could show us the chain.
-        shares_anchor: whether the run's peers have one chain; else every checkpoint of the run can be started from.
+        alone: no other peer answered that could send the chain.
+        shares_anchor: whether the run has replicated state, and so one chain. If not, any checkpoint is usable.
 
     Raises:
-        StateError: the directory cannot be written, or there are checkpoints and no chain leads to them.
+        StateError: the directory cannot be written, or there are checkpoints but the chain leads to none of them.
     """
     try:
         found = tuple(whole(state.path, log.warning, manifest.run_id))
@@ -190,10 +190,10 @@ def load_restart_point(
 
 
 def _cut(state: StateDir, manifest: Manifest, found: Sequence[Checkpoint], alone: bool) -> tuple[CertificateLog, Chain]:
-    """Cut the chain back to the newest checkpoint on it: a copy is cut, which replaces the file at the end.
+    """The chain up to the newest checkpoint on it.
 
-    One wrong byte in the chain may hide a month of training: checkpoints that the chain does not lead to are put by,
-    together with the chain as it was.
+    A copy is cut, and replaces the file only in the end. Checkpoints that the chain does not lead to are moved to
+    past/, together with the chain as it was: a single wrong byte in the chain must not cost a month of training.
     """
     copy = state.certificates.with_name(f".{state.certificates.name}.new")
     copy.unlink(missing_ok=True)
@@ -208,9 +208,9 @@ def _cut(state: StateDir, manifest: Manifest, found: Sequence[Checkpoint], alone
         what = f"{state.certificates} is damaged, or of another branch: it does not lead to {_listed(unused)}"
     if alone and len(unused) == len(found) and places(state.path / DIRECTORY):
         copy.unlink()
-        raise StateError(f"{what}; give the address of a peer of the run by --bootstrap, or start another by --new")
+        raise StateError(f"{what}; give the address of a peer of the run with --bootstrap, or start another with --new")
     if unused:
-        log.warning("%s: put by in %s", what, state.quarantine(manifest.run_id, [each.path for each in unused]))
+        log.warning("%s: moved to %s", what, state.quarantine(manifest.run_id, [each.path for each in unused]))
     cut_back(found, chain)
     archive.sync()
     copy.replace(state.certificates)
@@ -219,13 +219,13 @@ def _cut(state: StateDir, manifest: Manifest, found: Sequence[Checkpoint], alone
 
 
 def _listed(checkpoints: Sequence[Checkpoint]) -> str:
-    """Of the newest first."""
+    """User-facing text for checkpoints, newest first: names the newest, and counts the others."""
     several = f" and {len(checkpoints) - 1} older ones" if len(checkpoints) > 1 else ""
     return f"the checkpoint before round {checkpoints[0].round + 1}{several}"
 
 
 def cut_back(checkpoints: Iterable[Checkpoint], chain: Chain) -> tuple[Checkpoint, ...]:
-    """Those that are of this chain; it is cut back to the first of them, or to the genesis if there is none."""
+    """Cut the chain back to the first checkpoint on it, or to the genesis. Returns the checkpoints on the chain."""
     usable = tuple(each for each in checkpoints if _is_of(chain, each))
     chain.switch(usable[0].lineage if usable else records.genesis(chain.head.key.run), ())
     return usable
@@ -242,10 +242,10 @@ async def restore(
     trainer: RemoteTrainer,
     checkpoints: CheckpointManager,
 ) -> None:
-    """Restore the last checkpoint, outer and inner state; older checkpoints are handed out again.
+    """Restore the newest checkpoint, with the inner optimiser's state; make the older ones available to others again.
 
     Raises:
-        StateError: it cannot be read, though it could be a moment ago.
+        StateError: the checkpoint cannot be read any more.
     """
     try:
         for each in start.checkpoints:
@@ -256,7 +256,7 @@ async def restore(
     except OSError as error:
         what = f"{_listed(start.checkpoints[:1])} cannot be read any more ({error.strerror or error})"
         where = checkpoints.home
-        raise StateError(f"{what}: set {where} right, or move the damaged one out of it, and start again") from None
+        raise StateError(f"{what}: repair {where}, or move the damaged checkpoint out of it, and start again") from None
     if start.checkpoints:
         await _load(start.checkpoints[0], trainer)
         if checkpoints.feedback:
@@ -264,9 +264,9 @@ async def restore(
 
 
 async def _load(checkpoint: Checkpoint, trainer: RemoteTrainer) -> None:
-    """Load the inner optimiser's state; where it cannot be loaded, the optimiser begins anew."""
+    """Load the inner optimiser's state; if that fails, the optimiser starts from zero."""
     try:
         await trainer.load(checkpoint.inner, checkpoint.data.position, checkpoint.threads)
     except WorkerError as error:
-        log.warning("the inner optimiser begins anew: %s", error)
+        log.warning("the inner optimiser's state is lost, it starts from zero: %s", error)
         await trainer.load(None, checkpoint.data.position, checkpoint.threads)

@@ -1,4 +1,4 @@
-"""Which run a peer takes part in: the one that an address leads to, or the one that its directory holds."""
+"""Selects the run that a peer takes part in: the one that other peers are in, or the one that its directory holds."""
 
 from __future__ import annotations
 
@@ -18,48 +18,48 @@ from protocols.base import PeerId
 
 
 class RunSelector:
-    """What the user gave, what the directory holds and what others answer, put together.
+    """Selects a run from the user's options, the state directory and the answers of other peers.
 
     Attributes:
-        alone: no peer answered.
-        own: the run is the one in the state directory, and no other peer was heard about it.
+        alone: whether no peer answered.
+        own: whether the run is the one in the state directory, resumed without an answer from others.
     """
 
     def __init__(self, config: PeerConfig, protocols: Collection[str], say: Callable[[str], None]) -> None:
         """
         Args:
-            config: of this machine.
-            protocols: names of those that this peer can take part in.
-            say: called with one line for the user.
+            config: this machine's configuration.
+            protocols: names of the protocols that this peer knows.
+            say: prints a user-facing line.
         """
         self.alone = self.own = False
         self._config, self._protocols, self._say = config, protocols, say
         self._expected, self._held = config.run_id, ""
 
     def held(self, state: StateDir, wanted: RunConfig | None) -> resume.ResumableRun | None:
-        """The run that the directory holds, unless another is to be started.
+        """The run that the directory holds; None if there is none, or if a new one is to be started.
 
         Args:
-            wanted: what the user asked for; None: whatever there is.
+            wanted: configuration of the run that the user asked for; None accepts any.
 
         Raises:
-            StateError: it holds another than that, or cannot be read.
+            StateError: the directory holds another run than that, or cannot be read.
         """
         held = None if self._config.new else resume.find_resumable(state, asks=bool(self._config.bootstrap))
         if held and wanted not in (None, held.manifest.config):
             raise StateError(
-                f"{state.path} is of another run, which is not over: --new starts the one that is asked for"
+                f"{state.path} holds another run, which is not over: --new starts the run that you asked for"
             )
         return held
 
     def over(self, state: StateDir, wanted: RunConfig | None) -> str:
-        """One line if the run that the user means is the one in the directory, and is over; else empty.
+        """A user-facing line if the user means the run in the directory and that run is over; else nothing.
 
         Args:
-            wanted: as of `find_resumable`.
+            wanted: as for `held`.
 
         Raises:
-            StateError: another run is asked for, and the directory holds this one.
+            StateError: the user asked for another run than the one in the directory, which is over.
         """
         held, config = run_id(state.manifest()), self._config
         if config.new or not held or not state.is_over:
@@ -69,18 +69,18 @@ class RunSelector:
         if config.bootstrap:
             return ""
         if config.run_id:
-            raise StateError(f"{state.path} is of another run, {held[:12]}: --bootstrap joins run {config.run_id[:12]}")
+            raise StateError(f"{state.path} holds another run, {held[:12]}: --bootstrap joins run {config.run_id[:12]}")
         if wanted not in (None, unseal(state.manifest(), verify).config):
-            raise StateError(f"{state.path} is of another run, which is over: {resume.ANOTHER}")
+            raise StateError(f"{state.path} holds another run, which is over: {resume.ANOTHER}")
         return _over(held, state)
 
     def is_over(self, state: StateDir, run: RunInfo) -> str:
-        """The same for a run that other peers are still in."""
+        """A user-facing line if `run`, by which a peer answered, is the one in the directory and is over here."""
         there = unseal(run.sealed, verify).run_id
         return _over(there, state) if state.is_over and there == run_id(state.manifest()) else ""
 
     def addresses(self, state: StateDir) -> tuple[str, ...]:
-        """Where to look for the run: the user's addresses and, for the same run, the last session's peers."""
+        """Addresses to ask: those that the user gave and, if they may be of the same run, those of peers met before."""
         config = self._config
         held = self._held = "" if config.new else run_id(state.manifest())
         if config.bootstrap and not (config.run_id and held.startswith(config.run_id)):
@@ -92,28 +92,31 @@ class RunSelector:
         """Check that this peer may join a run.
 
         Raises:
-            ManifestError: it may not.
+            ManifestError: it may not: the manifest, the protocol, the task or the evaluation sample is not acceptable.
         """
         manifest = unseal(run.sealed, verify, self._expected)
         manifest.config.require_protocol(self._protocols)
         require_consent(manifest, self._config.consent, self._held)
-        named = hashlib.sha256(run.sample).digest() == manifest.held_out if any(manifest.held_out) else not run.sample
-        if not named:
+        genuine = hashlib.sha256(run.sample).digest() == manifest.held_out if any(manifest.held_out) else not run.sample
+        if not genuine:
             raise ManifestError("the evaluation sample is not the one that the manifest names: ask another peer")
 
     async def ask(
         self, entry: BootstrapClient, state: StateDir, addresses: Sequence[str], held: resume.ResumableRun | None
     ) -> RunInfo:
-        """Ask the peers at these addresses which run they are in; if none answers, take the run held here.
+        """Ask the peers at these addresses for the run. If none answers in time, resume the one in the directory.
+
+        Args:
+            held: the run in the directory; None if there is none to resume.
 
         Raises:
-            ManifestError: all lead into others.
+            ManifestError: all addresses lead into other runs.
         """
         if not self._config.bootstrap:
-            run = f"run {self._expected[:12]}" if self._expected else "the run of before"
-            self._say(f"going back to {run}: asking the peers met there; --new starts another")
+            run = f"run {self._expected[:12]}" if self._expected else "the earlier run"
+            self._say(f"returning to {run}: asking the peers met there; --new starts another")
         elif state.is_over:
-            self._say(f"the run in {state.path} is over: waiting for the addresses given to lead into another")
+            self._say(f"the run in {state.path} is over: asking at the given addresses for another")
         met = state.peers()
 
         def is_meant() -> bool:
@@ -134,7 +137,7 @@ class RunSelector:
                 return await entry.find(addresses, [each for each in addresses if each not in self._config.bootstrap])
         except TimeoutError:
             pass
-        except ManifestError as error:  # who was met here is in another run now
+        except ManifestError as error:  # the peers met before are in another run now
             if not is_meant() or self._config.bootstrap:
                 raise
             self._say(str(error))
@@ -146,12 +149,12 @@ class RunSelector:
         return self.resume_held(held)
 
     def given(self, entry: BootstrapClient) -> tuple[str, ...]:
-        """The multiaddrs that the user gave, those in files as they were read last."""
+        """The multiaddrs that the user gave, including those that files held when they were read last."""
         plain = (each for each in self._config.bootstrap if not each.startswith(FILE_SIGN))
         return (*plain, *(address for named in entry.named.values() for address in named))
 
     def _is_meant(self, held: str, met: Container[PeerId], given: Sequence[str]) -> bool:
-        """Whether the user may mean the run held here: a user that gave addresses may mean another."""
+        """Whether the user may mean the run held here: addresses that the user gave may belong to another."""
         if self._config.run_id:
             return held.startswith(self._config.run_id)
         return not self._config.bootstrap or any(address.rpartition("/p2p/")[2] in met for address in given)
@@ -159,8 +162,8 @@ class RunSelector:
     def resume_held(self, held: resume.ResumableRun) -> RunInfo:
         """Resume the run held here without an answer from others."""
         self.judge(held.run)
-        self.own, why = True, "nobody answers: " if self.alone else ""
-        self._say(f"{why}going on with the run {held.manifest.run_id[:12]} that is held here; --new starts another")
+        self.own, why = True, "no peer answers: " if self.alone else ""
+        self._say(f"{why}resuming run {held.manifest.run_id[:12]} from the state directory; --new starts another")
         return held.run
 
 
@@ -169,14 +172,14 @@ def _over(run: str, state: StateDir) -> str:
 
 
 def asks(sources: Sequence[str]) -> str:
-    """What a peer does while it asks at addresses, for its status."""
+    """Status text of a peer that asks which run to join."""
     files = [each.removeprefix(FILE_SIGN) for each in sources if each.startswith(FILE_SIGN)]
     places = [f"{len(sources) - len(files)} addresses"] if len(files) < len(sources) else []
     return f"asking at {' and '.join([*places, *(f'those in {each}' for each in files)])} which run this is"
 
 
 def run_id(sealed: bytes) -> str:
-    """The id of the run that a directory holds; empty if it holds none, or one that cannot be read."""
+    """Run id in a sealed manifest; empty if there is no manifest, or if it cannot be read."""
     try:
         return unseal(sealed, verify).run_id if sealed else ""
     except ManifestError:

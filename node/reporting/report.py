@@ -1,4 +1,4 @@
-"""What a peer tells of a round: one line of its history."""
+"""Round reports: the lines of `rounds.jsonl`, and sums over them."""
 
 from __future__ import annotations
 
@@ -14,35 +14,37 @@ from protocols.base import LocalProgress
 
 @dataclass(frozen=True, slots=True)
 class RoundReport:
-    """What became of one round at one peer. Ids and hashes are hex but for peer ids; times are seconds.
+    """What one round came to at one peer. Ids and hashes are hex, except peer ids; times are seconds.
 
-    A peer that caught up reports it as a round of its own, `superseded`: from `parent`, where it stood, to `lineage`.
+    A peer that caught up reports that as a round with outcome `superseded`, from its own head, `parent`, to `lineage`.
 
-    Tokens, seconds and bytes are those since the report before: whatever became of the rounds, the plain sums over a
-    peer's reports are what it trained, spent and moved, each once.
+    Tokens, seconds and bytes are those since the previous report. So the sums over a peer's reports are what it
+    trained, spent and transferred, each counted once, whatever the rounds came to.
 
     Attributes:
-        anchor_lineage: of the state that the round's work was measured from; it stays where a round was skipped.
-        contributions: peer -> lineage of its anchor (empty: not known, where none is shared), chunks counted, chunks.
-        weight: of this peer in the mean; nan where it is in, but did not know the plan.
-        tokens: that this peer has trained on in the round, counted or not. The work that it brought may hold more, of
-            rounds before that took none of it.
-        loss: mean over all of that work.
-        lost_rounds: rounds of the branch that was given up, since the two parted; 0 if it was merely behind.
-        lost_tokens: of this peer's work that was counted in them.
-        replayed_rounds: outer steps taken again from their kept means.
-        bytes_downloaded: of snapshots' chunks.
-        group, messages, half_exchanges, mass_drift: where no anchor is shared, as `protocols.base.LooseSession` and
-            `Contribution` have them; messages of all peers.
-        closing_exchanges: in the report of a run's last round: of those after it, without training, so many held. Their
-            seconds, bytes, messages and contributions are in the same report.
-        spread: where none is shared, about max ‖θ_i − mean‖ / ‖mean‖ over the peers that are here, by their sketches.
-        spread_limit: what the run bears of that.
-        threads: that the worker computed with when the round was over; 0: not known.
-        held_out_loss: of the outer parameters after the round, nats per token of data that no peer trains on.
-        loop_lag_p99_seconds, loop_lag_max_seconds: of the event loop, since the last report.
-        rss_bytes: of the peer's processes: its own, the worker's, p2pd's.
-        open_files, tasks: of the peer's own process, when the round was over.
+        anchor_lineage: lineage of the anchor that the round's work was measured from; a skipped round does not change
+            it.
+        contributions: peer -> lineage of its anchor (empty if not known, as with independent state), chunks counted,
+            chunks in all.
+        weight: weight of this peer in the mean; nan if it is in the mean but did not know the plan.
+        tokens: tokens that this peer trained on in the round, counted or not. Its contribution may include more, from
+            earlier rounds that did not count its work.
+        loss: mean training loss over the contribution.
+        lost_rounds: rounds given up with a branch, since the fork point; 0 if the peer was only behind.
+        lost_tokens: tokens of this peer's work that counted in these rounds.
+        replayed_rounds: outer steps taken again with stored means.
+        bytes_downloaded: bytes of snapshot chunks.
+        group, messages, half_exchanges, mass_drift: only with independent state, as in
+            `protocols.base.IndependentSession` and `Contribution`; the messages are those of all peers.
+        closing_exchanges: in the report of a run's last round: closing exchanges that succeeded. Their seconds, bytes,
+            messages and contributions are in the same report.
+        spread: only with independent state: about max ‖θ_i − mean‖ / ‖mean‖ over the live peers, by their sketches.
+        spread_limit: the run's limit of the spread.
+        threads: threads of the worker when the round was over; 0 if not known.
+        held_out_loss: loss of the outer parameters after the round, in nats per token, on data that no peer trains on.
+        loop_lag_p99_seconds, loop_lag_max_seconds: lag of the event loop since the previous report.
+        rss_bytes: memory of the peer's own process, its worker and p2pd.
+        open_files, tasks: file descriptors and tasks of the peer's own process when the round was over.
     """
 
     run: str
@@ -87,7 +89,7 @@ class RoundReport:
     tasks: int = 0
 
     def after(self, failed: RoundReport) -> RoundReport:
-        """This report, and what an attempt to catch up just before it moved and found out, which came to nothing."""
+        """This report, with the faults and bytes of an attempt to catch up that failed just before it."""
         return replace(
             self,
             blamed={**self.blamed, **failed.blamed},
@@ -98,10 +100,10 @@ class RoundReport:
 
     @classmethod
     def from_json(cls, line: str | bytes) -> Self:
-        """From a line of a peer of this version.
+        """Parse a line written by this version.
 
         Raises:
-            ValueError: it is none.
+            ValueError: it is not a report of this version.
         """
         values = json.loads(line)
         try:
@@ -113,28 +115,28 @@ class RoundReport:
 
 
 def tokens_counted(reports: Iterable[RoundReport]) -> dict[bytes, int]:
-    """Lineage -> tokens of a peer's work in the round that led to it.
+    """Lineage -> tokens of a peer's work that counted in the round of that lineage.
 
-    Work of several rounds is counted together where the ones before were skipped or undecided.
+    If rounds were skipped or undecided, their work is added to that of the next round that counted it.
 
     Args:
-        reports: of one peer, oldest first; former lives' among them.
+        reports: reports of one peer, oldest first, of all its incarnations.
     """
     counted: dict[bytes, int] = {}
-    tokens, life = 0, ("", -1)
+    tokens, member = 0, ("", -1)
     for each in reports:
-        if (each.peer, each.incarnation) != life:
-            tokens, life = 0, (each.peer, each.incarnation)
+        if (each.peer, each.incarnation) != member:
+            tokens, member = 0, (each.peer, each.incarnation)
         tokens += each.tokens
         if each.outcome in ("committed", "alone", "fork") and each.peer in each.peers:
             counted[bytes.fromhex(each.lineage)] = tokens
         if each.outcome in ("committed", "alone", "superseded") or each.peers:
-            tokens = 0  # spent, or dropped with the anchor that it was measured from
+            tokens = 0  # counted, or dropped with the anchor that it was measured from
     return counted
 
 
 class Totals:
-    """What one peer's reports add up to."""
+    """Sums over one peer's reports."""
 
     def __init__(self) -> None:
         self.tokens = self.bytes_sent = self.bytes_received = 0
@@ -142,10 +144,10 @@ class Totals:
 
     @classmethod
     def of(cls, values: Mapping[str, float]) -> Self:
-        """From `vars` of another.
+        """Restore sums from the `vars` of an earlier instance.
 
         Raises:
-            TypeError, ValueError: these are none.
+            TypeError, ValueError: the values are malformed.
         """
         totals = cls()
         for name, start in vars(totals).items():
@@ -162,26 +164,27 @@ class Totals:
 
 
 class TrainingDelta:
-    """What was trained since the last report, out of what a trainer says of all its work since the anchor.
+    """Tokens and seconds trained since the last report, computed from a trainer's progress since its anchor.
 
     Attributes:
-        tokens, seconds: since they were taken last.
+        tokens, seconds: trained since the last `take`.
     """
 
     def __init__(self) -> None:
         self.tokens, self.seconds = 0, 0.0
-        self._heard = 0, 0.0
+        self._seen = 0, 0.0
 
     def hear(self, work: LocalProgress) -> None:
-        """A trainer says how much there is now; of an account that starts again, because of a new anchor or a new
-        worker, it first says that there is nothing but what was carried over.
+        """Take in a trainer's progress.
+
+        After a new anchor or a new worker its sums start again; the first progress then holds only carried work.
         """
         tokens, seconds = work.tokens - work.carried, work.seconds
-        if tokens < self._heard[0] or seconds < self._heard[1]:
-            self._heard = 0, 0.0
-        self.tokens += tokens - self._heard[0]
-        self.seconds += seconds - self._heard[1]
-        self._heard = tokens, seconds
+        if tokens < self._seen[0] or seconds < self._seen[1]:
+            self._seen = 0, 0.0
+        self.tokens += tokens - self._seen[0]
+        self.seconds += seconds - self._seen[1]
+        self._seen = tokens, seconds
 
     def take(self) -> tuple[int, float]:
         """Tokens and seconds since the last call."""
@@ -191,7 +194,7 @@ class TrainingDelta:
 
 
 class LapTimer:
-    """Laps of the loop's time."""
+    """Stopwatch with named laps, in the event loop's time."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""Plain values between a peer and those who look at it: what it shows of itself, and to whom."""
+"""A peer's status: the values that it shows, their JSON, and the join command that follows from them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from node.reporting.report import RoundReport
 
 MAX_WORD = 512
-"""Characters of a text that is shown; the rest of a longer one is cut off."""
+"""Most characters of a text that are shown; the rest is cut off."""
 MAX_LISTED = 4096
-"""Peers or addresses in one status."""
+"""Most peers or addresses in one status."""
 MAX_NUMBER = 1 << 63
 
 
@@ -29,8 +29,8 @@ class PeerStatus:
     """Another peer, as this one sees it.
 
     Attributes:
-        member: it is in the roster: its vote is asked for; of all, where nobody votes.
-        live: it answers; else it is suspected of being gone.
+        member: whether it is in the roster; always true with independent state.
+        live: whether it is live; otherwise the failure detector suspects it.
         address: a multiaddr, or empty if none is known.
     """
 
@@ -44,14 +44,14 @@ class PeerStatus:
 
 @dataclass(frozen=True, slots=True)
 class SyncStatus:
-    """How far a peer is with catching up.
+    """Progress of a peer that catches up.
 
     Attributes:
-        bytes_here, bytes_whole: of the state; both 0 where it holds one to start from.
-        donors: who bring it just now.
-        bytes_per_second: of all that is fetched, lately.
-        rounds_here, rounds_whole: of those since, whose steps it takes again.
-        eta_seconds: None while nothing moves.
+        bytes_here, bytes_whole: bytes of the state received, and in all; both 0 if the peer has a state to start from.
+        donors: number of peers that send the state now.
+        bytes_per_second: recent rate of everything that is downloaded.
+        rounds_here, rounds_whole: rounds since that state which have been replayed, and all of them.
+        eta_seconds: time left; None while nothing is received.
     """
 
     bytes_here: int
@@ -65,26 +65,26 @@ class SyncStatus:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What a peer is doing: exactly what `status --json` prints. A figure not known yet is nan, and null in JSON.
+    """A peer's status, exactly as `status --json` prints it. A figure that is not known yet is nan, and null in JSON.
 
     Attributes:
         state: starting, joining, syncing, training, averaging, waiting, leaving or finished.
-        reason: why, in words.
-        waiting_for: nicknames or short peer ids, or what else.
-        rounds: of the whole run.
-        run: its name; run_id is the hash of its manifest, hex.
-        protocol: by which its peers average.
-        peers: the others; this peer is not among them.
-        addresses: multiaddrs that others can dial.
-        tokens: that this peer has trained on so far.
-        loss: of training, nats per token, as held_out_loss is of data that no peer trains on.
-        rss_bytes: of the peer's processes together.
-        eta_seconds: until the run's last round is done; None where nobody can tell.
-        syncing: None while it does something else.
-        task: name of the user's own task that is trained; empty if it is one of ours.
-        clock: in words, while this machine's clock is not the one that the others have; else empty.
-        checkpoint_age_seconds: since the newest whole one was made; None while there is none.
-        spread, spread_limit: as in the last report that told them; nan where peers share their state.
+        reason: user-facing explanation of the state.
+        waiting_for: what the peer waits for: nicknames, short peer ids or other texts.
+        rounds: number of rounds in the whole run.
+        run: name of the run; run_id is the hash of its manifest, hex.
+        protocol: name of the run's averaging protocol.
+        peers: the other peers.
+        addresses: multiaddrs at which others can dial this peer.
+        tokens: tokens that this peer has trained on so far.
+        loss: training loss in nats per token; held_out_loss is the same on data that no peer trains on.
+        rss_bytes: memory of all processes of the peer.
+        eta_seconds: time until the run's last round is done; None if it cannot be estimated.
+        syncing: progress of catching up; None in other states.
+        task: name of the user's own task; empty if the task is built in.
+        clock: user-facing warning while this machine's clock differs from the others'; else empty.
+        checkpoint_age_seconds: age of the newest whole checkpoint; None while there is none.
+        spread, spread_limit: as in the last report that has them; nan with replicated state.
     """
 
     state: str
@@ -120,29 +120,29 @@ class Status:
 
 
 def public(status: Status) -> Status:
-    """What is anybody's business: not where others are, nor what runs on this machine."""
+    """The part of a status that any peer may see: without the others' addresses and this machine's process id."""
     return dataclasses.replace(
         status, pid=0, peers=tuple(dataclasses.replace(each, address="") for each in status.peers)
     )
 
 
 class EventSink(Protocol):
-    """Where a peer tells people what happens. Never raises, never blocks."""
+    """Takes a peer's messages and reports. Never raises, never blocks."""
 
     def say(self, line: str) -> None:
-        """One line for a person, in plain words."""
+        """Print a user-facing line."""
 
     def report(self, report: RoundReport) -> None:
-        """A round has ended."""
+        """Take the report of a round that has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class SwarmOptions:
-    """What `swarm` was asked for; None leaves it to the run's file, or to the defaults.
+    """Options of the command `swarm`; None leaves a value to the run file or to the defaults.
 
     Attributes:
-        directory: holds the state directories of all peers; None: a new one.
-        as_json: one object on stdout at the end.
+        directory: parent of all peers' state directories; None for a new one.
+        as_json: whether to print one JSON object to stdout at the end.
     """
 
     peers: int
@@ -159,7 +159,7 @@ class _Dataclass(Protocol):
 
 
 def to_json(value: _Dataclass | Mapping[str, object]) -> str:
-    """One line of strict JSON; what is not a finite number becomes null."""
+    """Encode as one line of strict JSON. Floats that are not finite become null."""
     plain = value if isinstance(value, Mapping) else dataclasses.asdict(value)
     return json.dumps(_finite(plain), allow_nan=False, separators=(",", ":"))
 
@@ -176,10 +176,10 @@ def _finite(value: object) -> object:
 
 
 def parse(data: object) -> Status:
-    """A status from parsed JSON, from whomever it comes: bounded, and safe to print.
+    """Read a status from untrusted JSON. The result is bounded and safe to print.
 
     Raises:
-        ValueError: names the first field that is missing or of the wrong kind.
+        ValueError: a field is missing or of the wrong type; names the first one.
     """
     status: Status = _parsed(Status, data, "status")
     return status
@@ -221,30 +221,30 @@ _CONTROL = re.compile(r"[^\S ]+|[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2
 
 
 def printable(text: str, limit: int = MAX_WORD) -> str:
-    """One line of at most `limit` characters, without anything that a terminal obeys: others' words reach ours."""
+    """Make untrusted text safe to print: one line of at most `limit` characters, without terminal control codes."""
     return _CONTROL.sub(" ", text[:limit]).strip()
 
 
 def short(peer: str) -> str:
-    """A peer id as people tell them apart: its end, because all begin alike."""
+    """A short form of a peer id: its last characters, because all ids begin alike."""
     return peer if len(peer) <= 8 else f"…{peer[-6:]}"
 
 
 def join_command(status: Status) -> tuple[str, Scope] | None:
-    """What others type to join, and from where that works; None while no address is known."""
+    """The command with which others join, and from where it works; None while no address is known."""
     if not status.addresses:
         return None
     best = min(status.addresses, key=scope)
     command = f"python -m node join --bootstrap {best}"
     if status.run_id:
         command += f" --run-id {status.run_id}"
-    if is_own(status.task):  # it may be a stranger's word, and somebody's shell reads this line
+    if is_own(status.task):  # checked, because the name may be a stranger's, and users paste this line into a shell
         command += f" --task {status.task}"
     return command, scope(best)
 
 
 def who_joins(where: Scope) -> str:
-    """Before a join command: who can use it."""
+    """The line before a join command: from where others can use it."""
     if where == Scope.ANYWHERE:
         return "Others join with:"
     which = "the same network" if where == Scope.NETWORK else "this machine"
@@ -252,12 +252,16 @@ def who_joins(where: Scope) -> str:
 
 
 def narrow(where: Scope, announced: bool) -> str:
-    """What keeps others from joining by this peer's best address, if something does that nobody asked for."""
+    """A hint if others cannot dial this peer's best address from everywhere; empty if they can.
+
+    Args:
+        announced: whether the user chose the announced addresses, so that a private one is meant.
+    """
     if where >= Scope.MACHINE:
-        return "this address works on this machine only: --listen on another for others to join"
+        return "this address works on this machine only: give another with --listen, so that others can join"
     if where == Scope.NETWORK and not announced:
         return (
             "this address is private, and works in its own network only: for others, forward or publish a fixed port "
-            "(--listen /ip4/0.0.0.0/tcp/4001), and say where it is found (--announce)"
+            "(--listen /ip4/0.0.0.0/tcp/4001), and announce its public address (--announce)"
         )
     return ""

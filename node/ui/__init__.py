@@ -1,1 +1,1 @@
-"""What people see of a peer and of a swarm, and the door by which they ask; logs."""
+"""What a peer shows: logs, the terminal views, and the control socket that `status` and `finish` use."""

@@ -1,7 +1,7 @@
-"""A peer's control door: how another process of the same user asks how it is doing, or asks it to finish.
+"""A peer's control socket, at which other processes of the same user ask for its status, or ask it to finish.
 
-A unix socket in a directory that only this user can enter; `<state-dir>/control.json` says where. One JSON line asks,
-one answers. A file that a killed peer left behind is recognised by its socket, at which nobody answers.
+It is a Unix socket in a directory that only this user can enter; `<state-dir>/control.json` holds its path. A request
+is one line of JSON, and so is the answer. If a killed peer left its file behind, nothing answers at the socket.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _MAX_FILE_BYTES = 1 << 12
 
 
 class ControlUnavailable(Exception):
-    """No peer answers there; the message says what, why and what to do."""
+    """No peer answers at the control socket. The message says what, why and what to do."""
 
 
 class ControlServer:
-    """The door of a running peer. Use as an async context manager.
+    """The control socket of a running peer. An async context manager.
 
-    A door that cannot be opened is no reason not to train: it is logged, and the peer goes on without one.
+    If the socket cannot be opened, that is logged, and the peer goes on without one.
     """
 
     def __init__(self, state_dir: Path, status: Callable[[], Status], finish: Callable[[], None]) -> None:
@@ -104,13 +104,13 @@ class ControlServer:
 
 
 async def ask(state_dir: Path, what: str, deadline: float) -> dict[str, Any]:
-    """Ask the peer of a state directory for its "status", or to "finish".
+    """Send a request, "status" or "finish", to the peer of a state directory.
 
     Args:
         deadline: in the loop's time.
 
     Raises:
-        NoAnswer: none runs there, or it does not answer in time.
+        ControlUnavailable: no peer runs there, or it does not answer in time.
     """
     place = _read(state_dir / FILE)
     try:
@@ -128,12 +128,12 @@ async def ask(state_dir: Path, what: str, deadline: float) -> dict[str, Any]:
     except (OSError, KeyError, ValueError, RecursionError):
         raise ControlUnavailable(f"no peer runs in {state_dir}: start one with `python -m node join`") from None
     if not isinstance(answer, dict) or "error" in answer:
-        raise ControlUnavailable(f"the peer in {state_dir} is of another version: restart it")
+        raise ControlUnavailable(f"the peer in {state_dir} runs another version: restart it")
     return answer
 
 
 async def running(home: Path, deadline: float) -> tuple[Path, ...]:
-    """State directories under `home` of peers whose door is open."""
+    """State directories under `home` of peers that run and whose control socket is open."""
     found = []
     for directory, place in _places(home):
         with suppress(OSError, KeyError):
@@ -149,7 +149,7 @@ def _places(home: Path) -> list[tuple[Path, dict[str, Any]]]:
 
 
 def home() -> Path:
-    """Where the state directories are that nobody named: `$XDG_STATE_HOME/starling`.
+    """Parent of the default state directories: `$XDG_STATE_HOME/starling`, or `~/.local/state/starling`.
 
     Raises:
         OSError: this user has no home directory.
@@ -164,17 +164,20 @@ def home() -> Path:
 
 @contextmanager
 def claimed(state_dir: Path | None) -> Iterator[Path]:
-    """Hold a state directory for this process, made first: the given one, or the first `peer-N` at home that is free.
+    """Create a state directory if needed, and lock it for this process.
 
-    Peers that start at the same moment get different ones, and a killed peer's is free at once.
+    Peers that start at the same moment get different directories. That of a killed peer is free at once.
+
+    Args:
+        state_dir: the directory; None for the first `peer-N` in `home()` that is free.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the directory cannot be created.
         BlockingIOError: another process holds it.
     """
     candidates = [state_dir] if state_dir else [home() / f"peer-{number}" for number in range(1, MAX_HOMES + 1)]
     if not state_dir:
-        home().mkdir(mode=0o700, parents=True, exist_ok=True)  # `parents` alone would let everybody in
+        home().mkdir(mode=0o700, parents=True, exist_ok=True)  # as a parent it would get the default mode
     for directory in candidates:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         if (held := hold(directory)) is not None:
@@ -187,7 +190,7 @@ def claimed(state_dir: Path | None) -> Iterator[Path]:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """What the file says; empty if there is none that can be read."""
+    """The content of a control file; empty if it cannot be read."""
     try:
         with file.open("rb") as opened:
             place = json.loads(opened.read(_MAX_FILE_BYTES))

@@ -1,4 +1,4 @@
-"""Logs, and the way out of the process: neither a slow reader nor one that has left may hold up or end a peer."""
+"""Log set-up, and non-blocking output: a slow reader, or one that has left, must not delay or end a peer."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import structlog
 from node.reporting.status import printable
 
 OUTLET_BYTES = 1 << 20
-_PIECE_BYTES = 512  # a pipe that polls as writable takes so much without blocking: POSIX's PIPE_BUF
+_PIECE_BYTES = 512  # POSIX's PIPE_BUF: a pipe that polls as writable takes this much without blocking
 MAX_EVENT = 4000
-"""Characters of what one log line says, and of its traceback."""
+"""Most characters of a log message, and of its traceback."""
 
 
 class NonBlockingWriter:
-    """Text to a file descriptor: never blocks, never raises. File-like, as far as rich and logging need it.
+    """Writes text to a file descriptor without blocking or raising. File-like, as far as rich and logging need it.
 
-    What the reader does not take waits, up to 1 MiB; beyond that whole writes are dropped, the newest first, and
-    counted. Once the reader has left (`| head`), everything is dropped.
+    Up to 1 MiB waits for a slow reader. Beyond that, new writes are dropped whole, and counted in `dropped`. Once the
+    reader has left (`| head`), everything is dropped.
     """
 
     encoding = "utf-8"
@@ -47,11 +47,11 @@ class NonBlockingWriter:
         return len(text)
 
     def flush(self) -> None:
-        """Hand over what the reader takes now."""
+        """Write as much as the reader takes now."""
         self.drain(0.0)
 
     def drain(self, seconds: float) -> None:
-        """Hand over what waits; gives up once the reader has taken nothing for `seconds`, which may block so long."""
+        """Write what waits; give up once the reader has taken nothing for `seconds`. Blocks while it waits."""
         if self._target is None:
             self._target = _unblocked(self._fd)
         poll = select.poll()
@@ -88,9 +88,10 @@ class NonBlockingWriter:
 
 
 def _unblocked(fd: int) -> int:
-    """A descriptor of a terminal's that does not block: polled as writable, it may still take less than a piece.
+    """A non-blocking descriptor of the same terminal; for anything else, `fd` itself.
 
-    Opened anew, because the flag on the one that we have would be its other users', too: the shell's.
+    A terminal that polls as writable may still take less than a piece. It is opened again, because O_NONBLOCK on `fd`
+    would also apply to the shell, which shares it.
     """
     try:
         return os.open(os.ttyname(fd), os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -102,11 +103,11 @@ Event = MutableMapping[str, Any]
 
 
 def set_up(level: str, write: Callable[[str], object], human: bool) -> None:
-    """Send all logs to `write`, a line at a time; replaces what was set up before.
+    """Send all logs to `write`, one line at a time. Replaces an earlier set-up.
 
     Args:
-        level: debug, info, warning or error, of our own modules; of others, warnings and errors only.
-        human: readable lines; else one JSON object a line.
+        level: debug, info, warning or error, for `node` and `protocols`; other modules log warnings and errors only.
+        human: write readable lines; else one JSON object per line.
     """
     shared: list[Any] = [
         structlog.stdlib.add_log_level,
@@ -138,7 +139,7 @@ def _set_levels(level: int, handler: logging.Handler) -> None:
     root.setLevel(max(level, logging.WARNING))
     for ours in ("node", "protocols"):
         logging.getLogger(ours).setLevel(level)
-    # It sets itself up when it is imported, with a handler of its own, and by this name only.
+    # hivemind sets up a log handler of its own when it is imported; only this variable silences it.
     os.environ.setdefault("HIVEMIND_LOGLEVEL", "CRITICAL")
     logging.captureWarnings(True)
 
@@ -146,12 +147,12 @@ def _set_levels(level: int, handler: logging.Handler) -> None:
 def _bounded(logger: object, method: str, event: Event) -> Event:
     event["event"] = printable(str(event["event"]), MAX_EVENT)
     if "exception" in event:
-        event["exception"] = event["exception"][-MAX_EVENT:]  # its last lines say most
+        event["exception"] = event["exception"][-MAX_EVENT:]  # the last lines matter most
     return event
 
 
 class _Lines:
-    """What logging takes for a stream."""
+    """A stream for `logging` that passes each line to a function."""
 
     def __init__(self, write: Callable[[str], object]) -> None:
         self._write = write

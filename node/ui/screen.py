@@ -1,4 +1,4 @@
-"""stdout and stderr of a process that a person may watch: data on the one, words and a live picture on the other."""
+"""The output of a command: data on stdout; messages, logs and a live view on stderr."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ log = logging.getLogger(__name__)
 
 REFRESH_SECONDS = 0.25
 LINE_SECONDS = 5.0
-"""Between two lines about what takes long, where there is no picture."""
+"""Pause between two progress lines, where there is no live view."""
 _PAPER_COLUMNS = 120
 
 Picture = Callable[[int], RenderableType]
-"""What there is to see now, at most so many columns wide."""
+"""Renders the current view, for a width in columns."""
 
 
 class Screen:
-    """Never blocks, never raises.
+    """Writes to stdout and stderr. Never blocks, never raises.
 
     Attributes:
-        is_terminal: stderr is one.
-        is_live: pictures are shown.
+        is_terminal: whether stderr is a terminal.
+        is_live: whether the live view is shown.
     """
 
     def __init__(self, as_json: bool) -> None:
         """
         Args:
-            as_json: JSON goes to stdout.
+            as_json: whether stdout is used for JSON.
         """
         self._out, self._err = NonBlockingWriter(1), NonBlockingWriter(2)
         self.is_terminal = self._err.isatty()
-        # Two views that share a terminal would write into each other.
+        # On one terminal, JSON lines and a live view would mix.
         self.is_live = self.is_terminal and not (as_json and self._out.isatty())
         self._console = Console(
             file=self._err,  # type: ignore[arg-type]
@@ -50,30 +50,30 @@ class Screen:
         )
 
     def say(self, line: str) -> None:
-        """One line for a person; above the live picture."""
+        """Print a user-facing line, above the live view."""
         self.log(printable(line, 4096))
 
     def log(self, text: str) -> None:
-        """Text as it is, colours included; a newline is added."""
+        """Print text unchanged, with its colours and a newline."""
         if self.is_live:
             self._console.print(Text.from_ansi(text), soft_wrap=True)
         else:
             self._err.write(f"{text}\n")
 
     def print(self, picture: RenderableType) -> None:
-        """Something that stays where it is, and needs no terminal."""
+        """Print a renderable once; it needs no terminal."""
         self._console.print(picture)
 
     def data(self, line: str) -> None:
-        """A line for stdout."""
+        """Print a line to stdout."""
         self._out.write(f"{line}\n")
 
     @asynccontextmanager
     async def showing(self, picture: Picture, line: Callable[[], str] = lambda: "") -> AsyncIterator[None]:
-        """Show a live picture for as long as the context lasts; its last state stays.
+        """Show a live view until the context ends; its last state stays on the screen.
 
         Args:
-            line: what stands for it where there is none, now and then; empty: nothing.
+            line: returns a progress line, printed now and then where there is no live view; empty for none.
         """
         watching = asyncio.create_task(self._watch(picture, line), name="screen")
         try:
@@ -86,7 +86,7 @@ class Screen:
 
     async def _watch(self, picture: Picture, line: Callable[[], str]) -> None:
         loop = asyncio.get_running_loop()
-        due, told = loop.time() + LINE_SECONDS, ""
+        due, printed = loop.time() + LINE_SECONDS, ""
         live = Live(console=self._console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
         with live if self.is_live else nullcontext():
             try:
@@ -94,16 +94,16 @@ class Screen:
                     if self.is_live and self._err.ready:
                         live.update(picture(self._console.width), refresh=True)
                     elif not self.is_live and loop.time() >= due:
-                        due, before, told = loop.time() + LINE_SECONDS, told, line()
-                        if told not in ("", before):
-                            self.say(told)
+                        due, before, printed = loop.time() + LINE_SECONDS, printed, line()
+                        if printed not in ("", before):
+                            self.say(printed)
                     self._out.flush()
                     await asyncio.sleep(REFRESH_SECONDS)
             finally:
                 live.update(picture(self._console.width))
 
     def close(self) -> None:
-        """Hand over what still waits, giving up after half a second of silence; the cursor is back."""
+        """Write what still waits, and show the cursor again. Gives up once a reader has taken nothing for 0.5 s."""
         if self.is_live:
             self._console.show_cursor()
         for outlet in (self._out, self._err):

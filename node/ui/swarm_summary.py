@@ -1,4 +1,4 @@
-"""What the peers of a swarm have reported, put together: round by round, and at the end. Pure."""
+"""Combines the reports of a swarm's peers, round by round and at the end. No I/O."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from node.reporting.report import RoundReport, Totals
 DECIDED = ("committed", "alone", "fork", "skipped")
 _COUNTED = ("committed", "alone", "fork")
 KEEP_ROUNDS = 4096
-"""The last ones, for a curve."""
+"""Latest rounds that are kept, for the curve of losses."""
 
 
 class PeerSummary:
-    """One peer's own story.
+    """One peer's reports, summed up.
 
     Attributes:
-        peer: its id; empty until it has reported.
-        rounds: that it committed.
-        lineage, params_hash: where it stands.
+        peer: peer id; empty until the first report.
+        rounds: number of rounds that the peer committed.
+        lineage, params_hash: of the latest report.
         last: the latest report.
-        well: its process has ended, in good order.
+        well: whether the peer's process has ended with exit code 0.
     """
 
     def __init__(self, name: str) -> None:
@@ -61,12 +61,12 @@ class SwarmRound:
     """One round of the whole swarm.
 
     Attributes:
-        number: from 0.
-        held_out_loss: nan where nothing was applied.
-        tokens_per_second: of all peers that reported it.
-        in_mean: peers whose work the mean holds; of the first to report, where each has its own.
-        spread: the largest that was reported; nan where an anchor is shared.
-        seconds: since the round before it ended; of the first, as long as it took.
+        number: round number, from 0.
+        held_out_loss: loss after the round; nan if no peer measured it.
+        tokens_per_second: sum over all peers that reported the round.
+        in_mean: number of peers in the mean, by the first report.
+        spread: the largest reported spread; nan with replicated state.
+        seconds: time since the previous round ended; for the first round, its duration.
     """
 
     number: int
@@ -78,12 +78,12 @@ class SwarmRound:
 
 
 class SwarmSummary:
-    """All peers' stories, and the swarm's rounds in their order.
+    """Sums over all peers, and the swarm's rounds in order.
 
     Attributes:
-        tracks: of each peer.
-        rounds: that are complete, the last of them.
-        first_loss: held out, of the first round of which it is known; nan before that.
+        tracks: name -> that peer's summary.
+        rounds: complete rounds, the latest `KEEP_ROUNDS` of them.
+        first_loss: held-out loss of the first round that has one; nan before that.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -95,21 +95,21 @@ class SwarmSummary:
         self._next = 0
 
     def add(self, name: str, report: RoundReport) -> None:
-        """A peer has reported."""
+        """Add a peer's report."""
         self.tracks[name].add(report)
         if report.outcome in DECIDED and report.round >= self._next:
             self._open.setdefault(report.round, {})[name] = report
 
     def complete(self, running: Collection[str]) -> Iterator[SwarmRound]:
-        """Rounds that all who run have reported, or that others have gone beyond; each once."""
+        """Rounds that all running peers have reported, or that some peer has passed; each is returned once."""
         while self._open:
             number = min(self._open)
-            told = self._open[number]
-            if len(self._open) == 1 and not set(running) <= set(told):
+            reports = self._open[number]
+            if len(self._open) == 1 and not set(running) <= set(reports):
                 return
             del self._open[number]
             self._next = number + 1
-            done = self._round(number, list(told.values()))
+            done = self._round(number, list(reports.values()))
             self.rounds.append(done)
             if math.isnan(self.first_loss):
                 self.first_loss = done.held_out_loss
@@ -133,15 +133,15 @@ class SwarmSummary:
 
     @property
     def losses(self) -> list[float]:
-        """Held out, by round, where they are known; of the last rounds."""
+        """Held-out losses of the kept rounds, without those that are not known."""
         return [each.held_out_loss for each in self.rounds if math.isfinite(each.held_out_loss)]
 
     @property
     def spread(self) -> tuple[float, float]:
-        """How far apart peers were, by the last reports of all, and what the run bears; nan where they share an anchor.
+        """Largest spread in the peers' last reports, and the run's limit; both nan with replicated state.
 
-        Each peer's report counts: who stays longest sees the fewest others. Each compares itself with what the others
-        told last, of the round before perhaps: where all have the same parameters in the end, that is known better.
+        All last reports count, because the peers that stay longest see the fewest others. A peer estimates the spread
+        from the others' last sketches, which may be of an earlier round. If all parameters are equal, it is 0.
         """
         last = [each.last for each in self.tracks.values() if each.last]
         known = [each.spread for each in last if not math.isnan(each.spread)]
@@ -152,8 +152,10 @@ class SwarmSummary:
 
     @property
     def agree(self) -> bool:
-        """Whether all peers left in good order with the same parameters, which the same rounds led to; where they share
-        no anchor, with parameters as near to each other as the run wants them.
+        """Whether all peers left in good order and agree.
+
+        With replicated state they must have the same lineage and parameters; with independent state, a spread within
+        the run's limit.
         """
         tracks = self.tracks.values()
         if not all(each.well and each.last for each in tracks):
@@ -165,7 +167,7 @@ class SwarmSummary:
 
     @property
     def fell(self) -> bool:
-        """Whether the held-out loss is lower than it was at first."""
+        """Whether the held-out loss is lower than after the first round."""
         return bool(self.losses) and self.losses[-1] < self.first_loss
 
     def as_json(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a person sees of a swarm: a live picture, a line a round, a summary. Pure: values to text."""
+"""The views of the command `swarm`: a live view, a line per round, and a summary. No I/O."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def plain_line(done: SwarmRound, rounds: int) -> str:
 
 
 def _outcome(done: SwarmRound) -> str:
-    if not math.isnan(done.spread):  # who met whom differs from peer to peer
+    if not math.isnan(done.spread):  # the peers averaged with different others
         return f"mixed, at most {percent(done.spread)} from the mean"
     return f"mean of {done.in_mean}" if done.in_mean else "nothing to apply"
 
@@ -38,7 +38,7 @@ def picture(
     """The live view.
 
     Args:
-        words: what each peer does, where its status is not known.
+        words: name -> what the peer does, shown if its status is not known.
     """
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for heading in ("peer", "state", "round", "loss", "tokens/s", "sent", "received"):
@@ -84,7 +84,7 @@ def summary(tally: SwarmSummary, ends: Mapping[str, str], seconds: float) -> Ren
     """The table at the end.
 
     Args:
-        ends: how each peer's process ended, in words.
+        ends: name -> how the peer's process ended.
     """
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for heading in ("peer", "", "rounds", "tokens", "training", "averaging", "sent", "received", "parameters", "end"):
@@ -119,17 +119,17 @@ def _verdict(tally: SwarmSummary, seconds: float) -> str:
 
 
 def _apart(tally: SwarmSummary) -> str:
-    """How far from each other peers are that share no anchor; empty where they share one."""
+    """The spread of peers with independent state; empty with replicated state."""
     spread, limit = tally.spread
     if math.isnan(limit):
         return ""
-    where = f"a peer is {percent(spread)} from the mean of all" if math.isfinite(spread) else "nobody knows how far"
+    where = f"a peer is {percent(spread)} from the mean of all" if math.isfinite(spread) else "the spread is not known"
     if spread == 0:
-        where = "all peers hold the same"
+        where = "all peers hold the same parameters"
     return f"{where}, the limit is {percent(limit)}"
 
 
 def sample(text: str) -> RenderableType:
-    """Text that the model wrote, as a block; nothing in it reaches the terminal as a command."""
+    """Text that the model wrote, as a block, without terminal control codes."""
     shown = "".join(each if each.isprintable() or each == "\n" else "·" for each in text[:_SAMPLE_CHARACTERS])
     return Group("", Text("the model writes:", style="dim"), Text(shown))

@@ -1,4 +1,4 @@
-"""What a person sees of a running peer: a live view on a terminal, plain lines elsewhere."""
+"""The view of a running peer: live on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ _NICKNAME = 16
 STYLES = {"training": "green", "averaging": "cyan", "syncing": "cyan", "waiting": "yellow", "joining": "yellow"}
 _OUTCOMES = {
     "alone": "alone",
-    "skipped": "skipped: nobody brought anything",
-    "undecided": "not decided, goes on",
+    "skipped": "skipped: no contribution counted",
+    "undecided": "not decided, training goes on",
     "superseded": "caught up with the others",
     "fork": "went on without a majority",
 }
 
 
 class Terminal:
-    """`node.reporting.status.View` over the process's stdout and stderr. Never blocks, never raises."""
+    """`node.reporting.status.EventSink` over the process's stdout and stderr. Never blocks, never raises."""
 
     def __init__(self, as_json: bool) -> None:
         """
         Args:
-            as_json: put each report on stdout, a line of JSON.
+            as_json: print each report to stdout as a line of JSON.
         """
         self._as_json = as_json
         self._screen = Screen(as_json)
@@ -50,7 +50,7 @@ class Terminal:
         self._status: Callable[[], Status] | None = None
 
     def report(self, report: RoundReport) -> None:
-        """A round has ended."""
+        """Show the report of a round that has ended."""
         if not self.is_live:
             status = self._status() if self._status else None
             alone = status is not None and not any(each.member for each in status.peers)
@@ -60,22 +60,23 @@ class Terminal:
         self._reports.append(report)
 
     def showing(self, status: Callable[[], Status]) -> AbstractAsyncContextManager[None]:
-        """Show a peer for as long as the context lasts; its last picture stays."""
+        """Show a peer until the context ends; the last view stays on the screen."""
         self._status = status
         return self._screen.showing(
             lambda width: render(status(), tuple(self._reports), width), lambda: syncing_line(status())
         )
 
 
-# -- pure: values to text ---------------------------------------------------------------------------------------------
+# -- rendering, without I/O -------------------------------------------------------------------------------------------
 
 
 def plain_line(report: RoundReport, rounds: int = 0, alone: bool = False) -> str:
     """One aligned line for a round.
 
     Args:
-        rounds: of the whole run; 0: not known.
-        alone: nobody else is in the roster now: so a peer that takes over from its former life is told, too.
+        rounds: number of rounds in the whole run; 0 if not known.
+        alone: whether the roster has no other peer now, as also after a restart, when a peer succeeds its earlier
+            incarnation.
     """
     of = f"/{rounds}" if rounds else ""
     width = 2 * len(str(rounds)) + 1 if rounds else 4
@@ -94,14 +95,14 @@ def plain_line(report: RoundReport, rounds: int = 0, alone: bool = False) -> str
 
 
 def _mixed(report: RoundReport) -> str:
-    """What a round came to where no anchor is shared."""
+    """Outcome of a round with independent state."""
     others = len([peer for peer in report.peers if peer != report.peer])
-    met = f"mixed with {others}" if others else "mixed with nobody"
+    met = f"mixed with {others}" if others else "mixed with no peer"
     return f"{met}, at most {percent(report.spread)} from the mean"
 
 
 def syncing_line(status: Status) -> str:
-    """How far a peer that catches up is; empty while it does something else."""
+    """Progress of a peer that catches up; empty in other states."""
     each = status.syncing
     if each is None:
         return ""
@@ -110,9 +111,9 @@ def syncing_line(status: Status) -> str:
         donors = f"{each.donors} peer{'s' * (each.donors != 1)}"
         words.append(f"{size(each.bytes_here)} of {size(each.bytes_whole)} of the state, from {donors}")
     elif each.rounds_whole:
-        words.append(f"{each.rounds_here} of {each.rounds_whole} rounds taken again")
+        words.append(f"{each.rounds_here} of {each.rounds_whole} rounds replayed")
     else:
-        words.append("the state is here" if each.bytes_whole else "asking who has the state")
+        words.append("the state is here" if each.bytes_whole else "looking for peers with the state")
     words.append(f"{size(each.bytes_per_second)}/s")
     if each.eta_seconds is not None:
         words.append(f"about {duration(each.eta_seconds)} left")
@@ -120,17 +121,17 @@ def syncing_line(status: Status) -> str:
 
 
 def render(status: Status, reports: Sequence[RoundReport], width: int) -> RenderableType:
-    """The whole picture; figures that are not known yet are shown as a dash."""
+    """The whole view. Figures that are not known yet are shown as a dash."""
     rows = Table.grid(padding=(0, 2, 0, 0), expand=False)
     rows.add_column(style="dim", no_wrap=True)
     rows.add_column(overflow="fold")
-    room = max(10, width - 13)
+    columns = max(10, width - 13)
     if status.waiting_for:
         rows.add_row("waits for", _names(status.waiting_for))
     if line := syncing_line(status):
         rows.add_row("state", line.removeprefix("catching up: "))
-    rows.add_row("round", _progress(status, room))
-    rows.add_row("loss", _losses(status, reports, room))
+    rows.add_row("round", _progress(status, columns))
+    rows.add_row("loss", _losses(status, reports, columns))
     if status.protocol:
         rows.add_row("protocol", _protocol(status))
     rows.add_row("speed", f"{count(status.tokens_per_second)} tokens/s   {count(status.tokens)} tokens so far")
@@ -164,12 +165,12 @@ def _names(names: Sequence[str]) -> Text:
     return Text(f"{shown} and {rest} more" if rest > 0 else shown)
 
 
-def _progress(status: Status, room: int) -> RenderableType:
+def _progress(status: Status, columns: int) -> RenderableType:
     now = status.round + 1  # people count from one
     text = f"{min(now, status.rounds)} of {status.rounds}" if status.rounds else str(now)
     going = status.eta_seconds is not None and status.state not in ("leaving", "finished")
     eta = f"about {duration(status.eta_seconds or 0.0)} left" if going else ""
-    bar_width = min(40, room - len(text) - len(eta) - 6)
+    bar_width = min(40, columns - len(text) - len(eta) - 6)
     if not status.rounds or bar_width < 5:
         return Text("   ".join(filter(None, (text, eta))))
     grid = Table.grid(padding=(0, 2, 0, 0))
@@ -178,13 +179,13 @@ def _progress(status: Status, room: int) -> RenderableType:
     return grid
 
 
-def _losses(status: Status, reports: Sequence[RoundReport], room: int) -> Text:
+def _losses(status: Status, reports: Sequence[RoundReport], columns: int) -> Text:
     text = Text(f"{number(status.loss)} training   ")
     text.append(number(status.held_out_loss), style="bold")
     text.append(" held out")
     curve = [each.held_out_loss for each in reports if math.isfinite(each.held_out_loss)]
     ends = f"  {number(curve[0])} → {number(curve[-1])}" if curve else ""
-    bars = sparkline(curve, min(32, room - len(text) - len(ends) - 3))
+    bars = sparkline(curve, min(32, columns - len(text) - len(ends) - 3))
     if len(curve) > 1 and bars:
         text.append("   ").append(bars, style="green").append(ends, style="dim")
     return text
@@ -219,7 +220,7 @@ def _peers(status: Status, width: int) -> list[RenderableType]:
 def _peer(line: PeerStatus) -> tuple[Text, Text, Text, Text, Text]:
     mark = Text("● live", style="green") if line.live else Text("○ suspected", style="yellow")
     name = Text(printable(line.nickname)[:_NICKNAME] or short(line.peer))
-    role = Text("member" if line.member else "looks on", style="" if line.member else "dim")
+    role = Text("member" if line.member else "observer", style="" if line.member else "dim")
     return mark, name, Text(f"round {line.round + 1}"), role, Text(short(printable(line.peer)), style="dim")
 
 
@@ -228,14 +229,14 @@ def _invitation(status: Status) -> list[RenderableType]:
     if status.peers or command is None or status.state == "finished":
         return []
     line, where = command
-    return [Text(f"\nNobody else is here yet. {who_joins(where)}", style="dim"), Text(line, overflow="fold")]
+    return [Text(f"\nNo other peer is here yet. {who_joins(where)}", style="dim"), Text(line, overflow="fold")]
 
 
 _BARS = "▁▂▃▄▅▆▇█"
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """At most `width` bars, the lowest value as the lowest bar; of more values, averages of neighbours."""
+    """Draw at most `width` bars; the lowest value has the lowest bar. More values than bars are averaged in groups."""
     if width < 1 or not values:
         return ""
     bins = min(width, len(values))
@@ -251,21 +252,21 @@ def number(value: float) -> str:
 
 
 def count(value: float) -> str:
-    """A number of things, as people say it: 950, 12,345, 4.56 M."""
+    """A count in readable form: 950, 12,345, 4.56 M."""
     if abs(value) < 99_999.5:
         return f"{value:,.0f}"
     return _scaled(value, ("", " k", " M", " G", " T"))
 
 
 def percent(share: float) -> str:
-    """A share of one, in two digits: .0123 is 1.2 %."""
+    """A share of one as a percentage with two digits: .0123 is 1.2 %."""
     if not math.isfinite(share):
         return "– %"
     return f"{100 * share:.2g} %" if share < 0.995 else f"{100 * share:,.0f} %"
 
 
 def size(size_bytes: float) -> str:
-    """Bytes, in powers of 1000."""
+    """A number of bytes, in units of powers of 1000."""
     return _scaled(size_bytes, (" B", " kB", " MB", " GB", " TB"))
 
 
@@ -280,7 +281,7 @@ def _scaled(value: float, units: Sequence[str]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """3.2 s, 45 s, 2 min 5 s, 3 h 12 min, 2 d 3 h."""
+    """A duration in readable form: 3.2 s, 45 s, 2 min 5 s, 3 h 12 min, 2 d 3 h."""
     if not math.isfinite(seconds):
         return "–"
     if seconds < 9.95:

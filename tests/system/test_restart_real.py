@@ -56,4 +56,4 @@ def test_killed_single_peer_resumes_the_same_training(tmp_path: Path) -> None:
         assert [before, after] == [curve(whole)[: len(before)], curve(whole)[-len(after) :]]
         assert len(after) in (5 - 2, 5 - 4), "from a checkpoint"
         assert checkpoints(torn)[-1] == 6, "a round more: the one in which the new life took over"
-        assert torn.said().count("is held here") == 1
+        assert torn.said().count("from the state directory") == 1

@@ -181,10 +181,10 @@ def test_impossible_swarm_is_not_started(arguments: list[str], words: str, capsy
         (["--device", "cdua"], "cuda"),
         (["--wait-for", "1000000"], "--wait-for"),
         (["--state-dir", "/proc/nothing"], "--state-dir"),
-        (["--state-dir", ""], "--state-dir': it is empty; name a place"),
+        (["--state-dir", ""], "--state-dir': the path is empty: give one"),
         (["--rounds", "0"], "--rounds': must be at least 1\n"),
-        (["--run-id", "0123456789ab"], "of its peers by --bootstrap; to start a new run, leave"),
-        (["--task", "gpt", "--bootstrap", ADDRESS], "what is of this machine goes by options, or by variables NODE_*"),
+        (["--run-id", "0123456789ab"], "of its peers with --bootstrap; to start a new run, leave"),
+        (["--task", "gpt", "--bootstrap", ADDRESS], "set this machine's settings by options or by NODE_* variables"),
     ],
 )
 def test_bad_values_give_one_line_error(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -221,7 +221,7 @@ def test_run_options_conflict_with_bootstrap(straws: list[Straw]) -> None:
     straws.append(Straw("short", "--bootstrap", "x", "--task", "gpt"))
     code, _, err = straws[0].end(20)
     assert code == 2 and err.count("\n") == 1
-    assert "--task cannot be given with --bootstrap: everything about the run comes from the swarm" in err
+    assert "--task cannot be given with --bootstrap: the swarm decides all settings of the run" in err
 
 
 def test_own_task_with_bootstrap_gives_consent(straws: list[Straw]) -> None:

@@ -42,14 +42,14 @@ def starling(capsys: pytest.CaptureFixture[str]) -> Said:
 def test_init_writes_a_file_once(tmp_path: Path, starling: Said) -> None:
     assert starling("init") == (0, "", "wrote run.toml: edit it, then: python -m node join --run run.toml\n")
     (tmp_path / "run.toml").write_text("mine")
-    assert "run.toml is there already, and nothing is overwritten" in starling.refused("init")
+    assert "run.toml exists already and is not overwritten" in starling.refused("init")
     assert (tmp_path / "run.toml").read_text() == "mine"
     assert starling("init", "other.toml")[0] == 0
     assert "absent/run.toml cannot be written (No such file or directory)" in starling.refused(
         "init", "absent/run.toml"
     )
     assert "cannot be written" in starling.refused("init", "/proc/run.toml")
-    assert "is there already" in starling.refused("init", ".")
+    assert "exists already" in starling.refused("init", ".")
 
 
 def test_full_disk_leaves_no_partial_run_file(tmp_path: Path, starling: Said, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +63,7 @@ def test_full_disk_leaves_no_partial_run_file(tmp_path: Path, starling: Said, mo
 
 
 def test_single_local_peer_is_found(home: Path, tmp_path: Path, starling: Said) -> None:
-    assert f"no peer was in a run in {home}" in starling.refused("export", "--out", "out")
+    assert f"no state directory in {home} holds a run" in starling.refused("export", "--out", "out")
     module = kept_gpt(home / "peer-1")
     code, out, err = starling("export", "--out", "out")
     assert (code, out) == (0, "") and err.startswith("wrote out: run ") and err.endswith(" after 5 rounds\n")
@@ -75,7 +75,7 @@ def test_single_local_peer_is_found(home: Path, tmp_path: Path, starling: Said) 
     )
     assert module.shape.width == 32
     kept_gpt(home / "peer-2")
-    assert "2 peers were in runs here: choose one by --state-dir" in starling.refused("generate", "x")
+    assert "2 state directories here hold a run: choose one with --state-dir" in starling.refused("generate", "x")
     assert starling("generate", "x", "--tokens", "1", "--state-dir", str(home / "peer-2"))[0] == 0
 
 

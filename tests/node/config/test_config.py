@@ -188,15 +188,15 @@ def test_fork_setting_gives_the_fork_peers() -> None:
         ("codec = 'int9'", "did you mean 'int8'?"),
         ("robust = 'centred-clip'", "unknown robust rule 'centred-clip': there are mean, centered_clip, trimmed_mean,"),
         ("robust = 'centred-clip'", "did you mean 'centered_clip'?"),
-        ("robust = 'krum'\ncodec = 'topk'", "topk sends mostly zeros, of which krum makes zeros: take another codec"),
+        ("robust = 'krum'\ncodec = 'topk'", "topk sends mostly zeros, from which krum makes zeros: use another codec"),
         ("robust = 'krum'\nprotocol = 'gossip'", "robust krum is for butterfly and moshpit: gossip takes no rule"),
         ("protocol = 'gossip'\nschedule = 'torus'", "unknown schedule 'torus': there are random, ring, exponential,"),
         ("protocol = 'gossip'\nschedule = 'one_peer'", "did you mean 'one-peer-exponential'?"),
         ("schedule = 'ring'", "schedule ring is for gossip and push_sum: butterfly has none"),
         ("codec = 'topk'\nprotocol = 'gossip'", "codec topk is for protocol butterfly: gossip needs vectors whole"),
         ("codec = 'topk'\nchunk_elements = 5000", "with codec topk, chunk_elements must be a multiple of 4096"),
-        ("protocol = 'gossip'\nfork = 'never'", "fork and min_peers are for butterfly: by gossip nobody votes"),
-        ("protocol = 'moshpit'\nmin_peers = 2", "fork and min_peers are for butterfly: by moshpit nobody votes"),
+        ("protocol = 'gossip'\nfork = 'never'", "fork and min_peers are for butterfly: gossip has no votes"),
+        ("protocol = 'moshpit'\nmin_peers = 2", "fork and min_peers are for butterfly: moshpit has no votes"),
         ("data = 'x'", 'unknown key "data": write it as "peer.data", or into the table [peer]'),
         ("nickname = 'x'", 'unknown key "nickname": write it as "peer.nickname", or into the table [peer]'),
         ("fork = 'no'", "\"fork\" must be 'allowed' or 'never', not 'no'"),
@@ -368,7 +368,7 @@ def test_flags_override_environment_then_file_then_defaults(file: Path) -> None:
 def test_run_file_cannot_name_a_run_to_join(file: Path, line: str) -> None:
     file.write_text(f"[peer]\n{line}\n")
     flag = "--" + line.split()[0].replace("_", "-")
-    with pytest.raises(ConfigError, match=f"who joins one gives {flag}"):
+    with pytest.raises(ConfigError, match=f"to join one, give {flag} instead"):
         load_peer({}, {}, file)
 
 
@@ -413,8 +413,8 @@ def test_unrelated_node_variables_are_ignored() -> None:
         (PEER, "not a multiaddr: give one like /ip4/"),
         ("/ip4/192.0.2.7/tcp/80", "does not say which peer it is: it must end in /p2p/<its peer id>"),
         (f"/p2p/{PEER}", "does not say where the peer is"),
-        (f"/ip4/0.0.0.0/tcp/80/p2p/{PEER}", "nobody can be reached at"),
-        (f"/ip4/192.0.2.7/tcp/0/p2p/{PEER}", "nobody can be reached at"),
+        (f"/ip4/0.0.0.0/tcp/80/p2p/{PEER}", "no peer can be reached at"),
+        (f"/ip4/192.0.2.7/tcp/0/p2p/{PEER}", "no peer can be reached at"),
         (f"/ip4/192.0.2.7/tcp/99999/p2p/{PEER}", "not in range"),
         (f"/ip4/999.0.2.7/tcp/80/p2p/{PEER}", "is not IPv4"),
         ("/ip4/192.0.2.7/tcp/80/p2p/12D3Koo…", "Invalid CID"),
@@ -452,7 +452,7 @@ def test_any_address_is_accepted_or_gives_one_line(address: str) -> None:
         ("announce", ("/dns4/bücher.example/tcp/1",), "write the one that begins with xn--"),
         ("announce", (f"/dns4/{'.'.join(['a' * 49] * 5)}/tcp/1",), "is longer than 256 characters"),
         ("announce", ("founder:4001",), "is not a multiaddr: write /dns/founder/tcp/4001"),
-        ("announce", ("/dns4/founder/tcp/7",), "on any that is free: give --listen /ip4/0.0.0.0/tcp/7, too"),
+        ("announce", ("/dns4/founder/tcp/7",), "on any free one: also give --listen /ip4/0.0.0.0/tcp/7"),
         ("run_id", "abc", "64 hex digits, or at least the first 12 of them"),
         ("nickname", "x" * 33, "at most 32 printable characters"),
         ("nickname", "a\nb", "at most 32 printable characters"),

@@ -170,7 +170,7 @@ def test_wrong_run_error_names_both_ids() -> None:
         (seal(MANIFEST, FOUNDER) + b"\0", "damaged"),
         (b"\x91" * 60_000, "damaged"),
         (b"\xdd\xff\xff\xff\xff", "damaged"),
-        (msgpack.packb([FORMAT + 1, b"", b""]), "of format 2, this version knows 1: update"),
+        (msgpack.packb([FORMAT + 1, b"", b""]), "has format 2, this version reads 1: update"),
         (msgpack.packb([True, b"", b""]), "no manifest"),
         (msgpack.packb([FORMAT, b""]), "no manifest"),
         (msgpack.packb([FORMAT, "", ""]), "not in its canonical spelling"),

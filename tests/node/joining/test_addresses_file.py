@@ -41,9 +41,9 @@ def test_file_has_one_address_per_line() -> None:
 @pytest.mark.parametrize(
     "data, words",
     [
-        (b"", "names no peer yet"),
-        (b"\n # nothing\n", "names no peer yet"),
-        (f"/ip4/10.0.0.1/tcp/1/p2p/{ME}".encode(), "names this peer alone"),
+        (b"", "holds no addresses yet"),
+        (b"\n # nothing\n", "holds no addresses yet"),
+        (f"/ip4/10.0.0.1/tcp/1/p2p/{ME}".encode(), "holds only this peer's addresses"),
         (b"10.0.0.1:4001", "line 1: '10.0.0.1:4001' is not a multiaddr: write /ip4/10.0.0.1/tcp/4001"),
         (b"\n/ip4/10.0.0.1/tcp/4001", "line 2: /ip4/10.0.0.1/tcp/4001 does not say which peer it is"),
         (b"\xff\x00\x1b[2J", "line 1: '\ufffd\\x00\\x1b[2J' is not a multiaddr"),
@@ -121,8 +121,8 @@ def test_file_follows_addresses_and_survives_disk_failures(tmp_path: Path) -> No
 
     simloop.run(body(), limit_seconds=3600.0)
     assert said == 2 * [
-        f"{path}: this peer's addresses cannot be written (No such file or directory): it is tried again",
-        f"{path}: this peer's addresses could be written",
+        f"{path}: cannot write this peer's addresses (No such file or directory): retrying",
+        f"{path}: this peer's addresses are written now",
     ]
 
 

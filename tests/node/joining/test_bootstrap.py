@@ -105,7 +105,7 @@ def test_all_addresses_are_tried_and_failures_reported() -> None:
         async with addresses.entry() as entry:
             assert await entry.find("abcd") == RUN
             assert now() == pytest.approx(3.0)
-            assert addresses.said == ["a: refused (it is tried again)", "c: nonsense (it is tried again)"]
+            assert addresses.said == ["a: refused (retrying)", "c: nonsense (retrying)"]
             assert entry.met == {"peer-d": "d"}
             await asyncio.sleep(20.0)
         assert addresses.said[2:] == ["b: no answer before the deadline"]  # told, though nobody waits for it any more
@@ -136,7 +136,7 @@ def test_failure_is_reported_only_when_it_changes() -> None:
         addresses = Addresses(a=list(causes))
         async with addresses.entry() as entry:
             await entry.find("a")
-        again = " (it is tried again)"
+        again = " (retrying)"
         assert addresses.said == [f"a: refused{again}", f"a: no route{again}", f"a: refused{again}"]
 
     play(body)
@@ -178,7 +178,7 @@ def test_other_run_is_neither_joined_nor_retried() -> None:
         assert len(addresses.tried["a"]) == 1 and len(addresses.tried["c"]) == 1
         told = [
             "a: is another run than the one that you named",
-            "b: refused (it is tried again)",
+            "b: refused (retrying)",
             "c: is not a multiaddr",
         ]
         assert sorted(addresses.said) == told
@@ -223,14 +223,14 @@ def test_late_address_file_is_used() -> None:
         addresses = Addresses(a=RUN)
         addresses.files["/f"] = [
             (0.0, "no such file yet"),
-            (600.0, AddressLine((), "names no peer yet")),
+            (600.0, AddressLine((), "holds no addresses yet")),
             (700.0, AddressLine(("a",))),
         ]
         async with addresses.entry() as entry:
             assert await entry.find(["@/f"]) == RUN
         assert 700.0 <= now() <= 702.0 and entry.met == {"peer-a": "a"}
-        waits = "this peer waits for others' addresses there, and starts no run of its own (it is read again)"
-        assert addresses.said == [f"@/f: no such file yet; {waits}", f"@/f: names no peer yet; {waits}"]
+        waits = "this peer waits for addresses of others there, and does not start a run of its own (reading it again)"
+        assert addresses.said == [f"@/f: no such file yet; {waits}", f"@/f: holds no addresses yet; {waits}"]
 
     play(body)
 
@@ -250,7 +250,7 @@ def test_address_removed_from_file_is_not_retried() -> None:
             await asyncio.sleep(100.0)
             assert not [each for each in addresses.tried["b"] if each > until + 20.0]
         assert named[0] == first.addresses and named[-1] == ("b", "c"), "whoever is alone later is told of them"
-        assert addresses.said[-2:] == ["@/f: cannot be read (it is read again)", f"@/f: {line} (it is read again)"]
+        assert addresses.said[-2:] == ["@/f: cannot be read (reading it again)", f"@/f: {line} (reading it again)"]
 
     play(body)
 
@@ -265,10 +265,10 @@ def test_unlisted_addresses_are_reported_in_one_line() -> None:
             await asyncio.sleep(30.0)
         another = "is another run than the one that you named"
         assert sorted(addresses.said) == [
-            "@/f: none of its 2 addresses leads in: 2 × refused (they are tried again)",
-            "a: cannot be reached: refused: is it up? (it is tried again)",
-            f"none of the 4 addresses where peers were met before leads in: 2 × refused, 1 × {another}, "
-            "1 × no route (they are tried again)",
+            "@/f: none of its 2 addresses could be used: 2 × refused (retrying)",
+            "a: cannot be reached: refused: is it up? (retrying)",
+            f"none of the 4 addresses of peers met before could be used: 2 × refused, 1 × {another}, "
+            "1 × no route (retrying)",
         ]
 
     play(body)

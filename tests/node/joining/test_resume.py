@@ -104,7 +104,7 @@ def test_damaged_manifest_is_reported_once(here: StateDir, caplog: pytest.LogCap
     (here.path / "manifest.bin").write_bytes(here.manifest()[:-1])
     choice = RunSelector(PeerConfig(state_dir=here.path), REPLICATED_PROTOCOLS, print)
     assert choice.held(here, None) is None and not caplog.records
-    with pytest.raises(StateError, match="cannot be gone on with"):
+    with pytest.raises(StateError, match="cannot be resumed"):
         resume.require_none(here)
     asking = RunSelector(PeerConfig(state_dir=here.path, bootstrap=(ADDRESS,)), REPLICATED_PROTOCOLS, print)
     assert asking.held(here, None) is None and len(caplog.records) == 1
@@ -116,10 +116,10 @@ def test_leftovers_of_a_run_block_a_new_one(here: StateDir, left: str) -> None:
     begin(here)
     here.certificates.touch()
     resume.require_none(here)  # of a founder that was killed before there was anything to keep
-    words = r"cannot be gone on with.*: --bootstrap joins it again, --new starts another"
+    words = r"cannot be resumed.*: --bootstrap joins it again, --new starts another"
     if left == "damaged manifest":
         flip(here.path / "manifest.bin", 300)
-        words = r"cannot be gone on with \(the manifest is not signed by its founder.*--bootstrap .*--new"
+        words = r"cannot be resumed \(the manifest is not signed by its founder.*--bootstrap .*--new"
     elif left == "over":
         here.forget()
         words = r"the run in .* is over: --new starts another run, and moves what is here to past/$"
@@ -149,9 +149,9 @@ def test_finished_run_is_reported_when_requested_again(here: StateDir) -> None:
         assert said == line
     assert not over(new=True) and not over(other, new=True)
     assert not over(bootstrap=(ADDRESS,)), "which may lead into another"
-    with pytest.raises(StateError, match=r"is of another run, which is over: --new"):
+    with pytest.raises(StateError, match=r"holds another run, which is over: --new"):
         over(other)
-    with pytest.raises(StateError, match=r"is of another run, .*: --bootstrap joins run 0123456789ab"):
+    with pytest.raises(StateError, match=r"holds another run, .*: --bootstrap joins run 0123456789ab"):
         over(run_id="0123456789ab")
     choice = RunSelector(PeerConfig(bootstrap=(ADDRESS,)), REPLICATED_PROTOCOLS, print)
     assert choice.is_over(here, RunInfo(here.manifest(), SAMPLE)) == line
@@ -219,7 +219,7 @@ def test_unanswered_bootstrap_resumes_the_held_run(here: StateDir) -> None:
     assert run.sealed == here.manifest() and entry.stopped
     assert entry.asked == [ADDRESS], "of a run that may be another"
     assert view.said == [
-        f"nobody answers: going on with the run {manifest.run_id[:12]} that is held here; --new starts another"
+        f"no peer answers: resuming run {manifest.run_id[:12]} from the state directory; --new starts another"
     ]
 
 
@@ -238,7 +238,7 @@ def test_peers_now_in_another_run_count_as_unanswered(here: StateDir) -> None:
     assert run.sealed == here.manifest()
     assert view.said[1:] == [
         f"{ADDRESS}: this is run abab",
-        f"nobody answers: going on with the run {manifest.run_id[:12]} that is held here; --new starts another",
+        f"no peer answers: resuming run {manifest.run_id[:12]} from the state directory; --new starts another",
     ]
 
 
@@ -396,7 +396,7 @@ def test_damaged_chain_loses_no_checkpoint(here: StateDir, damage: str, caplog: 
     past = here.path / "past" / f"{manifest.run_id[:16]}-unused"
     assert [each.path.name for each in whole(past, print)] == [made[1].name, made[0].name]
     kept = {name: data for name, data in before.items() if name.startswith(("checkpoints", "certificates"))}
-    assert files(past) == kept and caplog.records[-1].message.endswith(f"put by in {past}")
+    assert files(past) == kept and caplog.records[-1].message.endswith(f"moved to {past}")
     assert resume.load_restart_point(here, manifest, Member("anna", 3)).checkpoints == ()
     assert not past.with_name(past.name + "-2").exists(), "there is nothing more"
 
@@ -426,7 +426,7 @@ def test_truncated_chain_resumes_from_older_checkpoint(here: StateDir) -> None:
 def test_unreadable_checkpoint_directory_does_not_restart_run(here: StateDir) -> None:
     begin(here)
     (here.path / "checkpoints").write_bytes(b"a file")
-    with pytest.raises(StateError, match=r"checkpoints cannot be read \(Not a directory\): set that right"):
+    with pytest.raises(StateError, match=r"checkpoints cannot be read \(Not a directory\): make it readable"):
         resume.find_resumable(here)
 
 
@@ -478,7 +478,7 @@ def test_restart_position_and_obstacle_are_reported(tmp_path: Path, chain: Chain
     assert replace(begun, checkpoints=()).description() == ""
     assert begun.waiting_reason(Member(ROSTER[0].peer, 7), 1) == ""
     line = begun.waiting_reason(Member("zoe", 1), 1)
-    assert line.startswith("this peer, zoe, is not among those who made that state (") and "\n" not in line
+    assert line.startswith("peer zoe is not a member of the saved state (members: ") and "\n" not in line
     assert all(member.peer in line for member in chain.head.roster) and "identity.key" in line
     first, *others = chain.head.roster
     chain.switch(chain.head.key.lineage, [decided(chain.head, roster=tuple(others))])

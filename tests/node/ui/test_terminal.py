@@ -63,7 +63,7 @@ def test_screen_shows_every_part(width: int) -> None:
         assert words in shown
     rows = shown.splitlines()
     assert any("● live" in row and "bob" in row and "member" in row for row in rows)
-    assert any("● live" in row and "…efghij" in row and "looks on" in row for row in rows)
+    assert any("● live" in row and "…efghij" in row and "observer" in row for row in rows)
     assert any("○ suspected" in row and "carol" in row and "round 5" in row for row in rows)
     assert all(cell_len(row) <= width for row in rows)
     assert ("█" in shown and "5.200 → 2.511" in shown) == (width >= 80)
@@ -152,14 +152,18 @@ def test_spread_is_shown_only_for_independent_protocols() -> None:
     assert "protocol   butterfly" in alike and "from the mean" not in alike
     met = report(3, peers=("p", PEER), spread=1.504, spread_limit=0.02)
     assert plain_line(met).endswith("mixed with 1, at most 150 % from the mean")
-    assert plain_line(replace(met, peers=(), spread=0.0)).endswith("mixed with nobody, at most 0 % from the mean")
+    assert plain_line(replace(met, peers=(), spread=0.0)).endswith("mixed with no peer, at most 0 % from the mean")
 
 
 def test_plain_lines_are_aligned() -> None:
     lines = [plain_line(report(n, outcome=outcome), 16) for n, outcome in ((3, "committed"), (12, "alone"))]
     lines.append(plain_line(report(5, outcome="undecided", loss=math.nan, held_out_loss=math.nan), 16))
     assert lines[0].startswith("round  4/16  loss 2.662  held out 3.248   3,809 tokens/s")
-    assert lines[0].endswith("mean of 3") and lines[1].endswith("alone") and lines[2].endswith("not decided, goes on")
+    assert (
+        lines[0].endswith("mean of 3")
+        and lines[1].endswith("alone")
+        and lines[2].endswith("not decided, training goes on")
+    )
     for word in ("loss", "held out", "tokens/s", "sent", "received"):
         assert len({line.index(word) for line in lines}) == 1
     assert "nan" not in lines[2]
@@ -226,8 +230,8 @@ def test_catch_up_progress_is_shown() -> None:
         (way, "412 MB of 800 MB of the state, from 3 peers   11.2 MB/s   about 35 s left"),
         (replace(way, donors=1, eta_seconds=None), "412 MB of 800 MB of the state, from 1 peer   11.2 MB/s"),
         (replace(way, bytes_here=way.bytes_whole, rounds_whole=0), "the state is here   11.2 MB/s   about 35 s left"),
-        (SyncStatus(0, 0, 0, 0.0, 0, 0, None), "asking who has the state   0 B/s"),
-        (replace(way, bytes_here=way.bytes_whole), "1 of 4 rounds taken again   11.2 MB/s   about 35 s left"),
+        (SyncStatus(0, 0, 0, 0.0, 0, 0, None), "looking for peers with the state   0 B/s"),
+        (replace(way, bytes_here=way.bytes_whole), "1 of 4 rounds replayed   11.2 MB/s   about 35 s left"),
     ):
         status = replace(BUSY, state="syncing", syncing=syncing)
         assert syncing_line(status) == f"catching up: {words}" and f"state      {words}" in text(status, [], 120)
