@@ -1,1 +1,1 @@
-"""Small groups along the lines of a grid. `protocols.moshpit.averager` is the door."""
+"""Small groups along the lines of a grid. The entry point is `protocols.moshpit.averager`."""

@@ -1,14 +1,20 @@
-"""Moshpit (Ryabinin et al. 2021, arXiv 2103.03239): small groups along the axes of a grid, one after the other, in each
-round; no vote, no barrier, and what befalls a group stays in it.
+"""Moshpit averaging (Ryabinin et al. 2021, arXiv 2103.03239).
 
-A peer says where it stands (`protocols.moshpit.peer_tracker`), sits down on the grid (`protocols.moshpit.grid`), trains
-until by its own view the round should be called, and then averages once along each axis with whoever comes to its line
-(`protocols.moshpit.matchmaker`, `protocols.moshpit.group_allreduce`). Its state counts for its tokens in the first
-group; in the next one for those of the group whose mean it holds. Where a group fails, or nobody comes, a peer goes on
-with what it has.
+In each round a peer averages in small groups, one along each axis of a grid. There is no vote and no barrier, and a
+failure in one group does not affect the others.
 
-To whom it says so: to all live members, up to `TOLD`. Where there are more, peers find those of their line in the
-directory, under the group's own name, and keep coordinates of their own.
+A round of one peer:
+
+1. It announces its position (`protocols.moshpit.peer_tracker`) and takes a cell (`protocols.moshpit.grid`).
+2. It trains until, by its own view, the round should be called.
+3. It averages once along each axis with the peers that come to its line (`protocols.moshpit.matchmaker`,
+   `protocols.moshpit.group_allreduce`).
+
+The weight of its state is its tokens in the first group, and the mean weight of the previous group from then on. Where
+a group fails, or no other peer comes, the peer goes on with the state that it has.
+
+A peer announces its position to all live members, if there are at most `TOLD`. In a larger swarm, peers find the
+members of their group in the directory, under the group's name, and each keeps its own coordinates.
 """
 
 from __future__ import annotations
@@ -33,21 +39,21 @@ from protocols.moshpit.state import MoshpitState
 
 CONTROL = "starling/moshpit/control/1"
 TOLD = 64
-"""Where more are live, a peer speaks with those of its line only."""
+"""With more live members than this, a peer talks only to the peers of its line, and to a few acquaintances."""
 ENTER_SECONDS = 10.0
-"""Who was called opens streams to others that may not have heard of it yet."""
+"""How long a data stream waits for its group: its opener may have received the plan earlier than this peer."""
 
 
 class Moshpit:
-    """`protocols.base.LooseAverager`."""
+    """The `IndependentAverager` of the Moshpit protocol."""
 
     shares_anchor = False
 
     def __init__(self, host: Host, settings: Settings, most: int = GROUP_MOST, told: int = TOLD) -> None:
         """
         Args:
-            most: peers in a group, at most; the same for all peers of a run.
-            told: whom a peer tells where it stands, at most.
+            most: largest group size; the same for all peers of a run.
+            told: largest number of live members at which a peer announces its position to all of them.
         """
         self.host, self.settings = host, settings
         self._endpoint = ProtocolEndpoint(host, settings, acquaintances=lambda: self._moshpit.found)
@@ -78,7 +84,7 @@ class Moshpit:
         finally:
             session.close()
 
-    # -- what others say ----------------------------------------------------------------------------------------------
+    # -- messages from other peers ------------------------------------------------------------------------------------
 
     def _hear(self, peer: PeerId, here: PositionAnnouncement) -> None:
         check(here, peer)
@@ -101,11 +107,11 @@ class Moshpit:
         await (await self._mixing_for(stream, opening)).serve_part(stream.peer, stream, opening)
 
     async def _mixing_for(self, stream: Stream, opening: wire.Contribute) -> GroupAllReduce:
-        """The group that a stream is for, which its opener may have heard of before us.
+        """Wait for the group that a stream belongs to: its opener may have received the plan earlier.
 
         Raises:
-            BadPayload: a stale group, or another than its plan's.
-            PeerSilent: we are in another group, or did not hear of this one in time.
+            BadPayload: the group belongs to an earlier round, or is not the group of its plan.
+            PeerSilent: this peer is in another group, or did not receive the plan in time.
         """
         key, moshpit = opening.key, self._moshpit
         if self._session and not moshpit.mixings.get(opening.plan) and key.round < self._session.round:

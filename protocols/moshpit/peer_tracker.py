@@ -1,7 +1,8 @@
-"""Where the peers of a swarm without a shared anchor stand, as each of them says: round, cell, how far it is. Pure.
+"""What each Moshpit peer last announced: its round, its cell, and how far it has come. No I/O.
 
-A word of this replaces the sender's word before. Nothing is decided by it but this peer's own next step: where to sit,
-when to stop training, whom to wait for, which round it is. Two who have heard different things meet in smaller groups.
+A new announcement replaces the sender's earlier one. Announcements decide only this peer's own next step: its cell,
+when it stops training, which peers it waits for, and its round number. Peers that have received different announcements
+meet in smaller groups.
 """
 
 # ruff: noqa: RUF009 - a field's bound is its default
@@ -21,27 +22,27 @@ from protocols.round_estimator import MOSHPIT_ROUND
 from protocols.wire import MAX_SECONDS, Offer, digest, flag, many, one, peer_id, real, register, text, uint
 
 TRAINING, WAITING, DONE = 0, 1, 2
-"""Along an axis: not there yet; waiting for the others of the line; in a group, or without one for good."""
+"""Stages along an axis: has not come yet; waits for the rest of its line; is in a group, or goes without one."""
 MAX_GONE = 64
-"""Of so many of those who are out of sight it is kept what they said, and what they did to others."""
+"""How many peers out of sight are remembered, with their announcements and their reliability."""
 MAX_MISSED = 16
 MAX_WITHHELD = 5
 UNHEARD_SECONDS = 2.0
-"""Who has been in sight for longer and said nothing is not counted: it fetches the state, or does something else."""
+"""A peer in sight for longer without an announcement is not counted: it may still be fetching the state."""
 
 
 @dataclass(frozen=True, slots=True)
 class PositionAnnouncement(Header):
-    """Where its sender stands, told to everybody in sight when that changes.
+    """The sender's position, sent to all peers in sight whenever it changes.
 
     Attributes:
-        number: counts what its sender says in this life.
-        since, shape: the grid that it stands on.
-        index: its cell, for so many axes as `holds` says: the coordinates of the others may change on the way.
-        stage: along `axis`; before the first it is training.
-        complete, leaving: as in `protocols.base.Work`.
-        follows: the one by whom it lets itself be called; waiting only.
-        offer: what it brings to its group, one; waiting only.
+        number: counts the announcements of this incarnation.
+        since, shape: the sender's grid.
+        index: its cell. Only the first `holds` axes are settled; the other coordinates may still change.
+        stage: its stage along `axis`. `TRAINING` on axis 0 means that it trains.
+        complete, leaving: as in `protocols.base.LocalProgress`.
+        follows: the peer whose plan it accepts; only while it waits.
+        offer: its one offer to the group; only while it waits.
     """
 
     run: bytes = digest()
@@ -71,11 +72,11 @@ class PositionAnnouncement(Header):
 
     @property
     def coming(self) -> RoundKey:
-        """Of the group that it is in, or comes to next, where coordinates change on the way."""
+        """Key of the group along the last settled axis: where coordinates change, its current or next group."""
         return self.key(self.holds - 1)
 
     def key(self, axis: int) -> RoundKey:
-        """What the frames of its group along an axis are bound to."""
+        """Key that the frames of its group along an axis carry."""
         return group_key(self.run, self.scope, self.round, self.shape, axis, self.index)
 
 
@@ -83,16 +84,16 @@ register(144, (PositionAnnouncement,))
 
 
 def group_key(run: bytes, scope: str, round: int, shape: GridShape, axis: int, index: Cell) -> RoundKey:
-    """What the frames of one group are bound to: its lineage names run, scope, round, shape, axis and line."""
+    """Key that the frames of one group carry. Its lineage hashes run, scope, round, shape, axis and line."""
     named = f"{scope}\n{round} {axis} {shape} {line(index, axis)}"
     return RoundKey(run, scope, hashlib.sha256(b"starling group" + run + named.encode()).digest(), round)
 
 
 def check(here: PositionAnnouncement, peer: PeerId) -> None:
-    """Refuse what no peer says of itself.
+    """Check that an announcement is consistent and about its own sender.
 
     Raises:
-        BadPayload: it speaks for another, or stands on no grid, or brings an offer where it cannot.
+        BadPayload: it is about another peer, its grid or cell is invalid, or its offer does not fit its stage.
     """
     axes = len(here.shape)
     if here.sender.peer != peer:
@@ -108,10 +109,10 @@ def check(here: PositionAnnouncement, peer: PeerId) -> None:
 
 @dataclass(slots=True)
 class LatestAnnouncement:
-    """A peer's last word.
+    """A peer's latest announcement.
 
     Attributes:
-        complete_at: when it was first known to have done its inner steps of that round; infinite: not yet.
+        complete_at: when this peer first learned that the inner steps of that round were done; infinite: not yet.
     """
 
     here: PositionAnnouncement
@@ -120,9 +121,11 @@ class LatestAnnouncement:
 
 @dataclass(slots=True)
 class Lateness:
-    """Attributes:
-    seconds: how long after this peer it came to a group, the last time that it came.
-    missed: how often it has not come since, though it was waited for.
+    """How late a peer comes to groups.
+
+    Attributes:
+        seconds: how long after this peer it came to a group, the last time that it came.
+        missed: how often this peer has waited for it in vain since.
     """
 
     seconds: float = 0.0
@@ -131,13 +134,13 @@ class Lateness:
 
 @dataclass(slots=True)
 class PeerReliability:
-    """What is remembered of a peer in this life.
+    """What is remembered of one incarnation of a peer.
 
     Attributes:
-        seen: since when it is in sight, or was.
-        hurried: the round of ours that it has cut short because it left.
-        kept: how often its part of a group has not come, though it was in sight, less how often it has come since.
-        until: the round before which it is in no group of ours.
+        seen: when it last came into sight.
+        hurried: the round of this peer that it cut short by leaving.
+        kept: how often its part of a group did not come although it was in sight, less how often it has come since.
+        until: the first round in which it may be in a group with this peer again.
     """
 
     seen: float
@@ -147,10 +150,10 @@ class PeerReliability:
 
 
 class PeerTracker:
-    """What the others said last, and how they did in groups.
+    """The other peers' latest announcements, lateness and reliability.
 
     Attributes:
-        sight: who is counted at all: the live members, and those that were found otherwise.
+        sight: the peers that count: live members, and peers found otherwise.
     """
 
     def __init__(self, me: Member) -> None:
@@ -161,7 +164,7 @@ class PeerTracker:
         self._past: dict[Member, PeerReliability] = {}
 
     def take(self, here: PositionAnnouncement, now: float) -> bool:
-        """A peer's word; False if it said something later already."""
+        """Store an announcement. Returns False if a later one is known already."""
         peer, known = here.sender.peer, self._heard.get(here.sender.peer)
         if known:
             last = known.here
@@ -173,8 +176,8 @@ class PeerTracker:
         return True
 
     def look(self, live: Iterable[Member], found: Iterable[PeerId], now: float) -> None:
-        """Who is in sight now; of the others some words are kept: nobody says the same again to who has lost sight of
-        it for a moment."""
+        """Set the peers in sight. Up to `MAX_GONE` others stay remembered: a peer that was out of sight for a moment
+        does not repeat its announcement."""
         before = set(self.sight.values())
         self.sight = {peer: self._life(peer) for peer in found} | {member.peer: member for member in live}
         self.sight.pop(self.me.peer, None)
@@ -194,19 +197,21 @@ class PeerTracker:
         return heard.here.sender if heard else Member(peer)
 
     def here(self, peer: PeerId) -> PositionAnnouncement | None:
-        """A peer's last word, in the life in which it is in sight."""
+        """The latest announcement of the incarnation that is in sight; None if it has made none."""
         heard, member = self._heard.get(peer), self.sight.get(peer)
         return heard.here if heard and member and heard.here.sender == member else None
 
     def words(self) -> list[PositionAnnouncement]:
-        """The last words of all in sight, in the order of their ids."""
+        """The latest announcements of all peers in sight, in the order of their ids."""
         return [here for peer in sorted(self.sight) if (here := self.here(peer))]
 
     # -- what follows from it -----------------------------------------------------------------------------------------
 
     def present(self, round: int, now: float) -> list[PeerId]:
-        """Who takes part in a round as far as can be told, this peer included: who is there or was in the one before,
-        and who has only just come into sight."""
+        """The peers that probably take part in a round, this peer included.
+
+        These are the peers in that round, the one before or a later one, and those that have just come into sight.
+        """
         found = [self.me.peer]
         for peer, member in self.sight.items():
             here = self.here(peer)
@@ -216,49 +221,56 @@ class PeerTracker:
         return sorted(found)
 
     def ahead(self, round: int) -> int:
-        """The round that it is: that of this peer, or the latest one that enough others have reached.
+        """The current round: this peer's, or the latest one that enough others have reached, if that is later.
 
-        Enough of those in sight, heard or not: where most have not spoken yet, who speaks first is not enough.
+        "Enough" counts all peers in sight, so the first few announcements cannot decide it alone.
         """
         latest = MOSHPIT_ROUND.latest((here.round for here in self.words()), len(self.sight))
         return round if latest is None else max(round, latest)
 
     def leads(self, round: int) -> bool:
-        """Whether this peer is in a round to which those behind will not jump: too few are there, it included."""
+        """Whether so few peers are in this peer's round or a later one that those behind will not jump to it."""
         rounds = [here.round for here in self.words()]
         return 1 + sum(each >= round for each in rounds) < MOSHPIT_ROUND.quorum(len(rounds), len(rounds))
 
     def due(
         self, mine: PositionAnnouncement, complete_at: float, began: float, worked: bool, now: float
     ) -> Deadline | None:
-        """When to stop training: as a coordinator calls a round (`protocols.allreduce.plan.call_after`), each by its
-        own view.
+        """When to stop training; None: not known yet.
+
+        The rule is that of a coordinator which calls a round (`protocols.allreduce.plan.call_after`), but each peer
+        applies it to its own view.
 
         Args:
-            complete_at: when this peer had done its inner steps; infinite: not yet.
+            complete_at: when this peer finished its inner steps; infinite: not yet.
             began: when its round began.
             worked: whether it has done a step.
         """
         others = [self._heard[here.sender.peer] for here in self.words() if here.round >= mine.round]
-        # A leaver in a later round than ours waits for nobody, and will be gone.
+        # A leaver in a later round does not wait for this peer.
         leavers = [heard.here.sender for heard in others if heard.here.leaving and heard.here.round == mine.round]
         if mine.leaving or any([self._hurries(leaver, mine.round) for leaver in leavers]):
             return began if worked else began + LEAVER_SECONDS
-        if self.leads(mine.round):  # by itself or nearly, after a split: the others have to come here round by round
+        if self.leads(mine.round):  # (nearly) alone after a split: the others have to catch up round by round
             return None
         times = [complete_at, *(heard.complete_at for heard in others)]
         after = call_after([max(0.0, at - began) for at in times if at < math.inf], len(self.present(mine.round, now)))
         return None if after is None else began + after
 
     def _hurries(self, leaver: Member, round: int) -> bool:
-        """Whether a round is cut short for its sake. Nobody leaves twice: who says so in every round would have each of
-        them end with its first step."""
+        """Whether a leaver cuts this round short. Each incarnation may do so for one round only.
+
+        Otherwise a peer that announced its leaving in every round would end each of them after its first step.
+        """
         past = self._past[leaver]
         past.hurried = round if past.hurried is None else past.hurried
         return past.hurried == round
 
     def line(self, mine: PositionAnnouncement, axis: int) -> dict[PeerId, PositionAnnouncement]:
-        """Who may still come to our group along an axis, or is there; not this peer, nor who kept its part lately."""
+        """The other peers that are in this peer's group along an axis, or may still come to it.
+
+        A peer that recently withheld its part is left out (see `kept`).
+        """
         ours = line(mine.index, axis)
         return {
             here.sender.peer: here
@@ -269,23 +281,26 @@ class PeerTracker:
         }  # fmt: skip
 
     def kept(self, member: Member, round: int) -> None:
-        """Its part of a group did not come. It is in no group of ours in the next round, and in twice as many each
-        time: a single peer that lives and gives nothing would have all of its groups fail, for good."""
+        """Note that a member's part did not come, and keep it out of this peer's groups.
+
+        It is left out for one round, then for twice as many each time. Otherwise a single live peer that sends nothing
+        would make all of its groups fail for good.
+        """
         if past := self._past.get(member):
             past.kept = min(past.kept + 1, MAX_WITHHELD)
             past.until = round + 1 + 2 ** (past.kept - 1)
 
     def gave(self, member: Member) -> None:
-        """Its part of a group came."""
+        """Note that a member's part of a group came."""
         if past := self._past.get(member):
             past.kept = max(0, past.kept - 1)
 
     def came(self, peer: PeerId, seconds: float) -> None:
-        """It has come to a group that this peer is waiting in, or was, so long after it."""
+        """Note that a peer came to this peer's group `seconds` after this peer."""
         self._late[peer] = Lateness(seconds)
 
     def missed(self, peers: Iterable[PeerId]) -> None:
-        """They were waited for, and did not come."""
+        """Note that this peer waited for these peers in vain."""
         for peer in peers:
             late = self._late.setdefault(peer, Lateness())
             late.missed = min(late.missed + 1, MAX_MISSED)
@@ -293,11 +308,13 @@ class PeerTracker:
     def patience_seconds(
         self, missing: Collection[PositionAnnouncement], spent_seconds: float, most_seconds: float
     ) -> float:
-        """How long to wait for those who have not come to our group: half as long again as what lies before the group
-        took here, as each was late the last time, or until its step has ended; half of that for each time in vain.
+        """How long to wait for the peers that have not come to the group: `PATIENCE` times the longest of
+
+        - the time that the work before the group took at this peer,
+        - for each missing peer, its last lateness or the length of its step, halved for each wait in vain.
 
         Args:
-            most_seconds: what no word of theirs can exceed.
+            most_seconds: upper limit on what one missing peer can add.
         """
         longest = spent_seconds
         for here in missing:
