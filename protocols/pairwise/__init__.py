@@ -1,2 +1,1 @@
-"""Peers in pairs: states exchanged, shares given away. Doors: `protocols.pairwise.gossip`,
-`protocols.pairwise.push_sum`."""
+"""Averaging between pairs of peers. Entry points: `protocols.pairwise.gossip`, `protocols.pairwise.push_sum`."""

@@ -1,7 +1,8 @@
-"""How far a run without a coordinator is: what most of the peers say that a peer has heard from. Pure.
+"""Estimate the current round of a run without a coordinator, from the rounds that other peers claim. No I/O.
 
-A round is a peer's own, and how long one takes differs from peer to peer. The number says how far the schedule is, and
-when the run is over: a peer that is slower than most goes by theirs, or it would train on alone when they are done.
+Each peer counts its own rounds, and rounds take different times on different peers. The estimate says how far the
+schedule is and when the run is over. A peer that is slower than most follows the others' round; otherwise it would
+train on alone after they finish.
 """
 
 from __future__ import annotations
@@ -13,24 +14,25 @@ from protocols.estimates import RecentDict
 from protocols.round_estimator import PAIRWISE_ROUND
 
 WITNESSES = 15
-"""The last claims of so many peers are known; the peer that has been quiet longest is forgotten first."""
+"""At most this many peers' last claims are kept; the peer that has been silent longest is dropped first."""
 
 
 class ClaimedRounds:
-    """The rounds that other peers have come to the end of, as each of them claims."""
+    """The rounds that other peers claim to have completed."""
 
     def __init__(self) -> None:
         self._said: RecentDict[PeerId, int] = RecentDict(WITNESSES)
 
     def hear(self, peer: PeerId, round_number: int) -> None:
-        """A peer says that it has come to the end of that round: this replaces what it said before."""
+        """Record that a peer claims to have completed this round. This replaces its earlier claim."""
         self._said[peer] = round_number
 
     def round(self, mine: int, others: Collection[PeerId]) -> int:
-        """The round that this peer is in, or the later one that more than half of the others have come to.
+        """The later of this peer's round and the round that more than half of the others have reached.
 
         Args:
-            others: the live ones. Of the rest only those count that were ahead: they have ended their run, and left.
+            others: the live peers. Other peers count only if they were ahead of `mine`: they have ended their run and
+                left.
         """
         claims = [each for peer, each in self._said.items() if peer in others or each > mine]
         silent = sum(peer not in self._said for peer in others)

@@ -1,8 +1,9 @@
-"""The end of a run by gossip or push-sum: a few exchanges without training, step by step, that bring all to the mean.
+"""The closing exchanges of a gossip or push-sum run: a few steps without training that bring all peers to the mean.
 
-Which step pairs whom is `protocols.pairwise.matching`'s. A step is exact only if both have done all steps before it: a
-peer asks its partner which step it is at, and tells it its own by that. A partner that is not there yet is waited for
-until the step's time is over; one that is past it, is gone, or does not know of closing exchanges, is not waited for.
+`protocols.pairwise.matching` pairs the peers of each step. A step is exact only if both partners have done all steps
+before it. A peer therefore asks its partner which step it is at, and states its own step in the question. A peer waits
+until the step's time is over for a partner that is behind. It does not wait for a partner that is past the step, is
+gone, or does not support closing exchanges.
 """
 
 from __future__ import annotations
@@ -22,17 +23,18 @@ from protocols.wire import register, uint
 
 CLOSING = "starling/pairs/closing/1"
 STEP_SECONDS = 5.0
-"""A step is given so much longer than an exchange may take: peers notice one after the other that all have come to the
-end, and each timeout of a partner holds up the next."""
+"""Extra time for a step, on top of the longest exchange. Peers notice one after the other that all have reached the
+end, and each timeout of a partner delays the next.
+"""
 STEP_POLL_SECONDS = 0.5
-"""Who is not there yet is asked again after so long; it asks by itself as soon as it is."""
+"""Interval for asking a partner that is behind again. The partner also asks by itself once it gets there."""
 BEFORE, BEYOND = 0, 63
-"""Steps count from 1: a peer is before them, or has done with them."""
+"""Steps count from 1. These two values mean that a peer has not started yet, or has finished."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClosingStep(ExchangeMessage):
-    """The step that the sender is at; the answer says the same of the receiver."""
+    """The step that the sender is at; the answer gives the receiver's step."""
 
     step: int = uint(BEYOND)
 
@@ -64,12 +66,12 @@ class ClosingExchanges:
         steps: Sequence[Sequence[PeerId]],
         act: Callable[[tuple[Member | None, ...], Deadline], Awaitable[None]],
     ) -> None:
-        """Do each step until its time is over; time that one does not need is the next one's.
+        """Do each step until its time is over. A step passes time that it does not use on to the next.
 
         Args:
-            size_bytes: of what a step moves.
-            steps: the peers that each needs; this peer itself stands for nobody.
-            act: does a step, by a deadline, with those of them who are live.
+            size_bytes: bytes that one step moves.
+            steps: the peers that each step needs; this peer's own id means no partner.
+            act: performs a step before a deadline, with those of its peers that are live.
         """
         until = asyncio.get_running_loop().time()
         self._session, self._heard, self.at = session, {}, BEFORE
@@ -86,7 +88,10 @@ class ClosingExchanges:
             self.at, self._session = BEYOND, None
 
     async def meets(self, partner: Member, until: Deadline) -> bool:
-        """Go to the step, and wait until the partner is at it, too; False: it is past it, or is not waited for."""
+        """Enter the step and wait until the partner is at it too.
+
+        Returns False if the partner is past the step, or this peer does not wait for it.
+        """
         session, loop, self.at = self._session, asyncio.get_running_loop(), self._number
         assert session is not None
         while loop.time() < until and not session.cut.is_set() and self._is_awaited(partner):
@@ -103,7 +108,7 @@ class ClosingExchanges:
         return partner in self._members.live() and not self._patience.resting(partner.peer, now)
 
     async def _ask(self, session: SharedStateSession, partner: Member, until: Deadline) -> int | None:
-        """Which step it is at; None: it does not take part."""
+        """Ask the partner which step it is at; None if it does not take part."""
         self._asked += 1
         peer, question = partner.peer, ClosingStep(session.key, self._endpoint.me, self._asked, self.at)
         answer_by = min(until, asyncio.get_running_loop().time() + self._patience.answer_seconds(peer))

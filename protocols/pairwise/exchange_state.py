@@ -1,7 +1,7 @@
-"""What a peer knows of its exchanges of states: the one that it is in, whose state it is, what became of the others.
+"""What a peer knows of its state exchanges: the current one, the owner of the state, and the results of earlier ones.
 
-One at a time: nobody touches the state of a peer that is in an exchange but that exchange
-(`protocols.pairwise.initiator`, `protocols.pairwise.responder`: its two ends).
+A peer is in at most one exchange at a time. During an exchange, only that exchange may touch the peer's state
+(`protocols.pairwise.initiator` and `protocols.pairwise.responder` are its two ends).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from protocols.vectors import VectorView
 
 
 class StateOwner(Protocol):
-    """Whose state is exchanged, for one round.
+    """The owner of the exchanged state, for one round.
 
     Attributes:
-        state: what others may average with; None: nothing, at the moment.
+        state: what other peers may average with; None while there is nothing to average.
         deadline: of the round.
-        held: of whom the state holds something.
-        closing: whether this is the end of the run, and not a round.
+        held: the peers whose values are part of the state.
+        closing: whether these are the closing exchanges of the run rather than a round.
     """
 
     closing: bool
@@ -37,10 +37,10 @@ class StateOwner(Protocol):
     held: dict[PeerId, Contribution]
 
     def count(self, peer: PeerId, chunks: int, name: str, share: float) -> None:
-        """An exchange held: so much of the state is this peer's now."""
+        """Count a completed exchange: this share of the state now comes from this peer."""
 
     def count_half(self, drift: float) -> None:
-        """One that may have moved one end only, by this share of its norm."""
+        """Count an exchange that may have moved one end only, by this share of the state's norm."""
 
 
 @dataclass(slots=True, eq=False)
@@ -48,10 +48,10 @@ class PairExchange:
     """An exchange that this peer is in.
 
     Attributes:
-        ask: the question that began it, ours or the partner's.
-        moving: one end may move, or has: it is not to be broken off any more.
-        given_up: the asker has been told that we did not move, so we must not.
-        settled: the asker knows that we have moved, by asking.
+        ask: the request that began it, ours or the partner's.
+        moving: one end may move, or has moved, so the exchange must not be aborted any more.
+        given_up: we told the asker that we did not move, so we must not.
+        settled: the asker knows that we moved, because it asked.
         done: our state is free again.
     """
 
@@ -68,18 +68,20 @@ class PairExchange:
 
     @property
     def in_doubt(self) -> bool:
-        """One end may have moved, and ours has not."""
+        """Whether the partner may have moved while we have not."""
         return self.moving and self.swap.moved is None
 
 
 class ExchangeState:
-    """Attributes:
-    owner: of the round that this peer is in; None between two rounds.
-    exchange: the one under way.
-    half_exchanges: that were counted, in all.
-    estimator: how far the others are.
-    round: that this peer has come to the end of last.
-    notifier: rings when an exchange has ended.
+    """The exchanges of one peer.
+
+    Attributes:
+        owner: of the round that this peer is in; None between two rounds.
+        exchange: the current one.
+        half_exchanges: how many have been counted in total.
+        estimator: estimates how far the other peers are.
+        round: the last round that this peer completed.
+        notifier: notifies when an exchange has ended.
     """
 
     def __init__(self, endpoint: ProtocolEndpoint) -> None:
@@ -95,14 +97,14 @@ class ExchangeState:
         self._untold: list[float] = []  # drifts of half exchanges that ended between two rounds
 
     def open(self, owner: StateOwner) -> None:
-        """A round begins."""
+        """Begin a round."""
         self.owner = owner
         for drift in self._untold:
             owner.count_half(drift)
         self._untold.clear()
 
     async def close(self) -> None:
-        """It is over; what is under way breaks off, unless it cannot: then this waits until the state is at rest."""
+        """End the round. Abort the current exchange, or wait until the state is at rest if it must not be aborted."""
         owner, self.owner = self.owner, None
         if owner:
             owner.state = None
@@ -110,14 +112,14 @@ class ExchangeState:
             await self.exchange.done.wait()
 
     def begin(self, owner: StateOwner, ask: ExchangeRequest, partner: Member, deadline: Deadline) -> PairExchange:
-        """Nobody else may touch the owner's state from now on, until `end`."""
+        """Begin an exchange. Until `end`, nothing else may touch the owner's state."""
         assert owner.state is not None and self.exchange is None
         swap = StateSwap(owner.state, self.codec, self._chunk_elements, self.host.compute)
         self.exchange = PairExchange(ask, partner, owner, swap, deadline, asyncio.get_running_loop().time())
         return self.exchange
 
     def end(self, exchange: PairExchange) -> None:
-        """Our state is free, and what came of theirs is not needed any more."""
+        """End the exchange: our state is free, and the partner's received state is no longer needed."""
         if self.exchange is exchange:
             self.exchange = None
             exchange.swap.discard()
@@ -125,9 +127,10 @@ class ExchangeState:
             self.notifier.notify()
 
     def check(self, exchange: PairExchange) -> None:
-        """
+        """Check that our end may still move.
+
         Raises:
-            PeerSilent: our end may not move: the round was left meanwhile, or the asker told that we have not.
+            PeerSilent: the round ended meanwhile, or we told the asker that we have not moved.
         """
         if self.owner is not exchange.owner:
             raise PeerSilent(exchange.partner.peer, "our round was left before the exchange was over")
@@ -135,7 +138,7 @@ class ExchangeState:
             raise PeerSilent(exchange.partner.peer, "the exchange was given up before we had everything")
 
     async def move(self, exchange: PairExchange) -> None:
-        """Both have everything: our end moves, and it is counted, even if we are cancelled."""
+        """Move our end and count the exchange, even if we are cancelled. Both ends have received everything."""
         exchange.moving = True
         swap, partner = exchange.swap, exchange.partner.peer
         try:
@@ -147,7 +150,7 @@ class ExchangeState:
         self.patience.took(partner, swap.size_bytes, now, now - exchange.began)
 
     def half(self, drift: float) -> None:
-        """An exchange may have moved one end only."""
+        """Count an exchange that may have moved one end only."""
         self.half_exchanges += 1
         if self.owner:
             self.owner.count_half(drift)
@@ -155,10 +158,10 @@ class ExchangeState:
             self._untold.append(drift)
 
     def failed(self, peer: PeerId, began: float, until: Deadline, why: str, slow: bool) -> None:
-        """An exchange came to nothing; who cost us time is left alone for a while.
+        """Record a failed exchange. A peer that cost us time is avoided for a while.
 
         Args:
-            slow: it was under way; else there was no answer.
+            slow: the exchange was in progress; False: there was no answer.
         """
         self.accounting.name(peer, f"no exchange: {why}")
         self.patience.failed(peer, began, asyncio.get_running_loop().time(), until, slow)

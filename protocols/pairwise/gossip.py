@@ -1,13 +1,14 @@
-"""Gossip: pairs of peers put their whole states at their mean; no group, no barrier, no vote.
+"""Gossip: pairs of peers move their whole states to their mean, without groups, barriers or votes.
 
-In each round a peer asks one other (or a few: `protocols.pairwise.matching`) for an exchange of states, parameters and
-momentum alike (`protocols.pairwise.state_swap`). Who is asked answers at once, while it trains, too: yes, or that it is
-busy, being in another exchange or between two rounds. This is randomised pairwise averaging (Boyd et al. 2006) of
-states after an outer step, without waiting for the partner to finish its work, as in AD-PSGD (Lian et al. 2018).
+In each round a peer asks one other peer (or a few: `protocols.pairwise.matching`) to exchange states, that is,
+parameters and momentum (`protocols.pairwise.state_swap`). The partner answers at once, even while it trains. It
+accepts, or says that it is busy: in another exchange, or between two rounds. This is randomised pairwise averaging
+(Boyd et al. 2006) of states after an outer step. As in AD-PSGD (Lian et al. 2018), no peer waits for its partner to
+finish its work.
 
-Who finds its partner busy or gone asks others. All of this together costs a peer at most what one exchange may take
-(`protocols.pairwise.peer_timeouts`), however many are slow or dead, and nobody else anything: who is asked meanwhile
-says that it is busy.
+A peer whose partner is busy or gone asks others. All of this together costs the peer at most the time limit of one
+exchange (`protocols.pairwise.peer_timeouts`), however many partners are slow or dead. It costs other peers nothing: a
+peer that is asked meanwhile answers that it is busy.
 """
 
 from __future__ import annotations
@@ -29,28 +30,31 @@ from protocols.pairwise.state_swap import HEADER_LIMIT
 from protocols.vectors import VectorView
 
 OTHERS = 2
-"""Who finds its partners busy asks so many more before it pauses."""
+"""How many other peers a peer asks before it pauses, if its partners are busy."""
 TRIES = 3
-"""A partner that the schedule names is asked so often while it is busy."""
+"""How often a partner that the schedule names is asked while it is busy."""
 BUSY_PAUSE_SECONDS = 0.25
-"""A question to somebody who is busy takes two round trips: so much longer, or twice that, it waits for the next."""
+"""Least pause before asking a busy peer again; the most is twice this. One request to a busy peer takes two round
+trips.
+"""
 
 
 class Gossip:
-    """`protocols.base.ClosingAverager`.
+    """`protocols.base.ClosingAverager` for gossip.
 
     Attributes:
         exchanges: this peer's exchanges, one at a time.
-        schedule: whom it asks (`protocols.pairwise.matching`).
+        schedule: selects the partners that it asks (`protocols.pairwise.matching`).
     """
 
     shares_anchor = False
     closes = True
 
     def __init__(self, host: Host, settings: Settings) -> None:
-        """
+        """Create the averager.
+
         Raises:
-            ValueError: there is no such schedule, or no such codec.
+            ValueError: unknown schedule or codec.
         """
         matching.known(settings.schedule)
         self.host, self.schedule = host, settings.schedule
@@ -64,7 +68,7 @@ class Gossip:
 
     @property
     def half_exchanges(self) -> int:
-        """That one end may have moved alone in, since this peer began."""
+        """Exchanges since this peer started that may have moved one end only."""
         return self.exchanges.half_exchanges
 
     @asynccontextmanager
@@ -91,9 +95,9 @@ class Gossip:
             await exchange.done.wait()
 
     async def mix(self, session: SharedStateSession, state: VectorView) -> None:
-        """Ask each partner that the schedule names; where that comes to nothing, others, as long as there is time.
+        """Ask each partner that the schedule names; if an exchange fails, ask others while time is left.
 
-        All of it takes what one exchange may take, at most: who is late or dead is not waited for twice.
+        All attempts together take at most the time limit of one exchange: a slow or dead peer is not waited for twice.
         """
         exchanges, loop = self.exchanges, asyncio.get_running_loop()
         exchanges.round = session.round
@@ -112,9 +116,9 @@ class Gossip:
                 await self.at_rest()
                 now, peer = loop.time(), partner.peer
                 if session.held and (partner not in due or peer in session.held):
-                    verdict = ExchangeOutcome.HELD  # somebody has asked us
+                    verdict = ExchangeOutcome.HELD  # another peer has asked us
                 elif not session.has_time(exchanges.patience.expected_seconds(peer, size_bytes), until):
-                    verdict = ExchangeOutcome.FAILED  # what time is left is not enough for this one
+                    verdict = ExchangeOutcome.FAILED  # the time left is too short for this one
                 else:
                     its_own = now + exchanges.patience.timeout_seconds(peer, size_bytes)
                     verdict = await self._initiator.ask(session, partner, min(until, its_own))
@@ -122,7 +126,7 @@ class Gossip:
                     due, others = ([each for each in group if each != partner] for group in (due, others))
 
     async def close(self, session: SharedStateSession, state: VectorView, here: Collection[PeerId]) -> None:
-        """In each step an exchange with one partner; what of it fails is not tried with another."""
+        """Exchange with one partner in each step. A failed exchange is not retried with another peer."""
         self.exchanges.round = session.round
         everybody = sorted({*here, self.me.peer})
         place, size_bytes = everybody.index(self.me.peer), self.exchanges.codec.encoded_bytes(state.size)
@@ -136,7 +140,7 @@ class Gossip:
         await self._steps.run(session, size_bytes, steps, step)
 
     async def _exchange(self, session: SharedStateSession, partner: Member, size_bytes: int, until: Deadline) -> bool:
-        """One exchange with a partner that wants it, too, whoever of the two asks; whether it held."""
+        """Exchange with a partner that wants it too, whichever of the two asks; return whether it completed."""
         loop, peer, before = asyncio.get_running_loop(), partner.peer, session.counted(partner.peer)
         while loop.time() < until and not session.cut.is_set():
             await self.at_rest()
@@ -153,14 +157,14 @@ class Gossip:
         return session.counted(peer) > before
 
     async def _pause(self, session: SharedStateSession, until: Deadline) -> None:
-        """Give those who are busy time, or until somebody has asked us."""
+        """Wait until busy peers may be free, or until another peer has asked us."""
         held, seconds = dict(session.held), self.rng.uniform(BUSY_PAUSE_SECONDS, 2 * BUSY_PAUSE_SECONDS)
         with suppress(TimeoutError):
             resumes = min(until, asyncio.get_running_loop().time() + seconds)
             await self.exchanges.notifier.until(lambda: session.held != held, resumes)
 
     def _candidates(self, session: SharedStateSession) -> tuple[list[Member], list[Member]]:
-        """Those whom the schedule names, and the others; without those who cost us a timeout of late."""
+        """The peers that the schedule names, and the others. Both exclude peers that recently cost us a timeout."""
         now = asyncio.get_running_loop().time()
         live = {member.peer: member for member in self.host.members.live() if member.peer != self.me.peer}
         seed = f"{session.key.run.hex()}/{session.key.scope}"

@@ -1,4 +1,4 @@
-"""The asker's end of exchanges of states."""
+"""The asking end of state exchanges."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from protocols.pairwise.state_swap import (
 
 
 class ExchangeOutcome(Enum):
-    """What became of a question."""
+    """The result of a request."""
 
     HELD = auto()
     BUSY = auto()
-    WITHDRAWN = auto()  # another's came first
+    WITHDRAWN = auto()  # another peer's request came first
     FAILED = auto()
 
 
 class ExchangeInitiator:
-    """Asks one question at a time."""
+    """Sends one request at a time."""
 
     def __init__(self, exchanges: ExchangeState) -> None:
         self._exchanges = exchanges
@@ -38,7 +38,7 @@ class ExchangeInitiator:
         self._asked = 0
 
     def gives_way(self, other: ExchangeRequest) -> bool:
-        """Whether another's question may be said yes to: ours, if one is unanswered, is taken back for it."""
+        """Whether another peer's request may be accepted. Our own unanswered request, if any, is withdrawn for it."""
         if self._open is None:
             return True
         ours, job = self._open
@@ -49,7 +49,7 @@ class ExchangeInitiator:
         return True
 
     async def ask(self, owner: StateOwner, partner: Member, until: Deadline) -> ExchangeOutcome:
-        """Ask for an exchange, and have it; whatever fails is named. Nobody may be in one with us."""
+        """Ask for an exchange and carry it out. Errors are reported. This peer must not be in another exchange."""
         assert owner.state is not None
         self._asked += 1
         ask = ExchangeRequest(owner.key, self._exchanges.me, self._asked, owner.state.size, self._exchanges.codec.name)
@@ -76,7 +76,7 @@ class ExchangeInitiator:
                 exchanges.estimator.hear(peer, answer.round)
                 if not answer.accepted:
                     return ExchangeOutcome.BUSY
-                limit.reschedule(None)  # from here on it is watched
+                limit.reschedule(None)  # from here on the exchange is watched
                 exchanges.patience.answered(peer, asyncio.get_running_loop().time() - began)
                 self._open, exchange = None, exchanges.begin(owner, ask, partner, until)
                 await run_with_helper(self._lead(exchange, stream), watch(exchanges.host.members, partner, until))
@@ -87,7 +87,7 @@ class ExchangeInitiator:
             if isinstance(error, BadPayload):
                 exchanges.distrust(peer)
             elif exchange is None and isinstance(error, TimeoutError) and answer_by == until:
-                return ExchangeOutcome.BUSY  # it was our own time that was short
+                return ExchangeOutcome.BUSY  # our own time was too short
             else:
                 why = error.why if isinstance(error, PeerError) else "it did not answer in time"
                 slow = exchange is not None and exchange.swap.begun
@@ -95,12 +95,14 @@ class ExchangeInitiator:
             return ExchangeOutcome.FAILED
         finally:
             if exchange:
-                if exchange.in_doubt:  # we are not to wait for an answer
+                if exchange.in_doubt:  # we must not wait for an answer
                     exchanges.half(exchange.swap.most)
                 exchanges.end(exchange)
 
     async def _lead(self, exchange: PairExchange, stream: Stream) -> None:
-        """The initiator's part. Between its first `StateReceived` and the reply, the partner's outcome is unknown."""
+        """Run the initiator's side. Between its first `StateReceived` and the reply, the partner's outcome is
+        unknown.
+        """
         exchanges, ask = self._exchanges, exchange.ask
         await exchange.swap.transfer(stream)
         exchanges.check(exchange)
@@ -111,10 +113,10 @@ class ExchangeInitiator:
         await stream.send(StateReceived(ask.key, exchanges.me, ask.sequence))
 
     async def _held(self, exchange: PairExchange, error: Exception) -> bool:
-        """Whether an exchange that broke off has held; where that is in doubt, the partner is asked, once."""
+        """Whether a broken-off exchange took effect. If that is in doubt, ask the partner once."""
         exchanges, ask, peer = self._exchanges, exchange.ask, exchange.partner.peer
         if not exchange.in_doubt:
-            return exchange.swap.moved is not None  # then only our last word is lost
+            return exchange.swap.moved is not None  # then only our last message is lost
         deadline = asyncio.get_running_loop().time() + exchanges.patience.answer_seconds(peer)
         try:
             if isinstance(error, BadPayload):

@@ -1,18 +1,21 @@
-"""Push-sum's book of mass: averaging over links that carry one way, under loss, duplication and reordering. Pure.
+"""Push-sum's mass ledger: averaging over one-way links, under loss, duplication and reordering. No I/O.
 
-Everybody holds a value x and a weight w, at first its own value and 1. It gives half of both away and keeps the rest;
-whoever takes a share adds it. x / w comes near Σx / Σw everywhere, whatever the order and the graph, as long as no mass
-is lost or made (Kempe et al. 2003; Assran et al. 2019, SGP, section 3, for the states of trainers). So here:
+Each peer holds a value x and a weight w, at first its own value and 1. A sender gives half of both away and keeps the
+other half; the receiver adds the share. x / w approaches Σx / Σw at every peer, whatever the order and the graph, as
+long as no mass is lost or created (Kempe et al. 2003; Assran et al. 2019, SGP, section 3, for the states of trainers).
+Therefore:
 
-- a share is outstanding until its receiver has acknowledged it; sent again it is the same share, under the same number;
-- a receiver counts each number of a giver once, whatever comes twice or late;
-- a share whose receiver's life is over comes home: if it had been counted, it died with its receiver;
-- of a receiver that is only silent nobody knows what it counted: the share is recalled. The receiver says whether it
-  had counted it, and if not, never will: only then is it home. Until then it is neither here nor there, and not lost.
+- A share is outstanding until its receiver has acknowledged it. A resent share keeps its number.
+- A receiver counts each number of a sender once, even if it arrives twice or late.
+- If the receiver's incarnation has ended, the share returns to the sender. If the receiver had counted it, it was lost
+  with the receiver.
+- If a receiver is only silent, the sender does not know what it counted, and recalls the share. The receiver answers
+  that it has counted the share, or that it never will; only the second answer returns the share. Until then the share
+  is at neither peer, but it is not lost.
 
-Then Σx and Σw over everybody's book and all shares that are outstanding and not counted never change: to the last bit
-for numbers that add exactly (`fractions.Fraction`), up to rounding for others. A giver that dies takes what it holds
-along, and what it gave stays given.
+Then Σx and Σw, over all ledgers and all outstanding shares that are not counted, never change. This holds exactly for
+numbers that add exactly (`fractions.Fraction`), and up to rounding for others. If a sender dies, the mass that it holds
+is lost, but what it gave remains.
 """
 
 from __future__ import annotations
@@ -25,18 +28,19 @@ from protocols.base import BadPayload, Member
 from protocols.estimates import RecentDict
 
 SHARE_WINDOW = 64
-"""Shares that one receiver has not acknowledged: a giver keeps their values, and gives it no more."""
+"""Limit of unacknowledged shares per receiver. The sender keeps their values, and gives that receiver no more."""
 MAX_GIVERS = 256
-"""Lives of peers whose numbers are known; the one that gave least recently goes first."""
+"""Peer incarnations whose share numbers are remembered; the one that gave least recently is dropped first."""
 MAX_RECEIVERS = 256
-"""Lives of peers of which it is known which number comes next, besides those that owe an answer."""
+"""Peer incarnations whose next share number is remembered, besides those that owe an answer."""
 LEAST_WEIGHT = 2.0**-900
-"""Who has less gives nothing. Far below what is reached: one that only takes draws all weight to itself, and the others
-go on with what is left to them."""
+"""A peer with less weight gives nothing. This is far below what is reached in practice: if one peer only takes, it
+draws all weight to itself, and the others continue with what they have left.
+"""
 
 
 class Mass(Protocol):
-    """A number or a vector: what can be added to its like, and divided by a number."""
+    """A number or a vector: a value that can be added to its like and divided by a number."""
 
     def __add__(self, other: Any, /) -> Any: ...
 
@@ -48,7 +52,7 @@ V = TypeVar("V", bound=Mass)
 
 @dataclass(frozen=True, slots=True)
 class Share(Generic[V]):
-    """Mass on its way: `sequence` counts what this giver, in this life, has given to this life of the receiver."""
+    """Mass in transit. `sequence` counts the shares from this incarnation of the sender to this one of the receiver."""
 
     sender: Member
     to: Member
@@ -58,7 +62,7 @@ class Share(Generic[V]):
 
 
 class _Numbers:
-    """Which numbers of one giver are settled: those below `floor`, those that are counted, those that never will be."""
+    """The settled share numbers of one sender: those below `floor`, the counted ones, and those that will never be."""
 
     def __init__(self) -> None:
         self.floor = 0
@@ -69,7 +73,7 @@ class _Numbers:
         return number < self.floor or number in self.counted or number in self.void
 
     def settle(self, number: int, into: set[int]) -> None:
-        """Once for each number. What is so far behind it that no giver has it outstanding any more never comes."""
+        """Settle a number; call this once per number. Numbers too far behind it to be outstanding never arrive."""
         into.add(number)
         self.floor = max(self.floor, number - SHARE_WINDOW + 1)
         self.counted = {each for each in self.counted if each >= self.floor}
@@ -77,36 +81,39 @@ class _Numbers:
 
 
 class MassLedger(Generic[V]):
-    """One peer's mass, in one of its lives, and the shares that it has given and taken.
+    """The mass of one incarnation of a peer, and the shares that it has given and taken.
 
     Attributes:
-        me: this life.
-        value, weight: what is here.
+        me: this incarnation.
+        value, weight: what this peer holds.
     """
 
     def __init__(self, me: Member, value: V, weight: float = 1.0) -> None:
         self.me, self.value, self.weight = me, value, weight
         self._outstanding: dict[Member, dict[int, Share[V]]] = {}
         self._next: OrderedDict[Member, int] = OrderedDict()
-        self._unused = 0  # no receiver that is forgotten has been given this number, or a later one
+        self._unused = 0  # no forgotten receiver has been given this number, or a later one
         self._senders: RecentDict[Member, _Numbers] = RecentDict(MAX_GIVERS)
 
     @property
     def mean(self) -> V:
-        """x / w: what this peer takes the mean of all to be."""
+        """x / w: this peer's estimate of the mean of all peers."""
         mean: V = self.value / self.weight
         return mean
 
     @property
     def mass(self) -> float:
-        """What is here, and what is given and not acknowledged: at most so much can be here again."""
+        """The weight that this peer holds or has given without acknowledgement: the most that it can hold again."""
         given = (share.weight for shares in self._outstanding.values() for share in shares.values())
         return self.weight + sum(given)
 
     # -- giving -------------------------------------------------------------------------------------------------------
 
     def give(self, to: Member) -> Share[V] | None:
-        """Half of what is here, for this receiver; None if it has too much unacknowledged, or too little is here."""
+        """Give half of the mass to this receiver.
+
+        Returns None if the receiver has too many unacknowledged shares, or this peer has too little mass.
+        """
         number = self._next.get(to, self._unused)
         first = min(self._outstanding.get(to, ()), default=number)
         if number >= first + SHARE_WINDOW or self.weight < LEAST_WEIGHT or to == self.me:
@@ -120,27 +127,29 @@ class MassLedger(Generic[V]):
         return share
 
     def _forget(self) -> None:
-        """Whoever was given something longest ago and owes no answer."""
+        """Drop the receiver that was given something longest ago and owes no answer."""
         if len(self._next) >= MAX_RECEIVERS + len(self._outstanding):
             oldest = next(each for each in self._next if each not in self._outstanding)
             self._unused = max(self._unused, self._next.pop(oldest))
 
     def outstanding(self, to: Member) -> tuple[Share[V], ...]:
-        """What to send again: given, and neither acknowledged nor home."""
+        """The shares to send again: given, and neither acknowledged nor returned."""
         return tuple(self._outstanding.get(to, {}).values())
 
     def acknowledged(self, by: Member, sequence: int) -> None:
-        """It is the receiver's now. Of what is not outstanding: nothing changes."""
+        """Record that the share is now the receiver's. Without effect for a share that is not outstanding."""
         self._answered(by, sequence)
 
     def answered(self, by: Member, sequence: int, counted: bool) -> None:
-        """What the receiver says to a recall: it counted the share, or never will."""
+        """Record the receiver's answer to a recall: it counted the share, or never will."""
         share = self._answered(by, sequence)
         if share is not None and not counted:
             self._home(share)
 
     def buried(self, member: Member) -> None:
-        """This life of a peer is over for certain: what it never acknowledged comes home. A silent peer may live."""
+        """Take back the unacknowledged shares of an incarnation that has certainly ended. A silent peer may still be
+        alive.
+        """
         for share in self._outstanding.pop(member, {}).values():
             self._home(share)
         self._next.pop(member, None)
@@ -158,13 +167,13 @@ class MassLedger(Generic[V]):
     # -- taking -------------------------------------------------------------------------------------------------------
 
     def take(self, share: Share[V]) -> bool:
-        """Count a share, unless its number is settled; to be acknowledged either way, if it is for this life.
+        """Count a share, unless its number is settled. Acknowledge it either way if it is for this incarnation.
 
         Returns:
-            Whether it is counted, now or earlier; False: it has been recalled, or is for another life of this peer.
+            Whether it is counted, now or earlier. False if it was recalled or is for another incarnation of this peer.
 
         Raises:
-            BadPayload: no positive weight.
+            BadPayload: the weight is not positive.
         """
         if share.to != self.me:
             return False

@@ -1,19 +1,19 @@
-"""Whom a peer asks in its n-th exchange, and what a round of such exchanges does to everybody's values. Pure.
+"""Which peers a peer asks in its n-th exchange, and how a round of such exchanges mixes the values. No I/O.
 
-A schedule is a function of (members, me, round, seed) alone: who knows the same members computes the same, and where
-lists or rounds differ a partner is as good as drawn at random, which costs speed of mixing and nothing else. Members
-are sorted first, so their order does not matter.
+A schedule is a function of (members, me, round, seed) alone: peers that know the same members compute the same pairs.
+Where lists or rounds differ, a partner is as good as drawn at random; that only slows down mixing. Members are sorted
+first, so their order does not matter.
 
-    random                 pairs drawn afresh each round: of a matching, both ends name each other
-    ring                   the next in the ring; it is asked by the one before
-    exponential            everybody 1, 2, 4, … places on: log2 N exchanges a round (static exponential graph)
-    one-peer-exponential   one of these, another distance each round (Assran et al. 2019; Ying et al. 2021)
+    random                 pairs drawn afresh each round, as a matching: both ends name each other
+    ring                   the next peer in the ring; the previous one asks this peer
+    exponential            the peers 1, 2, 4, … places ahead: log2 N exchanges a round (static exponential graph)
+    one-peer-exponential   one of these, at another distance each round (Assran et al. 2019; Ying et al. 2021)
 
-    closing_pairs          at the end of a run, step by step: who exchanges states with whom
-    closing_hops           the same for shares that travel one way: how many places on
+    closing_pairs          the pairs of each step at the end of a run
+    closing_hops           the same for one-way shares: how many places ahead each peer gives
 
 The mixing matrices are those of the literature, for rounds in lockstep: x ← Wx, doubly stochastic, so that the mean
-stays where it is. `pairwise` is what exchanges one after the other do: that is what peers without a barrier get.
+does not change. `pairwise` gives the effect of consecutive exchanges, which is what peers without a barrier get.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ import torch
 from protocols.base import PeerId
 
 Partners: TypeAlias = Callable[[Sequence[PeerId], int, int, str], tuple[int, ...]]
-"""(sorted members, index of the asker, round, seed) -> indices of whom it asks, in this order."""
+"""(sorted members, index of the asker, round, seed) -> indices of the peers that it asks, in this order."""
 
 
 def select_partners(
     schedule: str, members: Sequence[PeerId], me: PeerId, round_number: int, seed: str
 ) -> tuple[PeerId, ...]:
-    """Whom `me` asks in that round, one after the other; nobody, where it is alone.
+    """The peers that `me` asks in that round, in order; empty if it is alone.
 
     Args:
-        members: everybody who could be asked; `me` counts whether or not it is among them.
+        members: all peers that could be asked; `me` counts whether or not it is among them.
         seed: the same for all peers of a run.
 
     Raises:
-        ValueError: there is no such schedule.
+        ValueError: unknown schedule.
     """
     everybody = sorted({*members, me})
     if len(everybody) == 1:
@@ -52,10 +52,10 @@ def select_partners(
 
 
 def known(schedule: str) -> str:
-    """The name itself.
+    """Return the name if such a schedule exists.
 
     Raises:
-        ValueError: there is no such schedule; one line that names those there are.
+        ValueError: unknown schedule; the one-line message names the schedules that exist.
     """
     _schedule(schedule)
     return schedule
@@ -65,14 +65,14 @@ def mixing_matrix(schedule: str, members: Sequence[PeerId], round_number: int, s
     """The mixing matrix W of one round in lockstep, float64 (n, n), over the sorted members.
 
     Raises:
-        ValueError: there is no such schedule.
+        ValueError: unknown schedule.
     """
     everybody = sorted(set(members))
     return _schedule(schedule)[1](everybody, round_number, seed)
 
 
 def pairwise(count: int, pairs: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """What exchanges of pairs do, one after the other: each puts both of its ends at their mean. float64 (n, n)."""
+    """The mixing matrix of consecutive exchanges, each of which moves both ends to their mean. float64 (n, n)."""
     product = torch.eye(count, dtype=torch.float64)
     for one, other in pairs:
         product[[one, other]] = product[[one, other]].mean(0)
@@ -80,15 +80,15 @@ def pairwise(count: int, pairs: Sequence[tuple[int, int]]) -> torch.Tensor:
 
 
 def contraction(mixing: torch.Tensor) -> float:
-    """ρ = ‖W − J‖, the most by which one round leaves the distance to the mean."""
+    """ρ = ‖W − J‖, the largest share of the distance to the mean that one round leaves."""
     count = len(mixing)
     return float(torch.linalg.matrix_norm(mixing - torch.full_like(mixing, 1 / count), 2))
 
 
 def matching_factor(count: int) -> float:
-    """By how much a random matching multiplies the variance, in expectation: (n/2 − 1) / (n − 1) for an even n.
+    """The expected factor by which a random matching scales the variance: (n/2 − 1) / (n − 1) for an even n.
 
-    Each of the ⌊n/2⌋ pairs takes 1 / (n − 1) of it away.
+    Each of the ⌊n/2⌋ pairs removes 1 / (n − 1) of it.
     """
     return 1 - count // 2 / (count - 1) if count > 1 else 0.0
 
@@ -102,15 +102,16 @@ def hops(count: int) -> tuple[int, ...]:
 
 CLOSING_DRAWS = 32
 CLOSING_SEARCH = 64
-"""Of so many drawn sequences of pairs the one that mixes best is taken; of more peers than these, the first."""
+"""Up to this many peers, the best-mixing of `CLOSING_DRAWS` drawn sequences of pairs is used; above, the first one."""
 
 
 @lru_cache(maxsize=4)
 def closing_hops(count: int) -> tuple[int, ...]:
-    """How many places on a peer gives in each of ⌈log₂ n⌉ + 1 steps: 1, 2, 4, …, and a last one.
+    """How many places ahead a peer gives in each of ⌈log₂ n⌉ + 1 steps: 1, 2, 4, …, and a last one.
 
-    For a power of two all is even before the last step, which repeats the first: the one that is missed where some
-    begin later than others. Else it is the one that leaves least of deviations: at most .13.
+    For a power of two, all values are equal before the last step. The last step repeats the first, which is the one
+    that is missed when some peers begin later than others. For other numbers, the last step is the one that leaves the
+    smallest deviations: at most 0.13.
     """
     every = hops(count)
     if count & (count - 1) == 0:
@@ -119,18 +120,19 @@ def closing_hops(count: int) -> tuple[int, ...]:
     spread[0] = 1.0
     for hop in every:
         spread = (spread + spread.roll(hop)) / 2
-    # A matrix that is the same for all is as long as its Fourier transform is high, beside the mean.
+    # For a circulant matrix, the norm besides the mean is the largest magnitude of its Fourier transform.
     left = [float(torch.fft.fft(spread + spread.roll(hop)).abs()[1:].max()) for hop in range(1, count)]
     return (*every, 1 + left.index(min(left)))
 
 
 @lru_cache(maxsize=4)
 def closing_pairs(count: int) -> tuple[tuple[int, ...], ...]:
-    """Of each of ⌈log₂ n⌉ + 1 steps, the partner of each index; itself: it has none.
+    """The partner of each index in each of ⌈log₂ n⌉ + 1 steps. An index that is its own partner has none.
 
-    For a power of two, distances 1, 2, 4, … in both directions (index xor distance): after them all hold the mean. Each
-    of these steps can be made good by repeating it at the end, because they commute: the last repeats the first. With
-    other numbers no sequence of halves leads to the mean; at most .13 to .36 of deviations are left, up to 64 peers.
+    For a power of two, the distances are 1, 2, 4, … in both directions (index xor distance); after them all peers hold
+    the mean. These steps commute, so any of them can be repaired by repeating it at the end; the last step repeats the
+    first. For other numbers, no sequence of halves leads to the mean: 0.13 to 0.36 of the deviations remain at most, up
+    to 64 peers.
     """
     if count & (count - 1) == 0:
         return tuple(tuple(index ^ hop for index in range(count)) for hop in closing_hops(count))
@@ -139,7 +141,9 @@ def closing_pairs(count: int) -> tuple[tuple[int, ...], ...]:
 
 
 def stepped(steps: Sequence[Sequence[int]]) -> torch.Tensor:
-    """What steps of pairs do, one after the other: each takes the mean with its partner. float64 (n, n)."""
+    """The mixing matrix of consecutive steps, in each of which every peer takes the mean with its partner. float64
+    (n, n).
+    """
     product = torch.eye(len(steps[0]), dtype=torch.float64)
     for partner_of in steps:
         product = (product + product[list(partner_of)]) / 2
@@ -161,10 +165,11 @@ def _drawn_steps(count: int, draw: int) -> tuple[tuple[int, ...], ...]:
 
 @lru_cache(maxsize=4)
 def _matched(members: tuple[PeerId, ...], round_number: int, seed: str) -> tuple[int, ...]:
-    """Indices in a drawn order: of each two in a row, one is the other's partner.
+    """Indices in a drawn order: each two consecutive ones are partners.
 
-    Ordered by a hash of each member, so that who knows of one member more mostly finds the same neighbours. Kept: of
-    thousands of members it takes milliseconds, and is asked for again while one round lasts.
+    The order is that of a hash of each member, so a peer that knows one more member still finds mostly the same
+    neighbours. The result is cached: it takes milliseconds for thousands of members, and is needed repeatedly during
+    one round.
     """
 
     def drawn(index: int) -> bytes:
@@ -179,7 +184,7 @@ def _random(members: Sequence[PeerId], me: int, round_number: int, seed: str) ->
     if place ^ 1 < len(order):
         return (order[place ^ 1],)
     drawn = hashlib.sha256(f"{seed}/{round_number}/{members[me]}/odd".encode()).digest()
-    return (order[int.from_bytes(drawn[:8], "big") % place],)  # who is left over asks one that has a partner
+    return (order[int.from_bytes(drawn[:8], "big") % place],)  # the peer left over asks one that has a partner
 
 
 def _ring(members: Sequence[PeerId], me: int, round_number: int, seed: str) -> tuple[int, ...]:
@@ -214,7 +219,7 @@ def _one_peer_matrix(members: Sequence[PeerId], round_number: int, seed: str) ->
 
 
 def _circulant(count: int, offsets: Sequence[int]) -> torch.Tensor:
-    """Everybody takes the mean of those at these distances."""
+    """The mixing matrix in which every peer takes the mean of the peers at these distances."""
     mixing = torch.zeros(count, count, dtype=torch.float64)
     rows = torch.arange(count)
     for offset in offsets:

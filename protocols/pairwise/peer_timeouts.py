@@ -1,4 +1,4 @@
-"""How long an exchange with a peer may take, whom to leave alone for a while, and which questions are new. Pure."""
+"""How long an exchange with a peer may take, which peers to avoid for a while, and which requests are new. No I/O."""
 
 from __future__ import annotations
 
@@ -10,29 +10,31 @@ from protocols.limits import DISTRUST_SECONDS
 
 ANSWER_FLOOR_SECONDS = 2.0
 ROUND_TRIPS = 8.0
-"""An answer is given at once: it is late after the floor and so many round trips."""
+"""A peer answers at once. Its answer is late after the floor plus this many round trips."""
 MAX_ROUND_TRIP_SECONDS = 5.0
-"""No line is thought to be longer: who answers late each time would be waited for longer and longer."""
+"""Upper limit of the estimated round trip. Without it, a peer that always answers late would get more and more time."""
 TIMEOUT_MULTIPLE = 4.0
-"""An exchange may take so many times as long as it should."""
+"""An exchange may take this many times its expected time."""
 REST_MULTIPLE = 4.0
-"""Who cost us time for nothing, or more than was to be expected, is left alone for so many times as long."""
+"""A peer that cost us time for nothing, or more than expected, is avoided for this many times as long."""
 CHEAP_SECONDS = 1.0
-"""What comes to nothing sooner has cost nothing: a partner may have gone on to another round."""
+"""An exchange that fails sooner than this costs nothing: the partner may have gone on to another round."""
 LEAST_RATE = 1e3
 MAX_RATE_GAIN = 1.5
 MAX_PEERS = 256
-"""So many peers are remembered; the one that has been quiet longest is forgotten first."""
+"""At most this many peers are remembered; the one that has been silent longest is dropped first."""
 REQUEST_WINDOW = 64
-"""Questions of one life that may overtake each other: an older one is stale."""
+"""Requests of one incarnation that may overtake each other; an older request is stale."""
 
 
 @dataclass(slots=True)
 class _Seen:
-    """Attributes:
-    rate: bytes/s that exchanges with this peer came to; None: there was none.
-    rest_until: when it may be spoken to again, in the loop's time.
-    distrust_until: the same, whatever else it does well meanwhile.
+    """What is known of one peer.
+
+    Attributes:
+        rate: bytes/s of the exchanges with this peer; None: there was none.
+        rest_until: when the peer may be contacted again, in the loop's time.
+        distrust_until: the same, and not shortened by later good exchanges.
     """
 
     rate: float | None = None
@@ -42,11 +44,12 @@ class _Seen:
 
 
 class PeerTimeouts:
-    """What exchanges took, by peer, and what follows for the next one. Times are the loop's.
+    """How long exchanges took, by peer, and the limits that follow for the next one. Times are the loop's.
 
-    A peer's rate follows what was observed, and is halved by every timeout of what was under way: over a line that is
-    slower than anybody said, the time given doubles until it is enough. It starts as that of all others together, and
-    theirs as our own bandwidth: if the line that is slow is ours, that is not learnt anew with everybody.
+    A peer's rate follows the observations, and each timeout of an exchange in progress halves it. If a line is slower
+    than announced, the time limit therefore doubles until it suffices. A new peer's rate starts as that of all others
+    together, and theirs as our own bandwidth. If our own line is the slow one, we need not learn that again with each
+    peer.
     """
 
     def __init__(self, bandwidth: float) -> None:
@@ -57,26 +60,28 @@ class PeerTimeouts:
         return self._peers.renew(peer, _Seen)
 
     def answer_seconds(self, peer: PeerId) -> float:
-        """How long a peer may take to say yes or no, opening a stream included."""
+        """How long a peer may take to accept or decline, opening a stream included."""
         return ANSWER_FLOOR_SECONDS + ROUND_TRIPS * self._of(peer).round_trip_seconds
 
     def expected_seconds(self, peer: PeerId, size_bytes: int) -> float:
-        """What an exchange of so many bytes, in both directions at once, should take."""
+        """Expected time of an exchange of this many bytes in both directions at once."""
         seen = self._of(peer)
         return 4 * seen.round_trip_seconds + size_bytes / (seen.rate or self._usual)
 
     def timeout_seconds(self, peer: PeerId, size_bytes: int) -> float:
-        """What it may take, from the question to the last word."""
+        """Time limit of an exchange, from the request to the last message."""
         return self.answer_seconds(peer) + TIMEOUT_MULTIPLE * self.expected_seconds(peer, size_bytes)
 
     def answered(self, peer: PeerId, seconds: float) -> None:
-        """A stream was opened and answered in that time: two round trips."""
+        """Record the time in which a stream was opened and answered: two round trips."""
         seen = self._of(peer)
         observed = min(seconds / 2, MAX_ROUND_TRIP_SECONDS)
         seen.round_trip_seconds = max(observed, ewma(seen.round_trip_seconds, observed, 1 / 2))
 
     def took(self, peer: PeerId, size_bytes: int, now: float, seconds: float) -> None:
-        """An exchange held. Who was slow is met seldom: one that does it on purpose has a fifth of our time at most."""
+        """Record a completed exchange. Slow peers are met seldom: a deliberately slow one gets at most a fifth of
+        our time.
+        """
         seen = self._of(peer)
         slow = seconds > ANSWER_FLOOR_SECONDS + 2 * self.expected_seconds(peer, size_bytes)
         observed = size_bytes / max(seconds, 1e-6)
@@ -84,19 +89,21 @@ class PeerTimeouts:
         seen.rest_until = now + REST_MULTIPLE * seconds if slow else 0.0
 
     def failed(self, peer: PeerId, began: float, now: float, until: float, slow: bool) -> None:
-        """What began then came to nothing, and had until then. Who breaks off just before costs as much as who is late.
+        """Record a failed exchange that began at `began` and could have lasted until `until`.
+
+        A peer that aborts just before the limit costs as much as one that is late.
 
         Args:
-            slow: it was under way.
+            slow: the exchange was in progress.
         """
         if now >= until or now - began >= CHEAP_SECONDS:
             self.late(peer, now, now - began, slow and now >= until)
 
     def late(self, peer: PeerId, now: float, cost_seconds: float, slow: bool = True) -> None:
-        """An exchange cost us so many seconds and came to nothing.
+        """Record that a failed exchange cost us this many seconds.
 
         Args:
-            slow: it was under way, so that it takes longer than was thought; else there was no answer.
+            slow: the exchange was in progress, so it takes longer than estimated; False: there was no answer.
         """
         seen = self._of(peer)
         if slow:
@@ -105,11 +112,11 @@ class PeerTimeouts:
         seen.rest_until = now + REST_MULTIPLE * cost_seconds
 
     def distrust(self, peer: PeerId, now: float) -> None:
-        """A peer broke a rule: it is to be left alone."""
+        """Avoid a peer that broke a rule."""
         self._of(peer).distrust_until = now + DISTRUST_SECONDS
 
     def resting(self, peer: PeerId, now: float) -> bool:
-        """Whether it is to be left alone."""
+        """Whether the peer is to be avoided for now."""
         seen = self._peers.get(peer)
         return seen is not None and now < max(seen.rest_until, seen.distrust_until)
 
@@ -126,15 +133,16 @@ class _Asked:
 
 
 class RequestDeduplicator:
-    """Which questions of which life of a peer have been heard: each counts once, in whatever order they come."""
+    """Remembers the requests of each peer's incarnation. Each counts once, in whatever order they arrive."""
 
     def __init__(self) -> None:
         self._lives: RecentDict[Member, _Asked] = RecentDict(MAX_PEERS)
 
     def hear(self, sender: Member, sequence: int, round_number: int) -> None:
-        """
+        """Record a request.
+
         Raises:
-            BadPayload: heard before, older than any that may still be under way, or its round goes back.
+            BadPayload: it was received before, is older than any that may still be under way, or its round goes back.
         """
         asked = self._lives.renew(sender, _Asked)
         if sequence in asked.seen:

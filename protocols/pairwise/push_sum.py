@@ -1,20 +1,21 @@
-"""Push-sum between peers: each round a peer gives a share of its state away, one way, and is held up by nobody.
+"""Push-sum between peers: each round a peer gives a share of its state away, one way, and waits for no other peer.
 
-A protocol of its own, which a run chooses by its name, and not what gossip falls back to: shares carry weights, and all
-peers of a run count them, or none. It is for lines that carry much one way and little the other, and for peers that
-should not hold still for others: to give costs one upload, to take one download, and neither waits for the other. What
-it costs: news flows one way, so that two shares bring two peers as near as one exchange does, and who is given nothing
+A run selects this protocol by name; gossip does not fall back to it. Shares carry weights, and all peers of a run must
+count them. Push-sum suits lines that are much faster in one direction, and peers that should not pause for others:
+giving costs one upload, taking costs one download, and neither waits for the other. The cost is slower mixing.
+Information flows one way, so two shares bring two peers as close as one exchange does. A peer that is given nothing
 learns nothing in that round.
 
-A link that carries nothing at all in one direction carries no stream either. What remains is to give to others, and to
-take back what was given: a share is kept, encoded, until its receiver says that it has counted it. Where no answer came
-it is recalled in later rounds; if its receiver is in another life, it comes home. If its receiver has not been seen for
-two minutes it comes home, too, and may then count twice: that is told, as half exchanges are.
+A link that carries nothing at all in one direction carries no stream either. Then a peer gives to others, and takes
+back what it gave: it keeps each share, encoded, until the receiver says that it has counted it. A share without an
+answer is recalled in later rounds. If its receiver is in another incarnation, the share returns to the sender. If the
+receiver has not been seen for two minutes, the share returns too, and may then count twice; this is reported, as half
+exchanges are.
 
-A state stands for x / w, the weights are in `protocols.pairwise.mass_ledger.Book`; what travels is x / w, with the
-weight of the share. A peer's own step moves x / w, so that it counts by the peer's weight at that moment, which is 1 on
-average. In memory are, besides the state, at most two shares that are kept and four that come in, each an encoded
-state.
+A state stands for x / w; the weights are in `protocols.pairwise.mass_ledger.MassLedger`. Peers send x / w with the
+weight of the share. A peer's own step moves x / w, so it counts by the peer's weight at that moment, which is 1 on
+average. Besides the state, memory holds at most two kept shares and four incoming ones, each an encoded state.
+
 Sources: Kempe et al. 2003; Assran et al. 2019 (SGP).
 """
 
@@ -36,21 +37,22 @@ from protocols.vectors import VectorView
 
 
 class PushSum:
-    """`protocols.base.ClosingAverager`.
+    """`protocols.base.ClosingAverager` for push-sum.
 
     Attributes:
         weighted: this peer's state and its weight.
-        share_sender: of its shares.
-        schedule: whom it gives to (`protocols.pairwise.matching`).
+        share_sender: sends its shares.
+        schedule: selects the peers that it gives to (`protocols.pairwise.matching`).
     """
 
     shares_anchor = False
     closes = True
 
     def __init__(self, host: Host, settings: Settings) -> None:
-        """
+        """Create the averager.
+
         Raises:
-            ValueError: there is no such schedule, or no such codec.
+            ValueError: unknown schedule or codec.
         """
         self.host, self.schedule, self.rng = host, matching.known(settings.schedule), host.rng("push-sum")
         self.weighted = WeightedState(host, settings)
@@ -61,7 +63,7 @@ class PushSum:
 
     @property
     def half_exchanges(self) -> int:
-        """Shares that came home without their receivers' word, since this peer began."""
+        """Shares that returned without an answer from their receivers, since this peer started."""
         return self.share_sender.half_exchanges
 
     @asynccontextmanager
@@ -88,9 +90,9 @@ class PushSum:
             pass
 
     async def mix(self, session: SharedStateSession, state: VectorView) -> None:
-        """Settle earlier shares, then give one to each that the schedule names; what they do not take, to others.
+        """Settle earlier shares, then give one to each peer that the schedule names; give declined shares to others.
 
-        To give takes what one share may take, at most: who is late or dead is not waited for twice.
+        Giving takes at most the time limit of one share: a slow or dead peer is not waited for twice.
         """
         await self.share_sender.reclaim(session)
         loop, patience = asyncio.get_running_loop(), self.weighted.patience
@@ -112,7 +114,9 @@ class PushSum:
                 due -= await self.share_sender.give(session, live[peer], min(until, its_own))
 
     async def close(self, session: SharedStateSession, state: VectorView, here: Collection[PeerId]) -> None:
-        """In each step half of what is here goes one distance on, and a share of as far back is waited for."""
+        """In each step, give half of the mass to the peer one distance ahead, and wait for a share from as far
+        behind.
+        """
         everybody = sorted({*here, self.me.peer})
         place, count = everybody.index(self.me.peer), len(everybody)
         size_bytes = self.weighted.codec.encoded_bytes(state.size)
@@ -137,7 +141,7 @@ class PushSum:
             await self.share_sender.reclaim(session)
 
     async def _is_given(self, session: SharedStateSession, giver: Member, before: int, until: Deadline) -> bool:
-        """Wait for a share of a peer that is at our step, too; whether it is counted."""
+        """Wait for a share from a peer that is at our step too; return whether it is counted."""
         while session.counted(giver.peer) == before and await self._steps.meets(giver, until):
             with suppress(TimeoutError):
                 again = min(until, asyncio.get_running_loop().time() + STEP_POLL_SECONDS)

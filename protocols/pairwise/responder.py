@@ -1,4 +1,4 @@
-"""The answerer's end of exchanges of states: who asks is told yes or busy at once, and no question counts twice."""
+"""The answering end of state exchanges. It accepts or declines at once, and counts no request twice."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from protocols.pairwise.state_swap import (
 )
 
 MOST_MEETINGS = 4
-"""So often one peer may average with a state that is lent: half of it is that peer's each time."""
+"""How often one peer may average with a lent state. Each time, half of the state becomes that peer's."""
 
 
 class ExchangeResponder:
@@ -32,8 +32,10 @@ class ExchangeResponder:
     def __init__(self, exchanges: ExchangeState, initiator: ExchangeInitiator) -> None:
         self._exchanges, self._initiator = exchanges, initiator
         self._questions = RequestDeduplicator()
-        self._moved: OrderedDict[str, None] = OrderedDict()  # questions after which we have
-        self._doubted: dict[str, PairExchange] = {}  # of these, where we do not know yet that the asker has, too
+        self._moved: OrderedDict[str, None] = OrderedDict()  # requests after which we have moved
+        self._doubted: dict[
+            str, PairExchange
+        ] = {}  # those of them where we do not know yet that the asker has moved too
         exchanges.endpoint.serve(EXCHANGE, ExchangeRequest, self._serve)
         exchanges.endpoint.serve(EXCHANGE, OutcomeQuery, self._tell)
 
@@ -56,9 +58,10 @@ class ExchangeResponder:
         return ExchangeReply(ask.key, self._exchanges.me, ask.sequence, accepted, self._exchanges.round)
 
     def _admit(self, ask: ExchangeRequest) -> None:
-        """
+        """Check a request.
+
         Raises:
-            BadPayload: of another codec, or asked before.
+            BadPayload: it names another codec, or was received before.
         """
         exchanges = self._exchanges
         self._questions.hear(ask.sender, ask.sequence, ask.key.round)
@@ -67,10 +70,10 @@ class ExchangeResponder:
         exchanges.estimator.hear(ask.sender.peer, ask.key.round)
 
     def _accept(self, ask: ExchangeRequest, stream: Stream) -> PairExchange | None:
-        """Begin the exchange, unless we are busy, or there is no time for it.
+        """Begin the exchange, unless we are busy or there is no time for it.
 
         Raises:
-            BadPayload: a state of another size.
+            BadPayload: the asker's state has another size.
         """
         exchanges, now = self._exchanges, asyncio.get_running_loop().time()
         owner, patience = exchanges.owner, exchanges.patience
@@ -81,7 +84,7 @@ class ExchangeResponder:
         if stream.peer in owner.held and len(owner.held[stream.peer].messages) >= MOST_MEETINGS:
             return None
         if owner.closing and ask.elements != owner.state.size:
-            return None  # whole states are averaged now, where something else travels in a round
+            return None  # closing exchanges average whole states, rounds something else
         if ask.elements != owner.state.size:
             raise BadPayload(f"a state of {ask.elements} elements; the run's have {owner.state.size}")
         size_bytes = exchanges.codec.encoded_bytes(owner.state.size)
@@ -91,7 +94,7 @@ class ExchangeResponder:
         return exchanges.begin(owner, ask, ask.sender, deadline)
 
     async def _follow(self, exchange: PairExchange, stream: Stream) -> None:
-        """Our part, until we have moved."""
+        """Run the responder's side, until we have moved."""
         exchanges = self._exchanges
         try:
             watching = watch(exchanges.host.members, exchange.partner, exchange.deadline)
@@ -102,7 +105,7 @@ class ExchangeResponder:
             raise
         except PeerError as error:
             costly = min(exchange.deadline, exchange.began + CHEAP_SECONDS)
-            if exchange.swap.begun or asyncio.get_running_loop().time() >= costly:  # else: taken back
+            if exchange.swap.begun or asyncio.get_running_loop().time() >= costly:  # else: withdrawn
                 exchanges.failed(stream.peer, exchange.began, exchange.deadline, error.why, exchange.swap.begun)
             raise
         self._moved[exchange.ask.name] = None
@@ -116,7 +119,7 @@ class ExchangeResponder:
         await hear(stream, StateReceived, exchange.ask)
 
     async def _last_word(self, exchange: PairExchange, stream: Stream) -> None:
-        """Our state is free. What is left is to know whether the asker has moved: it says so, or asks us."""
+        """Find out whether the asker has moved: it says so, or asks us. Our state is already free."""
         exchanges, ask = self._exchanges, exchange.ask
         seconds = exchanges.patience.answer_seconds(stream.peer)
         self._doubted[ask.name] = exchange

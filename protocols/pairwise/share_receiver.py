@@ -1,4 +1,4 @@
-"""The taker's end of shares: a few come in at once, and each is counted once, as soon as there is a state for it."""
+"""The receiving end of shares: a few arrive at once, and each is counted once, as soon as there is a state for it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from protocols.pairwise.weighted_state import WeightedState
 from protocols.vectors import VectorView
 
 MAX_TAKING = 4
-"""Peers whose shares come in at once, one of each; others are told to go elsewhere."""
+"""Peers whose shares are received at once, one share each; others are declined."""
 MOST_SHARE = 64.0
-"""Times what a peer weighs at first: no share weighs more. A peer that would come to twice that takes none, so that it
-never has more to give than others take."""
+"""Limit of a share's weight, as a multiple of a peer's initial weight. A peer that would exceed twice this accepts
+no share, so that it never gives more than others accept.
+"""
 
 
 class ShareReceiver:
@@ -28,7 +29,7 @@ class ShareReceiver:
 
     def __init__(self, weighted: WeightedState, bandwidth: float) -> None:
         self._weighted = weighted
-        self._patience = PeerTimeouts(bandwidth)  # with lines as they are this way
+        self._patience = PeerTimeouts(bandwidth)  # timeouts from the lines in this direction
         self._taking: set[PeerId] = set()
         weighted.endpoint.serve(PUSH, PushShare, self._serve)
         weighted.endpoint.serve(PUSH, RecallShare, self._tell)
@@ -41,7 +42,7 @@ class ShareReceiver:
         self._taking.add(peer)
         try:
             counted = await self._take(state, give, stream)
-        except BadPayload:  # what is given to it would be lost to us as well
+        except BadPayload:  # a share given to this sender would be lost to us as well
             for patience in (self._patience, weighted.patience):
                 patience.distrust(peer, asyncio.get_running_loop().time())
             raise
@@ -50,7 +51,7 @@ class ShareReceiver:
         await stream.send(ShareStatus(give.key, weighted.me, give.sequence, counted))
 
     async def _tell(self, stream: Stream, share: PushShare | RecallShare) -> None:
-        """Say whether a share has been counted; if not, it never will be."""
+        """Answer whether a share has been counted; if not, it never will be."""
         counted = self._weighted.masses.recalled(share.sender, share.sequence)
         await stream.send(ShareStatus(share.key, self._weighted.me, share.sequence, counted))
 
@@ -62,9 +63,10 @@ class ShareReceiver:
         return self._weighted.masses.mass + weight > 2 * MOST_SHARE
 
     def _admit(self, give: PushShare) -> None:
-        """
+        """Check a share's header.
+
         Raises:
-            BadPayload: of another codec or weight than can be.
+            BadPayload: another codec, or an impossible weight.
         """
         weighted = self._weighted
         if give.codec != weighted.codec.name:
@@ -74,11 +76,11 @@ class ShareReceiver:
         weighted.estimator.hear(give.sender.peer, give.key.round)
 
     async def _take(self, state: VectorView, give: PushShare, stream: Stream) -> bool:
-        """Take a share in, and count it as soon as there is a state to count it in.
+        """Receive a share, and count it as soon as there is a state to count it in.
 
         Raises:
             BadPayload: it broke a rule.
-            PeerSilent: the stream broke off, its giver was lost, or it took too long.
+            PeerSilent: the stream broke off, the sender was lost, or it took too long.
         """
         weighted = self._weighted
         if give.elements != state.size:

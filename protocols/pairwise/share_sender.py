@@ -1,4 +1,4 @@
-"""The giver's end of shares: each is kept, encoded, until it is known what became of it."""
+"""The sending end of shares: each share is kept, encoded, until its outcome is known."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from protocols.pairwise.state_swap import hear, watch
 from protocols.pairwise.weighted_state import WeightedState
 
 BURIAL_SECONDS = 120.0
-"""A share of which there has been no word for so long comes home, whether its receiver is there or not."""
+"""After this many seconds without an answer, a share returns to the sender, whether its receiver is live or not."""
 MAX_KEPT = 2
-"""Shares of which nobody knows what became of them: who has so many gives no more until that is known."""
+"""Limit of shares with an unknown outcome. At this limit a peer gives no more until outcomes are known."""
 
 
 class ShareSender:
@@ -29,8 +29,8 @@ class ShareSender:
 
     Attributes:
         kept: shares that their receivers have not answered for.
-        giving: to whom it gives at this moment.
-        half_exchanges: shares that came home without their receivers' word, since this peer began.
+        giving: the current receiver.
+        half_exchanges: shares that returned without an answer from their receivers, since this peer started.
     """
 
     def __init__(self, weighted: WeightedState) -> None:
@@ -38,7 +38,7 @@ class ShareSender:
         self.giving: tuple[PeerId, ...] = ()
         self.half_exchanges = 0
         self._weighted = weighted
-        self._untold: dict[tuple[Member, int], float] = {}  # since when there is no word of a share
+        self._untold: dict[tuple[Member, int], float] = {}  # when each share without an answer was first missed
 
     async def give(
         self,
@@ -47,11 +47,11 @@ class ShareSender:
         until: Deadline,
         ready: Callable[[], Awaitable[bool]] | None = None,
     ) -> bool:
-        """Give half of what is here; False: it is home again, and somebody else may have it.
+        """Give half of the mass; False if the share has returned and may go to another peer.
 
         Args:
-            ready: whether the receiver may have it, asked when it has been set apart: what comes in from then on is
-                not in it.
+            ready: whether the receiver may have it. Asked after the share is set apart: mass that arrives later is not
+                in it.
         """
         weighted = self._weighted
         async with weighted.turn:
@@ -74,7 +74,7 @@ class ShareSender:
     async def _send(
         self, session: SharedStateSession, share: Share[float], part: ReducedPart, until: Deadline
     ) -> bool | None:
-        """Whether it was counted; None: nobody knows."""
+        """Send a share; return whether it was counted, or None if that is unknown."""
         weighted, peer, loop = self._weighted, share.to.peer, asyncio.get_running_loop()
         patience, began = weighted.patience, loop.time()
         elements = part.high - part.low
@@ -87,7 +87,7 @@ class ShareSender:
                 asyncio.timeout_at(answer_by) as limit,
                 weighted.endpoint.open(peer, PUSH, until) as stream,
             ):
-                limit.reschedule(None)  # from here on it is watched
+                limit.reschedule(None)  # from here on the transfer is watched
                 patience.answered(peer, 2 * (loop.time() - began))
                 told = True
                 watching = watch(weighted.host.members, share.to, until)
@@ -97,7 +97,7 @@ class ShareSender:
             weighted.accounting.name(
                 peer, f"no share: {'no word of what became of it' if told else 'it was not reached'}"
             )
-            if told:  # ours is with it, and we know nothing: nothing more, for a while
+            if told:  # our share arrived, and there is no answer: give this peer nothing more for a while
                 patience.late(peer, now, max(CHEAP_SECONDS, now - began), slow=now >= until)
                 return None
             patience.failed(peer, began, now, answer_by, slow=False)
@@ -107,7 +107,7 @@ class ShareSender:
         return counted
 
     async def _answered(self, session: SharedStateSession, share: Share[float], counted: bool) -> None:
-        """It is known what became of a share: it is its receiver's, or ours again."""
+        """Record the outcome of a share: it is the receiver's, or ours again."""
         masses = self._weighted.masses
         async with self._weighted.turn:
             _, part = self.kept.pop((share.to, share.sequence))
@@ -116,10 +116,10 @@ class ShareSender:
             if not counted and session.state:
                 await self._weighted.blend(session.state, part, share.weight / (before + share.weight))
 
-    # -- what became of those that nobody answered for ----------------------------------------------------------------
+    # -- shares without an answer -------------------------------------------------------------------------------------
 
     async def reclaim(self, session: SharedStateSession) -> None:
-        """Settle them: by their receivers' word, or without it where those are gone."""
+        """Settle shares without an answer: ask their receivers, or decide without those that are gone."""
         now, masses, me = asyncio.get_running_loop().time(), self._weighted.masses, self._weighted.me
         live = {member.peer: member for member in self._weighted.host.members.live()}
         self._untold = {key: self._untold.get(key, now) for key in self.kept}
@@ -128,19 +128,19 @@ class ShareSender:
             if live.get(to.peer) == to:
                 counted = await self._recall(session, share)
             elif to.peer in live:
-                counted = False  # of an earlier life: it is over
+                counted = False  # given to an earlier incarnation, which has ended
             if counted is None and now - self._untold[to, share.sequence] >= BURIAL_SECONDS:
                 counted = False
                 self.half_exchanges += 1
                 session.count_half(share.weight / (masses.weight + share.weight))
             if counted is not None:
                 await self._answered(session, share, counted)
-            if counted is False:  # a state of ours of an earlier round is in ours again
+            if counted is False:  # our own state of an earlier round is merged into our state again
                 name = f"{me.peer}.{me.incarnation}/{share.sequence} from {to.peer}.{to.incarnation}"
                 session.count(me.peer, 1, name, share.weight / masses.weight)
 
     async def _recall(self, session: SharedStateSession, share: Share[float]) -> bool | None:
-        """Whether it was counted; None: nobody knows."""
+        """Recall a share; return whether it was counted, or None if that is unknown."""
         weighted, peer, began = self._weighted, share.to.peer, asyncio.get_running_loop().time()
         if began >= session.deadline or weighted.patience.resting(peer, began):
             return None
@@ -158,7 +158,7 @@ class ShareSender:
 
 
 async def _deliver(stream: Stream, give: PushShare, part: ReducedPart) -> bool:
-    """Send a share, and hear whether it is counted: who has no use for it says so before it has all of it."""
+    """Send a share and return whether it is counted. A receiver that cannot use it says so before it has all of it."""
     async with task_group() as group:
         sending = group.create_task(_send_all(stream, give, part))
         counted = (await hear(stream, ShareStatus, give)).counted
@@ -167,6 +167,6 @@ async def _deliver(stream: Stream, give: PushShare, part: ReducedPart) -> bool:
 
 
 async def _send_all(stream: Stream, give: PushShare, part: ReducedPart) -> None:
-    with suppress(PeerError):  # there may be an answer that came before the end: `hear` knows
+    with suppress(PeerError):  # an answer may have arrived before the end: `hear` reads it
         await stream.send(give)
         await send_encoded(stream, part)

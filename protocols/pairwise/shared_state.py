@@ -1,4 +1,7 @@
-"""A round of a peer whose state others may average with: lent while it trains, open while it mixes, its own between."""
+"""A round of a peer whose state others may average with.
+
+The peer lends the state while it trains, opens it while it mixes, and keeps it to itself in between.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,9 @@ from protocols.pairwise.claimed_rounds import ClaimedRounds
 from protocols.vectors import VectorView
 
 SLOWEST_SHARE = 0.25
-"""Nothing is thought to take a larger share of a round's time: it would not be tried again, and nobody would know."""
+"""Largest share of a round's time that an exchange is estimated to take. Above it, the peer would never retry and
+never notice an improvement.
+"""
 
 
 class Mixer(Protocol):
@@ -39,32 +44,32 @@ class Mixer(Protocol):
     estimator: ClaimedRounds
 
     async def mix(self, session: SharedStateSession, state: VectorView) -> None:
-        """Average the state, which is open to others meanwhile, in place."""
+        """Average the state in place. It is open to other peers meanwhile."""
 
     async def close(self, session: SharedStateSession, state: VectorView, here: Collection[PeerId]) -> None:
-        """The same by the closing exchanges of a run, with those who are here."""
+        """Average the state by the closing exchanges of a run, with the peers in `here`."""
 
     def partners(self) -> tuple[PeerId, ...]:
-        """Who averages with the state at this moment."""
+        """The peers that average with the state at this moment."""
 
     def opened(self) -> None:
-        """A session has a state now."""
+        """Called when a session has a state."""
 
     async def at_rest(self) -> None:
-        """Wait for whatever is changing the state; nothing new begins where a session has no state."""
+        """Wait for any change of the state in progress. Nothing new begins while a session has no state."""
 
 
 class SharedStateSession:
-    """`protocols.base.ClosingSession`.
+    """`protocols.base.ClosingSession` for gossip and push-sum.
 
     Attributes:
         key: of this peer's round.
         deadline: of the round.
-        state: what others may average with; None: nothing, at the moment.
-        held: of whom the state holds something, since it was lent or given to `average`.
-        weights: how much of the state each peer's makes up, by all that was averaged in this round.
-        notifier: rings when something is counted.
-        closing: whether it is in closing exchanges.
+        state: what other peers may average with; None while there is nothing to average.
+        held: the peers whose values became part of the state since it was lent or given to `average`.
+        weights: each peer's share of the state, after all averaging in this round.
+        notifier: notifies when something is counted.
+        closing: whether the session is in closing exchanges.
     """
 
     group = ""
@@ -101,7 +106,8 @@ class SharedStateSession:
         return self.held
 
     async def average(self, mine: Sequence[Vector], work: LocalProgress, into: Sequence[Vector]) -> AveragingResult:
-        """As the contract has it. Others may come meanwhile: they average with `into`, where `mine` is copied first.
+        """Average as the contract says. `mine` is copied to `into` first, and other peers average with `into`
+        meanwhile.
 
         Raises:
             ValueError: the sizes of `mine` and `into` differ.
@@ -111,10 +117,10 @@ class SharedStateSession:
         return await self._averaged(mine, into, early, lambda target: self._mixer.mix(self, target))
 
     async def close(self, mine: Sequence[Vector], into: Sequence[Vector], here: Collection[PeerId]) -> AveragingResult:
-        """As the contract has it.
+        """Close as the contract says.
 
         Raises:
-            ValueError: as `average` does.
+            ValueError: as in `average`.
         """
         early, self.closing = await self.reclaim(), True
         return await self._averaged(mine, into, early, lambda target: self._mixer.close(self, target, here))
@@ -134,7 +140,7 @@ class SharedStateSession:
         try:
             await average(target)
         except BaseException:
-            self.state = None  # who leaves in a hurry does not wait for what is under way
+            self.state = None  # a peer that leaves in a hurry does not wait for exchanges in progress
             raise
         held = await self.reclaim()
         names, sent, received = self._mixer.accounting.take()
@@ -145,7 +151,7 @@ class SharedStateSession:
         )
 
     def _keep_up(self) -> None:
-        """Who is behind most of the others goes to their round."""
+        """Skip to the round of most other peers if this peer is behind."""
         others = [member.peer for member in self._mixer.host.members.live() if member.peer != self._mixer.me.peer]
         self.round = self._mixer.estimator.round(self.round, others)
         self.key = replace(self.key, round=self.round)
@@ -155,13 +161,13 @@ class SharedStateSession:
         self._mixer.opened()
 
     def has_time(self, seconds: float, until: Deadline) -> bool:
-        """Whether what should take so long may begin now, if it is to end by then."""
+        """Whether an operation of this expected length may begin now, if it must end by `until`."""
         return asyncio.get_running_loop().time() + min(seconds, self._longest_seconds) < until
 
     # -- what came of it ----------------------------------------------------------------------------------------------
 
     def count(self, peer: PeerId, chunks: int, name: str, share: float) -> None:
-        """So much of our state is this peer's now, the rest as it was."""
+        """Count that this share of our state is now this peer's; the rest is unchanged."""
         before = self.held.get(peer)
         self.held[peer] = Contribution(chunks, chunks, (*(before.messages if before else ()), name))
         self.weights = {each: (1 - share) * weight for each, weight in self.weights.items()}
@@ -169,11 +175,11 @@ class SharedStateSession:
         self.notifier.notify()
 
     def counted(self, peer: PeerId) -> int:
-        """How often something of this peer was counted, since the state was lent or given to average."""
+        """How often this peer's values were counted since the state was lent or given to `average`."""
         return len(self.held[peer].messages) if peer in self.held else 0
 
     def count_half(self, drift: float) -> None:
-        """An exchange that may have moved one end only, by this share of its norm."""
+        """Count an exchange that may have moved one end only, by this share of the state's norm."""
         self.half_exchanges += 1
         self.mass_drift += drift
 

@@ -1,4 +1,4 @@
-"""A share of a state that travels one way: its frames, and what giving and taking it does to a state."""
+"""A share of a state that travels one way: its frames, and how giving and taking it changes a state."""
 
 # ruff: noqa: RUF009 - a field's bound is its default
 
@@ -19,7 +19,7 @@ PUSH = "starling/push-sum/share/1"
 
 @dataclass(frozen=True, slots=True)
 class PushShare(ExchangeMessage):
-    """A share for this life of the receiver; its chunks follow. `sequence` counts what was given to it."""
+    """A share for one incarnation of the receiver; its chunks follow. `sequence` counts the shares given to it."""
 
     to: Member = one(Member)
     weight: float = real(1e-280, 1e9)
@@ -28,13 +28,13 @@ class PushShare(ExchangeMessage):
 
     @property
     def told(self) -> str:
-        """The name of this share: never given twice."""
+        """The unique name of this share."""
         return f"{self.name} to {self.to.peer}.{self.to.incarnation}"
 
 
 @dataclass(frozen=True, slots=True)
 class RecallShare(ExchangeMessage):
-    """Has that share been counted? If not, it must not be any more."""
+    """Asks whether that share has been counted. If not, the receiver must not count it any more."""
 
     to: Member = one(Member)
 
@@ -51,9 +51,9 @@ register(72, MESSAGES)
 
 
 def split_share(state: VectorView, part: ReducedPart) -> None:
-    """Encode `state` into `part`, then correct `state` for what the codec lost.
+    """Encode `state` into `part`, then correct `state` for the codec's error.
 
-    The mean of what the receiver decodes and of what stays is the state as it was.
+    The mean of what the receiver decodes and of what stays equals the state before.
     """
     for index, low, high, (room, sent) in part.pieces(2):
         mine = state.read(low, high, room)
@@ -63,7 +63,7 @@ def split_share(state: VectorView, part: ReducedPart) -> None:
 
 
 def merge_share(state: VectorView, part: ReducedPart, share: float) -> None:
-    """Average an encoded state into `state`, in place: `share` is its weight, between 0 and 1."""
+    """Average an encoded state into `state`, in place. `share` is its weight, between 0 and 1."""
     for index, low, high, (room, theirs) in part.pieces(2):
         part.decode_chunk(index, None, theirs)
         mine = state.read(low, high, room)

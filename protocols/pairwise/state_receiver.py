@@ -16,11 +16,11 @@ PAIR_NORM_SPREAD = 16.0
 
 
 class StateReceiver:
-    """One peer's encoded state while it comes in, compared with the state that it is to be averaged with.
+    """One peer's encoded state while it is received, compared with our own state.
 
     Attributes:
         part: the peer's state, encoded; empty memory at first.
-        begun: whether a first header has come.
+        begun: whether a first header has arrived.
         ours: L2 norm of our state; NaN before `measure`.
     """
 

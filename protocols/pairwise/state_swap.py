@@ -1,4 +1,4 @@
-"""One exchange of whole states between two peers: the frames, and what each end makes of the other's state.
+"""One exchange of whole states between two peers: its frames, and how each end uses the other's state.
 
     asker                    answerer
     Ask             →
@@ -8,11 +8,14 @@
     moves           ←        Whole
     Whole           →        knows that both have moved
 
-Neither end commits before both have everything. If the stream breaks between the initiator's first `StateReceived` and
-the reply to it, the initiator asks once more, on a new stream (`OutcomeQuery`): an end that has not committed by then
-never will. Only if that fails, too, one end may have committed alone: a half-finished exchange, which both count.
+(Ask is `ExchangeRequest`, Answer is `ExchangeReply`, Whole is `StateReceived`.)
 
-Chunks are bound by the stream that they are on, which the question opens.
+Neither end commits before both have everything. If the stream breaks between the initiator's first `StateReceived` and
+the reply to it, the initiator asks once more, on a new stream (`OutcomeQuery`). An end that has not committed by then
+never will. Only if that query fails too may one end have committed alone. This is a half-finished exchange, which both
+ends count.
+
+Chunks belong to the exchange whose request opened their stream.
 """
 
 # ruff: noqa: RUF009 - a field's bound is its default
@@ -59,8 +62,8 @@ class ExchangeMessage(Header):
 
     Attributes:
         key: of the asker's round, which need not be the answerer's; its lineage is the root of the asker's own state.
-        sender: in this life.
-        sequence: counts the asker's questions, in this life.
+        sender: the sending member.
+        sequence: counts the requests of the asker's incarnation.
     """
 
     key: RoundKey = one(RoundKey)
@@ -69,28 +72,30 @@ class ExchangeMessage(Header):
 
     @property
     def name(self) -> str:
-        """Of the question, where it or `OutcomeQuery` says this: no other is called so."""
+        """The unique name of the request, in the request itself and in `OutcomeQuery`."""
         return f"{self.sender.peer}.{self.sender.incarnation}/{self.sequence}"
 
 
 @dataclass(frozen=True, slots=True)
 class ExchangeRequest(ExchangeMessage):
-    """Asks for an exchange of states of so many elements, in this codec."""
+    """Asks for an exchange of states with this many elements, in this codec."""
 
     elements: int = uint(1 << 48)
     codec: str = text(16)
 
     def rank(self) -> bytes:
-        """Of two questions that cross, the lower goes on: both ends see the same order, and no peer is always first."""
+        """Of two requests that cross, the lower rank wins. Both ends compute the same order, and no peer always
+        wins.
+        """
         return hashlib.sha256(wire.body(self)).digest()
 
 
 @dataclass(frozen=True, slots=True)
 class ExchangeReply(ExchangeMessage):
-    """Whether the exchange begins; if not, the sender is busy: in another one, or between two rounds.
+    """Whether the exchange begins. If not, the sender is busy: in another exchange, or between two rounds.
 
     Attributes:
-        round: that the sender has come to the end of last; the asker's is in its question.
+        round: the last round that the sender completed; the asker's is in its request.
     """
 
     accepted: bool = flag()
@@ -99,12 +104,12 @@ class ExchangeReply(ExchangeMessage):
 
 @dataclass(frozen=True, slots=True)
 class StateReceived(ExchangeMessage):
-    """The sender has the other's state, all of it, and nothing is wrong with it; see above for what it promises."""
+    """The sender has the other's whole state, and it is valid. The module docstring says what this promises."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutcomeQuery(ExchangeMessage):
-    """The asker had no answer to its `StateReceived`: has the receiver moved? If not, it must not any more."""
+    """Asks whether the receiver has moved, after no answer to `StateReceived`. If it has not, it must not any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +126,10 @@ MessageType = TypeVar("MessageType", bound=ExchangeMessage)
 
 
 async def hear(stream: Stream, kind: type[MessageType], ask: ExchangeMessage) -> MessageType:
-    """The next message of the exchange that `ask` began.
+    """Receive the next message of the exchange that `ask` began.
 
     Raises:
-        BadPayload: another message, or of another exchange or sender.
+        BadPayload: another message, or one of another exchange or sender.
         PeerSilent: the stream broke off.
     """
     message = wire.expect(await stream.receive(HEADER_LIMIT), kind)
@@ -134,30 +139,32 @@ async def hear(stream: Stream, kind: type[MessageType], ask: ExchangeMessage) ->
 
 
 async def watch(members: Members, partner: Member, deadline: Deadline) -> None:
-    """
+    """Wait until the partner is lost or the deadline has passed, then raise.
+
     Raises:
-        PeerSilent: the partner is not believed alive any more, in this life, or the deadline has passed.
+        PeerSilent: this incarnation of the partner is no longer considered live, or the deadline has passed.
     """
     gone = await until_gone(members, [partner], deadline)
     raise PeerSilent(partner.peer, "lost in the middle of it" if gone else "it did not end in time")
 
 
 class StateSwap:
-    """One end of an exchange. `state` is read until it is moved, and nobody else may change it meanwhile.
+    """One end of an exchange. Until `state` is moved, the exchange reads it and nothing else may change it.
 
-    The move: with own state x, and Q(x) what the partner decodes of it, x ← x − Q(x) + ½Q(x) + ½Q(y). Then the sum of
-    both states stays what it was, whatever the codec loses (up to the rounding of float32), so errors of the codec do
-    not add up in the mean of all; and both ends hold the same but for x − Q(x), their own rest: in fp32 the same bits.
+    The move: with own state x, and Q(x) what the partner decodes of it, x ← x − Q(x) + ½Q(x) + ½Q(y). The sum of both
+    states is then unchanged, whatever the codec loses (up to the rounding of float32), so codec errors do not
+    accumulate in the mean of all peers. Both ends then hold the same, except for their own x − Q(x); in fp32 they hold
+    the same bits.
 
-    Why one half, and not weights by tokens: a state is not one round's work. The matrix of a pair with halves is doubly
-    stochastic, so the mean of all states stays where it is, and all come near it. With weights of the two who happen to
-    meet it is not: states of peers that once met a light one would count more for ever, and no fixed mean would be left
-    to come near. Tokens have had their say before: who trained more has moved its own state further. To weigh states,
-    weights have to travel and be averaged with them: that is push-sum (`protocols.pairwise.mass_ledger`).
+    Why one half, and not weights by tokens: a state is not the work of one round. With halves, the matrix of a pair is
+    doubly stochastic, so the mean of all states is unchanged and all states approach it. With weights of the two peers
+    that happen to meet, it is not: states of peers that once met a light one would count more for ever, and there would
+    be no fixed mean to approach. Tokens already count: a peer that trained more has moved its own state further. To
+    weigh states, weights must travel and be averaged with them. That is push-sum (`protocols.pairwise.mass_ledger`).
 
     Attributes:
-        moved: the norm of what the state was moved by; None: it was not.
-        size_bytes, chunks: of one state, encoded.
+        moved: the norm of the state's move; None if it was not moved.
+        size_bytes, chunks: of one encoded state.
     """
 
     def __init__(self, state: VectorView, codec: Codec, chunk_elements: int, compute: Compute) -> None:
@@ -169,21 +176,21 @@ class StateSwap:
 
     @property
     def begun(self) -> bool:
-        """Whether something of the partner's state has come."""
+        """Whether any of the partner's state has arrived."""
         return self._theirs.begun
 
     @property
     def most(self) -> float:
-        """As `drift`, at most, without computing it."""
+        """An upper bound of `drift` that needs no computation."""
         ours = self._theirs.ours
         return (ours + self._theirs.norm) / 2 / ours if ours else 0.0
 
     async def transfer(self, stream: Stream) -> None:
-        """Send our state and take theirs, both at once.
+        """Send our state and receive the partner's, both at once.
 
         Raises:
-            BadPayload: what came breaks the rules: its size, its order, NaN, a norm far off.
-            PeerSilent: the stream broke off, or our own state is none to give away.
+            BadPayload: the received data has a wrong size or order, NaN, or a norm far off.
+            PeerSilent: the stream broke off, or our own state must not be sent.
         """
         await self._theirs.measure(stream, self.state)
         async with task_group() as group:
@@ -191,18 +198,18 @@ class StateSwap:
             await self._theirs.take(stream)
 
     async def commit(self) -> None:
-        """Put the state at the mean, all of it; once begun, it is done even if the caller is cancelled."""
+        """Move the whole state to the mean. Once begun, this completes even if the caller is cancelled."""
         await self._compute.run(partial(self._mix, True), 24 * self.state.size)
 
     async def drift(self) -> float:
-        """By how much it was moved, or would have been: as a share of its norm before."""
+        """The length of the move, done or not, as a share of the state's norm before."""
         moved, ours = self.moved, self._theirs.ours
         if moved is None:
             moved = await self._compute.run(partial(self._mix, False), 24 * self.state.size)
         return moved / ours if ours else 0.0
 
     def discard(self) -> None:
-        """Their state is needed no more; what is known of it, and of the move, stays."""
+        """Free the partner's state; what is known of it and of the move remains."""
         self._part = self._theirs.part = ReducedPart(self._codec, 0, 0)
 
     def _mix(self, write: bool) -> float:
@@ -229,5 +236,5 @@ class StateSwap:
 
 
 def exchange_id(peer: PeerId, ask: ExchangeRequest) -> str:
-    """The name of the state that `peer` sent in this exchange: never given twice."""
+    """The unique name of the state that `peer` sent in this exchange."""
     return ask.name if peer == ask.sender.peer else f"{ask.name} by {peer}"

@@ -1,4 +1,4 @@
-"""A state that has a weight, which who gives shares of it and who takes those of others change in turn."""
+"""A state with a weight, which the senders and receivers of shares change in turn."""
 
 from __future__ import annotations
 
@@ -22,18 +22,21 @@ from protocols.vectors import VectorView
 
 
 class WeightedState:
-    """Attributes:
-    masses: the weights of this peer and of its shares; its values are 0: states stand elsewhere.
-    session: of the round that this peer is in; None between two rounds.
-    turn: whoever changes the state has it, and nobody who waits for another peer.
-    notifier: rings when there is a state.
-    estimator: how far the others are.
+    """A peer's state and its weight in push-sum.
+
+    Attributes:
+        masses: the weights of this peer and of its shares; its values are 0, because states are stored elsewhere.
+        session: of the round that this peer is in; None between two rounds.
+        turn: a lock that a task holds while it changes the state, and never while it waits for another peer.
+        notifier: notifies when there is a state.
+        estimator: estimates how far the other peers are.
     """
 
     def __init__(self, host: Host, settings: Settings) -> None:
-        """
+        """Create the state.
+
         Raises:
-            ValueError: there is no such codec.
+            ValueError: unknown codec.
         """
         self.host, self.endpoint = host, ProtocolEndpoint(host, settings, HEADER_LIMIT)
         self.me, self.accounting = self.endpoint.me, self.endpoint.accounting
@@ -45,19 +48,19 @@ class WeightedState:
 
     @property
     def state(self) -> VectorView | None:
-        """What shares are given of, and taken into; None: nothing, at the moment."""
+        """The state that shares are split from and merged into; None while there is nothing to average."""
         return self.session.state if self.session else None
 
     def part(self, elements: int) -> ReducedPart:
-        """Room for an encoded state."""
+        """Allocate an encoded state."""
         return ReducedPart(self.codec, 0, elements, self._chunk_elements)
 
     async def is_finite(self, state: VectorView) -> bool:
-        """Whether the state is one to give away."""
+        """Whether the state is finite, so that it may be given away."""
         part = self.part(state.size)
         async with self.turn:
             return math.isfinite(await self.host.compute.run(partial(state_norm, state, part), 4 * state.size))
 
     async def blend(self, state: VectorView, part: ReducedPart, share: float) -> None:
-        """So much of the state is theirs now; whoever asks for this has its turn."""
+        """Merge a received state with this weight. The caller holds `turn`."""
         await self.host.compute.run(partial(merge_share, state, part, share), 16 * state.size)

@@ -1,1 +1,1 @@
-"""Standing where the others stand: who is where, snapshots, and the means since."""
+"""Bringing a peer to the state of the others: announcements, snapshots, and the means decided since."""

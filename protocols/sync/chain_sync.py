@@ -1,8 +1,8 @@
-"""Catching up: who stands where, what was decided without us, and the state that goes with it.
+"""Catching up: find out which heads other peers have, which rounds were decided meanwhile, and fetch the state.
 
-One method serves all. Peers greet each other with their heads; who sees a head that it does not know asks for the
-certificates that lead there, and judges them itself (`protocols.history.fork_choice`). No contact is trusted: one that
-shows what it cannot prove is named and left, the others are asked.
+One method serves all cases. Peers exchange their heads. A peer that sees an unknown head asks for the certificates that
+lead to it and judges them itself (`protocols.history.fork_choice`). No contact is trusted: a peer that cannot prove its
+head is reported and dropped, and the others are asked.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from protocols.sync.state_fetcher import StateFetcher
 
 DIAL_SECONDS = 10.0
 HASTE_SECONDS = 1.0
-"""Between two looks at news, however many greetings bring them."""
+"""Least time between two checks for news, however many announcements arrive."""
 GRACE_SECONDS = 1.0
-"""A certificate that is on its way to us arrives: who is a moment behind need not leave its round."""
+"""Time for a certificate that is already on its way: a peer that is slightly behind need not leave its round."""
 PROOFS_AT_ONCE = 8
 
 
 def _ignore_branch(branch: Branch) -> None:
-    """For a peer that looks for better branches only between its rounds."""
+    """The default callback, for a peer that looks for better branches only between its rounds."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChainSyncOptions:
-    """What a `ChainSync` works with beyond what every peer has.
+    """What a `ChainSync` uses beyond what every peer has.
 
     Attributes:
         part_cache: parts of reduced vectors that this peer holds.
@@ -56,11 +56,11 @@ class ChainSyncOptions:
 
 
 class ChainSync(SyncServiceBase[HeadAnnouncement]):
-    """What one peer asks others, and answers them, about the chain.
+    """Asks other peers about the chain, and answers their questions about it.
 
     Attributes:
-        rules: what decides in this run.
-        fetcher: what others hand out to us.
+        rules: the fork choice rules of this run.
+        fetcher: fetches what other peers serve.
         stranded: whether this peer has been undecided for so long that it might fork itself: see `ForkChoice.beating`.
     """
 
@@ -75,10 +75,11 @@ class ChainSync(SyncServiceBase[HeadAnnouncement]):
         hints: Callable[[], Iterable[PeerId]],
         options: ChainSyncOptions,
     ) -> None:
-        """
+        """Create the service.
+
         Args:
-            chain: this peer's; the outer loop that moves it shares it.
-            snapshots: those that this peer hands out.
+            chain: this peer's, shared with the outer loop that moves it.
+            snapshots: those that this peer serves.
             hints: peers that may know more: bootstrap addresses, hints of a directory. Any of them may lie.
         """
         context, part_cache = SyncContext(host, settings, snapshots, hints, chain), options.part_cache
@@ -91,7 +92,7 @@ class ChainSync(SyncServiceBase[HeadAnnouncement]):
         self._news = asyncio.Event()
 
     def hear(self, peer: PeerId) -> None:
-        """A peer seems to stand where we do not: look into it."""
+        """Note that a peer seems to be at another head, and look into it."""
         if self._context.peers.called(peer):
             self._news.set()
 
@@ -109,7 +110,9 @@ class ChainSync(SyncServiceBase[HeadAnnouncement]):
             raise BadPayload(f"{type(request).__name__} as a request")
 
     async def _lead(self, stream: Stream, lineage: bytes) -> None:
-        """Send the certificates that follow a lineage, a few at a time: they come from a disk, and others wait."""
+        """Send the certificates that follow a lineage, a few at a time: they are read from disk, and other requests
+        wait.
+        """
         after = self._chain.count_since(lineage)
         left = min(after, MAX_TRAIL)
         await stream.send(Certificates(lineage, left, after > left))
@@ -126,7 +129,7 @@ class ChainSync(SyncServiceBase[HeadAnnouncement]):
         return HeadAnnouncement(self._key(), self.rules.me, self._donor.kept())
 
     def _has_rounds_since(self, lineage: bytes) -> bool:
-        """Whether we hold all means since: else a snapshot of that state leads nowhere."""
+        """Whether we hold all means since that lineage. Without them, a snapshot of its state is of no use."""
         chain, parts = self._chain, self._part_cache
         return lineage in chain and all(
             part.digest in parts for link in chain.since(lineage) for part in link.record.parts
@@ -150,7 +153,7 @@ class ChainSync(SyncServiceBase[HeadAnnouncement]):
             peers = self._context.peers.outsiders() if here else self._context.peers.everybody()
             heads = await self._exchange(peers, began + DIAL_SECONDS)
             news = any(self._unknown(head.key) for head in heads.values())
-        news = news and not self.sync_progress.active  # then it asks again when it is there
+        news = news and not self.sync_progress.active  # if active, this peer asks again once it has caught up
         if news and (branch := await self.better(loop_time() + ANNOUNCE_SECONDS + TRAIL_SECONDS)):
             if branch.ancestor.key == self._chain.head.key:
                 await asyncio.sleep(GRACE_SECONDS)
@@ -162,10 +165,10 @@ class ChainSync(SyncServiceBase[HeadAnnouncement]):
                 await self._news.wait()
 
     async def better(self, deadline: Deadline) -> Branch | None:
-        """Ask all contacts; the best branch that could be proved, and beats ours, if there is one.
+        """Ask all contacts for their heads; return the best proved branch that beats ours, or None.
 
         Args:
-            deadline: for contacts that bring nothing; who proves its head, round by round, has more time.
+            deadline: for contacts that send nothing. A contact that proves its head round by round has more time.
         """
         heads = await self._exchange(self._context.peers.everybody(), deadline)
         claims: dict[bytes, list[PeerId]] = {}
@@ -185,11 +188,12 @@ class ChainSync(SyncServiceBase[HeadAnnouncement]):
 
 
 async def _most_shown(proofs: dict[asyncio.Task[Branch | None], int]) -> list[Branch]:
-    """The branches that are proved. Once one is, nobody holds up what as many others show: who shows another head,
-    and is not more, has as long again to prove it.
+    """Wait for proofs and return the proved branches.
+
+    Once one branch is proved, a head shown by no more peers than that one gets only as long again to be proved.
 
     Args:
-        proofs: each with how many show that head.
+        proofs: each proof, with the number of peers that show its head.
     """
     began, until = loop_time(), None
     waiting, most, proved = set(proofs), 0, list[Branch]()

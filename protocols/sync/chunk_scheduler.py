@@ -1,7 +1,7 @@
-"""Which chunks of a download are missing, and who is bringing which. Pure.
+"""Which chunks of a download are missing, and which donor is sending which. No I/O.
 
-All donors take from one queue, so that a fast one brings more than a slow one. Once it is empty, whoever is free asks
-for what another has been slow to bring, so that the slowest does not keep the end waiting.
+All donors take chunks from one queue, so a fast donor sends more than a slow one. Once the queue is empty, an idle
+donor is asked for chunks that another is slow to send, so that the slowest donor does not delay the end.
 """
 
 from __future__ import annotations
@@ -12,30 +12,32 @@ from collections.abc import Callable, Collection, Iterable
 from protocols.estimates import ewma
 
 MAX_REQUESTED_CHUNKS = 8
-"""Chunks that one donor is asked for ahead of what it has brought, at most."""
+"""Limit of chunks requested from one donor ahead of what it has sent."""
 AHEAD_SECONDS = 1.0
-"""It is asked for as many as it brings in so long: a round trip must not stop the flow, nor a slow one hold much."""
+"""A donor is asked for as many chunks as it sends in this time: enough to cover a round trip, while a slow donor
+does not hold much.
+"""
 CRAWL_SECONDS = 4.0
-"""Who takes so long for a chunk is asked for one at a time."""
+"""A donor that takes this long for a chunk is asked for one at a time."""
 SLOW_SECONDS = 5.0
-"""What a donor has been asked for so long ago, another of whom nothing is known may be asked for as well."""
+"""After this time, a chunk requested from one donor may also be requested from another one of unknown rate."""
 IMPATIENCE = 3.0
-"""One of whom something is known: after so many times what a chunk takes it."""
+"""The same for a donor of known rate, as a multiple of the time that it takes for a chunk."""
 
 
 class DonorRate:
-    """How long one donor takes for a chunk, while it has some to bring."""
+    """How long one donor takes for a chunk, while it has requests to answer."""
 
     def __init__(self) -> None:
         self.seconds: float | None = None
 
     def took(self, seconds: float) -> None:
-        """One more."""
+        """Record the time of another chunk."""
         self.seconds = seconds if self.seconds is None else ewma(self.seconds, seconds, 1 / 4)
 
     @property
     def window(self) -> int:
-        """Chunks to ask for ahead."""
+        """How many chunks to request ahead."""
         if self.seconds is None:
             return 2
         least = 1 if self.seconds > CRAWL_SECONDS else 2
@@ -43,27 +45,33 @@ class DonorRate:
 
     @property
     def patience_seconds(self) -> float:
-        """What another was asked for so long ago, this donor may be asked for as well."""
+        """Age at which a chunk requested from another donor may also be requested from this one."""
         return SLOW_SECONDS if self.seconds is None else max(1.0, IMPATIENCE * self.seconds)
 
 
 class ChunkScheduler:
-    """Attributes:
-    missing: chunks that are not here.
+    """Assigns the missing chunks of one download to donors.
+
+    Attributes:
+        missing: chunks that have not arrived.
     """
 
     def __init__(self, missing: Iterable[int], now: Callable[[], float]) -> None:
         self.missing = set(missing)
         self._now = now
         self._queue = deque(sorted(self.missing))
-        self._asked: dict[int, list[float]] = {}  # chunk -> when donors were asked who are bringing it
+        self._asked: dict[int, list[float]] = {}  # chunk -> when it was requested, for each donor that is sending it
 
     def share(self, donors: int) -> int:
-        """Chunks to ask one of so many donors for ahead, at most: nobody holds most of what is left at the end."""
+        """Limit of chunks to request ahead from one of this many donors, so that none holds most of the remaining
+        ones.
+        """
         return max(2, -(-len(self._queue) // max(1, donors)))
 
     def next(self, mine: Collection[int], patience_seconds: float) -> int | None:
-        """The next chunk for one donor to bring: one that nobody was asked for, or only one other, long ago."""
+        """The next chunk for one donor: one that no donor was asked for, or that only one other was asked for long
+        ago.
+        """
         if self._queue:
             return self._queue[0]
         late = self._now() - patience_seconds
@@ -71,7 +79,7 @@ class ChunkScheduler:
         return next((index for index in slow if index in self.missing and index not in mine), None)
 
     def claim(self, mine: Collection[int], patience_seconds: float) -> int | None:
-        """As `next`; from now on a donor is bringing it."""
+        """Like `next`, and mark the chunk as requested."""
         index = self.next(mine, patience_seconds)
         if index is not None:
             if self._queue:
@@ -80,7 +88,9 @@ class ChunkScheduler:
         return index
 
     def release(self, index: int) -> None:
-        """A donor that was asked for it brings it no more; if nobody has, it is for the next."""
+        """Note that a donor will not send the chunk any more. If no other donor is sending it, it is requested
+        again.
+        """
         self._asked[index].pop()
         if not self._asked[index]:
             del self._asked[index]

@@ -1,4 +1,4 @@
-"""What the parts of one peer's sync service share: its settings, its counters, and streams to other peers."""
+"""What the parts of one peer's sync service share: settings, counters, and streams to other peers."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class SyncContext:
     """Shared by a sync service and its parts.
 
     Attributes:
-        me: this peer, in this life.
+        me: this peer's current incarnation.
         elements: of the parameters, n.
-        snapshots: those that this peer hands out; it makes room for those that it fetches.
+        snapshots: those that this peer serves; it also allocates buffers for those that it fetches.
         peers: those that this peer may ask.
         accounting: faults of other peers, and bytes on streams, since the last report.
         sync_progress: how far this peer is with catching up.
-        snapshot_bytes: of snapshots that were fetched since `take_bytes`, the bad and the doubled chunks among them.
-        part_bytes: the same for parts of means: encoded, of those that were used.
-        say: shows a line to the person at this peer.
+        snapshot_bytes: of snapshots fetched since `take_bytes`, including bad and duplicate chunks.
+        part_bytes: of parts of means fetched since `take_bytes`: encoded, and only those that were used.
+        say: shows a line to the operator.
     """
 
     def __init__(
@@ -38,7 +38,8 @@ class SyncContext:
         hints: Callable[[], Iterable[PeerId]],
         chain: Chain | None = None,
     ) -> None:
-        """
+        """Create the context.
+
         Args:
             hints: peers that may know more: bootstrap addresses, hints of a directory. Any of them may lie.
             chain: the former members of this chain are asked as well.
@@ -52,7 +53,7 @@ class SyncContext:
 
     @asynccontextmanager
     async def open(self, peer: PeerId, deadline: Deadline) -> AsyncIterator[Stream]:
-        """A stream to a peer's sync service; its bytes are counted, and a peer that breaks a rule is named.
+        """Open a stream to a peer's sync service. Its bytes are counted, and a peer that breaks a rule is reported.
 
         Raises:
             PeerError: the peer is not reached in time.

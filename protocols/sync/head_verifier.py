@@ -1,8 +1,8 @@
-"""Having a peer prove the head that it shows: its certificates from where our chains part, each of them judged.
+"""Verifying the head that a peer shows: it sends its certificates from where our chains part, and each is judged.
 
-A trail may be of any length. It is judged in pieces, off the event loop, and put into an archive. Whoever brings
-rounds has time for it, in proportion; what was judged stays judged if the peer breaks off, and others who show the same
-way, at the same time or later, lead on from there.
+A trail of certificates may have any length. It is judged in pieces, off the event loop, and put into an archive. A
+peer's time limit grows with the rounds that it has sent. Judged certificates stay judged if the peer breaks off. Other
+peers that show the same branch, at the same time or later, continue from there.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from protocols.sync.context import SyncContext
 from protocols.sync.requests import MAX_LOCATOR, Certificates, CertificatesRequest
 
 TRAIL_SECONDS = 20.0
-"""A contact has so long to prove its head, or to lead on."""
+"""Time that a contact has to begin to prove its head, or to continue."""
 ROUND_SECONDS = 0.1
-"""Of waiting for it, for each round that it has led on: a link of 10 kB/s brings those of a roster of four in time."""
+"""Extra waiting time for each round already proved: a link of 10 kB/s carries those of a roster of four in time."""
 MAX_AHEAD = 1 << 20
-"""Rounds: a head farther ahead of ours is no head of a run."""
+"""In rounds. A head farther ahead of ours cannot be a head of a run."""
 MAX_GROWTH = 4096
-"""So many rounds a chain may grow by while it is shown."""
+"""Limit of rounds by which a chain may grow while it is being verified."""
 MAX_PIECES = 32
-"""Of a trail, asked for on one stream."""
+"""Pieces of a trail that are requested on one stream."""
 VERIFY_BYTES = 1 << 16
-"""What judging one certificate costs, as bytes of `Compute`: some signatures."""
+"""Cost of judging one certificate, as bytes of `Compute`: a few signatures."""
 VERIFY_AT_ONCE = 16
 _LIMIT = 256
 
 
 @dataclass(slots=True, eq=False)
 class _Proof:
-    """How far one proof has come.
+    """The state of one proof.
 
     Attributes:
-        shown: where the peer says it is.
-        head: on our chain, where the rounds that we do not have begin.
-        links: what follows there, judged; None: nothing yet.
-        rounds: that it has led on.
-        waited_seconds: for the peer.
+        shown: the head that the peer claims.
+        head: the head on our chain after which the unknown rounds begin.
+        links: the judged rounds after `head`; None: nothing yet.
+        rounds: number of rounds proved.
+        waited_seconds: time spent waiting for the peer.
     """
 
     shown: RoundKey
@@ -64,28 +64,30 @@ class _Proof:
 
 
 class HeadVerifier:
-    """Asks for certificates, and trusts no peer that sends them."""
+    """Asks peers for certificates, and trusts no peer that sends them."""
 
     def __init__(
         self, context: SyncContext, chain: Chain, rules: ForkChoice, make_archive: Callable[[], Archive]
     ) -> None:
-        """
+        """Create the verifier.
+
         Args:
             make_archive: returns an archive for certificates that are being verified.
         """
         self._context, self._chain, self._rules, self._make_archive = context, chain, rules, make_archive
-        self._ways: list[_Proof] = []  # those under way
-        self._turn = asyncio.Lock()  # to judge
-        self._judged: RoundLog | None = None  # of those that have ended, the longest
+        self._ways: list[_Proof] = []  # proofs in progress
+        self._turn = asyncio.Lock()  # held while judging
+        self._judged: RoundLog | None = None  # the longest rounds judged by proofs that have ended
 
     async def verify(
         self, claims: Sequence[tuple[PeerId, RoundKey]], stranded: bool, deadline: Deadline
     ) -> Branch | None:
-        """Have one of those who show the same head prove it; None if it does not beat ours, or none of them can.
+        """Let one of the peers that show the same head prove it. None if it does not beat ours, or no peer can prove
+        it.
 
         Args:
             stranded: as for `ForkChoice.beating`.
-            deadline: for contacts that bring nothing; who leads on has more time.
+            deadline: for contacts that send nothing. A contact that makes progress has more time.
         """
         for peer, key in claims:
             way = _Proof(key)
@@ -105,7 +107,7 @@ class HeadVerifier:
         return None
 
     def _keep(self, way: _Proof) -> None:
-        """Who comes next begins where this one ended, as long as that is not on our chain."""
+        """Keep the judged rounds as the starting point of later proofs, unless our chain has them."""
         if way.links and len(way.links) >= len(self._judged or ()):
             self._judged = way.links
         if self._judged and (
@@ -114,11 +116,11 @@ class HeadVerifier:
             self._judged = None
 
     async def _proved(self, peer: PeerId, way: _Proof, stranded: bool, deadline: Deadline) -> Branch | None:
-        """Follow a peer's certificates from where we part to the head that it has shown.
+        """Follow a peer's certificates from where our chains part to the head that it has shown.
 
         Raises:
-            BadPayload: one of them is not right, or they do not lead there.
-            PeerError: it does not bring them, or not in time.
+            BadPayload: a certificate is invalid, or they do not lead to that head.
+            PeerError: the peer does not send them, or not in time.
         """
         goes_on = True
         while goes_on:
@@ -140,17 +142,17 @@ class HeadVerifier:
         return self._rules.depends_on_growth(self._chain, links.start.key.lineage, links)
 
     async def _leg(self, stream: Stream, way: _Proof, stranded: bool) -> bool:
-        """Follow it for as long as one stream lasts; returns whether it goes on.
+        """Follow the trail on one stream; return whether it continues.
 
         Raises:
-            BadPayload: one of its certificates is not right, or they do not lead to the head that it shows.
+            BadPayload: a certificate is invalid, or they do not lead to the head that the peer shows.
         """
         if way.shown.round > len(self._chain) + MAX_AHEAD:
             raise BadPayload(f"does not prove the head at round {way.shown.round} that it shows: no run lasts so long")
         for _ in range(MAX_PIECES):
             more = await self._piece(stream, way)
             if way.links and not self._beating(way, stranded) and not self._may_grow(way.links):
-                return False  # it has lost, or may not be followed, however it goes on
+                return False  # the branch has lost or must not be followed, whatever comes later
             if not more and (way.end is None or way.end.key.round < way.shown.round):
                 raise BadPayload(f"does not prove the head at round {way.shown.round} that it shows")
             if not more:
@@ -158,7 +160,7 @@ class HeadVerifier:
         return True
 
     async def _piece(self, stream: Stream, way: _Proof) -> bool:
-        """Ask for some certificates and judge them; returns whether there are more."""
+        """Ask for some certificates and judge them; return whether there are more."""
         known = max(self._others(way.links), key=len, default=None)
         locator = self._locator(way, known)
         await stream.send(CertificatesRequest(locator))
@@ -180,10 +182,10 @@ class HeadVerifier:
         way.waited_seconds += loop_time() - began
         assert way.end
         while some and not way.links and (head := self._ours(way.end, some[0])):
-            way.head, some = head, some[1:]  # whatever the votes for a round that we have
+            way.head, some = head, some[1:]  # whichever votes certify a round that we have
         if not some:
             return
-        async with self._turn:  # others may be at the same rounds
+        async with self._turn:  # other proofs may be at the same rounds
             way.links = way.links or RoundLog(way.end, self._make_archive())
             way.rounds += len(some)
             if some := some[self._take_over(way.links, some) :]:
@@ -197,13 +199,13 @@ class HeadVerifier:
             raise PeerGone(stream.peer, f"led on by {way.rounds} rounds in {way.waited_seconds:.0f} s: too slow")
 
     def _ours(self, head: Head, certificate: Certificate) -> Head | None:
-        """What the certificate leads to, if that is on our chain."""
+        """The head that the certificate leads to, if it is on our chain."""
         return self._chain.at(records.lineage(certificate.record)) if certificate.key == head.key else None
 
     # -- what was judged already --------------------------------------------------------------------------------------
 
     def _take_over(self, links: RoundLog, some: Sequence[Certificate]) -> int:
-        """Add those of these rounds that have been judged already; returns how many."""
+        """Add those of these rounds that were judged earlier; return how many."""
         end = links[-1].lineage if links else links.start.key.lineage
         count = 0
         for known in self._others(links):
@@ -218,7 +220,7 @@ class HeadVerifier:
         return count
 
     def _others(self, links: RoundLog | None) -> list[RoundLog]:
-        """What others have led on by, or did before."""
+        """The rounds judged by other proofs, in progress or ended."""
         every = (self._judged, *(way.links for way in self._ways))
         return [each for each in every if each and each is not links]
 
@@ -228,7 +230,7 @@ class HeadVerifier:
         return (*(known.locator()[:-1] if known else ()), *self._chain.locator())[:MAX_LOCATOR]
 
     def _go_to(self, way: _Proof, known: RoundLog | None, lineage: bytes) -> None:
-        """Begin at one of the lineages that were asked from."""
+        """Continue from one of the lineages in the request."""
         if way.end:
             return  # it was the only one
         way.head = self._chain.at(lineage)

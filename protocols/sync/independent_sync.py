@@ -1,8 +1,8 @@
-"""Where peers that share no anchor stand, and fetching the state of one of them.
+"""Announcements of peers with independent state, and fetching the state of one of them.
 
-There is no chain to hold a state against, and no two states are the same. So a peer vouches for those of its own that
-it hands out, by its signature under run, round and root: a newcomer fetches what one donor has vouched for, and nobody
-else's bytes can make that root. Which donor is decided by who fetches; it is nobody who claims to be far ahead of most.
+There is no chain to check a state against, and no two states are equal. So each peer signs the states that it serves:
+the signature covers the run, the round and the root. A joiner fetches a state that one donor has signed, and no other
+peer's bytes can match that root. The joiner chooses the donor, and never one that claims to be far ahead of most.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from protocols.sync.snapshot_server import SnapshotServer
 
 TIDY_SECONDS = 10.0
 COMPLAIN_AFTER = 5
-"""Attempts in vain, one after the other, of which the first few belong to a start."""
+"""Consecutive failed attempts before a complaint; the first few are normal at a start."""
 DONORS = 8
-"""So many are tried, one after the other, before all are asked anew."""
+"""At most this many donors are tried one after the other before all are asked anew."""
 Order: TypeAlias = Callable[[Sequence[PeerId]], Sequence[PeerId]]
 _TAG = b"starling state 1\n"
 
 
 def sign_state_ref(key: RoundKey, round_number: int, root: bytes) -> bytes:
-    """What is signed for a state before that round."""
+    """The bytes that a peer signs for its state before that round."""
     return _TAG + wire.body(replace(key, round=round_number, lineage=root))
 
 
 class IndependentStateSync(SyncServiceBase[StateAdvert]):
-    """What one peer without a shared anchor asks others outside of rounds, and answers them."""
+    """What one peer with independent state asks others outside of rounds, and answers them."""
 
     described = "a standing"
 
@@ -56,12 +56,13 @@ class IndependentStateSync(SyncServiceBase[StateAdvert]):
         hints: Callable[[], Iterable[PeerId]],
         has_state: Callable[[], bool],
     ) -> None:
-        """
+        """Create the service.
+
         Args:
-            snapshots: what we hand out, and where there is room for what we fetch.
+            snapshots: those that this peer serves; they also allocate buffers for what it fetches.
             key: of our next round.
             hints: peers that may be in the run; any of them may lie.
-            has_state: whether we have a state that others may start from; a newcomer has yet to fetch its first.
+            has_state: whether others may start from our state. A joiner must fetch its first state.
         """
         context = SyncContext(host, settings, snapshots, hints)
         super().__init__(context, StateAdvert, key, SnapshotServer(snapshots, host.compute, Gate()))
@@ -87,7 +88,7 @@ class IndependentStateSync(SyncServiceBase[StateAdvert]):
         await stream.send(self._announcement())
 
     def _admit(self, peer: PeerId, announcement: StateAdvert) -> None:
-        """As in `SyncServiceBase`; a peer that vouches for a state with a wrong signature breaks a rule, too."""
+        """As in `SyncServiceBase`. A peer that signs a state wrongly also breaks a rule."""
         super()._admit(peer, announcement)
         for each in announcement.states:
             signed = sign_state_ref(announcement.key, each.round, each.root)
@@ -97,15 +98,15 @@ class IndependentStateSync(SyncServiceBase[StateAdvert]):
     # -- fetching a state ---------------------------------------------------------------------------------------------
 
     async def fetch(self, order: Order, deadline: Deadline) -> Snapshot:
-        """Fetch the newest state of one donor, the first that brings it.
+        """Fetch the newest state of one donor: the first donor that sends it whole.
 
         Args:
-            order: these donors, that with the newest state first, as they are to be tried.
-            deadline: past it, it goes on only while it moves.
+            order: returns these donors in the order to try them; given with the newest state first.
+            deadline: past it, the download continues only while it makes progress.
 
         Raises:
-            Unavailable: nobody has one, or brings it.
-            OSError: one is here, and cannot be read.
+            StateUnavailable: no donor has a state, or sends it.
+            OSError: a state was fetched but cannot be read.
         """
         self.sync_progress.begin(0, 0)
         try:
@@ -127,14 +128,14 @@ class IndependentStateSync(SyncServiceBase[StateAdvert]):
         for donor in due:
             if loop_time() >= deadline:
                 break
-            share = (deadline - loop_time()) / (len(due) - tried)  # one that brings nothing leaves time for the next
+            share = (deadline - loop_time()) / (len(due) - tried)  # a donor that sends nothing leaves time for the next
             tried += 1
             if snapshot := await self._brought(donor, donors[donor], loop_time() + share):
                 return snapshot
         raise StateUnavailable(f"none of {tried} donors brought its state" if due else "nobody here has a state")
 
     async def _brought(self, donor: PeerId, state: SignedStateRef, deadline: Deadline) -> Snapshot | None:
-        """That state, whole and finite; None, and the donor is named: it did not bring it."""
+        """That state, whole and finite. None if the donor did not send it; the donor is then reported."""
         key = replace(self._key(), round=state.round, lineage=state.root)
         head = Head(key, (), state.root, state.root)
         try:
@@ -142,7 +143,7 @@ class IndependentStateSync(SyncServiceBase[StateAdvert]):
             await self._context.host.compute.run(partial(_refuse_non_finite, snapshot), 8 * self._context.elements)
         except StateUnavailable:
             self.accounting.name(donor, "did not bring its state")
-        except ValueError:  # nobody would mix with it, and no sketch would show that it is far away
+        except ValueError:  # no peer would average with it, and no sketch would show how far off it is
             self._context.peers.distrust(donor)
             self.accounting.name(donor, "hands out a state that is not finite")
         else:
@@ -151,10 +152,10 @@ class IndependentStateSync(SyncServiceBase[StateAdvert]):
 
 
 def eligible(standings: Mapping[PeerId, StateAdvert]) -> dict[PeerId, SignedStateRef]:
-    """Whose newest state may be fetched. Pure.
+    """The donors whose newest state may be fetched. No I/O.
 
-    Nobody's who says to be further than half of those who have a state: one that claims a round in a distant future
-    would take whoever believes it out of the run's schedule.
+    A donor that claims to be further than half of those that have a state is excluded. If its claim of a far future
+    round were false, a joiner that believed it would leave the run's schedule.
     """
     newest = {peer: each.states[0] for peer, each in standings.items() if each.whole and each.states}
     latest = DONOR_ROUND.latest((state.round for state in newest.values()), len(newest))
@@ -162,10 +163,11 @@ def eligible(standings: Mapping[PeerId, StateAdvert]) -> dict[PeerId, SignedStat
 
 
 def _refuse_non_finite(snapshot: Snapshot) -> None:
-    """
+    """Check that all numbers of a snapshot are finite.
+
     Raises:
-        ValueError: a number of it is NaN or infinite.
-        OSError: it cannot be read.
+        ValueError: a number is NaN or infinite.
+        OSError: the snapshot cannot be read.
     """
     for chunk in range(len(snapshot.index.digests)):
         finite_range(torch.frombuffer(snapshot.chunk(chunk), dtype=torch.float32))

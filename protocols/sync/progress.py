@@ -1,4 +1,4 @@
-"""How far a peer is with catching up, how fast, and whether it comes any nearer. Pure."""
+"""How far a peer is with catching up, how fast, and whether it gets any closer. No I/O."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from dataclasses import dataclass
 
 METER_SECONDS = 15.0
 LEAST_SECONDS = 10.0
-"""A shorter pass than that says nothing of the line."""
+"""A pass shorter than this says nothing about the line."""
 SAY_SECONDS = 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class SyncProgressLine:
-    """What of the state is here.
+    """How much of the state has arrived.
 
     Attributes:
-        bytes_here, bytes_whole: of a snapshot; both 0 where none is needed.
-        donors: who bring it just now.
-        bytes_per_second: of all that is fetched, lately.
-        rounds_here, rounds_whole: of those since the state that was started from, as far as they are known.
-        eta_seconds: until the last known round is there; None where nothing moves.
+        bytes_here, bytes_whole: of a snapshot; both 0 if none is needed.
+        donors: the peers that are sending it.
+        bytes_per_second: of everything fetched recently.
+        rounds_here, rounds_whole: rounds after the starting state: fetched, and known in total.
+        eta_seconds: until the last known round has arrived; None if nothing moves.
     """
 
     bytes_here: int
@@ -34,12 +34,12 @@ class SyncProgressLine:
 
 
 class SyncProgress:
-    """What download and replay tell of themselves.
+    """Progress reported by download and replay.
 
     Attributes:
-        active: a peer is catching up.
-        round_bytes: what a mean takes to fetch.
-        fetched_bytes: since the peer began its life.
+        active: whether the peer is catching up.
+        round_bytes: bytes to fetch for one mean.
+        fetched_bytes: since the process started.
         the others: as in `SyncProgressLine`.
     """
 
@@ -51,7 +51,7 @@ class SyncProgress:
         self._came: deque[tuple[float, int]] = deque(maxlen=4096)
 
     def begin(self, rounds: int, round_bytes: int) -> None:
-        """Another attempt; so many rounds are to be taken again, as far as that is known."""
+        """Begin another attempt. `rounds` is the number of rounds to replay, as far as it is known."""
         self.active, self.rounds_here, self.rounds_whole, self.round_bytes = True, 0, rounds, round_bytes
         self.bytes_here = self.bytes_whole = self.donors = 0
 
@@ -59,12 +59,12 @@ class SyncProgress:
         self.active = False
 
     def came(self, size: int) -> None:
-        """So many bytes."""
+        """Count fetched bytes."""
         self.fetched_bytes += size
         self._came.append((self._now(), size))
 
     def bytes_per_second(self) -> float:
-        """Over the last while."""
+        """The recent download rate."""
         since = self._now() - METER_SECONDS
         while self._came and self._came[0][0] < since:
             self._came.popleft()
@@ -74,7 +74,7 @@ class SyncProgress:
         return sum(size for _, size in self._came) / seconds
 
     def progress(self) -> SyncProgressLine | None:
-        """As of now; None while the peer does something else."""
+        """The current progress; None while the peer is not catching up."""
         if not self.active:
             return None
         rate = self.bytes_per_second()
@@ -91,14 +91,16 @@ class SyncProgress:
 
 
 class CatchUpTrend:
-    """Whether the rounds are decided faster than this peer's line brings them: then it never gets there."""
+    """Detects that rounds are decided faster than this peer's line can fetch them, so that it never catches up."""
 
     def __init__(self) -> None:
-        self._pass: tuple[float, int, int] | None = None  # the last one: when, to which round, bytes fetched before it
+        self._pass: tuple[float, int, int] | None = None  # the last pass: when, to which round, bytes fetched before it
         self._ended = self._said = float("-inf")
 
     def begins(self, now: float, goal: int, fetched_bytes: int, round_bytes: int) -> str:
-        """Another pass, to round `goal`; one line for a person if the last one has led nowhere nearer."""
+        """Begin another pass, to round `goal`. Returns a one-line message if the last pass got no closer, else an
+        empty one.
+        """
         line = ""
         if self._pass and now - self._ended < LEAST_SECONDS:
             began, before, fetched_before = self._pass
@@ -110,7 +112,7 @@ class CatchUpTrend:
         return line
 
     def ends(self, now: float) -> None:
-        """The pass has come to its goal."""
+        """Record that the pass has reached its goal."""
         self._ended = now
 
 

@@ -1,4 +1,4 @@
-"""What peers say to each other outside of rounds: where they stand, what was decided, what state they can hand out."""
+"""Messages between peers outside of rounds: their heads, decided rounds, and the states that they serve."""
 
 # ruff: noqa: RUF009 - a field's bound is its default
 
@@ -20,7 +20,7 @@ MAX_BUSY_SECONDS = 600.0
 
 @dataclass(frozen=True, slots=True)
 class SnapshotRef:
-    """A snapshot that a peer can hand out: of the state that this lineage names, before that round."""
+    """A snapshot that a peer serves: of the state that this lineage names, before that round."""
 
     lineage: bytes = digest()
     round: int = uint(1 << 40)
@@ -28,12 +28,12 @@ class SnapshotRef:
 
 @dataclass(frozen=True, slots=True)
 class HeadAnnouncement(Header):
-    """Where its sender stands; answered with the same.
+    """The sender's head and its snapshots; answered with the same message.
 
     Attributes:
         key: of the sender's next round.
-        sender: in this life.
-        kept: snapshots, the newest first; then those that others are still taking.
+        sender: the sending member.
+        kept: snapshots, newest first; then those that other peers are still downloading.
     """
 
     key: RoundKey = one(RoundKey)
@@ -43,7 +43,7 @@ class HeadAnnouncement(Header):
 
 @dataclass(frozen=True, slots=True)
 class SignedStateRef:
-    """A state that its peer hands out: its root, the round that it comes before, and the peer's word for that."""
+    """A state that its peer serves: its root, the round that it precedes, and the peer's signature of both."""
 
     root: bytes = digest()
     round: int = uint(1 << 40)
@@ -52,13 +52,13 @@ class SignedStateRef:
 
 @dataclass(frozen=True, slots=True)
 class StateAdvert(Header):
-    """Where its sender stands; answered with the same.
+    """The sender's round and the states that it serves; answered with the same message.
 
     Attributes:
         key: of the sender's next round.
-        sender: in this life.
-        states: that it hands out, the newest first.
-        whole: whether it has a state; else it looks for one itself.
+        sender: the sending member.
+        states: those that it serves, newest first.
+        whole: whether it has a state; otherwise it is looking for one.
     """
 
     key: RoundKey = one(RoundKey)
@@ -76,11 +76,11 @@ class CertificatesRequest(Header):
 
 @dataclass(frozen=True, slots=True)
 class Certificates(Header):
-    """`count` certificates follow, each a header of its own (`protocols.consensus.messages.Certificate`).
+    """`count` certificates follow, each in its own header (`protocols.consensus.messages.Certificate`).
 
     Attributes:
         ancestor: the lineage that they follow; zeros if none of the locator's is held.
-        more: there are more of them: ask again from the last.
+        more: there are more; ask again from the last one.
     """
 
     ancestor: bytes = digest()
@@ -90,15 +90,16 @@ class Certificates(Header):
 
 @dataclass(frozen=True, slots=True)
 class WantSnapshot(Header):
-    """Asks for the snapshot of the state at a record hash: answered with `Busy`, `Availability` or
-    `SnapshotIndexHeader`."""
+    """Asks for the snapshot of the state that a lineage names."""
 
     lineage: bytes = digest()
 
 
 @dataclass(frozen=True, slots=True)
 class Busy(Header):
-    """Others are being served: come again in so many seconds. In the place of a chunk: it comes, but a little later."""
+    """Other peers are being served: try again after this many seconds. Instead of a chunk: it will come a little
+    later.
+    """
 
     seconds: float = real(0, MAX_BUSY_SECONDS)
 

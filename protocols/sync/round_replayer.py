@@ -1,4 +1,4 @@
-"""The mean of a round that was decided without us: its parts by digest, from whoever holds them, decoded again."""
+"""The mean of a round that was decided without this peer: its parts, fetched by digest and decoded again."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from protocols.sync.snapshot_download import StateUnavailable
 from protocols.vectors import VectorView
 
 AT_ONCE = 4
-"""Parts of a round that are fetched at a time."""
+"""Parts of a round that are fetched concurrently."""
 PART_SECONDS = 20.0
-"""A source has so long, and what the part takes at the slowest rate, to bring it."""
+"""Time for a source to send a part, on top of the part's time at the slowest rate."""
 MAX_SOURCES = 16
 MAX_FAILURES = 64
-"""Sources that are remembered to have failed."""
+"""Limit of sources remembered as failed."""
 
 
 class RoundReplayer:
@@ -36,19 +36,19 @@ class RoundReplayer:
         self._failures: dict[PeerId, int] = {}
 
     def encoded_bytes(self, elements: int) -> int:
-        """About what the mean of one round takes to fetch, if it is of those who are here now."""
+        """Approximate bytes to fetch for the mean of one round, if its members are those that are here now."""
         return self._codec.reduced(len(self._context.host.members.live())).encoded_bytes(elements)
 
     async def parts(
         self, record: Record, elements: int, sources: Sequence[PeerId], deadline: Deadline
     ) -> list[ReducedPart]:
-        """The parts of the mean of a decided round, one that has some.
+        """Fetch the parts of the mean of a decided round that has one.
 
         Args:
             elements: of the mean.
 
         Raises:
-            Unavailable: one is not to be had from these peers, or does not fit.
+            StateUnavailable: a part cannot be fetched from these peers, or does not fit.
         """
         bounds, sources = record.bounds, sources[:MAX_SOURCES]
         if not record.tiles(elements):
@@ -71,16 +71,16 @@ class RoundReplayer:
         return [job.result() for job in jobs]
 
     async def decode(self, parts: Sequence[ReducedPart], into: Vector) -> None:
-        """Put the mean that these parts make up into `into`.
+        """Decode the mean that these parts form into `into`.
 
         Raises:
-            Unavailable: it does not decode; `into` is then undefined.
+            StateUnavailable: it does not decode; `into` is then undefined.
         """
         target = VectorView([into])
         for part in parts:
             try:
                 await self._context.host.compute.run(partial(part.decode, target), 4 * (part.high - part.low))
-            except BadPayload as error:  # what a quorum signed: nobody who hands it on is to blame
+            except BadPayload as error:  # a quorum signed it, so the peer that passed it on is not to blame
                 raise StateUnavailable(f"a decided part does not decode: {error}") from None
 
     async def _part(
@@ -112,7 +112,7 @@ class RoundReplayer:
         raise StateUnavailable(f"nobody has a part that is needed, of {len(sources)} asked")
 
     def _fail(self, source: PeerId, why: str) -> None:
-        """Name a source, and ask it last from now on."""
+        """Report a source, and ask it last from now on."""
         self._context.accounting.name(source, why)
         self._failures[source] = self._failures.get(source, 0) + 1
         if len(self._failures) > MAX_FAILURES:

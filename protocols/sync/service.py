@@ -1,4 +1,4 @@
-"""What sync services with and without a shared chain have in common: announcements to each other, and snapshots."""
+"""What sync services with and without a shared chain have in common: announcements and snapshots."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from protocols.sync.snapshot_server import SnapshotServer
 from protocols.sync.sync_server import SyncServer
 
 ANNOUNCE_SECONDS = 5.0
-"""Peers have so long to answer an announcement."""
+"""Time for a peer to answer an announcement."""
 
 A = TypeVar("A", HeadAnnouncement, StateAdvert)
 
 
 class SyncServiceBase(ABC, Generic[A]):
-    """Asks other peers beside the rounds, and answers them; `A` is how a peer announces itself.
+    """Exchanges requests with other peers outside of rounds. `A` is the type of a peer's announcement.
 
     Attributes:
         accounting: faults of other peers, and bytes on streams, since the last report.
@@ -29,15 +29,16 @@ class SyncServiceBase(ABC, Generic[A]):
     """
 
     described: ClassVar[str]
-    """What the faults of other peers call `A`."""
+    """The name of `A` in fault reports about other peers."""
 
     def __init__(
         self, context: SyncContext, announcement: type[A], key: Callable[[], RoundKey], donor: SnapshotServer
     ) -> None:
-        """
+        """Create the service.
+
         Args:
             key: of this peer's next round.
-            donor: hands out this peer's snapshots.
+            donor: serves this peer's snapshots.
         """
         self.accounting, self.sync_progress = context.accounting, context.sync_progress
         self._context, self._key, self._donor = context, key, donor
@@ -45,13 +46,13 @@ class SyncServiceBase(ABC, Generic[A]):
         self._server = SyncServer(context.host, context.accounting, donor, self._answer)
 
     async def run(self) -> None:
-        """Serve for ever: release what no peer fetches any more, and do this service's own part."""
+        """Serve until cancelled: release snapshots that no peer downloads any more, and do the service's own part."""
         while True:
             self._donor.tidy()
             await self._look_around()
 
     def complain_to(self, say: Callable[[str], None]) -> None:
-        """Tell a person, in one line, if catching up comes no nearer."""
+        """Set where to report, in one line, that catching up gets no closer."""
         self._context.say = say
 
     def take_bytes(self) -> tuple[int, int]:
@@ -60,22 +61,22 @@ class SyncServiceBase(ABC, Generic[A]):
 
     @abstractmethod
     def _announcement(self) -> A:
-        """Where this peer stands."""
+        """This peer's own announcement."""
 
     @abstractmethod
     async def _look_around(self) -> None:
-        """One pass of `run`, which also takes the time until the next one."""
+        """One pass of `run`, including the wait until the next one."""
 
     @abstractmethod
     async def _answer(self, stream: Stream, request: Header) -> None:
         """Answer a request that is not for a snapshot.
 
         Raises:
-            BadPayload: it is no request, or breaks a rule.
+            BadPayload: it is no such request, or breaks a rule.
         """
 
     def _admit(self, peer: PeerId, announcement: A) -> None:
-        """Take what a peer announces of itself.
+        """Check and record a peer's announcement.
 
         Raises:
             BadPayload: it is in another run, or speaks for another peer.
@@ -87,7 +88,7 @@ class SyncServiceBase(ABC, Generic[A]):
             raise BadPayload(f"{self.described} in the name of {announcement.sender.peer}")
 
     async def _exchange(self, peers: Sequence[PeerId], deadline: Deadline) -> dict[PeerId, A]:
-        """Exchange announcements with these peers; one that lies is named, and not asked for a while.
+        """Exchange announcements with these peers. A peer that lies is reported, and not asked for a while.
 
         Returns:
             The announcements of those that answered, in the order of `peers`.

@@ -1,8 +1,8 @@
-"""Immutable copies of the outer state, cut into chunks that can be checked one by one.
+"""Immutable copies of the outer state, in chunks that can be checked one by one.
 
-The state root is a hash over hashes of 1 MiB chunks (`protocols.vectors.root`), so the list of those hashes, the index,
-can be checked against the root that a certificate carries before anything else is fetched, and each chunk against the
-index as it arrives.
+The state root is a hash over the hashes of 1 MiB chunks (`protocols.vectors.root`). The list of those hashes is the
+index. It can be checked against the root in a certificate before anything else is fetched; then each chunk can be
+checked against the index as it arrives.
 """
 
 from __future__ import annotations
@@ -20,26 +20,27 @@ from protocols.sync.requests import SnapshotRef
 from protocols.vectors import CHUNK_ELEMENTS, chunk_count, chunk_digests, chunk_range, root_of
 
 SNAPSHOT_ROUNDS = 4
-"""A snapshot is kept at every so many rounds. It can be handed out once the next round is decided, and is of use for as
-long as the deltas since then can be had: keep parts for at least twice as many rounds."""
+"""Rounds between snapshots. A snapshot can be served once the next round is decided, and is useful while the deltas
+since then are available: keep parts for at least twice as many rounds.
+"""
 KEEP_SNAPSHOTS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotIndex:
-    """The digests of all chunks of an outer state: of `elements` parameters, then of as much velocity."""
+    """The digests of all chunks of an outer state: `elements` parameters, then as many elements of velocity."""
 
     elements: int
     digests: tuple[bytes, ...]
 
     @classmethod
     def of(cls, parameters: Vector, velocity: Vector) -> SnapshotIndex:
-        """That of these two vectors, of one size."""
+        """The index of these two vectors of equal size."""
         return cls(len(parameters), chunk_digests(parameters) + chunk_digests(velocity))
 
     @classmethod
     def unpack(cls, elements: int, data: bytes) -> SnapshotIndex:
-        """From `packed_bytes(elements)` bytes.
+        """Read an index from `packed_bytes(elements)` bytes.
 
         Raises:
             BadPayload: another number of bytes.
@@ -61,12 +62,12 @@ class SnapshotIndex:
         return root_of([(self.elements, self.digests[: len(self.digests) // 2])])
 
     def state_root(self, round_number: int) -> bytes:
-        """Root of the outer state before that round."""
+        """The root of the outer state before that round."""
         velocity = root_of([(self.elements, self.digests[len(self.digests) // 2 :])])
         return state_root(self.parameters_root, velocity, round_number)
 
     def size(self, chunk: int) -> int:
-        """Bytes of a chunk."""
+        """The size of a chunk in bytes."""
         low, high = self._place(chunk)
         return 4 * (high - low)
 
@@ -75,10 +76,10 @@ class SnapshotIndex:
 
 
 class SnapshotBuffer(Protocol):
-    """Bytes of a set size, where a snapshot stands.
+    """A buffer of fixed size for the bytes of a snapshot.
 
     Attributes:
-        fresh: nothing was put there before; else it may hold what an earlier download of the same state brought.
+        fresh: whether it is new. If not, it may hold what an earlier download of the same state left.
     """
 
     @property
@@ -88,19 +89,19 @@ class SnapshotBuffer(Protocol):
         """Fill `into`.
 
         Raises:
-            OSError: what holds the bytes fails.
+            OSError: the storage fails.
         """
 
     def write(self, offset: int, data: Buffer) -> None:
-        """Put all of `data` there; raises as `read` does."""
+        """Write all of `data` at `offset`; raises as `read` does."""
 
 
 MakeBuffer: TypeAlias = Callable[[bytes, int, int], SnapshotBuffer]
-"""Room for the state of a lineage, before a round: (lineage, round, bytes). Raises OSError where there is none."""
+"""Allocates a buffer for a snapshot: (lineage, round, bytes) -> buffer. Raises OSError if there is no space."""
 
 
 class MemoryBuffer:
-    """Room in memory: it costs nothing until it is written, and goes back when nobody refers to it any more."""
+    """A buffer in memory. It costs nothing until it is written, and is freed with its last reference."""
 
     fresh = True
 
@@ -117,36 +118,37 @@ class MemoryBuffer:
 class Snapshot:
     """The outer state that a lineage names: filled once, then never changed.
 
-    Whatever moves its bytes takes a disk's time, and raises OSError where that fails.
+    Methods that move its bytes may wait for the disk, and raise OSError if it fails.
 
     Attributes:
-        room: where it stands: the parameters, then the velocity, little-endian float32.
+        room: its buffer: the parameters, then the velocity, little-endian float32.
     """
 
     def __init__(
         self, lineage: bytes, round_number: int, index: SnapshotIndex, room: SnapshotBuffer | None = None
     ) -> None:
-        """
+        """Create an empty snapshot.
+
         Args:
-            room: of `buffer_bytes(index.elements)`; None: in memory.
+            room: a buffer of `buffer_bytes(index.elements)`; None: in memory.
         """
         self.lineage, self.round, self.index = lineage, round_number, index
         self.room = room or MemoryBuffer(buffer_bytes(index.elements))
 
     @property
     def fresh(self) -> bool:
-        """Whether it starts empty; else its chunks may be there already, of an earlier download, right or wrong."""
+        """Whether it starts empty. If not, an earlier download may have left chunks, right or wrong."""
         return self.room.fresh
 
     def fill(self, parameters: Vector, velocity: Vector) -> None:
-        """Copy these vectors, float32 (n), which `index` is of, in."""
+        """Copy in these vectors, float32 (n), whose index is `index`."""
         for chunk, piece in self._pieces(parameters, velocity):
             data, held = _scratch(len(piece))
             held.copy_(piece)
             self.put(chunk, data)
 
     def copy(self, parameters: Vector, velocity: Vector) -> None:
-        """Copy it out into these vectors, float32 (n)."""
+        """Copy the state out into these vectors, float32 (n)."""
         for chunk, piece in self._pieces(parameters, velocity):
             data, held = _scratch(len(piece))
             self.room.read(self._offset(chunk), data)
@@ -156,7 +158,7 @@ class Snapshot:
         """The bytes of a chunk.
 
         Raises:
-            BadPayload: there is none of that number.
+            BadPayload: there is no chunk of that number.
         """
         if not 0 <= chunk < len(self.index.digests):
             raise BadPayload(f"chunk {chunk} of a snapshot of {len(self.index.digests)}")
@@ -181,7 +183,7 @@ class Snapshot:
 
 
 def buffer_bytes(elements: int) -> int:
-    """What the outer state of so many parameters takes."""
+    """Bytes of the outer state of this many parameters."""
     return 8 * elements
 
 
@@ -192,11 +194,11 @@ def _scratch(elements: int) -> tuple[memoryview, Vector]:
 
 
 class Snapshots:
-    """The snapshots that this peer keeps: the last ones of its chain.
+    """The last snapshots of its chain, which this peer keeps.
 
     Attributes:
-        every_rounds: a state is kept before every round whose number this divides.
-        has_begun: whether a former life's download has left some of the state of a lineage, before a round, here.
+        every_rounds: a state is kept before every round whose number is a multiple of this.
+        has_begun: whether an earlier process left a partial download of the state of a lineage, before a round.
     """
 
     def __init__(
@@ -210,16 +212,16 @@ class Snapshots:
         self._held: list[Snapshot] = []
 
     def new(self, lineage: bytes, round_number: int, index: SnapshotIndex) -> Snapshot:
-        """One to be filled; not empty (`Snapshot.fresh`) where an earlier download of this state was broken off.
+        """A snapshot to fill; not empty (`Snapshot.fresh`) if an earlier download of this state was interrupted.
 
         Raises:
-            OSError: there is no room.
+            OSError: there is no space.
         """
         room = self._make_room(lineage, round_number, buffer_bytes(index.elements))
         return Snapshot(lineage, round_number, index, room)
 
     def put(self, snapshot: Snapshot) -> None:
-        """Take one that is filled; those of the lowest rounds beyond what is kept go."""
+        """Add a filled snapshot. Above the limit, those of the lowest rounds are dropped."""
         held = [each for each in self._held if each.lineage != snapshot.lineage]
         self._held = sorted([*held, snapshot], key=lambda each: -each.round)[: self._keep]
 
@@ -227,17 +229,17 @@ class Snapshots:
         return next((each for each in self._held if each.lineage == lineage), None)
 
     def drop(self, snapshot: Snapshot) -> None:
-        """Hand it out no more."""
+        """Stop serving a snapshot."""
         self._held = [each for each in self._held if each is not snapshot]
 
     def prune(self, chain: Chain) -> None:
-        """Drop what the chain, having switched to another branch, does not hold any more."""
+        """Drop snapshots that the chain no longer contains after it switched to another branch."""
         self._held = [each for each in self._held if each.lineage in chain]
 
     def held(self) -> tuple[Snapshot, ...]:
-        """The newest first."""
+        """The snapshots, newest first."""
         return tuple(self._held)
 
     def kept(self) -> tuple[SnapshotRef, ...]:
-        """What to tell others."""
+        """The snapshots to announce to other peers."""
         return tuple(SnapshotRef(each.lineage, each.round) for each in self._held)

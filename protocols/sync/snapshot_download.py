@@ -1,8 +1,8 @@
 """Fetching a snapshot from several donors at once, none of which is trusted.
 
-Every donor first shows the index, which must make the state root that the chain's certificates carry. Then all take
-chunks from one queue (`protocols.sync.chunk_scheduler`). What is here stays: another attempt fetches the rest, and so
-does another life of the peer, if the snapshot's room has outlived the last one.
+Every donor first shows the index, which must match the state root in the chain's certificates. Then all donors take
+chunks from one queue (`protocols.sync.chunk_scheduler`). Chunks that have arrived are kept: another attempt fetches
+only the rest. So does a restarted peer, if the snapshot's buffer has survived.
 """
 
 from __future__ import annotations
@@ -43,43 +43,45 @@ T = TypeVar("T")
 
 MAX_DONORS = 16
 CHUNK_SECONDS = 30.0
-"""A donor of which nothing at all has come for so long has stalled."""
+"""A donor that sends nothing at all for this long has stalled."""
 PIECE_BYTES = 1 << 16
 STALL_SECONDS = 60.0
-"""A download goes on for as long as something comes in so often, whatever its deadline, but no longer than
-it takes at the slowest rate."""
+"""Past its deadline, a download continues while data arrives within each such interval, but no longer than it would
+take at the slowest rate.
+"""
 LOOK_SECONDS = 10.0
-"""How often to see whether there are other donors."""
+"""How often to look for other donors."""
 FAILURES = 3
-"""So often may a donor break off."""
+"""How often a donor may break off."""
 BUSY_LIMIT_SECONDS = 10.0
-"""A donor may send us away for so long at most."""
+"""The longest wait that a donor may ask for."""
 RETRY_DONOR_SECONDS = 1.0
 BUSY_ANSWERS = 20
-"""So often is one that is busy asked again, and so often may one put off a chunk."""
+"""How often a busy donor is asked again, and how often a donor may defer one chunk."""
 WAIT_SECONDS = 20.0
-"""For so long a stream stays open on which there is nothing to ask for just now."""
+"""How long a stream stays open while there is nothing to request on it."""
 _LIMIT = 256
 
 
 class StateUnavailable(ProtocolError):
-    """Nobody whom we could ask has what is needed, or is able to show that it is right."""
+    """No peer that could be asked has what is needed, or can prove that it is right."""
 
 
 class SnapshotDownload:
-    """One snapshot on its way.
+    """One snapshot download.
 
     Attributes:
         at: the head whose state it is.
-        bytes_received: of chunks, the bad and the doubled among them.
+        bytes_received: of chunks, including bad and duplicate ones.
     """
 
     _now = staticmethod(loop_time)
 
     def __init__(self, context: SyncContext, at: Head) -> None:
-        """
+        """Create the download.
+
         Args:
-            at: its state root as certificates have it, or as most donors say.
+            at: its state root is that of the certificates, or the one that most donors state.
         """
         self.at, self.bytes_received = at, 0
         self._context, self._host, self._sync_progress = context, context.host, context.sync_progress
@@ -98,7 +100,7 @@ class SnapshotDownload:
 
     @property
     def begun(self) -> bool:
-        """Whether some of it is here."""
+        """Whether any of it has arrived."""
         return self._snapshot is not None and len(self._missing) < len(self._snapshot.index.digests)
 
     @property
@@ -108,14 +110,15 @@ class SnapshotDownload:
         return sum(self._snapshot.index.size(index) for index in self._missing)
 
     async def run(self, donors: Callable[[], Sequence[PeerId]], deadline: Deadline) -> Snapshot:
-        """Fetch what is missing; a donor that lies, stalls or dies is named and left, a new one is asked as well.
+        """Fetch what is missing. A donor that lies, stalls or dies is reported and dropped; new donors are asked as
+        well.
 
         Args:
-            donors: those known as of now.
-            deadline: past it, the download goes on only while it moves.
+            donors: returns the donors known at the time of the call.
+            deadline: past it, the download continues only while it makes progress.
 
         Raises:
-            Unavailable: they did not bring all of it.
+            StateUnavailable: the donors did not send all of it.
         """
         self._scheduler = ChunkScheduler(self._missing, self._now)
         self._missing = self._scheduler.missing
@@ -149,7 +152,7 @@ class SnapshotDownload:
         return self._snapshot
 
     def _shares(self) -> str:
-        """Of the bytes that came in since the peer began its life, by the ends of the donors' names."""
+        """Each donor's share of the bytes received since the process started, by the last characters of its name."""
         whole = sum(self._brought.values())
         order = sorted(self._brought.items(), key=lambda each: -each[1])
         return ", ".join(f"…{peer[-6:]} {100 * size // whole} %" for peer, size in order) or "a former life"
@@ -158,7 +161,7 @@ class SnapshotDownload:
         return min(self._until, max(deadline, self._moved + STALL_SECONDS))
 
     async def _ask(self, donor: PeerId) -> None:
-        """Take chunks from one donor, until there is nothing left to take or it has failed too often."""
+        """Take chunks from one donor until none are left or it has failed too often."""
         failures = busy = 0
         rate = DonorRate()
         while not self.complete and failures < FAILURES and busy < BUSY_ANSWERS:
@@ -177,10 +180,10 @@ class SnapshotDownload:
                 pass
 
     async def _take(self, stream: Stream, rate: DonorRate) -> float:
-        """Serve ourselves on one stream, until there is nothing left to ask for.
+        """Request chunks on one stream until none are left.
 
         Returns:
-            Seconds to wait, if it is busy.
+            Seconds to wait, if the donor is busy.
         """
         index = await shown_index(stream, self.at.key.lineage, self._elements)
         if isinstance(index, Busy):
@@ -200,7 +203,7 @@ class SnapshotDownload:
         root = await self._host.compute.run(lambda: index.state_root(at.key.round), 32 * len(index.digests))
         if root != at.state_root:
             raise BadPayload("an index that does not make the state root")
-        async with self._beginning:  # others bring the same index
+        async with self._beginning:  # other donors show the same index
             if self._snapshot is None:
                 snapshot = await self._stored(
                     lambda: self._context.snapshots.new(at.key.lineage, at.key.round, index), 0
@@ -216,7 +219,7 @@ class SnapshotDownload:
                 self._notifier.notify()
 
     async def _find(self, snapshot: Snapshot) -> None:
-        """See which chunks an earlier download has left."""
+        """Find out which chunks an earlier download has left."""
         for chunk in sorted(self._missing):
             if await self._stored(partial(_holds, snapshot, chunk), snapshot.index.size(chunk)):
                 self._missing.discard(chunk)
@@ -245,7 +248,9 @@ class SnapshotDownload:
                 self._release(index)
 
     async def _more(self, rate: DonorRate) -> bool:
-        """Wait for a while until there is something to ask for; what others are slow to bring rings no bell."""
+        """Wait for a while until there is something to request. A chunk that becomes overdue at another donor sends
+        no notification.
+        """
         until = min(self._until, self._now() + WAIT_SECONDS)
         while not self.complete and self._now() < until:
             if self._scheduler.next((), rate.patience_seconds) is not None:
@@ -279,12 +284,12 @@ class SnapshotDownload:
             rate.took(self._now() - began)
         await self._stored(partial(_put, self._snapshot, index, data), 2 * size)
         self._brought[stream.peer] = self._brought.get(stream.peer, 0) + size
-        if index in self._missing:  # else another has brought it as well
+        if index in self._missing:  # else another donor has sent it as well
             self._missing.discard(index)
             self._sync_progress.bytes_here += size
 
     async def _header(self, stream: Stream) -> tuple[Header, bool]:
-        """Receive the next header that is not `Busy`, and whether the donor has put the chunk off first."""
+        """Receive the next header that is not `Busy`, and whether the donor deferred the chunk first."""
         for put_off in range(BUSY_ANSWERS):
             async with peer_timeout(CHUNK_SECONDS, stream.peer, "it brings a chunk"):
                 answer = await stream.receive(_LIMIT)
@@ -305,11 +310,11 @@ class SnapshotDownload:
 
 
 async def shown_index(stream: Stream, lineage: bytes, elements: int) -> SnapshotIndex | Busy:
-    """Ask a donor for the snapshot at a lineage; its index, or how long it sends us away.
+    """Ask a donor for the snapshot at a lineage. Returns its index, or how long to wait.
 
     Raises:
-        Unavailable: it does not have that snapshot.
-        BadPayload: what it shows is none, or of another model.
+        StateUnavailable: it does not have that snapshot.
+        BadPayload: its index is malformed, or of another model.
         PeerSilent: it showed none in time.
     """
     async with peer_timeout(CHUNK_SECONDS, stream.peer, "it shows an index"):
@@ -332,11 +337,11 @@ def _holds(snapshot: Snapshot, index: int) -> bool:
 
 
 def _put(snapshot: Snapshot, index: int, data: memoryview) -> None:
-    """Put a chunk in that is the one of the index: twice if two brought it, and the same bytes then.
+    """Write a chunk that matches the index. If two donors sent it, the same bytes are written twice.
 
     Raises:
-        BadPayload: it is another.
-        OSError: it cannot be put there.
+        BadPayload: the chunk does not match.
+        OSError: it cannot be written.
     """
     if hashlib.sha256(data).digest() != snapshot.index.digests[index]:
         raise BadPayload(f"chunk {index} of a snapshot with another digest than its index has")

@@ -1,7 +1,7 @@
-"""Handing out snapshots: to a few joiners at a time, in chunks that they ask for, while training goes on.
+"""Serving snapshots to a few joiners at a time, in chunks that they request, while training continues.
 
-A round goes first: while its data phase is under way, joiners are told to wait. What somebody takes stays to be had for
-as long as it is taken, and a while longer, though later snapshots have come: a file that nobody lists any more.
+Rounds have priority: during a round's data phase, joiners are told to wait. A snapshot stays available while a joiner
+downloads it and for a while after, even if newer snapshots have replaced it; it is then no longer announced.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ log = logging.getLogger(__name__)
 
 JOINERS = 3
 BUSY_SECONDS = 5.0
-"""Whom we cannot serve is told to come again after so long."""
+"""How soon a joiner that we cannot serve may ask again."""
 LENT = 2
-"""Snapshots, beyond those that are kept, that stay for those who take them: those that were taken from last."""
+"""Snapshots kept for joiners beyond the announced ones: those that were read most recently."""
 LEND_SECONDS = 300.0
-"""Who was cut off, or started again, comes back within that."""
+"""A joiner that was cut off or restarted comes back within this time."""
 PUT_OFF_SECONDS = 4.0
-"""Who waits for a round to be over is told so as often."""
+"""Interval at which a joiner that waits for the end of a round is told so."""
 MAX_PAUSES = 4
-"""Then it gets one chunk: where rounds are nothing but data phases, little is brought, but not nothing."""
+"""After this many messages to wait, the joiner gets one chunk. So a run whose rounds are nothing but data phases
+serves little, but not nothing.
+"""
 _LIMIT = 256
 
 
@@ -42,11 +44,11 @@ class _Lease:
 
 
 class SnapshotServer:
-    """Serves the snapshots that a peer keeps, and those that it kept and somebody still takes.
+    """Serves the snapshots that a peer keeps, and older ones that a joiner is still downloading.
 
     Args:
-        gate: while it is closed nothing is handed out.
-        follows: whether the rounds since a lineage can be had here: else a snapshot of it leads nowhere.
+        gate: while it is closed, nothing is served.
+        follows: whether this peer has the rounds since a lineage; without them, a snapshot of it is of no use.
     """
 
     def __init__(
@@ -61,17 +63,17 @@ class SnapshotServer:
         self._loans: dict[bytes, _Lease] = {}
 
     def kept(self) -> tuple[SnapshotRef, ...]:
-        """What to tell others."""
+        """The snapshots to announce to other peers."""
         held = self._snapshots.kept()
         lent = [SnapshotRef(each.snapshot.lineage, each.snapshot.round) for each in self._lent()]
         return (*held, *(each for each in lent if each not in held))[:MAX_SNAPSHOTS]
 
     def tidy(self) -> None:
-        """Let go what nobody takes any more: to be called now and then."""
+        """Release snapshots that no joiner downloads any more. Call it from time to time."""
         self._lent()
 
     def _lent(self) -> list[_Lease]:
-        """Those that are still of use, beyond those that are kept; the others go."""
+        """The snapshots still in use beyond the kept ones; releases the others."""
         now, held = loop_time(), {each.lineage for each in self._snapshots.held()}
         last = sorted(self._loans.values(), key=lambda loan: -loan.until)
         loans = [each for each in last if each.until > now and each.snapshot.lineage not in held]
@@ -86,10 +88,10 @@ class SnapshotServer:
         self._loans.setdefault(snapshot.lineage, _Lease(snapshot, until)).until = until
 
     async def serve(self, stream: Stream, wanted: WantSnapshot) -> None:
-        """Answer a stream on which a snapshot was asked for, until it ends.
+        """Answer a stream that asked for a snapshot, until it ends.
 
         Raises:
-            BadPayload: it asks for what there is not, or for everything many times over.
+            BadPayload: it asks for chunks that do not exist, or for everything many times over.
             PeerSilent: the joiner has what it wanted, or is gone.
         """
         loan = self._loans.get(wanted.lineage)
@@ -122,7 +124,7 @@ class SnapshotServer:
         raise BadPayload(f"asks for {2 * len(index.digests)} chunks, twice all there are")
 
     async def _give_way(self, stream: Stream) -> None:
-        """Wait while a round needs the link, and tell the joiner that there is life in us."""
+        """Wait while a round needs the link, and tell the joiner that this peer is still alive."""
         for _ in range(MAX_PAUSES):
             if await self._gate.passed(PUT_OFF_SECONDS):
                 return
@@ -130,7 +132,7 @@ class SnapshotServer:
                 await stream.send(Busy(PUT_OFF_SECONDS))
 
     async def _read(self, snapshot: Snapshot, chunk: int) -> bytearray | None:
-        """A chunk's bytes; None where its file fails: it is handed out no more then."""
+        """A chunk's bytes; None if its file fails, and then the snapshot is no longer served."""
         try:
             return await self._compute.run(partial(snapshot.chunk, chunk), CHUNK_BYTES)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Where a state comes from: the snapshots that others hand out, and the means of the rounds since."""
+"""Fetches a state: a snapshot that another peer serves, and the means of the rounds since."""
 
 from __future__ import annotations
 
@@ -18,62 +18,62 @@ from protocols.sync.snapshot import Snapshot, SnapshotIndex
 from protocols.sync.snapshot_download import SnapshotDownload, StateUnavailable, shown_index
 
 INDEX_SECONDS = 10.0
-"""Former members have so long to show which state they hold."""
+"""Time for former members to show which state they hold."""
 MAX_FAILED = 16
 
 
 class StateFetcher:
-    """Fetches what leads from a state that this peer has, or another peer hands out, to the head of a chain.
+    """Fetches what leads to the head of a chain, from a state that this peer has or another peer serves.
 
     Attributes:
         sync_progress: how far this peer is with catching up.
-        trend: whether it comes nearer.
+        trend: whether it gets closer.
     """
 
     def __init__(self, context: SyncContext, part_cache: PartCache) -> None:
         self.sync_progress, self.trend = context.sync_progress, CatchUpTrend()
         self._context, self._replayer = context, RoundReplayer(context, part_cache)
         self._begun: SnapshotDownload | None = None
-        self._failed: set[bytes] = set()  # roots that no former member brought a state of
+        self._failed: set[bytes] = set()  # roots of which no former member sent the state
 
     def on_slow(self, line: str) -> None:
-        """Tell a person that catching up comes no nearer."""
+        """Called with a one-line message when catching up gets no closer."""
         self._context.say(line)
 
     # -- means --------------------------------------------------------------------------------------------------------
 
     async def parts(self, link: DecidedRound, deadline: Deadline) -> list[ReducedPart]:
-        """The parts of the mean of a judged round, one that has some.
+        """Fetch the parts of the mean of a judged round that has one.
 
         Raises:
-            Unavailable: they are not to be had.
+            StateUnavailable: they cannot be fetched.
         """
         voters = [vote.voter.peer for vote in link.certificate.votes]  # each of them held all parts when it voted
         sources = self._context.peers.others(voters, self._context.peers.everybody())
         live = {member.peer for member in self._context.host.members.live()}
-        sources = [peer for peer in sources if peer in live] or sources  # who is silent would take its time
+        sources = [peer for peer in sources if peer in live] or sources  # a silent peer would cost time
         return await self._replayer.parts(link.record, self._context.elements, sources, deadline)
 
     async def decode(self, parts: Sequence[ReducedPart], into: Vector) -> None:
-        """Put the mean that these parts make up, float32 (n), into `into`.
+        """Decode the mean that these parts form, float32 (n), into `into`.
 
         Raises:
-            Unavailable: it does not decode; `into` is then undefined.
+            StateUnavailable: it does not decode; `into` is then undefined.
         """
         await self._replayer.decode(parts, into)
 
     @property
     def mean_bytes(self) -> int:
-        """About what fetching the mean of one round costs."""
+        """Approximate cost of fetching the mean of one round, in bytes."""
         return self._replayer.encoded_bytes(self._context.elements)
 
     # -- snapshots ----------------------------------------------------------------------------------------------------
 
     def offered(self, chain: Chain) -> list[Head]:
-        """Heads of a judged chain whose state can be had and whose root is vouched for, the least costly first.
+        """Heads of a judged chain whose state is served and whose root is certified, cheapest first.
 
-        What a snapshot costs is what is missing of it, and the means since. So one that was begun is gone on with,
-        until that is dearer than a newer one from its first byte.
+        A snapshot costs its missing bytes and the means since. So a partial download is continued until it costs more
+        than a newer snapshot from its first byte.
         """
         lineages = [*self._context.peers.stock(), *([self._begun.at.key.lineage] if self._begun else [])]
         heads = [head for lineage in dict.fromkeys(lineages) if (head := chain.at(lineage))]
@@ -81,23 +81,23 @@ class StateFetcher:
         return sorted(sound, key=lambda head: (self.cost_bytes(chain, head), -head.key.round))
 
     def cost_bytes(self, chain: Chain, head: Head) -> int:
-        """About what has to be fetched to come from a snapshot at this head to the head of the chain."""
+        """Approximate bytes to fetch, from a snapshot at this head to the head of the chain."""
         if self._begun and self._begun.at == head:
             missing_bytes = self._begun.missing_bytes
         else:
             missing_bytes = 8 * self._context.elements
             if self._context.snapshots.has_begun(head.key.lineage, head.key.round):
-                missing_bytes //= 2  # nobody knows how much of it a former life has left
+                missing_bytes //= 2  # an earlier process left an unknown share of it
         return missing_bytes + self.mean_bytes * (chain.head.key.round - head.key.round)
 
     async def download(self, chain: Chain, deadline: Deadline) -> Snapshot:
-        """Fetch the first snapshot that is `offered`, or else the next; what came of one is there the next time.
+        """Fetch the first snapshot of `offered`, or else the next. Partial downloads are kept for the next attempt.
 
         Args:
-            deadline: past it, it goes on only while it moves.
+            deadline: past it, the download continues only while it makes progress.
 
         Raises:
-            Unavailable: nobody has one, or can bring it.
+            StateUnavailable: no peer has a snapshot, or can send it.
         """
         offered = self.offered(chain)
         for tried, head in enumerate(offered):
@@ -112,19 +112,21 @@ class StateFetcher:
         raise StateUnavailable("nobody brought a snapshot of this chain")
 
     async def from_former(self, chain: Chain, deadline: Deadline) -> Snapshot:
-        """The state at the head of a chain, on the word of a former member or an heir: no record vouches for it yet.
+        """Fetch the state at the head of a chain from a former member or a successor. No record certifies it yet.
 
-        Where the last members are gone, others have to go on from there, and one of them may be alone in holding it. A
-        FORK of a majority of them then vouches for it (`protocols.consensus.vote_tally`).
+        If the last members are gone, others have to continue from there, and perhaps only one of them holds the state.
+        A FORK of a majority of them then certifies it (`protocols.consensus.vote_tally`).
 
         Raises:
-            Unavailable: we are neither of them, a member of the roster is here, or nobody brings it.
+            StateUnavailable: this peer is neither a former member nor a successor, a member of the roster is here, or
+                no peer sends the state.
         """
         donors = self.former_donors(chain.head)
         roots = await self._roots(chain.head, donors, min(deadline, loop_time() + INDEX_SECONDS))
         if not roots:
             raise StateUnavailable("nobody here who was a member has the state at the head of the chain")
-        # Whoever asks these donors takes the same state, also where one of them is wrong: else nobody agrees on a FORK.
+        # All peers that ask these donors choose the same state, even if one of them is wrong. Otherwise they could not
+        # agree on a FORK.
         root = min(roots, key=lambda root: (root in self._failed, -len(roots[root]), root))
         head = replace(chain.head, state_root=root)
         try:
@@ -134,7 +136,7 @@ class StateFetcher:
             raise
 
     async def _roots(self, head: Head, donors: Sequence[PeerId], deadline: Deadline) -> dict[bytes, list[PeerId]]:
-        """State roots that these show for the head of the chain, and who shows them."""
+        """State roots that these donors show for the head of the chain, and the donors that show each."""
         found: dict[bytes, list[PeerId]] = {}
 
         async def one(donor: PeerId) -> None:
@@ -150,7 +152,7 @@ class StateFetcher:
         return found
 
     def former_donors(self, head: Head) -> list[PeerId]:
-        """Whom to ask for a state that no record vouches for, of the latest roster that has one: see `from_former`."""
+        """The donors to ask for an uncertified state, from the latest roster that has any: see `from_former`."""
         live = self._context.host.members.live()
         rosters = [{member.peer for member in each} for each in (head.roster, *head.former)]
         if not set(head.roster).isdisjoint(live) or not any(self._context.host.me in each for each in rosters):
@@ -167,5 +169,5 @@ class StateFetcher:
         return self._context.peers.stock().get(head.key.lineage, [])
 
     def caught_up(self) -> None:
-        """What was fetched is in use."""
+        """Note that the fetched state is in use."""
         self._begun = None

@@ -1,4 +1,4 @@
-"""Whom a peer can ask: the living, those who were in a roster, those who called, and hints that may be wrong. Pure."""
+"""The peers that a peer can ask: live peers, former members, peers that called, and hints that may be wrong. No I/O."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ MAX_CONTACTS = 64
 
 
 class SyncPeers:
-    """The peers that may know more than we do, and what they said of themselves. All of it is bounded.
+    """The peers that may know more than we do, and what they announced. All of it is bounded.
 
     Args:
-        chain: whose former members are asked, too; None where there is none.
-        hints: bootstrap addresses and what a directory says.
+        chain: its former members are asked too; None if there is no chain.
+        hints: bootstrap addresses and peers from a directory.
         now: the loop's time, seconds.
     """
 
@@ -37,24 +37,24 @@ class SyncPeers:
         self._stock: RecentDict[PeerId, tuple[SnapshotRef, ...]] = RecentDict(MAX_CONTACTS)
 
     def called(self, peer: PeerId) -> bool:
-        """A peer came with news; returns whether to look into them."""
+        """Note that a peer came with news; return whether to look into it."""
         if self.trusts(peer) and peer not in self._callers:
             self._callers.append(peer)
         return self.trusts(peer)
 
     def has(self, peer: PeerId, kept: tuple[SnapshotRef, ...]) -> None:
-        """A peer says which snapshots it hands out."""
+        """Record which snapshots a peer says that it serves."""
         self._stock[peer] = kept
 
     def distrust(self, peer: PeerId) -> None:
-        """A peer lied."""
+        """Record that a peer lied."""
         self._distrusted[peer] = self._now() + DISTRUST_SECONDS
 
     def trusts(self, peer: PeerId) -> bool:
         return self._distrusted.get(peer, 0.0) <= self._now()
 
     def stock(self) -> dict[bytes, list[PeerId]]:
-        """Lineage -> who says that it hands out the state that it names."""
+        """Lineage -> the peers that claim to serve the state that it names."""
         found: dict[bytes, list[PeerId]] = {}
         for peer in self.others(self._stock):
             for kept in self._stock[peer]:
@@ -62,17 +62,17 @@ class SyncPeers:
         return found
 
     def everybody(self) -> list[PeerId]:
-        """Whom to ask."""
+        """All peers to ask."""
         live = [member.peer for member in self._members.live()]
         return self.others(self._callers, live[: MAX_CONTACTS // 2], self._past(), self._hints())
 
     def outsiders(self) -> list[PeerId]:
-        """Whom a round does not reach: evicted, or only hinted at."""
+        """The peers that a round does not reach: evicted, or only hinted at."""
         roster = {member.peer for member in self._chain.head.roster} if self._chain else set()
         return [peer for peer in self.others(self._past(), self._hints()) if peer not in roster]
 
     def others(self, *groups: Iterable[PeerId]) -> list[PeerId]:
-        """Each but us once, in this order, without those who lied of late."""
+        """Each peer once, in this order, without this peer and those that lied recently."""
         every = dict.fromkeys(peer for group in groups for peer in group)
         return [peer for peer in every if peer != self._me and self.trusts(peer)][:MAX_CONTACTS]
 

@@ -1,4 +1,4 @@
-"""Answering those who ask outside of rounds: a few streams at a time, a few requests on each, every one in time."""
+"""Answers requests outside of rounds: a few streams at a time, a few requests on each, each within a time limit."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from protocols.sync.snapshot_server import SnapshotServer
 
 SERVE_SECONDS = 30.0
 MAX_REQUESTS = 64
-"""On one stream."""
+"""Limit of requests on one stream."""
 
 
 class SyncServer:
-    """Hands the requests of others to who answers them; who asks for a snapshot goes to the donor.
+    """Passes requests to the handler. Requests for a snapshot go to the donor.
 
     Args:
-        answer: sends what belongs to a request; raises `BadPayload` if it is none.
+        answer: sends the answer to a request; raises `BadPayload` if it is not a valid one.
     """
 
     def __init__(
