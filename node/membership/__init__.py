@@ -1,1 +1,1 @@
-"""Who is here: greetings, pulses, silences, and this machine's own clocks."""
+"""Membership of a run: handshakes, heartbeats, failure detection, and the clocks and addresses of this machine."""

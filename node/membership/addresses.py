@@ -1,4 +1,4 @@
-"""Which addresses are worth telling to others, and what p2pd's words about an address mean. Pure."""
+"""Selects the addresses to share with other peers, and translates p2pd's dial errors for the user. No I/O."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from node.membership.hello import MAX_ADDRESS_CHARACTERS, MAX_ADDRESSES
 from node.network.address_scope import Scope, scope
 
 SILENT = ("context deadline exceeded", "i/o timeout", "connection timed out")
-"""p2pd's words when nobody has answered: whoever is there may have heard us."""
+"""p2pd's error texts for a missing answer. The other peer may still have received the message."""
 
 BACKOFF = "it failed a moment ago and is not tried again so soon: wait ten seconds"
 
@@ -21,7 +21,7 @@ CROSSED = "both sides dialled at the same instant: wait ten seconds; if it stays
 
 _CLOSED = "what is there takes connections and closes them: a peer that starts, a proxy, or no peer? is it its address?"
 
-# What p2pd says -> what it means, and what to do about it; the first that occurs in its words counts.
+# Text in p2pd's error -> cause and remedy. The first text that occurs in the error counts.
 _MEANINGS = (
     ("connection refused", "nothing listens there (connection refused): is the peer running, is the port right?"),
     ("no route to host", "no way leads there (no route to host): is it an address of another local network?"),
@@ -36,7 +36,7 @@ _MEANINGS = (
     ("not found", "nobody who is connected knows where it is: connect to its address first"),
     ("no good addresses", "none of its addresses can be dialled from here"),
     *((words, "no answer: a firewall, or the peer is down or hangs; try another address of it") for words in SILENT),
-    (_OPENING, CROSSED),  # where an answer is due there is the other's opening
+    (_OPENING, CROSSED),  # instead of an answer, the other side's opening message arrived
     *((words, _CLOSED) for words in ("security protocol: EOF", "connection reset by peer", "broken pipe")),
     (
         "failed to negotiate",
@@ -49,18 +49,19 @@ _TAKEN = re.compile(r"listen (?P<kind>tcp|udp)[46]? (?P<address>\S+): bind: addr
 
 
 def sound(said: Iterable[object]) -> tuple[str, ...]:
-    """Of what somebody says are addresses, those that may be told on: few, short, and plain text.
+    """Filter a list from another peer: at most `MAX_ADDRESSES` short, printable ASCII addresses.
 
-    Others refuse a greeting that holds anything else, and whoever sent it, wherever it came from.
+    Peers reject a greeting that contains anything else, and with it the sender, even if the sender only passed an
+    address on.
     """
     texts = (each for each in said if isinstance(each, str) and len(each) <= MAX_ADDRESS_CHARACTERS)
     return tuple(dict.fromkeys(each for each in texts if each.isascii() and each.isprintable()))[:MAX_ADDRESSES]
 
 
 def shareable(addresses: Sequence[str]) -> tuple[str, ...]:
-    """Those that may work from another machine, the most widely valid first: public, relayed, private.
+    """The addresses that may work from another machine, the most widely valid first: public, relayed, private.
 
-    Loopback, unspecified, link-local and multicast ones are of no use to others.
+    Loopback, unspecified, link-local and multicast addresses are left out.
     """
     ranked = [(scope(address), "/p2p-circuit" in address, address) for address in addresses]
     useful = sorted((each for each in ranked if each[0] <= Scope.NETWORK), key=lambda each: each[:2])
@@ -68,10 +69,12 @@ def shareable(addresses: Sequence[str]) -> tuple[str, ...]:
 
 
 def meaning(words: str, where: str = "", stands_for: Sequence[str] | None = None) -> str:
-    """One line for a person: why dialling `where` failed and what to do, from p2pd's words about all addresses.
+    """User-facing message of one line: why dialling `where` failed, and what to do.
 
     Args:
-        stands_for: if `where` has a name, the addresses that it stands for; None: it has none, or that is not known.
+        words: p2pd's error, which covers all addresses of the peer.
+        stands_for: the addresses that the DNS name in `where` resolves to; None if it has no name, or that is not
+        known.
     """
     said = {found["address"]: found["words"] for found in _DIALLED.finditer(words)}
     if stands_for is not None:
@@ -90,22 +93,22 @@ def meaning(words: str, where: str = "", stands_for: Sequence[str] | None = None
 
 
 def is_silent(words: str) -> bool:
-    """Whether p2pd's words are of an answer that did not come, rather than of a refusal."""
+    """Whether p2pd's error reports a missing answer rather than a refusal."""
     return any(sign in words for sign in SILENT)
 
 
 def has_crossed(words: str, before: str | None) -> bool:
-    """Whether a dial to one of its addresses crossed the peer's own, or waits because one did.
+    """Whether a dial to a peer crossed the peer's own dial, or is held back because an earlier one did.
 
     Args:
-        words: p2pd's, about all addresses: the others may have failed in any other way.
-        before: what the last dial to it meant; None if none is known.
+        words: p2pd's error about all addresses of the peer; some may have failed for other reasons.
+        before: `meaning` of the last dial to the peer; None if there is none.
     """
     return _OPENING in words or (_WAITING in words and before == CROSSED)
 
 
 def not_listening(words: str) -> str | None:
-    """One line for a person if p2pd did not start because a port is taken."""
+    """User-facing message of one line if p2pd did not start because a port is taken; else None."""
     taken = [f"{found['kind']} {found['address']}" for found in _TAKEN.finditer(words)]
     if not taken:
         return None
@@ -113,7 +116,8 @@ def not_listening(words: str) -> str | None:
 
 
 def missing(listen: Sequence[str], found: Sequence[str]) -> tuple[str, ...]:
-    """Of the addresses to listen on, those for which p2pd shows nothing: a port taken, an interface or IPv6 absent."""
+    """The requested listen addresses that p2pd does not serve: the port is taken, or the interface or IPv6 is
+    absent."""
 
     def heads(addresses: Sequence[str]) -> list[list[str]]:
         return [address.split("/") for address in addresses]

@@ -1,4 +1,4 @@
-"""The stream on which one peer watches another: greetings that are checked, heartbeats and their echoes."""
+"""The stream on which one peer watches another: a verified handshake, then heartbeats and their echoes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from protocols.aio import peer_timeout, task_group
 from protocols.base import BadPayload, Clock, Member, PeerId, Signer, Stream
 
 IDLE_SECONDS = 60.0
-"""A peer that watches us and sends no heartbeat for so long is not served any more."""
+"""The peer stops serving a watcher that sends no heartbeat for this long."""
 GAP_SECONDS = 0.05
-"""Between two answers to one peer: more heartbeats than that wait, which slows their sender down."""
+"""Least pause between two answers to one peer. Heartbeats that come faster wait, which slows down their sender."""
 QUICK_SECONDS = 2.0
-"""An echo that took longer, having waited behind vectors, says nothing of a clock."""
+"""An echo that took longer may have waited behind vectors: the clock offset is not measured from it."""
 DUPLICATE_IDENTITY = (
     "another process runs with this identity: two peers cannot share one; stop one, or give it its own --state-dir"
 )
@@ -27,14 +27,14 @@ DUPLICATE_IDENTITY = (
 
 @dataclass(frozen=True, slots=True)
 class LocalPeer:
-    """What this peer says of itself in its greetings.
+    """What this peer's greetings and heartbeats say about it.
 
     Attributes:
-        me: in this life.
+        me: this peer in its present incarnation.
         run: hash of the manifest, 32 bytes.
-        life: drawn at random when the process started.
-        addresses: where it can be dialled, as of now.
-        round: the one it is in.
+        life: random number drawn when the process started.
+        addresses: returns the addresses at which this peer can be dialled now.
+        round: returns the number of this peer's current round.
     """
 
     me: Member
@@ -46,11 +46,11 @@ class LocalPeer:
 
 
 class HandshakeProtocol:
-    """One peer's side of all such streams.
+    """One peer's side of all handshake and heartbeat streams.
 
     Attributes:
-        leaving: what heartbeats say: this peer is about to leave.
-        sketch: what they say of its parameters (`node.outer.sketch`); empty: nothing.
+        leaving: sent with each heartbeat: this peer is about to leave.
+        sketch: sent with each heartbeat: the packed sketch of its parameters (`node.outer.sketch`), or empty.
     """
 
     def __init__(self, who: LocalPeer, clock: Clock, signer: Signer) -> None:
@@ -59,14 +59,14 @@ class HandshakeProtocol:
         self._number = 0
 
     def hello(self) -> Hello:
-        """What this peer says of itself now."""
+        """The present greeting of this peer, signed."""
         who = self._who
         addresses = tuple(who.addresses())[:MAX_ADDRESSES]
         hello = Hello(VERSION, who.run, who.me, who.life, who.nickname, addresses, b"")
         return replace(hello, signature=self._signer.sign(signed_part(hello)))
 
     def is_duplicate(self, hello: Hello) -> bool:
-        """Whether this proves another life of ours in this run, one that is not earlier than this one."""
+        """Whether this greeting proves that another process, not an earlier incarnation, runs with this identity."""
         who = self._who
         same = (hello.run, hello.member.peer) == (who.run, who.me.peer)
         later = hello.life != who.life and hello.member.incarnation >= who.me.incarnation
@@ -79,10 +79,10 @@ class HandshakeProtocol:
         return Heartbeat(number, self._clock.wall(), self._who.round(), self.leaving, self.sketch)
 
     def check(self, peer: PeerId, hello: Hello) -> None:
-        """Refuse a peer that cannot be in this run.
+        """Verify a peer's greeting.
 
         Raises:
-            BadPayload: with a reason that the peer's user understands.
+            BadPayload: the peer cannot take part in this run; the message is meant for the peer's user.
         """
         if hello.version != VERSION:
             raise BadPayload(
@@ -98,10 +98,10 @@ class HandshakeProtocol:
     async def exchange(
         self, contact: PeerRecord, stream: Stream, on_refusal: Callable[[PeerId, HelloRejected], None]
     ) -> None:
-        """Send pulses and take their echoes until the stream ends.
+        """Send heartbeats and receive their echoes until the stream ends.
 
         Args:
-            on_refusal: raises.
+            on_refusal: called when the peer rejects this one; raises.
         """
         sent: dict[int, float] = {}
 
@@ -138,12 +138,12 @@ class HandshakeProtocol:
             contact.offset_seconds = echo.wall - (self._clock.wall() - contact.round_trip_seconds / 2)
 
     async def echo(self, contact: PeerRecord, hello: Hello, stream: Stream) -> None:
-        """Answer pulses until the watcher goes, or turns out to be a life that another has followed."""
+        """Answer heartbeats until the watcher leaves, or a handshake with another process of the same peer succeeds."""
         while True:
             async with peer_timeout(IDLE_SECONDS, contact.peer, "it sends pulses"):
                 pulse = wire.expect(await stream.receive(wire.MAX_HEADER_BYTES), Heartbeat)
             if contact.hello is None:
-                return  # forgotten: it may greet us again
+                return  # the table has dropped this peer; it may greet again
             if contact.hello.life != hello.life:
                 return await stream.send(HelloRejected("another life of it is known here", (contact.hello,)))
             contact.round, contact.leaving, contact.sketch = pulse.round, pulse.leaving, pulse.sketch

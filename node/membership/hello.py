@@ -1,4 +1,4 @@
-"""What peers say to each other about themselves: greetings, pulses, and what a newcomer asks for."""
+"""Messages between peers outside the protocols: handshake, heartbeats, and requests for the run and the status."""
 
 # ruff: noqa: RUF009 - a field's bound is its default
 
@@ -13,7 +13,7 @@ HELLO = "starling/hello/1"
 ENTRY = "starling/entry/1"
 
 VERSION = 1
-"""Of what peers say to each other beside the frames' own version: peers of different ones do not train together."""
+"""Version of the messages, beside the version of the frames. Peers of different versions do not train together."""
 MAX_ADDRESSES = 16
 MAX_ADDRESS_CHARACTERS = 256
 MAX_INTRODUCED = 32
@@ -27,7 +27,7 @@ MAX_WALL_SECONDS = 1e11
 
 @dataclass(frozen=True, slots=True)
 class PeerAddress:
-    """A peer, and multiaddrs where it may be found."""
+    """A peer and multiaddrs at which it may be reachable."""
 
     peer: str = peer_id()
     addresses: tuple[str, ...] = many(text(MAX_ADDRESS_CHARACTERS), MAX_ADDRESSES)
@@ -38,12 +38,12 @@ class Hello(Header):
     """Opens the stream on which one peer watches another; answered with `Welcome` or `HelloRejected`.
 
     Attributes:
-        version: what the sender speaks.
-        run: hash of its manifest.
-        member: the sender in this life.
-        life: drawn at random when the process started: two processes with one identity are told apart by it.
-        addresses: where the sender can be dialled.
-        signature: of the sender, over all of it but that: what proves one life of a peer to another.
+        version: the sender's `VERSION`.
+        run: hash of the sender's manifest.
+        member: the sender in its present incarnation.
+        life: random number drawn when the process started. It tells two processes with one identity apart.
+        addresses: multiaddrs at which the sender can be dialled.
+        signature: the sender's, over all other fields. It proves to a peer that another process has its identity.
     """
 
     version: int = uint(1 << 16)
@@ -56,13 +56,13 @@ class Hello(Header):
 
 
 def signed_part(hello: Hello) -> bytes:
-    """What its sender signs."""
+    """The bytes that the sender of a `Hello` signs."""
     return b"starling hello" + body(replace(hello, signature=b""))
 
 
 @dataclass(frozen=True, slots=True)
 class Welcome(Header):
-    """The answer to a `Hello`: the same about its sender, and whom it knows."""
+    """The answer to a `Hello`: the answering peer's own `Hello`, and other peers that it knows."""
 
     hello: Hello = one(Hello)
     known: tuple[PeerAddress, ...] = many(one(PeerAddress), MAX_INTRODUCED)
@@ -70,10 +70,10 @@ class Welcome(Header):
 
 @dataclass(frozen=True, slots=True)
 class HelloRejected(Header):
-    """The sender will have nothing to do with the receiver.
+    """The sender refuses the receiver.
 
     Attributes:
-        other: another life of the receiver, by its own signature, for which it is refused.
+        other: if the reason is another process with the receiver's identity, the signed greeting of that process.
     """
 
     why: str = text(200)
@@ -82,13 +82,13 @@ class HelloRejected(Header):
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat(Header):
-    """A sign of life, answered at once by one of the same number.
+    """A sign of life. The receiver answers at once with a heartbeat of the same number.
 
     Attributes:
         wall: the sender's wall clock, seconds since the epoch.
-        round: the one it is in.
-        leaving: it is about to go, of its own will.
-        sketch: of its parameters, where no anchor is shared (`node.outer.sketch`); empty: of none yet.
+        round: number of the sender's current round.
+        leaving: the sender is about to leave of its own accord.
+        sketch: of the sender's parameters, with independent state (`node.outer.sketch`); empty if there is none yet.
     """
 
     number: int = uint(1 << 53)
@@ -100,12 +100,12 @@ class Heartbeat(Header):
 
 @dataclass(frozen=True, slots=True)
 class WantRun(Header):
-    """A newcomer asks which run this is; answered with `RunReply`."""
+    """A joiner's request for the run's description; answered with `RunReply`."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunReply(Header):
-    """The sealed manifest follows, and then the sample that everybody evaluates on, so many bytes of each."""
+    """Announces the sealed manifest, then the sample that all peers evaluate on, with their sizes in bytes."""
 
     manifest_bytes: int = uint(MAX_RUN_BYTES)
     sample_bytes: int = uint(MAX_SAMPLE_BYTES)
@@ -113,12 +113,12 @@ class RunReply(Header):
 
 @dataclass(frozen=True, slots=True)
 class WantStatus(Header):
-    """Anybody asks how this peer is doing; answered with `StatusReply`."""
+    """A request for this peer's status, from any peer; answered with `StatusReply`."""
 
 
 @dataclass(frozen=True, slots=True)
 class StatusReply(Header):
-    """So many bytes of JSON follow."""
+    """Announces the status: `size` bytes of JSON follow."""
 
     size: int = uint(MAX_STATUS_BYTES)
 

@@ -17,11 +17,11 @@ MAX_OFFSET_SECONDS = 600.0
 
 
 class HostMonitor:
-    """Looks at the machine at each tick.
+    """Checks clock and addresses of this machine at each tick.
 
     Attributes:
-        clock: one line for the user while this machine's clock differs from the other peers'; else empty.
-        upset: set when this peer has to announce anew where it is; the code that announces it clears the event.
+        clock: user-facing line while this machine's clock differs from the other peers'; else empty.
+        upset: set when this peer has to announce its addresses again; the code that announces them clears the event.
     """
 
     def __init__(
@@ -29,8 +29,8 @@ class HostMonitor:
     ) -> None:
         """
         Args:
-            addresses: returns those at which others can dial this peer now.
-            say: called with one line for the user for each thing that happens.
+            addresses: returns the addresses at which others can dial this peer now.
+            say: called with a user-facing line for each event.
         """
         self._say = say
         self.clock, self.upset = "", asyncio.Event()
@@ -41,10 +41,12 @@ class HostMonitor:
         self._looked = self._compared = 0.0
 
     def tick(self, now: float, next_seconds: float, offsets: Callable[[], Iterable[float]]) -> TimeJump | None:
-        """What happened since the tick before, if anything did; where it has a line, all is to be met anew.
+        """Check the machine; returns what happened since the last tick, or None.
+
+        If the result has a line, this peer must greet all peers again.
 
         Args:
-            offsets: how far the others' wall clocks are ahead of ours.
+            offsets: returns how far the other peers' wall clocks are ahead of this one, in seconds.
         """
         gap = self._ticks.tick(now, self._wall.wall(), next_seconds)
         if gap is None and now - self._looked >= ADDRESSES_SECONDS:
@@ -65,7 +67,7 @@ class HostMonitor:
         return TimeJump(0.0, f"this machine's addresses have changed (now {', '.join(sorted(here)[:2])}): all are told")
 
     def _compare(self, offsets: Sequence[float]) -> None:
-        """A skew is told when it was seen twice: an echo that a sleep delayed shows a wrong one."""
+        """Report a skew that was seen twice in a row: an echo that a suspend delayed shows a wrong one once."""
         if not offsets:
             return
         before, self._skewed = self._skewed, skew(offsets, MAX_OFFSET_SECONDS)

@@ -44,7 +44,7 @@ from protocols.base import (
 log = logging.getLogger(__name__)
 
 WATCH_SECONDS = 86_400.0
-"""A stream lives so long at most; another follows it."""
+"""Longest time that one stream is used. Another follows it."""
 ANSWER_SECONDS = 5.0
 TICK_SECONDS = 0.25
 DIALS_AT_ONCE = 16
@@ -55,7 +55,7 @@ RETRY_SECONDS = 0.05
 CUT_FAILURES = 3
 """Tries in a row after which the connection to a peer that was live is closed: the next try dials."""
 MAX_TOLD_ADDRESSES = 6
-"""Of each peer that is introduced: all of them together have to fit into one greeting."""
+"""Addresses of each introduced peer: those of all introduced peers together must fit into one greeting."""
 MAX_BELIEVED_ADDRESSES = 4
 
 Reach = Callable[[PeerId, Sequence[str], Deadline], Awaitable[None]]
@@ -75,7 +75,7 @@ class DialPolicy:
     """Which peers are dialled, and how.
 
     Attributes:
-        wanted: returns peers that are dialled again and again, such as those of the roster.
+        wanted: returns peers that are dialled again without limit, such as the roster's.
         reach: connects the transport to a peer at one of its addresses, or raises a `PeerError`.
         drop: closes the transport's connections to a peer, so that the next attempt dials it.
     """
@@ -91,7 +91,7 @@ class MembershipCallbacks:
 
     Attributes:
         on_duplicate_identity: called with one line when another process turns out to have this peer's identity.
-        say: called with one line for the user when this machine slept, or its clock or its addresses changed.
+        say: called with a user-facing line when this machine slept, or its clock or its addresses changed.
     """
 
     on_duplicate_identity: Callable[[str], None] = lambda line: None
@@ -102,9 +102,9 @@ class Membership:
     """`protocols.base.Members`. Does nothing before `run`.
 
     Attributes:
-        version: grows with every change of who is live.
+        version: grows with every change in the set of live peers.
         refused: reason -> number of peers turned away, and of messages that broke a rule.
-        host_monitor: what this peer notices of its own machine.
+        host_monitor: observes this machine's clock and addresses.
     """
 
     def __init__(
@@ -141,11 +141,11 @@ class Membership:
         return self.version
 
     def contacts(self) -> tuple[PeerRecord, ...]:
-        """All peers that are known, for a view; not to be changed."""
+        """All known peers, for display. Callers must not change them."""
         return tuple(self._contacts)
 
     def peers(self) -> list[PeerId]:
-        """All peers that are known, the live ones first."""
+        """All known peers, the live ones first."""
         return [contact.peer for contact in sorted(self._contacts, key=lambda each: not each.live)]
 
     def offset_seconds(self) -> float:
@@ -170,7 +170,7 @@ class Membership:
         """Note that a peer may be found at these addresses; returns its contact, if the table has a place for it.
 
         Args:
-            told_by: the peer that said so; empty if we know it otherwise.
+            told_by: the peer that passed the addresses on; empty for any other source.
         """
         contact = self._contacts.add(peer, addresses, told_by)
         if contact and self._group and contact.is_due(asyncio.get_running_loop().time()):
@@ -230,7 +230,7 @@ class Membership:
     # -- watching -----------------------------------------------------------------------------------------------------
 
     async def _tend(self, contact: PeerRecord) -> None:
-        """Watch one peer; when that ends, pause, ever longer, without a task."""
+        """Watch one peer until that fails, then pause without a task; pauses grow from failure to failure."""
         while True:
             contact.greeted = None
             if not contact.live and contact.is_doubtful():
@@ -264,7 +264,7 @@ class Membership:
             await self._dialing.drop(contact.peer, asyncio.get_running_loop().time() + contact.patience_seconds)
 
     async def _watched(self, contact: PeerRecord) -> str:
-        """Watch a peer for as long as it goes; returns why it ended."""
+        """Watch a peer until its stream ends or fails; returns the reason."""
         try:
             async with asyncio.timeout(None) as contact.watching:
                 await self._watch(contact, contact.watching)
@@ -282,7 +282,7 @@ class Membership:
         return "it said goodbye"
 
     async def _watch(self, contact: PeerRecord, limit: asyncio.Timeout) -> None:
-        """Dial, greet, and exchange pulses until the stream ends or `limit` is moved to now."""
+        """Dial, greet and exchange heartbeats until the stream ends or `limit` is rescheduled to now."""
         loop, peer = asyncio.get_running_loop(), contact.peer
         async with AsyncExitStack() as dialling:
             if not contact.live:
@@ -297,7 +297,7 @@ class Membership:
                 await self._handshake.exchange(contact, stream, self._on_refusal)
 
     async def _turn(self, contact: PeerRecord, dialling: AsyncExitStack) -> None:
-        """Wait for a turn to dial; peers known by hearsay only share a slow queue of their own."""
+        """Wait for a turn to dial. Peers known only from unverified introductions share a slow queue of their own."""
         if contact.told_by and contact.hello is None and not self._contacts.wants(contact.peer):
             await dialling.enter_async_context(self._hearsay)
             await asyncio.sleep(HEARSAY_SECONDS)
@@ -355,13 +355,14 @@ class Membership:
 
     def _meet(self, contact: PeerRecord, hello: Hello) -> None:
         before, contact.hello = contact.hello, hello
-        gone = set(before.addresses if before else ()) - set(hello.addresses)  # where it says it is no more
+        gone = set(before.addresses if before else ()) - set(hello.addresses)  # addresses that it no longer announces
         contact.addresses = sound((*hello.addresses, *(each for each in contact.addresses if each not in gone)))
         if before is not None and before.life == hello.life and set(before.addresses) != set(hello.addresses):
-            contact.doubt(asyncio.get_running_loop().time())  # it moved: what we hold of it may lead nowhere
+            # its addresses changed: the present connection may be dead
+            contact.doubt(asyncio.get_running_loop().time())
         if before is not None and before.life != hello.life:
             contact.offended = False
-            contact.end_watch()  # what we watch is its former life
+            contact.end_watch()  # the watched stream belongs to its previous process
             self._set_live(contact, False, "it was started again")
 
     def _known(self, to: PeerId) -> tuple[PeerAddress, ...]:

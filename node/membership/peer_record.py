@@ -1,4 +1,4 @@
-"""What one peer knows of another: who it is, whether it is there, and for how long to wait before trying it again."""
+"""What one peer knows of another: identity, liveness, addresses, and when to dial it again."""
 
 from __future__ import annotations
 
@@ -10,43 +10,43 @@ from node.membership.hello import Hello
 from protocols.base import Member, PeerId
 
 AGAIN_SECONDS = 2.0
-"""A peer whose stream broke has so long to take another, before it counts as gone."""
+"""A peer whose stream broke counts as gone unless it accepts another within this time."""
 DIAL_SECONDS = 7.0
-"""More than the five for which libp2p does not dial again after two dials that crossed."""
+"""More than the five seconds for which libp2p does not dial again after two crossed dials."""
 NUDGED_SECONDS = 0.25
-"""Before who calls us is tried again: it decides how often it calls."""
+"""Least pause before dialling a peer that has called this one: the caller decides how often it calls."""
 WANTED_PAUSE_SECONDS = 10.0
 HINTED_PAUSE_SECONDS = 60.0
 MAX_BREAKS = 2
 MAX_FAILURES = 10
-"""In a row, after which one that nobody wants is forgotten."""
+"""Failures in a row after which the table drops a peer that is not wanted."""
 
 
 @dataclass(slots=True, eq=False)
 class PeerRecord:
-    """One peer.
+    """State that this peer keeps about one other peer.
 
     Attributes:
-        addresses: multiaddrs that it, or somebody else, says it can be found at.
-        told_by: who told us of it; empty if nobody had to.
-        hello: what it said of itself last; None before that.
-        live: it answers us.
-        why: in words, why it does not.
-        offset_seconds: its wall clock less ours.
+        addresses: multiaddrs at which the peer is reachable, as it or another peer says.
+        told_by: the peer that introduced it; empty if none did.
+        hello: its last greeting; None before the first.
+        live: it answers this peer's heartbeats.
+        why: reason why it is not live.
+        offset_seconds: its wall clock minus this peer's.
         round_trip_seconds: of its last echo.
-        round: the one that it says it is in.
-        sketch: what it says of its parameters, as it sent it.
-        failures: tries in a row that did not make it live.
-        breaks: in a row, of streams that broke soon after a handshake.
-        offended: it broke a rule, or off too often, in its present life: no try before its time.
-        greeted: when the present try got as far as a handshake; None before that.
-        stale: since we met it last, we slept or moved: our connection to it may be dead.
-        cut: that connection has been closed: it is to be dialled, though it still counts as live.
-        nudge: set to try it soon.
-        hurry: set to send it a pulse at once.
-        watching: of the stream on which it is watched: moved to now, it ends.
-        task: what tends it; None while it rests.
-        rested: from when on it may be tried again, if it calls us; and from when on it is tried anyway.
+        round: number of its current round, as it says.
+        sketch: packed sketch of its parameters, as received.
+        failures: attempts in a row that did not make it live.
+        breaks: streams in a row that broke soon after a handshake.
+        offended: its present process broke a rule, or broke streams too often: not dialled before the pause is over.
+        greeted: time of the handshake in the present attempt; None before it.
+        stale: this machine slept or moved since the last handshake: the connection may be dead.
+        cut: the connection has been closed: the peer has to be dialled, though it still counts as live.
+        nudge: set to dial it soon.
+        hurry: set to send it a heartbeat at once.
+        watching: timeout of the stream on which it is watched; rescheduled to now to end the stream.
+        task: watches the peer; None during a pause.
+        rested: two times: the end of the pause if the peer calls this one, and the end in any case.
     """
 
     peer: PeerId
@@ -75,37 +75,38 @@ class PeerRecord:
 
     @property
     def member(self) -> Member | None:
-        """It in its present life."""
+        """The peer in its present incarnation; None before its first greeting."""
         return self.hello.member if self.hello else None
 
     @property
     def patience_seconds(self) -> float:
-        """How long the next try may take."""
+        """Time limit for the next attempt."""
         return AGAIN_SECONDS if self.live and not self.cut else DIAL_SECONDS
 
     def pause_seconds(self, wanted: bool) -> float:
-        """Until the next try; doubles from one failure to the next."""
+        """Pause until the next attempt. Doubles from one failure to the next, up to a limit."""
         limit = WANTED_PAUSE_SECONDS if wanted else HINTED_PAUSE_SECONDS
         return float(min(limit, 0.5 * 2 ** min(self.failures, 10)))
 
     def rest(self, now: float, wanted: bool) -> None:
-        """Leave it alone for a while."""
+        """Begin a pause: no attempt until it is over."""
         self.nudge.clear()
         self.rested, self.task = (now + NUDGED_SECONDS, now + self.pause_seconds(wanted)), None
 
     def is_due(self, now: float) -> bool:
-        """Whether to try it: it does not rest any more."""
+        """Whether to start an attempt: none runs, and the pause is over."""
         return self.task is None and now >= self.rested[0 if self.nudge.is_set() else 1]
 
     def called(self) -> None:
-        """It has called us, so it can be called."""
+        """Note that the peer has called this one, so it is probably reachable."""
         if not self.live and not self.offended:
             self.nudge.set()
 
     def broke(self, now: float) -> bool:
-        """Its stream has ended; whether it is worth another one before the peer counts as gone.
+        """Note the end of a stream; returns whether to open another before the peer counts as gone.
 
-        One that greets and breaks off again and again is not: it would be dialled, and be here, for ever.
+        A peer whose streams break repeatedly after the handshake gets none: it would be dialled, and count as live,
+        for ever.
         """
         if self.greeted is None or not self.live:
             return False
@@ -117,25 +118,25 @@ class PeerRecord:
         return not self.offended
 
     def is_older(self, hello: Hello) -> bool:
-        """Whether this is another life of the peer than the latest, and not a later one."""
+        """Whether the greeting comes from another process of the peer that is not a later incarnation."""
         known = self.hello
         return known is not None and hello.life != known.life and hello.member.incarnation <= known.member.incarnation
 
     def doubt(self, now: float) -> None:
-        """We slept, or moved: its silence says nothing, and it has to be greeted anew."""
+        """Ignore the silence so far and greet the peer again: this machine slept, or one of the two moved."""
         self.suspicion.slept(now)
         self.stale = self.hello is not None
         self.end_watch()
         self.nudge.set()
 
     def is_doubtful(self) -> bool:
-        """Whether a try has failed, or is bound to fail, by an old connection alone; true once."""
+        """Whether an attempt failed, or must fail, only because the old connection is dead. True only once."""
         doubtful = self.stale and self.greeted is None
         if doubtful:
             self.stale, self.cut = False, True
         return doubtful
 
     def end_watch(self) -> None:
-        """The stream on which it is watched is of no use any more."""
+        """End the stream on which the peer is watched."""
         if self.watching is not None and not self.watching.expired():
             self.watching.reschedule(asyncio.get_running_loop().time())

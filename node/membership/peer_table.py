@@ -1,4 +1,4 @@
-"""The peers that we know of: a table of a set size, whoever tells us of how many."""
+"""The peers that this peer knows: a table of bounded size, however many peers others introduce."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from protocols.base import PeerId
 
 MAX_CONTACTS = 256
 MAX_OUTSIDERS = 192
-"""Of them, live ones whom nobody wants; the others' places are for the roster, and for who is hinted at."""
+"""Live peers that are not wanted. The remaining places are for the roster and for peers not yet contacted."""
 MAX_TOLD_OF = 32
-"""Peers that never answered, and that one other told us of."""
+"""Peers introduced by one other peer that have never answered."""
 MAX_PEER_CHARACTERS = 64
 
 
 class PeerTable:
-    """Contacts by peer."""
+    """Records of the known peers, by peer id."""
 
     def __init__(
         self,
@@ -27,8 +27,8 @@ class PeerTable:
     ) -> None:
         """
         Args:
-            wanted: returns the peers that always have a place.
-            on_forget: called with a contact that lost its place.
+            wanted: returns the peers that are never dropped, such as the roster's.
+            on_forget: called with each record that is dropped.
         """
         self._me, self._wanted, self._on_forget = me, wanted, on_forget
         self._contacts: dict[PeerId, PeerRecord] = {}
@@ -43,10 +43,10 @@ class PeerTable:
         return peer in set(self._wanted())
 
     def add(self, peer: PeerId, addresses: Sequence[str] = (), told_by: PeerId = "") -> PeerRecord | None:
-        """The contact of a peer, made if there is none yet and it can have a place; it may be found there, too.
+        """Add addresses to a peer's record, and create the record if needed; None if there is no place for it.
 
         Args:
-            told_by: who told us of it; empty if we know it otherwise.
+            told_by: the peer that introduced it; empty for any other source.
         """
         if peer == self._me or len(peer) > MAX_PEER_CHARACTERS or not peer.isascii():
             return None
@@ -59,7 +59,7 @@ class PeerTable:
         return contact
 
     def forget(self, contact: PeerRecord) -> None:
-        """Its place is free again."""
+        """Drop a record."""
         if self._contacts.pop(contact.peer, None):
             self._on_forget(contact)
 

@@ -1,7 +1,7 @@
-"""What this machine's own clocks tell of it: that it slept, was stopped, or shows another time than others do. Pure.
+"""Detects from two clocks that this machine slept, that the process was stopped, or that the clock is wrong. No I/O.
 
-While a machine sleeps, its monotonic clock stands still and its wall clock goes on; for a process that is stopped both
-go on, and it comes late.
+While a machine sleeps, its monotonic clock stands still and its wall clock goes on. While a process is stopped, both
+go on, and its next tick is late.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from dataclasses import dataclass
 from statistics import median
 
 STOPPED_SECONDS = 2.0
-"""A tick that is so late shows that nobody looked for a while."""
+"""A tick later than this shows that the process did not run for a while."""
 ASLEEP_SECONDS = 10.0
-"""After so long others have given us up, and routers may have forgotten our connections."""
+"""After this long, other peers suspect this one, and routers may have dropped its connections."""
 JUMP_SECONDS = 5.0
-"""Of the wall clock, against the monotonic one."""
+"""Change of the wall clock against the monotonic clock that counts as a jump."""
 SKEW_SECONDS = 5.0
-"""Clocks that differ by less are right enough."""
+"""A smaller difference between two peers' clocks is ignored."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimeJump:
-    """What lay between two ticks.
+    """An interruption between two ticks.
 
     Attributes:
-        seconds: that nobody looked, or that the wall clock jumped by.
-        line: for a person; empty where it was short, and nothing has to be begun anew.
+        seconds: time during which the process did not run, or by which the wall clock jumped.
+        line: user-facing message; empty after a short interruption, which breaks no connections.
     """
 
     seconds: float
@@ -34,19 +34,19 @@ class TimeJump:
 
 
 class SuspendDetector:
-    """The time between ticks, as two clocks have it."""
+    """Compares the time between ticks on the monotonic and on the wall clock."""
 
     def __init__(self) -> None:
         self._due: float | None = None
-        self._ahead = 0.0  # of the wall clock, before the monotonic one
+        self._ahead = 0.0  # wall clock minus monotonic clock
 
     def tick(self, now: float, wall: float, next_seconds: float) -> TimeJump | None:
-        """A tick comes; what it shows, if it shows anything.
+        """Note a tick; returns the interruption before it, or None.
 
         Args:
-            now: seconds of the monotonic clock.
-            wall: of the wall clock.
-            next_seconds: until the next tick is due.
+            now: monotonic clock, seconds.
+            wall: wall clock, seconds.
+            next_seconds: time until the next tick is due.
         """
         first, late, jump = self._due is None, now - (self._due or now), wall - now - self._ahead
         self._due, self._ahead = now + next_seconds, wall - now
@@ -65,11 +65,11 @@ _ANEW = "it meets everybody anew, and suspects nobody for that time"
 
 
 def skew(offsets: Sequence[float], limit_seconds: float) -> str:
-    """One line for a person if this machine's clock is not the one that the others have; empty if it is.
+    """User-facing line if this machine's clock differs from the other peers'; else empty.
 
     Args:
-        offsets: how far each of the others' wall clocks is ahead of ours.
-        limit_seconds: what the directory can make up for.
+        offsets: how far each other peer's wall clock is ahead of this machine's, in seconds.
+        limit_seconds: largest difference that the directory can correct.
     """
     if not offsets or abs(off := median(offsets)) < SKEW_SECONDS:
         return ""

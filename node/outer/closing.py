@@ -25,21 +25,21 @@ from protocols.base import (
 )
 
 WAIT_FLOOR_SECONDS, WAIT_LIMIT_SECONDS = 20.0, 600.0
-"""For the others to come to the end: as long as this peer trained in its last round, within these."""
+"""Bounds of the wait for other peers to come to the end. The wait is this peer's last training time, within them."""
 LOOK_SECONDS = 0.25
 SKETCH_SECONDS = 3.0
-"""Sketches travel with heartbeats: a peer waits so long at most for the others' new sketches."""
+"""Longest wait for the other peers' new sketches, which are sent with heartbeats."""
 
 
 @dataclass(slots=True)
 class ClosingResult:
-    """What came of the closing exchanges.
+    """Result of the closing exchanges.
 
     Attributes:
-        mean: of the exchanges, including those that others had with the state while it waited.
-        exchanges: number of this peer's own exchanges that held.
+        mean: of the exchanges, including those that others began with this peer while it waited.
+        exchanges: number of this peer's own exchanges that took effect.
         half_exchanges, mass_drift: as in a session.
-        sketches: what each peer that took part had sent before; None: it had sent none.
+        sketches: the last sketch of each participant before the exchanges; None if it had sent none.
     """
 
     mean: AveragingResult = field(default_factory=lambda: AveragingResult(Outcome.SKIPPED))
@@ -59,7 +59,7 @@ class ClosingPhase:
     """The end of a run at one peer.
 
     Attributes:
-        rounds: the round of each other peer that is live and does not leave.
+        rounds: returns the round of each other peer that is live and does not leave.
     """
 
     def __init__(self, averager: ClosingAverager, run_rounds: int, rounds: Callable[[], Mapping[PeerId, int]]) -> None:
@@ -70,7 +70,7 @@ class ClosingPhase:
         self._averager, self._run_rounds, self.rounds = averager, run_rounds, rounds
 
     def is_due(self, round_number: int) -> bool:
-        """Whether a peer that is about to begin this round has come to the end of the run, and is not alone."""
+        """Whether this round is past the end of the run, and other peers are live."""
         return round_number >= self._run_rounds and bool(self.rounds())
 
     def behind(self) -> tuple[PeerId, ...]:
@@ -114,7 +114,7 @@ class ClosingPhase:
         )
 
     async def _gather(self, wait_seconds: float, cut: asyncio.Event) -> None:
-        """Wait until no peer is behind, or none has arrived for so long; at most twice as long in all."""
+        """Wait until no peer is behind, or none has arrived for `wait_seconds`; at most twice that in all."""
         loop = asyncio.get_running_loop()
         limit = loop.time() + 2 * wait_seconds
         until, behind = loop.time() + wait_seconds, set(self.behind())
@@ -127,7 +127,7 @@ class ClosingPhase:
 
 
 def joined(mean: AveragingResult, held: Mapping[PeerId, Contribution]) -> AveragingResult:
-    """A mean, and exchanges beside it: they count, too, unless they were given up since."""
+    """Merge a mean with the exchanges in `held`, which took place beside it. Given-up exchanges must not be in it."""
     if not held:
         nothing = mean.outcome is Outcome.COMMITTED and not mean.contributions
         return replace(mean, outcome=Outcome.SKIPPED, weights={}) if nothing else mean

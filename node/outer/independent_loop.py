@@ -43,13 +43,13 @@ from protocols.vectors import norm
 log = logging.getLogger(__name__)
 
 ASTRAY_FACTOR = 10.0
-"""Times the spread limit: a peer that is so far from the mean of all peers fetches another's state."""
+"""Multiple of the spread limit. A peer that is further from the mean of all peers fetches another peer's state."""
 LATE_SHARE = 0.5
-"""Of a round's limit: a peer that trained for longer had little time left to average, or none."""
+"""Share of a round's time limit. A peer that trained for longer had little or no time left to average."""
 
 
 def _no_sketches(sketch: Sketch) -> Mapping[PeerId, Sketch]:
-    """For a peer that compares its parameters with no others."""
+    """Return nothing: for a peer that compares its parameters with no others."""
     return {}
 
 
@@ -61,7 +61,7 @@ class IndependentOptions:
         compare: sends our sketch to the others, and returns the latest sketch of each live peer.
         spread_limit: how far apart the parameters of the run's peers may be, as reports have it.
         closing: how the run ends at this peer; None: with its last round.
-        newcomer: the peer has yet to fetch its first state, and must hand out none before.
+        newcomer: the peer must fetch its first state, and must serve none before.
     """
 
     compare: Callable[[Sketch], Mapping[PeerId, Sketch]] = _no_sketches
@@ -75,8 +75,8 @@ class IndependentOuterLoop(OuterLoop):
 
     Attributes:
         chain: the peer's own rounds.
-        lacks_state: the peer has yet to fetch its first state; what it holds is no state of the run.
-        astray: the peer is farther from the others than averaging should have to mend: it has to fetch another's state.
+        lacks_state: the peer must fetch its first state; it does not hold a state of the run yet.
+        astray: the peer has drifted too far from the others to rely on averaging: it must fetch another's state.
     """
 
     SHARES_ANCHOR = False
@@ -114,7 +114,7 @@ class IndependentOuterLoop(OuterLoop):
 
     @property
     def seeks_state(self) -> bool:
-        """Whether this peer has to fetch another's state; it hands out none of its own meanwhile."""
+        """Whether this peer must fetch another peer's state. Until then it serves none."""
         return self.lacks_state or self.astray
 
     def took_part(self, report: RoundReport) -> bool:
@@ -226,8 +226,8 @@ class IndependentOuterLoop(OuterLoop):
     def _set_limit(self, mean: AveragingResult, work: LocalProgress, watch: LapTimer) -> None:
         """Set how long the next round may take.
 
-        Only a complete round is the measure, none that others have cut short: the limit of a peer that joins at the end
-        of a round would be so short that it could average in none of the rounds that follow.
+        Only complete rounds count, not those that others cut short. Otherwise the limit of a peer that joins at the end
+        of a round would be too short to average in any of the following rounds.
         """
         if mean.outcome is Outcome.COMMITTED and work.complete:
             self._learn_limit(watch)

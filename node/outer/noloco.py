@@ -1,4 +1,4 @@
-"""NoLoCo's outer step: momentum that pulls a pair together, without an average of their states. Pure.
+"""NoLoCo's outer step: momentum pulls the peers of a pair together without averaging their states. No I/O.
 
 Source: Kolehmainen et al. 2025 (arXiv 2506.10911), in the signs of DiLoCo (Δ = φ − θ, the pseudo-gradient of a peer's
 own round). With the means over the pair, Δ̄ and φ̄:
@@ -6,19 +6,23 @@ own round). With the means over the pair, Δ̄ and φ̄:
     δ ← αδ + βΔ̄ + γ(φ − φ̄)
     φ ← φ − δ
 
-A peer keeps its momentum δ to itself. Of what the partner has, only βΔ̄ − γφ̄ is needed: the mean of one vector of each,
-u = βΔ − γφ, which is all that travels, half as much as a state. So the step is δ ← αδ + γφ + ū.
+Each peer keeps its momentum δ to itself. The step only needs the mean of one vector of each peer, u = βΔ − γφ, which is
+half the size of a state: δ ← αδ + γφ + ū.
 
-It is linear in ū. A partner that comes later, while we train on, is made good by the difference that it makes to ū,
-and both stand where they would if they had met before the step: nobody has to wait for the other's work to be done.
+The step is linear in ū. If a partner's vector arrives later, during the next round's training, the peer adds the change
+in ū to its step. Both peers then have the parameters that they would have if they had met before the step, so neither
+has to wait for the other's work.
 
-Which pulls hold peers together, for 0 <= α < 1: two that always meet each other, 0 < γ < 2(1 + α), since their
-difference follows e'' = (1 + α − γ)e' − αe. Partners that are drawn anew, of whom one is met in a share p of all
-rounds: 0 < γ < 2(1 − α²)/(1 + α(1 − p)), because momentum goes on with a pull while nobody is there to correct it.
-That is 2(1 − α²) where somebody is met in every round, and 2(1 − α), the bound here, however seldom anybody is. Against
-what work drives apart γ = 1 − α² is best where somebody always is: in the long run squares of φ − mean are then
-1/((1 − α)²(1 + α)) times those of β(Δ − mean). All this is for many peers, and follows from three linear recurrences,
-of the second moments of φ − mean and δ, with partners and work that are independent.
+The pulls γ that keep peers together, for 0 <= α < 1:
+
+- Two peers that always meet each other: 0 < γ < 2(1 + α), since their difference follows e'' = (1 + α − γ)e' − αe.
+- Partners drawn at random, with a partner found in a share p of all rounds: 0 < γ < 2(1 − α²)/(1 + α(1 − p)), because
+  momentum continues a pull while no partner corrects it. This is 2(1 − α²) with a partner in every round, and
+  2(1 − α), the bound used here, for any p.
+
+With a partner in every round, γ = 1 − α² limits best the divergence that work causes: in the long run the squares of
+φ − mean are 1/((1 − α)²(1 + α)) times those of β(Δ − mean). All this is for many peers with independent partners and
+work. It follows from three linear recurrences, of the second moments of φ − mean and δ.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ _PIECE_ELEMENTS = 1 << 18
 
 
 def most_pull(momentum: float) -> float:
-    """Of γ, for this α: from there on, peers that seldom meet go apart."""
+    """Upper bound of γ for this α: from there on, peers that seldom meet diverge."""
     return 2 * (1 - momentum)
 
 
@@ -60,7 +64,7 @@ class NoLoCo:
         self.momentum, self.learning_rate, self.pull = momentum, learning_rate, pull
 
     def offer(self, phi: Vector, delta: Vector, into: Vector) -> None:
-        """What a peer brings, u = βΔ − γφ.
+        """Compute a peer's contribution, u = βΔ − γφ.
 
         Args:
             phi: φ, the parameters that the step is taken from, float32 (n).
@@ -79,7 +83,7 @@ class NoLoCo:
         Args:
             phi: φ, float32 (n); changed.
             velocity: δ, float32 (n); changed. Never exchanged.
-            mean: ū over the pair, one's own included; alone: u. Float32 (n); unchanged.
+            mean: ū over the pair, including this peer's u; without a partner, u. Float32 (n); unchanged.
 
         Returns:
             Whether every new parameter is finite.
@@ -87,7 +91,7 @@ class NoLoCo:
         scratch, finite = torch.empty(min(_PIECE_ELEMENTS, len(phi))), True
         for piece in _pieces(len(phi)):
             mine, momentum = phi[piece], velocity[piece]
-            # γφ + ū first: alone it is βΔ again, where φ, which is much larger, has gone.
+            # γφ + ū first: without a partner the much larger γφ cancels here, and βΔ remains.
             update = torch.mul(mine, self.pull, out=scratch[: len(mine)]).add_(mean[piece])
             momentum.mul_(self.momentum).add_(update)
             mine.sub_(momentum)
@@ -95,7 +99,7 @@ class NoLoCo:
         return finite
 
     def amend(self, phi: Vector, velocity: Vector, change: Vector) -> None:
-        """Make the last step the one that it would have been with a mean that differs by `change`, float32 (n)."""
+        """Correct the last step for a mean that differs by `change`, float32 (n)."""
         velocity.add_(change)
         phi.sub_(change)
 

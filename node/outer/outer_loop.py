@@ -37,7 +37,7 @@ FIRST_ROUND_LIMIT_SECONDS = 3600.0
 ROUND_LIMIT_MULTIPLE = 10.0
 ROUND_LIMIT_FLOOR_SECONDS = 60.0
 FIRST_STEP_SECONDS = 2.0
-"""A leaving peer that has trained nothing yet waits so long for its first step, and hands that in."""
+"""Time that a leaving peer without any work waits for its first step, which it then contributes."""
 
 
 def _ignore_progress(phase: str, work: LocalProgress) -> None:
@@ -67,7 +67,7 @@ class OuterLoopDeps:
 
 @dataclass(frozen=True, slots=True)
 class RoundResult:
-    """What one round came to at this peer.
+    """Result of one round at this peer.
 
     Attributes:
         key: of the round.
@@ -184,7 +184,7 @@ class OuterLoop:
         self._on_progress(phase, replace(work, tokens=self._trained.tokens, seconds=self._trained.seconds))
 
     def _offered(self, work: LocalProgress, state_root: bytes) -> LocalProgress:
-        """Work as the others hear of it: bound to our state, and nothing if it diverged."""
+        """The work as offered to other members: with this peer's state root, and without tokens if it diverged."""
         if diverged(work):
             work = replace(work, tokens=0, norm=0.0)
         if (self.leaving and (work.tokens or self._may_leave_without_work)) or (self._last_round and work.complete):
@@ -233,5 +233,5 @@ class OuterLoop:
 
 
 def diverged(work: LocalProgress) -> bool:
-    """Whether the work is not finite, or larger than an offer can say: all peers would refuse a plan with it."""
+    """Whether the work's norm is not finite or exceeds `MAX_NORM`: all peers would refuse a plan with such an offer."""
     return not work.norm <= MAX_NORM

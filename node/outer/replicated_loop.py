@@ -36,9 +36,9 @@ from protocols.sync.snapshot import Snapshots
 __all__ = ["ReplicatedOuterLoop", "RoundReport"]
 
 KEEP_COUNTED = 4096
-"""A peer remembers for so many rounds what of its work they counted: what a switch of branch would cost."""
+"""Rounds for which a peer remembers how much of its work counted, to report the cost of a switch of branch."""
 PROOF_SHARE = 1 / 3
-"""Of the time to catch up, for proofs: contacts that prove nothing must leave time to fetch the state."""
+"""Share of the catch-up time for proofs: peers that prove nothing must leave time to fetch the state."""
 
 
 class ReplicatedOuterLoop(OuterLoop):
@@ -72,7 +72,7 @@ class ReplicatedOuterLoop(OuterLoop):
         await self._settled()
 
     async def _settled(self) -> None:
-        """The state is hashed: vouch for it at the head, and keep a snapshot where one is due."""
+        """Set the head's state root from the hashed state, and keep a snapshot if one is due."""
         key = self.chain.head.key
         self.chain.settle(self.state.root(key.round))
         if self._snapshots and key.round % self._snapshots.every_rounds == 0:
@@ -107,7 +107,8 @@ class ReplicatedOuterLoop(OuterLoop):
         """
         head, watch = self.chain.head, LapTimer()
         async with self.averager.enter(head, watch.began + self._limit_seconds) as session:
-            surplus = len(head.roster) > 1  # alone, no other peer has to be waited for: as many steps each time
+            # alone, there is no other peer to wait for: train the same number of steps each round
+            surplus = len(head.roster) > 1
             due = replace(head.key, round=self.chain.trained)
             work, offers = await self._train(session, due, head.state_root, surplus)
             watch.lap("train")
@@ -153,7 +154,7 @@ class ReplicatedOuterLoop(OuterLoop):
         Without a decision the chain and the state stay as they are, and training goes on from where it is.
 
         Args:
-            one_step: the first offer of work said nothing, and the second all: the worker took one step.
+            one_step: the first offer was empty and the second covered all work: the worker took one step.
         """
         mean, me = done.mean, self.me
         if mean.outcome is Outcome.COMMITTED and head.roster == (me,):

@@ -1,4 +1,4 @@
-"""Where a peer stands in its run, for code to which it does not matter how the peer averages."""
+"""A peer's position in its run, for code that is independent of the protocol."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ class RoundHistory(Protocol):
 
     @property
     def head(self) -> Head:
-        """What the next round extends."""
+        """The tip, which the next round extends."""
 
     @property
     def trained(self) -> int:
-        """Rounds of training so far; a run has a set number of them."""
+        """Number of training rounds so far. A run has a fixed number of them."""
 
     def members(self, limit: int) -> Iterable[Member]:
-        """The members that it knows, the latest first."""
+        """At most `limit` members of past rosters, the latest first."""
 
 
 class LocalHistory:
-    """The rounds of one peer by itself: a roster of this peer, and roots of its states as lineages.
+    """The rounds of one peer with independent state: its roster is this peer, its lineages are its state roots.
 
     Attributes:
         key: of the next round.

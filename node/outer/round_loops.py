@@ -1,4 +1,4 @@
-"""The rounds of one peer, one after the other, and catching up with rounds that were decided without it."""
+"""Runs the rounds of one peer in turn, and lets it catch up with rounds that were decided without it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from protocols.sync.chain_sync import ChainSync
 from protocols.sync.independent_sync import IndependentStateSync
 
 CATCH_UP_SECONDS = 120.0
-"""To find out what was decided, and to receive the first bytes; a transfer that makes progress goes on for longer."""
+"""Time to find out what was decided and to receive the first bytes. A transfer that makes progress may take longer."""
 AGAIN_SECONDS, NEAR_ROUNDS = 1.0, 2
-"""A peer that took longer to catch up, over more rounds, catches up again: fewer rounds were decided meanwhile."""
+"""If catching up took longer and covered more rounds, the peer catches up again: others have decided more since."""
 MAX_PASSES = 16
-"""Times in a row that a peer catches up; then it enters a round, which tells what is decided just now."""
+"""Times in a row that a peer catches up. It then enters a round, in which it learns what is being decided."""
 PAUSE_SECONDS = 1.0
-"""Before a round that ended without a decision is tried again: peers that are ahead need a moment, too."""
+"""Pause before the peer retries a round that ended without a decision: peers that are ahead need time, too."""
 
 
 async def run_replicated_rounds(
@@ -47,7 +47,7 @@ async def run_replicated_rounds(
                 passes += 1
                 behind = passes < MAX_PASSES and _was_far(tried, loop.time() - began)
                 yield tried
-                continue  # what it has caught up with may have been the end
+                continue  # the peer may have caught up with the end of the run
             if not passes:
                 await asyncio.sleep(PAUSE_SECONDS)
         passes = 0
@@ -64,9 +64,9 @@ async def run_independent_rounds(
     should_continue: Callable[[], bool],
     set_state: Callable[[str, str], None] = lambda state, reason: None,
 ) -> AsyncIterator[RoundReport]:
-    """The same where each peer has a state of its own: a joiner, and a peer that went astray, fetches another's state.
+    """Run rounds with independent state. A joiner, or a peer that has drifted too far, fetches another peer's state.
 
-    A peer that went astray tries once after each round: meanwhile it goes on averaging, which may bring it back, too.
+    A drifted peer tries once per round and keeps averaging in between, which may also bring it back.
     """
     loop = asyncio.get_running_loop()
     tried: RoundReport | None = None
@@ -88,5 +88,5 @@ async def run_independent_rounds(
 
 
 def _was_far(report: RoundReport, seconds: float) -> bool:
-    """Whether others may have decided several rounds while it caught up."""
+    """Whether other peers may have decided several rounds while this one caught up."""
     return seconds >= AGAIN_SECONDS and (report.replayed_rounds > NEAR_ROUNDS or report.bytes_downloaded > 0)

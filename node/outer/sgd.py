@@ -2,7 +2,7 @@
 
 Separate multiplications and additions only, in float32 on the CPU: `add(alpha=)`, `lerp` and `addcmul` may or may not
 be fused, depending on the processor. `self_test` runs the arithmetic that all members must agree on over a fixed
-vector and compares a hash, so that a machine that computes differently says so before it joins a run.
+vector and compares a hash, so that a machine that computes differently is found before it joins a run.
 
 Source: Douillard et al. 2023, algorithm 1; the update rule is PyTorch's SGD(nesterov=True).
 """
@@ -101,7 +101,7 @@ def self_test() -> None:
     """Check that this machine computes the bits that all others do.
 
     Raises:
-        RuntimeError: it does not, or flushes subnormal numbers to zero.
+        RuntimeError: its results differ, or it flushes subnormal numbers to zero.
     """
     if float(torch.tensor([1e-40]) * torch.tensor([0.5])) == 0.0:
         raise RuntimeError("this process flushes subnormal numbers to zero; call torch.set_flush_denormal(False)")

@@ -1,11 +1,11 @@
-"""Sketches of parameters: 64 numbers by which peers can tell how far apart they are, without sending their states.
+"""Sketches of parameters: 64 numbers from which peers estimate their distances without sending their states. No I/O.
 
 Each number is a projection of the vector on signs ±1, which are the same for all peers of a run. The mean square of the
-numbers is about the vector's squared norm, to a factor of 1 ± sqrt(2/64), and sketches of differences are differences
-of sketches. Within a block of 64 elements the signs are those of a Hadamard matrix with its rows and columns flipped at
-random: as good as independent ones, and two bits an element instead of 64.
+numbers estimates the vector's squared norm, to a factor of 1 ± sqrt(2/64). The sketch of a difference is the difference
+of the sketches. Within a block of 64 elements the signs are those of a Hadamard matrix with randomly flipped rows and
+columns. They are as good as independent signs, and take two random bits an element instead of 64.
 
-Source: Alon, Matias, Szegedy 1996, section 2.2 (the tug of war); Ailon, Chazelle 2006 (flips and Hadamard). Pure.
+Source: Alon, Matias, Szegedy 1996, section 2.2 (the tug of war); Ailon, Chazelle 2006 (flips and Hadamard).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ NUMBERS = 64
 PACKED_BYTES = 4 * NUMBERS
 _MOST = 1e30
 _PIECE = NUMBERS << 10
-"""Elements that are projected at a time."""
+"""Elements projected at a time."""
 
 
 def sketch(vector: Vector, seed: bytes) -> Sketch:
     """The projections of a vector, float32 (n).
 
     Args:
-        seed: the same for all whose sketches are compared.
+        seed: must be the same for all sketches that are compared.
     """
     total = torch.zeros(NUMBERS, dtype=torch.float64)
     rows = _hadamard()
@@ -48,36 +48,36 @@ def sketch(vector: Vector, seed: bytes) -> Sketch:
 
 
 def norm(numbers: Sequence[float]) -> float:
-    """About the norm of the vector that this is the sketch of."""
+    """Estimate the norm of the sketched vector."""
     return math.sqrt(sum(number * number for number in numbers) / NUMBERS)
 
 
 def mean(sketches: Sequence[Sketch]) -> Sketch:
-    """The sketch of the mean of the vectors; of none, zeros."""
+    """The sketch of the mean of the sketched vectors; zeros if there are none."""
     return tuple(math.fsum(numbers) / len(sketches) for numbers in zip(*sketches, strict=True)) or (0.0,) * NUMBERS
 
 
 def distance(one: Sketch, middle: Sketch) -> float:
-    """About ‖θ − mean‖ / ‖mean‖; nan where one of them is not finite, or the mean is nothing."""
+    """Estimate ‖θ − mean‖ / ‖mean‖; nan if a sketch is not finite or the mean is zero."""
     whole = norm(middle)
     return norm([a - b for a, b in zip(one, middle, strict=True)]) / whole if whole else math.nan
 
 
 def spread(sketches: Sequence[Sketch]) -> float:
-    """About max ‖θ_i − mean‖ / ‖mean‖ over the peers; 0 of one alone, nan of none."""
+    """Estimate max ‖θ_i − mean‖ / ‖mean‖ over the peers; 0 for one peer, nan for none."""
     middle = mean(sketches)
     return max((distance(each, middle) for each in sketches), default=math.nan)
 
 
 def pack(numbers: Sketch) -> bytes:
-    """As it travels: float32, little-endian, `PACKED_BYTES`; nothing where a number is not finite."""
+    """Encode a sketch as little-endian float32, `PACKED_BYTES` in all; empty if a number is not finite."""
     if not all(map(math.isfinite, numbers)):
         return b""
     return struct.pack(f"<{NUMBERS}f", *(max(-_MOST, min(_MOST, number)) for number in numbers))
 
 
 def unpack(data: bytes) -> Sketch | None:
-    """What a peer sent; None if it is no sketch."""
+    """Decode a packed sketch from a peer; None if it is invalid."""
     if len(data) != PACKED_BYTES:
         return None
     numbers = struct.unpack(f"<{NUMBERS}f", data)
@@ -85,9 +85,9 @@ def unpack(data: bytes) -> Sketch | None:
 
 
 def furthest(sketches: Mapping[PeerId, Sketch]) -> tuple[PeerId, float]:
-    """Who is furthest from the mean, and about how far: ‖θ − mean‖ / ‖mean‖. Of two that are as far, the later id.
+    """The peer that is furthest from the mean, and its estimated ‖θ − mean‖ / ‖mean‖. Ties go to the greater id.
 
-    All who hold the same sketches name the same peer: where two are apart, only one goes over to the other.
+    Peers with the same sketches find the same peer. Of two peers that are apart, only one takes the other's state.
     """
     middle = mean([sketches[peer] for peer in sorted(sketches)])
     far = {peer: distance(numbers, middle) for peer, numbers in sketches.items()}
@@ -104,7 +104,7 @@ def _signs(seed: bytes, low: int, count: int) -> Vector:
 
 
 def _hadamard() -> torch.Tensor:
-    """(64, 64) of ±1 with orthogonal rows: Sylvester's."""
+    """Sylvester's Hadamard matrix: (64, 64) of ±1 with orthogonal rows."""
     rows = torch.ones(1, 1)
     while len(rows) < NUMBERS:
         rows = torch.cat([torch.cat([rows, rows], dim=1), torch.cat([rows, -rows], dim=1)])

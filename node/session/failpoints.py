@@ -1,14 +1,14 @@
-"""The named points of a round, told to a harness outside that may kill this peer right there. Off, unless asked for.
+"""Failpoints: named points of a round at which a test harness can kill this peer. Off by default.
 
-Who wants to know what a crash costs has to crash a real process at a place with a name, not at a time. So the harness
-(`tests/faults/tracing.py`) listens on a Unix socket, and `STARLING_TRACE` says where; at every point the peer writes a
-line, `ROUND POINT`, and does nothing at all until one byte has answered it:
+To measure the cost of a crash, a test must crash a real process at a named point rather than at some time. The harness
+(`tests/faults/tracing.py`) listens on a Unix socket, whose path is in `STARLING_TRACE`. At every failpoint the peer
+writes a line, `ROUND POINT`, and blocks the whole process until the harness answers with one byte. The points are:
 
-    send NAME, receive NAME   right before a frame of averaging is sent, right after the header of one has come
-    sync: …, parts: …         the same where what was missed is fetched, in frames of the same names in part
+    send NAME, receive NAME   before a frame of averaging is sent; after the header of one was received
+    sync: …, parts: …         the same for frames of state sync and of the part cache, some of which share names
     train, trained            before and after a round's steps
     read, write, evaluate     before the trainer does it
-    report, reported          before and after a line of the history is written
+    report, reported          before and after a line of `rounds.jsonl` is written
 """
 
 from __future__ import annotations
@@ -39,16 +39,18 @@ POINTS = (
     "send Propose", "send Accept", "receive Propose", "receive Accept", "send Certificate",
     "write", "evaluate", "report", "reported",
 )  # fmt: skip
-"""Twenty that every committed round of more than one peer passes, about in the order in which they come first. Every
-peer passes all, but that the coordinator sends Plan and Propose, and the others receive them. A round has five more,
-beside one of these each: read, receive Ready, receive Contribute, receive PartDone, receive Certificate. A Certificate
-may be sent only when the next round has begun at its sender."""
+"""Twenty failpoints that every committed round of several peers passes, roughly in the order of their first passing.
+
+Every peer passes all of them, except that only the coordinator sends Plan and Propose, and only the others receive
+them. A round has five more, each close to one of these: read, receive Ready, receive Contribute, receive PartDone,
+receive Certificate. A Certificate may be sent as late as in the sender's next round.
+"""
 
 
 def with_failpoints(
     transport: Transport, trainer: RemoteTrainer, rounds: Path
 ) -> tuple[Transport, RemoteTrainer, Journal]:
-    """Wrap transport, trainer and journal so that they report failpoints, if the environment says so."""
+    """Wrap transport, trainer and journal so that they report failpoints, if `STARLING_TRACE` is set."""
     if not (path := os.environ.get(VARIABLE)):
         return transport, trainer, Journal(rounds)
     trace = FailpointClient(path)
@@ -57,10 +59,10 @@ def with_failpoints(
 
 
 class FailpointClient:
-    """The line to the harness. It connects at the first point; without a harness everything goes on, untold.
+    """The connection to the harness, opened at the first failpoint. Without a harness, it logs that and does nothing.
 
     Attributes:
-        round: the one that was begun last here; -1 before the first.
+        round: number of the round that this peer began last; -1 before the first.
     """
 
     def __init__(self, path: str, answer_seconds: float = ANSWER_SECONDS) -> None:
@@ -71,12 +73,12 @@ class FailpointClient:
         self._connected = False
 
     def point(self, name: str, header: Header | None = None) -> None:
-        """Tell of a point, and hold the whole process there until the harness has answered.
+        """Report a failpoint, and block the whole process until the harness has answered.
 
-        A harness that is gone, or does not answer in time, is not waited for again.
+        After an error or a missing answer, no further failpoints are reported.
 
         Args:
-            header: of a frame, whose name is added, and whose round it is if it says of which it is.
+            header: header of a frame. Its type is added to the point's name, and its round is used if it has one.
         """
         key = getattr(header, "key", None)
         number = key.round if isinstance(key, RoundKey) else self.round
@@ -99,14 +101,14 @@ class FailpointClient:
         self.close()
 
     def close(self) -> None:
-        """Tell nothing any more."""
+        """Stop reporting failpoints."""
         if self._socket:
             self._socket.close()
         self._socket = None
 
 
 class _Around:
-    """Stands for something else, and is the same but for the methods that a subclass has."""
+    """Wraps an object. All that a subclass does not define is delegated to the object."""
 
     def __init__(self, trace: FailpointClient, inner: Any, where: str = "") -> None:
         self._trace, self._inner, self._where = trace, inner, where

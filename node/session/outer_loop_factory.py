@@ -1,4 +1,4 @@
-"""Builds a peer's outer loop, and what belongs to it, for the protocol of its run."""
+"""Builds a peer's outer loop, with its state sync, for the protocol of its run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class OuterLoopFactory:
     """Builds outer loops of both kinds.
 
     Attributes:
-        on_progress: as of `OuterLoopDeps`.
+        on_progress: see `OuterLoopDeps`.
     """
 
     host: Host
@@ -51,7 +51,7 @@ class OuterLoopFactory:
         """The outer loop of a peer that shares its outer state with all members.
 
         Args:
-            make_store: returns where the reduced parts of past rounds are stored.
+            make_store: returns the store for the reduced parts of past rounds.
             directory: the peer's state directory.
         """
         host, snapshots, gate = self.host, self.checkpoints.snapshots, Gate()
@@ -64,14 +64,14 @@ class OuterLoopFactory:
         return OuterLoopStack(outer_loop, sync, partial(run_replicated_rounds, outer_loop, sync))
 
     def independent(self, history: LocalHistory, newcomer: bool) -> OuterLoopStack:
-        """The outer loop of a peer with an outer state of its own; a newcomer has yet to fetch its first state."""
+        """The outer loop of a peer with independent state. A newcomer must fetch its first state."""
         host, snapshots, membership = self.host, self.checkpoints.snapshots, self.membership
         averager = INDEPENDENT_PROTOCOLS[self.config.protocol](host, self.settings)
         closing = None
         if isinstance(averager, ClosingAverager):
             closing = ClosingPhase(averager, self.config.recipe.rounds, membership.rounds)
         options = IndependentOptions(membership.compare, self.config.spread_limit, closing, newcomer)
-        # A copy: others may move the state while the worker trains, and the worker measures from what it was given.
+        # A copy: exchanges may change the state while the worker trains, but the worker measures from its own start.
         deps = self._deps(self.trainer.anchor().clone())
         outer_loop = IndependentOuterLoop(history, averager, self._independent_optimizer(), deps, options)
         sync = IndependentStateSync(
@@ -89,7 +89,7 @@ class OuterLoopFactory:
         return OuterSGD(self.config.recipe.outer_learning_rate, self.config.recipe.outer_momentum)
 
     def _independent_optimizer(self) -> OuterSGD | NoLoCo:
-        """SGD, or NoLoCo where the run says how strongly partners pull each other."""
+        """SGD, or NoLoCo if the run's recipe sets `outer_pull`."""
         recipe = self.config.recipe
         if recipe.outer_pull is None:
             return self._sgd()

@@ -1,6 +1,6 @@
 """One peer, from the start of its processes to their end.
 
-`Peer` is the composition root: the only class that knows every adapter, and builds what a `PeerSession` needs.
+`Peer` is the composition root: the only class that knows every adapter. It builds what a `PeerSession` needs.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ log = logging.getLogger(__name__)
 
 STATUS_SECONDS = 10.0
 KEEP_CHECKPOINTS = 2
-"""A peer keeps the parts of the rounds since so many checkpoints at least: a joiner that fetches one needs them."""
+"""Checkpoints for which a peer keeps at least the reduced parts since: a joiner that fetches one needs them."""
 
 NO_WORKER = 3
-"""The exit code of a peer that left in good order because its worker could not be kept alive."""
+"""Exit code of a peer that left in good order because its worker could not be kept running."""
 
 
 class FatalPeerError(Exception):
-    """This peer cannot go on because of what its user or its machine gave it; one line says what, why and what to do.
+    """The peer cannot go on because of its configuration or its machine. The message is one user-facing line.
 
     Attributes:
         code: the process's exit code.
@@ -85,7 +85,7 @@ class _Resources:
     """What a peer holds from the start of its processes to their end.
 
     Attributes:
-        disk, files: run what waits for the disk: the state directory, and files of addresses.
+        disk, files: run blocking reads and writes: of the state directory, and of files with addresses.
     """
 
     state: StateDir
@@ -103,7 +103,7 @@ class _Resources:
 
 @dataclass(frozen=True, slots=True)
 class _EnteredRun:
-    """A run that this peer takes part in: what newcomers are told of it, and where this peer starts from."""
+    """A run that this peer takes part in: its description for joiners, and where this peer starts from."""
 
     manifest: Manifest
     run: RunInfo
@@ -112,17 +112,17 @@ class _EnteredRun:
 
 
 class Peer:
-    """A volunteer's peer. `run` starts its processes, joins or starts a run, trains in a `PeerSession`, and leaves."""
+    """A volunteer's peer. `run` starts its processes, joins or starts a run, trains in a `PeerSession` and leaves."""
 
     def __init__(
         self, config: PeerConfig, run: RunConfig | None, view: EventSink, on_asked: Callable[..., None] | None = None
     ) -> None:
         """
         Args:
-            config: of this machine; its state directory is given.
-            run: what to start, if no address leads into a run, and what a run in its state directory has to be.
-            on_asked: called without arguments when the control channel asks the peer to finish, and with one line when
-                the peer has to leave because it has no worker; None: `finish`.
+            config: settings of this machine; `state_dir` must be set.
+            run: the run to start if no address leads to one. A run in the state directory must agree with it.
+            on_asked: called without arguments when the control channel asks the peer to finish, and with a reason when
+                the peer has to leave because it has no worker. None: `finish`.
         """
         self._on_asked = on_asked or self.finish
         self._config, self._wanted, self._view = config, run, view
@@ -134,7 +134,7 @@ class Peer:
         self._finishing, self._failure, self._no_worker = False, "", ""
 
     def finish(self, why: str = "") -> None:
-        """End the round, hand in, leave; at once where there is no round yet."""
+        """Finish the round under way, then leave. Before the session begins, leave at once."""
         if self._session:
             self._session.leave()
         elif self._main and not self._finishing:
@@ -142,14 +142,14 @@ class Peer:
         self._finishing = True
 
     def status(self) -> Status:
-        """What this peer does, as of now."""
+        """The present status of this peer."""
         return self._status_tracker.status()
 
     async def run(self) -> int:
-        """Join or start a run, train, leave; returns the process's exit code.
+        """Join or start a run, train and leave; returns the process's exit code.
 
         Raises:
-            FatalPeerError: it cannot go on.
+            FatalPeerError: the peer cannot go on.
         """
         assert self._config.state_dir is not None
         me = asyncio.current_task()
@@ -170,7 +170,7 @@ class Peer:
         return 0
 
     def _end(self, line: str) -> None:
-        """There is nothing to take part in any more, and nothing went wrong."""
+        """Finish without an error because the run is over."""
         self._view.say(line)
         self._status_tracker.set_state("finished", "the run is over")
 
@@ -180,7 +180,7 @@ class Peer:
             self._main.cancel()
 
     def _give_up_training(self, why: str) -> None:
-        """There will be no other worker: leave as if asked to, and say why at the end.
+        """Leave in good order because the worker cannot be restarted; `run` raises the reason at the end.
 
         Before there is a session, the trainer's own error ends the peer.
         """
@@ -218,7 +218,7 @@ class Peer:
     # -- into a run ---------------------------------------------------------------------------------------------------
 
     async def _enter_run(self, resources: _Resources) -> None:
-        """Join the run that an address leads to, or resume the one in the state directory, or start one."""
+        """Join the run that an address leads to, else resume the one in the state directory, else start one."""
         state, selector = resources.state, self._selector
         held = selector.held(state, self._wanted)
         if addresses := selector.addresses(state):
@@ -235,7 +235,7 @@ class Peer:
             await self._start_run(resources)
 
     async def _join_run(self, resources: _Resources, run: RunInfo) -> None:
-        """Take part in a run that others started, or an earlier incarnation of this peer."""
+        """Take part in a run that another peer or an earlier incarnation of this one started."""
         manifest, state = unseal(run.sealed, verify), resources.state
         await self._claim_state_dir(resources, manifest, run)
         async with AsyncExitStack() as stack:
@@ -250,7 +250,7 @@ class Peer:
             await self._run_session(resources, _EnteredRun(manifest, run, start, trainer))
 
     async def _start_run(self, resources: _Resources) -> None:
-        """Start a run: this peer draws the initial state, once, and all others download it."""
+        """Start a run. This peer draws the initial state, which all others download."""
         config = self._wanted
         if config is None:
             raise FatalPeerError("no address leads to a run: give one by --bootstrap, or start a run by --new")
@@ -272,7 +272,7 @@ class Peer:
         return RemoteTrainer(spec, resources.compute, self._give_up_training)
 
     async def _claim_state_dir(self, resources: _Resources, manifest: Manifest, run: RunInfo) -> None:
-        """From now on this peer's directory, and its status, are of this run."""
+        """Assign the state directory and the status to this run."""
         state, config = resources.state, manifest.config
         begin = partial(state.begin, manifest.run_id, run_id(state.manifest()), run.sealed, run.sample)
         await resources.disk.run(begin, 0)
@@ -282,7 +282,7 @@ class Peer:
         )
 
     async def _load_restart_point(self, resources: _Resources, manifest: Manifest) -> resume.RestartPoint:
-        """Find where this peer starts from, and say so: a worker takes seconds to come up."""
+        """Load the state from which this peer starts, and show that at once: the worker takes seconds to start."""
         own, shares_anchor = self._selector.own, manifest.config.protocol not in INDEPENDENT_PROTOCOLS
         load = partial(resume.load_restart_point, resources.state, manifest, resources.me, own, shares_anchor)
         start = await resources.disk.run(load, 0)
@@ -295,7 +295,7 @@ class Peer:
     # -- in the run ---------------------------------------------------------------------------------------------------
 
     async def _run_session(self, resources: _Resources, entered: _EnteredRun) -> None:
-        """Build a session from its parts, and run it until the run is over or this peer leaves."""
+        """Build a session and run it until the run is over or this peer leaves."""
         config, start, state, disk = entered.manifest.config, entered.start, resources.state, resources.disk
         key, status_tracker, transport = start.chain.head.key, self._status_tracker, resources.transport
         history = start.chain if start.shares_anchor else LocalHistory(resources.me, key)
@@ -361,7 +361,7 @@ class Peer:
         return PartStore(scratch.room, resources.disk, gate, least_rounds=least_rounds)
 
     def _membership(self, resources: _Resources, history: RoundHistory) -> Membership:
-        """The membership of the run; from now on it hears what files of addresses name."""
+        """Build the run's membership. From now on it receives the peers that files of addresses name."""
         tracker, bootstrap, state = self._status_tracker, resources.bootstrap, resources.state
         local = local_peer(resources.me, tracker.nickname, tracker.addresses, history)
         unanswered = self._selector.given(bootstrap) if self._selector.alone else ()
@@ -375,10 +375,10 @@ class Peer:
 
 
 async def remote_status(address: str, seconds: float = STATUS_SECONDS) -> dict[str, Any]:
-    """Ask the peer at a multiaddr for its status, under an identity that exists only for this question.
+    """Ask the peer at a multiaddr for its status, under an identity that exists only for this request.
 
     Raises:
-        FatalPeerError: it cannot be asked.
+        FatalPeerError: the peer does not answer, or its answer is invalid.
     """
     with tempfile.TemporaryDirectory() as directory:
         identity = create(Path(directory) / "identity.key")

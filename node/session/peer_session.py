@@ -1,4 +1,4 @@
-"""A peer inside a run: its rounds, the reports of them, and leaving in good order."""
+"""A peer's session in a run: its rounds, their reports, and an orderly exit."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ from protocols.sync.service import SyncServiceBase
 log = logging.getLogger(__name__)
 
 FINISH_SECONDS = 7.0
-"""A peer that is asked to leave ends its round within so long, or leaves without ending it."""
+"""Time that a peer has to finish its round after it was asked to leave. It then leaves without the round."""
 OBSERVER_SECONDS = 1.0
-"""The same for a peer that is not in the roster: only its goodbye takes time."""
+"""The same for a peer outside the roster, which only has to say goodbye."""
 FAREWELLS = 2
-"""Rounds that a peer takes part in after it was asked to leave, if it was too late to leave in the rounds before."""
+"""Further rounds that a leaving peer takes part in if it could not announce its leaving in time for an earlier one."""
 KEEP_BYTES = 1 << 30
-"""A peer that leaves writes a checkpoint if its parameters are no larger: there is no time for more."""
+"""A leaving peer writes a checkpoint only if its parameters are no larger: there is no time for more."""
 LINGER_SECONDS = 20.0
-"""After the last round, the peer stays so long at most for others that missed it and may ask for it."""
+"""Longest time that a peer stays after the last round, to serve it to peers that missed it."""
 ANNOUNCED_SECONDS = 180.0
 FIND_SECONDS = 20.0
 FIRST_SECONDS = 5.0
 MEET_SECONDS = 3.0
 SETTLE_SECONDS = 2.0
-"""After a sleep, until the clock's offset is known again, and p2pd knows its addresses."""
+"""Time after a suspend until the clock's offset and p2pd's addresses are known again."""
 WAIT_SECONDS = 1.0
 SCOPE = "run"
 MAX_FOUND = 64
@@ -53,13 +53,13 @@ SAMPLE_PROMPT, SAMPLE_TOKENS, SAMPLE_TEMPERATURE = b"def ", 400, 0.7
 
 
 class BootstrapDirectory(Directory, Protocol):
-    """A directory that learns of peers from this one."""
+    """A directory that this peer can introduce to other peers."""
 
     async def meet(self, peer: PeerId, deadline: Deadline) -> bool: ...
 
 
 class Evaluator(Protocol):
-    """Evaluates the outer parameters, and says how many threads it computes with."""
+    """Evaluates the outer parameters and generates text; `threads` is the number of threads that it computes with."""
 
     @property
     def threads(self) -> int: ...
@@ -72,11 +72,11 @@ class Evaluator(Protocol):
 Rounds: TypeAlias = Callable[
     [Callable[[], float], Callable[[], bool], Callable[[str, str], None]], AsyncIterator[RoundReport]
 ]
-"""(wall clock, whether to begin another round, what to call with state and reason) -> reports."""
+"""(wall clock, whether to begin another round, callback for state and reason) -> reports."""
 
 
 class OuterLoopStack(NamedTuple):
-    """An outer loop, and what brings it from round to round; see `PeerSessionDeps`."""
+    """An outer loop with its state sync and the function that runs its rounds; see `PeerSessionDeps`."""
 
     outer_loop: ReplicatedOuterLoop | IndependentOuterLoop
     sync: SyncServiceBase[Any]
@@ -85,12 +85,12 @@ class OuterLoopStack(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PeerSessionDeps:
-    """What a session works with.
+    """Dependencies of a session.
 
     Attributes:
-        sync: asks other peers for what this one missed, and answers them, beside the rounds.
+        sync: fetches what this peer missed, and serves other peers, beside the rounds.
         rounds: runs the outer loop's rounds: a function of `node.outer.round_loops`.
-        disk: runs what waits for the disk.
+        disk: runs blocking disk operations.
     """
 
     outer_loop: ReplicatedOuterLoop | IndependentOuterLoop
@@ -111,8 +111,8 @@ class SessionLimits:
     """How long a session lasts.
 
     Attributes:
-        run_rounds: rounds of the whole run.
-        rounds: that this peer takes part in; None: all.
+        run_rounds: length of the run, in rounds.
+        rounds: number of rounds that this peer takes part in; None: all.
         wait_for_peers: peers that must be live before the first round, this one included.
     """
 
@@ -122,9 +122,9 @@ class SessionLimits:
 
 
 class PeerSession:
-    """Runs rounds until the run is over, this peer has done its share of them, or its user wants to leave.
+    """Runs rounds until the run is over, this peer has done its number of them, or its user asks it to leave.
 
-    Beside the rounds it keeps the membership, the sync service and the directory running, and remembers the live peers.
+    Beside the rounds it runs the membership, the sync service and the directory, and saves the live peers' addresses.
     """
 
     def __init__(
@@ -132,11 +132,11 @@ class PeerSession:
     ) -> None:
         self._deps, self._limits, self._status_tracker, self._view = deps, limits, status_tracker, view
         self._done = self._farewells = 0
-        self._evaluated = ""  # hash of the parameters that were evaluated last, or that the run starts from
+        self._evaluated = ""  # hash of the parameters that were evaluated last, or that the session starts from
         self._leave, self._reported = asyncio.Event(), asyncio.Event()
 
     def leave(self) -> None:
-        """End the round under way, hand in its work, and end the session."""
+        """Finish the round under way with the work done so far, then end the session."""
         self._leave.set()
         self._status_tracker.set_state("leaving", "the round ends, its work is handed in")
         self._deps.membership.goodbye()
@@ -164,7 +164,7 @@ class PeerSession:
                 each.cancel()
 
     async def _limit_leaving(self, main: asyncio.Task[None]) -> None:
-        """Cancel the rounds of a peer that was asked to leave and does not end its round in time."""
+        """Cancel the rounds if the peer was asked to leave and does not finish its round in time."""
         await self._leave.wait()
         roster = {member.peer for member in self._deps.outer_loop.chain.head.roster}
         await asyncio.sleep(FINISH_SECONDS if self._status_tracker.peer in roster else OBSERVER_SECONDS)
@@ -182,7 +182,7 @@ class PeerSession:
         return self._farewells <= FAREWELLS and self._is_expected()
 
     def _is_expected(self) -> bool:
-        """Whether the others count on this peer: a member of their roster that just goes costs them a round's time."""
+        """Whether other members count on this peer: one that leaves unannounced costs them the time of a round."""
         roster = self._deps.outer_loop.chain.head.roster
         return len(roster) > 1 and self._deps.outer_loop.averager.me in roster
 
@@ -210,7 +210,7 @@ class PeerSession:
         self._status_tracker.set_state("finished", "the run is over" if self._over() else "")
 
     async def _sample(self) -> None:
-        """Keep a text that the model writes at the end of the run, if it writes text."""
+        """Save a text that the model generates at the end of the run, if it can generate text."""
         try:
             text = await self._deps.trainer.generate(SAMPLE_PROMPT, SAMPLE_TOKENS, SAMPLE_TEMPERATURE)
         except (WorkerError, TimeoutError) as error:
@@ -237,10 +237,10 @@ class PeerSession:
         self._view.report(report)
         if not self._over():
             self._reported.set()
-        gc.collect()  # a round's objects refer to each other, and hold its reduced parts: at 100 MB, 100 MB
+        gc.collect()  # a round's objects form cycles that hold its reduced parts: 100 MB for a 100 MB model
 
     async def _remember(self) -> None:
-        """Note the live peers after each round, beside the rounds: a checkpoint may keep the disk busy for seconds."""
+        """Save the live peers' addresses after each round, in a task of its own: a checkpoint may block the disk."""
         deps = self._deps
         while await self._reported.wait():
             self._reported.clear()
@@ -248,7 +248,7 @@ class PeerSession:
             await deps.disk.run(partial(deps.state.remember, live), 0)
 
     async def _held_out_loss(self) -> float:
-        """Evaluate the outer parameters; nan where the worker fails: the next round tries again."""
+        """Evaluate the outer parameters; nan if the worker fails. The next round tries again."""
         try:
             return await self._deps.trainer.evaluate()
         except (WorkerError, TimeoutError) as error:
@@ -256,7 +256,7 @@ class PeerSession:
             return math.nan
 
     async def _linger(self) -> None:
-        """Stay until all live peers are as far as this one: those that missed the last round can ask for it."""
+        """Stay until all live peers have come as far, so that those that missed the last round can fetch it."""
         members, chain = self._deps.membership, self._deps.outer_loop.chain
         loop = asyncio.get_running_loop()
         until = loop.time() + LINGER_SECONDS
@@ -271,12 +271,13 @@ class PeerSession:
             await asyncio.sleep(0.1)
 
     async def _discover(self) -> None:
-        """Announce this peer's addresses in the directory, and look for other peers there, again and again."""
+        """Announce this peer's addresses in the directory, and look for other peers there, until cancelled."""
         loop, deps = asyncio.get_running_loop(), self._deps
         met: set[PeerId] = set()
         while True:
             until = loop.time() + FIND_SECONDS
-            await deps.membership.changed(0, loop.time() + FIRST_SECONDS)  # it learns of peers from this one
+            # the directory learns of peers from the membership
+            await deps.membership.changed(0, loop.time() + FIRST_SECONDS)
             here = {member.peer for member in deps.membership.live()} - {deps.outer_loop.averager.me.peer}
             for peer in sorted(here - met):
                 if await deps.directory.meet(peer, loop.time() + MEET_SECONDS):
@@ -290,7 +291,7 @@ class PeerSession:
             await self._pause(until)
 
     async def _pause(self, until: Deadline) -> None:
-        """Wait; less long if this machine slept or moved: other peers look for it at its old addresses."""
+        """Wait until the given time, or less if this machine slept or moved: others may have its old addresses."""
         upset = self._deps.membership.host_monitor.upset
         with suppress(TimeoutError):
             async with asyncio.timeout_at(until):
@@ -300,7 +301,7 @@ class PeerSession:
 
 
 def _addresses(value: bytes) -> tuple[str, ...]:
-    """The addresses in a directory entry, which anyone may have written; none where it cannot be read."""
+    """The addresses in a directory entry, which any peer may have written; none if the entry is malformed."""
     try:
         found = json.loads(value)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Runs a peer until it is done or asked to leave by Ctrl-C or SIGTERM, and ends it by force if it hangs."""
+"""Runs a peer until it is done or Ctrl-C or SIGTERM asks it to leave, and ends the process by force if it hangs."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 
 
 def run_peer(config: PeerConfig, run: RunConfig | None) -> int:
-    """Run a peer to its end, with a terminal that shows it; returns the process's exit code.
+    """Run a peer to its end and show it in the terminal; returns the process's exit code.
 
     Raises:
-        FatalPeerError: it cannot go on.
+        FatalPeerError: the peer cannot go on.
     """
-    import uvloop  # here, because a swarm uses this module, too, and needs no PyTorch for that
+    import uvloop  # imported here because `swarm` uses this module, too, without PyTorch
 
     from node.session.peer import Peer
     from node.ui import logs
@@ -37,8 +37,8 @@ def run_peer(config: PeerConfig, run: RunConfig | None) -> int:
     logs.set_up(config.log_level, terminal.log, terminal.is_terminal)
     shutdown = GracefulShutdown(lambda: peer.finish(), terminal.say, terminal.close)
     peer = Peer(config, run, terminal, shutdown.finish)
-    # What has been loaded by now stays: the collector of cycles would go through PyTorch's quarter of a million objects
-    # again and again, on the loop, and take .14 s each time.
+    # Exempt all objects loaded so far from garbage collection. Otherwise each full collection would visit PyTorch's
+    # quarter of a million objects, and block the event loop for 0.14 s.
     gc.freeze()
     gc.enable()
 
@@ -55,7 +55,7 @@ def run_peer(config: PeerConfig, run: RunConfig | None) -> int:
 
 @contextmanager
 def exit_on_signal() -> Iterator[None]:
-    """Until a `GracefulShutdown` listens, a signal ends the process there and then: nothing has begun yet."""
+    """End the process at once on a signal, until a `GracefulShutdown` handles signals: nothing has begun yet."""
     before = {number: signal.signal(number, _leave_at_once) for number in NAMES}
     try:
         yield
@@ -68,21 +68,21 @@ def exit_on_signal() -> Iterator[None]:
 def _leave_at_once(number: int, frame: FrameType | None) -> None:
     with suppress(OSError):
         os.write(2, f"{NAMES[signal.Signals(number)]}: leaving\n".encode())
-    os._exit(0)  # an exception might be raised during an import, which may swallow it
+    os._exit(0)  # not by an exception: an import in progress might swallow it
 
 
 class GracefulShutdown:
-    """Ends a peer on signals: the first asks it to finish, within 10 s; the second cancels it, within 2 s.
+    """Two-stage shutdown on SIGINT or SIGTERM: the first signal lets the peer finish, the second cancels it.
 
-    The process's own alarm ends a peer that takes longer. It works even if the event loop is stuck or a thread hangs;
-    p2pd and the worker die with this process.
+    Finishing may take 10 s, cancelling 2 s. After that a SIGALRM handler ends the process, even if the event loop is
+    blocked or a thread hangs. p2pd and the worker die with this process.
     """
 
     def __init__(self, finish: Callable[[], None], say: Callable[[str], None], last_words: Callable[[], None]) -> None:
         """
         Args:
-            say: tells a person one line, at once.
-            last_words: called before the process is ended by force; puts the terminal in order.
+            say: shows the user a line at once.
+            last_words: called before the process is ended by force; restores the terminal.
         """
         self._finish, self._say, self._last_words = finish, say, last_words
         self._asked = 0
@@ -90,9 +90,9 @@ class GracefulShutdown:
         self._task: asyncio.Task[int] | None = None
 
     async def run(self, peer: Coroutine[Any, Any, int]) -> int:
-        """Run the peer to its end, however long it lives; returns the exit code. What it raises is raised.
+        """Run the peer to its end, without a time limit; returns the exit code. The peer's exceptions propagate.
 
-        The code is the peer's own; 1 if it had to be ended; 130 after a second Ctrl-C, 143 after a second SIGTERM.
+        The code is the peer's own; 1 if it had to be cancelled; 130 after a second Ctrl-C, 143 after a second SIGTERM.
         """
         task = self._task = asyncio.create_task(peer, name="peer")
         with self._listening():
@@ -104,10 +104,10 @@ class GracefulShutdown:
         return self._code
 
     def finish(self, why: str = "asked to finish") -> None:
-        """Do what the first signal does; a signal that follows is the second.
+        """Do what the first signal does. A signal that follows counts as the second.
 
         Args:
-            why: one line for the user.
+            why: user-facing reason, one line.
         """
         if not self._asked:
             self._asked = 1
@@ -126,11 +126,11 @@ class GracefulShutdown:
 
         signal.signal(signal.SIGALRM, self._end_by_force)
         for number in NAMES:
-            signal.signal(number, on_signal)  # not the loop's handler: this one works while the loop is stuck, too
+            signal.signal(number, on_signal)  # not the event loop's handler: this one works even if the loop is blocked
         try:
             yield
         finally:
-            for number in NAMES:  # one that comes now must not cut short what is written
+            for number in NAMES:  # a signal now must not interrupt what is being written
                 signal.signal(number, signal.SIG_IGN)
 
     def _set_alarm(self, number: int) -> None:

@@ -1,8 +1,12 @@
-"""Keeps checkpoints: where snapshots stand on the disk, what becomes of them, and how much of it they may take.
+"""Writes, keeps and removes checkpoints within a limit of disk space.
 
-A checkpoint takes three steps. Room is made for it, so that a disk that is too small shows before anything is written;
-its files are filled, for which the peer stands still; then it is sealed behind the peer's back. What fails costs the
-checkpoint, and a line; never the round.
+A checkpoint takes three steps:
+
+1. Disk space is reserved, so that a full disk shows before anything is written.
+2. The files are filled. The peer waits for this.
+3. The checkpoint is published in the background.
+
+A failure costs the checkpoint and is logged. It never costs the round.
 """
 
 from __future__ import annotations
@@ -36,20 +40,20 @@ log = logging.getLogger(__name__)
 
 KEEP = 3
 SMALL_BYTES = 1 << 20
-"""For headers, the manifest and all that is not a vector."""
+"""Allowance for headers, the manifest and everything else that is not a vector."""
 SLOW_SECONDS = 2.0
-"""The checkpoint before has so long until this one is given up; it had all the rounds since."""
+"""A checkpoint is given up if the one before is not published after this wait. It had all the rounds since."""
 AGAIN_SECONDS = 600.0
-"""What goes on failing is told again, no more often than that."""
+"""Least time between two warnings while checkpoints keep failing."""
 
 
 class InnerStateSource(Protocol):
-    """Whoever has the inner optimiser's state.
+    """The owner of the inner optimiser's state.
 
     Attributes:
         position: batches drawn from this peer's stream of data.
         carried: tokens of work in the local parameters that no round has counted.
-        threads: that it computes with.
+        threads: number of threads that it computes with.
     """
 
     @property
@@ -62,7 +66,7 @@ class InnerStateSource(Protocol):
     def threads(self) -> int: ...
 
     async def save(self, path: Path) -> bool:
-        """Put it into a file; False where there is none to be had just now.
+        """Write the inner state to a file; False if there is none at the moment.
 
         Raises:
             WorkerError: it cannot be written.
@@ -70,7 +74,7 @@ class InnerStateSource(Protocol):
 
 
 def _nothing_to_sync() -> None:
-    """For checkpoints that stand on no chain."""
+    """Do nothing: for checkpoints without a chain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +84,9 @@ class CheckpointStorage:
     Attributes:
         directory: the peer's state directory.
         every_rounds: a checkpoint is written before every round whose number this divides.
-        limit_bytes: of the disk, for all checkpoints together.
-        disk: runs what waits for the disk, and nothing that a round waits for.
-        sync: makes the chain that a checkpoint stands on survive a power cut; blocks, and raises OSError.
+        limit_bytes: disk space for all checkpoints together.
+        disk: runs blocking disk operations, and nothing that a round waits for.
+        sync: flushes the chain to which checkpoints belong, so that it survives a power cut. Blocks; raises OSError.
     """
 
     directory: Path
@@ -93,12 +97,12 @@ class CheckpointStorage:
 
 
 class CheckpointManager:
-    """Keeps the checkpoints of one run. Use as an async context manager: it ends when the last is sealed.
+    """Keeps the checkpoints of one run. An async context manager, whose exit waits for the last publication.
 
     Attributes:
         home: the directory of the checkpoints.
-        feedback: what of this peer's work its codec has not sent yet, if it needs that.
-        snapshots: what it keeps; they are handed out as soon as they are filled.
+        feedback: error feedback of this peer's codec; None if the codec needs none.
+        snapshots: the snapshots that it keeps. They are served to other peers as soon as they are filled.
     """
 
     def __init__(
@@ -110,7 +114,7 @@ class CheckpointManager:
     ) -> None:
         """
         Args:
-            like: run, layout and data of the checkpoints to come.
+            like: supplies run, layout and data of all checkpoints.
         """
         self.snapshots = Snapshots(storage.every_rounds, KEEP, self.room, self._has_draft)
         self.home, self._like = storage.directory / DIRECTORY, like
@@ -120,7 +124,7 @@ class CheckpointManager:
         self._sealing: asyncio.Task[None] | None = None
         self._whole: set[str] = set()
         self._told = -math.inf
-        self._kept_wall: float | None = None  # when the newest whole checkpoint was sealed
+        self._kept_wall: float | None = None  # wall-clock time at which the newest whole checkpoint was published
 
     async def __aenter__(self) -> Self:
         self._now = asyncio.get_running_loop().time  # `room` is called on other threads, too
@@ -132,33 +136,33 @@ class CheckpointManager:
         self._sealing = None
 
     def holds(self, checkpoint: Checkpoint) -> None:
-        """One of a former life is whole, and on our chain.
+        """Take over a whole checkpoint of an earlier incarnation, which is on this peer's chain.
 
         Raises:
-            OSError: it has gone.
+            OSError: the checkpoint no longer exists.
         """
         self.snapshots.put(checkpoint.snapshot())
         self._whole.add(checkpoint.name)
         self._is_kept(checkpoint.path)
 
     def age_seconds(self, wall: float) -> float | None:
-        """Of the newest whole checkpoint; None: there is none.
+        """Age of the newest whole checkpoint; None if there is none.
 
         Args:
-            wall: time, as files have it.
+            wall: the present time, by the clock of the files' timestamps.
         """
         return None if self._kept_wall is None else max(0.0, wall - self._kept_wall)
 
     # -- a checkpoint -------------------------------------------------------------------------------------------------
 
     async def keep(self, state: OuterState, key: RoundKey) -> None:
-        """Keep the state before a round, and the inner one; both may change when this returns."""
+        """Write a checkpoint of the outer and inner state before a round. Both may change once this returns."""
         began, draft = self._now(), self._draft(key.lineage, key.round)
         if not await self._sealed():
             self._warn(f"no checkpoint before round {key.round + 1}: the one before is still being written")
             return
         if not await self._make_way(draft, key):
-            await state.keep(self.snapshots, key)  # others need it all the same
+            await state.keep(self.snapshots, key)  # without a checkpoint, other peers still need the snapshot
             return
         async with task_group() as group:
             filling = group.create_task(state.keep(self.snapshots, key))
@@ -169,12 +173,12 @@ class CheckpointManager:
             self._begin_to_seal(snapshot, saved, self.feedback is not None)
 
     def take(self, snapshot: Snapshot) -> None:
-        """Keep one that was downloaded, with no inner state."""
+        """Write a downloaded snapshot as a checkpoint without inner state."""
         self.snapshots.put(snapshot)
         self._begin_to_seal(snapshot, False)
 
     async def _save(self, draft: Path, key: RoundKey) -> bool | None:
-        """Whether there is an inner state; None if it, or what was not sent yet, could not be written."""
+        """Write error feedback and inner state; returns whether there is an inner state, None if writing failed."""
         try:
             if self.feedback:
                 await self.feedback.save(draft / FEEDBACK)
@@ -201,7 +205,7 @@ class CheckpointManager:
             self._sealing.add_done_callback(_tell_defect)
 
     async def _sealed(self) -> bool:
-        """Whether the checkpoint before is done with; it may take a moment."""
+        """Wait up to `SLOW_SECONDS` for the previous checkpoint; returns whether its publication has ended."""
         if self._sealing:
             await asyncio.wait([self._sealing], timeout=SLOW_SECONDS)
         return self._sealing is None or self._sealing.done()
@@ -224,7 +228,8 @@ class CheckpointManager:
             self._whole.add(made.name)
             self._is_kept(self.home / made.name)
             held = {name_of(each.round, each.lineage) for each in self.snapshots.held()}
-            useless = [self.home / name for name in sorted(self._whole - held)]  # what it does not know is not its own
+            # directories that this manager does not know stay
+            useless = [self.home / name for name in sorted(self._whole - held)]
             with suppress(OSError):
                 drafts = places(self.home, drafts=True)
                 useless += [path for path in drafts if path.name[1:] < min(held | {made.name})]
@@ -239,16 +244,16 @@ class CheckpointManager:
             self._kept_wall = max(self._kept_wall or 0.0, (path / MANIFEST).stat().st_mtime)
 
     def _warn(self, line: str) -> None:
-        """At once, and every ten minutes until it works again."""
+        """Warn at once, then at most every ten minutes until a checkpoint succeeds."""
         due = self._now() >= self._told + AGAIN_SECONDS
         log.log(logging.WARNING if due else logging.DEBUG, line)
         if due:
             self._told = self._now()
 
-    # -- room ---------------------------------------------------------------------------------------------------------
+    # -- disk space ---------------------------------------------------------------------------------------------------
 
     def room(self, lineage: bytes, round_number: int, size: int) -> SnapshotBuffer:
-        """Room for an outer state: on the disk or, where it does not fit there, in memory, for others need it."""
+        """A buffer for an outer state: on disk, or in memory if it does not fit there, because other peers need it."""
         draft = self._draft(lineage, round_number)
         try:
             if not (draft / OUTER).exists():
@@ -266,7 +271,7 @@ class CheckpointManager:
         return self.home / f".{name_of(round_number, lineage)}"
 
     async def _make_way(self, draft: Path, key: RoundKey) -> bool:
-        """Take the room that a checkpoint needs, from older ones if need be; False: there is none."""
+        """Reserve the disk space of a checkpoint, removing older ones if needed; False if there is not enough."""
         vectors_bytes = buffer_bytes(sum(self._like.layout.sizes()))
         beside = {INNER: vectors_bytes + SMALL_BYTES}  # AdamW's moments
         if self.feedback:
@@ -297,21 +302,27 @@ class CheckpointManager:
                 return False
 
     async def _thin(self, draft: Path) -> bool:
-        """Give up the least useful of what is there, but never the last whole one; False: there is nothing."""
+        """Remove the least useful checkpoint, but never the last whole one; False if there is none to remove."""
         for path in self._spare(draft)[:1]:
             await self._remove([path])
             return not path.exists()
         return False
 
     def _spare(self, draft: Path) -> list[Path]:
-        """What may be given up for a draft, the least useful first; nothing that a life before left unread."""
+        """What may be removed for a draft, the least useful first.
+
+        Whole checkpoints of earlier incarnations that this peer did not load are not among them.
+        """
         drafts: list[Path] = []
         with suppress(OSError):
             drafts = [path for path in places(self.home, drafts=True) if path != draft]
         return [*drafts, *(self.home / name for name in sorted(self._whole)[:-1])]
 
     async def _remove(self, paths: list[Path]) -> None:
-        """Delete these. A snapshot there is let go first, so that its bytes go back; whoever reads it reads on."""
+        """Delete these directories.
+
+        Their snapshots are dropped first, so that the disk space is freed. Transfers that read one can still finish.
+        """
         names = {path.name.removeprefix(".") for path in paths if not path.name.startswith(".")}
         for snapshot in self.snapshots.held():
             if name_of(snapshot.round, snapshot.lineage) in names:
@@ -322,6 +333,6 @@ class CheckpointManager:
 
 
 def _tell_defect(sealing: asyncio.Task[None]) -> None:
-    """Of ours, that no disk explains: training goes on, and it is not passed over in silence."""
+    """Log an error in our own code, as opposed to a disk error. Training goes on."""
     if not sealing.cancelled() and (defect := sealing.exception()):
         log.error("a checkpoint was not sealed: %r", defect, exc_info=defect)

@@ -22,11 +22,11 @@ _RECENT_ROUNDS = 5
 
 @dataclass(frozen=True, slots=True)
 class RunLabels:
-    """What a status says of the run.
+    """The run's description in a status.
 
     Attributes:
         name: of the run.
-        rounds: of training; 0: not known.
+        rounds: number of training rounds; 0 if not known.
     """
 
     name: str = ""
@@ -38,13 +38,13 @@ class RunLabels:
 
 @dataclass(frozen=True, slots=True)
 class OuterLoopSources:
-    """Where a status finds the figures of a peer that is in the rounds of its run.
+    """Sources of a status once the outer loop runs.
 
     Attributes:
         waiting_for: returns the peers that the round waits for.
-        sync_progress: returns how far catching up is; None: the peer does not catch up just now.
-        checkpoint_age_seconds: of the newest whole checkpoint; None: there is none.
-        pids: of the peer's processes.
+        sync_progress: returns the progress of catching up; None while the peer does not catch up.
+        checkpoint_age_seconds: returns the age of the newest whole checkpoint; None if there is none.
+        pids: returns the ids of the peer's processes.
     """
 
     journal: Journal
@@ -55,10 +55,10 @@ class OuterLoopSources:
 
 
 class StatusTracker:
-    """Puts the status of a peer together from the parts of the peer that exist already.
+    """Assembles the status of a peer from those of its parts that exist already.
 
     The peer calls, in this order: `set_identity`, `set_network`, `enter_run`, `join_swarm`, `start_outer_loop`.
-    `status()` works before the first of them, and after each.
+    `status()` works before the first of them and after each.
 
     Attributes:
         state, reason: as in `Status`.
@@ -78,14 +78,14 @@ class StatusTracker:
         self._work = LocalProgress(0, float("nan"), 0.0, 0.0)
         self._ends: deque[float] = deque(maxlen=_RECENT_ROUNDS + 1)
 
-    # -- what the peer hands over -------------------------------------------------------------------------------------
+    # -- called by the peer -------------------------------------------------------------------------------------------
 
     def set_identity(self, peer: PeerId, incarnation: int) -> None:
-        """The state directory is open."""
+        """Note that the state directory is open."""
         self.peer, self._incarnation = peer, incarnation
 
     def set_network(self, addresses: Callable[[], Sequence[str]], lag: LoopLag) -> None:
-        """The transport is up.
+        """Note that the transport is up.
 
         Args:
             addresses: returns the multiaddrs at which others reach this peer.
@@ -94,19 +94,19 @@ class StatusTracker:
         self._addresses, self._lag = addresses, lag
 
     def enter_run(self, run: RunLabels) -> None:
-        """The peer knows which run it takes part in."""
+        """Note which run the peer takes part in."""
         self._run = run
 
     def join_swarm(self, chain: RoundHistory, membership: Membership) -> None:
-        """The peer knows its round and the run's other peers."""
+        """Note where to read the peer's round and the run's other peers."""
         self._chain, self._membership = chain, membership
 
     def start_outer_loop(self, sources: OuterLoopSources) -> None:
-        """The outer loop is built."""
+        """Note that the outer loop is built."""
         self._sources = sources
 
     def set_state(self, state: str, reason: str = "") -> None:
-        """The peer does something else now; a peer that leaves is leaving until it has finished."""
+        """Change the peer's state. A leaving peer stays `leaving` until it has finished."""
         if self.state not in ("leaving", "finished") or state == "finished":
             self.state, self.reason = state, reason
 
@@ -115,17 +115,17 @@ class StatusTracker:
         return self._addresses()
 
     def pids(self) -> Sequence[int]:
-        """The peer's processes."""
+        """Ids of the peer's processes."""
         return self._sources.pids() if self._sources else (os.getpid(),)
 
     def _waiting_for(self) -> tuple[str, ...]:
-        """Names of the peers that the round waits for; none while it waits for this peer, too."""
+        """Names of the peers that the round waits for; none while this peer is among them."""
         sources = self._sources if self.state in ("averaging", "training") else None
         peers = sources.waiting_for() if sources else ()
         return () if self.peer in peers else self._names(peers)
 
     def on_progress(self, phase: str, work: LocalProgress) -> None:
-        """How far the round is."""
+        """Note the progress of the round."""
         self._work = work
         self.set_state(phase, self._why_no_vote())
 
@@ -143,7 +143,7 @@ class StatusTracker:
         )
 
     def reported(self, report: RoundReport) -> None:
-        """A round is over."""
+        """Note the report of a round that is over."""
         self._ends.append(asyncio.get_running_loop().time())
         self._loss = report.loss
         if report.held_out_loss == report.held_out_loss:
@@ -159,7 +159,7 @@ class StatusTracker:
         return max(0.0, each * (self._total() - round_number))
 
     def _total(self) -> int:
-        """Rounds of the run as they are counted: rounds without training come on top."""
+        """Number of the run's last round: its training rounds plus the rounds without training so far."""
         rounds, chain = self._run.rounds, self._chain
         return rounds + chain.head.key.round - chain.trained if chain and rounds else rounds
 
@@ -196,7 +196,7 @@ class StatusTracker:
         )
 
     def status(self) -> Status:
-        """Everything, as of now."""
+        """The peer's present status."""
         key, sources = (self._chain.head.key if self._chain else None), self._sources
         totals = sources.journal.totals if sources else None
         round_number = key.round if key else 0
