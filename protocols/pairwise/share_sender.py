@@ -97,7 +97,7 @@ class ShareSender:
             weighted.accounting.name(
                 peer, f"no share: {'no word of what became of it' if told else 'it was not reached'}"
             )
-            if told:  # our share arrived, and there is no answer: give this peer nothing more for a while
+            if told:  # the share may have arrived: avoid this peer for a while
                 patience.late(peer, now, max(CHEAP_SECONDS, now - began), slow=now >= until)
                 return None
             patience.failed(peer, began, now, answer_by, slow=False)

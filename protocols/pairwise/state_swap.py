@@ -1,14 +1,12 @@
 """One exchange of whole states between two peers: its frames, and how each end uses the other's state.
 
-    asker                    answerer
-    Ask             →
-                    ←        Answer: yes, or busy, at once
-    chunks          →  ←     chunks: both ways at the same time, into scratch, checked as they come
-    Whole           →        has everything, and now knows that the asker has: moves
-    moves           ←        Whole
-    Whole           →        knows that both have moved
-
-(Ask is `ExchangeRequest`, Answer is `ExchangeReply`, Whole is `StateReceived`.)
+    initiator                  responder
+    ExchangeRequest   →
+                      ←        ExchangeReply: yes, or busy, at once
+    chunks            →  ←     chunks: both ways at the same time, into scratch, checked as they come
+    StateReceived     →        has everything, and knows that the initiator has: commits
+    commits           ←        StateReceived
+    StateReceived     →        knows that both have committed
 
 Neither end commits before both have everything. If the stream breaks between the initiator's first `StateReceived` and
 the reply to it, the initiator asks once more, on a new stream (`OutcomeQuery`). An end that has not committed by then
