@@ -38,7 +38,7 @@ def test_peers_with_consent_train_their_own_task(tmp_path: Path) -> None:
         agreed = ("--bootstrap", a.address, "--task", "shapes:shapes")
         b, c = swarm.peer("b").start(*agreed), swarm.peer("c").start(*agreed[:2])
         assert c.ends(START_SECONDS) == 2 and not (c.directory / "manifest.bin").exists()
-        assert c.said().splitlines()[-1].endswith("whom you trust, join with --task shapes:shapes")
+        assert c.said().splitlines()[-1].endswith("that you trust, join with --task shapes:shapes")
         wait("b gets into the run", b.meet, START_SECONDS)
         wait("two are in one mean", lambda: swarm.all_in_one_mean([a, b]), START_SECONDS)
         losses = [each["held_out_loss"] for each in a.reports() if each["held_out_loss"]]
