@@ -1,4 +1,4 @@
-"""Small messages to peers, and the account of a round: bytes that crossed streams, peers that broke rules."""
+"""Control messages to peers, and the accounting of a round: bytes on streams, and peers that broke rules."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from protocols.base import (
 RECONNECT_SECONDS = 0.1
 RECONNECT_LIMIT_SECONDS = 5.0
 MAX_NAMED = 256
-"""Between two reports: strangers come under as many names as they like."""
+"""Peers named between two reports: a stranger can come under any number of peer ids."""
 KEEP_MESSAGES = 64
-"""Messages that wait for one peer, or that a stream carried and may have lost; the oldest give way."""
+"""Messages kept for one peer: waiting, or sent on a stream that may lose them. The oldest are dropped first."""
 
 
 class RoundAccounting:
-    """What is accounted for between two reports. The first reason that names a peer stays."""
+    """Counts bytes and names peers between two reports. Of several reasons for one peer, the first is kept."""
 
     def __init__(self) -> None:
         self._names: dict[PeerId, str] = {}
@@ -62,7 +62,7 @@ class RoundAccounting:
         self._open[stream] = (stream.bytes_sent, stream.bytes_received)
 
     def take(self) -> tuple[tuple[PeerFault, ...], int, int]:
-        """Who was named, bytes sent, bytes received; since the last call."""
+        """Peers named, bytes sent and bytes received since the last call."""
         for stream in self._open:
             self._count(stream)
         taken = tuple(PeerFault(peer, why) for peer, why in self._names.items()), self._bytes_sent, self._bytes_received
@@ -71,7 +71,7 @@ class RoundAccounting:
 
 
 class _Outbox:
-    """What one peer is still to be told, and what it may not have heard."""
+    """Messages for one peer: those still to be sent, and those that it may not have received."""
 
     def __init__(self) -> None:
         self.waiting: deque[Header] = deque(maxlen=KEEP_MESSAGES)
@@ -81,7 +81,7 @@ class _Outbox:
         self.idle = False
 
     def again(self) -> None:
-        """What may not have arrived waits again, before what came later."""
+        """Queue the messages that may not have arrived again, before later ones."""
         self.waiting = deque((*self.sent, *self.waiting), maxlen=KEEP_MESSAGES)
         self.sent.clear()
 
@@ -89,13 +89,13 @@ class _Outbox:
 class ControlChannel:
     """Sends control messages in order, on one stream to each peer, which stays open.
 
-    Opening a stream takes a round trip, a message on an open one half of it. What a broken stream carried is sent
-    again, since some of it may be lost: messages are idempotent. The end of the stream is watched, so a peer's death
-    shows at once. Messages wait from one `run` to the next.
+    Opening a stream takes a round trip; a message on an open stream takes half of one. Messages of a broken stream are
+    sent again, since some may be lost: messages are idempotent. The channel watches each stream for its end, so it
+    notices at once when a peer dies. Unsent messages are kept from one `run` to the next.
 
     Attributes:
-        on_gone: called when a peer turns out to be gone.
-        round_trip_seconds: peer -> what opening a stream took last.
+        on_gone: called when a peer is gone.
+        round_trip_seconds: peer -> time that opening the last stream took.
     """
 
     def __init__(self, host: Host, method: str, accounting: RoundAccounting) -> None:
@@ -108,7 +108,10 @@ class ControlChannel:
         self._stopping = False
 
     def send(self, peer: PeerId, message: Header) -> None:
-        """Send, again after a failure: messages may arrive twice, but are forgotten only when too many wait."""
+        """Queue a message, and send it again after a failure.
+
+        It may arrive twice. It is dropped only if more than `KEEP_MESSAGES` wait.
+        """
         line = self._lines.setdefault(peer, _Outbox())
         line.waiting.append(message)
         line.more.set()
@@ -116,7 +119,7 @@ class ControlChannel:
 
     @asynccontextmanager
     async def run(self, group: asyncio.TaskGroup, deadline: Deadline, keep: Collection[PeerId]) -> AsyncIterator[None]:
-        """Carry messages inside this context, whose tasks live in `group`; forget those for peers not in `keep`."""
+        """Send messages inside this context, with tasks in `group`; drop those for peers not in `keep`."""
         self._group, self._deadline, self._stopping = group, deadline, False
         self._lines = {peer: line for peer, line in self._lines.items() if peer in keep}
         for peer, line in self._lines.items():
@@ -145,7 +148,7 @@ class ControlChannel:
                 except PeerGone:
                     self.on_gone(peer)
                 except BadPayload:
-                    pause_seconds = RECONNECT_LIMIT_SECONDS  # it is named
+                    pause_seconds = RECONNECT_LIMIT_SECONDS  # `counting` has named the peer
                 except PeerError:
                     if loop.time() - began > RECONNECT_SECONDS and line.sent:  # it was there: is it still?
                         pause_seconds = 0.0
@@ -157,7 +160,7 @@ class ControlChannel:
             line.task, line.idle = None, False
 
     async def _stream(self, peer: PeerId, line: _Outbox) -> None:
-        """Open a stream and carry on it what there is, until told to stop."""
+        """Open a stream and send messages on it until the channel stops."""
         began = asyncio.get_running_loop().time()
         async with (
             self._host.transport.open(peer, self._method, self._deadline) as stream,
@@ -176,12 +179,12 @@ class ControlChannel:
             line.idle = True
             try:
                 await line.more.wait()
-            finally:  # whose stream has broken is about to try again, and the round's end does not wait for that
+            finally:  # after a broken stream the task is about to retry, and the round's end does not wait for that
                 line.idle = False
         line.sent.clear()
 
 
 async def _watch(stream: Stream) -> None:
-    """Nothing comes back on a control stream but its end."""
+    """Wait for the end of a control stream: the receiver sends nothing back on it."""
     await stream.receive(0)
     raise PeerSilent(stream.peer, "answered on a control stream")

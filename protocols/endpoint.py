@@ -1,6 +1,6 @@
 """The streams of one protocol at one peer: it opens its own, and admits those of others by their first frame.
 
-A stream may also come before the session that it is for has begun at this peer: `SessionTable` lets it wait.
+A stream may arrive before its session has begun at this peer. `SessionTable` lets it wait.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class ProtocolEndpoint:
     - comes within `FIRST_FRAME_SECONDS`, from a live member or an acquaintance,
     - is of a kind that its method has a handler for,
     - is bound to the run and scope of this peer's rounds,
-    - has as `sender`, where it names one, the peer of the stream in its present life,
-    - has as receiver (`to`), where it names one, this peer in its present life.
+    - has as `sender`, where it names one, the current incarnation of the stream's peer,
+    - has as receiver (`to`), where it names one, the current incarnation of this peer.
 
-    A control stream carries one message after the other. Its first comes from a live member or an acquaintance, in
-    time. A message of another kind, run or scope does not reach a handler.
+    A control stream carries one message after the other. The same rules of time and sender hold for its first message.
+    A message of another kind, run or scope does not reach a handler.
 
     Attributes:
-        me: this peer, in this life.
+        me: this peer's current incarnation.
         accounting: bytes that crossed the streams, and the peers that broke a rule.
     """
 
@@ -53,7 +53,7 @@ class ProtocolEndpoint:
         """
         Args:
             limit_bytes: the longest frame that is read.
-            acquaintances: peers that are heard although they may not be live members.
+            acquaintances: peers whose streams are served although they may not be live members.
         """
         self.host, self.settings = host, settings
         self.me, self.accounting = Member(host.me, settings.incarnation), RoundAccounting()
@@ -62,7 +62,7 @@ class ProtocolEndpoint:
         self._run: tuple[bytes, str] | None = None
 
     def bind(self, key: RoundKey) -> None:
-        """Refuse frames of another run or scope than this from now on; before the first round nothing is known."""
+        """From now on, refuse frames of another run or scope. Before the first call any are accepted."""
         self._run = key.run, key.scope
 
     @asynccontextmanager
@@ -84,9 +84,9 @@ class ProtocolEndpoint:
     def listen(
         self, method: str, kinds: Iterable[type[HeaderType]], take: Callable[[PeerId, HeaderType], None]
     ) -> None:
-        """Let `take` have each message of these kinds that comes on a control stream of a method.
+        """Pass each message of these kinds on a method's control streams to `take`.
 
-        A `BadPayload` that it raises is held against the sender, which may say better things: the stream goes on.
+        If `take` raises `BadPayload`, the sender is named, and the stream stays open for its next messages.
         """
         self._register(method, self._serve_messages).update(dict.fromkeys(kinds, take))
 
@@ -122,11 +122,11 @@ class ProtocolEndpoint:
                     return
 
     async def _first_frame(self, stream: Stream) -> Header:
-        """The first frame, which an opener has at hand; a stranger would hold a stream for nothing.
+        """Read the first frame. The time limit keeps strangers from holding streams: an opener has its frame ready.
 
         Raises:
-            BadPayload: it cannot be read.
-            PeerSilent: it did not come in time, or its sender is not heard.
+            BadPayload: the frame cannot be read.
+            PeerSilent: it did not come in time, or its sender is neither a live member nor an acquaintance.
         """
         try:
             async with asyncio.timeout(FIRST_FRAME_SECONDS):
@@ -139,9 +139,10 @@ class ProtocolEndpoint:
         return header
 
     def _handler(self, method: str, header: Any, misfit: str) -> Callable[..., Any]:
-        """
+        """The handler for this kind of header.
+
         Raises:
-            BadPayload: there is none for this kind, or the header is of another run or scope.
+            BadPayload: the method has none, or the header is of another run or scope.
         """
         handle = self._handlers[method].get(type(header))
         if handle is None:
@@ -152,10 +153,11 @@ class ProtocolEndpoint:
         return handle
 
     def _check_ends(self, peer: PeerId, header: Header) -> None:
-        """
+        """Check the sender and the receiver that a frame names.
+
         Raises:
-            BadPayload: it names another peer as its sender, or as its receiver.
-            PeerSilent: it names another life of either: it may be late, and honest.
+            BadPayload: it names another peer as its sender or receiver.
+            PeerSilent: it names another incarnation of either: an honest frame may be late.
         """
         sender, receiver = getattr(header, "sender", None), getattr(header, "to", self.me)
         if receiver.peer != self.me.peer or (sender and sender.peer != peer):
@@ -172,12 +174,12 @@ class SessionTable(Generic[K, Session]):
         self._notifier = Notifier()
 
     def open(self, key: K, session: Session) -> None:
-        """A session begins, or takes the place of one with the same key."""
+        """Add a session, or replace the one with the same key."""
         self._sessions[key] = session
         self._notifier.notify()
 
     def close(self, keys: Iterable[K]) -> None:
-        """These sessions serve no further streams."""
+        """Remove these sessions, so that they get no further streams."""
         for key in keys:
             self._sessions.pop(key, None)
 
@@ -185,26 +187,26 @@ class SessionTable(Generic[K, Session]):
         return self._sessions.get(key)
 
     def keys(self) -> tuple[K, ...]:
-        """Of all sessions, the one that was first opened first."""
+        """Keys of all sessions, in the order in which they were first opened."""
         return tuple(self._sessions)
 
     def values(self) -> tuple[Session, ...]:
         return tuple(self._sessions.values())
 
     def wake(self) -> None:
-        """What an `over` of `wait_for` asks about has changed."""
+        """Make each `wait_for` ask its `over` again."""
         self._notifier.notify()
 
     async def wait_for(
         self, key: K, stream: Stream, over: Callable[[], bool], until: Deadline | None = None
     ) -> Session | None:
-        """The session with this key, as soon as it has begun; None as soon as `over` says that it will not.
+        """Wait until the session with this key has begun. Returns None as soon as `over` says that it will not.
 
         Args:
-            until: wait no longer; None: until the stream's deadline.
+            until: latest time to wait; None: the stream's deadline.
 
         Raises:
-            PeerSilent: neither came about in time.
+            PeerSilent: neither happened in time.
         """
         deadline = stream.deadline if until is None else min(until, stream.deadline)
         try:
