@@ -127,7 +127,10 @@ class ClosingPhase:
 
 
 def joined(mean: AveragingResult, held: Mapping[PeerId, Contribution]) -> AveragingResult:
-    """Merge a mean with the exchanges in `held`, which took place beside it. Given-up exchanges must not be in it."""
+    """Merge a mean with the exchanges in `held`, which took place beside it. Given-up exchanges must not be in it.
+
+    If `held` is empty, a committed mean without contributions becomes SKIPPED.
+    """
     if not held:
         nothing = mean.outcome is Outcome.COMMITTED and not mean.contributions
         return replace(mean, outcome=Outcome.SKIPPED, weights={}) if nothing else mean
