@@ -14,8 +14,8 @@ from protocols.sync.independent_sync import IndependentStateSync
 CATCH_UP_SECONDS = 120.0
 """Time to find out what was decided and to receive the first bytes. A transfer that makes progress may take longer."""
 AGAIN_SECONDS, NEAR_ROUNDS = 1.0, 2
-"""If catching up took longer and covered more rounds, the peer catches up again. The next pass is shorter, because fewer
-rounds were decided during this one."""
+"""If catching up took longer and covered more rounds, the peer catches up again. The next pass is shorter, because
+fewer rounds were decided during this one."""
 MAX_PASSES = 16
 """Times in a row that a peer catches up. It then enters a round, in which it learns what is being decided."""
 PAUSE_SECONDS = 1.0
