@@ -1,0 +1,161 @@
+"""Peers with nothing but a membership each, on the simulated network, and a peer that breaks its rules."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from node.membership.handshake import LocalPeer
+from node.membership.hello import HELLO, VERSION, Heartbeat, Hello, HelloRejected, PeerAddress, Welcome, signed_part
+from node.membership.membership import DialPolicy, Membership, MembershipCallbacks
+from node.membership.peer_record import PeerRecord
+from protocols import wire
+from protocols.base import Deadline, Header, Member, PeerError, PeerId, Stream, Transport
+from tests.sim import loop as simloop
+from tests.sim.host import SimClock, SimSigner
+from tests.sim.network import SimNetwork, Trace
+
+RUN = bytes(range(32))
+
+
+def greeting(
+    name: PeerId,
+    incarnation: int = 0,
+    life: int = 77,
+    version: int = VERSION,
+    run: bytes = RUN,
+    addresses: tuple[str, ...] = (),
+) -> Hello:
+    """Signed by the peer that it names."""
+    hello = Hello(version, run, Member(name, incarnation), life, "mallory", addresses, b"")
+    return replace(hello, signature=SimSigner(name, 0).sign(signed_part(hello)))
+
+
+async def until(condition: Callable[[], bool], seconds: float) -> float:
+    """Wait for it; the virtual seconds that it took."""
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    return loop.time() - began
+
+
+class MembershipSwarm:
+    """Peers with nothing but a membership each; at first each knows only the peer that was started first."""
+
+    def __init__(self) -> None:
+        self.network = SimNetwork(Trace(), latency_seconds=0.02)
+        self.members: dict[PeerId, Membership] = {}
+        self.duplicates: list[tuple[PeerId, str]] = []
+        self.addresses: dict[PeerId, tuple[str, ...]] = {}
+        self.clocks: dict[PeerId, SimClock] = {}
+        self.said: list[tuple[PeerId, str]] = []
+        self.dropped: list[PeerId] = []
+        self.reached: list[tuple[PeerId, tuple[str, ...]]] = []
+        self._starts = 0
+
+    async def reach(self, peer: PeerId, addresses: Sequence[str], deadline: Deadline) -> None:
+        self.reached.append((peer, tuple(addresses)))
+
+    async def drop(self, peer: PeerId, deadline: Deadline) -> None:
+        self.dropped.append(peer)
+
+    def start(
+        self, peer: PeerId, run: bytes = RUN, incarnation: int | None = None, skew_seconds: float = 0.0
+    ) -> Membership:
+        known = peer in self.network.nodes
+        transport = self.network.restart(peer) if known else self.network.join(peer)
+        self._starts += 1
+        life = self._starts
+        me = Member(peer, transport.node.incarnation if incarnation is None else incarnation)
+        token = simloop.PROCESS.set(transport.node.process)
+        members = self._membership(transport, me, run, life, skew_seconds)
+        if self.members and peer != (first := next(iter(self.members))):
+            members.hint(first)
+        self.members[peer] = members
+        asyncio.get_running_loop().create_task(members.run())
+        simloop.PROCESS.reset(token)
+        return members
+
+    def _membership(self, transport: Transport, me: Member, run: bytes, life: int, skew_seconds: float) -> Membership:
+        self.addresses[me.peer] = (f"/ip4/10.0.0.1/tcp/{life}",)
+        self.clocks[me.peer] = SimClock(skew_seconds)
+        dialing = DialPolicy(lambda: [peer for peer in self.members if peer != me.peer], self.reach, self.drop)
+        callbacks = MembershipCallbacks(
+            lambda line: self.duplicates.append((me.peer, line)), lambda line: self.said.append((me.peer, line))
+        )
+        return Membership(
+            transport,
+            self.clocks[me.peer],
+            SimSigner(me.peer, 0),
+            LocalPeer(me, run, life, f"nick-{me.peer}", lambda: self.addresses[me.peer], lambda: 7),
+            dialing,
+            callbacks,
+        )
+
+    async def meet(self, names: Iterable[PeerId], seconds: float = 5.0) -> None:
+        """Start these peers, and wait until all of them see each other."""
+        for name in names:
+            self.start(name)
+        await until(lambda: all(self.sees(name) == list(names) for name in names), seconds)
+
+    def sees(self, peer: PeerId) -> list[PeerId]:
+        return [member.peer for member in self.members[peer].live()]
+
+    def contacts(self, peer: PeerId) -> dict[PeerId, PeerRecord]:
+        """What this peer knows of the others."""
+        return {each.peer: each for each in self.members[peer].contacts()}
+
+    def settled(self) -> bool:
+        """The peers a, b and c see each other, and none of their handlers failed."""
+        return not self.network.bugs and all({"a", "b", "c"} <= set(self.sees(name)) for name in "abc")
+
+
+class HostilePeer:
+    """A peer of the run that breaks the rules; its attributes say what it sends."""
+
+    def __init__(self, swarm: MembershipSwarm, name: PeerId = "x") -> None:
+        self.transport, self.name = swarm.network.join(name), name
+        self.dials: list[float] = []
+        self.known: tuple[PeerAddress, ...] = ()
+        self.echo: Callable[[Heartbeat], Sequence[Header]] = lambda pulse: [pulse]
+        self.refusal: HelloRejected | None = None
+        self.addresses: tuple[str, ...] = ()
+        self.incarnation, self.life = 0, 77
+        self.transport.serve(HELLO, self._serve)
+
+    def hello(self) -> Hello:
+        return greeting(self.name, self.incarnation, self.life, addresses=self.addresses)
+
+    async def _serve(self, peer: PeerId, stream: Stream) -> None:
+        self.dials.append(asyncio.get_running_loop().time())
+        await stream.receive(wire.MAX_HEADER_BYTES)
+        if self.refusal:
+            return await stream.send(self.refusal)
+        await stream.send(Welcome(self.hello(), self.known))
+        while True:
+            pulse = wire.expect(await stream.receive(wire.MAX_HEADER_BYTES), Heartbeat)
+            answers = self.echo(pulse)
+            if not answers:
+                return
+            for each in answers:
+                await stream.send(each)
+
+    async def greet(self, peer: PeerId, seconds: float, heartbeats_per_second: float = 0.0) -> int:
+        """Greet a peer and send heartbeats; the number that the peer answered."""
+        loop = asyncio.get_running_loop()
+        until, answered = loop.time() + seconds, 0
+        with suppress(PeerError):
+            async with self.transport.open(peer, HELLO, until) as stream:
+                await stream.send(self.hello())
+                await stream.receive(wire.MAX_HEADER_BYTES)
+                while heartbeats_per_second and loop.time() < until:
+                    await stream.send(Heartbeat(answered, 0.0, 1 << 40, False, b""))
+                    await stream.receive(wire.MAX_HEADER_BYTES)
+                    answered += 1
+                    await asyncio.sleep(1 / heartbeats_per_second)
+                await asyncio.sleep(until - loop.time())
+        return answered
