@@ -1,4 +1,4 @@
-"""The trace of a round's points, from both sides: what a peer tells, that it stands still, what a trap does to it."""
+"""Failpoints, from both sides: what a peer reports, that it waits for the answer, what a trap does to it."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from protocols.consensus.messages import RecordRequest
 from protocols.sync.requests import SYNC
 from protocols.wire import Chunk
 from tests.faults.tracing import Watch
-from tests.node.storage.test_journal import REPORT
 from tests.support.real_swarm import START_SECONDS, RealPeer, RealSwarm, deciding, paced, wait
+from tests.support.report_examples import REPORT
 
 KEY = RoundKey(bytes(32), "run", bytes(32), 7)
 WANT = RecordRequest(KEY, Member("me"), 0, bytes(32))
@@ -44,7 +44,7 @@ def trace(watch: Watch) -> Iterator[FailpointClient]:
     trace.close()
 
 
-def told(watch: Watch) -> list[tuple[int, str]]:
+def reached(watch: Watch) -> list[tuple[int, str]]:
     return [(each.round, each.point) for each in watch.records()]
 
 
@@ -94,14 +94,11 @@ class Stand:
         return 1.25
 
 
-# -- what a peer tells ------------------------------------------------------------------------------------------------
-
-
-def test_there_are_twenty_failpoints() -> None:
-    assert len(POINTS) == len(set(POINTS)) == 20
+# -- the peer's side --------------------------------------------------------------------------------------------------
 
 
 def test_without_variable_nothing_is_wrapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(POINTS) == len(set(POINTS)) == 20
     monkeypatch.delenv(VARIABLE, raising=False)
     stand: Any = Stand()
     transport, trainer, journal = with_failpoints(stand, stand, tmp_path / "rounds.jsonl")
@@ -113,15 +110,19 @@ async def test_trainer_and_journal_points_are_reported_in_order(
 ) -> None:
     monkeypatch.setenv(VARIABLE, watch.environment("a")[VARIABLE])
     stand: Any = Stand()
-    _, trainer, journal = with_failpoints(stand, stand, tmp_path / "rounds.jsonl")
+    path = tmp_path / "rounds.jsonl"
+    _, trainer, journal = with_failpoints(stand, stand, path)
     vector, cut, progress = torch.zeros(2), asyncio.Event(), print
+    written: list[bool] = []
+    traps = [watch.arm(point, -1, lambda _: written.append(path.exists())) for point in ("report", "reported")]
     await trainer.read(vector)
     assert (await trainer.train(KEY, cut, progress)).tokens == 5
     await trainer.write(vector, anchor=vector, tokens=3)
     assert await trainer.evaluate() == 1.25 and trainer.pid == 99
     journal.write(REPORT)
     trainer._trace.close()  # type: ignore[attr-defined]
-    assert told(watch) == [(-1, "read"), *((7, point) for point in POINTS if point in AT_HOME)]
+    assert written == [False, True] and all(trap.fired.is_set() for trap in traps)
+    assert reached(watch) == [(-1, "read"), *((7, point) for point in POINTS if point in AT_HOME)]
     assert stand.calls == [("read", vector, 0), ("train", KEY, cut, progress, True), ("write", vector, 0, vector, 3)]
 
 
@@ -143,7 +144,7 @@ async def test_streams_forward_everything_and_report_headers(watch: Watch, trace
         ("closed",),
     ]
     assert (transport.me, bytes(buffer)) == ("me", b"xx")
-    assert told(watch) == [(-1, "send Chunk"), (7, "receive RecordRequest")]
+    assert reached(watch) == [(-1, "send Chunk"), (7, "receive RecordRequest")]
 
 
 async def test_broken_stream_is_reset_and_served_ones_reported(watch: Watch, trace: FailpointClient) -> None:
@@ -160,21 +161,7 @@ async def test_broken_stream_is_reset_and_served_ones_reported(watch: Watch, tra
     for method in ("data", SYNC):
         transport.serve(method, answer)
         await stand.handlers[method]("other", stand)
-    assert told(watch) == [(7, "send RecordRequest"), (7, "sync: send RecordRequest")]
-
-
-def test_journal_write_is_reported_before_and_after(
-    watch: Watch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(VARIABLE, watch.environment("a")[VARIABLE])
-    stand: Any = Stand()
-    path = tmp_path / "rounds.jsonl"
-    journal = with_failpoints(stand, stand, path)[2]
-    there: list[bool] = []
-    traps = [watch.arm(point, -1, lambda _: there.append(path.exists())) for point in ("report", "reported")]
-    journal.write(REPORT)
-    journal._trace.close()  # type: ignore[attr-defined]
-    assert there == [False, True] and all(trap.fired.is_set() for trap in traps)
+    assert reached(watch) == [(7, "send RecordRequest"), (7, "sync: send RecordRequest")]
 
 
 @pytest.mark.parametrize("harness", ["is not there", "is silent", "goes"])

@@ -1,13 +1,12 @@
-"""How a peer's stay in a run ends, whenever it is asked to, and what is told of it meanwhile. On virtual time."""
+"""How a peer's session in a run ends, whenever it is asked to, and what it reports meanwhile. On virtual time."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,255 +28,213 @@ from protocols.base import Member
 from tests.sim import loop as simloop
 from tests.sim.host import Hearsay, SimClock
 from tests.support.session_cluster import Directory, SessionCluster, SessionPeer, View, now, until
+from tests.support.virtual_time import on_virtual_time
 
-Play = Callable[..., None]
-
-
-@pytest.fixture
-def play(tmp_path: Path) -> Play:
-    def run(body: Callable[[SessionCluster], Awaitable[None]], founders: str = "abc") -> None:
-        async def main() -> None:
-            town = SessionCluster(tmp_path, founders)
-            await body(town)
-            if town.network.bugs:
-                raise town.network.bugs[0]
-
-        simloop.run(main(), limit_seconds=1e5)
-
-    return run
+alone = pytest.mark.parametrize("founders", ["a"])
 
 
 # -- the end of the run, and of a share of it -------------------------------------------------------------------------
 
 
-def test_session_ends_with_the_run(play: Play) -> None:
-    async def body(town: SessionCluster) -> None:
-        peers = town.all()
-        await town.end()
-        for peer in peers:
-            assert peer.outcomes == ["committed"] * 4
-            assert [line["round"] for line in peer.lines()] == [0, 1, 2, 3]
-            assert all(line["held_out_loss"] is not None and line["threads"] == 3 for line in peer.lines())
-            assert (peer.status_tracker.state, peer.status_tracker.reason) == ("finished", "the run is over")
-            assert (peer.state.path / "sample.txt").read_bytes() == b"def something"
-            assert not (peer.state.path / "peers.json").exists()
-        assert len({peer.chain.head.key.lineage for peer in peers}) == 1
-        assert max(peer.ended or math.inf for peer in peers) < 60.0
-
-    play(body)
+@on_virtual_time
+async def test_session_ends_with_the_run(cluster: SessionCluster) -> None:
+    peers = cluster.all()
+    await cluster.end()
+    for peer in peers:
+        assert peer.outcomes == ["committed"] * 4
+        assert [line["round"] for line in peer.lines()] == [0, 1, 2, 3]
+        assert all(line["held_out_loss"] is not None and line["threads"] == 3 for line in peer.lines())
+        assert (peer.status_tracker.state, peer.status_tracker.reason) == ("finished", "the run is over")
+        assert (peer.state.path / "sample.txt").read_bytes() == b"def something"
+        assert not (peer.state.path / "peers.json").exists()
+    assert len({peer.chain.head.key.lineage for peer in peers}) == 1
+    assert max(peer.ended or math.inf for peer in peers) < 60.0
 
 
-def test_rounds_leave_no_reference_cycles(play: Play) -> None:
-    """Reduced parts above all: a hundred rounds would hold a hundred times the state, till the collector comes by."""
-
-    async def body(town: SessionCluster) -> None:
-        peers, parts = town.all(run_rounds=24), []
-        peers[-1].view.on_report = lambda _: parts.append(sum(type(each) is ReducedPart for each in gc.get_objects()))
-        gc.disable()
-        try:
-            await town.end()
-        finally:
-            gc.enable()
-        a_round = len(peers) ** 2
-        assert 0 < max(parts[12:]) <= max(parts[:12]) + a_round  # some peers report before others
-
-    play(body)
+@on_virtual_time
+async def test_rounds_leave_no_reference_cycles(cluster: SessionCluster) -> None:
+    """Reduced parts above all: until the collector runs, a hundred rounds would hold a hundred times the state."""
+    peers, parts = cluster.all(run_rounds=24), []
+    peers[-1].view.on_report = lambda _: parts.append(sum(type(each) is ReducedPart for each in gc.get_objects()))
+    gc.disable()
+    try:
+        await cluster.end()
+    finally:
+        gc.enable()
+    a_round = len(peers) ** 2
+    assert 0 < max(parts[12:]) <= max(parts[:12]) + a_round  # some peers report before others
 
 
-def test_finished_run_is_left_at_once(play: Play) -> None:
-    async def body(town: SessionCluster) -> None:
-        (peer,) = town.all("a", run_rounds=0)
-        await town.end()
-        assert peer.outcomes == [] and (peer.ended or math.inf) < 1.0
-
-    play(body, founders="a")
-
-
-def test_founder_and_later_joiners_end_together(play: Play) -> None:
-    async def body(town: SessionCluster) -> None:
-        first = town.add("a", run_rounds=8)
-        await until(lambda: len(first.view.reports) == 2)
-        others = town.all("bc", run_rounds=8)
-        await town.end()
-        assert {peer.chain.head.key.lineage for peer in others} == {first.chain.head.key.lineage}
-        for peer in others:
-            reports = peer.view.reports
-            assert reports[0].outcome == "superseded" and not math.isnan(reports[0].held_out_loss)
-            assert reports[-1].outcome == "committed" and "a" in reports[-1].peers
-
-    play(body, founders="a")
+@alone
+@on_virtual_time
+async def test_finished_run_is_left_at_once(cluster: SessionCluster) -> None:
+    (peer,) = cluster.all("a", run_rounds=0)
+    await cluster.end()
+    assert peer.outcomes == [] and (peer.ended or math.inf) < 1.0
 
 
-def test_stops_after_max_rounds(play: Play) -> None:
-    async def body(town: SessionCluster) -> None:
-        a, b = town.all("ab", run_rounds=6)
-        c = town.add("c", run_rounds=6, rounds=2)
-        await town.end("c")
-        assert c.outcomes == ["committed"] * 2 and all("c" in report.peers for report in c.view.reports)
-        assert c.status_tracker.state == "finished" and set(c.state.peers()) == {"a", "b"}
-        await town.end()
-        for peer in (a, b):
-            assert peer.outcomes == ["committed"] * 6, "who leaves in good order costs the others no round"
-            assert {member.peer for member in peer.chain.head.roster} == {"a", "b"}
+@alone
+@on_virtual_time
+async def test_founder_and_later_joiners_end_together(cluster: SessionCluster) -> None:
+    first = cluster.add("a", run_rounds=8)
+    await until(lambda: len(first.view.reports) == 2)
+    others = cluster.all("bc", run_rounds=8)
+    await cluster.end()
+    assert {peer.chain.head.key.lineage for peer in others} == {first.chain.head.key.lineage}
+    for peer in others:
+        reports = peer.view.reports
+        assert reports[0].outcome == "superseded" and not math.isnan(reports[0].held_out_loss)
+        assert reports[-1].outcome == "committed" and "a" in reports[-1].peers
 
-    play(body)
+
+@on_virtual_time
+async def test_stops_after_max_rounds(cluster: SessionCluster) -> None:
+    a, b = cluster.all("ab", run_rounds=6)
+    c = cluster.add("c", run_rounds=6, rounds=2)
+    await cluster.end("c")
+    assert c.outcomes == ["committed"] * 2 and all("c" in report.peers for report in c.view.reports)
+    assert c.status_tracker.state == "finished" and set(c.state.peers()) == {"a", "b"}
+    await cluster.end()
+    for peer in (a, b):
+        assert peer.outcomes == ["committed"] * 6, "a peer that leaves in good order costs the others no round"
+        assert {member.peer for member in peer.chain.head.roster} == {"a", "b"}
 
 
 # -- being asked to leave ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("after_seconds", [1.0, 1.7, 2.05, 2.2, 2.3, 3.0, 4.0])
-def test_leave_at_any_moment_ends_with_a_decision(play: Play, after_seconds: float) -> None:
-    """Where the round is too far gone to let it go, by that of one more, which may hold no work yet."""
-
-    async def body(town: SessionCluster) -> None:
-        a, b, c = town.all(run_rounds=6)
-        await asyncio.sleep(after_seconds)
-        began = now()
-        c.session.leave()
-        c.session.leave()
-        await town.end("c")
-        assert now() - began <= FINISH_SECONDS and c.view.said == []
-        assert c.outcomes and set(c.outcomes[:-1]) <= {"committed"} and c.outcomes[-1] in ("committed", "skipped")
-        assert c.status_tracker.state == "finished"
-        await town.end()
-        for peer in (a, b):
-            assert len(peer.outcomes) == 6 and peer.outcomes.count("committed") >= 5
-            assert len(peer.chain.head.roster) == 2
-
-    play(body)
+@on_virtual_time
+async def test_leave_at_any_moment_ends_with_a_decision(cluster: SessionCluster, after_seconds: float) -> None:
+    """If it is too late to leave in this round, that is the decision of the next one, which may hold no work yet."""
+    a, b, c = cluster.all(run_rounds=6)
+    await asyncio.sleep(after_seconds)
+    began = now()
+    c.session.leave()
+    c.session.leave()
+    await cluster.end("c")
+    assert now() - began <= FINISH_SECONDS and c.view.said == []
+    assert c.outcomes and set(c.outcomes[:-1]) <= {"committed"} and c.outcomes[-1] in ("committed", "skipped")
+    assert c.status_tracker.state == "finished"
+    await cluster.end()
+    for peer in (a, b):
+        assert len(peer.outcomes) == 6 and peer.outcomes.count("committed") >= 5
+        assert len(peer.chain.head.roster) == 2
 
 
-def test_leave_between_rounds_starts_few_more_rounds(play: Play) -> None:
-    async def body(town: SessionCluster) -> None:
-        a, b, c = town.all(run_rounds=6)
-        c.view.on_report = lambda report: c.session.leave()
-        await town.end("c")
-        assert len(c.view.reports) <= 1 + FAREWELLS and (c.ended or math.inf) <= 3.0 + FINISH_SECONDS
-        await town.end()
-        assert a.outcomes == b.outcomes and a.outcomes.count("committed") >= 5 and len(a.outcomes) == 6
-
-    play(body)
+@on_virtual_time
+async def test_leave_between_rounds_starts_few_more_rounds(cluster: SessionCluster) -> None:
+    a, b, c = cluster.all(run_rounds=6)
+    c.view.on_report = lambda report: c.session.leave()
+    await cluster.end("c")
+    assert len(c.view.reports) <= 1 + FAREWELLS and (c.ended or math.inf) <= 3.0 + FINISH_SECONDS
+    await cluster.end()
+    assert a.outcomes == b.outcomes and a.outcomes.count("committed") >= 5 and len(a.outcomes) == 6
 
 
-def test_leave_alone_ends_after_the_round(play: Play) -> None:
-    async def body(town: SessionCluster) -> None:
-        (peer,) = town.all("a", run_rounds=6)
-        await asyncio.sleep(0.5)
+@alone
+@on_virtual_time
+async def test_leave_alone_ends_after_the_round(cluster: SessionCluster) -> None:
+    (peer,) = cluster.all("a", run_rounds=6)
+    await asyncio.sleep(0.5)
+    peer.session.leave()
+    await cluster.end()
+    assert peer.outcomes == ["alone"] and now() < 1.5
+
+
+@alone
+@on_virtual_time
+async def test_leave_while_waiting_for_peers_is_immediate(cluster: SessionCluster) -> None:
+    (peer,) = cluster.all("a", wait=5)
+    await asyncio.sleep(30.0)
+    assert peer.status_tracker.state == "waiting" and "5 peers" in peer.status_tracker.reason
+    peer.session.leave()
+    await cluster.end()
+    assert now() - 30.0 <= 1.1 and peer.outcomes == [] and peer.status_tracker.state == "finished"
+
+
+@on_virtual_time
+async def test_waiting_ends_when_enough_peers_join(cluster: SessionCluster) -> None:
+    first = cluster.add("a", wait=3, run_rounds=3)
+    await asyncio.sleep(20.0)
+    assert first.outcomes == []
+    cluster.all("bc", wait=3, run_rounds=3)
+    await cluster.end()
+    assert first.outcomes == ["committed"] * 3
+
+
+@alone
+@on_virtual_time
+async def test_leave_during_catch_up_is_immediate(cluster: SessionCluster) -> None:
+    """It is an observer, and the peers that it asks for the state do not answer any more."""
+    first = cluster.add("a", run_rounds=50)
+    await until(lambda: len(first.view.reports) == 3)
+    newcomer = cluster.add("d", run_rounds=50)
+    await until(lambda: newcomer.status_tracker.state == "syncing")
+    cluster.cut("d")
+    await asyncio.sleep(5.0)
+    began = now()
+    newcomer.session.leave()
+    await cluster.end("d")
+    assert now() - began <= OBSERVER_SECONDS + 0.1
+    first.session.leave()
+    await cluster.end("a")
+
+
+@on_virtual_time
+async def test_disconnected_leaver_abandons_its_round(cluster: SessionCluster) -> None:
+    a, b, c = cluster.all(run_rounds=50)
+    await asyncio.sleep(3.0)
+    cluster.cut("c")
+    await asyncio.sleep(0.1)
+    began = now()
+    c.session.leave()
+    await cluster.end("c")
+    assert now() - began == pytest.approx(FINISH_SECONDS, abs=0.2)
+    assert c.view.said == ["the round did not end in time: leaving without it"]
+    rounds = len(a.view.reports)
+    await asyncio.sleep(60.0)
+    assert len(a.view.reports) > rounds + 5 and len(a.chain.head.roster) == 2
+    for peer in (a, b):
         peer.session.leave()
-        await town.end()
-        assert peer.outcomes == ["alone"] and now() < 1.5
-
-    play(body, founders="a")
+    await cluster.end()
 
 
-def test_leave_while_waiting_for_peers_is_immediate(play: Play) -> None:
-    async def body(town: SessionCluster) -> None:
-        (peer,) = town.all("a", wait=5)
-        await asyncio.sleep(30.0)
-        assert peer.status_tracker.state == "waiting" and "5 peers" in peer.status_tracker.reason
+@on_virtual_time
+async def test_all_peers_leave_together_in_time(cluster: SessionCluster) -> None:
+    peers = cluster.all(run_rounds=50)
+    await asyncio.sleep(3.0)
+    for peer in peers:
         peer.session.leave()
-        await town.end()
-        assert now() - 30.0 <= 1.1 and peer.outcomes == [] and peer.status_tracker.state == "finished"
-
-    play(body, founders="a")
-
-
-def test_waiting_ends_when_enough_peers_join(play: Play) -> None:
-    async def body(town: SessionCluster) -> None:
-        first = town.add("a", wait=3, run_rounds=3)
-        await asyncio.sleep(20.0)
-        assert first.outcomes == []
-        town.all("bc", wait=3, run_rounds=3)
-        await town.end()
-        assert first.outcomes == ["committed"] * 3
-
-    play(body)
+    await cluster.end(seconds=FINISH_SECONDS + 0.5)
+    assert all(set(peer.outcomes) <= {"committed", "skipped"} and not peer.view.said for peer in peers)
+    hashes = {(each.lineage, each.params_hash) for peer in peers for each in peer.view.reports}
+    assert len(hashes) == len({lineage for lineage, _ in hashes})  # some take part in one round more than others
 
 
-def test_leave_during_catch_up_is_immediate(play: Play) -> None:
-    """It looks on; whom it asks for the state does not answer any more."""
-
-    async def body(town: SessionCluster) -> None:
-        first = town.add("a", run_rounds=50)
-        await until(lambda: len(first.view.reports) == 3)
-        newcomer = town.add("d", run_rounds=50)
-        await until(lambda: newcomer.status_tracker.state == "syncing")
-        town.cut("d")
-        await asyncio.sleep(5.0)
-        began = now()
-        newcomer.session.leave()
-        await town.end("d")
-        assert now() - began <= OBSERVER_SECONDS + 0.1
-        first.session.leave()
-        await town.end("a")
-
-    play(body, founders="a")
-
-
-def test_disconnected_leaver_abandons_its_round(play: Play) -> None:
-    async def body(town: SessionCluster) -> None:
-        a, b, c = town.all(run_rounds=50)
-        await asyncio.sleep(3.0)
-        town.cut("c")
-        await asyncio.sleep(0.1)
-        began = now()
-        c.session.leave()
-        await town.end("c")
-        assert now() - began == pytest.approx(FINISH_SECONDS, abs=0.2)
-        assert c.view.said == ["the round did not end in time: leaving without it"]
-        rounds = len(a.view.reports)
-        await asyncio.sleep(60.0)
-        assert len(a.view.reports) > rounds + 5 and len(a.chain.head.roster) == 2
-        for peer in (a, b):
-            peer.session.leave()
-        await town.end()
-
-    play(body)
-
-
-def test_all_peers_leave_together_in_time(play: Play) -> None:
-    async def body(town: SessionCluster) -> None:
-        peers = town.all(run_rounds=50)
-        await asyncio.sleep(3.0)
-        for peer in peers:
-            peer.session.leave()
-        await town.end(seconds=FINISH_SECONDS + 0.5)
-        assert all(set(peer.outcomes) <= {"committed", "skipped"} and not peer.view.said for peer in peers)
-        hashes = {(each.lineage, each.params_hash) for peer in peers for each in peer.view.reports}
-        assert len(hashes) == len({lineage for lineage, _ in hashes})  # some take part in one round more than others
-
-    play(body)
-
-
-def test_killed_peer_does_not_delay_the_end(play: Play) -> None:
-    async def body(town: SessionCluster) -> None:
-        a, b, _ = town.all(run_rounds=5)
-        await asyncio.sleep(3.0)
-        town.network.kill("c")
-        await town.end("ab")
-        assert a.chain.head.key == b.chain.head.key and len(a.chain.head.roster) == 2
-
-    play(body)
+@on_virtual_time
+async def test_killed_peer_does_not_delay_the_end(cluster: SessionCluster) -> None:
+    a, b, _ = cluster.all(run_rounds=5)
+    await asyncio.sleep(3.0)
+    cluster.network.kill("c")
+    await cluster.end("ab")
+    assert a.chain.head.key == b.chain.head.key and len(a.chain.head.roster) == 2
 
 
 # -- after the last round ---------------------------------------------------------------------------------------------
 
 
-def test_others_wait_for_peer_missing_last_round(play: Play) -> None:
-    """It is there, and can still fetch what was decided; for who is silent for good nobody waits."""
-
-    async def body(town: SessionCluster) -> None:
-        a, b, c = town.all(run_rounds=3)
-        await until(lambda: len(c.view.reports) == 2)
-        town.cut("c")
-        await until(lambda: len(a.view.reports) == 3)
-        town.heal("c")
-        await town.end()
-        assert {peer.chain.head.key.lineage for peer in (b, c)} == {a.chain.head.key.lineage}
-        assert c.outcomes[-1] == "superseded" and not math.isnan(c.view.reports[-1].held_out_loss)
-
-    play(body)
+@on_virtual_time
+async def test_others_wait_for_peer_missing_last_round(cluster: SessionCluster) -> None:
+    """It is live and can still fetch what was decided. The others do not wait for a peer that stays silent."""
+    a, b, c = cluster.all(run_rounds=3)
+    await until(lambda: len(c.view.reports) == 2)
+    cluster.cut("c")
+    await until(lambda: len(a.view.reports) == 3)
+    cluster.heal("c")
+    await cluster.end()
+    assert {peer.chain.head.key.lineage for peer in (b, c)} == {a.chain.head.key.lineage}
+    assert c.outcomes[-1] == "superseded" and not math.isnan(c.view.reports[-1].held_out_loss)
 
 
 def contact(name: str, round_number: int, **changes: Any) -> SimpleNamespace:
@@ -308,9 +265,10 @@ async def lingered(contacts: Sequence[Any], later: Callable[[PeerSession], objec
         ([], 0.0),
         ([contact("a", 5), contact("b", 6)], 0.0),
         ([contact("a", 4)], LINGER_SECONDS),
-        ([contact("x", 3)], LINGER_SECONDS),  # it looks on, and was in no roster yet
+        ([contact("x", 3)], LINGER_SECONDS),  # an observer that was in no roster yet
         ([contact("a", 4, live=False), contact("b", 4, leaving=True)], 0.0),
     ],
+    ids=["none", "caught up", "lagging", "lagging observer", "dead or leaving"],
 )
 def test_lingering_waits_for_lagging_peers_up_to_limit(contacts: Any, seconds: float) -> None:
     assert simloop.run(lingered(contacts)) == pytest.approx(seconds, abs=0.2)
@@ -322,52 +280,44 @@ def test_lingering_ends_on_catch_up_or_leave() -> None:
     assert simloop.run(lingered([contact("a", 4)], PeerSession.leave)) == pytest.approx(3.0, abs=0.2)
 
 
-@pytest.mark.parametrize(("roster", "farewells"), [("abc", FAREWELLS), ("a", 0), ("bc", 0)])
-def test_farewell_rounds_are_few_and_only_for_members(play: Play, roster: str, farewells: int) -> None:
-    async def body(town: SessionCluster) -> None:
-        peer = SessionPeer(town, "a", SessionLimits(9, None, 1), 0.1)
-        session = peer.session
-        assert all(session._should_continue() for _ in range(5))
-        session.leave()
-        assert [session._should_continue() for _ in range(5)] == [True] * farewells + [False] * (5 - farewells)
-
-    play(body, founders=roster)
+@pytest.mark.parametrize(("founders", "farewells"), [("abc", FAREWELLS), ("a", 0), ("bc", 0)])
+@on_virtual_time
+async def test_farewell_rounds_are_few_and_only_for_members(cluster: SessionCluster, farewells: int) -> None:
+    session = SessionPeer(cluster, "a", SessionLimits(9, None, 1), 0.1).session
+    assert all(session._should_continue() for _ in range(5))
+    session.leave()
+    assert [session._should_continue() for _ in range(5)] == [True] * farewells + [False] * (5 - farewells)
 
 
-# -- what is told of it -----------------------------------------------------------------------------------------------
+# -- reports and records -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("error", [WorkerError("the worker died"), TimeoutError()], ids=["died", "no answer"])
-def test_failed_evaluation_costs_no_report(play: Play, error: Exception) -> None:
-    async def body(town: SessionCluster) -> None:
-        peers = town.all(run_rounds=3)
-        peers[0].trainer.broken = error
-        await town.end()
-        for peer in peers:
-            assert peer.outcomes == ["committed"] * 3 and len(peer.lines()) == 3
-        assert [line["held_out_loss"] for line in peers[0].lines()] == [None] * 3
-        assert not (peers[0].state.path / "sample.txt").exists()
-
-    play(body)
+@on_virtual_time
+async def test_failed_evaluation_costs_no_report(cluster: SessionCluster, error: Exception) -> None:
+    peers = cluster.all(run_rounds=3)
+    peers[0].trainer.broken = error
+    await cluster.end()
+    for peer in peers:
+        assert peer.outcomes == ["committed"] * 3 and len(peer.lines()) == 3
+    assert [line["held_out_loss"] for line in peers[0].lines()] == [None] * 3
+    assert not (peers[0].state.path / "sample.txt").exists()
 
 
-def test_loss_is_reported_only_when_state_changed(play: Play) -> None:
-    async def body(town: SessionCluster) -> None:
-        peer = town.add("a", run_rounds=3)
-        await town.end()
-        (first, *_), evaluated = peer.view.reports, peer.trainer.evaluated
-        assert evaluated == 3
-        hashes = [peer.view.reports[-1].params_hash, "moved", "moved", "again"]
-        for params_hash in hashes:
-            for outcome in ("undecided", "superseded", "fork"):
-                await peer.session._report(
-                    replace(first, params_hash=params_hash, outcome=outcome, held_out_loss=math.nan)
-                )
-        told = [not math.isnan(report.held_out_loss) for report in peer.view.reports[3:]]
-        assert told == [False] * 3 + [True] + [False] * 5 + [True] + [False] * 2
-        assert peer.trainer.evaluated == evaluated + 2
-
-    play(body, founders="a")
+@alone
+@on_virtual_time
+async def test_loss_is_reported_only_when_state_changed(cluster: SessionCluster) -> None:
+    peer = cluster.add("a", run_rounds=3)
+    await cluster.end()
+    (first, *_), evaluated = peer.view.reports, peer.trainer.evaluated
+    assert evaluated == 3
+    hashes = [peer.view.reports[-1].params_hash, "moved", "moved", "again"]
+    for params_hash in hashes:
+        for outcome in ("undecided", "superseded", "fork"):
+            await peer.session._report(replace(first, params_hash=params_hash, outcome=outcome, held_out_loss=math.nan))
+    evaluations = [not math.isnan(report.held_out_loss) for report in peer.view.reports[3:]]
+    assert evaluations == [False] * 3 + [True] + [False] * 5 + [True] + [False] * 2
+    assert peer.trainer.evaluated == evaluated + 2
 
 
 @pytest.mark.parametrize(
@@ -375,28 +325,24 @@ def test_loss_is_reported_only_when_state_changed(play: Play) -> None:
     [b"", b"\xff", b"nonsense", b"7", b"{}", b'{"a": 1}', b"null", b"[" * 4000, b'["' + b"x" * 4000 + b'"]',
      b'[1, null, ["x"], "\\ud800", "/ip4/\\u001b[2J"]'],
 )  # fmt: skip
-def test_invalid_directory_records_are_ignored(play: Play, value: bytes) -> None:
-    async def body(town: SessionCluster) -> None:
-        for name in ("ghost", "b", "x" * 1000, ""):
-            await Directory(town.entries, name, SimClock(), Hearsay()).announce(SCOPE, value, 1e6, 1e6)
-        peers = town.all(run_rounds=3)
-        await until(lambda: any(each.peer == "ghost" for each in peers[0].members.contacts()))
-        await town.end()
-        assert all(peer.outcomes == ["committed"] * 3 for peer in peers)
-        for each in peers[0].members.contacts():
-            assert len(each.peer) < 1000 and not set(each.addresses) - {"/ip4/10.0.0.1/tcp/1"}
-
-    play(body)
+@on_virtual_time
+async def test_invalid_directory_records_are_ignored(cluster: SessionCluster, value: bytes) -> None:
+    for name in ("ghost", "b", "x" * 1000, ""):
+        await Directory(cluster.entries, name, SimClock(), Hearsay()).announce(SCOPE, value, 1e6, 1e6)
+    peers = cluster.all(run_rounds=3)
+    await until(lambda: any(each.peer == "ghost" for each in peers[0].members.contacts()))
+    await cluster.end()
+    assert all(peer.outcomes == ["committed"] * 3 for peer in peers)
+    for each in peers[0].members.contacts():
+        assert len(each.peer) < 1000 and not set(each.addresses) - {"/ip4/10.0.0.1/tcp/1"}
 
 
-def test_met_peers_are_remembered_with_addresses(play: Play) -> None:
-    async def body(town: SessionCluster) -> None:
-        peers = town.all(run_rounds=50)
-        await until(lambda: len(peers[0].view.reports) == 12)
-        assert peers[0].state.peers() == {name: ("/ip4/10.0.0.1/tcp/1",) for name in "bc"}
-        for peer in peers:
-            peer.session.leave()
-        await town.end()
-        assert set(peers[0].state.peers()) <= {"b", "c"}, "they can be asked when this peer comes back"
-
-    play(body)
+@on_virtual_time
+async def test_met_peers_are_remembered_with_addresses(cluster: SessionCluster) -> None:
+    peers = cluster.all(run_rounds=50)
+    await until(lambda: len(peers[0].view.reports) == 12)
+    assert peers[0].state.peers() == {name: ("/ip4/10.0.0.1/tcp/1",) for name in "bc"}
+    for peer in peers:
+        peer.session.leave()
+    await cluster.end()
+    assert set(peers[0].state.peers()) <= {"b", "c"}, "they can be asked when this peer comes back"
