@@ -1,4 +1,4 @@
-"""The way into a run, on virtual time: many addresses of which some lead nowhere, and doors that lie."""
+"""The bootstrap client and server on virtual time: many addresses, some of them dead, and servers that lie."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,8 @@ from node.joining.bootstrap import (
 from node.membership.hello import ENTRY, MAX_RUN_BYTES, MAX_STATUS_BYTES, RunReply, StatusReply, WantRun, WantStatus
 from protocols import wire
 from protocols.base import BadPayload, Deadline, Header, PeerError, PeerGone, PeerId, PeerSilent, Stream
-from tests.sim import loop as simloop
 from tests.sim.network import SimNetwork, Trace
+from tests.support.virtual_time import on_virtual_time
 
 RUN = RunInfo(b"sealed", b"sample")
 OTHER = RunInfo(b"another", b"")
@@ -42,15 +42,11 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def play(body: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    simloop.run(body(), limit_seconds=3600.0)
-
-
-# -- many addresses ---------------------------------------------------------------------------------------------------
+# -- many addresses ----------------------------------------------------------------------------------------------------
 
 
 class Addresses:
-    """What is at each address: how long it takes, and what comes of it, the last for ever."""
+    """What each address answers, attempt by attempt, and after how long; the last answer is repeated."""
 
     def __init__(self, **there: Sequence[RunInfo | Exception] | RunInfo | Exception) -> None:
         self.there: dict[str, list[RunInfo | Exception]] = {
@@ -60,7 +56,7 @@ class Addresses:
         self.seconds = dict.fromkeys(there, 0.1)
         self.tried: dict[str, list[float]] = {name: [] for name in there}
         self.said: list[str] = []
-        self.files: dict[str, list[tuple[float, AddressLine | str]]] = {}  # since when it says what
+        self.files: dict[str, list[tuple[float, AddressLine | str]]] = {}  # from when on it says what
 
     async def connect(self, address: str, deadline: Deadline) -> PeerId:
         self.tried[address].append(now())
@@ -86,7 +82,7 @@ class Addresses:
         if run != RUN:
             raise ManifestError("is another run than the one that you named")
 
-    def entry(self) -> BootstrapClient:
+    def client(self) -> BootstrapClient:
         return BootstrapClient(self.connect, self.ask, self.judge, self.said.append, self.read)
 
     async def read(self, path: Path) -> AddressLine | str:
@@ -98,225 +94,200 @@ def gone(why: str) -> PeerGone:
     return PeerGone("x", why)
 
 
-def test_all_addresses_are_tried_and_failures_reported() -> None:
-    async def body() -> None:
-        addresses = Addresses(a=gone("refused"), b=PeerSilent("b", "silent"), c=BadPayload("nonsense"), d=RUN)
-        addresses.seconds = {"a": 0.1, "b": 30.0, "c": 0.1, "d": 3.0}
-        async with addresses.entry() as entry:
-            assert await entry.find("abcd") == RUN
-            assert now() == pytest.approx(3.0)
-            assert addresses.said == ["a: refused (retrying)", "c: nonsense (retrying)"]
-            assert entry.met == {"peer-d": "d"}
-            await asyncio.sleep(20.0)
-        assert addresses.said[2:] == ["b: no answer before the deadline"]  # told, though nobody waits for it any more
-        tried = {name: len(times) for name, times in addresses.tried.items()}
+@on_virtual_time
+async def test_all_addresses_are_tried_and_failures_reported() -> None:
+    addresses = Addresses(a=gone("refused"), b=PeerSilent("b", "silent"), c=BadPayload("nonsense"), d=RUN)
+    addresses.seconds = {"a": 0.1, "b": 30.0, "c": 0.1, "d": 3.0}
+    async with addresses.client() as client:
+        assert await client.find("abcd") == RUN
+        assert now() == pytest.approx(3.0)
+        assert addresses.said == ["a: refused (retrying)", "c: nonsense (retrying)"]
+        assert client.met == {"peer-d": "d"}
+        await asyncio.sleep(20.0)
+    assert addresses.said[2:] == ["b: no answer before the deadline"]  # reported, although it is too late to matter
+    tried = {name: len(times) for name, times in addresses.tried.items()}
+    await asyncio.sleep(100.0)
+    assert tried == {name: len(times) for name, times in addresses.tried.items()}
+
+
+@on_virtual_time
+async def test_first_answer_wins_and_later_peers_are_kept() -> None:
+    addresses = Addresses(a=RUN, b=RUN)
+    addresses.seconds["a"] = 5.0
+    async with addresses.client() as client:
+        await client.find("abab")
+        assert now() == pytest.approx(0.1) and list(client.met) == ["peer-b"]
+        await asyncio.sleep(10.0)
+        assert list(client.met) == ["peer-b", "peer-a"]
+    assert [len(times) for times in addresses.tried.values()] == [1, 1] and not addresses.said
+
+
+@on_virtual_time
+async def test_failure_is_reported_only_when_it_changes() -> None:
+    causes = [gone("refused"), gone("refused"), gone("no route"), gone("no route"), gone("refused"), RUN]
+    addresses = Addresses(a=list(causes))
+    async with addresses.client() as client:
+        await client.find("a")
+    again = " (retrying)"
+    assert addresses.said == [f"a: refused{again}", f"a: no route{again}", f"a: refused{again}"]
+
+
+@on_virtual_time
+async def test_dead_address_is_retried_with_growing_pauses() -> None:
+    addresses = Addresses(a=[*[gone("refused")] * 50, RUN])
+    async with addresses.client() as client:
+        await client.find("a")
+    times = addresses.tried["a"]
+    pauses = [second - first - 0.1 for first, second in itertools.pairwise(times)]
+    assert pauses[: len(PAUSE_SECONDS)] == pytest.approx(PAUSE_SECONDS)
+    assert set(map(round, pauses[len(PAUSE_SECONDS) :])) == {PAUSE_SECONDS[-1]} and len(pauses) == 50
+
+
+@on_virtual_time
+async def test_attempt_has_a_time_limit() -> None:
+    addresses = Addresses(a=RUN, b=RUN)
+    addresses.seconds = {"a": 1e6, "b": ATTEMPT_SECONDS + 1}
+    async with addresses.client() as client:
+        search = asyncio.create_task(client.find("ab"))
+        await asyncio.sleep(ATTEMPT_SECONDS + 0.5)
+        assert len(addresses.said) == 2
+        search.cancel()
+        await asyncio.wait([search])
+
+
+@on_virtual_time
+async def test_other_run_is_neither_joined_nor_retried() -> None:
+    addresses = Addresses(a=OTHER, b=[gone("refused")] * 3 + [OTHER], c=ValueError("is not a multiaddr"))
+    async with addresses.client() as client:
+        with pytest.raises(ManifestError, match="b: is another run"):
+            await client.find("abc")
+    assert len(addresses.tried["a"]) == 1 and len(addresses.tried["c"]) == 1
+    assert sorted(addresses.said) == [
+        "a: is another run than the one that you named",
+        "b: refused (retrying)",
+        "c: is not a multiaddr",
+    ]
+    assert not client.met
+
+
+@on_virtual_time
+async def test_one_liar_does_not_block_the_join() -> None:
+    addresses = Addresses(a=OTHER, b=[gone("refused"), gone("refused"), RUN])
+    async with addresses.client() as client:
+        assert await client.find("ab") == RUN
+    assert list(client.met) == ["peer-b"]
+
+
+@on_virtual_time
+async def test_cancelled_search_leaves_no_tasks() -> None:
+    addresses = Addresses(a=gone("refused"), b=RUN)
+    addresses.seconds["b"] = 100.0
+
+    async def look() -> None:
+        async with addresses.client() as client:
+            await client.find("ab")
+
+    task = asyncio.create_task(look())
+    await asyncio.sleep(1.0)
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled() and len(asyncio.all_tasks()) == 1
+
+
+# -- files of addresses ------------------------------------------------------------------------------------------------
+
+
+@on_virtual_time
+async def test_late_address_file_is_used() -> None:
+    addresses = Addresses(a=RUN)
+    addresses.files["/f"] = [
+        (0.0, "no such file yet"),
+        (600.0, AddressLine((), "holds no addresses yet")),
+        (700.0, AddressLine(("a",))),
+    ]
+    async with addresses.client() as client:
+        assert await client.find(["@/f"]) == RUN
+    assert 700.0 <= now() <= 702.0 and client.met == {"peer-a": "a"}
+    waits = "this peer waits for addresses of others there, and does not start a run of its own (reading it again)"
+    assert addresses.said == [f"@/f: no such file yet; {waits}", f"@/f: holds no addresses yet; {waits}"]
+
+
+@on_virtual_time
+async def test_address_removed_from_file_is_not_retried() -> None:
+    addresses = Addresses(a=gone("refused"), b=gone("refused"), c=RUN, d=OTHER)
+    first, line = AddressLine(("a", "b", "d")), "line 4: is nonsense"
+    addresses.files["/f"] = [(0.0, first), (60.0, "cannot be read"), (90.0, AddressLine(("b", "c"), line))]
+    named: list[Sequence[str]] = []
+    async with addresses.client() as client:
+        client.set_listener(named.append)
+        assert await client.find(["a", "@/f"]) == RUN, "all may lead elsewhere: the file may name others"
+        assert (until := now()) >= 90.0 and client.met == {"peer-c": "c"}
+        assert addresses.tried["d"] == [pytest.approx(0.0)]
+        assert max(addresses.tried["a"]) > 60.0 and max(addresses.tried["b"]) > 60.0, "what it named last holds"
         await asyncio.sleep(100.0)
-        assert tried == {name: len(times) for name, times in addresses.tried.items()}
-
-    play(body)
-
-
-def test_first_answer_wins_and_later_peers_are_kept() -> None:
-    async def body() -> None:
-        addresses = Addresses(a=RUN, b=RUN)
-        addresses.seconds["a"] = 5.0
-        async with addresses.entry() as entry:
-            await entry.find("abab")
-            assert now() == pytest.approx(0.1) and list(entry.met) == ["peer-b"]
-            await asyncio.sleep(10.0)
-            assert list(entry.met) == ["peer-b", "peer-a"]
-        assert [len(times) for times in addresses.tried.values()] == [1, 1] and not addresses.said
-
-    play(body)
+        assert not [each for each in addresses.tried["b"] if each > until + 20.0]
+    assert named[0] == first.addresses and named[-1] == ("b", "c"), "a peer that is alone later asks them"
+    assert addresses.said[-2:] == ["@/f: cannot be read (reading it again)", f"@/f: {line} (reading it again)"]
 
 
-def test_failure_is_reported_only_when_it_changes() -> None:
-    async def body() -> None:
-        causes = [gone("refused"), gone("refused"), gone("no route"), gone("no route"), gone("refused"), RUN]
-        addresses = Addresses(a=list(causes))
-        async with addresses.entry() as entry:
-            await entry.find("a")
-        again = " (retrying)"
-        assert addresses.said == [f"a: refused{again}", f"a: no route{again}", f"a: refused{again}"]
-
-    play(body)
-
-
-def test_dead_address_is_retried_with_growing_pauses() -> None:
-    async def body() -> None:
-        addresses = Addresses(a=[*[gone("refused")] * 50, RUN])
-        async with addresses.entry() as entry:
-            await entry.find("a")
-        times = addresses.tried["a"]
-        pauses = [second - first - 0.1 for first, second in itertools.pairwise(times)]
-        assert pauses[: len(PAUSE_SECONDS)] == pytest.approx(PAUSE_SECONDS)
-        assert set(map(round, pauses[len(PAUSE_SECONDS) :])) == {PAUSE_SECONDS[-1]} and len(pauses) == 50
-
-    play(body)
+@on_virtual_time
+async def test_unlisted_addresses_are_reported_in_one_line() -> None:
+    refused, other = gone("cannot be reached: refused: is it up?"), gone("cannot be reached: no route, or worse")
+    addresses = Addresses(a=refused, b=[refused, other, RUN], c=refused, d=other, e=OTHER, f=refused, g=refused)
+    addresses.files["/f"] = [(0.0, AddressLine(("f", "g")))]
+    async with addresses.client() as client:
+        assert await client.find(["a", "b", "c", "d", "e", "@/f"], remembered="bcde") == RUN
+        await asyncio.sleep(30.0)
+    another = "is another run than the one that you named"
+    assert sorted(addresses.said) == [
+        "@/f: none of its 2 addresses could be used: 2 × refused (retrying)",
+        "a: cannot be reached: refused: is it up? (retrying)",
+        f"none of the 4 addresses of peers met before could be used: 2 × refused, 1 × {another}, "
+        "1 × no route (retrying)",
+    ]
 
 
-def test_attempt_has_a_time_limit() -> None:
-    async def body() -> None:
-        addresses = Addresses(a=RUN, b=RUN)
-        addresses.seconds = {"a": 1e6, "b": ATTEMPT_SECONDS + 1}
-        async with addresses.entry() as entry:
-            search = asyncio.create_task(entry.find("ab"))
-            await asyncio.sleep(ATTEMPT_SECONDS + 0.5)
-            assert len(addresses.said) == 2
-            search.cancel()
-            await asyncio.wait([search])
-
-    play(body)
+# -- reaching a known peer ---------------------------------------------------------------------------------------------
 
 
-def test_other_run_is_neither_joined_nor_retried() -> None:
-    async def body() -> None:
-        addresses = Addresses(a=OTHER, b=[gone("refused")] * 3 + [OTHER], c=ValueError("is not a multiaddr"))
-        async with addresses.entry() as entry:
-            with pytest.raises(ManifestError, match="b: is another run"):
-                await entry.find("abc")
-        assert len(addresses.tried["a"]) == 1 and len(addresses.tried["c"]) == 1
-        told = [
-            "a: is another run than the one that you named",
-            "b: refused (retrying)",
-            "c: is not a multiaddr",
-        ]
-        assert sorted(addresses.said) == told
-        assert not entry.met
+@on_virtual_time
+async def test_first_working_address_reaches_the_peer() -> None:
+    ended: Counter[str] = Counter()
 
-    play(body)
+    async def connect(address: str, deadline: Deadline) -> PeerId:
+        try:
+            await asyncio.sleep({"slow": 9.0, "good": 1.0}.get(address.partition("/")[0], 0.1))
+        finally:
+            ended[address] += 1
+        match address.partition("/")[0]:
+            case "dead":
+                raise gone("refused")
+            case "bad":
+                raise ValueError("not a multiaddr")
+        return "p"
 
-
-def test_one_liar_does_not_block_the_join() -> None:
-    async def body() -> None:
-        addresses = Addresses(a=OTHER, b=[gone("refused"), gone("refused"), RUN])
-        async with addresses.entry() as entry:
-            assert await entry.find("ab") == RUN
-        assert list(entry.met) == ["peer-b"]
-
-    play(body)
+    await reach(connect, "p", ["dead", "bad", "slow", "good"], now() + 20.0)
+    assert now() == pytest.approx(1.0)
+    await asyncio.sleep(0.01)
+    assert ended == {f"{name}/p2p/p": 1 for name in ("dead", "bad", "slow", "good")}
+    await reach(connect, "p", ["dead", "bad"], now() + 20.0)  # the transport may know another address
+    await reach(connect, "p", [], now() + 20.0)
 
 
-def test_cancelled_search_leaves_no_tasks() -> None:
-    async def body() -> None:
-        addresses = Addresses(a=gone("refused"), b=RUN)
-        addresses.seconds["b"] = 100.0
-
-        async def look() -> None:
-            async with addresses.entry() as entry:
-                await entry.find("ab")
-
-        task = asyncio.create_task(look())
-        await asyncio.sleep(1.0)
-        task.cancel()
-        await asyncio.wait([task])
-        assert task.cancelled() and len(asyncio.all_tasks()) == 1
-
-    play(body)
+# -- the server --------------------------------------------------------------------------------------------------------
 
 
-# -- files of addresses -----------------------------------------------------------------------------------------------
+class ServedPeer:
+    """A bootstrap server, `a`, and its client, `x`."""
 
-
-def test_late_address_file_is_used() -> None:
-    async def body() -> None:
-        addresses = Addresses(a=RUN)
-        addresses.files["/f"] = [
-            (0.0, "no such file yet"),
-            (600.0, AddressLine((), "holds no addresses yet")),
-            (700.0, AddressLine(("a",))),
-        ]
-        async with addresses.entry() as entry:
-            assert await entry.find(["@/f"]) == RUN
-        assert 700.0 <= now() <= 702.0 and entry.met == {"peer-a": "a"}
-        waits = "this peer waits for addresses of others there, and does not start a run of its own (reading it again)"
-        assert addresses.said == [f"@/f: no such file yet; {waits}", f"@/f: holds no addresses yet; {waits}"]
-
-    play(body)
-
-
-def test_address_removed_from_file_is_not_retried() -> None:
-    async def body() -> None:
-        addresses = Addresses(a=gone("refused"), b=gone("refused"), c=RUN, d=OTHER)
-        first, line = AddressLine(("a", "b", "d")), "line 4: is nonsense"
-        addresses.files["/f"] = [(0.0, first), (60.0, "cannot be read"), (90.0, AddressLine(("b", "c"), line))]
-        named: list[Sequence[str]] = []
-        async with addresses.entry() as entry:
-            entry.set_listener(named.append)
-            assert await entry.find(["a", "@/f"]) == RUN, "all may lead elsewhere: the file may name others"
-            assert (until := now()) >= 90.0 and entry.met == {"peer-c": "c"}
-            assert addresses.tried["d"] == [pytest.approx(0.0)]
-            assert max(addresses.tried["a"]) > 60.0 and max(addresses.tried["b"]) > 60.0, "what it named last holds"
-            await asyncio.sleep(100.0)
-            assert not [each for each in addresses.tried["b"] if each > until + 20.0]
-        assert named[0] == first.addresses and named[-1] == ("b", "c"), "whoever is alone later is told of them"
-        assert addresses.said[-2:] == ["@/f: cannot be read (reading it again)", f"@/f: {line} (reading it again)"]
-
-    play(body)
-
-
-def test_unlisted_addresses_are_reported_in_one_line() -> None:
-    async def body() -> None:
-        refused, other = gone("cannot be reached: refused: is it up?"), gone("cannot be reached: no route, or worse")
-        addresses = Addresses(a=refused, b=[refused, other, RUN], c=refused, d=other, e=OTHER, f=refused, g=refused)
-        addresses.files["/f"] = [(0.0, AddressLine(("f", "g")))]
-        async with addresses.entry() as entry:
-            assert await entry.find(["a", "b", "c", "d", "e", "@/f"], remembered="bcde") == RUN
-            await asyncio.sleep(30.0)
-        another = "is another run than the one that you named"
-        assert sorted(addresses.said) == [
-            "@/f: none of its 2 addresses could be used: 2 × refused (retrying)",
-            "a: cannot be reached: refused: is it up? (retrying)",
-            f"none of the 4 addresses of peers met before could be used: 2 × refused, 1 × {another}, "
-            "1 × no route (retrying)",
-        ]
-
-    play(body)
-
-
-# -- reaching a peer that is known ------------------------------------------------------------------------------------
-
-
-def test_first_working_address_reaches_the_peer() -> None:
-    async def body() -> None:
-        ended: Counter[str] = Counter()
-
-        async def connect(address: str, deadline: Deadline) -> PeerId:
-            try:
-                await asyncio.sleep({"slow": 9.0, "good": 1.0}.get(address.partition("/")[0], 0.1))
-            finally:
-                ended[address] += 1
-            match address.partition("/")[0]:
-                case "dead":
-                    raise gone("refused")
-                case "bad":
-                    raise ValueError("not a multiaddr")
-            return "p"
-
-        await reach(connect, "p", ["dead", "bad", "slow", "good"], now() + 20.0)
-        assert now() == pytest.approx(1.0)
-        await asyncio.sleep(0.01)
-        assert ended == {f"{name}/p2p/p": 1 for name in ("dead", "bad", "slow", "good")}
-        await reach(connect, "p", ["dead", "bad"], now() + 20.0)  # the transport may know a way all the same
-        await reach(connect, "p", [], now() + 20.0)
-
-    play(body)
-
-
-# -- doors ------------------------------------------------------------------------------------------------------------
-
-
-class Street:
-    """One peer with a door, `a`, and one who knocks, `x`."""
-
-    def __init__(self, status: Callable[[], dict[str, Any]] = lambda: STATUS) -> None:
+    def __init__(self, run: RunInfo = RUN, status: Callable[[], dict[str, Any]] = lambda: STATUS) -> None:
         self.network = SimNetwork(Trace())
-        self.home, self.guest = self.network.join("a"), self.network.join("x")
-        BootstrapServer(self.home, RUN, status)
+        self.server, self.client = self.network.join("a"), self.network.join("x")
+        BootstrapServer(self.server, run, status)
 
     async def refusal(self, request: Header) -> type[BaseException]:
         try:
-            async with self.guest.open("a", ENTRY, now() + 10.0) as stream:
+            async with self.client.open("a", ENTRY, now() + 10.0) as stream:
                 await stream.send(request)
                 await stream.receive(wire.MAX_HEADER_BYTES)
         except PeerError as error:
@@ -324,57 +295,42 @@ class Street:
         pytest.fail("it was answered")
 
 
-def test_server_answers_run_and_status_requests() -> None:
-    async def body() -> None:
-        street = Street()
-        assert await ask_run(street.guest, "a", now() + 5.0) == RUN
-        assert await ask_status(street.guest, "a", now() + 5.0) == {"round": 3, "loss": None, "peers": []}
-
-    play(body)
-
-
-def test_run_without_sample_is_accepted() -> None:
-    async def body() -> None:
-        network = SimNetwork(Trace())
-        BootstrapServer(network.join("a"), RunInfo(b"s", b""), lambda: STATUS)
-        assert await ask_run(network.join("x"), "a", now() + 5.0) == RunInfo(b"s", b"")
-
-    play(body)
+@on_virtual_time
+async def test_server_answers_run_and_status_requests() -> None:
+    served, without_sample = ServedPeer(), RunInfo(b"s", b"")
+    assert await ask_run(served.client, "a", now() + 5.0) == RUN
+    assert await ask_run(ServedPeer(without_sample).client, "a", now() + 5.0) == without_sample
+    assert await ask_status(served.client, "a", now() + 5.0) == {"round": 3, "loss": None, "peers": []}
 
 
-def test_status_of_many_peers_is_cut_between_peers() -> None:
-    async def body() -> None:
-        crowd = [{"peer": "\x1b" * 64, "address": f"{number:0256}"} for number in range(1000)]
-        status = await ask_status(Street(lambda: STATUS | {"peers": crowd}).guest, "a", now() + 5.0)
-        assert 10 < len(status["peers"]) < 1000 and status["peers"] == crowd[: len(status["peers"])]
-        assert len(json.dumps(status, separators=(",", ":"))) <= MAX_STATUS_BYTES
-
-    play(body)
+@on_virtual_time
+async def test_status_of_many_peers_is_cut_between_peers() -> None:
+    crowd = [{"peer": "\x1b" * 64, "address": f"{number:0256}"} for number in range(1000)]
+    status = await ask_status(ServedPeer(status=lambda: STATUS | {"peers": crowd}).client, "a", now() + 5.0)
+    assert 10 < len(status["peers"]) < 1000 and status["peers"] == crowd[: len(status["peers"])]
+    assert len(json.dumps(status, separators=(",", ":"))) <= MAX_STATUS_BYTES
 
 
 @pytest.mark.parametrize("request_", [RunReply(1, 1), StatusReply(5)], ids=lambda each: type(each).__name__)
-def test_server_rejects_invalid_requests(request_: Header) -> None:
-    async def body() -> None:
-        street = Street()
-        assert issubclass(await street.refusal(request_), PeerError)
-        assert street.home.refused and not street.network.bugs
-
-    play(body)
+@on_virtual_time
+async def test_server_rejects_invalid_requests(request_: Header) -> None:
+    served = ServedPeer()
+    assert issubclass(await served.refusal(request_), PeerError)
+    assert served.server.refused and not served.network.bugs
 
 
-def test_silent_client_is_not_waited_for() -> None:
-    async def body() -> None:
-        street = Street()
-        with pytest.raises(PeerError):
-            async with street.guest.open("a", ENTRY, now() + 100.0) as stream:
-                await stream.receive(wire.MAX_HEADER_BYTES)
-        assert ASK_SECONDS <= now() <= ASK_SECONDS + 1.0
-        assert not street.network.nodes["a"].ends and not street.network.bugs
-
-    play(body)
+@on_virtual_time
+async def test_silent_client_is_not_waited_for() -> None:
+    served = ServedPeer()
+    with pytest.raises(PeerError):
+        async with served.client.open("a", ENTRY, now() + 100.0) as stream:
+            await stream.receive(wire.MAX_HEADER_BYTES)
+    assert ASK_SECONDS <= now() <= ASK_SECONDS + 1.0
+    assert not served.network.nodes["a"].ends and not served.network.bugs
 
 
-def test_client_not_reading_the_answer_is_dropped() -> None:
+@on_virtual_time
+async def test_client_not_reading_the_answer_is_dropped() -> None:
     class Stuck:
         async def receive(self, limit: int) -> Header:
             return WantRun()
@@ -382,111 +338,68 @@ def test_client_not_reading_the_answer_is_dropped() -> None:
         async def send(self, header: Header, payload: bytes = b"") -> None:
             await asyncio.sleep(1e6)
 
-    async def body() -> None:
-        street = Street()
-        with pytest.raises(PeerSilent):
-            await street.network.nodes["a"].handlers[ENTRY]("x", Stuck())  # type: ignore[arg-type]
-        assert now() == TRANSFER_SECONDS
-
-    play(body)
+    served = ServedPeer()
+    with pytest.raises(PeerSilent):
+        await served.network.nodes["a"].handlers[ENTRY]("x", Stuck())  # type: ignore[arg-type]
+    assert now() == TRANSFER_SECONDS
 
 
-Lie = Callable[[Stream], Awaitable[None]]
+Send = tuple[Header, bytes]
 
 
-async def _too_large(stream: Stream) -> None:
-    await stream.send(RunReply(MAX_RUN_BYTES + 1, 0), b"x" * (MAX_RUN_BYTES + 1))
+def status(data: bytes) -> Send:
+    return StatusReply(len(data)), data
 
 
-async def _of_another_kind(stream: Stream) -> None:
-    await stream.send(WantStatus())
+TOO_LARGE: Send = (RunReply(MAX_RUN_BYTES + 1, 0), b"x" * (MAX_RUN_BYTES + 1))
+OTHER_KIND: Send = (WantStatus(), b"")
 
 
-async def _less_than_promised(stream: Stream) -> None:
-    await stream.send(RunReply(100, 100), b"x" * 150)
-
-
-async def _nothing(stream: Stream) -> None:
-    pass
-
-
-async def _silence(stream: Stream) -> None:
-    await asyncio.sleep(1000.0)
-
-
-async def _drip(stream: Stream) -> None:
-    await stream.send(RunReply(1000, 0), b"x")
-    await asyncio.sleep(1000.0)
-
-
-def says(data: bytes, size: int | None = None) -> Lie:
-    async def lie(stream: Stream) -> None:
-        await stream.send(StatusReply(len(data) if size is None else size), data)
-
-    return lie
-
-
-async def _lied_to(ask: Callable[..., Awaitable[Any]], lie: Lie) -> type[BaseException]:
+@pytest.mark.parametrize(
+    ("ask", "replies", "seconds", "error"),
+    [
+        pytest.param(ask_run, [TOO_LARGE], 0.0, BadPayload, id="run, too large"),
+        pytest.param(ask_run, [OTHER_KIND], 0.0, BadPayload, id="run, of another kind"),
+        pytest.param(ask_run, [status(b"{}")], 0.0, BadPayload, id="run, a status"),
+        pytest.param(ask_run, [(RunReply(100, 100), b"x" * 150)], 0.0, PeerError, id="run, less than promised"),
+        pytest.param(ask_run, [], 0.0, PeerError, id="run, nothing"),
+        pytest.param(ask_run, [], 1000.0, PeerSilent, id="run, silence"),
+        pytest.param(ask_run, [(RunReply(1000, 0), b"x")], 1000.0, PeerSilent, id="run, stalled"),
+        pytest.param(ask_status, [status(b"")], 0.0, BadPayload, id="status, empty"),
+        pytest.param(ask_status, [status(b"no json")], 0.0, BadPayload, id="status, no JSON"),
+        pytest.param(ask_status, [status(b"[1]")], 0.0, BadPayload, id="status, no object"),
+        pytest.param(ask_status, [status(b"\xff\xfe")], 0.0, BadPayload, id="status, no text"),
+        pytest.param(ask_status, [status(b"[" * MAX_STATUS_BYTES)], 0.0, BadPayload, id="status, deep lists"),
+        pytest.param(ask_status, [status(b'{"a":' * 10_000)], 0.0, BadPayload, id="status, deep objects"),
+        pytest.param(ask_status, [status(b"1" * 10_000)], 0.0, BadPayload, id="status, long number"),
+        pytest.param(ask_status, [status(b"x" * (MAX_STATUS_BYTES + 1))], 0.0, BadPayload, id="status, too large"),
+        pytest.param(ask_status, [TOO_LARGE], 0.0, BadPayload, id="status, a run that is too large"),
+        pytest.param(ask_status, [OTHER_KIND], 0.0, BadPayload, id="status, of another kind"),
+    ],
+)
+@on_virtual_time
+async def test_false_reply_fails_the_attempt(
+    ask: Callable[..., Awaitable[object]], replies: list[Send], seconds: float, error: type[Exception]
+) -> None:
     network = SimNetwork(Trace())
-    home, guest = network.join("a"), network.join("x")
+    server, client = network.join("a"), network.join("x")
 
     async def serve(peer: PeerId, stream: Stream) -> None:
         await stream.receive(wire.MAX_HEADER_BYTES)
-        await lie(stream)
+        for header, data in replies:
+            await stream.send(header, data)
+        await asyncio.sleep(seconds)
 
-    home.serve(ENTRY, serve)
+    server.serve(ENTRY, serve)
     with pytest.raises((PeerError, BadPayload)) as caught:
-        await ask(guest, "a", now() + ATTEMPT_SECONDS)
+        await ask(client, "a", now() + ATTEMPT_SECONDS)
     assert now() <= ATTEMPT_SECONDS + 0.1
-    return caught.type
+    assert issubclass(caught.type, error)
 
 
-@pytest.mark.parametrize(
-    ("lie", "error"),
-    [
-        (_too_large, BadPayload),
-        (_of_another_kind, BadPayload),
-        (says(b"{}"), BadPayload),
-        (_less_than_promised, PeerError),
-        (_nothing, PeerError),
-        (_silence, PeerSilent),
-        (_drip, PeerSilent),
-    ],
-)
-def test_false_run_reply_fails_the_attempt(lie: Lie, error: type[Exception]) -> None:
-    async def body() -> None:
-        assert issubclass(await _lied_to(ask_run, lie), error)
-
-    play(body)
-
-
-@pytest.mark.parametrize(
-    "lie",
-    [
-        says(b""),
-        says(b"no json"),
-        says(b"[1]"),
-        says(b"\xff\xfe"),
-        says(b"[" * MAX_STATUS_BYTES),
-        says(b'{"a":' * 10_000),
-        says(b"1" * 10_000),
-        says(b"x" * (MAX_STATUS_BYTES + 1)),
-        _too_large,
-        _of_another_kind,
-    ],
-)
-def test_false_status_reply_is_rejected(lie: Lie) -> None:
-    async def body() -> None:
-        assert issubclass(await _lied_to(ask_status, lie), BadPayload)
-
-    play(body)
-
-
-def test_peer_without_bootstrap_server_is_gone() -> None:
-    async def body() -> None:
-        network = SimNetwork(Trace())
-        network.join("a")
-        with pytest.raises(PeerGone):
-            await ask_run(network.join("x"), "a", now() + 5.0)
-
-    play(body)
+@on_virtual_time
+async def test_peer_without_bootstrap_server_is_gone() -> None:
+    network = SimNetwork(Trace())
+    network.join("a")
+    with pytest.raises(PeerGone):
+        await ask_run(network.join("x"), "a", now() + 5.0)
