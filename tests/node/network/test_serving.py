@@ -1,13 +1,17 @@
-"""What a server says of those who break its rules."""
+"""What a transport serves, and what it logs about peers that break its rules."""
 
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 
+from node.network.libp2p import LibP2PConfig, LibP2PTransport
 from node.network.serving import Serving
+from node.runtime import identity
 from protocols.base import BadPayload
+from tests.conformance.other_process import echo
 
 
 def test_rule_breaker_is_warned_about_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -19,3 +23,11 @@ def test_rule_breaker_is_warned_about_once(caplog: pytest.LogCaptureFixture) -> 
     warnings = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
     assert warnings == ["liar broke the rules: a body of 0 bytes", "other broke the rules: nonsense"]
     assert len(caplog.records) == 101 and serving.refused["liar", "bad payload"] == 100
+
+
+def test_serving_a_method_twice_is_an_error(tmp_path: Path) -> None:
+    transport = LibP2PTransport(LibP2PConfig(identity.create(tmp_path / "key")))
+    transport.serve("echo", echo)
+    for method in ("echo", "", "m" * 65):
+        with pytest.raises(ValueError, match="is served already, or is not a name"):
+            transport.serve(method, echo)

@@ -1,4 +1,4 @@
-"""Directories for sockets: gone with whoever made them, and swept by the next one if that was killed."""
+"""Directories for sockets: removed by the process that made them, or by the next one if that was killed."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,74 +28,67 @@ with socket_directory(Path(sys.argv[1])) as directory:
 """
 
 
-@pytest.fixture
-def parent() -> Iterator[Path]:
-    """A short path: that of a socket has some hundred bytes at most."""
-    with tempfile.TemporaryDirectory(prefix="st") as made:
-        yield Path(made)
-
-
-def left_by_a_killed_process(parent: Path) -> Path:
-    died = subprocess.run((sys.executable, "-c", KILLED, str(parent)), capture_output=True, text=True)
+def left_by_a_killed_process(directory: Path) -> Path:
+    died = subprocess.run((sys.executable, "-c", KILLED, str(directory)), capture_output=True, text=True)
     assert died.returncode == -signal.SIGKILL, died.stderr
     left = Path(died.stdout.strip())
     assert (left / "control").is_socket()
     return left
 
 
-def test_socket_directory_is_removed_with_its_sockets(parent: Path) -> None:
-    with socket_directory(parent) as directory:
-        assert directory.parent == parent and directory.stat().st_mode & 0o777 == 0o700
+def test_socket_directory_is_removed_with_its_sockets(directory: Path) -> None:
+    with socket_directory(directory) as made:
+        assert made.parent == directory and made.stat().st_mode & 0o777 == 0o700
         with socket.socket(socket.AF_UNIX) as bound:
-            bound.bind(str(directory / "s"))
-    assert list(parent.iterdir()) == []
+            bound.bind(str(made / "s"))
+    assert list(directory.iterdir()) == []
 
 
-def test_directory_of_killed_process_is_removed_by_next(parent: Path) -> None:
-    left = left_by_a_killed_process(parent)
-    with socket_directory(parent) as first, socket_directory(parent) as second:
-        assert set(parent.iterdir()) == {first, second} and not left.exists()
+def test_directory_of_killed_process_is_removed_by_next(directory: Path) -> None:
+    left = left_by_a_killed_process(directory)
+    with socket_directory(directory) as first, socket_directory(directory) as second:
+        assert set(directory.iterdir()) == {first, second} and not left.exists()
 
 
-def test_used_or_foreign_directories_are_kept(parent: Path) -> None:
-    foreign, kept = parent / "starling-swarm-x", parent / "starling-kept"
-    for directory in (foreign, kept):
-        directory.mkdir()
-        (directory / "precious").write_text("mine")
+def test_used_or_foreign_directories_are_kept(directory: Path) -> None:
+    foreign, kept = directory / "starling-swarm-x", directory / "starling-kept"
+    for each in (foreign, kept):
+        each.mkdir()
+        (each / "precious").write_text("mine")
     (kept / "lock").touch()
-    with socket_directory(parent) as first:
-        with socket_directory(parent):
+    with socket_directory(directory) as first:
+        with socket_directory(directory):
             assert (first / "lock").exists()
         assert first.exists()
     assert (foreign / "precious").exists() and (kept / "precious").exists()
 
 
-def test_other_entries_do_not_stop_the_cleanup(parent: Path) -> None:
-    left = left_by_a_killed_process(parent)
-    (parent / "starling-file").touch()
-    (parent / "starling-loop").symlink_to(parent / "starling-loop")
-    (parent / "starling-long").symlink_to("a" * 300)
-    (parent / "long").symlink_to("a" * 300)
-    with socket_directory(parent):
+def test_other_entries_do_not_stop_the_cleanup(directory: Path) -> None:
+    left = left_by_a_killed_process(directory)
+    (directory / "starling-file").touch()
+    (directory / "starling-loop").symlink_to(directory / "starling-loop")
+    (directory / "starling-long").symlink_to("a" * 300)
+    (directory / "long").symlink_to("a" * 300)
+    with socket_directory(directory):
         assert not left.exists()
 
 
-def test_directories_work_without_file_locks(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directories_work_without_file_locks(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(lock: Path) -> int | None:
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(sockets, "hold", refused)
-    with socket_directory(parent) as first, socket_directory(parent) as second:
-        assert set(parent.iterdir()) == {first, second}
-    assert list(parent.iterdir()) == []
+    with socket_directory(directory) as first, socket_directory(directory) as second:
+        assert set(directory.iterdir()) == {first, second}
+    assert list(directory.iterdir()) == []
 
 
-def test_missing_parent_gives_one_line_with_a_remedy(parent: Path) -> None:
-    with pytest.raises(DaemonError, match=r"No such file.*set TMPDIR"), socket_directory(parent / "gone"):
+def test_missing_parent_gives_one_line_with_a_remedy(directory: Path) -> None:
+    with pytest.raises(DaemonError, match=r"No such file.*set TMPDIR"), socket_directory(directory / "gone"):
         pass
 
 
-def test_directory_removed_before_locking_is_recreated(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directory_removed_before_locking_is_recreated(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lost = 0
 
     def swept(lock: Path) -> int | None:
@@ -109,8 +100,8 @@ def test_directory_removed_before_locking_is_recreated(parent: Path, monkeypatch
 
     monkeypatch.setattr(sockets, "hold", swept)
     limit = 2
-    with socket_directory(parent) as directory:
-        assert list(parent.iterdir()) == [directory] and lost == 2
+    with socket_directory(directory) as made:
+        assert list(directory.iterdir()) == [made] and lost == 2
     limit = 1000
-    with pytest.raises(DaemonError, match="removes them at once"), socket_directory(parent):
+    with pytest.raises(DaemonError, match="removes them at once"), socket_directory(directory):
         pass
