@@ -20,7 +20,6 @@ from node.reporting.status import (
     MAX_LISTED,
     MAX_NUMBER,
     MAX_WORD,
-    PeerStatus,
     Status,
     join_command,
     narrow,
@@ -31,33 +30,7 @@ from node.reporting.status import (
     who_joins,
 )
 from node.ui.terminal import render
-
-PEER = "12D3KooWGRUfuFwTaVcXCnUbTbVLYYEkYgjDM3Bd7q4RuRyTQhaP"
-STATUS = Status(
-    state="waiting",
-    reason="for the others",
-    waiting_for=("bob",),
-    round=5,
-    rounds=16,
-    lineage="ab",
-    run="default",
-    run_id="cd" * 32,
-    peer=PEER,
-    nickname="ada",
-    peers=(PeerStatus("12D3KooWx", "bob", True, False, 4, "/ip4/192.0.2.1/tcp/1"),),
-    addresses=("/ip4/127.0.0.1/tcp/4000/p2p/" + PEER, "/ip4/203.0.113.7/tcp/4000/p2p/" + PEER),
-    tokens=10,
-    tokens_per_second=3.5,
-    loss=math.nan,
-    held_out_loss=2.0,
-    bytes_sent=1,
-    bytes_received=2,
-    rss_bytes=3,
-    loop_lag_p99_seconds=0.004,
-    eta_seconds=None,
-    pid=7,
-    incarnation=2,
-)
+from tests.support.status_examples import PEER, STATUS
 
 
 def data() -> dict[str, Any]:
@@ -69,10 +42,7 @@ def test_json_is_strict_and_round_trips() -> None:
     back = parse(data())
     assert math.isnan(back.loss) and back.eta_seconds is None
     assert replace(back, loss=0.0) == replace(STATUS, loss=0.0)
-
-
-def test_integers_pass_as_floats_and_unknown_fields_ignored() -> None:
-    assert parse(data() | {"tokens_per_second": 3, "later": [1]}).tokens_per_second == 3
+    assert parse(data() | {"tokens_per_second": 3, "later": [1]}).tokens_per_second == 3, "integers, unknown fields"
 
 
 @pytest.mark.parametrize(
@@ -120,6 +90,7 @@ def test_largest_numbers_can_be_displayed() -> None:
 
 
 def test_foreign_text_is_sanitised_and_truncated() -> None:
+    assert printable("Zoë 春 мир") == "Zoë 春 мир"
     evil = parse(data() | {"reason": "\x1b[2J\x9b1m\r\n\u202ehello\u200b" + "x" * 10**5})
     assert evil.reason.isprintable() and "hello" in evil.reason and len(evil.reason) <= MAX_WORD
 
@@ -130,24 +101,9 @@ def test_printable_returns_one_printable_line(text: str) -> None:
     assert printable(printable(text)) == printable(text)
 
 
-def test_non_latin_alphabets_are_kept() -> None:
-    assert printable("Zoë 春 мир") == "Zoë 春 мир"
-
-
 def test_short_peer_ids_keep_distinct_ends() -> None:
-    assert short(PEER) == "…RyTQhaP"[0] + PEER[-6:]
+    assert short(PEER) == "…" + PEER[-6:]
     assert short("ada") == "ada"
-
-
-def test_join_command_has_a_reachable_address() -> None:
-    command = join_command(STATUS)
-    assert command == (f"python -m node join --bootstrap {STATUS.addresses[1]} --run-id {'cd' * 32}", Scope.ANYWHERE)
-
-
-@pytest.mark.parametrize("host", ["/ip4/127.0.0.1", "/ip4/127.8.8.8", "/ip6/::1", "/dns4/localhost"])
-def test_loopback_address_is_limited_to_this_machine(host: str) -> None:
-    command = join_command(replace(STATUS, addresses=(f"{host}/tcp/1/p2p/{PEER}",)))
-    assert command and command[1] is Scope.MACHINE and "this machine only" in who_joins(command[1])
 
 
 @pytest.mark.parametrize(
@@ -164,6 +120,9 @@ def test_loopback_address_is_limited_to_this_machine(host: str) -> None:
         ("/dns4/founder", Scope.NETWORK),
         ("/ip4/10.0.0.1/tcp/1/p2p/Q/p2p-circuit", Scope.NETWORK),
         ("/ip6/::1", Scope.MACHINE),
+        ("/ip4/127.0.0.1", Scope.MACHINE),
+        ("/ip4/127.8.8.8", Scope.MACHINE),
+        ("/dns4/localhost", Scope.MACHINE),
         ("/ip6/fe80::1%eth0", Scope.NOWHERE),
         ("/ip4/0.0.0.0", Scope.NOWHERE),
         ("/ip4/x", Scope.NOWHERE),
@@ -181,12 +140,21 @@ def test_limited_reachability_gives_a_hint() -> None:
     assert "--listen" in narrow(Scope.MACHINE, announced=True) and not narrow(Scope.ANYWHERE, announced=False)
 
 
-def test_join_command_uses_widest_address_and_states_reach() -> None:
-    private, public = f"/ip4/172.17.0.2/tcp/1/p2p/{PEER}", f"/ip4/8.8.8.8/tcp/1/p2p/{PEER}"
-    command = join_command(replace(STATUS, addresses=(private, public)))
-    assert command and public in command[0] and who_joins(command[1]) == "Others join with:"
-    command = join_command(replace(STATUS, addresses=(private,)))
-    assert command and who_joins(command[1]) == "Others join, from the same network only, with:"
+@pytest.mark.parametrize(
+    "hosts, widest, words",
+    [
+        (("127.0.0.1", "203.0.113.7"), "203.0.113.7", "Others join with:"),
+        (("172.17.0.2", "8.8.8.8"), "8.8.8.8", "Others join with:"),
+        (("172.17.0.2",), "172.17.0.2", "Others join, from the same network only, with:"),
+        (("127.0.0.1",), "127.0.0.1", "this machine only"),
+    ],
+)
+def test_join_command_uses_widest_address_and_states_reach(hosts: tuple[str, ...], widest: str, words: str) -> None:
+    addresses = {host: f"/ip4/{host}/tcp/1/p2p/{PEER}" for host in hosts}
+    command = join_command(replace(STATUS, addresses=tuple(addresses.values())))
+    assert command and command[0] == f"python -m node join --bootstrap {addresses[widest]} --run-id {'cd' * 32}"
+    assert words in who_joins(command[1])
+    assert join_command(replace(STATUS, addresses=())) is None
 
 
 def test_join_command_names_own_task() -> None:
@@ -195,7 +163,3 @@ def test_join_command_names_own_task() -> None:
     for hostile in ("gpt", "a:b; rm -rf ~", "a:b\n", "$(a):b"):
         command = join_command(replace(STATUS, task=hostile))
         assert command and "--task" not in command[0]
-
-
-def test_missing_address_gives_no_join_command() -> None:
-    assert join_command(replace(STATUS, addresses=())) is None

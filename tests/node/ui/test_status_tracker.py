@@ -1,4 +1,4 @@
-"""What a peer shows of itself, from the first moment of its life to the last."""
+"""What a peer reports about itself, from its start to its end."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import asyncio
 import json
 import math
 import os
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -25,8 +24,8 @@ from protocols.base import LocalProgress, Member
 from protocols.consensus.record import Kind
 from protocols.history.chain import Chain
 from protocols.sync.progress import SyncProgressLine
-from tests.sim import loop as simloop
 from tests.support.fake_rounds import RUN, line
+from tests.support.virtual_time import on_virtual_time
 
 ME = Member("me")
 ROSTER = (Member("anna"), Member("bert"), ME)
@@ -36,10 +35,6 @@ REPORT = RoundReport(
 )  # fmt: skip
 LABELS = RunLabels("tiny", "ab" * 32, rounds=10)
 WORK = LocalProgress(50, 1.5, 2.0, 0.1)
-
-
-def play(body: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    simloop.run(body())
 
 
 def shown(status_tracker: StatusTracker) -> Status:
@@ -64,7 +59,7 @@ def in_a_run(
 def stages(
     tmp_path: Path, roster: tuple[Member, ...] = ROSTER, contacts: tuple[PeerRecord, ...] = ()
 ) -> tuple[Callable[[StatusTracker], None], ...]:
-    """What a peer tells its status tracker, one after the other."""
+    """What a peer reports to its status tracker, step by step."""
     chain = Chain(RUN, "run", roster, b"0" * 32)
     membership = SimpleNamespace(contacts=lambda: contacts, host_monitor=SimpleNamespace(clock="an hour off"))
     lag, journal = SimpleNamespace(peek=lambda: 0.004), Journal(tmp_path / "rounds.jsonl")
@@ -86,7 +81,7 @@ def test_status_is_available_before_joining() -> None:
 
 
 def test_status_fills_in_as_parts_arrive(tmp_path: Path) -> None:
-    """Whatever is there first."""
+    """In any order."""
     contacts = (contact("anna", "Anna"),)
     whole, parts = StatusTracker("nick"), stages(tmp_path, contacts=contacts)
     for number, stage in enumerate(parts):
@@ -108,7 +103,7 @@ def test_status_lists_members_and_met_peers(tmp_path: Path) -> None:
         contact("ghost", None, live=False),
     )
     peers = {line.peer: line for line in shown(in_a_run(tmp_path, contacts=contacts)).peers}
-    assert list(peers) == ["anna", "bert", "cleo"]  # of a ghost we have only heard
+    assert list(peers) == ["anna", "bert", "cleo"]  # the peer has only heard of the ghost
     assert peers["anna"].member and peers["anna"].live and peers["anna"].address == "/ip4/192.0.2.1/tcp/1"
     assert peers["bert"].member and not peers["bert"].live and peers["bert"].nickname == ""
     assert not peers["cleo"].member
@@ -133,34 +128,30 @@ def test_status_names_the_awaited_peers(tmp_path: Path) -> None:
         status_tracker.on_progress(phase, WORK)
         assert shown(status_tracker).waiting_for == ("Anna", "…rylong")
     status_tracker.start_outer_loop(OuterLoopSources(journal, lambda: ("anna", "me")))
-    assert shown(status_tracker).waiting_for == (), "nobody waits for others while we are at work ourselves"
+    assert shown(status_tracker).waiting_for == (), "the peer itself is still at work"
 
 
-def test_round_in_progress_counts_once(tmp_path: Path) -> None:
-    async def body() -> None:
-        status_tracker = in_a_run(tmp_path)
-        assert status_tracker._sources
-        status_tracker.on_progress("training", WORK)
-        status = shown(status_tracker)
-        assert (status.state, status.tokens, status.tokens_per_second, status.loss) == ("training", 50, 25.0, 1.5)
-        status_tracker._sources.journal.write(REPORT)
-        status_tracker.reported(REPORT)
-        status = shown(status_tracker)
-        assert (status.tokens, status.tokens_per_second, status.loss) == (100, 50.0, 2.5)
-        assert (status.held_out_loss, status.bytes_sent, status.bytes_received) == (3.5, 5, 6)
-
-    play(body)
+@on_virtual_time
+async def test_round_in_progress_counts_once(tmp_path: Path) -> None:
+    status_tracker = in_a_run(tmp_path)
+    assert status_tracker._sources
+    status_tracker.on_progress("training", WORK)
+    status = shown(status_tracker)
+    assert (status.state, status.tokens, status.tokens_per_second, status.loss) == ("training", 50, 25.0, 1.5)
+    status_tracker._sources.journal.write(REPORT)
+    status_tracker.reported(REPORT)
+    status = shown(status_tracker)
+    assert (status.tokens, status.tokens_per_second, status.loss) == (100, 50.0, 2.5)
+    assert (status.held_out_loss, status.bytes_sent, status.bytes_received) == (3.5, 5, 6)
 
 
-def test_last_known_loss_is_kept(tmp_path: Path) -> None:
-    async def body() -> None:
-        status_tracker = in_a_run(tmp_path)
-        status_tracker.reported(REPORT)
-        status_tracker.reported(replace(REPORT, outcome="undecided", held_out_loss=math.nan, loss=2.0))
-        status = shown(status_tracker)
-        assert (status.held_out_loss, status.loss) == (3.5, 2.0)
-
-    play(body)
+@on_virtual_time
+async def test_last_known_loss_is_kept(tmp_path: Path) -> None:
+    status_tracker = in_a_run(tmp_path)
+    status_tracker.reported(REPORT)
+    status_tracker.reported(replace(REPORT, outcome="undecided", held_out_loss=math.nan, loss=2.0))
+    status = shown(status_tracker)
+    assert (status.held_out_loss, status.loss) == (3.5, 2.0)
 
 
 def test_status_explains_absence_from_the_roster(tmp_path: Path) -> None:
@@ -186,34 +177,30 @@ def test_leaving_state_is_not_overwritten(tmp_path: Path, end: str) -> None:
     assert (status_tracker.state, status_tracker.reason) == ("finished", "the run is over")
 
 
-def test_eta_is_estimated_from_the_last_rounds(tmp_path: Path) -> None:
-    async def body() -> None:
-        status_tracker = in_a_run(tmp_path)
-        chain = status_tracker._chain
-        assert isinstance(chain, Chain)
-        for seconds in (1000.0, 100.0, 10.0, 10.0, 10.0, 10.0, 10.0):
-            await asyncio.sleep(seconds)
-            status_tracker.reported(REPORT)
-            if asyncio.get_running_loop().time() == 1000.0:
-                assert shown(status_tracker).eta_seconds is None, "of one round nobody can tell"
-        assert shown(status_tracker).eta_seconds == pytest.approx(10.0 * 10)
-        chain.switch(chain.head.key.lineage, line(chain.head, 4, kind=Kind.SKIP))
-        assert shown(status_tracker).eta_seconds == pytest.approx(6 * 10.0) and shown(status_tracker).round == 4
-        status_tracker.enter_run(replace(LABELS, rounds=2))
-        assert shown(status_tracker).eta_seconds == 0.0
-        status_tracker.enter_run(replace(LABELS, rounds=0))
-        assert shown(status_tracker).eta_seconds is None
-
-    play(body)
+@on_virtual_time
+async def test_eta_is_estimated_from_the_last_rounds(tmp_path: Path) -> None:
+    status_tracker = in_a_run(tmp_path)
+    chain = status_tracker._chain
+    assert isinstance(chain, Chain)
+    for seconds in (1000.0, 100.0, 10.0, 10.0, 10.0, 10.0, 10.0):
+        await asyncio.sleep(seconds)
+        status_tracker.reported(REPORT)
+        if asyncio.get_running_loop().time() == 1000.0:
+            assert shown(status_tracker).eta_seconds is None, "one round is too few"
+    assert shown(status_tracker).eta_seconds == pytest.approx(10.0 * 10)
+    chain.switch(chain.head.key.lineage, line(chain.head, 4, kind=Kind.SKIP))
+    assert shown(status_tracker).eta_seconds == pytest.approx(6 * 10.0) and shown(status_tracker).round == 4
+    status_tracker.enter_run(replace(LABELS, rounds=2))
+    assert shown(status_tracker).eta_seconds == 0.0
+    status_tracker.enter_run(replace(LABELS, rounds=0))
+    assert shown(status_tracker).eta_seconds is None
 
 
-def test_sync_progress_is_shown_during_catch_up(tmp_path: Path) -> None:
-    async def body() -> None:
-        status_tracker = StatusTracker("nick")
-        assert shown(status_tracker).syncing is None
-        progress = SyncProgressLine(1, 10, 3, 2.5, 0, 4, None)
-        journal = Journal(tmp_path / "rounds.jsonl")
-        status_tracker.start_outer_loop(OuterLoopSources(journal, sync_progress=lambda: progress))
-        assert shown(status_tracker).syncing == SyncStatus(1, 10, 3, 2.5, 0, 4, None)
-
-    play(body)
+@on_virtual_time
+async def test_sync_progress_is_shown_during_catch_up(tmp_path: Path) -> None:
+    status_tracker = StatusTracker("nick")
+    assert shown(status_tracker).syncing is None
+    progress = SyncProgressLine(1, 10, 3, 2.5, 0, 4, None)
+    journal = Journal(tmp_path / "rounds.jsonl")
+    status_tracker.start_outer_loop(OuterLoopSources(journal, sync_progress=lambda: progress))
+    assert shown(status_tracker).syncing == SyncStatus(1, 10, 3, 2.5, 0, 4, None)

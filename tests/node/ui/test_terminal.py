@@ -1,4 +1,4 @@
-"""The live view as a pure function of values, and the lines that stand for it off a terminal."""
+"""The live view as a pure function of values, and the lines that replace it without a terminal."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import io
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -18,7 +18,7 @@ from node.reporting.report import RoundReport
 from node.reporting.status import PeerStatus, Status, SyncStatus
 from node.ui import screen
 from node.ui.terminal import MAX_REPORTS, Terminal, count, duration, plain_line, render, size, sparkline, syncing_line
-from tests.node.ui.test_status import PEER, STATUS
+from tests.support.status_examples import PEER, STATUS
 
 BUSY = replace(
     STATUS,
@@ -84,7 +84,10 @@ def test_join_command_is_shown_until_a_peer_joins() -> None:
     assert "from this machine only" in here
 
 
-def test_unknown_values_are_shown_as_dashes() -> None:
+def test_unknown_values_are_shown_as_dashes_or_omitted() -> None:
+    shown = text(replace(BUSY, checkpoint_age_seconds=125.0), (), 80)
+    assert "checkpoint" in shown and "2 min 5 s old" in shown
+    assert "checkpoint" not in text(BUSY, (), 80)
     fresh = replace(STATUS, tokens_per_second=math.nan, held_out_loss=math.nan, rounds=0, waiting_for=())
     shown = text(fresh, [], 80)
     assert "nan" not in shown and "–" in shown and "waits for" not in shown
@@ -96,13 +99,10 @@ def test_foreign_names_cannot_control_or_fill_terminal() -> None:
     assert "\x1b" not in shown and "\x07" not in shown and "[red]" in shown
     assert "and 42 more" in shown and "and 16 more" in shown
     assert len(shown.splitlines()) < 25
-
-
-@pytest.mark.parametrize("name", ["[/b]", "[link=http://example.org]x[/link]", ":smile:"])
-def test_names_are_not_markup(name: str) -> None:
-    line = PeerStatus(PEER, name[:16], True, True, 5, "")
-    evil = replace(BUSY, reason=name, run=name, nickname=name, waiting_for=(name,), peers=(line,))
-    assert f"waits for  {name}" in text(evil, [], 120)
+    for name in ("[/b]", "[link=http://example.org]x[/link]", ":smile:"):
+        line = PeerStatus(PEER, name[:16], True, True, 5, "")
+        evil_names = replace(BUSY, reason=name, run=name, nickname=name, waiting_for=(name,), peers=(line,))
+        assert f"waits for  {name}" in text(evil_names, [], 120)
 
 
 def test_frame_is_drawn_quickly() -> None:
@@ -138,12 +138,6 @@ def test_fork_message_depends_on_the_roster(members: bool, capfd: pytest.Capture
     assert words in capfd.readouterr().err
 
 
-def test_last_checkpoint_age_is_shown() -> None:
-    shown = text(replace(BUSY, checkpoint_age_seconds=125.0), (), 80)
-    assert "checkpoint" in shown and "2 min 5 s old" in shown
-    assert "checkpoint" not in text(BUSY, (), 80)
-
-
 def test_spread_is_shown_only_for_independent_protocols() -> None:
     mixed = replace(BUSY, protocol="gossip", spread=0.0123, spread_limit=0.02)
     words = "protocol   gossip   at most 1.2 % from the mean of all, the limit is 2 %"
@@ -159,11 +153,8 @@ def test_plain_lines_are_aligned() -> None:
     lines = [plain_line(report(n, outcome=outcome), 16) for n, outcome in ((3, "committed"), (12, "alone"))]
     lines.append(plain_line(report(5, outcome="undecided", loss=math.nan, held_out_loss=math.nan), 16))
     assert lines[0].startswith("round  4/16  loss 2.662  held out 3.248   3,809 tokens/s")
-    assert (
-        lines[0].endswith("mean of 3")
-        and lines[1].endswith("alone")
-        and lines[2].endswith("not decided, training goes on")
-    )
+    for line, end in zip(lines, ("mean of 3", "alone", "not decided, training goes on"), strict=True):
+        assert line.endswith(end)
     for word in ("loss", "held out", "tokens/s", "sent", "received"):
         assert len({line.index(word) for line in lines}) == 1
     assert "nan" not in lines[2]
@@ -177,34 +168,19 @@ def test_sparkline_scales_to_its_range() -> None:
 
 
 @pytest.mark.parametrize(
-    "value, words",
-    [(0, "0"), (950, "950"), (12345, "12,345"), (1_203_344, "1.20 M"), (4.56e9, "4.56 G"), (math.nan, "–")],
-)
-def test_counts_are_formatted(value: float, words: str) -> None:
-    assert count(value) == words
-
-
-@pytest.mark.parametrize(
-    "value, words",
-    [(0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (12_340, "12.3 kB"), (999_700, "1.00 MB"), (1e15, "1000 TB")],
-)
-def test_sizes_are_formatted(value: float, words: str) -> None:
-    assert size(value) == words
-
-
-@pytest.mark.parametrize(
-    "seconds, words",
+    "written, values",
     [
-        (3.21, "3.2 s"),
-        (45, "45 s"),
-        (59.7, "1 min 0 s"),
-        (125, "2 min 5 s"),
-        (11520, "3 h 12 min"),
-        (183600, "2 d 3 h"),
+        (count, {0: "0", 950: "950", 12345: "12,345", 1_203_344: "1.20 M", 4.56e9: "4.56 G", math.nan: "–"}),
+        (size, {0: "0 B", 999: "999 B", 1000: "1.00 kB", 12_340: "12.3 kB", 999_700: "1.00 MB", 1e15: "1000 TB"}),
+        (
+            duration,
+            {3.21: "3.2 s", 45: "45 s", 59.7: "1 min 0 s", 125: "2 min 5 s", 11520: "3 h 12 min", 183600: "2 d 3 h"},
+        ),
     ],
+    ids=["counts", "sizes", "durations"],
 )
-def test_durations_are_formatted(seconds: float, words: str) -> None:
-    assert duration(seconds) == words
+def test_figures_are_written_with_units(written: Callable[[float], str], values: dict[float, str]) -> None:
+    assert {value: written(value) for value in values} == values
 
 
 # -- the view itself --------------------------------------------------------------------------------------------------
