@@ -1,4 +1,4 @@
-"""The control door: bounded, for this user only, and honest about peers that are gone."""
+"""The control socket: bounded, for this user only, and correct about peers that are gone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def soon(seconds: float = 2.0) -> float:
     return asyncio.get_running_loop().time() + seconds
 
 
-def door(state_dir: Path, finish: object = None) -> ControlServer:
+def control_server(state_dir: Path, finish: object = None) -> ControlServer:
     return ControlServer(state_dir, lambda: STATUS, finish or (lambda: None))  # type: ignore[arg-type]
 
 
@@ -45,23 +45,19 @@ async def raw(state_dir: Path, request: bytes) -> bytes:
         writer.transport.abort()
 
 
-async def test_status_request_returns_peer_status(tmp_path: Path) -> None:
-    async with door(tmp_path):
+async def test_status_is_returned_and_finish_passed_on(tmp_path: Path) -> None:
+    asked: list[int] = []
+    async with control_server(tmp_path, lambda: asked.append(1)):
         answer = await ask(tmp_path, "status", soon())
+        assert asked == [] and await ask(tmp_path, "finish", soon()) == {"ok": True}
+    assert asked == [1]
     assert answer["loss"] is None and answer["eta_seconds"] is None
     parsed = parse(answer)
     assert math.isnan(parsed.loss) and replace(parsed, loss=0.0) == replace(STATUS, loss=0.0)
 
 
-async def test_finish_request_asks_peer_to_finish(tmp_path: Path) -> None:
-    asked: list[int] = []
-    async with door(tmp_path, lambda: asked.append(1)):
-        assert await ask(tmp_path, "finish", soon()) == {"ok": True}
-    assert asked == [1]
-
-
 async def test_socket_is_private_and_removed_at_exit(tmp_path: Path) -> None:
-    async with door(tmp_path):
+    async with control_server(tmp_path):
         place = json.loads((tmp_path / "control.json").read_text())
         directory = Path(place["socket"]).parent
         assert stat.S_IMODE(directory.stat().st_mode) == 0o700
@@ -77,7 +73,7 @@ async def test_created_files_are_private_to_the_user(tmp_path: Path, monkeypatch
     try:
         with claimed(None) as directory:
             (directory / ".control.json.new").touch(0o644)  # a killed peer's
-            async with door(directory):
+            async with control_server(directory):
                 made = (directory.parent, directory, *directory.iterdir())
                 modes = [stat.S_IMODE(each.stat().st_mode) for each in made]
     finally:
@@ -88,36 +84,32 @@ async def test_created_files_are_private_to_the_user(tmp_path: Path, monkeypatch
 async def test_deep_state_directory_works(tmp_path: Path) -> None:
     deep = tmp_path / ("d" * 100) / ("e" * 100)
     deep.mkdir(parents=True)
-    async with door(deep):
+    async with control_server(deep):
         assert (await ask(deep, "status", soon()))["round"] == 3
 
 
-@pytest.mark.parametrize("request_line", [b"\n", b"[]\n", b'{"do": "dance"}\n', b"\xff\xfe\n", b"[" * 900 + b"\n"])
-async def test_malformed_request_gets_an_error_answer(tmp_path: Path, request_line: bytes) -> None:
-    async with door(tmp_path):
-        assert "error" in json.loads(await raw(tmp_path, request_line))
-        assert (await ask(tmp_path, "status", soon()))["round"] == 3
-
-
-async def test_long_request_is_cut_off(tmp_path: Path) -> None:
-    async with door(tmp_path):
+async def test_malformed_requests_get_errors_and_long_none(tmp_path: Path) -> None:
+    async with control_server(tmp_path):
+        for request_line in (b"\n", b"[]\n", b'{"do": "dance"}\n', b"\xff\xfe\n", b"[" * 900 + b"\n"):
+            assert "error" in json.loads(await raw(tmp_path, request_line)), request_line
+            assert (await ask(tmp_path, "status", soon()))["round"] == 3
         assert await raw(tmp_path, b"x" * 100_000) == b""
         assert (await ask(tmp_path, "status", soon()))["round"] == 3
 
 
 async def test_silent_clients_are_bounded_and_time_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "SERVE_SECONDS", 0.3)
-    async with door(tmp_path) as open_door:
+    async with control_server(tmp_path) as server:
         silent = [asyncio.create_task(raw(tmp_path, b"")) for _ in range(8)]
         await asyncio.sleep(0.1)
-        assert len(open_door._clients) == control.MAX_CLIENTS
+        assert len(server._clients) == control.MAX_CLIENTS
         await asyncio.gather(*silent)
-        assert not open_door._clients
+        assert not server._clients
         assert (await ask(tmp_path, "status", soon()))["round"] == 3
 
 
 async def test_exit_does_not_wait_for_clients(tmp_path: Path) -> None:
-    async with door(tmp_path):
+    async with control_server(tmp_path):
         silent = asyncio.create_task(raw(tmp_path, b""))
         await asyncio.sleep(0.1)
         began = asyncio.get_running_loop().time()
@@ -125,18 +117,14 @@ async def test_exit_does_not_wait_for_clients(tmp_path: Path) -> None:
     await silent
 
 
-async def test_missing_peer_gives_one_clear_line(tmp_path: Path) -> None:
-    with pytest.raises(ControlUnavailable, match=r"no peer runs in .*: start one"):
-        await ask(tmp_path, "status", soon())
-
-
-@pytest.mark.parametrize("content", ["", "{}", "[]", "nonsense", '{"socket": 3}', '{"socket": "/nowhere"}', "[" * 4000])
-async def test_damaged_control_file_counts_as_no_peer(tmp_path: Path, content: str) -> None:
-    (tmp_path / "control.json").write_text(content)
-    with pytest.raises(ControlUnavailable, match="no peer runs"):
-        await ask(tmp_path, "status", soon())
-    async with door(tmp_path):
-        assert (await ask(tmp_path, "status", soon()))["round"] == 3
+async def test_unusable_control_file_counts_as_no_peer(tmp_path: Path) -> None:
+    for content in (None, "", "{}", "[]", "nonsense", '{"socket": 3}', '{"socket": "/nowhere"}', "[" * 4000):
+        if content is not None:
+            (tmp_path / "control.json").write_text(content)
+        with pytest.raises(ControlUnavailable, match=r"no peer runs in .*: start one"):
+            await ask(tmp_path, "status", soon())
+        async with control_server(tmp_path):
+            assert (await ask(tmp_path, "status", soon()))["round"] == 3
 
 
 _KILLED = """
@@ -151,7 +139,7 @@ asyncio.run(main())
 
 
 def killed(state_dir: Path) -> Path:
-    """The socket of a peer that was killed with its door open."""
+    """The socket of a peer that was killed while it served."""
     subprocess.run([sys.executable, "-c", _KILLED, str(state_dir)], cwd=REPOSITORY, timeout=30)
     left = Path(json.loads((state_dir / "control.json").read_text())["socket"])
     assert left.exists()
@@ -162,18 +150,22 @@ async def test_leftovers_of_killed_peer_are_cleared(tmp_path: Path) -> None:
     left = killed(tmp_path)
     with pytest.raises(ControlUnavailable, match="no peer runs"):
         await ask(tmp_path, "status", soon())
-    async with door(tmp_path):
+    async with control_server(tmp_path):
         assert not left.parent.exists()
         assert (await ask(tmp_path, "status", soon()))["round"] == 3
 
 
-async def test_cleanup_never_deletes_foreign_files(tmp_path: Path) -> None:
-    precious = tmp_path / "precious"
-    precious.write_text("mine")
-    (tmp_path / "control.json").write_text(json.dumps({"pid": 1, "socket": str(precious)}))
-    async with door(tmp_path):
-        pass
-    assert precious.read_text() == "mine"
+@pytest.mark.parametrize(
+    "name, pid", [("precious", 1), ("starling-x/control", os.getppid())], ids=["no socket", "copied directory"]
+)
+async def test_cleanup_never_deletes_foreign_files(tmp_path: Path, name: str, pid: int) -> None:
+    foreign = tmp_path / name
+    foreign.parent.mkdir(exist_ok=True)
+    foreign.write_text("mine")
+    (tmp_path / "control.json").write_text(json.dumps({"pid": pid, "socket": str(foreign)}))
+    async with control_server(tmp_path):
+        assert (await ask(tmp_path, "status", soon()))["round"] == 3
+    assert foreign.read_text() == "mine"
 
 
 async def test_stopped_peer_differs_from_missing_peer(tmp_path: Path) -> None:
@@ -191,7 +183,7 @@ async def test_stopped_peer_differs_from_missing_peer(tmp_path: Path) -> None:
 
 
 async def test_failed_control_socket_does_not_stop_the_peer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async with door(tmp_path / "missing"):
+    async with control_server(tmp_path / "missing"):
         pass
     assert "cannot reach this peer" in caplog.text
 
@@ -202,9 +194,9 @@ async def test_running_peers_are_found(tmp_path: Path) -> None:
         each.mkdir()
     (third / "control.json").write_text('{"pid": 1, "socket": "/nowhere/control"}')
     assert await running(tmp_path / "none", soon()) == ()
-    async with door(first):
+    async with control_server(first):
         assert await running(tmp_path, soon()) == (first,)
-        async with door(second):
+        async with control_server(second):
             assert await running(tmp_path, soon()) == (first, second)
 
 
@@ -216,18 +208,5 @@ def test_first_free_directory_is_claimed(tmp_path: Path, monkeypatch: pytest.Mon
             pass
     with claimed(None) as again, claimed(tmp_path / "mine" / "own") as own:
         assert (again, own) == (first, tmp_path / "mine" / "own")
-
-
-def test_error_inside_claim_passes_through(tmp_path: Path) -> None:
     with pytest.raises(BlockingIOError, match="other"), claimed(tmp_path / "a"):
         raise BlockingIOError("other")
-
-
-async def test_copied_directory_leaves_original_socket_alone(tmp_path: Path) -> None:
-    socket = tmp_path / "starling-x" / "control"
-    socket.parent.mkdir()
-    socket.touch()
-    (tmp_path / "control.json").write_text(json.dumps({"pid": os.getppid(), "socket": str(socket)}))
-    async with door(tmp_path):
-        assert (await ask(tmp_path, "status", soon()))["round"] == 3
-    assert socket.exists()

@@ -1,10 +1,11 @@
-"""What is made of the reports of a swarm's peers, without a process."""
+"""The summary of the reports of a swarm's peers, without a process."""
 
 from __future__ import annotations
 
 import io
 import json
 import math
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -88,26 +89,23 @@ def test_independent_peers_agree_within_spread_limit() -> None:
     )
     tally.add(NAMES[0], report(NAMES[0], 5, spread=0.03, spread_limit=0.02))
     assert not tally.agree and json.loads(to_json(tally.as_json()))["spread"] == 0.03
-    for name in NAMES[:3]:  # what each told of the others is older than where they all are now
+    for name in NAMES[:3]:  # equal parameters count, not the older estimates
         tally.add(name, report(name, 6, spread=0.03, spread_limit=0.02, params_hash="h", lineage="l"))
     assert tally.spread == (0.0, 0.02)
 
 
-def test_different_parameters_do_not_agree() -> None:
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tally: tally.add("peer-2", report("peer-2", 4, lineage="l4", params_hash="other")),
+        lambda tally: tally.add("peer-2", report("peer-2", 4)),
+        lambda tally: setattr(tally.tracks["peer-3"], "well", False),
+    ],
+    ids=["other parameters", "later final round", "failed exit"],
+)
+def test_one_deviating_peer_does_not_agree(change: Callable[[SwarmSummary], None]) -> None:
     tally = story(4)
-    tally.add("peer-2", report("peer-2", 4, lineage="l4", params_hash="other"))
-    assert not tally.agree
-
-
-def test_earlier_final_round_does_not_agree() -> None:
-    tally = story(4)
-    tally.add("peer-2", report("peer-2", 4))
-    assert not tally.agree
-
-
-def test_failed_exit_does_not_agree() -> None:
-    tally = story(4)
-    tally.tracks["peer-3"].well = False
+    change(tally)
     assert not tally.agree
 
 
@@ -124,11 +122,8 @@ def test_empty_summary_does_not_agree_and_is_json() -> None:
     assert json.loads(to_json(tally.as_json()))["loss_last"] is None
 
 
-def test_single_known_loss_is_no_fall() -> None:
+def test_single_or_rising_loss_is_no_fall() -> None:
     assert not story(1).fell
-
-
-def test_rising_loss_is_no_fall() -> None:
     tally = story(2)
     tally.add("peer-1", report("peer-1", 2, held_out_loss=3.5))
     list(tally.complete(()))
@@ -202,7 +197,7 @@ def test_round_of_independent_peers_shows_largest_spread() -> None:
     for name, spread in zip(NAMES, (0.011, 0.024), strict=False):
         tally.add(name, report(name, 0, spread=spread, spread_limit=0.02))
     (done,) = tally.complete(())
-    assert plain_line(done, 16).endswith("mixed, at most 2.4 % from the mean"), "no mean is everybody's"
+    assert plain_line(done, 16).endswith("mixed, at most 2.4 % from the mean"), "the peers share no mean"
 
 
 # -- what is read and shown -------------------------------------------------------------------------------------------
@@ -217,8 +212,8 @@ def test_report_round_trips_as_json() -> None:
 def test_manual_documents_every_report_field() -> None:
     manual = (REPOSITORY / "docs" / "running.md").read_text()
     table = manual.partition("### `rounds.jsonl`")[2]
-    told = {name for row in table.splitlines() if row.startswith("| `") for name in row.split("`")[1].split(", ")}
-    assert told == {each.name for each in fields(RoundReport)}
+    documented = {name for row in table.splitlines() if row.startswith("| `") for name in row.split("`")[1].split(", ")}
+    assert documented == {each.name for each in fields(RoundReport)}
 
 
 @pytest.mark.parametrize("line", ["", "[]", "{}", "null", "nonsense"])
