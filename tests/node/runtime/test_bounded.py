@@ -1,4 +1,4 @@
-"""What others fill stays bounded: the newest entries and counts are kept."""
+"""Tables that other peers fill stay bounded: the newest entries and counts are kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A program of ours in a process of its own: how it ended is told truly."""
+"""A child process: how it ended is reported correctly."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from node.runtime.child_process import ChildProcess
 
 
 async def test_kill_after_exit_keeps_the_exit_code() -> None:
-    """Between the end of a process and the news of it: who looked for the code then would have it, and nobody else."""
+    """A kill between the end of a process and the report of it does not take the exit code away."""
     command = (sys.executable, "-I", "-S", "-c", "raise SystemExit(3)")
     for _ in range(20):
         silent = asyncio.Event()
@@ -18,7 +18,7 @@ async def test_kill_after_exit_keeps_the_exit_code() -> None:
             if line is None:
                 silent.set()
 
-        child = await ChildProcess.start("straw", command, hear)
+        child = await ChildProcess.start("child", command, hear)
         await silent.wait()  # its output ends where it does
         while child.code is None:
             child.send_kill()

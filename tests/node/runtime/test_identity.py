@@ -1,4 +1,4 @@
-"""The identity file: private, whole, exact; and signatures that need nothing but a peer id."""
+"""The identity file: private, complete and exact; and signatures that a peer id is enough to verify."""
 
 from __future__ import annotations
 
@@ -27,21 +27,18 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "identity"
 
 
-def test_created_file_is_private_and_loads_same_peer(path: Path) -> None:
-    made = identity.create(path)
+@pytest.mark.parametrize("umask", [0o022, 0])
+def test_created_file_is_private_and_loads_same_peer(path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        made = identity.create(path)
+    finally:
+        os.umask(before)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert os.listdir(path.parent) == ["identity"]
     assert made.peer_id.startswith("12D3Koo") and len(made.peer_id) == 52
     assert identity.load(path).peer_id == made.peer_id
-
-
-def test_umask_cannot_widen_file_permissions(path: Path) -> None:
-    before = os.umask(0)
-    try:
-        identity.create(path)
-    finally:
-        os.umask(before)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert repr(made) == f"Identity(path={path!r}, peer_id={made.peer_id!r})", "without the private key"
 
 
 def test_create_never_overwrites(path: Path) -> None:
@@ -58,12 +55,9 @@ def test_loads_key_file_of_the_specification(path: Path) -> None:
     assert identity.public_key_of(mine.peer_id) == SPEC_PUBLIC
 
 
-def test_missing_directory_gives_one_clear_line(tmp_path: Path) -> None:
+def test_missing_file_or_directory_gives_one_clear_line(path: Path) -> None:
     with pytest.raises(IdentityError, match=r"cannot write an identity to .*: choose a directory"):
-        identity.create(tmp_path / "nowhere" / "identity")
-
-
-def test_load_rejects_missing_file(path: Path) -> None:
+        identity.create(path.parent / "nowhere" / "identity")
     with pytest.raises(IdentityError, match="cannot read the identity"):
         identity.load(path)
 
@@ -76,23 +70,25 @@ def test_load_rejects_file_readable_by_others(path: Path, mode: int) -> None:
         identity.load(path)
 
 
+OTHER_PUBLIC = Ed25519PrivateKey.generate().public_key().public_bytes_raw()
+
+
 @pytest.mark.parametrize(
-    "content",
-    [b"", b"\x08\x01", SPEC_PRIVATE[:-1], SPEC_PRIVATE + b"x", b"\x08\x00" + SPEC_PRIVATE[2:], b"-----BEGIN" * 7],
-    ids=["empty", "short", "cut", "long", "rsa", "pem"],
+    "content, words",
+    [
+        pytest.param(b"", "does not hold an Ed25519 key", id="empty"),
+        pytest.param(b"\x08\x01", "does not hold an Ed25519 key", id="short"),
+        pytest.param(SPEC_PRIVATE[:-1], "does not hold an Ed25519 key", id="cut"),
+        pytest.param(SPEC_PRIVATE + b"x", "does not hold an Ed25519 key", id="long"),
+        pytest.param(b"\x08\x00" + SPEC_PRIVATE[2:], "does not hold an Ed25519 key", id="rsa"),
+        pytest.param(b"-----BEGIN" * 7, "does not hold an Ed25519 key", id="pem"),
+        pytest.param(SPEC_PRIVATE[:-32] + OTHER_PUBLIC, "damaged", id="mismatched halves"),
+    ],
 )
-def test_load_rejects_other_content(path: Path, content: bytes) -> None:
+def test_load_rejects_other_content(path: Path, content: bytes, words: str) -> None:
     path.write_bytes(content)
     path.chmod(0o600)
-    with pytest.raises(IdentityError, match="does not hold an Ed25519 key"):
-        identity.load(path)
-
-
-def test_load_rejects_mismatched_key_halves(path: Path) -> None:
-    other = Ed25519PrivateKey.generate().public_key().public_bytes_raw()
-    path.write_bytes(SPEC_PRIVATE[:-32] + other)
-    path.chmod(0o600)
-    with pytest.raises(IdentityError, match="damaged"):
+    with pytest.raises(IdentityError, match=words):
         identity.load(path)
 
 
@@ -120,11 +116,6 @@ def test_only_one_process_holds_an_identity(path: Path) -> None:
         again.__enter__()
     with identity.load(path).held():
         pass
-
-
-def test_private_key_is_not_printed(path: Path) -> None:
-    mine = identity.create(path)
-    assert repr(mine) == f"Identity(path={path!r}, peer_id={mine.peer_id!r})"
 
 
 def test_signature_is_verified_by_peer_id(tmp_path: Path) -> None:
