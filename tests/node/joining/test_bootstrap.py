@@ -124,12 +124,11 @@ async def test_first_answer_wins_and_later_peers_are_kept() -> None:
 
 @on_virtual_time
 async def test_failure_is_reported_only_when_it_changes() -> None:
-    causes = [gone("refused"), gone("refused"), gone("no route"), gone("no route"), gone("refused"), RUN]
-    addresses = Addresses(a=list(causes))
+    refused, unroutable = gone("refused"), gone("no route")
+    addresses = Addresses(a=[refused, refused, unroutable, unroutable, refused, RUN])
     async with addresses.client() as client:
         await client.find("a")
-    again = " (retrying)"
-    assert addresses.said == [f"a: refused{again}", f"a: no route{again}", f"a: refused{again}"]
+    assert addresses.said == [f"a: {why} (retrying)" for why in ("refused", "no route", "refused")]
 
 
 @on_virtual_time
@@ -300,6 +299,9 @@ async def test_server_answers_run_and_status_requests() -> None:
     served, without_sample = ServedPeer(), RunInfo(b"s", b"")
     assert await ask_run(served.client, "a", now() + 5.0) == RUN
     assert await ask_run(ServedPeer(without_sample).client, "a", now() + 5.0) == without_sample
+    served.network.join("y")  # without a server
+    with pytest.raises(PeerGone):
+        await ask_run(served.client, "y", now() + 5.0)
     assert await ask_status(served.client, "a", now() + 5.0) == {"round": 3, "loss": None, "peers": []}
 
 
@@ -395,11 +397,3 @@ async def test_false_reply_fails_the_attempt(
         await ask(client, "a", now() + ATTEMPT_SECONDS)
     assert now() <= ATTEMPT_SECONDS + 0.1
     assert issubclass(caught.type, error)
-
-
-@on_virtual_time
-async def test_peer_without_bootstrap_server_is_gone() -> None:
-    network = SimNetwork(Trace())
-    network.join("a")
-    with pytest.raises(PeerGone):
-        await ask_run(network.join("x"), "a", now() + 5.0)

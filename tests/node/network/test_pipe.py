@@ -5,22 +5,21 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import pytest
 
 from node.network.pipe import PIECE_BYTES, SocketPipe
 
+Pipes = tuple[SocketPipe, SocketPipe]
 
-@asynccontextmanager
-async def pipes() -> AsyncIterator[tuple[SocketPipe, SocketPipe]]:
+
+@pytest.fixture
+async def pipes() -> AsyncIterator[Pipes]:
     made = [SocketPipe(*await asyncio.open_unix_connection(sock=end)) for end in socket.socketpair()]
-    try:
-        yield made[0], made[1]
-    finally:
-        for pipe in made:
-            pipe.abort()
-        await asyncio.sleep(0)
+    yield made[0], made[1]
+    for pipe in made:
+        pipe.abort()
+    await asyncio.sleep(0)
 
 
 async def read(pipe: SocketPipe, size: int) -> bytes:
@@ -29,92 +28,92 @@ async def read(pipe: SocketPipe, size: int) -> bytes:
     return bytes(buffer)
 
 
-async def test_read_sizes_need_not_match_write_sizes() -> None:
-    async with pipes() as (a, b):
-        data = bytes(range(256)) * (3 * PIECE_BYTES // 256) + b"tail"
-        writing = asyncio.create_task(a.write(data))
-        sizes = [1, 5, PIECE_BYTES + 7, 0, 100]
-        parts = [await read(b, size) for size in [*sizes, len(data) - sum(sizes)]]
-        await writing
-        assert b"".join(parts) == data
+async def test_read_sizes_need_not_match_write_sizes(pipes: Pipes) -> None:
+    a, b = pipes
+    data = bytes(range(256)) * (3 * PIECE_BYTES // 256) + b"tail"
+    writing = asyncio.create_task(a.write(data))
+    sizes = [1, 5, PIECE_BYTES + 7, 0, 100]
+    parts = [await read(b, size) for size in [*sizes, len(data) - sum(sizes)]]
+    await writing
+    assert b"".join(parts) == data
 
 
-async def test_views_of_other_item_sizes_are_bytes() -> None:
-    async with pipes() as (a, b):
-        await a.write(memoryview(bytearray(b"01234567")).cast("I"))
-        into = bytearray(8)
-        await b.read_into(memoryview(into).cast("I"))
-        assert into == b"01234567"
+async def test_views_of_other_item_sizes_are_bytes(pipes: Pipes) -> None:
+    a, b = pipes
+    await a.write(memoryview(bytearray(b"01234567")).cast("I"))
+    into = bytearray(8)
+    await b.read_into(memoryview(into).cast("I"))
+    assert into == b"01234567"
 
 
-async def test_end_follows_sent_bytes_on_both_sides() -> None:
-    async with pipes() as (a, b):
-        await a.write(b"last words")
-        closing = asyncio.create_task(a.close(20))
-        assert await read(b, 10) == b"last words"
-        for _ in range(2):
-            with pytest.raises(EOFError, match="the peer is done"):
-                await read(b, 1)
-        assert not closing.done()
-        await b.close(20)
-        await closing
-
-
-async def test_bytes_after_the_end_are_dropped() -> None:
-    async with pipes() as (a, b):
-        closing = asyncio.create_task(a.close(20))
-        await b.write(bytes(PIECE_BYTES))
-        await b.close(20)
-        await closing
-
-
-async def test_endless_sender_is_cut_off() -> None:
-    async with pipes() as (a, b):
-        closing = asyncio.create_task(a.close(20))
-        with pytest.raises(OSError):
-            for _ in range(100):
-                await b.write(bytes(PIECE_BYTES))
-        await closing
-
-
-async def test_close_waits_for_silent_side_only_briefly() -> None:
-    async with pipes() as (a, b):
-        await a.close(0.05)
+async def test_end_follows_sent_bytes_on_both_sides(pipes: Pipes) -> None:
+    a, b = pipes
+    await a.write(b"last words")
+    closing = asyncio.create_task(a.close(20))
+    assert await read(b, 10) == b"last words"
+    for _ in range(2):
         with pytest.raises(EOFError, match="the peer is done"):
             await read(b, 1)
+    assert not closing.done()
+    await b.close(20)
+    await closing
 
 
-async def test_reset_is_not_a_clean_end() -> None:
-    async with pipes() as (a, b):
-        await a.write(b"half")
-        await a.reset()
-        with pytest.raises((EOFError, OSError)):
-            await read(b, 5)
-        with pytest.raises(OSError):
-            await a.write(b"more")
+async def test_bytes_after_the_end_are_dropped(pipes: Pipes) -> None:
+    a, b = pipes
+    closing = asyncio.create_task(a.close(20))
+    await b.write(bytes(PIECE_BYTES))
+    await b.close(20)
+    await closing
 
 
-async def test_cancelled_write_sends_nothing_more() -> None:
-    async with pipes() as (a, b):
-        lent = bytearray(b"\x01" * PIECE_BYTES)
-        writing = asyncio.create_task(a.write(lent))
-        await asyncio.sleep(0.05)
-        writing.cancel()
-        await asyncio.wait((writing,))
-        lent[:] = b"\x02" * PIECE_BYTES
-        seen = bytearray()
-        with pytest.raises((EOFError, OSError)):
+async def test_endless_sender_is_cut_off(pipes: Pipes) -> None:
+    a, b = pipes
+    closing = asyncio.create_task(a.close(20))
+    with pytest.raises(OSError):
+        for _ in range(100):
+            await b.write(bytes(PIECE_BYTES))
+    await closing
+
+
+async def test_close_waits_for_silent_side_only_briefly(pipes: Pipes) -> None:
+    a, b = pipes
+    await a.close(0.05)
+    with pytest.raises(EOFError, match="the peer is done"):
+        await read(b, 1)
+
+
+async def test_reset_is_not_a_clean_end(pipes: Pipes) -> None:
+    a, b = pipes
+    await a.write(b"half")
+    await a.reset()
+    with pytest.raises((EOFError, OSError)):
+        await read(b, 5)
+    with pytest.raises(OSError):
+        await a.write(b"more")
+
+
+async def test_cancelled_write_sends_nothing_more(pipes: Pipes) -> None:
+    a, b = pipes
+    lent = bytearray(b"\x01" * PIECE_BYTES)
+    writing = asyncio.create_task(a.write(lent))
+    await asyncio.sleep(0.05)
+    writing.cancel()
+    await asyncio.wait((writing,))
+    lent[:] = b"\x02" * PIECE_BYTES
+    seen = bytearray()
+    with pytest.raises((EOFError, OSError)):
+        while True:
+            seen += await read(b, 1)
+    assert 0 < len(seen) < PIECE_BYTES and set(seen) == {1}
+
+
+async def test_unread_bytes_are_bounded(pipes: Pipes) -> None:
+    a, _ = pipes
+    written = 0
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.5):
             while True:
-                seen += await read(b, 1)
-        assert 0 < len(seen) < PIECE_BYTES and set(seen) == {1}
-
-
-async def test_unread_bytes_are_bounded() -> None:
-    async with pipes() as (a, _):
-        written = 0
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.5):
-                while True:
-                    await a.write(bytes(PIECE_BYTES))
-                    written += PIECE_BYTES
-        assert written <= 4 * PIECE_BYTES
+                await a.write(bytes(PIECE_BYTES))
+                written += PIECE_BYTES
+    assert written <= 4 * PIECE_BYTES

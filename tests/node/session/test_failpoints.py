@@ -94,7 +94,7 @@ class Stand:
         return 1.25
 
 
-# -- the peer's side --------------------------------------------------------------------------------------------------
+# -- the peer's side ---------------------------------------------------------------------------------------------------
 
 
 def test_without_variable_nothing_is_wrapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +185,7 @@ def test_dead_harness_costs_one_timeout_and_warning(
     assert len(caplog.records) == 1 and "no answer from the harness" in caplog.text
 
 
-# -- the harness ------------------------------------------------------------------------------------------------------
+# -- the harness -------------------------------------------------------------------------------------------------------
 
 
 def test_peer_is_held_until_its_trap_returns(watch: Watch, trace: FailpointClient) -> None:
@@ -238,7 +238,7 @@ def test_reconnecting_peer_is_recorded_and_record_is_bounded() -> None:
         assert len(watch.environment("a")[VARIABLE]) <= 100
 
 
-# -- real peers -------------------------------------------------------------------------------------------------------
+# -- real peers --------------------------------------------------------------------------------------------------------
 
 
 def kill(peer: RealPeer) -> None:

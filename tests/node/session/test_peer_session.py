@@ -33,7 +33,7 @@ from tests.support.virtual_time import on_virtual_time
 alone = pytest.mark.parametrize("founders", ["a"])
 
 
-# -- the end of the run, and of a share of it -------------------------------------------------------------------------
+# -- the end of the run, and of a share of it --------------------------------------------------------------------------
 
 
 @on_virtual_time
@@ -100,7 +100,7 @@ async def test_stops_after_max_rounds(cluster: SessionCluster) -> None:
         assert {member.peer for member in peer.chain.head.roster} == {"a", "b"}
 
 
-# -- being asked to leave ---------------------------------------------------------------------------------------------
+# -- being asked to leave ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("after_seconds", [1.0, 1.7, 2.05, 2.2, 2.3, 3.0, 4.0])
@@ -133,24 +133,21 @@ async def test_leave_between_rounds_starts_few_more_rounds(cluster: SessionClust
 
 
 @alone
+@pytest.mark.parametrize(
+    ("wait", "after_seconds", "state", "reason", "outcomes"),
+    [(1, 0.5, "training", "", ["alone"]), (5, 30.0, "waiting", "5 peers", [])],
+    ids=["training", "waiting for peers"],
+)
 @on_virtual_time
-async def test_leave_alone_ends_after_the_round(cluster: SessionCluster) -> None:
-    (peer,) = cluster.all("a", run_rounds=6)
-    await asyncio.sleep(0.5)
+async def test_leave_alone_ends_within_a_round(
+    cluster: SessionCluster, wait: int, after_seconds: float, state: str, reason: str, outcomes: list[str]
+) -> None:
+    peer = cluster.add("a", run_rounds=6, wait=wait)
+    await asyncio.sleep(after_seconds)
+    assert peer.status_tracker.state == state and reason in peer.status_tracker.reason
     peer.session.leave()
     await cluster.end()
-    assert peer.outcomes == ["alone"] and now() < 1.5
-
-
-@alone
-@on_virtual_time
-async def test_leave_while_waiting_for_peers_is_immediate(cluster: SessionCluster) -> None:
-    (peer,) = cluster.all("a", wait=5)
-    await asyncio.sleep(30.0)
-    assert peer.status_tracker.state == "waiting" and "5 peers" in peer.status_tracker.reason
-    peer.session.leave()
-    await cluster.end()
-    assert now() - 30.0 <= 1.1 and peer.outcomes == [] and peer.status_tracker.state == "finished"
+    assert now() - after_seconds <= 1.0 and (peer.outcomes, peer.status_tracker.state) == (outcomes, "finished")
 
 
 @on_virtual_time
@@ -221,7 +218,7 @@ async def test_killed_peer_does_not_delay_the_end(cluster: SessionCluster) -> No
     assert a.chain.head.key == b.chain.head.key and len(a.chain.head.roster) == 2
 
 
-# -- after the last round ---------------------------------------------------------------------------------------------
+# -- after the last round ----------------------------------------------------------------------------------------------
 
 
 @on_virtual_time

@@ -132,7 +132,7 @@ def test_status_names_the_awaited_peers(tmp_path: Path) -> None:
 
 
 @on_virtual_time
-async def test_round_in_progress_counts_once(tmp_path: Path) -> None:
+async def test_round_counts_once_and_last_loss_stays(tmp_path: Path) -> None:
     status_tracker = in_a_run(tmp_path)
     assert status_tracker._sources
     status_tracker.on_progress("training", WORK)
@@ -143,12 +143,6 @@ async def test_round_in_progress_counts_once(tmp_path: Path) -> None:
     status = shown(status_tracker)
     assert (status.tokens, status.tokens_per_second, status.loss) == (100, 50.0, 2.5)
     assert (status.held_out_loss, status.bytes_sent, status.bytes_received) == (3.5, 5, 6)
-
-
-@on_virtual_time
-async def test_last_known_loss_is_kept(tmp_path: Path) -> None:
-    status_tracker = in_a_run(tmp_path)
-    status_tracker.reported(REPORT)
     status_tracker.reported(replace(REPORT, outcome="undecided", held_out_loss=math.nan, loss=2.0))
     status = shown(status_tracker)
     assert (status.held_out_loss, status.loss) == (3.5, 2.0)

@@ -109,14 +109,11 @@ def test_one_deviating_peer_does_not_agree(change: Callable[[SwarmSummary], None
     assert not tally.agree
 
 
-def test_peer_without_reports_does_not_agree() -> None:
+def test_peers_without_reports_do_not_agree() -> None:
     tally = story(4, NAMES[:2])
     tally.tracks["peer-3"].well = True
     assert not tally.agree
     assert tally.as_json()["peers"][2]["params_hash"] == ""
-
-
-def test_empty_summary_does_not_agree_and_is_json() -> None:
     tally = SwarmSummary(NAMES)
     assert not tally.agree and not tally.fell
     assert json.loads(to_json(tally.as_json()))["loss_last"] is None
@@ -178,13 +175,10 @@ def test_round_completes_when_others_are_beyond_it() -> None:
     assert [each.number for each in tally.complete(NAMES)] == [2]
 
 
-def test_undecided_round_is_not_counted() -> None:
+def test_undecided_and_skipped_rounds_have_no_loss() -> None:
     tally = SwarmSummary(NAMES)
     tally.add("peer-1", report("peer-1", 0, outcome="undecided"))
     assert not list(tally.complete(()))
-
-
-def test_skipped_round_has_no_loss() -> None:
     tally = story(1)
     tally.add("peer-1", report("peer-1", 1, outcome="skipped", held_out_loss=math.nan, peers=()))
     (done,) = tally.complete(())
