@@ -1,4 +1,4 @@
-"""The outer step: Nesterov by hand, by PyTorch, and the same bits for ever."""
+"""The outer step: Nesterov SGD checked by hand and by PyTorch, and the same bits on every machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.paths import REPOSITORY
 
 @pytest.fixture
 def restored() -> Iterator[None]:
-    """What a test does to torch's threads and subnormal numbers ends with it."""
+    """Restores torch's threads and its handling of subnormal numbers after the test."""
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
@@ -74,7 +74,7 @@ def test_outer_sgd_matches_pytorch_sgd(learning_rate: float, momentum: float) ->
 
 @pytest.mark.parametrize("learning_rate, momentum", golden.SETTINGS)
 def test_every_operation_rounds_to_float32(learning_rate: float, momentum: float) -> None:
-    """The same in numpy's scalars, which nothing fuses: the bits are those of the formula, not only of this torch."""
+    """The same in numpy's scalars, which fuse no operations: the bits are the formula's, not only this torch's."""
     one = numpy.float32
     weight, moment = one(1), one(0)
     for delta, (our_weight, our_moment) in zip(golden.DELTAS, golden.walk(learning_rate, momentum), strict=True):
@@ -90,7 +90,7 @@ def test_trajectories_match_the_golden_bits(threads: int, restored: None) -> Non
 
 
 def test_golden_bits_do_not_depend_on_the_processor() -> None:
-    """torch is told to use no vector instructions at all; the self-test agrees."""
+    """torch uses no vector instructions at all here, and the self-test passes."""
     program = "from tests.golden import outer; from node.outer.sgd import self_test; import json; self_test(); "
     run = subprocess.run(
         [sys.executable, "-c", program + "print(json.dumps(outer.trajectories()))"],
@@ -131,18 +131,20 @@ def test_step_over_empty_vectors_succeeds() -> None:
     assert OuterSGD(0.9, 0.9).step(torch.empty(0), torch.empty(0), torch.empty(0))
 
 
-@pytest.mark.parametrize("rate", [0.0, -0.1, math.nan, math.inf, -math.inf])
-def test_bad_rate_gives_one_line_error(rate: float) -> None:
-    with pytest.raises(ValueError) as raised:
-        OuterSGD(rate, 0.9)
-    assert str(raised.value) == f"outer learning rate must be positive and finite, not {rate}"
+BAD_RATES, BAD_MOMENTA = (0.0, -0.1, math.nan, math.inf, -math.inf), (-0.1, 1.0, 1.5, math.nan, math.inf)
 
 
-@pytest.mark.parametrize("momentum", [-0.1, 1.0, 1.5, math.nan, math.inf])
-def test_bad_momentum_gives_one_line_error(momentum: float) -> None:
+@pytest.mark.parametrize(
+    "rate, momentum, message",
+    [
+        *((rate, 0.9, f"outer learning rate must be positive and finite, not {rate}") for rate in BAD_RATES),
+        *((0.7, momentum, f"outer momentum must be in [0, 1), not {momentum}") for momentum in BAD_MOMENTA),
+    ],
+)
+def test_bad_setting_gives_one_line_error(rate: float, momentum: float, message: str) -> None:
     with pytest.raises(ValueError) as raised:
-        OuterSGD(0.7, momentum)
-    assert str(raised.value) == f"outer momentum must be in [0, 1), not {momentum}"
+        OuterSGD(rate, momentum)
+    assert str(raised.value) == message
 
 
 def test_pseudo_gradient_points_back_to_the_anchor() -> None:
@@ -164,7 +166,7 @@ def test_this_machine_passes_the_self_test(restored: None) -> None:
 
 
 def fused(self: OuterSGD, anchor: Vector, velocity: Vector, delta: Vector) -> bool:
-    """The step as one would write it first: multiplications that are fused with additions where there is an FMA."""
+    """The naive step: its multiplications are fused with additions on a processor with FMA."""
     velocity.mul_(self.momentum).add_(delta)
     wide = delta.double() + velocity.double() * self.momentum
     anchor.copy_(anchor.double() - wide * self.learning_rate)
