@@ -1,4 +1,4 @@
-"""`python -m node swarm` as people use it: real processes, the paced task."""
+"""`python -m node swarm` as users run it: real processes, the paced task."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[int], Running]]:
 
 
 def agreed(swarm: Running, numbers: tuple[int, ...]) -> None:
-    """Whoever committed a lineage holds the same parameters."""
+    """Assert that all peers which committed a lineage hold the same parameters."""
     hashes: dict[str, set[str]] = {}
     for number in numbers:
         for each in swarm.reports(number):
@@ -151,7 +151,7 @@ def test_peers_die_with_their_killed_swarm(start: Callable[[int], Running]) -> N
     swarm = start(1000)
     swarm.until(lambda: len(swarm.left()) >= 4)
     swarm.process.kill()
-    # The fixture judges: nobody is left two seconds later.
+    # The fixture asserts that no process is left two seconds later.
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_wrong_run_file_gives_one_line_error(tmp_path: Path, content: str, words
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
     (line,) = done.stderr.splitlines()
     assert done.returncode == 2 and done.stdout == "" and line.startswith("starling: ") and words in line
-    assert not (tmp_path / "swarm").exists()  # nothing was started
+    assert not (tmp_path / "swarm").exists()  # no peer was started
 
 
 def test_used_directory_gives_one_line_error(tmp_path: Path) -> None:
