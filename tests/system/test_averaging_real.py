@@ -167,21 +167,19 @@ def test_killed_peer_barely_delays_the_others(place: int) -> None:
     run(FAULTY, body)
 
 
-def test_peer_with_killed_p2pd_receives_the_decision() -> None:
+@pytest.mark.parametrize(
+    "process, number, seconds",
+    [
+        pytest.param("daemon", signal.SIGKILL, FREE_SECONDS, id="p2pd killed"),
+        pytest.param("pid", signal.SIGSTOP, PATIENT_SECONDS, id="stopped for long"),
+    ],
+)
+def test_absent_peer_receives_the_decision(process: str, number: int, seconds: float) -> None:
     async def body(swarm: Swarm) -> None:
-        fault = await strike(swarm, 0, "daemon", signal.SIGKILL)
-        records = await others_commit(swarm, fault, FREE_SECONDS)
-        await victim_follows(swarm, fault, records)
-        await nothing_stays_open(swarm, range(4), fault.level)
-
-    run(FAULTY, body)
-
-
-def test_long_stopped_peer_receives_the_decision() -> None:
-    async def body(swarm: Swarm) -> None:
-        fault = await strike(swarm, 0, "pid", signal.SIGSTOP)
-        records = await others_commit(swarm, fault, PATIENT_SECONDS)
-        os.kill(swarm.ups[fault.victim]["pid"], signal.SIGCONT)
+        fault = await strike(swarm, 0, process, number)
+        records = await others_commit(swarm, fault, seconds)
+        if number == signal.SIGSTOP:
+            os.kill(swarm.ups[fault.victim]["pid"], signal.SIGCONT)
         await victim_follows(swarm, fault, records)
         await nothing_stays_open(swarm, range(4), fault.level)
 

@@ -142,11 +142,6 @@ def test_wrong_run_id_is_refused(founder: RealPeer, joiner: RealPeer) -> None:
     assert founder.address in line and "not 0123456789ab: take the join line from" in line
 
 
-def test_malformed_address_is_refused(joiner: RealPeer) -> None:
-    line = refused(joiner, *bootstrap("127.0.0.1:4001"))
-    assert "--bootstrap" in line and "/ip4/127.0.0.1/tcp/4001/p2p/" in line
-
-
 def test_port_in_use_is_refused(joiner: RealPeer, black_hole: int) -> None:
     joiner.listen = f"/ip4/127.0.0.1/tcp/{black_hole}"
     line = refused(joiner, "--task", "paced")
@@ -156,18 +151,3 @@ def test_port_in_use_is_refused(joiner: RealPeer, black_hole: int) -> None:
 def test_unreadable_data_is_refused(joiner: RealPeer, tmp_path: Path) -> None:
     line = refused(joiner, "--data", str(tmp_path / "nothing.txt"))
     assert "nothing.txt" in line and "--data" in line
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("[recipe]\ninner_step = 5\n", ('"inner_step" in [recipe]', 'did you mean "inner_steps"?')),
-        ('[recipe]\ninner_steps = "five"\n', ("\"inner_steps\" in [recipe] must be a whole number, not 'five'",)),
-    ],
-    ids=["misspelt key", "wrong type"],
-)
-def test_wrong_run_file_is_refused(joiner: RealPeer, tmp_path: Path, text: str, words: tuple[str, ...]) -> None:
-    file = tmp_path / "wrong.toml"
-    file.write_text(text)
-    line = refused(joiner, "--run", str(file))
-    assert all(each in line for each in (*words, "wrong.toml"))

@@ -29,32 +29,6 @@ def restored() -> Iterator[None]:
     torch.set_flush_denormal(False)
 
 
-@pytest.mark.parametrize(
-    "learning_rate, momentum, deltas, weights, moments",
-    [
-        # by hand: m = 1, θ = 1 - .7·(1 + .9·1); m = 1.9, θ -= .7·(1 + .9·1.9); m = 2.71, θ -= .7·(1 + .9·2.71)
-        (0.7, 0.9, (1, 1, 1), (-0.33, -2.227, -4.6343), (1, 1.9, 2.71)),
-        # m = 1, .5, -.75, -.375; updates .9·(1.5, .25, -1.375, -.1875)
-        (0.9, 0.5, (1, 0, -1, 0), (-0.35, -0.575, 0.6625, 0.83125), (1, 0.5, -0.75, -0.375)),
-        # no momentum: plain steps of .9·Δ
-        (0.9, 0.0, (1, -2, 0.5), (0.1, 1.9, 1.45), (1, -2, 0.5)),
-        # the mean itself: lr 1, no momentum moves the anchor onto the mean of the locals
-        (1.0, 0.0, (0.25, 0.25), (0.75, 0.5), (0.25, 0.25)),
-    ],
-)
-def test_step_matches_hand_calculation(
-    learning_rate: float,
-    momentum: float,
-    deltas: tuple[float, ...],
-    weights: tuple[float, ...],
-    moments: tuple[float, ...],
-) -> None:
-    outer, anchor, velocity = OuterSGD(learning_rate, momentum), torch.ones(1), torch.zeros(1)
-    for delta, weight, moment in zip(deltas, weights, moments, strict=True):
-        assert outer.step(anchor, velocity, torch.tensor([float(delta)]))
-        assert (float(anchor), float(velocity)) == (pytest.approx(weight, rel=1e-6), pytest.approx(moment, rel=1e-6))
-
-
 @pytest.mark.parametrize("learning_rate, momentum", golden.SETTINGS)
 def test_outer_sgd_matches_pytorch_sgd(learning_rate: float, momentum: float) -> None:
     generator = torch.Generator().manual_seed(7)

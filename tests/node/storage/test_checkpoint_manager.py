@@ -206,14 +206,22 @@ def test_full_disk_evicts_older_then_skips_the_checkpoint(
 # -- warnings ---------------------------------------------------------------------------------------------------------
 
 
-def test_repeated_checkpoint_failure_warning_is_rate_limited(
+def test_worker_write_failure_costs_the_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Other peers still find the snapshot; the warning is rate-limited."""
     made = keep(tmp_path, 5, 10, 15, worker=Worker("refuses"))
-    assert len(caplog.records) == 1 and made.age_seconds(1e9) is None
+    assert names(tmp_path) == [] and [each.round for each in made.snapshots.held()] == [15, 10, 5]
+    assert bytes(made.snapshots.held()[-1].chunk(0)) == state(5).anchor.numpy().tobytes()
+    (record,) = caplog.records
+    assert record.message.startswith("no checkpoint before round 6: the inner state cannot be written: No space")
+    assert made.age_seconds(1e9) is None
     monkeypatch.setattr(keepers, "AGAIN_SECONDS", 0.0)
     keep(tmp_path, 20, of=made)
     assert [each.message[:32] for each in caplog.records[1:]] == ["no checkpoint before round 21: t"]
+
+
+def test_checkpoint_age_counts_from_its_manifest(tmp_path: Path) -> None:
     made = keep(tmp_path, 25)
     sealed = (newest(tmp_path).path / MANIFEST).stat().st_mtime
     assert (made.age_seconds(sealed + 60.0), made.age_seconds(sealed - 60.0)) == (60.0, 0.0)
@@ -235,14 +243,6 @@ def test_unexpected_publish_error_is_logged(
     monkeypatch.undo()
     keep(tmp_path, 10, of=made)
     assert rounds(tmp_path) == [10] and len(caplog.records) == 1
-
-
-def test_worker_write_failure_costs_the_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    made = keep(tmp_path, 5, worker=Worker("refuses"))
-    assert names(tmp_path) == [] and [each.round for each in made.snapshots.held()] == [5]
-    assert bytes(made.snapshots.held()[0].chunk(0)) == state(5).anchor.numpy().tobytes()
-    (record,) = caplog.records
-    assert record.message.startswith("no checkpoint before round 6: the inner state cannot be written: No space")
 
 
 def test_slow_disk_skips_checkpoints_without_blocking(

@@ -113,7 +113,10 @@ def test_file_in_current_directory_does_not_shadow_libraries(directory: Path) ->
 @pytest.mark.parametrize(
     "name, words",
     [
-        ("absent_module:make", "no module absent_module on this machine, and code never comes from peers: put"),
+        (
+            "absent_module:make",
+            "there is no module absent_module on this machine, and code never comes from peers: put",
+        ),
         ("os.absent:make", "there is no module os.absent on this machine"),
         ("xml.absent:make", "there is no module xml.absent on this machine"),
         ("math:absent", "has no function absent"),
