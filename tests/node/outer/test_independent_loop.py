@@ -12,6 +12,7 @@ import torch
 
 from node.outer import outer_loop as labour
 from node.outer.independent_loop import IndependentOptions
+from node.outer.noloco import NoLoCo
 from node.outer.sketch import Sketch, sketch
 from node.reporting.report import RoundReport
 from protocols.base import Contribution, Deadline, PeerId, Vector
@@ -117,10 +118,18 @@ def test_report_flags_non_finite_parameters() -> None:
     assert not simloop.run(spoilt()).finite
 
 
-def test_non_finite_mean_is_not_applied() -> None:
-    peer = IndependentPeer(Script(average=lambda mine, into: [each.fill_(math.inf) for each in into]))
+@pytest.mark.parametrize(
+    "rule, alone",
+    [
+        pytest.param(None, stepped(1), id="sgd"),
+        pytest.param(NoLoCo(0.5, 0.5, 0.5), (1.0 - STEPS * STEP / 2, STEPS * STEP / 2), id="noloco"),
+    ],
+)
+def test_non_finite_mean_is_not_applied(rule: NoLoCo | None, alone: tuple[float, float]) -> None:
+    """The state is as after the peer's step alone."""
+    peer = IndependentPeer(Script(average=lambda mine, into: [each.fill_(math.inf) for each in into]), rule=rule)
     (report,) = peer.play()
-    assert holds(peer.outer_loop.anchor, stepped(1)[0])
+    assert holds(peer.outer_loop.anchor, alone[0]) and holds(peer.outer_loop.velocity, alone[1])
     assert (report.outcome, report.messages) == ("skipped", ()) and "not finite" in report.blamed["anna"]
     assert report.half_exchanges == 2 + 1, "the others have moved"
 

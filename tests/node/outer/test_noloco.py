@@ -109,7 +109,7 @@ def test_best_pull_minimises_the_spread(momentum: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments, said",
+    "arguments, words",
     [
         ((1.0, 0.7, 0.5), "momentum"),
         ((0.9, 0.0, 0.5), "learning rate"),
@@ -118,8 +118,8 @@ def test_best_pull_minimises_the_spread(momentum: float) -> None:
         ((0.5, 0.7, 0.0), "pull"),
     ],
 )
-def test_invalid_settings_are_rejected(arguments: tuple[float, float, float], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_invalid_settings_are_rejected(arguments: tuple[float, float, float], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
         NoLoCo(*arguments)
 
 

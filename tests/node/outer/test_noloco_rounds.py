@@ -109,14 +109,6 @@ def test_diverged_work_is_left_out(step_size: float) -> None:
     assert report.finite and "not finite" in report.blamed["anna"]
 
 
-def test_non_finite_mean_is_not_applied() -> None:
-    peer = puller(Script(average=lambda mine, into: [each.fill_(math.inf) for each in into]))
-    (report,) = peer.play()
-    assert stands(peer, stepped(1.0, 0.0, own(1.0)))
-    assert (report.outcome, report.messages) == ("skipped", ()) and "not finite" in report.blamed["anna"]
-    assert report.half_exchanges == 2 + 1, "the others have moved"
-
-
 def test_non_finite_exchange_during_training_is_not_applied() -> None:
     peer = puller(Script(), Script(moved(math.inf)))
     _, report = peer.play(2)

@@ -107,7 +107,7 @@ def test_download_becomes_a_checkpoint(tmp_path: Path) -> None:
 
 def test_every_bit_flip_and_truncation_is_detected(tmp_path: Path) -> None:
     keep(tmp_path, 5, 10)
-    draw, said = random.Random(1), list[str]()
+    draw, warnings = random.Random(1), list[str]()
     files = sorted(newest(tmp_path).path.iterdir())
     assert [file.name for file in files] == [INNER, MANIFEST, OUTER]
     damages = [("flip", draw.choice(files)) for _ in range(1000)] + [("cut", draw.choice(files)) for _ in range(100)]
@@ -120,9 +120,14 @@ def test_every_bit_flip_and_truncation_is_detected(tmp_path: Path) -> None:
             bad = bytearray(data)
             bad[place] ^= 1 << draw.randrange(8)
             file.write_bytes(bad)
-        said.clear()
-        found = next(whole(tmp_path, said.append, RUN))
-        assert found.round == 5 and len(said) == 1 and "000010-0a0a0a0a0a0a" in said[0] and "not used" in said[0]
+        warnings.clear()
+        found = next(whole(tmp_path, warnings.append, RUN))
+        assert (
+            found.round == 5
+            and len(warnings) == 1
+            and "000010-0a0a0a0a0a0a" in warnings[0]
+            and "not used" in warnings[0]
+        )
         file.write_bytes(data)
     assert newest(tmp_path).round == 10
 
@@ -143,12 +148,16 @@ def test_missing_checkpoint_gives_one_line_error(tmp_path: Path) -> None:
 
 def test_checkpoint_of_other_run_version_or_name_is_skipped(tmp_path: Path) -> None:
     keep(tmp_path, 5)
-    said: list[str] = []
-    assert list(whole(tmp_path, said.append, "ab" * 32)) == [] and "is of another run, 5f5f5f5f5f5f" in said.pop()
+    warnings: list[str] = []
+    assert (
+        list(whole(tmp_path, warnings.append, "ab" * 32)) == [] and "is of another run, 5f5f5f5f5f5f" in warnings.pop()
+    )
     manifest = newest(tmp_path).path / MANIFEST
     fields = json.loads(manifest.read_text())
     manifest.write_text(json.dumps(fields | {"format": 2}))
-    assert rounds(tmp_path) == [] and not list(whole(tmp_path, said.append)) and "of format 2: update" in said[0]
+    assert (
+        rounds(tmp_path) == [] and not list(whole(tmp_path, warnings.append)) and "of format 2: update" in warnings[0]
+    )
     for nonsense in (b"", b"[]", b"\xff", b'{"digest": 1}', b"[" * 100_000, b"null"):
         manifest.write_bytes(nonsense)
         assert rounds(tmp_path) == []

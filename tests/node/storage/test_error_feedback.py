@@ -75,10 +75,13 @@ def test_unsent_residual_joins_the_next_pseudo_gradient() -> None:
     )
 
 
-def test_skipped_round_leaves_no_residual() -> None:
+def test_round_without_own_plan_leaves_no_residual() -> None:
+    """A skipped or undecided round sends nothing; a mean of an earlier plan does not say what was counted."""
     peer, error_feedback = play_with_feedback(skipped(), lost(), counted())
     assert [float(seen.mine[0]) for seen in peer.seen] == [0.5, 1.0, 1.5]
     assert error_feedback.residual.tolist() == units(0, *[1.5] * 9)
+    _, error_feedback = play_with_feedback(counted(), Script(end=OF_ANOTHER_PLAN))
+    assert not error_feedback.residual.any()
 
 
 def test_uncounted_work_is_dropped_and_residual_stays() -> None:
@@ -86,11 +89,6 @@ def test_uncounted_work_is_dropped_and_residual_stays() -> None:
     _, second, third = (seen.mine for seen in peer.seen)
     assert torch.equal(second, third) and float(second[1]) > 0.9
     assert error_feedback.residual[0] == 0.5
-
-
-def test_mean_of_earlier_plan_leaves_no_residual() -> None:
-    _, error_feedback = play_with_feedback(counted(), Script(end=OF_ANOTHER_PLAN))
-    assert not error_feedback.residual.any()
 
 
 def test_late_step_is_kept_whole() -> None:

@@ -237,24 +237,24 @@ def test_norm_covers_many_pieces() -> None:
 async def _train(
     trainer: InlineTrainer, number: int, cut_after: float
 ) -> tuple[LocalProgress, list[tuple[float, LocalProgress]]]:
-    cut, said = asyncio.Event(), list[tuple[float, LocalProgress]]()
+    cut, progress = asyncio.Event(), list[tuple[float, LocalProgress]]()
     loop = asyncio.get_running_loop()
     began = loop.time()
     loop.call_later(cut_after, cut.set)
-    work = await trainer.train(key(number), cut, lambda work: said.append((loop.time() - began, work)))
+    work = await trainer.train(key(number), cut, lambda work: progress.append((loop.time() - began, work)))
     assert cut.is_set()
-    return work, said
+    return work, progress
 
 
 def test_progress_is_reported_in_virtual_time() -> None:
     async def main() -> None:
         trainer: Trainer = InlineTrainer(Count(), inner_steps=30, step_seconds=2.0)
         assert isinstance(trainer, InlineTrainer)
-        work, said = await _train(trainer, 0, cut_after=79.0)
+        work, progress = await _train(trainer, 0, cut_after=79.0)
         assert (work.tokens, work.seconds, work.complete) == (400, 80.0, True)  # beyond the 30 steps, until the cut
-        assert [seconds / 2 for seconds, _ in said] == [*range(12), 13, 15, 17, 19, 21, 24, 27, 30, 33, 37]
-        assert [offer.tokens for _, offer in said] == [seconds * 5 for seconds, _ in said]
-        assert [offer.complete for _, offer in said] == [False] * 19 + [True] * 3
+        assert [seconds / 2 for seconds, _ in progress] == [*range(12), 13, 15, 17, 19, 21, 24, 27, 30, 33, 37]
+        assert [offer.tokens for _, offer in progress] == [seconds * 5 for seconds, _ in progress]
+        assert [offer.complete for _, offer in progress] == [False] * 19 + [True] * 3
 
     run(main())
 
@@ -262,11 +262,11 @@ def test_progress_is_reported_in_virtual_time() -> None:
 def test_completion_is_reported_at_once() -> None:
     async def main() -> None:
         trainer = InlineTrainer(Count(), inner_steps=29, step_seconds=1.0)
-        _, said = await _train(trainer, 0, cut_after=29.5)
-        assert [work.complete for _, work in said][-2:] == [False, True] and said[-1][0] == 29.0
-        _, said = await _train(trainer, 1, cut_after=1.5)  # nothing was written: the work goes on growing
-        assert [work.tokens for _, work in said] == [300, 310]  # at once, then after the first step
-        assert not said[0][1].complete and said[0][1].norm == math.sqrt(2 * 30**2)
+        _, progress = await _train(trainer, 0, cut_after=29.5)
+        assert [work.complete for _, work in progress][-2:] == [False, True] and progress[-1][0] == 29.0
+        _, progress = await _train(trainer, 1, cut_after=1.5)  # nothing was written: the work goes on growing
+        assert [work.tokens for _, work in progress] == [300, 310]  # at once, then after the first step
+        assert not progress[0][1].complete and progress[0][1].norm == math.sqrt(2 * 30**2)
 
     run(main())
 
@@ -291,9 +291,9 @@ def test_early_cut_and_writes_between_rounds_are_allowed() -> None:
         trainer = InlineTrainer(learner, inner_steps=2, step_seconds=1.0)
         cut = asyncio.Event()
         cut.set()
-        said: list[LocalProgress] = []
-        work = await trainer.train(key(0), cut, said.append)
-        assert work.tokens == said[0].tokens == work.norm == 0 and len(said) == 1 and learner.steps == []
+        progress: list[LocalProgress] = []
+        work = await trainer.train(key(0), cut, progress.append)
+        assert work.tokens == progress[0].tokens == work.norm == 0 and len(progress) == 1 and learner.steps == []
         trainer.step_seconds = 5.0
         work, _ = await _train(trainer, 0, cut_after=7.0)
         assert (work.tokens, work.seconds) == (20, 10.0)

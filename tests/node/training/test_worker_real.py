@@ -79,11 +79,11 @@ class Training:
     """A call of `train` under way."""
 
     def __init__(self, trainer: Trainer, number: int = 0) -> None:
-        self.cut, self.said = asyncio.Event(), list[LocalProgress]()
-        self.task = asyncio.create_task(trainer.train(key(number), self.cut, self.said.append))
+        self.cut, self.progress = asyncio.Event(), list[LocalProgress]()
+        self.task = asyncio.create_task(trainer.train(key(number), self.cut, self.progress.append))
 
     async def until_tokens(self, tokens: int) -> None:
-        await until(lambda: self.task.done() or (self.said and self.said[-1].tokens >= tokens))
+        await until(lambda: self.task.done() or (self.progress and self.progress[-1].tokens >= tokens))
 
     async def end(self) -> LocalProgress:
         self.cut.set()
@@ -108,9 +108,9 @@ async def test_training_matches_in_process_bits(spec: WorkerSpec, compute: Threa
             await training.until_tokens(32 * 13)
             local_training.begin(number)
             if number == 0:
-                assert [work.tokens // 32 for work in training.said[:13]] == [*range(12), 13]
-                assert training.said[10].complete and not training.said[9].complete
-            assert training.said[0].tokens == local_training.work().tokens
+                assert [work.tokens // 32 for work in training.progress[:13]] == [*range(12), 13]
+                assert training.progress[10].complete and not training.progress[9].complete
+            assert training.progress[0].tokens == local_training.work().tokens
             work = await training.end()
             while local_training.work().tokens < work.tokens:
                 local_training.step()
@@ -138,11 +138,11 @@ async def test_calls_during_training_are_answered(spec: WorkerSpec, compute: Thr
             await asyncio.sleep(0.1)
         assert len({float(each.norm()) for each in seen}) == 5, "training goes on"
         await trainer.write(torch.zeros(trainer.layout.sizes()))
-        await until(lambda: training.said[-1].tokens < 320)
+        await until(lambda: training.progress[-1].tokens < 320)
         assert await trainer.evaluate() == pytest.approx(math.log(256)) and loss != math.log(256)
         work = await training.end()
         assert work.norm == pytest.approx(float((await vector(trainer)).norm()), rel=1e-5)
-        tokens = [each.tokens for each in training.said]
+        tokens = [each.tokens for each in training.progress]
         assert sum(later < earlier for earlier, later in itertools.pairwise(tokens)) == 1, (
             "the write restarted the count once"
         )
@@ -156,10 +156,10 @@ async def test_cut_is_seen_within_a_step(compute: ThreadCompute) -> None:
         work = await training.end()
         assert time.perf_counter() - began < 1 and work.tokens == 3 * STEP_TOKENS
         assert work.step_seconds == pytest.approx(0.2, rel=0.5) and work.seconds >= 0.6
-        cut, said = asyncio.Event(), list[LocalProgress]()
+        cut, progress = asyncio.Event(), list[LocalProgress]()
         cut.set()
-        again = await trainer.train(key(1), cut, said.append)
-        assert again.tokens == work.tokens and [each.tokens for each in said] == [work.tokens]
+        again = await trainer.train(key(1), cut, progress.append)
+        assert again.tokens == work.tokens and [each.tokens for each in progress] == [work.tokens]
 
 
 async def test_worker_killed_during_training_is_replaced(spec: WorkerSpec, compute: ThreadCompute) -> None:
@@ -169,12 +169,12 @@ async def test_worker_killed_during_training_is_replaced(spec: WorkerSpec, compu
         before = await trainer.evaluate()
         training = Training(trainer)
         await training.until_tokens(640)
-        pid, heard = trainer.pid, len(training.said)
+        pid, heard = trainer.pid, len(training.progress)
         os.kill(pid, signal.SIGKILL)
         await until(lambda: trainer.pid is None)
         assert torch.equal(await vector(trainer), anchor)
-        await until(lambda: training.said[heard:] and training.said[-1].tokens >= 64)
-        assert training.said[heard:][0].tokens == 0 and trainer.restarts == 1 and trainer.pid != pid
+        await until(lambda: training.progress[heard:] and training.progress[-1].tokens >= 64)
+        assert training.progress[heard:][0].tokens == 0 and trainer.restarts == 1 and trainer.pid != pid
         work = await training.end()
         assert work.norm == pytest.approx(float((await vector(trainer) - anchor).norm()), rel=1e-5)
         assert work.tokens // 32 < trainer._shared.steps <= trainer._shared.position, "no data is used twice"
@@ -193,14 +193,14 @@ async def test_worker_killed_while_idle_resumes_its_state(compute: ThreadCompute
         training = Training(trainer)
         await training.until_tokens(work.tokens + STEP_TOKENS)
         again = await training.end()
-        assert training.said[0].tokens == work.tokens and again.norm > 0
+        assert training.progress[0].tokens == work.tokens and again.norm > 0
         os.kill(trainer.pid or 0, signal.SIGKILL)
         await until(lambda: trainer.pid is None)
         await trainer.write(torch.zeros(SIZE), anchor=torch.ones(SIZE), tokens=77)
         training = Training(trainer, 1)
-        await until(lambda: training.said[-1:] and training.said[-1].tokens > 77)
-        assert 77 in [each.tokens for each in training.said]
-        assert training.said[-1].norm == pytest.approx(math.sqrt(SIZE), rel=0.1)
+        await until(lambda: training.progress[-1:] and training.progress[-1].tokens > 77)
+        assert 77 in [each.tokens for each in training.progress]
+        assert training.progress[-1].norm == pytest.approx(math.sqrt(SIZE), rel=0.1)
         await training.end()
 
 
@@ -225,7 +225,7 @@ async def test_cut_without_a_worker_does_not_wait(compute: ThreadCompute) -> Non
         began = time.perf_counter()
         work = await training.end()
         assert time.perf_counter() - began < 1 and work.tokens == 0 and trainer.restarts == 0
-        assert training.said[-1].tokens == 0
+        assert training.progress[-1].tokens == 0
 
 
 @pytest.mark.parametrize("busy", [True, False])
@@ -265,7 +265,7 @@ async def test_worker_dying_repeatedly_at_start_is_given_up(
         assert str(error.value).startswith(f"the worker died 5 times in a row: no file or folder {text}: ")
         assert given_up == [str(error.value)]
         training = Training(trainer)
-        await until(lambda: training.said)
+        await until(lambda: training.progress)
         await asyncio.sleep(0)
         assert not training.task.done(), "a leaver waits for the end of its round, without a worker"
         assert (await training.end()).tokens == 0
@@ -316,7 +316,7 @@ async def test_joiner_evaluates_on_the_founders_sample(
 ) -> None:
     async with RemoteTrainer(spec, compute) as founder:
         sample, anchor, loss = await founder.held_out(), await vector(founder), await founder.evaluate()
-        said = await founder.generate(b"ab", 6), await founder.generate(b"ab", 6, 1.0, seed=5)
+        texts = await founder.generate(b"ab", 6), await founder.generate(b"ab", 6, 1.0, seed=5)
         with pytest.raises(WorkerError, match=r"^the prompt is empty$"):
             await founder.generate(b"", 6)
         assert founder.restarts == 0
@@ -327,7 +327,7 @@ async def test_joiner_evaluates_on_the_founders_sample(
         assert await joiner.held_out() == sample and await joiner.evaluate() != loss
         await joiner.write(anchor)
         assert await joiner.evaluate() == loss
-        assert said == (await joiner.generate(b"ab", 6), await joiner.generate(b"ab", 6, 1.0, seed=5))
+        assert texts == (await joiner.generate(b"ab", 6), await joiner.generate(b"ab", 6, 1.0, seed=5))
 
 
 async def test_cancellation_leaves_nothing_half_done(compute: ThreadCompute) -> None:
@@ -354,8 +354,8 @@ async def test_ten_worker_deaths_leave_nothing_behind(compute: ThreadCompute) ->
         levels, noticed_seconds = [], []
         for number in range(10):
             await until(lambda: trainer.pid)
-            heard = len(training.said)
-            await until(lambda: any(work.tokens > 0 for work in training.said[heard:]))  # noqa: B023
+            heard = len(training.progress)
+            await until(lambda: any(work.tokens > 0 for work in training.progress[heard:]))  # noqa: B023
             levels.append(held())
             began = time.perf_counter()
             os.kill(trainer.pid or 0, signal.SIGKILL)
