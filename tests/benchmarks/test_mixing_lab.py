@@ -1,4 +1,4 @@
-"""The mixing laboratory: what it does to means, and figures that are known exactly."""
+"""The mixing laboratory: its effect on means, and figures that are known exactly."""
 
 from __future__ import annotations
 

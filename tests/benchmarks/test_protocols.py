@@ -1,4 +1,4 @@
-"""The experiment on protocols: what is paired, and data parallel training that is the plain one for one peer."""
+"""The experiment on protocols: paired runs, and data parallel training, which equals plain training with one peer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_data_parallel_with_one_peer_equals_plain_training() -> None:
 
 
 def test_rate_changes_run_name_and_step_length() -> None:
-    """A first step of AdamW is as long as its rate, without decay."""
+    """Without decay, the first step of AdamW is as long as its rate."""
     one, half = arm("alone", 1), replace(arm("alone", 1), rate=0.5)
     assert one.name() != half.name() and one.run().name() != half.run().name()
     moved = []
@@ -50,14 +50,14 @@ def test_rate_changes_run_name_and_step_length() -> None:
 
 @pytest.mark.parametrize("pull", (None, 0.3))
 def test_full_state_averaging_gives_one_model(pull: float | None) -> None:
-    """And then the mean over their losses is the loss of each."""
+    """Then the mean of the losses is the loss of each."""
     averaged = loose(arm("moshpit", 2), all_reduce(2, random.Random(0)), 1, pull)[-1][1]
     apart = loose(arm("moshpit", 2), lambda number, here, values: values, 1, pull)[-1][1]
     assert averaged != apart and averaged == pytest.approx(apart, rel=0.01)
 
 
 def test_interrupted_lab_reports_complete_seeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """And what is paired is what both have."""
+    """The pairs are the seeds that both protocols have completed."""
     path = tmp_path / "runs.json"
     options, book = parse(["--json", str(path), "--seeds", "2"]), Book(path, resume=False)
     todo = due(list(wanted(options)), book)

@@ -46,8 +46,8 @@ class Script:
     """What becomes of one round.
 
     Attributes:
-        meanwhile: what others do to the state while it is lent; returns of whom it holds something.
-        average: what the others make of ours; None: nobody is there.
+        meanwhile: what others do to the state while it is lent; returns the contributions that it then holds.
+        average: writes the mean, from this peer's vectors; None: no partner is there.
         rounds: by how many the others are ahead.
         hurried: they call the round after this peer's first step.
     """

@@ -1,7 +1,7 @@
-"""Averaging between real processes: the benchmark's own machinery, on small vectors, and what a lost peer costs.
+"""Averaging between real processes: the benchmark's own machinery, on small vectors, and the cost of a lost peer.
 
-Nobody is ever pronounced dead here: members are fixed, and only streams show that one is gone. Times are judged by
-bounds several times above what they are, also on a machine that has other work to do.
+No failure detector runs here: members are fixed, and only streams show that one is gone. The time bounds are several
+times the usual times, for a machine with other work.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ VECTOR_BYTES = 4_000_000
 
 
 def run(setup: Setup, body: Callable[[Swarm], Awaitable[None]]) -> None:
-    """Run `body` with a swarm, of which nothing may be left afterwards."""
+    """Run `body` with a swarm; no process or file of it may remain afterwards."""
 
     async def play() -> None:
         async with asyncio.timeout(55):
@@ -51,26 +51,28 @@ async def judged_round(swarm: Swarm, number: int) -> Answer:
     return report
 
 
-def test_int8_round_with_real_processes() -> None:
+@pytest.mark.parametrize("codec, rounds", [("int8", 1), ("fp32", 2)])
+def test_rounds_with_real_processes(codec: str, rounds: int) -> None:
     async def body(swarm: Swarm) -> None:
-        await judged_round(swarm, 0)
+        for number in range(rounds):
+            await judged_round(swarm, number)
 
-    run(Setup(peers=4, elements=VECTOR_BYTES // 4, codec="int8"), body)
+    run(Setup(peers=4, elements=VECTOR_BYTES // 4, codec=codec), body)
 
 
 FAULTY = Setup(peers=4, elements=4_000_000, codec="fp32", deadline_seconds=45.0)
 """Vectors of 16 MB, so that a data phase has a middle."""
 FAST_SECONDS = BALLOT_FLOOR_SECONDS
-"""A death that the streams show is not waited for: all is over before any timer would have run out."""
+"""For a death that the streams show: the round is over before any timer would have run out."""
 FREE_SECONDS = 10.0
-"""What may take a moment."""
+"""For an action without a bound of its own."""
 PATIENT_SECONDS = 25.0
-"""One that only silence shows: the time after which a contribution is late, and the patience of two ballots."""
+"""For a stop that only silence shows: a contribution becomes late, and two ballots time out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What was done to whom in round 1, when, and what each peer held before: tasks and file descriptors."""
+    """The victim in round 1, the time of the fault, and each peer's tasks and file descriptors before it."""
 
     victim: int
     others: tuple[int, ...]
@@ -79,7 +81,7 @@ class Fault:
 
 
 async def strike(swarm: Swarm, place: int, process: str, number: int) -> Fault:
-    """Play round 0, and round 1 until half of the mean is in; then strike whom its order has in this place."""
+    """Play round 0, and half of round 1; then signal the peer at this place of the ballot order."""
     report = await judged_round(swarm, 0)
     level = await swarm.all("digest")
     await swarm.all("make", round=1)
@@ -93,7 +95,7 @@ async def strike(swarm: Swarm, place: int, process: str, number: int) -> Fault:
 
 
 async def others_commit(swarm: Swarm, fault: Fault, seconds: float) -> list[tuple[str, str]]:
-    """The others end round 1 within so many seconds of the fault, and then round 2; (lineage, digest) of each."""
+    """The others end round 1 within so many seconds of the fault, and round 2; returns (lineage, digest) of both."""
     ends = await asyncio.gather(*(swarm.hear(rank, "average", PATIENT_SECONDS) for rank in fault.others))
     assert max(end["ended"] for end in ends) - fault.began < seconds
     first = await agreed(swarm, fault.others, ends)
@@ -102,7 +104,7 @@ async def others_commit(swarm: Swarm, fault: Fault, seconds: float) -> list[tupl
 
 
 async def victim_follows(swarm: Swarm, fault: Fault, records: list[tuple[str, str]]) -> None:
-    """One that was away ends rounds 1 and 2 as the others did, who play on: whoever is in a round answers."""
+    """The victim ends rounds 1 and 2 as the others did, which play on: peers answer while they are in a round."""
     caught_up = asyncio.Event()
 
     async def play_on() -> None:
@@ -124,7 +126,7 @@ async def victim_follows(swarm: Swarm, fault: Fault, records: list[tuple[str, st
 
 
 async def agreed(swarm: Swarm, ranks: Sequence[int], ends: Sequence[Answer]) -> tuple[str, str]:
-    """That these committed the same record and hold the same bits; the lineage and the digest."""
+    """Assert that these peers committed one record and hold the same bits; returns its lineage and their digest."""
     assert [end["outcome"] for end in ends] == ["committed"] * len(ranks)
     found = await together(swarm, ranks, "digest")
     results = {(end["lineage"], each["digest"]) for end, each in zip(ends, found, strict=True)}
@@ -133,14 +135,14 @@ async def agreed(swarm: Swarm, ranks: Sequence[int], ends: Sequence[Answer]) -> 
 
 
 async def together(swarm: Swarm, ranks: Sequence[int], command: str, **arguments: Any) -> list[Answer]:
-    """Give a command to some peers; their answers."""
+    """Give a command to some peers; returns their answers."""
     for rank in ranks:
         swarm.tell(rank, command, **arguments)
     return list(await asyncio.gather(*(swarm.hear(rank, command, PATIENT_SECONDS) for rank in ranks)))
 
 
 async def nothing_stays_open(swarm: Swarm, ranks: Sequence[int], level: Sequence[Answer]) -> None:
-    """That tasks and file descriptors, thus streams, go back to where they were; ends of streams take a moment."""
+    """Wait until each peer has no more tasks and file descriptors, thus streams, than before the fault."""
     until = time.monotonic() + FREE_SECONDS
     while True:
         held = await together(swarm, ranks, "digest")
@@ -155,14 +157,6 @@ async def nothing_stays_open(swarm: Swarm, ranks: Sequence[int], level: Sequence
         await asyncio.sleep(0.2)
 
 
-def test_fp32_rounds_with_real_processes() -> None:
-    async def body(swarm: Swarm) -> None:
-        await judged_round(swarm, 0)
-        await judged_round(swarm, 1)
-
-    run(Setup(peers=4, elements=VECTOR_BYTES // 4, codec="fp32"), body)
-
-
 @pytest.mark.parametrize("place", [0, 3], ids=["coordinator", "another"])
 def test_killed_peer_barely_delays_the_others(place: int) -> None:
     async def body(swarm: Swarm) -> None:
@@ -173,21 +167,19 @@ def test_killed_peer_barely_delays_the_others(place: int) -> None:
     run(FAULTY, body)
 
 
-def test_peer_with_killed_p2pd_receives_the_decision() -> None:
+@pytest.mark.parametrize(
+    "process, number, seconds",
+    [
+        pytest.param("daemon", signal.SIGKILL, FREE_SECONDS, id="p2pd killed"),
+        pytest.param("pid", signal.SIGSTOP, PATIENT_SECONDS, id="stopped for long"),
+    ],
+)
+def test_absent_peer_receives_the_decision(process: str, number: int, seconds: float) -> None:
     async def body(swarm: Swarm) -> None:
-        fault = await strike(swarm, 0, "daemon", signal.SIGKILL)
-        records = await others_commit(swarm, fault, FREE_SECONDS)
-        await victim_follows(swarm, fault, records)
-        await nothing_stays_open(swarm, range(4), fault.level)
-
-    run(FAULTY, body)
-
-
-def test_long_stopped_peer_receives_the_decision() -> None:
-    async def body(swarm: Swarm) -> None:
-        fault = await strike(swarm, 0, "pid", signal.SIGSTOP)
-        records = await others_commit(swarm, fault, PATIENT_SECONDS)
-        os.kill(swarm.ups[fault.victim]["pid"], signal.SIGCONT)
+        fault = await strike(swarm, 0, process, number)
+        records = await others_commit(swarm, fault, seconds)
+        if number == signal.SIGSTOP:
+            os.kill(swarm.ups[fault.victim]["pid"], signal.SIGCONT)
         await victim_follows(swarm, fault, records)
         await nothing_stays_open(swarm, range(4), fault.level)
 

@@ -1,4 +1,4 @@
-"""Real peers that share no anchor: they mix, one is killed and comes back from its checkpoint, all leave in peace."""
+"""Real peers without a shared anchor: they mix, one is killed and resumes from its checkpoint, all leave cleanly."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def often(peer: RealPeer) -> None:
 
 
 def mixed(peer: RealPeer) -> int:
-    """Rounds in which this peer met somebody."""
+    """The number of rounds in which this peer exchanged with another."""
     return sum(each["outcome"] == "committed" for each in peer.reports())
 
 

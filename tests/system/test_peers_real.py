@@ -1,7 +1,7 @@
-"""A swarm of real processes, and what becomes of it when some of them are killed, stopped, started again, or leave.
+"""A swarm of real processes, of which some are killed, stopped, restarted, or leave.
 
-All tests use one swarm, because starting one takes longer than most of what is tried: each makes four peers of
-whatever the one before has left. Times are judged by bounds several times above what they are on a calm machine.
+All tests use one swarm, because its start takes longer than most tests: each test first restores the swarm to four
+peers. The time bounds are several times the times on a calm machine.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from tests.support.real_swarm import RealPeer, RealSwarm, deciding, paced, wait
 pytestmark = [pytest.mark.real, pytest.mark.timeout(90)]
 
 ROUND_SECONDS = 20.0
-"""By then a round has ended, whatever was lost in it, on a machine that does other things too."""
+"""A round ends within this time, with any loss, on a machine with other work."""
 PASSING = ("checkpoints", "scratch", ".*", "*.new")
-"""What comes and goes in the directory of a peer that runs: it cannot be copied."""
+"""Files that come and go in the directory of a running peer, so that they cannot be copied."""
 DECIDED_SECONDS = 6.0
-"""Within so long of a death the survivors have decided; two seconds is the aim, on a calm machine."""
+"""The survivors of a death decide within this time; the aim is two seconds, on a calm machine."""
 SUSPECTED_SECONDS = 6.0
 LEFT_SECONDS = 10.0
 
@@ -50,7 +50,7 @@ def all_see(peers: list[RealPeer], other: RealPeer, what: str, value: object) ->
 
 
 def others_decide(peers: list[RealPeer], since: float, seconds: float) -> list[Report]:
-    """What each of them decides first after that wall time."""
+    """The first report of each peer after that wall time."""
     return wait("the others decide", lambda: deciding(peers, since), seconds)
 
 
@@ -176,10 +176,10 @@ def test_duplicate_identity_makes_one_peer_exit(swarm: RealSwarm, tmp_path: Path
     twin.start("--bootstrap", swarm.running[0].address)
     try:
         wait("one of them goes", lambda: not (twin.running and original.running), 30)
-        told = original if twin.running else twin
-        assert told.code == 2
-        assert told.said().splitlines()[-1].startswith("starling: another process runs with this identity")
-        assert "Traceback" not in told.said()
-        told.leaves_nothing()
+        loser = original if twin.running else twin
+        assert loser.code == 2
+        assert loser.said().splitlines()[-1].startswith("starling: another process runs with this identity")
+        assert "Traceback" not in loser.said()
+        loser.leaves_nothing()
     finally:
         twin.clear()

@@ -1,4 +1,4 @@
-"""A real peer that is killed and started again: alone, to the last bit as if nothing had been."""
+"""A single real peer that is killed and restarted: it ends with the same bits as one that was not."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_killed_single_peer_resumes_the_same_training(tmp_path: Path) -> None:
     with RealSwarm(tmp_path, ALONE, often) as swarm:
         torn = swarm.peer("torn")
         torn.directory.mkdir()
-        shutil.copy2(whole.directory / "identity.key", torn.directory)  # whose data it draws
+        shutil.copy2(whole.directory / "identity.key", torn.directory)  # the same identity draws the same data
         again = ("--run", str(tmp_path / "run.toml"))
         torn.start(*again)
         wait("three rounds are over", lambda: len(curve(torn)) >= 3, 60)
@@ -55,5 +55,5 @@ def test_killed_single_peer_resumes_the_same_training(tmp_path: Path) -> None:
         after = curve(torn)[len(before) :]
         assert [before, after] == [curve(whole)[: len(before)], curve(whole)[-len(after) :]]
         assert len(after) in (5 - 2, 5 - 4), "from a checkpoint"
-        assert checkpoints(torn)[-1] == 6, "a round more: the one in which the new life took over"
+        assert checkpoints(torn)[-1] == 6, "one round more, in which the new incarnation took over"
         assert torn.said().count("from the state directory") == 1

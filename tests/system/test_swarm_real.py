@@ -1,4 +1,4 @@
-"""`python -m node swarm` as people use it: real processes, the paced task."""
+"""`python -m node swarm` as users run it: real processes, the paced task."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[int], Running]]:
 
 
 def agreed(swarm: Running, numbers: tuple[int, ...]) -> None:
-    """Whoever committed a lineage holds the same parameters."""
+    """Assert that all peers which committed a lineage hold the same parameters."""
     hashes: dict[str, set[str]] = {}
     for number in numbers:
         for each in swarm.reports(number):
@@ -151,30 +151,28 @@ def test_peers_die_with_their_killed_swarm(start: Callable[[int], Running]) -> N
     swarm = start(1000)
     swarm.until(lambda: len(swarm.left()) >= 4)
     swarm.process.kill()
-    # The fixture judges: nobody is left two seconds later.
+    # The fixture asserts that no process is left two seconds later.
 
 
-@pytest.mark.parametrize(
-    "content, words",
-    [
+def refusal(*arguments: object) -> str:
+    """The one line with which `swarm` refuses these arguments."""
+    command = (sys.executable, "-m", "node", "swarm", *arguments)
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    (line,) = done.stderr.splitlines(keepends=True)
+    assert done.returncode == 2 and done.stdout == ""
+    return line
+
+
+def test_wrong_arguments_start_no_peer(tmp_path: Path) -> None:
+    file, directory = tmp_path / "run.toml", tmp_path / "swarm"
+    for content, words in (
         ('task = "paced"\nrouds = 3\n', "rouds"),
         ('protocol = "butterfyl"\n', "butterfyl"),
         ("[[", "run.toml"),
-    ],
-)
-def test_wrong_run_file_gives_one_line_error(tmp_path: Path, content: str, words: str) -> None:
-    file = tmp_path / "run.toml"
-    file.write_text(content)
-    command = (sys.executable, "-m", "node", "swarm", "--peers", "2", "--run", file, "--dir", tmp_path / "swarm")
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
-    (line,) = done.stderr.splitlines()
-    assert done.returncode == 2 and done.stdout == "" and line.startswith("starling: ") and words in line
-    assert not (tmp_path / "swarm").exists()  # nothing was started
-
-
-def test_used_directory_gives_one_line_error(tmp_path: Path) -> None:
-    (tmp_path / "peer-1").mkdir()
-    command = (sys.executable, "-m", "node", "swarm", "--dir", tmp_path)
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr == f"starling: --dir {tmp_path}: holds a swarm's peers already: give another directory\n"
+    ):
+        file.write_text(content)
+        line = refusal("--peers", "2", "--run", file, "--dir", directory)
+        assert line.startswith("starling: ") and words in line and not directory.exists()
+    (directory / "peer-1").mkdir(parents=True)
+    expected = f"starling: --dir {directory}: holds a swarm's peers already: give another directory\n"
+    assert refusal("--dir", directory) == expected

@@ -1,4 +1,4 @@
-"""A run of a user's own task, the one of docs/tasks.md, by real peers; who has not agreed to it does not get in."""
+"""A run of a user's own task, the one of docs/tasks.md, by real peers; a joiner without consent is refused."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.node.tasks.test_user_task import example
+from tests.support.documented_task import documented_task
 from tests.support.paths import REPOSITORY
 from tests.support.real_swarm import START_SECONDS, RealPeer, RealSwarm, wait
 
@@ -26,7 +26,7 @@ learning_rate = 1e-3
 
 def test_peers_with_consent_train_their_own_task(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "shapes.py").write_text(example())
+    (tmp_path / "mine" / "shapes.py").write_text(documented_task())
 
     def prepare(peer: RealPeer) -> None:
         peer.environment["PYTHONPATH"] = os.pathsep.join((str(REPOSITORY), str(tmp_path / "mine")))

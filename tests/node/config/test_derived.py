@@ -1,4 +1,4 @@
-"""What makes a worker of a run's configuration and this machine's."""
+"""The worker's spec, derived from a run's configuration and this machine's."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from node.config import derived as outfit
 from node.config.derived import stream_seed, worker_spec
 from node.config.peer_config import PeerConfig, load_peer
 from node.config.run_config import RunConfig, load_run
-from node.config.toml import ConfigError
 from node.tasks.spec import GptValues, PacedValues, WorkerSpec
 from protocols import REPLICATED_PROTOCOLS
 from protocols.base import Member
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def two_workers_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outfit, "workers_here", lambda: 2)
 
 
@@ -31,20 +30,18 @@ def peer(**flags: object) -> PeerConfig:
 
 
 def test_incarnations_draw_separate_streams_and_equal_weights() -> None:
-    lives = [Member(name, life) for name, life in itertools.product(("anna", "anna/1", "bert"), range(12))]
-    specs = [worker_spec(run(), peer(), stream_seed(me)) for me in lives]
+    members = [Member(*each) for each in itertools.product(("anna", "anna/1", "bert"), range(12))]
+    specs = [worker_spec(run(), peer(), stream_seed(member)) for member in members]
     streams = {spec.stream_seed for spec in specs}
-    assert len(streams) == len({f"{me.peer}/{me.incarnation}" for me in lives})
+    assert len(streams) == len({f"{member.peer}/{member.incarnation}" for member in members})
     assert all(0 <= stream < 1 << 56 for stream in streams)
     assert {spec.weights_seed for spec in specs} == {run().seed}
-    assert worker_spec(run(), peer(), stream_seed(lives[0])) == specs[0]
+    assert worker_spec(run(), peer(), stream_seed(members[0])) == specs[0]
 
 
-def test_worker_spec_counts_peers_on_the_machine() -> None:
+def test_worker_spec_counts_peers_and_threads() -> None:
+    """By default the worker chooses its number of threads."""
     assert worker_spec(run(), peer(), 1).peers_here == 3
-
-
-def test_threads_default_to_the_workers_choice() -> None:
     assert worker_spec(run(), peer(), 1).threads == 0
     assert worker_spec(run(), peer(threads=3), 1).threads == 3
 
@@ -57,8 +54,3 @@ def test_task_and_sample_come_from_the_run(tmp_path: Path) -> None:
     assert gpt.recipe == run().recipe
     for spec in (gpt, paced):
         assert WorkerSpec.from_json(spec.to_json()) == spec
-
-
-def test_unknown_task_is_rejected() -> None:
-    with pytest.raises(ConfigError):
-        run(task="haruspex")

@@ -1,4 +1,4 @@
-"""What leaves a peer's directory: Hugging Face's own library loads it, and finds the same model."""
+"""Exported models: Hugging Face's own library loads them, and computes the same."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ def test_model_card_names_its_origin(tmp_path: Path) -> None:
     assert card.startswith("---\nlibrary_name: transformers\n") and "\n# small of course\n" in card
     assert found.manifest.run_id in card and found.checkpoint.lineage.hex() in card
     assert "| rounds | 5 of 20 |" in card and "| held-out loss | 2.5000 nats per byte |" in card
-    assert {each.name for each in (tmp_path / "new").iterdir()} == {"out"}, "nothing half done is left"
+    assert {each.name for each in (tmp_path / "new").iterdir()} == {"out"}, "no unfinished file is left"
 
 
 def test_own_module_is_exported_under_its_names(tmp_path: Path) -> None:
     config = load_run(None, {"task": "mine.tasks:make"}, ["butterfly"])
     module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     keep(tmp_path / "peer", config, module, loss=None)
-    (tmp_path / "out").mkdir()  # empty: as good as not there
+    (tmp_path / "out").mkdir()  # an empty directory counts as absent
     export(load_trained(tmp_path / "peer"), tmp_path / "out")
     assert {each.name for each in (tmp_path / "out").iterdir()} == {"README.md", "model.safetensors"}
     found = load_file(tmp_path / "out" / "model.safetensors")
@@ -84,9 +84,8 @@ def test_existing_files_are_not_overwritten(tmp_path: Path) -> None:
 
 def test_failed_export_gives_one_line_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept_gpt(tmp_path / "peer")
-    assert "cannot be written (Not a directory)" in refusal(
-        tmp_path / "peer", tmp_path / "peer" / "manifest.bin" / "out"
-    )
+    inside_a_file = tmp_path / "peer" / "manifest.bin" / "out"
+    assert "cannot be written (Not a directory)" in refusal(tmp_path / "peer", inside_a_file)
     assert "cannot be written" in refusal(tmp_path / "peer", Path("/proc/nothing/out"))
     write = os.pwrite
 

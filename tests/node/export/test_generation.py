@@ -1,4 +1,4 @@
-"""Text from a kept model: the same as the module's own, streamed, and nothing in it that a terminal obeys."""
+"""Text from a kept model: the module's own, streamed, and without control characters for a terminal."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def test_text_is_emitted_as_soon_as_complete(tmp_path: Path, monkeypatch: pytest
         return torch.nn.functional.one_hot(torch.tensor(text[steps - 1]), 256).float()
 
     monkeypatch.setattr(Gpt, "_next", follow)
-    said = [(steps, piece) for piece in write(load_trained(tmp_path), b"x", len(text), 0.0, 0) if piece]
-    assert said == [(1, "a"), (3, "é"), (6, "日"), (7, "\ufffd"), (8, "["), (9, "2"), (10, "J"), (11, "z")]
+    emitted = [(steps, piece) for piece in write(load_trained(tmp_path), b"x", len(text), 0.0, 0) if piece]
+    assert emitted == [(1, "a"), (3, "é"), (6, "日"), (7, "\ufffd"), (8, "["), (9, "2"), (10, "J"), (11, "z")]
 
 
 def test_huge_prompt_is_truncated_to_its_end(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What is found in a peer's directory, and the one line where nothing is."""
+"""The trained model in a peer's directory, and the one-line errors where there is none."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from node.config.run_config import load_run
-from node.export import trained_model as room
+from node.export import trained_model
 from node.export.trained_model import TrainedError, load_trained
 from node.storage.checkpoint import Checkpoint, CheckpointError, newest
 from tests.support.statedir_fixtures import keep, kept_gpt, small_gpt
@@ -73,7 +73,7 @@ def test_checkpoint_of_another_run_is_rejected(tmp_path: Path) -> None:
 
 def test_checkpoint_vanishing_during_read_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept_gpt(tmp_path, 5)
-    tries = []
+    tries: list[Path] = []
 
     def gone_at_first(directory: Path) -> Checkpoint:
         tries.append(directory)
@@ -81,5 +81,5 @@ def test_checkpoint_vanishing_during_read_is_retried(tmp_path: Path, monkeypatch
             raise CheckpointError("it has gone")
         return newest(directory)
 
-    monkeypatch.setattr(room, "newest", gone_at_first)
+    monkeypatch.setattr(trained_model, "newest", gone_at_first)
     assert load_trained(tmp_path).checkpoint.round == 5 and len(tries) == 3

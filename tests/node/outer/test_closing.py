@@ -1,10 +1,9 @@
-"""Closing exchanges: a run by gossip or push-sum ends with all at the mean, and nobody is waited for in vain."""
+"""Closing exchanges: a run by gossip or push-sum ends with all peers at the mean, without needless waits."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,20 +15,22 @@ from protocols.base import Buffer, Header
 from protocols.pairwise.closing import BEYOND, CLOSING, STEP_SECONDS, ClosingStep
 from protocols.pairwise.gossip import Gossip
 from protocols.pairwise.push_sum import PushSum
-from tests.protocols.pairwise.test_push_sum import is_conserved
 from tests.sim import closing, crashes
 from tests.sim.byzantine.contributors import ByzantineContributorStream
 from tests.sim.gossip_harness import GossipHarness
 from tests.sim.independent_world import IndependentWorld
 from tests.sim.scenario import Scenario
+from tests.support.push_sum_mass import is_conserved
 
 PROTOCOLS = (Gossip, PushSum)
 FASTEST = 2 * STEP_SECONDS
-"""Of a small state every wait of one step is shorter."""
+"""Longer than any wait for one step of a small state."""
+FAULTY_SECONDS = 3 * (STEP_SECONDS + 2.5)
+"""The bound with one faulty peer among four."""
 
 
 def ended(swarm: GossipHarness, closing_peers: int, stagger_seconds: float = 0.0, here: int | None = None) -> list[int]:
-    """How many closing exchanges each of the first peers had; the others are live, and do nothing."""
+    """The closing exchanges that each of the first peers had; the other peers are live and do nothing."""
     held = [0] * closing_peers
 
     async def end(index: int) -> None:
@@ -44,8 +45,8 @@ def ended(swarm: GossipHarness, closing_peers: int, stagger_seconds: float = 0.0
 
 
 def seconds(swarm: GossipHarness) -> float:
-    """The longest that a peer took."""
-    return max(told[-1].ended - told[-1].began for told in swarm.told if told)
+    """The longest time that a peer took."""
+    return max(rounds[-1].ended - rounds[-1].began for rounds in swarm.told if rounds)
 
 
 @settings(max_examples=25)
@@ -65,25 +66,23 @@ def test_staggered_closing_ends_near_the_mean(
     power = count & (count - 1) == 0
     assert swarm.spread() <= before * ((1e-5 if codec == "fp32" else 0.05) if power else 0.4)
     assert max(held) <= ((count - 1).bit_length() + 1 if count > 1 else 0)
-    if codec == "fp32":  # what a lossy codec rounds off of shares is the giver's, and weighs what the giver does
+    if codec == "fp32":  # the giver keeps what a lossy codec rounds off, at its own weight
         assert swarm.drift() < 1e-5 if protocol is Gossip else is_conserved(swarm)
     assert seconds(swarm) < FASTEST + stagger_seconds * count
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_peer_without_closing_exchanges_is_not_awaited(protocol: type[Gossip | PushSum]) -> None:
+@pytest.mark.parametrize("older_version, most_seconds", [(True, 3.0), (False, FAULTY_SECONDS)])
+def test_peer_without_closing_exchanges_delays_briefly(
+    protocol: type[Gossip | PushSum], older_version: bool, most_seconds: float
+) -> None:
+    """One of an older version refuses at once; one that is absent costs its partners their steps."""
     swarm = GossipHarness(4, protocol=protocol)
-    del swarm.network.nodes["p3"].handlers[CLOSING]  # of an older version
+    if older_version:
+        del swarm.network.nodes["p3"].handlers[CLOSING]
     before = swarm.spread()
     ended(swarm, 3)
-    assert seconds(swarm) < 3.0 and swarm.spread() < before
-
-
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_absent_peer_costs_partners_only_their_steps(protocol: type[Gossip | PushSum]) -> None:
-    swarm = GossipHarness(4, protocol=protocol)
-    ended(swarm, 3)
-    assert seconds(swarm) < 3 * (STEP_SECONDS + 2.5)
+    assert seconds(swarm) < most_seconds and swarm.spread() < before
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -92,15 +91,15 @@ def test_peer_with_partial_view_still_narrows_the_spread(protocol: type[Gossip |
     before = swarm.spread()
 
     async def play() -> None:
-        whom = [(0, 1, 2, 3), (0, 1, 2, 3), (0, 1, 2), (0, 1, 2, 3)]
-        await asyncio.wait([swarm.start(index, swarm.close(index, here)) for index, here in enumerate(whom)])
+        views = [(0, 1, 2, 3), (0, 1, 2, 3), (0, 1, 2), (0, 1, 2, 3)]
+        await asyncio.wait([swarm.start(index, swarm.close(index, view)) for index, view in enumerate(views)])
 
     swarm.run(play)
     assert swarm.spread() < 0.7 * before and seconds(swarm) < 4 * FASTEST
 
 
 class Misplaced(ByzantineContributorStream):
-    """Says another step than its own."""
+    """Claims another step than its own."""
 
     def __init__(self, stream: Any, pipe: Any, step: int) -> None:
         super().__init__(stream, pipe, "none", None)  # type: ignore[arg-type]
@@ -111,22 +110,20 @@ class Misplaced(ByzantineContributorStream):
         await self._stream.send(header, payload)
 
 
-def misplaced(step: int) -> Callable[..., Any]:
-    return lambda method, stream, pipe: Misplaced(stream, pipe, step)
-
-
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("step", (0, 1, BEYOND))
 def test_peer_lying_about_its_step_delays_briefly(protocol: type[Gossip | PushSum], step: int) -> None:
-    swarm = GossipHarness(4, protocol=protocol, disguises={3: misplaced(step)})
+    swarm = GossipHarness(
+        4, protocol=protocol, disguises={3: lambda method, stream, pipe: Misplaced(stream, pipe, step)}
+    )
     before = swarm.spread()
     ended(swarm, 4)
-    assert seconds(swarm) < 3 * (STEP_SECONDS + 2.5) and swarm.spread() < 0.8 * before
+    assert seconds(swarm) < FAULTY_SECONDS and swarm.spread() < 0.8 * before
 
 
 @pytest.mark.parametrize("protocol", ("gossip", "push_sum"))
 def test_closing_exchanges_end_run_within_its_limit(protocol: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """And not without them: the limit is a run file's default."""
+    """Without them it does not: the limit is a run file's default."""
     assert closing.main(["--protocol", protocol, "--peers", "4", "--rounds", "4", "--seeds", "0"]) == 0
     without = closing.end_of(Scenario(protocol, 4, 4, codec="fp32"), closing.Unclosed)
     assert without.spread > closing.LIMIT and without.exchanges == 0
@@ -139,7 +136,9 @@ def test_noloco_ends_with_an_average_of_whole_states() -> None:
 
 
 class Leaving(IndependentWorld):
-    """One is asked to leave when it has come to the end, and waits for the others."""
+    """Asks p0 to leave while it waits at the end for the others, and measures how long it takes."""
+
+    seconds = 0.0
 
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
@@ -152,25 +151,21 @@ class Leaving(IndependentWorld):
             loop.call_later(0.1, self.replicas["p0"].leave)
         return super().rounds(me)
 
+    def reported(self, report: dict[str, Any]) -> None:
+        super().reported(report)
+        if report["peer"] == "p0" and report["round"] == self.scenario.rounds - 1:
+            Leaving.seconds = asyncio.get_running_loop().time() - self.asked_at
+
 
 @pytest.mark.parametrize("protocol", ("gossip", "push_sum"))
 def test_leaver_waits_for_no_closing_exchange(protocol: str) -> None:
     steps = (0.1, 3.0, 3.0)
-    end = closing.end_of(Scenario(protocol, 3, 2, step_seconds=steps, elements=64, codec="fp32"), Recorded)
-    assert end.violations == () and Recorded.seconds < 3.0
-
-
-class Recorded(Leaving):
-    seconds = 0.0
-
-    def reported(self, report: dict[str, Any]) -> None:
-        super().reported(report)
-        if report["peer"] == "p0" and report["round"] == self.scenario.rounds - 1:
-            Recorded.seconds = asyncio.get_running_loop().time() - self.asked_at
+    end = closing.end_of(Scenario(protocol, 3, 2, step_seconds=steps, elements=64, codec="fp32"), Leaving)
+    assert end.violations == () and Leaving.seconds < 3.0
 
 
 @pytest.mark.parametrize("protocol, kind", (("gossip", "crash"), ("push_sum", "one-way")))
 def test_faults_during_closing_are_survived(protocol: str, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """All of them: `python -m tests.sim.crashes --end`."""
+    """For every fault: `python -m tests.sim.crashes --end`."""
     assert crashes.main(["--protocol", protocol, "--kind", kind, "--end", "--sample", "4"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["points"] == 4

@@ -12,6 +12,7 @@ import torch
 
 from node.outer import outer_loop as labour
 from node.outer.independent_loop import IndependentOptions
+from node.outer.noloco import NoLoCo
 from node.outer.sketch import Sketch, sketch
 from node.reporting.report import RoundReport
 from protocols.base import Contribution, Deadline, PeerId, Vector
@@ -41,7 +42,7 @@ def test_single_peer_steps_by_itself() -> None:
     theta, velocity = stepped(2)
     assert holds(peer.outer_loop.anchor, theta) and holds(peer.outer_loop.velocity, velocity)
     assert [first.outcome, second.outcome] == ["skipped", "skipped"]
-    assert holds(peer.learner.vectors[0], theta), "it trains on from there"
+    assert holds(peer.learner.vectors[0], theta), "the trainer goes on from the new state"
     assert (first.peers, first.spread, first.tokens) == ((), 0.0, 400)
 
 
@@ -67,12 +68,12 @@ def test_state_after_own_step_is_averaged_and_replaced() -> None:
 
 
 def test_exchange_during_training_keeps_the_work() -> None:
-    def meanwhile(state: Sequence[Vector]) -> Mapping[PeerId, Contribution]:
+    def add(state: Sequence[Vector]) -> Mapping[PeerId, Contribution]:
         state[0].add_(1.0)
         state[1].add_(0.25)
         return FROM_BERT
 
-    peer = IndependentPeer(Script(meanwhile))
+    peer = IndependentPeer(Script(add))
     (report,) = peer.play()
     theta, velocity = torch.full((1,), 2.0), torch.full((1,), 0.25)
     OUTER.step(theta, velocity, torch.full((1,), STEPS * STEP))  # the same work, from the state as it is now
@@ -104,7 +105,7 @@ def test_diverged_work_is_left_out(step_size: float) -> None:
 
 
 def test_report_flags_non_finite_parameters() -> None:
-    """Nothing should lead there; if anything does, it is seen."""
+    """No input should lead to such parameters; if one does, the report shows it."""
     peer = IndependentPeer(Script(average=half), Script())
     (report,) = peer.play()
     assert report.finite
@@ -117,10 +118,18 @@ def test_report_flags_non_finite_parameters() -> None:
     assert not simloop.run(spoilt()).finite
 
 
-def test_non_finite_mean_is_not_applied() -> None:
-    peer = IndependentPeer(Script(average=lambda mine, into: [each.fill_(math.inf) for each in into]))
+@pytest.mark.parametrize(
+    "rule, alone",
+    [
+        pytest.param(None, stepped(1), id="sgd"),
+        pytest.param(NoLoCo(0.5, 0.5, 0.5), (1.0 - STEPS * STEP / 2, STEPS * STEP / 2), id="noloco"),
+    ],
+)
+def test_non_finite_mean_is_not_applied(rule: NoLoCo | None, alone: tuple[float, float]) -> None:
+    """The state is as after the peer's step alone."""
+    peer = IndependentPeer(Script(average=lambda mine, into: [each.fill_(math.inf) for each in into]), rule=rule)
     (report,) = peer.play()
-    assert holds(peer.outer_loop.anchor, stepped(1)[0])
+    assert holds(peer.outer_loop.anchor, alone[0]) and holds(peer.outer_loop.velocity, alone[1])
     assert (report.outcome, report.messages) == ("skipped", ()) and "not finite" in report.blamed["anna"]
     assert report.half_exchanges == 2 + 1, "the others have moved"
 
@@ -202,7 +211,7 @@ def test_peer_starts_from_a_kept_state() -> None:
 
 
 def test_round_cut_by_others_does_not_set_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else who joins at the end of a round is cut in each of its own, with no time left to mix, for ever."""
+    """Else a peer that joins at the end of a round is cut in all its own rounds, with no time left to mix."""
     monkeypatch.setattr(labour, "ROUND_LIMIT_FLOOR_SECONDS", 0.0)
     peer = IndependentPeer(Script(average=half, hurried=True), Script(average=half), Script(average=half))
     peer.play(3)
@@ -212,7 +221,7 @@ def test_round_cut_by_others_does_not_set_limit(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_own_time_limit_doubles_after_a_cut() -> None:
-    """Its machine has become slow: it would never mix again."""
+    """The peer's machine has become slow: with the same limit it would never mix again."""
     peer = IndependentPeer(*(Script() for _ in range(4)))
     peer.outer_loop._limit_seconds = 1.5
     peer.play(4)
@@ -223,7 +232,7 @@ def test_own_time_limit_doubles_after_a_cut() -> None:
 
 
 class Torn(MemoryBuffer):
-    """Room on a disk that fails after the parameters."""
+    """A buffer on a disk that fails after the parameters."""
 
     def read(self, offset: int, into: memoryview) -> None:
         if offset:
@@ -232,7 +241,7 @@ class Torn(MemoryBuffer):
 
 
 class OneDonor:
-    """`protocols.sync.independent_sync.IndependentStateSync`, as far as a replica asks it."""
+    """The part of `IndependentStateSync` that an outer loop uses."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self.accounting, self._snapshot = RoundAccounting(), snapshot
@@ -245,7 +254,7 @@ class OneDonor:
 
 
 def another(round_number: int, room: type[MemoryBuffer] = MemoryBuffer) -> Snapshot:
-    """The state of somebody who stands at nine."""
+    """The state of a donor whose parameters are all nine."""
     theta, velocity = torch.full((ELEMENTS,), 9.0), torch.full((ELEMENTS,), 1.0)
     index = SnapshotIndex.of(theta, velocity)
     held: SnapshotBuffer = room(buffer_bytes(ELEMENTS))
@@ -255,7 +264,7 @@ def another(round_number: int, room: type[MemoryBuffer] = MemoryBuffer) -> Snaps
 
 
 def fetched(peer: IndependentPeer, rounds: int, snapshot: Snapshot) -> RoundReport:
-    """After so many rounds of its own, the peer fetches that."""
+    """The report of fetching this snapshot after so many rounds of the peer's own."""
 
     async def main() -> RoundReport:
         await peer.outer_loop.settle()
@@ -277,7 +286,7 @@ def test_truncated_state_download_changes_nothing() -> None:
 
 
 def test_adopting_anothers_state_drops_own_snapshots() -> None:
-    """And does not go back to it when it is started again."""
+    """So that a restarted peer does not go back to its former state."""
     snapshots = Snapshots(every_rounds=1, keep=3)
     peer, donors = IndependentPeer(Script(), Script(), snapshots=snapshots), another(1)
     report = fetched(peer, 2, donors)

@@ -17,7 +17,7 @@ def draw(count: int, elements: int, seed: int) -> list[torch.Tensor]:
 
 
 def mean(rule: NoLoCo, phis: list[torch.Tensor], deltas: list[torch.Tensor]) -> torch.Tensor:
-    """ū: of what each of these brings."""
+    """ū: the mean of what these peers bring."""
     brought = [delta.clone() for delta in deltas]
     for phi, each in zip(phis, brought, strict=True):
         rule.offer(phi, each, each)
@@ -60,7 +60,7 @@ def test_late_partner_is_compensated() -> None:
 
 
 def squares(rule: NoLoCo, phi: torch.Tensor, work: float, rounds: int, met: float = 1.0) -> Iterator[float]:
-    """Peers of one parameter each, of whom a share meet in pairs that are drawn anew: the mean of (φ - mean)²."""
+    """Peers of one parameter each, a share of which meet in random pairs each round: the mean of (φ - mean)²."""
     generator = torch.Generator().manual_seed(5)
     velocity, count = torch.zeros_like(phi), len(phi)
     for _ in range(rounds):
@@ -74,7 +74,7 @@ def squares(rule: NoLoCo, phi: torch.Tensor, work: float, rounds: int, met: floa
 
 
 def apart(rule: NoLoCo, rounds: int, met: float) -> float:
-    """How far they are apart in the end, from 1, if they only have the pull."""
+    """The spread at the end, from 1 at the start, with the pull alone."""
     (phi,) = draw(1, 512, 4)
     middle = float(phi.mean())
     *_, last = squares(rule, phi, 0.0, rounds, met)
@@ -98,18 +98,18 @@ def test_pairs_converge_only_within_the_pull_range(momentum: float, met: float) 
 @pytest.mark.parametrize("momentum", (0.0, 0.5, 0.8))
 def test_best_pull_minimises_the_spread(momentum: float) -> None:
     """Squares of 1 / ((1 - α)²(1 + α)) times the work's; near either end 2.78 times as much: see the module."""
-    best, told = 1 - momentum**2, 1 / ((1 - momentum) ** 2 * (1 + momentum))
+    best, least = 1 - momentum**2, 1 / ((1 - momentum) ** 2 * (1 + momentum))
     found = {}
     for times in (0.2, 1.0, 1.8):
         rule = NoLoCo(momentum, 1.0, 0.5 * most_pull(momentum))
         rule.pull = times * best
         late = list(squares(rule, torch.zeros(1000), 1.0, 300))[150:]
         found[times] = sum(late) / len(late)
-    assert found == pytest.approx({0.2: 2.78 * told, 1.0: told, 1.8: 2.78 * told}, rel=0.15)
+    assert found == pytest.approx({0.2: 2.78 * least, 1.0: least, 1.8: 2.78 * least}, rel=0.15)
 
 
 @pytest.mark.parametrize(
-    "arguments, said",
+    "arguments, words",
     [
         ((1.0, 0.7, 0.5), "momentum"),
         ((0.9, 0.0, 0.5), "learning rate"),
@@ -118,8 +118,8 @@ def test_best_pull_minimises_the_spread(momentum: float) -> None:
         ((0.5, 0.7, 0.0), "pull"),
     ],
 )
-def test_invalid_settings_are_rejected(arguments: tuple[float, float, float], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_invalid_settings_are_rejected(arguments: tuple[float, float, float], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
         NoLoCo(*arguments)
 
 

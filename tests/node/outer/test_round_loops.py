@@ -1,4 +1,4 @@
-"""Rounds one after the other: when a peer catches up in between, and where what that cost is told."""
+"""Rounds one after the other: when a peer catches up in between, and which report counts the cost of that."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 from node.outer.round_loops import MAX_PASSES, PAUSE_SECONDS, run_replicated_rounds
 from node.reporting.report import RoundReport
 from protocols.base import Member
-from tests.node.storage.test_journal import REPORT
 from tests.sim import loop as simloop
 from tests.sim.host import SimClock
+from tests.support.round_report import REPORT
 
 ME = Member("anna")
 TRIED = replace(
@@ -22,7 +22,7 @@ TRIED = replace(
 
 
 class Scripted:
-    """A replica whose rounds and attempts to catch up come to what a script says."""
+    """An outer loop whose rounds and attempts to catch up return the reports of a script."""
 
     def __init__(self, *script: tuple[str, RoundReport]) -> None:
         self.script = list(script)
@@ -47,8 +47,8 @@ def play(*script: tuple[str, RoundReport]) -> list[RoundReport]:
     outer_loop, sync = Scripted(*script), SimpleNamespace(stranded=False)
 
     async def main() -> list[RoundReport]:
-        lived = run_replicated_rounds(outer_loop, sync, SimClock().wall, lambda: bool(outer_loop.script))  # type: ignore[arg-type]
-        return [report async for report in lived]
+        reports = run_replicated_rounds(outer_loop, sync, SimClock().wall, lambda: bool(outer_loop.script))  # type: ignore[arg-type]
+        return [report async for report in reports]
 
     return simloop.run(main(), limit_seconds=100 * PAUSE_SECONDS)
 
@@ -63,7 +63,7 @@ def test_failed_catch_up_is_merged_into_next_report() -> None:
         assert (report.bytes_sent, report.bytes_received, report.bytes_downloaded) == (105, 206, 300)
         costs = {name: getattr(report, name) for name in ("blamed", "bytes_sent", "bytes_received", "bytes_downloaded")}
         assert report == replace(alone, **costs), "and nothing else of it"
-    assert third == REPORT, "told once"
+    assert third == REPORT, "the cost is reported once"
 
 
 def test_successful_catch_up_has_its_own_report() -> None:

@@ -1,4 +1,4 @@
-"""Certificates on a disk: what was appended is there again, what a crash or a bad disk left is not."""
+"""Certificates on a disk: appended entries are read back; damaged and half-written ones are not."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_flipped_bit_ends_the_valid_prefix(path: Path, at: int) -> None:
     path.write_bytes(data)
     file = CertificateLog(path)
     assert content(file) == ENTRIES[: len(file)] and len(file) < 8
-    assert path.stat().st_size <= at, "it is off the disk, too"
+    assert path.stat().st_size <= at, "the disk no longer holds the damaged entries"
 
 
 @pytest.mark.parametrize("foreign", [b"x", b"something else, and longer", bytes(300_000)])
@@ -102,7 +102,7 @@ def test_entry_damaged_later_is_not_returned(path: Path, caplog: pytest.LogCaptu
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
-    """Sets how many bytes of each write the disk takes; None: all."""
+    """Sets how many bytes of each write the disk accepts; None: all."""
     real, room = os.pwrite, [None]
 
     def pwrite(file: int, data: bytes, at: int) -> int:
@@ -149,7 +149,7 @@ def test_unwritten_bytes_are_bounded(
     file.extend([b"more"])
     with pytest.raises(OSError, match="is incomplete"):
         file.sync()
-    assert len(file) == 21 and content(CertificateLog(path)) == ENTRIES[:4], "a gap is not papered over"
+    assert len(file) == 21 and content(CertificateLog(path)) == ENTRIES[:4], "the entries after a gap are not used"
     file.truncate(10)
     file.truncate(4)
     file.extend([b"new"])
@@ -162,12 +162,6 @@ def test_disk_full_from_the_start_recovers(path: Path, disk: Callable[[int | Non
     disk(None)
     file.extend([ENTRIES[3]])
     assert content(CertificateLog(path)) == ENTRIES[:4]
-
-
-def test_anonymous_log_leaves_no_file(tmp_path: Path) -> None:
-    file = CertificateLog.anonymous(tmp_path)
-    file.extend([b"one"])
-    assert content(file) == [b"one"] and not list(tmp_path.iterdir())
 
 
 def test_chain_resumes_from_its_file(path: Path) -> None:
@@ -184,8 +178,11 @@ def test_chain_resumes_from_its_file(path: Path) -> None:
     assert Chain(RUN, "run", roster, ROOT, CertificateLog(path)).head == links[98].head
 
 
-def test_spool_without_disk_uses_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert isinstance(spool(tmp_path), CertificateLog) and not caplog.records
+def test_spool_leaves_no_file_and_needs_no_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for log in (CertificateLog.anonymous(tmp_path), spool(tmp_path)):
+        log.extend([b"one"])
+        assert isinstance(log, CertificateLog) and content(log) == [b"one"] and not list(tmp_path.iterdir())
+    assert not caplog.records
     archive = spool(tmp_path / "missing")
     archive.extend([b"one"])
     assert list(archive.read(0, 1)) == [b"one"] and len(caplog.records) == 1

@@ -1,4 +1,4 @@
-"""Error feedback in a peer's rounds: what is owed, when it advances, and that it outlives a process."""
+"""Error feedback in a peer's rounds: the residual, when it changes, and that it survives a restart."""
 
 from __future__ import annotations
 
@@ -23,24 +23,14 @@ from protocols.base import AveragingResult, Contribution, Layout, LocalProgress,
 from protocols.codec import codec
 from protocols.history.chain import Chain
 from protocols.vectors import norm
-from tests.node.outer.test_replicated_loop import (
-    ELEMENTS,
-    ME,
-    OTHER,
-    RUN,
-    Peer,
-    Script,
-    Scripted,
-    lost,
-    play,
-    skipped,
-)
-from tests.node.storage.test_checkpoint import Disk, Worker, like
-from tests.protocols.sync.test_sync_rounds import ROUND_SECONDS, Lives
 from tests.sim.host import SimClock, SimCompute
 from tests.sim.scenario import Scenario
 from tests.sim.world import Outcome as Played
 from tests.sim.world import play as play_world
+from tests.support.checkpoints import Disk, Worker, like
+from tests.support.linear_learner import ELEMENTS
+from tests.support.replicated_peer import ME, OTHER, RUN, Peer, Script, ScriptedAverager, lost, play, skipped, weighed
+from tests.support.sync_lives import ROUND_SECONDS, ReplicatedSwarm
 
 TOPK = codec("topk")
 WIDE = 5000
@@ -55,10 +45,12 @@ def counted() -> Script:
     return Script(end=COUNTED)
 
 
-def peer(*scripts: Script) -> tuple[Peer, ErrorFeedback]:
-    made = Peer(*scripts)
-    made.outer_loop.feedback = error_feedback = ErrorFeedback(TOPK, ELEMENTS, SimCompute())
-    return made, error_feedback
+def play_with_feedback(*scripts: Script) -> tuple[Peer, ErrorFeedback]:
+    """A peer that has played these rounds with topk, and its error feedback."""
+    peer = Peer(*scripts)
+    peer.outer_loop.feedback = error_feedback = ErrorFeedback(TOPK, ELEMENTS, SimCompute())
+    play(peer.rounds())
+    return peer, error_feedback
 
 
 def units(*places: float) -> list[float]:
@@ -69,10 +61,9 @@ def units(*places: float) -> list[float]:
 
 
 def test_unsent_residual_joins_the_next_pseudo_gradient() -> None:
-    """Of ten elements one travels: the first of the equal ones, then the one that is owed most."""
-    made, error_feedback = peer(counted(), counted())
-    play(made.rounds())
-    first, second = (seen.mine for seen in made.seen)
+    """One of ten elements travels: the first of the equal ones, then one with the largest residual."""
+    peer, error_feedback = play_with_feedback(counted(), counted())
+    first, second = (seen.mine for seen in peer.seen)
     assert first.tolist() == units(0.5, *[0] * 9)
     more = torch.tensor(0.5).mul(0.95).add(0.5)
     sent = float(more.to(torch.bfloat16))
@@ -84,41 +75,31 @@ def test_unsent_residual_joins_the_next_pseudo_gradient() -> None:
     )
 
 
-def test_skipped_round_leaves_no_residual() -> None:
-    made, error_feedback = peer(skipped(), lost(), counted())
-    play(made.rounds())
-    assert [float(seen.mine[0]) for seen in made.seen] == [0.5, 1.0, 1.5]
+def test_round_without_own_plan_leaves_no_residual() -> None:
+    """A skipped or undecided round sends nothing; a mean of an earlier plan does not say what was counted."""
+    peer, error_feedback = play_with_feedback(skipped(), lost(), counted())
+    assert [float(seen.mine[0]) for seen in peer.seen] == [0.5, 1.0, 1.5]
     assert error_feedback.residual.tolist() == units(0, *[1.5] * 9)
+    _, error_feedback = play_with_feedback(counted(), Script(end=OF_ANOTHER_PLAN))
+    assert not error_feedback.residual.any()
 
 
 def test_uncounted_work_is_dropped_and_residual_stays() -> None:
-    made, error_feedback = peer(counted(), Script(end=WITHOUT_ME), counted())
-    play(made.rounds())
-    second, third = made.seen[1].mine, made.seen[2].mine
+    peer, error_feedback = play_with_feedback(counted(), Script(end=WITHOUT_ME), counted())
+    _, second, third = (seen.mine for seen in peer.seen)
     assert torch.equal(second, third) and float(second[1]) > 0.9
     assert error_feedback.residual[0] == 0.5
 
 
-def test_mean_of_earlier_plan_leaves_no_residual() -> None:
-    made, error_feedback = peer(counted(), Script(end=OF_ANOTHER_PLAN))
-    play(made.rounds())
-    assert not error_feedback.residual.any()
-
-
 def test_late_step_is_kept_whole() -> None:
-    """Not the part of it that the codec would have sent."""
-    made, _ = peer(
-        Script(end=AveragingResult(Outcome.COMMITTED, weights={ME.peer: 0.0}), average=lambda mine, into: into.fill_(1))
-    )
-    play(made.rounds())
-    assert torch.equal(made.trainer.written[-1], made.outer_loop.anchor - 0.5)
+    """The peer keeps the whole step, not the part of it that the codec would have sent."""
+    peer, _ = play_with_feedback(weighed(0.0, average=lambda mine, into: into.fill_(1)))
+    assert torch.equal(peer.trainer.written[-1], peer.outer_loop.anchor - 0.5)
 
 
 def test_offer_norm_includes_the_residual() -> None:
-    made, error_feedback = peer(counted(), counted())
-    play(made.rounds())
-    first, second = made.seen
-    assert first.work is not None and second.work is not None
+    peer, error_feedback = play_with_feedback(counted(), counted())
+    first, second = peer.seen
     assert first.work.norm == pytest.approx(0.5 * math.sqrt(10))
     assert second.work.norm == pytest.approx(0.5 * math.sqrt(10) + 0.95 * 0.5 * 3)
     assert norm([second.mine]) <= second.work.norm
@@ -168,8 +149,8 @@ class Waves:
         return 0.0
 
 
-class Life:
-    """A peer that keeps checkpoints, from a chain on."""
+class CheckpointedPeer:
+    """A peer that goes on from a chain and keeps checkpoints."""
 
     def __init__(self, place: Path, chain: Chain, rounds: int) -> None:
         self.trainer, self.chain = InlineTrainer(Waves(), inner_steps=2, step_seconds=0.5), chain
@@ -178,14 +159,14 @@ class Life:
         self.checkpoints = CheckpointManager(
             CheckpointStorage(place, EVERY_ROUNDS, 1 << 30, Disk()), first, Worker(), self.error_feedback
         )
-        averager = Scripted(*[counted() for _ in range(rounds)])
+        averager = ScriptedAverager(*[counted() for _ in range(rounds)])
         anchor, outer = torch.ones(WIDE), OuterSGD(0.7, 0.9)
         deps = OuterLoopDeps(self.trainer, SimCompute(), anchor, self.checkpoints.snapshots, self.checkpoints)
         self.outer_loop = ReplicatedOuterLoop(chain, averager, outer, deps, self.error_feedback)
         self.averager = averager
 
-    async def live(self) -> Chain | None:
-        """All rounds; returns the chain as it was when the checkpoint was made."""
+    async def play(self) -> Chain | None:
+        """Play all rounds; returns the chain as it was when the checkpoint was made."""
         kept = None
         async with self.checkpoints:
             await self.outer_loop.settle()
@@ -197,18 +178,18 @@ class Life:
 
 
 def test_restarted_peer_continues_to_identical_bits(tmp_path: Path) -> None:
-    async def restarted(chain: Chain, with_feedback: bool) -> Life:
+    async def restarted(chain: Chain, with_feedback: bool) -> CheckpointedPeer:
         checkpoint = newest(tmp_path)
-        life = Life(tmp_path / str(with_feedback), chain.copy(), 2)
-        await life.outer_loop.start_from(checkpoint.snapshot())
+        peer = CheckpointedPeer(tmp_path / str(with_feedback), chain.copy(), 2)
+        await peer.outer_loop.start_from(checkpoint.snapshot())
         if with_feedback:
-            await life.error_feedback.load(checkpoint.feedback)
-        await life.live()
-        return life
+            await peer.error_feedback.load(checkpoint.feedback)
+        await peer.play()
+        return peer
 
     async def main() -> None:
-        first = Life(tmp_path, Chain(RUN, "run", (ME, OTHER), bytes(32)), EVERY_ROUNDS + 2)
-        chain = await first.live()
+        first = CheckpointedPeer(tmp_path, Chain(RUN, "run", (ME, OTHER), bytes(32)), EVERY_ROUNDS + 2)
+        chain = await first.play()
         assert chain and newest(tmp_path).round == EVERY_ROUNDS
         assert newest(tmp_path).feedback == newest(tmp_path).path / FEEDBACK
         second, forgetful = await restarted(chain, True), await restarted(chain, False)
@@ -227,21 +208,21 @@ def test_restarted_peer_continues_to_identical_bits(tmp_path: Path) -> None:
 
 
 def test_replay_after_absence_clears_the_residual(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And finds the parts of rounds of three and of four members, which are of different sizes."""
-    world = Lives("anna bert cleo dora", fork_peers=0, codec="topk", chunk_elements=4096)
+    """The peer finds the parts of rounds of three and of four members, which have different sizes."""
+    swarm = ReplicatedSwarm("anna bert cleo dora", fork_peers=0, codec="topk", chunk_elements=4096)
     forgotten: list[tuple[str, bool]] = []
 
     async def main() -> None:
-        for name, life in world.lives.items():
-            life.outer_loop.feedback = error_feedback = ErrorFeedback(TOPK, len(life.outer_loop.anchor), SimCompute())
+        for name, peer in swarm.peers.items():
+            peer.outer_loop.feedback = error_feedback = ErrorFeedback(TOPK, len(peer.outer_loop.anchor), SimCompute())
             monkeypatch.setattr(error_feedback, "forget", partial(forget, name, error_feedback, error_feedback.forget))
         await asyncio.sleep(2 * ROUND_SECONDS)
-        world.cut("dora", "anna bert cleo")
+        swarm.cut("dora", "anna bert cleo")
         await asyncio.sleep(15 * ROUND_SECONDS)
-        world.cut("dora", "anna bert cleo", heal=True)
+        swarm.cut("dora", "anna bert cleo", heal=True)
         await asyncio.sleep(10 * ROUND_SECONDS)
-        assert world.together()
-        (report,) = world.lives["dora"].caught_up()
+        assert swarm.together()
+        (report,) = swarm.peers["dora"].caught_up()
         assert report.replayed_rounds > 0
         assert forgotten == [("dora", True)]
 
@@ -250,11 +231,11 @@ def test_replay_after_absence_clears_the_residual(monkeypatch: pytest.MonkeyPatc
         real()
         assert not error_feedback.residual.any()
 
-    world.play(main)
+    swarm.play(main)
 
 
 @cache
-def swarm(name: str) -> Played:
+def played_with(name: str) -> Played:
     played = play_world(Scenario(peers=4, rounds=3, seed=5, codec=name, elements=60_000, chunk_elements=8192))
     assert not played.violations
     return played
@@ -262,8 +243,8 @@ def swarm(name: str) -> Played:
 
 @pytest.mark.parametrize("name, factor", [("int4", 6), ("e3m0", 6), ("topk", 12)])
 def test_lossy_codec_swarm_holds_identical_bits(name: str, factor: float) -> None:
-    """And sends so many times less than in float32, votes and headers included."""
-    played, plain = swarm(name), swarm("fp32")
+    """The swarm sends so many times less than in float32, votes and headers included."""
+    played, plain = played_with(name), played_with("fp32")
     for reports in zip(*played.histories.values(), strict=True):
         assert {report["outcome"] for report in reports} == {"committed"}
         assert len({report["params_hash"] for report in reports}) == 1

@@ -1,4 +1,4 @@
-"""A peer's history: what its lines add up to, and what a full disk or a crash may do to the file."""
+"""A peer's history: the sums over its lines, its rotated files, and the effect of a full disk or a crash."""
 
 from __future__ import annotations
 
@@ -13,13 +13,10 @@ import pytest
 
 from node.reporting.report import RoundReport, tokens_counted
 from node.reporting.status import to_json
+from node.storage import rotation
 from node.storage.journal import AT_ONCE, Journal
-from node.storage.rotation import KEEP_FILES
-
-REPORT = RoundReport(
-    "r", "p", 1, 0, "a", "b", "anchor0", "committed", ("p", "q"), {"q": ("a", 1, 2)}, {"q": "late"}, True, 0.5, 100,
-    math.nan, "h", 2.0, 0.1, 0.2, 5, 6, 0.0,
-)  # fmt: skip
+from node.storage.rotation import KEEP_FILES, rotate, rotated_path
+from tests.support.round_report import REPORT
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -48,12 +45,6 @@ def test_lines_are_strict_json_and_round_trip(tmp_path: Path) -> None:
     assert math.isnan(back.loss) and math.isnan(back.held_out_loss) and back.round == REPORT.round
 
 
-def test_next_incarnation_appends_to_the_file(tmp_path: Path) -> None:
-    for number in range(3):
-        Journal(tmp_path / "rounds.jsonl").write(replace(REPORT, round=number))
-    assert [line["round"] for line in lines(tmp_path / "rounds.jsonl")] == [0, 1, 2]
-
-
 @pytest.mark.parametrize("torn", [b'{"run": "r', b"x" * 3000, b"\0"])
 def test_line_truncated_by_crash_spoils_no_other(tmp_path: Path, torn: bytes) -> None:
     path = tmp_path / "rounds.jsonl"
@@ -65,7 +56,7 @@ def test_line_truncated_by_crash_spoils_no_other(tmp_path: Path, torn: bytes) ->
 
 
 def test_full_disk_warns_once_and_loses_no_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A real limit on the size of files: what is written beyond it is cut off."""
+    """With a real limit on the size of files, which cuts off writes beyond it."""
     import resource
     import signal
 
@@ -88,7 +79,8 @@ def test_full_disk_warns_once_and_loses_no_lines(tmp_path: Path, caplog: pytest.
 
 
 def test_queued_lines_are_bounded_and_written_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (path := tmp_path / "rounds.jsonl").mkdir()
+    path = tmp_path / "rounds.jsonl"
+    path.mkdir()
     journal = Journal(path)
     journal.write(REPORT)
     assert journal.totals.tokens == 100
@@ -103,16 +95,17 @@ def test_queued_lines_are_bounded_and_written_in_batches(tmp_path: Path, monkeyp
     assert [line["round"] for line in lines(path)] == list(range(first, 42)) and 14 <= first <= 18 and last == 41
 
 
-def test_totals_survive_a_restart(tmp_path: Path) -> None:
+def test_next_incarnation_continues_lines_and_totals(tmp_path: Path) -> None:
     path = tmp_path / "rounds.jsonl"
-    for _ in range(3):
+    for number in range(3):
         journal = Journal(path)
-        journal.write(REPORT)
+        journal.write(replace(REPORT, round=number))
+    assert [line["round"] for line in lines(path)] == [0, 1, 2]
     assert vars(journal.totals) == {
         "tokens": 300, "bytes_sent": 15, "bytes_received": 18,
         "seconds_train": 6.0, "seconds_average": pytest.approx(0.6),
     }  # fmt: skip
-    assert Journal(path).last is None, "that is of this life"
+    assert Journal(path).last is None, "the last report is of this incarnation"
 
 
 @pytest.mark.parametrize("damaged", [b"", b"{", b"[]", b"{}", b'{"tokens": "many"}', b"\xff" * 9000])
@@ -150,14 +143,32 @@ def test_damaged_lines_are_left_out_of_recent_reports(tmp_path: Path) -> None:
 
 
 def test_tokens_are_credited_to_the_counting_round() -> None:
-    """Those of rounds without a decision with the next; what was dropped, or trained in a life before, with none."""
+    """Tokens of undecided rounds count in the next; dropped ones, and those of a former incarnation, count in none."""
     rounds: list[tuple[str, tuple[str, ...], int, int]] = [
         ("committed", ("p",), 50, 1), ("skipped", (), 50, 1), ("committed", ("p",), 50, 1),
         ("committed", ("q",), 50, 1), ("committed", ("p",), 50, 1), ("undecided", (), 50, 1),
         ("fork", (), 50, 2), ("alone", ("p",), 50, 2),
     ]  # fmt: skip
-    told = [
-        replace(REPORT, outcome=outcome, peers=peers, tokens=tokens, incarnation=life, lineage=f"{number:02x}")
-        for number, (outcome, peers, tokens, life) in enumerate(rounds)
+    reports = [
+        replace(REPORT, outcome=outcome, peers=peers, tokens=tokens, incarnation=incarnation, lineage=f"{number:02x}")
+        for number, (outcome, peers, tokens, incarnation) in enumerate(rounds)
     ]
-    assert tokens_counted(told) == {b"\x00": 50, b"\x02": 100, b"\x04": 50, b"\x07": 100}
+    assert tokens_counted(reports) == {b"\x00": 50, b"\x02": 100, b"\x04": 50, b"\x07": 100}
+
+
+# -- rotation ---------------------------------------------------------------------------------------------------------
+
+
+def test_full_file_is_rotated_and_oldest_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rotation, "FILE_BYTES", 4)
+    path = tmp_path / "a.log"
+    assert not rotate(path), "there is none yet"
+    for number in range(KEEP_FILES + 3):
+        assert rotate(path, coming_bytes=4) is (number > 0)
+        path.write_text(f"{number:04}")
+        assert not rotate(path) and not rotate(path, coming_bytes=0)
+    last = KEEP_FILES + 2
+    assert [each.read_text() for each in (path, *(rotated_path(path, n) for n in range(1, KEEP_FILES + 1)))] == [
+        f"{last - n:04}" for n in range(KEEP_FILES + 1)
+    ]
+    assert len(list(tmp_path.iterdir())) == KEEP_FILES + 1 and rotated_path(path).name == "a.1.log"

@@ -1,4 +1,4 @@
-"""Room in files: as many as one likes, none of them held open, nothing left of those that nobody needs."""
+"""Scratch files: any number of them, none held open, and none left when its buffer is gone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 def count(directory: Path) -> int | None:
-    """Files there; None: there is no directory."""
+    """The number of files there; None: there is no directory."""
     return len([*directory.iterdir()]) if directory.exists() else None
 
 
@@ -54,7 +54,7 @@ async def test_leftovers_of_killed_incarnation_are_removed(tmp_path: Path, direc
             left.read(0, memoryview(bytearray(8)))
         room = space.room(8)
         assert count(directory) == 1
-    assert count(directory) is None, "and nothing is left to the next one"
+    assert count(directory) is None, "the next incarnation finds nothing"
     with pytest.raises(OSError):
         room.read(0, memoryview(bytearray(8)))
 
@@ -64,7 +64,7 @@ async def test_freed_files_are_deleted_at_next_allocation(tmp_path: Path, direct
         rooms = [space.room(8) for _ in range(3)]
         rooms.clear()
         gc.collect()
-        assert count(directory) == 3, "a disk takes its time over that, the event loop has none"
+        assert count(directory) == 3, "deleting takes time, and the event loop must not wait for it"
         kept = space.room(8)
         assert count(directory) == 1
         kept.write(0, b"12345678")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,13 +27,20 @@ def content(directory: Path) -> dict[str, bytes]:
     return {str(each.relative_to(directory)): each.read_bytes() for each in directory.rglob("*") if each.is_file()}
 
 
-# -- lives ------------------------------------------------------------------------------------------------------------
+def failing_write(number: int, reason: str) -> Callable[[Path, bytes], None]:
+    def write(path: Path, data: bytes) -> None:
+        raise OSError(number, reason, str(path))
+
+    return write
+
+
+# -- incarnations -----------------------------------------------------------------------------------------------------
 
 
 def test_incarnations_are_numbered_and_share_one_identity(tmp_path: Path) -> None:
-    lives = [StateDir.open(tmp_path / "a" / "b") for _ in range(3)]
-    assert [life.incarnation for life in lives] == [1, 2, 3]
-    assert len({life.identity.peer_id for life in lives}) == 1
+    opened = [StateDir.open(tmp_path / "a" / "b") for _ in range(3)]
+    assert [each.incarnation for each in opened] == [1, 2, 3]
+    assert len({each.identity.peer_id for each in opened}) == 1
     assert (tmp_path / "a" / "b").stat().st_mode & 0o077 == 0
 
 
@@ -62,29 +70,19 @@ def test_damaged_incarnation_is_not_guessed(tmp_path: Path, damage: bytes) -> No
     assert (tmp_path / "incarnation").read_bytes() == damage
 
 
-def test_unreadable_incarnation_is_an_error(tmp_path: Path) -> None:
-    StateDir.open(tmp_path)
-    (tmp_path / "incarnation").unlink()
-    (tmp_path / "incarnation").mkdir()
-    with pytest.raises(StateError, match=r"incarnation.*--state-dir"):
-        StateDir.open(tmp_path)
-
-
-def test_impossible_directory_path_gives_one_line_error(tmp_path: Path) -> None:
+def test_unusable_directory_gives_one_line_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StateError, match="--state-dir") as caught:
         StateDir.open(tmp_path / "file" / "state")
     assert "\n" not in str(caught.value)
-
-
-def test_read_only_directory_gives_one_line_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     StateDir.open(tmp_path)
-
-    def refuse(path: Path, data: bytes) -> None:
-        raise OSError(errno.EROFS, "Read-only file system", str(path))
-
-    monkeypatch.setattr(statedir, "write_atomically", refuse)
-    with pytest.raises(StateError, match=r"incarnation \(Read-only file system\)"):
+    with monkeypatch.context() as patch:
+        patch.setattr(statedir, "write_atomically", failing_write(errno.EROFS, "Read-only file system"))
+        with pytest.raises(StateError, match=r"incarnation \(Read-only file system\)"):
+            StateDir.open(tmp_path)
+    (tmp_path / "incarnation").unlink()
+    (tmp_path / "incarnation").mkdir()
+    with pytest.raises(StateError, match=r"incarnation.*--state-dir"):
         StateDir.open(tmp_path)
 
 
@@ -177,14 +175,11 @@ def test_crash_while_setting_files_aside_loses_none(state: StateDir, monkeypatch
 
 
 def test_full_disk_at_begin_gives_one_line_error(state: StateDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(path: Path, data: bytes) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", str(path))
-
-    monkeypatch.setattr(statedir, "write_atomically", full)
+    monkeypatch.setattr(statedir, "write_atomically", failing_write(errno.ENOSPC, "No space left on device"))
     with pytest.raises(StateError, match=r"manifest.bin \(No space left on device\): free space there"):
         state.begin("aa" * 32, "", b"sealed", b"")
     state.keep_text(b"text")
-    state.remember({"p": [HERE]})  # neither ends a round
+    state.remember({"p": [HERE]})  # neither raises, so that the round goes on
 
 
 def test_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +194,7 @@ def test_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
     assert (tmp_path / "file").read_bytes() == b"old"
 
 
-# -- whom it met ------------------------------------------------------------------------------------------------------
+# -- known peers ------------------------------------------------------------------------------------------------------
 
 
 def test_newest_peers_come_first_and_oldest_are_dropped(state: StateDir) -> None:
@@ -266,19 +261,11 @@ def test_listen_addresses_are_reused_for_same_request(state: StateDir) -> None:
 
 @pytest.mark.parametrize(
     "damage",
-    (
-        *(
-            b"",
-            b"{",
-            b"[]",
-            b"7",
-            b'{"asked": ["a"]}',
-            b'{"asked": ["a"], "took": 7}',
-            b'{"asked": ["a"], "took": [7]}',
-        ),
-        *(b'{"asked": ["a"], "took": ["b", "c"]}', b'{"asked": ["a"], "took": ["b\\n"]}'),
-    ),
-)
+    [
+        b"", b"{", b"[]", b"7", b'{"asked": ["a"]}', b'{"asked": ["a"], "took": 7}', b'{"asked": ["a"], "took": [7]}',
+        b'{"asked": ["a"], "took": ["b", "c"]}', b'{"asked": ["a"], "took": ["b\\n"]}',
+    ],
+)  # fmt: skip
 def test_damaged_listen_file_costs_only_the_port(state: StateDir, damage: bytes) -> None:
     (state.path / "listen.json").write_bytes(damage)
     assert state.listening(("a",)) == ()
@@ -287,22 +274,19 @@ def test_damaged_listen_file_costs_only_the_port(state: StateDir, damage: bytes)
 
 
 def test_resumable_run_needs_peers_or_a_state(state: StateDir) -> None:
-    def holds() -> bool:
-        return holds_run(state.path)
-
-    assert not holds()
+    assert not holds_run(state.path)
     state.remember({"p": [HERE]})
-    assert not holds(), "of no run"
+    assert not holds_run(state.path), "peers of no run"
     state.begin("aa" * 32, "", b"sealed", b"")
-    assert not holds(), "of nobody whom one could ask"
+    assert not holds_run(state.path), "a run without peers to ask"
     state.remember({"p": [HERE]})
-    assert holds(), "others were met"
+    assert holds_run(state.path), "a run and its peers"
     (state.path / "peers.json").unlink()
-    assert not holds(), "nobody to ask, and nothing to start from"
+    assert not holds_run(state.path), "no peers to ask, and no checkpoint to start from"
     (state.path / "checkpoints" / "000000-00").mkdir(parents=True)
-    assert holds(), "a state of its own"
+    assert holds_run(state.path), "a checkpoint"
     state.forget()
-    assert not holds(), "over"
+    assert not holds_run(state.path), "the run is over"
     state.begin("bb" * 32, "aa" * 32, b"another", b"")
     assert not state.is_over and not (state.path / "checkpoints").exists()
     assert (state.path / "past" / ("aa" * 8) / "checkpoints" / "000000-00").exists()

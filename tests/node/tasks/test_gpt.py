@@ -90,10 +90,7 @@ def test_byte_does_not_see_later_ones() -> None:
 def test_keys_and_shapes_match_llama() -> None:
     model = Gpt(GptConfig(layers=2, width=64, heads=4, context=8))
     layer = [
-        ("self_attn.q_proj.weight", (64, 64)),
-        ("self_attn.k_proj.weight", (64, 64)),
-        ("self_attn.v_proj.weight", (64, 64)),
-        ("self_attn.o_proj.weight", (64, 64)),
+        *((f"self_attn.{name}_proj.weight", (64, 64)) for name in "qkvo"),
         ("mlp.gate_proj.weight", (192, 64)),
         ("mlp.up_proj.weight", (192, 64)),
         ("mlp.down_proj.weight", (64, 192)),
@@ -179,41 +176,35 @@ def test_presets_have_the_expected_values() -> None:
         preset("big")
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"layers": 0}, "layers must be a whole number, at least 1, not 0"),
-        ({"layers": 1.5}, "layers must be a whole number, at least 1, not 1.5"),
-        ({"heads": 3}, "3 heads do not divide width 16 into even parts"),
-        ({"heads": 16}, "16 heads do not divide width 16 into even parts"),
-        ({"context": -1}, "context must be a whole number, at least 1, not -1"),
-    ],
-)
-def test_bad_shape_gives_one_line_error(values: dict[str, int], message: str) -> None:
-    with pytest.raises(ValueError) as error:
-        GptConfig(**{"layers": 1, "width": 16, "heads": 2, "context": 8} | values)
-    assert str(error.value) == message
+SHAPE = {"layers": 1, "width": 16, "heads": 2, "context": 8}
+RECIPE = {"inner_steps": 5, "rounds": 2, "learning_rate": 1e-3, "outer_learning_rate": 0.7, "outer_momentum": 0.9}
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
+    "make, good, bad, message",
     [
-        ({"inner_steps": -5}, "inner_steps must be a whole number, at least 1, not -5"),
-        ({"rounds": 0}, "rounds must be a whole number, at least 1, not 0"),
-        ({"rounds": True}, "rounds must be a whole number, at least 1, not True"),
-        ({"learning_rate": math.nan}, "learning_rate must be positive, not nan"),
-        ({"learning_rate": "fast"}, "learning_rate must be positive, not 'fast'"),
-        ({"outer_learning_rate": 0}, "outer_learning_rate must be positive, not 0"),
-        ({"outer_momentum": 1.0}, "outer_momentum must be in [0, 1), not 1.0"),
-        ({"weight_decay": -0.1}, "weight_decay must be 0 or more, not -0.1"),
-        ({"final_fraction": 1.1}, "final_fraction must be in [0, 1], not 1.1"),
-        ({"betas": (0.9, 1.0)}, "betas must be two numbers in [0, 1), not (0.9, 1.0)"),
+        (GptConfig, SHAPE, {"layers": 0}, "layers must be a whole number, at least 1, not 0"),
+        (GptConfig, SHAPE, {"layers": 1.5}, "layers must be a whole number, at least 1, not 1.5"),
+        (GptConfig, SHAPE, {"heads": 3}, "3 heads do not divide width 16 into even parts"),
+        (GptConfig, SHAPE, {"heads": 16}, "16 heads do not divide width 16 into even parts"),
+        (GptConfig, SHAPE, {"context": -1}, "context must be a whole number, at least 1, not -1"),
+        (Recipe, RECIPE, {"inner_steps": -5}, "inner_steps must be a whole number, at least 1, not -5"),
+        (Recipe, RECIPE, {"rounds": 0}, "rounds must be a whole number, at least 1, not 0"),
+        (Recipe, RECIPE, {"rounds": True}, "rounds must be a whole number, at least 1, not True"),
+        (Recipe, RECIPE, {"learning_rate": math.nan}, "learning_rate must be positive, not nan"),
+        (Recipe, RECIPE, {"learning_rate": "fast"}, "learning_rate must be positive, not 'fast'"),
+        (Recipe, RECIPE, {"outer_learning_rate": 0}, "outer_learning_rate must be positive, not 0"),
+        (Recipe, RECIPE, {"outer_momentum": 1.0}, "outer_momentum must be in [0, 1), not 1.0"),
+        (Recipe, RECIPE, {"weight_decay": -0.1}, "weight_decay must be 0 or more, not -0.1"),
+        (Recipe, RECIPE, {"final_fraction": 1.1}, "final_fraction must be in [0, 1], not 1.1"),
+        (Recipe, RECIPE, {"betas": (0.9, 1.0)}, "betas must be two numbers in [0, 1), not (0.9, 1.0)"),
     ],
 )
-def test_bad_recipe_gives_one_line_error(values: dict[str, object], message: str) -> None:
-    good = {"inner_steps": 5, "rounds": 2, "learning_rate": 1e-3, "outer_learning_rate": 0.7, "outer_momentum": 0.9}
+def test_bad_value_gives_one_line_error(
+    make: type, good: dict[str, object], bad: dict[str, object], message: str
+) -> None:
     with pytest.raises(ValueError) as error:
-        Recipe(**good | values)
+        make(**good | bad)
     assert str(error.value) == message
 
 

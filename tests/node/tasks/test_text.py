@@ -1,4 +1,4 @@
-"""The text: what is in it, what is held out, and streams that resume."""
+"""The text: its files, its held-out part, and streams that resume."""
 
 import sysconfig
 from pathlib import Path
@@ -16,7 +16,7 @@ def library() -> Text:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """200 files whose text names them, in folders, and what must not be read."""
+    """200 files in folders, whose text names them, and a hidden file, which must not be read."""
     for number in range(200):
         place = tmp_path / f"part{number % 7}"
         place.mkdir(exist_ok=True)
@@ -70,7 +70,7 @@ def test_standard_library_is_loaded_without_its_tests(library: Text) -> None:
     assert bytes(library.training[: len(first)].tolist()) == first
 
 
-def test_single_file_holds_out_its_end(tmp_path: Path) -> None:
+def test_single_file_holds_out_its_bounded_end(tmp_path: Path) -> None:
     data = bytes(n * n % 251 for n in range(1600))
     (tmp_path / "book.txt").write_bytes(data)
     for path in (tmp_path / "book.txt", tmp_path):
@@ -78,9 +78,6 @@ def test_single_file_holds_out_its_end(tmp_path: Path) -> None:
         assert bytes(text.training.tolist()) == data[:1500] and bytes(text.held_out.tolist()) == data[1500:]
     text.training.zero_()
     assert (tmp_path / "book.txt").read_bytes() == data
-
-
-def test_held_out_sample_is_bounded(tmp_path: Path) -> None:
     (tmp_path / "big").write_bytes(bytes(20 * HELD_OUT_BYTES))
     assert len(load(tmp_path / "big").held_out) == HELD_OUT_BYTES
 
@@ -154,7 +151,7 @@ def test_large_folder_is_copied_once_and_mapped(
         kept = {file.name: file.stat().st_mtime_ns for file in (cache / "starling").iterdir()}
         assert len(kept) == 2 and all(name.endswith(".text") for name in kept)
     large.training.zero_()
-    assert torch.equal(load(folder).training, small.training), "the copy is nobody's to change"
+    assert torch.equal(load(folder).training, small.training), "changes of the loaded text do not reach the copy"
     training = next(n for n in range(200) if not held_out(f"part{n % 7}/{n:03}.txt"))
     (folder / f"part{training % 7}" / f"{training:03}.txt").write_text("changed")
     assert len(load(folder).training) < len(small.training)
@@ -162,7 +159,7 @@ def test_large_folder_is_copied_once_and_mapped(
     (folder / "another.txt").write_text("changed")
     with pytest.raises(ValueError, match=r"^cannot read .*: No space$"):
         load(folder)
-    assert all(file.name.endswith(".text") for file in (cache / "starling").iterdir()), "nothing half made is left"
+    assert all(file.name.endswith(".text") for file in (cache / "starling").iterdir()), "no unfinished file is left"
 
 
 def test_given_sample_replaces_own_held_out_text(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:

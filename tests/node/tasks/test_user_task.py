@@ -1,10 +1,9 @@
-"""A user's own task: found, made, looked over; whatever is wrong with it is one line that names it."""
+"""A user's own task: found, made and tried out; each fault in it gives one line that names the task."""
 
 from __future__ import annotations
 
 import itertools
 import math
-import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ from node.tasks import user_task as own
 from node.tasks.base import Recipe, TaskContext
 from node.tasks.spec import OwnValues, WorkerSpec, build
 from node.tasks.user_task import OwnTask, TaskError, make
-from tests.support.paths import REPOSITORY
+from tests.support.documented_task import documented_task
 
 RECIPE = Recipe(10, 4, learning_rate=3e-3, outer_learning_rate=0.9, outer_momentum=0.5, warmup_steps=4)
 NUMBERS = itertools.count()
@@ -45,17 +44,10 @@ def make(given, width=3):
 """
 WATCHED = """
 def make(given, **options):
-    global told
-    told = given, options
+    global received
+    received = given, options
     return _line(given)
 """
-
-
-def example() -> str:
-    """The module of docs/tasks.md."""
-    found = re.search("```python\n(.*?)```", (REPOSITORY / "docs" / "tasks.md").read_text(), re.DOTALL)
-    assert found
-    return found[1]
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +81,7 @@ def refusal(name: str, **options: bool | int | float | str) -> str:
 
 
 def test_documented_example_is_short_and_learns(directory: Path) -> None:
-    source = example()
+    source = documented_task()
     assert len(source.splitlines()) <= 40
     (directory / "shapes.py").write_text(source)
     spec = WorkerSpec(OwnValues("shapes:shapes", {"width": 16}), RECIPE, 3, 9, device="cpu")
@@ -108,7 +100,7 @@ def test_options_and_context_reach_the_factory(module: Callable[[str], str], dir
     given = TaskContext(7, "cpu", directory / "data", {"a": True, "b": "x"})
     with torch.random.fork_rng():
         task = make(name, given)
-    assert sys.modules[name.partition(":")[0]].told == (given, {"a": True, "b": "x"})
+    assert sys.modules[name.partition(":")[0]].received == (given, {"a": True, "b": "x"})
     task.try_out(1)
     assert math.isfinite(task.evaluate()) and not torch.is_inference(task.module.weight)  # type: ignore[arg-type]
 

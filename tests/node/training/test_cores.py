@@ -1,4 +1,4 @@
-"""Cores that may be used, by cgroup files as kernels, Docker and systemd write them."""
+"""The usable cores, by cgroup files as kernels, Docker and systemd write them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The worker's lower share: of each thread, and of the session, by the kernel's own files."""
+"""The worker's low priority: of each thread and of the session, by the kernel's own files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ wait.set()
 
 
 def test_all_threads_and_session_get_low_priority() -> None:
-    """Niceness acts inside a scheduling group, the group's between sessions: one without the other is nothing."""
+    """Niceness acts inside a scheduling group, the group's between sessions: neither suffices alone."""
     ours = os.getpriority(os.PRIO_PROCESS, 0)
     for nice, group in ((0, 0), (7, min(19, ours + 7)), (19, 19)):
         command = (sys.executable, "-c", SHOW, str(nice))
@@ -38,7 +38,7 @@ def test_all_threads_and_session_get_low_priority() -> None:
 
 
 def test_ready_time_distinguishes_starved_from_stopped() -> None:
-    """Two that want one core wait for each other; one that is stopped waits for nothing."""
+    """Two processes that compete for a core wait for it; a stopped one does not."""
     core = min(os.sched_getaffinity(0))
     code = f"import os; os.sched_setaffinity(0, [{core}]); print(flush=True)\nwhile True: pass"
     both = [subprocess.Popen((sys.executable, "-I", "-S", "-c", code), stdout=subprocess.PIPE) for _ in range(2)]

@@ -1,9 +1,8 @@
-"""The peer's side of a worker that saves: how long a disk may take over it, and what a death in between comes to."""
+"""The peer's side of a worker that saves: how long the disk may take, and what follows if the worker dies."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,8 +18,8 @@ from tests.sim.host import SimCompute
 HUNDRED_MILLION = Layout(((("weight", (10_000, 10_000)),),))
 
 
-class Life:
-    """A worker that is asked; `dies`: instead of an answer."""
+class Worker:
+    """A worker that answers; with `dies` it dies instead."""
 
     def __init__(self, dies: bool = False) -> None:
         self.dies, self.given_seconds = dies, 0.0
@@ -35,35 +34,25 @@ class Life:
         return None
 
 
-def trainer(life: Life | None) -> RemoteTrainer:
+def trainer(worker: Worker | None) -> RemoteTrainer:
     made = RemoteTrainer(cast(WorkerSpec, None), SimCompute())
-    parts: dict[str, Any] = {"layout": HUNDRED_MILLION, "_worker": life, "_shared": SimpleNamespace(attention=False)}
+    parts: dict[str, Any] = {"layout": HUNDRED_MILLION, "_worker": worker, "_shared": SimpleNamespace(attention=False)}
     vars(made).update(parts)
     return made
 
 
-def run(asked: Callable[[], Awaitable[Any]]) -> Any:
-    async def main() -> Any:
-        return await asked()
-
-    return asyncio.run(main())
-
-
-def test_save_deadline_allows_for_the_bytes() -> None:
-    life = Life()
-    assert run(lambda: trainer(life).save(Path("inner"))) is True
-    assert life.given_seconds == DISK_SECONDS + 800.0, "eight bytes a parameter, at a megabyte a second"
+async def test_save_deadline_allows_for_the_bytes() -> None:
+    worker = Worker()
+    assert await trainer(worker).save(Path("inner")) is True
+    assert worker.given_seconds == DISK_SECONDS + 800.0, "eight bytes a parameter, at a megabyte a second"
 
 
-def test_worker_death_while_saving_raises_worker_error() -> None:
-    made = trainer(Life(dies=True))
+async def test_worker_death_while_saving_raises_worker_error() -> None:
+    made = trainer(Worker(dies=True))
     with pytest.raises(WorkerError, match="died before it had written the inner state"):
-        run(lambda: made.save(Path("inner")))
+        await made.save(Path("inner"))
     assert made.pid is None
-
-
-def test_save_without_worker_does_nothing() -> None:
-    assert run(lambda: trainer(None).save(Path("inner"))) is False
+    assert await made.save(Path("inner")) is False, "without a worker there is nothing to save"
 
 
 @pytest.mark.parametrize("name", ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME", "KMP_LIBRARY"])

@@ -1,4 +1,4 @@
-"""The inner loop: its schedule, its optimiser against torch's, its accounts, and when it speaks."""
+"""The inner loop: its schedule, its optimiser against torch's, its counts, and when it reports progress."""
 
 import asyncio
 import math
@@ -63,6 +63,20 @@ class Count:
 
 def key(number: int) -> RoundKey:
     return RoundKey(bytes(32), "run", bytes(32), number)
+
+
+def counting(inner_steps: int, steps: int = 0, seconds: float = 0.0) -> LocalTraining:
+    """Training of a `Count` that has done so many steps of round 0."""
+    training = LocalTraining(Count(), inner_steps)
+    training.begin(0)
+    do_steps(training, steps, seconds)
+    return training
+
+
+def do_steps(training: LocalTraining, steps: int, seconds: float = 0.0) -> None:
+    for _ in range(steps):
+        training.step()
+        training.spend(seconds)
 
 
 def test_learning_rate_at_known_steps() -> None:
@@ -132,41 +146,26 @@ def test_step_with_non_finite_gradient_changes_nothing() -> None:
 
 
 def test_progress_counts_since_the_last_write() -> None:
-    local_training = LocalTraining(Count(), inner_steps=4)
-    local_training.begin(0)
-    assert (
-        local_training.work().tokens == 0
-        and math.isnan(local_training.work().loss)
-        and not local_training.work().complete
-    )
-    for _ in range(4):
-        local_training.step()
-        local_training.spend(0.5)
-    assert local_training.work() == LocalProgress(
+    training = counting(inner_steps=4)
+    work = training.work()
+    assert work.tokens == 0 and math.isnan(work.loss) and not work.complete
+    do_steps(training, 4, seconds=0.5)
+    assert training.work() == LocalProgress(
         tokens=40, loss=1.5, seconds=2.0, step_seconds=0.5, norm=math.sqrt(32), complete=True
     )
-    local_training.begin(1)  # round 0 was skipped: the longer delta is offered
-    local_training.step()
-    local_training.spend(0.25)
-    assert local_training.work() == LocalProgress(
-        tokens=50, loss=1.2, seconds=2.25, step_seconds=0.25, norm=math.sqrt(50)
-    )
-    local_training.write(torch.tensor([3.0, 4.0]))
-    assert local_training.work().tokens == 0 and local_training.work().norm == 0 and local_training.work().seconds == 0
-    local_training.write(torch.tensor([3.0, 4.0]), anchor=torch.zeros(2), tokens=20)
-    assert (
-        local_training.work().tokens,
-        local_training.work().carried,
-        local_training.work().seconds,
-        local_training.work().norm,
-    ) == (20, 20, 0.0, 5.0)
-    local_training.begin(2)
-    local_training.step()
-    assert (local_training.work().tokens, local_training.work().loss, local_training.work().norm) == (
-        30,
-        0.0,
-        math.sqrt(41),
-    )
+    training.begin(1)  # round 0 was skipped: the longer delta is offered
+    do_steps(training, 1, seconds=0.25)
+    assert training.work() == LocalProgress(tokens=50, loss=1.2, seconds=2.25, step_seconds=0.25, norm=math.sqrt(50))
+    training.write(torch.tensor([3.0, 4.0]))
+    work = training.work()
+    assert work.tokens == 0 and work.norm == 0 and work.seconds == 0
+    training.write(torch.tensor([3.0, 4.0]), anchor=torch.zeros(2), tokens=20)
+    work = training.work()
+    assert (work.tokens, work.carried, work.seconds, work.norm) == (20, 20, 0.0, 5.0)
+    training.begin(2)
+    training.step()
+    work = training.work()
+    assert (work.tokens, work.loss, work.norm) == (30, 0.0, math.sqrt(41))
 
 
 def test_steps_are_numbered_within_each_round() -> None:
@@ -184,22 +183,19 @@ def test_steps_are_numbered_within_each_round() -> None:
 def test_excluded_tokens_do_not_count() -> None:
     learner = Count()
     learner.left_out = 2
-    local_training = LocalTraining(learner, inner_steps=3)
-    local_training.begin(0)
-    for _ in range(3):
-        local_training.step()
-    assert (local_training.work().tokens, local_training.work().loss, local_training.work().complete) == (10, 2.0, True)
+    training = LocalTraining(learner, inner_steps=3)
+    training.begin(0)
+    do_steps(training, 3)
+    work = training.work()
+    assert (work.tokens, work.loss, work.complete) == (10, 2.0, True)
 
 
 def test_outer_parameters_are_evaluated() -> None:
-    learner = Count()
-    local_training = LocalTraining(learner, inner_steps=4)
-    local_training.write(torch.tensor([5.0, 6.0]))
-    local_training.begin(0)
-    local_training.step()
-    assert local_training.evaluate() == 11.0
-    into = torch.zeros(2)
-    local_training.read(into)
+    training, into = counting(inner_steps=4), torch.zeros(2)
+    training.write(torch.tensor([5.0, 6.0]))
+    training.step()
+    assert training.evaluate() == 11.0
+    training.read(into)
     assert into.tolist() == [6.0, 7.0]
 
 
@@ -217,14 +213,13 @@ def test_anchor_may_live_in_given_vectors() -> None:
 
 
 def test_write_makes_progress_due() -> None:
-    local_training = LocalTraining(Count(), inner_steps=100)
-    local_training.begin(0)
+    training = counting(inner_steps=100)
     for _ in range(20):
-        local_training.step()
-        local_training.due()
-    local_training.write(torch.zeros(2))
-    local_training.step()
-    assert local_training.due() and local_training.work().tokens == 10
+        training.step()
+        training.due()
+    training.write(torch.zeros(2))
+    training.step()
+    assert training.due() and training.work().tokens == 10
 
 
 def test_norm_covers_many_pieces() -> None:
@@ -242,24 +237,24 @@ def test_norm_covers_many_pieces() -> None:
 async def _train(
     trainer: InlineTrainer, number: int, cut_after: float
 ) -> tuple[LocalProgress, list[tuple[float, LocalProgress]]]:
-    cut, said = asyncio.Event(), list[tuple[float, LocalProgress]]()
+    cut, progress = asyncio.Event(), list[tuple[float, LocalProgress]]()
     loop = asyncio.get_running_loop()
     began = loop.time()
     loop.call_later(cut_after, cut.set)
-    work = await trainer.train(key(number), cut, lambda work: said.append((loop.time() - began, work)))
+    work = await trainer.train(key(number), cut, lambda work: progress.append((loop.time() - began, work)))
     assert cut.is_set()
-    return work, said
+    return work, progress
 
 
 def test_progress_is_reported_in_virtual_time() -> None:
     async def main() -> None:
         trainer: Trainer = InlineTrainer(Count(), inner_steps=30, step_seconds=2.0)
         assert isinstance(trainer, InlineTrainer)
-        work, said = await _train(trainer, 0, cut_after=79.0)
+        work, progress = await _train(trainer, 0, cut_after=79.0)
         assert (work.tokens, work.seconds, work.complete) == (400, 80.0, True)  # beyond the 30 steps, until the cut
-        assert [seconds / 2 for seconds, _ in said] == [*range(12), 13, 15, 17, 19, 21, 24, 27, 30, 33, 37]
-        assert [offer.tokens for _, offer in said] == [seconds * 5 for seconds, _ in said]
-        assert [offer.complete for _, offer in said] == [False] * 19 + [True] * 3
+        assert [seconds / 2 for seconds, _ in progress] == [*range(12), 13, 15, 17, 19, 21, 24, 27, 30, 33, 37]
+        assert [offer.tokens for _, offer in progress] == [seconds * 5 for seconds, _ in progress]
+        assert [offer.complete for _, offer in progress] == [False] * 19 + [True] * 3
 
     run(main())
 
@@ -267,11 +262,11 @@ def test_progress_is_reported_in_virtual_time() -> None:
 def test_completion_is_reported_at_once() -> None:
     async def main() -> None:
         trainer = InlineTrainer(Count(), inner_steps=29, step_seconds=1.0)
-        _, said = await _train(trainer, 0, cut_after=29.5)
-        assert [work.complete for _, work in said][-2:] == [False, True] and said[-1][0] == 29.0
-        _, said = await _train(trainer, 1, cut_after=1.5)  # nothing was written: the work goes on growing
-        assert [work.tokens for _, work in said] == [300, 310]  # at once, then after the first step
-        assert not said[0][1].complete and said[0][1].norm == math.sqrt(2 * 30**2)
+        _, progress = await _train(trainer, 0, cut_after=29.5)
+        assert [work.complete for _, work in progress][-2:] == [False, True] and progress[-1][0] == 29.0
+        _, progress = await _train(trainer, 1, cut_after=1.5)  # nothing was written: the work goes on growing
+        assert [work.tokens for _, work in progress] == [300, 310]  # at once, then after the first step
+        assert not progress[0][1].complete and progress[0][1].norm == math.sqrt(2 * 30**2)
 
     run(main())
 
@@ -280,7 +275,7 @@ def test_without_surplus_completed_steps_wait_for_the_cut() -> None:
     async def main() -> None:
         learner, loop, cut = Count(), asyncio.get_running_loop(), asyncio.Event()
         trainer = InlineTrainer(learner, inner_steps=3, step_seconds=1.0)
-        for _ in range(2):  # a round that came to nothing is gone on with
+        for _ in range(2):  # the work of an undecided round goes on
             cut.clear()
             loop.call_later(10.0, cut.set)
             work = await trainer.train(key(0), cut, lambda work: None, surplus=False)
@@ -296,9 +291,9 @@ def test_early_cut_and_writes_between_rounds_are_allowed() -> None:
         trainer = InlineTrainer(learner, inner_steps=2, step_seconds=1.0)
         cut = asyncio.Event()
         cut.set()
-        said: list[LocalProgress] = []
-        work = await trainer.train(key(0), cut, said.append)
-        assert work.tokens == said[0].tokens == work.norm == 0 and len(said) == 1 and learner.steps == []
+        progress: list[LocalProgress] = []
+        work = await trainer.train(key(0), cut, progress.append)
+        assert work.tokens == progress[0].tokens == work.norm == 0 and len(progress) == 1 and learner.steps == []
         trainer.step_seconds = 5.0
         work, _ = await _train(trainer, 0, cut_after=7.0)
         assert (work.tokens, work.seconds) == (20, 10.0)
@@ -346,7 +341,7 @@ def test_lab_trains_through_the_protocol(monkeypatch: pytest.MonkeyPatch, tmp_pa
     history, weights = learning.through_the_protocol(kept)
     assert history[-1][1] < history[0][1] < 5
     assert [[index for index, weight in enumerate(row) if weight == 0] for row in weights] == lost
-    assert max(map(max, weights)) >= 2 * max(weights[0]), "what was kept counts in a later round"
+    assert max(map(max, weights)) >= 2 * max(weights[0]), "kept work counts in a later round"
     few = learning.Run(peers=4, rounds=3, inner_steps=10, preset="tiny", seed=1, codec="topk", outer=(1.0, 0.0))
     assert few.name().endswith(" 1 topk outer=1,0") and run.name().endswith(" drop=0.5 1")
     history, _ = learning.through_the_protocol(few)

@@ -1,4 +1,4 @@
-"""The number of threads that is kept, on given times of steps."""
+"""The number of threads that the tuner settles on, given the times of steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Times = Callable[[float, int], float]
 
 
 def play(tuner: ThreadTuner, times: Times, seconds: float, at: float = 0.0) -> list[tuple[float, int, float]]:
-    """(when it ended, threads, seconds) of each step from `at` on."""
+    """(end, threads, seconds) of each step from `at` on."""
     steps = []
     end = at + seconds
     while at < end:
@@ -50,7 +50,7 @@ def test_better_thread_count_is_found_at_little_cost(best: dict[int, float], sta
 
 @pytest.mark.parametrize("beside", [BESIDE_ONE, COLLAPSED])
 def test_neighbour_process_costs_only_seconds(beside: dict[int, float]) -> None:
-    """A block of slow steps when it comes; when it goes, the wait for a trial, as long as the last was dear."""
+    """A block of slow steps when it starts; when it ends, a wait for the next trial that the last trial's cost sets."""
     tuner = ThreadTuner(2, 2)
     play(tuner, lambda at, threads: QUIET[threads], 60.0)
     dear_seconds = 5 * (beside[2] - beside[1]) / SHARE
@@ -60,7 +60,7 @@ def test_neighbour_process_costs_only_seconds(beside: dict[int, float]) -> None:
 
 
 def test_equally_good_thread_counts_do_not_alternate() -> None:
-    """Between a tenth faster and a thirtieth slower there is nothing to choose, however long it is looked at."""
+    """The tuner treats counts as equal from a tenth faster to a thirtieth slower, however long it measures."""
     noise = random.Random(1)
 
     def times(at: float, threads: int) -> float:

@@ -21,6 +21,7 @@ from node.training.shared import Shared
 from node.training.trainer import LocalTraining
 
 RECIPE = Recipe(4, 5, learning_rate=1e-2, outer_learning_rate=0.9, outer_momentum=0.5, warmup_steps=4)
+TRAIN = {"do": "train", "round": 0, "begin": True, "surplus": False}
 GPT = GptValues(GptConfig(layers=1, width=16, heads=2, context=16), rows=2)
 
 
@@ -32,26 +33,30 @@ def memory() -> Iterator[int]:
 
 
 @pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "book.txt"
-    path.write_bytes(bytes(n * n % 97 + 20 for n in range(4000)))
-    return path
+def spec(spec: WorkerSpec) -> WorkerSpec:
+    """The small GPT's, with four inner steps a round."""
+    return replace(spec, recipe=RECIPE)
 
 
 def serve(
-    memory: int, spec: WorkerSpec, *commands: dict[str, Any], hear: Callable[[str, Any], None] = lambda *told: None
+    memory: int, spec: WorkerSpec, *commands: dict[str, Any], hear: Callable[[str, Any], None] = lambda *message: None
 ) -> list[dict[str, Any]]:
-    """What a worker of this process tells, without its layout."""
-    told: list[dict[str, Any]] = []
+    """What a worker in this process sends, without its layout."""
+    sent: list[dict[str, Any]] = []
     lines = [spec.to_json(), *map(json.dumps, commands)]
 
     def tell(kind: str, value: Any) -> None:
-        told.append(json.loads(json.dumps({kind: value})))
+        sent.append(json.loads(json.dumps({kind: value})))
         hear(kind, value)
 
     code = worker.serve(io.BytesIO("".join(f"{line}\n" for line in lines).encode()), tell, memory)
-    assert code == ("refused" in told[0])
-    return told if code else told[1:]
+    assert code == ("refused" in sent[0])
+    return sent if code else sent[1:]
+
+
+def shared_with(memory: int, spec: WorkerSpec) -> Shared:
+    """This side's view of the vectors of a worker with this spec."""
+    return Shared(memory, build(spec, torch.empty, False).learner.layout.sizes())
 
 
 def test_both_sides_see_the_same_vectors(memory: int) -> None:
@@ -109,18 +114,15 @@ def test_bad_values_give_one_line_error(change: dict[str, Any], message: str) ->
         PacedValues(10, step_seconds=-1)
 
 
-def test_training_equals_training_in_process(memory: int, text: Path) -> None:
-    spec = WorkerSpec(GPT, RECIPE, 3, 9, text, device="cpu", threads=1)
+def test_training_equals_training_in_process(memory: int, spec: WorkerSpec) -> None:
     learner = build(spec, torch.empty, False).learner
     mine, local_training = Shared(memory, learner.layout.sizes()), LocalTraining(learner, RECIPE.inner_steps)
-    os.ftruncate(memory, 0)  # the worker is to find it new
+    os.ftruncate(memory, 0)  # so that the worker finds it new
 
     def hear(kind: str, value: Any) -> None:
         mine.attention = kind == "progress" and value["tokens"] >= 4 * 32
 
-    told = serve(
-        memory, spec, {"do": "train", "round": 0, "begin": True, "surplus": True}, {"do": "evaluate"}, hear=hear
-    )
+    sent = serve(memory, spec, TRAIN | {"surplus": True}, {"do": "evaluate"}, hear=hear)
     before = local_training.evaluate()
     local_training.begin(0)
     offers = [local_training.work()]
@@ -129,70 +131,63 @@ def test_training_equals_training_in_process(memory: int, text: Path) -> None:
         offers.append(local_training.work())
     assert torch.equal(mine.local[0], learner.vectors[0]) and mine.position == mine.steps == 4
     same = ("tokens", "norm", "complete")
-    assert [[each["progress"][name] for name in same] for each in told[:-2]] == [
+    assert [[each["progress"][name] for name in same] for each in sent[:-2]] == [
         [getattr(offer, name) for name in same] for offer in offers
     ]
-    assert told[-2]["done"] == told[-3]["progress"] and told[-2]["done"]["loss"] == offers[-1].loss
-    assert told[-1] == {"done": before}
+    assert sent[-2]["done"] == sent[-3]["progress"] and sent[-2]["done"]["loss"] == offers[-1].loss
+    assert sent[-1] == {"done": before}
 
 
-def test_next_worker_resumes_the_former_ones_state(memory: int, text: Path) -> None:
-    spec = WorkerSpec(GPT, RECIPE, 3, 9, text, device="cpu", threads=1)
+def test_next_worker_resumes_the_former_ones_state(memory: int, spec: WorkerSpec) -> None:
     serve(memory, spec)
-    mine = Shared(memory, build(spec, torch.empty, False).learner.layout.sizes())
+    mine = shared_with(memory, spec)
     mine.local[0].fill_(0.5)
     mine.claim(40)
     mine.attention = True
-    work = serve(memory, spec, {"do": "train", "round": 2, "begin": True, "surplus": True, "carried": 64})[-1]["done"]
+    work = serve(memory, spec, TRAIN | {"round": 2, "surplus": True, "carried": 64})[-1]["done"]
     assert work["tokens"] == 64 and mine.local[0].eq(0.5).all() and not mine.anchor[0].eq(0.5).any()
     assert mine.position == 40
 
 
-def test_saved_inner_state_resumes_to_identical_bits(memory: int, text: Path, tmp_path: Path) -> None:
-    spec = WorkerSpec(GPT, RECIPE, 3, 9, text, device="cpu", threads=1)
-    path = str(tmp_path / "inner.safetensors")
-
-    def train(number: int) -> dict[str, Any]:
-        return {"do": "train", "round": number, "begin": True, "surplus": False}
-
+def test_saved_inner_state_resumes_to_identical_bits(memory: int, spec: WorkerSpec, tmp_path: Path) -> None:
+    path, second_round = str(tmp_path / "inner.safetensors"), TRAIN | {"round": 1}
     whole = shared.create()
-    serve(whole, spec, train(0), train(1))
-    serve(memory, spec, train(0), {"do": "save", "path": path})
-    mine, position = Shared(memory, build(spec, torch.empty, False).learner.layout.sizes()), 4
+    serve(whole, spec, TRAIN, second_round)
+    serve(memory, spec, TRAIN, {"do": "save", "path": path})
+    mine, position = shared_with(memory, spec), 4
     assert mine.position == mine.steps == position, "no surplus steps"
     mine.claim(0)
-    told = serve(memory, spec, {"do": "load", "path": path, "position": position, "threads": 0}, train(1))
+    sent = serve(memory, spec, {"do": "load", "path": path, "position": position, "threads": 0}, second_round)
     expected = Shared(whole, mine.local[0].shape)
-    assert told[0] == {"done": None} and torch.equal(mine.local[0], expected.local[0]) and mine.position == 8
+    assert sent[0] == {"done": None} and torch.equal(mine.local[0], expected.local[0]) and mine.position == 8
     os.close(whole)
 
 
 def test_measured_thread_counts_are_reused(memory: int, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the worker after one that died, and after a restart, from its checkpoint; told ones are not touched."""
+    """By the next worker, and after a restart from the checkpoint; a count that the user sets is not touched."""
     monkeypatch.setattr("node.training.worker.usable_cores", lambda: 8)
     monkeypatch.setattr("node.tasks.spec.usable_cores", lambda: 8)
     counts: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", counts.append)
     spec = WorkerSpec(GPT, RECIPE, 3, 9, text, device="cpu", peers_here=2)
     load = {"do": "load", "path": None, "position": 0, "threads": 3}
-    train = {"do": "train", "round": 0, "begin": True, "surplus": False}
     serve(memory, spec)
-    mine = Shared(memory, build(spec, torch.empty, False).learner.layout.sizes())
+    mine = shared_with(memory, spec)
     assert mine.threads == 4, "its share of the cores, to begin with"
     serve(memory, spec, load)
     assert mine.threads == 3
-    serve(memory, spec, train)
-    assert mine.threads == counts[-1] == 3, "what the worker before had"
+    serve(memory, spec, TRAIN)
+    assert mine.threads == counts[-1] == 3, "the former worker's count"
     monkeypatch.setattr(worker, "_CONFINE_SECONDS", 0.0)
     monkeypatch.setattr(worker, "workers_here", lambda: 4)
-    serve(memory, spec, train)
+    serve(memory, spec, TRAIN)
     assert mine.threads == 2, "its share of the cores, now that there are four peers"
-    serve(memory, replace(spec, threads=5), load, train)
+    serve(memory, replace(spec, threads=5), load, TRAIN)
     assert mine.threads == 5
 
 
-def test_invalid_inner_state_is_rejected(memory: int, text: Path, tmp_path: Path) -> None:
-    spec, path = WorkerSpec(GPT, RECIPE, 3, 9, text, device="cpu", threads=1), tmp_path / "inner.safetensors"
+def test_invalid_inner_state_is_rejected(memory: int, spec: WorkerSpec, tmp_path: Path) -> None:
+    path = tmp_path / "inner.safetensors"
     save, load = {"do": "save", "path": str(path)}, {"do": "load", "path": str(path), "position": 7, "threads": 0}
     none, save_none, load_none = serve(memory, spec, load, save, load)
     assert none == {"refused": "the inner state cannot be read: No such file or directory"}
@@ -206,11 +201,10 @@ def test_invalid_inner_state_is_rejected(memory: int, text: Path, tmp_path: Path
     assert serve(memory, spec, save) == [{"refused": "the inner state cannot be written: Is a directory"}]
 
 
-def test_generation_uses_the_outer_parameters(memory: int, text: Path) -> None:
-    spec = WorkerSpec(GPT, RECIPE, 3, 9, text, device="cpu", threads=1)
+def test_generation_uses_the_outer_parameters(memory: int, spec: WorkerSpec) -> None:
     ask = {"do": "generate", "prompt": base64.b64encode(b"abc").decode(), "tokens": 5, "temperature": 1.0, "seed": 4}
     (first,) = serve(memory, spec, ask)
-    Shared(memory, build(spec, torch.empty, False).learner.layout.sizes()).local[0].fill_(0.5)
+    shared_with(memory, spec).local[0].fill_(0.5)
     assert serve(memory, spec, ask) == [first] and len(base64.b64decode(first["done"])) == 5
     assert serve(memory, spec, ask | {"prompt": ""}) == [{"refused": "the prompt is empty"}]
     assert serve(memory, spec, {"do": "dance"}) == [{"refused": "no command 'dance'"}]
@@ -218,17 +212,16 @@ def test_generation_uses_the_outer_parameters(memory: int, text: Path) -> None:
 
 def test_paced_task_has_no_text(memory: int) -> None:
     spec = WorkerSpec(PacedValues(100, step_seconds=0.0), RECIPE, 3, threads=1)
-    told = serve(memory, spec, {"do": "held_out"}, {"do": "generate", "prompt": ""})
-    assert told == [{"done": ""}, {"refused": "this task generates no text"}]
+    sent = serve(memory, spec, {"do": "held_out"}, {"do": "generate", "prompt": ""})
+    assert sent == [{"done": ""}, {"refused": "this task generates no text"}]
 
 
-def test_runs_sample_replaces_own_held_out_text(memory: int, text: Path, tmp_path: Path) -> None:
-    founder = WorkerSpec(GPT, RECIPE, 3, 9, text, device="cpu", threads=1)
-    held, loss = serve(memory, founder, {"do": "held_out"}, {"do": "evaluate"})
+def test_runs_sample_replaces_own_held_out_text(memory: int, spec: WorkerSpec, tmp_path: Path) -> None:
+    held, loss = serve(memory, spec, {"do": "held_out"}, {"do": "evaluate"})
     (tmp_path / "sample").write_bytes(base64.b64decode(held["done"]))
     other = tmp_path / "other.txt"
     other.write_bytes(b"something else, for long enough. " * 40)
-    joiner = replace(founder, data=other, held_out=tmp_path / "sample", stream_seed=4)
+    joiner = replace(spec, data=other, held_out=tmp_path / "sample", stream_seed=4)
     descriptor = shared.create()
     assert serve(descriptor, joiner, {"do": "held_out"}, {"do": "evaluate"}) == [held, loss]
     os.close(descriptor)
@@ -246,13 +239,13 @@ def test_runs_sample_replaces_own_held_out_text(memory: int, text: Path, tmp_pat
     ],
 )
 def test_unavailable_resource_gives_one_line_error(
-    memory: int, text: Path, change: dict[str, Any], message: str
+    memory: int, spec: WorkerSpec, change: dict[str, Any], message: str
 ) -> None:
-    spec = WorkerSpec(GPT, RECIPE, 3, 9, text, threads=1)
+    spec = replace(spec, device="auto")
     if torch.backends.mps.is_available() and "device" in change:
         return
-    (told,) = serve(memory, replace(spec, **change))
-    assert told["refused"].startswith(message) and "\n" not in told["refused"]
+    (sent,) = serve(memory, replace(spec, **change))
+    assert sent["refused"].startswith(message) and "\n" not in sent["refused"]
 
 
 def test_bfloat16_is_used_where_it_pays(text: Path) -> None:

@@ -1,4 +1,4 @@
-"""The worker in a process of its own, and what befalls it."""
+"""The worker in a process of its own: what it computes, and what follows when it is killed, hangs or cannot start."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ import torch
 
 from node.runtime.compute import ThreadCompute
 from node.tasks.base import Recipe
-from node.tasks.gpt import GptConfig
-from node.tasks.spec import GptValues, PacedValues, WorkerSpec, build
+from node.tasks.spec import PacedValues, WorkerSpec, build
 from node.training import process
 from node.training import worker_supervisor as succession
 from node.training.remote import RemoteTrainer, WorkerError
@@ -37,25 +36,12 @@ from tests.support.paths import REPOSITORY
 pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
 
 RECIPE = Recipe(10, 5, learning_rate=1e-2, outer_learning_rate=0.9, outer_momentum=0.5, warmup_steps=4)
-GPT = GptValues(GptConfig(layers=1, width=16, heads=2, context=16), rows=2)
 SIZE = 100_000
 STEP_TOKENS = 1024
 
 
 def key(number: int) -> RoundKey:
     return RoundKey(bytes(32), "run", bytes(32), number)
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "book.txt"
-    path.write_bytes(bytes(n * n % 97 + 20 for n in range(4000)))
-    return path
-
-
-@pytest.fixture
-def words(text: Path) -> WorkerSpec:
-    return WorkerSpec(GPT, RECIPE, 3, 9, text, device="cpu", threads=1)
 
 
 def paced(step_seconds: float = 0.02) -> WorkerSpec:
@@ -75,7 +61,7 @@ def orphans() -> Iterator[None]:
 
 
 def workers() -> list[int]:
-    """Worker processes of ours, or of nobody any more."""
+    """Worker processes of this process, and orphans."""
     return [
         each.pid
         for each in psutil.process_iter(["cmdline", "ppid"])
@@ -90,14 +76,14 @@ async def until(condition: Callable[[], Any], seconds: float = 30.0) -> None:
 
 
 class Training:
-    """A call of `train` that goes on."""
+    """A call of `train` under way."""
 
     def __init__(self, trainer: Trainer, number: int = 0) -> None:
-        self.cut, self.said = asyncio.Event(), list[LocalProgress]()
-        self.task = asyncio.create_task(trainer.train(key(number), self.cut, self.said.append))
+        self.cut, self.progress = asyncio.Event(), list[LocalProgress]()
+        self.task = asyncio.create_task(trainer.train(key(number), self.cut, self.progress.append))
 
     async def until_tokens(self, tokens: int) -> None:
-        await until(lambda: self.task.done() or (self.said and self.said[-1].tokens >= tokens))
+        await until(lambda: self.task.done() or (self.progress and self.progress[-1].tokens >= tokens))
 
     async def end(self) -> LocalProgress:
         self.cut.set()
@@ -111,44 +97,38 @@ async def vector(trainer: RemoteTrainer) -> torch.Tensor:
     return into
 
 
-async def test_training_matches_in_process_bits(words: WorkerSpec, compute: ThreadCompute) -> None:
-    learner = build(words, torch.empty, False).learner
-    shift = LocalTraining(learner, RECIPE.inner_steps)
-    async with RemoteTrainer(words, compute) as trainer:
+async def test_training_matches_in_process_bits(spec: WorkerSpec, compute: ThreadCompute) -> None:
+    learner = build(spec, torch.empty, False).learner
+    local_training = LocalTraining(learner, RECIPE.inner_steps)
+    async with RemoteTrainer(spec, compute) as trainer:
         assert trainer.layout == learner.layout
         assert torch.equal(await vector(trainer), learner.vectors[0])
         for number in range(3):
             training = Training(trainer, number)
             await training.until_tokens(32 * 13)
-            shift.begin(number)
+            local_training.begin(number)
             if number == 0:
-                assert [work.tokens // 32 for work in training.said[:13]] == [*range(12), 13]
-                assert training.said[10].complete and not training.said[9].complete
-            assert training.said[0].tokens == shift.work().tokens
+                assert [work.tokens // 32 for work in training.progress[:13]] == [*range(12), 13]
+                assert training.progress[10].complete and not training.progress[9].complete
+            assert training.progress[0].tokens == local_training.work().tokens
             work = await training.end()
-            while shift.work().tokens < work.tokens:
-                shift.step()
-            mine = shift.work()
-            assert (work.tokens, work.loss, work.norm, work.complete) == (
-                mine.tokens,
-                mine.loss,
-                mine.norm,
-                mine.complete,
-            )
+            while local_training.work().tokens < work.tokens:
+                local_training.step()
+            mine = local_training.work()
+            assert all(getattr(work, name) == getattr(mine, name) for name in ("tokens", "loss", "norm", "complete"))
             assert 0 < work.step_seconds <= work.seconds
             assert torch.equal(await vector(trainer), learner.vectors[0])
             if number == 1:
                 continue  # a skipped round: the work goes on growing
-            anchor = learner.vectors[0] * 0.5
-            tokens = 64 * number
+            anchor, tokens = learner.vectors[0] * 0.5, 64 * number
             await trainer.write(learner.vectors[0] * 0.75, anchor=anchor, tokens=tokens)
-            shift.write(learner.vectors[0] * 0.75, anchor=anchor, tokens=tokens)
-            assert await trainer.evaluate() == shift.evaluate()
+            local_training.write(learner.vectors[0] * 0.75, anchor=anchor, tokens=tokens)
+            assert await trainer.evaluate() == local_training.evaluate()
         assert trainer.restarts == 0
 
 
-async def test_calls_during_training_are_answered(words: WorkerSpec, compute: ThreadCompute) -> None:
-    async with RemoteTrainer(words, compute) as trainer:
+async def test_calls_during_training_are_answered(spec: WorkerSpec, compute: ThreadCompute) -> None:
+    async with RemoteTrainer(spec, compute) as trainer:
         training = Training(trainer)
         await training.until_tokens(320)
         loss = await trainer.evaluate()
@@ -158,12 +138,14 @@ async def test_calls_during_training_are_answered(words: WorkerSpec, compute: Th
             await asyncio.sleep(0.1)
         assert len({float(each.norm()) for each in seen}) == 5, "training goes on"
         await trainer.write(torch.zeros(trainer.layout.sizes()))
-        await until(lambda: training.said[-1].tokens < 320)
+        await until(lambda: training.progress[-1].tokens < 320)
         assert await trainer.evaluate() == pytest.approx(math.log(256)) and loss != math.log(256)
         work = await training.end()
         assert work.norm == pytest.approx(float((await vector(trainer)).norm()), rel=1e-5)
-        tokens = [each.tokens for each in training.said]
-        assert sum(later < earlier for earlier, later in itertools.pairwise(tokens)) == 1, "what was written, once"
+        tokens = [each.tokens for each in training.progress]
+        assert sum(later < earlier for earlier, later in itertools.pairwise(tokens)) == 1, (
+            "the write restarted the count once"
+        )
 
 
 async def test_cut_is_seen_within_a_step(compute: ThreadCompute) -> None:
@@ -174,29 +156,28 @@ async def test_cut_is_seen_within_a_step(compute: ThreadCompute) -> None:
         work = await training.end()
         assert time.perf_counter() - began < 1 and work.tokens == 3 * STEP_TOKENS
         assert work.step_seconds == pytest.approx(0.2, rel=0.5) and work.seconds >= 0.6
-        cut, said = asyncio.Event(), list[LocalProgress]()
+        cut, progress = asyncio.Event(), list[LocalProgress]()
         cut.set()
-        again = await trainer.train(key(1), cut, said.append)
-        assert again.tokens == work.tokens and [each.tokens for each in said] == [work.tokens]
+        again = await trainer.train(key(1), cut, progress.append)
+        assert again.tokens == work.tokens and [each.tokens for each in progress] == [work.tokens]
 
 
-async def test_worker_killed_during_training_is_replaced(words: WorkerSpec, compute: ThreadCompute) -> None:
-    async with RemoteTrainer(words, compute) as trainer:
+async def test_worker_killed_during_training_is_replaced(spec: WorkerSpec, compute: ThreadCompute) -> None:
+    async with RemoteTrainer(spec, compute) as trainer:
         anchor = torch.linspace(-0.1, 0.1, trainer.layout.sizes()[0])
         await trainer.write(anchor)
         before = await trainer.evaluate()
         training = Training(trainer)
         await training.until_tokens(640)
-        pid, heard = trainer.pid, len(training.said)
-        assert pid is not None
+        pid, heard = trainer.pid, len(training.progress)
         os.kill(pid, signal.SIGKILL)
         await until(lambda: trainer.pid is None)
         assert torch.equal(await vector(trainer), anchor)
-        await until(lambda: training.said[heard:] and training.said[-1].tokens >= 64)
-        assert training.said[heard:][0].tokens == 0 and trainer.restarts == 1 and trainer.pid != pid
+        await until(lambda: training.progress[heard:] and training.progress[-1].tokens >= 64)
+        assert training.progress[heard:][0].tokens == 0 and trainer.restarts == 1 and trainer.pid != pid
         work = await training.end()
         assert work.norm == pytest.approx(float((await vector(trainer) - anchor).norm()), rel=1e-5)
-        assert work.tokens // 32 < trainer._shared.steps <= trainer._shared.position, "no data twice"
+        assert work.tokens // 32 < trainer._shared.steps <= trainer._shared.position, "no data is used twice"
         assert await trainer.evaluate() == before
 
 
@@ -212,19 +193,19 @@ async def test_worker_killed_while_idle_resumes_its_state(compute: ThreadCompute
         training = Training(trainer)
         await training.until_tokens(work.tokens + STEP_TOKENS)
         again = await training.end()
-        assert training.said[0].tokens == work.tokens and again.norm > 0
+        assert training.progress[0].tokens == work.tokens and again.norm > 0
         os.kill(trainer.pid or 0, signal.SIGKILL)
         await until(lambda: trainer.pid is None)
         await trainer.write(torch.zeros(SIZE), anchor=torch.ones(SIZE), tokens=77)
         training = Training(trainer, 1)
-        await until(lambda: training.said[-1:] and training.said[-1].tokens > 77)
-        assert 77 in [each.tokens for each in training.said]
-        assert training.said[-1].norm == pytest.approx(math.sqrt(SIZE), rel=0.1)
+        await until(lambda: training.progress[-1:] and training.progress[-1].tokens > 77)
+        assert 77 in [each.tokens for each in training.progress]
+        assert training.progress[-1].norm == pytest.approx(math.sqrt(SIZE), rel=0.1)
         await training.end()
 
 
-async def test_worker_killed_during_evaluation_is_replaced(words: WorkerSpec, compute: ThreadCompute) -> None:
-    async with RemoteTrainer(words, compute) as trainer:
+async def test_worker_killed_during_evaluation_is_replaced(spec: WorkerSpec, compute: ThreadCompute) -> None:
+    async with RemoteTrainer(spec, compute) as trainer:
         anchor = await vector(trainer)
         before = await trainer.evaluate()
         await freeze(trainer.pid)
@@ -244,7 +225,7 @@ async def test_cut_without_a_worker_does_not_wait(compute: ThreadCompute) -> Non
         began = time.perf_counter()
         work = await training.end()
         assert time.perf_counter() - began < 1 and work.tokens == 0 and trainer.restarts == 0
-        assert training.said[-1].tokens == 0
+        assert training.progress[-1].tokens == 0
 
 
 @pytest.mark.parametrize("busy", [True, False])
@@ -271,22 +252,22 @@ async def test_hung_worker_is_replaced(busy: bool, compute: ThreadCompute, monke
 
 
 async def test_worker_dying_repeatedly_at_start_is_given_up(
-    compute: ThreadCompute, monkeypatch: pytest.MonkeyPatch, text: Path, words: WorkerSpec
+    compute: ThreadCompute, monkeypatch: pytest.MonkeyPatch, text: Path, spec: WorkerSpec
 ) -> None:
     monkeypatch.setattr(succession, "BACKOFF_SECONDS", (0.0,) * 5)
-    told: list[str] = []
-    async with RemoteTrainer(words, compute, told.append) as trainer:
+    given_up: list[str] = []
+    async with RemoteTrainer(spec, compute, given_up.append) as trainer:
         before = await vector(trainer)
         os.unlink(text)
         os.kill(trainer.pid or 0, signal.SIGKILL)
         with pytest.raises(WorkerError) as error:
             await trainer.evaluate()
         assert str(error.value).startswith(f"the worker died 5 times in a row: no file or folder {text}: ")
-        assert told == [str(error.value)]
+        assert given_up == [str(error.value)]
         training = Training(trainer)
-        await until(lambda: training.said)
+        await until(lambda: training.progress)
         await asyncio.sleep(0)
-        assert not training.task.done(), "who leaves waits for the end of its round, without a worker"
+        assert not training.task.done(), "a leaver waits for the end of its round, without a worker"
         assert (await training.end()).tokens == 0
         trainer._on_given_up = None
         with pytest.raises(WorkerError):
@@ -322,33 +303,31 @@ async def test_last_output_is_reported(
     ],
 )
 async def test_user_error_gives_one_line_error(
-    change: dict[str, Any], message: str, words: WorkerSpec, compute: ThreadCompute, caplog: pytest.LogCaptureFixture
+    change: dict[str, Any], message: str, spec: WorkerSpec, compute: ThreadCompute, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(WorkerError) as error:
-        async with RemoteTrainer(replace(words, **change), compute):
+        async with RemoteTrainer(replace(spec, **change), compute):
             pass
     assert str(error.value).startswith(message) and "\n" not in str(error.value) and "Traceback" not in caplog.text
 
 
 async def test_joiner_evaluates_on_the_founders_sample(
-    words: WorkerSpec, compute: ThreadCompute, tmp_path: Path
+    spec: WorkerSpec, compute: ThreadCompute, tmp_path: Path
 ) -> None:
-    async with RemoteTrainer(words, compute) as founder:
+    async with RemoteTrainer(spec, compute) as founder:
         sample, anchor, loss = await founder.held_out(), await vector(founder), await founder.evaluate()
-        said = await founder.generate(b"ab", 6), await founder.generate(b"ab", 6, 1.0, seed=5)
+        texts = await founder.generate(b"ab", 6), await founder.generate(b"ab", 6, 1.0, seed=5)
         with pytest.raises(WorkerError, match=r"^the prompt is empty$"):
             await founder.generate(b"", 6)
         assert founder.restarts == 0
     (tmp_path / "held-out.bin").write_bytes(sample)
     (tmp_path / "other.txt").write_bytes(b"something else, for long enough. " * 40)
-    spec = replace(
-        words, data=tmp_path / "other.txt", held_out=tmp_path / "held-out.bin", stream_seed=4, weights_seed=1
-    )
-    async with RemoteTrainer(spec, compute) as joiner:
+    files = {"data": tmp_path / "other.txt", "held_out": tmp_path / "held-out.bin"}
+    async with RemoteTrainer(replace(spec, **files, stream_seed=4, weights_seed=1), compute) as joiner:
         assert await joiner.held_out() == sample and await joiner.evaluate() != loss
         await joiner.write(anchor)
         assert await joiner.evaluate() == loss
-        assert said == (await joiner.generate(b"ab", 6), await joiner.generate(b"ab", 6, 1.0, seed=5))
+        assert texts == (await joiner.generate(b"ab", 6), await joiner.generate(b"ab", 6, 1.0, seed=5))
 
 
 async def test_cancellation_leaves_nothing_half_done(compute: ThreadCompute) -> None:
@@ -375,8 +354,8 @@ async def test_ten_worker_deaths_leave_nothing_behind(compute: ThreadCompute) ->
         levels, noticed_seconds = [], []
         for number in range(10):
             await until(lambda: trainer.pid)
-            heard = len(training.said)
-            await until(lambda: any(work.tokens > 0 for work in training.said[heard:]))  # noqa: B023
+            heard = len(training.progress)
+            await until(lambda: any(work.tokens > 0 for work in training.progress[heard:]))  # noqa: B023
             levels.append(held())
             began = time.perf_counter()
             os.kill(trainer.pid or 0, signal.SIGKILL)
@@ -410,7 +389,6 @@ def test_worker_dies_with_its_parent(state: str) -> None:
     root = str(REPOSITORY)
     command = [sys.executable, "-c", _PARENT, paced().to_json()]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": root}) as parent:
-        assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline()))
         assert os.getsid(child.pid) == child.pid, "Ctrl-C cannot reach it"
         if state == "stopped":

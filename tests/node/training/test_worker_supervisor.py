@@ -1,4 +1,4 @@
-"""One worker after the other, on virtual time: how often, and when there is no point in another."""
+"""Workers that are replaced when they die, in virtual time: how often, and when the peer gives up."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def worker(useful: bool) -> WorkerProcess:
 
 @pytest.fixture
 def starts(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """When workers were started."""
+    """The times at which workers were started."""
     made: list[float] = []
 
     async def start(spec: WorkerSpec, memory: int) -> Any:
@@ -34,17 +34,17 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return made
 
 
-def lives(
+def replace_workers(
     count: int, seconds: float, useful: bool, group: ControlGroup | None = None, die: Callable[[], None] = lambda: None
 ) -> None:
-    """So many workers live so long each; `die` is what the kernel does then."""
+    """Replace so many workers, each of which runs so long; `die` is called at each death."""
 
     async def main() -> None:
-        succession = WorkerSupervisor(cast(WorkerSpec, None), 0, group)
+        supervisor = WorkerSupervisor(cast(WorkerSpec, None), 0, group)
         for _ in range(count):
             await asyncio.sleep(seconds)
             die()
-            await succession.restart(worker(useful), "killed by signal 9; last output: farewell")
+            await supervisor.restart(worker(useful), "killed by signal 9; last output: farewell")
 
     simloop.run(main())
 
@@ -52,25 +52,23 @@ def lives(
 @pytest.mark.parametrize("seconds", [1.0, 89.0])
 def test_constantly_dying_worker_is_given_up(starts: list[float], seconds: float) -> None:
     with pytest.raises(WorkerError) as caught:
-        lives(100, seconds, useful=True)
+        replace_workers(100, seconds, useful=True)
     assert len(starts) == DEATHS_AN_HOUR - 1
     line = str(caught.value)
-    assert line.startswith(
-        "the worker died 40 times within an hour, at last: killed by signal 9; last output: farewell;"
-    )
+    start = "the worker died 40 times within an hour, at last: killed by signal 9; last output: farewell;"
+    assert line.startswith(start)
     assert "memory" in line and "started again" in line and "\n" not in line
 
 
 def test_worker_dying_occasionally_is_always_replaced(starts: list[float]) -> None:
-    lives(500, 95.0, useful=True)
+    replace_workers(500, 95.0, useful=True)
     assert len(starts) == 500
 
 
 def test_useless_worker_is_given_up_after_growing_pauses(starts: list[float]) -> None:
-    with pytest.raises(
-        WorkerError, match=f"died {DEATHS} times in a row: killed by signal 9; .*; check its last output"
-    ):
-        lives(100, 0.0, useful=False)
+    message = f"died {DEATHS} times in a row: killed by signal 9; .*; check its last output"
+    with pytest.raises(WorkerError, match=message):
+        replace_workers(100, 0.0, useful=False)
     assert starts == [0.0, 0.5, 1.5, 3.5]
 
 
@@ -78,19 +76,19 @@ def test_useless_worker_is_given_up_after_growing_pauses(starts: list[float]) ->
 
 
 class Kernel:
-    """A memory control group of that version, in which the kernel kills."""
+    """A memory control group of that version, in which the kernel kills processes."""
 
     def __init__(self, path: Path, version: int) -> None:
         self.group, self._count = ControlGroup(path, version), 3
         self._file = path / ("memory.events" if version == 2 else "memory.oom_control")
         (path / ("memory.max" if version == 2 else "memory.limit_in_bytes")).write_text("512000000\n")
-        self._tell()
+        self._write()
 
     def kill(self) -> None:
         self._count += 1
-        self._tell()
+        self._write()
 
-    def _tell(self) -> None:
+    def _write(self) -> None:
         self._file.write_text(f"low 0\nunder_oom 0\noom_kill {self._count}\n")
 
 
@@ -100,24 +98,24 @@ def test_three_out_of_memory_deaths_end_the_peer(
 ) -> None:
     kernel = Kernel(tmp_path, version)
     with pytest.raises(WorkerError, match=r"memory has probably run out of 512 MB: .* 3 times within 10 minutes; give"):
-        lives(100, 60.0, useful=True, group=kernel.group, die=kernel.kill)
+        replace_workers(100, 60.0, useful=True, group=kernel.group, die=kernel.kill)
     assert starts == [61.0, 126.0]
-    told = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
-    assert len(told) == 3 and all("memory has probably run out" in line for line in told)
+    warnings = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+    assert len(warnings) == 3 and all("memory has probably run out" in line for line in warnings)
 
 
 def test_out_of_memory_requires_a_kernel_kill(
     starts: list[float], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    lives(10, 60.0, useful=True, group=Kernel(tmp_path, 2).group)
+    replace_workers(10, 60.0, useful=True, group=Kernel(tmp_path, 2).group)
     assert "memory" not in caplog.text
-    lives(10, 60.0, useful=True, group=ControlGroup())
+    replace_workers(10, 60.0, useful=True, group=ControlGroup())
     assert caplog.text.count("memory may have run out") == 10 and "probably" not in caplog.text
 
 
 def test_occasional_out_of_memory_deaths_are_tolerated(starts: list[float], tmp_path: Path) -> None:
     kernel = Kernel(tmp_path, 2)
-    lives(100, 301.0, useful=True, group=kernel.group, die=kernel.kill)
+    replace_workers(100, 301.0, useful=True, group=kernel.group, die=kernel.kill)
     assert len(starts) == 100
 
 

@@ -1,0 +1,196 @@
+"""A peer's configuration from flags, environment and file: which source wins, what is refused, and in which words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from node.config.peer_config import KEYS, PeerConfig, load_peer, variables
+from node.config.toml import ConfigError
+
+PEER = "12D3KooWGC6TvWhfapngX6wvJHMYvKpDMXPb3ZnCZ6dMoaMtimQ5"
+ADDRESS = f"/ip4/192.0.2.7/tcp/31337/p2p/{PEER}"
+
+
+def peer_refusal(
+    flags: Mapping[str, object] | None = None, environment: Mapping[str, str] | None = None, file: Path | None = None
+) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_peer(flags or {}, environment or {}, file)
+    line = str(caught.value)
+    assert len(line.splitlines()) == 1
+    return line
+
+
+def test_flags_override_environment_then_file_then_defaults(file: Path) -> None:
+    file.write_text("[peer]\nnickname = 'file'\nthreads = 2\ndevice = 'cuda'\n")
+    environment = {"NODE_THREADS": "3", "NODE_DEVICE": "cpu", "PATH": "/bin"}
+    config = load_peer({"device": "mps", "rounds": None}, environment, file)
+    assert (config.device, config.threads, config.nickname, config.rounds) == ("mps", 3, "file", None)
+    assert config.origins["device"] == "flag --device"
+    assert config.origins["threads"] == "NODE_THREADS"
+    assert config.origins["nickname"] == f"{file} [peer]"
+    assert config.origins["rounds"] == "default"
+    assert set(config.origins) == set(KEYS)
+
+
+@pytest.mark.parametrize("line", [f"bootstrap = ['{ADDRESS}']", "run_id = '0123456789ab'"])
+def test_run_file_cannot_name_a_run_to_join(file: Path, line: str) -> None:
+    file.write_text(f"[peer]\n{line}\n")
+    flag = "--" + line.split()[0].replace("_", "-")
+    with pytest.raises(ConfigError, match=f"to join one, give {flag} instead"):
+        load_peer({}, {}, file)
+
+
+def test_default_peer_listens_on_all_interfaces() -> None:
+    """Variables of other programs change nothing."""
+    config = load_peer({}, {"NODE_ENV": "production", "NODE_OPTIONS": "x", "NODE_RANK": "0"}, None)
+    assert config.listen == ("/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0") and config.device == "auto"
+    assert replace(config, origins={}) == PeerConfig() == replace(load_peer({}, {}, None), origins={})
+
+
+def test_environment_values_are_parsed_from_strings() -> None:
+    environment = {
+        "NODE_BOOTSTRAP": f"{ADDRESS}, /dns4/example.org/tcp/1/p2p/{PEER},@~/addresses",
+        "NODE_NAT": "0",
+        "NODE_JSON": "true",
+        "NODE_ROUNDS": "7",
+        "NODE_BANDWIDTH_BYTES_PER_SECOND": "1e6",
+        "NODE_RUN_ID": "ABCDEF012345",
+        "NODE_DATA": "~/text",
+        "NODE_NICKNAME": "",
+    }
+    config = load_peer({}, environment, None)
+    assert config.bootstrap == (ADDRESS, f"/dns4/example.org/tcp/1/p2p/{PEER}", f"@{Path.home()}/addresses")
+    assert (config.nat, config.json, config.rounds, config.bandwidth_bytes_per_second) == (False, True, 7, 1e6)
+    assert (config.run_id, config.data) == ("abcdef012345", Path.home() / "text")
+    assert config.origins["nickname"] == "default"
+
+
+@pytest.mark.parametrize(
+    "address, words",
+    [
+        ("example.org:4001", "not a multiaddr: write /dns/example.org/tcp/4001/p2p/<its peer id>"),
+        (f"tcp://192.0.2.7:80/p2p/{PEER}", f"write /ip4/192.0.2.7/tcp/80/p2p/{PEER}"),
+        ("[2001:db8::1]:80", "write /ip6/2001:db8::1/tcp/80/p2p/"),
+        (PEER, "not a multiaddr: give one like /ip4/"),
+        ("/ip4/192.0.2.7/tcp/80", "does not say which peer it is: it must end in /p2p/<its peer id>"),
+        (f"/p2p/{PEER}", "does not say where the peer is"),
+        (f"/ip4/0.0.0.0/tcp/80/p2p/{PEER}", "no peer can be reached at"),
+        (f"/ip4/192.0.2.7/tcp/0/p2p/{PEER}", "no peer can be reached at"),
+        (f"/ip4/192.0.2.7/tcp/99999/p2p/{PEER}", "not in range"),
+        (f"/ip4/999.0.2.7/tcp/80/p2p/{PEER}", "is not IPv4"),
+        ("/ip4/192.0.2.7/tcp/80/p2p/12D3Koo…", "Invalid CID"),
+        ("/", "is empty"),
+        ("@", "'@' names no file: write @ and the path of a file that holds addresses"),
+        ("@/tmp", "'@/tmp' names no file"),
+        (__file__, f"is a file: to have addresses read from it, write @{__file__}"),
+    ],
+)
+def test_bad_bootstrap_address_error_suggests_the_form(address: str, words: str) -> None:
+    line = peer_refusal({"bootstrap": (ADDRESS, address)})
+    assert line.startswith("flag --bootstrap: ") and words in line
+
+
+@given(st.text() | st.text().map("/".__add__) | st.text().map(f"/ip4/192.0.2.7/tcp/1/p2p/{PEER}".__add__))
+def test_any_address_is_accepted_or_gives_one_line(address: str) -> None:
+    for key in ("bootstrap", "listen", "announce"):
+        try:
+            load_peer({key: (address,)}, {}, None)
+        except ConfigError as error:
+            assert len(str(error).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "key, value, words",
+    [
+        ("listen", (), "must have at least 1 item"),
+        ("listen", (ADDRESS,), "names a peer: listen on the part before /p2p/"),
+        ("announce", ("/ip4/192.0.2.7/tcp/0",), "announce a public address and a fixed port"),
+        ("announce", ("/ip4/0.0.0.0/tcp/80",), "announce a public address and a fixed port"),
+        ("announce", (ADDRESS,), "names a peer: announce the part before /p2p/"),
+        ("announce", ("/dns4/founder",), "has no port: write /dns4/founder/tcp/<the port that others dial>"),
+        ("announce", ("/dns4/my_founder/tcp/1",), "Invalid domain name: '_' at position 3 of 'my_founder'"),
+        ("announce", ("/dns4/192.0.2.7/tcp/1",), "192.0.2.7 is an address and no name: write /ip4/"),
+        ("announce", ("/dns4/bücher.example/tcp/1",), "write the one that begins with xn--"),
+        ("announce", (f"/dns4/{'.'.join(['a' * 49] * 5)}/tcp/1",), "is longer than 256 characters"),
+        ("announce", ("founder:4001",), "is not a multiaddr: write /dns/founder/tcp/4001"),
+        ("announce", ("/dns4/founder/tcp/7",), "on any free one: also give --listen /ip4/0.0.0.0/tcp/7"),
+        ("run_id", "abc", "64 hex digits, or at least the first 12 of them"),
+        ("nickname", "x" * 33, "at most 32 printable characters"),
+        ("nickname", "a\nb", "at most 32 printable characters"),
+        ("device", "gpu", "must be 'auto', 'cpu', 'cuda' or 'mps', not 'gpu'"),
+        ("threads", "many", 'must be "auto" or a whole number'),
+        ("threads", 0, 'must be "auto" or a whole number'),
+        ("precision", "fp8", "must be 'auto', 'float32' or 'bfloat16'"),
+        ("rounds", 0, "must be at least 1, not 0"),
+        ("wait_for_peers", 33, "must be at most 32"),
+        ("bandwidth_bytes_per_second", float("inf"), "must be"),
+        ("log_level", "loud", "must be 'debug', 'info'"),
+        ("data", Path("~nobody-of-that-name/text"), "no such home directory"),
+        ("nat", "maybe", "must be true or false, not 'maybe'"),
+    ],
+)
+def test_bad_value_error_names_its_flag(key: str, value: object, words: str) -> None:
+    line = peer_refusal({key: value})
+    assert line.startswith(f"flag --{key.replace('_', '-')}: ") and words in line
+
+
+@pytest.mark.parametrize("key", ["listen", "announce"])
+def test_suggested_listen_address_is_itself_valid(key: str) -> None:
+    for address in ("x", "192.0.2.9:4001", "/ip4/192.0.2.300/tcp/1"):
+        suggested = peer_refusal({key: (address,)}).split()[-1]
+        fixed = {"listen": (suggested,)}
+        assert getattr(load_peer(fixed | {key: (suggested,)}, {}, None), key) == (suggested,)
+
+
+@pytest.mark.parametrize("kind", ["dns", "dns4", "dns6"])
+def test_dns_names_can_be_announced_and_dialled(kind: str) -> None:
+    where = f"/{kind}/founder/tcp/4001"
+    config = load_peer(
+        {"announce": (where,), "bootstrap": (f"{where}/p2p/{PEER}",)}, {"NODE_LISTEN": "/ip4/0.0.0.0/tcp/4001"}, None
+    )
+    assert (config.announce, config.bootstrap) == ((where,), (f"{where}/p2p/{PEER}",))
+
+
+def test_machine_settings_in_file_become_environment_variables(file: Path) -> None:
+    file.write_text("[peer]\ndata = '~/text'\nbandwidth_bytes_per_second = 2.5e6\ndevice = 'cpu'\nnickname = 'ada'\n")
+    environment = variables(file, {"NODE_DEVICE": "auto", "NODE_DATA": ""})
+    assert environment == {"NODE_DATA": "~/text", "NODE_BANDWIDTH_BYTES_PER_SECOND": "2500000.0"}, (
+        "the nickname is one peer's own"
+    )
+    config = load_peer({}, environment, None)
+    assert config.data == Path("~/text").expanduser() and config.bandwidth_bytes_per_second == 2.5e6
+
+
+def test_bad_value_error_names_its_source(file: Path) -> None:
+    assert peer_refusal({}, {"NODE_DEVICE": "gpu"}).startswith("NODE_DEVICE: must be 'auto'")
+    file.write_text("[peer]\ndevice = 'gpu'\n")
+    assert peer_refusal(file=file).startswith(f"{file} [peer]: \"device\" must be 'auto'")
+    file.write_text("[peer]\nlisten = 3\n")
+    assert peer_refusal(file=file) == f'{file} [peer]: "listen" must be a list, not 3'
+    for value, words in (
+        ("data = 5", '"data" must be a path, not 5'),
+        ("state_dir = [1]", '"state_dir" must be a path, not a list'),
+        ("rounds = 1e300", '"rounds" must be a whole number, not 1e+300'),
+        ("threads = {a = 1}", '[threads]: a table must be "auto" or a whole number from 1 to 999'),
+        ("nat = 07:32:00", '"nat" must be true or false, not the date or time 07:32:00'),
+    ):
+        file.write_text(f"[peer]\n{value}\n")
+        assert peer_refusal(file=file) == f"{file} [peer]: {words}"
+    file.write_text("peer = 3")
+    assert peer_refusal(file=file) == f'{file}: "peer" must be a table, [peer]'
+
+
+def test_misspelt_key_is_an_error_in_any_source(file: Path) -> None:
+    assert peer_refusal({}, {"NODE_LISTN": "x"}) == 'unknown variable "NODE_LISTN": did you mean "NODE_LISTEN"?'
+    assert peer_refusal({}, {"NODE_BANDWIDTH": "1"}).endswith('did you mean "NODE_BANDWIDTH_BYTES_PER_SECOND"?')
+    assert ": there are NODE_BOOTSTRAP, NODE_RUN_ID, " in peer_refusal({}, {"NODE_XYZZY": "1"}), "no name is similar"
+    assert peer_refusal({"listn": "x"}) == 'unknown key "listn": did you mean "listen"?'
+    file.write_text("[peer]\norigin = 'x'\n")
+    assert peer_refusal(file=file).startswith(f'{file}: unknown key "origin" in [peer]')
