@@ -153,44 +153,36 @@ def test_minority_waits_without_loss_where_forks_are_forbidden(left: int, right:
 
 
 @pytest.mark.parametrize("fork_peers", (0, 1))
-def test_peer_missing_few_rounds_decides_them_afterwards(fork_peers: int) -> None:
+@simulated(lambda fork_peers: ScenarioRunner(ScenarioSetup(4, fork_peers=fork_peers)))
+async def test_peer_missing_few_rounds_decides_them_afterwards(stage: ScenarioRunner) -> None:
     """It asks about the round that it stands in, and is told what was decided, round by round; nothing is lost."""
-    stage = ScenarioRunner(ScenarioSetup(4, fork_peers=fork_peers))
     rest = stage.peers[:3]
-
-    async def story() -> tuple[list[Report], int]:
-        await stage.rounds(4)
-        began = stage.now
-        stage.cut(["p3"], rest)
-        await stage.rounds(5, rest)
-        stage.heal(["p3"], rest)
-        await stage.until(stage.whole, HEAL_SECONDS, "a whole roster")
-        await stage.rounds(2)
-        return stage.told("p3", began), sum(len(stage.caught_up(peer)) for peer in rest)
-
-    reports, moved = stage.play(story)
+    await stage.rounds(4)
+    began = stage.now
+    stage.cut(["p3"], rest)
+    await stage.rounds(5, rest)
+    stage.heal(["p3"], rest)
+    await stage.until(stage.whole, HEAL_SECONDS, "a whole roster")
+    await stage.rounds(2)
+    reports, moved = stage.told("p3", began), sum(len(stage.caught_up(peer)) for peer in rest)
     assert {each["outcome"] for each in reports} == {"committed"} and moved == 0
     assert sum(each["bytes_downloaded"] + each["lost_rounds"] for each in reports) == 0
 
 
-def test_peer_that_gave_up_replays_missed_means() -> None:
+@simulated(ScenarioRunner, ScenarioSetup(4, fork_peers=0, keep_rounds=16, pace_seconds=4.0))
+async def test_peer_that_gave_up_replays_missed_means(stage: ScenarioRunner) -> None:
     """Nothing is downloaded but what was averaged, and nothing is lost."""
-    stage = ScenarioRunner(ScenarioSetup(4, fork_peers=0, keep_rounds=16, pace_seconds=4.0))
     rest = stage.peers[:3]
-
-    async def story() -> tuple[list[Report], int]:
-        await stage.rounds(2)
-        began, stood = stage.now, stage.head("p3").key.round
-        stage.cut(["p3"], rest)
-        await stage.until(lambda: "undecided" in stage.outcomes("p3"), 600.0, "an undecided round")
-        missed = stage.head("p0").key.round - stood
-        stage.heal(["p3"], rest)
-        await stage.until(stage.whole, HEAL_SECONDS, "a whole roster")
-        await stage.rounds(2)
-        assert all(not stage.caught_up(peer) for peer in rest)
-        return stage.caught_up("p3", began), missed
-
-    reports, missed = stage.play(story)
+    await stage.rounds(2)
+    began, stood = stage.now, stage.head("p3").key.round
+    stage.cut(["p3"], rest)
+    await stage.until(lambda: "undecided" in stage.outcomes("p3"), 600.0, "an undecided round")
+    missed = stage.head("p0").key.round - stood
+    stage.heal(["p3"], rest)
+    await stage.until(stage.whole, HEAL_SECONDS, "a whole roster")
+    await stage.rounds(2)
+    assert all(not stage.caught_up(peer) for peer in rest)
+    reports, missed = stage.caught_up("p3", began), missed
     replayed = sum(each["replayed_rounds"] for each in reports)
     assert replayed >= missed - 1 > 5, f"replayed {replayed} of {missed} rounds"
     assert sum(each["bytes_downloaded"] for each in reports) == 0

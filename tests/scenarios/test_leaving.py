@@ -47,59 +47,45 @@ def parted(stage: LeavingScenario, round_number: int, gone: set[PeerId]) -> None
 @pytest.mark.parametrize("jitter", (False, True))
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize("peers", (2, 3, 4, 5))
-def test_leaver_ends_the_round_and_is_not_awaited(peers: int, role: str, jitter: bool) -> None:
-    stage = LeavingScenario(LongRounds(peers, pace_seconds=STEP_SECONDS, jitter=jitter))
-
-    async def story() -> tuple[int, PeerId, float]:
-        await stage.rounds(2)
-        await asyncio.sleep(MIDDLE_SECONDS)
-        number, goes = stage.head("p0").key.round, leaver(stage, role)
-        stage.leave(goes)
-        seconds = await stage.gone(goes)
-        await stage.rounds(3)
-        parted(stage, number, {goes})
-        return number, goes, seconds
-
-    number, goes, seconds = stage.play(story)
+@simulated(lambda peers, jitter: LeavingScenario(LongRounds(peers, pace_seconds=STEP_SECONDS, jitter=jitter)))
+async def test_leaver_ends_the_round_and_is_not_awaited(stage: LeavingScenario, role: str) -> None:
+    await stage.rounds(2)
+    await asyncio.sleep(MIDDLE_SECONDS)
+    number, goes = stage.head("p0").key.round, leaver(stage, role)
+    stage.leave(goes)
+    seconds = await stage.gone(goes)
+    await stage.rounds(3)
+    parted(stage, number, {goes})
     assert seconds <= PROMPT_SECONDS, f"{goes} left round {number} after {seconds:.1f} s"
 
 
 @pytest.mark.parametrize("peers", (2, 3, 4))
-def test_leaver_without_a_step_is_waited_for(peers: int) -> None:
+@simulated(lambda peers: LeavingScenario(LongRounds(peers, pace_seconds=STEP_SECONDS), {"p1": 4 * STEP_SECONDS}))
+async def test_leaver_without_a_step_is_waited_for(stage: LeavingScenario) -> None:
     """It has asked to leave, and has nothing to bring before; where nobody has, the round is skipped."""
-    stage = LeavingScenario(LongRounds(peers, pace_seconds=STEP_SECONDS), {"p1": 4 * STEP_SECONDS})
-
-    async def story() -> float:
-        await stage.rounds(2)
-        await asyncio.sleep(0.2)
-        number = stage.head("p0").key.round
-        stage.leave("p1")
-        seconds = await stage.gone("p1")
-        await stage.rounds(3)
-        record = stage.since("p0", number)[0].record
-        assert "p1" not in {member.peer for member in record.roster}
-        assert record.averaged or record.kind == Kind.SKIP
-        assert set(stage.outcomes("p0")) <= {"committed", "alone", "skipped"}
-        return seconds
-
-    assert stage.play(story) <= 4 * STEP_SECONDS + LEAVER_SECONDS + PROMPT_SECONDS
+    await stage.rounds(2)
+    await asyncio.sleep(0.2)
+    number = stage.head("p0").key.round
+    stage.leave("p1")
+    seconds = await stage.gone("p1")
+    await stage.rounds(3)
+    record = stage.since("p0", number)[0].record
+    assert "p1" not in {member.peer for member in record.roster}
+    assert record.averaged or record.kind == Kind.SKIP
+    assert set(stage.outcomes("p0")) <= {"committed", "alone", "skipped"}
+    assert seconds <= 4 * STEP_SECONDS + LEAVER_SECONDS + PROMPT_SECONDS
 
 
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize("peers", (2, 3, 4))
-def test_leaver_in_first_step_hands_that_step_in(peers: int, role: str) -> None:
-    stage = LeavingScenario(LongRounds(peers, pace_seconds=STEP_SECONDS))
-
-    async def story() -> tuple[PeerId, int, float]:
-        await stage.rounds(2)
-        await asyncio.sleep(0.2)
-        number, goes = stage.head("p0").key.round, leaver(stage, role)
-        stage.leave(goes)
-        seconds = await stage.gone(goes)
-        await stage.rounds(2)
-        return goes, number, seconds
-
-    goes, number, seconds = stage.play(story)
+@simulated(lambda peers: LeavingScenario(LongRounds(peers, pace_seconds=STEP_SECONDS)))
+async def test_leaver_in_first_step_hands_that_step_in(stage: LeavingScenario, role: str) -> None:
+    await stage.rounds(2)
+    await asyncio.sleep(0.2)
+    number, goes = stage.head("p0").key.round, leaver(stage, role)
+    stage.leave(goes)
+    seconds = await stage.gone(goes)
+    await stage.rounds(2)
     last = stage.histories[goes][-1]
     assert (last["round"], last["outcome"]) == (number, "committed") and last["weight"] > 0
     _, counted, chunks = last["contributions"][goes]
@@ -107,59 +93,47 @@ def test_leaver_in_first_step_hands_that_step_in(peers: int, role: str) -> None:
     assert seconds <= STEP_SECONDS + PROMPT_SECONDS
 
 
-def test_leaver_with_slow_step_leaves_without_work() -> None:
-    stage = LeavingScenario(LongRounds(3, pace_seconds=STEP_SECONDS), {"p1": 60.0})
-
-    async def story() -> float:
-        await asyncio.sleep(0.2)
-        stage.leave("p1")
-        began, number = stage.now, stage.head("p0").key.round
-        await stage.until(lambda: stage.head("p0").key.round > number, 60.0, "the round that p1 leaves in")
-        assert "p1" not in {member.peer for member in stage.since("p0", number)[0].record.roster}
-        return stage.now - began
-
-    assert stage.play(story) <= FIRST_STEP_SECONDS + PROMPT_SECONDS
+@simulated(LeavingScenario, LongRounds(3, pace_seconds=STEP_SECONDS), {"p1": 60.0})
+async def test_leaver_with_slow_step_leaves_without_work(stage: LeavingScenario) -> None:
+    await asyncio.sleep(0.2)
+    stage.leave("p1")
+    began, number = stage.now, stage.head("p0").key.round
+    await stage.until(lambda: stage.head("p0").key.round > number, 60.0, "the round that p1 leaves in")
+    assert "p1" not in {member.peer for member in stage.since("p0", number)[0].record.roster}
+    assert (stage.now - began) <= FIRST_STEP_SECONDS + PROMPT_SECONDS
 
 
 @pytest.mark.parametrize(("peers", "leavers"), ((3, 2), (4, 2), (4, 3), (5, 2), (5, 3), (5, 4)))
-def test_several_peers_leave_in_one_round(peers: int, leavers: int) -> None:
+@simulated(lambda peers: LeavingScenario(LongRounds(peers, pace_seconds=STEP_SECONDS)))
+async def test_several_peers_leave_in_one_round(stage: LeavingScenario, peers: int, leavers: int) -> None:
     """At different moments, one among them who coordinates; those who stay go on at once."""
-    stage = LeavingScenario(LongRounds(peers, pace_seconds=STEP_SECONDS))
-
-    async def story() -> float:
-        await stage.rounds(2)
-        await asyncio.sleep(MIDDLE_SECONDS)
-        number, first = stage.head("p0").key.round, stage.coordinator("p0")
-        goes = [first, *(peer for peer in stage.peers if peer != first)][:leavers]
-        for peer in goes:
-            stage.leave(peer)
-            await asyncio.sleep(0.1)
-        seconds = await stage.gone(*goes)
-        await stage.rounds(3)
-        parted(stage, number, set(goes))
-        return seconds
-
-    assert stage.play(story) <= PROMPT_SECONDS
+    await stage.rounds(2)
+    await asyncio.sleep(MIDDLE_SECONDS)
+    number, first = stage.head("p0").key.round, stage.coordinator("p0")
+    goes = [first, *(peer for peer in stage.peers if peer != first)][:leavers]
+    for peer in goes:
+        stage.leave(peer)
+        await asyncio.sleep(0.1)
+    seconds = await stage.gone(*goes)
+    await stage.rounds(3)
+    parted(stage, number, set(goes))
+    assert seconds <= PROMPT_SECONDS
 
 
 @pytest.mark.parametrize("peers", (1, 2, 3, 4, 5))
-def test_all_peers_leave_together_with_same_state(peers: int) -> None:
-    stage = LeavingScenario(LongRounds(peers, pace_seconds=STEP_SECONDS))
-
-    async def story() -> float:
-        await stage.rounds(2)
-        await asyncio.sleep(MIDDLE_SECONDS)
-        stage.leave(*stage.peers)
-        return await stage.gone(*stage.peers)
-
-    assert stage.play(story) <= PROMPT_SECONDS
+@simulated(lambda peers: LeavingScenario(LongRounds(peers, pace_seconds=STEP_SECONDS)))
+async def test_all_peers_leave_together_with_same_state(stage: LeavingScenario, peers: int) -> None:
+    await stage.rounds(2)
+    await asyncio.sleep(MIDDLE_SECONDS)
+    stage.leave(*stage.peers)
+    assert (await stage.gone(*stage.peers)) <= PROMPT_SECONDS
     last = [stage.histories[peer][-1] for peer in stage.peers]
     assert {each["outcome"] for each in last} == {"committed" if peers > 1 else "alone"}
     assert len({(each["round"], each["lineage"], each["params_hash"]) for each in last}) == 1
 
 
-def test_sequential_leavers_are_replaced_by_newcomers() -> None:
-    stage = LeavingScenario(LongRounds(6, founders=4, pace_seconds=STEP_SECONDS))
+@simulated(LeavingScenario, LongRounds(6, founders=4, pace_seconds=STEP_SECONDS))
+async def test_sequential_leavers_are_replaced_by_newcomers(stage: LeavingScenario) -> None:
 
     async def leave() -> None:
         await asyncio.sleep(MIDDLE_SECONDS)
@@ -170,20 +144,17 @@ def test_sequential_leavers_are_replaced_by_newcomers() -> None:
         await stage.rounds(1)
         parted(stage, number, {goes})
 
-    async def story() -> None:
-        await stage.rounds(2)
-        for newcomer in ("p4", "p5", None):
-            while len(stage.alive()) > 1:
-                await leave()
-                if newcomer:
-                    break
+    await stage.rounds(2)
+    for newcomer in ("p4", "p5", None):
+        while len(stage.alive()) > 1:
+            await leave()
             if newcomer:
-                stage.begin(newcomer)
-                await asyncio.sleep(0.0)
-                await stage.until(stage.whole, 20.0, f"{newcomer} in the roster")
-                await stage.rounds(2)
-
-    stage.play(story)
+                break
+        if newcomer:
+            stage.begin(newcomer)
+            await asyncio.sleep(0.0)
+            await stage.until(stage.whole, 20.0, f"{newcomer} in the roster")
+            await stage.rounds(2)
     (last,) = stage.alive() or [next(peer for peer in stage.peers if stage.histories[peer][-1]["outcome"] == "alone")]
     assert stage.histories[last][-1]["outcome"] == "alone"
 
@@ -209,23 +180,19 @@ def test_leave_during_data_phase_ends_with_that_round(peers: int) -> None:
 
 
 @pytest.mark.parametrize("peers", (2, 3))
-def test_returning_leaver_joins_as_newcomer(peers: int) -> None:
-    stage = LeavingScenario(LongRounds(peers, pace_seconds=STEP_SECONDS, fork_peers=0))
-
-    async def story() -> None:
-        await stage.rounds(2)
-        await asyncio.sleep(MIDDLE_SECONDS)
-        stage.leave("p1")
-        await stage.gone("p1")
-        stage.revive("p1")
-        await asyncio.sleep(0.0)
-        await stage.until(stage.whole, 15.0, "admission")
-        await stage.rounds(2)
-        assert stage.network.nodes["p1"].member.incarnation == 1
-        assert "p1" in stage.chain("p0").since(stage.head_of("p0", stage.head("p0").key.round - 1))[0].record.peers
-        stage.leave("p1")
-        await stage.gone("p1")
-        await stage.rounds(2)
-
-    stage.play(story)
+@simulated(lambda peers: LeavingScenario(LongRounds(peers, pace_seconds=STEP_SECONDS, fork_peers=0)))
+async def test_returning_leaver_joins_as_newcomer(stage: LeavingScenario, peers: int) -> None:
+    await stage.rounds(2)
+    await asyncio.sleep(MIDDLE_SECONDS)
+    stage.leave("p1")
+    await stage.gone("p1")
+    stage.revive("p1")
+    await asyncio.sleep(0.0)
+    await stage.until(stage.whole, 15.0, "admission")
+    await stage.rounds(2)
+    assert stage.network.nodes["p1"].member.incarnation == 1
+    assert "p1" in stage.chain("p0").since(stage.head_of("p0", stage.head("p0").key.round - 1))[0].record.peers
+    stage.leave("p1")
+    await stage.gone("p1")
+    await stage.rounds(2)
     assert set(stage.outcomes("p0")) <= {"committed", "alone", "skipped"}

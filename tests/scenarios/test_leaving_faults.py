@@ -88,46 +88,42 @@ def test_leaver_death_at_any_message_spares_the_others(peers: int, role: int) ->
 @pytest.mark.parametrize("role", (0, 1, -1))
 @pytest.mark.parametrize("after_seconds", (0.0, 0.03, 0.6))
 @pytest.mark.parametrize("peers", (3, 4, 5))
-def test_silenced_leaver_delays_like_any_other_peer(peers: int, after_seconds: float, role: int) -> None:
-    stage = LeavingScenario(LongRounds(peers, pace_seconds=STEP_SECONDS, fork_peers=0))
-
-    async def story() -> float:
-        await stage.rounds(2)
-        await asyncio.sleep(MIDDLE_SECONDS)
-        goes = stage.coordinator("p0", role)
-        rest, began = others(stage, goes), stage.now
-        stage.leave(goes)
-        await asyncio.sleep(after_seconds)
-        stage.silence(goes)
-        seconds = await stage.rounds(1, rest)
-        await asyncio.sleep(max(0.0, FINISH_SECONDS - seconds))
-        if goes in stage.alive():
-            stage.kill(goes)
-        await stage.rounds(2, rest)
-        assert all({member.peer for member in stage.head(peer).roster} == set(rest) for peer in rest)
-        assert {outcome for peer in rest for outcome in stage.outcomes(peer, began)} == {"committed"}
-        return seconds
-
-    assert stage.play(story) <= 10.0
+@simulated(lambda peers: LeavingScenario(LongRounds(peers, pace_seconds=STEP_SECONDS, fork_peers=0)))
+async def test_silenced_leaver_delays_like_any_other_peer(
+    stage: LeavingScenario, after_seconds: float, role: int
+) -> None:
+    await stage.rounds(2)
+    await asyncio.sleep(MIDDLE_SECONDS)
+    goes = stage.coordinator("p0", role)
+    rest, began = others(stage, goes), stage.now
+    stage.leave(goes)
+    await asyncio.sleep(after_seconds)
+    stage.silence(goes)
+    seconds = await stage.rounds(1, rest)
+    await asyncio.sleep(max(0.0, FINISH_SECONDS - seconds))
+    if goes in stage.alive():
+        stage.kill(goes)
+    await stage.rounds(2, rest)
+    assert all({member.peer for member in stage.head(peer).roster} == set(rest) for peer in rest)
+    assert {outcome for peer in rest for outcome in stage.outcomes(peer, began)} == {"committed"}
+    assert seconds <= 10.0
 
 
 @pytest.mark.parametrize("fork_peers", (0, 1))
 @pytest.mark.parametrize("leaving", (False, True))
-def test_silent_member_of_two_is_not_evicted(leaving: bool, fork_peers: int) -> None:
+@simulated(lambda fork_peers: LeavingScenario(LongRounds(2, pace_seconds=STEP_SECONDS, fork_peers=fork_peers)))
+async def test_silent_member_of_two_is_not_evicted(stage: LeavingScenario, leaving: bool, fork_peers: int) -> None:
     """Whether the one who is left wants to leave or to stay: no record without the other's vote, only a fork."""
-    stage = LeavingScenario(LongRounds(2, pace_seconds=STEP_SECONDS, fork_peers=fork_peers))
-
-    async def story() -> set[int]:
-        await stage.rounds(2)
-        parent = stage.head("p0").key.lineage
-        stage.silence("p1")
-        if leaving:
-            await asyncio.sleep(MIDDLE_SECONDS)
-            stage.leave("p0")
-        await asyncio.sleep(30.0)
-        return {link.record.kind for link in stage.chain("p0").since(parent)[:1]}
-
-    assert stage.play(story) == ({Kind.FORK} if fork_peers else set())
+    await stage.rounds(2)
+    parent = stage.head("p0").key.lineage
+    stage.silence("p1")
+    if leaving:
+        await asyncio.sleep(MIDDLE_SECONDS)
+        stage.leave("p0")
+    await asyncio.sleep(30.0)
+    assert ({link.record.kind for link in stage.chain("p0").since(parent)[:1]}) == (
+        {Kind.FORK} if fork_peers else set()
+    )
 
 
 # -- lying ------------------------------------------------------------------------------------------------------------

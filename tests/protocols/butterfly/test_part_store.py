@@ -193,54 +193,42 @@ def test_writing_yields_to_data_phase_for_limited_time() -> None:
     play(main)
 
 
-def test_failing_file_costs_its_round() -> None:
-    world = SyncCluster(("anna", "bert"), keep_rounds=2, store_rounds=64, every_rounds=50)
-
-    async def main() -> None:
-        part_cache, rooms = world.peers["anna"].part_cache, Rooms()
-        assert part_cache.past
-        part_cache.past._make_room = rooms
-        links = await world.rounds("anna bert", 6)
-        rooms.failing = True
-        wanted = links[0].record.parts[0].digest
-        assert (
-            wanted in part_cache
-            and await part_cache.load(wanted) is None
-            and wanted not in part_cache
-            and part_cache.past.rounds == 5
-        )
-        cleo = await world.add("cleo")
-        assert (await cleo.catch_up()).outcome == "superseded" and world.same("anna cleo"), "bert has them, too"
-
-    world.play(main)
+@simulated(SyncCluster, ("anna", "bert"), keep_rounds=2, store_rounds=64, every_rounds=50)
+async def test_failing_file_costs_its_round(world: SyncCluster) -> None:
+    part_cache, rooms = world.peers["anna"].part_cache, Rooms()
+    assert part_cache.past
+    part_cache.past._make_room = rooms
+    links = await world.rounds("anna bert", 6)
+    rooms.failing = True
+    wanted = links[0].record.parts[0].digest
+    assert (
+        wanted in part_cache
+        and await part_cache.load(wanted) is None
+        and wanted not in part_cache
+        and part_cache.past.rounds == 5
+    )
+    cleo = await world.add("cleo")
+    assert (await cleo.catch_up()).outcome == "superseded" and world.same("anna cleo"), "bert has them, too"
 
 
-def test_long_absent_peer_replays_stored_rounds() -> None:
-    world = SyncCluster(("anna", "bert", "cleo"), keep_rounds=2, store_rounds=64, every_rounds=100)
-
-    async def main() -> None:
-        await world.rounds("anna bert", 40)
-        part_cache = world.peers["anna"].part_cache
-        assert len(part_cache._parts) == 2 and part_cache.past and part_cache.past.rounds == 40
-        report = await world.peers["cleo"].catch_up()
-        assert world.same("anna bert cleo") and (report.replayed_rounds, report.blamed) == (40, {})
-
-    world.play(main)
+@simulated(SyncCluster, ("anna", "bert", "cleo"), keep_rounds=2, store_rounds=64, every_rounds=100)
+async def test_long_absent_peer_replays_stored_rounds(world: SyncCluster) -> None:
+    await world.rounds("anna bert", 40)
+    part_cache = world.peers["anna"].part_cache
+    assert len(part_cache._parts) == 2 and part_cache.past and part_cache.past.rounds == 40
+    report = await world.peers["cleo"].catch_up()
+    assert world.same("anna bert cleo") and (report.replayed_rounds, report.blamed) == (40, {})
 
 
-def test_swarm_keeps_two_rounds_in_memory_others_stored() -> None:
-    world = Lives("anna bert", keep_rounds=4, rooms=Rooms())
-
-    async def main() -> None:
-        for name in world.founders:
-            world.begin(name.peer)
-        most = 0
-        for _ in range(100):
-            await asyncio.sleep(10 * ROUND_SECONDS / 100)
-            most = max(most, *(len(life.averager.part_cache._parts) for life in world.lives.values()))
-        anna = world.lives["anna"]
-        rounds = anna.chain.head.key.round
-        assert most == 2 and rounds > 7 and anna.averager.part_cache.past
-        assert anna.averager.part_cache.past.rounds == 5
-
-    world.play(main)
+@simulated(Lives, "anna bert", keep_rounds=4, rooms=Rooms())
+async def test_swarm_keeps_two_rounds_in_memory_others_stored(world: SyncCluster) -> None:
+    for name in world.founders:
+        world.begin(name.peer)
+    most = 0
+    for _ in range(100):
+        await asyncio.sleep(10 * ROUND_SECONDS / 100)
+        most = max(most, *(len(life.averager.part_cache._parts) for life in world.lives.values()))
+    anna = world.lives["anna"]
+    rounds = anna.chain.head.key.round
+    assert most == 2 and rounds > 7 and anna.averager.part_cache.past
+    assert anna.averager.part_cache.past.rounds == 5

@@ -129,72 +129,56 @@ class Lives:
         )
 
 
-def test_peer_missing_few_rounds_replays_them() -> None:
-    world = Lives("anna bert cleo dora", fork_peers=0)
-
-    async def main() -> None:
-        await asyncio.sleep(5 * ROUND_SECONDS)
-        world.cut("dora", "anna bert cleo")
-        await asyncio.sleep(5 * ROUND_SECONDS)
-        world.cut("dora", "anna bert cleo", heal=True)
-        await asyncio.sleep(15 * ROUND_SECONDS)
-        assert world.together()
-        reports = world.lives["dora"].caught_up()
-        assert sum(each.bytes_downloaded for each in reports) == 0
-        assert sum(each.lost_rounds for each in reports) == 0
-        assert not any(world.lives[name].caught_up() for name in ("anna", "bert", "cleo"))
-
-    world.play(main)
+@simulated(Lives, "anna bert cleo dora", fork_peers=0)
+async def test_peer_missing_few_rounds_replays_them(world: RunningSwarm) -> None:
+    await asyncio.sleep(5 * ROUND_SECONDS)
+    world.cut("dora", "anna bert cleo")
+    await asyncio.sleep(5 * ROUND_SECONDS)
+    world.cut("dora", "anna bert cleo", heal=True)
+    await asyncio.sleep(15 * ROUND_SECONDS)
+    assert world.together()
+    reports = world.lives["dora"].caught_up()
+    assert sum(each.bytes_downloaded for each in reports) == 0
+    assert sum(each.lost_rounds for each in reports) == 0
+    assert not any(world.lives[name].caught_up() for name in ("anna", "bert", "cleo"))
 
 
-def test_peer_that_forked_alone_returns() -> None:
-    world = Lives("anna bert cleo dora")
-
-    async def main() -> None:
-        await asyncio.sleep(5 * ROUND_SECONDS)
-        world.cut("dora", "anna bert cleo")
-        await asyncio.sleep(30 * ROUND_SECONDS)
-        dora = world.lives["dora"]
-        assert [each.outcome for each in dora.history[-2:]] == ["alone", "alone"]
-        alone = sum(each.outcome in ("alone", "fork") for each in dora.history)
-        world.cut("dora", "anna bert cleo", heal=True)
-        await asyncio.sleep(15 * ROUND_SECONDS)
-        assert world.together()
-        (report,) = dora.caught_up()
-        assert alone <= report.lost_rounds <= alone + 10 and report.lost_tokens > 0 and report.blamed == {}
-
-    world.play(main)
+@simulated(Lives, "anna bert cleo dora")
+async def test_peer_that_forked_alone_returns(world: RunningSwarm) -> None:
+    await asyncio.sleep(5 * ROUND_SECONDS)
+    world.cut("dora", "anna bert cleo")
+    await asyncio.sleep(30 * ROUND_SECONDS)
+    dora = world.lives["dora"]
+    assert [each.outcome for each in dora.history[-2:]] == ["alone", "alone"]
+    alone = sum(each.outcome in ("alone", "fork") for each in dora.history)
+    world.cut("dora", "anna bert cleo", heal=True)
+    await asyncio.sleep(15 * ROUND_SECONDS)
+    assert world.together()
+    (report,) = dora.caught_up()
+    assert alone <= report.lost_rounds <= alone + 10 and report.lost_tokens > 0 and report.blamed == {}
 
 
-def test_two_halves_of_a_swarm_merge() -> None:
-    world = Lives("anna bert cleo dora emil")
-
-    async def main() -> None:
-        await asyncio.sleep(5 * ROUND_SECONDS)
-        world.cut("dora emil", "anna bert cleo")
-        await asyncio.sleep(30 * ROUND_SECONDS)
-        assert [len(life.chain.head.roster) for life in world.lives.values()] == [3, 3, 3, 2, 2]
-        world.cut("dora emil", "anna bert cleo", heal=True)
-        await asyncio.sleep(20 * ROUND_SECONDS)
-        assert world.together()
-        assert [len(life.caught_up()) > 0 for life in world.lives.values()] == [False] * 3 + [True] * 2
-
-    world.play(main)
+@simulated(Lives, "anna bert cleo dora emil")
+async def test_two_halves_of_a_swarm_merge(world: RunningSwarm) -> None:
+    await asyncio.sleep(5 * ROUND_SECONDS)
+    world.cut("dora emil", "anna bert cleo")
+    await asyncio.sleep(30 * ROUND_SECONDS)
+    assert [len(life.chain.head.roster) for life in world.lives.values()] == [3, 3, 3, 2, 2]
+    world.cut("dora emil", "anna bert cleo", heal=True)
+    await asyncio.sleep(20 * ROUND_SECONDS)
+    assert world.together()
+    assert [len(life.caught_up()) > 0 for life in world.lives.values()] == [False] * 3 + [True] * 2
 
 
-def test_newcomers_join_a_running_swarm() -> None:
-    world = Lives("anna")
-
-    async def main() -> None:
-        await asyncio.sleep(10 * ROUND_SECONDS)
-        world.begin("bert")
-        await asyncio.sleep(5 * ROUND_SECONDS)
-        world.begin("cleo"), world.begin("dora")
-        await asyncio.sleep(10 * ROUND_SECONDS)
-        assert world.together()
-        for name in ("bert", "cleo", "dora"):
-            first = world.lives[name].history[0]
-            assert (first.outcome, first.bytes_downloaded, first.lost_rounds) == ("superseded", 8 * ELEMENTS, 0)
-        assert all(each.outcome in ("alone", "committed", "skipped") for each in world.lives["anna"].history)
-
-    world.play(main)
+@simulated(Lives, "anna")
+async def test_newcomers_join_a_running_swarm(world: RunningSwarm) -> None:
+    await asyncio.sleep(10 * ROUND_SECONDS)
+    world.begin("bert")
+    await asyncio.sleep(5 * ROUND_SECONDS)
+    world.begin("cleo"), world.begin("dora")
+    await asyncio.sleep(10 * ROUND_SECONDS)
+    assert world.together()
+    for name in ("bert", "cleo", "dora"):
+        first = world.lives[name].history[0]
+        assert (first.outcome, first.bytes_downloaded, first.lost_rounds) == ("superseded", 8 * ELEMENTS, 0)
+    assert all(each.outcome in ("alone", "committed", "skipped") for each in world.lives["anna"].history)
