@@ -7,6 +7,8 @@ import inspect
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
+from tests.sim import loop as simloop
+
 
 class Playable(Protocol):
     """A simulated world: it runs a coroutine on a loop of its own, and then checks its invariants."""
@@ -46,3 +48,13 @@ def simulated(make: Callable[..., Playable], *arguments: Any, **options: Any) ->
         return run
 
     return decorate
+
+
+def on_virtual_clock(test: Test) -> Callable[..., None]:
+    """A decorator: the test coroutine runs on a simulated loop, without a world."""
+
+    @functools.wraps(test)
+    def run(**values: Any) -> None:
+        simloop.run(test(**values))
+
+    return run

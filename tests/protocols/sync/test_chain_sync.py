@@ -21,8 +21,9 @@ from protocols.sync.requests import (
     HeadAnnouncement,
     SnapshotRef,
 )
-from tests.protocols.test_wire import headers, places, replaced
+from tests.support.simulated import simulated
 from tests.support.sync_cluster import TOKENS, SyncCluster
+from tests.support.wire_examples import headers, places, replaced
 
 ANNA, BERT, CLEO, DORA, EMIL = (Member(name) for name in ("anna", "bert", "cleo", "dora", "emil"))
 ALL = "anna bert cleo dora emil"
@@ -207,26 +208,22 @@ async def test_diverged_peer_rejects_decision_and_resyncs(world: SyncCluster) ->
     assert (report.bytes_downloaded, report.replayed_rounds) == (0, 2), "its own snapshot was sound"
 
 
-def test_means_leading_to_wrong_state_are_discarded() -> None:
+@simulated(swarm, every_rounds=3)
+async def test_means_leading_to_wrong_state_are_discarded(world: SyncCluster) -> None:
     """A machine that computes other bits notices at the next record, and takes a snapshot."""
-    world = swarm(every_rounds=3)
+    await world.rounds("anna bert cleo", 2)
+    await world.rounds("anna bert", 5)
+    cleo = world.peers["cleo"]
+    step, left = cleo.outer_loop.state.outer.step, [1]
 
-    async def main() -> None:
-        await world.rounds("anna bert cleo", 2)
-        await world.rounds("anna bert", 5)
-        cleo = world.peers["cleo"]
-        step, left = cleo.outer_loop.state.outer.step, [1]
+    def wrong(anchor: torch.Tensor, velocity: torch.Tensor, delta: torch.Tensor) -> bool:
+        finite = step(anchor, velocity, delta)
+        anchor[0] += 1e-6 * bool(left and left.pop())
+        return finite
 
-        def wrong(anchor: torch.Tensor, velocity: torch.Tensor, delta: torch.Tensor) -> bool:
-            finite = step(anchor, velocity, delta)
-            anchor[0] += 1e-6 * bool(left and left.pop())
-            return finite
-
-        cleo.outer_loop.state.outer.step = wrong  # type: ignore[method-assign]
-        report = await cleo.catch_up()
-        assert world.same("anna bert cleo") and (report.replayed_rounds, report.bytes_downloaded) == (1, 8000)
-
-    world.play(main)
+    cleo.outer_loop.state.outer.step = wrong  # type: ignore[method-assign]
+    report = await cleo.catch_up()
+    assert world.same("anna bert cleo") and (report.replayed_rounds, report.bytes_downloaded) == (1, 8000)
 
 
 # -- healing ----------------------------------------------------------------------------------------------------------
@@ -259,14 +256,14 @@ async def test_idle_peer_is_woken_by_a_greeting(world: SyncCluster) -> None:
     await world.rounds("anna bert cleo", 2)
     world.hints.clear()
     await world.decide("anna bert", roster=(ANNA, BERT))
-    cleo, told = world.peers["cleo"], []
-    cleo.on_better = lambda branch: told.append(asyncio.get_running_loop().time())
+    cleo, found = world.peers["cleo"], []
+    cleo.on_better = lambda branch: found.append(asyncio.get_running_loop().time())
     sleeper = asyncio.create_task(cleo.sync.run())
     await asyncio.sleep(3.0)
-    assert not told, "all that it knows are in its roster"
+    assert not found, "all that it knows are in its roster"
     caller = asyncio.create_task(world.peers["anna"].sync.run())
     await asyncio.sleep(2.0)
-    assert len(told) == 1 and told[0] < 5.0
+    assert len(found) == 1 and found[0] < 5.0
     sleeper.cancel(), caller.cancel()
 
 
@@ -274,16 +271,16 @@ async def test_idle_peer_is_woken_by_a_greeting(world: SyncCluster) -> None:
 async def test_peer_about_to_decide_round_stays_in_it(world: SyncCluster) -> None:
     await world.decide("anna bert cleo", roster=(ANNA, BERT))
     link = await world.decide("bert cleo", voters=(ANNA, BERT))
-    anna, told = world.peers["anna"], []
-    anna.on_better = lambda branch: told.append(branch)
+    anna, found = world.peers["anna"], []
+    anna.on_better = lambda branch: found.append(branch)
     healing = asyncio.create_task(anna.sync.run())
     await asyncio.sleep(0.5)
     anna.chain.switch(link.record.parent, [link])
     await asyncio.sleep(8.0)
-    assert not told
+    assert not found
     await world.rounds("bert cleo", 1, voters=(ANNA, BERT))
     await asyncio.sleep(12.0)
-    assert len(told) == 1
+    assert len(found) == 1
     healing.cancel()
 
 

@@ -14,6 +14,7 @@ import tests.support.sync_cluster
 from protocols.base import Buffer
 from protocols.sync.snapshot import MemoryBuffer, Snapshots
 from tests.sim.host import SimCompute
+from tests.support.simulated import simulated
 from tests.support.sync_cluster import SyncCluster, SyncPeer
 
 T = TypeVar("T")
@@ -107,29 +108,25 @@ async def test_donor_with_failed_disk_withdraws_the_snapshot(
 
 
 @pytest.mark.parametrize("when", ["made", "put", "taken"])
-def test_joiner_unable_to_store_download_stays_unchanged(when: str) -> None:
-    world = swarm()
+@simulated(swarm)
+async def test_joiner_unable_to_store_download_stays_unchanged(world: SyncCluster, when: str) -> None:
+    await world.rounds("anna bert", 5)
+    cleo = await world.add("cleo")
+    if when == "put":
+        fails(cleo)
+    elif when == "made":
+        cleo.snapshots._make_room = full
+    else:
+        download = cleo.sync.fetcher.download
 
-    async def main() -> None:
-        await world.rounds("anna bert", 5)
-        cleo = await world.add("cleo")
-        if when == "put":
-            fails(cleo)
-        elif when == "made":
-            cleo.snapshots._make_room = full
-        else:
-            download = cleo.sync.fetcher.download
+        async def broken(*args: object) -> object:
+            snapshot = await download(*args)  # type: ignore[arg-type]
+            snapshot.room.failing = True  # type: ignore[attr-defined]
+            return snapshot
 
-            async def broken(*args: object) -> object:
-                snapshot = await download(*args)  # type: ignore[arg-type]
-                snapshot.room.failing = True  # type: ignore[attr-defined]
-                return snapshot
-
-            cleo.sync.fetcher.download = broken  # type: ignore[assignment, method-assign]
-        report = await cleo.catch_up(60.0)
-        assert report.outcome == "undecided" and report.lineage == report.parent and report.blamed == {}
-        cleo.snapshots._make_room = Disk
-        if when != "taken":
-            assert (await cleo.catch_up()).outcome == "superseded" and world.same("anna cleo")
-
-    world.play(main)
+        cleo.sync.fetcher.download = broken  # type: ignore[assignment, method-assign]
+    report = await cleo.catch_up(60.0)
+    assert report.outcome == "undecided" and report.lineage == report.parent and report.blamed == {}
+    cleo.snapshots._make_room = Disk
+    if when != "taken":
+        assert (await cleo.catch_up()).outcome == "superseded" and world.same("anna cleo")

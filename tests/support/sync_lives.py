@@ -1,0 +1,135 @@
+"""Peers with real butterfly rounds and real catching up on a simulated network, until the test is over."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+
+from node.outer.outer_loop import OuterLoopDeps
+from node.outer.replicated_loop import ReplicatedOuterLoop
+from node.outer.sgd import OuterSGD
+from node.reporting.report import RoundReport
+from node.tasks.paced import Paced
+from node.training.trainer import InlineTrainer
+from protocols.aio import run_with_helper
+from protocols.base import Member, PeerId, Settings
+from protocols.butterfly.averager import Butterfly
+from protocols.butterfly.part_cache import PartCache
+from protocols.butterfly.part_store import PartStore
+from protocols.gate import Gate
+from protocols.history.chain import Chain
+from protocols.sync.chain_sync import ChainSync, ChainSyncOptions
+from protocols.sync.snapshot import SnapshotBuffer, Snapshots
+from tests.sim import loop as simloop
+from tests.sim.host import sim_host
+from tests.sim.network import SimNetwork, Trace
+from tests.support.checkers import check
+from tests.support.fake_rounds import RUN
+
+ELEMENTS = 3000
+ROUND_SECONDS = 2.0
+"""More than a round takes."""
+SETTINGS = Settings("int8", (ELEMENTS,), 256, keep_rounds=8)
+
+
+class RunningPeer:
+    """A peer's main loop, as a node's is."""
+
+    def __init__(self, world: RunningSwarm, name: PeerId) -> None:
+        host = sim_host(world.network, world.network.join(name), 1, {})
+        self.chain, snapshots = Chain(RUN, "run", world.founders), Snapshots()
+        hints = [member.peer for member in world.founders]
+        gate, store = Gate(), None
+        if world.rooms is not None:
+            store = PartStore(world.rooms, host.compute, gate, most_rounds=5, least_rounds=1)
+        part_cache = PartCache(host, store, gate)
+        options = ChainSyncOptions(part_cache, on_better=lambda branch: self.averager.supersede())
+        self.sync = ChainSync(host, self.chain, world.settings, snapshots, lambda: hints, options)
+        self.averager = Butterfly(host, world.settings, part_cache)
+        self.me, self.history = self.averager.me, list[RoundReport]()
+        self.newcomer = self.me not in world.founders
+        trainer = InlineTrainer(Paced(ELEMENTS, ord(name[0])), 4, 0.25)
+        anchor = torch.zeros(ELEMENTS) if self.newcomer else trainer.local_training.learner.vectors[0].clone()
+        self.outer_loop = ReplicatedOuterLoop(
+            self.chain, self.averager, OuterSGD(0.7, 0.9), OuterLoopDeps(trainer, host.compute, anchor, snapshots)
+        )
+        self._wall = host.clock.wall
+
+    async def run(self) -> None:
+        await run_with_helper(self._train(), self.sync.run())
+
+    async def _train(self) -> None:
+        await self.outer_loop.settle()
+        if self.newcomer:
+            await self._catch_up()
+        while True:
+            self.history.append(await self.outer_loop.run_round(self._wall))
+            if self.history[-1].outcome == "superseded":
+                await self._catch_up()
+
+    async def _catch_up(self) -> None:
+        deadline = asyncio.get_running_loop().time() + 60.0
+        self.history.append(await self.outer_loop.catch_up(self.sync, self._wall, deadline))
+
+    def caught_up(self) -> list[RoundReport]:
+        """The reports that say what catching up came to."""
+        return [each for each in self.history if each.outcome == "superseded" and each.lineage != each.parent]
+
+
+class RunningSwarm:
+    """Peers that run until the test is over.
+
+    Args:
+        names: of the founders.
+        rooms: makes the buffers in which peers store past rounds; None: they store none.
+        settings: changes of `SETTINGS`.
+    """
+
+    def __init__(self, names: str, rooms: Callable[[int], SnapshotBuffer] | None = None, **settings: Any) -> None:
+        self.rooms = rooms
+        self.network, self.settings = SimNetwork(Trace()), replace(SETTINGS, **settings)
+        self.founders = tuple(Member(name) for name in names.split())
+        self.lives: dict[PeerId, RunningPeer] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def begin(self, name: PeerId) -> RunningPeer:
+        life = self.lives[name] = RunningPeer(self, name)
+        token = simloop.PROCESS.set(self.network.nodes[name].process)
+        self._tasks.append(asyncio.get_running_loop().create_task(life.run()))
+        simloop.PROCESS.reset(token)
+        return life
+
+    def cut(self, ones: str, others: str, heal: bool = False) -> None:
+        """Silence both ways between these and those; or the end of it."""
+        change = self.network.heal if heal else self.network.block
+        for one in ones.split():
+            for other in others.split():
+                change(one, other), change(other, one)
+
+    def play(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        async def whole() -> None:
+            for member in self.founders:
+                self.begin(member.peer)
+            await main()
+            for task in self._tasks:
+                assert not task.done() or task.result()
+            if self.network.bugs:
+                raise self.network.bugs[0]
+            assert check({name: [asdict(each) for each in life.history] for name, life in self.lives.items()}) == []
+
+        simloop.run(whole())
+
+    def together(self) -> bool:
+        """Whether all vote on one branch, a round apart at most."""
+        chains = [life.chain for life in self.lives.values()]
+        last = min(chains, key=lambda chain: chain.head.key.round).head
+        return all(
+            len(chain.head.roster) == len(chains)
+            and last.key.lineage in chain
+            and chain.head.key.round <= last.key.round + 1
+            for chain in chains
+        )
